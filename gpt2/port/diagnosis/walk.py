@@ -243,6 +243,11 @@ class Walker:
             normed = [option for stream in kept for option in self.norms.before("ln_f", stream, words)]
             choice = self.chooser.choose("ln_f", normed, self.ending.right_logits, STREAM, max_unseen=0)
             choice = choice or self.chooser.choose("ln_f", normed, self.ending.logits, STREAM)
+            if choice is None and not quick:
+                again = "the stream is normalised once more before the head"
+                rights = [option for option in normed if option.kind is Kind.RIGHT]
+                twice = [more for option in rights for more in self.norms.after(("ln_f",), "ln_f", option, again)]
+                choice = self.chooser.choose("ln_f", twice, self.ending.right_logits, STREAM)
             if choice is not None:
                 self.trail.settle(len(self.blocks) - 1 if self.blocks else None, choice, "ln_f")
                 self.trail.blame(None, choice.result.faults, choice.result.error)

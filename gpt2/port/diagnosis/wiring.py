@@ -17,6 +17,8 @@ from gpt2.port.recording.pool import Pool
 
 STREAM = (0, 1)  # axes of (B, T, D) that a port may split: rows, tokens
 BOTH = "the embeddings, tokens and positions together,"
+COSINE = 0.9  # sines and cosines of several positions reach this
+FEW_ROWS = 4  # positions that are named
 WAVES = {"sin", "cos", "sin_", "cos_", "polar", "view_as_real"}  # operators that make sinusoidal positions
 
 
@@ -120,19 +122,32 @@ class Embeddings:
         yield "none", torch.zeros_like(wpe[:tokens]), [Fault("position-missing", "wpe", "no positions are added")]
 
     def _unknown_positions(self, factors: list[float]) -> Iterator[Option]:
-        """Yield a tensor that differs from the token embeddings equally in every row of the batch: by unknown positions."""
+        """Yield a tensor that differs from the token embeddings by other rows of wpe, or equally in every row of the batch."""
         learned = Fault("not-loaded", "wpe", "positions are not the checkpoint's learned ones, and none known here")
         waves = replace(self.sine, detail="positions are made of sines and cosines, not of the checkpoint's learned ones")
         for x in streams(self.pool, self.ids, self.width):
             for factor in factors:
                 rows = x - self.words * factor
+                if (taken := self._rows_of_wpe(rows, factor)) is not None:
+                    yield Option.known("other rows", x, taken, values={"wte": self.words * factor, "wpe": rows})
+                    continue
                 largest = float(rows.abs().max())
                 if len(x) < 2 or largest < 1e-9 or float((rows - rows[:1]).abs().max()) > 1e-9 * largest:
                     continue
-                fault = waves if self.pool.operators & WAVES or largest <= 1.0 else learned
+                fault = waves if self.pool.operators & WAVES or COSINE <= largest <= 1.0 else learned
                 scaled = [self._scaled(factor, "token embeddings")] if factor != 1 else []
                 values = {"wte": self.words * factor, "wpe": rows[:1]}
                 yield Option.known("other positions", x, fault, *scaled, values=values)
+
+    def _rows_of_wpe(self, rows: Tensor, factor: float) -> Fault | None:
+        """Return the fault of positions (B, T, D) that are rows of wpe, each token its own; None if they are not."""
+        taken = torch.cdist(rows.flatten(0, 1), self.wpe).argmin(-1).view(rows.shape[:2])
+        if self.pool.find(self.words * factor + self.wpe[taken], *STREAM) is None:
+            return None
+        numbers = [", ".join(map(str, row)) for row in taken[:, :FEW_ROWS].tolist()]
+        shown = " and, in the next row of the batch, ".join(dict.fromkeys(numbers[:2]))
+        more = ", ..." if self.tokens > FEW_ROWS else ""
+        return Fault("position-offset", "wpe", f"the tokens are given the positions {shown}{more}, not 0, 1, 2, ...")
 
 
 def _others(factors: list[float]) -> list[float]:
