@@ -5,8 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import pytest
-from support.checks import python
+from support.checks import forked
 
 import gpt2
 from gpt2.checkpoint.containers import mapped_file
@@ -29,27 +28,29 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["generate", "MODEL", "--prompt", "O"],
-        ["compare", "MODEL", "shakespeare-mini", "--tokens", "300"],
-        ["verify", "MODEL"],
-        ["explore", "MODEL", "--json", "-"],
-        ["train", "finetune-lora", "--init", "MODEL", "--out", "OUT", "--set", "data.source=play:hamlet"],
-        ["export", "MODEL", "OUT"],
-    ],
-    ids=lambda arguments: arguments[0],
+COMMANDS = (
+    ["generate", "MODEL", "--prompt", "O"],
+    ["compare", "MODEL", "shakespeare-mini", "--tokens", "300"],
+    ["verify", "MODEL"],
+    ["explore", "MODEL", "--json", "-"],
+    ["train", "finetune-lora", "--init", "MODEL", "--out", "OUT", "--set", "data.source=play:hamlet"],
+    ["export", "MODEL", "OUT"],
 )
-def test_a_file_cut_short_is_one_line(arguments: list[str], tmp_path: Path) -> None:
+
+
+def test_a_file_cut_short_is_one_line(tmp_path: Path) -> None:
     """The process ended with "Bus error" in a shell, and with no message under a scheduler."""
-    model = shutil.copytree(Path(gpt2.__file__).parent / "assets" / "shakespeare-mini", tmp_path / "model")
-    words = [{"MODEL": str(model), "OUT": str(tmp_path / "out")}.get(word, word) for word in arguments]
-    done = python("-c", COMMAND, model, *words, status=2)
-    assert "Traceback" not in done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"gpt2 {arguments[0]}: ")
-    assert "model.safetensors" in last
+    cases = []
+    for command, *arguments in COMMANDS:
+        folder = tmp_path / command
+        model = shutil.copytree(Path(gpt2.__file__).parent / "assets" / "shakespeare-mini", folder / "model")
+        places = {"MODEL": str(model), "OUT": str(folder / "out")}
+        cases.append([model, command, *(places.get(word, word) for word in arguments)])
+    for (command, *_), (_, err) in zip(COMMANDS, forked(COMMAND, cases, status=2), strict=True):
+        assert "Traceback" not in err
+        last = err.splitlines()[-1]
+        assert last.startswith(f"gpt2 {command}: ")
+        assert "model.safetensors" in last
 
 
 def test_a_file_that_is_whole_or_gone_or_longer_is_none(tmp_path: Path) -> None:

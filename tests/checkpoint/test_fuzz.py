@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.checks import python
+from support.checks import forked, python
 from support.safetensors_fuzz import STRICTER
 
 # For a quick and a slow run: the number of files, the share that must still load, and the number of different errors.
@@ -19,25 +19,29 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", CASES)
+FUZZ = "import runpy; runpy.run_module('support.fuzz', run_name='__main__')"
+
+
 @pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quick", "slow"])
-def test_damaged_files_load_or_are_refused(kind: str, slow: bool, tmp_path: Path) -> None:
+def test_damaged_files_load_or_are_refused(slow: bool, tmp_path: Path) -> None:
     """A damaged byte must not cause an IndexError, a minute of parsing, gigabytes of memory, or wrong weights.
 
-    This runs in a process of its own, which may crash or hang.
+    Each kind runs in a process of its own, which may crash or hang.
     """
-    quick, many, share, kinds = CASES[kind]
-    count = many if slow else quick
-    arguments = (kind, str(count), str(int(slow)), tmp_path)
-    done = python("-X", "faulthandler", "-m", "support.fuzz", *arguments, timeout=120 + count / 10)
-    report = json.loads(done.stdout.splitlines()[-1])
-    print(report)
-    assert report["loaded"] + sum(report["refused"].values()) == count
-    assert report["slowest_s"] < 2, "of processor time, for one file"
-    assert report["grown_mb"] < 50
-    assert share * count < report["loaded"] < count / 2
-    assert len(report["refused"]) > kinds
-    assert not (slow and kind == "safetensors") or len(report["stricter"]) >= len(STRICTER) - 2
+    counts = {kind: many if slow else quick for kind, (quick, many, *_) in CASES.items()}
+    for kind in counts:
+        (tmp_path / kind).mkdir()
+    cases = [[kind, str(count), str(int(slow)), tmp_path / kind] for kind, count in counts.items()]
+    for kind, (out, _) in zip(CASES, forked(FUZZ, cases, timeout=900 + sum(counts.values()) / 10), strict=True):
+        report = json.loads(out.splitlines()[-1])
+        print(kind, report)
+        *_, share, kinds = CASES[kind]
+        assert report["loaded"] + sum(report["refused"].values()) == counts[kind]
+        assert report["slowest_s"] < 2, "of processor time, for one file"
+        assert report["grown_mb"] < 50
+        assert share * counts[kind] < report["loaded"] < counts[kind] / 2
+        assert len(report["refused"]) > kinds
+        assert not (slow and kind == "safetensors") or len(report["stricter"]) >= len(STRICTER) - 2
 
 
 @pytest.mark.parametrize(("count", "altered", "refusals"), [(60, 40, 4), pytest.param(1000, 600, 8, marks=pytest.mark.slow)])
