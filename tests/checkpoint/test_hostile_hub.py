@@ -283,7 +283,7 @@ def test_a_question_has_a_limit_in_time(hub: HubStandIn, home: Path, silent: str
     commit = resolve(hub, home)["revision"]
     hub.add_repo("org/name", FILES | {"config.json": b"{}"}, lfs=LFS)
     hub.rewrite = wait
-    assert resolve(hub, home)["revision"] == commit, "the cache serves, at the commit that it has"
+    assert resolve(hub, home, HF_HUB_ETAG_TIMEOUT="1")["revision"] == commit, "the cache serves, at the commit that it has"
 
 
 def test_a_hub_that_asks_to_wait(hub: HubStandIn, home: Path) -> None:
