@@ -20,7 +20,9 @@ Logits = Callable[[Tensor], Tensor]  # ids (B, T), int64, on the CPU -> logits (
 Progress = Callable[[str], None]  # called with a short text at each stage
 MAX_JS = math.log(2)  # maximum Jensen-Shannon divergence, in nats: distributions without a common token
 
-PART = 1 << 16  # entries per part: the temporaries stay in the processor's cache
+PART = (
+    1 << 15
+)  # entries per part: temporaries stay in the processor's cache, and one thread computes it: two would wait for each other
 FLOAT64_BOUND = 1e-10  # relative error of equal models in float64: rounding is about 1e-15, any bug is larger
 ROUNDING_RATIO = 1.5  # bound on our error over the reference's error, or over what an arithmetic explains, in one dtype
 
@@ -73,15 +75,16 @@ def _relative(measure: Callable[[Tensor, Tensor], tuple[float, float]], a: Tenso
 
 
 def _norms(a: Tensor, reference: Tensor) -> tuple[float, float]:
-    squares = [torch.stack([one.dot(one) for one in pair]) for pair in _parts(a, reference)]
-    difference, size = torch.stack(squares).sum(0).sqrt().tolist()
+    norms = [torch.stack([torch.linalg.vector_norm(one) for one in pair]) for pair in _parts(a, reference)]
+    difference, size = torch.linalg.vector_norm(torch.stack(norms), dim=0).tolist()
     return difference, size
 
 
 def _largest_and_rms(a: Tensor, reference: Tensor) -> tuple[float, float]:
-    parts = [torch.stack((difference.abs().max(), exact.dot(exact))) for difference, exact in _parts(a, reference)]
-    largest, squares = torch.stack(parts).unbind(1)
-    return largest.max().item(), math.sqrt(squares.sum().item() / reference.numel())
+    norm = torch.linalg.vector_norm
+    parts = [torch.stack((norm(difference, math.inf), norm(exact))) for difference, exact in _parts(a, reference)]
+    largest, norms = torch.stack(parts).unbind(1)
+    return largest.max().item(), norm(norms).item() / math.sqrt(reference.numel())
 
 
 def differing_bits(a: Tensor, b: Tensor) -> int:
