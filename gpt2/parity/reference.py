@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,16 +117,6 @@ def reference_ids(tokenizer: Any, text: str) -> list[int]:
     """Encode ``text`` with transformers' tokenizer."""
     with _quiet():
         return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def reference_generate(model: nn.Module, ids: Tensor, new_tokens: int, *, use_cache: bool) -> Tensor:
-    """Continue (B, T) ids greedily with transformers' ``generate``; return (B, T + new)."""
-    settings = _transformers().GenerationConfig(
-        do_sample=False, max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0, use_cache=use_cache
-    )
-    with _quiet():
-        generate = cast("Callable[..., Tensor]", model.generate)
-        return generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
 
 
 def save_with_transformers(config: GPT2Config, weights: dict[str, Tensor], directory: Path) -> None:

@@ -46,6 +46,14 @@ def texts(spec: str | None, *, offline: bool = False) -> Text:
     return Text(str(spec), "here", TEXT, "", forms[spec], PASSAGES if spec == "lambada" else ())
 
 
+def continued(model: torch.nn.Module, ids: list[int], new_tokens: int) -> list[int]:
+    """Return ids with their greedy continuation: the best id after all of them by transformers, again and again."""
+    for _ in range(new_tokens):
+        with torch.no_grad():
+            ids = [*ids, int(model(torch.tensor([ids])).logits[0, -1].argmax())]
+    return ids
+
+
 def stand_in(folder: Path, tokenizer: Tokenizer) -> tuple[Record, ...]:
     """A record of every kind, computed by transformers and plain loops, without our model's code."""
     model = reference.load_reference(folder, torch.float32)
@@ -56,8 +64,8 @@ def stand_in(folder: Path, tokenizer: Tokenizer) -> tuple[Record, ...]:
         hidden = model.transformer(torch.tensor([ids])).last_hidden_state[0]
     logp = logits.double().log_softmax(-1)
     losses = -logp[:-1].gather(1, torch.tensor(ids[1:])[:, None])
-    greedy = reference.reference_generate(model, torch.tensor([ids]), 8, use_cache=True)[0, len(ids) :].tolist()
-    added = reference.reference_generate(model, torch.tensor([tokenizer.encode("When shall")]), 5, use_cache=True)[0].tolist()
+    greedy = continued(model, ids, 8)[len(ids) :]
+    added = continued(model, tokenizer.encode("When shall"), 5)
     loss = as_the_guide_does(lambda ids: model(ids).logits, torch.tensor(tokenizer.encode(TEXT)), n_positions, stride=8)
     guided = math.exp(loss)
     accuracy, of_words = last_words(model, tokenizer, n_positions)
