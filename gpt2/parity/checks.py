@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,9 +28,11 @@ from gpt2.parity import reference
 from gpt2.parity.findings import Findings
 from gpt2.parity.streaming import Converted, Receive, Streamed
 
-SEQUENCES = 16  # whose gradients' rounding is judged
+SEQUENCES, FEW = 16, 4  # whose gradients' rounding is judged: a few first, and all where one of those is over the bound
 SHORT, LONG = 32, 128  # tokens of a sequence for rounding, and for float64
 ROW = 32  # tokens of a traced row
+QUICK = 128  # tokens of the one text that ``quick`` reads in place of whole contexts
+KEPT_BYTES = 64e6  # float64 parameters of blocks that are kept, if one block is not larger
 LOGIT_FLOPS = 5e11  # limit for one float64 pass over the windows
 
 Build = Callable[[Path, torch.dtype | None], GPT2]
@@ -40,8 +43,9 @@ Model = TypeVar("Model", bound=nn.Module)
 class Probe:
     """The token ids to run.
 
-    ``windows`` (W, P) are whole contexts. ``rows`` (3, T) are traced, and also read with ``padding`` on the left of the second
-    and third, so that only their first tokens fit. ``short`` (16, t + 1) and ``long`` (2, L + 1) are sequences to train on.
+    ``windows`` (W, P) are whole contexts, or (1, 128) the beginning of one. ``rows`` (3, T) are traced, and also read with
+    ``padding`` on the left of the second and third, so that only their first tokens fit. ``short`` (16, t + 1) and ``long``
+    (2, L + 1) are sequences to train on.
     """
 
     windows: Tensor
@@ -50,8 +54,8 @@ class Probe:
     long: Tensor
 
     @classmethod
-    def draw(cls, config: GPT2Config, seed: int) -> Probe:
-        """Draw the ids: enough windows to contain every id of the vocabulary once, as far as the budget allows."""
+    def draw(cls, config: GPT2Config, seed: int, quick: bool = False) -> Probe:
+        """Draw the ids: enough windows to contain every id of the vocabulary once, as far as the budget allows, or one short."""
         generator = torch.Generator().manual_seed(seed)
         vocab, context = config.vocab_size, config.n_positions
         affordable = max(1, int(LOGIT_FLOPS / (2 * config.num_parameters() * context)))
@@ -60,11 +64,15 @@ class Probe:
         padding = torch.randint(vocab, (max(0, count * context - vocab),), generator=generator)
         windows = torch.cat((ids, padding))[: count * context].view(count, context)
         shapes = (3, min(context, ROW)), (SEQUENCES, min(context, SHORT) + 1), (2, min(context, LONG) + 1)
-        return cls(windows, *(torch.randint(vocab, shape, generator=generator) for shape in shapes))
+        return cls(
+            windows[:1, :QUICK] if quick else windows, *(torch.randint(vocab, shape, generator=generator) for shape in shapes)
+        )
 
     def coverage(self, config: GPT2Config) -> str:
         seen = self.windows.unique().numel()
-        return f"{seen:,} of {config.vocab_size:,} ids at all {config.n_positions:,} positions"
+        tokens = self.windows.size(1)
+        which = "all" if tokens == config.n_positions else "the first"
+        return f"{seen:,} of {config.vocab_size:,} ids at {which} {tokens:,} positions"
 
     @property
     def padding(self) -> tuple[int, ...]:
@@ -91,8 +99,13 @@ class Subject:
     dtype: torch.dtype
     probe: Probe
     findings: Findings
-    blocks: Converted = field(default_factory=lambda: Converted(torch.float64))
     outside: Converted = field(default_factory=lambda: Converted(torch.float64, limit=math.inf))
+
+    @cached_property
+    def blocks(self) -> Converted:
+        """The blocks' parameters in float64: those of one block, or of a small model's every block."""
+        names = self.ours.named_parameters()
+        return Converted(torch.float64, limit=max(KEPT_BYTES, 8 * sum(p.numel() for name, p in names if name.startswith("h.0."))))
 
     @cached_property
     def ours(self) -> GPT2:
@@ -115,6 +128,11 @@ class Subject:
     @cached_property
     def reference_rounded(self) -> nn.Module:
         """transformers' model in ``dtype``."""
+        if next(self.reference.parameters()).dtype == self.dtype:  # loading it again would give the same, and take its memory
+            model = deepcopy(self.reference, {id(p): nn.Parameter(p.data) for p in self.reference.parameters()})
+            for block in root_of(model).h:
+                vars(block.attn)["reorder_and_upcast_attn"] = self.config.reorder_and_upcast_attn
+            return model
         return self._shared(reference.load_reference(self.folder, self.dtype))
 
     def _shared(self, model: Model) -> Model:

@@ -22,7 +22,7 @@ from gpt2.parity.checks import Probe, Subject, head_of, hidden_of
 
 GREEDY_TOKENS = 24
 CHUNK = 128  # positions whose logits are compared at a time
-SINGLE_TOKENS = 2  # read through the cache in float64: the second one reads what the first one wrote
+SINGLE_TOKENS = 2  # read through the cache: the second one reads what the first one wrote
 MISSING = torch.tensor(math.nan)  # stands for a missing point: NaN fails any bound
 
 T = TypeVar("T")
@@ -83,29 +83,27 @@ def _parts(subject: Subject, expected: Tensor) -> None:
     """Compare what our model gives through the cache and with padding: in float64, and in ``dtype`` beside transformers."""
     findings, label, probe = subject.findings, dtype_label(subject.dtype), subject.probe
     with subject.exactly(subject.ours, "float64: cache and padding"):
-        for check, name, logits, exact in _ways(probe, _Reader(subject.ours), expected, SINGLE_TOKENS):
+        for check, name, logits, exact in _ways(probe, _Reader(subject.ours), expected):
             findings.mapping(check, name, worst_relative_error(logits, exact))
             findings.settle()
     findings.settle("padding")
     findings.progress(f"{label}: cache and padding")
     models = _Reader(subject.ours_rounded), _Reader(subject.reference_rounded)
-    for ours, reference in zip(*(_ways(probe, model, expected, 4) for model in models), strict=True):
+    for ours, reference in zip(*(_ways(probe, model, expected) for model in models), strict=True):
         findings.rounding("rounding", ours[1], *(relative_error(logits, exact) for _, _, logits, exact in (ours, reference)))
-    rows = [model.read(probe.rows) for model in models]
-    findings.rounding("rounding", "logits (default path)", *(relative_error(logits, expected) for logits in rows))
     findings.settle()
 
 
-def _ways(probe: Probe, model: _Reader, expected: Tensor, singles: int) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+def _ways(probe: Probe, model: _Reader, expected: Tensor) -> Iterator[tuple[str, str, Tensor, Tensor]]:
     """Yield (check, point, logits, the expected ones) for the parts of a cached text, and for padded rows.
 
-    Through the cache, a model reads a prompt, ``singles`` tokens one by one, and the rest in one piece.
+    Through the cache, a model reads a prompt, two tokens one by one, and the rest in one piece.
     """
     rows, (padded, mask) = probe.rows, probe.padded()
     length = rows.size(1)
-    half, single = length // 2, min(singles, length // 4)
+    half, single = length // 2, min(SINGLE_TOKENS, length // 4)
     ends = {"prefill": half, "single tokens": half + single, "chunk": length}
-    sizes = _sizes(length, singles)
+    sizes = _sizes(length)
     cached, start = model.read_in_parts(rows, sizes, None), 0
     for part, end in ends.items():
         if end > start:
@@ -118,9 +116,9 @@ def _ways(probe: Probe, model: _Reader, expected: Tensor, singles: int) -> Itera
     yield "padding", "logits (padded rows, cached)", model.read_in_parts(padded, sizes, mask)[real], expected[alone]
 
 
-def _sizes(length: int, singles: int) -> list[int]:
+def _sizes(length: int) -> list[int]:
     """Return the sizes of the parts in which a cache reads a text: half of it, single tokens, and the rest."""
-    half, single = length // 2, min(singles, length // 4)
+    half, single = length // 2, min(SINGLE_TOKENS, length // 4)
     return [size for size in (half, *[1] * single, length - half - single) if size]
 
 
@@ -156,37 +154,45 @@ class _Reader:
 
 
 def _windows(subject: Subject) -> None:
-    """Compare the logits of whole contexts, on the default path, in float64; the first context also in the other ways."""
-    findings, windows, models = subject.findings, subject.probe.windows, (subject.ours, subject.reference)
+    """Compare the logits of whole contexts, on the default path, in float64; the first one also in ``dtype``.
+
+    Ours reads the first one into a cache, which then forgets the second half and reads it again in parts.
+    """
+    findings, windows, (ours, reference) = subject.findings, subject.probe.windows, (subject.ours, subject.reference)
     for index, window in enumerate(windows):
-        what = f"float64: context {index + 1} of {len(windows)}"
-        with subject.exactly(models[0], f"{what}, ours"), subject.exactly(models[1], f"{what}, transformers"):
-            hidden = [hidden_of(model, window[None]) for model in models]
-            for start in range(0, len(window), CHUNK):
-                end = min(start + CHUNK, len(window))
-                ours, theirs = (head_of(model, h[:, start:end]) for model, h in zip(models, hidden, strict=True))
-                name = f"logits (window {index}, {start} to {end - 1})"
-                findings.mapping("logits", name, worst_relative_error(ours, theirs))
-            if index == 0:
-                _first_window(subject, window[None], hidden[1])
+        what, ids = f"float64: context {index + 1} of {len(windows)}", window[None]
+        with subject.exactly(ours, f"{what}, ours"), subject.exactly(reference, f"{what}, transformers"):
+            cache = ours.new_cache() if index == 0 else None
+            hidden, expected = ours.hidden(ids, cache=cache), hidden_of(reference, ids)
+            for part in _chunks(0, len(window)):
+                logits, exact = head_of(ours, hidden[:, part]), head_of(reference, expected[:, part])
+                findings.mapping("logits", _named("logits", index, part), worst_relative_error(logits, exact))
+            if cache is not None:
+                first, *sizes = _sizes(len(window))
+                cache.reset(first)
+                for forgotten in (cache.keys, cache.values):
+                    forgotten[..., first:, :] = math.nan
+                again = torch.cat([ours.hidden(piece, cache=cache) for piece in ids[:, first:].split(sizes, dim=1)], dim=1)
+                for part in _chunks(first, len(window)):
+                    error = worst_relative_error(again[:, part.start - first : part.stop - first], expected[:, part])
+                    findings.mapping("cache", _named("ln_f", index, part), error)
+                del cache, again
+        if index == 0:
+            findings.progress(f"{dtype_label(subject.dtype)}: context 1")
+            rounded = [hidden_of(model, ids) for model in (subject.ours_rounded, subject.reference_rounded)]
+            for part in _chunks(0, len(window)):
+                errors = (relative_error(each[:, part], expected[:, part]) for each in rounded)
+                findings.rounding("rounding", _named("ln_f", index, part), *errors)
         findings.settle()
     findings.settle("logits", "cache", "rounding")
 
 
-def _first_window(subject: Subject, ids: Tensor, expected: Tensor) -> None:
-    """Compare a whole context (1, T) through the cache in float64, and in ``dtype``, by what the final norm gives, (1, T, D).
+def _chunks(start: int, end: int) -> Iterator[slice]:
+    return (slice(first, min(first + CHUNK, end)) for first in range(start, end, CHUNK))
 
-    The head takes each position alone, and was compared at every one of them.
-    """
-    findings, cache = subject.findings, subject.ours.new_cache()
-    pieces = ids.split(_sizes(ids.size(1), SINGLE_TOKENS), dim=1)
-    cached = torch.cat([subject.ours.hidden(piece, cache=cache) for piece in pieces], dim=1)
-    rounded = [hidden_of(model, ids) for model in (subject.ours_rounded, subject.reference_rounded)]
-    for start in range(0, ids.size(1), CHUNK):
-        part = slice(start, min(start + CHUNK, ids.size(1)))
-        exact, name = expected[:, part], f"ln_f (window 0, {part.start} to {part.stop - 1})"
-        findings.mapping("cache", name, worst_relative_error(cached[:, part], exact))
-        findings.rounding("rounding", name, *(relative_error(hidden[:, part], exact) for hidden in rounded))
+
+def _named(point: str, window: int, part: slice) -> str:
+    return f"{point} (window {window}, {part.start} to {part.stop - 1})"
 
 
 def _greedy(subject: Subject) -> tuple[Tensor, slice]:

@@ -93,7 +93,7 @@ def verify(
             temporary folder.
         dtype: the precision in which rounding is judged; a ``:dtype`` suffix on the name does the same.
         seed: draws the token ids.
-        quick: leave out training: loss, gradients and optimizer steps.
+        quick: leave out training (loss, gradients, optimizer steps), and read 128 tokens in place of whole contexts.
         keep_going: look for further differences behind the first one.
         record: compute every number of the public record (:mod:`gpt2.parity.record`), not only the cheap ones. This takes
             minutes, may download a text, and needs official weights.
@@ -128,7 +128,7 @@ def verify(
         ours = checkpoint if isinstance(checkpoint, StoredCheckpoint) else open_path(folder)  # random: as transformers wrote it
         files = files or {file: sha256(path) for file, path in ours.files().items()}
         given = "" if folder == ours.path else " (given our tensors: it cannot open these files itself)"
-        probe, findings = Probe.draw(ours.config, seed), Findings(rounding, quick, keep_going, progress)
+        probe, findings = Probe.draw(ours.config, seed, quick), Findings(rounding, quick, keep_going, progress)
 
         def report(stopped: str = "", public: RecordReport | None = None) -> Report:
             return Report(

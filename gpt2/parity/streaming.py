@@ -10,6 +10,7 @@ gradients are seen (gradient checkpointing: Chen et al., arXiv:1604.06174).
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,16 +23,14 @@ from torch import Tensor, nn
 from gpt2.checkpoint.keys import PREFIX
 from gpt2.measure.tracing import layer_of, root_of
 
-CACHE_BYTES = 256e6  # converted parameters of blocks that are kept: those of the last block, or of a small model's every block
-
 Weights = dict[str, nn.Parameter]
 Receive = Callable[[int, int, dict[str, Tensor], Weights], None]  # (layer, sequence, its gradients, the block's parameters)
 
 
 class Converted:
-    """Parameters in one dtype on one device, converted once for all models that share a stored tensor."""
+    """Parameters in one dtype on one device, converted once for all models that share a stored tensor; keep ``limit`` bytes."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu", limit: float = CACHE_BYTES) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu", limit: float = math.inf) -> None:
         self.dtype, self.device, self.limit = dtype, torch.device(device), limit
         self._kept: OrderedDict[Any, tuple[Tensor, Tensor]] = OrderedDict()  # the source too, so that its address stays its own
         self._bytes = 0

@@ -23,8 +23,9 @@ from gpt2.checkpoint.checkpoint import StoredCheckpoint
 from gpt2.checkpoint.loading import load_path
 from gpt2.cli.main import main
 from gpt2.config import GPT2Config
+from gpt2.kv_cache import KVCache
 from gpt2.model import GPT2, eager_attention, sdpa_attention
-from gpt2.parity import run
+from gpt2.parity import run, training
 from gpt2.parity.checks import Probe
 from gpt2.parity.run import verify
 
@@ -222,12 +223,50 @@ def coarse_behind_40_tokens(model: GPT2) -> None:
     model.use_attention(attend)
 
 
-@pytest.mark.parametrize(("control", "must_fail"), [(long_cache_forgets, "cache"), (coarse_behind_40_tokens, "rounding")])
+def long_cache_is_not_written(model: GPT2) -> None:
+    """What follows 40 cached tokens is read from the cache, but was never put there."""
+
+    class Cache(KVCache):
+        def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            end = self.length + k.size(-2)
+            if self.length == 0 or end <= 40:
+                return super().append(layer, k, v)
+            return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+
+    model.new_cache = lambda *sizes: Cache(model.config, *(sizes or (1,)), dtype=model.wte.weight.dtype)
+
+
+@pytest.mark.parametrize(
+    ("control", "must_fail"),
+    [(long_cache_forgets, "cache"), (long_cache_is_not_written, "cache"), (coarse_behind_40_tokens, "rounding")],
+)
 def test_positions_behind_the_traced_rows_are_judged(tmp_path: Path, control: Callable, must_fail: str) -> None:
     """All positions up to the context length, cached and in the dtype: the traced rows have 32 tokens, a context up to 1,024."""
     checkpoint = write_checkpoint(tmp_path / "model", n_positions=64)
     assert failing(verify(str(checkpoint), quick=True)) == []
     assert failing(verify(str(checkpoint), build=broken(control), quick=True, keep_going=True)) == [must_fail]
+
+
+def test_what_a_few_sequences_leave_open_is_decided_by_all(checkpoint: Path, report: gpt2.Report, monkeypatch) -> None:
+    """A parameter that the first sequences do not decide must not be left out, nor one that they decide appear twice."""
+    monkeypatch.setattr(training, "ROUNDING_RATIO", 0.0)  # the first sequences decide nothing
+    again = verify(str(checkpoint), seed=3)
+    assert failing(again) == []
+    for check in ("loss-rounding", "gradients-rounding"):
+        names, few = ([point.name for point in each.check(check).points] for each in (again, report))
+        assert sorted(names) == sorted(few)
+        assert len(set(names)) == len(names)
+    assert [p.error for p in again.check("gradients-rounding").points] != [
+        p.error for p in report.check("gradients-rounding").points
+    ]
+
+
+def test_quick_reads_128_tokens_and_says_so(tmp_path: Path) -> None:
+    """A report of a short text must not claim all positions; three seconds of gpt2's fifteen are what a whole context leaves."""
+    report = verify(str(write_checkpoint(tmp_path / "model", n_positions=160)), quick=True)
+    assert report.ok
+    assert report.coverage.endswith("ids at the first 128 positions")
+    assert report.check("cache").points[-1].name == "ln_f (window 0, 64 to 127)"
 
 
 @pytest.mark.slow
