@@ -32,7 +32,11 @@ exit code: 0 equal, 1 different, or a device that is wrong or lacks an operator,
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--seed", type=seed, default=0, help="seeds the random token ids (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="leave out training: loss, gradients and optimizer steps")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="leave out training (loss, gradients, optimizer steps), and read 128 tokens, not whole contexts",
+    )
     parser.add_argument("--keep-going", action="store_true", help="look for more differences; the default stops at the first one")
     parser.add_argument(
         "--record", action="store_true", help="compute every number that others recorded of the official weights, in a table"

@@ -32,7 +32,8 @@ from gpt2.parity import checks, reference
 from gpt2.parity.checks import Build, Probe, Subject
 from gpt2.parity.findings import DifferenceFound, Findings
 from gpt2.parity.forward import forward
-from gpt2.parity.record import RecordReport, Setup, compute, public_record
+from gpt2.parity.recompute import Setup, compute
+from gpt2.parity.record import RecordReport, public_record
 from gpt2.parity.report import AT_DIFFERENCE, INTERRUPTED, RUNNING, Report
 from gpt2.parity.training import gradients, rounded_gradients
 

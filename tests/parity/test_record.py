@@ -26,11 +26,11 @@ from gpt2.data import Tokenizer
 from gpt2.data.bpe import BPE
 from gpt2.errors import InputError
 from gpt2.measure.texts import GUIDE, LAST_WORD, RUNNING, Protocol, Text
-from gpt2.parity import record as records
-from gpt2.parity import reference, run
+from gpt2.parity import recompute, reference, run
 from gpt2.parity.checks import Subject
 from gpt2.parity.findings import PLAN
-from gpt2.parity.record import AdamW, Kind, Record, Setup, Source, compute, parse, public_record
+from gpt2.parity.recompute import Setup, compute
+from gpt2.parity.record import AdamW, Kind, Record, Source, parse, public_record
 
 PASSAGES = ("when shall we three meet again", "in thunder, lightning, or in rain", "fair is foul and foul is fair")
 SOURCES = [Source(f"someone/{name}", f"https://example.org/{name}") for name in "abc"]
@@ -141,7 +141,7 @@ def recorded(checkpoint: Path) -> tuple[Record, ...]:
 
 @pytest.fixture(autouse=True)
 def own_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "open_text", texts)
+    monkeypatch.setattr(recompute, "open_text", texts)
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_what_cannot_be_computed_is_counted_as_such(setup: Setup, recorded: tupl
     def out_of_reach(spec: str | None, *, offline: bool = False) -> Text:
         raise InputError("offline, and the text is not here")
 
-    monkeypatch.setattr(records, "open_text", out_of_reach)
+    monkeypatch.setattr(recompute, "open_text", out_of_reach)
     report = compute("gpt2", recorded, setup, everything=True)
     assert report.ok
     assert report.line() == ("11 of 11 numbers recorded by 3 other projects; 7 not computed: offline, and the text is not here")

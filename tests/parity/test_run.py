@@ -266,6 +266,7 @@ def test_quick_reads_128_tokens_and_says_so(tmp_path: Path) -> None:
     report = verify(str(write_checkpoint(tmp_path / "model", n_positions=160)), quick=True)
     assert report.ok
     assert report.coverage.endswith("ids at the first 128 positions")
+    assert report.check("logits").title == "a short text"
     assert report.check("cache").points[-1].name == "ln_f (window 0, 64 to 127)"
 
 
