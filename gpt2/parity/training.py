@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.keys import PREFIX
-from gpt2.measure.metrics import relative_error, token_losses, worst_relative_error
+from gpt2.measure.metrics import ROUNDING_RATIO, relative_error, token_losses, worst_relative_error
 from gpt2.pages.reports import dtype_label
 from gpt2.parity.checks import FEW, Subject, head_of, hidden_of
 from gpt2.parity.forward import MISSING, lockstep
-from gpt2.parity.report import ROUNDING_RATIO
 from gpt2.parity.streaming import Receive, Streamed, Weights, take_gradients
 
 STEPS = 2  # of AdamW: the first shows groups and bias correction, the second the moments
