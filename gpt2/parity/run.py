@@ -52,10 +52,6 @@ def _load(path: Path, dtype: torch.dtype | None) -> GPT2:
 
 
 @overload
-def verify(name: str = ..., *, device: str | torch.device, **options: Unpack[DeviceOptions]) -> DeviceReport: ...
-
-
-@overload
 def verify(
     name: str = ...,
     *,
@@ -70,6 +66,10 @@ def verify(
     progress: Progress = ...,
     watch: Callable[[Report], None] | None = ...,
 ) -> Report: ...
+
+
+@overload
+def verify(name: str = ..., *, device: str | torch.device, **options: Unpack[DeviceOptions]) -> DeviceReport: ...
 
 
 def verify(
