@@ -76,12 +76,12 @@ def ours(run: Run, args: argparse.Namespace, checkpointing: bool = False) -> Any
     from gpt2.measure.allocator import keep_freed_memory
     from gpt2.model import GPT2
     from gpt2.train.feed import Feed
-    from gpt2.train.loop import _step
     from gpt2.train.loss import Scored
     from gpt2.train.models import prepare
     from gpt2.train.optim import adamw
     from gpt2.train.parallel import Ranks
     from gpt2.train.recipe import Recipe
+    from gpt2.train.step import optimizer_step
 
     keep_freed_memory()
     layers, d, heads, positions, vocab = SIZES[run.size]
@@ -96,7 +96,7 @@ def ours(run: Run, args: argparse.Namespace, checkpointing: bool = False) -> Any
     ids = np.random.default_rng(0).integers(0, vocab, 100_000).astype(np.int32)
     scored, optimizer, steps = Scored(model), adamw(model, recipe.optim), iter(range(1 << 30))
     feed = Feed(ids, Ranks(device=torch.device(device(args))))
-    return lambda: _step(scored, optimizer, feed, recipe, next(steps), 1e-5)
+    return lambda: optimizer_step(scored, optimizer, feed, recipe, next(steps), 1e-5)
 
 
 def nanogpt(run: Run, args: argparse.Namespace, optimizer_for: str = "cuda") -> Any:

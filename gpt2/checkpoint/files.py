@@ -11,6 +11,7 @@ from gpt2.checkpoint.containers.gguf_file import GGUFFile
 from gpt2.checkpoint.containers.keras_file import SIGNATURE, KerasFile
 from gpt2.checkpoint.containers.llmc_file import MODEL, OTHER_FILES, LlmcFile, magic_of
 from gpt2.checkpoint.containers.mapped_file import MappedFile
+from gpt2.checkpoint.containers.row_shards import NAME, RowShards
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.containers.tensorflow_file import TensorBundle, checkpoint_prefix
 from gpt2.checkpoint.containers.torch_file import TorchFile
@@ -31,9 +32,9 @@ TENSORFLOW = re.compile(r"(.+)\.(index|meta|data-\d{5}-of-\d{5})", re.ASCII)
 def open_weights(path: Path) -> dict[str, Container]:
     """Return the open file of each tensor of a checkpoint, given a directory or a file. The content decides, not the name.
 
-    The formats are safetensors and torch.save's (HF's ``.bin``, nanoGPT's ``ckpt.pt``, minGPT's), with or without shards;
-    OpenAI's TensorFlow files; Keras' and Flax's; GGUF; llm.c's. Raises CheckpointError: no weights, a missing shard, or shards
-    unlike their index.
+    The formats are safetensors and torch.save's (HF's ``.bin``, nanoGPT's ``ckpt.pt``, minGPT's), with or without shards; the
+    parts that the ranks of a training run wrote; OpenAI's TensorFlow files; Keras' and Flax's; GGUF; llm.c's. Raises
+    CheckpointError: no weights, a missing shard, or shards unlike their index.
     """
     if path.is_file():
         return _by_tensor([open_file(path)])
@@ -42,6 +43,8 @@ def open_weights(path: Path) -> dict[str, Container]:
             return _by_tensor([open_file(path / single)])
         if (path / index).is_file():
             return _shards(path / index, suffix)
+    if rows := [file.name for file in _files(path) if NAME.fullmatch(file.name)]:
+        return _by_tensor([RowShards(path, rows)])
     if (prefix := checkpoint_prefix(path)) is not None:
         return _by_tensor([TensorBundle(prefix)])
     if old := [path / name for name in OLD_LAYOUTS if (path / name).is_file()]:

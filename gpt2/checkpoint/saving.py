@@ -23,6 +23,7 @@ from gpt2.checkpoint.keys import expected, to_file
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
+    from gpt2.config import GPT2Config
     from gpt2.data import Tokenizer
     from gpt2.model import GPT2
 
@@ -44,17 +45,22 @@ def save(model: GPT2, tokenizer: Tokenizer | None, directory: str | Path) -> Pat
     """
     directory = Path(directory)
     tensors = _plain(model)
-    config = model.config.to_hf(DTYPE_NAMES[tensors["wte.weight"].dtype])
-    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
     with writing(directory), tempfile.TemporaryDirectory(prefix=".partial-", dir=directory, ignore_cleanup_errors=True) as aside:
         write_file(Path(aside, WEIGHTS), safetensors_file({to_file(name): tensor for name, tensor in tensors.items()}))
-        write_json(Path(aside, "config.json"), config)
-        write_json(Path(aside, "generation_config.json"), generation)
+        save_config(model.config, tensors["wte.weight"].dtype, Path(aside))
         if tokenizer is not None:
             tokenizer.save(directory, n_positions=model.config.n_positions)
         for name in sorted(os.listdir(aside)):
             os.replace(Path(aside, name), directory / name)
     return directory
+
+
+def save_config(config: GPT2Config, dtype: torch.dtype, directory: Path) -> None:
+    """Write config.json and generation_config.json for weights of ``dtype``."""
+    stated = config.to_hf(DTYPE_NAMES[dtype])
+    write_json(directory / "config.json", stated)
+    generation = {key: stated[key] for key in ("bos_token_id", "eos_token_id") if stated[key] is not None}
+    write_json(directory / "generation_config.json", generation)
 
 
 @contextmanager

@@ -14,9 +14,10 @@ from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.files import WEIGHTS
 from gpt2.checkpoint.saving import sha256
 from gpt2.errors import InputError
+from gpt2.train.folders import writing
 from gpt2.train.plot import plot
 from gpt2.train.recipe import Recipe, build, names, read
-from gpt2.train.state import BEST, METRICS, RECIPE, TEXT, writing
+from gpt2.train.state import BEST, METRICS, RECIPE, TEXT
 
 NOT_SHOWN = ("name", "description", "expect", "takes")
 # data.source -> its name in a card, and its id on the Hub.

@@ -10,15 +10,11 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-import torch
-from torch import nn
-
 from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.errors import InputError
 from gpt2.measure.allocator import keep_freed_memory
 from gpt2.model import GPT2
-from gpt2.train import divergence, models, parallel, state
+from gpt2.train import divergence, models, parallel, shards, state
 from gpt2.train.bigram import Bigram
 from gpt2.train.corpus import Corpus, corpus
 from gpt2.train.divergence import Rewind
@@ -35,6 +31,7 @@ from gpt2.train.recipe import Recipe
 from gpt2.train.speed import tokens_at_peak
 from gpt2.train.start import Start, start
 from gpt2.train.state import Progress
+from gpt2.train.step import optimizer_step
 
 __all__ = ["Diverged", "Estimated", "Evaluated", "Logged", "Result", "Started", "train"]
 
@@ -120,7 +117,6 @@ class _Run:
         self.part = ranks.part(recipe)  # this rank's part of the recipe
         self.tokenizer, self.resumed = started.tokenizer, started.progress  # None: a new run
         self.text = ranks.together(read_text)
-        self.notes = (*started.notes, *self.text.notes, *ranks.notes())
         self.model = started.model or models.empty(started.config, recipe)
         parallel.broadcast(self.model, ranks)
         models.prepare(self.model, recipe)
@@ -130,6 +126,9 @@ class _Run:
         if self.resumed:
             parallel.restore(self.optimizer, started.moments, ranks)
         writes = folder if ranks.rank == 0 else None
+        self.by_all = shards.by_all(folder, self.model, recipe, ranks)
+        every = "every process writes its part of a checkpoint" if self.by_all else ""
+        self.notes = tuple(filter(None, (*started.notes, *self.text.notes, *ranks.notes(), every)))
         self.metrics = ranks.together(lambda: stack.enter_context(Metrics(writes, self.resumed, recipe)))
 
     def announce(self) -> None:
@@ -152,7 +151,7 @@ class _Run:
             seeded = replace(recipe, seed=(recipe.seed + progress.rewinds) % 2**63)  # a rewind changes windows and dropout
             limit = divergence.limit(progress.best_loss, self.tokenizer.n_vocab)
             require_whole_files()
-            loss, norm = _step(self.scored, self.optimizer, self.feed, seeded, progress.step, lr, limit)
+            loss, norm = optimizer_step(self.scored, self.optimizer, self.feed, seeded, progress.step, lr, limit)
             fault = divergence.fault(loss, norm, limit)
             progress = replace(progress, step=progress.step + 1, skips=progress.skips + 1 if fault else 0)
             if fault:
@@ -238,8 +237,10 @@ class _Run:
         return models.sample(model, self.tokenizer, self.text.beginning(), self.recipe)
 
     def save(self, progress: Progress) -> None:
-        moments = parallel.gathered(self.optimizer)
         self.ranks.together(self.metrics.sync)
+        if self.by_all and isinstance(self.model, GPT2):
+            return shards.save(self.folder, self.model, self.tokenizer, self.optimizer, progress, self.ranks)
+        moments = parallel.gathered(self.optimizer)
         with parallel.whole(self.scored):
             self.ranks.first(lambda: state.save(self.folder, self.plain(), self.tokenizer, moments, progress))
 
@@ -253,53 +254,3 @@ class _Run:
     def tell(self, event: Event) -> None:
         if self.ranks.rank == 0:
             self.report(event)
-
-
-def _step(
-    scored: nn.Module, optimizer: torch.optim.Optimizer, feed: Feed, recipe: Recipe, step: int, lr: float, limit: float = math.inf
-) -> tuple[float, float]:
-    """Run one optimizer step, unless it diverged; return the batch's loss (nats per scored token) and unclipped gradient norm.
-
-    A batch without a scored token has no loss: then nothing changes, not even by weight decay, and both are 0.
-    """
-    scored.train()
-    ranks = feed.ranks
-    part = ranks.part(recipe)
-    seed = np.random.SeedSequence((recipe.seed, step, ranks.rank))  # rank 0 has the seed of a single-process run
-    _seed(seed.generate_state(1, np.uint64)[0].item(), ranks.device)
-    given = feed(recipe, step)
-    n = part.grad_accum
-    x, y, scored_rows = given.x.chunk(n), given.y.chunk(n), given.scored.chunk(n)
-    apart = given.documents.chunk(n) if given.documents is not None else [None] * n
-    own = given.scored.sum().item()
-    total = ranks.sum(own)[0] if feed.partial else own * ranks.size
-    if not total:
-        feed.ahead(recipe, step + 1)
-        return 0.0, 0.0
-    losses = []  # read after all parts are launched, because each read waits for the GPU
-    for index in range(n):
-        with (
-            parallel.synchronised(scored, index == n - 1),
-            torch.autocast(ranks.device.type, torch.bfloat16, enabled=recipe.precision == "bf16"),
-        ):
-            # DDP and FSDP average over ranks. A part counts by its scored tokens: if all are scored, the divisor is n.
-            count = scored_rows[index].sum().item() * ranks.size
-            loss = scored(x[index], y[index], apart[index]) / (total / count if count else math.inf)
-        loss.backward()
-        losses.append(loss.detach())
-    feed.ahead(recipe, step + 1)
-    mean = ranks.sum(sum(each.item() for each in losses))[0] / ranks.size
-    norm = float(parallel.full(torch.nn.utils.clip_grad_norm_(scored.parameters(), recipe.optim.clip or math.inf)))
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    if not divergence.fault(mean, norm, limit):
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return mean, norm
-
-
-def _seed(seed: int, device: torch.device) -> None:
-    """Seed the CPU and ``device``; torch.manual_seed formats a stack trace per missing backend, 2 % of a small model's step."""
-    torch.default_generator.manual_seed(seed)
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)

@@ -14,8 +14,9 @@ from gpt2.config import GPT2Config
 from gpt2.measure.metrics import LanguageScore
 from gpt2.train.bigram import BigramConfig
 from gpt2.train.boards import Board, boards
+from gpt2.train.folders import writing
 from gpt2.train.recipe import Recipe
-from gpt2.train.state import METRICS, Progress, writing
+from gpt2.train.state import METRICS, Progress
 
 
 @dataclass(frozen=True)

@@ -52,10 +52,8 @@ class Ranks:
             result = act()
         except InputError as error:
             message = str(error)
-        messages: list[str | None] = [None] * self.size
-        dist.all_gather_object(messages, message)
-        for message in filter(None, messages):
-            raise InputError(message)
+        for fault in filter(None, self.gathered(message)):
+            raise InputError(fault)
         return result
 
     def first(self, act: Callable[[], T]) -> T:
@@ -65,6 +63,13 @@ class Ranks:
         shared: list[Any] = [self.together(act if self.rank == 0 else lambda: None)]
         dist.broadcast_object_list(shared, 0)
         return shared[0]
+
+    def gathered(self, own: T) -> list[T]:
+        """Return every rank's ``own``, on every rank."""
+        found: list[Any] = [own] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, own)
+        return found
 
     def sum(self, *values: float) -> list[float]:
         """Sum each value over all ranks, in float64."""

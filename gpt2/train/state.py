@@ -3,7 +3,7 @@
 The folder holds ``recipe.json``, ``metrics.jsonl``, ``step-N/`` (the newest two, each with everything needed to resume) and
 ``best/`` (the model of the lowest validation loss). ``gpt2.load`` and transformers open ``step-N/`` and ``best/``. A checkpoint
 is written to a temporary folder, synced, listed in a manifest with sha256, and renamed. A run resumes from the newest
-checkpoint whose files all match their hash.
+checkpoint whose files all match their hash. (:mod:`gpt2.train.shards` writes those of FSDP runs.)
 
 A run that trains adapters writes the frozen weights once, to ``base/``, so it no longer needs its initial model. Its
 ``step-N/`` holds only the adapters, in PEFT's layout; ``best/`` holds the merged model, and its adapters in ``adapter/``.
@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from gpt2.checkpoint.card import CARD, edited_card
-from gpt2.checkpoint.files import ADAPTER
+from gpt2.checkpoint.containers.row_shards import NAME
+from gpt2.checkpoint.files import ADAPTER, open_weights
 from gpt2.checkpoint.peft_files import WEIGHTS
 from gpt2.checkpoint.saving import safetensors_file, sha256, write_file, write_json
 from gpt2.data import Tokenizer
@@ -32,6 +34,7 @@ from gpt2.errors import InputError
 from gpt2.model import GPT2
 from gpt2.train import models
 from gpt2.train.bigram import Bigram
+from gpt2.train.folders import MANIFEST, appearing, writing
 from gpt2.train.recipe import Recipe, build
 
 try:
@@ -40,11 +43,12 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 KEEP = 2
-RECIPE, METRICS, BEST, BASE, MANIFEST = "recipe.json", "metrics.jsonl", "best", "base", "manifest.json"
+RECIPE, METRICS, BEST, BASE = "recipe.json", "metrics.jsonl", "best", "base"
 STEP = re.compile(r"step-(\d+)")
 ASIDE = re.compile(r"\.(step-\d+|best|base)\.(partial|old)")
 MODEL_FILES, ADAPTER_FILES = ("config.json", "model.safetensors"), (ADAPTER, WEIGHTS)
 RESUME_FILES = ("optimizer.safetensors", "progress.json")  # beside the model or its adapters
+OPTIMIZER = "optimizer"  # folder of the ranks' parts of the moments; their parts of the model are beside it
 TEXT = "text_sha256"  # in recipe.json, beside the recipe's own keys and `init`
 # Keys of a recipe that do not change what it computes, or only how sums are rounded.
 NOT_COMPARED = ("name", "description", "expect", "takes", "tensorboard", "wandb", "device", "parallel")
@@ -63,21 +67,6 @@ class Progress:
     evals_since_best: int = 0
     skips: int = 0  # skipped steps in a row
     rewinds: int = 0  # rewinds in the whole run; each changes the windows that follow
-
-
-@contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turn a full disk or a read-only folder into an InputError of one line."""
-    try:
-        yield
-    except (OSError, InputError) as error:
-        cause = error if isinstance(error, OSError) else error.__cause__
-        if not isinstance(cause, OSError):
-            raise
-        reason = cause.strerror or cause
-        raise InputError(
-            f"{folder}: cannot write there ({reason}); make room or choose another --out; earlier checkpoints are intact"
-        ) from error
 
 
 @contextlib.contextmanager
@@ -163,7 +152,11 @@ def save(
     """Write ``folder/step-N``, then remove all but the newest :data:`KEEP` checkpoints up to it."""
     files: Files = {"optimizer.safetensors": safetensors_file(optimizer), "progress.json": json.dumps(asdict(progress)).encode()}
     _write_whole(folder / f"step-{progress.step}", model, tokenizer, files)
-    # A later checkpoint was damaged and skipped; it must not push out the intact ones.
+    prune(folder, progress)
+
+
+def prune(folder: Path, progress: Progress) -> None:
+    """Remove all but the newest checkpoints up to this one. (A later one was damaged and skipped, and must not count.)"""
     with writing(folder):
         for old in [path for path in checkpoints(folder) if _step(path) <= progress.step][KEEP:]:
             shutil.rmtree(old)
@@ -210,7 +203,11 @@ def newest_intact(folder: Path) -> tuple[Path | None, list[str]]:
 def stored(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
     """Read the optimizer's state and the progress from a checkpoint that :func:`newest_intact` returned."""
     try:
-        return load_file(path / "optimizer.safetensors"), Progress(**json.loads((path / "progress.json").read_text()))
+        if (path / OPTIMIZER).is_dir():
+            moments = {name: file.read(name, mapped=False) for name, file in open_weights(path / OPTIMIZER).items()}
+        else:
+            moments = load_file(path / "optimizer.safetensors")
+        return moments, Progress(**json.loads((path / "progress.json").read_text()))
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise InputError(f"{path}: cannot be resumed ({error}); start anew with --fresh") from None
 
@@ -229,51 +226,30 @@ def _step(path: Path) -> int:
 
 
 def _write_whole(target: Path, model: GPT2 | Bigram, tokenizer: Tokenizer, files: Files) -> None:
-    """Write a directory atomically: it appears complete or not at all."""
-    aside, old = (target.with_name(f".{target.name}.{suffix}") for suffix in ("partial", "old"))
-    with writing(target.parent):
-        for leftover in (aside, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        try:
-            init = json.loads((target.parent / RECIPE).read_text(encoding="utf-8"))["init"]
-            models.save(model, tokenizer, aside, init, whole=target.name == BEST)
-            for name, content in files.items():
-                write_file(aside / name, content)
-            written = sorted(aside.rglob("*"))
-            write_json(aside / MANIFEST, {str(path.relative_to(aside)): sha256(path) for path in written if path.is_file()})
-            for directory in (*(path for path in written if path.is_dir()), aside):
-                _sync_directory(directory)
-        except (OSError, InputError):
-            shutil.rmtree(aside, ignore_errors=True)
-            raise
-        if target.exists():
-            os.rename(target, old)
-        os.rename(aside, target)
-        shutil.rmtree(old, ignore_errors=True)
-        _sync_directory(target.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except PermissionError:  # Windows opens no folders, and writes their entries itself
-        return
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    """Write a model's directory with these files atomically."""
+    with appearing(target) as aside:
+        init = json.loads((target.parent / RECIPE).read_text(encoding="utf-8"))["init"]
+        models.save(model, tokenizer, aside, init, whole=target.name == BEST)
+        for name, content in files.items():
+            write_file(aside / name, content)
 
 
 def _fault(path: Path, needed: tuple[str, ...] = RESUME_FILES) -> str:
     """Return what is wrong with a checkpoint directory; "" if nothing."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        for name in (*(ADAPTER_FILES if ADAPTER in manifest else MODEL_FILES), *needed):
+        if any(map(NAME.fullmatch, manifest)):
+            needed = (*MODEL_FILES[:1], *RESUME_FILES[1:])
+        else:
+            needed = (*(ADAPTER_FILES if ADAPTER in manifest else MODEL_FILES), *needed)
+        for name in needed:
             if name not in manifest:
                 return f"{MANIFEST} does not list {name}"
-        for name, declared in manifest.items():
-            if sha256(path / name) != declared:
-                return f"{name} does not have the sha256 that {MANIFEST} states"
+        with ThreadPoolExecutor() as pool:
+            found = pool.map(lambda name: sha256(path / name), manifest)
+            differ = [name for name, actual in zip(manifest, found, strict=True) if actual != manifest[name]]
+        if differ:
+            return f"{differ[0]} does not have the sha256 that {MANIFEST} states"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:

@@ -1,14 +1,25 @@
-"""A job of several processes on this machine."""
+"""Jobs of several processes on this machine: a function on every rank, a run of training, and the command line's own."""
 
+import json
 import os
+import signal
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from gpt2.errors import InputError
-from gpt2.train import parallel
-from support.training import forkserver
+from gpt2.train import feed, loop, parallel
+from gpt2.train.loop import train
+from gpt2.train.recipe import Recipe
+from support.training import forkserver, logged_steps
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def member(rank, size, port, work, results):
@@ -39,3 +50,72 @@ def job(size: int, work: Callable[[int], object]) -> list:
         process.join(30)
         assert process.exitcode == 0
     return [found[rank] for rank in range(size)]
+
+
+class Run:
+    """``train`` as a picklable call; after step ``stop``, rank ``by`` gets a SIGTERM."""
+
+    def __init__(self, recipe: Recipe, folder: Path, *, init=None, stop: int = 0, by: int = 0, change: str = ""):
+        self.recipe, self.folder, self.init, self.stop, self.by, self.change = recipe, folder, init, stop, by, change
+
+    def __call__(self, rank: int) -> str:
+        real = feed.batch
+        if self.change == "the same rows on every rank":
+            feed.batch = lambda *args, rank, **kwargs: real(*args, rank=0, **kwargs)
+        elif self.change == "another text on rank 1" and rank == 1:
+            corpus = loop.corpus
+            loop.corpus = lambda recipe, *rest: corpus(
+                replace(recipe, data=replace(recipe.data, path=recipe.data.path + ".other.txt")), *rest
+            )
+        elif self.change == "no folder on rank 0" and rank == 0:
+            self.folder = self.folder / "file" / "run"
+        elif self.change == "nan on rank 1" and rank == 1:
+            forward, calls = loop.Scored.forward, iter(range(10**6))
+            loop.Scored.forward = lambda *args: forward(*args) * (float("nan") if next(calls) == 6 else 1)
+        real_step, steps = loop.optimizer_step, iter(range(1, 10**6))
+
+        def step(*args):
+            result = real_step(*args)
+            if next(steps) == self.stop and rank == self.by:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return result
+
+        loop.optimizer_step = step
+        return train(self.recipe, self.folder, init=self.init).stopped
+
+
+def one(run: Run) -> str:
+    real = loop.optimizer_step
+    try:
+        return run(0)
+    finally:
+        loop.optimizer_step = real
+
+
+def toml(recipe: Recipe, file: Path) -> Path:
+    """Write the recipe to ``file``, and return that."""
+    tables = {"data": recipe.data, "model": recipe.model, "optim": recipe.optim}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in vars(recipe).items() if isinstance(value, int | float | str)]
+    for name, table in tables.items():
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in vars(table).items())]
+    file.write_text("\n".join(lines))
+    return file
+
+
+def command(recipe: Recipe, folder: Path) -> subprocess.Popen:
+    """Run `gpt2 train --nproc 2` as a user does; its output goes to a file beside the folder."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    file = toml(recipe, folder.with_suffix(".toml"))
+    words = [sys.executable, "-m", "gpt2", "train", str(file), "--out", str(folder), "--nproc", "2"]
+    with open(said(folder), "w") as log:
+        return subprocess.Popen(words, env=environment, start_new_session=True, stdout=log, stderr=log)
+
+
+def said(folder: Path) -> Path:
+    return folder.with_suffix(".log")
+
+
+def reached(folder: Path, step: int, process: subprocess.Popen) -> None:
+    while logged_steps(folder) < step:
+        assert process.poll() is None, said(folder).read_text()
+        time.sleep(0.02)

@@ -142,7 +142,7 @@ class Step:
             real = feed.send
             feed.send = lambda *args: real(*args)._replace(scored=torch.full((self.recipe.batch_size // ranks.size,), T))
         scored = parallel.wrap(Scored(trained, partial=True), self.recipe, ranks)
-        loss, _ = loop._step(scored, Catch(trained.parameters(), lr=0.0), feed, self.recipe, 3, 0.0)
+        loss, _ = loop.optimizer_step(scored, Catch(trained.parameters(), lr=0.0), feed, self.recipe, 3, 0.0)
         text = Corpus(Chars("abcdefghijklm"), ids, ids[:311], "", marks, marks[:311], end=feed.end)
         with parallel.whole(scored):
             held_out = scores(trained, text, self.recipe, ranks)

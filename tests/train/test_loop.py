@@ -71,7 +71,9 @@ def gradients(model: GPT2, recipe: Recipe, ids: np.ndarray) -> dict[str, torch.T
             caught.update({name: p.grad.clone() for name, p in model.named_parameters()})
 
     optimizer = Catch(model.parameters(), lr=0.0)
-    caught["loss"], caught["norm"] = map(torch.tensor, loop._step(Scored(model), optimizer, Feed(ids), recipe, step=3, lr=0.0))
+    caught["loss"], caught["norm"] = map(
+        torch.tensor, loop.optimizer_step(Scored(model), optimizer, Feed(ids), recipe, step=3, lr=0.0)
+    )
     return caught
 
 

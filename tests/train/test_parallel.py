@@ -1,58 +1,20 @@
 """Training in several processes: the same result as one process, errors on all ranks, and recovery from the loss of one."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.ranks import job
-from support.training import logged_steps, metrics, outcome
+from support.ranks import Run, command, job, one, reached, said
+from support.training import metrics, outcome
 
 from gpt2.errors import InputError
-from gpt2.train import feed, loop, state
+from gpt2.train import state
 from gpt2.train.loop import Logged, Started, train
 from gpt2.train.recipe import Lora, Recipe
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-class Run:
-    """``train`` as a picklable call; after step ``stop``, rank ``by`` gets a SIGTERM."""
-
-    def __init__(self, recipe: Recipe, folder: Path, *, init=None, stop: int = 0, by: int = 0, change: str = ""):
-        self.recipe, self.folder, self.init, self.stop, self.by, self.change = recipe, folder, init, stop, by, change
-
-    def __call__(self, rank: int) -> str:
-        real = feed.batch
-        if self.change == "the same rows on every rank":
-            feed.batch = lambda *args, rank, **kwargs: real(*args, rank=0, **kwargs)
-        elif self.change == "another text on rank 1" and rank == 1:
-            corpus = loop.corpus
-            loop.corpus = lambda recipe, *rest: corpus(
-                replace(recipe, data=replace(recipe.data, path=recipe.data.path + ".other.txt")), *rest
-            )
-        elif self.change == "no folder on rank 0" and rank == 0:
-            self.folder = self.folder / "file" / "run"
-        elif self.change == "nan on rank 1" and rank == 1:
-            forward, calls = loop.Scored.forward, iter(range(10**6))
-            loop.Scored.forward = lambda *args: forward(*args) * (float("nan") if next(calls) == 6 else 1)
-        real_step, steps = loop._step, iter(range(1, 10**6))
-
-        def step(*args):
-            result = real_step(*args)
-            if next(steps) == self.stop and rank == self.by:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return result
-
-        loop._step = step
-        return train(self.recipe, self.folder, init=self.init).stopped
 
 
 def furthest(a: Path, b: Path) -> float:
@@ -110,14 +72,6 @@ def test_saved_on_some_and_gone_on_with_on_others(shared, alone, tmp_path, first
     assert furthest(alone, tmp_path / "run") < 1e-6
 
 
-def one(run: Run) -> str:
-    real = loop._step
-    try:
-        return run(0)
-    finally:
-        loop._step = real
-
-
 @pytest.mark.parametrize(
     ("size", "how"),
     [(2, "ddp"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "fsdp"), (3, "ddp"), (3, "fsdp")))],
@@ -166,30 +120,6 @@ def test_adapters_shared_and_gone_on_with(shared, alone, tmp_path, how):
     assert job(2, run) == ["interrupted"] * 2
     assert job(2, Run(tuned, tmp_path / "run", init=str(alone / "best"))) == ["finished"] * 2
     assert furthest(tmp_path / "one", tmp_path / "run") < 1e-6
-
-
-def command(recipe: Recipe, folder: Path) -> subprocess.Popen:
-    """Run `gpt2 train --nproc 2` as a user does; its output goes to a file beside the folder."""
-    tables = {"data": recipe.data, "model": recipe.model, "optim": recipe.optim}
-    file = folder.with_suffix(".toml")
-    lines = [f"{key} = {json.dumps(value)}" for key, value in vars(recipe).items() if isinstance(value, int | float | str)]
-    for name, table in tables.items():
-        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in vars(table).items())]
-    file.write_text("\n".join(lines))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "gpt2", "train", str(file), "--out", str(folder), "--nproc", "2"]
-    with open(said(folder), "w") as log:
-        return subprocess.Popen(words, env=environment, start_new_session=True, stdout=log, stderr=log)
-
-
-def said(folder: Path) -> Path:
-    return folder.with_suffix(".log")
-
-
-def reached(folder: Path, step: int, process: subprocess.Popen) -> None:
-    while logged_steps(folder) < step:
-        assert process.poll() is None, said(folder).read_text()
-        time.sleep(0.02)
 
 
 @pytest.mark.slow

@@ -36,9 +36,9 @@ class Traced:
             parallel.broadcast(model, ranks)
             scored = parallel.wrap(Scored(model), recipe, ranks)
             optimizer, feed = adamw(model, recipe.optim), Feed(np.arange(2000) % 64, ranks)
-            loop._step(scored, optimizer, feed, recipe, 0, 1e-3)
+            loop.optimizer_step(scored, optimizer, feed, recipe, 0, 1e-3)
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as trace:
-                loop._step(scored, optimizer, feed, recipe, 1, 1e-3)
+                loop.optimizer_step(scored, optimizer, feed, recipe, 1, 1e-3)
         events = [(event.name, event.input_shapes) for event in trace.events() if event.name.startswith("gloo:")]
         found = [(name.removeprefix("gloo:"), shapes[0][0]) for name, shapes in events]
         return [(name, size) for name, size in found if size > 100]  # without the losses and the gradients' norms

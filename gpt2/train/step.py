@@ -1,0 +1,61 @@
+"""Run one optimizer step: this rank's rows in parts, the exchange of gradients, and the update."""
+
+import math
+
+import numpy as np
+import torch
+from torch import nn
+
+from gpt2.train import divergence, parallel
+from gpt2.train.feed import Feed
+from gpt2.train.recipe import Recipe
+
+
+def optimizer_step(
+    scored: nn.Module, optimizer: torch.optim.Optimizer, feed: Feed, recipe: Recipe, step: int, lr: float, limit: float = math.inf
+) -> tuple[float, float]:
+    """Run one optimizer step, unless it diverged; return the batch's loss (nats per scored token) and unclipped gradient norm.
+
+    A batch without a scored token has no loss: then nothing changes, not even by weight decay, and both are 0.
+    """
+    scored.train()
+    ranks = feed.ranks
+    part = ranks.part(recipe)
+    seed = np.random.SeedSequence((recipe.seed, step, ranks.rank))  # rank 0 has the seed of a single-process run
+    _seed(seed.generate_state(1, np.uint64)[0].item(), ranks.device)
+    given = feed(recipe, step)
+    n = part.grad_accum
+    x, y, scored_rows = given.x.chunk(n), given.y.chunk(n), given.scored.chunk(n)
+    apart = given.documents.chunk(n) if given.documents is not None else [None] * n
+    own = given.scored.sum().item()
+    total = ranks.sum(own)[0] if feed.partial else own * ranks.size
+    if not total:
+        feed.ahead(recipe, step + 1)
+        return 0.0, 0.0
+    losses = []  # read after all parts are launched, because each read waits for the GPU
+    for index in range(n):
+        with (
+            parallel.synchronised(scored, index == n - 1),
+            torch.autocast(ranks.device.type, torch.bfloat16, enabled=recipe.precision == "bf16"),
+        ):
+            # DDP and FSDP average over ranks. A part counts by its scored tokens: if all are scored, the divisor is n.
+            count = scored_rows[index].sum().item() * ranks.size
+            loss = scored(x[index], y[index], apart[index]) / (total / count if count else math.inf)
+        loss.backward()
+        losses.append(loss.detach())
+    feed.ahead(recipe, step + 1)
+    mean = ranks.sum(sum(each.item() for each in losses))[0] / ranks.size
+    norm = float(parallel.full(torch.nn.utils.clip_grad_norm_(scored.parameters(), recipe.optim.clip or math.inf)))
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    if not divergence.fault(mean, norm, limit):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return mean, norm
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    """Seed the CPU and ``device``; torch.manual_seed formats a stack trace per missing backend, 2 % of a small model's step."""
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
