@@ -64,11 +64,14 @@ class Task:
     layout: Layout
 
 
-def prepared(path: str, paths: Sequence[Path], task: Task, say: Callable[[str], None]) -> tuple[list[np.ndarray], Counter[str]]:
+def prepared(
+    path: str, paths: Sequence[Path], task: Task, say: Callable[[str], None], *, check: bool = True
+) -> tuple[list[np.ndarray], Counter[str]]:
     """Return training ids, validation ids, and with a prompt or padding the marks of both, mapped; and the tally of documents.
 
-    The files lie beside ``path``, in ``PATH.tokens/``, or in the user's cache folder if that cannot be written. Raises
-    InputError: as :func:`gpt2.data.documents.documents`; a vocabulary beyond 65,536; a full disk; a process that was killed.
+    The files lie beside ``path``, in ``PATH.tokens/``, or in the user's cache folder if that cannot be written. ``check`` as in
+    :func:`gpt2.data.token_files.read`. Raises InputError: as :func:`gpt2.data.documents.documents`; a vocabulary beyond 65,536;
+    a full disk; a process that was killed.
     """
     if task.tokenizer.n_vocab > 1 << 16:
         raise InputError(f"{path}: token files hold ids below 65,536, and the vocabulary has {task.tokenizer.n_vocab:,}")
@@ -86,10 +89,10 @@ def prepared(path: str, paths: Sequence[Path], task: Task, say: Callable[[str], 
     except BrokenProcessPool:
         raise InputError(f"{folder}: a tokenizing process was killed, perhaps for memory; the same command goes on") from None
     manifest = json.loads((folder / MANIFEST).read_text())
-    arrays = list(token_files.read(folder, task.tokenizer.n_vocab))
+    arrays = list(token_files.read(folder, task.tokenizer.n_vocab, check=check))
     if task.layout.prompt or task.layout.padded:
-        arrays += [np.memmap(folder / name, dtype=np.uint8, mode="r") for name in FILES[2:]]
-    if token_files.fingerprint(*arrays) != manifest["fingerprint"]:
+        arrays += [token_files.mapped(folder / name, "u1") for name in FILES[2:]]
+    if check and token_files.fingerprint(*arrays) != manifest["fingerprint"]:
         raise InputError(f"{folder}: these are not the token files that {MANIFEST} names; delete the folder, they are made again")
     return arrays, Counter(manifest["tally"])
 

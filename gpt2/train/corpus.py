@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,7 @@ class Corpus:
     notes: tuple[str, ...] = ()
     end: int | None = None  # the id at which attention and positions end with a document; None: they do not
     tally: Mapping[str, int] = field(default_factory=dict)  # of documents (:func:`gpt2.data.packing.lay_out`)
+    mapped: bool = False  # from token files; else in memory
 
     def beginning(self) -> np.ndarray:
         """Return the first validation tokens, which a sample continues: a document's prompt, or eight."""
@@ -49,21 +51,25 @@ class Corpus:
 Stream = tuple[np.ndarray, np.ndarray | None]  # ids and marks
 
 
-def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
-    """Read the recipe's corpus as ids of ``tokenizer``, or of a new tokenizer made from the text as the recipe says."""
-    data, notes, tally = recipe.data, list[str](), Counter[str]()
+def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, check: bool = True) -> Corpus:
+    """Read the recipe's corpus as ids of ``tokenizer``, or of a new tokenizer made from the text as the recipe says.
+
+    Without ``check``, token files are mapped only, and their ``sha256`` is "".
+    """
+    data, notes, tally, mapped = recipe.data, list[str](), Counter[str](), True
     train: Stream
     val: Stream
     if data.tokens:
         folder = Path(data.tokens)
         tokenizer = tokenizer or _tokenizer_of(folder, data.tokenizer)
-        train_ids, val_ids = token_files.read(folder, tokenizer.n_vocab)
-        sha256 = token_files.fingerprint(train_ids, val_ids)
-        train, val = (train_ids, None), (np.array(val_ids[: recipe.eval_tokens or None], dtype=np.int32), None)
+        train_ids, val_ids = token_files.read(folder, tokenizer.n_vocab, check=check)
+        sha256 = token_files.fingerprint(train_ids, val_ids) if check else ""
+        train, val = (train_ids, None), (val_ids[: recipe.eval_tokens or None], None)
     elif _is_large(recipe) and (tokenizer or data.tokenizer == "gpt2"):  # another tokenizer is made from a text in memory
         tokenizer = tokenizer or load_tokenizer("gpt2").with_tokens(data.add_tokens)
-        train, val, sha256, tally, notes = _of_token_files(recipe, tokenizer)
+        train, val, sha256, tally, notes = _of_token_files(recipe, tokenizer, check)
     else:
+        mapped = False
         found = _documents(recipe, tally) if data.path else []
         if len(found) > 1 or data.prompt or data.padded:
             tokenizer, train, val, notes = _of_documents(recipe, tokenizer, found, tally)
@@ -78,7 +84,7 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
         raise InputError("data.reset: this tokenizer has no end-of-text token to tell documents apart; --set data.reset=false")
     _require_enough(recipe, train, val)
     return Corpus(
-        tokenizer, train[0], val[0], sha256, train[1], val[1], tuple(notes), tokenizer.eot if data.reset else None, tally
+        tokenizer, train[0], val[0], sha256, train[1], val[1], tuple(notes), tokenizer.eot if data.reset else None, tally, mapped
     )
 
 
@@ -86,7 +92,7 @@ def _is_large(recipe: Recipe) -> bool:
     return bool(recipe.data.path) and size(files(recipe.data.path)) > tokenizing.LARGE
 
 
-def _of_token_files(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Stream, Stream, str, Counter[str], list[str]]:
+def _of_token_files(recipe: Recipe, tokenizer: Tokenizer, check: bool) -> tuple[Stream, Stream, str, Counter[str], list[str]]:
     """Return the streams of a text too large for memory, their hash, tally, and lines for the log."""
     data, notes = recipe.data, list[str]()
     end = _end(tokenizer, notes)
@@ -94,13 +100,14 @@ def _of_token_files(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Stream, Strea
         data.field, data.prompt, data.held_out, data.split_seed, data.padded, recipe.context if data.padded else 0
     )
     task = tokenizing.Task(tokenizer, end, kept)
-    arrays, tally = tokenizing.prepared(data.path, files(data.path), task, lambda text: print(text, file=sys.stderr, flush=True))
+    say = partial(print, file=sys.stderr, flush=True)
+    arrays, tally = tokenizing.prepared(data.path, files(data.path), task, say, check=check)
     train_marks, val_marks = arrays[2:] or (None, None)
     val = _first((arrays[1], val_marks), recipe)
     many = tally["documents"] > 1
     held = "some, chosen by their text" if many else "the last part"
     notes += [f"token files of {tally['documents']:,} document{'s' * many}; held out: {held}", *_about(recipe, tally)]
-    return (arrays[0], train_marks), (np.array(val[0], dtype=np.int32), val[1]), token_files.fingerprint(*arrays), tally, notes
+    return (arrays[0], train_marks), val, token_files.fingerprint(*arrays) if check else "", tally, notes
 
 
 def _end(tokenizer: Tokenizer, notes: list[str]) -> int:

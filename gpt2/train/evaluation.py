@@ -1,7 +1,9 @@
 """Score the validation text: the loss over scored tokens, and, where prompts or filler are among them, over all tokens too."""
 
+import time
 from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,42 +20,54 @@ from gpt2.train.parallel import Ranks
 from gpt2.train.recipe import Recipe
 
 
-def scores(model: GPT2 | Bigram, text: Corpus, recipe: Recipe, ranks: Ranks) -> tuple[LanguageScore, LanguageScore | None]:
-    """Return the score of the scored tokens, and of all that is no filler (None: the same); the ranks share the windows.
+class Scores(NamedTuple):
+    """The score of the scored tokens; of all that is no filler (None: the same); tokens per second of each rank, if several."""
+
+    val: LanguageScore
+    every: LanguageScore | None
+    by_rank: tuple[float, ...]
+
+
+def scores(model: GPT2 | Bigram, text: Corpus, recipe: Recipe, ranks: Ranks) -> Scores:
+    """Score the validation text; the ranks share its windows.
 
     The windows are those of training: with ``data.reset`` documents do not see each other. The end-of-text token counts as no
     bytes, because it is no text.
     """
-    ids, end = torch.from_numpy(text.val_ids).long(), text.end
+    end = text.end
     lengths = torch.tensor([len(text.tokenizer.token_bytes(i)) for i in range(text.tokenizer.n_vocab)])
     if text.tokenizer.eot is not None:
         lengths[text.tokenizer.eot] = 0
     part = ranks.part(recipe)
     rows = part.batch_size // part.grad_accum  # as many as a training step holds in memory
-    windows = -(-(len(ids) - 1) // recipe.context)
+    windows = -(-(len(text.val_ids) - 1) // recipe.context)
     first, last = (windows * rank // ranks.size * recipe.context for rank in (ranks.rank, ranks.rank + 1))
-    own, masks = slice(first, last + 1), _masks(text)
+    own = slice(first, last + 1)
+    ids, masks = torch.from_numpy(text.val_ids[own].astype(np.int64)), _masks(text, own)
     found: list[LanguageScore | None] = [None] * len(masks)
-    if len(ids[own]) > 1:
+    began = time.perf_counter()
+    if len(ids) > 1:
         logits = model if end is None or not isinstance(model, GPT2) else partial(_apart, model, end)
         with evaluating(model) if isinstance(model, GPT2) else nullcontext():
-            masks = [None if mask is None else mask[own] for mask in masks]
-            found = [*language_scores(logits, ids[own], lengths, Windows(recipe.context), masks, batch_size=rows)]
+            found = [*language_scores(logits, ids, lengths, Windows(recipe.context), masks, batch_size=rows)]
+    by_rank: tuple[float, ...] = ()
     if ranks.size > 1:
+        by_rank = tuple(ranks.gathered((len(ids) - 1) / (time.perf_counter() - began)))
         for index, score in enumerate(found):
             total, tokens, size = ranks.sum(*((score.loss * score.tokens, score.tokens, score.bytes) if score else (0, 0, 0)))
             found[index] = LanguageScore(total / tokens, int(tokens), int(size), recipe.context, recipe.context)
     assert found[0] is not None, "the validation text has two tokens or more"
-    return found[0], found[1] if len(found) > 1 else None
+    return Scores(found[0], found[1] if len(found) > 1 else None, by_rank)
 
 
-def _masks(text: Corpus) -> list[Tensor | None]:
-    """Return which validation tokens are scored, and which are no filler (N,); one None if all are both."""
+def _masks(text: Corpus, own: slice) -> list[Tensor | None]:
+    """Return which of these validation tokens are scored, and which are no filler (N,); one None if all are both."""
     if text.val_marks is None and text.end is None:
         return [None]
-    marks = np.full(len(text.val_ids), SCORED) if text.val_marks is None else text.val_marks.copy()
+    ids = text.val_ids[own]
+    marks = np.full(len(ids), SCORED) if text.val_marks is None else text.val_marks[own].copy()
     if text.end is not None:
-        marks[1:][text.val_ids[:-1] == text.end] = FILLER  # a document's first token is not predicted from the one before
+        marks[1:][ids[:-1] == text.end] = FILLER  # a document's first token is not predicted from the one before
     return [torch.from_numpy(marks == SCORED), torch.from_numpy(marks != FILLER)]
 
 

@@ -16,6 +16,7 @@ from gpt2.measure.allocator import keep_freed_memory
 from gpt2.model import GPT2
 from gpt2.train import divergence, models, parallel, shards, state
 from gpt2.train.bigram import Bigram
+from gpt2.train.clock import Clock
 from gpt2.train.corpus import Corpus, corpus
 from gpt2.train.divergence import Rewind
 from gpt2.train.estimate import peak_memory
@@ -102,26 +103,29 @@ class _Run:
             stack.enter_context(state.locked(folder))
             return begin()
 
-        own = ranks.together(lock_and_begin)
+        own = ranks.together(lock_and_begin, patient=True)
         shared = ranks.first(lambda: own.shared() if own else None)
         started = own or shared
         assert started is not None, "rank 0 has begun"
 
         def read_text() -> Corpus:
-            text = started.text or corpus(recipe, started.tokenizer)
-            if text.sha256 != started.sha256:
+            text = started.text or corpus(recipe, started.tokenizer, check=ranks.leads)
+            if text.sha256 not in (started.sha256, ""):
                 raise InputError(f"rank {ranks.rank} reads another text than rank 0; put the same files on every machine")
             return text
 
         self.recipe = recipe = started.recipe
         self.part = ranks.part(recipe)  # this rank's part of the recipe
         self.tokenizer, self.resumed = started.tokenizer, started.progress  # None: a new run
-        self.text = ranks.together(read_text)
+        # The first process of each machine writes or checks its token files; then the others map them.
+        text = ranks.together(lambda: read_text() if ranks.leads else None, patient=True)
+        self.text = ranks.together(lambda: text or read_text())
         self.model = started.model or models.empty(started.config, recipe)
         parallel.broadcast(self.model, ranks)
         models.prepare(self.model, recipe)
         self.feed = Feed(self.text.train_ids, ranks, marks=self.text.train_marks, end=self.text.end)
         self.scored = parallel.wrap(Scored(self.model, partial=self.feed.partial), recipe, ranks)  # gradients of the whole batch
+        self.clock = Clock(self.scored, self.part, ranks)
         self.optimizer = adamw(self.model, recipe.optim)
         if self.resumed:
             parallel.restore(self.optimizer, started.moments, ranks)
@@ -151,7 +155,8 @@ class _Run:
             seeded = replace(recipe, seed=(recipe.seed + progress.rewinds) % 2**63)  # a rewind changes windows and dropout
             limit = divergence.limit(progress.best_loss, self.tokenizer.n_vocab)
             require_whole_files()
-            loss, norm = optimizer_step(self.scored, self.optimizer, self.feed, seeded, progress.step, lr, limit)
+            with self.clock:
+                loss, norm = optimizer_step(self.scored, self.optimizer, self.feed, seeded, progress.step, lr, limit)
             fault = divergence.fault(loss, norm, limit)
             progress = replace(progress, step=progress.step + 1, skips=progress.skips + 1 if fault else 0)
             if fault:
@@ -160,8 +165,9 @@ class _Run:
             if progress.step - pace.began == ESTIMATE_AFTER:
                 self.tell(Estimated(progress.step, pace.seconds_left(progress.step)))
             if (progress.step % recipe.log_every == 0 or last) and not fault and (loss or norm):
-                logged = Logged(progress.step, loss, lr, norm, *pace(progress.step))
-                self.write(**{name: value for name, value in asdict(logged).items() if name != "mfu" or value})
+                logged = Logged(progress.step, loss, lr, norm, *pace(progress.step), self.clock())
+                optional = ("mfu", "rank_tokens_per_second")
+                self.write(**{name: value for name, value in asdict(logged).items() if name not in optional or value})
                 self.tell(logged)
             if progress.step % recipe.eval_every == 0 or last:
                 with pace.paused(progress.step):
@@ -212,7 +218,7 @@ class _Run:
     def evaluate(self, progress: Progress) -> Progress:
         """Score the whole validation text, and save the model if it is the best so far."""
         with parallel.whole(self.scored):
-            score, every = scores(self.model, self.text, self.recipe, self.ranks)
+            score, every, by_rank = scores(self.model, self.text, self.recipe, self.ranks)
             if not math.isfinite(score.loss):
                 if progress.step and self.recipe.on_divergence == "rewind":
                     self.diverged(progress, f"validation loss {score.loss}")
@@ -224,9 +230,10 @@ class _Run:
             sample = self.ranks.first(partial(self.keep_and_sample, progress, best))
             row = {"val_loss": score.loss, "val_bits_per_byte": score.bits_per_byte, "val_tokens": score.tokens, "sample": sample}
             row |= {"val_loss_all": every.loss} if every else {}
+            row |= {"rank_tokens_per_second": by_rank} if by_rank else {}
             self.write(step=progress.step, **row)
         warning = overfitting(self.metrics.rows, progress.best_step)
-        self.tell(Evaluated(progress.step, score, best, sample, warning, every))
+        self.tell(Evaluated(progress.step, score, best, sample, warning, every, by_rank))
         return progress
 
     def keep_and_sample(self, progress: Progress, best: bool) -> str:

@@ -51,7 +51,10 @@ class Diverged:
 
 @dataclass(frozen=True)
 class Logged:
-    """A logged step; ``loss`` is the batch's, nats per token; ``mfu`` is the achieved share of the GEMM rate (0: unknown)."""
+    """A logged step; ``loss`` is the batch's, nats per token; ``mfu`` is the achieved share of the GEMM rate (0: unknown).
+
+    ``rank_tokens_per_second`` is each rank's speed while it computes (:mod:`gpt2.train.clock`); empty for one, and for FSDP.
+    """
 
     step: int
     loss: float
@@ -60,13 +63,15 @@ class Logged:
     tokens_per_second: float
     seconds_left: float
     mfu: float = 0.0
+    rank_tokens_per_second: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class Evaluated:
     """An evaluation: the score of the validation text's scored tokens, and a sample from the model.
 
-    ``val_all`` is the score of all its tokens, prompts too; None if all are scored.
+    ``val_all`` is the score of all its tokens, prompts too; None if all are scored. ``rank_tokens_per_second`` is each rank's
+    speed in this evaluation; empty for one.
     """
 
     step: int
@@ -75,6 +80,7 @@ class Evaluated:
     sample: str = ""
     warning: str = ""
     val_all: LanguageScore | None = None
+    rank_tokens_per_second: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # takes seconds to import; only FSDP needs it
 
 T = TypeVar("T")
 SILENCE_TIMEOUT = timedelta(minutes=10)  # gloo's default is 30; a save may take a few minutes
+PATIENCE = timedelta(days=7)
 
 
 class PeerLost(Exception):
@@ -40,10 +41,15 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    leads: bool = True  # the first process of its machine
+    patient: Any = None  # a process group for waits of hours, while another rank tokenizes
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
-    def together(self, act: Callable[[], T]) -> T:
-        """Run ``act()`` on every rank. If one raises InputError, all raise it, so that no rank waits forever."""
+    def together(self, act: Callable[[], T], *, patient: bool = False) -> T:
+        """Run ``act()`` on every rank. If one raises InputError, all raise it, so that no rank waits forever.
+
+        A rank that takes longer than :data:`SILENCE_TIMEOUT` is given up as lost, unless ``patient``.
+        """
         if self.size == 1:
             return act()
         result: Any = None
@@ -52,7 +58,7 @@ class Ranks:
             result = act()
         except InputError as error:
             message = str(error)
-        for fault in filter(None, self.gathered(message)):
+        for fault in filter(None, self.gathered(message, self.patient if patient else None)):
             raise InputError(fault)
         return result
 
@@ -64,11 +70,11 @@ class Ranks:
         dist.broadcast_object_list(shared, 0)
         return shared[0]
 
-    def gathered(self, own: T) -> list[T]:
+    def gathered(self, own: T, group: Any = None) -> list[T]:
         """Return every rank's ``own``, on every rank."""
         found: list[Any] = [own] * self.size
         if self.size > 1:
-            dist.all_gather_object(found, own)
+            dist.all_gather_object(found, own, group)
         return found
 
     def sum(self, *values: float) -> list[float]:
@@ -127,7 +133,7 @@ def joined(device: str) -> Iterator[Ranks]:
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     try:
         dist.init_process_group(backend, timeout=SILENCE_TIMEOUT)
-        yield Ranks(rank, size, own)
+        yield Ranks(rank, size, local == 0, dist.new_group(backend="gloo", timeout=PATIENCE), own)
     except RuntimeError as error:  # gloo and NCCL raise no type of their own when a connection closes
         if not isinstance(error, dist.DistError) and not any(word in str(error) for word in ("gloo", "NCCL", "onnection")):
             raise

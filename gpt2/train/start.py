@@ -36,7 +36,9 @@ class Start:
     moments: dict[str, Tensor]  # the optimizer's; empty for a new run
 
     def shared(self) -> Self:
-        return replace(self, model=None, text=None, moments={})
+        """Return it without weights and moments, and without a text in token files, which every rank maps itself."""
+        text = None if self.text is None or self.text.mapped else self.text
+        return replace(self, model=None, text=text, moments={})
 
 
 def start(recipe: Recipe, folder: Path, init: str | None, fresh: bool, ranks: Ranks) -> Start:

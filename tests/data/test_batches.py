@@ -93,3 +93,19 @@ def test_the_last_window_has_a_next_token():
         x, y = batch(np.arange(length), 8, 64, seed=0, step=0, stride=4)
         assert int(y.max()) <= length - 1
         assert int(x[:, 0].max()) == (length - 9) // 4 * 4
+
+
+@pytest.mark.parametrize("stride", [0, 8])
+def test_a_rank_reads_its_own_windows_only(stride):
+    """If every rank read the whole batch, eight ranks would read a file of tokens eight times."""
+
+    class Watched(np.ndarray):
+        def __getitem__(self, places):
+            read.append(np.asarray(places).size)
+            return np.asarray(self)[places]
+
+    ids, read = np.arange(1000).view(Watched), []
+    for ranks in (1, 2, 4):
+        for rank in range(ranks):
+            batch(ids, 8, 4, seed=1, step=3, stride=stride, rank=rank, ranks=ranks)
+    assert read == [36, 18, 18, 9, 9, 9, 9]

@@ -9,10 +9,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 
+from gpt2.data import token_files
 from gpt2.errors import InputError
 from gpt2.train import feed, loop, parallel
 from gpt2.train.loop import train
@@ -62,16 +64,26 @@ class Run:
         real = feed.batch
         if self.change == "the same rows on every rank":
             feed.batch = lambda *args, rank, **kwargs: real(*args, rank=0, **kwargs)
-        elif self.change == "another text on rank 1" and rank == 1:
-            corpus = loop.corpus
-            loop.corpus = lambda recipe, *rest: corpus(
-                replace(recipe, data=replace(recipe.data, path=recipe.data.path + ".other.txt")), *rest
-            )
+        elif self.change == "another text on machine 1" and rank == 1:
+            os.environ["LOCAL_RANK"] = "0"
+            data = replace(self.recipe.data, tokens=self.recipe.data.tokens + ".other")
+            corpus, other = loop.corpus, replace(self.recipe, data=data)
+            loop.corpus = lambda recipe, *rest, **more: corpus(other, *rest, **more)
+        elif self.change == "rank 1 is slow" and rank == 1:
+            fast = loop.Scored.forward
+            loop.Scored.forward = lambda *args: time.sleep(0.1) or fast(*args)
+        elif self.change == "rank 0 begins late":
+            parallel.SILENCE_TIMEOUT, begin = timedelta(seconds=6), loop.start
+            loop.start = lambda *args: time.sleep(9) or begin(*args)
         elif self.change == "no folder on rank 0" and rank == 0:
             self.folder = self.folder / "file" / "run"
         elif self.change == "nan on rank 1" and rank == 1:
             forward, calls = loop.Scored.forward, iter(range(10**6))
             loop.Scored.forward = lambda *args: forward(*args) * (float("nan") if next(calls) == 6 else 1)
+        if rank and not self.recipe.data.tokens:
+            loop.corpus = None  # rank 0 alone reads a text
+        if os.environ.get("LOCAL_RANK") == "1":
+            token_files.fingerprint = None  # the first process of a machine alone reads token files through
         real_step, steps = loop.optimizer_step, iter(range(1, 10**6))
 
         def step(*args):

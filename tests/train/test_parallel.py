@@ -1,5 +1,6 @@
 """Training in several processes: the same result as one process, errors on all ranks, and recovery from the loss of one."""
 
+import json
 import os
 import signal
 from dataclasses import replace
@@ -12,7 +13,8 @@ from support.ranks import Run, command, job, one, reached, said
 from support.training import metrics, outcome
 
 from gpt2.errors import InputError
-from gpt2.train import state
+from gpt2.train import clock, state
+from gpt2.train.corpus import corpus
 from gpt2.train.loop import Logged, Started, train
 from gpt2.train.recipe import Lora, Recipe
 
@@ -85,19 +87,55 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(recipe, tmp_path, size
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
+@pytest.fixture(scope="module")
+def tokens(shared, text, tmp_path_factory) -> Recipe:
+    """The recipe on token files; beside them, in a folder of that name and ".other", are some that differ in one id."""
+    read = corpus(shared)
+    folder = tmp_path_factory.mktemp("tokens") / "files"
+    for name, change in (("files", 0), ("files.other", 1)):
+        read.tokenizer.save(folder.with_name(name), n_positions=16)
+        ids = read.train_ids.astype("<u2")
+        ids[100] = (ids[100] + change) % read.tokenizer.n_vocab
+        ids.tofile(folder.with_name(name) / "train.bin")
+        read.val_ids.astype("<u2").tofile(folder.with_name(name) / "val.bin")
+    return replace(shared, data=replace(shared.data, path="", tokens=str(folder)))
+
+
+def test_ranks_map_the_token_files_that_the_first_has_checked(tokens, alone, tmp_path):
+    """Eight ranks that each read and hash the same gigabytes wait for each other's disk."""
+    assert job(2, Run(tokens, tmp_path / "run")) == ["finished"] * 2
+    assert furthest(alone, tmp_path / "run") < 1e-6
+
+
+def test_the_slowest_rank_is_named(shared, tmp_path):
+    """Tokens per second of the job do not say which rank the others wait for."""
+    assert job(2, Run(shared, tmp_path / "run", change="rank 1 is slow")) == ["finished"] * 2
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(len(row["rank_tokens_per_second"]) == 2 for row in rows)
+    speeds = [row["rank_tokens_per_second"] for row in rows if "loss" in row]
+    assert all(second < 3 * 16 / 0.1 for _, second in speeds)
+    assert sum(first > second for first, second in speeds) > len(speeds) / 2
+    assert clock.slowest((900.0, 450.4)) == "slowest rank 1: 450 tok/s computing, fastest 900"
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_hours_while_the_first_tokenizes(shared, tmp_path):
+    """Other ranks gave up after ten minutes, when rank 0 had not yet tokenized a text of gigabytes."""
+    assert job(2, Run(replace(shared, steps=2), tmp_path / "run", change="rank 0 begins late")) == ["finished"] * 2
+
+
 @pytest.mark.parametrize(
     ("change", "batch_size", "says"),
     [
         ("no folder on rank 0", 6, "/file/run: cannot write there"),
-        ("another text on rank 1", 6, "rank 1 reads another text than rank 0; put the same files on every machine"),
+        ("another text on machine 1", 6, "rank 1 reads another text than rank 0; put the same files on every machine"),
         ("", 5, "batch_size 5 in 1 parts does not divide among 2 processes; set batch_size to a multiple of 2"),
     ],
 )
-def test_what_one_rank_cannot_do_stops_all(shared, text, tmp_path, change, batch_size, says):
+def test_what_one_rank_cannot_do_stops_all(shared, tokens, tmp_path, change, batch_size, says):
     """An error on one rank must stop all ranks: otherwise they wait ten minutes and report a lost connection."""
     (tmp_path / "file").write_text("")
-    Path(f"{text}.other.txt").write_text(text.read_text()[::-1])
-    first, second = job(2, Run(replace(shared, batch_size=batch_size), tmp_path, change=change))
+    first, second = job(2, Run(replace(tokens, batch_size=batch_size), tmp_path, change=change))
     assert first == second
     assert first.startswith("error: ")
     assert says in first
