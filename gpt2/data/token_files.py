@@ -43,11 +43,9 @@ def read(directory: str | Path, n_vocab: int, *, check: bool = True) -> tuple[np
 
 def mapped(path: Path, dtype: str) -> np.ndarray:
     """Map a file that is not empty, for reading."""
-    with open(path, "rb") as file:
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    ids = np.frombuffer(mapping, dtype)
-    if len(ids) > SAMPLES * BLOCK and hasattr(mmap, "MADV_RANDOM"):
-        mapping.madvise(mmap.MADV_RANDOM)
+    ids = np.memmap(path, dtype=dtype, mode="r")
+    if len(ids) > SAMPLES * BLOCK and isinstance(ids.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+        ids.base.madvise(mmap.MADV_RANDOM)
     return ids
 
 
