@@ -110,7 +110,7 @@ def test_a_batch_without_a_scored_token_changes_nothing(steps):
     optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1, weight_decay=0.1)
     for mark, same in ((READ, True), (SCORED, False)):
         feed = Feed(ids, marks=np.full(900, mark, dtype=np.uint8))
-        found = loop._step(Scored(trained, partial=True), optimizer, feed, steps, 0, 0.1)
+        found = loop.optimizer_step(Scored(trained, partial=True), optimizer, feed, steps, 0, 0.1)
         assert (found == (0.0, 0.0)) == same
         assert all(torch.equal(parameter, before[name]) for name, parameter in trained.named_parameters()) == same
         assert bool(optimizer.state) != same
