@@ -13,6 +13,7 @@ from support.programs import fourth, third
 from support.programs.second import FAULTS, SHAPES, Bed
 
 import gpt2
+from gpt2.port.dump import examination
 
 SAMPLE = (
     ("columns", "", "full", "float32"),
@@ -56,6 +57,16 @@ def test_the_program_in_rust_is_right_but_for_its_faults(tmp_path: Path) -> None
     bed = fourth.RustBed(tmp_path / "bed", fourth.SHAPES[1])
     check(bed, "rust", [fault for fault in fourth.RUST if fault != "padded vocabulary"])
     assert gpt2.diagnose(str(bed.dump("rust", [], "full", "float32", seed=0)), gpt2.load(str(bed.model))).verdict == "equal"
+
+
+def test_an_unknown_attention_is_not_named_where_each_token_sees_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unscaled products of keys with keys give weights near 1 on the diagonal: the values themselves, recorded in any case."""
+    if not fourth.compiler():
+        pytest.skip("the Rust program was not run: no rustc is installed that runs")
+    monkeypatch.setattr(examination, "SECONDS", {True: 12.0, False: 12.0})
+    bed = fourth.RustBed(tmp_path / "bed", fourth.SHAPES[1])
+    said = gpt2.diagnose(str(bed.dump("rust", ["rotary"], "full", "float32", seed=1)), gpt2.load(str(bed.model)))
+    assert {cause.id for cause in said.causes} <= {"rotary-positions"}
 
 
 def check(bed: Bed, program: str, faults: Iterable[str]) -> None:

@@ -215,7 +215,8 @@ class Attending:
 
     def _is_each_its_own(self, weights: Tensor, mixture: Mixture) -> bool:
         """Return whether the product is the values themselves, which are recorded whatever the port does with them."""
-        return worst_relative_error(weights @ mixture.values, mixture.values) <= SATURATED
+        bound = max(SATURATED, 2 * self.pool.bound)  # the product and the values may both be a bound from what is recorded
+        return worst_relative_error(weights @ mixture.values, mixture.values) <= bound
 
     def _weigh_otherwise(self) -> tuple[Scoring, Choice[Recorded]] | None:
         """Do :meth:`_weigh` for other ways to compare tokens, where the scores are not recorded as GPT-2 makes them."""
