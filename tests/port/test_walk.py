@@ -226,6 +226,10 @@ NORMS: dict[str, tuple[dict[str, Callable], list[tuple[str, str]]]] = {
         {"norm": lambda port, x, name: Port.do_norm(port, x, SWAPPED.get(name, name))},
         [("norms-swapped", "h.1.ln_1, h.1.ln_2")],
     ),
+    "last norm twice": (
+        {"head": lambda port, x: Port.do_head(port, port.do_norm(x, "ln_f"))},
+        [("extra-norm", "ln_f")],
+    ),
     "no last norm": ({"head": lambda port, x: x @ port.w["wte.weight"].T}, [("final-norm-missing", "ln_f")]),
 }
 TANH = math.sqrt(2 / math.pi)
@@ -288,6 +292,14 @@ PARTS = {
             )
         },
         [("position-sinusoidal", "wpe")],
+    ),
+    "positions run on": (
+        {
+            "embed": lambda port, ids: (
+                port.w["wte.weight"][ids] + port.w["wpe.weight"][torch.arange(ids.numel()).view(ids.shape) // 2]
+            )
+        },
+        [("position-offset", "wpe")],
     ),
     "scaled tokens": (
         {"embed": lambda port, ids: port.w["wte.weight"][ids] * math.sqrt(21) + port.w["wpe.weight"][:8]},
@@ -379,7 +391,17 @@ POINTS = {
 # Tried by default, beside those of POINTS; all others are slow, run by .ci/run.
 QUICK = (
     *("annotated", "rms", "over time", "swapped", "erf", "unknown", "by width", "strict mask cleared", "mask multiplied"),
-    *("heads merged by view", "no output projection", "sines", "last position", "post-norm", "from the normed", "parallel"),
+    *(
+        "heads merged by view",
+        "no output projection",
+        "sines",
+        "positions run on",
+        "last norm twice",
+        "last position",
+        "post-norm",
+        "from the normed",
+        "parallel",
+    ),
     *("norm on the embeddings", "one twice"),
     *POINTS,
 )
