@@ -111,8 +111,8 @@ def verify(
         Interrupted: Ctrl-C; it has the report so far.
     """
     if device is not None:
-        given = {"quick": quick, "keep_going": keep_going, "record": record, "watch": watch, "dtype": dtype != "float32"}
-        if unused := [argument for argument, value in given.items() if value]:
+        others = {"quick": quick, "keep_going": keep_going, "record": record, "watch": watch, "dtype": dtype != "float32"}
+        if unused := [argument for argument, value in others.items() if value]:
             raise InputError(f"verify: {unused[0]} has no effect with device, which judges the device; leave it out")
         return verify_device(name, device, seed=seed, revision=revision, offline=offline, progress=progress)
     started = time.perf_counter()
