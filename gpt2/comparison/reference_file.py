@@ -244,13 +244,17 @@ def read_reference(path: Path) -> Reference:
         scored = sum(span.end - span.first for span in windows.of(len(ids)))
         found = {name: (entry.shape, entry.dtype) for name, entry in file.entries.items()}
         count = scored, found["top_ids"][0][1] if "top_ids" in found else vocab
-        wanted = {"crc32": ((scored, 4), torch.uint8), "token_bytes": ((scored,), torch.int32), "ids": ((len(ids),), torch.int32)}
+        wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "crc32": ((scored, 4), torch.uint8),
+            "token_bytes": ((scored,), torch.int32),
+            "ids": ((len(ids),), torch.int32),
+        }
         if "logits" in found:
             dtype = found["logits"][1]
             wanted["logits"] = (count, dtype if dtype.is_floating_point else torch.float32)
         else:
-            shapes = (count, torch.int32), (count, torch.float64), ((scored,), torch.float64), ((scored,), torch.float64)
-            wanted |= dict(zip(TOP, shapes, strict=True))
+            wanted |= {"top_ids": (count, torch.int32), "top_logp": (count, torch.float64)}
+            wanted |= {"target_logp": ((scored,), torch.float64), "rest": ((scored,), torch.float64)}
         if any(found[name] != what for name, what in wanted.items()):
             raise ValueError(f"its arrays are not of {scored:,} scored tokens")
         if not 0 <= int(ids.min()) <= int(ids.max()) < vocab <= MAX_VOCAB or int(small["token_bytes"].min()) < 0:

@@ -32,7 +32,7 @@ MAX_ABOUT = 1 << 24  # bytes of what a trace says of itself
 MAX_SIZE = 1 << 20  # ids and positions of a dump that does not tell its model's
 LLMC_VOCABULARY = 50257  # llm.c's debug state does not tell it
 
-KINDS = {  # of what a reference says of its side
+KINDS: dict[str, Any] = {  # of what a reference says of its side
     "name": str,
     "implementation": str,
     "dtype": str,
