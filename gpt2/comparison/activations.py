@@ -64,7 +64,8 @@ def compare_activations(
         streams = [_streams(blocks, ids, progress) for blocks in (a, b)]
         return Activations(ids.numel(), threshold, (), tuple(tuple(_cka(x, y) for y in streams[1]) for x in streams[0]))
     points = []
-    for block_a, block_b in zip_longest(a(ids), b(ids), fillvalue={}):
+    nothing: Recorded = {}
+    for block_a, block_b in zip_longest(a(ids), b(ids), fillvalue=nothing):
         if not (block_a and block_b):
             raise InputError("activations: one model shows more blocks than the other; compare two of one number of layers")
         progress(f"activations: {next(reversed(block_a))}")
