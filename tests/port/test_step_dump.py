@@ -71,7 +71,8 @@ def test_nearly_every_fault_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "said"), [("unclipped", ()), ("scaled", ("gradient-scaled",)), ("norms-left-out", ("parameter-missing",))]
+    ("word", "said"),
+    [("unclipped", ()), ("scaled", ("gradient-scaled",)), ("norms-left-out", ("parameter-missing",)), ("sgd", ())],
 )
 def test_half_precision_is_undetermined_rather_than_wrong(word: str, said: tuple[str, ...]) -> None:
     """Parameters in float16 hide the decay: a fault was called equal, or named as other betas with another rate. Norms that never
