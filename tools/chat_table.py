@@ -11,7 +11,8 @@ without masking the questions; control: the same with the answers dealt out anew
 - choice: how often the right speaker has a higher mean log-probability than the others of the excerpt.
 - answered: how often the greedy answer is the right speaker and the end of text, and nothing else.
 
-Beside it: chance, and a rule without a model, that the speaker before the last one speaks again. Ends stdout with one JSON line.
+Beside it, without a model: chance, the commonest answer (C), and the rule that the speaker before the last one speaks again. Ends
+stdout with one JSON line.
 """
 
 import argparse
@@ -102,7 +103,8 @@ def main() -> None:
     questions = write(args.folder, chat)
     chance = fmean(1 / len(row["choices"]) for row in questions)
     rule = fmean(row["rule"] == row["answer"] for row in questions)
-    print(f"{len(questions)} questions  chance {chance:.3f}  the rule {rule:.3f}")
+    commonest = fmean(row["answer"] == "C" for row in questions)
+    print(f"{len(questions)} questions  chance {chance:.3f}  the commonest answer {commonest:.3f}  the rule {rule:.3f}")
     table = {}
     for way in args.only.split(","):
         model = args.init
@@ -118,7 +120,8 @@ def main() -> None:
         print(
             f"{way:10}" + "  ".join(f"{name} {value:.3f} ± {errors[name]:.3f}" for name, value in table[way].items()), flush=True
         )
-    print(json.dumps({"questions": len(questions), "chance": chance, "rule": rule, "init": args.init, **table}))
+    known = {"questions": len(questions), "chance": chance, "commonest": commonest, "rule": rule}
+    print(json.dumps({**known, "init": args.init, **table}))
 
 
 if __name__ == "__main__":
