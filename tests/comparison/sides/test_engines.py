@@ -16,7 +16,7 @@ from gpt2.comparison.compatibility import Parting
 from gpt2.comparison.pair import compare
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.sides import engine as engine_module
-from gpt2.comparison.sides.opening import open_sides
+from gpt2.comparison.sides.opening import open_side, open_sides
 from gpt2.data.bpe import train_bpe
 from gpt2.errors import InputError
 
@@ -117,6 +117,18 @@ def test_ctranslate2(quantised: str | None, folder: Path, text: str, ids: list[i
     found = run(f"ct2/{converted}", text)
     holds(found, reference_logits, theirs, 1e-11)
     assert (found.distributions.kl_ab.mean.value > 1e-5) == (quantised is not None)
+
+
+@pytest.mark.slow
+def test_a_window_longer_than_the_engines_context(tmp_path: Path) -> None:
+    """CTranslate2's folder does not tell its context, so windows are the partner's: beyond its positions it must say so."""
+    ctranslate2 = pytest.importorskip("ctranslate2")
+    write_checkpoint(tmp_path / "short")  # 32 positions
+    ctranslate2.converters.TransformersConverter(str(tmp_path / "short")).convert(str(tmp_path / "ct2"))
+    with open_side(f"ct2/{tmp_path / 'ct2'}").running() as running:
+        assert running.logits(torch.zeros(1, 32, dtype=torch.int64)).shape[:2] == (1, 32)
+        with pytest.raises(InputError, match="give a shorter context"):
+            running.logits(torch.zeros(1, 40, dtype=torch.int64))
 
 
 @pytest.mark.slow
