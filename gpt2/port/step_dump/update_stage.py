@@ -117,7 +117,7 @@ class UpdateExamination:
         self._tied(movement, answer)
         self._clip(answer)
         stage = update_stage(movement, self.settings, self.places, list(range(self.recorded.steps)))
-        if len(movement.odd) > len(movement.rules) / 2:
+        if len(movement.odd) > len(movement.rules) / 2 or (movement.odd and answer.error > EXPLAINED):
             stage.causes = []  # a rule that gives the change of few parameters is not theirs
             stage.notes = [note for note in stage.notes if not note.startswith("read off")]
         if self.recorded.narrow:
