@@ -22,7 +22,7 @@ from gpt2.data import from_directory
 from gpt2.measure.metrics import language_score
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
-from gpt2.train import loop, models, state
+from gpt2.train import loop, models, state, step
 from gpt2.train.corpus import corpus
 from gpt2.train.feed import Feed
 from gpt2.train.loop import Estimated, Evaluated, Logged, Started, train
@@ -131,7 +131,7 @@ def test_seeding_a_step_is_torchs_own():
     for seed in (0, 2**63 + 5, 2**64 - 1):
         torch.manual_seed(seed)
         expected = torch.rand(4)
-        loop._seed(seed, torch.device("cpu"))
+        step._seed(seed, torch.device("cpu"))
         assert torch.equal(torch.rand(4), expected)
 
 
