@@ -181,7 +181,6 @@ CHANGES: dict[str, Callable[[GPT2], object]] = {
     "a hook": lambda model: model.h[1].mlp.register_forward_hook(lambda module, args, output: -output),
     "a hook before": hooked_before,
     "adapters": adapted,
-    "merged adapters": lambda model: lora.merge(adapted(model)),
     "another attention": attention_of_another_scale,
     "another activation and epsilon": another_activation_and_epsilon,
     "trained": trained,

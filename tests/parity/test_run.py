@@ -447,7 +447,11 @@ def test_ctrl_c_leaves_what_was_found(checkpoint: Path, tmp_path: Path, monkeypa
 
     threads = threading.active_count()
     monkeypatch.setattr(run, "verify", partial(verify, build=broken(interrupting)))
-    assert main(["verify", str(checkpoint), "--json", str(tmp_path / "report.json")]) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        assert main(["verify", str(checkpoint), "--json", str(tmp_path / "report.json")]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     body = json.loads((tmp_path / "report.json").read_text())
     assert (body["ok"], body["verdict"], body["stopped"]) == (False, "interrupted", "interrupted")
     assert {"gradients-rounding", "adamw-rounding"} <= set(body["skipped"])
