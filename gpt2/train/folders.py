@@ -31,7 +31,8 @@ def writing(folder: Path) -> Iterator[None]:
 def appearing(target: Path, hashes: Mapping[str, str] | None = None) -> Iterator[Path]:
     """Yield a new folder; at the end of the block it gets a manifest, is synced, and renamed to ``target``.
 
-    So ``target`` appears whole or not at all. ``hashes`` are those that are known then, by name; all other files are read.
+    So ``target`` appears whole or not at all. ``hashes`` are those that are known then, by name; all other files are read. The
+    manifest lists every name in ``hashes``, also one that this machine does not see yet because another has just written it.
     """
     aside, old = (target.with_name(f".{target.name}.{suffix}") for suffix in ("partial", "old"))
     with writing(target.parent):
@@ -40,8 +41,8 @@ def appearing(target: Path, hashes: Mapping[str, str] | None = None) -> Iterator
         try:
             yield aside
             written = sorted(aside.rglob("*"))
-            names = [str(path.relative_to(aside)) for path in written if path.is_file()]
             known = hashes or {}
+            names = sorted({path.relative_to(aside).as_posix() for path in written if path.is_file()} | known.keys())
             write_json(aside / MANIFEST, {name: known[name] if name in known else sha256(aside / name) for name in names})
             for directory in (*(path for path in written if path.is_dir()), aside):
                 _sync_directory(directory)

@@ -6,6 +6,7 @@ memory and orders the header at random, so that equal runs give unequal files.
 """
 
 import json
+import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -29,7 +30,7 @@ from gpt2.train.state import OPTIMIZER, Progress, prune
 
 
 def by_all(folder: Path, model: GPT2 | Bigram, recipe: Recipe, ranks: Ranks) -> bool:
-    """Return whether all ranks write the checkpoints: weights are sharded, and every rank sees rank 0's ``folder``."""
+    """Return whether all ranks write the checkpoints: weights are sharded, and every rank can write to rank 0's ``folder``."""
     if ranks.size == 1 or recipe.parallel != "fsdp" or recipe.lora.r or isinstance(model, Bigram):
         return False
     with ExitStack() as stack:
@@ -39,7 +40,7 @@ def by_all(folder: Path, model: GPT2 | Bigram, recipe: Recipe, ranks: Ranks) -> 
                 return stack.enter_context(tempfile.NamedTemporaryFile(prefix=".seen-", dir=folder)).name
 
         name = Path(ranks.first(mark)).name
-        return not ranks.any(not (folder / name).exists())
+        return not ranks.any(not (os.access(folder / name, os.R_OK) and os.access(folder, os.W_OK)))
 
 
 def save(
@@ -50,11 +51,12 @@ def save(
     with ExitStack() as stack:
 
         def begin() -> str:
-            aside = stack.enter_context(appearing(target, hashes))
-            (aside / OPTIMIZER).mkdir(parents=True)
-            save_config(model.config, model.wte.weight.dtype, aside)
-            tokenizer.save(aside, n_positions=model.config.n_positions)
-            write_json(aside / "progress.json", asdict(progress))
+            with writing(folder):
+                aside = stack.enter_context(appearing(target, hashes))
+                (aside / OPTIMIZER).mkdir(parents=True)
+                save_config(model.config, model.wte.weight.dtype, aside)
+                tokenizer.save(aside, n_positions=model.config.n_positions)
+                write_json(aside / "progress.json", asdict(progress))
             return aside.name
 
         aside = folder / ranks.first(begin)

@@ -3,7 +3,8 @@
 The folder holds ``recipe.json``, ``metrics.jsonl``, ``step-N/`` (the newest two, each with everything needed to resume) and
 ``best/`` (the model of the lowest validation loss). ``gpt2.load`` and transformers open ``step-N/`` and ``best/``. A checkpoint
 is written to a temporary folder, synced, listed in a manifest with sha256, and renamed. A run resumes from the newest
-checkpoint whose files all match their hash. (:mod:`gpt2.train.shards` writes those of FSDP runs.)
+checkpoint whose files all match their hash. (:mod:`gpt2.train.shards` writes the ``step-N/`` of FSDP runs, which ``gpt2.load``
+opens, and transformers does not.)
 
 A run that trains adapters writes the frozen weights once, to ``base/``, so it no longer needs its initial model. Its
 ``step-N/`` holds only the adapters, in PEFT's layout; ``best/`` holds the merged model, and its adapters in ``adapter/``.

@@ -1,5 +1,7 @@
 """Checkpoints that all ranks of an FSDP run write: read back on any number of ranks, refused when a part is missing."""
 
+import errno
+import json
 import os
 import shutil
 import subprocess
@@ -21,7 +23,7 @@ from gpt2.config import GPT2Config
 from gpt2.data.chars import Chars
 from gpt2.errors import InputError
 from gpt2.model import GPT2
-from gpt2.train import parallel, shards, state
+from gpt2.train import folders, parallel, shards, state
 from gpt2.train.loss import Scored
 from gpt2.train.optim import adamw
 from gpt2.train.recipe import Recipe
@@ -188,6 +190,33 @@ def test_ranks_that_share_no_disk_leave_it_to_rank_0(recipe, tmp_path):
     assert (step / "model.safetensors").is_file()
     assert (step / "optimizer.safetensors").is_file()
     assert not (tmp_path / "machine 1").exists()
+
+
+class FullDisk(Run):
+    """A run whose disk is full when rank 0 begins a checkpoint."""
+
+    def __call__(self, rank: int) -> str:
+        def refuse(*args: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        if rank == 0:
+            shards.save_config = refuse
+        return super().__call__(rank)
+
+
+def test_a_full_disk_on_rank_0_is_one_line_on_every_rank(recipe, tmp_path):
+    """Rank 0 left with its line alone; the others reported a lost process, and the launcher began the job again."""
+    first, second = job(2, FullDisk(replace(recipe, batch_size=4, parallel="fsdp"), tmp_path / "run"))
+    assert first == second
+    assert "cannot write there (No space left on device)" in first
+    assert not list((tmp_path / "run").glob("*step-*"))
+
+
+def test_a_part_that_the_folder_does_not_show_yet_is_listed(tmp_path):
+    """On a network's disk, another machine's new file may be missing in a listing; its loss would then never be noticed."""
+    with folders.appearing(tmp_path / "step-8", {"optimizer/part": "0" * 64}) as aside:
+        aside.mkdir()
+    assert json.loads((tmp_path / "step-8" / "manifest.json").read_text()) == {"optimizer/part": "0" * 64}
 
 
 KILLED = """
