@@ -51,10 +51,11 @@ class Corpus:
 Stream = tuple[np.ndarray, np.ndarray | None]  # ids and marks
 
 
-def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, check: bool = True) -> Corpus:
+def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, scratch: bool = False, check: bool = True) -> Corpus:
     """Read the recipe's corpus as ids of ``tokenizer``, or of a new tokenizer made from the text as the recipe says.
 
-    Without ``check``, token files are mapped only, and their ``sha256`` is "".
+    ``scratch``: the tokenizer is of a run from scratch, which reads its text again as it did when it made the tokenizer. Without
+    ``check``, token files are mapped only, and their ``sha256`` is "".
     """
     data, notes, tally, mapped = recipe.data, list[str](), Counter[str](), True
     train: Stream
@@ -65,7 +66,7 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, check: bool = 
         train_ids, val_ids = token_files.read(folder, tokenizer.n_vocab, check=check)
         sha256 = token_files.fingerprint(train_ids, val_ids) if check else ""
         train, val = (train_ids, None), (val_ids[: recipe.eval_tokens or None], None)
-    elif _is_large(recipe) and (tokenizer or data.tokenizer == "gpt2"):  # another tokenizer is made from a text in memory
+    elif (data.tokenizer == "gpt2" or (tokenizer and not scratch)) and _is_large(recipe):  # others are made from a text in memory
         tokenizer = tokenizer or load_tokenizer("gpt2").with_tokens(data.add_tokens)
         train, val, sha256, tally, notes = _of_token_files(recipe, tokenizer, check)
     else:

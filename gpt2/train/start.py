@@ -54,7 +54,7 @@ def start(recipe: Recipe, folder: Path, init: str | None, fresh: bool, ranks: Ra
         model, tokenizer = load_model(state.model_of(folder, checkpoint)), from_directory(checkpoint)
     elif init is not None:
         model, tokenizer = models.with_tokens(load(init, dtype="float32"), load_tokenizer(init), recipe)
-    text = corpus(recipe, tokenizer)
+    text = corpus(recipe, tokenizer, scratch=init is None)
     text.tokenizer.chat = ChatFormat.of_template(recipe.data.prompt) or text.tokenizer.chat
     model = model or models.new(recipe, text.tokenizer)
     models.check(model, text.tokenizer, recipe, init or "the recipe's model")

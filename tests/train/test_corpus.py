@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from support.commands import refusal
-from support.training import outcome
+from support.training import outcome, stop_at
 
-from gpt2.data import from_directory
+from gpt2.data import from_directory, tokenizing
 from gpt2.data.batches import batch
 from gpt2.data.chars import Chars
 from gpt2.train import feed
@@ -61,6 +61,16 @@ def test_token_files_that_changed_are_another_run(recipe, files, tmp_path):
     ids[7] = (ids[7] + 1) % 10
     ids.tofile(files / "train.bin")
     assert "the text is not the one this run began with" in refusal(train, mapped, tmp_path / "run")
+
+
+def test_a_large_text_with_a_tokenizer_of_its_own_goes_on(recipe, text, whole, tmp_path, monkeypatch):
+    """With the checkpoint's tokenizer it became token files of another hash, so a run could neither go on nor rewind."""
+    monkeypatch.setattr(tokenizing, "LARGE", 0)
+    (tmp_path / "text.txt").write_bytes(text.read_bytes())
+    own = replace(recipe, data=replace(recipe.data, path=str(tmp_path / "text.txt")))
+    assert train(own, tmp_path / "run", report=stop_at(5)).stopped == "interrupted"
+    assert train(own, tmp_path / "run").stopped == "finished"
+    assert outcome(tmp_path / "run") == outcome(whole)
 
 
 def test_token_files_without_a_tokenizer_are_refused(recipe, files):
