@@ -75,7 +75,11 @@ def _inside(folder: Path) -> Iterator[Path]:
 
     for root, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (file for name in names if not name.startswith(".") and (file := Path(root, name)).is_file())
+        try:
+            yield from (file for name in names if not name.startswith(".") and (file := Path(root, name)).is_file())
+        except PermissionError as error:  # names can be listed, and files not opened
+            error.filename = root
+            refuse(error)
 
 
 def size(paths: Iterable[Path]) -> int:
@@ -83,12 +87,13 @@ def size(paths: Iterable[Path]) -> int:
     total = 0
     for path in paths:
         with suppress(OSError, ImportError, ValueError):  # reading it says what is wrong
-            total += path.stat().st_size
-            if path.suffix.lower() == ".parquet":
-                from pyarrow import parquet
+            if path.suffix.lower() != ".parquet":
+                total += path.stat().st_size
+                continue
+            from pyarrow import parquet
 
-                groups = parquet.read_metadata(path)
-                total += sum(groups.row_group(index).total_byte_size for index in range(groups.num_row_groups))
+            groups = parquet.read_metadata(path)
+            total += sum(groups.row_group(index).total_byte_size for index in range(groups.num_row_groups))
     return total
 
 
