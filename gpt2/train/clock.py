@@ -16,7 +16,8 @@ from gpt2.train.recipe import Recipe
 class Clock:
     """Around each step of DDP: the time from its begin to the last of this rank's gradients, reading the batch included.
 
-    FSDP's ranks wait for each other in every block, so its steps have no such time; evaluations have one.
+    FSDP's ranks wait for each other in every block, so its steps have no such time; evaluations have one. Where targets may be
+    unscored, the time includes one wait: the ranks count the scored ones first. A step without gradients is left out.
     """
 
     def __init__(self, scored: nn.Module, part: Recipe, ranks: Ranks) -> None:
@@ -35,7 +36,7 @@ class Clock:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if self.on:
+        if self.ready is not self.began:
             self.steps.append((self.began, self.ready))
 
     def __call__(self) -> tuple[float, ...]:
@@ -58,8 +59,9 @@ class Clock:
 
 
 def slowest(by_rank: tuple[float, ...]) -> str:
-    """Return a remark for the log that names the slowest rank; "" for one process."""
-    if len(by_rank) < 2:
+    """Return a remark for the log that names the slowest rank; "" unless several have computed."""
+    busy = [speed for speed in by_rank if speed]  # of few windows of validation text, some ranks have none
+    if len(busy) < 2:
         return ""
-    low, high = min(by_rank), max(by_rank)
+    low, high = min(busy), max(busy)
     return f"slowest rank {by_rank.index(low)}: {low:,.0f} tok/s computing, fastest {high:,.0f}"

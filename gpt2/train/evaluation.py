@@ -52,7 +52,7 @@ def scores(model: GPT2 | Bigram, text: Corpus, recipe: Recipe, ranks: Ranks) -> 
             found = [*language_scores(logits, ids, lengths, Windows(recipe.context), masks, batch_size=rows)]
     by_rank: tuple[float, ...] = ()
     if ranks.size > 1:
-        by_rank = tuple(ranks.gathered((len(ids) - 1) / (time.perf_counter() - began)))
+        by_rank = tuple(ranks.gathered((len(ids) - 1) / max(time.perf_counter() - began, 1e-9)))
         for index, score in enumerate(found):
             total, tokens, size = ranks.sum(*((score.loss * score.tokens, score.tokens, score.bytes) if score else (0, 0, 0)))
             found[index] = LanguageScore(total / tokens, int(tokens), int(size), recipe.context, recipe.context)

@@ -116,6 +116,8 @@ def test_the_slowest_rank_is_named(shared, tmp_path):
     assert all(second < 3 * 16 / 0.1 for _, second in speeds)
     assert sum(first > second for first, second in speeds) > len(speeds) / 2
     assert clock.slowest((900.0, 450.4)) == "slowest rank 1: 450 tok/s computing, fastest 900"
+    assert clock.slowest((0.0, 900.0, 450.4)) == "slowest rank 2: 450 tok/s computing, fastest 900"  # rank 0 had no window
+    assert clock.slowest((0.0, 900.0)) == ""
 
 
 @pytest.mark.slow
