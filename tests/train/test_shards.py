@@ -18,6 +18,7 @@ from support.ranks import ROOT, Run, job, toml
 from support.training import flip, outcome
 
 import gpt2
+from gpt2.checkpoint.containers.row_shards import RowShards
 from gpt2.checkpoint.keys import to_file
 from gpt2.config import GPT2Config
 from gpt2.data.chars import Chars
@@ -162,6 +163,18 @@ def test_parts_that_do_not_fit_are_refused(by_two, tmp_path, damage, says):
     damage(copy)
     with pytest.raises(InputError, match=says):
         gpt2.load(str(copy))
+
+
+@pytest.mark.parametrize("offsets", ["{}", '""', "[0]", "null"])
+def test_offsets_of_another_kind_are_refused(tmp_path, offsets):
+    """A scalar's empty table in place of an empty list was a traceback. Control: the list is read."""
+    for written, right in ((offsets, False), ("[]", True)):
+        save_file({"a": torch.ones(())}, tmp_path / FIRST, {"DCP_SHARDING_INFO": f'{{"a": {{"saved_offsets": {written}}}}}'})
+        if right:
+            assert RowShards(tmp_path, [FIRST]).read("a") == 1
+            continue
+        with pytest.raises(InputError, match="no DCP_SHARDING_INFO"):
+            RowShards(tmp_path, [FIRST])
 
 
 @pytest.mark.parametrize(("damage", "says"), [(flip, "does not have the sha256"), (Path.unlink, "is missing")])

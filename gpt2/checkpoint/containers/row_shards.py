@@ -71,7 +71,8 @@ def _starts(file: SafetensorsFile) -> dict[str, int]:
     try:
         info: Any = json.loads(file.metadata[INFO])
         found = {name: info[name][OFFSETS] for name in file.entries}
-        whole = all(type(n) is int and n >= 0 for offsets in found.values() for n in offsets)
+        whole = all(type(offsets) is list for offsets in found.values())
+        whole = whole and all(type(n) is int and 0 <= n < 1 << 48 for offsets in found.values() for n in offsets)
         fits = all(len(found[name]) == len(entry.shape) for name, entry in file.entries.items())
     except (KeyError, ValueError, TypeError, RecursionError):
         whole = fits = False
