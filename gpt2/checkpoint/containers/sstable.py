@@ -13,8 +13,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-import google_crc32c
-
 from gpt2.checkpoint.containers import Damaged
 
 MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
@@ -74,6 +72,8 @@ def _handle(data: bytes, at: int) -> tuple[int, int, int]:
 
 
 def _block(data: bytes, start: int, size: int) -> bytes:
+    import google_crc32c
+
     end = start + size + TRAILER
     if end > len(data) - FOOTER:
         raise Damaged(f"names a block up to byte {end:,} and has {len(data):,}")

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import torch
 from torch import Tensor
 
@@ -159,6 +158,8 @@ class TensorBundle(Container):
 
     def read(self, name: str, dtype: torch.dtype | None = None, *, mapped: bool = True) -> Tensor:
         """Read as :meth:`Container.read`; verify a tensor's checksum on first use."""
+        import google_crc32c  # without its C library it warns; that concerns TensorFlow's files alone
+
         entry = self.entries[name]
         if entry.kind not in DTYPES:
             what = "text" if entry.kind == TEXT else f"of TensorFlow's dtype {entry.kind}"
