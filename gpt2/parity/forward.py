@@ -156,39 +156,41 @@ class _Reader:
 def _windows(subject: Subject) -> None:
     """Compare the logits of whole contexts, on the default path, in float64; the first one also in ``dtype``.
 
-    Ours reads the first one into a cache, which then forgets the second half and reads it again in parts.
+    Our model reads the first one through a cache too, by what the final norm gives: the head takes each position alone.
     """
     findings, windows, (ours, reference) = subject.findings, subject.probe.windows, (subject.ours, subject.reference)
     for index, window in enumerate(windows):
         what, ids = f"float64: context {index + 1} of {len(windows)}", window[None]
         with subject.exactly(ours, f"{what}, ours"), subject.exactly(reference, f"{what}, transformers"):
-            cache = ours.new_cache() if index == 0 else None
-            hidden, expected = ours.hidden(ids, cache=cache), hidden_of(reference, ids)
-            for part in _chunks(0, len(window)):
+            hidden, expected = hidden_of(ours, ids), hidden_of(reference, ids)
+            for part in _chunks(len(window)):
                 logits, exact = head_of(ours, hidden[:, part]), head_of(reference, expected[:, part])
                 findings.mapping("logits", _named("logits", index, part), worst_relative_error(logits, exact))
-            if cache is not None:
-                first, *sizes = _sizes(len(window))
-                cache.reset(first)
-                for forgotten in (cache.keys, cache.values):
-                    forgotten[..., first:, :] = math.nan
-                again = torch.cat([ours.hidden(piece, cache=cache) for piece in ids[:, first:].split(sizes, dim=1)], dim=1)
-                for part in _chunks(first, len(window)):
-                    error = worst_relative_error(again[:, part.start - first : part.stop - first], expected[:, part])
+            if index == 0:
+                hidden = _hidden_in_parts(ours, ids)
+                for part in _chunks(len(window)):
+                    error = worst_relative_error(hidden[:, part], expected[:, part])
                     findings.mapping("cache", _named("ln_f", index, part), error)
-                del cache, again
         if index == 0:
             findings.progress(f"{dtype_label(subject.dtype)}: context 1")
             rounded = [hidden_of(model, ids) for model in (subject.ours_rounded, subject.reference_rounded)]
-            for part in _chunks(0, len(window)):
+            for part in _chunks(len(window)):
                 errors = (relative_error(each[:, part], expected[:, part]) for each in rounded)
                 findings.rounding("rounding", _named("ln_f", index, part), *errors)
         findings.settle()
     findings.settle("logits", "cache", "rounding")
 
 
-def _chunks(start: int, end: int) -> Iterator[slice]:
-    return (slice(first, min(first + CHUNK, end)) for first in range(start, end, CHUNK))
+def _hidden_in_parts(model: GPT2, ids: Tensor) -> Tensor:
+    """Return what the final norm gives (1, T, D) for ids (1, T) read in parts; what the cache was not given is NaN."""
+    cache = model.new_cache()
+    for empty in (cache.keys, cache.values):
+        empty.fill_(math.nan)
+    return torch.cat([model.hidden(piece, cache=cache) for piece in ids.split(_sizes(ids.size(1)), dim=1)], dim=1)
+
+
+def _chunks(length: int) -> Iterator[slice]:
+    return (slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK))
 
 
 def _named(point: str, window: int, part: slice) -> str:
