@@ -67,7 +67,7 @@ def compare_activations(
     nothing: Recorded = {}
     for block_a, block_b in zip_longest(a(ids), b(ids), fillvalue=nothing):
         if not (block_a and block_b):
-            raise InputError("activations: one model shows more blocks than the other; compare two of one number of layers")
+            raise InputError("activations: one model has more blocks than the other; compare two with the same number of layers")
         progress(f"activations: {next(reversed(block_a))}")
         points += [_change(name, block_a[name], block_b[name]) for name in block_a if name in block_b]
     return Activations(ids.numel(), threshold, tuple(points), ())

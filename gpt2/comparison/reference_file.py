@@ -239,7 +239,7 @@ def read_reference(path: Path) -> Reference:
             raise ValueError("the checksum of its ids or activations is wrong")
         kind = RowWindows if "skipped" in about["windows"] else Windows
         windows, ids, vocab = kind(**about["windows"]), small["ids"].long(), int(about["vocab"])
-        if not all(isinstance(value, int | None) for value in vars(windows).values()):
+        if not all(value is None or (isinstance(value, int) and value >= 0) for value in vars(windows).values()):
             raise ValueError("its windows are not whole numbers")
         scored = sum(span.end - span.first for span in windows.of(len(ids)))
         found = {name: (entry.shape, entry.dtype) for name, entry in file.entries.items()}
@@ -255,7 +255,7 @@ def read_reference(path: Path) -> Reference:
         else:
             wanted |= {"top_ids": (count, torch.int32), "top_logp": (count, torch.float64)}
             wanted |= {"target_logp": ((scored,), torch.float64), "rest": ((scored,), torch.float64)}
-        if any(found[name] != what for name, what in wanted.items()):
+        if count[1] < 1 or any(found[name] != what for name, what in wanted.items()):
             raise ValueError(f"its arrays are not of {scored:,} scored tokens")
         if not 0 <= int(ids.min()) <= int(ids.max()) < vocab <= MAX_VOCAB or int(small["token_bytes"].min()) < 0:
             raise ValueError(f"an id is outside its vocabulary of {vocab:,}, or a token has no length")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.comparison.reference_file import TOP, ReferenceWriter, _checksums, about_of, checksum, read_reference
 from gpt2.errors import CheckpointError, InputError
 from gpt2.measure.windows import RowWindows, Windows
@@ -120,6 +121,14 @@ def test_no_claim_of_a_file_is_believed(tmp_path: Path) -> None:
         }.items():
             with pytest.raises(CheckpointError, match="is damaged"):
                 read_reference(forged(path, lambda about, arrays, n=name, a=array: arrays.update({n.strip(): a})))
+    negative = {"windows": {"context": 39, "stride": None, "guide": False, "skipped": -3}}
+    longer = {"logits": torch.zeros(42, 23), "token_bytes": torch.zeros(42, dtype=torch.int32)}  # as many as -3 asks for
+    with pytest.raises(CheckpointError, match="not whole numbers"):
+        read_reference(forged(whole, lambda about, arrays: (about.update(negative), arrays.update(longer))))
+    none = {"top_ids": torch.zeros(39, 0, dtype=torch.int32), "top_logp": torch.zeros(39, 0, dtype=torch.float64)}
+    save_file(load_file(likeliest) | none, tmp_path / "none.safetensors", SafetensorsFile(likeliest).metadata)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_reference(tmp_path / "none.safetensors")
 
 
 def test_a_foreign_file_and_a_failed_run(tmp_path: Path) -> None:
