@@ -14,7 +14,7 @@ HELP = "check that our model equals transformers' on the same weights"
 EXAMPLES = """\
   gpt2 verify                        the embedded checkpoint, in a few seconds
   gpt2 verify gpt2                   the official weights
-  gpt2 verify gpt2-xl --quick        weights, activations, logits and text; no training
+  gpt2 verify gpt2-xl --quick        weights, activations, 128 tokens of logits, text; no training
   gpt2 verify gpt2 --record          and every number that others recorded of them
   gpt2 verify ./my-model:bf16        a local directory; rounding is checked in bfloat16
   gpt2 verify random:gpt2-medium     official shapes, random weights, no download

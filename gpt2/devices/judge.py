@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,9 +17,8 @@ from gpt2.measure.metrics import ROUNDING_RATIO, relative_error, worst_relative_
 from gpt2.measure.placement import device_name
 from gpt2.pages.reports import dtype_label
 
-WORST_RATIO = (
-    8.0  # bound on the worst entry's error over the arithmetic's: the largest of many errors varies more than their norm
-)
+# Bound on the worst entry's error over the arithmetic's: the largest of many errors varies more than their norm.
+WORST_RATIO = 8.0
 LARGEST = 0.25  # an arithmetic with a larger error overflows: it explains nothing
 OWN_ULPS = 16  # the CPU's own kernels explain no more than this many units in the last place: they may be wrong too
 FEW = 64  # outputs with fewer entries may be one unit in the last place off: their error is a matter of luck
@@ -107,8 +106,8 @@ def judge(device: Device, case: Case, dtype: torch.dtype) -> Verdict:
             raise InputError(f"{device.name} is out of memory at {case.name}, {label}; judge it with a smaller model") from None
         missing = _not_implemented(raised)
         looks_like = f"not implemented on this device: {missing}" if missing else f"it raises: {said}"
-        verdict = Verdict(case.operator, case.condition, label, float("inf"), 0.0, None, False, looks_like=looks_like)
-        return replace(verdict, missing=missing)
+        what = case.operator, case.condition, label
+        return Verdict(*what, float("inf"), 0.0, None, False, looks_like=looks_like, missing=missing)
     errors = [_Error.of(a, b) for a, b in zip(got, exact, strict=True)]
     error = max(each.norm for each in errors)
     explained = [_Error(0.0, 0.0)] * len(exact)

@@ -28,7 +28,8 @@ from gpt2.parity import reference
 from gpt2.parity.findings import Findings
 from gpt2.parity.streaming import Converted, Receive, Streamed
 
-SEQUENCES, FEW = 16, 4  # whose gradients' rounding is judged: a few first, and all where one of those is over the bound
+SEQUENCES = 16  # whose gradients' rounding is judged
+FIRST_SEQUENCES = 4  # judged first; the others only where one of these is over the bound
 SHORT, LONG = 32, 128  # tokens of a sequence for rounding, and for float64
 ROW = 32  # tokens of a traced row
 QUICK = 128  # tokens of the one text that ``quick`` reads in place of whole contexts

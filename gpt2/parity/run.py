@@ -112,6 +112,7 @@ def verify(
     """
     if device is not None:
         others = {"quick": quick, "keep_going": keep_going, "record": record, "watch": watch, "dtype": dtype != "float32"}
+        others["build"] = build is not _load
         if unused := [argument for argument, value in others.items() if value]:
             raise InputError(f"verify: {unused[0]} has no effect with device, which judges the device; leave it out")
         return verify_device(name, device, seed=seed, revision=revision, offline=offline, progress=progress)

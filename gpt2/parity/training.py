@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gpt2.checkpoint.keys import PREFIX
 from gpt2.measure.metrics import ROUNDING_RATIO, relative_error, token_losses, worst_relative_error
 from gpt2.pages.reports import dtype_label
-from gpt2.parity.checks import FEW, Subject, head_of, hidden_of
+from gpt2.parity.checks import FIRST_SEQUENCES, Subject, head_of, hidden_of
 from gpt2.parity.forward import MISSING, lockstep
 from gpt2.parity.streaming import Receive, Streamed, Weights, take_gradients
 
@@ -166,9 +166,9 @@ def rounded_gradients(subject: Subject) -> None:
     """
     findings, sequences = subject.findings, subject.probe.short
     errors: Errors = defaultdict(lambda: ([], []))
-    _round(subject, sequences[:FEW], errors, last=False)
+    _round(subject, sequences[:FIRST_SEQUENCES], errors, last=False)
     if errors:
-        _round(subject, sequences[FEW:], errors, last=True)
+        _round(subject, sequences[FIRST_SEQUENCES:], errors, last=True)
     findings.settle("loss-rounding", "gradients-rounding", "adamw-rounding")
 
 
