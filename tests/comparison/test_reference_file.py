@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.references import forged
 
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
-from gpt2.comparison.reference_file import TOP, ReferenceWriter, _checksums, about_of, checksum, read_reference
+from gpt2.comparison.reference_file import ReferenceWriter, about_of, read_reference
 from gpt2.errors import CheckpointError, InputError
 from gpt2.measure.windows import RowWindows, Windows
 
@@ -82,20 +80,6 @@ def test_no_flipped_byte_goes_unseen(tmp_path: Path, top: int) -> None:
     path.write_bytes(whole[:-3])
     with pytest.raises(CheckpointError, match="where its header says"):
         read_reference(path)
-
-
-def forged(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], object]) -> Path:
-    """Write a reference again with other claims, and the checksums that fit them."""
-    arrays, about = load_file(path), about_of(path)
-    change(about, arrays)
-    about["checked"] = checksum({n: array for n, array in arrays.items() if n in ("ids", "token_bytes") or n.startswith("at.")})
-    rows = tuple(arrays[name] for name in (TOP if "rest" in arrays else ("logits",)))
-    crc = torch.tensor(_checksums(rows))[:, None]
-    arrays["crc32"] = (crc >> torch.tensor([0, 8, 16, 24]) & 255).to(torch.uint8)
-    text = json.dumps(about)
-    out = path.with_name("forged.safetensors")
-    save_file(arrays, out, {"about": text, "about_crc32": str(zlib.crc32(text.encode()))})
-    return out
 
 
 def test_no_claim_of_a_file_is_believed(tmp_path: Path) -> None:

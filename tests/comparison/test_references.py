@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.llama_base import write_llama_base
 from support.random_models import TEXT, write_checkpoint
+from support.references import forged
 
 import gpt2
 from gpt2.cli.main import main
@@ -119,6 +120,20 @@ def test_a_reference_of_something_else_is_one_line(
     assert main(["compare", "trace:none.safetensors", model]) == 2
     assert main(["compare", model, "--save", "ref.npz"]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 4
+
+
+def test_what_a_reference_says_of_its_side_is_not_believed(saved: str) -> None:
+    """An activation without a dimension, or scores with three, were tracebacks; so was a side whose config is a list."""
+    reference = Path(saved.removeprefix("trace:"))
+    for name, shape in (("embed", ()), ("h.0.attn.scores", (1, 2, 5)), ("embed", (1, 5000, 8)), ("h.9999", (1, 5, 8))):
+        held = {f"at.{name}": torch.zeros(shape)}
+        path = forged(reference, lambda about, arrays, held=held: arrays.update(held))
+        with pytest.raises(CheckpointError, match="no activation of its text"):
+            open_side(f"trace:{path}")
+    for claim in ({"config": [1]}, {"parameters": "many"}, {"name": None}):
+        path = forged(reference, lambda about, arrays, claim=claim: about["side"].update(claim))
+        with pytest.raises(CheckpointError, match="is not known here"):
+            open_side(f"trace:{path}")
 
 
 def test_kl_from_the_likeliest_tokens_is_bounded_from_both_sides(model: str, saved: str, folder: Path, tmp_path: Path) -> None:

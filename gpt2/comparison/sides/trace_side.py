@@ -229,8 +229,8 @@ def _in_order(reference: Reference, tokens: int) -> dict[str, Tensor]:
     order = points(1 + min(max((layer_of(name) or 0 for name in kept), default=0), MAX_LAYERS))
     for name, tensor in kept.items():
         square = name.endswith(("attn.scores", "attn.weights"))
-        length = tensor.size(-1 if square else 1) if tensor.ndim > 1 + square else 0
-        if name not in order or tensor.size(0) != 1 or not 1 <= length <= tokens or not tensor.is_floating_point():
+        length = tensor.size(-1 if square else 1) if tensor.ndim >= (4 if square else 2) else 0
+        if name not in order or not 1 <= length <= tokens or tensor.size(0) != 1 or not tensor.is_floating_point():
             raise CheckpointError(f"{reference.path}: holds an array {name!r} that is no activation of its text; save it again")
     return {name: kept[name] for name in order if name in kept}
 
