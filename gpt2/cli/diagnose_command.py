@@ -111,16 +111,20 @@ def run(args: argparse.Namespace) -> int:
         write_result(args.json, diagnosis.to_json, lambda: say(diagnosis.table(width)))
         return 0 if diagnosis.ok else 1
     from gpt2.devices.run import verify_device
+    from gpt2.pages.reports import Interrupted
 
+    code = None
     try:
         with Status(f"judging {where}") as status:
             device = verify_device(args.model, where, revision=args.revision, offline=args.offline, progress=status)
     except InputError:  # too little memory there, for example; the diagnosis took minutes
         write_result(args.json, diagnosis.to_json, lambda: say(diagnosis.table(width)))
         raise
+    except Interrupted as interrupted:
+        device, code = interrupted.report, 130
     both = {**json.loads(diagnosis.to_json()), "device": json.loads(device.to_json())}
     write_result(args.json, lambda: json.dumps(both, indent=2), lambda: say(diagnosis.table(width) + "\n" + device.table(width)))
-    return 0 if diagnosis.ok and device.ok else 1
+    return (0 if diagnosis.ok and device.ok else 1) if code is None else code
 
 
 def _diagnosis(args: argparse.Namespace) -> "Diagnosis":

@@ -165,12 +165,27 @@ def test_ctrl_c_leaves_the_cases_before(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "INTERRUPTED  nothing wrong in the 4 cases before" in capsys.readouterr().out
 
 
+def test_ctrl_c_while_a_device_is_judged_keeps_the_diagnosis(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`gpt2 diagnose --device` lost minutes of diagnosis, and its --json, at Ctrl-C in the part that follows."""
+
+    def interrupting(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "judge", interrupting)
+    gpt2.trace(MODEL, tokens=16).save(tmp_path / "dump.npz")
+    out = tmp_path / "x.json"
+    assert main(["diagnose", str(tmp_path / "dump.npz"), "--model", MODEL, "--device", "cpu", "--json", str(out)]) == 130
+    body = json.loads(out.read_text())
+    assert (body["verdict"], body["device"]["verdict"], body["device"]["verdicts"]) == ("equal", "interrupted", [])
+
+
 def test_verify_takes_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command has --device, and Python had another function only; what has no effect there must be refused."""
     monkeypatch.setattr(run, "_cases", lambda material: iter([next(run.forward_cases(material))]))
     assert gpt2.verify(MODEL, device="cpu").verdict == "right"
-    with pytest.raises(gpt2.InputError, match="quick has no effect with device"):
-        gpt2.verify(MODEL, device="cpu", quick=True)
+    for argument, value in (("quick", True), ("build", lambda path, dtype: gpt2.load(MODEL))):
+        with pytest.raises(gpt2.InputError, match=f"{argument} has no effect with device"):
+            gpt2.verify(MODEL, device="cpu", **{argument: value})
 
 
 def test_a_dtype_of_the_name_is_the_one_that_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
