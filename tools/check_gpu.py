@@ -52,7 +52,8 @@ def verdict(model: str, device: str, kept: dict[str, Any]) -> Rows:
     rows = []
     for dtype in dict.fromkeys(each.dtype for each in report.verdicts):
         own = [each for each in report.verdicts if each.dtype == dtype]
-        wrong = [f"{report.sentence(each)}: {each.looks_like}" for each in own if not each.ok]
+        wrong = [f"{report.sentence(each)}: {each.looks_like}" for each in own if each.wrong]
+        wrong += [each.looks_like for each in own if each.missing]
         coarse = dict.fromkeys(str(each.arithmetic) for each in own if each.ok and not each.precise)
         found = wrong[0] if wrong else "with " + ", ".join(coarse) if coarse else "right"
         rows.append((f"operators in {dtype} ({len(own)} cases)", found, not wrong))
