@@ -15,6 +15,9 @@ from support.steps import CONFIG, our_model
 
 import gpt2
 from gpt2.port.step_dump.clip_reading import dumped_clip
+from gpt2.port.step_dump.gradient_comparison import Comparison
+from gpt2.port.step_dump.gradient_parts import part_causes
+from gpt2.port.step_dump.predictions import Gradients
 
 SLOW = pytest.mark.slow
 
@@ -79,6 +82,34 @@ def test_half_precision_is_undetermined_rather_than_wrong(word: str, said: tuple
     change were taken for those before the step, with their rounding, and all gradients were called detached."""
     row = score(Dumped(word, "usual", dtype="float16"))
     assert (row.verdict, row.said) == ("mismatch" if said else "undetermined", said), row.flaw()
+
+
+def test_norms_whose_changes_float16_hides_are_not_called_left_out() -> None:
+    """At a rate of 1e-4, float16 rounds away every change of a weight near 1: right programs had a parameter missing."""
+    row = score(Dumped("", "usual", dtype="float16", settings={"lr": 1e-4}))
+    assert (row.verdict, row.said) == ("undetermined", ()), row.flaw()
+
+
+def test_half_precision_that_hides_all_changes_is_said() -> None:
+    """The report asked for the parameters after the step, which the dump had, and did not say what was undetermined."""
+    run = Dumped("sgd", "usual", dtype="float16", settings={"lr": 1e-6})
+    diagnosis = gpt2.diagnose(run.arrays(), our_model(), settings=run.overrides())
+    assert (diagnosis.verdict, diagnosis.causes) == ("undetermined", ())
+    assert "half precision" in " ".join(diagnosis.notes)
+    assert "not judged" not in " ".join(diagnosis.notes)
+
+
+def test_a_fault_before_a_wrong_derivative_is_named_beside_it() -> None:
+    """Gradients were called right down to a part, although a weight's gradient before it was wrong, and this had no cause."""
+    generator = torch.Generator().manual_seed(0)
+    right = {n: torch.randn(p.shape, generator=generator).double() for n, p in our_model().state_dict().items()}
+    backward = ("h.0.attn.", "h.0.ln_1.", "wpe.", "wte.")
+    got = {n: torch.randn(p.shape, generator=generator).double() if n.startswith(backward) else p for n, p in right.items()}
+    got["h.1.mlp.c_fc.weight"] = 3 * right["h.1.mlp.c_fc.weight"]
+    wrong = [n for n in got if got[n] is not right[n]]
+    made = Gradients(right, right["wte.weight"], right["wte.weight"])
+    found = part_causes(got, wrong, 1.0, made, Comparison(dict.fromkeys(right, 1e-9), []), (), ", ".join)
+    assert [(one.id, one.where) for one in found] == [("backward-wrong", "h.0.ln_2"), ("gradient-scaled", "h.1.mlp.c_fc.weight")]
 
 
 def test_a_parameter_that_the_first_step_does_not_move_keeps_its_place() -> None:

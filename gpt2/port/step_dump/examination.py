@@ -26,6 +26,10 @@ from gpt2.port.training.settings import Settings
 from gpt2.port.training.trained import Stage
 
 SAVE = "save the loss, every gradient, and every parameter before and after each step, in the checkpoint's shapes or transposed"
+HIDDEN = (
+    "no parameter changes by more than its rounding in half precision, so the update is undetermined; "
+    "dump the parameters in float32"
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,8 @@ class StepExamination:
         self.predictor = Predictor(self.config, batches_of(self.dump), self.settings.grad_accum)
         batch = self.predictor.batch(0)
         covered = {name.partition(":")[0] for array in fitting.values() for view in layouts.views(array) for name in view}
-        labelled = 2 * len(covered) >= len(self.state) or self.asked or bool(self.dump.integers)  # else a forward pass
+        # few arrays have the sizes of parameters in a dump of a forward pass: no gradients of wrong labels are needed there
+        labelled = 2 * len(covered) >= len(self.state) or self.asked or bool(self.dump.integers)
         self.exact = self.predictor.gradients(self.state, batch.ids, batch.targets)
         gradients: dict[str, Mapping[str, Tensor]] = {}
         # a later step's gradients are near those of its batch
@@ -153,7 +158,9 @@ class StepExamination:
             return
         twice = len(units) - len(set(units)) > len(set(units)) / 2
         if recorded.narrow:  # half precision may hide every change
-            self.stages["update"].explained = not twice
+            if twice:
+                self.stages["update"].explained = False
+                self.stages["update"].notes.append(HIDDEN)
             return
         if twice or (not gradients and self.asked):
             raise InputError(f"{self.dump.source}: no parameter changes; dump copies of the parameters after the step too")
@@ -257,11 +264,9 @@ class StepExamination:
                 "gradients are not dumped: they were computed at its own parameters; Adam hides a factor of them, so dump them "
                 "to see a summed loss"
             )
-        if not recorded.steps and (sets or self.judged):
-            lacking = "the update" if sets else "gradients, clipping and update"
-            self.notes.append(
-                f"{lacking} was not judged: dump the parameters after each step{'' if sets else ', and the gradients'}"
-            )
+        if not recorded.steps and (sets or self.judged) and self.stages["update"].explained:
+            lacking = "the update was" if sets else "gradients, clipping and update were"
+            self.notes.append(f"{lacking} not judged: dump the parameters after each step{'' if sets else ', and the gradients'}")
         left = [name for name in self.dump.arrays if name not in found.names]
         if left and not recorded.steps and not sets and self.asked:
             self.notes.append(f"not recognised: {', '.join(shown(name) for name in left[:4])}")

@@ -23,7 +23,7 @@ from gpt2.port.training.causes import cause
 from gpt2.port.training.clip_causes import clip_stage
 from gpt2.port.training.clipping import BITES, ClipReading, Norms, clipped
 from gpt2.port.training.optimizer import update_stage
-from gpt2.port.training.rules import Track, fit
+from gpt2.port.training.rules import Kind, Track, fit
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.stepping import Movement
 from gpt2.port.training.trained import Stage
@@ -125,7 +125,7 @@ class UpdateExamination:
         if self.recorded.steps == 1:
             stage.notes = [note for note in stage.notes if not note.startswith("read off: betas")]
             stage.notes.append("one step does not determine the betas; dump a second one")
-        stage.causes += self._left_out()
+        stage.causes += self._left_out(answer)
         if answer.cumulated:
             detail = "each step uses the sum of its gradient and those of the steps before"
             self.found.gradient.causes.append(cause("gradient-not-zeroed", "gradient", detail, SEEN))
@@ -255,8 +255,8 @@ class UpdateExamination:
                 movement.odd.remove(TABLE)
                 return
 
-    def _left_out(self) -> list[Cause]:
-        still = [n for n in self.recorded.unchanged if self._has_gradient(n)]
+    def _left_out(self, answer: Answer) -> list[Cause]:
+        still = [n for n in self.recorded.unchanged if self._has_gradient(n) and self._would_show(n, answer)]
         if not still:
             return []
         detail = "these have gradients, and never change"
@@ -264,6 +264,12 @@ class UpdateExamination:
 
     def _has_gradient(self, name: str) -> bool:
         return any(name in one and float(one[name].abs().max()) > 0 for one in self.gradients)
+
+    def _would_show(self, name: str, answer: Answer) -> bool:
+        """Return whether most entries would change in the dump by the rule of the others, whose steps are of the rate's size."""
+        gradient = next(one[name] for one in self.gradients if name in one)
+        size = float(np.abs(self.rates).max()) * (gradient.abs() if answer.rule.kind is Kind.SGD else 1.0)
+        return bool((size > self.storage * self.recorded.parameters[0][name].abs()).double().mean() > 0.5)
 
     # Clipping
 
