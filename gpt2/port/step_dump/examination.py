@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -86,18 +86,7 @@ class StepExamination:
         # few arrays have the sizes of parameters in a dump of a forward pass: no gradients of wrong labels are needed there
         labelled = 2 * len(covered) >= len(self.state) or self.asked or bool(self.dump.integers)
         self.exact = self.predictor.gradients(self.state, batch.ids, batch.targets)
-        gradients: dict[str, Mapping[str, Tensor]] = {}
-        # a later step's gradients are near those of its batch
-        for number, one in enumerate(self.predictor.batches if fitting else ()):
-            known = self.predictor.labelings(number) if labelled and self.predictor.small else {"": one.targets}
-            for label, labels in known.items():
-                exact = number == 0 and not label
-                made = self.exact if exact else self.predictor.gradients(self.state, one.ids, labels)
-                gradients[f"{number} {label}"] = made.whole
-                if not label:
-                    shares = {"head": made.head, "table": made.table}
-                    gradients |= {f"{number} {share}": {**made.whole, TABLE: value} for share, value in shares.items()}
-        recogniser = Recogniser(layouts, self.state, gradients)
+        recogniser = Recogniser(layouts, self.state, self._predicted(labelled) if fitting else ())
         pieces, rest = recogniser.pieces(fitting)
         for name, array in rest.items():
             if not bool(array.isfinite().all()) and (self.asked or pieces):
@@ -118,6 +107,18 @@ class StepExamination:
             self._require_steps()
             return None
         return StepArrays(recorded, losses, names)
+
+    def _predicted(self, labelled: bool) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+        """Yield the gradients of each batch at the checkpoint, with their labels; a later step's are near those of its batch."""
+        for number, batch in enumerate(self.predictor.batches):
+            known = self.predictor.labelings(number) if labelled and self.predictor.small else {"": batch.targets}
+            for label, labels in known.items():
+                exact = number == 0 and not label
+                made = self.exact if exact else self.predictor.gradients(self.state, batch.ids, labels)
+                yield f"{number} {label}", made.whole
+                if not label:
+                    yield f"{number} head", {**made.whole, TABLE: made.head}
+                    yield f"{number} table", {**made.whole, TABLE: made.table}
 
     def seen(self, found: StepArrays) -> bool:
         """Return whether the dump is one of a step, after :meth:`diagnosis`.

@@ -1,4 +1,4 @@
-"""What else the gradients of a dump may be than a multiple of the mean loss's: cut, or of another formula of the loss."""
+"""Gradients of a dump that no multiple of the mean loss's gives: clipped ones, and those of another formula of the loss."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from gpt2.port.training.causes import cause
 from gpt2.port.training.trained import Stage
 
 MAX_ROWS = 32  # of a batch, whose weights are fitted
+MAX_NUMBERS = 6e8  # in the gradients of all these rows: 5 GB
 
 
 @dataclass
@@ -107,7 +108,7 @@ class Formulas:
     def _rows(self, got: Weights, reading: GradientReading) -> bool:
         """Explain the gradient as a weighted sum of those of the rows: a part of the batch lost, or weighed otherwise."""
         ids, rows = self.batch.ids, len(self.batch.ids)
-        if not 2 <= rows <= MAX_ROWS:
+        if not 2 <= rows <= MAX_ROWS or rows * self.predictor.config.num_parameters() > MAX_NUMBERS:
             return False
         alone = torch.eye(rows, dtype=torch.float64)[:, :, None].expand(rows, *ids.shape)
         basis = [self.predictor.gradients(self.state, ids, self.batch.targets, weights).whole for weights in alone]

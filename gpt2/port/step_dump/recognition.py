@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -52,9 +52,14 @@ class Recorded:
 
 
 class Recogniser:
-    """The search; ``state`` are the checkpoint's tensors in float64, ``gradients`` the predicted ones by their labels."""
+    """The search; ``state`` are the checkpoint's tensors in float64, ``gradients`` the predicted ones with their labels.
 
-    def __init__(self, layouts: Layouts, state: Mapping[str, Tensor], gradients: Mapping[str, Mapping[str, Tensor]]) -> None:
+    Of each gradient a sample is kept: a dozen whole ones of gpt2's shape would take 12 GB.
+    """
+
+    def __init__(
+        self, layouts: Layouts, state: Mapping[str, Tensor], gradients: Iterable[tuple[str, Mapping[str, Tensor]]]
+    ) -> None:
         self.layouts, self.state = layouts, state
         self.units = units_of(state)
         generator = torch.Generator().manual_seed(0)
@@ -62,8 +67,8 @@ class Recogniser:
             name: torch.randint(tensor.numel(), (SAMPLED,), generator=generator) if tensor.numel() > SAMPLED else None
             for name, tensor in self.units.items()
         }
-        self.gradients = {label: units_of(one) for label, one in gradients.items()}
-        self.labels = list(gradients)
+        self.gradients = {label: {n: self.sample(n, g) for n, g in units_of(one).items()} for label, one in gradients}
+        self.labels = list(self.gradients)
         self._tables: dict[tuple[tuple[str, ...], bool], Tensor] = {}
 
     def pieces(self, arrays: Mapping[str, Tensor]) -> tuple[list[Piece], dict[str, Tensor]]:
@@ -108,7 +113,7 @@ class Recogniser:
                 and abs(likeness) > LIKE
                 and not bool((values >= 0).all())
             ):  # no second moments
-                predicted = self._taken(list(self.gradients.values())[best], units)
+                predicted = torch.cat([self.gradients[self.labels[best]][name] for name in units])
                 size = float(values.norm() / predicted.norm().clamp(min=1e-300))
                 gradients.append(Piece(name, view, "gradient", abs(likeness), label, size))
         if parameters:
@@ -121,7 +126,7 @@ class Recogniser:
         """Return the cosines of values with each predicted gradient, or with its signs, (labels,)."""
         key = units, signs
         if key not in self._tables:
-            rows = torch.stack([self._taken(one, units) for one in self.gradients.values()])
+            rows = torch.stack([torch.cat([one[name] for name in units]) for one in self.gradients.values()])
             rows = rows.sign() if signs else rows
             self._tables[key] = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-300)
         return self._tables[key] @ (values / values.norm().clamp(min=1e-300))
