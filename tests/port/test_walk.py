@@ -301,6 +301,14 @@ PARTS = {
         },
         [("position-offset", "wpe")],
     ),
+    "scaled tokens, positions run on": (
+        {
+            "embed": lambda port, ids: (
+                port.w["wte.weight"][ids] * math.sqrt(21) + port.w["wpe.weight"][torch.arange(ids.numel()).view(ids.shape) // 2]
+            )
+        },
+        [("embedding-scaled", "wte"), ("position-offset", "wpe")],
+    ),
     "scaled tokens": (
         {"embed": lambda port, ids: port.w["wte.weight"][ids] * math.sqrt(21) + port.w["wpe.weight"][:8]},
         [("embedding-scaled", "wte")],

@@ -18,7 +18,7 @@ from gpt2.port.recording.pool import Pool
 STREAM = (0, 1)  # axes of (B, T, D) that a port may split: rows, tokens
 BOTH = "the embeddings, tokens and positions together,"
 COSINE = 0.9  # sines and cosines of several positions reach this
-FEW_ROWS = 4  # positions that are named
+SHOWN = 4  # positions that a message gives
 WAVES = {"sin", "cos", "sin_", "cos_", "polar", "view_as_real"}  # operators that make sinusoidal positions
 
 
@@ -128,26 +128,28 @@ class Embeddings:
         for x in streams(self.pool, self.ids, self.width):
             for factor in factors:
                 rows = x - self.words * factor
+                scaled = [self._scaled(factor, "token embeddings")] if factor != 1 else []
                 if (taken := self._rows_of_wpe(rows, factor)) is not None:
-                    yield Option.known("other rows", x, taken, values={"wte": self.words * factor, "wpe": rows})
+                    yield Option.known("other rows", x, taken, *scaled, values={"wte": self.words * factor, "wpe": rows})
                     continue
                 largest = float(rows.abs().max())
                 if len(x) < 2 or largest < 1e-9 or float((rows - rows[:1]).abs().max()) > 1e-9 * largest:
                     continue
                 fault = waves if self.pool.operators & WAVES or COSINE <= largest <= 1.0 else learned
-                scaled = [self._scaled(factor, "token embeddings")] if factor != 1 else []
                 values = {"wte": self.words * factor, "wpe": rows[:1]}
                 yield Option.known("other positions", x, fault, *scaled, values=values)
 
     def _rows_of_wpe(self, rows: Tensor, factor: float) -> Fault | None:
         """Return the fault of positions (B, T, D) that are rows of wpe, each token its own; None if they are not."""
         taken = torch.cdist(rows.flatten(0, 1), self.wpe).argmin(-1).view(rows.shape[:2])
-        if self.pool.find(self.words * factor + self.wpe[taken], *STREAM) is None:
+        others = (taken != torch.arange(self.tokens)).nonzero().tolist()
+        if not others or self.pool.find(self.words * factor + self.wpe[taken], *STREAM) is None:
             return None
-        numbers = [", ".join(map(str, row)) for row in taken[:, :FEW_ROWS].tolist()]
-        shown = " and, in the next row of the batch, ".join(dict.fromkeys(numbers[:2]))
-        more = ", ..." if self.tokens > FEW_ROWS else ""
-        return Fault("position-offset", "wpe", f"the tokens are given the positions {shown}{more}, not 0, 1, 2, ...")
+        row, token = others[0]
+        right = range(token, min(token + SHOWN, self.tokens))
+        given, wanted = (", ".join(map(str, numbers)) for numbers in (taken[row, token : right.stop].tolist(), right))
+        words = f"from token {token} of row {row} on, the positions are {given}, not {wanted}"
+        return Fault("position-offset", "wpe", words)
 
 
 def _others(factors: list[float]) -> list[float]:

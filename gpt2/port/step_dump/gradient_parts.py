@@ -44,7 +44,8 @@ def part_causes(
     rest = [name for name in wrong if name not in dead]
     backward = _backward_cause(got, rest, factor, right, comparison) if not dead else None
     if backward is not None:
-        return [backward]
+        found.append(backward[0])
+        rest = backward[1]
     if TABLE in rest:
         ways = {
             "it gets the head's gradient only, not that of the rows that the ids choose": ("tied-gradient-lost", made.head),
@@ -78,8 +79,11 @@ def part_causes(
 
 def _backward_cause(
     got: Weights, wrong: Sequence[str], factor: float, right: Mapping[str, Tensor], comparison: Comparison
-) -> Cause | None:
-    """Return where a backward pass goes wrong: all gradients are right down to a part, and wrong from there to the embeddings."""
+) -> tuple[Cause, list[str]] | None:
+    """Return where a backward pass goes wrong: parts are right down to one, and wrong from there to the embeddings.
+
+    Beside it: the wrong gradients of the parts before, which this does not explain.
+    """
     layers = 1 + max((int(name.split(".")[1]) for name in right if name.startswith("h.")), default=0)
     order = ["ln_f", *(f"h.{layer}.{part}" for layer in reversed(range(layers)) for part in PASSED), "wpe"]
     parts = {one: [n for n in got if n.startswith(f"{one}.")] for one in order}
@@ -103,7 +107,8 @@ def _backward_cause(
         ratio = _factor(mine, theirs)
         if comparison.same(name, mine, theirs, ratio):
             detail += f"; that of q is {ratio / factor:.5g} times the right one"
-    return cause("backward-wrong", where.format(layer=layer, next=f"h.{layer + 1}"), detail, SEEN)
+    found = cause("backward-wrong", where.format(layer=layer, next=f"h.{layer + 1}"), detail, SEEN)
+    return found, [name for one in known[:first] for name in parts[one] if name in wrong]
 
 
 def _factor(got: Tensor, right: Tensor) -> float:
