@@ -91,7 +91,7 @@ def write(path: Path, fault: Callable[[GPT2], None], level: str) -> None:
 def measure(path: Path) -> dict[str, object]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [*CLI, "diagnose", str(path), "--model", "random:gpt2", "--json", "-"]
-    child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
     assert child.stdout is not None
     said = json.loads(child.stdout.read())
     _, _, used = os.wait4(child.pid, 0)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from support.step_programs import FAULTS, LAYOUTS, LEVELS, Dumped, second
+from support.step_programs import FAULTS, LAYOUTS, LEVELS, Dumped, native, second
 from support.step_programs.scoring import draw, score, score_second
 
 
@@ -33,7 +33,7 @@ def runs(options: argparse.Namespace) -> Iterator[Dumped]:
     if options.only:
         lines = options.only
     if options.drawn:
-        lines = [draw(generator) for _ in range(options.drawn)]
+        lines = [draw(generator, options.language) for _ in range(options.drawn)]
     for level in options.levels:
         for line in lines:
             compute = "float64" if options.dtype == "float64" else "float32"
@@ -51,6 +51,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--second", action="store_true", help="instead, the second set")
     options = parser.parse_args()
+    if lacking := native.missing(options.language):
+        sys.exit(f"not run: {lacking}")
     start, found = time.perf_counter(), {}
     rows = ((run.level, score(run)) for run in runs(options))
     if options.second:

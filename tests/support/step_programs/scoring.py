@@ -9,8 +9,7 @@ import numpy as np
 
 import gpt2
 from gpt2.port.training.causes import STAGE, STAGES
-from support.step_programs import CONFIG, SETTINGS, Dumped, batches_of, second
-from support.step_programs.numpy_steps import FAULTS
+from support.step_programs import CONFIG, FAULTS, SETTINGS, Dumped, batches_of, second
 from support.steps import our_model
 
 # Of these nothing is left beside another fault: without moments there are no betas, two labels do not add up.
@@ -46,10 +45,10 @@ def score(run: Dumped) -> Row:
     return Row(run.name, diagnosis.verdict, said, missed, beside, bool(said) and said[0] in known)
 
 
-def draw(generator: random.Random) -> str:
+def draw(generator: random.Random, language: str = "numpy") -> str:
     """Two or three faults of different stages, as a line of words."""
     stages = generator.sample(STAGES, generator.choice((2, 3)))
-    known = [(word, STAGE[causes.split()[0]]) for word, (causes, _) in FAULTS.items() if word not in ALONE]
+    known = [(word, STAGE[causes.split()[0]]) for word, (causes, _) in FAULTS[language].items() if word not in ALONE]
     return " ".join(generator.choice([word for word, stage in known if stage == one]) for one in stages)
 
 

@@ -94,10 +94,10 @@ HERE = Path(__file__).parent
 
 @functools.cache
 def compiler() -> str | None:
-    """The Rust compiler, if there is one that runs."""
+    """The Rust compiler, if there is one that runs, and the C compiler with which it links."""
     folders = (None, str(Path.home() / ".cargo/bin"))
     rustc = next((found for folder in folders if (found := shutil.which("rustc", path=folder))), None)
-    if rustc and subprocess.run([rustc, "--version"], capture_output=True, timeout=60).returncode == 0:
+    if rustc and shutil.which("cc") and subprocess.run([rustc, "--version"], capture_output=True, timeout=60).returncode == 0:
         return rustc
     return None
 
