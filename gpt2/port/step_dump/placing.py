@@ -40,7 +40,7 @@ def shared_out(candidates: Sequence[Sequence[Piece]]) -> list[Piece]:
         arrays[size] += 1
         units.setdefault(size, set()).update(frozenset(piece.units) for piece in group)
     room: dict[frozenset[str], int] = {}
-    # of the steps, and before clipping
+    # how many gradients of one parameter the dump may hold: of each step, before and after clipping
     each = max((math.ceil(arrays[size] / len(own)) for size, own in units.items()), default=0)
     for own in units.values():
         room |= dict.fromkeys(own, each)
