@@ -142,10 +142,14 @@ def test_moments_in_a_dump_are_not_taken_for_clipped_gradients() -> None:
 
 @SLOW
 def test_our_own_steps_are_equal_and_a_changed_gradient_is_not() -> None:
-    """`gpt2 trace --steps` and `gpt2 diagnose` disagreed about what a right step is."""
+    """`gpt2 trace --steps` and `gpt2 diagnose` disagreed about what a right step is. Nothing said that a parameter without a
+    gradient was not judged."""
     traced = gpt2.trace(tokens=8, gradients=True, steps=2, settings={"optim.lr": 1e-3})
     arrays = {name: tensor.numpy() for name, tensor in traced.arrays.items() if not name.startswith(("h.", "ln_f"))}
     assert gpt2.diagnose(arrays, settings={"optim.lr": 1e-3, "optim.beta1": 0.9, "optim.beta2": 0.99}).ok
+    one = gpt2.trace(tokens=8, gradients=True, steps=1, settings={"optim.lr": 1e-3}).arrays
+    lacking = {n: a.numpy() for n, a in one.items() if not n.startswith(("h.", "ln_f")) and n != "grad.h.1.ln_1.bias"}
+    assert "the update of h.1.ln_1.bias was not judged" in " ".join(gpt2.diagnose(lacking).notes)
     changed = dict(arrays)
     changed["grad.h.1.mlp.c_fc.weight"] = 3 * arrays["grad.h.1.mlp.c_fc.weight"]
     cause = gpt2.diagnose(changed).causes[0]

@@ -126,6 +126,8 @@ class UpdateExamination:
             stage.notes = [note for note in stage.notes if not note.startswith("read off: betas")]
             stage.notes.append("one step does not determine the betas; dump a second one")
         stage.causes += self._left_out(answer)
+        if lacking := [n for n in self.names if n not in names]:
+            stage.notes.append(f"the update of {self.places(lacking)} was not judged: dump the gradients of all parameters")
         if answer.cumulated:
             detail = "each step uses the sum of its gradient and those of the steps before"
             self.found.gradient.causes.append(cause("gradient-not-zeroed", "gradient", detail, SEEN))
