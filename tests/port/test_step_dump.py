@@ -85,7 +85,7 @@ def test_half_precision_is_undetermined_rather_than_wrong(word: str, said: tuple
 
 
 def test_norms_whose_changes_float16_hides_are_not_called_left_out() -> None:
-    """At a rate of 1e-4, float16 rounds away every change of a weight near 1: right programs had a parameter missing."""
+    """At a rate of 1e-4, float16 hides all changes of weights near 1: a right program had a missing parameter, or other rates."""
     row = score(Dumped("", "usual", dtype="float16", settings={"lr": 1e-4}))
     assert (row.verdict, row.said) == ("undetermined", ()), row.flaw()
 

@@ -47,13 +47,14 @@ class Conclusion:
 
 
 def _keep_decided(stage: Stage, answer: Answer) -> None:
-    """Keep the causes that parameters in half precision can show: their rounding is larger than a decay.
+    """Keep the causes that parameters in half precision can show: their rounding hides a decay, and the rate of some of them.
 
     Of several departures from AdamW at once, others may do the same within the rounding.
     """
     stage.causes = [one for one in stage.causes if one.id == "decay-coupled" or not one.id.startswith("decay-")]
     if len(stage.causes) > 1 or answer.error > EXPLAINED:
         stage.causes = []
+    stage.causes = [one for one in stage.causes if one.id != "rate-wrong" or one.where == "optimizer"]
     stage.explained = False
     stage.notes = [note for note in stage.notes if not note.startswith("read off")]
     stage.notes.append(
