@@ -56,9 +56,9 @@ def files(path: str) -> list[Path]:
             raise InputError(f"{path}: no .txt, .md, .jsonl, .csv or .parquet file in this folder; give another data.path")
     else:
         found = [place] if there else [Path(name) for name in glob.glob(path, recursive=True) if Path(name).is_file()]
-        if not found and glob.has_magic(path):
-            raise InputError(f"{path}: no file has such a name; give another data.path")
-        found = found or [place]  # reading it says what is wrong
+        if not found:
+            missing = "no file has such a name" if glob.has_magic(path) else "no such file or folder"
+            raise InputError(f"{path}: {missing}; give another data.path")
     for file in found:
         if file.suffix.lower() not in TEXTS + TABLES:
             raise InputError(

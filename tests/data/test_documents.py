@@ -127,8 +127,8 @@ def test_a_table_counts_as_what_it_holds(tmp_path):
         ("a.json", "{}", {}, ".json is none of .txt, .md, .jsonl, .csv and .parquet"),
         ("a.parquet", "x", {}, "a.parquet: "),
         ("", "", {}, "no .txt, .md, .jsonl, .csv or .parquet file in this folder"),
-        ("none.txt", None, {}, "none.txt: cannot be read: No such file"),
-        ("none.jsonl", None, {}, "none.jsonl: cannot be read: No such file"),
+        ("none.txt", None, {"prompt": "question"}, "none.txt: no such file or folder"),
+        ("none.jsonl", None, {}, "none.jsonl: no such file or folder"),
         ("*.csv", None, {}, "no file has such a name"),
     ],
 )
