@@ -1,13 +1,13 @@
 """Interrupted downloads: killed processes, cut connections, damaged partial files, two processes. The server counts requests."""
 
 import os
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import hub_client
+from support.forks import Fork
 from support.hub_standin import HubStandIn, Request
 
 from gpt2.checkpoint.cache import Declared
@@ -41,11 +41,11 @@ def hub():
         yield server
 
 
-def start(hub: HubStandIn, home: Path, before: str = "", **environ: str) -> subprocess.Popen:
+def start(hub: HubStandIn, home: Path, before: str = "", **environ: str) -> Fork:
     return hub_client.start(hub.environ(home, **environ), "org/name", before=before)
 
 
-def finish(process: subprocess.Popen) -> dict[str, Any]:
+def finish(process: Fork) -> dict[str, Any]:
     (result,) = hub_client.finish(process)
     return result
 
@@ -155,7 +155,7 @@ def test_a_cut_connection_is_taken_up_again(hub: HubStandIn, tmp_path: Path) -> 
 def test_a_server_that_dies_in_the_middle(hub: HubStandIn, tmp_path: Path) -> None:
     """The server's port closes during a download: it ends, says what to do, and keeps the partial file."""
     hub.hold("org/name", "model.safetensors", after=CUT)
-    process = start(hub, tmp_path)
+    process = start(hub, tmp_path, HURRY)
     while not (left := unfinished(tmp_path)) or size_of(left[0]) < CUT:
         assert process.poll() is None
         time.sleep(0.01)

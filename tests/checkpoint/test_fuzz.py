@@ -4,18 +4,19 @@ import json
 from pathlib import Path
 
 import pytest
-from support.checks import forked, python
+from support import forks
+from support.checks import forked
 from support.safetensors_fuzz import STRICTER
 
 # For a quick and a slow run: the number of files, the share that must still load, and the number of different errors.
 CASES = {
-    "torch": (500, 10_000, 0.1, 30),
-    "gguf": (500, 10_000, 0.06, 20),
-    "safetensors": (3000, 100_000, 0.15, 60),
-    "tensorflow": (500, 10_000, 0.02, 25),
+    "torch": (250, 10_000, 0.1, 30),
+    "gguf": (250, 10_000, 0.06, 20),
+    "safetensors": (1500, 100_000, 0.15, 60),
+    "tensorflow": (250, 10_000, 0.02, 25),
     "llmc": (300, 10_000, 0.1, 10),
     "old": (300, 10_000, 0.1, 20),
-    "folder": (2000, 10_000, 0.1, 50),
+    "folder": (1000, 10_000, 0.1, 50),
 }
 
 
@@ -32,7 +33,7 @@ def test_damaged_files_load_or_are_refused(slow: bool, tmp_path: Path) -> None:
     for kind in counts:
         (tmp_path / kind).mkdir()
     cases = [[kind, str(count), str(int(slow)), tmp_path / kind] for kind, count in counts.items()]
-    for kind, (out, _) in zip(CASES, forked(FUZZ, cases, timeout=900 + sum(counts.values()) / 10), strict=True):
+    for kind, (out, _) in zip(CASES, forked(FUZZ, cases, timeout=900), strict=True):
         report = json.loads(out.splitlines()[-1])
         print(kind, report)
         *_, share, kinds = CASES[kind]
@@ -44,12 +45,13 @@ def test_damaged_files_load_or_are_refused(slow: bool, tmp_path: Path) -> None:
         assert not (slow and kind == "safetensors") or len(report["stricter"]) >= len(STRICTER) - 2
 
 
-@pytest.mark.parametrize(("count", "altered", "refusals"), [(60, 40, 4), pytest.param(1000, 600, 8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "altered", "refusals"), [(30, 20, 4), pytest.param(1000, 600, 8, marks=pytest.mark.slow)])
 def test_damaged_answers_of_a_hub_are_refused_in_one_line_or_made_up_for(
     count: int, altered: int, refusals: int, tmp_path: Path
 ) -> None:
     """The command exits with 0 or 2 and one line, changes only the cache, and never hangs; see `support/hub_fuzz.py`."""
-    done = python("-X", "faulthandler", "-m", "support.hub_fuzz", str(count), "0", tmp_path, timeout=120 + count)
+    done = forks.run("-m", "support.hub_fuzz", str(count), "0", tmp_path, timeout=120 + count)
+    assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     print(report)
     assert report["cases"] == sum(report["refusals"].values()) == count

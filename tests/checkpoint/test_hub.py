@@ -12,6 +12,7 @@ from support.hub_client import fetch_as_others
 from support.hub_client import resolve as run
 from support.hub_standin import HubStandIn
 
+from gpt2.checkpoint.hub_api import WARM_PATIENCE
 from gpt2.checkpoint.names import DEFAULT, EXPORTS, RUNS, VERIFIES, ModelName, RandomWeights
 from gpt2.checkpoint.sources import resolve
 from gpt2.errors import CheckpointError, InputError
@@ -383,10 +384,12 @@ def test_a_dead_hub_gives_up_quickly_or_falls_back_on_a_warm_cache(hub: HubStand
     assert warm["revision"] == commit
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections, never answers
         mute = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
-        (soon,) = run(hub.environ(tmp_path / "warm", **mute), "org/name")
+        assert WARM_PATIENCE == 3
+        hurry = "from gpt2.checkpoint import hub_api; hub_api.WARM_PATIENCE = 0.3"
+        (soon,) = run(hub.environ(tmp_path / "warm", **mute), "org/name", before=hurry)
         (hung,) = run(hub.environ(tmp_path / "cold", HF_HUB_ETAG_TIMEOUT="1", **mute), "org/name")
     assert soon["revision"] == commit
-    assert "no answer in 3 s" in soon["stderr"] or "timed out" in soon["stderr"]
+    assert "no answer in 0.3 s" in soon["stderr"] or "timed out" in soon["stderr"]
     assert hung["open_questions"] == 0, "no thread may wait for ever in a program that goes on"
     hub.close()
     (cold,), (warm,) = run(hub.environ(tmp_path / "cold"), "gpt2"), run(hub.environ(tmp_path / "warm"), "org/name")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checks import content, python, refused
+from support import forks
+from support.checks import content, refused
 from support.hf_layouts import turned
 from support.hub_standin import HubStandIn
 from support.random_models import random_model
@@ -363,5 +364,6 @@ def test_an_adapter_and_its_base_from_the_hub(base: Path, adapter: Path, tmp_pat
         hub.add_repo("me/adapter", content(adapter), lfs=(WEIGHTS,))
         gpt2.save(GPT2(TINY), None, tmp_path / "here" / "org" / "base")
         environ, logits = hub.environ(tmp_path / "cache"), tmp_path / "logits"
-        python("-W", "error", "-c", FROM_THE_HUB, logits, environ=environ, cwd=tmp_path / "here")
+        done = forks.run("-c", FROM_THE_HUB, logits, environ=environ, cwd=tmp_path / "here", strict=True)
+        assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(logits), expected)

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support import forks
 from support.commands import ASSET, mistake
 from support.random_models import write_checkpoint
 from support.training import logged_steps
@@ -315,7 +316,7 @@ def test_ctrl_c_while_training_saves_and_exits_130(tmp_path: Path) -> None:
     settings = ["steps=100000", "eval_every=100000", "save_every=100000", "batch_size=2", "context=16", f"data.path={text}"]
     settings += ["data.tokenizer=chars", "model.n_layer=1", "model.n_embd=16", "model.n_head=2", "log_every=1"]
     argv = ["train", "shakespeare-mini", "--out", str(tmp_path / "run"), *(part for s in settings for part in ("--set", s))]
-    process = subprocess.Popen([sys.executable, "-m", "gpt2", *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = forks.start("-m", "gpt2", *argv)
     while logged_steps(tmp_path / "run") < 5 and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)

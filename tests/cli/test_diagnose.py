@@ -6,12 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support import forks
 from support.commands import alive
 from support.faulty import CONFIG, write
 from support.faulty.exits import HOSTILE
@@ -56,8 +56,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def diagnose(name: str, checkpoint: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gpt2", "diagnose", f"{FILES / name}.py:build", "--model", str(checkpoint), *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return forks.run("-m", "gpt2", "diagnose", f"{FILES / name}.py:build", "--model", checkpoint, *args)
 
 
 @pytest.mark.parametrize("name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in HOSTILE])
@@ -162,11 +161,11 @@ def test_the_process_ends_with_the_command_however_that_ended(how: signal.Signal
         "sum(itertools.repeat(1))\n"
     )
     (tmp_path / "temporary").mkdir()
-    command = [sys.executable, "-m", "gpt2", "diagnose", str(tmp_path / "port.py")]
+    code = "import sys; from gpt2.cli.main import main; main(sys.argv[1:])"
+    if how != signal.SIGKILL:  # nohup ignores SIGHUP
+        code = f"import signal; signal.signal({how:d}, signal.SIG_DFL); {code}"
     environ = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    heeds = None if how == signal.SIGKILL else lambda: signal.signal(how, signal.SIG_DFL)  # nohup ignores SIGHUP
-    process = subprocess.Popen(command, env=environ, preexec_fn=heeds, **quiet)
+    process = forks.start("-c", code, "diagnose", tmp_path / "port.py", environ=environ)
     wait_until((tmp_path / "pids").exists)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     process.send_signal(how)

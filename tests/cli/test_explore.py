@@ -7,7 +7,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -18,8 +17,10 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 import pytest
+from support import forks
 from support.browser import Browser, in_a_browser
 from support.commands import mistake
+from support.forks import Fork
 
 import gpt2
 from gpt2.cli.explore_command import application
@@ -37,15 +38,14 @@ class Page(NamedTuple):
     path: str
 
 
-def start(*args: str) -> tuple[subprocess.Popen, Page]:
+def start(*args: str) -> tuple[Fork, Page]:
     """Start the command as a process; return its address."""
-    command = [sys.executable, "-W", "error", "-m", "gpt2", "explore", "--port", "0", *args]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    line = process.stderr.readline()
+    process = forks.start("-m", "gpt2", "explore", "--port", "0", *args, strict=True)
+    line = process.error_line()
     found = re.fullmatch(r"open http://127\.0\.0\.1:(\d+)(/[\w-]{22}/) in a browser; Ctrl-C ends it\n", line)
     if not found:
         process.kill()
-        pytest.fail(line + process.stderr.read())
+        pytest.fail(line)
     return process, Page(int(found[1]), found[2])
 
 

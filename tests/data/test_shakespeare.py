@@ -225,6 +225,8 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(origin: Origin, made: Non
 @pytest.mark.parametrize("listening", [False, True])
 def test_a_dead_server_is_given_up_soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listening: bool) -> None:
     """A closed port, and a server that accepts and never answers: both must fail within five seconds."""
+    assert shakespeare.SILENCE_S <= 5
+    monkeypatch.setattr(shakespeare, "SILENCE_S", 0.2)
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         if listening:

@@ -5,13 +5,13 @@ import io
 import json
 import math
 import re
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from support import forks
 from support.commands import refusal
 from support.hub_standin import HubStandIn
 from support.oracle import as_the_guide_does
@@ -236,9 +236,8 @@ class Hub(HubStandIn):
     def open(self, home: Path, *cases: dict | str, **environ: str) -> list[dict]:
         asked = [{"spec": case} if isinstance(case, str) else case for case in cases]
         pins = {name: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for name, data in CONTENT.items()}
-        command = [sys.executable, "-W", "error", "-c", SCRIPT, json.dumps(pins), json.dumps(asked)]
-        env = self.environ(home, **environ) | {"PYTHONPATH": str(Path(__file__).parents[2])}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+        words = ["-c", SCRIPT, json.dumps(pins), json.dumps(asked)]
+        done = forks.run(*words, environ=self.environ(home, **environ), strict=True)
         assert done.returncode == 0, done.stderr
         results = [json.loads(line) for line in done.stdout.splitlines()]
         for result in results:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
+from support import forks
 from support.hf_layouts import masks, write_config, write_weights
 from support.hub_standin import HubStandIn
 from support.random_models import random_model
@@ -31,8 +31,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def gpt2(hub: HubStandIn, home: Path, *args: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "gpt2", *args]
-    return subprocess.run(command, capture_output=True, text=True, env=hub.environ(home), timeout=120)
+    return forks.run("-m", "gpt2", *args, environ=hub.environ(home))
 
 
 def test_verify_by_the_official_name(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 import torch
+from support import forks
 from support.commands import alive
 from support.programs import Home, numpy_port
 
@@ -334,23 +335,16 @@ def test_ctrl_c_ends_the_program_with_its_children(tmp_path: Path, home: Home) -
         "open(more[0], 'w').write(f'{os.getpid()} {child.pid}\\n'); time.sleep(60)"
     )
     command = script(tmp_path, code, f"{{ids}} {{out}} {tmp_path / 'pids'} {{model}}")
-    # A test run in the background of a script inherits that SIGINT is ignored.
-    start = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    start += "from gpt2.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    with subprocess.Popen(
-        [sys.executable, "-c", start, "diagnose", "--run", command, "--model", str(home.model)],
-        env={**os.environ, "TMPDIR": str(temporary)},
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as run:
-        pids = waited(lambda: (tmp_path / "pids").read_text() if (tmp_path / "pids").exists() else "").split()
-        assert len(list(temporary.iterdir())) == 1
-        run.send_signal(signal.SIGINT)
-        try:
-            assert run.communicate(timeout=30)[1] == "gpt2 diagnose: interrupted\n"
-        finally:
-            run.kill()
-        assert run.returncode == 130
+    environ = {**os.environ, "TMPDIR": str(temporary)}
+    run = forks.start("-m", "gpt2", "diagnose", "--run", command, "--model", home.model, environ=environ)
+    pids = waited(lambda: (tmp_path / "pids").read_text() if (tmp_path / "pids").exists() else "").split()
+    assert len(list(temporary.iterdir())) == 1
+    run.send_signal(signal.SIGINT)
+    try:
+        assert run.communicate(timeout=30)[1] == "gpt2 diagnose: interrupted\n"
+    finally:
+        run.kill()
+    assert run.returncode == 130
     assert len(pids) == 2
     assert waited(lambda: not any(alive(pid) for pid in pids)), "they still run"
     assert not list(temporary.iterdir()), "the throw-away folder is still there"

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from gpt2.errors import CheckpointError, InputError
+from support import forks
+from support.forks import TESTS
 
-TESTS = Path(__file__).parents[1]
 PROC = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc")
 
 
@@ -76,42 +77,11 @@ def report_of(code: str, *arguments: str | Path, environ: Mapping[str, str] = os
     return json.loads(python("-W", "error", "-c", code, *arguments, environ=environ).stdout.splitlines()[-1])
 
 
-# Runs the code in its first argument with each list of arguments in the second, and prints how each ended.
-HOST = """
-import json, os, sys, tempfile, traceback
-import torch
-import gpt2.cli.main
-code, cases = sys.argv[1], json.loads(sys.argv[2])
-for case in cases:
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        if (child := os.fork()) == 0:
-            os.dup2(out.fileno(), 1), os.dup2(err.fileno(), 2)
-            sys.argv[1:], status = case, 0
-            try:
-                exec(code, {"__name__": "__main__"})
-            except SystemExit as end:
-                status = end.code
-            except BaseException:
-                traceback.print_exc()
-                status = 1
-            sys.stdout.flush(), sys.stderr.flush()
-            os._exit(status)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        out.seek(0), err.seek(0)
-        print(json.dumps([status, out.read().decode(), err.read().decode()]))
-"""
-
-
-def forked(code: str, cases: Sequence[Sequence[str | Path]], status: int = 0, **settings: Any) -> list[tuple[str, str]]:
-    """Run ``code`` with each of these arguments in a process of its own, and assert its exit status: stdout and stderr of each.
-
-    The processes are forks of one that has imported torch, which takes longer than what most of them do.
-    """
-    settings = {"timeout": 120 * len(cases)} | settings
-    done = python("-X", "faulthandler", "-c", HOST, code, json.dumps(cases, default=str), **settings)
-    ends = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [code for code, _, _ in ends] == [status] * len(cases), ends
-    return [(out, err) for _, out, err in ends]
+def forked(code: str, cases: Sequence[Sequence[str | Path]], status: int = 0, timeout: float = 120) -> list[tuple[str, str]]:
+    """Run ``code`` with each of these arguments in a fork, and assert its exit status: stdout and stderr of each."""
+    done = [forks.run("-c", code, *case, timeout=timeout) for case in cases]
+    assert [each.returncode for each in done] == [status] * len(cases), [each.stderr[-3000:] for each in done]
+    return [(each.stdout, each.stderr) for each in done]
 
 
 # Source for such a process: its memory in bytes.

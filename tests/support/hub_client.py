@@ -1,7 +1,6 @@
 """Model names resolved by our own code, in a fresh process that knows the stand-in Hub alone.
 
-`huggingface_hub` reads its environment at import. So tests of it run in a process of their own; one process resolves many
-names, since starting it costs more than all its downloads.
+`huggingface_hub` reads its environment at import. So tests of it run in a process of their own.
 """
 
 import json
@@ -10,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from support.checks import TESTS
+from support import forks
+from support.forks import TESTS, Fork
 from support.hub_standin import HubStandIn
 
 # Resolve every case and print its result, its time, and the number of bytes hashed.
@@ -41,8 +41,7 @@ for case in json.loads(sys.argv[1]):
     print(json.dumps(out | dict(seconds=time.monotonic() - start, hashed=sum(hashed))))
 time.sleep(0.1 if threading.active_count() > 1 else 0)
 open_questions = threading.active_count() - 1
-loaded = [name for name in ("torch", "transformers", "huggingface_hub") if name in sys.modules]
-print(json.dumps(dict(loaded=loaded, open_questions=open_questions)))
+print(json.dumps(dict(open_questions=open_questions)))
 """
 
 
@@ -50,17 +49,20 @@ MINE = "mine, not the cache's"
 
 
 def start(environ: dict[str, str], *cases: str | dict[str, Any], before: str = "", within: list[str] | None = None) -> Any:
-    """Resolve each case in one fresh process, after the code ``before``; a plain string is a case with a name alone.
+    """Resolve each case in one process, after the code ``before``; a plain string is a case with a name alone.
 
     ``within`` is a command that starts the process elsewhere.
     """
     asked = [{"name": case} if isinstance(case, str) else case for case in cases]
-    command = [*(within or []), sys.executable, "-W", "error", "-c", SCRIPT, json.dumps(asked), before]
+    words = ["-c", SCRIPT, json.dumps(asked), before]
+    if within is None:
+        return forks.start(*words, environ=environ, strict=True)
+    environ = environ | {"PYTHONPATH": str(TESTS.parent)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environ | {"PYTHONPATH": str(TESTS.parent)}, **pipes)
+    return subprocess.Popen([*within, sys.executable, "-W", "error", *words], env=environ, **pipes)
 
 
-def finish(process: subprocess.Popen) -> list[dict[str, Any]]:
+def finish(process: Fork | subprocess.Popen) -> list[dict[str, Any]]:
     """The result of each case: ``path`` and ``revision``, or ``error`` and ``message``, one printable line."""
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
@@ -79,9 +81,8 @@ def resolve(environ: dict[str, str], *cases: str | dict[str, Any], **settings: A
 def fetch_as_others(hub: HubStandIn, home: Path, call: str, **environ: str) -> str:
     """The output of another program that calls ``call``, a function of the Hub's own client."""
     code = f"import huggingface_hub; print(huggingface_hub.{call})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=hub.environ(home, **environ), capture_output=True, text=True, check=True
-    )
+    done = forks.run("-c", code, environ=hub.environ(home, **environ))
+    assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 

@@ -6,12 +6,11 @@ import http.client
 import json
 import re
 import signal
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from support import forks
 from support.browser import Browser, in_a_browser
 from support.commands import mistake
 
@@ -75,9 +74,8 @@ def get(address: str, **headers: str) -> tuple[int, str]:
 def test_it_follows_a_run_on_loopback(tmp_path: Path) -> None:
     """The page must show a line that was written after it was opened, and to nobody without the address."""
     folder = write(tmp_path / "run", [3.0, 2.5])
-    command = [sys.executable, "-W", "error", "-m", "gpt2", "train", "watch", str(folder), "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    address = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{22}/", process.stderr.readline())[0]
+    process = forks.start("-m", "gpt2", "train", "watch", folder, "--port", "0", strict=True)
+    address = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{22}/", process.error_line())[0]
     try:
         assert "step 10 of 100" in get(address)[1]
         write(folder, [3.0, 2.5, 2.4])

@@ -1,0 +1,184 @@
+"""Processes that begin in milliseconds: forks of one process that has imported torch, which alone takes 1.7 s of CPU.
+
+    done = run("-m", "gpt2", "info", "org/name", environ=hub.environ(home))
+    process = start("-c", code, argument)  # then `wait`, `communicate`, `kill`, as of subprocess.Popen
+
+Each has its own environment, working folder, output and exit, and the modules that it imports itself, such as
+`huggingface_hub`, read that environment. What torch, OpenMP or the interpreter read when they begin is that of the tests: for
+those use subprocess.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import functools
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+# Imported before the forks: heavy modules, and ours. Never `huggingface_hub`, which reads the environment when it is imported.
+MODULES = "torch safetensors.torch numpy httpx2 yaml filelock tqdm.auto rich.console gpt2.cli.main gpt2.checkpoint.hub"
+
+
+class Fork:
+    """A running process; a part of the interface of subprocess.Popen."""
+
+    def __init__(self, words: tuple[str, ...], environ: Mapping[str, str], cwd: Path | None, strict: bool) -> None:
+        self._files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 (closed at the end)
+        status, theirs = os.pipe()
+        order = {"words": words, "environ": dict(environ), "cwd": str(cwd or Path.cwd()), "strict": strict}
+        socket.send_fds(_host(), [json.dumps(order).encode()], [*(file.fileno() for file in self._files), theirs])
+        os.close(theirs)
+        self._status = os.fdopen(status)
+        self.pid, self.returncode = int(self._status.readline()), None
+        self._told = 0  # bytes of stderr that were read
+
+    def poll(self, seconds: float | None = 0) -> int | None:
+        """Return the exit status, or None if the process has not ended in so many seconds."""
+        if self.returncode is None and select.select([self._status], [], [], seconds)[0]:
+            self.returncode = int(self._status.readline())
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if (status := self.poll(timeout)) is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+        return status
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait for the end; return stdout and stderr."""
+        self.wait(timeout)
+        for file, start in zip(self._files, (0, self._told), strict=True):
+            file.seek(start)
+        out, err = (file.read().decode() for file in self._files)
+        return out, err
+
+    def error_line(self) -> str:
+        """Wait for the first line on stderr, and return it."""
+        while b"\n" not in (text := os.pread(self._files[1].fileno(), 10_000, 0)) and self.poll() is None:
+            time.sleep(0.01)
+        line = text[: text.find(b"\n") + 1]
+        self._told = len(line)
+        return line.decode()
+
+    def __del__(self) -> None:
+        for file in (*self._files, self._status):
+            file.close()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def start(*words: str | Path, environ: Mapping[str, str] = os.environ, cwd: Path | None = None, strict: bool = False) -> Fork:
+    """Start ``python WORDS``, which begin with ``-c CODE`` or ``-m MODULE``; ``strict`` makes warnings errors."""
+    return Fork(tuple(map(str, words)), environ, cwd, strict)
+
+
+def run(*words: str | Path, timeout: float = 120, **settings: object) -> subprocess.CompletedProcess[str]:
+    """Do what :func:`start` does, and wait for the end."""
+    process = start(*words, **settings)
+    try:
+        out, err = process.communicate(timeout)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+@functools.cache
+def _host() -> socket.socket:
+    """Start the process that forks; it ends with this one."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    environ = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
+    command = [sys.executable, "-m", "support.forks", str(theirs.fileno())]
+    process = subprocess.Popen(command, env=environ, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
+
+
+def _serve(orders: socket.socket) -> list[str]:
+    """Fork for each order, until the tests close the socket. Return in the forks alone, with the words of the order."""
+    for name in MODULES.split():
+        importlib.import_module(name)
+    assert "huggingface_hub" not in sys.modules
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    while True:
+        order, handles, _, _ = socket.recv_fds(orders, 1 << 20, 3)
+        if not order:
+            sys.exit()
+        if os.fork() == 0:
+            orders.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return _begin(json.loads(order), *handles)
+        for handle in handles:
+            os.close(handle)
+
+
+def _begin(order: dict, out: int, err: int, status: int) -> list[str]:
+    """Fork once more: one process reports the other's id and exit status, the other takes its place in the world."""
+    if pid := os.fork():
+        os.write(status, b"%d\n" % pid)
+        os.write(status, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        os._exit(0)
+    for handle, place in ((out, 1), (err, 2)):
+        os.dup2(handle, place)
+        os.close(handle)
+    os.close(status)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background of a script inherit that it is ignored
+    os.environ.clear()
+    os.environ.update(order["environ"])
+    os.chdir(order["cwd"])
+    sys.path[0], tempfile.tempdir = "", None
+    faulthandler.enable()
+    if order["strict"]:
+        warnings.simplefilter("error")
+    return order["words"]
+
+
+def _run(flag: str, what: str, *arguments: str) -> int:
+    """Run a module or code as Python does, and return the exit status."""
+    sys.argv[:] = [flag, *arguments]
+    try:
+        if flag == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    status = _run(*_serve(socket.socket(fileno=int(sys.argv[1]))))
+    threading._shutdown()  # waits for threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(status)  # to take torch apart would copy all of its pages
