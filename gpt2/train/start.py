@@ -47,6 +47,8 @@ def start(recipe: Recipe, folder: Path, init: str | None, fresh: bool, ranks: Ra
         chosen_projections(recipe.lora.targets)  # raises for unknown names before anything is read
     resumed = state.resumable(folder, recipe, init, fresh)
     notes = [f"{folder}: resuming the run in it"] if resumed else []
+    if resumed:
+        state.recover(folder)
     checkpoint, skipped = state.newest_intact(folder) if resumed else (None, [])
     model: GPT2 | Bigram | None = None
     tokenizer: Tokenizer | None = None

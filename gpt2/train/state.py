@@ -46,7 +46,7 @@ except ImportError:  # Windows
 KEEP = 2
 RECIPE, METRICS, BEST, BASE = "recipe.json", "metrics.jsonl", "best", "base"
 STEP = re.compile(r"step-(\d+)")
-ASIDE = re.compile(r"\.(step-\d+|best|base)\.(partial|old)")
+ASIDE = re.compile(r"\.(step-\d+|best|base)\.(partial|old)|\.seen-\w+")  # what a killed process leaves
 MODEL_FILES, ADAPTER_FILES = ("config.json", "model.safetensors"), (ADAPTER, WEIGHTS)
 RESUME_FILES = ("optimizer.safetensors", "progress.json")  # beside the model or its adapters
 OPTIMIZER = "optimizer"  # folder of the ranks' parts of the moments; their parts of the model are beside it
@@ -122,6 +122,14 @@ def resumable(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> Re
     return replace(recipe, precision=here["precision"])
 
 
+def recover(folder: Path) -> None:
+    """Give each directory its name back if a process was killed between the two renames that replace it."""
+    with writing(folder):
+        for old in folder.glob(".*.old"):
+            if ASIDE.fullmatch(old.name) and not (whole := folder / old.name[1:].removesuffix(".old")).exists():
+                os.rename(old, whole)
+
+
 def claim(folder: Path, recipe: Recipe, init: str | None, text: str, fresh: bool) -> None:
     """Write the recipe and the tokens' sha256 into ``folder``; remove what a killed process left (everything if ``fresh``)."""
     path = folder / RECIPE
@@ -132,11 +140,7 @@ def claim(folder: Path, recipe: Recipe, init: str | None, text: str, fresh: bool
             for name in (METRICS, RECIPE):
                 (folder / name).unlink(missing_ok=True)
         for aside in [p for p in folder.iterdir() if ASIDE.fullmatch(p.name)]:
-            whole = folder / aside.name[1:].rpartition(".")[0]
-            if aside.suffix == ".old" and not whole.exists():  # the process was killed between the two renames
-                os.rename(aside, whole)
-            else:
-                shutil.rmtree(aside)
+            shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
         if path.is_file():
             if json.loads(path.read_text(encoding="utf-8")).get(TEXT, text) != text:
                 raise InputError(

@@ -163,21 +163,30 @@ def test_damaged_newer_checkpoints_do_not_push_out_whole_ones(recipe, tmp_path):
 
 
 def test_leftovers_of_a_kill_are_cleared(recipe, run, undisturbed):
-    """A `best/` killed between its two renames is restored; half-written directories are removed."""
+    """A directory killed between its two renames is restored; the newest checkpoint was not, and older steps were repeated."""
     best = (run / "best" / "model.safetensors").read_bytes()
-    os.rename(run / "best", run / ".best.old")
+    for name in ("best", "step-10"):
+        os.rename(run / name, run / f".{name}.old")
     shutil.copytree(run / "step-8", run / ".step-11.partial")
-    shutil.copytree(run / "step-8", run / ".step-10.old")
+    shutil.copytree(run / "step-8", run / ".step-8.old")
+    (run / ".seen-a1_b2c3d").touch()  # a mark of ranks that write together
     seen = []
 
     def look(event):
         if isinstance(event, Started):
-            seen.append((run / "best" / "model.safetensors").read_bytes())
+            seen.append((event.step, (run / "best" / "model.safetensors").read_bytes()))
 
     train(recipe, run, report=look)
-    assert seen == [best]
+    assert seen == [(10, best)]
     assert not [path for path in run.iterdir() if path.name.startswith(".")]
     assert outcome(run) == undisturbed
+
+
+def test_a_fresh_start_brings_nothing_back(recipe, run):
+    """--fresh removed the checkpoints, and then gave one of the old run its name back."""
+    os.rename(run / "step-10", run / ".step-10.old")
+    train(replace(recipe, steps=1), run, fresh=True)
+    assert [path.name for path in state.checkpoints(run)] == ["step-1"]
 
 
 @pytest.mark.parametrize("torn", ['{"step": 5, "lo', '{"step"', "\x00\x00", "5", "[]", '"step"'])
