@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2.checkpoint.cache import storage
-from gpt2.checkpoint.card_text import BLOCKS, Record, block, pattern, render, results
+from gpt2.checkpoint.card_text import BLOCKS, Record, block, pattern, render, repository, results
 from gpt2.checkpoint.names import DEFAULT, OFFICIAL, REPOSITORY, ModelName
 from gpt2.checkpoint.saving import sha256, write_file, write_json
 from gpt2.errors import InputError
@@ -81,6 +81,7 @@ def write_card(directory: Path, record: Record) -> str:
     text = render(record)
     if edited is not None:
         text, remark = edited.decode(errors="replace"), f"{path} is not as gpt2 wrote it, so it is kept"
+        text = text.replace("OWNER/NAME", repository(record))
         for name in BLOCKS:
             new = block(name, record)
             text = re.sub(pattern(name), lambda found, new=new: found[0] if found["fence"] else new, text)  # type: ignore[misc]
@@ -88,6 +89,14 @@ def write_card(directory: Path, record: Record) -> str:
     own = {} if remark else {"card_sha256": hashlib.sha256(text.encode()).hexdigest()}
     write_json(directory / RECORD, {key: value for key, value in record.items() if key != "card_sha256"} | own)
     return remark
+
+
+def name_repository(directory: Path, repo: str) -> None:
+    """Put the repository's name into the card, in place of OWNER/NAME. A folder that cannot be written stays as it is."""
+    record = read_record(directory)
+    if record and REPOSITORY.fullmatch(repo) and record.get("repo") != repo and (directory / CARD).is_file():
+        with contextlib.suppress(OSError), _complete(directory):
+            write_card(directory, record | {"repo": repo})
 
 
 def edited_card(directory: Path) -> bytes | None:

@@ -131,18 +131,27 @@ def _name(base: Record) -> str:
     return (f"[{base['id']}](https://huggingface.co/{base['id']})" if "id" in base else _code(base["name"])) + pinned
 
 
+def repository(record: Record) -> str:
+    """Return the model's name on the Hub, once it has been published."""
+    return str(record.get("repo", "OWNER/NAME"))
+
+
 def _usage(record: Record) -> Iterator[str]:
+    repo = repository(record)
     yield "## Use"
-    lines = ["import gpt2  # pip install gpt2-toolkit", "", 'model = gpt2.load("OWNER/NAME")  # this repository, or its folder']
-    lines += [
-        'tok = gpt2.load_tokenizer("OWNER/NAME")',
+    lines = [
+        "import gpt2  # pip install gpt2-toolkit",
+        "",
+        f'model = gpt2.load("{repo}")  # this repository, or its folder',
+        f'tok = gpt2.load_tokenizer("{repo}")',
         'ids = gpt2.generate(model, tok.encode("The "), max_new_tokens=50, seed=0)',
+        "print(tok.decode(ids))",
     ]
-    yield _fenced("\n".join([*lines, "print(tok.decode(ids))"]), "python")
+    yield _fenced("\n".join(lines), "python")
     if record["format"] == "hf":
-        yield 'Or with transformers: `pipeline("text-generation", "OWNER/NAME")`. `gpt2 verify OWNER/NAME` compares both.'
+        yield f'Or with transformers: `pipeline("text-generation", "{repo}")`. `gpt2 verify {repo}` compares both.'
     elif record["format"] == "gguf":
-        yield "Or with llama.cpp: `llama-cli -hf OWNER/NAME`."
+        yield f"Or with llama.cpp: `llama-cli -hf {repo}`."
 
 
 def _training(record: Record) -> Iterator[str]:
@@ -151,6 +160,8 @@ def _training(record: Record) -> Iterator[str]:
         yield "## Training"
         recipe = run["recipe"]
         yield _fenced(run["command"], "sh")
+        if run.get("preset"):
+            yield f"{_code(run['preset'])} is a recipe of gpt2-toolkit; the settings after `--set` replace its own."
         rows = {
             "steps": f"{run['steps_done']:,} of {recipe['steps']:,}; this is step {run['best_step']:,}, the best",
             "a step": f"{recipe['batch_size']} windows of {run['context']} tokens, AdamW, rate {recipe['optim']['lr']:g}",

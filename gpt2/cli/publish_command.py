@@ -45,11 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from gpt2.checkpoint.card import name_repository
     from gpt2.checkpoint.publish import look, plan, send
 
     with Status("reading the model") as status:
+        name_repository(Path(args.directory), args.repo)
         if args.measure:
-            measure(Path(args.directory), status)
+            measure(Path(args.directory), args.repo, status)
         status(f"checking {args.directory}")
         planned = plan(args.directory)
     body: dict[str, Any] = {
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if done.wrong else 0
 
 
-def measure(directory: Path, status: Status) -> None:
+def measure(directory: Path, repo: str, status: Status) -> None:
     """Verify the model in ``directory``, compare it with its base where that can be named, and renew its card."""
     from gpt2.checkpoint.card import RECORD, read_record, write_card
     from gpt2.parity.run import verify
@@ -91,7 +93,7 @@ def measure(directory: Path, status: Status) -> None:
     base = record.get("base") or {}
     if "id" in base or base.get("name") == "shakespeare-mini":
         name = base.get("id", base["name"]) + (f"@{base['revision']}" if base.get("revision") else "")
-        measured["compare"] = _compared(name, directory, status)
+        measured["compare"] = _compared(name, directory, repo, status)
     if remark := write_card(directory, record | {"measured": measured}):
         print(f"note: {printable(remark)}", file=sys.stderr)
     if not report.ok:
@@ -100,7 +102,7 @@ def measure(directory: Path, status: Status) -> None:
         )
 
 
-def _compared(base: str, directory: Path, status: Status) -> dict[str, Any]:
+def _compared(base: str, directory: Path, repo: str, status: Status) -> dict[str, Any]:
     from gpt2.comparison.run import compare
 
     change = compare(base, str(directory), tokens=BASE_TOKENS, progress=status)
@@ -111,7 +113,7 @@ def _compared(base: str, directory: Path, status: Status) -> dict[str, Any]:
         rows["same first choice"] = f"{both.same_top.value:.1%} of the tokens"
     if change.weights is not None:
         rows["weights moved"] = f"{change.weights.total.distance:.2%} of their norm"
-    return {"command": f"gpt2 compare {base} OWNER/NAME --tokens {BASE_TOKENS}", "rows": rows}
+    return {"command": f"gpt2 compare {base} {repo} --tokens {BASE_TOKENS}", "rows": rows}
 
 
 def _plan(args: argparse.Namespace, planned: Plan, target: Target | None) -> str:

@@ -65,6 +65,7 @@ def record_of(folder: Path) -> Record | None:
     checkpoint = open_path(folder / BEST)
     config, base = checkpoint.config, card.base_of(init) if init is not None else None
     text, dataset = _text(recipe)
+    words = command(recipe, init)
     weights = {WEIGHTS: sha256(folder / BEST / WEIGHTS)}
     english = recipe.data.source in SOURCES or recipe.data.source.startswith("play:")
     return {
@@ -78,7 +79,8 @@ def record_of(folder: Path) -> Record | None:
         "license": (base or {}).get("license"),
         "language": "en" if english and not (recipe.data.path or recipe.data.tokens) else None,
         "training": {
-            "command": command(recipe, init),
+            "command": words,
+            "preset": recipe.name if " --set " in words else None,
             "recipe": _without_folders(asdict(recipe)),
             "text": text,
             "text_sha256": text_sha256,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checks import TESTS
+from support import forks
 from support.commands import mistake
 from support.hub_standin import HubStandIn
 
@@ -41,7 +39,7 @@ optim = {lr = 1e-2, min_lr = 1e-3, warmup = 1}
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The best model of a tiny run, as the command wrote it; read only."""
+    """The best model of a tiny run; only `gpt2 publish` may change it, which names the repository in the card."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "tiny.toml").write_text(RECIPE)
     (folder / "my text.txt").write_text("To be, or not to be: that is the question.\n" * 30)
@@ -86,6 +84,8 @@ def test_what_comes_back_is_what_was_sent(trained: Path, hub: HubStandIn, capfd:
     result = json.loads(out)
     assert TOKEN not in out + err
     assert hub.repos["me/tiny"].private
+    assert b'gpt2.load("me/tiny")' in on_the_hub(hub)["README.md"]
+    assert b"OWNER/NAME" not in on_the_hub(hub)["README.md"]
     assert len(hub.uploads.messages) == 1
     assert on_the_hub(hub) == {file["name"]: (trained / file["name"]).read_bytes() for file in result["files"]}
     names = {"README.md", "gpt2-record.json", "curves.png", "config.json", "model.safetensors", "chars.json", "tokenizer.json"}
@@ -105,9 +105,8 @@ def test_what_comes_back_is_what_was_sent(trained: Path, hub: HubStandIn, capfd:
 def test_a_killed_upload_leaves_no_commit_and_goes_on(trained: Path, hub: HubStandIn, tmp_path: Path) -> None:
     """After a kill there must be no repository with half a model; and what has arrived must not be sent again."""
     hub.uploads.hold(after=1000)
-    environ = hub.environ(tmp_path / "home", HF_TOKEN=TOKEN, PYTHONPATH=str(TESTS.parent))
-    command = [sys.executable, "-m", "gpt2", "publish", str(trained), "me/tiny", "--yes"]
-    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    environ = hub.environ(tmp_path / "home", HF_TOKEN=TOKEN)
+    process = forks.start("-m", "gpt2", "publish", trained, "me/tiny", "--yes", environ=environ)
     deadline = time.monotonic() + 60
     while not hub.uploads.received and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -117,6 +117,10 @@ def test_what_a_person_wrote_is_kept(run: Path) -> None:
     assert "kept" in write_card(run)
     assert path.read_text() == text.replace("## Limits", "My own words.\n\n## Limits")
     plan(run / "best")
+    card.name_repository(run / "best", "me/macbeth")
+    assert "My own words." in path.read_text()
+    assert 'gpt2.load("me/macbeth")' in path.read_text()
+    plan(run / "best")
     path.write_text("Mine alone.\n")
     assert "kept" in write_card(run)
     assert path.read_text() == "Mine alone.\n"
@@ -151,12 +155,13 @@ def test_a_fine_tune_names_its_base_and_shows_both(whole: Path, recipe, tmp_path
     from gpt2.train.loop import train
 
     (whole / "best" / "gpt2-record.json").unlink(missing_ok=True)
-    train(replace(recipe, steps=3), tmp_path / "tuned", init=str(whole / "best"))
+    train(replace(recipe, steps=3, name="finetune-shakespeare"), tmp_path / "tuned", init=str(whole / "best"))
     write_card(tmp_path / "tuned")
     text = (tmp_path / "tuned" / "best" / CARD).read_text()
     first = json.loads((tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()[0])
     assert re.search(rf"\| loss, nats per token \| [\d.]+ \| {first['val_loss']:.4f} \|", text)
     assert "fine-tuned from `best`" in text
+    assert "`finetune-shakespeare` is a recipe of gpt2-toolkit; the settings after `--set` replace its own." in text
     assert base_of("gpt2") == {
         "name": "gpt2",
         "license": "mit",
