@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from support.checks import forked
+from support import forks
 
 import gpt2
 from gpt2.checkpoint.containers import mapped_file
@@ -40,13 +40,11 @@ COMMANDS = (
 
 def test_a_file_cut_short_is_one_line(tmp_path: Path) -> None:
     """The process ended with "Bus error" in a shell, and with no message under a scheduler."""
-    cases = []
     for command, *arguments in COMMANDS:
         folder = tmp_path / command
         model = shutil.copytree(Path(gpt2.__file__).parent / "assets" / "shakespeare-mini", folder / "model")
         places = {"MODEL": str(model), "OUT": str(folder / "out")}
-        cases.append([model, command, *(places.get(word, word) for word in arguments)])
-    for (command, *_), (_, err) in zip(COMMANDS, forked(COMMAND, cases, status=2), strict=True):
+        err = forks.run("-c", COMMAND, model, command, *(places.get(word, word) for word in arguments), status=2).stderr
         assert "Traceback" not in err
         last = err.splitlines()[-1]
         assert last.startswith(f"gpt2 {command}: ")

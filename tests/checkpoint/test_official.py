@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checks import python
+from support import forks
 from support.hub_standin import HubStandIn
 from support.official_repositories import OFFICIAL, Weights, add, require_room, small_files
 
@@ -85,7 +85,7 @@ def hub():
 
 def report_of(hub: HubStandIn, home: Path, *command: str) -> Any:
     """The JSON printed by ``command``, run in a process with this Hub."""
-    return json.loads(python(*command, environ=hub.environ(home), timeout=3600).stdout)
+    return json.loads(forks.run(*command, environ=hub.environ(home), timeout=3600).stdout)
 
 
 def assert_nothing_else_was_fetched(hub: HubStandIn, name: str) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from support import random_models
-from support.checks import MEMORY, PROC, all_same, content, python, refused, report_of
+from support import forks, random_models
+from support.checks import MEMORY, PROC, all_same, content, refused, report_of
 from support.hf_layouts import TINY, weights
 
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
@@ -221,7 +221,7 @@ def test_a_file_that_the_disk_cuts_short_leaves_the_old_checkpoint(tmp_path: Pat
     before = content(tmp_path)
     limit = str(len(before["model.safetensors"]) // 2)
     assert int(limit) > 5000
-    done = python("-W", "error", "-c", FULL, tmp_path, limit)
+    done = forks.run("-c", FULL, tmp_path, limit, strict=True)
     assert done.stderr == ""
     assert done.stdout == f"{tmp_path}: cannot write the checkpoint (File too large); choose another folder, or make room\n"
     assert content(tmp_path) == before

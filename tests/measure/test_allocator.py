@@ -4,7 +4,7 @@ import ctypes
 import os
 
 import pytest
-from support.checks import forked
+from support import forks
 
 from gpt2.cli.main import main
 from gpt2.measure import allocator
@@ -34,7 +34,7 @@ print(faults(lambda: [step() for _ in range(6)]))
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
 def test_steps_after_the_first_touch_hardly_a_new_page():
     """mallopt accepts a wrong parameter number without an error and without effect."""
-    kept, given_back = (int(out) for out, _ in forked(STEP, [["kept"], ["given back"]]))
+    kept, given_back = (int(forks.run("-c", STEP, how).stdout) for how in ("kept", "given back"))
     assert given_back > 50_000
     assert kept < given_back / 4  # a block occasionally starts at another address
 
@@ -62,7 +62,7 @@ print(full - resident())
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
 def test_freed_blocks_of_the_heap_are_given_back():
     """A diagnosis of a training step grows by the gradients of each step, which are freed and never used again."""
-    kept, given_back = (float(out) for out, _ in forked(HOLES, [["kept"], ["given back"]]))
+    kept, given_back = (float(forks.run("-c", HOLES, how).stdout) for how in ("kept", "given back"))
     assert given_back > kept + 200
 
 

@@ -238,7 +238,6 @@ class Hub(HubStandIn):
         pins = {name: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for name, data in CONTENT.items()}
         words = ["-c", SCRIPT, json.dumps(pins), json.dumps(asked)]
         done = forks.run(*words, environ=self.environ(home, **environ), strict=True)
-        assert done.returncode == 0, done.stderr
         results = [json.loads(line) for line in done.stdout.splitlines()]
         for result in results:
             assert "\n" not in result.get("message", "")

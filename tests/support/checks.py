@@ -1,11 +1,8 @@
 """Shared checks: a refusal in one short line, tensors of equal bits, and code in a process of its own."""
 
 import json
-import os
 import random
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ from torch import Tensor
 
 from gpt2.errors import CheckpointError, InputError
 from support import forks
-from support.forks import TESTS
 
 PROC = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc")
 
@@ -61,27 +57,9 @@ def content(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
-def python(
-    *arguments: str | Path, environ: Mapping[str, str] = os.environ, status: int = 0, **settings: Any
-) -> subprocess.CompletedProcess[str]:
-    """Run Python in a fresh process that can import this project and `support`; assert its exit status."""
-    environ = {**environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
-    settings = {"capture_output": True, "text": True, "timeout": 120, "check": False} | settings
-    done = subprocess.run([sys.executable, *map(str, arguments)], env=environ, **settings)
-    assert done.returncode == status, (done.stdout or "")[-2000:] + (done.stderr or "")[-3000:]
-    return done
-
-
-def report_of(code: str, *arguments: str | Path, environ: Mapping[str, str] = os.environ) -> Any:
-    """The JSON in the last output line of `code`, run in a fresh process where every warning is an error."""
-    return json.loads(python("-W", "error", "-c", code, *arguments, environ=environ).stdout.splitlines()[-1])
-
-
-def forked(code: str, cases: Sequence[Sequence[str | Path]], status: int = 0, timeout: float = 120) -> list[tuple[str, str]]:
-    """Run ``code`` with each of these arguments in a fork, and assert its exit status: stdout and stderr of each."""
-    done = [forks.run("-c", code, *case, timeout=timeout) for case in cases]
-    assert [each.returncode for each in done] == [status] * len(cases), [each.stderr[-3000:] for each in done]
-    return [(each.stdout, each.stderr) for each in done]
+def report_of(code: str, *arguments: str | Path) -> Any:
+    """The JSON in the last output line of `code`, run in a process of its own where every warning is an error."""
+    return json.loads(forks.run("-c", code, *arguments, strict=True).stdout.splitlines()[-1])
 
 
 # Source for such a process: its memory in bytes.

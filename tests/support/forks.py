@@ -29,6 +29,7 @@ import traceback
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).parents[1]
 # Imported before the forks: heavy modules, and ours. Never `huggingface_hub`, which reads the environment when it is imported.
@@ -92,14 +93,15 @@ def start(*words: str | Path, environ: Mapping[str, str] = os.environ, cwd: Path
     return Fork(tuple(map(str, words)), environ, cwd, strict)
 
 
-def run(*words: str | Path, timeout: float = 120, **settings: object) -> subprocess.CompletedProcess[str]:
-    """Do what :func:`start` does, and wait for the end."""
+def run(*words: str | Path, status: int = 0, timeout: float = 120, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """Do what :func:`start` does, wait for the end, and assert the exit status."""
     process = start(*words, **settings)
     try:
         out, err = process.communicate(timeout)
     finally:
         process.kill()
-    return subprocess.CompletedProcess(words, process.returncode, out, err)
+    assert process.returncode == status, out[-2000:] + err[-3000:]
+    return subprocess.CompletedProcess(words, status, out, err)
 
 
 @functools.cache
