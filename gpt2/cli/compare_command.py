@@ -136,7 +136,8 @@ def run(args: argparse.Namespace) -> int:
     keep_freed_memory()
     with Status() as status:
         options = {name: getattr(args, name) for name in (*DEFAULTS, "device", "offline", "blame")}
-        result = compare_named(_given(args), **options, save=keep, progress=status)
+        shown = bool(args.json or args.html)
+        result = compare_named(_given(args), **options, save=keep, hashes=shown, progress=status)
     _say_saved(keep)
     return _judged(args, result, gates)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpt2.comparison.ways import PADDING, Run, alone, attending, padded
 from gpt2.measure.estimates import Bootstrap, Estimate
 from gpt2.measure.metrics import max_abs
-from gpt2.measure.per_token import measure_rows
+from gpt2.measure.pairwise import pairwise
 from gpt2.model import GPT2, eager_attention
 
 
@@ -44,22 +44,33 @@ class Floor:
 
 
 @torch.inference_mode()
-def measure_floor(model: GPT2, ids: Tensor, vocab: int, coarser: tuple[str, Callable[[], GPT2]] | None = None) -> Floor:
-    """Run ``model`` on ids (T,) in other ways, and in a ``coarser`` dtype (its name, and what loads it)."""
+def measure_floor(
+    model: GPT2,
+    ids: Tensor,
+    vocab: int,
+    coarser: tuple[str, Callable[[], GPT2]] | None = None,
+    reference: Tensor | None = None,
+) -> Floor:
+    """Run ``model`` on ids (T,) in other ways, and in a ``coarser`` dtype (its name, and what loads it).
+
+    ``reference`` are its logits (T or more, V or more) where they are known, of these ids at the beginning of a longer text: one
+    way is then enough, since another length is another way already.
+    """
     ids = ids[: max(2, model.config.n_positions - PADDING)]
 
     def ways() -> Iterator[tuple[str, Run]]:
-        if len(ids) + PADDING <= model.config.n_positions:
+        if reference is None and len(ids) + PADDING <= model.config.n_positions:
             yield "padding on the left", padded(model)
         with attending(model, eager_attention):
             yield "attention step by step", alone(model)
         if coarser is not None:
             yield f"in {coarser[0]}", alone(coarser[1]())
 
-    rows, reference = ids[None], alone(model)(ids[None])[0, :, :vocab]
+    rows = ids[None]
+    first = (alone(model)(rows)[0] if reference is None else reference)[: len(ids), :vocab]
     measured = []
     for name, run in ways():
         logits = run(rows)[0, :, :vocab]
-        kl = measure_rows(reference[:-1], logits[:-1], ids[1:], 1)[2]
-        measured.append((name, Bootstrap(len(kl)).mean(kl), max_abs(logits, reference)))
+        kl = pairwise([first[:-1].cpu(), logits[:-1].cpu()], from_first=True).kl[:, 0, 1]
+        measured.append((name, Bootstrap(len(kl)).mean(kl), max_abs(logits, first)))
     return Floor(tuple(measured), len(ids))

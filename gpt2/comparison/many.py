@@ -1,7 +1,7 @@
 """Compare several models on one text: each against the first, and all pairs; one model is in memory at a time.
 
 The first model's logits are kept in a temporary file, and the others are measured against them while they run. For the pairs of
-the others, logits of at most :data:`SAMPLE` tokens of each are kept. So each model runs once.
+the others, logits of an eighth of the tokens (:data:`SAMPLE`) of each are kept. So each model runs once.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.pairwise import pairwise
 from gpt2.model import GPT2
 
-SAMPLE = 1024  # tokens of the text on which all pairs are compared, at equal distances
+SAMPLE = range(256, 1025)  # tokens on which all pairs are compared: an eighth of the text at equal distances, within these
 ROWS = 256  # of them at a time
-FLOOR_TOKENS = 128  # on which the first model's floor of noise is measured
+FLOOR_TOKENS = 64  # on which the first model's floor of noise is measured
 
 
 def compare_many(
@@ -51,6 +51,7 @@ def compare_many(
     dtype: str | None = None,
     device: str = "cpu",
     offline: bool = False,
+    hashes: bool = True,
     progress: Progress = silent,
 ) -> Comparisons:
     """Compare models by name, each against the first: quality with paired intervals, KL, weights, size and speed.
@@ -58,6 +59,7 @@ def compare_many(
     Args:
         names: as for :func:`gpt2.compare`. The folder of a training run stands for all its checkpoints, in the order of steps.
         on, tokens, seed, dtype, device, offline: as for :func:`gpt2.compare`.
+        hashes: of the models' files, which the JSON and the page hold and the table does not show.
 
     Raises:
         InputError: no such model or text, or fewer than two models. CheckpointError: a checkpoint does not fit its config.
@@ -84,7 +86,7 @@ def compare_many(
     env = environment_of(sides)
     candidates = tuple(
         Candidate(
-            model=side.describe(env.versions),
+            model=side.describe(env.versions, hashes=hashes),
             step=each.step,
             size=_size(side),
             tokens_per_second=found.speed,
@@ -140,7 +142,7 @@ class _Run:
         if int(ids.max()) >= self.vocab:
             raise InputError(f"the text holds the id {int(ids.max())}, and a model knows {self.vocab:,} tokens; leave it out")
         self.targets = torch.cat([ids[span.first + 1 : span.end + 1] for span in self.passage.windows.of(len(ids))])
-        count = min(SAMPLE, len(self.targets))
+        count = min(len(self.targets), max(SAMPLE.start, min(len(self.targets) // 8, SAMPLE.stop - 1)))
         self.sampled = torch.zeros(len(self.targets), dtype=torch.bool)
         self.sampled[torch.arange(count) * len(self.targets) // count] = True
         lengths = None if recording is None else recording.token_bytes
@@ -165,8 +167,6 @@ class _Run:
     @torch.inference_mode()
     def _together(self, side: Side, running: Running, words: LastWord | None, *, first: bool, alone: bool = False) -> _Measured:
         """Run a model over the text; ``alone``: it is compared with no other, so its logits are not kept."""
-        if first and isinstance(running, RunningModule) and isinstance(running.module, GPT2):
-            self.floor = measure_floor(running.module, self.passage.ids[:FLOOR_TOKENS], self.vocab)
         columns: list[tuple[Tensor, Tensor, Tensor]] = []
         seconds, inputs_run, done, sample = 0.0, 0, 0, Scratch()
         self.first.rewind()
@@ -178,6 +178,9 @@ class _Run:
             if output.size(-1) < self.vocab:
                 sizes = f"knows {output.size(-1):,} tokens and the text's tokenizer {self.vocab:,}"
                 raise InputError(f"{side.name}: {sizes}; use models of one tokenizer, or compare it with one model at a time")
+            if first and not done and isinstance(running, RunningModule) and isinstance(running.module, GPT2):
+                known = output[0] if inputs.size(1) >= FLOOR_TOKENS else None
+                self.floor = measure_floor(running.module, self.passage.ids[:FLOOR_TOKENS], self.vocab, reference=known)
             for row, window in enumerate(group):
                 rows = output[row, window.first - window.start :, : self.vocab].cpu()
                 targets = self.targets[done : done + len(rows)]
@@ -251,4 +254,4 @@ def _moved(first: Side, side: Side, fit: Compatibility, progress: Progress) -> f
     """Return the norm of the weights' change over their norm; None if they cannot be compared."""
     if "weights" in fit.impossible or not (isinstance(first, CheckpointSide) and isinstance(side, CheckpointSide)):
         return None
-    return distance(expected(first.config), first.reader(), side.reader(), progress=progress)
+    return distance(expected(first.config), first.reader(mapped=True), side.reader(mapped=True), progress=progress)

@@ -98,12 +98,18 @@ def compare(
 
 
 def compare_named(
-    names: Sequence[str], *, threshold: float = THRESHOLD, blame: bool = False, save: Keep | None = None, **shared: Any
+    names: Sequence[str],
+    *,
+    threshold: float = THRESHOLD,
+    blame: bool = False,
+    save: Keep | None = None,
+    hashes: bool = True,
+    **shared: Any,
 ) -> Comparison | Comparisons:
-    """Compare models as :func:`compare` does, from a list of names."""
+    """Compare models as :func:`compare` does, from a list of names; of several without the ``hashes`` of their files."""
     each = [saved.name for name in names for saved in with_checkpoints(name)]
     if len(each) == 2:
         return pair.compare(*each, threshold=threshold, blame=blame, save=save, **shared)
     if threshold != THRESHOLD or blame or save is not None:
         raise InputError("threshold, blame and save are for two models; leave them or the other models out")
-    return compare_many(names, **shared)
+    return compare_many(names, hashes=hashes, **shared)

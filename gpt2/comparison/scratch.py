@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import tempfile
 import weakref
 from typing import IO
@@ -9,7 +10,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.saving import raw_bytes, write_pieces
+from gpt2.checkpoint.saving import write_pieces
 from gpt2.errors import InputError
 
 
@@ -20,14 +21,14 @@ class Scratch:
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the finalizer
         weakref.finalize(self, self._file.close)
         self._dtype, self._vocab = torch.float32, 0
-        self.bytes = 0
+        self.bytes = self._place = 0
 
     def add(self, rows: Tensor) -> None:
         """Append rows of one dtype and vocabulary. Raises InputError: no room."""
         self._dtype, self._vocab = rows.dtype, rows.size(1)
         try:
             self.bytes += write_pieces(self._file, rows)
-            self._file.flush()  # else the next seek finds that there is no room
+            self._file.flush()  # else the buffered end is not in the file when it is read
         except OSError as error:
             where = tempfile.gettempdir()
             why = f"{error.strerror or error}: the first model's predictions are kept there"
@@ -35,10 +36,11 @@ class Scratch:
 
     def rewind(self) -> None:
         """Read from the first row on."""
-        self._file.seek(0)
+        self._place = 0
 
     def take(self, count: int) -> Tensor:
-        """Read the next ``count`` rows."""
-        rows = torch.empty(count, self._vocab, dtype=self._dtype)
-        self._file.readinto(raw_bytes(rows))  # type: ignore[attr-defined]
-        return rows
+        """Return the next ``count`` rows, as they lie in the file."""
+        size, before = count * self._vocab * self._dtype.itemsize, self._place % mmap.ALLOCATIONGRANULARITY
+        area = mmap.mmap(self._file.fileno(), before + size, access=mmap.ACCESS_COPY, offset=self._place - before)
+        self._place += size
+        return torch.frombuffer(area, dtype=self._dtype, offset=before).view(count, self._vocab)

@@ -114,7 +114,7 @@ def distance(names: Iterable[str], a: Read, b: Read, *, progress: Progress = sil
         progress(f"weights: {name}")
         for chunk_a, chunk_b in _chunks(a(name), b(name)):
             exact = chunk_a.double().flatten()
-            difference = chunk_b.double().flatten() - exact
+            difference = chunk_b.double().flatten().sub_(exact)
             norm += float(exact.dot(exact))
             change += float(difference.dot(difference))
     return _ratio(change, norm)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from gpt2.errors import InputError
@@ -80,6 +80,16 @@ def builder(build: Callable[..., Any], file: Path, name: str) -> tuple[Callable[
         call = f"{name}({', '.join(p.name for p in required)})"
         raise InputError(f"{file.name}: {call} is called with the checkpoint's folder, or nothing; give the others defaults")
     return build, bool(positional)
+
+
+def module_of(built: Any, target: Target) -> nn.Module:
+    """Return what the user's function returned, if it is a module. Raises InputError: it is none."""
+    if isinstance(built, nn.Module):
+        return built
+    what = f"{type(built).__name__}; return the torch.nn.Module"
+    if isinstance(built, type):
+        what = f"the class {built.__name__}; return an instance of it"
+    raise InputError(f"{target.path.name}: {target.name}() returned {what}")
 
 
 def logits_of(output: Any, ids: Tensor, vocabulary: int | None = None) -> Tensor:

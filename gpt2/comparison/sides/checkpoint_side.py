@@ -65,9 +65,9 @@ class CheckpointSide(Side):
         """The dtype in which the model runs."""
         return self.checkpoint.dtype
 
-    def reader(self) -> Callable[[str], Tensor]:
-        """Return a function that reads one parameter, in the dtype in which it runs, into new memory."""
-        read = self.checkpoint.reader(mapped=False)
+    def reader(self, *, mapped: bool = False) -> Callable[[str], Tensor]:
+        """Return a function that reads one parameter, in the dtype in which it runs; into new memory, unless ``mapped``."""
+        read = self.checkpoint.reader(mapped=mapped)
         if self.dtype == torch.int8:
             return lambda name: rounded_parameter(name, read(name, torch.float32))
         return lambda name: read(name, self.dtype)
@@ -90,11 +90,11 @@ class CheckpointSide(Side):
         """Return the checkpoint's own tokenizer, or None."""
         return self.checkpoint.own_tokenizer()
 
-    def describe(self, versions: dict[str, str]) -> Model:
-        """Return everything needed to run this side again; hashes the files of the weights and the config."""
+    def describe(self, versions: dict[str, str], *, hashes: bool = True) -> Model:
+        """Return everything needed to run this side again; ``hashes`` are of the weights and the config."""
         implementation = f"transformers {versions['transformers']}" if self.by_transformers else "gpt2"
         config, revision = self.config, self.checkpoint.revision
-        files = {name: sha256(path) for name, path in self.checkpoint.files().items()}
+        files = {name: sha256(path) for name, path in self.checkpoint.files().items() if hashes}
         official = official_files(files, self.checkpoint.name) if files else None
         dtype, parameters = dtype_label(self.dtype), config.num_parameters()
         return Model(self.name, implementation, dtype, revision, parameters, asdict(config), files, official)

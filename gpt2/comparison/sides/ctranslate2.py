@@ -6,31 +6,28 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpt2.comparison.sides.engine import EngineSide, engine
-from gpt2.comparison.sides.side import Running
+from gpt2.comparison.sides.engine import EngineSide
+from gpt2.comparison.sides.side import Running, RunningFunction
 from gpt2.errors import InputError
-
-PREFIX = "ct2/"
 
 
 @dataclass(frozen=True)
 class CTranslate2Side(EngineSide):
-    package: ClassVar[str] = "ctranslate2"
+    prefix, package, module, extra = "ct2/", "ctranslate2", "ctranslate2", "ctranslate2"
 
-    @classmethod
-    def open(cls, name: str) -> CTranslate2Side:
-        path = Path(name.removeprefix(PREFIX)).expanduser()
-        engine("ctranslate2", "ctranslate2", name)
-        if not (path / "model.bin").is_file():
-            raise InputError(f"{name}: there is no {path / 'model.bin'}; give the folder that ct2-transformers-converter wrote")
-        return cls(name, path)
+    def located(self) -> Path:
+        file = self.path / "model.bin"
+        if not file.is_file():
+            raise InputError(f"{self.name}: there is no {file}; give the folder that ct2-transformers-converter wrote")
+        return self.path
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -40,30 +37,22 @@ class CTranslate2Side(EngineSide):
     def vocab_size(self) -> int | None:
         for name in ("vocabulary.json", "vocabulary.txt"):
             if (file := self.path / name).is_file():
-                try:
-                    text = file.read_text(encoding="utf-8")
-                    return len(json.loads(text)) if name.endswith(".json") else len(text.splitlines())
-                except (OSError, ValueError, TypeError) as error:
-                    raise InputError(f"{file}: cannot be read ({error}); convert the model again") from None
+                return len(self.ask(partial(_entries, file)))
         return None
 
     @contextmanager
     def running(self) -> Iterator[Running]:
-        package = engine("ctranslate2", "ctranslate2", self.name)
-        try:  # "default" keeps the type of the stored weights
-            generator = package.Generator(str(self.path), compute_type="default", intra_threads=torch.get_num_threads())
-        except (RuntimeError, ValueError) as error:
-            raise InputError(f"{self.name}: CTranslate2 cannot open it ({error}); convert the model again") from None
-        yield RunningGenerator(generator, self.name)
+        threads = torch.get_num_threads()  # "default" keeps the type of the stored weights
+        load = self.engine().Generator
+        generator = self.ask(lambda: load(str(self.path), compute_type="default", intra_threads=threads))
+
+        def logits(ids: Tensor) -> Tensor:
+            found = self.ask(lambda: generator.forward_batch(ids.tolist()), "give a shorter context, as in --on TEXT:context=512")
+            return torch.from_numpy(np.array(found))
+
+        yield RunningFunction(logits)
 
 
-@dataclass(frozen=True)
-class RunningGenerator(Running):
-    generator: Any
-    name: str
-
-    def logits(self, ids: Tensor) -> Tensor:
-        try:
-            return torch.from_numpy(np.array(self.generator.forward_batch(ids.tolist())))
-        except RuntimeError as error:
-            raise InputError(f"{self.name}: {error}; give a shorter context, as in --on TEXT:context=512") from None
+def _entries(file: Path) -> Any:
+    text = file.read_text(encoding="utf-8")
+    return json.loads(text) if file.suffix == ".json" else text.splitlines()

@@ -1,34 +1,21 @@
-"""Shared by the sides that another program's engine runs: the import of an optional package, the files, the tokenizer."""
+"""Shared by the sides that another program runs: the import of an optional package, the files, the tokenizer."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import os
-from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from gpt2.checkpoint.saving import sha256
 from gpt2.comparison.results import Model
 from gpt2.comparison.sides.side import Shown, Side
 from gpt2.data import Tokenizer, from_directory, holds_tokenizer
 from gpt2.errors import InputError
-
-
-def engine(module: str, extra: str, name: str, otherwise: str = "") -> Any:
-    """Import an optional package. Raises InputError, with the command that installs it, if it is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        raise InputError(
-            f"{name}: needs the package {module}; install it with pip install 'gpt2-toolkit[{extra}]'{otherwise}"
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -38,12 +25,40 @@ class EngineSide(Side):
     name: str
     path: Path
     shows = frozenset({Shown.LOGITS})
+    prefix: ClassVar[str]  # of the name
     package: ClassVar[str]  # on PyPI
+    module: ClassVar[str]  # that is imported
+    extra: ClassVar[str]  # of this project, which installs it
+    otherwise: ClassVar[str] = ""  # what can be done without it
+    wanted: ClassVar[str]  # what the user gives, in words
+
+    @classmethod
+    def open(cls, name: str) -> Self:
+        """Open a side by name. Raises InputError: the program is not installed, or there is no such model."""
+        side = cls(name, Path(name.removeprefix(cls.prefix)).expanduser())
+        side.engine()
+        return replace(side, path=side.located())
+
+    def engine(self) -> Any:
+        """Import the program. Raises InputError, with the command that installs it, if it is not installed."""
+        try:
+            return importlib.import_module(self.module)
+        except ModuleNotFoundError as error:
+            if error.name != self.module:
+                raise
+            how = f"install it with pip install 'gpt2-toolkit[{self.extra}]'{self.otherwise}"
+            raise InputError(f"{self.name}: needs the package {self.module}; {how}") from None
+
+    def located(self) -> Path:
+        """Return the model's file or folder. Raises InputError: it is not there."""
+        if not self.path.is_file():
+            raise InputError(f"{self.name}: {self.path} is not a file; give {self.wanted}")
+        return self.path
 
     @property
-    @abstractmethod
     def files(self) -> tuple[Path, ...]:
         """The files of the model, hashed for the report."""
+        return (self.path,)
 
     @property
     def stored(self) -> str:
@@ -58,12 +73,13 @@ class EngineSide(Side):
         """Return the tokenizer beside the model, or None: then its partner's ids are read."""
         return from_directory(self.folder) if holds_tokenizer(self.folder) else None
 
-    def describe(self, versions: dict[str, str]) -> Model:
+    def describe(self, versions: dict[str, str], *, hashes: bool = True) -> Model:
         try:
             implementation = f"{self.package} {version(self.package)}"
         except PackageNotFoundError:
             implementation = self.package
-        return Model(self.name, implementation, self.stored, None, None, {}, {path.name: sha256(path) for path in self.files})
+        files = {path.name: sha256(path) for path in self.files if hashes}
+        return Model(self.name, implementation, self.stored, None, None, {}, files)
 
 
 class EngineTokenizer(Tokenizer):

@@ -7,19 +7,20 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gpt2.comparison.reference_file import TRACE_PREFIX
-from gpt2.comparison.sides import ctranslate2, llama_cpp, onnx
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
+from gpt2.comparison.sides.ctranslate2 import CTranslate2Side
+from gpt2.comparison.sides.llama_cpp import LlamaCppSide
+from gpt2.comparison.sides.onnx import OnnxSide
 from gpt2.comparison.sides.port import PortSide
 from gpt2.comparison.sides.server import PREFIXES, ServerSide
 from gpt2.comparison.sides.side import Side
 from gpt2.comparison.sides.trace_side import TraceSide
+from gpt2.measure.user_code import target
 
 PORT = re.compile(r".*\.py(:\w*)?", re.DOTALL)  # FILE.py:build
 KINDS: dict[str, Callable[[str], Side]] = {  # prefix of a name -> how to open it
     TRACE_PREFIX: TraceSide.open,
-    llama_cpp.PREFIX: llama_cpp.LlamaCppSide.open,
-    ctranslate2.PREFIX: ctranslate2.CTranslate2Side.open,
-    onnx.PREFIX: onnx.OnnxSide.open,
+    **{kind.prefix: kind.open for kind in (LlamaCppSide, CTranslate2Side, OnnxSide)},
 }
 
 
@@ -43,7 +44,7 @@ def open_side(name: str, *, offline: bool = False, dtype: str | None = None, dev
     Raises InputError: no such side or device, or its engine is missing.
     """
     if PORT.fullmatch(name):
-        return PortSide.open(name, None)
+        return PortSide(name, target(name))
     if name.startswith(PREFIXES):
         return ServerSide.open(name)
     for prefix, kind in KINDS.items():

@@ -84,7 +84,7 @@ class ServerSide(Side):
         """Its tokenizer is not shown; its tokens are compared with its partner's."""
         return None
 
-    def describe(self, versions: dict[str, str]) -> Model:
+    def describe(self, versions: dict[str, str], *, hashes: bool = True) -> Model:
         calls = ", ".join(f"calls itself {name}" for name in self.answered)
         return Model(self.name, f"a server, OpenAI's completions API{calls and f', {calls}'}", "", None, None, {}, {})
 

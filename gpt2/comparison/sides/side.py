@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,9 +16,13 @@ from gpt2.comparison.results import Model
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
+from gpt2.measure.metrics import Logits
 from gpt2.measure.tracing import Recorded
+from gpt2.measure.user_code import error_line
 from gpt2.measure.windows import Windows
 from gpt2.pages.reports import Environment, environment
+
+T = TypeVar("T")
 
 
 class Shown(StrEnum):
@@ -90,6 +95,16 @@ class Running:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class RunningFunction(Running):
+    """A side that shows logits alone, computed by a function of the ids."""
+
+    function: Logits
+
+    def logits(self, ids: Tensor) -> Tensor:
+        return self.function(ids)
+
+
 class Side(ABC):
     """One of the models of a comparison, by name; nothing heavy is loaded before :meth:`running`.
 
@@ -114,6 +129,15 @@ class Side(ABC):
         """The number of logits at each place, padding included."""
         return self.config.vocab_size if self.config else None
 
+    def ask(self, call: Callable[[], T], advice: str = "convert the model again") -> T:
+        """Return what another program, or the user's code, answers. Raises InputError, with the ``advice``: it fails."""
+        try:
+            return call()
+        except InputError:
+            raise
+        except Exception as error:  # theirs have no common base
+            raise InputError(f"{self.name}: {error_line(error)}; {advice}") from None
+
     @abstractmethod
     def running(self) -> AbstractContextManager[Running]:
         """Load the side for the time of the ``with`` block."""
@@ -123,8 +147,8 @@ class Side(ABC):
         """Return the side's own tokenizer, or None: then it reads its partner's ids."""
 
     @abstractmethod
-    def describe(self, versions: dict[str, str]) -> Model:
-        """Return everything needed to run this side again, with hashes of its files."""
+    def describe(self, versions: dict[str, str], *, hashes: bool = True) -> Model:
+        """Return everything needed to run this side again; without ``hashes``, its files are not read."""
 
 
 def environment_of(sides: Iterable[Side]) -> Environment:

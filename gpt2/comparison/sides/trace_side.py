@@ -151,7 +151,7 @@ class TraceSide(Side):
     def tokenizer(self) -> Tokenizer | None:
         return None
 
-    def describe(self, versions: dict[str, str]) -> Model:
+    def describe(self, versions: dict[str, str], *, hashes: bool = True) -> Model:
         return self.model
 
 
@@ -181,22 +181,25 @@ class Replay(Running):
             raise InputError(f"{self._side.name}: a recording answers for its own text only; compare it without another")
         return span
 
-    def _take(self, count: int) -> Tensor:
-        while len(self._held) < count:
-            more = next(self._rows)
-            self._held = torch.cat((self._held, more)) if len(self._held) else more
-        taken, self._held = self._held[:count], self._held[count:]
-        return taken
+    def _fill(self, rows: Tensor) -> None:
+        """Copy the next logits into ``rows``."""
+        while len(rows):
+            if not len(self._held):
+                self._held = next(self._rows)
+            count = min(len(rows), len(self._held))
+            rows[:count] = self._held[:count]
+            rows, self._held = rows[count:], self._held[count:]
 
     def logits(self, ids: Tensor) -> Tensor:
         """Return logits (B, T, V); the ones after inputs that are not scored are 0."""
         output: Tensor | None = None
         for row, inputs in enumerate(ids):
             span = self._next(inputs)
-            rows = self._take(span.end - span.first)
             if output is None:
-                output = torch.zeros(*ids.shape, rows.size(1), dtype=rows.dtype)
-            output[row, span.first - span.start :] = rows
+                self._held = self._held if len(self._held) else next(self._rows)
+                output = self._held.new_empty(*ids.shape, self._held.size(1))
+            output[row, : span.first - span.start] = 0
+            self._fill(output[row, span.first - span.start :])
         assert output is not None
         return output
 

@@ -22,7 +22,7 @@ from torch import nn
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.names import VERIFIES, ModelName
 from gpt2.errors import InputError
-from gpt2.measure.user_code import builder, error_line, function_of
+from gpt2.measure.user_code import Target, builder, error_line, function_of, module_of
 from gpt2.model import GPT2
 from gpt2.port.diagnosis import Diagnosis, diagnose
 from gpt2.port.diagnosis.runner import PROGRESS
@@ -66,12 +66,7 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
         begin("import")
         build, takes_directory = builder(function_of(file, name), file, name)
         begin("build")
-        module = build(str(directory)) if takes_directory else build()
-        if not isinstance(module, nn.Module):
-            what = f"{type(module).__name__}; return the torch.nn.Module"
-            if isinstance(module, type):
-                what = f"the class {module.__name__}; return an instance of it"
-            raise InputError(f"{file.name}: {name}() returned {what}")
+        module = module_of(build(str(directory)) if takes_directory else build(), Target(file, name))
         begin("forward")
         failure = _once(module, model)
         begin("diagnosis")
