@@ -120,12 +120,17 @@ def test_ctranslate2(quantised: str | None, folder: Path, text: str, ids: list[i
 
 
 @pytest.mark.slow
-def test_a_window_longer_than_the_engines_context(tmp_path: Path) -> None:
-    """CTranslate2's folder does not tell its context, so windows are the partner's: beyond its positions it must say so."""
-    ctranslate2 = pytest.importorskip("ctranslate2")
+@pytest.mark.parametrize("module", ["ctranslate2", "llama_cpp"])
+def test_a_window_longer_than_the_engines_context(module: str, tmp_path: Path) -> None:
+    """CTranslate2's folder does not tell its context, so windows are the partner's; llama.cpp ends the process (SIGABRT)."""
+    engine = pytest.importorskip(module)
     write_checkpoint(tmp_path / "short")  # 32 positions
-    ctranslate2.converters.TransformersConverter(str(tmp_path / "short")).convert(str(tmp_path / "ct2"))
-    with open_side(f"ct2/{tmp_path / 'ct2'}").running() as running:
+    if module == "ctranslate2":
+        engine.converters.TransformersConverter(str(tmp_path / "short")).convert(str(tmp_path / "ct2"))
+        name = f"ct2/{tmp_path / 'ct2'}"
+    else:
+        name = f"llama.cpp/{export(str(tmp_path / 'short'), tmp_path, format='gguf').directory}/model.gguf"
+    with open_side(name).running() as running:
         assert running.logits(torch.zeros(1, 32, dtype=torch.int64)).shape[:2] == (1, 32)
         with pytest.raises(InputError, match="give a shorter context"):
             running.logits(torch.zeros(1, 40, dtype=torch.int64))
