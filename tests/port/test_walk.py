@@ -396,22 +396,12 @@ POINTS = {
     "no residual around attention": "h.0.mid",
     "no residual around the feed-forward": "h.2",
 }
-# Tried by default, beside those of POINTS; all others are slow, run by .ci/run.
+# Tried by default, beside those of POINTS; all others are slow, run by .ci/run. By default, tests below and of
+# test_diagnosis_ports.py name erf, rms, post-norm, sines, by width and mask multiplied.
 QUICK = (
-    *("annotated", "rms", "over time", "swapped", "erf", "unknown", "by width", "strict mask cleared", "mask multiplied"),
-    *(
-        "heads merged by view",
-        "no output projection",
-        "sines",
-        "positions run on",
-        "last norm twice",
-        "last position",
-        "post-norm",
-        "from the normed",
-        "parallel",
-    ),
-    *("norm on the embeddings", "one twice"),
-    *POINTS,
+    *("annotated", "over time", "swapped", "unknown", "strict mask cleared", "heads merged by view", "no output projection"),
+    *("positions run on", "last norm twice", "last position", "from the normed", "parallel", "norm on the embeddings"),
+    *("one twice", *POINTS),
 )
 
 
