@@ -36,9 +36,9 @@ def attempt(project: Diagnosed, checkpoint: Path, repositories: Path | None) -> 
         result["version"], root = version_of(project.source, repositories)
         torch.manual_seed(0)
         module = project.module(CONFIG, root).eval()
-        start = time.perf_counter()
+        start = time.process_time()
         diagnosis = gpt2.diagnose(module, str(checkpoint), fill=True)
-        result["seconds"] = round(time.perf_counter() - start, 1)
+        result["seconds"] = round(time.process_time() - start, 1)
         said, wanted = {cause.id for cause in diagnosis.causes}, set(project.causes)
         result |= {"verdict": diagnosis.verdict, "right": sorted(said & wanted)}
         result |= {"missed": sorted(wanted - said), "false": sorted(said - wanted)}
@@ -56,7 +56,7 @@ def row(result: dict[str, Any]) -> str:
     moved = "" if version.startswith(commit) or commit.startswith(version) else f"  (at {version}, not {commit})"
     if state is None:
         counts = ", ".join(f"{name} {' '.join(result[name]) or 'none'}" for name in ("right", "missed", "false"))
-        state = f"{result['verdict']:12} {counts}, {result['seconds']} s"
+        state = f"{result['verdict']:12} {counts}, {result['seconds']} s of CPU"
     return f"{result['project']:56} {state}{moved}"
 
 
