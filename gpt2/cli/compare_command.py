@@ -110,7 +110,8 @@ def run(args: argparse.Namespace) -> int:
         return _noise(args)
     names = _names(args)
     if len(names) == 1 and args.attention is None and args.save is None:
-        raise InputError(f"compare needs a second model, such as hf/{args.a}, or --noise, --save FILE or --attention TEXT")
+        instead = "or --noise, --save FILE or --attention TEXT"
+        raise InputError(f"compare needs a second model, such as the one that {args.a} was made from, {instead}")
     if args.attention is not None:
         if unused := [name for name in DEFAULTS if getattr(args, name) != DEFAULTS[name]]:
             raise InputError(f"--{unused[0]} has no effect with --attention, which has a text of its own; leave it out")

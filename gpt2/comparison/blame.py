@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import ChainMap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -62,9 +62,14 @@ def half_name(name: str) -> str:
 def quantisation(a: Read, b: Read, changed: Collection[str]) -> str | None:
     """Return the type to which b's parameters are a's, rounded, or None: of a GGUF file, "int8", or a dtype of all tensors."""
     for type in (*TYPES, INT8, *HALVES):
-        if changed and all(torch.equal(rounded(name, a(name), type), b(name).float()) for name in changed):
+        if changed and next(beyond_rounding(a, b, changed, type), None) is None:
             return type
     return None
+
+
+def beyond_rounding(a: Read, b: Read, changed: Iterable[str], type: str) -> Iterator[str]:
+    """Yield the parameters of b that are not a's, rounded to a type of :func:`quantisation`."""
+    return (name for name in changed if not torch.equal(rounded(name, a(name), type), b(name).float()))
 
 
 def rounded(name: str, tensor: Tensor, type: str) -> Tensor:

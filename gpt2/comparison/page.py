@@ -89,6 +89,8 @@ def verdict(comparison: Comparison) -> tuple[str, str]:
         subject = f"The same weights in another precision, {a.dtype} and {b.dtype}"
     elif weights is not None:
         rounded = f" (A’s, rounded to {weights.rounded_to})" if weights.rounded_to else ""
+        if weights.nearly:
+            rounded = f" (A’s, rounded to {weights.nearly}, but not {weights.beyond_text})"
         subject = f"The weights{rounded} moved by {percent(weights.total.distance)} of their size"
     else:
         differing = [field for field, *_ in comparison.compatibility.architecture]

@@ -17,7 +17,7 @@ from torch import Tensor
 from gpt2.checkpoint.keys import expected, layer
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.comparison.activations import THRESHOLD, compare_activations
-from gpt2.comparison.blame import find_blame, quantisation
+from gpt2.comparison.blame import beyond_rounding, find_blame, quantisation
 from gpt2.comparison.blame_result import Blame
 from gpt2.comparison.bounds import measure_bounds
 from gpt2.comparison.bounds_result import Bounds
@@ -166,7 +166,11 @@ def _weights(sides: tuple[Side, Side], progress: Progress) -> WeightChanges | No
     if changes.same_numbers:
         return changes
     small_first = sorted((each for each in changes.tensors if not each.equal), key=lambda each: math.prod(each.shape))
-    return replace(changes, rounded_to=quantisation(a, b, [each.name for each in small_first]) or "")
+    named = [each.name for each in small_first]
+    matrix = [each.name for each in small_first if len(each.shape) == 2][:1]
+    if (type := quantisation(a, b, named)) is not None or (type := quantisation(a, b, matrix)) is None:
+        return replace(changes, rounded_to=type or "")
+    return replace(changes, nearly=type, beyond=tuple(beyond_rounding(a, b, named, type)))
 
 
 @torch.no_grad()

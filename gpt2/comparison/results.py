@@ -254,6 +254,10 @@ class Comparison(Printed):
             elif self.weights.rounded_to:
                 moved_by = f"which moves them by {total.distance:.2%}, and nothing else"
                 table.add_row("weights", f"a's, in {self.weights.rounded_to}", moved_by)
+            elif self.weights.nearly:
+                table.add_row(
+                    "weights", f"a's, in {self.weights.nearly}", f"but not {self.weights.beyond_text}: more than rounding"
+                )
             elif most:
                 largest = f"most: {most[0].name}, {moved(most[0].distance)}"
                 rest = f"{len(self.weights.unchanged)} tensors unchanged"

@@ -75,11 +75,19 @@ class WeightChanges:
     families: tuple[FamilyChange, ...]
     total: FamilyChange
     rounded_to: str = ""  # the type to which b's are a's, rounded, where that alone explains every change
+    nearly: str = ""  # else the type to which the smallest matrix that changed is a's, rounded
+    beyond: tuple[str, ...] = ()  # then the tensors that this type does not explain
 
     def most_changed(self, count: int = 10) -> tuple[TensorChange, ...]:
         """Return the tensors with the largest relative change, without unchanged ones."""
         moved = [tensor for tensor in self.tensors if not tensor.equal]
         return tuple(sorted(moved, key=lambda tensor: -tensor.distance)[:count])
+
+    @property
+    def beyond_text(self) -> str:
+        """The tensors that ``nearly`` does not explain, in words."""
+        more = len(self.beyond) - 1
+        return f"{self.beyond[0]}{f' and {more} more' if more else ''}"
 
     @property
     def same_numbers(self) -> bool:

@@ -124,7 +124,10 @@ def test_a_quantised_file_is_the_model_rounded_and_nothing_else(text: str, tmp_p
         model.h[4].ln_2.weight[7] += 1e-3
     gpt2.save(model, tokenizer, tmp_path / "other")
     export(str(tmp_path / "other"), tmp_path / "wrong", format="gguf", type="q8_0")
-    assert gpt2.compare("shakespeare-mini", str(tmp_path / "wrong" / "model.gguf"), on=text, tokens=24).weights.rounded_to == ""
+    wrong = gpt2.compare("shakespeare-mini", str(tmp_path / "wrong" / "model.gguf"), on=text, tokens=24)
+    assert (wrong.weights.rounded_to, wrong.weights.nearly, wrong.weights.beyond) == ("", "q8_0", ("h.4.ln_2.weight",))
+    assert "but not h.4.ln_2.weight" in " ".join(wrong.table(120).split())
+    assert gpt2.compare("shakespeare-mini", str(tmp_path / "other"), on=text, tokens=24).weights.nearly == ""
 
 
 def test_a_broken_model_meets_every_gate(compared: Comparison) -> None:
