@@ -1,6 +1,7 @@
 """Shared fixtures and settings: tests run in one process per core, so each process uses one thread."""
 
 import os
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem in LARGE:
             item.add_marker(pytest.mark.xdist_group("large"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each worker of `-n 2` a half of the tests, in order, and an idle one a part of the other's rest.
+
+    By default, xdist deals them out in turn: each worker then makes every module's fixtures and imports.
+    """
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 @pytest.fixture
