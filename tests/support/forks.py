@@ -43,7 +43,8 @@ class Fork:
         self._files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 (closed at the end)
         status, theirs = os.pipe()
         order = {"words": words, "environ": dict(environ), "cwd": str(cwd or Path.cwd()), "strict": strict}
-        socket.send_fds(_host(), [json.dumps(order).encode()], [*(file.fileno() for file in self._files), theirs])
+        socket.send_fds(_host(), [b" "], [*(file.fileno() for file in self._files), theirs])
+        _host().sendall(json.dumps(order).encode() + b"\n")
         os.close(theirs)
         self._status = os.fdopen(status)
         self.pid, self.returncode = int(self._status.readline()), None
@@ -107,7 +108,7 @@ def run(*words: str | Path, status: int = 0, timeout: float = 120, **settings: A
 @functools.cache
 def _host() -> socket.socket:
     """Start the process that forks; it ends with this one."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = socket.socketpair()
     environ = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
     command = [sys.executable, "-m", "support.forks", str(theirs.fileno())]
     process = subprocess.Popen(command, env=environ, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
@@ -128,9 +129,11 @@ def _serve(orders: socket.socket) -> list[str]:
     assert "huggingface_hub" not in sys.modules
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
     while True:
-        order, handles, _, _ = socket.recv_fds(orders, 1 << 20, 3)
+        order, handles, _, _ = socket.recv_fds(orders, 1, 3)
         if not order:
             sys.exit()
+        while not order.endswith(b"\n"):
+            order += orders.recv(1 << 16)
         if os.fork() == 0:
             orders.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
