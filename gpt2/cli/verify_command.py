@@ -4,10 +4,11 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Self
 
-from gpt2.cli.common import Status, add_device, add_model, seed, write_result
+from gpt2.cli.common import Status, add_device, add_model, save_page, seed, write_result
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
+    from gpt2.devices.report import DeviceReport
     from gpt2.parity.report import Report
 
 HELP = "check that our model equals transformers' on the same weights"
@@ -45,49 +46,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser, "judge this device instead, operator by operator", default=None)
 
 
-def _device(args: argparse.Namespace) -> int:
-    from gpt2.cli.terminal import Terminal
-
-    if given := next((flag for flag in ("record", "quick", "keep_going", "html") if getattr(args, flag)), None):
-        raise InputError(f"--{given.replace('_', '-')} has no effect with --device, which judges the device; leave it out")
-    with Status("importing torch") as status:
-        from gpt2.devices.run import verify_device
-        from gpt2.measure.allocator import keep_freed_memory
-        from gpt2.pages.reports import Interrupted
-
-        keep_freed_memory()
-        options = {name: getattr(args, name) for name in ("seed", "revision", "offline")}
-        code = None
-        try:
-            report = verify_device(args.model, args.device, **options, progress=status)
-        except Interrupted as interrupted:
-            report, code = interrupted.report, 130
-    write_result(args.json, report.to_json, lambda: report.print(Terminal(highlight=False)))
-    return (0 if report.ok else 1) if code is None else code
-
-
 def run(args: argparse.Namespace) -> int:
-    if args.device is not None:
-        return _device(args)
     from gpt2.cli.terminal import Terminal
     from gpt2.measure.allocator import keep_freed_memory
 
+    given = next((flag for flag in ("record", "quick", "keep_going") if getattr(args, flag)), None)
+    if args.device is not None and given is not None:
+        raise InputError(f"--{given.replace('_', '-')} has no effect with --device, which judges the device; leave it out")
     keep_freed_memory()
-    with Status("importing torch and transformers") as status:
+    report: Report | DeviceReport
+    with Status("importing torch and transformers" if args.device is None else "importing torch") as status:
         from gpt2.parity import run as parity
 
-        options = {name: getattr(args, name) for name in ("seed", "revision", "offline", "quick", "keep_going", "record")}
+        where = {name: getattr(args, name) for name in ("seed", "revision", "offline")}
+        options = {name: getattr(args, name) for name in ("quick", "keep_going", "record")} | where
         code = None
         try:
-            if status.live:
+            if args.device is not None:
+                report = parity.verify(args.model, device=args.device, **where, progress=status)
+            elif status.live:
                 with _Live(status) as live:
                     report = parity.verify(args.model, **options, progress=live.say, watch=live.show)
             else:
                 report = parity.verify(args.model, **options)
         except parity.Interrupted as interrupted:
             report, code = interrupted.report, 130
-    if args.html:
-        report.save_html(args.html)
+    save_page(args.html, report.save_html)
     write_result(args.json, report.to_json, lambda: report.print(Terminal(highlight=False)))
     return (0 if report.ok else 1) if code is None else code
 

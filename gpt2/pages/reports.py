@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from gpt2 import __version__
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from rich.console import Console, RenderableType
     from rich.table import Table
@@ -79,6 +81,16 @@ class Printed(ABC):
         written = io.StringIO()
         self.print(Console(file=written, width=width, color_system=None, force_jupyter=False))
         return written.getvalue()
+
+    def save_html(self, path: str | Path) -> None:
+        """Write the report as one self-contained HTML file. Raises InputError: it cannot be written."""
+        from rich.console import Console
+
+        from gpt2.pages.rendering import write
+
+        console = Console(file=io.StringIO(), width=110, record=True, force_jupyter=False)
+        self.print(console)
+        write(path, console.export_html())
 
 
 class Interrupted(KeyboardInterrupt):

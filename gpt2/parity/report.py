@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2.measure.tracing import block_of, layer_of, part_of
-from gpt2.pages.rendering import write
 from gpt2.pages.reports import Environment, Printed, as_json, data_table
 
 if TYPE_CHECKING:
@@ -125,14 +122,6 @@ class Report(Printed):
             "record": self.record.to_dict() if self.record else None,
         }
         return as_json(body)
-
-    def save_html(self, path: str | Path) -> None:
-        """Write the report as one self-contained HTML file."""
-        from rich.console import Console
-
-        console = Console(file=io.StringIO(), width=110, record=True, force_jupyter=False)
-        self.print(console)
-        write(path, console.export_html())
 
     def parts(self) -> Iterator[RenderableType]:
         """Yield both models, a row per block, a row per check, and the verdict."""

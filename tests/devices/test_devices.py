@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from support.devices import IMPRECISE, SECOND, WRONG, Simulated
+from support.devices import IMPRECISE, SECOND, WRONG, Simulated, said
 from support.random_models import write_checkpoint
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -26,17 +26,10 @@ from gpt2.devices import run
 from gpt2.devices.arithmetic import arithmetics, to_tf32
 from gpt2.devices.case import Case
 from gpt2.devices.judge import Device, judge
-from gpt2.devices.report import DeviceReport
 from gpt2.devices.run import verify_device
 from gpt2.measure.placement import placed
 
 MODEL = "shakespeare-mini"
-
-
-def said(report: DeviceReport) -> str:
-    """What a report says of the first wrong operator, or of the arithmetic."""
-    first = report.first_wrong
-    return f"{report.verdict} {report.arithmetics}" if first is None else f"{report.sentence(first)}: {first.looks_like}"
 
 
 def check(simulated: Simulated, imprecise: bool, operators: list[str] | None = None) -> None:
@@ -74,9 +67,11 @@ def test_every_simulated_device_is_named(name: str) -> None:
 
 def test_this_cpu_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Negative control of all the above: the CPU's own kernels must not be called wrong, and the command says so."""
-    file = tmp_path / "verdict.json"
-    assert main(["verify", str(write_checkpoint(tmp_path / "tiny")), "--device", "cpu", "--json", str(file)]) == 0
+    file, page = tmp_path / "verdict.json", tmp_path / "verdict.html"
+    command = ["verify", str(write_checkpoint(tmp_path / "tiny")), "--device", "cpu", "--json", str(file), "--html", str(page)]
+    assert main(command) == 0
     assert "RIGHT" in capsys.readouterr().out
+    assert "RIGHT" in page.read_text()
     body = json.loads(file.read_text())
     assert body["verdict"] == "right"
     assert {each["dtype"] for each in body["verdicts"]} == {"float32", "bfloat16", "float16"}

@@ -1,7 +1,8 @@
 """Simulated devices: real PyTorch calls on the CPU, with operators replaced by ones that round otherwise, or compute wrongly.
 
 Each stands for a device in ``gpt2.devices.judge.Device``, whose ``run`` is the code that a GPU takes too. The wrong ones compute
-what issue threads describe; ``source`` names the thread.
+what issue threads describe; ``source`` names the thread. ``python -m support.devices`` (in ``tests/``) prints the table of
+``gpt2/devices/README.md``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2.devices.judge import Device
+from gpt2.devices.report import DeviceReport
+from gpt2.devices.run import verify_device
 
 aten = torch.ops.aten
 Replacement = Callable[..., Any]  # (original, *args, **kwargs)
@@ -416,3 +419,18 @@ SECOND = (
         dtype=torch.bfloat16,
     ),
 )
+
+
+def said(report: DeviceReport) -> str:
+    """Return what a report says of the first wrong operator, or of the arithmetic."""
+    first = report.first_wrong
+    if first is None:
+        names = [f"{name} (`{advice}`)" if advice else name for name, advice in report.arithmetics.items()]
+        return ": ".join((report.verdict, *filter(None, [", ".join(names)])))
+    return f"{report.sentence(first)}: {first.looks_like}"
+
+
+if __name__ == "__main__":
+    for each in (*IMPRECISE, *WRONG, *SECOND):
+        report = verify_device("shakespeare-mini", each.device, dtypes=[each.dtype])
+        print(f"| {each.name} | {each.source} | {said(report)} |", flush=True)
