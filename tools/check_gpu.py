@@ -186,7 +186,7 @@ def main() -> int:
         body[part], begin = {}, time.perf_counter()
         try:
             found = check(body[part])
-        except Exception as error:  # one part's failure is a finding; the others still run
+        except (Exception, SystemExit) as error:  # one part's failure is a finding; the others still run
             found = [(part, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", False)]
         body[part]["seconds"] = round(time.perf_counter() - begin, 1)
         rows += found
