@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gpt2.decoder import Decoder
 from gpt2.generation import generate
+from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.metrics import ROUNDING_RATIO, max_abs, relative_error, worst_relative_error
 from gpt2.measure.tracing import Recorded, points, stepwise, trace_steps
 from gpt2.model import GPT2
@@ -42,8 +43,10 @@ def forward(subject: Subject) -> None:
     expected, rounded = _activations(subject, torch.cat((subject.probe.rows, text)))
     _text(subject, text[0], where, expected[-1], rounded[-1])
     del rounded
+    give_back_freed_memory()
     _parts(subject, expected[:-1])
     del expected
+    give_back_freed_memory()
     _windows(subject)
 
 
@@ -89,15 +92,16 @@ def _parts(subject: Subject, expected: Tensor) -> None:
     findings.settle("padding")
     findings.progress(f"{label}: cache and padding")
     models = _Reader(subject.ours_rounded), _Reader(subject.reference_rounded)
-    for ours, reference in zip(*(_ways(probe, model, expected) for model in models), strict=True):
+    for ours, reference in zip(*(_ways(probe, model, expected, whole=False) for model in models), strict=True):
         findings.rounding("rounding", ours[1], *(relative_error(logits, exact) for _, _, logits, exact in (ours, reference)))
     findings.settle()
 
 
-def _ways(probe: Probe, model: _Reader, expected: Tensor) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+def _ways(probe: Probe, model: _Reader, expected: Tensor, whole: bool = True) -> Iterator[tuple[str, str, Tensor, Tensor]]:
     """Yield (check, point, logits, the expected ones) for the parts of a cached text, and for padded rows.
 
-    Through the cache, a model reads a prompt, two tokens one by one, and the rest in one piece.
+    Through the cache, a model reads a prompt, two tokens one by one, and the rest in one piece; ``whole`` reads the padded rows
+    without it too, as the padded prompt is read.
     """
     rows, (padded, mask) = probe.rows, probe.padded()
     length = rows.size(1)
@@ -112,7 +116,8 @@ def _ways(probe: Probe, model: _Reader, expected: Tensor) -> Iterator[tuple[str,
     real, alone = mask.bool(), torch.zeros_like(mask, dtype=torch.bool)
     for row, count in zip(alone, probe.padding, strict=True):
         row[: length - count] = True
-    yield "padding", "logits (padded rows)", model.read(padded, mask=mask)[real], expected[alone]
+    if whole:
+        yield "padding", "logits (padded rows)", model.read(padded, mask=mask)[real], expected[alone]
     yield "padding", "logits (padded rows, cached)", model.read_in_parts(padded, sizes, mask)[real], expected[alone]
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, TypedDict, Unpack, overload
 
 import torch
 
@@ -20,8 +20,6 @@ from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.names import DEFAULT, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.official_files import Official, official_files
 from gpt2.checkpoint.saving import sha256
-from gpt2.devices.report import DeviceReport
-from gpt2.devices.run import verify_device
 from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.metrics import Progress, silent
@@ -29,13 +27,15 @@ from gpt2.model import GPT2
 from gpt2.pages.reports import Interrupted as Interrupted
 from gpt2.pages.reports import environment
 from gpt2.parity import checks, reference
-from gpt2.parity.checks import Build, Probe, Subject
+from gpt2.parity.checks import FORWARD_KEEPS, TRAINING_KEEPS, Build, Probe, Subject
 from gpt2.parity.findings import DifferenceFound, Findings
 from gpt2.parity.forward import forward
-from gpt2.parity.recompute import Setup, compute
-from gpt2.parity.record import RecordReport, public_record
 from gpt2.parity.report import AT_DIFFERENCE, INTERRUPTED, RUNNING, Report
 from gpt2.parity.training import gradients, rounded_gradients
+
+if TYPE_CHECKING:
+    from gpt2.devices.report import DeviceReport
+    from gpt2.parity.record import RecordReport
 
 
 class DeviceOptions(TypedDict, total=False):
@@ -115,6 +115,8 @@ def verify(
         others["build"] = build is not _load
         if unused := [argument for argument, value in others.items() if value]:
             raise InputError(f"verify: {unused[0]} has no effect with device, which judges the device; leave it out")
+        from gpt2.devices.run import verify_device
+
         return verify_device(name, device, seed=seed, revision=revision, offline=offline, progress=progress)
     started = time.perf_counter()
     parsed = ModelName.parse(name, VERIFIES, revision=revision)
@@ -157,6 +159,9 @@ def verify(
             _compare(subject)
             public = None
             if recorded is not None and all(check.ok for check in findings.checks()):
+                from gpt2.parity.recompute import Setup, compute
+                from gpt2.parity.record import public_record
+
                 setup = Setup(
                     lambda: subject.build(ours.path, torch.float32),
                     subject.build(ours.path, torch.float32),
@@ -185,6 +190,7 @@ def _compare(subject: Subject) -> None:
     checks.embeddings(subject)
     findings.settle("adapter")
     for stage in (forward,) if findings.quick else (forward, gradients, rounded_gradients):
+        subject.keep_blocks(FORWARD_KEEPS if stage is forward else TRAINING_KEEPS)
         give_back_freed_memory()  # each stage has tensors of other sizes, which do not fit the holes of the one before
         stage(subject)
 

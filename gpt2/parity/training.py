@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.keys import PREFIX
+from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.metrics import ROUNDING_RATIO, relative_error, token_losses, worst_relative_error
 from gpt2.pages.reports import dtype_label
 from gpt2.parity.checks import FIRST_SEQUENCES, Subject, head_of, hidden_of
@@ -152,7 +153,7 @@ def gradients(subject: Subject) -> None:
             if expected.layer is None or expected.row == len(sequences) - 1:
                 for name in expected.gradients:
                     findings.mapping("gradients", name, worst.pop(name))
-                findings.settle()
+                _settle(subject, expected)
     norm = theirs.norm()
     findings.mapping("gradients", "norm, as clipping computes it", abs(own.norm() - norm) / norm)
     findings.settle("gradients", "adamw")
@@ -211,9 +212,16 @@ def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> N
             if expected.layer is None or expected.row == len(sequences) - 1:
                 for name in expected.gradients:
                     decide("gradients-rounding", name)
-                findings.settle()
+                _settle(subject, expected)
             if last and not errors:
                 return
+
+
+def _settle(subject: Subject, step: Step) -> None:
+    """End a block's step; after the final norm's, give back the memory of the head's gradients, where nothing else fits."""
+    subject.findings.settle()
+    if step.layer == subject.config.n_layer:
+        give_back_freed_memory()
 
 
 def _root_mean_square(values: list[float]) -> float:

@@ -220,7 +220,7 @@ def known_here(checkpoint: Path, recorded: tuple[Record, ...], monkeypatch: pyte
     """Treat the tiny checkpoint as the official gpt2."""
     hashes = {path.name: run.sha256(path) for path in checkpoint.iterdir() if path.suffix != ".md"}
     monkeypatch.setattr(official_files, "OFFICIAL_FILES", {**official_files.OFFICIAL_FILES, "gpt2": hashes})
-    monkeypatch.setattr(run, "public_record", lambda: recorded)
+    monkeypatch.setattr("gpt2.parity.record.public_record", lambda: recorded)
 
     def left_out(subject: Subject) -> None:
         """test_run.py checks equality."""
@@ -248,7 +248,7 @@ def test_verify_of_official_files(checkpoint: Path, recorded: tuple[Record, ...]
     assert all(kind.value in out for kind in Kind)
     assert max(map(len, out.splitlines())) <= 80
 
-    monkeypatch.setattr(run, "public_record", lambda: (wrong(recorded[0]), *recorded[1:]))
+    monkeypatch.setattr("gpt2.parity.record.public_record", lambda: (wrong(recorded[0]), *recorded[1:]))
     assert main(["verify", str(checkpoint), "--json", str(tmp_path / "wrong.json")]) == 1
     assert "BUT NOT WHAT OTHERS RECORDED" in capsys.readouterr().out
     assert json.loads((tmp_path / "wrong.json").read_text())["verdict"] == "mismatch"
