@@ -96,6 +96,7 @@ def main() -> int:
     parser.add_argument("--models", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--pairs", type=int, default=3, help="turns A B")
+    parser.add_argument("--hashes", action="store_true", help="hash the files too, as for --json and --html")
     parser.add_argument("--save", action="store_true", help="save a reference instead")
     parser.add_argument("--top", type=int, default=0, help="the likeliest tokens that --save keeps; 0: all logits")
     parser.add_argument("--dir", type=Path, help="where the models, and what is saved, are written")
@@ -112,7 +113,7 @@ def main() -> int:
                 export(f"random:gpt2:{index}", name)
         if args.profile:
             with cProfile.Profile() as profile:
-                compare_many(names, tokens=args.tokens, offline=True)
+                compare_many(names, tokens=args.tokens, offline=True, hashes=args.hashes)
             with args.profile.open("w") as file:
                 pstats.Stats(profile, stream=file).sort_stats("tottime").print_stats(40)
             return 0
@@ -124,7 +125,7 @@ def main() -> int:
             if args.save:
                 save(names[0], folder, args, found)
             else:
-                found.of("whole", lambda: compare_many(names, tokens=args.tokens, offline=True))
+                found.of("whole", lambda: compare_many(names, tokens=args.tokens, offline=True, hashes=args.hashes))
             found["above the passes"] = found["saved" if args.save else "whole"] - found["forward"] - found["load"]
             turns.append(found)
             print(", ".join(f"{name} {value:,.2f}" for name, value in found.items()), flush=True)
@@ -136,6 +137,7 @@ def main() -> int:
         if name in result:
             print(f"{name}: {result[name]['median']:.3f} ({result[name]['min']:.3f} .. {result[name]['max']:.3f})")
     about = {"benchmark": "compare --save" if args.save else "compare many", "models": args.models, "tokens": args.tokens}
+    about |= {"hashes": args.hashes}
     about |= {"top": args.top, "threads": torch.get_num_threads(), "machine": platform.machine(), "torch": torch.__version__}
     about |= {"peak bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "load": os.getloadavg()}
     print(json.dumps(about | {"seconds": result}))
