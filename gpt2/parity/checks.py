@@ -33,7 +33,7 @@ FIRST_SEQUENCES = 4  # judged first; the others only where one of these is over 
 SHORT, LONG = 32, 128  # tokens of a sequence for rounding, and for float64
 ROW = 32  # tokens of a traced row
 QUICK = 128  # tokens of the one text that ``quick`` reads in place of whole contexts
-FORWARD_KEEPS, TRAINING_KEEPS = 7e8, 64e6  # bytes: all blocks' float64 parameters are kept if they are no more, else one block's
+KEPT_BYTES = 64e6  # float64 parameters of blocks that are kept, if one block is not larger
 LOGIT_FLOPS = 5e11  # limit for one float64 pass over the windows
 
 Build = Callable[[Path, torch.dtype | None], GPT2]
@@ -100,8 +100,13 @@ class Subject:
     dtype: torch.dtype
     probe: Probe
     findings: Findings
-    blocks: Converted = field(default_factory=lambda: Converted(torch.float64))
-    outside: Converted = field(default_factory=lambda: Converted(torch.float64))
+    outside: Converted = field(default_factory=lambda: Converted(torch.float64, limit=math.inf))
+
+    @cached_property
+    def blocks(self) -> Converted:
+        """The blocks' parameters in float64: those of one block, or of a small model's every block."""
+        names = self.ours.named_parameters()
+        return Converted(torch.float64, limit=max(KEPT_BYTES, 8 * sum(p.numel() for name, p in names if name.startswith("h.0."))))
 
     @cached_property
     def ours(self) -> GPT2:
@@ -142,11 +147,6 @@ class Subject:
             if not differing_bits(own, parameter):
                 parameter.data = own.data
         return model
-
-    def keep_blocks(self, budget: float) -> None:
-        """Keep every block's float64 parameters from now on if they fit the ``budget`` in bytes, else those of one block."""
-        sizes = [8 * sum(p.numel() for p in block.parameters()) for block in self.ours.h]
-        self.blocks.keep(sum(sizes) if sum(sizes) <= budget else max(sizes))
 
     def exactly(self, model: nn.Module, what: str, receive: Receive | None = None) -> Streamed:
         """Return a context in which the stored ``model`` computes in float64, one block at a time."""

@@ -27,7 +27,7 @@ from gpt2.model import GPT2
 from gpt2.pages.reports import Interrupted as Interrupted
 from gpt2.pages.reports import environment
 from gpt2.parity import checks, reference
-from gpt2.parity.checks import FORWARD_KEEPS, TRAINING_KEEPS, Build, Probe, Subject
+from gpt2.parity.checks import Build, Probe, Subject
 from gpt2.parity.findings import DifferenceFound, Findings
 from gpt2.parity.forward import forward
 from gpt2.parity.report import AT_DIFFERENCE, INTERRUPTED, RUNNING, Report
@@ -190,7 +190,6 @@ def _compare(subject: Subject) -> None:
     checks.embeddings(subject)
     findings.settle("adapter")
     for stage in (forward,) if findings.quick else (forward, gradients, rounded_gradients):
-        subject.keep_blocks(FORWARD_KEEPS if stage is forward else TRAINING_KEEPS)
         give_back_freed_memory()  # each stage has tensors of other sizes, which do not fit the holes of the one before
         stage(subject)
 

@@ -28,7 +28,7 @@ Receive = Callable[[int, int, dict[str, Tensor], Weights], None]  # (layer, sequ
 
 
 class Converted:
-    """Parameters in one dtype on one device, converted once for all models that share a stored tensor."""
+    """Parameters in one dtype on one device, converted once for all models that share a stored tensor; keep ``limit`` bytes."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu", limit: float = math.inf) -> None:
         self.dtype, self.device, self.limit = dtype, torch.device(device), limit
@@ -46,14 +46,9 @@ class Converted:
         converted = stored.to(self.device, self.dtype)
         self._kept[key] = (stored, converted)
         self._bytes += converted.nbytes
-        self.keep(self.limit)
-        return converted
-
-    def keep(self, limit: float) -> None:
-        """Keep at most ``limit`` bytes of converted values, those that were used last; one tensor in any case."""
-        self.limit = limit
-        while self._bytes > limit and len(self._kept) > 1:
+        while self._bytes > self.limit and len(self._kept) > 1:
             self._bytes -= self._kept.popitem(last=False)[1][1].nbytes
+        return converted
 
 
 class Streamed:

@@ -56,6 +56,7 @@ def _backward(model: nn.Module, sequences: Tensor, streamed: Callable[[Receive],
             loss.mean(-1).sum().backward()
             losses = loss.detach()
             del loss  # and with it the logits
+            give_back_freed_memory()  # for the next model's
             tied = {name: p for name, p in context.outside.items() if name == "wte.weight"}
             emit(Step(None, 0, {HEAD: take_gradients(tied)["wte.weight"]}, tied, losses))
             hidden.backward(leaf.grad)
