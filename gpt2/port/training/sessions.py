@@ -63,9 +63,9 @@ class Batches:
         self.rows, self.length = rows, length
         self.special = [0, config.eos_token_id or 0, vocabulary - 1]
 
-    def batch(self, seed: int, *, ignored: bool = False, length: int | None = None) -> Batch:
+    def batch(self, seed: int, *, ignored: bool = False) -> Batch:
         generator = torch.Generator().manual_seed(seed)
-        width = (length or self.length) + 1
+        width = self.length + 1
         if self.vocabulary >= width:
             rows = [torch.randperm(self.vocabulary, generator=generator)[:width] for _ in range(self.rows)]
         else:
