@@ -26,9 +26,9 @@ class DumpPool(Pool):
     more digits than it wrote, and our own numbers are closer to them.
     """
 
-    def __init__(self, tolerance: Tolerance, config: GPT2Config, shape: tuple[int, int], deadline: float = math.inf) -> None:
+    def __init__(self, tolerance: Tolerance, config: GPT2Config, shape: tuple[int, int]) -> None:
         super().__init__()
-        self.tolerance, self.config, self.deadline = tolerance, config, deadline
+        self.tolerance, self.config = tolerance, config
         self._bound = tolerance.stage
         self.narrow = tolerance.dtype != torch.float64
         self.rows, self.tokens = shape
