@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.programs import fourth, third
+from support.programs import fifth, fourth, third
 from support.programs.second import FAULTS, SHAPES, Bed
 
 import gpt2
@@ -57,6 +57,18 @@ def test_the_program_in_rust_is_right_but_for_its_faults(tmp_path: Path) -> None
     bed = fourth.RustBed(tmp_path / "bed", fourth.SHAPES[1])
     check(bed, "rust", [fault for fault in fourth.RUST if fault != "padded vocabulary"])
     assert gpt2.diagnose(str(bed.dump("rust", [], "full", "float32", seed=0)), gpt2.load(str(bed.model))).verdict == "equal"
+
+
+@pytest.mark.parametrize("program", fifth.FAULTS)
+def test_each_program_of_the_fifth_set_is_right_but_for_its_faults(program: str, tmp_path: Path) -> None:
+    """As above, for the fifth set; and what makes no difference makes none."""
+    if program == "java" and fifth.missing():
+        pytest.skip(f"the Java program was not run: {fifth.missing()}")
+    bed = fifth.FifthBed(tmp_path / "bed", fifth.SHAPES[2])
+    check(bed, program, fifth.FAULTS[program])
+    for harmless in fifth.sixty.HARMLESS if program == "sixty" else ():
+        apart = bed.run(program, [harmless])[1]["logits"] - bed.run(program)[1]["logits"]
+        assert np.abs(apart).max() < 1e-12
 
 
 def test_an_unknown_attention_is_not_named_where_each_token_sees_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
