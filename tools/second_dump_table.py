@@ -1,9 +1,9 @@
-"""Measure `gpt2 diagnose DUMP` on sets of programs that were written after it: tests/support/programs/second, third, fourth.
+"""Measure `gpt2 diagnose DUMP` on sets of programs that were written after it: tests/support/programs/second ... fifth.
 
     python tools/second_dump_table.py --seconds 200 --seed 1           # dumps in an order drawn from a seed, for so long
     python tools/second_dump_table.py --level logits --pairs           # two faults at once
     python tools/second_dump_table.py --right 36                       # programs without a fault
-    python tools/second_dump_table.py --third                          # the third set; --fourth: the fourth, which needs rustc
+    python tools/second_dump_table.py --fifth --once                   # the fifth set, each fault once; --third, --fourth as well
 
 Random models of three sizes; names are shuffled and say nothing. A dump whose fault changes the logits (against our own model,
 in float64) by less than four times the rounding of the right program's is left out. Each dump is a line of JSON on stdout.
@@ -30,7 +30,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from support.programs import fourth, second, third
+from support.programs import fifth, fourth, second, third
 from support.programs.second import DTYPES, LEVELS, Bed
 
 import gpt2
@@ -38,7 +38,9 @@ import gpt2
 time.monotonic = time.process_time  # the engine's clock
 LIMIT = 60  # seconds for one dump
 VISIBLE = 4.0  # times the rounding
-FAULTS = second.FAULTS | third.FAULTS | fourth.FAULTS
+FAULTS = second.FAULTS | third.FAULTS | fourth.FAULTS | fifth.FAULTS
+SETS = {"third": (third, third.ListBed), "fourth": (fourth, fourth.RustBed), "fifth": (fifth, fifth.FifthBed)}
+CAN_RUN = {"nested": lambda: shutil.which("node"), "rust": fourth.compiler, "java": lambda: not fifth.missing()}
 
 
 @functools.cache
@@ -106,16 +108,20 @@ def main() -> int:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--pairs", action="store_true", help="two faults at once")
     parser.add_argument("--right", type=int, metavar="N", help="instead, so many programs without a fault")
-    parser.add_argument("--third", action="store_true", help="the third set, not the second")
-    parser.add_argument("--fourth", action="store_true", help="the fourth set, not the second")
+    for name in SETS:
+        parser.add_argument(
+            f"--{name}", dest="chosen", action="store_const", const=SETS[name], help=f"the {name} set, not the second"
+        )
+    parser.add_argument("--program", nargs="+", metavar="NAME", help="of the set, only these")
+    parser.add_argument("--once", action="store_true", help="one dump of each fault that shows, or pair")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other dump after so many")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.fourth and not fourth.compiler():
-        sys.exit("the fourth set was not run: no rustc on this machine")
-    chosen, make = (third, third.ListBed) if options.third else (fourth, fourth.RustBed) if options.fourth else (second, Bed)
-    names = [name for name in chosen.FAULTS if name != "nested" or shutil.which("node")]
+    chosen, make = options.chosen or (second, Bed)
+    names = [name for name in options.program or chosen.FAULTS if name not in CAN_RUN or CAN_RUN[name]()]
+    if not names:
+        sys.exit("the set was not run: this machine lacks what its programs need")
     draw, start = random.Random(options.seed), time.perf_counter()
     kinds = list(itertools.product(names, options.level, options.dtype))
     if options.right:
@@ -127,12 +133,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         beds = [make(Path(folder) / str(shape.seed), shape) for shape in chosen.SHAPES]
         models = [gpt2.load(str(bed.model)) for bed in beds]
+        done = set()
         for number, (program, level, dtype, faults) in enumerate(todo):
             if time.perf_counter() - start > options.seconds:
                 break
             which = draw.randrange(len(beds))
+            if options.once and (program, faults) in done:
+                continue
             if faults and not visible(beds[which], program, faults, dtype):
                 continue
+            done.add((program, faults))
             row = run(beds[which], models[which], program, faults, level, dtype, number)
             print(json.dumps(row), flush=True)
     return 0
