@@ -17,7 +17,11 @@ import gpt2
 from gpt2.port.step_dump.clip_reading import dumped_clip
 from gpt2.port.step_dump.gradient_comparison import Comparison
 from gpt2.port.step_dump.gradient_parts import part_causes
-from gpt2.port.step_dump.predictions import Gradients
+from gpt2.port.step_dump.predictions import Gradients, Predictor
+from gpt2.port.step_dump.rule_search import RuleSearch
+from gpt2.port.training.clipping import Norms
+from gpt2.port.training.rules import Rule, Track, directions
+from gpt2.port.training.settings import Settings
 
 SLOW = pytest.mark.slow
 
@@ -199,6 +203,32 @@ def test_gradients_that_clipping_cannot_have_made_are_no_traceback() -> None:
     raw = {name: torch.ones(3) for name in "ab"}
     assert dumped_clip([raw], [{"a": raw["a"] / 2, "b": 0 * raw["b"]}], 1.0).kind == "tensor"
     assert dumped_clip([raw], [{"a": raw["a"], "b": 2 * raw["b"]}], 1.0).odd
+
+
+def test_a_temperature_is_found_without_many_backward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search computed the gradients of the whole model some forty times, without a limit of time."""
+    factors = []
+    gradients = Predictor.gradients
+
+    def counted(*args, **how):
+        factors.append(how.get("factor", 1.0))
+        return gradients(*args, **how)
+
+    monkeypatch.setattr(Predictor, "gradients", counted)
+    row = score(Dumped("temperature", "usual"))
+    assert row.right, row.flaw()
+    assert sum(factor != 1.0 for factor in factors) <= 3
+
+
+@pytest.mark.parametrize(("limit", "found"), [(1e-5, False), (0.5, True)])
+def test_a_limit_that_cuts_every_entry_is_not_guessed(limit: float, found: bool) -> None:
+    """Adam takes the signs alone where all is cut off, so every smaller limit fits; the smallest one tried was named."""
+    gradient = np.random.default_rng(0).standard_normal((3, 50))
+    cut = Track("w", np.zeros((3, 50)), np.clip(gradient, -limit, limit), gradient, np.ones(3, dtype=bool))
+    track = Track("w", cut.before, gradient, -1e-3 * directions(Rule(), cut), cut.seen)
+    search = RuleSearch([track], Settings(beta1=0.9, beta2=0.999), Norms({}, {"w": np.full(3, 1e-9)}))
+    near = [value for kind, value in search._nearest() if kind == "value"]
+    assert near == ([pytest.approx(limit, rel=0.01)] if found else [])
 
 
 def test_settings_belong_to_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from gpt2 import GPT2
 from gpt2.config import GPT2Config
 from gpt2.measure.tracing import points
+from gpt2.port.diagnosis.hypotheses import sinusoids
 from gpt2.port.diagnosis.places import joined
 from gpt2.port.diagnosis.trail import Walk
 from gpt2.port.diagnosis.walk import walk
+from gpt2.port.diagnosis.wiring import are_waves
 from gpt2.port.recording.collecting import collect
 from gpt2.port.recording.pool import Pool
 
@@ -564,3 +566,11 @@ def test_nan_is_matched() -> None:
     holed[:, :, 0] = math.nan
     assert pool_of(x).find(holed) is None
     assert pool_of(holed.transpose(0, 1)).find(holed) is not None
+
+
+def test_positions_are_called_waves_by_their_shape() -> None:
+    """Any foreign position table with a largest entry between 0.9 and 1 was called sines and cosines."""
+    assert all(are_waves(table.float().double()) for _, table in sinusoids(8, 21))
+    table = torch.randn(8, 21, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert not are_waves(0.95 * table / table.abs().max())
+    assert not are_waves(torch.linspace(0, 0.95, 8, dtype=torch.float64)[:, None].expand(8, 21))

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gpt2.measure.metrics import worst_relative_error
 from gpt2.port.diagnosis.hypotheses import sinusoids
 from gpt2.port.diagnosis.norms import Norms
 from gpt2.port.diagnosis.search import Fault, Formula, Kind, Option
@@ -17,9 +18,10 @@ from gpt2.port.recording.pool import Pool
 
 STREAM = (0, 1)  # axes of (B, T, D) that a port may split: rows, tokens
 BOTH = "the embeddings, tokens and positions together,"
-COSINE = 0.9  # sines and cosines of several positions reach this
 SHOWN = 4  # positions that a message gives
-WAVES = {"sin", "cos", "sin_", "cos_", "polar", "view_as_real"}  # operators that make sinusoidal positions
+LEAST_WAVES = 5  # positions that show whether they are waves
+WAVE_ERROR = 1e-4  # of a table in float32
+BENT = 1.9  # 2 cos(frequency) of the fastest column at most: a straight line has 2
 
 
 def streams(pool: Pool, ids: Tensor, width: int) -> Iterator[Tensor]:
@@ -135,7 +137,7 @@ class Embeddings:
                 largest = float(rows.abs().max())
                 if len(x) < 2 or largest < 1e-9 or float((rows - rows[:1]).abs().max()) > 1e-9 * largest:
                     continue
-                fault = waves if self.pool.operators & WAVES or COSINE <= largest <= 1.0 else learned
+                fault = waves if are_waves(rows[0]) else learned
                 values = {"wte": self.words * factor, "wpe": rows[:1]}
                 yield Option.known("other positions", x, fault, *scaled, values=values)
 
@@ -150,6 +152,15 @@ class Embeddings:
         given, wanted = (", ".join(map(str, numbers)) for numbers in (taken[row, token : right.stop].tolist(), right))
         words = f"from token {token} of row {row} on, the positions are {given}, not {wanted}"
         return Fault("position-offset", "wpe", words)
+
+
+def are_waves(rows: Tensor) -> bool:
+    """Return whether each column of (T, D) is a wave of any frequency and phase: x[t-1] + x[t+1] is 2 cos(frequency) x[t]."""
+    if len(rows) < LEAST_WAVES:
+        return False
+    around, at = rows[2:] + rows[:-2], rows[1:-1]
+    twice = ((around * at).sum(0) / at.square().sum(0).clamp(min=1e-300)).clamp(-2, 2)
+    return float(twice.min()) < BENT and worst_relative_error(twice * at, around) < WAVE_ERROR
 
 
 def _others(factors: list[float]) -> list[float]:

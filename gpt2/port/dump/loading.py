@@ -225,8 +225,8 @@ class Loading:
             split = [Layout.RIGHT.split(rows @ third.weight + third.bias, self.config.n_head) for third in held]
             pairs = [pair for pair in itertools.permutations(range(3), 2) if self._scored(split[pair[0]] @ split[pair[1]].mT)]
             if pairs:
-                pair = (0, 1) if (0, 1) in pairs else next((one for one in pairs if self._weighed(split, one)), pairs[0])
-                if pair != (0, 1):
+                pair = next((one for one in pairs if one == (0, 1) or len(pairs) == 1 or self._weighed(split, one)), None)
+                if pair is not None and pair != (0, 1):
                     self._reorder(layer, (*pair, 3 - sum(pair)))
                 return
 
@@ -235,10 +235,11 @@ class Loading:
         return bool(self.pool.factors(scores, 1, 0) or self.pool.factors(scores.tril(), 1, 0))
 
     def _weighed(self, split: list[Tensor], pair: tuple[int, int]) -> bool:
-        """Return whether the attention weights of these queries and keys are recorded."""
+        """Return whether the attention weights of these queries and keys are recorded, or what they make of the values."""
         scores = split[pair[0]] @ split[pair[1]].mT / self.config.head_dim**0.5
         future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        return self.pool.find(scores.masked_fill(future, -torch.inf).softmax(-1), 0, 1) is not None
+        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        return any(self.pool.find(value, 1, 0, 2) is not None for value in (weights, weights @ split[3 - sum(pair)]))
 
     def _reorder(self, layer: int, order: tuple[int, ...]) -> None:
         name = f"h.{layer}.attn.c_attn"

@@ -37,7 +37,6 @@ class _Collector(OperatorMode):
                 del self._written[storage._cdata]
                 self.pool.add(tensor)
         result = call.run()
-        self.pool.operators.add(call.name)
         seen: set[tuple[int, int]] = set()
         if not call.writes:  # a view of a whole input adds nothing
             seen = {(tensor.untyped_storage()._cdata, tensor.numel()) for tensor in call.inputs}

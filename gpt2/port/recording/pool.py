@@ -47,7 +47,6 @@ class Pool:
         self.logits = torch.empty(0)
         self.narrow = False
         self.deadline = math.inf
-        self.operators: set[str] = set()
         self._by_size: dict[int, list[int]] = {}
         self._sums: list[tuple[float, float]] = []  # by entry: sum and sum of squares of the finite elements
         self._tables: dict[int, Tensor] = {}  # by size: the sums of all entries

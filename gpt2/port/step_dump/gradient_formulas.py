@@ -12,13 +12,14 @@ from torch import Tensor
 
 from gpt2.port.diagnosis.report import Cause
 from gpt2.port.golden_section import least
-from gpt2.port.step_dump.gradient_comparison import Comparison, combined, total_norm
+from gpt2.port.step_dump.gradient_comparison import Comparison, combined
 from gpt2.port.step_dump.gradient_parts import CLOSE, SEEN
 from gpt2.port.step_dump.layouts import Weights
 from gpt2.port.step_dump.predictions import Batch, Gradients, Predictor
 from gpt2.port.training.causes import cause
 from gpt2.port.training.trained import Stage
 
+LAST_BIAS = "ln_f.bias"
 MAX_ROWS = 32  # of a batch, whose weights are fitted
 MAX_NUMBERS = 6e8  # in the gradients of all these rows: 5 GB
 
@@ -92,8 +93,12 @@ class Formulas:
         return self._note(reading, self._gradients(smoothing=share), "label-smoothing", f"a label smoothing of {share:.4g}")
 
     def _temperature(self, got: Weights, reading: GradientReading) -> bool:
+        if LAST_BIAS not in got:
+            return False
+        slope = self.predictor.slope_of_last_bias(self.state, self.batch)
+
         def unlike(log: float) -> float:
-            return -_cosine(got, self._gradients(factor=math.exp(log)).whole)
+            return -float(torch.cosine_similarity(got[LAST_BIAS].flatten(), slope(math.exp(log)), dim=0))
 
         value = math.exp(least(unlike, math.log(0.05), math.log(20.0), steps=40)[1])
         if abs(value - 1) < 1e-4:
@@ -135,8 +140,3 @@ class Formulas:
             stage.causes.append(cause("loss-average-wrong", "loss", detail, SEEN))
         reading.predicted = []
         return True
-
-
-def _cosine(got: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> float:
-    product = sum(float((g * made[n]).sum()) for n, g in got.items())
-    return product / (total_norm(got) * total_norm({n: made[n] for n in got}) or 1.0)

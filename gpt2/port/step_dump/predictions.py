@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -130,6 +130,13 @@ class Predictor:
         head = found[TABLE]
         assert table.grad is not None
         return Gradients({**found, TABLE: head + table.grad}, head, table.grad)
+
+    @torch.no_grad()
+    def slope_of_last_bias(self, state: Mapping[str, Tensor], batch: Batch) -> Callable[[float], Tensor]:
+        """Return a function of the factor of the logits: the gradient (D,) of ``ln_f.bias``, which needs no backward pass."""
+        logits, labels = self.logits(state, batch.ids)[batch.targets >= 0], batch.targets[batch.targets >= 0]
+        wanted = F.one_hot(labels, logits.shape[-1]).to(logits.dtype)
+        return lambda factor: factor * ((factor * logits).softmax(-1) - wanted).mean(0) @ state[TABLE]
 
     @torch.no_grad()
     def logits(self, state: Mapping[str, Tensor], ids: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from gpt2.port.training.updates import EXPLAINED, SINGLE, USUAL, Found, Search
 
 ENTRIES = 256  # of each parameter that are compared
 NONE = ("", math.inf)
+SAME = 1.001  # times the least error
 BETAS = ((0.9, 0.95), (0.9, 0.999))
 
 
@@ -138,7 +139,10 @@ class RuleSearch:
                 tracks = [replace(one, noise=None) for one in self.clipped((kind, math.exp(log)))]  # not limited, as noise is
                 return min(sum(fit(one, Rule(beta1=b1, beta2=b2)).error for one in tracks) for b1, b2 in betas)
 
-            near = min(grid, key=error)
+            errors = [error(log) for log in grid]
+            near = grid[np.argmin(errors)]
+            if errors[0] <= SAME * min(errors):  # all is cut off: any smaller limit gives the same changes
+                continue
             yield kind, math.exp(least(error, near - (grid[1] - grid[0]), near + (grid[1] - grid[0]), steps=60)[1])
 
 
