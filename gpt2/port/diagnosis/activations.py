@@ -117,6 +117,8 @@ FUNCTIONS: dict[str, tuple[str, Formula]] = {
     "root 0.8": ("the tanh GELU with 0.8 for sqrt(2/pi)", _tanh_gelu(0.8)),
     "square": ("the tanh GELU with x^2 for x^3", _tanh_gelu(power=2)),
     **MISPLACED,
+    "twice": ("the tanh GELU of the tanh GELU", lambda x: _tanh_gelu()(_tanh_gelu()(x))),
+    "zero": ("always zero, as where a program divides 1 by 2 in integers", torch.zeros_like),
     "no x": ("0.5 (1 + tanh(...)) without the factor x", lambda x: 0.5 * (1 + torch.tanh(_TANH * (x + 0.044715 * x**3)))),
 }
 CONSTANTS = {"0.7978845608": 0.7978845608, "0.79788456": 0.79788456, "float32": ROUNDED, "0.7979": 0.7979}  # for sqrt(2/pi)

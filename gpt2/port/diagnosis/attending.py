@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import point_at
-from gpt2.port.diagnosis.hypotheses import attention_weights, likely_scales, right_scale, scale_faults
+from gpt2.port.diagnosis.hypotheses import MASK_FAULTS, allowed, attention_weights, likely_scales, right_scale, scale_faults
 from gpt2.port.diagnosis.norms import RMS, layer_norm
 from gpt2.port.diagnosis.projecting import HEADS, Projected, added, affine
 from gpt2.port.diagnosis.rotary import turned_pair
@@ -140,6 +140,25 @@ class Attending:
             right = next(attention_weights(scoring.value.mT * factor, factor))
             yield Option.known("exchanged", right.value, EXCHANGED, factor=factor, cost=1.0)
             yield from self._shared(scoring, factor)
+            yield from self._as_masked(scoring, factor)
+
+    def _as_masked(self, scoring: Scoring, factor: float) -> Iterator[Option]:
+        """Yield the weights behind any mask that recorded weights show: they are zero where it hides a token."""
+        shape, known = scoring.value.shape, [allowed(label, scoring.value) for label in MASK_FAULTS]
+        for entry in self.pool.of_size(shape.numel()):
+            if entry.shape[-2:] != shape[-2:] or bool((entry < 0).any()) or not bool(entry.isfinite().all()):
+                continue
+            seen = (entry > 0).reshape(-1, *shape[-2:]).any(0)
+            ahead, itself = seen.triu(1).any(1), seen.diagonal()
+            if any(torch.equal(seen, one) for one in known) or not bool(seen.any(1).all()) or bool(itself.all() & ~ahead.any()):
+                continue
+            known.append(seen)
+            token = int((ahead if bool(ahead.any()) else ~itself).nonzero()[0])
+            words = f"token {token} sees tokens {', '.join(map(str, seen[token].nonzero().flatten().tolist()))} alone"
+            fault = Fault("mask-missing" if bool(ahead.any()) else "mask-strict", "attn", f"a mask of its own: {words}")
+            scores, cost = self._scaled(scoring, factor), 1.0 + len(self._scale_faults(scoring, factor))
+            weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+            yield Option.known("mask as recorded", weights, fault, factor=factor, cost=cost)
 
     def _shared(self, scoring: Scoring, factor: float) -> Iterator[Option]:
         """Yield the right weights of one head, or their mean, for all heads."""
@@ -300,7 +319,7 @@ class Attending:
                     return results
                 values = {"attn.c_proj": merged}
                 unseen.append(Option.known(f"heads {layout.name}", merged, *wrong, NO_PROJECTION, silent=True, values=values))
-                if recorded and layout is Layout.RIGHT:
+                if recorded:
                     whole = merged @ self.weights["attn.c_proj.weight"] + self.weights["attn.c_proj.bias"]
                     unseen.append(Option.known("unseen projection", whole, *wrong, cost=0.5))
             for words, normed in self._normed(right) if recorded else ():

@@ -40,7 +40,7 @@ _TABLE = {
     "head-layout": ("heads and their units are read in another order", HEADS),
     "missing-bias": ("a bias of the checkpoint has no place", "nn.Linear(n_in, n_out, bias=True), with the checkpoint's bias"),
     "untied-head": ("the head has its own weights", "lm_head.weight = wte.weight  # logits = x @ wte.weight.t()"),
-    "reduced-precision": ("the weights were rounded to a narrower dtype", "load in float32: no .half(), no .bfloat16()"),
+    "reduced-precision": ("numbers were rounded to a narrower dtype", "load in float32: no .half(), no .bfloat16()"),
     "padded-vocab": ("there are more logits than tokens", "logits = logits[..., :vocab_size]"),
     # Normalisation
     "layernorm-eps": ("another epsilon in the layer norm", "nn.LayerNorm(n_embd, eps=1e-5)"),

@@ -108,6 +108,12 @@ def weighings() -> tuple[Weighing, ...]:
     add("ones taken", lambda scores: (scores - (~allowed("right", scores)).to(scores)).softmax(-1), ones)
     none = fault("softmax-missing", "scores weigh the values as they are, without a softmax")
     add("no softmax", lambda scores: scores * allowed("right", scores), none)
+    undivided = fault("softmax-missing", "the exponentials of the scores are not divided by their sum")
+    add("undivided", lambda scores: _exponentials(scores, 0.0), undivided)
+    add("undivided below the largest", lambda scores: _exponentials(scores, _largest(scores)), undivided)
+    for name, dtype in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):
+        narrow = fault("reduced-precision", f"the scores are rounded to {name} before the softmax")
+        add(f"scores in {name}", partial(_rounded, dtype), narrow)
     zero = fault("mask-multiplied", multiplied.format("zero"))
     for axis, words in ((-2, "over the queries"), (1, "over the heads"), (0, "over the batch")):
         wrong = fault("softmax-axis", f"the softmax runs {words} (dim={axis}), not over the keys")
@@ -119,6 +125,18 @@ def weighings() -> tuple[Weighing, ...]:
         add(f"axis {axis} multiplied", _multiplied(axis), wrong, zero, axis=axis)
         add(f"axis {axis} after", _after("right", axis), wrong, axis=axis)
     return tuple(out)
+
+
+def _largest(scores: Tensor) -> Tensor:
+    return scores.masked_fill(~allowed("right", scores), -math.inf).amax(-1, keepdim=True)
+
+
+def _exponentials(scores: Tensor, largest: Tensor | float) -> Tensor:
+    return (scores - largest).exp() * allowed("right", scores)
+
+
+def _rounded(dtype: torch.dtype, scores: Tensor) -> Tensor:
+    return _masked("right", -math.inf)(scores.to(dtype).to(scores))
 
 
 def _multiplied(axis: int) -> Formula:

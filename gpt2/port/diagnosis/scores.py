@@ -111,6 +111,11 @@ def wrong_scorings(parts: dict[str, Tensor], config: GPT2Config) -> Iterator[Sco
         shared = Fault("head-layout", "attn.c_attn", words, fix=fix, share="k")
         yield Scoring(parts["q"], parts["k"], Layout.RIGHT, n_head, (shared,), shared=head)
 
+    if len(parts["k"]) > 1:
+        firsts = parts["k"][:1].expand_as(parts["k"])
+        words = "every row of the batch compares its queries with the keys of the first row (axis 0)"
+        yield Scoring(parts["q"], firsts, Layout.RIGHT, n_head, (Fault("batch-dependent", "attn", words),))
+
 
 def _head_count(heads: int, config: GPT2Config) -> tuple[Fault, ...]:
     if heads == config.n_head:

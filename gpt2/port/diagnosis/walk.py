@@ -29,6 +29,7 @@ from gpt2.port.recording.pool import Pool, TimeUp
 
 FEW_VALUES = 8  # an output with no more than these shows no rounding
 ROUNDING_SLACK = 1e-6
+USUAL = 12  # activations, the likeliest ones, that are tried where only their result is recorded
 SAMPLE = 64  # vocabulary entries on which a candidate for the last stream is tested first
 
 
@@ -178,7 +179,14 @@ class Walker:
         self.trail.enter(n, "mid")
 
         def confirm(x: Tensor) -> Recorded | None:
-            return affine(self.chooser, x, weights["mlp.c_fc.weight"], weights["mlp.c_fc.bias"], "mlp.c_fc")
+            weight, bias = weights["mlp.c_fc.weight"], weights["mlp.c_fc.bias"]
+            if (found := affine(self.chooser, x, weight, bias, "mlp.c_fc")) is not None or not fused:
+                return found
+            up = x @ weight + bias
+            results = (one.value for one in activations(self.config, up)[:USUAL] if not one.silent)
+            return Recorded(up, None) if any(self.chooser.recorded(one, STREAM) is not None for one in results) else None
+
+        fused = any(True for _ in streams(self.pool, self.trail.ids, self.config.inner))  # what the activation gives, at least
 
         choice = None
         every = [mid for one in attention.results for mid in residuals(self.norms, self.pool, layer, attention, one)]

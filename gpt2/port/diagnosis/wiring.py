@@ -18,6 +18,7 @@ from gpt2.port.recording.pool import Pool
 
 STREAM = (0, 1)  # axes of (B, T, D) that a port may split: rows, tokens
 BOTH = "the embeddings, tokens and positions together,"
+SAME_TOKEN = 0.01  # times a usual embedding's length: how far a recorded one may be from its row
 SHOWN = 4  # positions that a message gives
 LEAST_WAVES = 5  # positions that show whether they are waves
 WAVE_ERROR = 1e-4  # of a table in float32
@@ -66,7 +67,7 @@ class Embeddings:
                 kept.append(option.seen_as(self.pool.adopt(option.value, match)))
         kept += both
         if all(option.silent for option in kept):
-            kept += self._unknown_positions(factors)
+            kept += [*self._other_tokens(), *self._unknown_positions(factors)]
         kept.sort(key=lambda option: option.price)
         return [right, *kept, *(more for option in (right, *kept[:3]) for more in self._normed(option))]
 
@@ -114,6 +115,8 @@ class Embeddings:
         others.append(("constant", rows * 0, "every token is given position 0"))
         words = "rows of the position table are taken by token id, not by position"
         others.append(("by token", self.ids.clamp(max=len(wpe) - 1), words))
+        row = torch.arange(len(self.ids))[:, None].expand_as(self.ids).clamp(max=len(wpe) - 1)
+        others.append(("by row", row, "rows of the position table are taken by the row of the batch, not by position"))
         for label, taken, words in others:
             yield label, wpe[taken], [Fault("position-offset", "wpe", words)]
         for label, table in sinusoids(tokens, self.width):
@@ -122,6 +125,22 @@ class Embeddings:
             words = f"position embeddings are multiplied by {factor:.6g}"
             yield f"scaled {factor:g}", wpe[:tokens] * factor, [Fault("embedding-scaled", "wpe", words, fitted=True)]
         yield "none", torch.zeros_like(wpe[:tokens]), [Fault("position-missing", "wpe", "no positions are added")]
+
+    def _other_tokens(self) -> Iterator[Option]:
+        """Yield a tensor that is the sum of the right positions and of other tokens' embeddings."""
+        wte, wpe = self.norms.own["wte.weight"], self.wpe[: self.tokens]
+        for x in streams(self.pool, self.ids, self.width):
+            if float(torch.cdist((x - wpe)[0, -1:], wte).min()) > SAME_TOKEN * float(wte.norm(dim=1).mean()):
+                continue
+            taken = torch.cdist((x - wpe).flatten(0, 1), wte).argmin(-1).view_as(self.ids)
+            if bool((taken == self.ids).all()) or self.pool.find(wte[taken] + wpe, *STREAM) is None:
+                continue
+            row, token = (taken != self.ids).nonzero()[0].tolist()
+            words = f"token {token} of row {row} is given the embedding of id {taken[row, token]}, not {self.ids[row, token]}"
+            if torch.equal(taken[:, 1:], self.ids[:, :-1]):
+                words = "each token is given the embedding of the token before it"
+            values = {"wte": wte[taken], "wpe": wpe[None]}
+            yield Option.known("other tokens", x, Fault("wrong-tensor", "wte", words), values=values)
 
     def _unknown_positions(self, factors: list[float]) -> Iterator[Option]:
         """Yield a tensor that differs from the token embeddings by other rows of wpe, or equally in every row of the batch."""
@@ -142,16 +161,18 @@ class Embeddings:
                 yield Option.known("other positions", x, fault, *scaled, values=values)
 
     def _rows_of_wpe(self, rows: Tensor, factor: float) -> Fault | None:
-        """Return the fault of positions (B, T, D) that are rows of wpe, each token its own; None if they are not."""
-        taken = torch.cdist(rows.flatten(0, 1), self.wpe).argmin(-1).view(rows.shape[:2])
+        """Return the fault of positions (B, T, D) that are rows of wpe or none, each token its own; None if they are neither."""
+        table, none = torch.cat([self.wpe, torch.zeros_like(self.wpe[:1])]), len(self.wpe)
+        taken = torch.cdist(rows.flatten(0, 1), table).argmin(-1).view(rows.shape[:2])
         others = (taken != torch.arange(self.tokens)).nonzero().tolist()
-        if not others or self.pool.find(self.words * factor + self.wpe[taken], *STREAM) is None:
+        if not others or self.pool.find(self.words * factor + table[taken], *STREAM) is None:
             return None
         row, token = others[0]
         right = range(token, min(token + SHOWN, self.tokens))
-        given, wanted = (", ".join(map(str, numbers)) for numbers in (taken[row, token : right.stop].tolist(), right))
-        words = f"from token {token} of row {row} on, the positions are {given}, not {wanted}"
-        return Fault("position-offset", "wpe", words)
+        wrong = [taken[one, at].item() for one, at in others]
+        given = ", ".join("none" if one == none else str(one) for one in taken[row, token : right.stop].tolist())
+        words = f"from token {token} of row {row} on, the positions are {given}, not {', '.join(map(str, right))}"
+        return Fault("position-missing" if set(wrong) == {none} else "position-offset", "wpe", words)
 
 
 def are_waves(rows: Tensor) -> bool:
@@ -265,6 +286,9 @@ def outputs(
                 yield result.then("normed", _plus(attention.input + a), normed, cost=cost)
     yield from residuals(norms, pool, layer, feed_forward, result)
     if x is not None:
+        if attention.results:
+            words = "the block's input is added once more to its result, which holds it already"
+            yield result.then("added again", _plus(x + attention.results[0].value + x), Fault("residual-scaled", "", words))
         words = "the feed-forward's result is added to the stream as it was before attention"
         words = "attention's result is dropped: the feed-forward is added without it" if parallel else words
         yield result.then("skipped", _plus(x), Fault("residual-missing", "mid", words))

@@ -98,9 +98,11 @@ class Batches:
         return end, state
 
     def _finish(self, layer: int, states: dict[int, tuple[int, State]], streams: dict[int, Tensor]) -> None:
-        """Run the rest of a block, in one batch for all programs that were replaced up to the same stage."""
-        for end in {end for end, _ in states.values()}:
-            same = [number for number in states if states[number][0] == end]
+        """Run the rest of a block, in one batch for all programs with as many heads that were replaced up to the same stage."""
+        alike: dict[tuple[int, int], list[int]] = {}
+        for number, (end, state) in states.items():
+            alike.setdefault((end, state["attn.scores"].shape[1] if "attn.scores" in state else 0), []).append(number)
+        for (end, _), same in alike.items():
             later = [stage for stage in NEEDS if ORDER[stage] > end]
             if not later:
                 streams |= {number: states[number][1][""] for number in same}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from gpt2.port.diagnosis.places import Place, collapsed
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.diagnosis.trail import post_norms, sequence_faults
-from gpt2.port.dump.faults import Variant, block_variants, embedding_variants, norm_variants
+from gpt2.port.dump.faults import Variant, block_variants, embedding_variants, late, norm_variants
 from gpt2.port.dump.misloading import loading_variants, outside_variants, rounded_outside
 from gpt2.port.dump.simulation import Program, Simulation, Stage, Stages
 
@@ -143,6 +143,13 @@ class Table:
             yield from (Candidate(((variant, n),)) for variant in self.blocks if rare or not variant.rare)
             yield from (Candidate(sites) for sites in self._both_norms(range(n, n + 1), is_last and n == last - 1))
 
+    def since(self, simulation: Simulation, token: int, first: int, last: int, is_first: bool) -> Iterator[Candidate]:
+        """Yield every fault of a formula in the tokens from ``token`` on: in blocks ``first`` to ``last``, or the embeddings."""
+        if is_first:
+            yield from (Candidate(((late(variant, token), None),)) for variant in embedding_variants(simulation))
+        for variant in map(partial(late, token=token), block_variants(simulation)):
+            yield Candidate(tuple((variant, n) for n in range(first, last)))
+
     def _both_norms(self, blocks: Iterable[int], ending: bool) -> Iterator[tuple[tuple[Variant, int | None], ...]]:
         """Yield the same fault in both norms of ``blocks``; ``ending``: also with the last norm."""
         seconds = {variant.label.removeprefix("ln_2 "): variant for variant in self.blocks if variant.label.startswith("ln_2 ")}
@@ -168,6 +175,6 @@ class Table:
         right = tuple(range(self.layers))
         out = [right[::-1], *(right[:n] + right[n + 1 :] for n in right), *(right[: n + 1] + right[n:] for n in right)]
         out += [(*right[:n], n + 1, n, *right[n + 2 :]) for n in right[:-1]]
-        out += [(*right[1:], 0), (right[-1], *right[:-1]), right + right]
+        out += [tuple(sorted(right, key=str)), (*right[1:], 0), (right[-1], *right[:-1]), right + right]
         out += [(n,) * self.layers for n in (right[0], right[-1])]
         yield from (order for order in dict.fromkeys(out) if order != right and order)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
@@ -18,7 +19,7 @@ from gpt2.port.diagnosis.activations import activation_faults
 from gpt2.port.diagnosis.attending import MERGED, MIXED, NO_PROJECTION
 from gpt2.port.diagnosis.hypotheses import SCALES, right_scale, scale_faults, weighings
 from gpt2.port.diagnosis.norms import RMS, Hypothesis, Norms, layer_norm
-from gpt2.port.diagnosis.scores import Layout
+from gpt2.port.diagnosis.scores import Layout, Scoring, wrong_scorings
 from gpt2.port.diagnosis.search import Fault, Formula, Option
 from gpt2.port.diagnosis.wiring import Branch, Embeddings, inputs, outputs, residuals
 from gpt2.port.dump.simulation import Simulation, Stage, Stages, State
@@ -62,6 +63,7 @@ class Variant:
 
     ``label``: equal in all blocks. ``blame``: the faults by the block's number, without a layer. ``replaced``: the stages in a
     block; none if the fault changes nothing there. ``rare``: tried in all blocks together only, if blocks are expensive.
+    ``since``: the first token that has the fault.
     """
 
     label: str
@@ -69,6 +71,7 @@ class Variant:
     replaced: Replaced
     outside: bool = False
     rare: bool = False
+    since: int = 0
 
     @classmethod
     def of(cls, label: str, faults: Iterable[Fault], replaced: Replaced, rare: bool = False) -> Variant:
@@ -92,6 +95,35 @@ def joined(label: str, *variants: Variant) -> Variant:
         return {stage: formula for one in variants for stage, formula in one.replaced(simulation, layer).items()}
 
     return Variant(label, lambda layer: tuple(fault for one in variants for fault in one.blame(layer)), replaced)
+
+
+def late(variant: Variant, token: int) -> Variant:
+    """Return a fault of the tokens from ``token`` on alone, as in a program that reads a prompt, and then steps with a cache."""
+
+    def blame(layer: int) -> tuple[Fault, ...]:
+        words = f"from token {token} on, as in steps after a prompt"
+        return tuple(replace(fault, detail=f"{words}: {fault.detail}") for fault in variant.blame(layer))
+
+    def replaced(simulation: Simulation, layer: int) -> Stages:
+        rights = {
+            **simulation.right(layer),
+            "embed": lambda s: simulation.embed(),
+            "ln_f": lambda s: simulation.norm("ln_f", s["x"]),
+        }
+        return {stage: _from_token(token, rights[stage], wrong) for stage, wrong in variant.replaced(simulation, layer).items()}
+
+    return replace(variant, label=f"{variant.label} from {token}", blame=blame, replaced=replaced, since=token)
+
+
+def _from_token(token: int, right: Stage, wrong: Stage) -> Stage:
+    def formula(s: State) -> Tensor:
+        before, behind = right(s), wrong(s)
+        if before.shape != behind.shape:  # another number of heads
+            return behind
+        axis = before.ndim - 2  # (B, T, D), (B, H, T, K) and (B, H, T, T)
+        return torch.cat([before.narrow(axis, 0, token), behind.narrow(axis, token, behind.shape[axis] - token)], axis)
+
+    return formula
 
 
 def all_faults(option: Option) -> tuple[Fault, ...]:
@@ -139,6 +171,7 @@ def block_variants(simulation: Simulation) -> list[Variant]:
         *_weighings(simulation),
         *_scales(simulation),
         *_layouts(),
+        *_comparisons(simulation),
         *_mixtures(),
         *_wiring(simulation),
     ]
@@ -247,8 +280,8 @@ def _scales(simulation: Simulation) -> Iterator[Variant]:
         yield Variant(f"scale {label}", blame, replaced)
 
 
-def _mixed(layout: Layout, source: str, heads: int) -> Stage:
-    return lambda s: s["attn.weights"] @ layout.split(s[source], heads)
+def _mixed(layout: Layout, source: str) -> Stage:
+    return lambda s: s["attn.weights"] @ layout.split(s[source], s["attn.weights"].shape[1])
 
 
 def _layouts() -> Iterator[Variant]:
@@ -260,7 +293,7 @@ def _layouts() -> Iterator[Variant]:
         def split(simulation: Simulation, layer: int, layout: Layout = layout) -> Stages:
             return {
                 "attn.scores": lambda s: simulation.scores(s, layer, layout),
-                "attn.mixed": _mixed(layout, "attn.v", simulation.config.n_head),
+                "attn.mixed": _mixed(layout, "attn.v"),
             }
 
         def merge(simulation: Simulation, layer: int, layout: Layout = layout) -> Stages:
@@ -278,6 +311,26 @@ def _layouts() -> Iterator[Variant]:
     )
 
 
+def _comparisons(simulation: Simulation) -> Iterator[Variant]:
+    """Yield the ways to compare tokens that have one fault: another number of heads, other pairs, keys that are shared."""
+
+    def scorings(s: State) -> list[Scoring]:
+        parts = {name: s[f"attn.{name}"] for name in "qk"}
+        return [one for one in wrong_scorings(parts, simulation.config) if len(one.faults) == 1 and not one.cosine]
+
+    heads = simulation.config.n_head
+    for number, one in enumerate(scorings(simulation.right_state(0))):
+
+        def replaced(simulation: Simulation, layer: int, number: int = number, count: int = one.heads) -> Stages:
+            def scores(s: State) -> Tensor:
+                found = scorings(s)[number]
+                return found.value * (right_scale(simulation.config, layer) if count == heads else found.usual_factor)
+
+            return {"attn.scores": scores}
+
+        yield Variant.of(f"compared {one.faults[0].detail}", one.faults, replaced, one.heads not in (1, heads, 2 * heads))
+
+
 def _mixtures() -> Iterator[Variant]:
     sources = {"k": "attn.k", "q": "attn.q", "input": "ln_1", "stream": "x"}
     for source, words in MIXED.items():
@@ -285,7 +338,7 @@ def _mixtures() -> Iterator[Variant]:
             wrong = Fault("value-projection-wrong", "attn", words)
 
             def replaced(simulation: Simulation, layer: int, source: str = sources[source]) -> Stages:
-                return {"attn.mixed": _mixed(Layout.RIGHT, source, simulation.config.n_head)}
+                return {"attn.mixed": _mixed(Layout.RIGHT, source)}
 
             yield Variant.of(f"mixed {source}", [wrong], replaced)
     yield Variant.of("no projection", [NO_PROJECTION], lambda simulation, layer: {"attn.c_proj": lambda s: s["attn.heads"]})

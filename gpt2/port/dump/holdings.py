@@ -14,7 +14,7 @@ from torch import Tensor
 from gpt2.config import GPT2Config
 from gpt2.port.diagnosis import entries
 from gpt2.port.diagnosis.weights import NARROW
-from gpt2.port.dump.misloading import rounded
+from gpt2.port.dump.misloading import CUT, rounded
 
 LINEAR = ("attn.q", "attn.k", "attn.v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 NORMS = ("ln_1", "ln_2")
@@ -57,6 +57,8 @@ class Holdings:
         for dtype, narrow in NARROW.items():
             words = f"the weight holds the checkpoint's values rounded to {dtype}"
             yield Held(weight.to(narrow).double(), bias, "reduced-precision", ".weight", words)
+        words = f"the weight holds the checkpoint's values in {CUT}"
+        yield Held(rounded(weight, CUT), bias, "reduced-precision", ".weight", words)
         ways = {"whole tensor": rounded(weight, "int8 a tensor"), "column": rounded(weight, "int8")} if weight.ndim == 2 else {}
         ways |= {"row": rounded(weight.t(), "int8").t()} if weight.ndim == 2 else {}
         for where, value in ways.items():
@@ -96,6 +98,8 @@ class Holdings:
         """Yield other biases, with the right weight."""
         weight, bias = self.right(layer, part)[:2]
         yield Held(weight, torch.zeros_like(bias), "missing-bias", "", "no bias is added")
+        for times in (2, self.config.n_head):
+            yield Held(weight, times * bias, "extra-bias", ".bias", f"the bias is added {times} times")
         for other in PARTS:
             for n in range(self.config.n_layer):
                 theirs = self.right(n, other).bias

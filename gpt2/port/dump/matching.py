@@ -27,6 +27,7 @@ MAX_CONFIRMED = 40  # candidates that are computed exactly
 MAX_CONFIRMED_LARGE = 12
 LATE_CONFIRMED = 3  # the nearest, which are computed even after the deadline
 SIEVED = 5e-5  # the largest error of a fit in float32, on few tokens, beside the tolerance
+LATER = 2  # the least token from which on faults of later tokens alone are tried: to the first, many faults change nothing
 FIRSTS = 40  # faults that pairs are built on
 DEEPER = 4  # pairs that triples are built on, for each of the first faults
 Ranked = list[tuple[Nearness, Candidate]]
@@ -113,6 +114,14 @@ class Segment:
                 )
         return out
 
+    def first_wrong_token(self) -> int:
+        """Return the first token whose value at the end is not GPT-2's; 0 if not every token's is shown."""
+        shown, right = self.shown[self.end], self.values(Candidate())[self.end]
+        if shown.shape[1] != right.shape[1]:
+            return 0
+        wrong = (shown - right).abs().amax((0, 2)) > self.allowed(self.end) * shown.square().mean().sqrt()
+        return int(wrong.nonzero()[0]) if bool(wrong.any()) else 0
+
     def fits(self, candidate: Candidate) -> Iterator[Fit]:
         """Yield a candidate, with each fault of the head that makes it fit all shown values; the first that does is enough."""
         if not candidate.is_right and candidate.program(self.simulation) is None:
@@ -192,7 +201,7 @@ class Search:
 
     def __init__(self, segment: Segment, table: Table, deadline: float, progress: Progress) -> None:
         self.segment, self.deadline, self.progress = segment, deadline, progress
-        self.sieve = Sieve(segment.simulation, segment.span)
+        self.sieve, self.table = Sieve(segment.simulation, segment.span), table
         self.singles = list(
             table.singles(
                 segment.first, segment.last, segment.entrance is None, segment.is_last, self.sieve.small, segment.all_blocks
@@ -215,8 +224,16 @@ class Search:
             if not fits:
                 ranked += self._rank(local, None, "faults in one block")
                 fits = self._confirmed(sorted(ranked, key=lambda one: one[0].fit))
-        fits = fits or self._fitted()
+        fits = fits or self._since() or self._fitted()
         return fits if fits or self.late() or not several else self._several(ranked)
+
+    def _since(self) -> list[Fit]:
+        """Return the faults of later tokens alone that explain the segment, if those before them are right."""
+        segment = self.segment
+        if (token := segment.first_wrong_token()) < LATER or self.late():
+            return []
+        late = self.table.since(segment.simulation, token, segment.first, segment.last, segment.entrance is None)
+        return self._confirmed(self._rank(list(late), None, f"faults from token {token} on"), Candidate())
 
     def _fitted(self) -> list[Fit]:
         """Return the factor of the scores that explains the segment, in all blocks whose scores are computed in it."""

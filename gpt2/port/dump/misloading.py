@@ -31,6 +31,7 @@ QKV = READERS["attn.c_attn"]
 ALL = tuple(stage for stages in READERS.values() for stage in stages)
 INPUTS = {"attn.c_proj": "attn.heads", "mlp.c_fc": "ln_2", "mlp.c_proj": "mlp.act"}
 SCALED = "float8_e4m3fn with scales"
+CUT = "bfloat16, the other digits cut off"
 MAX_BLOCKS = 4  # beyond that, a tensor of another block is of a neighbour or of the first
 Change = Callable[[Mapping[str, Tensor], GPT2Config], Mapping[str, Tensor]]  # a block's tensors -> those that differ
 
@@ -78,7 +79,7 @@ def loading_variants(simulation: Simulation) -> list[Variant]:
         *_orders(weights, config),
         *_shares(weights, config),
         *_matrices(weights, config),
-        *_biases(),
+        *_biases(config.n_head),
         *_exchanged(),
         *_others(config),
         *_rounded(),
@@ -170,6 +171,10 @@ def _zero(*names: str) -> Change:
     return lambda weights, config: {name: torch.zeros_like(weights[name]) for name in names}
 
 
+def _times(name: str, times: int) -> Change:
+    return lambda weights, config: {name: times * weights[name]}
+
+
 def _share_zero(share: int) -> Change:
     def change(weights: Mapping[str, Tensor], config: GPT2Config) -> Mapping[str, Tensor]:
         thirds = list(weights["attn.c_attn.bias"].chunk(3))
@@ -179,7 +184,7 @@ def _share_zero(share: int) -> Change:
     return change
 
 
-def _biases() -> Iterator[Variant]:
+def _biases(heads: int) -> Iterator[Variant]:
     words = {"attn.c_attn": "queries, keys and values", "attn.c_proj": "attention's output projection"}
     words |= {"mlp.c_fc": "the feed-forward's first layer", "mlp.c_proj": "the feed-forward's second layer"}
     for part, what in words.items():
@@ -189,6 +194,9 @@ def _biases() -> Iterator[Variant]:
     for share, what in ((0, "queries"), (2, "values")):
         fault = Fault("missing-bias", f"attn.{'qkv'[share]}", f"the {what} have no bias")
         yield misread(f"{what} no bias", fault, _share_zero(share), f"attn.{'qkv'[share]}")
+    for times in dict.fromkeys((2, heads)):
+        fault = Fault("extra-bias", "attn.c_proj.bias", f"the bias is added {times} times")
+        yield misread(f"attn.c_proj bias {times} times", fault, _times("attn.c_proj.bias", times), "attn.c_proj")
     linear = [f"{part}.bias" for part in words]
     yield misread(
         "linear no bias",
@@ -257,8 +265,11 @@ def _on(step: int, layers: int, layer: int) -> int:
 def rounded(tensor: Tensor, dtype: str) -> Tensor:
     """Return a tensor rounded to a narrow dtype; int8 with a scale for each column, or one for all ("int8 a tensor").
 
-    ``SCALED``: float8 with a scale that leaves every value in its range, so that only the mantissa of four bits is seen.
+    ``SCALED``: float8 with a scale that leaves every value in its range, so that only the mantissa of four bits is seen. ``CUT``:
+    the upper half of a float32's bits.
     """
+    if dtype == CUT:
+        return (tensor.float().view(torch.int32) & -(1 << 16)).view(torch.float32).to(tensor)
     if dtype == SCALED:
         mantissa, exponent = tensor.frexp()
         return mantissa.mul_(16).round_().ldexp(exponent.sub_(4)).to(tensor)
@@ -270,8 +281,8 @@ def rounded(tensor: Tensor, dtype: str) -> Tensor:
 
 
 def _rounded() -> Iterator[Variant]:
-    for dtype in (*NARROW, SCALED, "int8", "int8 a tensor"):
-        for module in ("",) if dtype == SCALED else ("", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+    for dtype in (*NARROW, SCALED, CUT, "int8", "int8 a tensor"):
+        for module in ("",) if dtype in (SCALED, CUT) else ("", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
 
             def change(
                 weights: Mapping[str, Tensor], config: GPT2Config, dtype: str = dtype, module: str = module
@@ -295,6 +306,9 @@ def outside_variants() -> Iterator[Variant]:
         for head in (True, False):
             where = words if head else f"{words}, in the embedding and not in the head"
             yield _outside(f"rows {by} {head}", Fault("wrong-tensor", "wte", where), partial(_moved, by, head))
+    for first in ("its own id", "id 0", "the last token's id"):
+        words = f"each token is given the embedding of the token before it, the first that of {first}"
+        yield _outside(f"tokens late {first}", Fault("wrong-tensor", "wte", words), partial(_late, first))
     words = "the position table was reshaped where it had to be transposed"
     yield _outside("wpe reshaped", Fault("transposed", "wpe", words), _reshaped_positions)
 
@@ -319,6 +333,13 @@ def _moved(by: int, head: bool, simulation: Simulation, layer: int) -> Stages:
     value = words[(simulation.ids - by) % len(words)] + simulation.state["wpe.weight"][: simulation.ids.shape[1]]
     stages: dict[str, Stage] = {"embed": lambda s: value}
     return stages | ({"head": lambda s: words.roll(by, 0)} if head else {})  # made when it runs: hundreds of programs wait
+
+
+def _late(first: str, simulation: Simulation, layer: int) -> Stages:
+    ids, words = simulation.ids, simulation.state["wte.weight"]
+    start = {"its own id": ids[:, :1], "id 0": 0 * ids[:, :1], "the last token's id": ids[:, -1:]}[first]
+    value = words[torch.cat([start, ids[:, :-1]], 1)] + simulation.state["wpe.weight"][: ids.shape[1]]
+    return {"embed": lambda s: value}
 
 
 def _reshaped_positions(simulation: Simulation, layer: int) -> Stages:

@@ -138,7 +138,8 @@ class Sieve:
             return self.whole
         if any(one.mixes_rows for one, _ in candidate.sites):
             return self.whole
-        return self.row if any(fault.id in WIDE for fault in candidate.faults(0)) else self.few
+        wide = any(one.since for one, _ in candidate.sites) or any(fault.id in WIDE for fault in candidate.faults(0))
+        return self.row if wide else self.few
 
     def ranked(
         self, candidates: Iterable[Candidate], base: Candidate | None = None, deadline: float = math.inf

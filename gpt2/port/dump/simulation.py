@@ -185,7 +185,6 @@ class Simulation:
         thirds = zip("qkv", w["attn.c_attn.weight"].chunk(3, 1), w["attn.c_attn.bias"].chunk(3, 0), strict=True)
         projections = {name: (weight, bias) for name, weight, bias in thirds}
         activation = ACTIVATIONS[config.activation_function]
-        heads = config.n_head
 
         def linear(source: str, weight: Tensor, bias: Tensor) -> Stage:
             return lambda s: affine(s[source], weight, bias)
@@ -195,7 +194,7 @@ class Simulation:
             **{f"attn.{name}": linear("ln_1", *projections[name]) for name in "qkv"},
             "attn.scores": lambda s: self.scores(s, layer),
             "attn.weights": lambda s: s["attn.scores"].masked_fill(~self.seen, -torch.inf).softmax(-1),
-            "attn.mixed": lambda s: s["attn.weights"] @ Layout.RIGHT.split(s["attn.v"], heads),
+            "attn.mixed": lambda s: s["attn.weights"] @ Layout.RIGHT.split(s["attn.v"], s["attn.weights"].shape[1]),
             "attn.heads": lambda s: Layout.RIGHT.merge(s["attn.mixed"]),
             "attn.c_proj": linear("attn.heads", w["attn.c_proj.weight"], w["attn.c_proj.bias"]),
             "mid": lambda s: s["x"] + s["attn.c_proj"],
