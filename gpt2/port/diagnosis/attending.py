@@ -95,17 +95,21 @@ class Attending:
     def _scoring(self) -> tuple[Scoring, list[float]]:
         """Return how tokens are compared, according to the scores or else the weights, and the factors of the scores if known."""
         for scoring in self.scorings:
-            if factors := self.pool.factors(scoring.value, *GRID):
+            if factors := self._factors(scoring):
                 return scoring, factors
         if (rotary := self._rotary()) is not None:
             self.scorings = [rotary]
-            return rotary, self.pool.factors(rotary.value, *GRID)
+            return rotary, self._factors(rotary)
         for scoring in self.scorings:
             for factor in dict.fromkeys([scoring.usual_factor, right_scale(self.config, self.layer)]):
                 causal = next(attention_weights(scoring.value * factor, factor)).value
                 if self.chooser.recorded(causal, GRID) is not None:
                     return scoring, [factor]
         return self.scorings[0], []
+
+    def _factors(self, scoring: Scoring) -> list[float]:
+        """Return the factors with which scores are recorded, those of later tokens perhaps left zero."""
+        return self.pool.factors(scoring.value, *GRID) or self.pool.factors(scoring.value.tril(), *GRID)
 
     def _rotary(self) -> Scoring | None:
         """Return the comparison of queries and keys after rotary position embedding, if that is recorded."""
@@ -241,7 +245,7 @@ class Attending:
         """Do :meth:`_weigh` for other ways to compare tokens, where the scores are not recorded as GPT-2 makes them."""
         others = list(wrong_scorings({name: part.value for name, part in self.parts.items()}, self.config))
         for scoring in others:
-            if factors := self.pool.factors(scoring.value, *GRID):
+            if factors := self._factors(scoring):
                 return self._weigh(scoring, factors)
         for scoring in (*self.scorings[1:], *others):
             factors = list(dict.fromkeys([scoring.usual_factor, right_scale(self.config, self.layer), 1.0]))

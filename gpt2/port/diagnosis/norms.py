@@ -167,7 +167,10 @@ class Norms:
             own = name.rpartition(".")[2]
             for label, formula, faults in self.at(name):
                 if not any(fault.id in ("norms-swapped", "layernorm-without-affine") for fault in faults):
-                    moved = (replace(extra, norm_after=part), *(replace(fault, part=own) for fault in faults))
+                    moved = (
+                        replace(extra, norm_after=part, kind=f"by {own}" * (own != part)),
+                        *(replace(fault, part=own) for fault in faults),
+                    )
                     cost = (0.5 if own != part else 0.0) - expected
                     yield x.then(f"after {number} {label}", formula, *moved, kind=Kind.NORM_AFTER, cost=cost)
         plain = partial(layer_norm, eps=self.config.layer_norm_epsilon)

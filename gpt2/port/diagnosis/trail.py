@@ -142,6 +142,12 @@ def post_norms(faults: list[Fault]) -> list[Fault]:
     for layer in dict.fromkeys(one.layer for one in faults):
         mine = [one for one in faults if one.layer == layer]
         missing = {one.part for one in mine if one.id == "norm-missing"}
+        early = [one for one in mine if (one.id, one.part, one.kind) == ("extra-norm", "attn", "by ln_2")]
+        if early and "ln_2" in missing:  # the stream is overwritten by its norm
+            words = "the feed-forward's result is added to its normalised input, not to the stream before the norm"
+            out.append(Fault("residual-from-normed", "", words, layer=layer))
+            mine = [one for one in mine if one not in early and (one.id, one.part) != ("norm-missing", "ln_2")]
+            missing.remove("ln_2")
         moved = [part for part in ("ln_1", "ln_2") if part in missing & {one.norm_after for one in mine}]
         if moved:
             words = "the norms stand behind the branches, ln(x + branch(x)), not before them"
@@ -154,11 +160,14 @@ def post_norms(faults: list[Fault]) -> list[Fault]:
 
 def _scales(trail: Trail) -> list[Fault]:
     """Return the faults in the scores' factors; if two causes give the same factor, choose the one that fits more blocks."""
+    factors = [factor for factor, _ in trail.factors.values()]
+    alike = len(factors) > 1 and all(math.isclose(factor, factors[0], rel_tol=1e-7) for factor in factors)
+    alike &= not trail.config.scale_attn_by_inverse_layer_idx  # then no factor depends on the layer
     by_number, by_width = (
         [
             replace(fault, layer=layer, error=error)
             for layer, (factor, error) in trail.factors.items()
-            for fault in scale_faults(trail.config, layer, factor, inverse_first, not trail.pool.narrow)
+            for fault in scale_faults(trail.config, 0 if alike else layer, factor, inverse_first, not trail.pool.narrow)
         ]
         for inverse_first in (True, False)
     )
@@ -186,6 +195,8 @@ def sequence_faults(ran: Sequence[int], layers: int) -> list[Fault]:
     if list(ran) == list(range(layers)):
         return []
     names = ", ".join(f"h.{block}" for block in ran)
+    if len(set(ran)) == 1 < len(ran):
+        return [Fault("layer-repeated", "", f"it runs {len(ran)} times, in place of every block", layer=ran[0])]
     faults = []
     for block in range(layers):
         if (times := ran.count(block)) > 1:

@@ -26,7 +26,8 @@ def scaled(config: GPT2Config, layer: int, times: float) -> Variant:
         factor = times * right_scale(config, layer)
         return {"attn.scores": lambda s: simulation.scores(s, layer, factor=factor)}
 
-    return Variant.of(f"scale times {times:.6g}", scale_faults(config, layer, times * right_scale(config, layer)), replaced)
+    shown = layer if config.scale_attn_by_inverse_layer_idx else 0  # a fitted factor has nothing to do with the layer
+    return Variant.of(f"scale times {times:.6g}", scale_faults(config, shown, times * right_scale(config, shown)), replaced)
 
 
 def fitted_scales(lens: Lens, blocks: Sequence[int]) -> Iterator[Candidate]:

@@ -5,7 +5,7 @@ Shapes: weights W (I, O), biases (O,).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -46,8 +46,11 @@ class Holdings:
             return Held(weight, bias)
         return Held(self.state[f"h.{layer}.{part}.weight"], self.state[f"h.{layer}.{part}.bias"])
 
-    def weights(self, layer: int, part: str, others: set[int]) -> Iterator[Held]:
-        """Yield misreadings of a part's weight, with the right bias, which goes along where columns are in another order."""
+    def weights(self, layer: int, part: str, others: Iterable[int]) -> Iterator[Held]:
+        """Yield misreadings of a part's weight, with the right bias, which goes along where columns are in another order.
+
+        ``others``: the blocks whose tensors it may hold.
+        """
         weight, bias = self.right(layer, part)[:2]
         name = f"h.{layer}.{part}"
         if part in NORMS:
@@ -64,7 +67,9 @@ class Holdings:
         for where, value in ways.items():
             words = f"the weight was rounded to int8, with one scale for each {where}"
             yield Held(value, bias, "reduced-precision", ".weight", words)
-        for other in sorted(set(range(self.config.n_layer)) - {layer}, key=lambda n: n not in others):
+        if weight.ndim == 2:
+            yield Held(torch.zeros_like(weight), bias, "not-loaded", ".weight", "the weight is zero, as a fresh array is")
+        for other in others:
             theirs = self.right(other, part)
             at = f"h.{other}.{part}"
             words = f"it holds the checkpoint's tensors of {at}"
@@ -103,6 +108,6 @@ class Holdings:
         for other in PARTS:
             for n in range(self.config.n_layer):
                 theirs = self.right(n, other).bias
-                if theirs.shape == bias.shape and (n, other) != (layer, part) and (n == layer or other == part):
+                if theirs.shape == bias.shape and (n, other) != (layer, part):
                     kind = f"the bias of {other}"
                     yield Held(weight, theirs, "wrong-tensor", ".bias", f"the bias is that of h.{n}.{other}", kind)

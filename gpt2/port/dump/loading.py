@@ -69,7 +69,7 @@ class Loading:
             misread = any(not uses[layer, part] for part in LINEAR[:3]) and self._misread_columns(layer) if there else False
             for part in PARTS if there else ():
                 if not uses[layer, part] and not (misread and part in LINEAR[:3]):
-                    self._misread(layer, part, {n for n in layers if len(uses[n, part]) > 1})
+                    self._misread(layer, part, {n: len(uses[n, part]) for n in layers})
             self._order(layer)
         self._tokens()
         return Loaded(self.own, tuple(self.causes))
@@ -110,11 +110,13 @@ class Loading:
         for id in held.id.split():
             self.causes.append(PlacedCause(id, (place,), held.words, evidence, LIKELY, None, held.kind or held.words))
 
-    def _misread(self, layer: int, part: str, others: set[int]) -> None:
-        """Find what the program holds in place of a part's tensors, and keep it."""
+    def _misread(self, layer: int, part: str, uses: Mapping[int, int]) -> None:
+        """Find what the program holds in place of a part's tensors, and keep it; ``uses``: of each block's, recorded products."""
         ours = self.holdings.right(layer, part)
-        wrong = list(self.holdings.weights(layer, part, others))
         given = self._given(layer, part)
+        # Another block's tensors that are used once are used by that block, unless this block's own input is known.
+        others = (n for n, count in uses.items() if n != layer and (given or count != 1))
+        wrong = list(self.holdings.weights(layer, part, sorted(others, key=lambda n: uses[n] < 2)))
         found = self._first(part, [*self.holdings.biases(layer, part), *wrong], given)
         if found is None:  # a misread weight, and another bias
             both = [

@@ -194,6 +194,9 @@ def _biases(heads: int) -> Iterator[Variant]:
     for share, what in ((0, "queries"), (2, "values")):
         fault = Fault("missing-bias", f"attn.{'qkv'[share]}", f"the {what} have no bias")
         yield misread(f"{what} no bias", fault, _share_zero(share), f"attn.{'qkv'[share]}")
+    for part in words:
+        fault = Fault("not-loaded", f"{part}.weight", "the weight is zero, as a fresh array is")
+        yield misread(f"{part} zero", fault, _zero(f"{part}.weight"), *READERS[part])
     for times in dict.fromkeys((2, heads)):
         fault = Fault("extra-bias", "attn.c_proj.bias", f"the bias is added {times} times")
         yield misread(f"attn.c_proj bias {times} times", fault, _times("attn.c_proj.bias", times), "attn.c_proj")

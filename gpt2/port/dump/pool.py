@@ -44,7 +44,7 @@ class DumpPool(Pool):
     def fill(self, arrays: Iterable[tuple[str, Tensor]], logits: Tensor) -> None:
         """Add arrays by name, with their parts, and the logits (B, T', V)."""
         for name, array in arrays:
-            for part, tensor in parts(name, array, self.config, self.tokens):
+            for part, tensor in parts(name, array, self.config, self.rows, self.tokens):
                 self.names.append(part)
                 self.whole.append(part == name)
                 self.dtypes.append(array.dtype)
@@ -154,8 +154,8 @@ class DumpPool(Pool):
         return torch.tensor([self.bound + self.unit(number) for number in self._by_size[n]], dtype=torch.float64)
 
 
-def parts(name: str, array: Tensor, config: GPT2Config, tokens: int) -> list[tuple[str, Tensor]]:
-    """Return an array and what it may be made of, named: blocks in a stack, q, k and v in one, scores without their mask."""
+def parts(name: str, array: Tensor, config: GPT2Config, rows: int, tokens: int) -> list[tuple[str, Tensor]]:
+    """Return an array and what it may be made of, named: blocks in a stack, q, k and v (or k and v) in one, unmasked scores."""
     array = array.squeeze()
     found = [(name, array)]
     layers, width = config.n_layer, config.n_embd
@@ -167,7 +167,7 @@ def parts(name: str, array: Tensor, config: GPT2Config, tokens: int) -> list[tup
         for axis, size in enumerate(part.shape):
             if size == 3 * width:
                 found += [(f"{label}[{third}]", one) for third, one in zip("qkv", part.chunk(3, axis), strict=True)]
-            elif size == 3 and part.ndim > 2:
+            elif (size == 3 and part.ndim > 2) or (size == 2 and part.numel() == 2 * rows * tokens * width):
                 found += [(f"{label}[{n}]", one) for n, one in enumerate(part.unbind(axis))]
     for label, part in list(found):
         if part.ndim >= 2 and part.shape[-2:] == (tokens, tokens) and tokens > 1:
