@@ -16,6 +16,7 @@ from gpt2.errors import InputError
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.report import Diagnosis
+from gpt2.port.dump.loading import Loading
 from gpt2.port.dump.pool import DumpPool
 from gpt2.port.dump.tolerance import measured
 from gpt2.port.recording.pool import TimeUp
@@ -182,6 +183,25 @@ def test_weights_that_were_misread_are_seen_in_the_products(fault: str) -> None:
         id,
         {"h.1"},
     )
+
+
+def test_roles_that_the_scores_leave_open_are_not_guessed() -> None:
+    """Scores that are not masked are products of either pair, transposed: the first pair was named, whichever it was."""
+    name, misread, _ = LOADED["reversed roles"]
+    model = checkpoint()
+    state = dict(model.state_dict())
+    model.load_state_dict(state | {f"h.1.{name}": misread(state)})
+    traced = trace(model, IDS)
+    q, k = (traced[f"h.1.attn.{one}"].unflatten(-1, (CONFIG.n_head, -1)).transpose(1, 2) for one in "qk")
+    traced["h.1.attn.scores"] = q @ k.mT
+
+    def orders(kept: dict[str, Tensor]) -> list[str]:
+        pool = DumpPool(measured(MODEL, IDS, trace(MODEL, IDS), torch.float32), CONFIG, (2, 8))
+        pool.fill(kept.items(), traced["logits"])
+        return [one.detail for one in Loading(pool, MODEL.state_dict(), CONFIG, IDS).run().causes if one.id == "qkv-order"]
+
+    assert orders({point: value for point, value in traced.items() if not point.endswith(("weights", "heads"))}) == []
+    assert len(orders(traced)) == 1
 
 
 def test_a_dump_without_logits_or_with_nan_in_them_is_refused() -> None:

@@ -355,12 +355,13 @@ def _mixtures() -> Iterator[Variant]:
 # Outside the blocks
 
 
-def embedding_variants(simulation: Simulation) -> Iterator[Variant]:
-    """Yield what may enter the first block."""
+def embedding_variants(simulation: Simulation, max_shift: int = MAX_SHIFT) -> Iterator[Variant]:
+    """Yield what may enter the first block; positions are off by ``max_shift`` at most."""
 
     def options(simulation: Simulation) -> dict[tuple[str, ...], Option]:
         embeddings = Embeddings(Unrecorded(simulation), UsualNorms.of(simulation), simulation.ids)
-        return simulation.remember("embeddings", None, lambda: {one.path: one for one in embeddings.unrecorded(MAX_SHIFT)})
+        key = "embeddings", max_shift
+        return simulation.remember(key, None, lambda: {one.path: one for one in embeddings.unrecorded(max_shift)})
 
     def replaced(path: tuple[str, ...], simulation: Simulation, layer: int) -> Stages:
         option = options(simulation).get(path)
