@@ -195,9 +195,9 @@ class Attempt:
             evidence, explanation = self._explained(right, one, several=True)
         if not one.stages and explanation.explains:
             seen = self._seen(explanation.values, streams(self.pool, self.ids, self.config.n_embd, set()))
-            wrong = (
-                point for point, value in seen.items() if worst_relative_error(value, self.exact[point]) > self._allowed(point)
-            )
+            parts, values = {_part(point) for point in seen}, explanation.values
+            shown = (point for point in self.order if _part(point) in parts and point in values)
+            wrong = (one for one in shown if worst_relative_error(values[one], self.exact[one]) > self._allowed(one))
             explanation = replace(explanation, first_wrong=next(wrong, explanation.first_wrong))
             evidence |= seen
         self.explanation = explanation
