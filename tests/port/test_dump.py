@@ -187,10 +187,11 @@ def test_weights_that_were_misread_are_seen_in_the_products(fault: str) -> None:
 
 def test_roles_that_the_scores_leave_open_are_not_guessed() -> None:
     """Scores that are not masked are products of either pair, transposed: the first pair was named, whichever it was."""
-    name, misread, _ = LOADED["reversed roles"]
     model = checkpoint()
     state = dict(model.state_dict())
-    model.load_state_dict(state | {f"h.1.{name}": misread(state)})
+    for name in ("h.1.attn.c_attn.weight", "h.1.attn.c_attn.bias"):
+        state[name] = torch.cat(state[name].chunk(3, -1)[::-1], -1)
+    model.load_state_dict(state)
     traced = trace(model, IDS)
     q, k = (traced[f"h.1.attn.{one}"].unflatten(-1, (CONFIG.n_head, -1)).transpose(1, 2) for one in "qk")
     traced["h.1.attn.scores"] = q @ k.mT
@@ -198,7 +199,9 @@ def test_roles_that_the_scores_leave_open_are_not_guessed() -> None:
     def orders(kept: dict[str, Tensor]) -> list[str]:
         pool = DumpPool(measured(MODEL, IDS, trace(MODEL, IDS), torch.float32), CONFIG, (2, 8))
         pool.fill(kept.items(), traced["logits"])
-        return [one.detail for one in Loading(pool, MODEL.state_dict(), CONFIG, IDS).run().causes if one.id == "qkv-order"]
+        loading = Loading(pool, MODEL.state_dict(), CONFIG, IDS)
+        loading._order(1)
+        return [one.detail for one in loading.causes]
 
     assert orders({point: value for point, value in traced.items() if not point.endswith(("weights", "heads"))}) == []
     assert len(orders(traced)) == 1
