@@ -17,7 +17,7 @@ from gpt2.port.training.clipping import LIMITS, Clip, Norms, clipped
 from gpt2.port.training.rules import Array, Fit, Rule, Track, fit
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.stepping import plainest
-from gpt2.port.training.updates import EXPLAINED, SINGLE, USUAL, Found, Search
+from gpt2.port.training.updates import EXACT, EXPLAINED, SINGLE, USUAL, Found, Search
 
 ENTRIES = 256  # of each parameter that are compared
 NONE = ("", math.inf)
@@ -141,7 +141,7 @@ class RuleSearch:
 
             errors = [error(log) for log in grid]
             near = grid[np.argmin(errors)]
-            if errors[0] <= SAME * min(errors):  # all is cut off: any smaller limit gives the same changes
+            if errors[0] <= SAME * min(errors) + EXACT:  # all is cut off: any smaller limit gives the same changes
                 continue
             yield kind, math.exp(least(error, near - (grid[1] - grid[0]), near + (grid[1] - grid[0]), steps=60)[1])
 
