@@ -16,7 +16,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from support import gguf_layouts, llmc_layouts, old_layouts, tf_bundle, torch_layouts
-from support.checks import TESTS, refused
+from support.checks import refused
+from support.forks import TESTS
 from support.hf_layouts import TINY, official, prefixed, sharded, transformers_saved, turned, weights, write_config, write_weights
 from support.oracle import assert_same, oracle
 from torch import Tensor

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.checks import PROC, TESTS
+from support.checks import PROC
+from support.forks import TESTS
 from support.hf_layouts import TINY, official, turned, weights, write_config, write_weights
 from support.official_repositories import require_room
 from torch.utils._python_dispatch import TorchDispatchMode
