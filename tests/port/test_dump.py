@@ -267,7 +267,8 @@ def test_a_wrong_norm_is_named_before_weights_are_searched(monkeypatch: pytest.M
 def test_every_search_in_a_dump_ends_at_its_deadline() -> None:
     """Sums of products were compared without a look at the clock, so a lost walk went on for a minute beyond its limit."""
     tolerance = measured(MODEL, IDS, trace(MODEL, IDS), torch.float32)
-    pool = DumpPool(tolerance, CONFIG, (2, 8), deadline=0.0)
+    pool = DumpPool(tolerance, CONFIG, (2, 8))
+    pool.deadline = 0.0
     pool.fill([("x", torch.randn(2, 8, CONFIG.n_embd))], torch.randn(2, 8, CONFIG.vocab_size))
     one = torch.ones(1)
     searches = (
