@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from gpt2.checkpoint.cache import storage
 from gpt2.checkpoint.card_text import BLOCKS, Record, block, pattern, render, repository, results
 from gpt2.checkpoint.names import DEFAULT, OFFICIAL, REPOSITORY, ModelName
-from gpt2.checkpoint.saving import sha256, write_file, write_json
+from gpt2.checkpoint.saving import sha256, write_file
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
@@ -73,30 +73,35 @@ def of_export(done: Export, revision: str | None, command: str) -> Record:
 
 
 def write_card(directory: Path, record: Record) -> str:
-    """Write the record and the card into ``directory``; return a remark, or "".
+    """Write the card and the record into ``directory``; return a remark, or ""."""
+    files, remark = _card(directory, record)
+    for name, content in files.items():
+        write_file(directory / name, content)
+    return remark
 
-    A README.md that somebody else wrote, or edited, is kept: only its blocks with figures are renewed.
+
+def for_repository(directory: Path, record: Record, repo: str) -> dict[str, bytes]:
+    """Return the card and the record by file name, with the repository in place of OWNER/NAME; nothing is written."""
+    with _complete(directory):
+        return _card(directory, record | {"repo": repo})[0]
+
+
+def _card(directory: Path, record: Record) -> tuple[dict[str, bytes], str]:
+    """Return the card and the record by name of file, and a remark, or "".
+
+    A README.md that somebody else wrote, or edited, is kept: only its blocks with figures, and the repository, are renewed.
     """
-    path, remark, edited = directory / CARD, "", edited_card(directory)
+    remark, edited = "", edited_card(directory)
     text = render(record)
     if edited is not None:
-        text, remark = edited.decode(errors="replace"), f"{path} is not as gpt2 wrote it, so it is kept"
+        text, remark = edited.decode(errors="replace"), f"{directory / CARD} is not as gpt2 wrote it, so it is kept"
         text = text.replace("OWNER/NAME", repository(record))
         for name in BLOCKS:
             new = block(name, record)
             text = re.sub(pattern(name), lambda found, new=new: found[0] if found["fence"] else new, text)  # type: ignore[misc]
-    write_file(path, text.encode())
     own = {} if remark else {"card_sha256": hashlib.sha256(text.encode()).hexdigest()}
-    write_json(directory / RECORD, {key: value for key, value in record.items() if key != "card_sha256"} | own)
-    return remark
-
-
-def name_repository(directory: Path, repo: str) -> None:
-    """Put the repository's name into the card, in place of OWNER/NAME. A folder that cannot be written stays as it is."""
-    record = read_record(directory)
-    if record and REPOSITORY.fullmatch(repo) and record.get("repo") != repo and (directory / CARD).is_file():
-        with contextlib.suppress(OSError), _complete(directory):
-            write_card(directory, record | {"repo": repo})
+    kept = {key: value for key, value in record.items() if key != "card_sha256"} | own
+    return {CARD: text.encode(), RECORD: (json.dumps(kept, indent=2) + "\n").encode()}, remark
 
 
 def edited_card(directory: Path) -> bytes | None:

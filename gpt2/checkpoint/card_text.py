@@ -132,7 +132,7 @@ def _name(base: Record) -> str:
 
 
 def repository(record: Record) -> str:
-    """Return the model's name on the Hub, once it has been published."""
+    """Return the model's name on the Hub; OWNER/NAME before it is published."""
     return str(record.get("repo", "OWNER/NAME"))
 
 
@@ -210,7 +210,7 @@ def _measured(record: Record) -> Iterator[str]:
         word = "EQUAL" if verdict["ok"] else "NOT EQUAL"
         yield f"`gpt2 verify`: **{word}** to transformers {verdict['transformers']} ({verdict['checks']})."
     if change := measured.get("compare"):
-        yield f"What changed, by `{change['command']}`:"
+        yield f"What changed, by `{change['command'].replace('OWNER/NAME', repository(record))}`:"
         yield "\n".join(["| | |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in change["rows"].items())])
 
 

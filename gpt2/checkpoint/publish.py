@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2.checkpoint import card
-from gpt2.checkpoint.card_text import CURVES
+from gpt2.checkpoint.card_text import CURVES, Record
 from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.containers import read_json
 from gpt2.checkpoint.describe import File
@@ -41,12 +42,17 @@ WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|[\w+-][\w.+-]*\.gguf
 
 @dataclass(frozen=True)
 class Plan:
-    """What would be sent of ``folder``: files with size and sha256; the names of other files; remarks for the user."""
+    """What would be sent of ``folder``: files with size and sha256; the names of other files; remarks for the user.
+
+    ``written`` has the content of the files that are sent otherwise than they are in the folder: the card and the record, which
+    name the repository.
+    """
 
     folder: Path
     files: tuple[File, ...]
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
+    written: Mapping[str, bytes]
 
     @property
     def size(self) -> int:
@@ -73,10 +79,11 @@ class Published:
     wrong: tuple[str, ...]
 
 
-def plan(folder: str | Path) -> Plan:
-    """Choose the files of ``folder`` to publish, and check them; no request is made.
+def plan(folder: str | Path, repo: str | None = None, record: Record | None = None) -> Plan:
+    """Choose the files of ``folder`` to publish, and check them; no request is made, and the folder is not changed.
 
-    Only a model's own files are sent: safetensors or GGUF, config, tokenizer, card, record, curves, LoRA adapter.
+    Only a model's own files are sent: safetensors or GGUF, config, tokenizer, card, record, curves, LoRA adapter. With ``repo``,
+    card and record name it; the record may be another than the folder's.
 
     Raises InputError: no such folder, its model does not load or computes no numbers, its weights are in another format, a file
     is a link that leads out of it, or its card claims what its record does not have.
@@ -94,13 +101,17 @@ def plan(folder: str | Path) -> Plan:
         there = what_is_there(folder)
         advice = "" if "training run" in there else f". gpt2 export {given} DIR writes safetensors"
         raise InputError(f"{given}: no model.safetensors and no .gguf there; {there}{advice}")
-    files = tuple(File(name, (folder / name).stat().st_size, sha256(folder / name)) for name in names)
+    files = {name: File(name, (folder / name).stat().st_size, sha256(folder / name)) for name in names}
     notes = [
         *_check_model(folder, names),
         *_private_paths(folder, names),
-        *card.check(folder, {file.name: file.sha256 for file in files}),
+        *card.check(folder, {name: file.sha256 for name, file in files.items()}),
     ]
-    return Plan(folder, files, tuple(name for name in present if name not in names), tuple(notes))
+    record = record or card.read_record(folder)
+    written = card.for_repository(folder, record, repo) if repo and record and card.CARD in files else {}
+    files |= {name: File(name, len(content), hashlib.sha256(content).hexdigest()) for name, content in written.items()}
+    left_out = tuple(name for name in present if name not in names)
+    return Plan(folder, tuple(files.values()), left_out, tuple(notes), written)
 
 
 def _check_model(folder: Path, names: list[str]) -> list[str]:
@@ -171,7 +182,8 @@ def send(planned: Plan, target: Target) -> Published:
         api = _api()
         if target.commit is None:
             api.create_repo(target.repo, private=target.private)
-        files = [CommitOperationAdd(file.name, str(planned.folder / file.name)) for file in planned.files]
+        names = [file.name for file in planned.files]
+        files = [CommitOperationAdd(name, planned.written.get(name) or str(planned.folder / name)) for name in names]
         message = f"Upload {len(files)} files with gpt2 publish"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a card without metadata, which the plan's notes say
@@ -181,11 +193,18 @@ def send(planned: Plan, target: Target) -> Published:
     for file in planned.files:
         declared = stored[file.name].digest if file.name in stored else ""
         if len(declared) != 64:  # a small file, of which the Hub lists git's hash
-            with (planned.folder / file.name).open("rb") as stream:
-                same = bool(declared) and digest_of(stream, declared, planned.folder / file.name) == declared
-            declared = file.sha256 if same and sha256(planned.folder / file.name) == file.sha256 else ""
+            declared = file.sha256 if declared and _is_stored(planned, file, declared) else ""
         wrong += [] if declared == file.sha256 else [file.name]
     return Published(commit, f"{target.url}/commit/{commit}", tuple(wrong))
+
+
+def _is_stored(planned: Plan, file: File, declared: str) -> bool:
+    """Return whether git's hash that the Hub declares is that of the content which the plan showed."""
+    if (content := planned.written.get(file.name)) is not None:
+        return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest() == declared
+    path = planned.folder / file.name
+    with path.open("rb") as stream:
+        return digest_of(stream, declared, path) == declared and sha256(path) == file.sha256
 
 
 def _api() -> HfApi:

@@ -13,6 +13,7 @@ from gpt2.cli.common import Status, say, size, write_result
 from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
+    from gpt2.checkpoint.card_text import Record
     from gpt2.checkpoint.publish import Plan, Published, Target
 
 HELP = "send a model and its card to the Hub, in one commit"
@@ -40,20 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure", action="store_true", help="first verify the model and compare it with its base, for the card"
     )
-    parser.add_argument("--dry-run", action="store_true", help="show what would be sent; make no request")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be sent; change nothing, make no request")
     parser.add_argument("--yes", action="store_true", help="do not ask")
 
 
 def run(args: argparse.Namespace) -> int:
-    from gpt2.checkpoint.card import name_repository
     from gpt2.checkpoint.publish import look, plan, send
 
     with Status("reading the model") as status:
-        name_repository(Path(args.directory), args.repo)
-        if args.measure:
-            measure(Path(args.directory), args.repo, status)
+        record = measure(Path(args.directory), status, dry_run=args.dry_run) if args.measure else None
         status(f"checking {args.directory}")
-        planned = plan(args.directory)
+        planned = plan(args.directory, args.repo, record)
     body: dict[str, Any] = {
         "repo": args.repo,
         "files": [asdict(file) for file in planned.files],
@@ -77,8 +75,11 @@ def run(args: argparse.Namespace) -> int:
     return 1 if done.wrong else 0
 
 
-def measure(directory: Path, repo: str, status: Status) -> None:
-    """Verify the model in ``directory``, compare it with its base where that can be named, and renew its card."""
+def measure(directory: Path, status: Status, *, dry_run: bool) -> Record:
+    """Verify the model in ``directory``, compare it with its base where that can be named, and renew its card; return the record.
+
+    With ``dry_run`` the card stays as it is, and the base must be on this machine.
+    """
     from gpt2.checkpoint.card import RECORD, read_record, write_card
     from gpt2.parity.run import verify
 
@@ -93,19 +94,21 @@ def measure(directory: Path, repo: str, status: Status) -> None:
     base = record.get("base") or {}
     if "id" in base or base.get("name") == "shakespeare-mini":
         name = base.get("id", base["name"]) + (f"@{base['revision']}" if base.get("revision") else "")
-        measured["compare"] = _compared(name, directory, repo, status)
-    if remark := write_card(directory, record | {"measured": measured}):
+        measured["compare"] = _compared(name, directory, status, offline=dry_run)
+    record |= {"measured": measured}
+    if not dry_run and (remark := write_card(directory, record)):
         print(f"note: {printable(remark)}", file=sys.stderr)
     if not report.ok:
         raise InputError(
             f"{directory}: not equal to transformers; gpt2 verify {directory} says where, and --measure left out publishes"
         )
+    return record
 
 
-def _compared(base: str, directory: Path, repo: str, status: Status) -> dict[str, Any]:
+def _compared(base: str, directory: Path, status: Status, *, offline: bool) -> dict[str, Any]:
     from gpt2.comparison.run import compare
 
-    change = compare(base, str(directory), tokens=BASE_TOKENS, progress=status)
+    change = compare(base, str(directory), tokens=BASE_TOKENS, offline=offline, progress=status)
     rows, both = {"text": f"{change.text.name}: {change.protocol}"}, change.distributions
     if both is not None:
         rows["perplexity"] = f"{both.a.score.perplexity:.2f} to {both.b.score.perplexity:.2f}"
@@ -113,7 +116,7 @@ def _compared(base: str, directory: Path, repo: str, status: Status) -> dict[str
         rows["same first choice"] = f"{both.same_top.value:.1%} of the tokens"
     if change.weights is not None:
         rows["weights moved"] = f"{change.weights.total.distance:.2%} of their norm"
-    return {"command": f"gpt2 compare {base} {repo} --tokens {BASE_TOKENS}", "rows": rows}
+    return {"command": f"gpt2 compare {base} OWNER/NAME --tokens {BASE_TOKENS}", "rows": rows}
 
 
 def _plan(args: argparse.Namespace, planned: Plan, target: Target | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import forks
+from support.checks import content
 from support.commands import mistake
 from support.hub_standin import HubStandIn
 
@@ -39,7 +41,7 @@ optim = {lr = 1e-2, min_lr = 1e-3, warmup = 1}
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The best model of a tiny run; only `gpt2 publish` may change it, which names the repository in the card."""
+    """The best model of a tiny run, as the command wrote it; read only."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "tiny.toml").write_text(RECIPE)
     (folder / "my text.txt").write_text("To be, or not to be: that is the question.\n" * 30)
@@ -79,15 +81,21 @@ def on_the_hub(hub: HubStandIn, repo: str = "me/tiny") -> dict[str, bytes]:
 
 def test_what_comes_back_is_what_was_sent(trained: Path, hub: HubStandIn, capfd: pytest.CaptureFixture) -> None:
     """A byte lost on the way, a second commit, optimizer state or a token in public view would each go unnoticed."""
+    before = content(trained)
     assert main(["publish", str(trained), "me/tiny", "--yes", "--json", "-"]) == 0
     out, err = capfd.readouterr()
+    assert content(trained) == before
     result = json.loads(out)
     assert TOKEN not in out + err
     assert hub.repos["me/tiny"].private
-    assert b'gpt2.load("me/tiny")' in on_the_hub(hub)["README.md"]
-    assert b"OWNER/NAME" not in on_the_hub(hub)["README.md"]
     assert len(hub.uploads.messages) == 1
-    assert on_the_hub(hub) == {file["name"]: (trained / file["name"]).read_bytes() for file in result["files"]}
+    there = on_the_hub(hub)
+    assert {name: hashlib.sha256(sent).hexdigest() for name, sent in there.items()} == {
+        file["name"]: file["sha256"] for file in result["files"]
+    }
+    assert there["README.md"] == before["README.md"].replace(b"OWNER/NAME", b"me/tiny") != before["README.md"]
+    named = {"README.md", "gpt2-record.json"}
+    assert all(sent == before[name] for name, sent in there.items() if name not in named)
     names = {"README.md", "gpt2-record.json", "curves.png", "config.json", "model.safetensors", "chars.json", "tokenizer.json"}
     assert set(on_the_hub(hub)) == names | {"generation_config.json", "tokenizer_config.json"}
     assert set(result["not_sent"]) == {"manifest.json", "progress.json"}
@@ -127,7 +135,8 @@ def test_a_killed_upload_leaves_no_commit_and_goes_on(trained: Path, hub: HubSta
 
 
 def test_nothing_is_sent_without_a_yes(trained: Path, hub: HubStandIn, capsys: pytest.CaptureFixture) -> None:
-    """A script that forgot --yes must not publish, and a dry run must not even ask the Hub."""
+    """A script that forgot --yes must not publish, and a dry run must not even ask the Hub. Both wrote into the user's folder."""
+    before = content(trained)
     assert main(["publish", str(trained), "me/tiny", "--dry-run"]) == 0
     assert "model.safetensors" in capsys.readouterr().out
     assert not hub.requests
@@ -135,6 +144,7 @@ def test_nothing_is_sent_without_a_yes(trained: Path, hub: HubStandIn, capsys: p
     assert "--yes" in capsys.readouterr().err
     assert {request.method for request in hub.requests} == {"GET"}
     assert not hub.repos
+    assert content(trained) == before
 
 
 def test_private_unless_told_otherwise(trained: Path, hub: HubStandIn, capsys: pytest.CaptureFixture) -> None:
@@ -147,6 +157,7 @@ def test_private_unless_told_otherwise(trained: Path, hub: HubStandIn, capsys: p
     assert on_the_hub(hub, "me/open")["pytorch_model.bin"] == b"another model"
     assert main(["publish", str(trained), "me/new", "--yes", "--public"]) == 0
     assert not hub.repos["me/new"].private
+    assert b'gpt2.load("me/new")' in on_the_hub(hub, "me/new")["README.md"]
 
 
 def test_a_run_whose_card_cannot_be_written_has_its_result(trained: Path, tmp_path: Path, capsys) -> None:
@@ -285,8 +296,12 @@ def test_a_fine_tune_is_measured_published_and_verified_from_the_hub(hub: HubSta
     out, settings = tmp_path / "tuned", ["steps=10", "eval_every=5", f"data.path={tmp_path / 'my.txt'}"]
     flags = [word for setting in settings for word in ("--set", setting)]
     assert main(["train", "finetune-shakespeare", "--init", "shakespeare-mini", *flags, "--out", str(out)]) == 0
+    before = content(out / "best")
+    assert main(["publish", str(out / "best"), "me/tuned", "--measure", "--dry-run"]) == 0
+    assert content(out / "best") == before
     assert main(["publish", str(out / "best"), "me/tuned", "--measure", "--yes"]) == 0
     card = on_the_hub(hub, "me/tuned")["README.md"].decode()
+    assert "`gpt2 compare shakespeare-mini me/tuned --tokens 2048`" in card
     assert "`gpt2 verify`: **EQUAL** to transformers" in card
     assert re.search(r"\| KL divergence \| [\d.e-]+ nats", card)
     assert "the base model" in card

@@ -117,10 +117,8 @@ def test_what_a_person_wrote_is_kept(run: Path) -> None:
     assert "kept" in write_card(run)
     assert path.read_text() == text.replace("## Limits", "My own words.\n\n## Limits")
     plan(run / "best")
-    card.name_repository(run / "best", "me/macbeth")
-    assert "My own words." in path.read_text()
-    assert 'gpt2.load("me/macbeth")' in path.read_text()
-    plan(run / "best")
+    sent = plan(run / "best", "me/macbeth").written[CARD].decode()
+    assert sent == path.read_text().replace("OWNER/NAME", "me/macbeth") != path.read_text()
     path.write_text("Mine alone.\n")
     assert "kept" in write_card(run)
     assert path.read_text() == "Mine alone.\n"
