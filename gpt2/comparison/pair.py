@@ -170,7 +170,8 @@ def _weights(sides: tuple[Side, Side], progress: Progress) -> WeightChanges | No
     matrix = [each.name for each in small_first if len(each.shape) == 2][:1]
     if (type := quantisation(a, b, named)) is not None or (type := quantisation(a, b, matrix)) is None:
         return replace(changes, rounded_to=type or "")
-    return replace(changes, nearly=type, beyond=tuple(beyond_rounding(a, b, named, type)))
+    beyond = tuple(beyond_rounding(a, b, named, type))
+    return replace(changes, nearly=type, beyond=beyond) if 2 * len(beyond) <= len(named) else changes
 
 
 @torch.no_grad()

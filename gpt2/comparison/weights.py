@@ -75,7 +75,7 @@ class WeightChanges:
     families: tuple[FamilyChange, ...]
     total: FamilyChange
     rounded_to: str = ""  # the type to which b's are a's, rounded, where that alone explains every change
-    nearly: str = ""  # else the type to which the smallest matrix that changed is a's, rounded
+    nearly: str = ""  # else the type to which at least half of the tensors that changed are a's, rounded
     beyond: tuple[str, ...] = ()  # then the tensors that this type does not explain
 
     def most_changed(self, count: int = 10) -> tuple[TensorChange, ...]:

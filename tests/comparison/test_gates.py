@@ -127,7 +127,15 @@ def test_a_quantised_file_is_the_model_rounded_and_nothing_else(text: str, tmp_p
     wrong = gpt2.compare("shakespeare-mini", str(tmp_path / "wrong" / "model.gguf"), on=text, tokens=24)
     assert (wrong.weights.rounded_to, wrong.weights.nearly, wrong.weights.beyond) == ("", "q8_0", ("h.4.ln_2.weight",))
     assert "but not h.4.ln_2.weight" in " ".join(wrong.table(120).split())
-    assert gpt2.compare("shakespeare-mini", str(tmp_path / "other"), on=text, tokens=24).weights.nearly == ""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # a fine-tune: that one matrix is only rounded says nothing of it
+            smallest = name == "h.0.attn.c_proj.weight"
+            parameter.copy_(parameter.bfloat16().float() if smallest else parameter * 1.01)
+    gpt2.save(model, tokenizer, tmp_path / "tuned")
+    for name in ("other", "tuned"):
+        found = gpt2.compare("shakespeare-mini", str(tmp_path / name), on=text, tokens=24)
+        assert (found.weights.nearly, found.weights.beyond) == ("", ())
+        assert "weights moved" in found.table(120)
 
 
 def test_a_broken_model_meets_every_gate(compared: Comparison) -> None:
