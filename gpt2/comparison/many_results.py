@@ -114,10 +114,10 @@ class Comparisons(Printed):
 
     @property
     def above_floor(self) -> str:
-        """The first model's floor of noise and the models whose KL is not above it, in words; "" where it was not measured."""
+        """The first model's floor of noise and the models whose KL is not above it, in words; "" without a number for it."""
         both = zip(self.letters, self.candidates, strict=True)
         lows = {letter: each.against.kl.low for letter, each in both if each.against is not None}
-        if self.floor is None or not lows:
+        if self.floor is None or math.isnan(self.floor.kl) or not lows:
             return ""
         which = {
             "not above it": [letter for letter, low in lows.items() if low <= self.floor.kl],

@@ -15,6 +15,7 @@ from support.random_models import TEXT, write_checkpoint
 
 import gpt2
 from gpt2.cli.main import main
+from gpt2.comparison.floor import Floor
 from gpt2.comparison.many import compare_many
 from gpt2.comparison.many_page import page
 from gpt2.comparison.many_results import Comparisons
@@ -109,6 +110,9 @@ def test_a_kl_that_is_not_a_number_is_not_taken_for_noise(found: Comparisons) ->
     broken = replace(second, against=replace(second.against, kl=Estimate(math.nan, math.nan, math.nan)))
     assert replace(found, candidates=(first, broken, *rest)).above_floor.endswith("not above it: D; not a number: B")
     assert replace(found, candidates=(first,)).above_floor == ""
+    nan = Estimate(math.nan, math.nan, math.nan)
+    floor = Floor((("attention step by step", nan, math.nan),), 64)
+    assert replace(found, floor=floor).above_floor == ""  # it said that every KL is above it
 
 
 def test_a_runs_folder_is_its_checkpoints_in_the_order_of_steps(folder: Path, capsys: pytest.CaptureFixture) -> None:
