@@ -67,7 +67,7 @@ def train(
             try:
                 return _train(recipe, begin, folder, ranks, report, rewind, signals)
             except Rewind as request:
-                rewind = request
+                rewind = request.with_traceback(None)  # whose frames hold the model and the moments
 
 
 def _train(

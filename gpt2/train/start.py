@@ -42,7 +42,7 @@ class Start:
 
 
 def start(recipe: Recipe, folder: Path, init: str | None, fresh: bool, ranks: Ranks) -> Start:
-    """Open the locked ``folder`` for this run; after an InputError the folder is unchanged."""
+    """Open the locked ``folder`` for this run; after an InputError its checkpoints are unchanged."""
     if recipe.lora.r:
         chosen_projections(recipe.lora.targets)  # raises for unknown names before anything is read
     resumed = state.resumable(folder, recipe, init, fresh)

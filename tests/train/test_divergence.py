@@ -1,5 +1,6 @@
 """A loss or gradient that is not finite, or a loss that explodes, never reaches the weights."""
 
+import gc
 import json
 import math
 import os
@@ -13,8 +14,9 @@ from support.commands import refusal
 from support.training import metrics, outcome
 
 from gpt2.checkpoint.loading import load_path
+from gpt2.model import GPT2
 from gpt2.train import divergence, feed, loop, state
-from gpt2.train.loop import Diverged, train
+from gpt2.train.loop import Diverged, Started, train
 
 
 @pytest.fixture
@@ -105,11 +107,19 @@ def test_skipping_has_an_end_also_across_a_restart(skipping, tmp_path, poison):
 
 
 def test_rewind_goes_on_from_the_checkpoint_with_other_windows(rewinding, tmp_path, poison):
-    """After a rewind the run draws other windows: the same windows would fail again."""
+    """After a rewind the run draws other windows: the same windows would fail again. It kept the old model in memory."""
     drawn = poison(9, seed=rewinding.seed)
-    events = []
-    result = train(rewinding, tmp_path / "run", report=events.append)
+    events, models = [], []
+
+    def watch(event):
+        events.append(event)
+        if isinstance(event, Started):
+            gc.collect()
+            models.append(sum(type(each) is GPT2 for each in gc.get_objects()))
+
+    result = train(rewinding, tmp_path / "run", report=watch)
     assert result.stopped == "finished"
+    assert models == models[:1] * 2
     assert [(e.step, e.action) for e in events if isinstance(e, Diverged)] == [(10, "rewind")]
     again = [(step, rewinding.seed + 1) for step in range(8, 12)]
     assert drawn == [(step, rewinding.seed) for step in range(10)] + again
