@@ -179,8 +179,10 @@ class _Run:
                 sizes = f"knows {output.size(-1):,} tokens and the text's tokenizer {self.vocab:,}"
                 raise InputError(f"{side.name}: {sizes}; use models of one tokenizer, or compare it with one model at a time")
             if first and not done and isinstance(running, RunningModule) and isinstance(running.module, GPT2):
-                known = output[0] if inputs.size(1) >= FLOOR_TOKENS else None
-                self.floor = measure_floor(running.module, self.passage.ids[:FLOOR_TOKENS], self.vocab, reference=known)
+                few = self.passage.ids[:FLOOR_TOKENS]
+                self.floor = measure_floor(
+                    running.module, few, self.vocab, reference=output[0] if inputs.size(1) >= len(few) else None
+                )
             for row, window in enumerate(group):
                 rows = output[row, window.first - window.start :, : self.vocab].cpu()
                 targets = self.targets[done : done + len(rows)]
@@ -192,7 +194,7 @@ class _Run:
                 if not alone:
                     sample.add(rows[self.sampled[done : done + len(rows)]])
                 done += len(rows)
-            del output
+            del output, rows  # before the next forward pass
             self.progress(f"{side.name}: {done:,} of {len(self.targets):,} tokens")
         logp, kl, top = (torch.cat(column) for column in zip(*columns, strict=True))
         scored = language(logp, self.lengths, self.passage.windows, Bootstrap(len(logp), self.seed))
