@@ -4,8 +4,8 @@
     process = start("-c", code, argument)  # then `wait`, `communicate`, `kill`, as of subprocess.Popen
 
 Each has its own environment, working folder, output and exit, and the modules that it imports itself, such as
-`huggingface_hub`, read that environment. What torch, OpenMP or the interpreter read when they begin is that of the tests: for
-those use subprocess.
+`huggingface_hub`, read that environment. What torch, OpenMP or the interpreter read when they begin is that of the tests, and
+the interpreter is not taken down at the end, where threads may still crash it: to test those use subprocess.
 """
 
 from __future__ import annotations
