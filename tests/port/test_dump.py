@@ -211,6 +211,8 @@ def test_a_dump_without_logits_or_with_nan_in_them_is_refused() -> None:
     """Both are mistakes of the dumping, to be said in a line."""
     with pytest.raises(InputError, match="holds no logits"):
         gpt2.diagnose({"ids": IDS, "x": torch.zeros(2, 8, 21)}, MODEL)
+    with pytest.raises(InputError, match=r"no logits \(2, 8, 67\).*: the array model.Logits has \(8, 66\); .*--model"):
+        gpt2.diagnose({"ids": IDS, "x": torch.zeros(2, 8, 21), "model.Logits": torch.zeros(8, 66)}, MODEL)
     logits = MODEL(IDS).detach().float().numpy()
     logits[1, 3:] = np.nan
     with pytest.raises(InputError, match="are NaN from position 3 on"):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt2.checkpoint.containers import shown
 from gpt2.errors import InputError
 from gpt2.measure.dumps import SAVE, Dump, dump_of, read
 from gpt2.measure.metrics import Progress, silent
@@ -77,8 +78,7 @@ class DumpExamination:
         """Examine the dump, assuming one precision after the other until one explains it."""
         output = find_output(self.dump, self.reference(self.dump.ids), self.config)
         if output is None:
-            wanted = f"({', '.join(map(str, self.dump.ids.shape))}, {self.config.vocab_size})"
-            raise InputError(f"{self.dump.source}: holds no logits {wanted}, with a batch dimension or none; save them as well")
+            raise self._without_logits()
         exact = trace(self.reference, output.ids)
         arrays = {name: array for name, array in self.dump.arrays.items() if name != output.name}
         attempts: list[Attempt] = []
@@ -96,6 +96,14 @@ class DumpExamination:
                 return self._diagnosed(attempt)
         most = max(attempts, key=lambda one: len(one.held))  # in another precision rounding looks wrong from the start
         return self._diagnosed(next((one for one in attempts if one.causes), most))
+
+    def _without_logits(self) -> InputError:
+        """Return the error of a dump without logits, which says what an array of this name has instead."""
+        shape, todo = (*self.dump.ids.shape, self.config.vocab_size), "; save them as well"
+        if (name := next((name for name in self.dump.arrays if "logits" in name.lower()), None)) is not None:
+            todo = f": the array {shown(name)} has {tuple(self.dump.arrays[name].shape)}; "
+            todo += "save the logits of these ids, or give the checkpoint that the program has loaded (--model)"
+        return InputError(f"{self.dump.source}: holds no logits {shape}, with a batch dimension or none{todo}")
 
     def _computed(self, logits: torch.dtype) -> Iterator[torch.dtype]:
         """Yield the dtypes in which the program may have computed, the likely one first.
