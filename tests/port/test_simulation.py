@@ -15,10 +15,12 @@ from gpt2.config import GPT2Config
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
+from gpt2.port.diagnosis.trail import sequence_faults
 from gpt2.port.dump import matching
 from gpt2.port.dump.batches import Batches
 from gpt2.port.dump.candidates import Candidate, Table
 from gpt2.port.dump.explaining import Explanation, explain
+from gpt2.port.dump.misloading import _biases
 from gpt2.port.dump.sieve import Lens
 from gpt2.port.dump.simulation import Entrance, Program, Simulation
 from gpt2.port.dump.spans import Span
@@ -96,6 +98,25 @@ def wrong_by(model: GPT2, ids: Tensor, labels: dict[str, tuple[int | None, ...]]
 def test_a_fault_is_found_from_logits_alone(model: GPT2, ids: Tensor, labels: dict, causes: list) -> None:
     """Most programs show their logits and nothing else."""
     assert named(explained(model, ids, {"logits": wrong_by(model, ids, labels)["logits"]}))[0] == causes
+
+
+def test_as_many_faults_of_later_tokens_are_tried_wherever_they_begin(model: GPT2, ids: Tensor) -> None:
+    """Positions off by every number up to the first wrong token were made and kept: over 12 GB (by count) for token 500 at gpt2's shape.
+
+    Every other number of heads was tried on all tokens as well: the scores of 768 heads take 3 GB at 1,024 tokens.
+    """
+    simulation = Simulation(model.state_dict(), CONFIG, ids)
+    table = Table.of(simulation)
+    early, late = ([one.sites[0][0] for one in table.since(simulation, token, 0, 2, True)] for token in (2, 6))
+    assert any("clamped 6" in one.label for one in late)
+    assert len(late) <= len(early) + 3
+    assert not any(one.rare for one in late)
+
+
+def test_no_fault_is_the_model_itself() -> None:
+    """With one head, a bias that is added once for each head was tried, and said to be added 1 times."""
+    assert [one.label for one in _biases(1) if "times" in one.label] == ["attn.c_proj bias 2 times"]
+    assert [one.detail for one in sequence_faults([0, 0], 1)] == ["it runs 2 times; the blocks run are h.0, h.0"]
 
 
 def test_faults_in_several_blocks_are_found_one_after_the_other(model: GPT2, ids: Tensor) -> None:

@@ -195,7 +195,7 @@ def sequence_faults(ran: Sequence[int], layers: int) -> list[Fault]:
     if list(ran) == list(range(layers)):
         return []
     names = ", ".join(f"h.{block}" for block in ran)
-    if len(set(ran)) == 1 < len(ran):
+    if len(set(ran)) == 1 < len(ran) and layers > 1:
         return [Fault("layer-repeated", "", f"it runs {len(ran)} times, in place of every block", layer=ran[0])]
     faults = []
     for block in range(layers):

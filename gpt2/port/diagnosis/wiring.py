@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,6 +19,7 @@ from gpt2.port.recording.pool import Pool
 STREAM = (0, 1)  # axes of (B, T, D) that a port may split: rows, tokens
 BOTH = "the embeddings, tokens and positions together,"
 SAME_TOKEN = 0.01  # times a usual embedding's length: how far a recorded one may be from its row
+SCREENED = 16  # features in which a recorded embedding is compared with every token's first
 SHOWN = 4  # positions that a message gives
 LEAST_WAVES = 5  # positions that show whether they are waves
 WAVE_ERROR = 1e-4  # of a table in float32
@@ -71,10 +72,10 @@ class Embeddings:
         kept.sort(key=lambda option: option.price)
         return [right, *kept, *(more for option in (right, *kept[:3]) for more in self._normed(option))]
 
-    def unrecorded(self, max_shift: int) -> Iterator[Option]:
-        """Yield what may enter the first block if nothing is recorded, the right one first; positions off by ``max_shift``."""
+    def unrecorded(self, shifts: Collection[int]) -> Iterator[Option]:
+        """Yield what may enter the first block if nothing is recorded, the right one first; positions are off by ``shifts``."""
         factors = [1.0, *_others([*self.pool.factors(self.words, 0), math.sqrt(self.width)])]
-        for option in self._sums(list(dict.fromkeys(factors)), max_shift):
+        for option in self._sums(list(dict.fromkeys(factors)), shifts):
             if len(option.faults) < 2:
                 yield option
             if not option.faults:
@@ -89,10 +90,10 @@ class Embeddings:
         root = f" (sqrt(n_embd) = {math.sqrt(self.width):.6g})" if is_root else ""
         return Fault("embedding-scaled", "wte", f"{what} are multiplied by {factor:.6g}{root}", fitted=not is_root)
 
-    def _sums(self, factors: list[float], max_shift: int | None = None) -> Iterator[Option]:
+    def _sums(self, factors: list[float], shifts: Collection[int] = ()) -> Iterator[Option]:
         """Yield sums of token embeddings (perhaps scaled) and positions (perhaps from other rows)."""
         for factor in factors:
-            for label, rows, faults in self._positions(max_shift):
+            for label, rows, faults in self._positions(shifts):
                 values = {"wte": self.words * factor, "wpe": rows.expand(1, self.tokens, self.width) if rows.ndim < 3 else rows}
                 sums = [("words", self.words * factor + rows, [self._scaled(factor, "token embeddings")])]
                 sums.append(("both", (self.words + rows) * factor, [self._scaled(factor, BOTH)]))
@@ -102,13 +103,14 @@ class Embeddings:
                     name = f"{label} {factor:g} {what}"
                     yield Option.known(name, value, *first, *faults, silent=label == "none", values=values)
 
-    def _positions(self, max_shift: int | None = None) -> Iterator[tuple[str, Tensor, list[Fault]]]:
-        """Yield label, rows (T, D) or (B, T, D), and faults."""
+    def _positions(self, shifts: Collection[int]) -> Iterator[tuple[str, Tensor, list[Fault]]]:
+        """Yield label, rows (T, D) or (B, T, D), and faults; positions are off by ``shifts``, by any number if there are none."""
         wpe, tokens, rows = self.wpe, self.tokens, torch.arange(self.tokens)
         yield "right", wpe[:tokens], []
-        ahead, back = range(1, len(wpe) - tokens + 1)[:max_shift], range(1, tokens + 1)[:max_shift]
+        shifts = shifts or range(1, len(wpe) + 1)
+        ahead = (n for n in shifts if n <= len(wpe) - tokens)
         others = [(f"shift {n}", rows + n, f"positions begin at row {n}, not at 0") for n in ahead]
-        for n in back:
+        for n in (n for n in shifts if n <= tokens):
             others.append((f"shift -{n}", (rows - n) % len(wpe), f"positions begin at row -{n}, the end of the table"))
             others.append((f"clamped {n}", (rows - n).clamp(min=0), f"positions lag by {n}"))
         others.append(("reversed", rows.flip(0), "positions count backwards"))
@@ -129,8 +131,9 @@ class Embeddings:
     def _other_tokens(self) -> Iterator[Option]:
         """Yield a tensor that is the sum of the right positions and of other tokens' embeddings."""
         wte, wpe = self.norms.own["wte.weight"], self.wpe[: self.tokens]
+        some, bound = wte[:, :SCREENED].contiguous(), SAME_TOKEN * float(wte.norm(dim=1).mean())
         for x in streams(self.pool, self.ids, self.width):
-            if float(torch.cdist((x - wpe)[0, -1:], wte).min()) > SAME_TOKEN * float(wte.norm(dim=1).mean()):
+            if float(torch.cdist((x - wpe)[0, -1:, :SCREENED], some).min()) > bound:
                 continue
             taken = torch.cdist((x - wpe).flatten(0, 1), wte).argmin(-1).view_as(self.ids)
             if bool((taken == self.ids).all()) or self.pool.find(wte[taken] + wpe, *STREAM) is None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 from gpt2.port.diagnosis.places import Place, collapsed
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.diagnosis.trail import post_norms, sequence_faults
-from gpt2.port.dump.faults import MAX_SHIFT, Variant, block_variants, embedding_variants, late, norm_variants
+from gpt2.port.dump.faults import SHIFTS, Variant, block_variants, embedding_variants, late, norm_variants
 from gpt2.port.dump.misloading import loading_variants, outside_variants, rounded_outside
 from gpt2.port.dump.simulation import Program, Simulation, Stage, Stages
 
@@ -145,11 +145,9 @@ class Table:
 
     def since(self, simulation: Simulation, token: int, first: int, last: int, is_first: bool) -> Iterator[Candidate]:
         """Yield every fault of a formula in the tokens from ``token`` on: in blocks ``first`` to ``last``, or the embeddings."""
-        if is_first:
-            yield from (
-                Candidate(((late(variant, token), None),)) for variant in embedding_variants(simulation, max(MAX_SHIFT, token))
-            )
-        for variant in map(partial(late, token=token), block_variants(simulation)):
+        for variant in embedding_variants(simulation, tuple(sorted({*SHIFTS, token}))) if is_first else ():
+            yield Candidate(((late(variant, token), None),))
+        for variant in (late(one, token) for one in block_variants(simulation) if not one.rare):
             yield Candidate(tuple((variant, n) for n in range(first, last)))
 
     def _both_norms(self, blocks: Iterable[int], ending: bool) -> Iterator[tuple[tuple[Variant, int | None], ...]]:

@@ -28,7 +28,7 @@ from gpt2.port.recording.pool import Pool
 Scale = Callable[[GPT2Config, int], float]
 Blame = Callable[[int], tuple[Fault, ...]]
 Replaced = Callable[[Simulation, int], Stages]
-MAX_SHIFT = 3  # how far positions are tried to be off, if embeddings are not shown
+SHIFTS = (1, 2, 3)  # by how much positions are tried to be off, if embeddings are not shown
 MOVED_NORMS = ("right", "no affine")  # hypotheses that are tried for a norm where GPT-2 has none
 
 
@@ -355,13 +355,13 @@ def _mixtures() -> Iterator[Variant]:
 # Outside the blocks
 
 
-def embedding_variants(simulation: Simulation, max_shift: int = MAX_SHIFT) -> Iterator[Variant]:
-    """Yield what may enter the first block; positions are off by ``max_shift`` at most."""
+def embedding_variants(simulation: Simulation, shifts: tuple[int, ...] = SHIFTS) -> Iterator[Variant]:
+    """Yield what may enter the first block; positions are off by ``shifts``."""
 
     def options(simulation: Simulation) -> dict[tuple[str, ...], Option]:
         embeddings = Embeddings(Unrecorded(simulation), UsualNorms.of(simulation), simulation.ids)
-        key = "embeddings", max_shift
-        return simulation.remember(key, None, lambda: {one.path: one for one in embeddings.unrecorded(max_shift)})
+        key = "embeddings", shifts
+        return simulation.remember(key, None, lambda: {one.path: one for one in embeddings.unrecorded(shifts)})
 
     def replaced(path: tuple[str, ...], simulation: Simulation, layer: int) -> Stages:
         option = options(simulation).get(path)

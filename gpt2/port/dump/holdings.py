@@ -103,7 +103,7 @@ class Holdings:
         """Yield other biases, with the right weight."""
         weight, bias = self.right(layer, part)[:2]
         yield Held(weight, torch.zeros_like(bias), "missing-bias", "", "no bias is added")
-        for times in (2, self.config.n_head):
+        for times in sorted({2, self.config.n_head} - {1}):
             yield Held(weight, times * bias, "extra-bias", ".bias", f"the bias is added {times} times")
         for other in PARTS:
             for n in range(self.config.n_layer):

@@ -197,7 +197,7 @@ def _biases(heads: int) -> Iterator[Variant]:
     for part in words:
         fault = Fault("not-loaded", f"{part}.weight", "the weight is zero, as a fresh array is")
         yield misread(f"{part} zero", fault, _zero(f"{part}.weight"), *READERS[part])
-    for times in dict.fromkeys((2, heads)):
+    for times in sorted({2, heads} - {1}):
         fault = Fault("extra-bias", "attn.c_proj.bias", f"the bias is added {times} times")
         yield misread(f"attn.c_proj bias {times} times", fault, _times("attn.c_proj.bias", times), "attn.c_proj")
     linear = [f"{part}.bias" for part in words]

@@ -22,6 +22,7 @@ SMALL = 1 << 24  # a model of fewer parameters times tokens is computed whole, i
 MIN_ROWS = 4  # positions from which a bias of the head can be fitted
 WIDE = {*FUTURE, "layernorm-axis", "position-offset"}  # faults by which a token's values may depend on later tokens
 BATCH = 256  # candidates that are ranked together
+MAX_ELEMENTS = 1 << 26  # of the streams that are compared together
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,9 @@ class Lens:
                 out[number] = self._measured(self.ended(program, end)[None])[0]
             else:
                 alike.append((number, end.expand(len(self.wanted), -1, -1)))
-        for start in range(0, len(alike), BATCH):
-            part = alike[start : start + BATCH]
+        step = max(1, MAX_ELEMENTS // max((end.numel() for _, end in alike), default=1))
+        for start in range(0, len(alike), step):
+            part = alike[start : start + step]
             numbers = [number for number, _ in part]
             values = self.ended(Program(), torch.stack([stream for _, stream in part]))
             out |= zip(numbers, self._measured(values), strict=True)
