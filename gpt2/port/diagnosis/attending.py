@@ -27,6 +27,7 @@ from gpt2.port.diagnosis.wiring import streams
 GRID = (1, 0)  # axes of (B, H, T, T) that a port may split
 MAX_HIDDEN = 60  # combinations of weights to try, in each way to merge heads, where neither weights nor heads are recorded
 SATURATED = 1e-6  # the error of values against their mixture, below which each token sees only itself
+SHOWN = 8  # tokens that a message names
 MASKS = 10  # of the possible results of mask and softmax, those tried with an unlikely comparison of tokens
 # What the weights may mix, the right one first; the words describe the fault.
 MIXED = {
@@ -135,7 +136,7 @@ class Attending:
 
     def _options(self, scoring: Scoring, factors: list[float]) -> Iterator[Option]:
         """Yield what the weights may be; factors other than the recorded ones cost more."""
-        likely = likely_scales(self.config, self.layer)
+        likely, masks = likely_scales(self.config, self.layer), list(self._recorded_masks(scoring))
         for factor in dict.fromkeys([*factors, *likely]):  # scores scaled after the mask are not recorded
             wrong = self._scale_faults(scoring, factor)
             cost = len(wrong) + 0.5 * bool(factors and factor not in factors)
@@ -144,10 +145,17 @@ class Attending:
             right = next(attention_weights(scoring.value.mT * factor, factor))
             yield Option.known("exchanged", right.value, EXCHANGED, factor=factor, cost=1.0)
             yield from self._shared(scoring, factor)
-            yield from self._as_masked(scoring, factor)
+            yield from self._as_masked(scoring, factor, masks)
 
-    def _as_masked(self, scoring: Scoring, factor: float) -> Iterator[Option]:
-        """Yield the weights behind any mask that recorded weights show: they are zero where it hides a token."""
+    def _as_masked(self, scoring: Scoring, factor: float, masks: list[tuple[Tensor, Fault]]) -> Iterator[Option]:
+        """Yield the weights behind each of ``masks``."""
+        cost = 1.0 + len(self._scale_faults(scoring, factor))
+        for seen, fault in masks:
+            weights = self._scaled(scoring, factor).masked_fill(~seen, -math.inf).softmax(-1)
+            yield Option.known("mask as recorded", weights, fault, factor=factor, cost=cost)
+
+    def _recorded_masks(self, scoring: Scoring) -> Iterator[tuple[Tensor, Fault]]:
+        """Yield the masks (T, T) that recorded weights show, true where these are not zero, and the fault; no known masks."""
         shape, known = scoring.value.shape, [allowed(label, scoring.value) for label in MASK_FAULTS]
         for entry in self.pool.of_size(shape.numel()):
             if entry.shape[-2:] != shape[-2:] or bool((entry < 0).any()) or not bool(entry.isfinite().all()):
@@ -158,11 +166,10 @@ class Attending:
                 continue
             known.append(seen)
             token = int((ahead if bool(ahead.any()) else ~itself).nonzero()[0])
-            words = f"token {token} sees tokens {', '.join(map(str, seen[token].nonzero().flatten().tolist()))} alone"
-            fault = Fault("mask-missing" if bool(ahead.any()) else "mask-strict", "attn", f"a mask of its own: {words}")
-            scores, cost = self._scaled(scoring, factor), 1.0 + len(self._scale_faults(scoring, factor))
-            weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
-            yield Option.known("mask as recorded", weights, fault, factor=factor, cost=cost)
+            others = seen[token].nonzero().flatten().tolist()
+            shown = f"{', '.join(map(str, others[:SHOWN]))}{', ...' * (len(others) > SHOWN)}"
+            words = f"a mask of its own: token {token} sees only tokens {shown}"
+            yield seen, Fault("mask-missing" if bool(ahead.any()) else "mask-strict", "attn", words)
 
     def _shared(self, scoring: Scoring, factor: float) -> Iterator[Option]:
         """Yield the right weights of one head, or their mean, for all heads."""

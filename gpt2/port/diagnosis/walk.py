@@ -186,7 +186,8 @@ class Walker:
             results = (one.value for one in activations(self.config, up)[:USUAL] if not one.silent)
             return Recorded(up, None) if any(self.chooser.recorded(one, STREAM) is not None for one in results) else None
 
-        fused = any(True for _ in streams(self.pool, self.trail.ids, self.config.inner))  # what the activation gives, at least
+        # A dump may hold what the activation gives, and not what enters it; a module's pool holds both.
+        fused = bool(self.pool.allowance) and any(True for _ in streams(self.pool, self.trail.ids, self.config.inner))
 
         choice = None
         every = [mid for one in attention.results for mid in residuals(self.norms, self.pool, layer, attention, one)]
