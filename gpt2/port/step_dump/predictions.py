@@ -135,8 +135,9 @@ class Predictor:
     def slope_of_last_bias(self, state: Mapping[str, Tensor], batch: Batch) -> Callable[[float], Tensor]:
         """Return a function of the factor of the logits: the gradient (D,) of ``ln_f.bias``, which needs no backward pass."""
         logits, labels = self.logits(state, batch.ids)[batch.targets >= 0], batch.targets[batch.targets >= 0]
-        wanted = F.one_hot(labels, logits.shape[-1]).to(logits.dtype)
-        return lambda factor: factor * ((factor * logits).softmax(-1) - wanted).mean(0) @ state[TABLE]
+        table = state[TABLE]
+        wanted = table[labels].mean(0)
+        return lambda factor: factor * ((factor * logits).softmax(-1).mean(0) @ table - wanted)
 
     @torch.no_grad()
     def logits(self, state: Mapping[str, Tensor], ids: Tensor) -> Tensor:
