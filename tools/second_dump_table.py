@@ -119,6 +119,8 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     chosen, make = options.chosen or (second, Bed)
+    if unknown := set(options.program or ()) - set(chosen.FAULTS):
+        parser.error(f"--program {' '.join(sorted(unknown))}: the programs of this set are {', '.join(chosen.FAULTS)}")
     names = [name for name in options.program or chosen.FAULTS if name not in CAN_RUN or CAN_RUN[name]()]
     if not names:
         sys.exit("the set was not run: this machine lacks what its programs need")
