@@ -207,6 +207,15 @@ def test_roles_that_the_scores_leave_open_are_not_guessed() -> None:
     assert len(orders(traced)) == 1
 
 
+def test_zeros_in_a_dump_are_no_product_of_weights_that_are_zero() -> None:
+    """Where a projection was not dumped and an array of its size is zero, its weight and bias were said to be zero."""
+    traced = trace(MODEL, IDS)
+    del traced["h.1.attn.c_proj"]
+    pool = DumpPool(measured(MODEL, IDS, trace(MODEL, IDS), torch.float32), CONFIG, (2, 8))
+    pool.fill([*traced.items(), ("cache", torch.zeros(2, 8, CONFIG.n_embd))], traced["logits"])
+    assert Loading(pool, MODEL.state_dict(), CONFIG, IDS).run().causes == ()
+
+
 def test_a_dump_without_logits_or_with_nan_in_them_is_refused() -> None:
     """Both are mistakes of the dumping, to be said in a line."""
     with pytest.raises(InputError, match="holds no logits"):

@@ -174,6 +174,8 @@ class Loading:
         return False
 
     def _recorded(self, value: Tensor, part: str, unit: float) -> bool:
+        if not bool(value.any()):  # zeros that a program keeps are no product
+            return False
         bound = self.pool.tolerance.stages[part] + (ROUNDED_INPUT * unit if unit >= UNITS[torch.float16][0] else 0.0)
         if part not in LINEAR[:3]:
             return self.pool.find_within(bound, value) is not None
