@@ -20,8 +20,8 @@ from gpt2.port.dump import matching
 from gpt2.port.dump.batches import Batches
 from gpt2.port.dump.candidates import Candidate, Table
 from gpt2.port.dump.explaining import Explanation, explain
-from gpt2.port.dump.misloading import _biases
-from gpt2.port.dump.sieve import Lens
+from gpt2.port.dump.misloading import _biases, outside_variants
+from gpt2.port.dump.sieve import Lens, Sieve
 from gpt2.port.dump.simulation import Entrance, Program, Simulation
 from gpt2.port.dump.spans import Span
 
@@ -101,7 +101,7 @@ def test_a_fault_is_found_from_logits_alone(model: GPT2, ids: Tensor, labels: di
 
 
 def test_as_many_faults_of_later_tokens_are_tried_wherever_they_begin(model: GPT2, ids: Tensor) -> None:
-    """Positions off by every number up to the first wrong token were made and kept: over 12 GB (by count) for token 500 at gpt2's shape.
+    """Positions off by every number up to the first wrong token were made and kept: for token 500 at gpt2's shape, over 12 GB.
 
     Every other number of heads was tried on all tokens as well: the scores of 768 heads take 3 GB at 1,024 tokens.
     """
@@ -111,6 +111,16 @@ def test_as_many_faults_of_later_tokens_are_tried_wherever_they_begin(model: GPT
     assert any("clamped 6" in one.label for one in late)
     assert len(late) <= len(early) + 3
     assert not any(one.rare for one in late)
+
+
+def test_a_fault_that_the_last_token_makes_is_ranked_on_all_tokens(model: GPT2, ids: Tensor) -> None:
+    """A large model is ranked on four tokens, whose last was taken for the last of all: ids that were rolled were not found."""
+    simulation = Simulation(model.state_dict(), CONFIG, ids)
+    with torch.no_grad():
+        sieve = Sieve(simulation, Span(0, CONFIG.n_layer, "logits", None, model(ids)))
+    sieve.small = False
+    tokens = {one.label: sieve.lens(Candidate(((one, None),))).simulation.ids.shape[1] for one in outside_variants()}
+    assert (tokens["tokens late the last token's id"], tokens["tokens late id 0"]) == (7, 4)
 
 
 def test_no_fault_is_the_model_itself() -> None:

@@ -168,8 +168,8 @@ class Embeddings:
         table, none = torch.cat([self.wpe, torch.zeros_like(self.wpe[:1])]), len(self.wpe)
         taken = torch.cdist(rows.flatten(0, 1), table).argmin(-1).view(rows.shape[:2])
         others = (taken != torch.arange(self.tokens)).nonzero().tolist()
-        if not others or self.pool.find(self.words * factor + table[taken], *STREAM) is None:
-            return None
+        if not others or bool((taken == none).all()) or self.pool.find(self.words * factor + table[taken], *STREAM) is None:
+            return None  # token embeddings alone are recorded in any case
         row, token = others[0]
         right = range(token, min(token + SHOWN, self.tokens))
         wrong = [taken[one, at].item() for one, at in others]

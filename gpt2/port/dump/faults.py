@@ -83,6 +83,11 @@ class Variant:
         """Whether a row's values depend on the other rows of the batch."""
         return any(words in self.label for words in ("axis 0", "axes (0", "TIME_FIRST"))
 
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether the first few tokens alone do not show this fault as all tokens do."""
+        return bool(self.since) or "last token" in self.label
+
     def faults(self, layer: int | None) -> tuple[Fault, ...]:
         """Return the faults with their places; ``layer`` is None outside the blocks."""
         return tuple(replace(fault, layer=layer) for fault in self.blame(layer or 0))
