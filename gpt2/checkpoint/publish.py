@@ -85,9 +85,11 @@ def plan(folder: str | Path, repo: str | None = None, record: Record | None = No
     Only a model's own files are sent: safetensors or GGUF, config, tokenizer, card, record, curves, LoRA adapter. With ``repo``,
     card and record name it; the record may be another than the folder's.
 
-    Raises InputError: no such folder, its model does not load or computes no numbers, its weights are in another format, a file
-    is a link that leads out of it, or its card claims what its record does not have.
+    Raises InputError: not OWNER/NAME, no such folder, its model does not load or computes no numbers, its weights are in another
+    format, a file is a link that leads out of it, or its card claims what its record does not have.
     """
+    if repo is not None:
+        _require_name(repo)
     given, folder = Path(folder), Path(folder).expanduser().resolve()
     if not folder.is_dir():
         raise InputError(f"{given}: not a folder; give the one that gpt2 export or gpt2 train made, such as out/run/best")
@@ -112,6 +114,11 @@ def plan(folder: str | Path, repo: str | None = None, record: Record | None = No
     files |= {name: File(name, len(content), hashlib.sha256(content).hexdigest()) for name, content in written.items()}
     left_out = tuple(name for name in present if name not in names)
     return Plan(folder, tuple(files.values()), left_out, tuple(notes), written)
+
+
+def _require_name(repo: str) -> None:
+    if not REPOSITORY.fullmatch(repo):
+        raise InputError(f"{quoted(repo)} is not OWNER/NAME; give your name on the Hub and the model's, such as me/macbeth")
 
 
 def _check_model(folder: Path, names: list[str]) -> list[str]:
@@ -149,8 +156,7 @@ def look(repo: str, planned: Plan, *, public: bool) -> Target:
 
     Raises InputError: not OWNER/NAME, no token, no answer, or a public repository where a private one is wanted.
     """
-    if not REPOSITORY.fullmatch(repo):
-        raise InputError(f"{quoted(repo)} is not OWNER/NAME; give your name on the Hub and the model's, such as me/macbeth")
+    _require_name(repo)
     with explained(repo):
         from huggingface_hub.errors import RepositoryNotFoundError
         from huggingface_hub.utils import validate_repo_id
