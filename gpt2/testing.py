@@ -19,7 +19,8 @@ def assert_same(a: str, b: str, *, on: str | None = None, tokens: int | None = N
     Args:
         a, b, on, tokens: as for :func:`gpt2.compare`.
         limits: the largest ``kl``, ``kl_max`` or ``js`` (nats), ``perplexity_ratio``, ``weights``, ``activation`` or ``logit``
-            (relative errors) that passes, or the smallest ``same_top`` (a fraction). At least one.
+            (relative errors) or ``beyond_rounding`` (tensors) that passes, or the smallest ``same_top`` (a fraction). At
+            least one.
 
     A metric with a 95 % interval passes only if the whole interval does, as with ``gpt2 compare --fail-if``.
 
@@ -28,6 +29,7 @@ def assert_same(a: str, b: str, *, on: str | None = None, tokens: int | None = N
         InputError: no limit, an unknown one, or one that cannot be measured between these models; or as for
             :func:`gpt2.compare`.
     """
+    __tracebackhide__ = True  # pytest shows the test's line and the figures, not this function
     from gpt2.comparison.gates import METRICS, Gate
     from gpt2.comparison.pair import compare
 

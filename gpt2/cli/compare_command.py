@@ -34,18 +34,20 @@ EXAMPLES = """\
   gpt2 compare shakespeare-mini llama.cpp/model-Q4_K_M.gguf  a GGUF file, run by llama.cpp; also ct2/DIR and onnx/FILE_OR_DIR
   gpt2 compare shakespeare-mini http://127.0.0.1:8080/v1     is the server the model that it says? #NAME selects one of several
   gpt2 compare gpt2 ./quantised --fail-if 'kl>1e-3' --fail-if 'same_top<0.98' --junit gpt2.xml      in a build
+  gpt2 compare gpt2 model-Q8_0.gguf --fail-if 'beyond_rounding>0'    gpt2, rounded, and nothing else? (the model first)
 
 METRIC of --fail-if: kl, kl_max, js (nats a token), same_top (a fraction), perplexity_ratio (B over A), weights (norm of the
-change over the norm), activation (the largest relative error), logit (that of the logits). OP: >, >=, <, <=. A metric with a
-95 % interval is judged by its far end (the upper one for >, the lower one for <), so a build passes only if the whole interval
-does. Where GITHUB_STEP_SUMMARY is set, a table is appended there.
+change over the norm), beyond_rounding (tensors of B that are not A's, rounded to one type), activation (the largest
+relative error), logit (that of the logits). OP: >, >=, <, <=. A metric with a 95 % interval is judged by its far end (the upper
+one for >, the lower one for <), so a build passes only if the whole interval does. Where GITHUB_STEP_SUMMARY is set, a table is
+appended there.
 
 A server gets the key in OPENAI_API_KEY, only over https or on this machine. Before more than 10,000 tokens are sent to another
 machine, their cost is shown and you are asked; without a terminal, the exit code is 2. GPT2_SEND_LIMIT=N allows N tokens for one
 comparison without a question (default: up to 100,000, with the question).
 
 exit code: 0 whatever the models are, but 1 if a --fail-if is met; 2 for bad input, also if the metric of a --fail-if cannot be
-measured between these models"""
+measured between these models, or a file is not whole; then no --junit is written"""
 DEFAULTS = {"on": None, "tokens": None, "threshold": 1e-3, "seed": 0}  # options that --attention does not use
 
 
@@ -170,7 +172,7 @@ def _report_gates(judged: "Judged", junit_file: str | None) -> int:
     for names, gates in judged.items():
         for gate in gates:
             where = f"{names}: " if len(judged) > 1 else ""
-            print(f"{where}{'met' if gate.met else 'not met'}: {gate}", file=sys.stderr)
+            print(f"{where}{'failed' if gate.met else 'passed'}: {gate}", file=sys.stderr)
     if junit_file:
         write(junit_file, junit(judged))
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):

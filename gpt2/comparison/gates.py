@@ -47,6 +47,15 @@ def _weights(comparison: Comparison) -> Measured:
     return None if comparison.weights is None else comparison.weights.total.distance
 
 
+def _beyond_rounding(comparison: Comparison) -> Measured:
+    weights = comparison.weights
+    if weights is None:
+        return None
+    if weights.same_numbers or weights.rounded_to:
+        return 0.0
+    return float(len(weights.beyond) or len(weights.tensors) - len(weights.unchanged))
+
+
 def _errors(*points: str) -> Callable[[Comparison], Measured]:
     """Return a function that reads the largest error of these traced points, or of all."""
 
@@ -69,6 +78,7 @@ METRICS: dict[str, tuple[str, Callable[[Comparison], Measured]]] = {
     ),
     "perplexity_ratio": ("perplexity of b over that of a", _of_both(lambda both: both.ratio, lambda bounds: bounds.ratio)),
     "weights": ("norm of the weights' change over their norm", _weights),
+    "beyond_rounding": ("number of tensors of b that are not a's, rounded to one type", _beyond_rounding),
     "activation": ("largest relative error of a traced point", _errors()),
     "logit": ("relative error of the logits on the traced tokens", _errors("logits")),
 }

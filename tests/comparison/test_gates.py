@@ -83,6 +83,7 @@ def test_every_metric_is_what_the_report_says(metric: str, compared: Comparison)
         "same_top": both.same_top.value,
         "perplexity_ratio": both.ratio.value,
         "weights": compared.weights.total.distance,
+        "beyond_rounding": 1.0,  # the tensor with noise
         "activation": max(point.error for point in compared.activations.points),
         "logit": compared.activations.points[-1].error,
     }
@@ -119,6 +120,8 @@ def test_a_quantised_file_is_the_model_rounded_and_nothing_else(text: str, tmp_p
     file = Path(export("shakespeare-mini", tmp_path / "right", format="gguf", type="q8_0").directory, "model.gguf")
     found = gpt2.compare("shakespeare-mini", str(file), on=text, tokens=24)
     assert found.weights.rounded_to == "q8_0"
+    gate = Gate.parse("beyond_rounding>0")
+    assert not gate.judge(found).met
     assert "in q8_0" in found.table(80)
     with torch.no_grad():
         model.h[4].ln_2.weight[7] += 1e-3
@@ -126,6 +129,7 @@ def test_a_quantised_file_is_the_model_rounded_and_nothing_else(text: str, tmp_p
     export(str(tmp_path / "other"), tmp_path / "wrong", format="gguf", type="q8_0")
     wrong = gpt2.compare("shakespeare-mini", str(tmp_path / "wrong" / "model.gguf"), on=text, tokens=24)
     assert (wrong.weights.rounded_to, wrong.weights.nearly, wrong.weights.beyond) == ("", "q8_0", ("h.4.ln_2.weight",))
+    assert (gate.judge(wrong).measured.value, gate.judge(wrong).met) == (1.0, True)  # its KL is below any sensible limit
     assert "but not h.4.ln_2.weight" in " ".join(wrong.table(120).split())
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # a fine-tune: that one matrix is only rounded says nothing of it
@@ -136,6 +140,7 @@ def test_a_quantised_file_is_the_model_rounded_and_nothing_else(text: str, tmp_p
         found = gpt2.compare("shakespeare-mini", str(tmp_path / name), on=text, tokens=24)
         assert (found.weights.nearly, found.weights.beyond) == ("", ())
         assert "weights moved" in found.table(120)
+        assert gate.judge(found).measured.value == len(found.weights.tensors) - len(found.weights.unchanged) > 0
 
 
 def test_a_broken_model_meets_every_gate(compared: Comparison) -> None:
@@ -163,8 +168,8 @@ def test_exit_codes_and_reports(
     out, err = capsys.readouterr()
     first, second = json.loads(out)["gates"]
     assert (first["gate"]["metric"], first["met"], second["met"]) == ("kl", True, False)
-    assert err.splitlines()[0].startswith("met: kl>1e-09: mean KL(a‖b) in nats is ")
-    assert err.splitlines()[1].startswith("not met: weights>1e+09")
+    assert err.splitlines()[0].startswith("failed: kl>1e-09: mean KL(a‖b) in nats is ")
+    assert err.splitlines()[1].startswith("passed: weights>1e+09")
     suite = ElementTree.fromstring(report.read_text())[0]
     assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
     assert [case.find("failure") is not None for case in suite] == [True, False]

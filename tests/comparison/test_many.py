@@ -133,7 +133,7 @@ def test_each_candidate_is_judged(names: list[str], folder: Path, tmp_path: Path
     options = ["--on", str(folder / "text.txt"), "--tokens", "100"]
     assert main(["compare", *names, *options, "--fail-if", "kl>1e-3", "--junit", str(tmp_path / "junit.xml")]) == 1
     lines = capsys.readouterr().err.splitlines()
-    assert [line.partition(": ")[2].split(":")[0] for line in lines] == ["not met", "met", "not met"]
+    assert [line.partition(": ")[2].split(":")[0] for line in lines] == ["passed", "failed", "passed"]
     assert (tmp_path / "junit.xml").read_text().count("<testcase") == 3
     assert main(["compare", *names, *options, "--fail-if", "kl>1"]) == 0
     assert main(["compare", *names, *options, "--fail-if", "js>1"]) == 2
