@@ -20,7 +20,8 @@ from gpt2.port.dump import matching
 from gpt2.port.dump.batches import Batches
 from gpt2.port.dump.candidates import Candidate, Table
 from gpt2.port.dump.explaining import Explanation, explain
-from gpt2.port.dump.misloading import _biases, outside_variants
+from gpt2.port.dump.misloading import _biases
+from gpt2.port.dump.misloading_outside import outside_variants
 from gpt2.port.dump.sieve import Lens, Sieve
 from gpt2.port.dump.simulation import Entrance, Program, Simulation
 from gpt2.port.dump.spans import Span

@@ -177,6 +177,8 @@ class Walker:
     def _feed_forward(self, n: int, layer: int, attention: Branch) -> list[Option] | None:
         weights = self.trail.weights(layer)
         self.trail.enter(n, "mid")
+        # A dump may hold what the activation gives, and not what enters it; a module's pool holds both.
+        fused = bool(self.pool.allowance) and any(True for _ in streams(self.pool, self.trail.ids, self.config.inner))
 
         def confirm(x: Tensor) -> Recorded | None:
             weight, bias = weights["mlp.c_fc.weight"], weights["mlp.c_fc.bias"]
@@ -185,9 +187,6 @@ class Walker:
             up = x @ weight + bias
             results = (one.value for one in activations(self.config, up)[:USUAL] if not one.silent)
             return Recorded(up, None) if any(self.chooser.recorded(one, STREAM) is not None for one in results) else None
-
-        # A dump may hold what the activation gives, and not what enters it; a module's pool holds both.
-        fused = bool(self.pool.allowance) and any(True for _ in streams(self.pool, self.trail.ids, self.config.inner))
 
         choice = None
         every = [mid for one in attention.results for mid in residuals(self.norms, self.pool, layer, attention, one)]

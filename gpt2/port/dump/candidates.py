@@ -9,9 +9,11 @@ from functools import cached_property
 from gpt2.port.diagnosis.places import Place, collapsed
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.diagnosis.trail import post_norms, sequence_faults
-from gpt2.port.dump.faults import SHIFTS, Variant, block_variants, embedding_variants, late, norm_variants
-from gpt2.port.dump.misloading import loading_variants, outside_variants, rounded_outside
+from gpt2.port.dump.faults import SHIFTS, block_variants, embedding_variants, norm_variants
+from gpt2.port.dump.misloading import loading_variants
+from gpt2.port.dump.misloading_outside import outside_variants, rounded_outside
 from gpt2.port.dump.simulation import Program, Simulation, Stage, Stages
+from gpt2.port.dump.variants import Variant, late
 
 FITTED = 0.5  # the price of many fitted numbers: a known formula that gives the same is preferred
 FREE = ("extra-bias", "untied-head")  # faults of the head with fitted numbers

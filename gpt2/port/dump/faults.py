@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
@@ -23,11 +21,10 @@ from gpt2.port.diagnosis.scores import Layout, Scoring, wrong_scorings
 from gpt2.port.diagnosis.search import Fault, Formula, Option
 from gpt2.port.diagnosis.wiring import Branch, Embeddings, inputs, outputs, residuals
 from gpt2.port.dump.simulation import Simulation, Stage, Stages, State
+from gpt2.port.dump.variants import Blame, Replaced, Variant, joined
 from gpt2.port.recording.pool import Pool
 
 Scale = Callable[[GPT2Config, int], float]
-Blame = Callable[[int], tuple[Fault, ...]]
-Replaced = Callable[[Simulation, int], Stages]
 SHIFTS = (1, 2, 3)  # by how much positions are tried to be off, if embeddings are not shown
 MOVED_NORMS = ("right", "no affine")  # hypotheses that are tried for a norm where GPT-2 has none
 
@@ -55,80 +52,6 @@ class UsualNorms(Norms):
 
     def at(self, name: str) -> list[Hypothesis]:
         return [one for one in super().at(name) if one.label in MOVED_NORMS]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A fault that can be switched on in a block, or outside the blocks.
-
-    ``label``: equal in all blocks. ``blame``: the faults by the block's number, without a layer. ``replaced``: the stages in a
-    block; none if the fault changes nothing there. ``rare``: tried in all blocks together only, if blocks are expensive.
-    ``since``: the first token that has the fault.
-    """
-
-    label: str
-    blame: Blame
-    replaced: Replaced
-    outside: bool = False
-    rare: bool = False
-    since: int = 0
-
-    @classmethod
-    def of(cls, label: str, faults: Iterable[Fault], replaced: Replaced, rare: bool = False) -> Variant:
-        fixed = tuple(faults)
-        return cls(label, lambda layer: fixed, replaced, False, rare)
-
-    @property
-    def mixes_rows(self) -> bool:
-        """Whether a row's values depend on the other rows of the batch."""
-        return any(words in self.label for words in ("axis 0", "axes (0", "TIME_FIRST"))
-
-    @property
-    def needs_all_tokens(self) -> bool:
-        """Whether the first few tokens alone do not show this fault as all tokens do."""
-        return bool(self.since) or "last token" in self.label
-
-    def faults(self, layer: int | None) -> tuple[Fault, ...]:
-        """Return the faults with their places; ``layer`` is None outside the blocks."""
-        return tuple(replace(fault, layer=layer) for fault in self.blame(layer or 0))
-
-
-def joined(label: str, *variants: Variant) -> Variant:
-    """Return several variants as one, in one block."""
-
-    def replaced(simulation: Simulation, layer: int) -> Stages:
-        return {stage: formula for one in variants for stage, formula in one.replaced(simulation, layer).items()}
-
-    return Variant(label, lambda layer: tuple(fault for one in variants for fault in one.blame(layer)), replaced)
-
-
-def late(variant: Variant, token: int) -> Variant:
-    """Return a fault of the tokens from ``token`` on alone, as in a program that reads a prompt, and then steps with a cache."""
-
-    def blame(layer: int) -> tuple[Fault, ...]:
-        words = f"from token {token} on, as in steps after a prompt"
-        return tuple(replace(fault, detail=f"{words}: {fault.detail}") for fault in variant.blame(layer))
-
-    def replaced(simulation: Simulation, layer: int) -> Stages:
-        rights = {
-            **simulation.right(layer),
-            "embed": lambda s: simulation.embed(),
-            "ln_f": lambda s: simulation.norm("ln_f", s["x"]),
-        }
-        return {stage: _from_token(token, rights[stage], wrong) for stage, wrong in variant.replaced(simulation, layer).items()}
-
-    return replace(variant, label=f"{variant.label} from {token}", blame=blame, replaced=replaced, since=token)
-
-
-def _from_token(token: int, right: Stage, wrong: Stage) -> Stage:
-    def formula(s: State) -> Tensor:
-        before, behind = right(s), wrong(s)
-        if before.shape != behind.shape:  # another number of heads
-            return behind
-        axis = before.ndim - 2  # (B, T, D), (B, H, T, K) and (B, H, T, T)
-        return torch.cat([before.narrow(axis, 0, token), behind.narrow(axis, token, behind.shape[axis] - token)], axis)
-
-    return formula
 
 
 def all_faults(option: Option) -> tuple[Fault, ...]:

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from gpt2.config import GPT2Config
 from gpt2.port.diagnosis.hypotheses import right_scale, scale_faults
 from gpt2.port.dump.candidates import Candidate
-from gpt2.port.dump.faults import Variant
 from gpt2.port.dump.sieve import Lens
 from gpt2.port.dump.simulation import Program, Simulation, Stages
+from gpt2.port.dump.variants import Variant
 from gpt2.port.golden_section import least
 
 RANGE = 32.0  # a factor between the right one over this, and the right one times this

@@ -1,4 +1,4 @@
-"""List the known faults of loading: weights that a program holds otherwise than the checkpoint, as stages of a simulation.
+"""List the known faults of loading a block: weights held otherwise than in the checkpoint, as stages of a simulation.
 
 How a tensor is misread comes from :mod:`..diagnosis.entries`, and narrow dtypes from :mod:`..diagnosis.weights`.
 """
@@ -15,8 +15,8 @@ from gpt2.config import GPT2Config
 from gpt2.port.diagnosis import entries
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.diagnosis.weights import NARROW
-from gpt2.port.dump.faults import Replaced, Variant, joined
 from gpt2.port.dump.simulation import Simulation, Stage, Stages, State, affine
+from gpt2.port.dump.variants import Variant, joined
 
 # The stages that read each module's tensors.
 READERS = {
@@ -45,7 +45,7 @@ def _reading(simulation: Simulation, layer: int, stage: str, changed: Callable[[
         held = {**simulation.weights(layer), **changed()}
         weight, bias = (held[f"{module}.{leaf}"].to(simulation.dtype) for leaf in ("weight", "bias"))
         if module.startswith("ln_"):
-            return _norm(simulation, "x" if module == "ln_1" else "mid", weight, bias)(s)
+            return normed(simulation, "x" if module == "ln_1" else "mid", weight, bias)(s)
         if share is not None:
             return affine(s["ln_1"], weight.chunk(3, 1)[share], bias.chunk(3, 0)[share])
         return affine(s[INPUTS[module]], weight, bias)
@@ -53,7 +53,8 @@ def _reading(simulation: Simulation, layer: int, stage: str, changed: Callable[[
     return formula
 
 
-def _norm(simulation: Simulation, source: str, weight: Tensor, bias: Tensor) -> Stage:
+def normed(simulation: Simulation, source: str, weight: Tensor, bias: Tensor) -> Stage:
+    """Return the layer norm of the value ``source``, with other weights."""
     eps = simulation.config.layer_norm_epsilon
     return lambda s: torch.layer_norm(s[source], weight.shape, weight, bias, eps)
 
@@ -300,63 +301,3 @@ def _rounded() -> Iterator[Variant]:
             stages = READERS[module] if module else ALL
             rare = bool(module) and dtype in ("float8_e4m3fn", "int8 a tensor")
             yield misread(f"{module} rounded to {dtype}", Fault("reduced-precision", part, words), change, *stages, rare=rare)
-
-
-def outside_variants() -> Iterator[Variant]:
-    """Yield faults of loading outside the blocks: rows in other places, a reshaped position table."""
-    for by in (1, -1, 2, -2):
-        words = f"token t reads the checkpoint's row t {'-' if by > 0 else '+'} {abs(by)}"
-        for head in (True, False):
-            where = words if head else f"{words}, in the embedding and not in the head"
-            yield _outside(f"rows {by} {head}", Fault("wrong-tensor", "wte", where), partial(_moved, by, head))
-    for first in ("its own id", "id 0", "the last token's id"):
-        words = f"each token is given the embedding of the token before it, the first that of {first}"
-        yield _outside(f"tokens late {first}", Fault("wrong-tensor", "wte", words), partial(_late, first))
-    words = "the position table was reshaped where it had to be transposed"
-    yield _outside("wpe reshaped", Fault("transposed", "wpe", words), _reshaped_positions)
-
-
-def rounded_outside(dtype: str) -> Variant:
-    """Return the rounding of embeddings, positions, last norm and head."""
-    fault = Fault("reduced-precision", "", f"the weights are the checkpoint's rounded to {dtype}")
-    return _outside(f"outside rounded to {dtype}", fault, partial(_all_rounded, dtype))
-
-
-def _outside(label: str, fault: Fault, replaced: Replaced) -> Variant:
-    return Variant(label, lambda layer: (fault,), replaced, outside=True)
-
-
-def _embedded(simulation: Simulation, words: Tensor, positions: Tensor) -> Stages:
-    value = words[simulation.ids] + positions[: simulation.ids.shape[1]]
-    return {"embed": lambda s: value}
-
-
-def _moved(by: int, head: bool, simulation: Simulation, layer: int) -> Stages:
-    words = simulation.state["wte.weight"]
-    value = words[(simulation.ids - by) % len(words)] + simulation.state["wpe.weight"][: simulation.ids.shape[1]]
-    stages: dict[str, Stage] = {"embed": lambda s: value}
-    return stages | ({"head": lambda s: words.roll(by, 0)} if head else {})  # made when it runs: hundreds of programs wait
-
-
-def _late(first: str, simulation: Simulation, layer: int) -> Stages:
-    ids, words = simulation.ids, simulation.state["wte.weight"]
-    start = {"its own id": ids[:, :1], "id 0": 0 * ids[:, :1], "the last token's id": ids[:, -1:]}[first]
-    value = words[torch.cat([start, ids[:, :-1]], 1)] + simulation.state["wpe.weight"][: ids.shape[1]]
-    return {"embed": lambda s: value}
-
-
-def _reshaped_positions(simulation: Simulation, layer: int) -> Stages:
-    wpe = simulation.state["wpe.weight"]
-    return _embedded(simulation, simulation.state["wte.weight"], wpe.reshape(wpe.shape[::-1]).t())
-
-
-def _all_rounded(dtype: str, simulation: Simulation, layer: int) -> Stages:
-    names = ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")
-    quantised = dtype.startswith("int8")  # matrices alone
-    wte, wpe, weight, bias = (
-        simulation.state[name] if quantised and name.startswith("ln_f") else rounded(simulation.state[name], dtype)
-        for name in names
-    )
-    norm = _norm(simulation, "x", weight, bias)
-    head = {"head": lambda s: rounded(simulation.state["wte.weight"], dtype)}  # made when it runs, as in _moved
-    return {**_embedded(simulation, wte, wpe), "ln_f": norm, **head}

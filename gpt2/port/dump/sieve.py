@@ -140,7 +140,7 @@ class Sieve:
             return self.whole
         if any(one.mixes_rows for one, _ in candidate.sites):
             return self.whole
-        wide = any(fault.id in WIDE for fault in candidate.faults(0)) or any(one.needs_all_tokens for one, _ in candidate.sites)
+        wide = any(fault.id in WIDE for fault in candidate.faults(0)) or any(one.all_tokens for one, _ in candidate.sites)
         return self.row if wide else self.few
 
     def ranked(

@@ -1,0 +1,84 @@
+"""A fault that can be switched on in a simulation: alone, joined with others, or from a later token on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gpt2.port.diagnosis.search import Fault
+from gpt2.port.dump.simulation import Simulation, Stage, Stages, State
+
+Blame = Callable[[int], tuple[Fault, ...]]
+Replaced = Callable[[Simulation, int], Stages]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A fault that can be switched on in a block, or outside the blocks.
+
+    ``label``: equal in all blocks. ``blame``: the faults by the block's number, without a layer. ``replaced``: the stages in a
+    block; none if the fault changes nothing there. ``rare``: tried in all blocks together only, if blocks are expensive.
+    ``all_tokens``: the first few tokens alone do not show it as all tokens do.
+    """
+
+    label: str
+    blame: Blame
+    replaced: Replaced
+    outside: bool = False
+    rare: bool = False
+    all_tokens: bool = False
+
+    @classmethod
+    def of(cls, label: str, faults: Iterable[Fault], replaced: Replaced, rare: bool = False) -> Variant:
+        fixed = tuple(faults)
+        return cls(label, lambda layer: fixed, replaced, False, rare)
+
+    @property
+    def mixes_rows(self) -> bool:
+        """Whether a row's values depend on the other rows of the batch."""
+        return any(words in self.label for words in ("axis 0", "axes (0", "TIME_FIRST"))
+
+    def faults(self, layer: int | None) -> tuple[Fault, ...]:
+        """Return the faults with their places; ``layer`` is None outside the blocks."""
+        return tuple(replace(fault, layer=layer) for fault in self.blame(layer or 0))
+
+
+def joined(label: str, *variants: Variant) -> Variant:
+    """Return several variants as one, in one block."""
+
+    def replaced(simulation: Simulation, layer: int) -> Stages:
+        return {stage: formula for one in variants for stage, formula in one.replaced(simulation, layer).items()}
+
+    return Variant(label, lambda layer: tuple(fault for one in variants for fault in one.blame(layer)), replaced)
+
+
+def late(variant: Variant, token: int) -> Variant:
+    """Return a fault of the tokens from ``token`` on alone, as in a program that reads a prompt, and then steps with a cache."""
+
+    def blame(layer: int) -> tuple[Fault, ...]:
+        words = f"from token {token} on, as in steps after a prompt"
+        return tuple(replace(fault, detail=f"{words}: {fault.detail}") for fault in variant.blame(layer))
+
+    def replaced(simulation: Simulation, layer: int) -> Stages:
+        rights = {
+            **simulation.right(layer),
+            "embed": lambda s: simulation.embed(),
+            "ln_f": lambda s: simulation.norm("ln_f", s["x"]),
+        }
+        return {stage: _from_token(token, rights[stage], wrong) for stage, wrong in variant.replaced(simulation, layer).items()}
+
+    return replace(variant, label=f"{variant.label} from {token}", blame=blame, replaced=replaced, all_tokens=True)
+
+
+def _from_token(token: int, right: Stage, wrong: Stage) -> Stage:
+    def formula(s: State) -> Tensor:
+        before, behind = right(s), wrong(s)
+        if before.shape != behind.shape:  # another number of heads
+            return behind
+        axis = before.ndim - 2  # (B, T, D), (B, H, T, K) and (B, H, T, T)
+        return torch.cat([before.narrow(axis, 0, token), behind.narrow(axis, token, behind.shape[axis] - token)], axis)
+
+    return formula
