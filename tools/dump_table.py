@@ -13,7 +13,7 @@ it comes, then a table by language, level and dtype; the last line of stdout is 
 A fault whose effect on every dumped array is below four times the rounding of the right program's logits is *below rounding*:
 then "equal" is right too, and it counts in that column alone unless a wrong cause is named.
 
-Seconds of a dump, and the engine's limits of time, are CPU seconds here, so that other programs on the machine change nothing.
+Seconds of a dump are CPU seconds. The engine's limits of time are too, until twice as long has passed by the clock.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from support.programs.scoring import score_dump
 
 import gpt2
 
-time.monotonic = time.process_time  # the engine's clock
 VISIBLE = 4.0  # times the rounding
 COLUMNS = ("dumps", "first", "all found", "located", "undetermined", "called equal", "failed", "below rounding")
 

@@ -15,11 +15,11 @@ import gpt2
 from gpt2.errors import InputError
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
+from gpt2.port.deadline import Deadline, TimeUp
 from gpt2.port.diagnosis.report import Diagnosis
 from gpt2.port.dump.loading import Loading
 from gpt2.port.dump.pool import DumpPool
 from gpt2.port.dump.tolerance import measured
-from gpt2.port.recording.pool import TimeUp
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MODEL = checkpoint()
@@ -279,7 +279,7 @@ def test_every_search_in_a_dump_ends_at_its_deadline() -> None:
     """Sums of products were compared without a look at the clock, so a lost walk went on for a minute beyond its limit."""
     tolerance = measured(MODEL, IDS, trace(MODEL, IDS), torch.float32)
     pool = DumpPool(tolerance, CONFIG, (2, 8))
-    pool.deadline = 0.0
+    pool.deadline = Deadline(0)
     pool.fill([("x", torch.randn(2, 8, CONFIG.n_embd))], torch.randn(2, 8, CONFIG.vocab_size))
     one = torch.ones(1)
     searches = (

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
-
 import pytest
 import torch
 from support.faulty.loading import weights
@@ -15,6 +12,7 @@ from gpt2.config import GPT2Config
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
+from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.trail import sequence_faults
 from gpt2.port.dump import matching
 from gpt2.port.dump.batches import Batches
@@ -41,7 +39,7 @@ def ids() -> Tensor:
 
 
 def explained(model: GPT2, ids: Tensor, evidence: dict[str, Tensor], tolerance: float = 1e-9) -> Explanation:
-    return explain(model, ids, evidence, dict.fromkeys(evidence, tolerance), math.inf)
+    return explain(model, ids, evidence, dict.fromkeys(evidence, tolerance), Deadline())
 
 
 def named(explanation: Explanation) -> list[list[tuple[str, str]]]:
@@ -70,7 +68,7 @@ def test_noise_has_no_explanation(model: GPT2, ids: Tensor) -> None:
     with torch.no_grad():
         logits = model(ids)
         noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        explanation = explain(model, ids, {"logits": logits + 0.1 * noise}, {"logits": 1e-9}, math.inf, several=False)
+        explanation = explain(model, ids, {"logits": logits + 0.1 * noise}, {"logits": 1e-9}, Deadline(), several=False)
     assert explanation.complete
     assert not explanation.right
     assert not explanation.hypotheses
@@ -222,7 +220,7 @@ def test_one_tensor_a_block_names_the_block_that_nothing_explains(model: GPT2, i
         simulation = Simulation(model.state_dict(), CONFIG, ids)
         rest = simulation.trace(Program(), 1, CONFIG.n_layer, Entrance(1, {"x": start}))
     evidence = {"embed": values["embed"], "h.0": start, "h.1": rest["h.1"], "logits": rest["logits"]}
-    explanation = explain(model, ids, evidence, dict.fromkeys(evidence, 1e-9), time.monotonic() + 1)
+    explanation = explain(model, ids, evidence, dict.fromkeys(evidence, 1e-9), Deadline(1))
     assert (explanation.last_right, explanation.first_wrong, explanation.unexplained) == ("embed", "h.0", "h.0")
     assert not explanation.hypotheses
 
@@ -232,7 +230,7 @@ def test_a_fault_that_is_hardly_nearer_than_the_right_formula_is_not_named(model
     right, wrong = trace(model, ids), wrong_by(model, ids, {"ln_1 eps 1e-06": (1,)})
     between = {point: 0.45 * right[point] + 0.55 * wrong[point] for point in STREAMS}
     allowed = {point: 0.5 * worst_relative_error(wrong[point], right[point]) + 1e-12 for point in STREAMS}
-    explanation = explain(model, ids, between, allowed, math.inf, several=False)
+    explanation = explain(model, ids, between, allowed, Deadline(), several=False)
     assert (explanation.unexplained, explanation.hypotheses) == ("h.1", ())
 
 
@@ -243,10 +241,10 @@ def test_a_head_of_its_own_is_seen_where_there_are_enough_positions(model: GPT2)
     with torch.no_grad():
         hidden = model.hidden(ids)
         few, many = (
-            explain(model, one, {"logits": x @ head.T}, {"logits": 1e-9}, 0.0)
+            explain(model, one, {"logits": x @ head.T}, {"logits": 1e-9}, Deadline(0))
             for one, x in ((ids[:, :3], hidden[:, :3]), (ids, hidden))
         )
-        wrong = explain(model, ids, {"logits": hidden.square() @ head.T}, {"logits": 1e-9}, 0.0)
+        wrong = explain(model, ids, {"logits": hidden.square() @ head.T}, {"logits": 1e-9}, Deadline(0))
     assert named(many) == [[("untied-head", "logits")]]
     assert not few.hypotheses
     assert not wrong.hypotheses
@@ -257,11 +255,11 @@ def test_logits_that_are_the_same_everywhere_show_no_bias(model: GPT2, ids: Tens
     logits = torch.randn(CONFIG.vocab_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64).expand(
         1, ids.shape[1], -1
     )
-    explanation = explain(model, ids[:1], {"logits": logits}, {"logits": 1e-9}, time.monotonic() + 4, several=False)
+    explanation = explain(model, ids[:1], {"logits": logits}, {"logits": 1e-9}, Deadline(4), several=False)
     assert not explanation.hypotheses
     with torch.no_grad():
         biased = model(ids[:1]) + logits
-    explanation = explain(model, ids[:1], {"logits": biased}, {"logits": 1e-9}, time.monotonic() + 4, several=False)
+    explanation = explain(model, ids[:1], {"logits": biased}, {"logits": 1e-9}, Deadline(4), several=False)
     assert [fault.id for fault in explanation.hypotheses[0].faults] == ["extra-bias"]
 
 

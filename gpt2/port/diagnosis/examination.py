@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Mapping as MappingType
 from dataclasses import replace
@@ -18,6 +17,7 @@ from gpt2.measure.user_code import error_line, logits_of
 from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
+from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.behaviour import Behaviour
 from gpt2.port.diagnosis.causes import PlacedCause, ranked
 from gpt2.port.diagnosis.logits import Reference, padding_causes, require_logits
@@ -51,8 +51,7 @@ class Examination:
 
     def __init__(self, module: nn.Module, ours: GPT2, fill: bool = False, progress: Progress = silent) -> None:
         self.module, self.ours, self.config, self.fill, self.progress = module, ours, ours.config, fill, progress
-        self.seconds = SECONDS[ours.config.num_parameters() < SMALL]
-        self.deadline = time.monotonic() + self.seconds
+        self.deadline = Deadline(SECONDS[ours.config.num_parameters() < SMALL])
         self.who = type(module).__name__
         self.weight_causes: list[PlacedCause] = []
         self.notes: list[str] = []
@@ -277,7 +276,7 @@ class Examination:
                 if again.explained or len(again.points) > len(walked.points):
                     walked = replace(again, first_divergence=walked.first_divergence or again.first_divergence)
         if walked.lost:
-            limit = f"the search ended at its limit of {self.seconds:g} s; " if walked.timed_out else ""
+            limit = f"the search ended at its limit of {self.deadline.seconds:g} s; " if walked.timed_out else ""
             self.notes.append(limit + walked.edge(self.config.n_layer))
         if walked.explained:
             held = [cause for cause in self.weight_causes if cause.id != "extra-bias"]  # the walk has measured its effect

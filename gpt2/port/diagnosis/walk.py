@@ -17,6 +17,7 @@ from gpt2.config import GPT2Config
 from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.tracing import point_at
 from gpt2.model import GPT2
+from gpt2.port.deadline import TimeUp
 from gpt2.port.diagnosis.activations import activations, fitted_activation
 from gpt2.port.diagnosis.attending import Attending
 from gpt2.port.diagnosis.norms import Norms
@@ -25,7 +26,7 @@ from gpt2.port.diagnosis.replay import Replay
 from gpt2.port.diagnosis.search import Choice, Confirm, Fault, Kind, Option, Recorded, Result
 from gpt2.port.diagnosis.trail import Trail, Walk, account
 from gpt2.port.diagnosis.wiring import STREAM, Branch, Embeddings, inputs, outputs, residuals, streams
-from gpt2.port.recording.pool import Pool, TimeUp
+from gpt2.port.recording.pool import Pool
 
 FEW_VALUES = 8  # an output with no more than these shows no rounding
 ROUNDING_SLACK = 1e-6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from gpt2.measure.metrics import Progress, worst_relative_error
 from gpt2.measure.tracing import layer_of, point_at, points
 from gpt2.model import GPT2
+from gpt2.port.deadline import Deadline, TimeUp
 from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.places import EVERY, Place
 from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
@@ -26,7 +26,6 @@ from gpt2.port.dump.loading import Loaded, Loading
 from gpt2.port.dump.pool import DumpPool
 from gpt2.port.dump.simulation import NEEDS, Simulation
 from gpt2.port.dump.tolerance import HALVES, UNITS, excess, measured
-from gpt2.port.recording.pool import TimeUp
 
 WALKED = 3  # arrays of a stream's size a block from which on a walk is tried
 RIGHT_SECONDS = 10.0  # for the walk through a dump with right logits
@@ -53,7 +52,7 @@ class Attempt:
         progress: Progress,
     ) -> None:
         self.arrays, self.output, self.exact, self.reference, self.progress = arrays, output, exact, reference, progress
-        self.deadline = math.inf
+        self.deadline = Deadline()
         self.config, self.ids = reference.config, output.ids
         self.order = points(self.config.n_layer)
         self.tolerance = measured(reference, self.ids, dict(exact), dtype)
@@ -75,8 +74,8 @@ class Attempt:
         """Return whether far more of the dump is right under this assumption than under ``other``."""
         return self.right or len(self.held) > MORE * len(other.held)
 
-    def examine(self, deadline: float) -> None:
-        """Look for causes, until ``deadline`` of :func:`time.monotonic`."""
+    def examine(self, deadline: Deadline) -> None:
+        """Look for causes, until ``deadline``."""
         self.deadline = deadline
         self._examine()
 
@@ -137,26 +136,24 @@ class Attempt:
     def _load(self, right: Loaded) -> Loaded:
         """Return the weights that the products show; the right ones if a third of the time does not suffice."""
         self.progress("looking for weights that were read wrongly")
-        now = time.monotonic()
-        self.pool.deadline = now + (self.deadline - now) / 3
+        self.pool.deadline = Deadline(self.deadline.left / 3)
         try:
             return Loading(self.pool, right.weights, self.config, self.ids).run()
         except TimeUp:
             self.notes.append("the search for weights that were read wrongly ended at its time limit")
             return right
         finally:
-            self.pool.deadline = math.inf
+            self.pool.deadline = Deadline()
 
     def _walk(self, loaded: Loaded) -> tuple[Trail, Walk]:
         trail = Trail(self.pool, dict(loaded.weights), self.config, self.ids, self.progress)
-        now = time.monotonic()
-        self.pool.deadline = now + min((self.deadline - now) / 2, RIGHT_SECONDS if self.right else math.inf)
+        self.pool.deadline = Deadline(min(self.deadline.left / 2, RIGHT_SECONDS if self.right else math.inf))
         try:
             Walker(trail, trail.own["wte.weight"]).run()
         except TimeUp:
             if not trail.lost:
                 trail.lost.append("logits")
-        self.pool.deadline = math.inf
+        self.pool.deadline = Deadline()
         return trail, account(trail, self.reference)
 
     def _with_loaded(self, loaded: Loaded, confidence: float) -> list[PlacedCause]:
@@ -188,7 +185,7 @@ class Attempt:
         trials = [*placed, nothing] if placed else []  # single faults first, at each place
         for one in trials:
             evidence, explanation = self._explained(right, one, several=False)
-            if explanation.explains or time.monotonic() > self.deadline:
+            if explanation.explains or self.deadline.passed:
                 break
         else:
             one = placed[0] if placed else nothing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from gpt2.measure.dumps import SAVE, Dump, dump_of, read
 from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
+from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.causes import ranked
 from gpt2.port.diagnosis.examination import SMALL
 from gpt2.port.diagnosis.logits import Reference, padding_causes
@@ -65,7 +65,7 @@ class DumpExamination:
 
     def __init__(self, dump: Dump, ours: GPT2, state: Mapping[str, Tensor], progress: Progress) -> None:
         self.dump, self.config, self.progress = dump, ours.config, progress
-        self.end = time.monotonic() + SECONDS[ours.config.num_parameters() < SMALL]
+        self.deadline = Deadline(SECONDS[ours.config.num_parameters() < SMALL])
         self.reference = Reference(ours, state).model.eval()
 
     @torch.no_grad()
@@ -91,7 +91,7 @@ class DumpExamination:
             if dtypes[-1] in HALVES and share > 1 and not attempt.right:
                 following = Attempt(arrays, output, exact, self.reference, dtypes[-1], self.progress)
                 share = HASTY if following.is_likelier(attempt) else share
-            attempt.examine(time.monotonic() + (self.end - time.monotonic()) / share)
+            attempt.examine(Deadline(self.deadline.left / share))
             if attempt.settled:
                 return self._diagnosed(attempt)
         most = max(attempts, key=lambda one: len(one.held))  # in another precision rounding looks wrong from the start

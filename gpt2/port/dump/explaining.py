@@ -15,6 +15,7 @@ from torch import Tensor
 from gpt2.measure.metrics import Progress, silent, worst_relative_error
 from gpt2.measure.tracing import points
 from gpt2.model import GPT2
+from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.candidates import FITTED, Candidate, Found, Table
 from gpt2.port.dump.matching import Fit, Search, Segment
@@ -68,7 +69,7 @@ def explain(
     ids: Tensor,
     evidence: Mapping[str, Tensor],
     tolerance: Mapping[str, float],
-    deadline: float,
+    deadline: Deadline,
     progress: Progress = silent,
     *,
     stages: Collection[str] = STREAMS,
@@ -80,7 +81,7 @@ def explain(
         evidence: by traced point, float64, as :func:`gpt2.measure.tracing.trace` has them; of the logits (B, T', V') perhaps only
             the last position, and a padded vocabulary.
         tolerance: the relative error that rounding explains, by point.
-        deadline: the time of :func:`time.monotonic` when to stop.
+        deadline: when to stop.
         stages: of a block, such as "attn.c_proj": where they are shown, the search begins anew behind them.
         several: try pairs and triples of faults between two shown tensors, where no single one explains them.
     """
@@ -100,7 +101,7 @@ class Explainer:
         simulation: Simulation,
         shown: Mapping[str, Tensor],
         tolerance: Mapping[str, float],
-        deadline: float,
+        deadline: Deadline,
         progress: Progress,
         stages: Collection[str],
         several: bool,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from gpt2.config import GPT2Config
+from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.hypotheses import right_scale, scale_faults
 from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.sieve import Lens
@@ -30,8 +31,11 @@ def scaled(config: GPT2Config, layer: int, times: float) -> Variant:
     return Variant.of(f"scale times {times:.6g}", scale_faults(config, shown, times * right_scale(config, shown)), replaced)
 
 
-def fitted_scales(lens: Lens, blocks: Sequence[int]) -> Iterator[Candidate]:
-    """Yield the factor of the scores in all ``blocks`` that comes nearest: as a short number if it is near one, and as fitted."""
+def fitted_scales(lens: Lens, blocks: Sequence[int], deadline: Deadline) -> Iterator[Candidate]:
+    """Yield the factor of the scores in all ``blocks`` that comes nearest: as a short number if it is near one, and as fitted.
+
+    Behind the deadline, it is the nearest of those that were tried.
+    """
 
     def candidate(times: float) -> Candidate:
         variant = scaled(lens.simulation.config, blocks[0], times)
@@ -39,8 +43,8 @@ def fitted_scales(lens: Lens, blocks: Sequence[int]) -> Iterator[Candidate]:
 
     def errors(logarithms: list[float]) -> list[float]:
         programs = [candidate(math.exp(one)).program(lens.simulation) or Program() for one in logarithms]
-        near = lens.nearness(programs)
-        return [near[number].log for number in range(len(programs))]
+        near = lens.nearness(programs, deadline)
+        return [near[number].log if number in near else math.inf for number in range(len(programs))]
 
     step = 2 * math.log(RANGE) / (GRID - 1)
     grid = [-math.log(RANGE) + number * step for number in range(GRID)]

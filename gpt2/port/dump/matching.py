@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from gpt2.measure.metrics import Progress, worst_relative_error
 from gpt2.measure.tracing import layer_of, point_at, points
+from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.candidates import Candidate, Table
 from gpt2.port.dump.fitting import fitted_scales
@@ -199,7 +199,7 @@ def _ratio(value: Tensor, wanted: Tensor) -> float:
 class Search:
     """Looks for the faults that explain a segment: single faults, then pairs and triples of the nearest ones."""
 
-    def __init__(self, segment: Segment, table: Table, deadline: float, progress: Progress) -> None:
+    def __init__(self, segment: Segment, table: Table, deadline: Deadline, progress: Progress) -> None:
         self.segment, self.deadline, self.progress = segment, deadline, progress
         self.sieve, self.table = Sieve(segment.simulation, segment.span), table
         self.singles = list(
@@ -210,7 +210,7 @@ class Search:
         self.complete = True
 
     def late(self) -> bool:
-        return time.monotonic() > self.deadline
+        return self.deadline.passed
 
     def fits(self, several: bool = True) -> list[Fit]:
         """Return the candidates that explain the segment, the simplest first; single faults only, unless ``several``."""
@@ -241,7 +241,9 @@ class Search:
         blocks = [n for n in range(segment.first, segment.last) if segment.span.computes(n, "attn.scores")]
         if not blocks or not self.sieve.small or self.late():
             return []
-        return [fit for candidate in fitted_scales(self.sieve.whole, blocks) for fit in segment.fits(candidate)][:1]
+        return [fit for candidate in fitted_scales(self.sieve.whole, blocks, self.deadline) for fit in segment.fits(candidate)][
+            :1
+        ]
 
     def _rank(self, candidates: list[Candidate], base: Candidate | None, words: str) -> Ranked:
         ranked: Ranked = []

@@ -142,12 +142,12 @@ class DumpPool(Pool):
 
     def sums_of(self, numel: int) -> list[float]:
         """Return the sums of all arrays of a size."""
-        self._in_time()
+        self.deadline.check()
         return [self._sums[number][0] for number in self._by_size.get(numel, [])]
 
     def has_whole(self, numel: int) -> bool:
         """Return whether the dump has an array of a size; parts of its arrays do not count."""
-        self._in_time()
+        self.deadline.check()
         return any(self.whole[number] for number in self._by_size.get(numel, []))
 
     def _margins(self, n: int) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.causes import FUTURE
 from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.simulation import Program, Simulation
@@ -56,12 +56,12 @@ class Lens:
     def on(self, program: Program) -> Lens:
         return Lens(self.simulation.on(program), self.span)
 
-    def nearness(self, programs: Sequence[Program], deadline: float = math.inf) -> dict[int, Nearness]:
+    def nearness(self, programs: Sequence[Program], deadline: Deadline) -> dict[int, Nearness]:
         """Return how near each program comes, by its number; only those that ended before the deadline."""
         out: dict[int, Nearness] = {}
         alike: list[tuple[int, Tensor]] = []
         for number, end in self.span.ends(self.simulation, programs):
-            if time.monotonic() > deadline:
+            if deadline.passed:
                 break
             program = programs[number]
             if program.outside.keys() & {"ln_f", "head"}:
@@ -144,7 +144,7 @@ class Sieve:
         return self.row if wide else self.few
 
     def ranked(
-        self, candidates: Iterable[Candidate], base: Candidate | None = None, deadline: float = math.inf
+        self, candidates: Iterable[Candidate], base: Candidate | None, deadline: Deadline
     ) -> Iterator[tuple[Nearness, Candidate]]:
         """Yield candidates with their nearness, until the deadline; ``base``: faults that each has beside its own."""
         waiting: dict[int, list[tuple[Candidate, Program]]] = {}
@@ -169,6 +169,6 @@ class Sieve:
             yield from _near(lenses[key], batch, deadline)
 
 
-def _near(lens: Lens, batch: list[tuple[Candidate, Program]], deadline: float) -> Iterator[tuple[Nearness, Candidate]]:
+def _near(lens: Lens, batch: list[tuple[Candidate, Program]], deadline: Deadline) -> Iterator[tuple[Nearness, Candidate]]:
     near = lens.nearness([program for _, program in batch], deadline)
     yield from ((near[number], candidate) for number, (candidate, _) in enumerate(batch) if number in near)

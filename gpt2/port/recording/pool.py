@@ -7,7 +7,6 @@ float64 numbers do not agree to 1e-12 by chance.
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -16,16 +15,13 @@ import torch
 from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
+from gpt2.port.deadline import Deadline
 
 STRICT = 1e-9  # relative to the root mean square; float64 rounding is 1e-15, and a softmax amplifies it
 LOOSE = 1e-5  # if the port computes anything in float32
 EXACT = 1e-13  # stop searching at a match as good as this
 SUMMED = 1e-14  # relative rounding of a sum of float64 numbers
 ROW_SUM_BOUND = 1e-6  # error of a sum of probabilities, in any dtype
-
-
-class TimeUp(Exception):
-    """The time for a search is over."""
 
 
 class Match(NamedTuple):
@@ -39,14 +35,14 @@ class Match(NamedTuple):
 class Pool:
     """The tensors of a forward pass, by size and sums; ``narrow``: some tensor was below float64.
 
-    After ``deadline``, seconds of :func:`time.monotonic`, every search raises TimeUp.
+    Behind ``deadline``, every search raises :class:`gpt2.port.deadline.TimeUp`.
     """
 
     def __init__(self) -> None:
         self.entries: list[Tensor] = []
         self.logits = torch.empty(0)
         self.narrow = False
-        self.deadline = math.inf
+        self.deadline = Deadline()
         self._by_size: dict[int, list[int]] = {}
         self._sums: list[tuple[float, float]] = []  # by entry: sum and sum of squares of the finite elements
         self._tables: dict[int, Tensor] = {}  # by size: the sums of all entries
@@ -132,7 +128,7 @@ class Pool:
 
     def find(self, value: Tensor, *axes: int) -> Match | None:
         """Return the best match of a value: whole, else slice by slice along one of ``axes``, else along all. None if none."""
-        self._in_time()
+        self.deadline.check()
         whole = self._find(value)
         if whole is not None:
             return Match(whole[0], (whole[1],), ())
@@ -162,7 +158,7 @@ class Pool:
 
     def factors(self, value: Tensor, *axes: int) -> list[float]:
         """Return all f with an entry equal to f times ``value``, or else to f times its first slice along one of ``axes``."""
-        self._in_time()
+        self.deadline.check()
         found: list[float] = []
         for part in [value, *(value.select(axis, 0) for axis in axes)]:
             first, second = _sums(part)
@@ -186,7 +182,7 @@ class Pool:
 
     def near(self, n: int, first: Tensor, second: Tensor) -> Tensor:
         """Return (N, entries): whether each entry of ``n`` elements has the sum ``first`` (N,) and squares ``second`` (N,)."""
-        self._in_time()
+        self.deadline.check()
         if n not in self._by_size:
             return torch.zeros(len(first), 0, dtype=torch.bool)
         sums, squares = self._table(n)
@@ -196,17 +192,13 @@ class Pool:
 
     def may_be_near(self, n: int, first: Tensor) -> Tensor:
         """Return (N, entries): where :meth:`near` can be true for sums ``first`` (N,), whatever the squares are."""
-        self._in_time()
+        self.deadline.check()
         if n not in self._by_size:
             return torch.zeros(len(first), 0, dtype=torch.bool)
         sums, squares = self._table(n)
         margins = self._margins(n)
         largest = squares / (1 - 2.2 * margins).clamp(min=1e-300)  # the largest squares that are near enough
         return (sums - first[:, None]).abs() <= 1.01 * margins * (largest / n).sqrt().clamp(min=1e-300) * n + 1e-290
-
-    def _in_time(self) -> None:
-        if time.monotonic() > self.deadline:
-            raise TimeUp
 
     def _table(self, n: int) -> tuple[Tensor, Tensor]:
         """Return the sums and the sums of squares of all entries of ``n`` elements."""

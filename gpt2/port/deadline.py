@@ -1,0 +1,39 @@
+"""The limit of time of every search: CPU time of the thread that searches, and twice as long by the clock at most."""
+
+from __future__ import annotations
+
+import math
+import time
+
+SLOWEST = 2  # seconds by the clock that count as one at least, on however busy a machine
+
+
+class TimeUp(Exception):
+    """The time for a search is over."""
+
+
+class Deadline:
+    """A limit of ``seconds`` from now on, which other programs on the machine bring nearer by half at most.
+
+    Each second by the clock counts as the CPU time that the calling thread had in it, and as half a second at least. On a quiet
+    machine the two are the same, because that thread takes its share of whatever torch computes on several threads. Half a
+    second, because users wait by the clock: a search of a minute ends within two. Ask in the thread that made it.
+    """
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self.seconds = seconds
+        self._clock, self._cpu = time.monotonic(), time.thread_time()
+
+    @property
+    def left(self) -> float:
+        """The seconds that are left; negative behind the deadline."""
+        return self.seconds - max(time.thread_time() - self._cpu, (time.monotonic() - self._clock) / SLOWEST)
+
+    @property
+    def passed(self) -> bool:
+        return self.left <= 0
+
+    def check(self) -> None:
+        """Raise TimeUp behind the deadline."""
+        if self.passed:
+            raise TimeUp
