@@ -7,6 +7,7 @@ line prints it and exits 2. A traceback always means a bug in this package.
 import re
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters except newline and tab; surrogates
+_NO_MEMORY = re.compile("OutOfMemory|out of memory|allocate memory|bad_alloc|bad allocation|Failed to allocate")
 
 
 def printable(text: str, *, one_line: bool = False) -> str:
@@ -23,6 +24,11 @@ def printable(text: str, *, one_line: bool = False) -> str:
 def _symbol(control: re.Match[str]) -> str:
     code = ord(control[0])
     return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else f"\\u{code:04x}"
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that the memory of this machine or a device does not suffice; it has many types and words."""
+    return isinstance(error, MemoryError) or _NO_MEMORY.search(f"{type(error).__name__}: {error}") is not None
 
 
 class InputError(ValueError):

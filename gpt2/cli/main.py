@@ -10,7 +10,7 @@ from importlib import import_module
 
 from gpt2 import __version__
 from gpt2.cli.common import require_writable
-from gpt2.errors import InputError
+from gpt2.errors import InputError, out_of_memory
 
 NAMES = ("info", "verify", "compare", "explore", "diagnose", "trace", "generate", "train", "export", "publish", "bench")
 COMMANDS = tuple(import_module(f"gpt2.cli.{name}_command") for name in NAMES)
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gpt2 {args.command}: {error}", file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":  # torch's, of a GPU
+        if not out_of_memory(error):
             raise
         print(f"gpt2 {args.command}: not enough memory for this; choose a smaller model, batch or context", file=sys.stderr)
         return 2

@@ -51,6 +51,7 @@ MODEL_FILES, ADAPTER_FILES = ("config.json", "model.safetensors"), (ADAPTER, WEI
 RESUME_FILES = ("optimizer.safetensors", "progress.json")  # beside the model or its adapters
 OPTIMIZER = "optimizer"  # folder of the ranks' parts of the moments; their parts of the model are beside it
 TEXT = "text_sha256"  # in recipe.json, beside the recipe's own keys and `init`
+CLEARING = "clearing"  # the same, while --fresh removes the run that was there before
 # Keys of a recipe that do not change what it computes, or only how sums are rounded.
 NOT_COMPARED = ("name", "description", "expect", "takes", "tensorboard", "wandb", "device", "parallel")
 
@@ -119,7 +120,7 @@ def resumable(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> Re
             f"{folder}: holds a run of another recipe ({'; '.join(differ[:3])}{more}); "
             "choose another --out, or start anew with --fresh"
         )
-    return replace(recipe, precision=here["precision"])
+    return None if CLEARING in raw else replace(recipe, precision=here["precision"])
 
 
 def recover(folder: Path) -> None:
@@ -131,24 +132,29 @@ def recover(folder: Path) -> None:
 
 
 def claim(folder: Path, recipe: Recipe, init: str | None, text: str, fresh: bool) -> None:
-    """Write the recipe and the tokens' sha256 into ``folder``; remove what a killed process left (everything if ``fresh``)."""
-    path = folder / RECIPE
+    """Write the recipe and the tokens' sha256 into ``folder``; remove what a killed process left (everything if ``fresh``).
+
+    With ``fresh``, the new recipe replaces the old one first. If this process is killed while it clears the folder, the next
+    start goes on clearing, and never resumes what is left of the old run.
+    """
+    path, run = folder / RECIPE, {"init": init, TEXT: text, **asdict(recipe)}
     with writing(folder):
-        if fresh:
+        there = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        if there is not None and (fresh or CLEARING in there):
+            write_json(path, {**run, CLEARING: True})
             for old in (*checkpoints(folder), folder / BEST, folder / BASE):
                 shutil.rmtree(old, ignore_errors=True)
-            for name in (METRICS, RECIPE):
-                (folder / name).unlink(missing_ok=True)
+            (folder / METRICS).unlink(missing_ok=True)
+            there = None
         for aside in [p for p in folder.iterdir() if ASIDE.fullmatch(p.name)]:
             shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
-        if path.is_file():
-            if json.loads(path.read_text(encoding="utf-8")).get(TEXT, text) != text:
-                raise InputError(
-                    f"{folder}: the text is not the one this run began with; "
-                    "restore that text, choose another --out, or start anew with --fresh"
-                )
-            return
-        write_json(path, {"init": init, TEXT: text, **asdict(recipe)})
+        if there is None:
+            write_json(path, run)
+        elif there.get(TEXT, text) != text:
+            raise InputError(
+                f"{folder}: the text is not the one this run began with; "
+                "restore that text, choose another --out, or start anew with --fresh"
+            )
 
 
 def save(
@@ -219,7 +225,7 @@ def stored(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
 
 def _comparable(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a run's ``init`` and recipe as one flat table; keys missing in an older file take their defaults."""
-    known = {key: value for key, value in raw.items() if key not in ("init", TEXT, *NOT_COMPARED)}
+    known = {key: value for key, value in raw.items() if key not in ("init", TEXT, CLEARING, *NOT_COMPARED)}
     table = {"init": raw["init"]}
     for key, value in asdict(build(known, where)).items():
         table |= {f"{key}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {key: value}

@@ -7,12 +7,14 @@ import signal
 import time
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
-from support.training import flip, logged_steps, metrics, outcome, start, stop_at
+from support.training import flip, forkserver, logged_steps, metrics, outcome, start, stop_at
 
 from gpt2.checkpoint.saving import safetensors_file
+from gpt2.errors import InputError
 from gpt2.train import loop, state
 from gpt2.train.loop import Evaluated, Logged, Started, train
 from gpt2.train.metrics import Metrics
@@ -187,6 +189,35 @@ def test_a_fresh_start_brings_nothing_back(recipe, run):
     os.rename(run / "step-10", run / ".step-10.old")
     train(replace(recipe, steps=1), run, fresh=True)
     assert [path.name for path in state.checkpoints(run)] == ["step-1"]
+
+
+def cleared_and_killed(recipe: Recipe, run: Path, last: str) -> None:
+    """Start anew, and be killed behind the removal of the folder ``last``."""
+    remove = shutil.rmtree
+
+    def remove_and_kill(path, **settings):
+        remove(path, **settings)
+        if path == run / last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    shutil.rmtree = remove_and_kill
+    train(recipe, run, fresh=True)
+
+
+@pytest.mark.parametrize("last", ["step-10", "best"])
+def test_a_fresh_start_that_is_killed_while_it_clears_is_the_run_that_goes_on(recipe, run, undisturbed, last):
+    """Started again without --fresh, it resumed what was left of the old run."""
+    process = forkserver().Process(target=cleared_and_killed, args=(recipe, run, last))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert (run / "metrics.jsonl").exists(), "killed when the folder was clear"
+    with pytest.raises(InputError, match="holds a run of another recipe"):
+        train(replace(recipe, steps=3), run)
+    events = []
+    assert train(recipe, run, report=events.append).stopped == "finished"
+    assert events[0].step == 0
+    assert outcome(run) == undisturbed
 
 
 @pytest.mark.parametrize("torn", ['{"step": 5, "lo', '{"step"', "\x00\x00", "5", "[]", '"step"'])

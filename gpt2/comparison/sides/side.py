@@ -15,7 +15,7 @@ from torch import Tensor
 from gpt2.comparison.results import Model
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
-from gpt2.errors import InputError
+from gpt2.errors import InputError, out_of_memory
 from gpt2.measure.metrics import Logits
 from gpt2.measure.tracing import Recorded
 from gpt2.measure.user_code import error_line
@@ -130,12 +130,17 @@ class Side(ABC):
         return self.config.vocab_size if self.config else None
 
     def ask(self, call: Callable[[], T], advice: str = "convert the model again") -> T:
-        """Return what another program, or the user's code, answers. Raises InputError, with the ``advice``: it fails."""
+        """Return what another program, or the user's code, answers.
+
+        Raises InputError: it fails, with the ``advice``; or memory does not suffice.
+        """
         try:
             return call()
         except InputError:
             raise
         except Exception as error:  # theirs have no common base
+            if out_of_memory(error):
+                advice = "memory does not suffice: choose a smaller model, or a shorter context, as in --on TEXT:context=512"
             raise InputError(f"{self.name}: {error_line(error)}; {advice}") from None
 
     @abstractmethod

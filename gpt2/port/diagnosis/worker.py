@@ -21,7 +21,7 @@ from torch import nn
 
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.names import VERIFIES, ModelName
-from gpt2.errors import InputError
+from gpt2.errors import InputError, out_of_memory
 from gpt2.measure.user_code import Target, builder, error_line, function_of, module_of
 from gpt2.model import GPT2
 from gpt2.port.diagnosis import Diagnosis, diagnose
@@ -171,7 +171,7 @@ def _one_line(error: BaseException, file: Path, name: str) -> str:
         what = f"it waits for input{at}; {name} has to do without"
     elif NO_GPU.search(shown):
         what = f"it needs a GPU, and there is none here{at}; leave the module on the CPU ({words})"
-    elif isinstance(error, MemoryError) or "allocate memory" in shown or "out of memory" in shown:
+    elif out_of_memory(error):
         what = f"not enough memory{at}; build it with the checkpoint's sizes ({words})"
     else:
         what = f"{words}{at}"

@@ -192,6 +192,10 @@ def test_a_port(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         compare(MODEL, str(broken), on=text, tokens=60)
     with pytest.raises(InputError, match="compare it with a"):
         compare(str(same), str(same), on=text, tokens=60)
+    for number, huge in enumerate(("torch.empty(2**59)", "bytearray(2**62)")):  # it said to diagnose what is only too large
+        (large := tmp_path / f"large{number}.py").write_text(f"import torch\ndef build():\n    return {huge}\n")
+        with pytest.raises(InputError, match="memory does not suffice: choose a smaller model"):
+            compare(MODEL, str(large), on=text, tokens=60)
 
 
 def test_the_activations_of_a_port(text: str, tmp_path: Path) -> None:
