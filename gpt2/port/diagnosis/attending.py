@@ -56,7 +56,7 @@ class Attending:
         self.stream = None if choice.option.base is None else choice.option.base.value
         self.faults: list[Fault] = []
         self.scorings = list(right_scorings({name: part.value for name, part in self.parts.items()}, self.config))
-        self._known_mixtures: dict[Scoring, list[tuple[Mixture, tuple[Fault, ...]]]] = {}
+        self._known_mixtures: dict[tuple[Layout, int], list[tuple[Mixture, tuple[Fault, ...]]]] = {}
 
     def run(self) -> list[Option]:
         """Return the results that the branch may have (what follows decides among several); none if attention is unknown."""
@@ -189,9 +189,10 @@ class Attending:
 
     def _mixtures(self, scoring: Scoring) -> list[tuple[Mixture, tuple[Fault, ...]]]:
         """Return what the weights may mix, the most likely first."""
-        if scoring not in self._known_mixtures:
-            self._known_mixtures[scoring] = [(Mixture(values), faults) for values, faults in self._values(scoring)]
-        return self._known_mixtures[scoring]
+        kind = scoring.layout, scoring.heads
+        if kind not in self._known_mixtures:
+            self._known_mixtures = {kind: [(Mixture(values), faults) for values, faults in self._values(scoring)]}
+        return self._known_mixtures[kind]
 
     def _values(self, scoring: Scoring) -> Iterator[Heads]:
         sources = {name: part.value for name, part in self.parts.items()} | {"input": self.input}
@@ -203,7 +204,7 @@ class Attending:
                     faults = (Fault("value-projection-wrong", "attn", words),) if words else ()
                     yield way.split(sources[source], scoring.heads), faults
         values = scoring.layout.split(sources["v"], scoring.heads)
-        for head in range(scoring.heads if scoring.heads > 1 else 0):
+        for head in range(scoring.heads if 1 < scoring.heads <= self.config.n_head else 0):
             words = f"every head mixes the values of head {head}"
             yield (
                 values[:, head, None].expand_as(values),

@@ -9,6 +9,7 @@ Shapes: weights (N, B, H, T, S), one for each of N hypotheses; values (B, H, S, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -36,8 +37,12 @@ class Mixture:
     """Values (B, H, S, K) that weights may mix: what their products sum to."""
 
     def __init__(self, values: Tensor) -> None:
-        self.values = values
-        self.sums, self.squares = values.sum(-1)[..., None], values @ values.mT
+        self.values, self.sums = values, values.sum(-1)[..., None]
+
+    @cached_property
+    def squares(self) -> Tensor:
+        """Products (B, H, S, S): most weights are sorted out by the sums, and need none."""
+        return self.values @ self.values.mT
 
     def recorded(self, pool: Pool, weights: Tensor) -> list[int]:
         """Return the numbers of those weights whose product with the values may be recorded, whole or sliced."""
