@@ -135,8 +135,8 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-UNUSED = {"transformers", "huggingface_hub", "safetensors", "numpy.random"}  # while loading a model
-HEAVY = UNUSED | {"torch", "numpy", "tiktoken", "tokenizers", "rich"}
+UNUSED = {"transformers", "huggingface_hub", "safetensors.torch", "numpy.random"}  # while loading a model
+HEAVY = UNUSED | {"safetensors", "torch", "numpy", "tiktoken", "tokenizers", "rich"}
 
 
 @pytest.mark.parametrize(

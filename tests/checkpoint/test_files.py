@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from support.checks import random_bits, refused, same
 from support.hf_layouts import sharded, weights, write_weights
-from support.safetensors_fuzz import ROW, STRICTER, Rule, header
 
 from gpt2.checkpoint.containers import HEADER_LIMIT, read_json
 from gpt2.checkpoint.containers.safetensors_file import DTYPES, SafetensorsFile
@@ -24,8 +22,8 @@ def raw_file(path: Path, header: Any, data: bytes = b"", length: int | None = No
     return path
 
 
-def row(start: int, end: int, shape: Any = None, dtype: Any = "F32") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": [(end - start) // 4] if shape is None else shape, "data_offsets": [start, end]}
+def row(start: int, end: int, shape: list[int] | None = None) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [(end - start) // 4] if shape is None else shape, "data_offsets": [start, end]}
 
 
 def test_reads_what_the_library_reads(tmp_path: Path) -> None:
@@ -55,64 +53,26 @@ def test_reads_what_the_library_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "says"),
     [
-        ([], "not a JSON object"),
-        (b"", "not JSON"),
-        (b" {}", "not a JSON object"),
-        (b"{", "not JSON"),
-        (b'{"a": \xff}', "not JSON"),
-        (b'{"__metadata__": {"format": "\\ud800"}}', "not JSON"),
-        (b"[" * 100_000, "not JSON"),
-        (b'{"a":' * 100_000, "not JSON"),
-        (b'{"__metadata__": NaN}', "not JSON"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
-        (b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, "a": 0}', "occurs twice"),
-        ({"__metadata__": {"format": 1}, "a": row(0, 16)}, "not text"),
-        ({"__metadata__": "pt", "a": row(0, 16)}, "not text"),
-        ({"a": 0}, "without dtype"),
-        ({"a": [0]}, "without dtype"),
-        ({"a": None}, "without dtype"),
-        ({"a": {}}, "without dtype"),
-        ({"a": {**row(0, 16), "data_offsets": [0]}}, "without dtype"),
-        ({"a": {**row(0, 16), "data_offsets": [0, 16, 16]}}, "without dtype"),
-        ({"a": {**row(0, 16), "data_offsets": None}}, "without dtype"),
-        ({"a": {**row(0, 16), "shape": 4}}, "without dtype"),
-        ({"a": {**row(0, 16), "shape": "4\n"}}, "contradicts itself"),
-        ({"a": {**row(0, 16), "shape": {"4": 4}}}, "contradicts itself"),
-        ({"a": {**row(0, 16), "shape": [4.0]}}, "contradicts itself"),
-        ({"a": {**row(0, 16), "shape": [True, 4]}}, "contradicts itself"),
-        ({"a": {**row(0, 16), "shape": [-2, -2]}}, "contradicts itself"),
-        ({"a": {**row(0, 16), "shape": [2**63, 2]}}, "contradicts itself"),
-        ({"a": {**row(0, 16), "shape": [5]}}, "contradicts itself"),
-        ({"a": {**row(0, 0), "shape": [0, 2**47, 2**47]}}, "contradicts itself"),
-        ({"a": {**row(0, 16), "shape": [3]}}, "contradicts itself"),
-        ({"a": {**row(0, 16), "shape": [1] * 100_000}}, "contradicts itself"),
-        ({"a": {**row(0, 16), "data_offsets": ["0", "16"]}}, "contradicts itself"),
-        ({"a": {**row(0, 16), "data_offsets": [16, 0]}}, "contradicts itself"),
-        ({"a": {**row(0, 16), "data_offsets": [-16, 0]}}, "contradicts itself"),
-        ({"a": {**row(0, 16), "dtype": "F64"}}, "contradicts itself"),
-        ({"a": {**row(0, 16), "dtype": "F8_E4M3"}}, "dtype 'F8_E4M3'"),
-        ({"a": {**row(0, 16), "dtype": ["F32"]}}, "dtype ['F32']"),
-        ({"a": {**row(0, 16), "dtype": "\x1b[2J\n"}}, "dtype"),
-        ({"a": row(0, 12)}, "its header says"),
-        ({"a": row(0, 20)}, "its header says"),
-        ({"a": row(0, 2**47)}, "its header says"),
-        ({"a": row(4, 16)}, "leaves a gap"),
-        ({"a": row(0, 4), "b": row(8, 16)}, "leaves a gap"),
-        ({"a": row(0, 12), "b": row(8, 16)}, "overlaps"),
-        ({"a": row(0, 16), "b": row(0, 16)}, "overlaps"),
-        ({"a": row(0, 16), "b": row(4, 8)}, "overlaps"),
-        ({"a\n\x1b[2J": row(4, 16)}, "leaves a gap"),
-        ({"a" * 1000: row(4, 16)}, "leaves a gap"),
-        ({}, "its header says"),
+        ([], "invalid type: sequence"),
+        (b"", "EOF"),
+        (b'{"a": \xff}', "UTF-8"),
+        (b'{"a":' * 100_000, "the safetensors library refuses"),
+        ({"a": row(0, 16) | {"shape": [5]}}, "the safetensors library refuses"),
+        ({"a": row(0, 16) | {"shape": [2**63, 2]}}, "overflow"),
+        ({"a": row(0, 16) | {"shape": [-2, -2]}}, "integer `-2`"),
+        ({"a": row(0, 16) | {"dtype": "F8_E4M3", "shape": [16]}}, "dtype 'F8_E4M3'"),
+        ({"a": row(0, 16), "b": row(16, 16, [0, 2**62])}, "a shape that is too large"),
+        ({"a": row(0, 20)}, "not fully covered"),
+        ({"a": row(4, 16)}, "invalid offset"),
+        ({"a": row(0, 12), "b": row(8, 16)}, "invalid offset"),
+        ({"a\n\x1b[2J": row(4, 16)}, r"`a\n\x1b[2J`"),
+        ({"a" * 1000: row(4, 16)}, "invalid offset"),
     ],
 )
 def test_a_lying_header_is_refused(tmp_path: Path, header: Any, says: str) -> None:
     """Overlaps alias two parameters, gaps hide data, wrong offsets read past the end: all must be refused."""
     path = raw_file(tmp_path / "lie.safetensors", header, bytes(16))
     refused(lambda: SafetensorsFile(path), says, str(path))
-    if "occurs twice" not in says and "F8_E4M3" not in says:  # where we are stricter on purpose
-        with pytest.raises(SafetensorError):
-            safe_open(path, "pt")
 
 
 def test_a_true_header_is_accepted(tmp_path: Path) -> None:
@@ -135,34 +95,6 @@ def test_a_header_of_megabytes_is_refused(tmp_path: Path, length: int, rest: byt
     """The header is parsed as JSON, which takes many times its size in memory."""
     path = raw_file(tmp_path / "a.safetensors", rest, length=length)
     refused(lambda: SafetensorsFile(path), says, str(path))
-
-
-@pytest.mark.parametrize("rule", STRICTER.values(), ids=list(STRICTER))
-def test_each_stricter_rule_refuses_what_the_library_accepts(rule: Rule, tmp_path: Path) -> None:
-    path = raw_file(tmp_path / "a.safetensors", rule.example, bytes(4))
-    content = path.read_bytes()
-    assert safetensors.deserialize(content)
-    assert rule.broken(header(content), content)
-    refused(lambda: SafetensorsFile(path), rule.words)
-
-
-NO_FLOAT = [b"1e999", b"-1e999", b"9" * 400, b"9" * 5000, b"NaN", b"-Infinity"]
-NO_SIZE = [b"-0", b"1.0", b"1e0", b"-1", b"18446744073709551616"]  # Python reads -0 as 0; the library refuses it
-SHAPED = b'{"a":{"dtype":"F32","shape":[%s],"data_offsets":[0,0]}}'
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        *((ROW[:-1] + b',"more":%s}}' % number, "not JSON") for number in NO_FLOAT),  # refused even in an unused key
-        *((SHAPED % (shape % number), "contradicts itself") for number in NO_SIZE for shape in (b"%s,0", b"0,%s")),
-    ],
-)
-def test_a_number_that_the_library_refuses_is_refused(text: bytes, says: str, tmp_path: Path) -> None:
-    path = raw_file(tmp_path / "a.safetensors", text, bytes(4 if says == "not JSON" else 0))
-    with pytest.raises(SafetensorError):
-        safetensors.deserialize(path.read_bytes())
-    refused(lambda: SafetensorsFile(path), says)
 
 
 def rewrite(path: Path, change: Callable[[dict], object]) -> None:
