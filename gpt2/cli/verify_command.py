@@ -56,20 +56,23 @@ def run(args: argparse.Namespace) -> int:
     keep_freed_memory()
     report: Report | DeviceReport
     with Status("importing torch and transformers" if args.device is None else "importing torch") as status:
-        from gpt2.parity import run as parity
+        from gpt2.pages.reports import Interrupted
+        from gpt2.parity.run import verify
 
         where = {name: getattr(args, name) for name in ("seed", "revision", "offline")}
         options = {name: getattr(args, name) for name in ("quick", "keep_going", "record")} | where
         code = None
         try:
             if args.device is not None:
-                report = parity.verify(args.model, device=args.device, **where, progress=status)
+                from gpt2.devices.run import verify_device
+
+                report = verify_device(args.model, args.device, **where, progress=status)
             elif status.live:
                 with _Live(status) as live:
-                    report = parity.verify(args.model, **options, progress=live.say, watch=live.show)
+                    report = verify(args.model, **options, progress=live.say, watch=live.show)
             else:
-                report = parity.verify(args.model, **options)
-        except parity.Interrupted as interrupted:
+                report = verify(args.model, **options)
+        except Interrupted as interrupted:
             report, code = interrupted.report, 130
     save_page(args.html, report.save_html)
     write_result(args.json, report.to_json, lambda: report.print(Terminal(highlight=False)))

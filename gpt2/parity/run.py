@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,8 +24,7 @@ from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.metrics import Progress, silent
 from gpt2.model import GPT2
-from gpt2.pages.reports import Interrupted as Interrupted
-from gpt2.pages.reports import environment
+from gpt2.pages.reports import Interrupted, environment
 from gpt2.parity import checks, reference
 from gpt2.parity.checks import Build, Probe, Subject
 from gpt2.parity.findings import DifferenceFound, Findings
@@ -34,42 +33,11 @@ from gpt2.parity.report import AT_DIFFERENCE, INTERRUPTED, RUNNING, Report
 from gpt2.parity.training import gradients, rounded_gradients
 
 if TYPE_CHECKING:
-    from gpt2.devices.report import DeviceReport
     from gpt2.parity.record import RecordReport
-
-
-class DeviceOptions(TypedDict, total=False):
-    """The keyword arguments of :func:`verify` that can be given with ``device``."""
-
-    seed: int
-    revision: str | None
-    offline: bool
-    progress: Progress
 
 
 def _load(path: Path, dtype: torch.dtype | None) -> GPT2:
     return load_path(path, dtype=dtype, offline=True)  # every file was fetched before
-
-
-@overload
-def verify(
-    name: str = ...,
-    *,
-    dtype: str = ...,
-    seed: int = ...,
-    revision: str | None = ...,
-    offline: bool = ...,
-    quick: bool = ...,
-    keep_going: bool = ...,
-    record: bool = ...,
-    build: Build = ...,
-    progress: Progress = ...,
-    watch: Callable[[Report], None] | None = ...,
-) -> Report: ...
-
-
-@overload
-def verify(name: str = ..., *, device: str | torch.device, **options: Unpack[DeviceOptions]) -> DeviceReport: ...
 
 
 def verify(
@@ -85,8 +53,7 @@ def verify(
     build: Build = _load,
     progress: Progress = silent,
     watch: Callable[[Report], None] | None = None,
-    device: str | torch.device | None = None,
-) -> Report | DeviceReport:
+) -> Report:
     """Compare our model with transformers' on the same weights, one block at a time.
 
     Args:
@@ -102,22 +69,11 @@ def verify(
             negative controls.
         progress: called with a few words at each stage.
         watch: called with the report so far after each step, a block for example.
-        device: judge this device instead, operator by operator; the same as :func:`gpt2.verify_device`, and of the other
-            arguments only ``seed``, ``revision``, ``offline`` and ``progress`` can be given.
 
     Raises:
-        InputError: no such model, files that do not make one, ``record`` with weights that are not official, or an argument
-            that has no effect with ``device``.
+        InputError: no such model, files that do not make one, or ``record`` with weights that are not official.
         Interrupted: Ctrl-C; it has the report so far.
     """
-    if device is not None:
-        others = {"quick": quick, "keep_going": keep_going, "record": record, "watch": watch, "dtype": dtype != "float32"}
-        others["build"] = build is not _load
-        if unused := [argument for argument, value in others.items() if value]:
-            raise InputError(f"verify: {unused[0]} has no effect with device, which judges the device; leave it out")
-        from gpt2.devices.run import verify_device
-
-        return verify_device(name, device, seed=seed, revision=revision, offline=offline, progress=progress)
     started = time.perf_counter()
     parsed = ModelName.parse(name, VERIFIES, revision=revision)
     rounding = getattr(torch, parsed.dtype or dtype_name(dtype, VERIFIES))

@@ -174,15 +174,6 @@ def test_ctrl_c_while_a_device_is_judged_keeps_the_diagnosis(monkeypatch: pytest
     assert (body["verdict"], body["device"]["verdict"], body["device"]["verdicts"]) == ("equal", "interrupted", [])
 
 
-def test_verify_takes_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command has --device, and Python had another function only; what has no effect there must be refused."""
-    monkeypatch.setattr(run, "_cases", lambda material: iter([next(run.forward_cases(material))]))
-    assert gpt2.verify(MODEL, device="cpu").verdict == "right"
-    for argument, value in (("quick", True), ("build", lambda path, dtype: gpt2.load(MODEL))):
-        with pytest.raises(gpt2.InputError, match=f"{argument} has no effect with device"):
-            gpt2.verify(MODEL, device="cpu", **{argument: value})
-
-
 def test_a_dtype_of_the_name_is_the_one_that_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
     """It was ignored; and float64 is what the others are compared with."""
     report = verify_device(f"{MODEL}:bf16", "cpu", operators=["residual"])
