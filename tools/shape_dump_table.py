@@ -1,10 +1,10 @@
-"""Measure what `gpt2 diagnose DUMP` costs at gpt2's shape: CPU seconds and peak memory of the command, on one thread.
+"""Measure what `gpt2 diagnose` costs at gpt2's shape, of dumps and modules: CPU seconds and peak memory of the command, one thread.
 
-    python tools/shape_dump_table.py                   # every row, about five minutes of CPU
+    python tools/shape_dump_table.py                   # every row, about 20 minutes of CPU
     python tools/shape_dump_table.py 'every value*'    # rows by name
 
 Each dump is what our own model computes in float32 from `random:gpt2` with the row's fault in it, 1 x 64 random tokens, under
-names that say nothing. A line of JSON for each row on stdout.
+names that say nothing. A module is our own model with its attention replaced. A line of JSON for each row on stdout.
 """
 
 from __future__ import annotations
@@ -61,6 +61,37 @@ def strange(model: GPT2) -> None:
     model.h[BLOCK].attn.attend = attend
 
 
+def unsplit(model: GPT2) -> None:
+    """One head, as wide as the stream, in each block."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+        heads = q.size(1)
+        q, k, v = (part.transpose(1, 2).flatten(2)[:, None] for part in (q, k, v))
+        return eager_attention(q, k, v, mask, scale / heads**0.5, dropout)[:, 0].unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    for block in model.h:
+        block.attn.attend = attend
+
+
+def shared(model: GPT2) -> None:
+    """Every head has the keys and values of the first one."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+        k, v = (part[:, :1].expand_as(part) for part in (k, v))
+        return eager_attention(q, k, v, mask, scale, dropout)
+
+    for block in model.h:
+        block.attn.attend = attend
+
+
+def build(name: str) -> GPT2:
+    """Return the module of a row."""
+    model = gpt2.load("random:gpt2")
+    with torch.no_grad():
+        ROWS[name][0](model)
+    return model
+
+
 ROWS: dict[str, tuple[Callable[[GPT2], None], str]] = {
     "every value, right": (right, "full"),
     "every value, exact GELU": (erf, "full"),
@@ -71,6 +102,10 @@ ROWS: dict[str, tuple[Callable[[GPT2], None], str]] = {
     "one tensor a block, a fault that nothing names": (strange, "block"),
     "logits alone, right": (right, "logits"),
     "logits alone, a reshaped weight": (reshaped, "logits"),
+    "module, right": (right, "module"),
+    "module, an attention in one block that nothing names": (strange, "module"),
+    "module, no split into heads": (unsplit, "module"),
+    "module, keys and values of one head": (shared, "module"),
 }
 
 
@@ -88,9 +123,9 @@ def write(path: Path, fault: Callable[[GPT2], None], level: str) -> None:
     np.savez(path, ids=ids.numpy(), **{f"t{number:03d}": values[place].numpy() for number, place in enumerate(order)})
 
 
-def measure(path: Path) -> dict[str, object]:
+def measure(path: str) -> dict[str, object]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [*CLI, "diagnose", str(path), "--model", "random:gpt2", "--json", "-"]
+    command = [*CLI, "diagnose", path, "--model", "random:gpt2", "--json", "-"]
     child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
     assert child.stdout is not None
     said = json.loads(child.stdout.read())
@@ -113,9 +148,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name, (fault, level) in ROWS.items():
             if any(fnmatchcase(name, pattern) for pattern in options.rows):
-                path = Path(folder) / "dump.npz"
-                write(path, fault, level)
-                print(json.dumps({"row": name, **measure(path)}), flush=True)
+                path = Path(folder) / ("port.py" if level == "module" else "dump.npz")
+                if level == "module":
+                    tools = str(Path(__file__).parent.resolve())
+                    words = f"import sys; sys.path.insert(0, {tools!r}); import shape_dump_table as table"
+                    path.write_text(f"{words}\ndef build(): return table.build({name!r})\n")
+                else:
+                    write(path, fault, level)
+                what = f"{path}:build" if level == "module" else str(path)
+                print(json.dumps({"row": name, **measure(what)}), flush=True)
     return 0
 
 
