@@ -18,6 +18,7 @@ from gpt2.port.dump import matching
 from gpt2.port.dump.batches import Batches
 from gpt2.port.dump.candidates import Candidate, Table
 from gpt2.port.dump.explaining import Explanation, explain
+from gpt2.port.dump.faults import block_variants, embedding_variants, norm_variants
 from gpt2.port.dump.misloading import _biases
 from gpt2.port.dump.misloading_outside import outside_variants
 from gpt2.port.dump.sieve import Lens, Sieve
@@ -120,6 +121,24 @@ def test_a_fault_that_the_last_token_makes_is_ranked_on_all_tokens(model: GPT2, 
     sieve.small = False
     tokens = {one.label: sieve.lens(Candidate(((one, None),))).simulation.ids.shape[1] for one in outside_variants()}
     assert (tokens["tokens late the last token's id"], tokens["tokens late id 0"]) == (7, 4)
+
+
+def test_a_fault_that_mixes_rows_says_so(model: GPT2, ids: Tensor) -> None:
+    """A large model is ranked on the first row alone: a fault whose first row depends on the others would never be found."""
+    simulation, results = Simulation(model.state_dict(), CONFIG, ids), []
+    inner, outer = block_variants(simulation), [*embedding_variants(simulation), *norm_variants(simulation, "ln_f")]
+    sites = [*((one, 0) for one in inner), *((one, None) for one in outer)]
+    other = ids[1].flip(0)
+    with torch.no_grad():
+        for rows in (ids, torch.stack([ids[0], other]), torch.stack([other, ids[1]])):
+            lens = Lens(Simulation(model.state_dict(), CONFIG, rows), Span(0, CONFIG.n_layer, "logits", None, model(rows)))
+            programs = [Candidate((site,)).program(lens.simulation) or Program() for site in sites]
+            ends = dict(lens.span.ends(lens.simulation, programs))
+            results.append([lens.ended(program, ends[number]).expand(2, -1, -1) for number, program in enumerate(programs)])
+    for (one, _), right, second, first in zip(sites, *results, strict=True):
+        apart = (right[0] - second[0]).abs().amax() + (right[1] - first[1]).abs().amax()
+        assert bool(apart > 1e-9) == one.mixes_rows or not bool(apart.isfinite()), one.label
+    assert sum(one.mixes_rows for one, _ in sites) > 10
 
 
 def test_no_fault_is_the_model_itself() -> None:

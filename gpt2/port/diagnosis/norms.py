@@ -26,11 +26,12 @@ AXES = {
 
 
 class Hypothesis(NamedTuple):
-    """A formula that a port may follow, and the faults that this would show."""
+    """A formula that a port may follow, the faults that this would show, and whether it mixes the rows of a batch."""
 
     label: str
     formula: Formula
     faults: tuple[Fault, ...]
+    mixes_rows: bool
 
 
 def layer_norm(
@@ -80,7 +81,8 @@ class Norms:
         out: list[Hypothesis] = []
 
         def add(label: str, *faults: Fault, affine: tuple[Tensor, Tensor] = own, eps: float = given, **how: Any) -> None:
-            out.append(Hypothesis(label, partial(layer_norm, weight=affine[0], bias=affine[1], eps=eps, **how), faults))
+            formula = partial(layer_norm, weight=affine[0], bias=affine[1], eps=eps, **how)
+            out.append(Hypothesis(label, formula, faults, 0 in how.get("axes", ())))
 
         def fault(id: str, detail: str, kind: str = "") -> Fault:
             return Fault(id, part, detail, kind)
@@ -150,7 +152,7 @@ class Norms:
     def before(self, name: str, stream: Option, missing: str) -> Iterator[Option]:
         """Yield what may enter a branch: the stream, normed or as it is; ``missing`` describes the latter."""
         part = name.rpartition(".")[2]
-        for label, formula, faults in self.at(name):
+        for label, formula, faults, _ in self.at(name):
             unlikely = name == "ln_f" and any(fault.id == "norms-swapped" for fault in faults)
             kind = Kind.OTHER if faults else Kind.RIGHT
             yield stream.then(label, formula, *faults, kind=kind, cost=0.3 if unlikely else 0.0)
@@ -165,7 +167,7 @@ class Norms:
         extra = Fault("extra-norm", {"ln_1": "attn", "ln_2": "mlp"}.get(part, part), words)
         for number, name in enumerate(names):
             own = name.rpartition(".")[2]
-            for label, formula, faults in self.at(name):
+            for label, formula, faults, _ in self.at(name):
                 if not any(fault.id in ("norms-swapped", "layernorm-without-affine") for fault in faults):
                     moved = (
                         replace(extra, norm_after=part, kind=f"by {own}" * (own != part)),

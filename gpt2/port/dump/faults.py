@@ -77,7 +77,8 @@ def norm_variants(simulation: Simulation, part: str) -> list[Variant]:
     for one in simulation.norms.at(part if part == "ln_f" else f"h.0.{part}"):
         rare = len(one.faults) > 1 or one.label.startswith(("outside", "by ", "centred over", "rms outside"))
         if one.faults:
-            out.append(Variant.of(f"{part} {one.label}", one.faults, partial(norm_replaced, part, one.label), rare=rare))
+            replaced = partial(norm_replaced, part, one.label)
+            out.append(Variant.of(f"{part} {one.label}", one.faults, replaced, rare, one.mixes_rows))
     missing = Option.known("stream", simulation.norms.own["wte.weight"][:1])
     words = {
         "ln_1": "attention takes the stream as it is, without a norm before it",
@@ -115,7 +116,7 @@ def _weighings(simulation: Simulation) -> Iterator[Variant]:
     for one in weighings():
         if one.faults and sizes.get(one.axis, 2) > 1:
             replaced = _by_formula("attn.weights", one.formula, "attn.scores")
-            yield Variant.of(f"weights {one.label}", one.faults, replaced, len(one.faults) > 1)
+            yield Variant.of(f"weights {one.label}", one.faults, replaced, len(one.faults) > 1, one.axis == 0)
 
 
 def _by_formula(stage: str, formula: Formula, source: str) -> Replaced:
@@ -227,10 +228,10 @@ def _layouts() -> Iterator[Variant]:
         def merge(simulation: Simulation, layer: int, layout: Layout = layout) -> Stages:
             return {"attn.heads": lambda s: layout.merge(s["attn.mixed"])}
 
-        yield Variant.of(f"split {layout.name}", [cut], split)
-        yield Variant.of(f"merge {layout.name}", [merged], merge)
-        both = joined(f"layout {layout.name}", Variant.of("", [cut], split), Variant.of("", [], merge))
-        yield both
+        mixes_rows = layout is Layout.TIME_FIRST
+        yield (cutting := Variant.of(f"split {layout.name}", [cut], split, mixes_rows=mixes_rows))
+        yield Variant.of(f"merge {layout.name}", [merged], merge, mixes_rows=mixes_rows)
+        yield joined(f"layout {layout.name}", cutting, Variant.of("", [], merge))
     reversed_heads = Fault("head-layout", "attn", "heads are put side by side in reverse order")
     yield Variant.of(
         "merge reversed",
@@ -256,7 +257,8 @@ def _comparisons(simulation: Simulation) -> Iterator[Variant]:
 
             return {"attn.scores": scores}
 
-        yield Variant.of(f"compared {one.faults[0].detail}", one.faults, replaced, one.heads not in (1, heads, 2 * heads))
+        rare, mixes_rows = one.heads not in (1, heads, 2 * heads), one.faults[0].id == "batch-dependent"
+        yield Variant.of(f"compared {one.faults[0].detail}", one.faults, replaced, rare, mixes_rows)
 
 
 def _mixtures() -> Iterator[Variant]:

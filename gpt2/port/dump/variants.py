@@ -21,7 +21,8 @@ class Variant:
 
     ``label``: equal in all blocks. ``blame``: the faults by the block's number, without a layer. ``replaced``: the stages in a
     block; none if the fault changes nothing there. ``rare``: tried in all blocks together only, if blocks are expensive.
-    ``all_tokens``: the first few tokens alone do not show it as all tokens do.
+    ``all_tokens``: the first few tokens alone do not show it as all tokens do. ``mixes_rows``: the first row of a batch alone
+    does not either, because the others change it.
     """
 
     label: str
@@ -30,16 +31,12 @@ class Variant:
     outside: bool = False
     rare: bool = False
     all_tokens: bool = False
+    mixes_rows: bool = False
 
     @classmethod
-    def of(cls, label: str, faults: Iterable[Fault], replaced: Replaced, rare: bool = False) -> Variant:
+    def of(cls, label: str, faults: Iterable[Fault], replaced: Replaced, rare: bool = False, mixes_rows: bool = False) -> Variant:
         fixed = tuple(faults)
-        return cls(label, lambda layer: fixed, replaced, False, rare)
-
-    @property
-    def mixes_rows(self) -> bool:
-        """Whether a row's values depend on the other rows of the batch."""
-        return any(words in self.label for words in ("axis 0", "axes (0", "TIME_FIRST"))
+        return cls(label, lambda layer: fixed, replaced, rare=rare, mixes_rows=mixes_rows)
 
     def faults(self, layer: int | None) -> tuple[Fault, ...]:
         """Return the faults with their places; ``layer`` is None outside the blocks."""
@@ -52,7 +49,10 @@ def joined(label: str, *variants: Variant) -> Variant:
     def replaced(simulation: Simulation, layer: int) -> Stages:
         return {stage: formula for one in variants for stage, formula in one.replaced(simulation, layer).items()}
 
-    return Variant(label, lambda layer: tuple(fault for one in variants for fault in one.blame(layer)), replaced)
+    def blame(layer: int) -> tuple[Fault, ...]:
+        return tuple(fault for one in variants for fault in one.blame(layer))
+
+    return Variant(label, blame, replaced, mixes_rows=any(one.mixes_rows for one in variants))
 
 
 def late(variant: Variant, token: int) -> Variant:
