@@ -1,4 +1,4 @@
-"""Measure what `gpt2 diagnose` costs at gpt2's shape, of dumps and modules: CPU seconds and peak memory of the command, one thread.
+"""Measure what `gpt2 diagnose` costs at gpt2's shape, of dumps and modules: CPU seconds and peak memory, on one thread.
 
     python tools/shape_dump_table.py                   # every row, about 20 minutes of CPU
     python tools/shape_dump_table.py 'every value*'    # rows by name
