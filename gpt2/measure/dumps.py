@@ -89,6 +89,8 @@ def dump_of(
     if key is not None:
         given = tensors.pop(key)
         where = f"{source}: {shown(key)}"
+        if given.is_floating_point():  # a program that can only write floats: its next ids are floats too
+            tensors |= {name: tensor.long() for name, tensor in tensors.items() if _next_ids(tensor, given, config)}
         if several and given.ndim == 3 and given.numel():  # of several training steps
             batches = torch.stack([_ids(one, where, config) for one in given])
             ids = batches[0]
@@ -114,6 +116,14 @@ def _ids_name(tensors: Mapping[str, Tensor]) -> str | None:
             if PurePosixPath(name).name.lower() == wanted:
                 return name
     return None
+
+
+def _next_ids(tensor: Tensor, given: Tensor, config: GPT2Config) -> bool:
+    """Return whether a float array may be the next ids of ``given``: whole numbers of the same shape, -100 for none to learn."""
+    if not tensor.is_floating_point() or tensor.shape != given.shape:
+        return False
+    known = (tensor == tensor.round()) & (((tensor >= 0) & (tensor < config.vocab_size)) | (tensor == -100))
+    return bool(known.all())
 
 
 def _ids(given: Tensor, where: str, config: GPT2Config) -> Tensor:

@@ -37,6 +37,15 @@ def test_every_container_gives_the_same_dump(tmp_path: Path) -> None:
     assert given.arrays["a"].dtype == torch.bfloat16
 
 
+def test_next_ids_may_be_floats_where_the_ids_are() -> None:
+    """A program in Rust whose one function writes float32 had its next ids left aside: its right loss was of no known mistake."""
+    later = (IDS + 1).astype(np.float32)
+    given = dump_of({"ids": IDS.astype(np.float32), "next": later, "half": later + 0.5, "loss": np.float32([4.5])}, CONFIG)
+    assert {name: one.tolist() for name, one in given.integers.items()} == {"next": [(IDS + 1).tolist()]}
+    assert list(given.arrays) == ["half", "loss"]
+    assert not dump_of({"ids": IDS, "next": later, "loss": np.float32([4.5])}, CONFIG).integers
+
+
 def test_the_debug_state_of_llmc_is_read(tmp_path: Path) -> None:
     """Its ids and logits lie one behind the other, with no names: a wrong offset would read the targets as logits."""
     logits = np.random.default_rng(0).normal(size=(2, 3, 61)).astype("<f4")
