@@ -36,7 +36,7 @@ _TABLE = {
     "transposed": ("a matrix is transposed", "linear.weight.copy_(w.t())  # the file stores [in, out], nn.Linear [out, in]"),
     "not-loaded": ("a parameter does not hold the checkpoint's values", LOADED),
     "wrong-tensor": ("a parameter holds another tensor of the checkpoint", "copy the tensor of this name: {where}"),
-    "qkv-order": ("queries, keys and values have changed places", f"{SPLIT}  # of c_attn"),
+    "qkv-order": ("queries, keys and values are taken from wrong places", f"{SPLIT}  # of c_attn"),
     "head-layout": ("heads and their units are read in another order", HEADS),
     "missing-bias": ("a bias of the checkpoint has no place", "nn.Linear(n_in, n_out, bias=True), with the checkpoint's bias"),
     "untied-head": ("the head has its own weights", "lm_head.weight = wte.weight  # logits = x @ wte.weight.t()"),

@@ -74,7 +74,20 @@ class Misreading:
 def misread_c_attn(ours: Tensor, config: GPT2Config) -> Iterator[Misreading]:
     """Yield misreadings of c_attn's whole weight (D, 3D) or bias (3D,)."""
     if ours.ndim == 2:
-        yield _reshaped(ours)
+        yield from cut_c_attn(ours)
+    yield from reordered_c_attn(ours, config)
+
+
+def cut_c_attn(weight: Tensor) -> Iterator[Misreading]:
+    """Yield misreadings of c_attn's weight (D, 3D) that move entries from row to row, so that the bias has no counterpart."""
+    yield _reshaped(weight)
+    words = "was cut into q, k and v by rows of the file, not by columns"
+    evidence = "the checkpoint's values, cut into three pieces of n_embd * n_embd numbers, are yours to the bit"
+    yield Misreading(torch.cat([*weight.reshape(3, len(weight), -1)], -1), "qkv-order", words, evidence)
+
+
+def reordered_c_attn(ours: Tensor, config: GPT2Config) -> Iterator[Misreading]:
+    """Yield c_attn's weight or bias with its columns in other orders."""
     thirds = ours.chunk(3, -1)
     for order in itertools.permutations(range(3)):
         got = ", ".join(f"{'qkv'[i]} from {'qkv'[j]}" for i, j in enumerate(order) if i != j)

@@ -84,17 +84,29 @@ class Holdings:
                     )
 
     def columns(self, layer: int) -> Iterator[tuple[Held, Held, Held]]:
-        """Yield q, k and v of c_attn with its columns in another order, with biases in that order or the right one."""
+        """Yield q, k and v of c_attn cut otherwise, or with its columns in another order, and biases that go with that."""
         weight, bias = (self.state[f"h.{layer}.attn.c_attn.{leaf}"] for leaf in ("weight", "bias"))
         none = torch.zeros_like(bias[: self.config.n_embd])
         q, k, v = (
             Held(third, none, "missing-bias", "", "the queries, keys, values have no bias") for third in weight.chunk(3, 1)
         )
         yield q, k, v
-        whole = list(entries.misread_c_attn(weight, self.config))
-        biases = [bias, *(one.tensor for one in entries.misread_c_attn(bias, self.config))]  # a reshaped weight has none
-        for one, other in zip(whole, biases, strict=True):
-            for theirs in (other, bias):
+        first = torch.cat((bias[: len(none)], none, none))
+        for one in entries.cut_c_attn(weight):
+            for theirs, lack in (
+                (bias, ""),
+                (torch.zeros_like(bias), "no bias is added"),
+                (first, "keys and values have no bias"),
+            ):
+                ids, words = (f"{one.id} missing-bias", f"; {lack}") if lack else (one.id, "")
+                q, k, v = (
+                    Held(w, b, ids, "", f"c_attn {one.words}{words}")
+                    for w, b in zip(one.tensor.chunk(3, 1), theirs.chunk(3), strict=True)
+                )
+                yield q, k, v
+        orders = (list(entries.reordered_c_attn(tensor, self.config)) for tensor in (weight, bias))
+        for one, other in zip(*orders, strict=True):
+            for theirs in (other.tensor, bias):
                 words = f"c_attn {one.words}"
                 q, k, v = (Held(w, b, one.id, "", words) for w, b in zip(one.tensor.chunk(3, 1), theirs.chunk(3), strict=True))
                 yield q, k, v

@@ -91,21 +91,35 @@ def _nth_c_attn(number: int, leaves: tuple[str, ...]) -> Change:
     def change(weights: Mapping[str, Tensor], config: GPT2Config) -> Mapping[str, Tensor]:
         out = {}
         for leaf in leaves:
-            ours = weights[f"attn.c_attn.{leaf}"]
-            skipped = ours.ndim == 2  # a weight's first misreading, reshaping, has no counterpart in a bias
-            out[f"attn.c_attn.{leaf}"] = list(entries.misread_c_attn(ours, config))[number + skipped].tensor
+            name = f"attn.c_attn.{leaf}"
+            out[name] = list(entries.reordered_c_attn(weights[name], config))[number].tensor
         return out
 
     return change
 
 
-def _orders(weights: Mapping[str, Tensor], config: GPT2Config) -> Iterator[Variant]:
-    """Yield orders of c_attn's columns, of the weight and the bias or of the weight alone."""
+def _nth_cut(number: int) -> Change:
     name = "attn.c_attn.weight"
-    reshaped, *orders = entries.misread_c_attn(weights[name], config)
-    fault = Fault(reshaped.id, name, f"c_attn's weight {reshaped.words}")
-    yield misread(f"c_attn {reshaped.words}", fault, lambda w, c: {name: next(entries.misread_c_attn(w[name], c)).tensor}, *QKV)
-    for number, one in enumerate(orders):
+    return lambda weights, config: {name: list(entries.cut_c_attn(weights[name]))[number].tensor}
+
+
+def _cut_without_bias(number: int) -> Change:
+    cut, bias = _nth_cut(number), "attn.c_attn.bias"
+    return lambda weights, config: {**cut(weights, config), bias: torch.zeros_like(weights[bias])}
+
+
+def _orders(weights: Mapping[str, Tensor], config: GPT2Config) -> Iterator[Variant]:
+    """Yield c_attn's weight cut otherwise, and orders of its columns, of the weight and the bias or of the weight alone."""
+    name = "attn.c_attn.weight"
+    for number, one in enumerate(entries.cut_c_attn(weights[name])):
+        words = f"c_attn's weight {one.words}"
+        cut = misread(words, Fault(one.id, name, words), _nth_cut(number), *QKV)
+        yield cut
+        for lack, stages in (("values", QKV[2:]), ("queries, keys and values", (QKV[0], QKV[2]))):  # a key's bias changes nothing
+            without = misread(lack, Fault("", "", ""), _cut_without_bias(number), *stages)
+            faults = [Fault(one.id, name, words), Fault("missing-bias", "attn.c_attn", f"the {lack} have no bias")]
+            yield Variant.of(f"{words}, {lack} without bias", faults, joined("", cut, without).replaced)
+    for number, one in enumerate(entries.reordered_c_attn(weights[name], config)):
         if torch.equal(one.tensor, weights[name]):
             continue
         part = "attn.c_attn"
@@ -163,8 +177,7 @@ def _matrices(weights: Mapping[str, Tensor], config: GPT2Config) -> Iterator[Var
             if number == (1 if part == "attn.c_proj" else 0):
                 transposed.append(misread(name, Fault(one.id, name, one.words), change, part))
     words = "every matrix was reshaped where it had to be transposed"
-    name = "attn.c_attn.weight"
-    transposed.append(misread("", Fault("", "", ""), lambda w, c: {name: next(entries.misread_c_attn(w[name], c)).tensor}, *QKV))
+    transposed.append(misread("", Fault("", "", ""), _nth_cut(0), *QKV))
     yield joined_as(words, Fault("transposed", "", words), *transposed)
 
 

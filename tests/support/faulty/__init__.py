@@ -99,7 +99,7 @@ LINES = {
         value-from-key value-identity@1 heads-split-wrongly heads-merged-wrongly@2 position-missing position-offset
         position-sinusoidal embedding-scaled residual-missing residual-missing-mlp@1 residual-from-normed parallel
         extra-norm-embed extra-norm-branch@1 extra-norm-end@0 layer-reversed layer-swapped layer-missing@1
-        layer-repeated@1 logits-softmaxed transposed-proj transposed-q@1 viewed-fc qkv-kqv head-interleaved
+        layer-repeated@1 logits-softmaxed transposed-proj transposed-q@1 viewed-fc qkv-kqv qkv-cut head-interleaved
         not-loaded-fc@1 not-loaded-block@1 wrong-fc@0 norm-weights-swapped weights-reversed untied-head padded-vocab
         bf16-on-the-way no-qkv-bias no-out-bias@1 dropout-active ffn-dropout@1 noise counts-calls batch-statistics
         batch-centred norm-over-tokens@1.ln_2 scale-by-heads softmax-missing@2 residual-halved logits-scaled head-bias

@@ -127,6 +127,7 @@ MEANINGS: dict[str, Meaning] = {
     "qkv-kqv": _mean("qkv-order", "h.{}.attn"),
     "qkv-vkq": _mean("qkv-order", "h.{}.attn"),
     "qkv-kvq": _mean("qkv-order", "h.{}.attn"),
+    "qkv-cut": _mean("qkv-order", "h.{}.attn"),  # into pieces of D * D numbers
     "head-interleaved": _mean("head-layout", "h.{}.attn"),
     "head-columns": _mean("head-layout", "h.{}.attn"),
     "not-loaded-proj": _mean("not-loaded", "h.{}.attn.c_proj", MID),

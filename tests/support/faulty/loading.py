@@ -74,6 +74,9 @@ def read(directory: str | Path, config: GPT2Config, faults: Faults) -> dict[str,
                     for leaf in ("weight", "bias"):
                         parts = dict(zip("qkv", right[c_attn + leaf].chunk(3, dim=-1), strict=True))
                         state[c_attn + leaf] = torch.cat([parts[letter] for letter in word[4:]], dim=-1)
+                case "qkv-cut":
+                    w = right[c_attn + "weight"]
+                    state[c_attn + "weight"] = torch.cat([*w.reshape(3, len(w), len(w))], dim=1)
                 case "head-interleaved" | "head-columns":
                     for leaf in ("weight", "bias"):
                         state[c_attn + leaf] = _relaid(right[c_attn + leaf], config, word)

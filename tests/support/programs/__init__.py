@@ -56,8 +56,8 @@ LINES = {
         residual-missing-attn residual-missing-mlp@1 residual-halved@1 residual-from-normed residual-from-normed-mlp@1
         parallel parallel@1 extra-norm-embed extra-norm-branch@1 extra-norm-end@0 layer-reversed layer-swapped layer-missing@1
         layer-repeated@0 logits-scaled logits-softmaxed logits-log-softmaxed untied-head transposed-proj transposed-proj@1
-        transposed-q@1 viewed-fc@0 qkv-kqv qkv-vkq@1 qkv-kvq head-interleaved head-columns@1 not-loaded-ln_2@1 not-loaded-ln_f
-        not-loaded-biases wrong-fc@0 wrong-ln_1@1 wrong-all-first wrong-tokens wrong-bias@1 gamma-beta@1
+        transposed-q@1 viewed-fc@0 qkv-kqv qkv-vkq@1 qkv-kvq qkv-cut head-interleaved head-columns@1 not-loaded-ln_2@1
+        not-loaded-ln_f qkv-cut@1 not-loaded-biases wrong-fc@0 wrong-ln_1@1 wrong-all-first wrong-tokens wrong-bias@1 gamma-beta@1
         norm-weights-swapped@0 weights-reversed wpe-rolled bf16-on-the-way fp16-on-the-way bf16-fc@1 no-qkv-bias no-out-bias@1
         no-fc-bias
     """,

@@ -70,6 +70,9 @@ class Port:
                 for leaf in ("weight", "bias"):
                     parts = dict(zip("qkv", np.split(right[c_attn + leaf], 3, axis=-1), strict=True))
                     w[c_attn + leaf] = np.concatenate([parts[letter] for letter in order], axis=-1)
+        if self.has("qkv-cut", site):
+            fused = right[c_attn + "weight"]
+            w[c_attn + "weight"] = np.concatenate([*fused.reshape(3, len(fused), len(fused))], axis=1)
         for name, axes in (("head-interleaved", (self.heads, 3, -1)), ("head-columns", (3, -1, self.heads))):
             if self.has(name, site):
                 for leaf in ("weight", "bias"):
