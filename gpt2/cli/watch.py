@@ -45,8 +45,8 @@ def application(folders: Sequence[str], token: str) -> Starlette:
     from starlette.concurrency import run_in_threadpool
     from starlette.responses import HTMLResponse
 
-    from gpt2.train.plot import METRICS
-    from gpt2.train.watch import ALIVE, page
+    from gpt2.train.runs import ALIVE, METRICS
+    from gpt2.train.watch import page
 
     one_at_a_time = asyncio.Lock()
     drawn: dict[tuple[object, ...], bytes] = {}  # the newest page, by the state of the files

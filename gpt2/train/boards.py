@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from gpt2.checkpoint.saving import write_file
 from gpt2.errors import InputError
 from gpt2.train.recipe import Recipe
-from gpt2.train.state import RECIPE
+from gpt2.train.runs import RECIPE
 
 PROJECT, ID = "gpt2-toolkit", "wandb-id.txt"
 

@@ -17,7 +17,8 @@ from gpt2.errors import InputError
 from gpt2.train.folders import writing
 from gpt2.train.plot import plot
 from gpt2.train.recipe import Recipe, build, names, read
-from gpt2.train.state import BEST, METRICS, RECIPE, TEXT
+from gpt2.train.runs import METRICS, RECIPE
+from gpt2.train.state import BEST, TEXT
 
 NOT_SHOWN = ("name", "description", "expect", "takes")
 # data.source -> its name in a card, and its id on the Hub.

@@ -16,7 +16,8 @@ from gpt2.train.bigram import BigramConfig
 from gpt2.train.boards import Board, boards
 from gpt2.train.folders import writing
 from gpt2.train.recipe import Recipe
-from gpt2.train.state import METRICS, Progress
+from gpt2.train.runs import METRICS
+from gpt2.train.state import Progress
 
 
 @dataclass(frozen=True)

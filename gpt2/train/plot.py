@@ -2,86 +2,32 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from gpt2.errors import InputError, printable
+from gpt2.errors import InputError
 from gpt2.pages.drawing import matplotlib_of_our_own
+from gpt2.train.runs import METRICS, Points, Run, read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = ("#0b6e99", "#c2410c", "#4d7c0f", "#7e22ce", "#a16207", "#be185d", "#0f766e", "#57534e")  # distinct in grey too
 FORMATS = (".png", ".svg")
 SMOOTHED_POINTS = 40  # points of the averaged training curve; single points are drawn pale
 REACH = 0.8  # above the lowest held-out loss, in nats (or bits per byte)
-
-METRICS, RECIPE = "metrics.jsonl", "recipe.json"  # as gpt2.train.state writes them, without its import of torch
-Points = tuple[tuple[int, float], ...]  # step, loss
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A run's losses: of training batches and the held-out text in nats per token, of the latter also in bits per byte."""
-
-    name: str
-    train: Points
-    val: Points
-    bits: Points
-    expect: float = 0.0
-
-
-def read_run(folder: str | Path) -> Curve:
-    """Read the curve of the run in ``folder``, without an incomplete last line; raise InputError if there is none."""
-    rows = read_rows(folder)
-    train, val, bits = (
-        tuple((row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float) and math.isfinite(row[key]))
-        for key in ("loss", "val_loss", "val_bits_per_byte")
-    )
-    if not train and not val:
-        raise InputError(f"{Path(folder) / METRICS}: no losses there yet; wait for the run's first evaluation")
-    recipe = Path(folder) / RECIPE
-    expect = _parsed(recipe.read_text(encoding="utf-8")).get("expect") if recipe.is_file() else None
-    return Curve(Path(folder).resolve().name, train, val, bits, expect if isinstance(expect, float) else 0.0)
-
-
-def read_rows(folder: str | Path) -> list[dict[str, Any]]:
-    """Read the lines of a run's metrics file, without an incomplete last one; raise InputError if there is none."""
-    path = Path(folder) / METRICS
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise InputError(
-            f"{path}: cannot be read ({error.strerror}); give the folder of a run, as gpt2 train --out made it"
-        ) from None
-    return [row for row in map(_parsed, lines) if isinstance(row.get("step"), int)]
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    """Parse a JSON object; return {} for any other text."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
     """Draw the runs into the PNG or SVG ``out``; return its path. Several runs get a second panel in bits per byte."""
     out = Path(out)
-    if not folders:
-        raise InputError("no runs to plot: give the folders that gpt2 train wrote, as in gpt2 train plot out/mini out/chars")
     if out.suffix.lower() not in FORMATS:
         raise InputError(f"{out}: a picture ends in {' or '.join(FORMATS)}; give such a name with --out")
-    curves = list(map(read_run, folders))
-    names = [curve.name for curve in curves]
-    labels = [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
-    labels = [printable(label, one_line=True) for label in labels]
+    runs = read(folders)
+    for folder, run in zip(folders, runs, strict=True):
+        if not run.points("loss") and not run.points("val_loss"):
+            raise InputError(f"{Path(folder) / METRICS}: no losses there yet; wait for the run's first evaluation")
     with matplotlib_of_our_own():
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -90,20 +36,22 @@ def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
         matplotlib.rcdefaults()  # the settings of pages are for pages
         own: dict[Any, Any] = {"svg.hashsalt": "gpt2", "font.size": 9.5, "svg.fonttype": "none", "text.parse_math": False}
         matplotlib.rcParams.update(own)
-        panels = 2 if len(curves) > 1 and all(curve.bits for curve in curves) else 1
+        panels = 2 if len(runs) > 1 and all(run.points("val_bits_per_byte") for run in runs) else 1
         figure = Figure(figsize=(6.6 * panels, 4.2), dpi=150, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots(1, panels, squeeze=False)[0]
-        for curve, label, colour in zip(curves, labels, COLOURS * len(curves), strict=False):
-            _draw_losses(axes[0], curve, label, colour)
+        for run in runs:
+            draw_losses(axes[0], run, "white")
             if panels == 2:
-                axes[1].plot(*zip(*curve.bits, strict=True), color=colour, lw=1.8, marker="o", ms=2.5, label=label)
-        if len(curves) == 1 and curves[0].expect:
-            axes[0].axhline(curves[0].expect, color="#888888", lw=0.9, ls=(0, (4, 3)), label=f"expected {curves[0].expect:g}")
-        title = "Loss" if len(curves) > 1 else f"Loss of {labels[0]}"
-        _finish(axes[0], "nats per token", title, [curve.val for curve in curves])
+                bits = zip(*run.points("val_bits_per_byte"), strict=True)
+                axes[1].plot(*bits, color=run.colour, lw=1.8, marker="o", ms=2.5, label=run.name)
+        if len(runs) == 1 and (expect := runs[0].setting("expect")):
+            axes[0].axhline(expect, color="#888888", lw=0.9, ls=(0, (4, 3)), label=f"expected {expect:g}")
+        title = "Loss" if len(runs) > 1 else f"Loss of {runs[0].name}"
+        _finish(axes[0], "nats per token", title, [run.points("val_loss") for run in runs])
         if panels == 2:
-            _finish(axes[1], "bits per byte, held out", "Across tokenizers", [curve.bits for curve in curves])
+            held_out = [run.points("val_bits_per_byte") for run in runs]
+            _finish(axes[1], "bits per byte, held out", "Across tokenizers", held_out)
         try:
             figure.savefig(out, metadata={"Date": None} if out.suffix.lower() == ".svg" else None)
         except OSError as error:
@@ -111,18 +59,19 @@ def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
     return out
 
 
-def _draw_losses(axes: Axes, curve: Curve, label: str, colour: str) -> None:
-    if curve.train:
-        axes.plot(*zip(*curve.train, strict=True), color=colour, lw=0.6, alpha=0.25)
-        axes.plot(*smoothed(curve.train), color=colour, lw=1.0, ls=(0, (3, 1.5)), label=f"{label}, training")
-    if curve.val:
-        step, loss = min(curve.val, key=lambda point: point[1])
-        held_out = f"{label}, held out: best {loss:.4f} at step {step:,}"
-        axes.plot(*zip(*curve.val, strict=True), color=colour, lw=1.8, label=held_out)
-        axes.plot([step], [loss], "o", color=colour, ms=5, mec="white", mew=1, zorder=5)
+def draw_losses(axes: Axes, run: Run, paper: str) -> None:
+    """Draw a run's losses on a background of the colour ``paper``."""
+    if train := run.points("loss"):
+        axes.plot(*zip(*train, strict=True), color=run.colour, lw=0.6, alpha=0.25)
+        axes.plot(*_smoothed(train), color=run.colour, lw=1.0, ls=(0, (3, 1.5)), label=f"{run.name}, training")
+    if run.best:
+        step, loss = run.best
+        held_out = f"{run.name}, held out: best {loss:.4f} at step {step:,}"
+        axes.plot(*zip(*run.points("val_loss"), strict=True), color=run.colour, lw=1.8, label=held_out)
+        axes.plot([step], [loss], "o", color=run.colour, ms=5, mec=paper, mew=1, zorder=5)
 
 
-def smoothed(points: Points) -> tuple[list[float], list[float]]:
+def _smoothed(points: Points) -> tuple[list[float], list[float]]:
     """Return the mean steps and mean losses of equal groups of neighbouring points."""
     width = max(1, len(points) // SMOOTHED_POINTS)
     groups = [zip(*points[at : at + width], strict=True) for at in range(0, len(points), width)]

@@ -37,6 +37,7 @@ from gpt2.train import models
 from gpt2.train.bigram import Bigram
 from gpt2.train.folders import MANIFEST, appearing, writing
 from gpt2.train.recipe import Recipe, build
+from gpt2.train.runs import METRICS, RECIPE
 
 try:
     import fcntl
@@ -44,7 +45,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 KEEP = 2
-RECIPE, METRICS, BEST, BASE = "recipe.json", "metrics.jsonl", "best", "base"
+BEST, BASE = "best", "base"
 STEP = re.compile(r"step-(\d+)")
 ASIDE = re.compile(r"\.(step-\d+|best|base)\.(partial|old)|\.seen-\w+")  # what a killed process leaves
 MODEL_FILES, ADAPTER_FILES = ("config.json", "model.safetensors"), (ADAPTER, WEIGHTS)

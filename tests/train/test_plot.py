@@ -5,7 +5,8 @@ import json
 from support.commands import refusal
 
 from gpt2.cli.main import main
-from gpt2.train.plot import plot, read_run
+from gpt2.train.plot import plot
+from gpt2.train.runs import read
 
 
 def run(folder, losses, torn=""):
@@ -21,11 +22,11 @@ def run(folder, losses, torn=""):
 def test_a_run_is_read_as_it_was_logged(tmp_path):
     """A NaN or an incomplete line must not stop the plot: those runs need it most."""
     folder = run(tmp_path / "a", [3.0, 2.0, float("nan"), 1.8], torn='{"step": 99, "lo')
-    curve = read_run(folder)
-    assert curve.name == "a"
-    assert curve.train == ((10, 3.0), (20, 2.0), (40, 1.8))
-    assert [step for step, _ in curve.val] == [0, 10, 30]
-    assert curve.expect == 1.5
+    (found,) = read([folder])
+    assert found.name == "a"
+    assert found.points("loss") == ((10, 3.0), (20, 2.0), (40, 1.8))
+    assert [step for step, _ in found.points("val_loss")] == [0, 10, 30]
+    assert found.setting("expect") == 1.5
 
 
 def test_pictures_of_one_run_and_of_several(tmp_path):
@@ -47,7 +48,7 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path, capsys):
     empty.mkdir()
     (empty / "metrics.jsonl").touch()
     for folders, out, says in (
-        ([], "x.png", "no runs to plot"),
+        ([], "x.png", "no runs: give the folders"),
         ([a], "x.gif", "ends in .png or .svg"),
         ([tmp_path / "none"], "x.png", "cannot be read"),
         ([empty], "x.png", "no losses there yet"),

@@ -15,7 +15,8 @@ from support.browser import Browser, in_a_browser
 from support.commands import mistake
 
 from gpt2.cli.main import main
-from gpt2.train.watch import page, read
+from gpt2.train.runs import read
+from gpt2.train.watch import page
 
 
 def write(folder: Path, val: list[float], steps: int = 100, more: str = "") -> Path:
@@ -59,7 +60,7 @@ def test_a_page_in_a_file_and_user_errors(tmp_path: Path, capsys: pytest.Capture
     assert "give the folder of a run" in mistake(
         capsys, "train", "watch", str(tmp_path / "none"), "--html", str(tmp_path / "x.html")
     )
-    assert "no runs to watch" in mistake(capsys, "train", "watch", "--html", str(tmp_path / "x.html"))
+    assert "no runs: give the folders" in mistake(capsys, "train", "watch", "--html", str(tmp_path / "x.html"))
     assert "are for gpt2 train watch" in mistake(capsys, "train", "shakespeare-mini", "--port", "1")
 
 

@@ -1,0 +1,115 @@
+"""Runs as their folders show them, also while they train: what the recipe says, and every line of ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpt2.errors import InputError, printable
+from gpt2.train.overfitting import overfitting
+
+METRICS, RECIPE = "metrics.jsonl", "recipe.json"
+COLOURS = ("#0b6e99", "#c2410c", "#4d7c0f", "#7e22ce", "#a16207", "#be185d", "#0f766e", "#57534e")  # distinct in grey too
+SHOWN_SAMPLES = 4  # the newest ones
+ALIVE = 120.0  # seconds since the last line after which a run counts as stopped
+
+Points = tuple[tuple[int, float], ...]  # step, value
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run; ``name`` is that of its folder, or the whole path where another one has that name."""
+
+    name: str
+    colour: str
+    recipe: dict[str, Any]
+    rows: list[dict[str, Any]]
+    age: float  # seconds since the last line
+
+    def points(self, key: str) -> Points:
+        """Return (step, value) of the finite values under ``key``."""
+        found = ((row["step"], row[key]) for row in self.rows if isinstance(row.get(key), int | float))
+        return tuple((step, float(value)) for step, value in found if math.isfinite(value))
+
+    def last(self, key: str) -> float | None:
+        return points[-1][1] if (points := self.points(key)) else None
+
+    def setting(self, key: str) -> float | None:
+        """Return a number of the recipe."""
+        return value if isinstance(value := self.recipe.get(key), int | float) else None
+
+    @property
+    def step(self) -> int:
+        return max((row["step"] for row in self.rows), default=0)
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        return min(self.points("val_loss"), key=lambda point: point[1], default=None)
+
+    @property
+    def turned(self) -> int | None:
+        """The step of the lowest held-out loss, if at least two later evaluations were all higher."""
+        points = self.points("val_loss")
+        later = [value for step, value in points if self.best and step > self.best[0]]
+        return self.best[0] if self.best and len(later) > 1 else None
+
+    @property
+    def state(self) -> str:
+        steps, patience = self.setting("steps"), self.setting("patience")
+        if steps is not None and self.step >= steps:
+            return "finished"
+        if patience and self.best and sum(step > self.best[0] for step, _ in self.points("val_loss")) >= patience:
+            return "stopped early"
+        return "training" if self.age < ALIVE else f"no new line for {self.age / 60:.0f} min"
+
+    @property
+    def warnings(self) -> list[str]:
+        """What went wrong: diverged steps, and overfitting at the last evaluation."""
+        found = [f"step {row['step']}: diverged ({row['diverged']})" for row in self.rows if "diverged" in row][-3:]
+        with suppress(KeyError, TypeError, ValueError):  # rows of another program
+            found += [text for text in [overfitting(self.rows, self.best[0] if self.best else 0)] if text]
+        return found
+
+    @property
+    def samples(self) -> list[tuple[int, str]]:
+        """The newest samples, newest first."""
+        found = [(row["step"], row["sample"]) for row in self.rows if isinstance(row.get("sample"), str) and row["sample"]]
+        return found[::-1][:SHOWN_SAMPLES]
+
+
+def read(folders: Sequence[str | Path]) -> list[Run]:
+    """Read the runs, each without an incomplete last line. Raises InputError: none given, or a folder without metrics."""
+    if not folders:
+        raise InputError("no runs: give the folders that gpt2 train wrote, such as out/mini out/chars")
+    names = [Path(folder).resolve().name for folder in folders]
+    runs = []
+    for index, folder in enumerate(folders):
+        path, recipe = Path(folder) / METRICS, {}
+        try:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            age = max(0.0, time.time() - path.stat().st_mtime)
+        except OSError as error:
+            raise InputError(
+                f"{path}: cannot be read ({error.strerror}); give the folder of a run, as gpt2 train --out made it"
+            ) from None
+        with suppress(OSError, UnicodeDecodeError):
+            recipe = _parsed((Path(folder) / RECIPE).read_text(encoding="utf-8"))
+        name = printable(names[index] if names.count(names[index]) == 1 else str(folder), one_line=True)
+        rows = [row for row in map(_parsed, lines) if isinstance(row.get("step"), int)]
+        runs.append(Run(name, COLOURS[index % len(COLOURS)], recipe, rows, age))
+    return runs
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Parse a JSON object; return {} for any other text."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
