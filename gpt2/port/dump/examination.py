@@ -44,16 +44,17 @@ def examine(
         dump = dump_of(what, ours.config, several=True) if isinstance(what, Mapping) else read(what, ours.config, several=True)
     progress("looking for training steps")
     state = {name: tensor.detach().to("cpu", torch.float64) for name, tensor in ours.state_dict().items()}
-    steps = StepExamination(dump, ours.config, state, settings)
+    deadline = Deadline(SECONDS[ours.config.num_parameters() < SMALL])
+    steps = StepExamination(dump, ours.config, state, settings, deadline)
     found = steps.sorted()
     if found is None and len(dump.batches) > 1:
         raise InputError(
             f"{dump.source}: its ids are {tuple(dump.batches.shape)}, batches of training steps, and it holds none; {SAVE}"
         )
     if found is None:
-        return DumpExamination(dump, ours, state, progress).diagnosis()
+        return DumpExamination(dump, ours, state, deadline, progress).diagnosis()
     rest = replace(dump, arrays={name: array for name, array in dump.arrays.items() if name not in found.names})
-    examination = DumpExamination(rest, ours, state, progress)
+    examination = DumpExamination(rest, ours, state, Deadline(deadline.left / 2), progress)
     forward = examination.diagnosis() if examination.has_logits() else None
     progress("comparing its training steps")
     said = steps.diagnosis(found, forward)
@@ -63,9 +64,9 @@ def examine(
 class DumpExamination:
     """The diagnosis of one dump's forward pass; ``state``: the weights of ``ours``, the right model, in float64 on the CPU."""
 
-    def __init__(self, dump: Dump, ours: GPT2, state: Mapping[str, Tensor], progress: Progress) -> None:
+    def __init__(self, dump: Dump, ours: GPT2, state: Mapping[str, Tensor], deadline: Deadline, progress: Progress) -> None:
         self.dump, self.config, self.progress = dump, ours.config, progress
-        self.deadline = Deadline(SECONDS[ours.config.num_parameters() < SMALL])
+        self.deadline = deadline
         self.reference = Reference(ours, state).model.eval()
 
     @torch.no_grad()

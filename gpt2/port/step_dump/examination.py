@@ -12,6 +12,7 @@ from gpt2.checkpoint.containers import shown
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.measure.dumps import Dump
+from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.places import Place, collapsed, joined
 from gpt2.port.diagnosis.report import Diagnosis, Divergence
 from gpt2.port.step_dump.gradient_formulas import GradientReading
@@ -64,9 +65,11 @@ def batches_of(dump: Dump) -> list[Batch]:
 class StepExamination:
     """The diagnosis of the training steps in one dump; ``state`` holds the right weights, in float64 on the CPU."""
 
-    def __init__(self, dump: Dump, config: GPT2Config, state: Mapping[str, Tensor], settings: Settings | None) -> None:
+    def __init__(
+        self, dump: Dump, config: GPT2Config, state: Mapping[str, Tensor], settings: Settings | None, deadline: Deadline
+    ) -> None:
         self.dump, self.settings, self.asked = dump, settings or Settings(), settings is not None
-        self.config, self.state = config, state
+        self.config, self.state, self.deadline = config, state, deadline
         self.stages: dict[str, Stage] = {name: Stage() for name in STAGES}
         self.notes: list[str] = []
         self.judged = False  # whether some loss is explained, as right or by a cause
@@ -80,7 +83,7 @@ class StepExamination:
         if not fitting and not losses:
             self._require_steps()
             return None
-        self.predictor = Predictor(self.config, batches_of(self.dump), self.settings.grad_accum)
+        self.predictor = Predictor(self.config, batches_of(self.dump), self.settings.grad_accum, self.deadline)
         batch = self.predictor.batch(0)
         covered = {name.partition(":")[0] for array in fitting.values() for view in layouts.views(array) for name in view}
         # few arrays have the sizes of parameters in a dump of a forward pass: no gradients of wrong labels are needed there
@@ -111,7 +114,7 @@ class StepExamination:
     def _predicted(self, labelled: bool) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
         """Yield the gradients of each batch at the checkpoint, with their labels; a later step's are near those of its batch."""
         for number, batch in enumerate(self.predictor.batches):
-            known = self.predictor.labelings(number) if labelled and self.predictor.small else {"": batch.targets}
+            known = self.predictor.labelings(number) if labelled and self.predictor.can_try else {"": batch.targets}
             for label, labels in known.items():
                 exact = number == 0 and not label
                 made = self.exact if exact else self.predictor.gradients(self.state, batch.ids, labels)

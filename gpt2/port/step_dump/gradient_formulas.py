@@ -20,6 +20,7 @@ from gpt2.port.training.causes import cause
 from gpt2.port.training.trained import Stage
 
 LAST_BIAS = "ln_f.bias"
+ALIKE = 1e-3  # how far the cosine of two gradients of the last bias may be from 1, if a factor of the logits makes them one
 MAX_ROWS = 32  # of a batch, whose weights are fitted
 MAX_NUMBERS = 6e8  # in the gradients of all these rows: 5 GB
 
@@ -74,7 +75,8 @@ class Formulas:
 
     def read(self, got: Weights, reading: GradientReading) -> bool:
         """Note the formula that gives most of the gradients; return whether there is one."""
-        return self._smoothing(got, reading) or self._temperature(got, reading) or self._rows(got, reading)
+        formulas = self._smoothing, self._temperature, self._rows
+        return any(self.predictor.can_try and formula(got, reading) for formula in formulas)
 
     def _gradients(self, *, smoothing: float = 0.0, factor: float = 1.0) -> Gradients:
         return self.predictor.gradients(self.state, self.batch.ids, self.batch.targets, smoothing=smoothing, factor=factor)
@@ -100,10 +102,13 @@ class Formulas:
         def unlike(log: float) -> float:
             return -float(torch.cosine_similarity(got[LAST_BIAS].flatten(), slope(math.exp(log)), dim=0))
 
-        value = math.exp(least(unlike, math.log(0.05), math.log(20.0), steps=40)[1])
-        if abs(value - 1) < 1e-4:
+        apart, log = least(unlike, math.log(0.05), math.log(20.0), steps=40)
+        value = math.exp(log)
+        if abs(value - 1) < 1e-4 or apart > ALIKE - 1:
             return False
-        for guess in (float(f"{value:.4g}"), 1 / float(f"{1 / value:.3g}"), value):
+        for guess in dict.fromkeys((float(f"{value:.4g}"), 1 / float(f"{1 / value:.3g}"), value)):
+            if not self.predictor.can_try:
+                return False
             made = self._gradients(factor=guess)
             if len(self.comparison.matched(got, made.whole)[1]) <= len(got) / 2:
                 detail = f"the logits are multiplied by {guess:.6g} before the softmax"

@@ -48,7 +48,7 @@ class GradientExamination:
             factor, wrong = self.comparison.matched(got, made.whole)
             if best is None or len(wrong) < best[0]:
                 best = len(wrong), label, factor, wrong, made
-            if not wrong or not self.predictor.small:
+            if not wrong or not self.predictor.can_try:
                 break
         assert best is not None
         count, label, factor, wrong, made = best
@@ -58,7 +58,7 @@ class GradientExamination:
             return reading
         parts = self.settings.grad_accum
         formulas = Formulas(self.predictor, self.state, batch, self.exact, self.comparison, parts)
-        if count > len(got) / 2 and self.predictor.small and formulas.read(got, reading):
+        if count > len(got) / 2 and formulas.read(got, reading):
             if reading.predicted:
                 reading.factor, wrong = self.comparison.matched(got, reading.predicted[0].whole)
                 self._finish(got, wrong, reading)
@@ -71,7 +71,10 @@ class GradientExamination:
             stage.explained = reading.explained = False
             worst = max(float((g - made.whole[n]).norm() / made.whole[n].norm().clamp(min=1e-300)) for n, g in got.items())
             stage.error = worst
-            stage.notes.append("the gradients are those of no known mistake in the loss; dump the gradient of the logits as well")
+            late = "the search ended at its time limit: " if self.predictor.deadline.passed else ""
+            stage.notes.append(
+                f"{late}the gradients are those of no known mistake in the loss; dump the gradient of the logits as well"
+            )
             return reading
         self._finish(got, wrong, reading)
         return reading

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpt2.checkpoint.checkpoint import model_with
 from gpt2.config import GPT2Config
+from gpt2.port.deadline import Deadline
 
 IGNORED = -100
 TABLE = "wte.weight"
@@ -79,11 +80,11 @@ def labelings(batch: Batch, special: tuple[int, ...], parts: int | None = None) 
 class Predictor:
     """Gradients of a model of this size for any weights, labels and formula of the loss, and the batch of each step.
 
-    ``parts``: of a batch, by the settings.
+    ``parts``: of a batch, by the settings. Behind ``deadline``, no more mistakes are tried.
     """
 
-    def __init__(self, config: GPT2Config, batches: Sequence[Batch], parts: int | None) -> None:
-        self.config, self.batches, self.parts = config, batches, parts
+    def __init__(self, config: GPT2Config, batches: Sequence[Batch], parts: int | None, deadline: Deadline) -> None:
+        self.config, self.batches, self.parts, self.deadline = config, batches, parts, deadline
 
     def batch(self, step: int) -> Batch:
         """Return the batch of a step: the last, if there are fewer."""
@@ -98,9 +99,9 @@ class Predictor:
         return labelings(self.batch(step), special, self.parts)
 
     @property
-    def small(self) -> bool:
-        """Whether one more backward pass costs little."""
-        return self.config.num_parameters() * self.batches[0].ids.numel() < MAX_WORK
+    def can_try(self) -> bool:
+        """Whether one more backward pass costs little, and there is time for it."""
+        return self.config.num_parameters() * self.batches[0].ids.numel() < MAX_WORK and not self.deadline.passed
 
     @torch.enable_grad()
     def gradients(

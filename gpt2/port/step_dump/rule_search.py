@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gpt2.port.deadline import Deadline
 from gpt2.port.golden_section import least
 from gpt2.port.step_dump.layouts import Weights
 from gpt2.port.training.clipping import LIMITS, Clip, Norms, clipped
@@ -71,7 +72,8 @@ def gauged(
 class RuleSearch:
     """The search for one rule on a few parameters, with each clipping where ``clips``.
 
-    ``cumulated``: the tracks of gradients to which those of all steps before are added, with their norms.
+    ``cumulated``: the tracks of gradients to which those of all steps before are added, with their norms. Behind ``deadline``,
+    the answer is the best so far.
     """
 
     tracks: Sequence[Track]
@@ -80,6 +82,7 @@ class RuleSearch:
     clips: bool = True
     cumulated: Sequence[Track] = ()
     cumulated_norms: Norms | None = None
+    deadline: Deadline = field(default_factory=Deadline)
 
     def best(self) -> Answer:
         """Return the first answer that explains all changes, the usual before the rare; else the one with the least error."""
@@ -88,7 +91,7 @@ class RuleSearch:
             *_, found = itertools.islice(Search(self.clipped(clip, summed), self.settings).improving(), most)
             if best is None or found.error < best[0].error:
                 best = found, clip, summed
-            if found.error <= EXPLAINED:
+            if found.error <= EXPLAINED or self.deadline.passed:
                 break
         assert best is not None
         return self._answer(*best)

@@ -47,4 +47,6 @@ def label_of_change(recorded: Recorded, predictor: Predictor, names: Sequence[st
         mean = float(np.mean([agreement(n, made[n]) for n in matrices]))
         if mean > best[1] + 0.01:
             best = label, mean
+        if not predictor.can_try:
+            break
     return best[0]

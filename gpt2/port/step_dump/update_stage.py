@@ -176,7 +176,7 @@ class UpdateExamination:
             ]
             sums = [one for track in chosen if (one := self._track(track.name, self.total)) is not None]
             norms = norms_of(self.total, self.recorded.stacks)
-        self.search = RuleSearch(chosen, self.settings, self.norms, not self._is_clipped, sums, norms)
+        self.search = RuleSearch(chosen, self.settings, self.norms, not self._is_clipped, sums, norms, self.predictor.deadline)
         return self.search.best()
 
     def _varied(self, answer: Answer, chosen: list[Track], tracks: dict[str, Track]) -> tuple[Answer, dict[str, Track]]:
