@@ -218,6 +218,12 @@ def test_a_temperature_is_found_without_many_backward_passes(monkeypatch: pytest
     row = score(Dumped("temperature", "usual"))
     assert row.right, row.flaw()
     assert sum(factor != 1.0 for factor in factors) <= 3
+    tried = len(factors)
+    factors.clear()
+    monkeypatch.setattr("gpt2.port.dump.examination.SECONDS", {True: 0.0})
+    score(Dumped("temperature", "usual"))
+    assert set(factors) == {1.0}
+    assert len(factors) < tried / 4, f"{tried} backward passes, and {len(factors)} behind the deadline"
 
 
 @pytest.mark.parametrize(("limit", "found"), [(1e-5, False), (0.5, True)])
