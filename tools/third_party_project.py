@@ -3,9 +3,8 @@
 A project's ``model`` and ``config`` say where its classes are: ``package.module:Class`` for what is installed or expects its
 repository on the path, ``file.py:Class`` for a single file, ``file.py!Class`` for a script that trains when it is imported (only
 its imports, classes and functions are executed). ``config`` is "" where the model takes the sizes as keyword arguments, and
-``dict`` or ``namespace`` where it takes one object of them; ``globals`` where they are global names of its script, and
-``get_default_config`` where that method of the model gives the object. A class that no such line describes has a function that
-builds it.
+``dict`` or ``namespace`` where it takes one object of them; ``globals`` where they are global names of its script. A class that
+no such line describes has a function that builds it.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ RASCHKA = {
 
 @dataclass(frozen=True)
 class Project:
-    """A GPT-2 by somebody else; ``source`` is `package` or `owner/name`; ``lacks`` says what it has no place for."""
+    """A GPT-2 by somebody else; ``source`` is its repository, `owner/name`."""
 
     name: str
     source: str
@@ -46,9 +45,6 @@ class Project:
     sizes: Sizes = field(default_factory=lambda: KARPATHY)
     settings: Mapping[str, Any] = field(default_factory=dict)
     stubs: tuple[str, ...] = ()  # packages that it imports and its model does not need
-    fault: str = ""
-    mend: Callable[[nn.Module], None] | None = None
-    lacks: str = ""
 
     def module(self, c: GPT2Config, root: Path) -> nn.Module:
         """The module at the sizes of ``c``; ``root`` is the folder of its repository."""
@@ -59,15 +55,10 @@ class Project:
         if self.config == "globals":
             return find(self.model, root, **sizes)()
         model = find(self.model, root)
-        if self.config in ("", "dict", "namespace"):
-            return {"": lambda: model(**sizes), "dict": lambda: model(sizes), "namespace": lambda: model(namespace(sizes))}[
-                self.config
-            ]()
-        if self.config == "get_default_config":
-            config = model.get_default_config()
-            for name, value in ({"model_type": None} | sizes).items():
-                setattr(config, name, value)
-            return model(config)
+        if self.config == "":
+            return model(**sizes)
+        if self.config in ("dict", "namespace"):
+            return model(sizes if self.config == "dict" else namespace(sizes))
         return model(find(self.config, root)(**sizes))
 
 
@@ -78,8 +69,7 @@ def find(place: str, root: Path, **names: Any) -> Any:
             file, _, name = place.partition(separator)
             return getattr(load(root / f"{file}.py", **names), name)
     module, _, name = place.partition(":")
-    if root != Path():
-        sys.path.insert(0, str(root))
+    sys.path.insert(0, str(root))
     return getattr(importlib.import_module(module), name)
 
 
