@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from gpt2.comparison.ways import PADDING, Run, alone, attending, padded
+from gpt2.measure.divergence import divergences
 from gpt2.measure.estimates import Bootstrap, Estimate
 from gpt2.measure.metrics import max_abs
-from gpt2.measure.pairwise import pairwise
 from gpt2.model import GPT2, eager_attention
 
 
@@ -71,6 +71,6 @@ def measure_floor(
     measured = []
     for name, run in ways():
         logits = run(rows)[0, :, :vocab]
-        kl = pairwise([first[:-1].cpu(), logits[:-1].cpu()], from_first=True).kl[:, 0, 1]
+        kl = divergences(first[:-1].cpu(), [logits[:-1].cpu()]).kl[:, 0]
         measured.append((name, Bootstrap(len(kl)).mean(kl), max_abs(logits, first)))
     return Floor(tuple(measured), len(ids))

@@ -28,13 +28,13 @@ from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
 from gpt2.comparison.sides.engine import EngineSide
 from gpt2.comparison.sides.opening import open_sides
 from gpt2.comparison.sides.side import Running, Shown, Side, environment_of
-from gpt2.comparison.weights import distance
+from gpt2.comparison.weights import distance, weights_norm
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
+from gpt2.measure.divergence import divergences, log_sums
 from gpt2.measure.estimates import Bootstrap
 from gpt2.measure.last_words import LastWord, score_last_words
 from gpt2.measure.metrics import Progress, silent
-from gpt2.measure.pairwise import pairwise
 from gpt2.model import GPT2
 
 SAMPLE = range(256, 1025)  # tokens on which all pairs are compared: an eighth of the text at equal distances, within these
@@ -84,6 +84,7 @@ def compare_many(
         for number, (side, tokenizer, fit) in enumerate(zip(sides, own, fits, strict=True))
     ]
     env = environment_of(sides)
+    moved = _moved(sides, fits, progress)
     candidates = tuple(
         Candidate(
             model=side.describe(env.versions, hashes=hashes),
@@ -93,7 +94,7 @@ def compare_many(
             language=found.language,
             last_words=found.last_words,
             against=run.against(measured[0], found) if number else None,
-            weights=_moved(sides[0], side, fit, progress) if number else None,
+            weights=moved[number],
             left_out=fit.impossible,
             paper=paper_figures(side.name, passage.scored.name),
         )
@@ -135,6 +136,7 @@ class _Run:
     seed: int
     progress: Progress
     first: Scratch = field(default_factory=Scratch)
+    first_sums: list[Tensor] = field(default_factory=list)  # of its exponentials, their logs, a window's rows at a time
     floor: Floor | None = None  # of the first model, in its own dtype
 
     def __post_init__(self) -> None:
@@ -186,17 +188,24 @@ class _Run:
             for row, window in enumerate(group):
                 rows = output[row, window.first - window.start :, : self.vocab].cpu()
                 targets = self.targets[done : done + len(rows)]
+                if first or alone:
+                    sums, top = log_sums(rows)
+                    kl = torch.zeros_like(sums)
+                else:
+                    kl, log_ratio, top = (each[:, 0] for each in divergences(self.first.take(len(rows)), [rows]))
+                    sums = self.first_sums[len(columns)] + log_ratio
+                    alone_only = ~sums.isfinite()  # the first model returned NaN
+                    sums[alone_only] = log_sums(rows[alone_only])[0]
                 if first:
                     self.first.add(rows)
-                found = pairwise([rows] if first or alone else [self.first.take(len(rows)), rows], from_first=True)
-                right = rows.gather(1, targets[:, None])[:, 0].double() - found.log_sums[:, -1]
-                columns.append((right, found.kl[:, 0, -1], found.top[:, -1]))
+                    self.first_sums.append(sums)
+                columns.append((rows.gather(1, targets[:, None])[:, 0].double() - sums, kl, top))
                 if not alone:
                     sample.add(rows[self.sampled[done : done + len(rows)]])
                 done += len(rows)
             del output, rows  # before the next forward pass
             self.progress(f"{side.name}: {done:,} of {len(self.targets):,} tokens")
-        logp, kl, top = (torch.cat(column) for column in zip(*columns, strict=True))
+        logp, kl, top = map(torch.cat, zip(*columns, strict=True))
         scored = language(logp, self.lengths, self.passage.windows, Bootstrap(len(logp), self.seed))
         return _Measured(scored, words, seconds, inputs_run / seconds, logp, kl, top, sample)
 
@@ -235,7 +244,10 @@ class _Run:
             measured[number].sample.rewind()
         for start in range(0, count, ROWS):
             self.progress(f"pairs: {start:,} of {count:,} tokens")
-            total += pairwise([measured[number].sample.take(min(ROWS, count - start)) for number in compared]).kl.sum(0)
+            rows = [measured[number].sample.take(min(ROWS, count - start)) for number in compared]
+            for i in range(len(rows)):
+                others = [j for j in range(len(rows)) if j != i]
+                total[i, others] += divergences(rows[i], [rows[j] for j in others]).kl.sum(0)
         kl: list[list[float | None]] = [[None] * len(measured) for _ in measured]
         for i, row in enumerate(compared):
             for j, column in enumerate(compared):
@@ -252,8 +264,15 @@ def _size(side: Side) -> int | None:
     return sum(path.stat().st_size for path in side.files) if isinstance(side, EngineSide) else None
 
 
-def _moved(first: Side, side: Side, fit: Compatibility, progress: Progress) -> float | None:
-    """Return the norm of the weights' change over their norm; None if they cannot be compared."""
-    if "weights" in fit.impossible or not (isinstance(first, CheckpointSide) and isinstance(side, CheckpointSide)):
-        return None
-    return distance(expected(first.config), first.reader(mapped=True), side.reader(mapped=True), progress=progress)
+def _moved(sides: Sequence[Side], fits: Sequence[Compatibility], progress: Progress) -> list[float | None]:
+    """Return the norm of each model's change of weights over the first one's norm; None where they cannot be compared."""
+    first, norm = sides[0], None
+    moved: list[float | None] = [None]
+    for side, fit in zip(sides[1:], fits[1:], strict=True):
+        if "weights" in fit.impossible or not (isinstance(first, CheckpointSide) and isinstance(side, CheckpointSide)):
+            moved.append(None)
+            continue
+        names, read = expected(first.config), first.reader(mapped=True)
+        norm = weights_norm(names, read) if norm is None else norm
+        moved.append(distance(names, read, side.reader(mapped=True), norm, progress=progress))
+    return moved

@@ -36,7 +36,7 @@ from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.saving import raw_bytes, safetensors_header, write_pieces
 from gpt2.errors import CheckpointError, InputError
-from gpt2.measure.pairwise import pairwise
+from gpt2.measure.divergence import log_sums
 from gpt2.measure.windows import RowWindows, Windows
 from gpt2.pages.reports import as_json
 
@@ -97,10 +97,10 @@ class ReferenceWriter:
         targets = self.targets[self.written : self.written + len(rows)]
         self.written += len(rows)
         if self.top:
-            log_sums = pairwise([rows]).log_sums
+            sums = log_sums(rows)[0][:, None]
             ids, values = _largest(rows, self.top)
-            logp = values - log_sums
-            right = rows.gather(1, targets[:, None]).double() - log_sums
+            logp = values - sums
+            right = rows.gather(1, targets[:, None]).double() - sums
             columns = (ids.int(), logp, right[:, 0], (1 - logp.exp().sum(1)).clamp(min=0))
             self._top.append(columns)
             self._crc += _checksums(columns)

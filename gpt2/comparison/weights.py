@@ -115,17 +115,24 @@ def compare_weights(
     return WeightChanges(tuple(tensors), families, _together("all", [total for totals in sums.values() for total in totals]))
 
 
-def distance(names: Iterable[str], a: Read, b: Read, *, progress: Progress = silent) -> float:
-    """Return the norm of all parameters' change over their norm in a, and nothing else: a tenth of the time."""
-    change = norm = 0.0
+def distance(names: Iterable[str], a: Read, b: Read, norm: float, *, progress: Progress = silent) -> float:
+    """Return the norm of all parameters' change over a's ``norm``, and nothing else: a tenth of the time."""
+    change = 0.0
     for name in names:
         progress(f"weights: {name}")
         for chunk_a, chunk_b in _chunks(a(name), b(name)):
-            exact = chunk_a.double().flatten()
-            difference = chunk_b.double().flatten().sub_(exact)
-            norm += float(exact.dot(exact))
-            change += float(difference.dot(difference))
-    return _ratio(change, norm)
+            wide = torch.promote_types(torch.promote_types(chunk_a.dtype, chunk_b.dtype), torch.float32)
+            change += _norm(chunk_b.to(wide) - chunk_a.to(wide)) ** 2
+    return _ratio(change, norm**2)
+
+
+def weights_norm(names: Iterable[str], read: Read) -> float:
+    """Return the norm of all parameters."""
+    return math.sqrt(sum(_norm(chunk) ** 2 for name in names for chunk in read(name).flatten().split(CHUNK)))
+
+
+def _norm(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float64)))
 
 
 def _ratio(change: float, norm: float) -> float:

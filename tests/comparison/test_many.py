@@ -60,13 +60,13 @@ def test_each_figure_is_that_of_two_models_alone(found: Comparisons, names: list
         alone = compare(names[0], name, on=str(folder / "text.txt"), tokens=200)
         both, against = alone.distributions, each.against
         assert each.model == alone.b
-        assert each.language.perplexity.value == pytest.approx(both.b.perplexity.value, rel=1e-12)
-        assert each.language.bits_per_byte.high == pytest.approx(both.b.bits_per_byte.high, rel=1e-12)
-        assert (against.kl.value, against.kl.low) == pytest.approx((both.kl_ab.mean.value, both.kl_ab.mean.low), rel=1e-9)
-        assert against.kl_max == pytest.approx(both.kl_ab.max, rel=1e-9)
+        assert each.language.perplexity.value == pytest.approx(both.b.perplexity.value, rel=1e-7)
+        assert each.language.bits_per_byte.high == pytest.approx(both.b.bits_per_byte.high, rel=1e-7)
+        assert (against.kl.value, against.kl.low) == pytest.approx((both.kl_ab.mean.value, both.kl_ab.mean.low), rel=3e-6)
+        assert against.kl_max == pytest.approx(both.kl_ab.max, rel=3e-6)
         assert against.same_top == both.same_top
-        assert against.ratio.high == pytest.approx(both.ratio.high, rel=1e-12)
-        assert each.weights == pytest.approx(alone.weights.total.distance, rel=1e-12)
+        assert against.ratio.high == pytest.approx(both.ratio.high, rel=1e-7)
+        assert each.weights == pytest.approx(alone.weights.total.distance, rel=1e-7)
     assert found.candidates[3].against.kl_max == found.candidates[3].weights == 0
     assert found.candidates[2].against.kl.value > 1e-3
 
@@ -75,8 +75,8 @@ def test_all_pairs_in_both_directions(found: Comparisons, names: list[str], fold
     """The matrix has the row's model as reference; on so few tokens it is not sampled."""
     alone = compare(names[2], names[1], on=str(folder / "text.txt"), tokens=200).distributions
     assert found.pairs.tokens == 199
-    assert found.pairs.kl[2][1] == pytest.approx(alone.kl_ab.mean.value, rel=1e-9)
-    assert found.pairs.kl[1][2] == pytest.approx(alone.kl_ba.mean.value, rel=1e-9)
+    assert found.pairs.kl[2][1] == pytest.approx(alone.kl_ab.mean.value, rel=3e-6)
+    assert found.pairs.kl[1][2] == pytest.approx(alone.kl_ba.mean.value, rel=3e-6)
     assert found.pairs.kl[0][3] == found.pairs.kl[2][2] == 0
 
 
