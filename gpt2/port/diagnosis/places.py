@@ -67,11 +67,19 @@ class Place:
         return whole_block or other.stem == self.stem or other.stem.startswith(f"{self.stem}.")
 
 
+LISTED = 6  # places that a sentence names
 ALL_WEIGHTS = Place(None, "all weights")
 
 
 def joined(places: Iterable[Place]) -> str:
     return ", ".join(dict.fromkeys(map(str, places)))
+
+
+def listed(places: Iterable[Place], layers: int) -> str:
+    """Return places in words, a star for all blocks; the first few, if there are many."""
+    found = collapsed(places, layers)
+    more = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
+    return joined(found[:LISTED]) + more
 
 
 def collapsed(places: Iterable[Place], layers: int) -> tuple[Place, ...]:

@@ -13,8 +13,8 @@ from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.measure.dumps import Dump
 from gpt2.port.deadline import Deadline
-from gpt2.port.diagnosis.places import Place, collapsed, joined
-from gpt2.port.diagnosis.report import Diagnosis, Divergence
+from gpt2.port.diagnosis.places import Place, listed
+from gpt2.port.diagnosis.report import Diagnosis
 from gpt2.port.step_dump.gradient_formulas import GradientReading
 from gpt2.port.step_dump.gradient_stage import GradientExamination
 from gpt2.port.step_dump.layouts import Layouts, Weights, units_of
@@ -22,9 +22,9 @@ from gpt2.port.step_dump.loss_stage import Losses, loss_stage, losses_of, mean_l
 from gpt2.port.step_dump.predictions import IGNORED, TABLE, Batch, Predictor, rounding
 from gpt2.port.step_dump.recognition import Recogniser, Recorded
 from gpt2.port.step_dump.update_stage import UpdateExamination
-from gpt2.port.training.causes import STAGE, STAGES, ranked
+from gpt2.port.training.causes import STAGES
 from gpt2.port.training.settings import Settings
-from gpt2.port.training.trained import Stage
+from gpt2.port.training.trained import Stage, concluded
 
 SAVE = "save the loss, every gradient, and every parameter before and after each step, in the checkpoint's shapes or transposed"
 HIDDEN = (
@@ -198,7 +198,8 @@ class StepExamination:
                 stage.notes += more.notes
                 stage.error = max(stage.error, more.error)
         self._describe(found)
-        return self._diagnosed(forward)
+        said = concluded(self.stages, forward, self.notes, self.dump.source)
+        return replace(said, seen="dump", logits_error=None if forward is None else forward.logits_error)
 
     def _losses(self, found: StepArrays, reading: GradientReading | None, good: bool) -> None:
         """Compare the losses with those of the dump's own parameters."""
@@ -248,9 +249,7 @@ class StepExamination:
             stage.notes.append(f"the loss {values} is of no known mistake; the mean cross-entropy is {expected[0]:.6g}")
 
     def _places(self, names: Sequence[str]) -> str:
-        places = collapsed((Place.of(name) for name in names), self.config.n_layer)
-        shown_places = joined(places[:6])
-        return f"{shown_places} and {len(places) - 6} more" if len(places) > 6 else shown_places
+        return listed(map(Place.of, names), self.config.n_layer)
 
     def _describe(self, found: StepArrays) -> None:
         """Note what the dump holds, and what it lacks."""
@@ -274,20 +273,6 @@ class StepExamination:
         left = [name for name in self.dump.arrays if name not in found.names]
         if left and not recorded.steps and not sets and self.asked:
             self.notes.append(f"not recognised: {', '.join(shown(name) for name in left[:4])}")
-
-    def _diagnosed(self, forward: Diagnosis | None) -> Diagnosis:
-        causes = ranked([one for stage in self.stages.values() for one in stage.causes])
-        earlier = forward.causes if forward is not None else ()
-        explained = all(stage.explained for stage in self.stages.values()) and (forward is None or forward.ok)
-        notes = [*(forward.notes if forward else ()), *self.notes, *(note for name in STAGES for note in self.stages[name].notes)]
-        verdict = "mismatch" if causes or earlier else "equal" if explained else "undetermined"
-        first = forward.first_divergence if forward is not None and not forward.ok else None
-        if verdict != "equal" and first is None:
-            early = [n for n in STAGES if any(STAGE[one.id] == n for one in causes) or not self.stages[n].explained]
-            first = Divergence(early[0] if early else "update", None, max(stage.error for stage in self.stages.values()))
-        error = forward.logits_error if forward is not None else None
-        base = Diagnosis(verdict, first, (*earlier, *causes), tuple(dict.fromkeys(notes)), self.dump.source, logits_error=error)
-        return replace(base, seen="dump")
 
 
 def _steps(count: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from gpt2.port.diagnosis.report import Cause
 from gpt2.port.step_dump.gradient_comparison import Comparison, total_norm
 from gpt2.port.step_dump.layouts import LETTERS, Weights
 from gpt2.port.step_dump.predictions import TABLE, Gradients
+from gpt2.port.training.backward import UNREACHED, uneven, wrong_tables
 from gpt2.port.training.causes import cause
 
 SEEN = "the dump's gradients are these, at the parameters that it has before the step"
@@ -47,33 +47,20 @@ def part_causes(
         found.append(backward[0])
         rest = backward[1]
     if TABLE in rest:
-        ways = {
-            "it gets the head's gradient only, not that of the rows that the ids choose": ("tied-gradient-lost", made.head),
-            "it gets the gradient of the rows that the ids choose only, not the head's": ("tied-gradient-lost", made.table),
-            "a gradient of it is counted twice": ("tied-gradient-doubled", 2 * right[TABLE]),
-            "the head's gradient is counted twice": ("tied-gradient-doubled", 2 * made.head + made.table),
-            "the gradient of the rows is counted twice": ("tied-gradient-doubled", made.head + 2 * made.table),
-        }
-        for detail, (id, value) in ways.items():
+        for id, detail, value in wrong_tables(right[TABLE], made.head, made.table):
             if comparison.same(TABLE, got[TABLE], value, factor):
                 found.append(cause(id, "wte", detail, SEEN))
                 rest.remove(TABLE)
                 break
     if frozen:
-        detail = "no gradient reaches these parameters, and they never change"
-        found.append(cause("parameters-frozen", places(frozen), detail, SEEN))
+        found.append(cause("parameters-frozen", places(frozen), f"{UNREACHED}, and they never change", SEEN))
     if len(dead) > len(frozen):
         names = [name for name in dead if name not in frozen]
-        found.append(cause("gradient-detached", places(names), "no gradient reaches these parameters", SEEN))
+        found.append(cause("gradient-detached", places(names), UNREACHED, SEEN))
     if rest:
-        values = [_factor(got[n], right[n]) / factor for n in rest]
-        parallel = all(comparison.same(n, got[n], right[n], f * factor) for n, f in zip(rest, values, strict=True))
-        if parallel and max(values) - min(values) < CLOSE * max(values):
-            detail = f"the gradient of these parameters is multiplied by {median(values):.6g}"
-            found.append(cause("gradient-scaled", places(rest), detail, SEEN))
-        else:
-            detail = "the gradients of these parameters lack a part, or have one more"
-            found.append(cause("gradient-detached", places(rest), detail, SEEN, 0.8))
+        factors = [(n, _factor(got[n], right[n])) for n in rest]
+        shares = [f / factor if comparison.same(n, got[n], right[n], f) else None for n, f in factors]
+        found.append(uneven(shares, places(rest), CLOSE, SEEN))
     return found
 
 

@@ -9,7 +9,7 @@ from gpt2.port.step_dump.gradient_comparison import Comparison, combined, total_
 from gpt2.port.step_dump.gradient_formulas import Formulas, GradientReading, read_cut
 from gpt2.port.step_dump.gradient_parts import SEEN, Places, part_causes
 from gpt2.port.step_dump.layouts import Weights
-from gpt2.port.step_dump.predictions import TABLE, Batch, Gradients, Predictor
+from gpt2.port.step_dump.predictions import TABLE, Gradients, Predictor, factors_of
 from gpt2.port.step_dump.recognition import Recorded
 from gpt2.port.training.causes import cause
 from gpt2.port.training.clipping import LIMITS
@@ -103,7 +103,7 @@ class GradientExamination:
                     f"the gradients are those after clipping to a norm of {limit:g}; a factor of the loss is not seen"
                 )
             return
-        for value, id, words in _factors(batch, self.settings.grad_accum):
+        for value, id, words in factors_of(batch, self.settings.grad_accum):
             if abs(factor / value - 1) < max(1e-4, 4 * self.comparison.unit):
                 stage.causes.append(cause(id, "loss", f"the gradient is that of {words}: {factor:.6g} times the mean's", SEEN))
                 return
@@ -147,22 +147,3 @@ class GradientExamination:
             reading.stage.notes.append(
                 f"the gradients of step {unknown[0]} are not those of its batch at the parameters before it"
             )
-
-
-def _factors(batch: Batch, parts: int | None) -> list[tuple[float, str, str]]:
-    count, (rows, length) = batch.count, batch.targets.shape
-    found = [(float(count), "loss-not-averaged", "the sum over all tokens")]
-    if parts and parts > 1:
-        found += [
-            (float(parts), "accumulation-not-averaged", f"the sum over {parts} parts"),
-            (1 / parts, "accumulation-average-wrong", f"the mean over {parts} parts, divided by their number again"),
-            (count / parts, "loss-not-averaged", "the sum over the tokens of each part"),
-        ]
-    per_row = count / rows
-    return [
-        *found,
-        (per_row, "loss-not-averaged", "the sum over the tokens of a row"),
-        (float(rows), "loss-not-averaged", "the sum over the rows"),
-        (1 / rows, "accumulation-average-wrong", "the mean, divided by the number of rows again"),
-        (count / (rows * length), "padding-in-average", "the sum, divided by all targets, ignored ones too"),
-    ]

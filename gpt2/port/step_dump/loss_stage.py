@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.step_dump.gradient_formulas import GradientReading
-from gpt2.port.step_dump.predictions import IGNORED, Batch, Predictor
+from gpt2.port.step_dump.predictions import IGNORED, Batch, Predictor, factors_of
 from gpt2.port.training.causes import cause
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.trained import Stage
@@ -97,26 +97,17 @@ def _ways(
     logits: Tensor, batch: Batch, labels: Mapping[str, Tensor], settings: Settings, reading: GradientReading | None
 ) -> Iterator[tuple[float, list[tuple[str, str]]]]:
     """Yield losses of known mistakes, each with its causes and what they do."""
-    rows, length = batch.targets.shape
     names = list(labels)
     if reading is not None and reading.label:  # the gradient has said already what the labels are
         names = [reading.label, *names]
-    parts = settings.grad_accum or 1
     for name in names:
         mean = mean_loss(logits, labels[name])
-        count = int((labels[name] >= 0).sum())
         id = name.partition(" ")[0]
         base = [(id, f"the loss of these labels ({name})")] if id else []
         if base:
             yield mean, base
-        summed = "loss-not-averaged"
-        yield mean * count, [*base, (summed, "the sum over all tokens")]
-        yield mean * count / rows, [*base, (summed, "the sum over the tokens of a row")]
-        yield mean * rows, [*base, (summed, "the mean, times the rows")]
-        yield mean * count / (rows * length), [*base, ("padding-in-average", "the sum over all targets, ignored ones too")]
-        if parts > 1:
-            yield mean * parts, [*base, ("accumulation-not-averaged", f"the sum over {parts} parts")]
-            yield mean / parts, [*base, ("accumulation-average-wrong", f"the mean, divided by {parts} again")]
+        for factor, wrong, words in factors_of(Batch(batch.ids, labels[name]), settings.grad_accum):
+            yield mean * factor, [*base, (wrong, words)]
 
 
 def _formulas(logits: Tensor, batch: Batch) -> Iterator[tuple[float, LossStage]]:

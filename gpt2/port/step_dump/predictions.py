@@ -12,6 +12,7 @@ from torch import Tensor
 from gpt2.checkpoint.checkpoint import model_with
 from gpt2.config import GPT2Config
 from gpt2.port.deadline import Deadline
+from gpt2.port.training.trained import SUMMED, wrong_averages
 
 IGNORED = -100
 TABLE = "wte.weight"
@@ -38,6 +39,17 @@ class Gradients:
     whole: dict[str, Tensor]
     head: Tensor
     table: Tensor
+
+
+def factors_of(batch: Batch, parts: int | None) -> list[tuple[float, str, str]]:
+    """Return what a wrong average multiplies the mean by, as :func:`gpt2.port.training.trained.wrong_averages` does."""
+    count, (rows, length) = batch.count, batch.targets.shape
+    return [
+        *wrong_averages(count, count / rows, parts or 1),
+        (float(rows), SUMMED, "the mean, times the number of rows"),
+        (1 / rows, "accumulation-average-wrong", "the mean, divided by the number of rows again"),
+        (count / (rows * length), "padding-in-average", "the sum, divided by all targets, ignored ones too"),
+    ]
 
 
 def labelings(batch: Batch, special: tuple[int, ...], parts: int | None = None) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from gpt2.port.diagnosis.places import Place, collapsed, joined
+from gpt2.port.diagnosis.places import Place, listed
 from gpt2.port.diagnosis.report import Cause
 from gpt2.port.training.causes import cause
 from gpt2.port.training.gradients import Expected, Roles
@@ -19,14 +19,13 @@ from gpt2.port.training.trained import Stage
 
 EQUAL = 1e-8  # relative error of a parameter's gradient; constants in float32 reach 1e-8
 NOISE = 1e-11  # of the whole gradient's norm: a gradient that is zero in exact arithmetic
+UNREACHED = "no gradient reaches these parameters"
 BACKWARD = "from your own gradient of the logits, our model in float64 gives other gradients"
 
 
 def places(names: Sequence[str], roles: Roles, layers: int) -> str:
-    """Return the checkpoint's names for parameters, with a star for all blocks; at most six."""
-    found = collapsed((Place.of(where) for name in names for where in roles.where(name)), layers)
-    shown = joined(found[:6])
-    return f"{shown} and {len(found) - 6} more" if len(found) > 6 else shown
+    """Return the checkpoint's names for parameters."""
+    return listed((Place.of(where) for name in names for where in roles.where(name)), layers)
 
 
 def first_backwards(seen: Watched) -> int:
@@ -128,25 +127,42 @@ def backward_stage(
         got, one = wrong[name]
         assert one.head is not None
         assert one.table is not None
-        if _equal(got, one.head, whole) and not positions:
-            detail = "it gets the head's gradient only, not that of the rows that the ids choose"
-            stage.causes.append(cause("tied-gradient-lost", "wte", detail, BACKWARD))
-        elif _equal(got, one.table, whole):
-            detail = "it gets the gradient of the rows that the ids choose only, not the head's"
-            stage.causes.append(cause("tied-gradient-lost", "wte", detail, BACKWARD))
-        elif any(_equal(got, value, whole) for value in (2 * one.whole, one.head * 2 + one.table, one.head + 2 * one.table)):
-            stage.causes.append(cause("tied-gradient-doubled", "wte", "a gradient of it is counted twice", BACKWARD))
+        for id, detail, value in wrong_tables(one.whole, one.head, one.table):
+            if _equal(got, value, whole) and not (value is one.head and positions):
+                stage.causes.append(cause(id, "wte", detail, BACKWARD))
+                break
         else:
             rest.append(name)
     if frozen:
         detail = "requires_grad is False for these parameters"
         stage.causes.append(cause("parameters-frozen", places(frozen, roles, layers), detail, "they get no gradient"))
     if dead:
-        detail = "no gradient reaches these parameters"
-        stage.causes.append(cause("gradient-detached", places(dead, roles, layers), detail, BACKWARD))
+        stage.causes.append(cause("gradient-detached", places(dead, roles, layers), UNREACHED, BACKWARD))
     if rest and not dead:
-        stage.causes += _scaled(rest, wrong, roles, layers, whole)
+        factors = [_factor(*wrong[name], whole) for name in rest]
+        stage.causes.append(uneven(factors, places(rest, roles, layers), 1e-6, BACKWARD))
     return stage
+
+
+def wrong_tables(whole: Tensor, head: Tensor, table: Tensor) -> list[tuple[str, str, Tensor]]:
+    """Return wrong gradients of the token embedding, each behind its cause and words; ``whole`` is head and table together."""
+    return [
+        ("tied-gradient-lost", "it gets the head's gradient only, not that of the rows that the ids choose", head),
+        ("tied-gradient-lost", "it gets the gradient of the rows that the ids choose only, not the head's", table),
+        ("tied-gradient-doubled", "a gradient of it is counted twice", 2 * whole),
+        ("tied-gradient-doubled", "the head's gradient is counted twice", 2 * head + table),
+        ("tied-gradient-doubled", "the gradient of the rows is counted twice", head + 2 * table),
+    ]
+
+
+def uneven(factors: Sequence[float | None], where: str, close: float, seen: str) -> Cause:
+    """Return the cause in gradients that are ``factors`` of the right ones, None where one is no multiple of it."""
+    known = [factor for factor in factors if factor is not None]
+    if len(known) == len(factors) and max(known) - min(known) < close * max(map(abs, known)):
+        detail = f"the gradient of these parameters is multiplied by {median(known):.6g}"
+        return cause("gradient-scaled", where, detail, seen)
+    detail = "the gradients of these parameters lack a part, or have one more"
+    return cause("gradient-detached", where, detail, seen, 0.8)
 
 
 def untied_causes(untied: Sequence[str]) -> list[Cause]:
@@ -157,21 +173,11 @@ def untied_causes(untied: Sequence[str]) -> list[Cause]:
     return [cause("tied-gradient-lost", "wte", detail, "their values part in the step")]
 
 
-def _scaled(
-    names: list[str], wrong: MappingType[str, tuple[Tensor, Expected]], roles: Roles, layers: int, whole: float
-) -> list[Cause]:
-    factors = {}
-    for name in names:
-        got, one = wrong[name]
-        right = one.whole.nan_to_num()
-        factor = float(got @ right / (right @ right))
-        if _equal(got, factor * one.whole, whole):
-            factors[name] = factor
-    if len(factors) == len(names) and max(factors.values()) - min(factors.values()) < 1e-6 * max(map(abs, factors.values())):
-        detail = f"the gradient of these parameters is multiplied by {median(factors.values()):.6g}"
-        return [cause("gradient-scaled", places(names, roles, layers), detail, BACKWARD)]
-    detail = "the gradients of these parameters lack a part, or have one more"
-    return [cause("gradient-detached", places(names, roles, layers), detail, BACKWARD, 0.8)]
+def _factor(got: Tensor, one: Expected, whole: float) -> float | None:
+    """Return what the right gradient is multiplied by; None if the other is no multiple of it."""
+    right = one.whole.nan_to_num()
+    factor = float(got @ right / (right @ right))
+    return factor if _equal(got, factor * one.whole, whole) else None
 
 
 def _norm(one: Expected) -> float:
@@ -185,6 +191,3 @@ def _apart(got: Tensor, right: Tensor) -> float:
 
 def _equal(got: Tensor, right: Tensor, whole: float) -> bool:
     return _apart(got, right) <= EQUAL * float(right.nan_to_num().norm()) + NOISE * whole
-
-
-__all__ = ["accumulation_stage", "backward_stage", "first_backwards", "places", "summed", "untied_causes"]

@@ -13,12 +13,12 @@ from gpt2.errors import InputError
 from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
-from gpt2.port.diagnosis.report import Cause, Diagnosis, Divergence
+from gpt2.port.diagnosis.report import Cause, Diagnosis
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.forward import Borrowed
 from gpt2.port.recording.recorder import record_probe
 from gpt2.port.training.backward import accumulation_stage, backward_stage, first_backwards, places, summed, untied_causes
-from gpt2.port.training.causes import STAGE, STAGES, cause, ranked
+from gpt2.port.training.causes import STAGES, cause
 from gpt2.port.training.clip_causes import clip_stage
 from gpt2.port.training.clipping import passages, read_clipping
 from gpt2.port.training.gradients import Roles, expected_gradients
@@ -28,7 +28,7 @@ from gpt2.port.training.records import Sampler, Update, Watched
 from gpt2.port.training.sessions import Batch, Batches, Change, MakeStep, StepError, Subject, scaled
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.stepping import Movement, read_movement, updates_of
-from gpt2.port.training.trained import Stage, dropout_stage, loss_stage, padding_stage
+from gpt2.port.training.trained import Stage, concluded, dropout_stage, loss_stage, padding_stage
 from gpt2.port.training.tying import join_tied
 
 CALLS, CALLS_LARGE = 6, 4  # of the first session; of a large module's
@@ -66,7 +66,7 @@ class StepExamination:
         self._loss_and_gradients()
         self._update()
         self._as_written()
-        return self._diagnosed()
+        return concluded(self.stages, self.forward, self.notes, self.forward.module)
 
     def _mapping(self) -> Mapping | None:
         try:
@@ -267,22 +267,6 @@ class StepExamination:
             )
         elif not all(math.isfinite(call.loss) for call in calls):
             raise InputError("the step returns NaN as written, and a number in float64; an overflow in half precision?")
-
-    def _diagnosed(self) -> Diagnosis:
-        causes = [one for stage in self.stages.values() for one in stage.causes]
-        found = [*self.forward.causes, *ranked(causes)]
-        explained = all(stage.explained for stage in self.stages.values())
-        notes = [*self.forward.notes, *self.notes, *(note for name in STAGES for note in self.stages[name].notes)]
-        verdict = "mismatch" if found else "equal" if explained and self.forward.ok else "undetermined"
-        first: Divergence | None = None
-        if verdict != "equal":
-            first = self.forward.first_divergence
-        if verdict != "equal" and first is None:
-            early = next(
-                (n for n in STAGES if any(STAGE[one.id] == n for one in causes) or not self.stages[n].explained), "update"
-            )
-            first = Divergence(early, None, max((stage.error for stage in self.stages.values()), default=0.0))
-        return Diagnosis(verdict, first, tuple(found), tuple(dict.fromkeys(notes)), self.forward.module, logits_error=None)
 
 
 def _moved(update: Update) -> bool:

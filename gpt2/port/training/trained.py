@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from gpt2.port.diagnosis.report import Cause
-from gpt2.port.training.causes import cause
+from gpt2.port.diagnosis.report import Cause, Diagnosis, Divergence
+from gpt2.port.training.causes import STAGE, STAGES, cause, ranked
 from gpt2.port.training.losses import BOUND, NOTHING, LossReading
 from gpt2.port.training.sessions import Batch
 
 SEEN = "read from the gradient of the logits, position by position"
+SUMMED = "loss-not-averaged"
 EVEN = 1e-6  # relative difference of weights that are meant to be equal
 
 
@@ -25,6 +26,19 @@ class Stage:
     notes: list[str] = field(default_factory=list)
     explained: bool = True
     error: float = 0.0
+
+
+def concluded(stages: Mapping[str, Stage], forward: Diagnosis | None, notes: Iterable[str], source: str) -> Diagnosis:
+    """Return the diagnosis of a step by its ``stages``; ``forward`` is that of its forward pass, whose causes come first."""
+    causes = ranked([one for stage in stages.values() for one in stage.causes])
+    earlier, first, said = ((), None, ()) if forward is None else (forward.causes, forward.first_divergence, forward.notes)
+    right = all(stage.explained for stage in stages.values()) and (forward is None or forward.ok)
+    verdict = "mismatch" if causes or earlier else "equal" if right else "undetermined"
+    if verdict != "equal" and first is None:
+        early = [n for n in STAGES if any(STAGE[one.id] == n for one in causes) or not stages[n].explained]
+        first = Divergence(early[0] if early else "update", None, max(stage.error for stage in stages.values()))
+    notes = dict.fromkeys([*said, *notes, *(note for name in STAGES for note in stages[name].notes)])
+    return Diagnosis(verdict, first if verdict != "equal" else None, (*earlier, *causes), tuple(notes), source)
 
 
 def loss_stage(batch: Batch, reading: LossReading, factor: float) -> Stage:
@@ -128,26 +142,31 @@ def _weights(reading: LossReading, factor: float) -> list[Cause]:
     return [cause("gradient-scaled", "gradient", scaled, SEEN)]
 
 
+def wrong_averages(count: int, length: float, parts: int) -> list[tuple[float, str, str]]:
+    """Return what a wrong average multiplies the mean by, of the loss or its gradient: the number, the cause, and words.
+
+    ``count`` tokens are trained on, ``length`` in each row. ``parts``: of a batch.
+    """
+    several = [
+        (float(parts), "accumulation-not-averaged", f"the sum over {parts} parts"),
+        (1 / parts, "accumulation-average-wrong", f"the mean over {parts} parts, divided by their number again"),
+        (count / parts, SUMMED, "the sum over the tokens of each part"),
+    ]
+    sums = [(float(count), SUMMED, "the sum over all tokens"), (length, SUMMED, "the sum over the tokens of a row")]
+    return several * (parts > 1) + sums
+
+
 def _factors(count: int, parts: int, rows: int, length: int) -> list[tuple[float, tuple[str, ...], str]]:
     """Return what a gradient may be multiplied by: the number, the causes, and words."""
-    sums = "loss-not-averaged"
-    several: list[tuple[float, tuple[str, ...], str]] = []
-    if parts > 1:
-        each = count / parts
-        several = [
-            (parts, ("accumulation-not-averaged",), f"the sum over {parts} parts"),
-            (1 / parts, ("accumulation-average-wrong",), f"the mean over {parts} parts, divided by their number again"),
-            (1 / parts**2, ("accumulation-average-wrong",), f"the mean over {parts} parts, divided by their number again"),
-            (each, (sums,), "the sum over the tokens of each part"),
-            (count, (sums, "accumulation-not-averaged"), "the sum over all tokens and parts"),
-            (length * parts, (sums, "accumulation-not-averaged"), "the sum over the tokens of a row, and over parts"),
-        ]
-    return [
-        *several,
-        (count, (sums,), "the sum over all tokens"),
-        (length, (sums,), "the sum over the tokens of a row"),
-        (rows, ("gradient-scaled",), "the mean, times the number of rows"),
+    both = SUMMED, "accumulation-not-averaged"
+    several: list[tuple[float, tuple[str, ...], str]] = [
+        (1 / parts**2, ("accumulation-average-wrong",), f"the mean over {parts} parts, divided by their number again"),
+        (count, both, "the sum over all tokens and parts"),
+        (length * parts, both, "the sum over the tokens of a row, and over parts"),
     ]
+    usual = [(value, (id,), words) for value, id, words in wrong_averages(count, length, parts)]
+    scaled = rows, ("gradient-scaled",), "the mean, times the number of rows"
+    return [*usual[:-2], *several * (parts > 1), *usual[-2:], scaled]
 
 
 def padding_stage(batch: Batch, reading: LossReading, factor: float) -> list[Cause]:
