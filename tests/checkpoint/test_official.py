@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -96,25 +95,6 @@ def assert_nothing_else_was_fetched(hub: HubStandIn, name: str) -> None:
     assert {request.file for request in hub.requests if "/api/" not in request.path} == wanted
 
 
-# Compare each parameter with the server's tensor, bit for bit, one at a time; then one logit, the time and the path.
-LOAD = """
-import json, sys, time
-import torch
-import gpt2
-from support.official_repositories import OFFICIAL, Weights
-name = sys.argv[1]
-begin = time.perf_counter()
-model = gpt2.load(name)
-seconds = time.perf_counter() - begin
-weights = Weights(name)
-with torch.no_grad():
-    logit = model(torch.tensor([[15496, 995]]))[0, -1, 11].item()
-    wrong = [key for key, tensor in model.state_dict().items()
-             if not torch.equal(tensor, weights.tensor(OFFICIAL[name].prefix + key))]
-print(json.dumps(dict(logit=logit, wrong=wrong, parameters=sum(p.numel() for p in model.parameters()), seconds=seconds)))
-"""
-
-
 @pytest.mark.slow
 def test_verify_an_official_repository(hub: HubStandIn, tmp_path: Path) -> None:
     """The whole path of `gpt2 verify distilbert/distilgpt2`: listing, download, hashes, cache, mapping, transformers, tokens.
@@ -142,26 +122,3 @@ def test_verify_an_official_repository(hub: HubStandIn, tmp_path: Path) -> None:
     assert files["model.safetensors"]["size"] == OFFICIAL[name].size
     assert files["config.json"]["sha256"] == hashlib.sha256(small_files(name)["config.json"]).hexdigest()
     assert len(info["dropped"]) == official_size(name).n_layer
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
-def test_load_every_other_official_repository(hub: HubStandIn, name: str, tmp_path: Path) -> None:
-    """Send every byte over the network, check every parameter, and load again without a request."""
-    require_room(tmp_path, disk=1.2 * OFFICIAL[name].size, memory=1.3 * OFFICIAL[name].size)
-    commit = add(hub, name)
-    try:
-        begin = time.perf_counter()
-        cold = report_of(hub, tmp_path, "-c", LOAD, name)
-        print(f"{name}: {time.perf_counter() - begin:.0f} s with the download; {cold}")
-        assert cold["wrong"] == []
-        assert cold["parameters"] == official_size(name).num_parameters()
-        assert torch.isfinite(torch.tensor(cold["logit"]))
-        assert_nothing_else_was_fetched(hub, name)
-        hub.requests.clear()
-        info = report_of(hub, tmp_path, "-m", "gpt2", "info", f"{name}@{commit}", "--json", "-")
-        assert hub.requests == [], "a warm cache of a pinned commit"
-        assert info["revision"] == commit
-        assert len(info["dropped"]) == official_size(name).n_layer
-    finally:
-        shutil.rmtree(tmp_path / "hub", ignore_errors=True)

@@ -33,12 +33,27 @@ NAMES += ["h.1.attn.masked_bias", "h." + "9" * 5000 + ".ln_1.bias", "h.٣.attn.b
 NAMES += ["b", "é" * 40, "x" * 5000, "\ud800", "\0", "{", '"']
 
 
+Damaged = Callable[[random.Random, bytes, bytes], bytes]
+
+
 class Subject(NamedTuple):
     """``damage`` damages one file; ``read`` reads it or raises InputError with a message of less than ``limit`` characters."""
 
     damage: Callable[[random.Random], None]
     read: Callable[[], object]
     limit: int = 700
+
+
+def of_files(path: Path, files: Sequence[bytes], damaged: Damaged, read: Callable[[], object], limit: int = 700) -> Subject:
+    """Damage one of ``files`` with bytes of another, at ``path``; all are read whole first."""
+
+    def damage(pick: random.Random) -> None:
+        path.write_bytes(damaged(pick, pick.choice(files), pick.choice(files)))
+
+    for content in files:
+        path.write_bytes(content)
+        read()
+    return Subject(damage, read, limit)
 
 
 def number_bytes(pick: random.Random, widths: Sequence[int] = (1, 2, 4, 8), more: Sequence[int] = ()) -> bytes:

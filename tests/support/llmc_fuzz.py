@@ -6,7 +6,7 @@ from pathlib import Path
 from gpt2.checkpoint.files import open_file
 from gpt2.checkpoint.loading import load_path
 from gpt2.config import GPT2Config
-from support.fuzz import Subject, changed_bytes, number_bytes, read_every_way
+from support.fuzz import Subject, changed_bytes, number_bytes, of_files, read_every_way
 from support.llmc_layouts import write
 
 SMALL = GPT2Config(vocab_size=60, n_positions=4, n_embd=8, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None)
@@ -36,14 +36,8 @@ def prepare(folder: Path) -> Subject:
     files, path = [(folder / f"{version}.bin").read_bytes() for version in (1, 3, 5)], folder / "damaged" / "model.bin"
     path.parent.mkdir()
 
-    def damage(pick: random.Random) -> None:
-        path.write_bytes(damaged(pick, pick.choice(files), pick.choice(files)))
-
     def read() -> None:
         read_every_way(open_file(path), 12)
         load_path(path)
 
-    for content in files:
-        path.write_bytes(content)
-        read()
-    return Subject(damage, read)
+    return of_files(path, files, damaged, read)

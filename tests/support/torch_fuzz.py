@@ -12,7 +12,7 @@ import torch
 
 from gpt2.checkpoint.containers.torch_file import TorchFile
 from gpt2.config import GPT2Config
-from support.fuzz import Subject, changed_bytes, number_bytes, read_every_way
+from support.fuzz import Subject, changed_bytes, number_bytes, of_files, read_every_way
 from support.torch_layouts import hf_bin, lightning, mingpt, nanogpt
 
 SMALL = GPT2Config(vocab_size=5, n_positions=4, n_embd=4, n_layer=1, n_head=2, bos_token_id=4, eos_token_id=4)
@@ -117,14 +117,5 @@ def prepare(folder: Path) -> Subject:
     paths = [path for path in sorted(folder.rglob("*.*")) if path.suffix in (".bin", ".pt", ".ckpt")]
     files, path = [path.read_bytes() for path in paths], folder / "damaged.bin"
 
-    def damage(pick: random.Random) -> None:
-        path.write_bytes(damaged(pick, pick.choice(files), pick.choice(files)))
-
-    def read() -> None:
-        read_every_way(TorchFile(path), 4)
-
     assert len(files) == 9
-    for content in files:
-        path.write_bytes(content)
-        read()
-    return Subject(damage, read)
+    return of_files(path, files, damaged, lambda: read_every_way(TorchFile(path), 4))

@@ -7,17 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.random_models import write_checkpoint
 
 import gpt2
 from gpt2.cli.main import main
 
 IDS = np.random.default_rng(0).integers(0, 300, (2, 9))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_checkpoint(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")

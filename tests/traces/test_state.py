@@ -5,22 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from support.commands import refusal
 from support.llmc_layouts import read_state
-from support.random_models import random_model, write_checkpoint
+from support.random_models import random_model
 
 import gpt2
 from gpt2.cli.main import main
 from gpt2.config import GPT2Config
 
 IDS = np.random.default_rng(0).integers(0, 300, (2, 6))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_checkpoint(tmp_path_factory.mktemp("model")))
 
 
 def test_it_holds_what_was_traced(model: str, tmp_path: Path) -> None:

@@ -10,18 +10,12 @@ import pytest
 import torch
 from support.commands import mistake, refusal
 from support.oracle import assert_same
-from support.random_models import write_checkpoint
 
 import gpt2
 from gpt2.traces.arrays import require_memory
 from gpt2.traces.batch import Batch
 
 IDS = np.random.default_rng(0).integers(0, 300, (2, 6))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_checkpoint(tmp_path_factory.mktemp("model")))
 
 
 def by_hand(

@@ -25,11 +25,6 @@ IDS = np.random.default_rng(0).integers(0, 300, (2, 5))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_checkpoint(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
 def traced(model: str) -> gpt2.Trace:
     return gpt2.trace(model, ids=IDS, gradients=True, dtype="float64")
 
