@@ -56,13 +56,20 @@ class Run:
         rows, tokens = map(int, shape.split("x"))
         return cls(size, rows, tokens, *map(float, dropout))
 
-    def operations(self) -> float:
-        """Multiplications and additions of a step: every product on the way forward, and twice as much for each on the way
-        back; causal attention at the half that it needs.
-        """
-        layers, d, _, _, vocab = SIZES[self.size]
-        every = self.rows * self.tokens
-        return 3 * (2 * every * (12 * layers * d * d + d * vocab) + 2 * every * (self.tokens + 1) * d * layers)
+    @property
+    def config(self) -> Any:
+        from gpt2.config import GPT2Config
+
+        layers, d, heads, positions, vocab = SIZES[self.size]
+        rates = {f"{name}_pdrop": self.dropout for name in ("resid", "embd", "attn")}
+        bend = "gelu_new" if self.size == "gpt2" else "gelu"  # as the recipes have it
+        return GPT2Config(vocab, positions, d, layers, heads, activation_function=bend, **rates, bos_token_id=0, eos_token_id=0)
+
+    def recipe(self, gpu: bool, **settings: Any) -> Any:
+        from gpt2.train.recipe import Recipe
+
+        rates = {"dropout": self.dropout, "attn_dropout": self.dropout, "precision": "bf16" if gpu else "float32"}
+        return Recipe(batch_size=self.rows, context=self.tokens, **rates, **settings)
 
 
 # In the worker: a function that takes one step
@@ -72,7 +79,6 @@ def ours(run: Run, args: argparse.Namespace, checkpointing: bool = False) -> Any
     import numpy as np
     import torch
 
-    from gpt2.config import GPT2Config
     from gpt2.measure.allocator import keep_freed_memory
     from gpt2.model import GPT2
     from gpt2.train.feed import Feed
@@ -80,20 +86,12 @@ def ours(run: Run, args: argparse.Namespace, checkpointing: bool = False) -> Any
     from gpt2.train.models import prepare
     from gpt2.train.optim import adamw
     from gpt2.train.parallel import Ranks
-    from gpt2.train.recipe import Recipe
     from gpt2.train.step import optimizer_step
 
     keep_freed_memory()
-    layers, d, heads, positions, vocab = SIZES[run.size]
-    rates = {f"{name}_pdrop": run.dropout for name in ("resid", "embd", "attn")}
-    bend = "gelu_new" if run.size == "gpt2" else "gelu"  # as the recipes have it
-    model = GPT2(
-        GPT2Config(vocab, positions, d, layers, heads, activation_function=bend, **rates, bos_token_id=0, eos_token_id=0)
-    )
-    how = {"precision": "bf16" if args.gpu else "float32", "compile": args.gpu, "checkpointing": checkpointing}
-    recipe = Recipe(batch_size=run.rows, context=run.tokens, dropout=run.dropout, attn_dropout=run.dropout, **how)
+    model, recipe = GPT2(run.config), run.recipe(args.gpu, compile=args.gpu, checkpointing=checkpointing)
     prepare(model.to(device(args)), recipe)
-    ids = np.random.default_rng(0).integers(0, vocab, 100_000).astype(np.int32)
+    ids = np.random.default_rng(0).integers(0, run.config.vocab_size, 100_000).astype(np.int32)
     scored, optimizer, steps = Scored(model), adamw(model, recipe.optim), iter(range(1 << 30))
     feed = Feed(ids, Ranks(device=torch.device(device(args))))
     return lambda: optimizer_step(scored, optimizer, feed, recipe, next(steps), 1e-5)
@@ -262,25 +260,15 @@ class Side:
         self.process.wait()
 
 
-def gemm(run: Run, args: argparse.Namespace) -> float:
-    """Operations a second of torch.mm on this run's feed-forward, all its tokens at once; the best of several."""
-    import torch
-
-    d, best = SIZES[run.size][1], float("inf")
-    how = {"device": device(args), "dtype": torch.bfloat16 if args.gpu else torch.float32}
-    a, b = torch.randn(max(512, run.rows * run.tokens), d, **how), torch.randn(d, 4 * d, **how)
-    for _ in range(10):
-        begin = clock()[0]
-        torch.mm(a, b)
-        best = min(best, clock()[0] - begin)
-    return 2 * a.size(0) * b.numel() / best
-
-
 def measured(text: str, names: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """One run of all sides in turn, printed as a table."""
-    from gpt2.bench import Spread, interleaved, ratio
+    import torch
 
-    run = Run.of(text)
+    from gpt2.bench import Spread, interleaved, ratio
+    from gpt2.train.speed import gemm_rate, operations
+
+    run, where = Run.of(text), torch.device(device(args))
+    recipe = run.recipe(args.gpu)
     with contextlib.ExitStack() as stack:
         sides = []
         for name in names:
@@ -293,7 +281,7 @@ def measured(text: str, names: list[str], args: argparse.Namespace) -> dict[str,
             side.cpu.clear()
         limits: list[float] = []
         runs = {side.name: lambda side=side: side.steps(count) for side in sides}
-        runs["GEMM"] = lambda: limits.append(gemm(run, args)) or 0.0
+        runs["GEMM"] = lambda: limits.append(gemm_rate(run.config, recipe, where, recipe.precision)) or 0.0
         times = interleaved(runs, args.pairs)
         rates = Spread.of(limits[1:])
     print(f"\n{text}, tokens/s: median (min .. max) of {args.pairs} turns of {count} steps; ratio: ours to it")
@@ -304,7 +292,7 @@ def measured(text: str, names: list[str], args: argparse.Namespace) -> dict[str,
             "tokens/s": vars(speed),
             "ours to it": vars(ratio(times[side.name], times["ours"])),
             "ours to it, cpu": vars(ratio(side.cpu[1:], sides[0].cpu[1:])),
-            "share of GEMM": run.operations() * speed.median / (run.rows * run.tokens) / rates.median,
+            "share of GEMM": operations(run.config, run.tokens) * speed.median / rates.median,
             "peak bytes": side.peak,
             "memory, ours to it": sides[0].peak / side.peak,
         }

@@ -27,19 +27,6 @@ def lasting(model: nn.Module) -> int:
     return sum(p.numel() * FLOAT * (4 if p.requires_grad else 1) for p in model.parameters())
 
 
-def traffic(config: GPT2Config, ranks: int, parallel: str, parts: int = 1) -> float:
-    """Return the bytes that each rank sends in a step, and receives, if all is done in rings; ``parts`` of a rank's batch.
-
-    A ring of N moves (N - 1) / N of a tensor from each rank to gather or to sum it, twice that for both (Patarasuk and Yuan
-    2009). DDP sums the float32 gradients and gathers the sums, once a step. FSDP gathers the weights for every part, those of
-    blocks again for the backward pass, and sums the gradients once.
-    """
-    outside = (config.vocab_size + config.n_positions + 2) * config.n_embd  # embeddings and the last norm
-    all_parameters = config.num_parameters()
-    moved = 2 * all_parameters if parallel == "ddp" else parts * (2 * all_parameters - outside) + all_parameters
-    return moved * FLOAT * (ranks - 1) / ranks
-
-
 def passing(config: GPT2Config | BigramConfig, recipe: Recipe) -> int:
     """Return the bytes of logits, and of activations kept for the backward pass, for one of ``grad_accum`` parts of a batch."""
     tokens, precision = recipe.batch_size // recipe.grad_accum * recipe.context, BF16 if recipe.precision == "bf16" else 0

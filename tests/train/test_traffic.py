@@ -11,7 +11,7 @@ from support.ranks import job
 from gpt2.config import OFFICIAL_SIZES, GPT2Config
 from gpt2.model import GPT2
 from gpt2.train import loop, parallel
-from gpt2.train.estimate import kept_per_token, traffic
+from gpt2.train.estimate import FLOAT, kept_per_token
 from gpt2.train.feed import Feed
 from gpt2.train.loss import Scored
 from gpt2.train.optim import adamw
@@ -20,6 +20,19 @@ from gpt2.train.speed import operations
 
 CONFIG = GPT2Config(64, 16, 32, 3, 2, bos_token_id=None, eos_token_id=None)
 README = Path(parallel.__file__).with_name("README.md").read_text(encoding="utf-8")
+
+
+def traffic(config: GPT2Config, ranks: int, parallel: str, parts: int = 1) -> float:
+    """Return the bytes that each rank sends in a step, and receives, if all is done in rings; ``parts`` of a rank's batch.
+
+    A ring of N moves (N - 1) / N of a tensor from each rank to gather or to sum it, twice that for both (Patarasuk and Yuan
+    2009). DDP sums the float32 gradients and gathers the sums, once a step. FSDP gathers the weights for every part, those of
+    blocks again for the backward pass, and sums the gradients once.
+    """
+    outside = (config.vocab_size + config.n_positions + 2) * config.n_embd  # embeddings and the last norm
+    all_parameters = config.num_parameters()
+    moved = 2 * all_parameters if parallel == "ddp" else parts * (2 * all_parameters - outside) + all_parameters
+    return moved * FLOAT * (ranks - 1) / ranks
 
 
 class Traced:
