@@ -21,6 +21,7 @@ from gpt2.port.diagnosis.walk import Walker
 from gpt2.port.dump.arrays import Output, recognised
 from gpt2.port.dump.evidence import Placement, misordered, placements, streams, with_storage
 from gpt2.port.dump.explaining import STREAMS, Explanation, explain
+from gpt2.port.dump.fits.following import Followed, Following
 from gpt2.port.dump.holdings import LINEAR
 from gpt2.port.dump.loading import Loaded, Loading
 from gpt2.port.dump.pool import DumpPool
@@ -32,6 +33,7 @@ RIGHT_SECONDS = 10.0  # for the walk through a dump with right logits
 STORED = 40  # error of a product of stored values, in units of their rounding
 MAX_PLACEMENTS = 3  # places in a block that unknown arrays are tried at
 MORE = 2  # times as many arrays are right in the likelier precision
+HASTY = 5  # the part of the time for the first walk, which finds what it knows soon
 FEW = 5  # arrays, blocks or hypotheses that are named in a note
 
 
@@ -67,6 +69,7 @@ class Attempt:
         self.notes: list[str] = list(self._shown())
         self.first: Divergence = Divergence("logits", None, self.error)
         self.walked: Walk | None = None
+        self.followed: Followed | None = None
         self.explanation: Explanation | None = None
         self.ordered = False  # each stream is exactly what some block makes of the one before it
 
@@ -87,12 +90,18 @@ class Attempt:
     def settled(self) -> bool:
         """Whether this assumption explains all that the dump shows."""
         explained = self.explanation is not None and self.explanation.explains
-        return self.equal or explained or self.ordered or (self.walked is not None and self.walked.explained)
+        followed = self.followed is not None and self.followed.explained
+        return self.equal or explained or followed or self.ordered or (self.walked is not None and self.walked.explained)
 
     def _examine(self) -> None:
         loaded = Loaded(self.reference.state_dict(), ())
         if walkable := self._walkable():
-            trail, self.walked = self._walk(loaded)
+            trail, self.walked = self._walk(loaded, HASTY)
+            if not self.right and not self.walked.explained:
+                self.followed = self._follow()
+                if self.followed.explained and self.followed.causes:
+                    self.causes = list(self.followed.causes)
+                    return
             if not self.right and not self.walked.explained:  # only then may the weights be others than the checkpoint's
                 found = self._load(loaded)
                 if found.causes:
@@ -145,9 +154,9 @@ class Attempt:
         finally:
             self.pool.deadline = Deadline()
 
-    def _walk(self, loaded: Loaded) -> tuple[Trail, Walk]:
+    def _walk(self, loaded: Loaded, share: int = 2) -> tuple[Trail, Walk]:
         trail = Trail(self.pool, dict(loaded.weights), self.config, self.ids, self.progress)
-        self.pool.deadline = Deadline(min(self.deadline.left / 2, RIGHT_SECONDS if self.right else math.inf))
+        self.pool.deadline = Deadline(min(self.deadline.left / share, RIGHT_SECONDS if self.right else math.inf))
         try:
             Walker(trail, trail.own["wte.weight"]).run()
         except TimeUp:
@@ -155,6 +164,12 @@ class Attempt:
                 trail.lost.append("logits")
         self.pool.deadline = Deadline()
         return trail, account(trail, self.reference)
+
+    def _follow(self) -> Followed:
+        self.pool.deadline = Deadline(self.deadline.left / 2)
+        found = Following(self.pool, self.reference.state_dict(), self.config, self.ids, self.progress).run()
+        self.pool.deadline = Deadline()
+        return found
 
     def _with_loaded(self, loaded: Loaded, confidence: float) -> list[PlacedCause]:
         """Return the causes of the walk and of loading; a fault that both saw once."""

@@ -82,6 +82,10 @@ class DumpPool(Pool):
         finally:
             self.tolerance, self._bound = whole, whole.stage
 
+    def tolerance_at(self, place: str) -> float:
+        """Return the allowed relative error of a stage's value, from exact inputs."""
+        return self._at(place)
+
     def _at(self, place: str) -> float:
         part = {"act": "mlp.act", "weights": "attn.weights"}.get(place, place)
         return self.tolerance.stages.get(part, self.tolerance.stage)

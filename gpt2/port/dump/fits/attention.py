@@ -1,0 +1,346 @@
+"""Read off attention's recorded weights how tokens were compared and hidden, and off its recorded mixtures what was mixed.
+
+Shapes: weights (B, H, T, S); queries, keys, values by heads (B, H, T, K); rows (B, T) are the queries that are not GPT-2's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from gpt2.port.diagnosis.hypotheses import ALLOWED, MASK_FAULTS, allowed
+from gpt2.port.diagnosis.scores import PAIRS, Layout
+from gpt2.port.diagnosis.search import Fault
+from gpt2.port.dump.fits.linear import permutation
+from gpt2.port.dump.fits.observed import SHOWN, Fit, Observed, combined, nice
+from gpt2.port.dump.fits.rounding import roundings
+
+CLEAR = 100.0  # times the rounding of a weight: those whose logarithm is fitted
+LEAST = 1e-4  # the least weight whose logarithm is fitted
+
+
+def _softmax(scores: Tensor, seen: Tensor, axis: int = -1) -> Tensor:
+    return scores.masked_fill(~seen, -math.inf).softmax(axis).nan_to_num(0.0)
+
+
+class Weights:
+    """Attention weights as a program computes them from ``q``, ``k`` (B, T, D); GPT-2's factor of the scores is ``scale``.
+
+    ``others``: further keys (B, T, D), in words.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, heads: int, scale: float, others: Mapping[str, Tensor]) -> None:
+        self.q, self.k, self.heads, self.scale, self.others = q, k, heads, scale, others
+
+    def fit(self, seen: Observed, rows: Tensor) -> Fit | None:
+        for family in (self._ones, self._times, self._heads, self._scored, self._rounded, self._free):
+            if (fit := next(iter(family(seen, rows)), None)) is not None:
+                return fit
+        return None
+
+    def _scores(self) -> Tensor:
+        q, k = (Layout.RIGHT.split(y, self.heads) for y in (self.q, self.k))
+        return q @ k.mT
+
+    def _ones(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """A softmax over the queries of one step: every weight is one."""
+        visible = allowed("right", seen.value).expand_as(seen.value)
+        alone = (((seen.value - 1).abs() < 1e-6) | ~visible).all(-1).all(1) & rows
+        if bool(alone[:, 1:].any()):
+            words = "the softmax runs over the queries (dim=-2), not over the keys: in a step with one query each weight is one"
+            ones, others = visible.to(seen.value), rows & ~alone
+            scores = self._scores() * self.scale
+            within = _softmax(scores, visible & others[:, None, :, None], -2)
+            value = torch.where(alone[:, None, :, None], ones, within)
+            yield from filter(None, [seen.fitted(value, rows, Fault("softmax-axis", "attn", words))])
+
+    def _times(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """GPT-2's weights, each query's times a number."""
+        total, right = seen.value.sum(-1, keepdim=True), seen.right.sum(-1, keepdim=True)
+        factor = total / right
+        some = factor.expand(seen.value.shape)[rows[:, None].expand(seen.value.shape[:3])]
+        if float((some - some.mean()).abs().max()) <= 1e-4 * float(some.abs().max()):
+            times = nice(float(some.mean()))
+            fault = Fault("softmax-missing", "attn", f"the weights are multiplied by {times:.6g} behind the softmax")
+            yield from filter(None, [seen.fitted(seen.right * times, rows, fault)])
+        scores = self._scores() * self.scale
+        every, powers = scores.softmax(-1), scores.exp() * allowed("right", scores)
+        after = Fault("mask-multiplied", "attn", "the softmax also runs over what the mask hides: the weights do not sum to one")
+        yield from filter(None, [seen.fitted(every * allowed("right", scores), rows, after)])
+        more = Fault("softmax-missing", "attn", "one more is added to the sum that divides the exponentials (softmax-one)")
+        yield from filter(None, [seen.fitted(powers / (1 + powers.sum(-1, keepdim=True)), rows, more)])
+        fault = Fault(
+            "softmax-missing", "attn", "each query's weights are multiplied by another number: they are not divided by their sum"
+        )
+        yield from filter(None, [seen.fitted(seen.right * factor, rows, fault)])
+
+    def _heads(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """Other heads' weights, or the same in every head."""
+        mine, right = (value.transpose(1, 2)[rows].transpose(0, 1).flatten(1) for value in (seen.value, seen.right))
+        order = torch.cdist(mine, right).argmin(1)
+        words = f"the heads' weights are those of heads {', '.join(map(str, order.tolist()))}"
+        yield from filter(None, [seen.fitted(seen.right[:, order], rows, Fault("head-layout", "attn", words))])
+
+    def _compared(self) -> Iterator[tuple[Tensor, tuple[Fault, ...]]]:
+        """Yield the scores (B, H, T, T) of other comparisons, not scaled."""
+        parts, heads = {"q": self.q, "k": self.k}, self.heads
+        yield self._scores(), ()
+        for (one, other), words in PAIRS.items():
+            if words:
+                pair = (Layout.RIGHT.split(parts[name], heads) for name in (one, other))
+                yield next(pair) @ next(pair).mT, (Fault("qkv-order", "attn", words),)
+        yield self._scores().mT, (Fault("qkv-order", "attn", "queries and keys have changed places"),)
+        for one in Layout:
+            for other in Layout:
+                if one is not Layout.RIGHT or other is not Layout.RIGHT:
+                    words = "; ".join(f"{name}: {way.value}" for name, way in (("queries", one), ("keys", other)) if way.value)
+                    value = one.split(self.q, heads) @ other.split(self.k, heads).mT
+                    yield value, (Fault("head-layout", "attn", words),)
+        q, k = (Layout.RIGHT.split(y, heads) for y in (self.q, self.k))
+        tokens = torch.arange(k.shape[2])
+        maps = {
+            f"{n} tokens before" if n > 0 else f"{-n} tokens behind": (tokens - n).clamp(0, len(tokens) - 1)
+            for n in (1, 2, -1, -2)
+        }
+        maps["in reverse order"] = tokens.flip(0)
+        for words, order in maps.items():
+            yield (
+                q @ k[:, :, order].mT,
+                (Fault("cache-inconsistent", "attn", f"a query is compared with the keys {words} of those it should be"),),
+            )
+        for step in range(1, heads):
+            yield (
+                q @ k.roll(step, 1).mT,
+                (Fault("head-layout", "attn", f"head h compares its queries with the keys of head h - {step}"),),
+            )
+        yield (
+            q @ k.flip(1).mT,
+            (Fault("head-layout", "attn", "heads compare their queries with the keys of the heads in reverse order"),),
+        )
+        for words, keys in self.others.items():
+            yield q @ Layout.RIGHT.split(keys, heads).mT, (Fault("wrong-tensor", "attn", f"queries are compared with {words}"),)
+            past = torch.where(torch.eye(len(tokens), dtype=torch.bool), q @ k.mT, q @ Layout.RIGHT.split(keys, heads).mT)
+            words = f"queries are compared with {words}, but for their own token's key"
+            yield past, (Fault("cache-inconsistent", "attn", words),)
+
+    def _scored(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """A softmax of other scores, with another factor or another mask: logarithms of weights are scores, up to a constant."""
+        y = seen.value
+        at = rows[:, None, :, None].expand_as(y)
+        clear = (y > CLEAR * seen.slack) & (y > LEAST) & at
+        log = y.clamp(min=1e-300).log()
+        masks = [(label, ALLOWED[label](torch.ones_like(y[0, 0], dtype=torch.bool)).expand_as(y)) for label in ALLOWED]
+        masks.append(("", y > 0))
+        for axis in (-1, -2, 1, 0):
+            sums = torch.where(at | (axis != -1), y, 0.0).sum(axis)
+            alike = float((sums[sums > 0] - 1).abs().max()) < 1e-2 if bool((sums > 0).any()) else False
+            if not alike or y.shape[axis] == 1:
+                continue
+            over = {-2: "the queries", 1: "the heads", 0: "the batch"}.get(axis)
+            wrong = (
+                (Fault("softmax-axis", "attn", f"the softmax runs over {over} (dim={axis}), not over the keys"),) if over else ()
+            )
+            for scores, faults in self._compared():
+                factor = _slope(scores, log, clear, axis)
+                if not math.isfinite(factor):
+                    continue
+                factor = nice(factor / self.scale) * self.scale
+                for label, mask in masks:
+                    value = _softmax(scores * factor, mask, axis)
+                    if seen.fitted(value, rows) is not None:
+                        scaled = () if math.isclose(factor, self.scale, rel_tol=1e-6) else (self._scaled(factor),)
+                        hidden = MASK_FAULTS[label] if label else self._masked(mask, rows)
+                        yield from filter(None, [seen.fitted(value, rows, *faults, *scaled, *wrong, *hidden)])
+                yield from self._filled(seen, rows, scores * factor, log, faults)
+                yield from self._biased(seen, rows, scores, log, clear, axis, masks[0][1], faults)
+
+    def _scaled(self, factor: float) -> Fault:
+        id = "scale-missing" if math.isclose(factor, 1.0, rel_tol=1e-5) else "scale-wrong"
+        return Fault(
+            id,
+            "attn",
+            f"the scores are multiplied by {factor:.6g}; the checkpoint's attention multiplies them by {self.scale:.6g}",
+        )
+
+    def _masked(self, mask: Tensor, rows: Tensor) -> tuple[Fault, ...]:
+        row, token = (rows & (mask != allowed("right", mask)).any(-1).any(1)).nonzero()[0].tolist()
+        keys = mask[row, 0, token].nonzero().flatten().tolist()
+        shown = ", ".join(map(str, keys[:SHOWN])) + (", ..." if len(keys) > SHOWN else "")
+        id = "mask-missing" if any(key > token for key in keys) else "mask-strict"
+        return (Fault(id, "attn", f"a mask of its own: token {token} sees only tokens {shown}"),)
+
+    def _filled(self, seen: Observed, rows: Tensor, scores: Tensor, log: Tensor, faults: tuple[Fault, ...]) -> Iterator[Fit]:
+        """Hidden scores that are replaced by one number, which has a share of the softmax."""
+        visible = allowed("right", scores).expand_as(scores)
+        hidden = ~visible & rows[:, None, :, None] & (seen.value > CLEAR * seen.slack) & (seen.value > LEAST)
+        if not bool(hidden.any()):
+            return
+        level = ((log - scores).masked_fill(~visible, -math.inf)).amax(-1, keepdim=True)
+        fill = nice(float((log - level)[hidden].median()))
+        value = scores.masked_fill(~visible, fill).softmax(-1)
+        fault = Fault(
+            "mask-multiplied", "attn", f"masked scores become {fill:.6g}, which softmax gives a share, instead of minus infinity"
+        )
+        yield from filter(None, [seen.fitted(value, rows, *faults, fault)])
+
+    def _biased(
+        self,
+        seen: Observed,
+        rows: Tensor,
+        scores: Tensor,
+        log: Tensor,
+        clear: Tensor,
+        axis: int,
+        mask: Tensor,
+        faults: tuple[Fault, ...],
+    ) -> Iterator[Fit]:
+        """Scores plus a number for each distance of two tokens."""
+        if axis != -1 or faults:
+            return
+        tokens = scores.shape[-1]
+        away = torch.arange(tokens)[:, None] - torch.arange(tokens)
+        added = torch.zeros_like(scores)
+        left = (log - scores * self.scale).masked_fill(~clear, 0.0)
+        left = (left - left.gather(-1, torch.arange(tokens)[:, None].expand_as(left[..., :1]))).masked_fill(~clear, 0.0)
+        for distance in range(1, tokens):
+            some = clear & (away == distance)
+            level = (left * some).sum((0, 2, 3)) / some.sum((0, 2, 3)).clamp(min=1)  # of each head
+            added += level[None, :, None, None] * (away == distance)
+        words = "a number that depends on the distance of two tokens is added to the scores (as in ALiBi)"
+        fault = Fault("scale-wrong", "attn", f"{words}: {float(added[0, 0, 1, 0]):.4g} for neighbours in head 0")
+        yield from filter(None, [seen.fitted(_softmax(scores * self.scale + added, mask), rows, fault)])
+
+    def _rounded(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        visible = allowed("right", seen.value)
+        scores = self._scores() * self.scale
+        for words, rounded in roundings():
+            for what, value in (("scores", _softmax(rounded(scores), visible)), ("attention weights", rounded(seen.right))):
+                fault = Fault("reduced-precision", "attn", f"the {what} are rounded {words}")
+                yield from filter(None, [seen.fitted(value, rows, fault)])
+
+    def _free(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """Weights that are a function of each score alone: there is no softmax."""
+        scores = self._scores() * self.scale
+        at = (allowed("right", scores) & rows[:, None, :, None]).expand_as(scores)
+        order = scores[at].argsort()
+        made, slack = seen.value[at][order], float(seen.slack.max()) + 1e-6
+        if bool((made.diff() >= -2 * slack).all()) and float(made[-1] - made[0]) > 100 * slack:
+            words = "each weight is a function of its own score alone: there is no softmax over the keys"
+            yield from filter(None, [seen.fitted(seen.value, rows, Fault("softmax-missing", "attn", words))])
+
+
+def _slope(scores: Tensor, log: Tensor, clear: Tensor, axis: int) -> float:
+    """Return f if ``log`` is f times ``scores`` plus a constant for each softmax along ``axis``; NaN if nothing shows it."""
+    count = clear.sum(axis, keepdim=True).clamp(min=1)
+    z, level = (torch.where(clear, one, 0.0) for one in (scores, log))
+    z, level = (torch.where(clear, one - one.sum(axis, keepdim=True) / count, 0.0) for one in (z, level))
+    squares = float(z.square().sum())
+    return float((z * level).sum()) / squares if squares > 0 else math.nan
+
+
+class Mixed:
+    """What ``weights`` (B, H, T, S) mix: ``v`` (B, H, S, K), or one of ``others``, in words."""
+
+    def __init__(self, weights: Tensor, v: Tensor, others: Mapping[str, Tensor]) -> None:
+        self.weights, self.v, self.others = weights, v, others
+
+    def fit(self, seen: Observed, rows: Tensor) -> Fit | None:
+        for family in (self._others, self._columns, self._tokens, self._left_out, self._replaced):
+            if (fit := next(iter(family(seen, rows)), None)) is not None:
+                return fit
+        return None
+
+    def _others(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        own = torch.eye(self.weights.shape[-1], dtype=self.weights.dtype)
+        for words, other in self.others.items():
+            fault = Fault("value-projection-wrong", "attn", f"{words} are mixed, not the values")
+            yield from filter(None, [seen.fitted(self.weights @ other, rows, fault)])
+            value = (self.weights * (1 - own)) @ other + (self.weights * own) @ self.v
+            fault = Fault("cache-inconsistent", "attn", f"{words} are mixed, but for the value of the token itself")
+            yield from filter(None, [seen.fitted(value, rows, fault)])
+        for label in ALLOWED:
+            value = (self.weights * allowed(label, self.weights)) @ self.v
+            words = f"the values of some tokens are left out of the mixture ({label})"
+            yield from filter(None, [seen.fitted(value, rows, Fault("mask-multiplied", "attn", words))])
+        found = combined(
+            seen.value.transpose(1, 2).flatten(2), {"the mixture": seen.right.transpose(1, 2).flatten(2)}, rows, _flat(seen)
+        )
+        if found is not None:
+            words = f"the mixture is multiplied by {found[0]['the mixture']:.6g}"
+            yield from filter(
+                None, [seen.fitted(seen.right * found[0]["the mixture"], rows, Fault("residual-scaled", "attn", words))]
+            )
+
+    def _columns(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """Other features of the values, or other heads' weights, in each feature of the result."""
+        heads, size = self.v.shape[1], self.v.shape[-1]
+        every = torch.einsum("bgts,bhsk->btghk", self.weights, self.v)
+        made = every[rows].flatten(1)
+        wanted = seen.value.transpose(1, 2)[rows].flatten(1)
+        if len(made) < 3:
+            return
+        columns = torch.cat([made, torch.zeros_like(made[:, :1])], 1)
+        nearest = torch.cdist(wanted.T.contiguous(), columns.T.contiguous()).argmin(1)
+        empty = nearest == columns.shape[1] - 1
+        flat = torch.cat([every.flatten(2), torch.zeros_like(every.flatten(2)[..., :1])], -1)
+        value = flat[..., nearest].unflatten(-1, (heads, size)).transpose(1, 2)
+        weigher, feature = nearest // (heads * size), nearest % (heads * size)
+        own = torch.arange(heads * size)
+        parts = []
+        if bool(empty.any()):
+            parts.append(f"features {permutation(empty.nonzero().flatten())} are zero")
+        if not torch.equal(weigher[~empty], (own // size)[~empty]):
+            parts.append(f"head by head the weights are those of heads {', '.join(map(str, weigher[::size].tolist()))}")
+        if not torch.equal(feature[~empty], own[~empty]):
+            parts.append(f"the values' features are in another order ({permutation(feature)})")
+        yield from filter(None, [seen.fitted(value, rows, Fault("head-layout", "attn", "; ".join(parts)))])
+
+    def _tokens(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """The values of other tokens."""
+        tokens = torch.arange(self.v.shape[2])
+        orders = [(tokens - n).clamp(0, len(tokens) - 1) for n in (1, 2, -1, -2)] + [tokens.flip(0)]
+        if bool(rows[:, 1:].all()) and float(self.weights.diagonal(dim1=-2, dim2=-1).abs().min()) > 1e-6:
+            solved = torch.linalg.solve(self.weights, seen.value)
+            orders.append(torch.cdist(solved[0].transpose(0, 1).flatten(1), self.v[0].transpose(0, 1).flatten(1)).argmin(1))
+        for order in orders:
+            words = f"the weights mix the values of other tokens: {permutation(order)}"
+            fault = Fault("value-projection-wrong" if bool(rows[:, 2:].all()) else "cache-inconsistent", "attn", words)
+            yield from filter(None, [seen.fitted(self.weights @ self.v[:, :, order], rows, fault)])
+
+    def _left_out(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """Values of some tokens that are not added, for each query its own."""
+        value, shown = seen.right.clone(), []
+        for row, token in rows.nonzero().tolist():
+            w, v = self.weights[row, :, token, : token + 1], self.v[row, :, : token + 1]
+            terms = (w[..., None] * v).transpose(0, 1).flatten(1)  # (tokens, D)
+            if terms.shape[1] < len(terms):
+                return
+            factors = torch.linalg.lstsq(terms.T, seen.value[row, :, token].flatten()[:, None]).solution[:, 0]
+            exact = torch.tensor([nice(float(f)) for f in factors], dtype=w.dtype)
+            value[row, :, token] = (exact @ terms).view(v.shape[0], -1)
+            shown = shown or [f"token {token}: {', '.join(f'{float(f):.4g}' for f in exact)}"]
+        words = f"the terms of the sum over the values have other factors ({'; '.join(shown)})"
+        yield from filter(None, [seen.fitted(value, rows, Fault("mask-multiplied", "attn", words))])
+
+    def _replaced(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """The value of one token in place of another's, for each query its own."""
+        value, shown = seen.right.clone(), []
+        for row, token in rows.nonzero().tolist():
+            w, v = self.weights[row, :, token], self.v[row]  # (H, S), (H, S, K)
+            changes = w[:, :, None, None] * (v[:, None] - v[:, :, None])  # (H, replaced, by, K)
+            missing = (seen.value - seen.right)[row, :, token]
+            errors = (changes - missing[:, None, None]).square().sum((0, -1))
+            one, other = divmod(int(errors.argmin()), v.shape[1])
+            value[row, :, token] += changes[:, one, other]
+            shown = shown or [f"query {token} takes the value of token {other} for that of token {one}"]
+        words = f"a value is that of another token: {'; '.join(shown)}"
+        yield from filter(None, [seen.fitted(value, rows, Fault("cache-inconsistent", "attn", words))])
+
+
+def _flat(seen: Observed) -> Observed:
+    """Return an observation of heads (B, H, T, K) as one of (B, T, D)."""
+    value, slack, right = (x.transpose(1, 2).flatten(2) for x in (seen.value, seen.slack, seen.right))
+    return Observed(value, slack, seen.bound, right, seen.number)

@@ -1,0 +1,342 @@
+"""Follow a program's recorded values operator by operator; where one is not GPT-2's, fit what it computed from its inputs.
+
+Nothing but values is compared. A stage that is not recorded is right if a later one that it enters is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gpt2.config import GPT2Config
+from gpt2.measure.metrics import Progress
+from gpt2.measure.tracing import point_at
+from gpt2.port.deadline import TimeUp
+from gpt2.port.diagnosis.attending import GRID
+from gpt2.port.diagnosis.causes import PlacedCause
+from gpt2.port.diagnosis.hypotheses import right_scale
+from gpt2.port.diagnosis.places import collapsed
+from gpt2.port.diagnosis.projecting import HEADS
+from gpt2.port.diagnosis.report import LIKELY, SURE
+from gpt2.port.diagnosis.scores import Layout
+from gpt2.port.diagnosis.search import Fault
+from gpt2.port.diagnosis.wiring import STREAM
+from gpt2.port.dump.fits.attention import Mixed, Weights
+from gpt2.port.dump.fits.linear import Library, Linear
+from gpt2.port.dump.fits.normalising import Norm
+from gpt2.port.dump.fits.observed import Fit, Observed, laid
+from gpt2.port.dump.fits.wiring import activation_fit, embedding_fit, sum_fit
+from gpt2.port.dump.pool import DumpPool
+from gpt2.port.dump.simulation import NEEDS, STAGES, Simulation, State
+from gpt2.port.dump.tolerance import UNITS
+
+MOST_FAULTS = 10  # of one block
+MOST_TRIED = 10  # arrays that may be a stage's value, the likest first
+BEHIND = ("ln_1", "attn.q", "attn.k", "attn.v")  # stages of the next block that show its input
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What following found: the causes, whether they explain the logits, and the first stage whose value is not explained."""
+
+    causes: tuple[PlacedCause, ...]
+    explained: bool
+    lost: str | None
+
+
+class Following:
+    """Follows the arrays of ``pool`` on ``ids`` (B, T) with the checkpoint ``state``, in float64."""
+
+    def __init__(self, pool: DumpPool, state: Mapping[str, Tensor], config: GPT2Config, ids: Tensor, progress: Progress) -> None:
+        self.pool, self.config, self.ids, self.progress = pool, config, ids, progress
+        self.simulation = Simulation(state, config, ids)
+        self.library = Library(self.simulation.state, config)
+        self.library.in_time = lambda: pool.deadline.check()
+        self.faults: list[Fault] = []
+        self.used: set[int] = set()
+        self.earlier: list[State] = []  # of the blocks before
+        self.sizes = {"b": ids.shape[0], "t": ids.shape[1]}
+
+    def run(self) -> Followed:
+        lost: str | None = "embed"
+        with suppress(TimeUp):
+            lost = self._follow()
+        return Followed(tuple(self._causes(lost is None)), lost is None, lost)
+
+    def _follow(self) -> str | None:
+        """Return the first stage that is not explained; None if the logits are."""
+        self._set_aside()
+        x = self._embedded()
+        for layer in range(self.config.n_layer):
+            self.progress(f"fitting what your block {layer} computes")
+            if x is None:
+                return "embed"
+            state = self._block(layer, x)
+            if isinstance(state, str):
+                return point_at(layer, state)
+            self.earlier.append(state)
+            x = state[""]
+        return None if x is not None and self._ended(x) else "logits"
+
+    def _set_aside(self) -> None:
+        """Note the arrays that hold GPT-2's own values of this run, which are never the result of a wrong operator."""
+        for point, value in self.simulation.trace(self.simulation.base).items():
+            if point in ("x", "end", "logits") or ".scores" in point:
+                continue
+            self._recorded(point.split(".", 2)[2] if point.count(".") > 1 else "", value)
+
+    # What is recorded
+
+    def _recorded(self, stage: str, value: Tensor) -> Tensor | None:
+        """Return the program's own numbers for a stage's value, if recorded."""
+        axes: tuple[int, ...] = STREAM
+        if stage in ("attn.q", "attn.k", "attn.v", "attn.heads"):
+            value, axes = Layout.RIGHT.split(value, self.config.n_head), HEADS
+        elif stage == "attn.mixed":
+            axes = HEADS
+        elif stage == "attn.weights":
+            axes = GRID
+        if not bool(value.any()) or (match := self.pool.find_at(stage, value, *axes)) is None:
+            return None
+        self.used |= set(match.entries)
+        own = self.pool.adopt(value, match)
+        return own if stage != "attn.heads" and stage not in ("attn.q", "attn.k", "attn.v") else Layout.RIGHT.merge(own)
+
+    def _observed(self, stage: str, right: Tensor) -> Iterator[Observed]:
+        """Yield the arrays that may be a stage's value, laid out like it, those most like GPT-2's value first."""
+        batch, tokens = self.ids.shape
+        heads = self.config.n_head
+        size = {"attn.weights": {"h": heads, "t": tokens, "s": tokens}, "attn.mixed": {"h": heads, "t": tokens, "k": -1}}.get(
+            stage
+        )
+        if size is None:
+            width = right.shape[-1]
+            size = (
+                {"t": tokens, "d": width} if width % heads or width != self.config.n_embd else {"t": tokens, "h": heads, "k": -1}
+            )
+        sizes = {"b": batch} | {name: right.numel() // (batch * heads * tokens) if n < 0 else n for name, n in size.items()}
+        found: list[tuple[float, int, Observed]] = []
+        for number, entry in enumerate(self.pool.entries):
+            if entry.numel() != right.numel() or number in self.used or not bool(entry.isfinite().all()):
+                continue
+            unit, smallest = UNITS[self.pool.dtypes[number]]
+            for value in laid(entry, sizes):
+                value = value.reshape(right.shape)
+                likeness = float((value * right).sum() / (value.norm() * right.norm()).clamp(min=1e-300))
+                slack = unit * value.abs() + smallest
+                found.append((-abs(likeness), number, Observed(value, slack, self.pool.tolerance_at(stage), right, number)))
+        found.sort(key=lambda one: one[:2])
+        yield from (one for _, _, one in found[:MOST_TRIED])
+
+    # Outside the blocks
+
+    def _embedded(self) -> Tensor | None:
+        right = self.simulation.embed()
+        if (own := self._recorded("embed", right)) is not None:
+            return own
+        wte, wpe = (self.simulation.state[f"{name}.weight"] for name in ("wte", "wpe"))
+        for seen in self._observed("embed", right):
+            rows = seen.wrong_rows()
+            if (fit := embedding_fit(seen, self.ids, wte, wpe, rows)) is not None:
+                return self._kept(None, seen, fit)
+        return right  # perhaps not recorded
+
+    def _kept(self, layer: int | None, seen: Observed, fit: Fit) -> Tensor:
+        """Note a fit's faults, and return its value with the program's own digits."""
+        self.used.add(seen.number)
+        self.faults += [replace(fault, layer=layer) for fault in fit.faults]
+        exact = seen.number >= 0 and UNITS[self.pool.dtypes[seen.number]][0] < 1e-4
+        return seen.value.contiguous() if exact else fit.value
+
+    def _ended(self, x: Tensor) -> bool:
+        """Return whether the logits follow from the last stream, perhaps by a last norm or a head that is fitted."""
+        wte = self.simulation.state["wte.weight"]
+        right = self.simulation.norm("ln_f", x)
+        logits = self.pool.logits[..., : len(wte)]
+        normed = self._recorded("ln_f", right)
+        for value in (normed, right) if normed is not None else (right,):
+            if self._is_logits(value @ wte.T):
+                return True
+        vectors = self.library.vectors
+        unit, smallest = UNITS[self.pool.logits_dtype]
+        for seen in [*self._observed("ln_f", right), *self._solved(logits, wte, right)] if normed is None else ():
+            own = Norm("ln_f", vectors["ln_f.weight"], vectors["ln_f.bias"], self.config.layer_norm_epsilon, vectors, {})
+            fit = own.fit(seen, x, seen.wrong_rows())
+            if fit is not None and self._is_logits(fit.value @ wte.T):
+                self._kept(None, seen, fit)
+                return True
+        x = right if normed is None else normed
+        if logits.shape[:2] != x.shape[:2]:
+            return False
+        seen = Observed(logits, unit * logits.abs() + smallest, self.pool.tolerance_at("logits"), x @ wte.T, -1)
+        head = Linear(self.library, "wte.weight", "logits", wte.T, torch.zeros(len(wte), dtype=x.dtype), {})
+        fit = head.fit(seen, x, seen.wrong_rows())
+        if fit is not None:
+            self._kept(None, seen, fit)
+        return fit is not None
+
+    def _is_logits(self, made: Tensor) -> bool:
+        given = self.pool.logits[..., : made.shape[-1]]
+        return self.pool.logits_error(made[:, -given.shape[1] :], given) <= self.pool.tolerance_at("logits")
+
+    def _solved(self, logits: Tensor, wte: Tensor, right: Tensor) -> Iterator[Observed]:
+        """Yield the normed stream that the logits show: there are more tokens in the vocabulary than features."""
+        if len(wte) < wte.shape[1] or logits.shape[:2] != right.shape[:2]:
+            return
+        inverse = torch.linalg.pinv(wte.T)
+        value, (unit, smallest) = logits @ inverse, UNITS[self.pool.logits_dtype]
+        slack = (
+            unit * logits.abs() + smallest + self.pool.tolerance_at("logits") * logits.square().mean().sqrt()
+        ) @ inverse.abs()
+        yield Observed(value, slack, self.pool.tolerance_at("ln_f"), right, -1)
+
+    # Inside a block
+
+    def _block(self, layer: int, x: Tensor) -> State | str:
+        """Return the block's stages as the program computes them; the first stage that is not explained, if there is one."""
+        fixed: dict[str, Tensor] = {}
+        for _ in range(MOST_FAULTS):
+            state, known = self._stages(layer, x, fixed)
+            waiting = [stage for stage in STAGES if stage not in known and stage not in ("attn.scores",)]
+            if "" in known or not waiting or self._shown_behind(layer, state):
+                return state
+            for stage in waiting:
+                if (value := self._fitted(layer, stage, state)) is not None:
+                    fixed[stage] = value
+                    break
+            else:
+                return waiting[0]
+        return waiting[0]
+
+    def _stages(self, layer: int, x: Tensor, fixed: Mapping[str, Tensor]) -> tuple[State, set[str]]:
+        """Return the stages of a block, and those that are known: recorded or fitted, or what enters such a one."""
+        state: State = {"x": x}
+        known: set[str] = set()
+        for stage, formula in self.simulation.right(layer).items():
+            value = fixed[stage] if stage in fixed else formula(state)
+            own = None if stage in fixed or stage == "attn.scores" else self._recorded(stage, value)
+            state[stage] = value if own is None else own
+            if stage in fixed or own is not None:
+                known |= {stage, *_ancestors(stage)}
+        return state, known
+
+    def _shown_behind(self, layer: int, state: State) -> bool:
+        """Return whether the block's result is right, as the next block or the logits show."""
+        if layer + 1 == self.config.n_layer:
+            normed = self.simulation.norm("ln_f", state[""])
+            return self._recorded("ln_f", normed) is not None or self._is_logits(normed @ self.simulation.state["wte.weight"].T)
+        following: State = {"x": state[""]}
+        for stage in BEHIND:
+            following[stage] = self.simulation.right(layer + 1)[stage](following)
+        return any(self._recorded(stage, following[stage]) is not None for stage in BEHIND)
+
+    def _fitted(self, layer: int, stage: str, state: State) -> Tensor | None:
+        """Return a stage's value as the program computes it, from arrays that no known operator gave; None if nothing fits."""
+        for seen in self._candidates(stage, state):
+            rows = seen.wrong_rows()
+            if bool(rows.any()) and (fit := self._fit(layer, stage, state, seen, rows)) is not None:
+                return self._kept(layer, seen, fit)
+        return None
+
+    def _candidates(self, stage: str, state: State) -> Iterator[Observed]:
+        yield from self._observed(stage, state[stage])
+        source = {"attn.c_proj": ("mid", "x"), "mlp.c_proj": ("", "mid")}.get(stage)
+        if source is not None:  # the sum behind a branch shows the branch's result
+            for seen in self._observed(source[0], state[source[0]]):
+                yield Observed(seen.value - state[source[1]], seen.slack, seen.bound, state[stage], -1)
+        if stage == "attn.v":  # what attention mixed shows its values
+            weights = state["attn.weights"]
+            if float(weights.diagonal(dim1=-2, dim2=-1).abs().min()) > 1e-6 and bool((weights.triu(1) == 0).all()):
+                inverse = torch.linalg.inv(weights)
+                for seen in self._observed("attn.mixed", state["attn.mixed"]):
+                    loose = seen.slack + seen.bound * seen.value.square().mean().sqrt()
+                    value, slack = (Layout.RIGHT.merge(one) for one in (inverse @ seen.value, inverse.abs() @ loose))
+                    yield Observed(value, slack, seen.bound, state[stage], -1)
+
+    def _fit(self, layer: int, stage: str, state: State, seen: Observed, rows: Tensor) -> Fit | None:
+        own, split = self.simulation.weights(layer), self._split
+        if stage in ("ln_1", "ln_2"):
+            eps, vectors = self.config.layer_norm_epsilon, self.library.vectors
+            inputs = (
+                {} if stage == "ln_1" else {"attention's result": state["attn.c_proj"], "the stream before attention": state["x"]}
+            )
+            norm = Norm(stage, own[f"{stage}.weight"], own[f"{stage}.bias"], eps, vectors, inputs)
+            return norm.fit(seen, state["x" if stage == "ln_1" else "mid"], rows)
+        if stage == "attn.weights":
+            keys = {f"the keys of block {n}": one["attn.k"] for n, one in enumerate(self.earlier)}
+            scale = right_scale(self.config, layer)
+            return Weights(state["attn.q"], state["attn.k"], self.config.n_head, scale, keys).fit(seen, rows)
+        if stage == "attn.mixed":
+            others = {"the keys": "attn.k", "the queries": "attn.q", "attention's inputs": "ln_1", "the streams": "x"}
+            values = {words: split(state[name]) for words, name in others.items()}
+            values |= {f"the values of block {n}": split(one["attn.v"]) for n, one in enumerate(self.earlier)}
+            return Mixed(state["attn.weights"], split(state["attn.v"]), values).fit(seen, rows)
+        if stage == "attn.heads":
+            flat = replace(seen, value=split(seen.value), slack=split(seen.slack), right=split(seen.right))
+            same = torch.eye(rows.shape[1], dtype=seen.value.dtype).expand(*rows.shape[:1], self.config.n_head, -1, -1)
+            fit = Mixed(same, state["attn.mixed"], {}).fit(flat, rows)
+            return None if fit is None else Fit(fit.faults, Layout.RIGHT.merge(fit.value))
+        if stage == "mlp.act":
+            return activation_fit(seen, state["mlp.c_fc"], rows)
+        if stage in ("mid", ""):
+            return sum_fit(seen, self._terms(layer, stage, state), rows, stage)
+        return self._linear(layer, stage, state, own).fit(seen, state[NEEDS[stage][0]], rows)
+
+    def _split(self, y: Tensor) -> Tensor:
+        return Layout.RIGHT.split(y, self.config.n_head)
+
+    def _linear(self, layer: int, stage: str, state: State, own: Mapping[str, Tensor]) -> Linear:
+        part = "attn.c_attn" if stage in ("attn.q", "attn.k", "attn.v") else stage
+        weight, bias = own[f"{part}.weight"], own[f"{part}.bias"]
+        if part != stage:
+            share = "qkv".index(stage[-1])
+            weight, bias = weight.chunk(3, 1)[share], bias.chunk(3)[share]
+        inputs = {
+            "attn.c_attn": {"the stream, without a norm": state["x"]},
+            "mlp.c_fc": {"the stream, without a norm": state.get("mid", state["x"]), "attention's input": state["ln_1"]},
+            "mlp.c_proj": {"what enters the activation": state.get("mlp.c_fc", state["x"])},
+            "attn.c_proj": {"the values": state["attn.v"], "attention's input": state["ln_1"]},
+        }[part]
+        return Linear(self.library, f"h.{layer}.{part}.weight", stage, weight, bias, inputs)
+
+    def _terms(self, layer: int, stage: str, state: State) -> dict[str, Tensor]:
+        """Return what a sum may hold, GPT-2's two terms first."""
+        if stage == "mid":
+            terms = {"x": state["x"], "attention's result": state["attn.c_proj"], "its normed input": state["ln_1"]}
+        else:
+            terms = {
+                "x after attention": state["mid"],
+                "the feed-forward's result": state["mlp.c_proj"],
+                "x before attention": state["x"],
+            }
+            terms |= {
+                "attention's result": state["attn.c_proj"],
+                "the normed input": state["ln_2"],
+                "attention's normed input": state["ln_1"],
+            }
+        if layer:
+            terms |= {"the embeddings": self.earlier[0]["x"], "the last block's feed-forward": self.earlier[-1]["mlp.c_proj"]}
+            terms |= {
+                "the last block's attention": self.earlier[-1]["attn.c_proj"],
+                "the last block's input": self.earlier[-1]["x"],
+            }
+        return terms
+
+    def _causes(self, explained: bool) -> Iterator[PlacedCause]:
+        groups: dict[tuple[str, str, str], list[Fault]] = {}
+        for fault in self.faults:
+            groups.setdefault((fault.id, fault.part, fault.detail if fault.layer is None else ""), []).append(fault)
+        for (id, _, _), same in groups.items():
+            places = collapsed(dict.fromkeys(fault.place for fault in same), self.config.n_layer)
+            evidence = "computed so from the values that your dump holds before it, this is what it holds here"
+            evidence += "; with all causes here, your own logits follow" if explained else ""
+            yield PlacedCause(id, places, same[0].detail, evidence, SURE if explained else LIKELY, None, f"{id} {same[0].part}")
+
+
+def _ancestors(stage: str) -> set[str]:
+    """Return the stages of a block from which a stage is computed."""
+    return {one for need in NEEDS[stage] if need != "x" for one in (need, *_ancestors(need))}

@@ -1,0 +1,338 @@
+"""Read off a linear layer's input and result which weights, which bias and which input it multiplied.
+
+Shapes: x (B, T, I); the result y (B, T, O); weights W (I, O); biases b (O,). R are the rows that are not GPT-2's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpt2.config import GPT2Config
+from gpt2.port.diagnosis.search import Fault
+from gpt2.port.dump.fits.observed import Fit, Observed, combined, formula, nice
+from gpt2.port.dump.fits.rounding import quantised, roundings
+
+MOST = 2**29  # products of columns that are compared
+MOST_COPIED = 2**24  # entries of matrices whose columns are compared
+LEAST_MATCHED = 0.4  # of the columns of a weight, to say where they come from
+ALIKE = 0.5  # cosine of a result and GPT-2's, from which on the weight may be a rounded one
+
+
+class Source(NamedTuple):
+    """Where a column of weights is in the checkpoint: a tensor, whether it is one of its rows, and its number."""
+
+    name: str
+    row: bool
+    number: int
+
+
+class Library:
+    """All vectors of a checkpoint ``state`` that a program may hold by mistake."""
+
+    def __init__(self, state: Mapping[str, Tensor], config: GPT2Config) -> None:
+        self.state, self.config = state, config
+        self.rounding = ""  # that other weights were seen to have
+        self.in_time: Callable[[], None] = lambda: None  # raises TimeUp
+        self._columns: dict[int, tuple[Tensor, list[tuple[str, bool, int]]]] = {}
+
+    def columns(self, size: int) -> tuple[Tensor, list[tuple[str, bool, int]]]:
+        """Return every column and row of ``size`` entries, (size, M), with the tensors they come from and how many of each."""
+        if size not in self._columns:
+            parts, origins = [], []
+            matrices = {name: tensor for name, tensor in self.state.items() if tensor.ndim == 2 and size in tensor.shape}
+            if sum(tensor.numel() for tensor in matrices.values()) > MOST_COPIED:  # a large model: its first blocks
+                matrices = {name: tensor for name, tensor in matrices.items() if name.startswith(("h.0.", "h.1."))}
+            for name, tensor in matrices.items():
+                for one, row in ((tensor, False), (tensor.t(), True)):
+                    if one.shape[0] == size:
+                        parts.append(one)
+                        origins.append((name, row, one.shape[1]))
+            self._columns[size] = torch.cat(parts, 1), origins
+        return self._columns[size]
+
+    def source(self, size: int, number: int) -> Source:
+        for name, row, count in self.columns(size)[1]:
+            if number < count:
+                return Source(name, row, number)
+            number -= count
+        raise IndexError
+
+    @cached_property
+    def vectors(self) -> dict[str, Tensor]:
+        """Biases and norms' weights, and the thirds of c_attn's biases."""
+        out = {name: tensor for name, tensor in self.state.items() if tensor.ndim == 1}
+        for name, tensor in list(out.items()):
+            if name.endswith("c_attn.bias"):
+                out |= {f"{name} ({letter})": third for letter, third in zip("qkv", tensor.chunk(3), strict=True)}
+        return out
+
+    def stack(self, name: str) -> list[tuple[Tensor, str]]:
+        """Return a tensor of all blocks one behind the other, (n,), in both orders of entries, and twice."""
+        every = [tensor for other, tensor in self.state.items() if other.split(".", 2)[2:] == name.split(".", 2)[2:]]
+        both = [([one.flatten() for one in every], "[in, out]"), ([one.t().flatten() for one in every], "[out, in]")]
+        return [(torch.cat(parts + parts), words) for parts, words in both if every]
+
+
+class Linear:
+    """One linear layer: the tensor ``name`` of the checkpoint, columns ``first`` to ``first + O`` of it.
+
+    ``inputs``: other tensors that it may have taken by mistake, in words.
+    """
+
+    def __init__(
+        self, library: Library, name: str, part: str, weight: Tensor, bias: Tensor, inputs: Mapping[str, Tensor]
+    ) -> None:
+        self.library, self.name, self.part, self.weight, self.bias, self.inputs = library, name, part, weight, bias, inputs
+        self.where = part if part in ("attn.q", "attn.k", "attn.v") else f"{part}.weight" if part != "logits" else part
+
+    def fit(self, seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
+        """Return what the layer computed from ``x`` to give ``seen`` at ``rows``."""
+        for family in (self._scaled, self._inputs, self._bias, self._columns, self._heads, self._rounded, self._part, self._read):
+            self.library.in_time()
+            if (fit := next(iter(family(seen, x, rows)), None)) is not None:
+                return fit
+        return None
+
+    def _fault(self, id: str, words: str, leaf: str = "") -> Fault:
+        return Fault(id, self.where.replace(".weight", f".{leaf}") if leaf else self.where, words)
+
+    def _cut(self, whole: Tensor) -> Tensor:
+        """Return this layer's share (I, O) of the checkpoint's tensor."""
+        if self.part == "logits":
+            return whole.T
+        share = {"attn.q": 0, "attn.k": 1, "attn.v": 2}.get(self.part)
+        return whole if share is None else whole.chunk(3, 1)[share]
+
+    # Families
+
+    def _scaled(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+        product, bias = x @ self.weight, self.bias.expand_as(seen.value)
+        terms = {"the product": product, "the bias": bias} if bool(self.bias.any()) else {"the product": product}
+        if x.shape == seen.value.shape:
+            terms["the layer's input"] = x
+        if (found := combined(seen.value, terms, rows, seen)) is None:
+            return
+        factors, fit = found
+        one, times = factors.get("the product", 0.0), factors.get("the bias", 0.0)
+        words = f"its result is {formula(factors)}"
+        if one == 1 and len(factors) + (times == 0) == 2 and "the layer's input" not in factors:
+            words = "no bias is added" if not times else f"the bias is added {times:g} times"
+            fault = self._fault("extra-bias" if times > 1 else "missing-bias" if not times else "wrong-tensor", words, "bias")
+        elif not one and "the layer's input" not in factors:
+            fault = self._fault("not-loaded", "the weight is zero, as a fresh array is")
+        elif not one:
+            id = "output-projection-missing" if self.part == "attn.c_proj" else "not-loaded"
+            fault = self._fault(id, f"{words}: there is no product with the weight")
+        else:
+            id = (
+                "residual-scaled"
+                if self.part.endswith("c_proj")
+                else "logits-scaled"
+                if self.part == "logits"
+                else "wrong-tensor"
+            )
+            fault = self._fault(id, words)
+        yield from filter(None, [seen.fitted(fit.value, rows, fault)])
+
+    def _inputs(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+        for words, other in self.inputs.items():
+            if other.shape == x.shape:
+                for bias in (self.bias, torch.zeros_like(self.bias)):
+                    missing = Fault(
+                        "norm-missing", "ln_1" if self.part.startswith("attn") else "ln_2", f"the layer's input is {words}"
+                    )
+                    fault = missing if "stream" in words else Fault("wrong-tensor", self.part, f"the layer's input is {words}")
+                    yield from filter(None, [seen.fitted(other @ self.weight + bias, rows, fault)])
+
+    def _bias(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+        """Another bias: what is added is the same at every token."""
+        product = x @ self.weight
+        added = (seen.value - product)[rows].mean(0)
+        if int(rows.sum()) < 2 or seen.fitted(product + added, rows) is None:
+            return
+        words, value = self.named_bias(added, seen)
+        yield from filter(None, [seen.fitted(product + value, rows, self._fault("wrong-tensor", words, "bias"))])
+
+    def named_bias(self, added: Tensor, seen: Observed) -> tuple[str, Tensor]:
+        """Return what a bias ``added`` (O,) is, in words, and its exact values, if it is one of the checkpoint's."""
+        loose = seen.bound * float(seen.value.square().mean().sqrt()) + float(seen.slack.max())
+        flat = torch.cat([torch.cat([one for _, one in self.library.vectors.items()])] * 2)
+        names = [name for name, one in self.library.vectors.items() for _ in range(len(one))]
+        windows = flat.unfold(0, len(added), 1)
+        errors = (windows - added).abs().amax(1)
+        for number in errors.argsort()[:1].tolist():
+            if float(errors[number]) <= loose:
+                name, first = names[number % len(names)], names.index(names[number % len(names)])
+                behind = f", from entry {number - first} on" if number != first else ""
+                return f"the bias is the checkpoint's {name}{behind}", windows[number]
+        ordered = self.bias.sort().values
+        if float((added.sort().values - ordered).abs().max()) <= loose:
+            order = torch.cdist(added[:, None], self.bias[:, None]).argmin(1)
+            return f"the bias is read in another order: {permutation(order)}", self.bias[order]
+        return "the bias is not the checkpoint's", added
+
+    def _columns(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+        """Columns that are others of the checkpoint: in another order, of another tensor, rows for columns."""
+        inputs, wanted = x[rows], seen.value[rows]
+        library, _ = self.library.columns(x.shape[-1])
+        if len(inputs) < 4 or library.shape[1] * wanted.shape[1] * len(inputs) > MOST:
+            return
+        made = inputs @ library
+        made, wanted = made - made.mean(0), wanted - wanted.mean(0)  # the bias is not known
+        apart = torch.cdist(wanted.T, made.T)
+        nearest = apart.min(1)
+        size = float(seen.value.square().mean().sqrt())
+        loose = 2 * (seen.slack[rows].amax(0) + seen.bound * size) * len(inputs) ** 0.5
+        fits = nearest.values <= loose
+        if float(fits.double().mean()) < LEAST_MATCHED:
+            return
+        sources = [self.library.source(x.shape[-1], int(n)) for n in nearest.indices]
+        weight = library[:, nearest.indices]
+        unknown = ~fits
+        weight = torch.where(unknown, 0.0, weight)
+        bias = (seen.value[rows] - inputs @ weight).mean(0)
+        fault = self._described([s for s, fit in zip(sources, fits.tolist(), strict=True) if fit], int(unknown.sum()))
+        value = x @ weight + bias
+        value = torch.where(unknown, seen.value, value)
+        yield from filter(None, [seen.fitted(value, rows, fault)])
+
+    def _described(self, sources: list[Source], unknown: int) -> Fault:
+        name, row = Counter((one.name, one.row) for one in sources).most_common(1)[0][0]
+        where = f"{name}{', its rows as columns' if row else ''}"
+        order = permutation(torch.tensor([one.number for one in sources if (one.name, one.row) == (name, row)]))
+        rest = f", and {unknown} columns are none of the checkpoint's" if unknown else ""
+        share = {"attn.q": 0, "attn.k": 1, "attn.v": 2}.get(self.part)
+        if name != self.name:
+            words = f"the weight's columns are those of {where}: {order}{rest}"
+            return self._fault("transposed" if row and name == self.name else "wrong-tensor", words)
+        if row:
+            return self._fault("transposed", f"the weight is used transposed: columns are {where}, {order}{rest}")
+        words = f"the weight's columns are in another order: {order}{rest}"
+        if share is None:
+            return self._fault("wrong-tensor", words)
+        width = self.library.config.n_embd
+        thirds = Counter(one.number // width for one in sources)
+        if len(thirds) == 1 and share not in thirds:
+            return Fault("qkv-order", "attn", f"{self.part} is computed with the columns of {'qkv'[next(iter(thirds))]}")
+        return Fault("head-layout", "attn.c_attn", words)
+
+    def _heads(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+        """Rows of the weight in another order, by heads: the result is a sum of heads, each with another's rows."""
+        heads, width = self.library.config.n_head, self.library.config.n_embd
+        if x.shape[-1] != width or self.part != "attn.c_proj":
+            return
+        parts, blocks = x.unflatten(-1, (heads, -1)), self.weight.unflatten(0, (heads, -1))
+        terms = torch.einsum("bthk,gkd->hgbtd", parts, blocks).flatten(0, 1)
+        columns, wanted = terms[:, rows].flatten(1).T, (seen.value - self.bias)[rows].flatten()
+        if len(columns) > columns.shape[1]:
+            factors = torch.linalg.lstsq(columns, wanted[:, None]).solution[:, 0]
+            exact = torch.tensor([nice(float(f)) for f in factors], dtype=x.dtype)
+            value = torch.tensordot(exact, terms, 1) + self.bias
+            table = exact.view(heads, heads)
+            taken = [
+                f"head {h} with "
+                + (
+                    " + ".join(f"{float(table[h, g]):g} rows of head {g}" for g in table[h].nonzero().flatten().tolist())
+                    or "nothing"
+                )
+                for h in range(heads)
+                if not (table[h, h] == 1 and int((table[h] != 0).sum()) == 1)
+            ]
+            fault = Fault("head-layout", "attn.c_proj.weight", f"the projection multiplies {'; '.join(taken[:3])}")
+            yield from filter(None, [seen.fitted(value, rows, fault)])
+        if x.shape[-1] <= seen.value.shape[-1]:  # the input that the result shows: its features in another order?
+            solved = torch.linalg.lstsq(self.weight.T, (seen.value - self.bias)[rows].T).solution.T
+            order = torch.cdist(solved.T.contiguous(), x[rows].T.contiguous()).argmin(1)
+            fault = Fault(
+                "head-layout", "attn.c_proj.weight", f"the features that it multiplies are in another order: {permutation(order)}"
+            )
+            yield from filter(None, [seen.fitted(x[..., order] @ self.weight + self.bias, rows, fault)])
+
+    def _rounded(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+        """Weights in fewer bits, and numbers on the way."""
+        one, other = (value[rows].flatten() - value[rows].mean() for value in (seen.value, seen.right))
+        if float(one @ other / (one.norm() * other.norm()).clamp(min=1e-300)) < ALIKE:
+            return
+        few = x[rows][:1]
+        wanted = seen.value[rows][:1]
+        loose = seen.slack[rows][:1] + 2 * seen.bound * seen.value.square().mean().sqrt()
+        for words, make in sorted(quantised(self.library.state[self.name]), key=lambda one: one[0] != self.library.rounding):
+            self.library.in_time()
+            weight = self._cut(make())
+            if bool(((few @ weight + self.bias - wanted).abs() <= loose).all()):
+                fault = self._fault("reduced-precision", f"the weight holds the checkpoint's values {words}")
+                if (fit := seen.fitted(x @ weight + self.bias, rows, fault)) is not None:
+                    self.library.rounding = words
+                    yield fit
+        for words, rounded in roundings():
+            for what, value in (
+                ("its result is", rounded(x @ self.weight + self.bias)),
+                ("its input is", rounded(x) @ self.weight + self.bias),
+                ("input and weight are", rounded(x) @ rounded(self.weight) + self.bias),
+            ):
+                fault = Fault("reduced-precision", self.part, f"{what} rounded {words}")
+                yield from filter(None, [seen.fitted(value, rows, fault)])
+
+    def _part(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+        """Only the first or the last inputs are multiplied."""
+        wanted = (seen.value - self.bias)[rows][0]
+        terms = x[rows][0, :, None] * self.weight
+        for what, sums in (("first", terms.cumsum(0)), ("last", terms.flip(0).cumsum(0))):
+            count = 1 + int((sums - wanted).abs().amax(1).argmin())
+            kept = torch.zeros_like(self.weight)
+            some = slice(0, count) if what == "first" else slice(len(kept) - count, None)
+            kept[some] = self.weight[some]
+            words = f"only the {what} {count} of {len(kept)} inputs are multiplied; the weight's other rows are zero"
+            yield from filter(None, [seen.fitted(x @ kept + self.bias, rows, self._fault("not-loaded", words))])
+
+    def _read(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+        """Weights that are read from another place of a file that holds those of all blocks one behind the other."""
+        if self.part in ("logits",) or int(rows.sum()) < 2:
+            return
+        inputs, wanted = x[rows][:4], seen.value[rows][:4]
+        whole, into = self.library.state[self.name], x.shape[-1]
+        own = whole.shape[1]
+        shift = {"attn.k": self.library.config.n_embd, "attn.v": 2 * self.library.config.n_embd}.get(self.part, 0)
+        inputs, goal = inputs - inputs.mean(0), wanted[:, 0] - wanted[:, 0].mean()
+        for flat, words in self.library.stack(self.name):
+            by = own if words == "[in, out]" else 1
+            sums = torch.stack([_slid(flat, row, by) for row in inputs])  # (rows, offsets): the first column at each offset
+            errors = (sums - goal[:, None]).abs().amax(0)
+            first = int(errors.argmin())
+            start = first - (shift if by == own else shift * into)
+            if start < 0 or start + whole.numel() > len(flat):
+                continue
+            read = flat[start : start + whole.numel()]
+            weight = read.view(into, own) if by == own else read.view(own, into).T
+            weight = weight[:, shift : shift + seen.value.shape[-1]]
+            bias = (seen.value[rows] - x[rows] @ weight).mean(0)
+            layer = int(self.name.split(".")[1])
+            place = f"entry {start} of the blocks' weights one behind the other, {words}"
+            place += f"; this block's begin at {layer * whole.numel()}"
+            fault = self._fault("wrong-tensor", f"the weight is read from {place}")
+            yield from filter(None, [seen.fitted(x @ weight + bias, rows, fault)])
+
+
+def _slid(flat: Tensor, row: Tensor, by: int) -> Tensor:
+    """Return sum_i row[i] flat[o + i by] for every offset o that leaves room."""
+    usable = len(flat) // by * by
+    lanes = flat[:usable].view(-1, by).T  # (by, n)
+    length = lanes.shape[1] + len(row)
+    spectrum = torch.fft.rfft(lanes, length) * torch.fft.rfft(row, length).conj()
+    return torch.fft.irfft(spectrum, length)[:, : lanes.shape[1] - len(row) + 1].T.flatten()
+
+
+def permutation(order: Tensor) -> str:
+    """Return an order of entries in words: where the first ones come from."""
+    shown = ", ".join(map(str, order[:6].tolist()))
+    if len(order) > 1 and bool((order.diff() == 1).all()):
+        return f"{int(order[0])} to {int(order[-1])}"
+    if len(order) > 1 and bool((order.diff() == -1).all()):
+        return "backwards"
+    return f"the first are {shown}"

@@ -1,0 +1,213 @@
+"""Read off a norm's input and result over what it ran, and what it multiplied and added.
+
+Shapes: x and the result (B, T, D); weight and bias (D,); per token (B, T).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from gpt2.port.diagnosis.norms import layer_norm
+from gpt2.port.diagnosis.search import Fault
+from gpt2.port.dump.fits.linear import permutation
+from gpt2.port.dump.fits.observed import Fit, Observed, nice
+
+SAME = 1e-3  # relative difference of factors that are one
+LEAST = 0.05  # the least weight, of the largest, through which a norm's own result is read
+
+
+class Norm:
+    """The norm ``part`` with ``weight`` and ``bias``; ``vectors``: all others that it may hold; ``inputs``: other inputs."""
+
+    def __init__(
+        self, part: str, weight: Tensor, bias: Tensor, eps: float, vectors: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> None:
+        self.part, self.weight, self.bias, self.eps, self.vectors, self.inputs = part, weight, bias, eps, vectors, inputs
+
+    def fit(self, seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
+        """Return what the norm computed from ``x`` to give ``seen`` at ``rows``."""
+        for family in (self._affine, self._statistics, self._inputs):
+            if (fit := next(iter(family(seen, x, rows)), None)) is not None:
+                return fit
+        return None
+
+    def _fault(self, id: str, words: str) -> Fault:
+        return Fault(id, self.part, words)
+
+    def _affine(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+        """Another weight or bias behind the right norm, or behind one that does not subtract the mean."""
+        if int(rows.sum()) < 4:
+            return
+        for words, normed in (
+            ("", layer_norm(x, eps=self.eps)),
+            ("rms", layer_norm(x, eps=self.eps, centred=False, square=True)),
+        ):
+            a, b = normed[rows], seen.value[rows]
+            middle = a - a.mean(0)
+            weight = (middle * (b - b.mean(0))).sum(0) / middle.square().sum(0).clamp(min=1e-300)
+            bias = b.mean(0) - weight * a.mean(0)
+            if seen.fitted(normed * weight + bias, rows) is None:
+                continue
+            (id, gain), (other, shift) = self._named(weight, self.weight, "weight"), self._named(bias, self.bias, "bias")
+            faults = [self._fault("rmsnorm", "it does not subtract the mean, and divides by the root mean square")] * bool(words)
+            plain = bool(id) and bool((gain[1] == 1).all())
+            if plain and other == "missing-bias":
+                other = ""
+            faults += [self._fault(one, text) for one, text in ((id, gain[0]), (other, shift[0])) if one]
+            for values in ((gain[1], shift[1]), (weight, bias)):
+                if (fit := seen.fitted(normed * values[0] + values[1], rows, *faults)) is not None:
+                    yield fit
+
+    def _named(self, fitted: Tensor, own: Tensor, leaf: str) -> tuple[str, tuple[str, Tensor]]:
+        """Return the cause and words for a fitted weight or bias, and its exact values; no cause if it is the norm's own."""
+
+        def near(one: Tensor | float) -> bool:
+            return float((fitted - one).abs().max()) <= SAME * max(float(fitted.abs().max()), 0.1)
+
+        if near(own):
+            return "", ("", own)
+        plain = torch.full_like(own, 1.0 if leaf == "weight" else 0.0)
+        if near(plain):
+            id = "layernorm-without-affine" if leaf == "weight" else "missing-bias"
+            return id, (f"the {leaf} is not applied", plain)
+        ratio = nice(float((fitted * own).sum() / own.square().sum().clamp(min=1e-300)))
+        for words, value in (("one is added to the weight", own + 1), ("the weight is applied twice", own * own)):
+            if leaf == "weight" and near(value):
+                return "layernorm-without-affine", (words, value)
+        if near(ratio * own):
+            id = "extra-bias" if leaf == "bias" and ratio > 1 else "wrong-tensor"
+            return id, (f"the {leaf} is multiplied by {ratio:.6g}", ratio * own)
+        for name, other in self.vectors.items():
+            if other.shape == own.shape and near(other):
+                id = "norms-swapped" if ".ln_" in name or "ln_f" in name else "wrong-tensor"
+                return id, (f"the {leaf} is that of {name}", other)
+        if float((fitted.sort().values - own.sort().values).abs().max()) <= SAME * float(own.abs().max()):
+            order = torch.cdist(fitted[:, None], own[:, None]).argmin(1)
+            return "wrong-tensor", (f"the {leaf} is read in another order: {permutation(order)}", own[order])
+        flat = torch.cat(list(self.vectors.values()))
+        errors = (flat.unfold(0, len(own), 1) - fitted).abs().amax(1)
+        at = int(errors.argmin())
+        if float(errors[at]) <= SAME * float(fitted.abs().max()):
+            return "wrong-tensor", (
+                f"the {leaf} is read from another place of the checkpoint's vectors",
+                flat[at : at + len(own)],
+            )
+        return "not-loaded", (f"the {leaf} does not hold the checkpoint's values", fitted)
+
+    def _statistics(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+        """Another mean or deviation: each token's result is the input, times a number, plus a number."""
+        ones, zeros = torch.ones_like(self.weight), torch.zeros_like(self.bias)
+        for weight, bias, also in (
+            (self.weight, self.bias, ()),
+            (ones, zeros, (self._fault("layernorm-without-affine", "neither weight nor bias is applied"),)),
+            (self.weight, zeros, (self._fault("missing-bias", "the norm's bias is not applied"),)),
+        ):
+            used = weight.abs() > LEAST * weight.abs().max()
+            z, inner = ((seen.value - bias) / torch.where(used, weight, 1.0))[..., used], x[..., used]
+            middle = inner - inner.mean(-1, keepdim=True)
+            factor = (middle * z).sum(-1) / middle.square().sum(-1).clamp(min=1e-300)
+            shift = z.mean(-1) - factor * inner.mean(-1)
+            general = (x * factor[..., None] + shift[..., None]) * weight + bias
+            if seen.fitted(general, rows) is None:
+                continue
+            for id, words, mean, variance in self._sets(x, factor, shift, rows):
+                for eps in (self.eps, 0.0):
+                    value = (x - mean) / (variance + eps).sqrt() * weight + bias
+                    yield from filter(None, [seen.fitted(value, rows, self._fault(id, words), *also)])
+            yield from self._scalars(seen, x, factor, shift, rows, weight, bias, also)
+            words = "each token is not divided by its own standard deviation, but by something else"
+            yield from filter(None, [seen.fitted(general, rows, self._fault("layernorm-not-normalising", words), *also)])
+
+    def _sets(self, x: Tensor, factor: Tensor, shift: Tensor, rows: Tensor) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+        """Yield means and variances over sets of tokens: those that are scaled alike, or of one token."""
+        mean, variance = x.mean(-1), x.var(-1, correction=0)
+        near = ((factor[..., None, None] - factor).abs() <= SAME * factor.abs()) & (
+            (shift[..., None, None] - shift).abs() <= SAME * (shift.abs() + factor.abs())
+        )
+        sets = near & rows & rows[..., None, None]
+        count = sets.double().sum((-1, -2)).clamp(min=1)
+        first = (sets * mean).sum((-1, -2)) / count
+        second = (sets * (variance + mean.square())).sum((-1, -2)) / count - first.square()
+        if bool((count > 1).any()):
+            whole = (
+                bool(sets[rows].any(0)[rows].all()) and len(count[rows].unique()) == 1 and int(count[rows][0]) == int(rows.sum())
+            )
+            words = "the norm runs over all tokens together" if whole else "the norm runs over several tokens together"
+            yield "layernorm-axis", words, first[..., None], second[..., None]
+        token = torch.where(rows.any(0), factor[0], 0.0)
+        for at in range(x.shape[1] if token.any() else 0):
+            words = f"every token is normalised with the mean and the variance of token {at}"
+            yield "layernorm-axis", words, mean[:, at, None, None], variance[:, at, None, None]
+        for words, part in (("first half", x[..., : x.shape[-1] // 2]), ("second half", x[..., x.shape[-1] // 2 :])):
+            text = f"the variance is that of the {words} of the features"
+            yield "layernorm-axis", text, mean[..., None], part.var(-1, correction=0, keepdim=True)
+            yield (
+                "layernorm-axis",
+                f"mean and variance are those of the {words} of the features",
+                part.mean(-1, keepdim=True),
+                part.var(-1, correction=0, keepdim=True),
+            )
+
+    def _scalars(
+        self,
+        seen: Observed,
+        x: Tensor,
+        factor: Tensor,
+        shift: Tensor,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        also: tuple[Fault, ...],
+    ) -> Iterator[Fit]:
+        """Another divisor of the variance, another epsilon, another mean, as numbers that are the same for all tokens."""
+        if int(rows.sum()) < 3:
+            return
+        inverse = factor[rows] ** -2
+        width = x.shape[-1]
+        for id, what, spread in (("", "variance", x.var(-1, correction=0)), ("rmsnorm", "mean square", x.square().mean(-1))):
+            columns = torch.stack([spread[rows], torch.ones_like(inverse)], 1)
+            times, eps = torch.linalg.lstsq(columns, inverse[:, None]).solution[:, 0].tolist()
+            if float((columns @ torch.tensor([times, eps], dtype=x.dtype) - inverse).abs().max()) > SAME * float(inverse.max()):
+                continue
+            mean = x.mean(-1, keepdim=True)
+            centred = float((shift / factor + mean[..., 0])[rows].abs().max()) <= SAME * float(x.square().mean().sqrt())
+            known = {width / (width - n): n for n in range(-3, 4)}
+            times = next((one for one in known if abs(one - times) < SAME / 4), nice(times))
+            eps = next(
+                (e for e in (self.eps, 0.0, 1e-6, 1e-8, 1e-12, 1e-3, 1e-4, 1e-2, 0.1, 1.0) if abs(e - eps) <= 0.02 * e + 1e-7),
+                eps,
+            )
+            faults = list(also)
+            if id or not centred:
+                faults.append(
+                    self._fault(
+                        "rmsnorm", f"it divides by the root of the {what}, and subtracts {'the' if centred else 'no'} mean"
+                    )
+                )
+            if times != 1:
+                words = (
+                    f"the variance is divided by D - {known[times]}"
+                    if times in known
+                    else f"the {what} is multiplied by {times:.6g}"
+                )
+                faults.append(self._fault("layernorm-unbiased-variance", words))
+            if abs(eps - self.eps) > 1e-9:
+                faults.append(self._fault("layernorm-eps", f"epsilon is {eps:.4g}; the checkpoint's is {self.eps:g}"))
+            value = (x - mean * centred) / (times * spread + eps).sqrt()[..., None] * weight + bias
+            if len(faults) > len(also):
+                yield from filter(None, [seen.fitted(value, rows, *faults)])
+
+    def _inputs(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+        def norm(value: Tensor) -> Tensor:
+            return layer_norm(value, self.weight, self.bias, self.eps)
+
+        twice = self._fault("extra-norm", "the norm is applied twice")
+        yield from filter(None, [seen.fitted(norm(norm(x)), rows, twice)])
+        before = self._fault("layernorm-not-normalising", "weight and bias are applied before the norm, not behind it")
+        yield from filter(None, [seen.fitted(layer_norm(x * self.weight + self.bias, eps=self.eps), rows, before)])
+        for words, other in self.inputs.items():
+            fault = Fault("residual-missing", "mid", f"the norm's input is {words}")
+            yield from filter(None, [seen.fitted(norm(other), rows, fault)])

@@ -1,0 +1,142 @@
+"""An array that may be the result of an operator, with its rounding; and regressions on it.
+
+Shapes: the result is laid out as the stage's own value, (B, T, D), (B, H, T, K) or (B, H, T, T); ``rows`` (B, T) are the tokens
+at which it is not GPT-2's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpt2.port.diagnosis.search import Fault
+
+NICE = 2e-4  # the largest relative error of a fitted coefficient that was meant to be a simple number
+MAX_TERMS = 4
+SHOWN = 4
+
+
+class Fit(NamedTuple):
+    """What an operator computed: its faults, and its value, GPT-2's own where ``rows`` of the observation are right."""
+
+    faults: tuple[Fault, ...]
+    value: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """A stage's value as recorded; ``slack``: what storage may have rounded away, by entry; ``bound``: of the computation,
+    relative to the root mean square. ``right``: GPT-2's value. ``numbers``: the pool's entries."""
+
+    value: Tensor
+    slack: Tensor
+    bound: float
+    right: Tensor
+    number: int
+
+    def agrees(self, predicted: Tensor) -> Tensor:
+        """Return where a prediction is the recorded value, within rounding; of the value's shape."""
+        size = predicted.square().mean().sqrt()
+        return (predicted - self.value).abs() <= self.slack + self.bound * size
+
+    def wrong_rows(self) -> Tensor:
+        """Return (B, T): the tokens whose value is not GPT-2's."""
+        agrees = self.agrees(self.right)
+        return ~(agrees.all(-1) if agrees.ndim == 3 else agrees.all(-1).all(1))
+
+    def fitted(self, predicted: Tensor, rows: Tensor, *faults: Fault) -> Fit | None:
+        """Return the fit if ``predicted`` is the recorded value at ``rows``, and GPT-2's value elsewhere."""
+        at = rows if predicted.ndim == 3 else rows[:, None].expand(predicted.shape[:3])
+        value = torch.where(at[..., None], predicted, self.right)
+        if not bool(value.isfinite().all()) or not bool(self.agrees(value)[at].all()):
+            return None
+        return Fit(tuple(replace(fault, detail=where(rows) + fault.detail) for fault in faults), value)
+
+
+def where(rows: Tensor) -> str:
+    """Return in words at which tokens a fault is seen: nothing, if at all of them."""
+    tokens = rows.any(0).nonzero().flatten().tolist()
+    if len(tokens) < 2 or bool(rows.all()) or not torch.equal(rows, rows.any(0).expand_as(rows)):
+        batch = rows.any(1).nonzero().flatten().tolist()
+        if bool(rows.any()) and len(batch) < len(rows) and bool(rows[batch].all()):
+            return f"in row {batch[0]} of the batch alone: " if len(batch) == 1 else "in some rows of the batch: "
+        if len(tokens) != 1 or rows.shape[1] == 1:
+            return ""
+    if tokens[0] >= 2 and tokens == list(range(tokens[0], rows.shape[1])):
+        return f"from token {tokens[0]} on, as in steps after a prompt: "
+    if tokens[0] == 0 and len(tokens) > 1 and tokens[-1] + 1 == len(tokens) < rows.shape[1]:
+        return f"up to token {tokens[-1]}, as in a prompt before steps: "
+    return f"at token {tokens[0]}: " if len(tokens) == 1 else ""
+
+
+def laid(entry: Tensor, sizes: Mapping[str, int]) -> Iterator[Tensor]:
+    """Yield ``entry`` with the axes of ``sizes``, in every order of axes that its own shape allows, the natural one first."""
+    own = [size for size in entry.shape if size != 1]
+    if entry.numel() != math.prod(sizes.values()):
+        return
+    names = list(sizes)
+    orders = list(itertools.permutations(names))
+    if len(own) == 1:
+        orders = [order for order in orders if order[-1] == names[-1]]
+    for order in orders:
+        if _merges([sizes[name] for name in order if sizes[name] != 1], own):
+            yield entry.reshape([sizes[name] for name in order]).permute([order.index(name) for name in names])
+
+
+def _merges(parts: Sequence[int], own: Sequence[int]) -> bool:
+    """Return whether neighbouring ``parts`` multiply to the sizes ``own``."""
+    parts = list(parts)
+    for size in own:
+        product = 1
+        while parts and product < size:
+            product *= parts.pop(0)
+        if product != size:
+            return False
+    return not parts
+
+
+def nice(value: float, known: Iterable[float] = ()) -> float:
+    """Return the simple or ``known`` number that a coefficient was meant to be, if one is near."""
+    simple = [0.0, *known, *(sign * n / m for n in range(1, 13) for m in (1, 2, 3, 4, 5, 10) for sign in (1, -1))]
+    return next((one for one in simple if abs(value - one) <= NICE * max(abs(one), 0.05)), value)
+
+
+def combined(target: Tensor, terms: Mapping[str, Tensor], rows: Tensor, seen: Observed) -> tuple[dict[str, float], Fit] | None:
+    """Return the fewest ``terms`` with the coefficients that sum to ``target`` at ``rows``; None if no four do."""
+    names = list(terms)
+    columns = torch.stack([terms[name].expand_as(target)[rows].flatten() for name in names], 1)
+    wanted = target[rows].flatten()
+    gram, along, total = columns.T @ columns, columns.T @ wanted, float(wanted.square().sum())
+    for count in range(1, min(MAX_TERMS, len(names)) + 1):
+        sets = torch.tensor(list(itertools.combinations(range(len(names)), count)))
+        inner = gram[sets[:, :, None], sets[:, None]]
+        scale = inner.diagonal(dim1=1, dim2=2).clamp(min=1e-300).sqrt()
+        inner = inner / scale[:, :, None] / scale[:, None] + 1e-13 * torch.eye(count, dtype=inner.dtype)
+        ratio = torch.linalg.solve(inner, (along[sets] / scale)[..., None])[..., 0]
+        left = total - (ratio * along[sets] / scale).sum(1)
+        for number in left.argsort()[:3].tolist():
+            if float(left[number]) > 1e-3 * total:
+                break
+            factors = {
+                names[i]: nice(float(f)) for i, f in zip(sets[number].tolist(), ratio[number] / scale[number], strict=True)
+            }
+            value = sum((factor * terms[name] for name, factor in factors.items()), torch.zeros_like(target))
+            if 0.0 not in factors.values() and (fit := seen.fitted(value, rows)) is not None:
+                return factors, fit
+    return None
+
+
+def formula(factors: Mapping[str, float]) -> str:
+    """Return a sum in words: ``x + 2 (attention's result)``."""
+    parts = []
+    for name, factor in factors.items():
+        sign = "-" if factor < 0 else "+"
+        size = "" if abs(factor) == 1 else f"{abs(factor):.6g} "
+        parts.append(f"{sign} {size}{name}")
+    return " ".join(parts).removeprefix("+ ")

@@ -1,0 +1,98 @@
+"""List what weights and numbers are after a program has stored them in fewer bits: floats, integers in groups, decimals."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gpt2.port.diagnosis.search import Formula
+
+SCHEMES = ("symmetric", "symmetric, by a power of two", "by the largest", "with a least value", "with a zero point")
+GROUPS = (32, 64, 128, 16, 256)
+MANTISSAS = {7: "bfloat16", 10: "float16 or TF32", 3: "float8, e4m3", 2: "float8, e5m2"}
+
+
+def mantissa(bits: int, cut: bool, x: Tensor) -> Tensor:
+    """Return ``x`` with so many bits behind the first one, rounded to nearest or cut off."""
+    part, exponent = x.frexp()
+    scaled = part * 2.0 ** (bits + 1)
+    return torch.ldexp(scaled.trunc() if cut else scaled.round(), exponent - bits - 1)
+
+
+def decimals(places: int, x: Tensor) -> Tensor:
+    return (x * 10.0**places).round() / 10.0**places
+
+
+def roundings() -> Iterator[tuple[str, Formula]]:
+    """Yield ways to round numbers, in words."""
+    for bits in (7, 10, 3, 2, 4, 5, 6, 8, 9, 11, 12):
+        for cut in (False, True):
+            name = f" ({MANTISSAS[bits]})" if bits in MANTISSAS else ""
+            yield f"to {bits} bits of mantissa{name}{', cut off' if cut else ''}", partial(mantissa, bits, cut)
+    for places in range(1, 7):
+        yield f"to {places} decimals", partial(decimals, places)
+
+
+def quantised(weight: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Yield a weight (I, O) in fewer bits, in words: floats, decimals, and integers with a scale for each group."""
+    for words, rounded in roundings():
+        yield f"rounded {words}", partial(rounded, weight)
+    for where, groups, back in _grouped(weight):
+        for bits in (4, 8, 5, 6, 3, 2, 7):
+            for words, half in itertools.product(SCHEMES, (False, True)):
+                kind = ", scales in float16" if half else ""
+                yield (
+                    f"in {bits} bits, {words}{kind}, {where}",
+                    lambda g=groups, b=back, n=bits, w=words, h=half: b(_integers(g, n, w, h)),
+                )
+
+
+def _grouped(weight: Tensor) -> Iterator[tuple[str, Tensor, Callable[[Tensor], Tensor]]]:
+    """Yield the weight as rows that share a scale, and how to bring them back."""
+    yield "one scale for all", weight.reshape(1, -1), lambda x: x.view(weight.shape)
+    yield "a scale for each column", weight.T, lambda x: x.T
+    yield "a scale for each row", weight, lambda x: x
+    for size in GROUPS:
+        for words, one in (("along rows", weight), ("along columns", weight.T)):
+            flat = one.flatten()
+            missing = -len(flat) % size
+            if size >= len(flat):
+                continue
+            padded = torch.cat([flat, flat.new_zeros(missing)]).view(-1, size)
+
+            def back(x: Tensor, shape: torch.Size = one.shape, turned: bool = words == "along columns") -> Tensor:
+                flat = x.flatten()[: shape.numel()].view(shape)
+                return flat.T if turned else flat
+
+            yield f"a scale for each {size} {words}", padded, back
+
+
+def _integers(rows: Tensor, bits: int, scheme: str, half: bool) -> Tensor:
+    """Return rows (N, size) in integers of so many bits, each row with its scale; ``half``: which is stored in float16."""
+    top = 2**bits - 1
+    most = top // 2
+    low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
+    largest = torch.where(high > -low, high, low)
+
+    def stored(x: Tensor) -> Tensor:
+        return x.half().to(x) if half else x
+
+    if scheme.startswith("symmetric"):
+        step = _nonzero(stored(largest.abs() / (most + (scheme != "symmetric"))))
+        return (rows / step).round().clamp(-most - 1, most) * step
+    if scheme == "by the largest":
+        step = _nonzero(stored(largest / -(most + 1)))
+        return ((rows / step + most + 1.5).floor().clamp(0, top) - most - 1) * step
+    step, least = _nonzero(stored((high - low) / top)), stored(low)
+    if scheme == "with a least value":
+        return ((rows - least) / step).round().clamp(0, top) * step + least
+    point = (-low / step).round().clamp(0, top)
+    return (((rows / step).round() + point).clamp(0, top) - point) * step
+
+
+def _nonzero(step: Tensor) -> Tensor:
+    return torch.where(step == 0, 1.0, step)

@@ -1,0 +1,91 @@
+"""Read off the embeddings, the sums of a block and its activation what was added to what.
+
+Shapes: (B, T, D); ids (B, T).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from gpt2.port.diagnosis.activations import FUNCTIONS
+from gpt2.port.diagnosis.search import Fault
+from gpt2.port.dump.fits.observed import SHOWN, Fit, Observed, combined, formula, nice
+
+MOST_PAIRS = 2**22  # pairs of an id and a position that are tried
+NEIGHBOURS = 0.02  # of the span of a function's results: how far those of neighbouring arguments may be apart
+
+
+def sum_fit(seen: Observed, terms: Mapping[str, Tensor], rows: Tensor, part: str) -> Fit | None:
+    """Return which multiples of ``terms`` a residual is the sum of; GPT-2 adds the first two, stream and branch."""
+    if (found := combined(seen.value, terms, rows, seen)) is None:
+        return None
+    factors, fit = found
+    stream, branch, *_ = terms
+    added = [name for name in factors if "norm" in name]
+    id = "residual-scaled" if stream in factors and branch in factors else "residual-missing"
+    id = "residual-from-normed" if added else id
+    return seen.fitted(fit.value, rows, Fault(id, part, f"the sum is {formula(factors)}; GPT-2's is {stream} + {branch}"))
+
+
+def activation_fit(seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
+    """Return the function of one number that gives each recorded one, if there is one, with the likest of the known ones."""
+    u, y = x[rows].flatten(), seen.value[rows].flatten()
+    columns = torch.stack([formula(u) for _, formula in FUNCTIONS.values()])
+    ratio = (columns @ y) / columns.square().sum(1).clamp(min=1e-300)
+    errors = (ratio[:, None] * columns - y).abs().amax(1).nan_to_num(torch.inf)
+    for number in errors.argsort()[:3].tolist():
+        label = list(FUNCTIONS)[number]
+        words, function = FUNCTIONS[label]
+        times = nice(float(ratio[number]))
+        many = "" if times == 1 else f"{times:.6g} times "
+        fault = Fault("gelu-variant", "mlp.act", f"your activation is {many}{words}")
+        if (fit := seen.fitted(times * function(x), rows, fault)) is not None:
+            return fit
+    order = u.argsort()
+    steps, span = y[order].diff().abs(), float(y.max() - y.min())
+    gaps = u[order].diff()
+    smooth = steps <= NEIGHBOURS * span + 4 * gaps * max(span / float(u.max() - u.min()), 1.0)
+    if float(smooth.double().mean()) < 1.0 or float(torch.corrcoef(torch.stack([u, y]))[0, 1].abs()) < 0.1:
+        return None
+    at = ", ".join(f"f({float(u[i]):.3g}) = {float(y[i]):.4g}" for i in order[:: max(1, len(order) // SHOWN)][:SHOWN].tolist())
+    fault = Fault("gelu-variant", "mlp.act", f"an activation that is none of those known here: {at}")
+    return seen.fitted(seen.value, rows, fault)
+
+
+def embedding_fit(seen: Observed, ids: Tensor, wte: Tensor, wpe: Tensor, rows: Tensor) -> Fit | None:
+    """Return which rows of which tables were added, with which factors."""
+    tokens = ids.shape[1]
+    words, places = wte[ids], wpe[:tokens].expand(len(ids), -1, -1)
+    found = combined(seen.value, {"wte[id]": words, "wpe[position]": places}, rows, seen)
+    if found is not None:
+        factors, fit = found
+        id = "position-missing" if "wpe[position]" not in factors else "embedding-scaled"
+        return seen.fitted(
+            fit.value, rows, Fault(id, "wpe" if id == "position-missing" else "embed", f"the embedding is {formula(factors)}")
+        )
+    if len(wte) * len(wpe) > MOST_PAIRS:
+        return None
+    taken, at = torch.zeros_like(ids), torch.arange(tokens).expand_as(ids).clone()
+    for row, token in rows.nonzero().tolist():
+        apart = torch.cdist(seen.value[row, token] - wpe, wte)  # (positions, ids)
+        at[row, token], taken[row, token] = divmod(int(apart.argmin()), len(wte))
+    taken = torch.where(rows, taken, ids)
+    value = wte[taken] + wpe[at]
+    faults = []
+    for part, wrong, right, id in (
+        ("wte", taken, ids, "wrong-tensor"),
+        ("wpe", at, torch.arange(tokens).expand_as(ids), "position-offset"),
+    ):
+        if not torch.equal(wrong, right):
+            row, token = (wrong != right).nonzero()[0].tolist()
+            given, wanted = (", ".join(map(str, one[row, token : token + SHOWN].tolist())) for one in (wrong, right))
+            faults.append(Fault(id, part, f"from token {token} of row {row} on, it takes rows {given}, not {wanted}"))
+    if (fit := seen.fitted(value, rows, *faults)) is not None:
+        return fit
+    middle = places[rows]
+    times = ((seen.value - words)[rows] * middle).sum(0) / middle.square().sum(0).clamp(min=1e-300)
+    detail = "each feature of the position has a factor of its own, some are left out"
+    return seen.fitted(words + places * times, rows, Fault("position-missing", "wpe", detail))
