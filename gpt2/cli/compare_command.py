@@ -172,7 +172,7 @@ def _report_gates(judged: "Judged", junit_file: str | None) -> int:
     for names, gates in judged.items():
         for gate in gates:
             where = f"{names}: " if len(judged) > 1 else ""
-            print(f"{where}{'failed' if gate.met else 'passed'}: {gate}", file=sys.stderr)
+            print(f"{where}{gate.verdict}", file=sys.stderr)
     if junit_file:
         write(junit_file, junit(judged))
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):

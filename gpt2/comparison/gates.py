@@ -171,6 +171,10 @@ class Judgement:
         words = f"{self.gate}: {METRICS[self.gate.metric][0]} is {value}{interval}"
         return f"{words}, {self._distance()}" if self.met else f"{words}, within the limit"
 
+    @property
+    def verdict(self) -> str:
+        return f"{'failed' if self.met else 'passed'}: {self}"
+
     def _distance(self) -> str:
         if math.isnan(self.judged):
             return "a figure that passes no limit"

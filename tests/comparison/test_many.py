@@ -16,6 +16,7 @@ from support.random_models import TEXT, write_checkpoint
 import gpt2
 from gpt2.cli.main import main
 from gpt2.comparison.floor import Floor
+from gpt2.comparison.gates import Gate, judge
 from gpt2.comparison.many import compare_many
 from gpt2.comparison.many_page import page
 from gpt2.comparison.many_results import Comparisons
@@ -88,7 +89,7 @@ def test_the_size_is_of_the_files_or_of_the_dtype(found: Comparisons, names: lis
 
 
 def test_table_json_and_page(found: Comparisons) -> None:
-    """A table that is wider than 80 columns breaks in a terminal; a page must load nothing."""
+    """A table that is wider than 80 columns breaks in a terminal; a page must load nothing. It called a passed gate not met."""
     assert max(map(len, found.table(80).splitlines())) <= 80
     interval = found.candidates[1].against.ratio
     assert f" {interval.low:.3f} .. {interval.high:.3f} " in found.table(80)  # on one line
@@ -96,9 +97,13 @@ def test_table_json_and_page(found: Comparisons) -> None:
     assert body["letters"] == ["A", "B", "C", "D"]
     assert body["candidates"][1]["against"]["kl"]["value"] == found.candidates[1].against.kl.value
     assert found.above_floor.endswith("not above it: D")  # the same model as A; B differs by its dtype, C by its weights
-    text = page(found)
+    judged, of_each = judge(found, [Gate.parse("kl>1e-3")])
+    text = page(judged)
+    assert "B passed: kl&gt;0.001" in text
+    assert "C failed: kl&gt;0.001" in text
+    assert [gate.met for (gate,) in of_each.values()] == [False, True, False]
     assert found.above_floor[1:] in text
-    assert text == page(found)
+    assert text == page(judged)
     assert_whole_by_itself(text)
     assert 'id="quality"' in text
     assert 'id="pairs"' in text

@@ -20,6 +20,7 @@ from support.random_models import TEXT, write_checkpoint
 
 from gpt2.comparison.blame_result import Blame, Kept, Part, Precision
 from gpt2.comparison.bounds_result import Bounds, Finding
+from gpt2.comparison.gates import Gate, Judgement
 from gpt2.comparison.page import page, preference
 from gpt2.comparison.pair import compare
 from gpt2.comparison.plots import heat_scale, heat_shade
@@ -85,11 +86,16 @@ def test_the_section_of_blame(found: Comparison) -> None:
 
 
 def test_bounds_are_told_from_measurements(found: Comparison) -> None:
-    """A bound that is shown like a measurement would be quoted as one; the assumption of the upper bound is named."""
+    """A bound that is shown like a measurement would be quoted as one; the assumption of the upper bound is named.
+
+    The verdict of ``--fail-if`` stood on the page of several models alone.
+    """
+    gate = Judgement(Gate.parse("kl>1e-4"), SMALL, 3e-4, True)
     bounds = Bounds(
         SMALL, Estimate(3e-4, 2e-4, 4e-4), True, Estimate(0.9, 0.8, 0.95), SMALL, 0.97, 5, 99, 3, 0, (Finding("x", ATTACK),)
     )
-    text = Parts(page(replace(found, distributions=None, words=None, numerics=None, bounds=bounds))).text
+    text = Parts(page(replace(found, distributions=None, words=None, numerics=None, bounds=bounds, gates=(gate,)))).text
+    assert "failed: kl>0.0001" in text
     assert "Bounded, not measured" in text
     assert "between 0.000100 and 0.000300 nats" in text
     assert "assumes that the tokens left out" in text
