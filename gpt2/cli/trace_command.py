@@ -74,10 +74,11 @@ def run(args: argparse.Namespace) -> int:
     from gpt2.traces.batch import read_ids
     from gpt2.traces.files import STATE_FORM, require_form
     from gpt2.traces.run import trace
+    from gpt2.train.recipe import setting
 
     form = require_form(args.out)
     options = {name: getattr(args, name) for name in NAMES}
-    options["settings"] = _settings(args.set)
+    options["settings"] = dict(map(setting, args.set))
     if form == STATE_FORM and args.steps:
         raise InputError(f"--steps {args.steps}: llm.c's debug state holds no training steps; choose another form than .bin")
     if form == STATE_FORM:
@@ -93,13 +94,3 @@ def run(args: argparse.Namespace) -> int:
     write_result(args.json, traced.to_json, lambda: say(traced.table(max(width, 80))))
     print(f"wrote {args.out}", file=sys.stderr)
     return 0
-
-
-def _settings(lines: list[str]) -> dict[str, str]:
-    settings = {}
-    for line in lines:
-        key, equals, value = (part.strip() for part in line.partition("="))
-        if not equals:
-            raise InputError(f"--set {line}: write key=value, as in optim.lr=3e-4")
-        settings[key] = value
-    return settings

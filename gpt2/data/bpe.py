@@ -119,15 +119,7 @@ class BPE(Tokenizer):
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Self:
         """Read a BPE from a layout of :mod:`gpt2.data.bpe_files`. Raises InputError: none, damaged, or not GPT-2's kind."""
-        return cls._from(bpe_files.read_directory(Path(path)))
-
-    @classmethod
-    def from_files(cls, vocab: str | os.PathLike[str], merges: str | os.PathLike[str]) -> Self:
-        """Read a vocabulary (JSON, token -> id) and its merges (text, one pair per line) from files of any name."""
-        return cls._from(bpe_files.read_files(Path(vocab), Path(merges)))
-
-    @classmethod
-    def _from(cls, source: bpe_files.Source) -> Self:
+        source = bpe_files.read_directory(Path(path))
         return cls(source.vocab | source.added, source.merges, special=source.added, matched=source.matched, where=source.where)
 
     def with_tokens(self, tokens: Sequence[str]) -> Self:

@@ -235,11 +235,17 @@ def read(name: str, overrides: Iterable[str] = ()) -> Recipe:
     return build({"name": path.stem, **raw}, str(path))
 
 
-def _apply(raw: dict[str, Any], override: str) -> None:
-    """Put ``key=value`` into the tables of a recipe's file."""
+def setting(override: str) -> tuple[str, str]:
+    """Split ``key=value``. Raises InputError: it is something else."""
     key, separator, text = (part.strip() for part in override.partition("="))
     if not separator or not key:
         raise InputError(f"--set {override}: write key=value, as in optim.lr=3e-4")
+    return key, text
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    """Put ``key=value`` into the tables of a recipe's file."""
+    key, text = setting(override)
     *tables, last = key.split(".")
     for table in tables:
         raw = raw.setdefault(table, {})

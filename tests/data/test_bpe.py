@@ -116,7 +116,7 @@ def _no_network():
 
 @pytest.fixture(scope="module")
 def official() -> BPE:
-    return BPE.from_files(*openai_vocabulary())
+    return BPE.from_directory(openai_vocabulary()[0].parent)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_official_ids_equal_transformers(official, strings, reference, expected,
 )
 def test_the_comparison_catches_another_pattern(strings, expected, monkeypatch, pattern):
     monkeypatch.setattr(bpe_module, "PATTERN", pattern)
-    assert different(BPE.from_files(*openai_vocabulary()), strings[:20_000], expected[:20_000])
+    assert different(BPE.from_directory(openai_vocabulary()[0].parent), strings[:20_000], expected[:20_000])
 
 
 def test_official_vocabulary(official):
@@ -555,7 +555,7 @@ def test_accepted_vocabularies_are_read_alike():
 
 def test_missing_files(tmp_path):
     with pytest.raises(InputError, match=r"cannot read .*nothing\.json: No such file or directory; check the path"):
-        BPE.from_files(tmp_path / "nothing.json", tmp_path / "nothing.txt")
+        bpe_files.read_files(tmp_path / "nothing.json", tmp_path / "nothing.txt")
     with pytest.raises(InputError, match="is not a directory"):
         data.from_directory(tmp_path / "nowhere")
 
