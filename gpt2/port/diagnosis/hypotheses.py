@@ -13,6 +13,8 @@ from torch import Tensor
 from gpt2.config import GPT2Config
 from gpt2.port.diagnosis.search import Fault, Formula, Kind, Option
 
+OFFICIAL_SIZE = 64  # of a head, in all official models
+
 # Which keys (columns) a query (row) may attend to, of T tokens; by label.
 ALLOWED: dict[str, Callable[[Tensor], Tensor]] = {
     "right": lambda every: every.tril(),
@@ -190,6 +192,7 @@ def scale_faults(
         ("scale-by-width", 1 / width, "the scores are divided by the width n_embd"),
         ("scale-wrong", math.sqrt(size), "the scores are multiplied by the root of a head's size, not divided"),
         ("scale-wrong", 1 / math.sqrt(config.n_head), "the scores are divided by the root of the number of heads"),
+        ("scale-wrong", 1 / math.sqrt(OFFICIAL_SIZE), f"the scores are divided by 8, as heads of {OFFICIAL_SIZE} need it"),
     ]
     known.insert(0 if inverse_first or config.scale_attn_by_inverse_layer_idx else len(known), by_layer)
     head_size = " (1/sqrt(head size))" if math.isclose(right, root) else ""
@@ -214,6 +217,7 @@ SCALES: dict[str, Callable[[GPT2Config, int], float]] = {
     "by the width, no root": lambda config, layer: 1 / config.n_embd,
     "multiplied": lambda config, layer: math.sqrt(config.head_dim),
     "by the heads": lambda config, layer: 1 / math.sqrt(config.n_head),
+    "by 8": lambda config, layer: 1 / math.sqrt(OFFICIAL_SIZE),
     "doubled": lambda config, layer: 2 / math.sqrt(config.head_dim),
     "halved": lambda config, layer: 0.5 / math.sqrt(config.head_dim),
 }

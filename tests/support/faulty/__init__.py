@@ -102,7 +102,8 @@ LINES = {
         layer-repeated@1 logits-softmaxed transposed-proj transposed-q@1 viewed-fc qkv-kqv qkv-cut head-interleaved
         not-loaded-fc@1 not-loaded-block@1 wrong-fc@0 norm-weights-swapped weights-reversed untied-head padded-vocab
         bf16-on-the-way no-qkv-bias no-out-bias@1 dropout-active ffn-dropout@1 noise counts-calls batch-statistics
-        batch-centred norm-over-tokens@1.ln_2 scale-by-heads softmax-missing@2 residual-halved logits-scaled head-bias
+        batch-centred norm-over-tokens@1.ln_2 scale-by-heads scale-by-8 softmax-missing@2 residual-halved logits-scaled
+        head-bias
         """,
         "rotary",
         "rotary-halves position-missing",

@@ -61,6 +61,7 @@ MEANINGS: dict[str, Meaning] = {
     "scale-missing": _mean("scale-missing", SCORES),
     "scale-by-width": _mean("scale-by-width", SCORES),
     "scale-by-heads": _mean("scale-wrong", SCORES),
+    "scale-by-8": _mean("scale-wrong", SCORES),  # the root of an official model's head size
     "scale-twice": _mean("scale-twice", SCORES),
     "scale-inverse-layer": _mean("scale-inverse-layer", SCORES, first_layer=1),
     "mask-missing": _mean("mask-missing", SCORES),

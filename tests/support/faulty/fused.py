@@ -104,6 +104,8 @@ class SelfAttention(nn.Module):
             att = att / math.sqrt(c)
         elif "scale-by-heads" in wrong:
             att = att / math.sqrt(self.n_head)
+        elif "scale-by-8" in wrong:
+            att = att / 8
         elif not wrong & {"scale-missing", "scale-split"}:
             att = att * (1.0 / math.sqrt(k.size(-1)))
         if "scale-twice" in wrong:

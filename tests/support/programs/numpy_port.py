@@ -151,6 +151,7 @@ class Port:
             q, k, v = (part.reshape(b, h, t, -1).swapaxes(1, 2) for part in (q, k, v))
         keep("q", q), keep("k", k), keep("v", v)
         scale = {"scale-missing": 1.0, "scale-by-width": math.sqrt(d), "scale-by-heads": math.sqrt(h), "scale-twice": d / h}
+        scale |= {"scale-by-8": 8.0}
         divisor = scale.get(self.any(scale, place), math.sqrt(d // h))
         divisor *= layer + 1 if self.has("scale-inverse-layer", place) else 1
         scores = np.einsum("bthk,bshk->bhts", q, k) / np.asarray(divisor, x.dtype)
