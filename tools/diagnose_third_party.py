@@ -4,10 +4,10 @@
     python tools/diagnose_third_party.py --repositories ~/others --only pyemma
 
 The projects, what is wrong in each, and the commit at which it was read are in `third_party_faults.py`, and with --second in
-`third_party_second.py`: those were collected later, for a fair figure. Nothing is fetched: a project is tried if its repository
-lies under --repositories as `owner+name`. **Their code is run**, each project in a process of its own, with the weights of a tiny
-random checkpoint put in by `load_into`. The table goes to stderr; the last line of stdout is JSON. The exit code is 1 if any
-cause is missed or false.
+`third_party_second.py`, with --third in `third_party_third.py`: those were collected later, for fair figures. Nothing is fetched:
+a project is tried if its repository lies under --repositories as `owner+name`. **Their code is run**, each project in a process of
+its own, with the weights of a tiny random checkpoint put in by `load_into`. The table goes to stderr; the last line of stdout is
+JSON. The exit code is 1 if any cause is missed or false.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import save_file
 from third_party_faults import DIAGNOSED, Diagnosed
 from third_party_second import SECOND
+from third_party_third import THIRD
 
 import gpt2
 from gpt2.checkpoint.keys import expected
@@ -95,12 +96,13 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="words that the project's name contains", default=[])
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for each project")
     parser.add_argument("--second", action="store_true", help="the projects of third_party_second.py")
+    parser.add_argument("--third", action="store_true", help="the projects of third_party_third.py")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     projects = [
         (project, arguments.repositories / project.source.replace("/", "+"))
-        for project in (SECOND if arguments.second else DIAGNOSED)
+        for project in (THIRD if arguments.third else SECOND if arguments.second else DIAGNOSED)
         if not arguments.only or any(word.lower() in project.name.lower() for word in arguments.only)
     ]
     if arguments.one:

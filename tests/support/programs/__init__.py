@@ -50,7 +50,8 @@ LINES = {
         no-affine@1 rmsnorm rmsnorm@f rmsnorm-no-bias no-norm-bias norm-over-tokens@1.ln_1 gelu-erf gelu-erf@1 gelu-quick
         gelu-relu@1 gelu-silu gelu-none@0 scale-missing scale-by-width@1 scale-by-heads scale-by-8 scale-twice
         scale-inverse-layer mask-missing@1 mask-missing mask-strict mask-strict@1 mask-multiplied mask-off-by-one
-        softmax-queries@1 softmax-heads softmax-missing@1 output-projection-missing@0 value-from-key value-from-query@1 value-identity@1 heads-split-wrongly
+        softmax-queries@1 softmax-heads softmax-missing@1 output-projection-missing@0 value-from-key value-from-query@1
+        value-identity@1 heads-split-wrongly
         heads-split-wrongly@1 heads-merged-wrongly position-missing position-offset position-sinusoidal embedding-scaled
         post-norm ln_1-missing@1 ln_2-missing ln_2-missing@1 final-norm-missing norms-swapped@1 residual-missing@1
         residual-missing-attn residual-missing-mlp@1 residual-halved@1 residual-from-normed residual-from-normed-mlp@1
