@@ -3,9 +3,9 @@
     python tools/diagnose_third_party.py --repositories ~/others
     python tools/diagnose_third_party.py --repositories ~/others --only pyemma
 
-The projects, what is wrong in each, and the commit at which it was read are in `third_party_faults.py`, and with --second in
-`third_party_second.py`, with --third in `third_party_third.py`: those were collected later, for fair figures. Nothing is fetched:
-a project is tried if its repository lies under --repositories as `owner+name`. **Their code is run**, each project in a process of
+The projects, what is wrong in each, and the commit at which it was read are in `third_party_faults.py`, and with --second or
+--third in `third_party_second.py` and `third_party_third.py`: those were collected later, for fair figures. Nothing is fetched: a
+project is tried if its repository lies under --repositories as `owner+name`. **Their code is run**, each project in a process of
 its own, with the weights of a tiny random checkpoint put in by `load_into`. The table goes to stderr; the last line of stdout is
 JSON. The exit code is 1 if any cause is missed or false.
 """
