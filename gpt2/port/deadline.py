@@ -17,7 +17,8 @@ class Deadline:
 
     Each second by the clock counts as the CPU time that the calling thread had in it, and as half a second at least. On a quiet
     machine the two are the same, because that thread takes its share of whatever torch computes on several threads. Half a
-    second, because users wait by the clock: a search of a minute ends within two. Ask in the thread that made it.
+    second, because users wait by the clock: a search of a minute ends within two. Where OpenMP's threads spin while they wait
+    (the command line lets them sleep), that is CPU time as well. Ask in the thread that made it.
     """
 
     def __init__(self, seconds: float = math.inf) -> None:

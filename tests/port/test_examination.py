@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import gpt2
 from gpt2.measure.tracing import trace
+from gpt2.model import eager_attention
 from gpt2.port.diagnosis import diagnose, examination
 from gpt2.port.diagnosis.attending import Attending
 from gpt2.port.diagnosis.causes import CAUSES
@@ -137,6 +138,15 @@ def test_an_attention_that_nothing_recognises_is_undetermined_at_its_place(model
     assert found.causes == ()
     assert "h.0.attn.v is the last stage that was recognised; h.0.attn.scores is the first that was not" in found.notes
     assert any("h.2.attn" in stage for stage in stages)
+
+
+def test_one_head_for_all_is_no_missing_bias() -> None:
+    """Keys and values of the other heads reach nothing, and their biases were said to be missing, before the heads."""
+    module, right = checkpoint(), checkpoint()
+    for block in module.h:
+        block.attn.attend = lambda q, k, v, *how: eager_attention(q, k[:, :1].expand_as(k), v[:, :1].expand_as(v), *how)
+    found = diagnose(module, right)
+    assert [(one.id, one.where) for one in found.causes] == [("head-layout", f"h.*.attn.c_attn ({x})") for x in "kv"]
 
 
 def test_a_search_ends_at_its_limit(model: gpt2.GPT2, monkeypatch: pytest.MonkeyPatch) -> None:

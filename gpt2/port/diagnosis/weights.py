@@ -116,8 +116,9 @@ class WeightComparison:
             else:
                 share = f" for {', '.join(shares)}" if 0 < len(shares) < 3 else ""
                 words = f"you have no bias{share} here; the checkpoint's is not zero (norm {missing.norm:.2g})"
-                place = replace(place, share=_incomplete_share(placed[name]) if place.stem == "attn.c_attn" else "")
-                self._add("missing-bias", words, f"{evidence} {name}", place, confidence=0.9, kind=f"no bias{share}")
+                incomplete = _incomplete_shares(placed[name]) if place.stem == "attn.c_attn" else ("",)
+                places = [replace(place, share=one) for one in incomplete]
+                self._add("missing-bias", words, f"{evidence} {name}", *places, confidence=0.9, kind=f"no bias{share}")
 
     def _not_harmless(self, differing: list[str]) -> list[str]:
         """Return the names without branches that compute the same: heads, or hidden units, permuted consistently."""
@@ -280,10 +281,10 @@ class WeightComparison:
             self._add("untied-head", words, evidence, Place(None, "logits"))
 
 
-def _incomplete_share(placed: Tensor) -> str:
-    """Return which one of q, k and v has not all its entries placed; "" if several have not."""
-    incomplete = [share for share, third in zip("qkv", placed.chunk(3, -1), strict=True) if not bool(third.all())]
-    return incomplete[0] if len(incomplete) == 1 else ""
+def _incomplete_shares(placed: Tensor) -> tuple[str, ...]:
+    """Return which of q, k and v have not all their entries placed; "" for all three."""
+    incomplete = tuple(share for share, third in zip("qkv", placed.chunk(3, -1), strict=True) if not bool(third.all()))
+    return incomplete if len(incomplete) < 3 else ("",)
 
 
 def _family(tensors: Mapping[str, Tensor], stem: str) -> dict[str, Tensor]:
