@@ -223,6 +223,47 @@ for (let at = 4 * {tokens}, number = 0; at < bytes.length; number++) {{
 }}
 """
 
+RUST_MAIN = """
+{dump}
+fn main() {{
+    let args: Vec<String> = std::env::args().collect();
+    let bytes = std::fs::read("{tensors}").unwrap();
+    let number = |at: usize| i32::from_le_bytes(bytes[at..at + 4].try_into().unwrap()) as usize;
+    assert_eq!(read_ids(&args[1]), (0..{tokens}).map(|t| number(4 * t)).collect::<Vec<_>>());
+    let (mut at, mut count) = (4 * {tokens}, 0);
+    while at < bytes.len() {{
+        let shape = [number(at), number(at + 4)];
+        let end = at + 8 + 4 * shape[0] * shape[1];
+        let x: Vec<f32> = bytes[at + 8..end].chunks(4).map(|v| f32::from_le_bytes(v.try_into().unwrap())).collect();
+        dump(&args[2], &format!("tensor {{count}}"), &x, &shape);
+        (at, count) = (end, count + 1);
+    }}
+}}
+"""
+GO_MAIN = """
+package main
+
+{dump}
+func main() {{
+	file, _ := os.Open("{tensors}")
+	var given [{tokens}]int32
+	binary.Read(file, binary.LittleEndian, &given)
+	for t, id := range readIDs(os.Args[1]) {{
+		if int(given[t]) != id {{
+			panic(id)
+		}}
+	}}
+	var shape [2]int32
+	for number := 0; binary.Read(file, binary.LittleEndian, &shape) == nil; number++ {{
+		x := make([]float32, shape[0]*shape[1])
+		binary.Read(file, binary.LittleEndian, x)
+		dump(os.Args[2], "tensor "+strconv.Itoa(number), x, int(shape[0]), int(shape[1]))
+	}}
+}}
+"""
+MAINS = {"c": C_MAIN, "js": JS_MAIN, "rust": RUST_MAIN, "go": GO_MAIN}
+TOOLS = {"python": sys.executable, "c": "gcc", "js": "node", "rust": "rustc", "go": "go"}
+
 
 def tensors(home: Home, line: str) -> dict[str, np.ndarray]:
     """Intermediates of our NumPy program for the ids of every program: rows (N, M) in float32, and the ids."""
@@ -257,21 +298,22 @@ def program(language: str, folder: Path, arrays: dict[str, np.ndarray]) -> str:
         (folder / "port.py").write_text(block("python"))
         return f"{shlex.quote(sys.executable)} {folder / 'port.py'} {{ids}} {{out}}"
     flat(arrays, kept)
-    main = {"c": C_MAIN, "js": JS_MAIN}[language].format(dump=block(language), tensors=kept, tokens=tokens)
-    (folder / f"port.{language}").write_text(main)
+    source = folder / f"port.{language}"
+    source.write_text(MAINS[language].format(dump=block(language), tensors=kept, tokens=tokens))
     if language == "js":
-        return f"node {folder / 'port.js'} {{text}} {{out}}"
-    command = ["gcc", "-Wall", "-Werror", "-o", str(folder / "port"), str(folder / "port.c")]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+        return f"node {source} {{text}} {{out}}"
+    options = {"c": ["-Wall", "-Werror"], "rust": ["-Dwarnings", "--edition=2021"], "go": ["build"]}[language]
+    environment = {**os.environ, "GO111MODULE": "off", "GOCACHE": str(folder.parent / "go")}
+    command = [TOOLS[language], *options, "-o", str(folder / "port"), str(source)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120, env=environment)
     return f"{folder / 'port'} {{text}} {{out}}"
 
 
-@pytest.mark.parametrize("language", ["python", *(pytest.param(name, marks=pytest.mark.slow) for name in ("c", "js"))])
+@pytest.mark.parametrize("language", [pytest.param(name, marks=() if name == "python" else pytest.mark.slow) for name in TOOLS])
 def test_the_lines_shown_dump(language: str, tmp_path: Path, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     """Users copy these lines: a correct program must compare as equal, and the fault of a wrong one must be named."""
-    tool = {"python": sys.executable, "c": "gcc", "js": "node"}[language]
-    if shutil.which(tool) is None:
-        pytest.skip(f"no {tool} on this machine")
+    if shutil.which(TOOLS[language]) is None:
+        pytest.skip(f"no {TOOLS[language]} on this machine")
     for number, (line, code) in enumerate((("", 0), ("gelu-relu@1", 1))):
         folder = tmp_path / str(number)
         folder.mkdir()
