@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from gpt2.comparison.results import Model, Scored
 from gpt2.measure.estimates import Estimate
-from gpt2.pages.rendering import visible, write
+from gpt2.pages.rendering import render, visible, write
 from gpt2.pages.reports import Environment, Printed, add_texts, as_json, data_table
 
 if TYPE_CHECKING:
@@ -107,9 +107,15 @@ class Noise(Printed):
 
     def save_html(self, path: str | Path) -> None:
         """Write the report as one self-contained page; raises InputError if the file cannot be written."""
-        from gpt2.comparison.noise_page import page
+        write(path, self.page())
 
-        write(path, page(self))
+    def page(self) -> str:
+        """Return the report as HTML text."""
+        from gpt2.comparison.bar_plots import way_bars
+        from gpt2.comparison.page import again
+
+        command = again([self.model.name], self.text, self.seed, "--noise")
+        return render("noise", c=self, bars=way_bars(self.ways), command=command, data={})
 
     def sentences(self) -> tuple[str, ...]:
         """Return what the limits say, one sentence for each dtype."""

@@ -21,7 +21,6 @@ from gpt2.checkpoint.loading import load
 from gpt2.cli.main import main
 from gpt2.comparison import noise, ways
 from gpt2.comparison.noise import measure_noise
-from gpt2.comparison.noise_page import page
 from gpt2.comparison.noise_result import Noise
 from gpt2.config import GPT2Config
 from gpt2.measure.per_token import likeliest
@@ -118,7 +117,7 @@ def test_the_models_state_is_as_before(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_page_is_whole_and_escapes_the_text(found: Noise) -> None:
     """A model's token that is parsed as markup would run in the browser of each reader."""
-    text = page(replace(found, close_calls=(replace(found.close_calls[0], before=ATTACK, first=ATTACK),)))
+    text = replace(found, close_calls=(replace(found.close_calls[0], before=ATTACK, first=ATTACK),)).page()
     assert_whole_by_itself(text)
     assert "to mean anything" in text
     assert Parts(text).tags.count("script") == 2

@@ -215,25 +215,22 @@ class RunningServer(Running):
         return row
 
     def _complete(self, prompt: str, tokens: int, *, echo: bool) -> dict[str, Any]:
-        self.sent += tokens
+        side, self.sent = self.side, self.sent + tokens
         if self.sent > self.limit:
-            raise InputError(f"{self.side.name}: {self.limit:,} tokens were sent; set {LIMIT_VARIABLE} to allow more")
+            raise InputError(f"{side.name}: {self.limit:,} tokens were sent; set {LIMIT_VARIABLE} to allow more")
         body = {"prompt": prompt, "max_tokens": 1, "temperature": 1.0, "logprobs": TOP_K, "echo": echo, "seed": 0}
-        answer = self._post(body | ({"model": self.side.model} if self.side.model else {}), refusable=echo)
+        body |= {"model": side.model} if side.model else {}
+        refusable = echo and self.echoes is None  # an error answer to the first one is {}
+        answer = post(
+            f"{side.url}/completions", body, side.name, private=side.private, proxy=not side.loopback, refusable=refusable
+        )
         named = answer.get("model")
-        if isinstance(named, str) and (name := printable(named, one_line=True)[:LONGEST_NAME]) not in self.side.answered:
-            self.side.answered.append(name)
+        if isinstance(named, str) and (name := printable(named, one_line=True)[:LONGEST_NAME]) not in side.answered:
+            side.answered.append(name)
         counted = _dict(answer.get("usage")).get("prompt_tokens")
         if isinstance(counted, int) and not self.extra_tokens:
             self.extra_tokens = counted - tokens
         return _dict(next(iter(_list(answer.get("choices"))), None))
-
-    def _post(self, body: dict[str, Any], *, refusable: bool) -> dict[str, Any]:
-        """Send a request. An error answer to the first ``refusable`` one is {}."""
-        side, refusable = self.side, refusable and self.echoes is None
-        return post(
-            f"{side.url}/completions", body, name=side.name, private=side.private, proxy=not side.loopback, refusable=refusable
-        )
 
 
 def _dict(value: Any) -> dict[str, Any]:

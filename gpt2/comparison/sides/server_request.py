@@ -26,7 +26,7 @@ class _NoRedirect(HTTPRedirectHandler):
         return None
 
 
-def post(url: str, body: dict[str, Any], *, name: str, private: bool, proxy: bool, refusable: bool) -> dict[str, Any]:
+def post(url: str, body: dict[str, Any], name: str, *, private: bool, proxy: bool, refusable: bool) -> dict[str, Any]:
     """Send ``body`` and return the answer's object; try again after 429 and 5xx.
 
     The key is sent only if the way there is ``private``. An error answer to a ``refusable`` request is {}; any other is an

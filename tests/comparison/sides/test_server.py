@@ -294,7 +294,7 @@ def test_answers_of_another_form_are_one_line(answer: dict, monkeypatch: pytest.
     """A list where an object was expected, or a number beyond float64, ended in a traceback."""
     tokenizer = gpt2.load_tokenizer(MODEL)
     server = RunningServer(ServerSide.open("http://localhost/v1"), tokenizer, 10_000)
-    monkeypatch.setattr(server, "_post", lambda body, *, refusable: answer)
+    monkeypatch.setattr("gpt2.comparison.sides.server.post", lambda *_, **__: answer)
     with pytest.raises(InputError, match="no log-probabilities"):
         server.top(torch.tensor(tokenizer.encode(TEXT)[:6]))
 
@@ -307,8 +307,9 @@ def test_an_answer_of_a_whole_vocabulary_is_cut(monkeypatch: pytest.MonkeyPatch)
     rows = [None, dict(zip(texts, range(-1, -len(texts) - 1, -1), strict=True)), *({texts[3]: -1.0} for _ in ids[2:])]
     given = {"tokens": [texts[index] for index in ids], "top_logprobs": rows}
     server = RunningServer(ServerSide.open("http://localhost/v1"), tokenizer, 10_000)
-    monkeypatch.setattr(server, "_post", lambda body, *, refusable: {"choices": [{"logprobs": given}]})
-    top = server.top(torch.tensor(ids))
+    with monkeypatch.context() as answering:
+        answering.setattr("gpt2.comparison.sides.server.post", lambda *_, **__: {"choices": [{"logprobs": given}]})
+        top = server.top(torch.tensor(ids))
     assert top.ids.size(1) <= MAX_SHOWN
     assert top.logp[0, 0] == max(rows[1][texts[index]] for index in top.ids[0].tolist())
     monkeypatch.setattr("gpt2.comparison.sides.server_request.MAX_ANSWER", 100)
