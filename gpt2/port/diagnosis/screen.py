@@ -30,7 +30,7 @@ def stacked(weights: Iterable[Tensor]) -> Tensor:
         if len(kept) * one.numel() > MAX_ELEMENTS:
             break
     rows = torch.stack(kept)
-    return torch.where(rows.isfinite().all(-1, keepdim=True), rows, 0.0)  # the pool's sums leave such rows out as well
+    return rows.masked_fill_(~rows.isfinite().all(-1, keepdim=True), 0.0)  # the pool's sums leave such rows out as well
 
 
 class Mixture:
@@ -47,7 +47,7 @@ class Mixture:
     def recorded(self, pool: Pool, weights: Tensor) -> list[int]:
         """Return the numbers of those weights whose product with the values may be recorded, whole or sliced."""
         sums = (weights @ self.sums)[..., 0]
-        squares = ((weights @ self.squares) * weights).sum(-1)
+        squares = (weights @ self.squares).mul_(weights).sum(-1)
         return _near(pool, sums, squares, self.values.shape[-1], HEAD_CUTS)
 
 
@@ -85,7 +85,7 @@ class Projection:
         rows = weights.transpose(2, 3).flatten(3)  # (N, B, T, H * S)
         sums = (rows @ self.through.sum(-1)[..., None])[..., 0] + bias.sum()
         crossed = (rows @ (self.through @ bias)[..., None])[..., 0]
-        squares = ((rows @ self.squares) * rows).sum(-1) + 2 * crossed + bias.square().sum()
+        squares = (rows @ self.squares).mul_(rows).sum(-1) + 2 * crossed + bias.square().sum()
         return _near(pool, sums, squares, len(bias), STREAM_CUTS)
 
 
