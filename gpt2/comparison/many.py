@@ -240,12 +240,14 @@ class _Run:
         """Return KL of all pairs on the sampled tokens; None for a model with another tokenizer."""
         compared = [number for number, found in enumerate(measured) if found.logp is not None]
         count, total = int(self.sampled.sum()), torch.zeros(len(compared), len(compared), dtype=torch.float64)
-        for number in compared:
+        for column, number in enumerate(compared):
             measured[number].sample.rewind()
+            if (known := measured[number].kl) is not None:  # from the first model, on all tokens
+                total[0, column] = known[self.sampled].sum()
         for start in range(0, count, ROWS):
             self.progress(f"pairs: {start:,} of {count:,} tokens")
             rows = [measured[number].sample.take(min(ROWS, count - start)) for number in compared]
-            for i in range(len(rows)):
+            for i in range(1, len(rows)):
                 others = [j for j in range(len(rows)) if j != i]
                 total[i, others] += divergences(rows[i], [rows[j] for j in others]).kl.sum(0)
         kl: list[list[float | None]] = [[None] * len(measured) for _ in measured]
