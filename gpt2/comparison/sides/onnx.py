@@ -32,10 +32,8 @@ class OnnxSide(EngineSide):
         if not self.path.is_dir():
             return super().located()
         graphs = [file for name in NAMES if (file := self.path / name).is_file()][:1] or sorted(self.path.glob("*.onnx"))
-        if not graphs:
-            raise InputError(f"{self.name}: the folder holds no .onnx file; give a folder or a file that an export to ONNX wrote")
-        if len(graphs) > 1:
-            raise InputError(f"{self.name}: the folder holds {len(graphs)} .onnx files and no model.onnx; name one of them")
+        if len(graphs) != 1:
+            raise InputError(f"{self.name}: the folder holds {len(graphs) or 'no'} .onnx files; give the path of one")
         return graphs[0]
 
     @property
