@@ -12,6 +12,8 @@ from port.test_walk import IDS, checkpoint
 import gpt2
 from gpt2.measure.tracing import trace
 from gpt2.port.diagnosis.report import SURE
+from gpt2.port.dump.fits.linear import Library, Linear
+from gpt2.port.dump.fits.observed import Observed
 from gpt2.port.dump.tolerance import measured
 
 FEW = ("ln_1", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.act", "mlp.c_proj")
@@ -84,3 +86,21 @@ def test_a_program_that_computes_in_float16_is_wrong_where_it_is_wrong(monkeypat
     assert diagnosis.verdict == "undetermined", causes(diagnosis)
     assert diagnosis.first_divergence is not None
     assert diagnosis.first_divergence.point == "h.1.mlp.c_fc"
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weights_read_from_another_place_are_found_a_block_at_a_time(transposed: bool) -> None:
+    """All blocks' weights were laid out twice and transformed at once: 3 GB more than the rest at gpt2's shape."""
+    state = {name: tensor.detach() for name, tensor in MODEL.state_dict().items()}
+    name, library = "h.1.mlp.c_fc.weight", Library(state, MODEL.config)
+    every = [state[f"h.{layer}.mlp.c_fc.weight"] for layer in (0, 1, 2, 0)]
+    flat = torch.cat([(one.t() if transposed else one).reshape(-1) for one in every])
+    into, out = state[name].shape
+    x, bias, rows = torch.randn(2, 8, into).double(), torch.randn(out).double(), torch.ones(2, 8, dtype=torch.bool)
+    for start in (0, 7, into * out - 1, 3 * into * out - 2):
+        read = flat[start : start + into * out]
+        value = x @ (read.view(out, into).T if transposed else read.view(into, out)) + bias
+        seen = Observed(value, torch.zeros_like(value), 1e-9, torch.randn_like(value), 0)
+        layer = Linear(library, name, "mlp.c_fc", state[name], torch.zeros_like(bias), {})
+        fit = next(iter(layer._read(seen, x, rows)))
+        assert f"entry {start} of the blocks' weights" in fit.faults[0].detail

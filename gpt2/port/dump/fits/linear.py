@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -72,11 +73,11 @@ class Library:
                 out |= {f"{name} ({letter})": third for letter, third in zip("qkv", tensor.chunk(3), strict=True)}
         return out
 
-    def stack(self, name: str) -> list[tuple[Tensor, str]]:
-        """Return a tensor of all blocks one behind the other, (n,), in both orders of entries, and twice."""
+    def pairs(self, name: str, transposed: bool) -> Iterator[Tensor]:
+        """Yield a tensor of each block and that of the next one behind it, (2n,); the first follows the last."""
         every = [tensor for other, tensor in self.state.items() if other.split(".", 2)[2:] == name.split(".", 2)[2:]]
-        both = [([one.flatten() for one in every], "[in, out]"), ([one.t().flatten() for one in every], "[out, in]")]
-        return [(torch.cat(parts + parts), words) for parts, words in both if every]
+        parts = [(one.t() if transposed else one).reshape(-1) for one in every]
+        yield from (torch.cat(pair) for pair in zip(parts, parts[1:] + parts[:1], strict=True))
 
 
 class Linear:
@@ -300,15 +301,19 @@ class Linear:
         own = whole.shape[1]
         shift = {"attn.k": self.library.config.n_embd, "attn.v": 2 * self.library.config.n_embd}.get(self.part, 0)
         inputs, goal = inputs - inputs.mean(0), wanted[:, 0] - wanted[:, 0].mean()
-        for flat, words in self.library.stack(self.name):
-            by = own if words == "[in, out]" else 1
-            sums = torch.stack([_slid(flat, row, by) for row in inputs])  # (rows, offsets): the first column at each offset
-            errors = (sums - goal[:, None]).abs().amax(0)
-            first = int(errors.argmin())
-            start = first - (shift if by == own else shift * into)
-            if start < 0 or start + whole.numel() > len(flat):
+        count = whole.numel()
+        for words, by in (("[in, out]", own), ("[out, in]", 1)):
+            nearest = []  # by block: the error and the place of the first column
+            for number, pair in enumerate(self.library.pairs(self.name, by == 1)):
+                self.library.in_time()
+                sums = torch.stack([_slid(pair, row, by)[:count] for row in inputs])  # (rows, offsets)
+                error, offset = (sums - goal[:, None]).abs().amax(0).min(0)
+                nearest.append((float(error), number * count + int(offset)))
+            start = min(nearest)[1] - (shift if by == own else shift * into)
+            if start < 0:
                 continue
-            read = flat[start : start + whole.numel()]
+            pair = next(islice(self.library.pairs(self.name, by == 1), start // count, None))
+            read = pair[start % count : start % count + count]
             weight = read.view(into, own) if by == own else read.view(own, into).T
             weight = weight[:, shift : shift + seen.value.shape[-1]]
             bias = (seen.value[rows] - x[rows] @ weight).mean(0)
