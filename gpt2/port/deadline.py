@@ -13,11 +13,11 @@ class TimeUp(Exception):
 
 
 class Deadline:
-    """A limit of ``seconds`` from now on, which other programs on the machine bring nearer by half at most.
+    """A limit of ``seconds`` from now on: of CPU time of the calling thread, and of twice as many by the clock.
 
-    Each second by the clock counts as the CPU time that the calling thread had in it, and as half a second at least. On a quiet
-    machine the two are the same, because that thread takes its share of whatever torch computes on several threads. Half a
-    second, because users wait by the clock: a search of a minute ends within two. Where OpenMP's threads spin while they wait
+    On a quiet machine, CPU time and the clock are the same, because that thread takes its share of whatever torch computes on
+    several threads. On a busy one, a search gets the time that it would have had, but users wait by the clock: a search of a
+    minute ends within two. Where OpenMP's threads spin while they wait
     (the command line lets them sleep), that is CPU time as well. Ask in the thread that made it.
     """
 

@@ -9,7 +9,7 @@ import pytest
 from gpt2.port.deadline import SLOWEST, Deadline, TimeUp
 
 
-def test_a_search_loses_no_more_than_half_of_its_time_to_other_programs() -> None:
+def test_a_search_has_twice_its_time_by_the_clock_where_other_programs_run() -> None:
     """Limits went by the clock: on a busy machine, searches ended as undetermined that name the cause on a quiet one."""
     waited, worked = Deadline(0.1), Deadline(0.02)
     time.sleep(0.12)  # as if other programs had the processor
