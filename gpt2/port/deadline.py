@@ -17,8 +17,8 @@ class Deadline:
 
     On a quiet machine, CPU time and the clock are the same, because that thread takes its share of whatever torch computes on
     several threads. On a busy one, a search gets the time that it would have had, but users wait by the clock: a search of a
-    minute ends within two. Where OpenMP's threads spin while they wait
-    (the command line lets them sleep), that is CPU time as well. Ask in the thread that made it.
+    minute ends within two. Where OpenMP's threads spin while they wait (the command line lets them sleep), that is CPU time as
+    well. Ask in the thread that made it.
     """
 
     def __init__(self, seconds: float = math.inf) -> None:
