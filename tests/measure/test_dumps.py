@@ -110,7 +110,7 @@ def test_files_that_are_no_dump(tmp_path: Path) -> None:
         "none": "is a directory without .npy files",
         "linked": "links to a file outside",
         "damaged": "ids.npy: cannot be read",
-        "cut.safetensors": "bytes where its header says",
+        "cut.safetensors": "not a whole safetensors file",
         "x.npy": "is not a dump; a single array is not a dump",
         "nowhere.npz": "no such file or directory",
     }
