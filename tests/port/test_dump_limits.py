@@ -28,6 +28,14 @@ def test_a_norm_is_named_where_neither_projections_nor_heads_are_recorded() -> N
     assert diagnosis.causes[0].confidence == SURE
 
 
+def test_arrays_that_were_never_computed_are_no_fault_of_a_formula() -> None:
+    """A Rust program with a placeholder for its layers wrote zeros alone: they were called a norm over the batch, without biases."""
+    zeros = {point: torch.zeros_like(value[:1]) for point, value in trace(MODEL, IDS).items()}
+    diagnosis = gpt2.diagnose({**zeros, "ids": IDS[:1]}, MODEL)
+    assert (diagnosis.verdict, diagnosis.causes) == ("undetermined", ())
+    assert any("nothing was computed" in note for note in diagnosis.notes)
+
+
 @pytest.mark.slow
 def test_a_program_that_widens_its_numbers_on_the_way_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """NumPy makes float64 of float32 by a scalar. The tolerance of float64 then called rounding another block's weights."""

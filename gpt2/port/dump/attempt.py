@@ -94,6 +94,9 @@ class Attempt:
         return self.equal or explained or followed or self.ordered or (self.walked is not None and self.walked.explained)
 
     def _examine(self) -> None:
+        if all(bool((one == one.flatten()[0]).all()) for one in (self.output.logits, *self.arrays.values())):
+            self.notes.append("each array of your dump is one number throughout: nothing was computed, or other memory was written")
+            return
         loaded = Loaded(self.reference.state_dict(), ())
         if walkable := self._walkable():
             trail, self.walked = self._walk(loaded, HASTY)
