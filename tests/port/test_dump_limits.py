@@ -29,7 +29,7 @@ def test_a_norm_is_named_where_neither_projections_nor_heads_are_recorded() -> N
 
 
 def test_arrays_that_were_never_computed_are_no_fault_of_a_formula() -> None:
-    """A Rust program with a placeholder for its layers wrote zeros alone: they were called a norm over the batch, without biases."""
+    """A Rust program with a placeholder for its layers wrote zeros: they were called a norm over the batch, without biases."""
     zeros = {point: torch.zeros_like(value[:1]) for point, value in trace(MODEL, IDS).items()}
     diagnosis = gpt2.diagnose({**zeros, "ids": IDS[:1]}, MODEL)
     assert (diagnosis.verdict, diagnosis.causes) == ("undetermined", ())

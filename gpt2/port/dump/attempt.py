@@ -95,7 +95,7 @@ class Attempt:
 
     def _examine(self) -> None:
         if all(bool((one == one.flatten()[0]).all()) for one in (self.output.logits, *self.arrays.values())):
-            self.notes.append("each array of your dump is one number throughout: nothing was computed, or other memory was written")
+            self.notes.append("each array of your dump is one number throughout: nothing was computed, or it is other memory")
             return
         loaded = Loaded(self.reference.state_dict(), ())
         if walkable := self._walkable():
