@@ -1,9 +1,9 @@
-"""Measure `gpt2 diagnose DUMP` on sets of programs that were written after it: tests/support/programs/second ... fifth.
+"""Measure `gpt2 diagnose DUMP` on sets of programs that were written after it: tests/support/programs/second ... sixth.
 
     python tools/second_dump_table.py --seconds 200 --seed 1           # dumps in an order drawn from a seed, for so long
     python tools/second_dump_table.py --level logits --pairs           # two faults at once
     python tools/second_dump_table.py --right 36                       # programs without a fault
-    python tools/second_dump_table.py --fifth --once                   # the fifth set, each fault once; --third, --fourth as well
+    python tools/second_dump_table.py --sixth --once                   # the sixth set, each fault once; and --third ... --fifth
 
 Random models of three sizes; names are shuffled and say nothing. A dump whose fault changes the logits (against our own model,
 in float64) by less than four times the rounding of the right program's is left out. Each dump is a line of JSON on stdout.
@@ -30,16 +30,22 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from support.programs import fifth, fourth, second, third
+from support.programs import fifth, fourth, second, sixth, third
 from support.programs.second import DTYPES, LEVELS, Bed
 
 import gpt2
 
 LIMIT = 60  # seconds for one dump
 VISIBLE = 4.0  # times the rounding
-FAULTS = second.FAULTS | third.FAULTS | fourth.FAULTS | fifth.FAULTS
-SETS = {"third": (third, third.ListBed), "fourth": (fourth, fourth.RustBed), "fifth": (fifth, fifth.FifthBed)}
+FAULTS = second.FAULTS | third.FAULTS | fourth.FAULTS | fifth.FAULTS | sixth.FAULTS
+SETS = {
+    "third": (third, third.ListBed),
+    "fourth": (fourth, fourth.RustBed),
+    "fifth": (fifth, fifth.FifthBed),
+    "sixth": (sixth, sixth.SixthBed),
+}
 CAN_RUN = {"nested": lambda: shutil.which("node"), "rust": fourth.compiler, "java": lambda: not fifth.missing()}
+CAN_RUN |= {name: lambda name=name: not sixth.missing(name) for name in sixth.FAULTS}
 
 
 @functools.cache

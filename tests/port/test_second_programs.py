@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.programs import fifth, fourth, third
+from support.programs import fifth, fourth, sixth, third
 from support.programs.second import FAULTS, SHAPES, Bed
 
 import gpt2
@@ -91,6 +91,17 @@ def test_each_program_of_the_fifth_set_is_right_but_for_its_faults(program: str,
     for harmless in fifth.sixty.HARMLESS if program == "sixty" else ():
         apart = bed.run(program, [harmless])[1]["logits"] - bed.run(program)[1]["logits"]
         assert np.abs(apart).max() < 1e-12
+
+
+@pytest.mark.parametrize("program", sixth.FAULTS)
+def test_each_program_of_the_sixth_set_is_right_but_for_its_faults(program: str, tmp_path: Path) -> None:
+    """As above, for the sixth set."""
+    if reason := sixth.missing(program):
+        pytest.skip(f"this program was not run: {reason}")
+    bed = sixth.SixthBed(tmp_path / "bed", sixth.SHAPES[2])
+    check(bed, program, sixth.FAULTS[program])
+    apart = bed.run(program, [sixth.HARMLESS[program]])[1]["logits"] - bed.run(program)[1]["logits"]
+    assert np.abs(apart).max() < 1e-12
 
 
 def test_an_unknown_attention_is_not_named_where_each_token_sees_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

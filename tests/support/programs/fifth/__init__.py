@@ -69,6 +69,16 @@ def missing() -> str | None:
     return None if shutil.which("javac") and shutil.which("java") else "no java and javac on this machine"
 
 
+def read_arrays(path: Path, dtype: str) -> dict[str, np.ndarray]:
+    """The arrays that a program wrote, in big-endian order: each one's name, shape and numbers in float64."""
+    stream, kept = io.BytesIO(path.read_bytes()), {}
+    while length := stream.read(2):
+        name = stream.read(int.from_bytes(length)).decode()
+        shape = struct.unpack(f">{(n := struct.unpack('>i', stream.read(4))[0])}i", stream.read(4 * n))
+        kept[name] = np.frombuffer(stream.read(8 * int(np.prod(shape))), ">f8").astype(dtype).reshape(shape)
+    return kept
+
+
 class FifthBed(Bed):
     """A random model and ids, as :class:`Bed` has them, for both programs; they compute in float32 or float64."""
 
@@ -82,12 +92,7 @@ class FifthBed(Bed):
             given.write_bytes(self.stacked())
         command = ["java", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-cp", str(self.folder), "Gpt2", str(given), str(out)]
         subprocess.run([*command, ";".join(faults), "single" if dtype == "float32" else "double"], check=True, timeout=60)
-        stream, kept = io.BytesIO(out.read_bytes()), {}
-        while length := stream.read(2):
-            name = stream.read(int.from_bytes(length)).decode()
-            shape = struct.unpack(f">{(n := struct.unpack('>i', stream.read(4))[0])}i", stream.read(4 * n))
-            kept[name] = np.frombuffer(stream.read(8 * int(np.prod(shape))), ">f8").astype(dtype).reshape(shape)
-        return self.ids, kept
+        return self.ids, read_arrays(out, dtype)
 
     def stacked(self) -> bytes:
         """The file that the Java program reads: sizes, ids, and the parameters of all blocks stacked by kind."""
