@@ -100,7 +100,7 @@ RARE = {
 }
 FAULTS: dict[str, dict[str, tuple[str, ...]]] = {"scan": SCAN, "go": GO}
 HARMLESS = {"scan": "stacked", "go": "(token by token)"}
-SHAPES = (Shape(2, 36, 3, 311, 26, 12, 111), Shape(3, 30, 5, 293, 24, 10, 112), Shape(12, 20, 2, 283, 23, 11, 113))
+SHAPES = (Shape(2, 36, 3, 311, 26, 12, 111), Shape(3, 30, 5, 293, 24, 10, 112), Shape(12, 20, 2, 283, 25, 11, 113))
 ONE_A_BLOCK = {
     "scan": ("result", "input", "middle", "projected", "mixed", "fed"),
     "go": ("result", "middle", "qkv", "ln2", "proj", "fed"),
