@@ -153,6 +153,16 @@ class Embeddings:
             for factor in factors:
                 rows = x - self.words * factor
                 scaled = [self._scaled(factor, "token embeddings")] if factor != 1 else []
+                places = self.wpe[: self.tokens].expand_as(rows)
+                times = self.pool.rounded(float((rows * places).sum() / places.square().sum().clamp(min=1e-300)))
+                if self.pool.error(self.words * factor + times * places, x) <= self.pool.bound and not math.isclose(
+                    times, 0, abs_tol=1e-3
+                ):
+                    words = f"position embeddings are multiplied by {times:.6g}"
+                    values = {"wte": self.words * factor, "wpe": times * places[:1]}
+                    fault = Fault("embedding-scaled", "wpe", words, fitted=True)
+                    yield Option.known("multiplied positions", x, fault, *scaled, values=values)
+                    continue
                 if (taken := self._rows_of_wpe(rows, factor)) is not None:
                     yield Option.known("other rows", x, taken, *scaled, values={"wte": self.words * factor, "wpe": rows})
                     continue

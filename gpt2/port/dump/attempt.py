@@ -33,7 +33,8 @@ RIGHT_SECONDS = 10.0  # for the walk through a dump with right logits
 STORED = 40  # error of a product of stored values, in units of their rounding
 MAX_PLACEMENTS = 3  # places in a block that unknown arrays are tried at
 MORE = 2  # times as many arrays are right in the likelier precision
-HASTY = 5  # the part of the time for the first walk, which finds what it knows soon
+CHANCE = 3  # faults of one place that do not explain the logits
+HASTY = 10  # the part of the time for the first walk, which finds what it knows soon
 FEW = 5  # arrays, blocks or hypotheses that are named in a note
 
 
@@ -100,7 +101,7 @@ class Attempt:
         loaded = Loaded(self.reference.state_dict(), ())
         if walkable := self._walkable():
             trail, self.walked = self._walk(loaded, HASTY)
-            if not self.right and not self.walked.explained:
+            if not self.right and not (self.walked.explained and self.walked.causes):
                 self.followed = self._follow()
                 if self.followed.explained and self.followed.causes:
                     self.causes = list(self.followed.causes)
@@ -133,6 +134,8 @@ class Attempt:
             self.causes = list(self._simulated(self.explanation))
             return
         walked = [] if self.walked is None else self._with_loaded(loaded, LIKELY)
+        if len(walked) >= CHANCE and len({place for cause in walked for place in cause.places}) == 1:
+            walked = []  # so many faults of one operator fit by chance
         if self.tolerance.dtype in HALVES:  # its rounding is so large that much fits by chance
             walked = list(loaded.causes)
         self.causes = [*(walked or self._simulated(self.explanation)), *self._head(self.explanation)]

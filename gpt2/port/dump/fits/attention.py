@@ -5,6 +5,7 @@ Shapes: weights (B, H, T, S); queries, keys, values by heads (B, H, T, K); rows 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 
@@ -36,7 +37,7 @@ class Weights:
         self.q, self.k, self.heads, self.scale, self.others = q, k, heads, scale, others
 
     def fit(self, seen: Observed, rows: Tensor) -> Fit | None:
-        for family in (self._ones, self._times, self._heads, self._scored, self._rounded, self._free):
+        for family in (self._ones, self._times, self._heads, self._scored, self._each, self._replaced, self._rounded, self._free):
             if (fit := next(iter(family(seen, rows)), None)) is not None:
                 return fit
         return None
@@ -63,7 +64,7 @@ class Weights:
         factor = total / right
         some = factor.expand(seen.value.shape)[rows[:, None].expand(seen.value.shape[:3])]
         if float((some - some.mean()).abs().max()) <= 1e-4 * float(some.abs().max()):
-            times = nice(float(some.mean()))
+            times = nice(float(some.mean()), seen.loose)
             fault = Fault("softmax-missing", "attn", f"the weights are multiplied by {times:.6g} behind the softmax")
             yield from filter(None, [seen.fitted(seen.right * times, rows, fault)])
         scores = self._scores() * self.scale
@@ -88,17 +89,16 @@ class Weights:
         """Yield the scores (B, H, T, T) of other comparisons, not scaled."""
         parts, heads = {"q": self.q, "k": self.k}, self.heads
         yield self._scores(), ()
-        for (one, other), words in PAIRS.items():
+        for (first, second), words in PAIRS.items():
             if words:
-                pair = (Layout.RIGHT.split(parts[name], heads) for name in (one, other))
+                pair = (Layout.RIGHT.split(parts[name], heads) for name in (first, second))
                 yield next(pair) @ next(pair).mT, (Fault("qkv-order", "attn", words),)
         yield self._scores().mT, (Fault("qkv-order", "attn", "queries and keys have changed places"),)
-        for one in Layout:
-            for other in Layout:
-                if one is not Layout.RIGHT or other is not Layout.RIGHT:
-                    words = "; ".join(f"{name}: {way.value}" for name, way in (("queries", one), ("keys", other)) if way.value)
-                    value = one.split(self.q, heads) @ other.split(self.k, heads).mT
-                    yield value, (Fault("head-layout", "attn", words),)
+        for one, other in itertools.product(Layout, Layout):
+            if one is not Layout.RIGHT or other is not Layout.RIGHT:
+                words = "; ".join(f"{name}: {way.value}" for name, way in (("queries", one), ("keys", other)) if way.value)
+                value = one.split(self.q, heads) @ other.split(self.k, heads).mT
+                yield value, (Fault("head-layout", "attn", words),)
         q, k = (Layout.RIGHT.split(y, heads) for y in (self.q, self.k))
         tokens = torch.arange(k.shape[2])
         maps = {
@@ -120,6 +120,9 @@ class Weights:
             q @ k.flip(1).mT,
             (Fault("head-layout", "attn", "heads compare their queries with the keys of the heads in reverse order"),),
         )
+        for slot, written, words in slots(self.heads, len(tokens)):
+            keys = k.flatten(1, 2)[:, slot].unflatten(1, (self.heads, -1))
+            yield (q @ keys.mT) * written, (Fault("head-layout", "attn", f"keys are {words}"),)
         for words, keys in self.others.items():
             yield q @ Layout.RIGHT.split(keys, heads).mT, (Fault("wrong-tensor", "attn", f"queries are compared with {words}"),)
             past = torch.where(torch.eye(len(tokens), dtype=torch.bool), q @ k.mT, q @ Layout.RIGHT.split(keys, heads).mT)
@@ -145,9 +148,7 @@ class Weights:
             )
             for scores, faults in self._compared():
                 factor = _slope(scores, log, clear, axis)
-                if not math.isfinite(factor):
-                    continue
-                factor = nice(factor / self.scale) * self.scale
+                factor = nice(factor / self.scale, seen.loose) * self.scale if math.isfinite(factor) else self.scale
                 for label, mask in masks:
                     value = _softmax(scores * factor, mask, axis)
                     if seen.fitted(value, rows) is not None:
@@ -179,7 +180,7 @@ class Weights:
         if not bool(hidden.any()):
             return
         level = ((log - scores).masked_fill(~visible, -math.inf)).amax(-1, keepdim=True)
-        fill = nice(float((log - level)[hidden].median()))
+        fill = nice(float((log - level)[hidden].median()), 10 * seen.loose)
         value = scores.masked_fill(~visible, fill).softmax(-1)
         fault = Fault(
             "mask-multiplied", "attn", f"masked scores become {fill:.6g}, which softmax gives a share, instead of minus infinity"
@@ -213,6 +214,35 @@ class Weights:
         fault = Fault("scale-wrong", "attn", f"{words}: {float(added[0, 0, 1, 0]):.4g} for neighbours in head 0")
         yield from filter(None, [seen.fitted(_softmax(scores * self.scale + added, mask), rows, fault)])
 
+    def _each(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """A factor of its own for each head."""
+        scores, visible = self._scores(), allowed("right", seen.value)
+        clear = (seen.value > CLEAR * seen.slack) & (seen.value > LEAST) & rows[:, None, :, None] & visible
+        log = seen.value.clamp(min=1e-300).log()
+        slopes = [_slope(scores[:, [h]], log[:, [h]], clear[:, [h]], -1) / self.scale for h in range(self.heads)]
+        factors = torch.tensor([nice(one, 10 * seen.loose) for one in slopes], dtype=scores.dtype)
+        value = _softmax(scores * self.scale * factors[:, None, None], visible)
+        shown = ", ".join(f"{float(one):.4g}" for one in factors[:SHOWN])
+        words = f"the scores of each head have a factor of their own, {shown} times GPT-2's"
+        yield from filter(None, [seen.fitted(value, rows, Fault("head-layout", "attn", words))])
+
+    def _replaced(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """The key of one token in place of another's, for each query its own."""
+        scores, value, shown = self._scores() * self.scale, seen.right.clone(), list[str]()
+        for row, token in rows.nonzero().tolist():
+            mine = scores[row, :, token]  # (H, S)
+            tokens = mine.shape[-1]
+            made = mine[:, None, None].expand(-1, tokens, tokens, -1).clone()  # (H, replaced, by, S)
+            at = torch.arange(tokens)
+            made[:, at, :, at] = mine.expand(tokens, -1, -1)
+            made = _softmax(made, (seen.value[row, 0, token] > 0).expand_as(made))
+            errors = (made - seen.value[row, :, token][:, None, None]).square().sum((0, -1))
+            one, other = divmod(int(errors.argmin()), tokens)
+            value[row, :, token] = made[:, one, other]
+            shown = shown or [f"query {token} is compared with the key of token {other} for that of token {one}"]
+        words = f"a key is that of another token: {'; '.join(shown)}"
+        yield from filter(None, [seen.fitted(value, rows, Fault("cache-inconsistent", "attn", words))])
+
     def _rounded(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         visible = allowed("right", seen.value)
         scores = self._scores() * self.scale
@@ -230,6 +260,25 @@ class Weights:
         if bool((made.diff() >= -2 * slack).all()) and float(made[-1] - made[0]) > 100 * slack:
             words = "each weight is a function of its own score alone: there is no softmax over the keys"
             yield from filter(None, [seen.fitted(seen.value, rows, Fault("softmax-missing", "attn", words))])
+
+
+def slots(heads: int, tokens: int) -> Iterator[tuple[Tensor, Tensor, str]]:
+    """Yield which (head, token) a program finds at each place (H * T,) if it reads a cache in another order than it writes.
+
+    Also whether a query has it written there yet, (H, T, T), and words. A cache may have room for more tokens than there are.
+    """
+    head, token = (one.flatten() for one in torch.meshgrid(torch.arange(heads), torch.arange(tokens), indexing="ij"))
+    now = torch.arange(tokens)[:, None]
+    for room in range(tokens, 2 * tokens + 1):
+        place = token * heads + head
+        by_head = place // room, place % room, "written head by head, and read token by token"
+        place = head * room + token
+        by_token = place % heads, place // heads, "written token by token, and read head by head"
+        for whose, when, words in (by_head, by_token):
+            there = (whose < heads) & (when < tokens)
+            slot = torch.where(there, whose * tokens + when, 0)
+            for written in (there.expand(tokens, -1), there & (when <= now)):
+                yield slot, written.reshape(tokens, heads, tokens).transpose(0, 1), f"{words} (room for {room} tokens)"
 
 
 def _slope(scores: Tensor, log: Tensor, clear: Tensor, axis: int) -> float:
@@ -261,6 +310,9 @@ class Mixed:
             value = (self.weights * (1 - own)) @ other + (self.weights * own) @ self.v
             fault = Fault("cache-inconsistent", "attn", f"{words} are mixed, but for the value of the token itself")
             yield from filter(None, [seen.fitted(value, rows, fault)])
+        for slot, written, words in slots(self.v.shape[1], self.v.shape[2]):
+            value = (self.weights * written) @ self.v.flatten(1, 2)[:, slot].unflatten(1, self.v.shape[1:3])
+            yield from filter(None, [seen.fitted(value, rows, Fault("head-layout", "attn", f"values are {words}"))])
         for label in ALLOWED:
             value = (self.weights * allowed(label, self.weights)) @ self.v
             words = f"the values of some tokens are left out of the mixture ({label})"
@@ -312,14 +364,14 @@ class Mixed:
 
     def _left_out(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Values of some tokens that are not added, for each query its own."""
-        value, shown = seen.right.clone(), []
+        value, shown = seen.right.clone(), list[str]()
         for row, token in rows.nonzero().tolist():
             w, v = self.weights[row, :, token, : token + 1], self.v[row, :, : token + 1]
             terms = (w[..., None] * v).transpose(0, 1).flatten(1)  # (tokens, D)
             if terms.shape[1] < len(terms):
                 return
             factors = torch.linalg.lstsq(terms.T, seen.value[row, :, token].flatten()[:, None]).solution[:, 0]
-            exact = torch.tensor([nice(float(f)) for f in factors], dtype=w.dtype)
+            exact = torch.tensor([nice(float(f), seen.loose) for f in factors], dtype=w.dtype)
             value[row, :, token] = (exact @ terms).view(v.shape[0], -1)
             shown = shown or [f"token {token}: {', '.join(f'{float(f):.4g}' for f in exact)}"]
         words = f"the terms of the sum over the values have other factors ({'; '.join(shown)})"
@@ -327,7 +379,7 @@ class Mixed:
 
     def _replaced(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """The value of one token in place of another's, for each query its own."""
-        value, shown = seen.right.clone(), []
+        value, shown = seen.right.clone(), list[str]()
         for row, token in rows.nonzero().tolist():
             w, v = self.weights[row, :, token], self.v[row]  # (H, S), (H, S, K)
             changes = w[:, :, None, None] * (v[:, None] - v[:, :, None])  # (H, replaced, by, K)

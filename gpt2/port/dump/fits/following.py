@@ -5,6 +5,7 @@ Nothing but values is compared. A stage that is not recorded is right if a later
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,12 +31,15 @@ from gpt2.port.dump.fits.linear import Library, Linear
 from gpt2.port.dump.fits.normalising import Norm
 from gpt2.port.dump.fits.observed import Fit, Observed, laid
 from gpt2.port.dump.fits.wiring import activation_fit, embedding_fit, sum_fit
+from gpt2.port.dump.holdings import LINEAR, Held, Holdings
 from gpt2.port.dump.pool import DumpPool
 from gpt2.port.dump.simulation import NEEDS, STAGES, Simulation, State
 from gpt2.port.dump.tolerance import UNITS
 
 MOST_FAULTS = 10  # of one block
-MOST_TRIED = 10  # arrays that may be a stage's value, the likest first
+MOST_TRIED = 12  # arrays that may be a stage's value and that nothing confirms, the likest first
+LIKELIEST = 2  # that are tried before any is confirmed
+FOLLOWED = 4  # stages that are computed from such an array, to confirm it
 BEHIND = ("ln_1", "attn.q", "attn.k", "attn.v")  # stages of the next block that show its input
 
 
@@ -130,7 +134,7 @@ class Following:
                 slack = unit * value.abs() + smallest
                 found.append((-abs(likeness), number, Observed(value, slack, self.pool.tolerance_at(stage), right, number)))
         found.sort(key=lambda one: one[:2])
-        yield from (one for _, _, one in found[:MOST_TRIED])
+        yield from (one for _, _, one in found)
 
     # Outside the blocks
 
@@ -160,6 +164,11 @@ class Following:
         normed = self._recorded("ln_f", right)
         for value in (normed, right) if normed is not None else (right,):
             if self._is_logits(value @ wte.T):
+                return True
+        for n, state in enumerate(self.earlier):
+            if self._is_logits(self.simulation.norm("ln_f", state["x"]) @ wte.T):
+                words = f"the head takes the stream that enters h.{n}: what follows has no effect"
+                self.faults += [Fault("layer-missing", "", words, layer=later) for later in range(n, self.config.n_layer)]
                 return True
         vectors = self.library.vectors
         unit, smallest = UNITS[self.pool.logits_dtype]
@@ -204,12 +213,12 @@ class Following:
             waiting = [stage for stage in STAGES if stage not in known and stage not in ("attn.scores",)]
             if "" in known or not waiting or self._shown_behind(layer, state):
                 return state
-            for stage in waiting:
-                if (value := self._fitted(layer, stage, state)) is not None:
-                    fixed[stage] = value
-                    break
-            else:
+            ways = itertools.product((self._fitted, self._unknown, self._hidden), waiting)
+            found = ((stage, look(layer, stage, state, known)) for look, stage in ways)
+            stage, value = next(((stage, value) for stage, value in found if value is not None), ("", None))
+            if value is None:
                 return waiting[0]
+            fixed[stage] = value
         return waiting[0]
 
     def _stages(self, layer: int, x: Tensor, fixed: Mapping[str, Tensor]) -> tuple[State, set[str]]:
@@ -234,13 +243,73 @@ class Following:
             following[stage] = self.simulation.right(layer + 1)[stage](following)
         return any(self._recorded(stage, following[stage]) is not None for stage in BEHIND)
 
-    def _fitted(self, layer: int, stage: str, state: State) -> Tensor | None:
+    def _fitted(self, layer: int, stage: str, state: State, known: set[str]) -> Tensor | None:
         """Return a stage's value as the program computes it, from arrays that no known operator gave; None if nothing fits."""
-        for seen in self._candidates(stage, state):
+        every = list(self._candidates(stage, state))
+        likely, rest = every[:LIKELIEST], every[LIKELIEST:]
+        sure = (seen for seen in rest if self._confirmed(layer, stage, state, seen))
+        for seen in itertools.chain(likely, sure, rest[:MOST_TRIED]):
             rows = seen.wrong_rows()
             if bool(rows.any()) and (fit := self._fit(layer, stage, state, seen, rows)) is not None:
                 return self._kept(layer, seen, fit)
         return None
+
+    def _sure(self, layer: int, stage: str, state: State) -> list[Observed]:
+        """Return the arrays that are a stage's value, because what follows is recorded as they give it."""
+        return [seen for seen in self._candidates(stage, state) if self._confirmed(layer, stage, state, seen)]
+
+    def _unknown(self, layer: int, stage: str, state: State, known: set[str]) -> Tensor | None:
+        """Return the value of a linear layer with a known input, whose weights are not the checkpoint's in any known way."""
+        for seen in self._sure(layer, stage, state)[:1] if stage in LINEAR and known.issuperset(NEEDS[stage]) else ():
+            linear = self._linear(layer, stage, state)
+            if (fit := linear.unknown(seen, seen.wrong_rows())) is not None:
+                return self._kept(layer, seen, fit)
+        return None
+
+    def _hidden(self, layer: int, stage: str, state: State, known: set[str]) -> Tensor | None:
+        """Return the value of a linear layer that is not recorded, with weights from which what follows is as recorded."""
+        if stage not in LINEAR or not known.union({"x"}).issuperset(NEEDS[stage]) or self._sure(layer, stage, state):
+            return None
+        others = (n for n in range(self.config.n_layer) if n != layer)
+        linear, holdings = self._linear(layer, stage, state), Holdings(self.simulation.state, self.config)
+        x, holds = state[NEEDS[stage][0]], "the weight holds the checkpoint's values "
+        listed = [*holdings.biases(layer, stage), *holdings.weights(layer, stage, others), *linear.strided(layer)]
+        rounded = (Held(make(), linear.bias, "reduced-precision", ".weight", holds + words) for words, make in linear.roundings())
+        first = [next(rounded)] if self.library.rounding else []
+        for held in itertools.chain(first, listed, rounded):
+            self.library.in_time()
+            if self._hides(layer, stage, state, held, x):
+                if held.words.startswith(holds):
+                    self.library.rounding = held.words.removeprefix(holds)
+                return x @ held.weight + held.bias
+        return None
+
+    def _hides(self, layer: int, stage: str, state: State, held: Held, x: Tensor) -> bool:
+        """Return whether what follows is as recorded if the layer holds ``held``, and note the fault."""
+        value = x @ held.weight + held.bias
+        if not self._confirmed(layer, stage, state, Observed(value, value, 0.0, value, 0)):
+            return False
+        part = stage if stage in ("attn.q", "attn.k", "attn.v") else f"{stage}{held.leaf}"
+        self.faults += [Fault(id, part, held.words, layer=layer) for id in held.id.split()]
+        return True
+
+    def _confirmed(self, layer: int, stage: str, state: State, seen: Observed) -> bool:
+        """Return whether an array is a stage's value, because the right formulas of what follows give recorded arrays from it."""
+        after, changed = {**state, stage: seen.value}, {stage}
+        for later in STAGES[STAGES.index(stage) + 1 :]:
+            if changed.isdisjoint(NEEDS[later]) or later == "attn.scores":
+                if later == "attn.scores" and not changed.isdisjoint(NEEDS[later]):
+                    after[later] = self.simulation.right(layer)[later](after)
+                    changed.add(later)
+                continue
+            after[later] = self.simulation.right(layer)[later](after)
+            changed.add(later)
+            is_sum = seen.number < 0 and later in ("mid", "")  # of which the candidate is a difference
+            if not is_sum and self._recorded(later, after[later]) is not None:
+                return True
+            if len(changed) > FOLLOWED:
+                return False
+        return False
 
     def _candidates(self, stage: str, state: State) -> Iterator[Observed]:
         yield from self._observed(stage, state[stage])
@@ -258,6 +327,8 @@ class Following:
                     yield Observed(value, slack, seen.bound, state[stage], -1)
 
     def _fit(self, layer: int, stage: str, state: State, seen: Observed, rows: Tensor) -> Fit | None:
+        if stage not in ("mid", "") and (fit := self._stale(stage, seen, rows)) is not None:
+            return fit
         own, split = self.simulation.weights(layer), self._split
         if stage in ("ln_1", "ln_2"):
             eps, vectors = self.config.layer_norm_epsilon, self.library.vectors
@@ -268,12 +339,16 @@ class Following:
             return norm.fit(seen, state["x" if stage == "ln_1" else "mid"], rows)
         if stage == "attn.weights":
             keys = {f"the keys of block {n}": one["attn.k"] for n, one in enumerate(self.earlier)}
+            if not bool(rows[:, :2].any()):  # in steps, perhaps of a cache that other blocks write as well
+                keys |= dict(self._shown(state, "attn.k"))
             scale = right_scale(self.config, layer)
             return Weights(state["attn.q"], state["attn.k"], self.config.n_head, scale, keys).fit(seen, rows)
         if stage == "attn.mixed":
             others = {"the keys": "attn.k", "the queries": "attn.q", "attention's inputs": "ln_1", "the streams": "x"}
             values = {words: split(state[name]) for words, name in others.items()}
             values |= {f"the values of block {n}": split(one["attn.v"]) for n, one in enumerate(self.earlier)}
+            if not bool(rows[:, :2].any()):
+                values |= {words: split(value) for words, value in self._shown(state, "attn.v")}
             return Mixed(state["attn.weights"], split(state["attn.v"]), values).fit(seen, rows)
         if stage == "attn.heads":
             flat = replace(seen, value=split(seen.value), slack=split(seen.slack), right=split(seen.right))
@@ -284,12 +359,32 @@ class Following:
             return activation_fit(seen, state["mlp.c_fc"], rows)
         if stage in ("mid", ""):
             return sum_fit(seen, self._terms(layer, stage, state), rows, stage)
-        return self._linear(layer, stage, state, own).fit(seen, state[NEEDS[stage][0]], rows)
+        return self._linear(layer, stage, state).fit(seen, state[NEEDS[stage][0]], rows)
+
+    def _stale(self, stage: str, seen: Observed, rows: Tensor) -> Fit | None:
+        """Return the fit of GPT-2's value plus those of earlier blocks, as in a buffer that is not cleared."""
+        for first in range(len(self.earlier)):
+            value = seen.right + sum((state[stage] for state in self.earlier[first:]), torch.zeros_like(seen.right))
+            words = f"the values of h.{first} to h.{len(self.earlier) - 1} are added: a buffer that is not cleared"
+            id = {"attn.mixed": "value-projection-wrong", "attn.weights": "softmax-missing"}.get(stage, "residual-scaled")
+            part = "attn" if stage in ("attn.mixed", "attn.weights", "attn.heads") else stage
+            if (fit := seen.fitted(value, rows, Fault(id, part, words))) is not None:
+                return fit
+        return None
+
+    def _shown(self, state: State, own: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield the arrays of the size of a block's keys, laid out as (B, T, D), under their names."""
+        heads = {"b": self.ids.shape[0], "t": self.ids.shape[1], "h": self.config.n_head, "k": self.config.head_dim}
+        for number, entry in enumerate(self.pool.entries):
+            if entry.numel() == state[own].numel() and bool(entry.isfinite().all()):
+                for turn, value in enumerate(laid(entry, heads)):
+                    yield f"your {self.pool.names[number]}{', its axes in another order' * turn}", value.reshape(state[own].shape)
 
     def _split(self, y: Tensor) -> Tensor:
         return Layout.RIGHT.split(y, self.config.n_head)
 
-    def _linear(self, layer: int, stage: str, state: State, own: Mapping[str, Tensor]) -> Linear:
+    def _linear(self, layer: int, stage: str, state: State) -> Linear:
+        own = self.simulation.weights(layer)
         part = "attn.c_attn" if stage in ("attn.q", "attn.k", "attn.v") else stage
         weight, bias = own[f"{part}.weight"], own[f"{part}.bias"]
         if part != stage:

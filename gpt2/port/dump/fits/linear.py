@@ -5,9 +5,10 @@ Shapes: x (B, T, I); the result y (B, T, O); weights W (I, O); biases b (O,). R 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from gpt2.config import GPT2Config
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.fits.observed import Fit, Observed, combined, formula, nice
 from gpt2.port.dump.fits.rounding import quantised, roundings
+from gpt2.port.dump.holdings import Held
 
 MOST = 2**29  # products of columns that are compared
 MOST_COPIED = 2**24  # entries of matrices whose columns are compared
@@ -90,11 +92,12 @@ class Linear:
         self, library: Library, name: str, part: str, weight: Tensor, bias: Tensor, inputs: Mapping[str, Tensor]
     ) -> None:
         self.library, self.name, self.part, self.weight, self.bias, self.inputs = library, name, part, weight, bias, inputs
+        self.families = self._scaled, self._inputs, self._bias, self._columns, self._heads
         self.where = part if part in ("attn.q", "attn.k", "attn.v") else f"{part}.weight" if part != "logits" else part
 
     def fit(self, seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
         """Return what the layer computed from ``x`` to give ``seen`` at ``rows``."""
-        for family in (self._scaled, self._inputs, self._bias, self._columns, self._heads, self._rounded, self._part, self._read):
+        for family in (*self.families, self._rounded, self._part, self._read, self._function):
             self.library.in_time()
             if (fit := next(iter(family(seen, x, rows)), None)) is not None:
                 return fit
@@ -109,6 +112,28 @@ class Linear:
             return whole.T
         share = {"attn.q": 0, "attn.k": 1, "attn.v": 2}.get(self.part)
         return whole if share is None else whole.chunk(3, 1)[share]
+
+    def roundings(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        """Yield this layer's weight in fewer bits, in words, first as other weights were seen to be."""
+        every = quantised(self.library.state[self.name])
+        for words, make in sorted(every, key=lambda one: one[0] != self.library.rounding):
+            yield words, partial(self._made, make)
+
+    def _made(self, make: Callable[[], Tensor]) -> Tensor:
+        return self._cut(make())
+
+    def strided(self, layer: int) -> Iterator[Held]:
+        """Yield this layer's weight read with a wrong stride from those of all blocks, one behind the other."""
+        whole, width = self.library.state[self.name], self.library.config.n_embd
+        count, blocks = whole.numel(), self.library.config.n_layer
+        for transposed, stride in itertools.product((False, True), (width, 4 * width, *(n * width**2 for n in (1, 3, 4)))):
+            start = layer * stride
+            if layer and stride != count and start < count * blocks:
+                pair = next(islice(self.library.pairs(self.name, transposed), start // count, None))
+                read = pair[start % count :][:count]
+                weight = read.view(whole.shape[::-1]).T if transposed else read.view(whole.shape)
+                text = f"the weight is read from the blocks' weights, one behind the other, with a stride of {stride} for {count}"
+                yield Held(self._cut(weight), self.bias, "wrong-tensor", ".weight", text)
 
     # Families
 
@@ -233,7 +258,7 @@ class Linear:
         columns, wanted = terms[:, rows].flatten(1).T, (seen.value - self.bias)[rows].flatten()
         if len(columns) > columns.shape[1]:
             factors = torch.linalg.lstsq(columns, wanted[:, None]).solution[:, 0]
-            exact = torch.tensor([nice(float(f)) for f in factors], dtype=x.dtype)
+            exact = torch.tensor([nice(float(f), seen.loose) for f in factors], dtype=x.dtype)
             value = torch.tensordot(exact, terms, 1) + self.bias
             table = exact.view(heads, heads)
             taken = [
@@ -263,9 +288,9 @@ class Linear:
         few = x[rows][:1]
         wanted = seen.value[rows][:1]
         loose = seen.slack[rows][:1] + 2 * seen.bound * seen.value.square().mean().sqrt()
-        for words, make in sorted(quantised(self.library.state[self.name]), key=lambda one: one[0] != self.library.rounding):
+        for words, make in self.roundings():
             self.library.in_time()
-            weight = self._cut(make())
+            weight = make()
             if bool(((few @ weight + self.bias - wanted).abs() <= loose).all()):
                 fault = self._fault("reduced-precision", f"the weight holds the checkpoint's values {words}")
                 if (fit := seen.fitted(x @ weight + self.bias, rows, fault)) is not None:
@@ -322,6 +347,24 @@ class Linear:
             place += f"; this block's begin at {layer * whole.numel()}"
             fault = self._fault("wrong-tensor", f"the weight is read from {place}")
             yield from filter(None, [seen.fitted(x @ weight + bias, rows, fault)])
+
+    def _function(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+        """Logits that are a function of GPT-2's own, one by one, such as a soft cap."""
+        order = seen.right[rows].flatten().argsort()
+        made, right = (one[rows].flatten()[order] for one in (seen.value, seen.right))
+        loose = 4 * (float(seen.slack.max()) + seen.bound * float(made.square().mean().sqrt()))
+        if self.part == "logits" and bool((made.diff() >= -loose).all()) and float(made[-1] - made[0]) > 100 * loose:
+            some = range(0, len(order), max(1, len(order) // 4))
+            at = ", ".join(f"{float(right[i]):.4g} becomes {float(made[i]):.4g}" for i in some)
+            words = f"each logit is a function of GPT-2's own (such as a soft cap): {at}"
+            yield from filter(None, [seen.fitted(seen.value, rows, self._fault("logits-scaled", words))])
+
+    def unknown(self, seen: Observed, rows: Tensor) -> Fit | None:
+        """Return the fit of weights that are not the checkpoint's in any known way, for a value that what follows confirms."""
+        one, other = (value[rows].flatten() - value[rows].mean() for value in (seen.value, seen.right))
+        like = float(one @ other / (one.norm() * other.norm()).clamp(min=1e-300))
+        words = f"the weight is not the checkpoint's in any known way: its results are like GPT-2's with a cosine of {like:.2f}"
+        return seen.fitted(seen.value, rows, self._fault("not-loaded", words))
 
 
 def _slid(flat: Tensor, row: Tensor, by: int) -> Tensor:

@@ -29,7 +29,7 @@ class Norm:
 
     def fit(self, seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
         """Return what the norm computed from ``x`` to give ``seen`` at ``rows``."""
-        for family in (self._affine, self._statistics, self._inputs):
+        for family in (self._inputs, self._affine, self._statistics):
             if (fit := next(iter(family(seen, x, rows)), None)) is not None:
                 return fit
         return None
@@ -73,10 +73,15 @@ class Norm:
         if near(plain):
             id = "layernorm-without-affine" if leaf == "weight" else "missing-bias"
             return id, (f"the {leaf} is not applied", plain)
-        ratio = nice(float((fitted * own).sum() / own.square().sum().clamp(min=1e-300)))
+        ratio = nice(float((fitted * own).sum() / own.square().sum().clamp(min=1e-300)), SAME)
         for words, value in (("one is added to the weight", own + 1), ("the weight is applied twice", own * own)):
             if leaf == "weight" and near(value):
                 return "layernorm-without-affine", (words, value)
+        width = len(own)
+        if leaf == "weight" and near(ratio * own):
+            for n in (1, 2, -1, -2):
+                if abs(ratio - ((width - n) / width) ** 0.5) < SAME / 10:
+                    return "layernorm-unbiased-variance", (f"the variance is divided by D - {n}", ratio * own)
         if near(ratio * own):
             id = "extra-bias" if leaf == "bias" and ratio > 1 else "wrong-tensor"
             return id, (f"the {leaf} is multiplied by {ratio:.6g}", ratio * own)
@@ -172,6 +177,8 @@ class Norm:
             times, eps = torch.linalg.lstsq(columns, inverse[:, None]).solution[:, 0].tolist()
             if float((columns @ torch.tensor([times, eps], dtype=x.dtype) - inverse).abs().max()) > SAME * float(inverse.max()):
                 continue
+            if not LEAST < times < 1 / LEAST:
+                continue
             mean = x.mean(-1, keepdim=True)
             centred = float((shift / factor + mean[..., 0])[rows].abs().max()) <= SAME * float(x.square().mean().sqrt())
             known = {width / (width - n): n for n in range(-3, 4)}
@@ -204,6 +211,10 @@ class Norm:
         def norm(value: Tensor) -> Tensor:
             return layer_norm(value, self.weight, self.bias, self.eps)
 
+        none = self._fault(
+            "final-norm-missing" if self.part == "ln_f" else "norm-missing", "there is no norm: the stream passes as it is"
+        )
+        yield from filter(None, [seen.fitted(x, rows, none)])
         twice = self._fault("extra-norm", "the norm is applied twice")
         yield from filter(None, [seen.fitted(norm(norm(x)), rows, twice)])
         before = self._fault("layernorm-not-normalising", "weight and bias are applied before the norm, not behind it")

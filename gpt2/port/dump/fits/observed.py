@@ -40,6 +40,11 @@ class Observed:
     right: Tensor
     number: int
 
+    @property
+    def loose(self) -> float:
+        """The relative error of a coefficient that is fitted to the value."""
+        return NICE + 2 * float((self.slack / self.value.abs().amax().clamp(min=1e-300)).max())
+
     def agrees(self, predicted: Tensor) -> Tensor:
         """Return where a prediction is the recorded value, within rounding; of the value's shape."""
         size = predicted.square().mean().sqrt()
@@ -101,10 +106,10 @@ def _merges(parts: Sequence[int], own: Sequence[int]) -> bool:
     return not parts
 
 
-def nice(value: float, known: Iterable[float] = ()) -> float:
-    """Return the simple or ``known`` number that a coefficient was meant to be, if one is near."""
+def nice(value: float, loose: float = NICE, known: Iterable[float] = ()) -> float:
+    """Return the simple or ``known`` number that a coefficient was meant to be, to the relative error ``loose``."""
     simple = [0.0, *known, *(sign * n / m for n in range(1, 13) for m in (1, 2, 3, 4, 5, 10) for sign in (1, -1))]
-    return next((one for one in simple if abs(value - one) <= NICE * max(abs(one), 0.05)), value)
+    return next((one for one in simple if abs(value - one) <= loose * max(abs(one), 0.05)), value)
 
 
 def combined(target: Tensor, terms: Mapping[str, Tensor], rows: Tensor, seen: Observed) -> tuple[dict[str, float], Fit] | None:
@@ -124,7 +129,8 @@ def combined(target: Tensor, terms: Mapping[str, Tensor], rows: Tensor, seen: Ob
             if float(left[number]) > 1e-3 * total:
                 break
             factors = {
-                names[i]: nice(float(f)) for i, f in zip(sets[number].tolist(), ratio[number] / scale[number], strict=True)
+                names[i]: nice(float(f), seen.loose)
+                for i, f in zip(sets[number].tolist(), ratio[number] / scale[number], strict=True)
             }
             value = sum((factor * terms[name] for name, factor in factors.items()), torch.zeros_like(target))
             if 0.0 not in factors.values() and (fit := seen.fitted(value, rows)) is not None:

@@ -45,10 +45,11 @@ def quantised(weight: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         for bits in (4, 8, 5, 6, 3, 2, 7):
             for words, half in itertools.product(SCHEMES, (False, True)):
                 kind = ", scales in float16" if half else ""
-                yield (
-                    f"in {bits} bits, {words}{kind}, {where}",
-                    lambda g=groups, b=back, n=bits, w=words, h=half: b(_integers(g, n, w, h)),
-                )
+                yield f"in {bits} bits, {words}{kind}, {where}", partial(_back, back, groups, bits, words, half)
+
+
+def _back(back: Formula, groups: Tensor, bits: int, scheme: str, half: bool) -> Tensor:
+    return back(_integers(groups, bits, scheme, half))
 
 
 def _grouped(weight: Tensor) -> Iterator[tuple[str, Tensor, Callable[[Tensor], Tensor]]]:

@@ -24,6 +24,8 @@ def sum_fit(seen: Observed, terms: Mapping[str, Tensor], rows: Tensor, part: str
         return None
     factors, fit = found
     stream, branch, *_ = terms
+    if factors == {"x before attention": 1.0}:
+        return seen.fitted(fit.value, rows, Fault("layer-missing", "", "the block does not run: its result is its input"))
     added = [name for name in factors if "norm" in name]
     id = "residual-scaled" if stream in factors and branch in factors else "residual-missing"
     id = "residual-from-normed" if added else id
@@ -83,8 +85,8 @@ def embedding_fit(seen: Observed, ids: Tensor, wte: Tensor, wpe: Tensor, rows: T
             row, token = (wrong != right).nonzero()[0].tolist()
             given, wanted = (", ".join(map(str, one[row, token : token + SHOWN].tolist())) for one in (wrong, right))
             faults.append(Fault(id, part, f"from token {token} of row {row} on, it takes rows {given}, not {wanted}"))
-    if (fit := seen.fitted(value, rows, *faults)) is not None:
-        return fit
+    if (moved := seen.fitted(value, rows, *faults)) is not None:
+        return moved
     middle = places[rows]
     times = ((seen.value - words)[rows] * middle).sum(0) / middle.square().sum(0).clamp(min=1e-300)
     detail = "each feature of the position has a factor of its own, some are left out"
