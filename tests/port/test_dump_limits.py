@@ -49,23 +49,26 @@ def test_a_program_that_widens_its_numbers_on_the_way_computed_in_float32(monkey
     assert assumed == [torch.float32]  # and no half of the time in float64
 
 
-def test_a_fault_that_nothing_names_is_undetermined_in_time_and_placed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search said that the first block's scores are wrong: it compared scores with masked ones without."""
-    monkeypatch.setattr("gpt2.port.dump.examination.SECONDS", {True: 1.0})
+def test_weights_that_nothing_names_are_placed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search said that the first block's scores are wrong: it compared scores with masked ones without.
+
+    Where the layer's input and result are recorded, the weights are named, not as a proof. Logits alone stay undetermined.
+    """
     model = checkpoint()
     weight = model.h[1].mlp.c_fc.weight
     with torch.no_grad():
         weight += 0.3 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
     start = time.process_time()
-    for traced in (trace(model, IDS), {"logits": model(IDS).detach()}):
+    for traced, seconds in ((trace(model, IDS), 8.0), ({"logits": model(IDS).detach()}, 1.0)):
+        monkeypatch.setattr("gpt2.port.dump.examination.SECONDS", {True: seconds})
         diagnosis = gpt2.diagnose(dump(traced, torch.float32), MODEL)
-        assert diagnosis.verdict == "undetermined", causes(diagnosis)
         assert diagnosis.first_divergence is not None
         if len(traced) > 1:
+            assert causes(diagnosis) == [("not-loaded", "h.1.mlp.c_fc.weight")]
+            assert diagnosis.causes[0].confidence < SURE
             assert diagnosis.first_divergence.point == "h.1.mlp.c_fc"
-            assert any("right up to h.1.ln_2, wrong from h.1.mlp.c_fc on" in note for note in diagnosis.notes)
-            assert any("from h.1.ln_2, which is right, by weights that are not" in note for note in diagnosis.notes)
         else:
+            assert (diagnosis.verdict, diagnosis.causes) == ("undetermined", ())
             assert not any("weights that are not" in note for note in diagnosis.notes)
     assert time.process_time() - start < 8
 
@@ -91,7 +94,7 @@ def test_a_program_that_computes_in_float16_is_wrong_where_it_is_wrong(monkeypat
     with torch.no_grad():
         model.h[1].mlp.c_fc.weight += torch.randn(21, 52, generator=torch.Generator().manual_seed(1))
     diagnosis = gpt2.diagnose(dump(trace(model.half(), IDS), torch.float16), MODEL)
-    assert diagnosis.verdict == "undetermined", causes(diagnosis)
+    assert set(causes(diagnosis)) <= {("not-loaded", "h.1.mlp.c_fc.weight")}  # or nothing, in so little time
     assert diagnosis.first_divergence is not None
     assert diagnosis.first_divergence.point == "h.1.mlp.c_fc"
 

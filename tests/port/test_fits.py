@@ -8,6 +8,9 @@ import torch
 from support.programs.second import Bed, Shape
 
 import gpt2
+from gpt2.config import GPT2Config
+from gpt2.port.dump.fits.linear import Library, Linear
+from gpt2.port.dump.fits.observed import Observed
 from gpt2.port.dump.simulation import Program, Simulation, State
 
 Change = Callable[[Simulation, int], dict[str, Callable[[State], torch.Tensor]]]
@@ -56,6 +59,15 @@ FAULTS: dict[str, tuple[str, str, Change]] = {
 }
 
 
+FIRST = {
+    "groups of four bits": "h.0.mlp.c_fc",
+    "columns backwards": "h.0.mlp.c_fc",
+    "variance of a half": "h.0.ln_1",
+    "sums of two scales": "h.0.mid",
+    "temperature in steps": "h.0.attn.weights",
+}
+
+
 @pytest.fixture(scope="module")
 def bed(tmp_path_factory: pytest.TempPathFactory) -> Bed:
     return Bed(Path(tmp_path_factory.mktemp("fits")) / "one", SHAPE)
@@ -78,4 +90,17 @@ def test_a_mistake_that_no_list_has_is_read_off_its_operator(bed: Bed, fault: st
     assert [cause.id for cause in said.causes[:1]] == ([FAULTS[fault][0]] if fault else [])
     assert said.ok == (fault is None)
     if fault:
+        assert said.first_divergence is not None
+        assert said.first_divergence.point == FIRST[fault]
         assert FAULTS[fault][1] in said.causes[0].detail
+
+
+@pytest.mark.parametrize("bent", [0.0, 0.01])
+def test_a_result_that_is_not_linear_in_its_input_is_not_called_other_weights(bent: float) -> None:
+    """Control of `not-loaded`: with more tokens than inputs, only what is linear in them may be another weight's product."""
+    library = Library({}, GPT2Config(n_embd=6, n_head=2))
+    x, weight, other, bias = torch.randn(2, 10, 6).double(), *torch.randn(2, 6, 8).double(), torch.randn(8).double()
+    value = x @ other + bias + bent * (x @ other).square()
+    seen = Observed(value, torch.zeros_like(value), 1e-6, x @ weight + bias, 0)
+    fit = Linear(library, "h.0.mlp.c_fc.weight", "mlp.c_fc", weight, bias, {}).unknown(seen, x, seen.wrong_rows())
+    assert (fit is None) if bent else (fit is not None and fit.faults[0].id == "not-loaded")

@@ -105,6 +105,7 @@ class Attempt:
                 self.followed = self._follow()
                 if self.followed.explained and self.followed.causes:
                     self.causes = list(self.followed.causes)
+                    self.first = self.followed.first or self.first
                     return
             if not self.right and not self.walked.explained:  # only then may the weights be others than the checkpoint's
                 found = self._load(loaded)

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.measure.metrics import Progress
+from gpt2.measure.metrics import Progress, worst_relative_error
 from gpt2.measure.tracing import point_at
 from gpt2.port.deadline import TimeUp
 from gpt2.port.diagnosis.attending import GRID
 from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.hypotheses import right_scale
-from gpt2.port.diagnosis.places import collapsed
+from gpt2.port.diagnosis.places import Place, collapsed, forward_rank
 from gpt2.port.diagnosis.projecting import HEADS
-from gpt2.port.diagnosis.report import LIKELY, SURE
+from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
 from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.diagnosis.wiring import STREAM
@@ -45,11 +45,11 @@ BEHIND = ("ln_1", "attn.q", "attn.k", "attn.v")  # stages of the next block that
 
 @dataclass(frozen=True)
 class Followed:
-    """What following found: the causes, whether they explain the logits, and the first stage whose value is not explained."""
+    """What following found: the causes, whether they explain the logits, and the first stage that is not GPT-2's."""
 
     causes: tuple[PlacedCause, ...]
     explained: bool
-    lost: str | None
+    first: Divergence | None
 
 
 class Following:
@@ -61,6 +61,8 @@ class Following:
         self.library = Library(self.simulation.state, config)
         self.library.in_time = lambda: pool.deadline.check()
         self.faults: list[Fault] = []
+        self.guessed: set[tuple[int | None, str]] = set()  # places whose value is the dump's, and nothing else gives it
+        self.first: Divergence | None = None
         self.used: set[int] = set()
         self.earlier: list[State] = []  # of the blocks before
         self.sizes = {"b": ids.shape[0], "t": ids.shape[1]}
@@ -69,7 +71,7 @@ class Following:
         lost: str | None = "embed"
         with suppress(TimeUp):
             lost = self._follow()
-        return Followed(tuple(self._causes(lost is None)), lost is None, lost)
+        return Followed(tuple(self._causes(lost is None)), lost is None, self.first)
 
     def _follow(self) -> str | None:
         """Return the first stage that is not explained; None if the logits are."""
@@ -146,15 +148,22 @@ class Following:
         for seen in self._observed("embed", right):
             rows = seen.wrong_rows()
             if (fit := embedding_fit(seen, self.ids, wte, wpe, rows)) is not None:
-                return self._kept(None, seen, fit)
+                return self._kept(None, "embed", seen, fit)
         return right  # perhaps not recorded
 
-    def _kept(self, layer: int | None, seen: Observed, fit: Fit) -> Tensor:
+    def _kept(self, layer: int | None, stage: str, seen: Observed, fit: Fit) -> Tensor:
         """Note a fit's faults, and return its value with the program's own digits."""
         self.used.add(seen.number)
+        self._departs(layer, stage, fit.value, seen.right)
         self.faults += [replace(fault, layer=layer) for fault in fit.faults]
         exact = seen.number >= 0 and UNITS[self.pool.dtypes[seen.number]][0] < 1e-4
         return seen.value.contiguous() if exact else fit.value
+
+    def _departs(self, layer: int | None, stage: str, made: Tensor, right: Tensor) -> None:
+        """Note the point where a value is not GPT-2's, if none before it is known."""
+        point, order = stage if layer is None else point_at(layer, stage), self.config.n_layer
+        if self.first is None or forward_rank(Place.of(point), order) < forward_rank(Place.of(self.first.point), order):
+            self.first = Divergence(point, layer, worst_relative_error(made, right))
 
     def _ended(self, x: Tensor) -> bool:
         """Return whether the logits follow from the last stream, perhaps by a last norm or a head that is fitted."""
@@ -168,6 +177,7 @@ class Following:
         for n, state in enumerate(self.earlier):
             if self._is_logits(self.simulation.norm("ln_f", state["x"]) @ wte.T):
                 words = f"the head takes the stream that enters h.{n}: what follows has no effect"
+                self._departs(n, "", state["x"], state[""])
                 self.faults += [Fault("layer-missing", "", words, layer=later) for later in range(n, self.config.n_layer)]
                 return True
         vectors = self.library.vectors
@@ -176,7 +186,7 @@ class Following:
             own = Norm("ln_f", vectors["ln_f.weight"], vectors["ln_f.bias"], self.config.layer_norm_epsilon, vectors, {})
             fit = own.fit(seen, x, seen.wrong_rows())
             if fit is not None and self._is_logits(fit.value @ wte.T):
-                self._kept(None, seen, fit)
+                self._kept(None, "ln_f", seen, fit)
                 return True
         x = right if normed is None else normed
         if logits.shape[:2] != x.shape[:2]:
@@ -185,7 +195,7 @@ class Following:
         head = Linear(self.library, "wte.weight", "logits", wte.T, torch.zeros(len(wte), dtype=x.dtype), {})
         fit = head.fit(seen, x, seen.wrong_rows())
         if fit is not None:
-            self._kept(None, seen, fit)
+            self._kept(None, "logits", seen, fit)
         return fit is not None
 
     def _is_logits(self, made: Tensor) -> bool:
@@ -251,7 +261,7 @@ class Following:
         for seen in itertools.chain(likely, sure, rest[:MOST_TRIED]):
             rows = seen.wrong_rows()
             if bool(rows.any()) and (fit := self._fit(layer, stage, state, seen, rows)) is not None:
-                return self._kept(layer, seen, fit)
+                return self._kept(layer, stage, seen, fit)
         return None
 
     def _sure(self, layer: int, stage: str, state: State) -> list[Observed]:
@@ -262,8 +272,9 @@ class Following:
         """Return the value of a linear layer with a known input, whose weights are not the checkpoint's in any known way."""
         for seen in self._sure(layer, stage, state)[:1] if stage in LINEAR and known.issuperset(NEEDS[stage]) else ():
             linear = self._linear(layer, stage, state)
-            if (fit := linear.unknown(seen, seen.wrong_rows())) is not None:
-                return self._kept(layer, seen, fit)
+            if (fit := linear.unknown(seen, state[NEEDS[stage][0]], seen.wrong_rows())) is not None:
+                self.guessed.add((layer, fit.faults[0].part))
+                return self._kept(layer, stage, seen, fit)
         return None
 
     def _hidden(self, layer: int, stage: str, state: State, known: set[str]) -> Tensor | None:
@@ -290,6 +301,7 @@ class Following:
         if not self._confirmed(layer, stage, state, Observed(value, value, 0.0, value, 0)):
             return False
         part = stage if stage in ("attn.q", "attn.k", "attn.v") else f"{stage}{held.leaf}"
+        self._departs(layer, stage, value, state[stage])
         self.faults += [Fault(id, part, held.words, layer=layer) for id in held.id.split()]
         return True
 
@@ -429,7 +441,8 @@ class Following:
             places = collapsed(dict.fromkeys(fault.place for fault in same), self.config.n_layer)
             evidence = "computed so from the values that your dump holds before it, this is what it holds here"
             evidence += "; with all causes here, your own logits follow" if explained else ""
-            yield PlacedCause(id, places, same[0].detail, evidence, SURE if explained else LIKELY, None, f"{id} {same[0].part}")
+            sure = explained and not any((fault.layer, fault.part) in self.guessed for fault in same)
+            yield PlacedCause(id, places, same[0].detail, evidence, SURE if sure else LIKELY, None, f"{id} {same[0].part}")
 
 
 def _ancestors(stage: str) -> set[str]:

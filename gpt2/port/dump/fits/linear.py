@@ -359,8 +359,16 @@ class Linear:
             words = f"each logit is a function of GPT-2's own (such as a soft cap): {at}"
             yield from filter(None, [seen.fitted(seen.value, rows, self._fault("logits-scaled", words))])
 
-    def unknown(self, seen: Observed, rows: Tensor) -> Fit | None:
-        """Return the fit of weights that are not the checkpoint's in any known way, for a value that what follows confirms."""
+    def unknown(self, seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
+        """Return the fit of weights that are not the checkpoint's in any known way, for a value that what follows confirms.
+
+        With more tokens than inputs, the value must be linear in ``x``; with fewer, every value is.
+        """
+        inputs, wanted = torch.nn.functional.pad(x[rows], (0, 1), value=1.0), seen.value[rows]
+        if len(inputs) > inputs.shape[1]:
+            made = inputs @ torch.linalg.lstsq(inputs, wanted).solution
+            if not bool(seen.agrees(seen.right.masked_scatter(rows[..., None], made))[rows].all()):
+                return None
         one, other = (value[rows].flatten() - value[rows].mean() for value in (seen.value, seen.right))
         like = float(one @ other / (one.norm() * other.norm()).clamp(min=1e-300))
         words = f"the weight is not the checkpoint's in any known way: its results are like GPT-2's with a cosine of {like:.2f}"
