@@ -49,7 +49,7 @@ class SafetensorsFile(Container):
             with safe_open(self.path, "np"):
                 pass
         except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be mapped ({error.strerror}); copy it to another disk") from None
+            raise CheckpointError(f"{self.path}: cannot be mapped ({error}); copy it to another disk") from None
         except SafetensorError as error:
             what = ascii(str(error).removeprefix("Error while deserializing header: "))[1:-1]
             raise Damaged(f"has a header that the safetensors library refuses ({what[:120]})") from None
@@ -58,10 +58,12 @@ class SafetensorsFile(Container):
         return {name: self._entry(name, row, 8 + length) for name, row in rows.items()}
 
     def _entry(self, name: str, row: Any, data: int) -> Entry:
+        if not isinstance(row, dict) or not isinstance(row["dtype"], str):  # the library also reads [dtype, shape, offsets]
+            raise Damaged(f"has a header that describes {shown(name)} in an unknown form")
         dtype, shape, (start, _) = row["dtype"], row["shape"], row["data_offsets"]
         if dtype not in DTYPES:
             known = ", ".join(DTYPES)
             raise CheckpointError(f"{self.path}: {shown(name)} has dtype {quoted(dtype)}; convert it to one of {known}")
-        if not countable(shape):
+        if len(shape) > 8 or not countable(shape):
             raise Damaged(f"has a header with a shape that is too large for {shown(name)}")
         return Entry(DTYPES[dtype], tuple(shape), data + start)
