@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import torch
 
@@ -33,11 +33,41 @@ from gpt2.parity.report import AT_DIFFERENCE, INTERRUPTED, RUNNING, Report
 from gpt2.parity.training import gradients, rounded_gradients
 
 if TYPE_CHECKING:
+    from gpt2.devices.report import DeviceReport
     from gpt2.parity.record import RecordReport
 
 
 def _load(path: Path, dtype: torch.dtype | None) -> GPT2:
     return load_path(path, dtype=dtype, offline=True)  # every file was fetched before
+
+
+@overload
+def verify(
+    name: str = ...,
+    *,
+    dtype: str = ...,
+    seed: int = ...,
+    revision: str | None = ...,
+    offline: bool = ...,
+    quick: bool = ...,
+    keep_going: bool = ...,
+    record: bool = ...,
+    build: Build = ...,
+    progress: Progress = ...,
+    watch: Callable[[Report], None] | None = ...,
+) -> Report: ...
+
+
+@overload
+def verify(
+    name: str = ...,
+    *,
+    device: str | torch.device,
+    seed: int = ...,
+    revision: str | None = ...,
+    offline: bool = ...,
+    progress: Progress = ...,
+) -> DeviceReport: ...
 
 
 def verify(
@@ -53,7 +83,8 @@ def verify(
     build: Build = _load,
     progress: Progress = silent,
     watch: Callable[[Report], None] | None = None,
-) -> Report:
+    device: str | torch.device | None = None,
+) -> Report | DeviceReport:
     """Compare our model with transformers' on the same weights, one block at a time.
 
     Args:
@@ -69,11 +100,20 @@ def verify(
             negative controls.
         progress: called with a few words at each stage.
         watch: called with the report so far after each step, a block for example.
+        device: judge this device instead, as :func:`gpt2.verify_device` does, with ``seed``, ``revision``, ``offline`` and
+            ``progress`` alone.
 
     Raises:
-        InputError: no such model, files that do not make one, or ``record`` with weights that are not official.
+        InputError: no such model, files that do not make one, ``record`` with weights that are not official, or an argument
+            that has no effect with ``device``.
         Interrupted: Ctrl-C; it has the report so far.
     """
+    if device is not None:
+        if dtype != "float32" or build is not _load or any((quick, keep_going, record, watch)):
+            raise InputError("verify: device takes seed, revision, offline and progress alone; leave the others out")
+        from gpt2.devices.run import verify_device
+
+        return verify_device(name, device, seed=seed, revision=revision, offline=offline, progress=progress)
     started = time.perf_counter()
     parsed = ModelName.parse(name, VERIFIES, revision=revision)
     rounding = getattr(torch, parsed.dtype or dtype_name(dtype, VERIFIES))

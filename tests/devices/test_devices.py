@@ -174,6 +174,15 @@ def test_ctrl_c_while_a_device_is_judged_keeps_the_diagnosis(monkeypatch: pytest
     assert (body["verdict"], body["device"]["verdict"], body["device"]["verdicts"]) == ("equal", "interrupted", [])
 
 
+def test_verify_takes_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command has --device, and Python had another function only; what has no effect there must be refused."""
+    monkeypatch.setattr(run, "_cases", lambda material: iter([next(run.forward_cases(material))]))
+    assert gpt2.verify(MODEL, device="cpu").verdict == "right"
+    for unused in ({"quick": True}, {"dtype": "bfloat16"}, {"build": lambda path, dtype: gpt2.load(MODEL)}):
+        with pytest.raises(gpt2.InputError, match="leave the others out"):
+            gpt2.verify(MODEL, device="cpu", **unused)
+
+
 def test_a_dtype_of_the_name_is_the_one_that_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
     """It was ignored; and float64 is what the others are compared with."""
     report = verify_device(f"{MODEL}:bf16", "cpu", operators=["residual"])
