@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.commands import refusal
 from support.training import flip, forkserver, logged_steps, metrics, outcome, start, stop_at
 
 from gpt2.checkpoint.saving import safetensors_file
@@ -189,6 +190,18 @@ def test_a_fresh_start_brings_nothing_back(recipe, run):
     os.rename(run / "step-10", run / ".step-10.old")
     train(replace(recipe, steps=1), run, fresh=True)
     assert [path.name for path in state.checkpoints(run)] == ["step-1"]
+
+
+def test_a_fresh_start_stops_at_what_it_cannot_remove(recipe, run, tmp_path):
+    """The removal's error was ignored, so the next start resumed a checkpoint of the old run."""
+    (run / "step-10").rename(tmp_path / "elsewhere")
+    (run / "step-10").symlink_to(tmp_path / "elsewhere")
+    for fresh in (True, False):
+        assert "step-10: cannot be removed" in refusal(train, recipe, run, fresh=fresh)
+    (run / "step-10").unlink()
+    events = []
+    assert train(recipe, run, report=events.append).stopped == "finished"
+    assert events[0].step == 0
 
 
 def cleared_and_killed(recipe: Recipe, run: Path, last: str) -> None:
