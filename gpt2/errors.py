@@ -7,7 +7,9 @@ line prints it and exits 2. A traceback always means a bug in this package.
 import re
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters except newline and tab; surrogates
-_NO_MEMORY = re.compile("OutOfMemory|out of memory|allocate memory|bad_alloc|bad allocation|Failed to allocate")
+_NO_MEMORY = re.compile(
+    "OutOfMemory|(out of|not enough|allocate) memory|bad_alloc|bad allocation|failed to allocate", re.IGNORECASE
+)
 
 
 def printable(text: str, *, one_line: bool = False) -> str:

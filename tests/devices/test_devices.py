@@ -273,11 +273,19 @@ def test_a_report_names_the_device_that_was_used() -> None:
     assert Bench("gpt2", 1, "float32", 5, (), machine("transformers"), "cuda:1 (H100)").table().splitlines()[2] == "cuda:1 (H100)"
 
 
-def test_a_full_gpu_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),  # torch on Windows
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."),  # JAX
+    ],
+)
+def test_a_full_gpu_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A model that does not fit the GPU is the user's to choose smaller, not a traceback from inside torch."""
 
     def full(*args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        raise error
 
     monkeypatch.setattr(generate_command, "run", full)
     assert main(["generate", "--prompt", "x"]) == 2
