@@ -194,8 +194,8 @@ class _Run:
                 else:
                     kl, log_ratio, top = (each[:, 0] for each in divergences(self.first.take(len(rows)), [rows]))
                     sums = self.first_sums[len(columns)] + log_ratio
-                    alone_only = ~sums.isfinite()  # the first model returned NaN
-                    sums[alone_only] = log_sums(rows[alone_only])[0]
+                    unknown = ~sums.isfinite()  # the first model returned NaN
+                    sums[unknown] = log_sums(rows[unknown])[0]
                 if first:
                     self.first.add(rows)
                     self.first_sums.append(sums)

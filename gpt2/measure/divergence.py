@@ -63,8 +63,9 @@ def _log_sums(logits: Tensor) -> list[Tensor]:
 def divergences(logits: Tensor, others: Sequence[Tensor]) -> Divergences:
     """Measure others' logits (R, V) against a model's, of any float dtypes.
 
-    A divergence is exactly 0 for bitwise equal logits and never negative. Its error is at most 3e-6 of it, or 1e-15 nats. A
-    logit of -inf is a probability of 0, so it may be infinite; NaN logits make all of a token's figures NaN.
+    A divergence is exactly 0 for bitwise equal logits and never negative. Its error is at most 3e-6 of it, or 1e-15 nats; that
+    of a ``log_ratio`` is at most 1e-6 of the divergence, or of its root if that is larger. A logit of -inf is a probability of
+    0, so a divergence may be infinite; NaN logits make all of a token's figures NaN.
     """
     return Divergences(*in_shares(lambda mine: _divergences(logits[mine], [other[mine] for other in others]), logits))
 
