@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +49,26 @@ class Run:
     def step(self) -> int:
         return max((row["step"] for row in self.rows), default=0)
 
-    @property
+    @cached_property
     def best(self) -> tuple[int, float] | None:
+        """The step and value of the lowest held-out loss."""
         return min(self.points("val_loss"), key=lambda point: point[1], default=None)
 
     @property
     def turned(self) -> int | None:
         """The step of the lowest held-out loss, if at least two later evaluations were all higher."""
-        points = self.points("val_loss")
-        later = [value for step, value in points if self.best and step > self.best[0]]
-        return self.best[0] if self.best and len(later) > 1 else None
+        return self.best[0] if self.best and self._evaluations_since_best > 1 else None
+
+    @property
+    def _evaluations_since_best(self) -> int:
+        return sum(step > self.best[0] for step, _ in self.points("val_loss")) if self.best else 0
 
     @property
     def state(self) -> str:
         steps, patience = self.setting("steps"), self.setting("patience")
         if steps is not None and self.step >= steps:
             return "finished"
-        if patience and self.best and sum(step > self.best[0] for step, _ in self.points("val_loss")) >= patience:
+        if patience and self._evaluations_since_best >= patience:
             return "stopped early"
         return "training" if self.age < ALIVE else f"no new line for {self.age / 60:.0f} min"
 
@@ -110,6 +114,6 @@ def _parsed(text: str) -> dict[str, Any]:
     """Parse a JSON object; return {} for any other text."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

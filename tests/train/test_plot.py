@@ -20,8 +20,8 @@ def run(folder, losses, torn=""):
 
 
 def test_a_run_is_read_as_it_was_logged(tmp_path):
-    """A NaN or an incomplete line must not stop the plot: those runs need it most."""
-    folder = run(tmp_path / "a", [3.0, 2.0, float("nan"), 1.8], torn='{"step": 99, "lo')
+    """A NaN, a damaged or an incomplete line must not stop the plot: those runs need it most."""
+    folder = run(tmp_path / "a", [3.0, 2.0, float("nan"), 1.8], torn="[" * 100_000 + '\n{"step": 99, "lo')
     (found,) = read([folder])
     assert found.name == "a"
     assert found.points("loss") == ((10, 3.0), (20, 2.0), (40, 1.8))
