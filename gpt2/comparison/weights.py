@@ -122,17 +122,18 @@ def distance(names: Iterable[str], a: Read, b: Read, norm: float, *, progress: P
         progress(f"weights: {name}")
         for chunk_a, chunk_b in _chunks(a(name), b(name)):
             wide = torch.promote_types(torch.promote_types(chunk_a.dtype, chunk_b.dtype), torch.float32)
-            change += _norm(chunk_b.to(wide) - chunk_a.to(wide)) ** 2
+            change += _squares(chunk_b.to(wide) - chunk_a.to(wide))
     return _ratio(change, norm**2)
 
 
 def weights_norm(names: Iterable[str], read: Read) -> float:
     """Return the norm of all parameters."""
-    return math.sqrt(sum(_norm(chunk) ** 2 for name in names for chunk in read(name).flatten().split(CHUNK)))
+    return math.sqrt(sum(_squares(chunk) for name in names for chunk in read(name).flatten().split(CHUNK)))
 
 
-def _norm(values: Tensor) -> float:
-    return float(torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float64)))
+def _squares(values: Tensor) -> float:
+    """Return the sum of squares in float64; infinite where it is too large."""
+    return float(torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float64)).square())
 
 
 def _ratio(change: float, norm: float) -> float:
