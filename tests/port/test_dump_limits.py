@@ -12,7 +12,8 @@ from port.test_walk import IDS, checkpoint
 import gpt2
 from gpt2.measure.tracing import trace
 from gpt2.port.diagnosis.report import SURE
-from gpt2.port.dump.fits.linear import Library, Linear
+from gpt2.port.dump.fits.library import Library
+from gpt2.port.dump.fits.linear import Linear
 from gpt2.port.dump.fits.observed import Observed
 from gpt2.port.dump.tolerance import measured
 

@@ -9,7 +9,8 @@ from support.programs.second import Bed, Shape
 
 import gpt2
 from gpt2.config import GPT2Config
-from gpt2.port.dump.fits.linear import Library, Linear
+from gpt2.port.dump.fits.library import Library
+from gpt2.port.dump.fits.linear import Linear
 from gpt2.port.dump.fits.observed import Observed
 from gpt2.port.dump.simulation import Program, Simulation, State
 
@@ -48,7 +49,11 @@ FAULTS: dict[str, tuple[str, str, Change]] = {
     "groups of four bits": ("reduced-precision", "32 along rows", linear("mlp.c_fc", "ln_2", groups)),
     "columns backwards": ("wrong-tensor", "backwards", linear("mlp.c_fc", "ln_2", lambda w: w.flip(1))),
     "variance of a half": ("layernorm-axis", "first half", half),
-    "sums of two scales": ("residual-scaled", "0.7 x", lambda m, n: {"mid": lambda s: 0.7 * s["x"] + 0.3 * s["attn.c_proj"]}),
+    "sums of two scales": (
+        "residual-scaled",
+        "0.7 times the block's input",
+        lambda m, n: {"mid": lambda s: 0.7 * s["x"] + 0.3 * s["attn.c_proj"]},
+    ),
     "temperature in steps": (
         "scale-wrong",
         "from token 5 on",

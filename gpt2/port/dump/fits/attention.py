@@ -1,13 +1,13 @@
-"""Read off attention's recorded weights how tokens were compared and hidden, and off its recorded mixtures what was mixed.
+"""Read off attention's recorded weights how tokens were compared and hidden.
 
-Shapes: weights (B, H, T, S); queries, keys, values by heads (B, H, T, K); rows (B, T) are the queries that are not GPT-2's.
+Shapes: weights (B, H, T, S); queries and keys by heads (B, H, T, K); rows (B, T) are the queries that are not GPT-2's.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -15,12 +15,14 @@ from torch import Tensor
 from gpt2.port.diagnosis.hypotheses import ALLOWED, MASK_FAULTS, allowed
 from gpt2.port.diagnosis.scores import PAIRS, Layout
 from gpt2.port.diagnosis.search import Fault
-from gpt2.port.dump.fits.linear import permutation
-from gpt2.port.dump.fits.observed import SHOWN, Fit, Observed, combined, nice
+from gpt2.port.dump.fits.observed import SHOWN, Fit, Observed, nice
 from gpt2.port.dump.fits.rounding import roundings
 
 CLEAR = 100.0  # times the rounding of a weight: those whose logarithm is fitted
 LEAST = 1e-4  # the least weight whose logarithm is fitted
+LEAST_SEEN = 4  # differences of scores that show a factor
+LEAST_WEIGHTS = 12  # that show that there is no softmax
+MOST = 2**24  # numbers that are computed at once, to try each token's key or value in place of each other's
 
 
 def _softmax(scores: Tensor, seen: Tensor, axis: int = -1) -> Tensor:
@@ -30,14 +32,17 @@ def _softmax(scores: Tensor, seen: Tensor, axis: int = -1) -> Tensor:
 class Weights:
     """Attention weights as a program computes them from ``q``, ``k`` (B, T, D); GPT-2's factor of the scores is ``scale``.
 
-    ``others``: further keys (B, T, D), in words.
+    ``others``: further keys (B, T, D), in words. ``in_time`` raises TimeUp behind the limit of time.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, heads: int, scale: float, others: Mapping[str, Tensor]) -> None:
-        self.q, self.k, self.heads, self.scale, self.others = q, k, heads, scale, others
+    def __init__(
+        self, q: Tensor, k: Tensor, heads: int, scale: float, others: Mapping[str, Tensor], in_time: Callable[[], None]
+    ) -> None:
+        self.q, self.k, self.heads, self.scale, self.others, self.in_time = q, k, heads, scale, others, in_time
 
     def fit(self, seen: Observed, rows: Tensor) -> Fit | None:
         for family in (self._ones, self._times, self._heads, self._scored, self._each, self._replaced, self._rounded, self._free):
+            self.in_time()
             if (fit := next(iter(family(seen, rows)), None)) is not None:
                 return fit
         return None
@@ -60,18 +65,20 @@ class Weights:
 
     def _times(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """GPT-2's weights, each query's times a number."""
+        if not bool(rows[:, 1:].any()):  # the first query has one weight, which is a multiple of any other
+            return
         total, right = seen.value.sum(-1, keepdim=True), seen.right.sum(-1, keepdim=True)
         factor = total / right
         some = factor.expand(seen.value.shape)[rows[:, None].expand(seen.value.shape[:3])]
         if float((some - some.mean()).abs().max()) <= 1e-4 * float(some.abs().max()):
             times = nice(float(some.mean()), seen.loose)
-            fault = Fault("softmax-missing", "attn", f"the weights are multiplied by {times:.6g} behind the softmax")
+            fault = Fault("softmax-missing", "attn", f"the weights are multiplied by {times:.6g} after the softmax")
             yield from filter(None, [seen.fitted(seen.right * times, rows, fault)])
         scores = self._scores() * self.scale
         every, powers = scores.softmax(-1), scores.exp() * allowed("right", scores)
         after = Fault("mask-multiplied", "attn", "the softmax also runs over what the mask hides: the weights do not sum to one")
         yield from filter(None, [seen.fitted(every * allowed("right", scores), rows, after)])
-        more = Fault("softmax-missing", "attn", "one more is added to the sum that divides the exponentials (softmax-one)")
+        more = Fault("softmax-missing", "attn", "1 is added to the sum that divides the exponentials (softmax-one)")
         yield from filter(None, [seen.fitted(powers / (1 + powers.sum(-1, keepdim=True)), rows, more)])
         fault = Fault(
             "softmax-missing", "attn", "each query's weights are multiplied by another number: they are not divided by their sum"
@@ -102,14 +109,14 @@ class Weights:
         q, k = (Layout.RIGHT.split(y, heads) for y in (self.q, self.k))
         tokens = torch.arange(k.shape[2])
         maps = {
-            f"{n} tokens before" if n > 0 else f"{-n} tokens behind": (tokens - n).clamp(0, len(tokens) - 1)
+            f"of tokens {abs(n)} {'earlier' if n > 0 else 'later'} than it should be": (tokens - n).clamp(0, len(tokens) - 1)
             for n in (1, 2, -1, -2)
         }
-        maps["in reverse order"] = tokens.flip(0)
+        maps["of all tokens in reverse order"] = tokens.flip(0)
         for words, order in maps.items():
             yield (
                 q @ k[:, :, order].mT,
-                (Fault("cache-inconsistent", "attn", f"a query is compared with the keys {words} of those it should be"),),
+                (Fault("cache-inconsistent", "attn", f"each query is compared with the keys {words}"),),
             )
         for step in range(1, heads):
             yield (
@@ -126,7 +133,7 @@ class Weights:
         for words, keys in self.others.items():
             yield q @ Layout.RIGHT.split(keys, heads).mT, (Fault("wrong-tensor", "attn", f"queries are compared with {words}"),)
             past = torch.where(torch.eye(len(tokens), dtype=torch.bool), q @ k.mT, q @ Layout.RIGHT.split(keys, heads).mT)
-            words = f"queries are compared with {words}, but for their own token's key"
+            words = f"queries are compared with {words}, except for the key of their own token"
             yield past, (Fault("cache-inconsistent", "attn", words),)
 
     def _scored(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
@@ -147,6 +154,7 @@ class Weights:
                 (Fault("softmax-axis", "attn", f"the softmax runs over {over} (dim={axis}), not over the keys"),) if over else ()
             )
             for scores, faults in self._compared():
+                self.in_time()
                 factor = _slope(scores, log, clear, axis)
                 factor = nice(factor / self.scale, seen.loose) * self.scale if math.isfinite(factor) else self.scale
                 for label, mask in masks:
@@ -167,11 +175,14 @@ class Weights:
         )
 
     def _masked(self, mask: Tensor, rows: Tensor) -> tuple[Fault, ...]:
-        row, token = (rows & (mask != allowed("right", mask)).any(-1).any(1)).nonzero()[0].tolist()
-        keys = mask[row, 0, token].nonzero().flatten().tolist()
+        other = (mask != allowed("right", mask)).any(-1) & rows[:, None]  # (B, H, T)
+        if not bool(other.any()):
+            return ()
+        row, head, token = other.nonzero()[0].tolist()
+        keys = mask[row, head, token].nonzero().flatten().tolist()
         shown = ", ".join(map(str, keys[:SHOWN])) + (", ..." if len(keys) > SHOWN else "")
         id = "mask-missing" if any(key > token for key in keys) else "mask-strict"
-        return (Fault(id, "attn", f"a mask of its own: token {token} sees only tokens {shown}"),)
+        return (Fault(id, "attn", f"another mask: token {token} sees only tokens {shown}"),)
 
     def _filled(self, seen: Observed, rows: Tensor, scores: Tensor, log: Tensor, faults: tuple[Fault, ...]) -> Iterator[Fit]:
         """Hidden scores that are replaced by one number, which has a share of the softmax."""
@@ -183,7 +194,7 @@ class Weights:
         fill = nice(float((log - level)[hidden].median()), 10 * seen.loose)
         value = scores.masked_fill(~visible, fill).softmax(-1)
         fault = Fault(
-            "mask-multiplied", "attn", f"masked scores become {fill:.6g}, which softmax gives a share, instead of minus infinity"
+            "mask-multiplied", "attn", f"masked scores are {fill:.6g}, not minus infinity: the softmax gives them a share"
         )
         yield from filter(None, [seen.fitted(value, rows, *faults, fault)])
 
@@ -199,9 +210,9 @@ class Weights:
         faults: tuple[Fault, ...],
     ) -> Iterator[Fit]:
         """Scores plus a number for each distance of two tokens."""
-        if axis != -1 or faults:
-            return
         tokens = scores.shape[-1]
+        if axis != -1 or faults or _shown(clear, axis) < 2 * self.heads * (tokens - 1):
+            return
         away = torch.arange(tokens)[:, None] - torch.arange(tokens)
         added = torch.zeros_like(scores)
         left = (log - scores * self.scale).masked_fill(~clear, 0.0)
@@ -223,13 +234,16 @@ class Weights:
         factors = torch.tensor([nice(one, 10 * seen.loose) for one in slopes], dtype=scores.dtype)
         value = _softmax(scores * self.scale * factors[:, None, None], visible)
         shown = ", ".join(f"{float(one):.4g}" for one in factors[:SHOWN])
-        words = f"the scores of each head have a factor of their own, {shown} times GPT-2's"
+        words = f"each head multiplies its scores by another factor: {shown} times GPT-2's"
         yield from filter(None, [seen.fitted(value, rows, Fault("head-layout", "attn", words))])
 
     def _replaced(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """The key of one token in place of another's, for each query its own."""
         scores, value, shown = self._scores() * self.scale, seen.right.clone(), list[str]()
+        if self.heads * scores.shape[-1] ** 3 > MOST:
+            return
         for row, token in rows.nonzero().tolist():
+            self.in_time()
             mine = scores[row, :, token]  # (H, S)
             tokens = mine.shape[-1]
             made = mine[:, None, None].expand(-1, tokens, tokens, -1).clone()  # (H, replaced, by, S)
@@ -255,6 +269,8 @@ class Weights:
         """Weights that are a function of each score alone: there is no softmax."""
         scores = self._scores() * self.scale
         at = (allowed("right", scores) & rows[:, None, :, None]).expand_as(scores)
+        if int(at.sum()) < LEAST_WEIGHTS or int(rows.sum()) * self.heads < 2:  # of one query, a softmax keeps the order as well
+            return
         order = scores[at].argsort()
         made, slack = seen.value[at][order], float(seen.slack.max()) + 1e-6
         if bool((made.diff() >= -2 * slack).all()) and float(made[-1] - made[0]) > 100 * slack:
@@ -282,7 +298,9 @@ def slots(heads: int, tokens: int) -> Iterator[tuple[Tensor, Tensor, str]]:
 
 
 def _slope(scores: Tensor, log: Tensor, clear: Tensor, axis: int) -> float:
-    """Return f if ``log`` is f times ``scores`` plus a constant for each softmax along ``axis``; NaN if nothing shows it."""
+    """Return f if ``log`` is f times ``scores`` plus a constant for each softmax along ``axis``; NaN if too little shows it."""
+    if _shown(clear, axis) < LEAST_SEEN:
+        return math.nan
     count = clear.sum(axis, keepdim=True).clamp(min=1)
     z, level = (torch.where(clear, one, 0.0) for one in (scores, log))
     z, level = (torch.where(clear, one - one.sum(axis, keepdim=True) / count, 0.0) for one in (z, level))
@@ -290,109 +308,6 @@ def _slope(scores: Tensor, log: Tensor, clear: Tensor, axis: int) -> float:
     return float((z * level).sum()) / squares if squares > 0 else math.nan
 
 
-class Mixed:
-    """What ``weights`` (B, H, T, S) mix: ``v`` (B, H, S, K), or one of ``others``, in words."""
-
-    def __init__(self, weights: Tensor, v: Tensor, others: Mapping[str, Tensor]) -> None:
-        self.weights, self.v, self.others = weights, v, others
-
-    def fit(self, seen: Observed, rows: Tensor) -> Fit | None:
-        for family in (self._others, self._columns, self._tokens, self._left_out, self._replaced):
-            if (fit := next(iter(family(seen, rows)), None)) is not None:
-                return fit
-        return None
-
-    def _others(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
-        own = torch.eye(self.weights.shape[-1], dtype=self.weights.dtype)
-        for words, other in self.others.items():
-            fault = Fault("value-projection-wrong", "attn", f"{words} are mixed, not the values")
-            yield from filter(None, [seen.fitted(self.weights @ other, rows, fault)])
-            value = (self.weights * (1 - own)) @ other + (self.weights * own) @ self.v
-            fault = Fault("cache-inconsistent", "attn", f"{words} are mixed, but for the value of the token itself")
-            yield from filter(None, [seen.fitted(value, rows, fault)])
-        for slot, written, words in slots(self.v.shape[1], self.v.shape[2]):
-            value = (self.weights * written) @ self.v.flatten(1, 2)[:, slot].unflatten(1, self.v.shape[1:3])
-            yield from filter(None, [seen.fitted(value, rows, Fault("head-layout", "attn", f"values are {words}"))])
-        for label in ALLOWED:
-            value = (self.weights * allowed(label, self.weights)) @ self.v
-            words = f"the values of some tokens are left out of the mixture ({label})"
-            yield from filter(None, [seen.fitted(value, rows, Fault("mask-multiplied", "attn", words))])
-        found = combined(
-            seen.value.transpose(1, 2).flatten(2), {"the mixture": seen.right.transpose(1, 2).flatten(2)}, rows, _flat(seen)
-        )
-        if found is not None:
-            words = f"the mixture is multiplied by {found[0]['the mixture']:.6g}"
-            yield from filter(
-                None, [seen.fitted(seen.right * found[0]["the mixture"], rows, Fault("residual-scaled", "attn", words))]
-            )
-
-    def _columns(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
-        """Other features of the values, or other heads' weights, in each feature of the result."""
-        heads, size = self.v.shape[1], self.v.shape[-1]
-        every = torch.einsum("bgts,bhsk->btghk", self.weights, self.v)
-        made = every[rows].flatten(1)
-        wanted = seen.value.transpose(1, 2)[rows].flatten(1)
-        if len(made) < 3:
-            return
-        columns = torch.cat([made, torch.zeros_like(made[:, :1])], 1)
-        nearest = torch.cdist(wanted.T.contiguous(), columns.T.contiguous()).argmin(1)
-        empty = nearest == columns.shape[1] - 1
-        flat = torch.cat([every.flatten(2), torch.zeros_like(every.flatten(2)[..., :1])], -1)
-        value = flat[..., nearest].unflatten(-1, (heads, size)).transpose(1, 2)
-        weigher, feature = nearest // (heads * size), nearest % (heads * size)
-        own = torch.arange(heads * size)
-        parts = []
-        if bool(empty.any()):
-            parts.append(f"features {permutation(empty.nonzero().flatten())} are zero")
-        if not torch.equal(weigher[~empty], (own // size)[~empty]):
-            parts.append(f"head by head the weights are those of heads {', '.join(map(str, weigher[::size].tolist()))}")
-        if not torch.equal(feature[~empty], own[~empty]):
-            parts.append(f"the values' features are in another order ({permutation(feature)})")
-        yield from filter(None, [seen.fitted(value, rows, Fault("head-layout", "attn", "; ".join(parts)))])
-
-    def _tokens(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
-        """The values of other tokens."""
-        tokens = torch.arange(self.v.shape[2])
-        orders = [(tokens - n).clamp(0, len(tokens) - 1) for n in (1, 2, -1, -2)] + [tokens.flip(0)]
-        if bool(rows[:, 1:].all()) and float(self.weights.diagonal(dim1=-2, dim2=-1).abs().min()) > 1e-6:
-            solved = torch.linalg.solve(self.weights, seen.value)
-            orders.append(torch.cdist(solved[0].transpose(0, 1).flatten(1), self.v[0].transpose(0, 1).flatten(1)).argmin(1))
-        for order in orders:
-            words = f"the weights mix the values of other tokens: {permutation(order)}"
-            fault = Fault("value-projection-wrong" if bool(rows[:, 2:].all()) else "cache-inconsistent", "attn", words)
-            yield from filter(None, [seen.fitted(self.weights @ self.v[:, :, order], rows, fault)])
-
-    def _left_out(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
-        """Values of some tokens that are not added, for each query its own."""
-        value, shown = seen.right.clone(), list[str]()
-        for row, token in rows.nonzero().tolist():
-            w, v = self.weights[row, :, token, : token + 1], self.v[row, :, : token + 1]
-            terms = (w[..., None] * v).transpose(0, 1).flatten(1)  # (tokens, D)
-            if terms.shape[1] < len(terms):
-                return
-            factors = torch.linalg.lstsq(terms.T, seen.value[row, :, token].flatten()[:, None]).solution[:, 0]
-            exact = torch.tensor([nice(float(f), seen.loose) for f in factors], dtype=w.dtype)
-            value[row, :, token] = (exact @ terms).view(v.shape[0], -1)
-            shown = shown or [f"token {token}: {', '.join(f'{float(f):.4g}' for f in exact)}"]
-        words = f"the terms of the sum over the values have other factors ({'; '.join(shown)})"
-        yield from filter(None, [seen.fitted(value, rows, Fault("mask-multiplied", "attn", words))])
-
-    def _replaced(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
-        """The value of one token in place of another's, for each query its own."""
-        value, shown = seen.right.clone(), list[str]()
-        for row, token in rows.nonzero().tolist():
-            w, v = self.weights[row, :, token], self.v[row]  # (H, S), (H, S, K)
-            changes = w[:, :, None, None] * (v[:, None] - v[:, :, None])  # (H, replaced, by, K)
-            missing = (seen.value - seen.right)[row, :, token]
-            errors = (changes - missing[:, None, None]).square().sum((0, -1))
-            one, other = divmod(int(errors.argmin()), v.shape[1])
-            value[row, :, token] += changes[:, one, other]
-            shown = shown or [f"query {token} takes the value of token {other} for that of token {one}"]
-        words = f"a value is that of another token: {'; '.join(shown)}"
-        yield from filter(None, [seen.fitted(value, rows, Fault("cache-inconsistent", "attn", words))])
-
-
-def _flat(seen: Observed) -> Observed:
-    """Return an observation of heads (B, H, T, K) as one of (B, T, D)."""
-    value, slack, right = (x.transpose(1, 2).flatten(2) for x in (seen.value, seen.slack, seen.right))
-    return Observed(value, slack, seen.bound, right, seen.number)
+def _shown(clear: Tensor, axis: int) -> int:
+    """Return how many differences of scores ``clear`` weights show: each softmax along ``axis`` hides one number."""
+    return int(clear.sum()) - int(clear.any(axis).sum())

@@ -8,78 +8,22 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gpt2.config import GPT2Config
 from gpt2.port.diagnosis.search import Fault
-from gpt2.port.dump.fits.observed import Fit, Observed, combined, formula, nice
+from gpt2.port.dump.fits.library import Library, Source, permutation, place_of
+from gpt2.port.dump.fits.observed import Fit, Observed, combined, distinct, formula, nice
 from gpt2.port.dump.fits.rounding import quantised, roundings
 from gpt2.port.dump.holdings import Held
 
 MOST = 2**29  # products of columns that are compared
-MOST_COPIED = 2**24  # entries of matrices whose columns are compared
+MOST_TOKENS = 64  # that a sum of heads is fitted to
 LEAST_MATCHED = 0.4  # of the columns of a weight, to say where they come from
 ALIKE = 0.5  # cosine of a result and GPT-2's, from which on the weight may be a rounded one
-
-
-class Source(NamedTuple):
-    """Where a column of weights is in the checkpoint: a tensor, whether it is one of its rows, and its number."""
-
-    name: str
-    row: bool
-    number: int
-
-
-class Library:
-    """All vectors of a checkpoint ``state`` that a program may hold by mistake."""
-
-    def __init__(self, state: Mapping[str, Tensor], config: GPT2Config) -> None:
-        self.state, self.config = state, config
-        self.rounding = ""  # that other weights were seen to have
-        self.in_time: Callable[[], None] = lambda: None  # raises TimeUp
-        self._columns: dict[int, tuple[Tensor, list[tuple[str, bool, int]]]] = {}
-
-    def columns(self, size: int) -> tuple[Tensor, list[tuple[str, bool, int]]]:
-        """Return every column and row of ``size`` entries, (size, M), with the tensors they come from and how many of each."""
-        if size not in self._columns:
-            parts, origins = [], []
-            matrices = {name: tensor for name, tensor in self.state.items() if tensor.ndim == 2 and size in tensor.shape}
-            if sum(tensor.numel() for tensor in matrices.values()) > MOST_COPIED:  # a large model: its first blocks
-                matrices = {name: tensor for name, tensor in matrices.items() if name.startswith(("h.0.", "h.1."))}
-            for name, tensor in matrices.items():
-                for one, row in ((tensor, False), (tensor.t(), True)):
-                    if one.shape[0] == size:
-                        parts.append(one)
-                        origins.append((name, row, one.shape[1]))
-            self._columns[size] = torch.cat(parts, 1), origins
-        return self._columns[size]
-
-    def source(self, size: int, number: int) -> Source:
-        for name, row, count in self.columns(size)[1]:
-            if number < count:
-                return Source(name, row, number)
-            number -= count
-        raise IndexError
-
-    @cached_property
-    def vectors(self) -> dict[str, Tensor]:
-        """Biases and norms' weights, and the thirds of c_attn's biases."""
-        out = {name: tensor for name, tensor in self.state.items() if tensor.ndim == 1}
-        for name, tensor in list(out.items()):
-            if name.endswith("c_attn.bias"):
-                out |= {f"{name} ({letter})": third for letter, third in zip("qkv", tensor.chunk(3), strict=True)}
-        return out
-
-    def pairs(self, name: str, transposed: bool) -> Iterator[Tensor]:
-        """Yield a tensor of each block and that of the next one behind it, (2n,); the first follows the last."""
-        every = [tensor for other, tensor in self.state.items() if other.split(".", 2)[2:] == name.split(".", 2)[2:]]
-        parts = [(one.t() if transposed else one).reshape(-1) for one in every]
-        yield from (torch.cat(pair) for pair in zip(parts, parts[1:] + parts[:1], strict=True))
 
 
 class Linear:
@@ -132,7 +76,7 @@ class Linear:
                 pair = next(islice(self.library.pairs(self.name, transposed), start // count, None))
                 read = pair[start % count :][:count]
                 weight = read.view(whole.shape[::-1]).T if transposed else read.view(whole.shape)
-                text = f"the weight is read from the blocks' weights, one behind the other, with a stride of {stride} for {count}"
+                text = f"the weight is read from all blocks' weights, one after the other, with a stride of {stride}, not {count}"
                 yield Held(self._cut(weight), self.bias, "wrong-tensor", ".weight", text)
 
     # Families
@@ -180,7 +124,7 @@ class Linear:
         """Another bias: what is added is the same at every token."""
         product = x @ self.weight
         added = (seen.value - product)[rows].mean(0)
-        if int(rows.sum()) < 2 or seen.fitted(product + added, rows) is None:
+        if distinct(x[rows]) < 2 or seen.fitted(product + added, rows) is None:
             return
         words, value = self.named_bias(added, seen)
         yield from filter(None, [seen.fitted(product + value, rows, self._fault("wrong-tensor", words, "bias"))])
@@ -188,15 +132,14 @@ class Linear:
     def named_bias(self, added: Tensor, seen: Observed) -> tuple[str, Tensor]:
         """Return what a bias ``added`` (O,) is, in words, and its exact values, if it is one of the checkpoint's."""
         loose = seen.bound * float(seen.value.square().mean().sqrt()) + float(seen.slack.max())
-        flat = torch.cat([torch.cat([one for _, one in self.library.vectors.items()])] * 2)
-        names = [name for name, one in self.library.vectors.items() for _ in range(len(one))]
-        windows = flat.unfold(0, len(added), 1)
-        errors = (windows - added).abs().amax(1)
-        for number in errors.argsort()[:1].tolist():
-            if float(errors[number]) <= loose:
-                name, first = names[number % len(names)], names.index(names[number % len(names)])
-                behind = f", from entry {number - first} on" if number != first else ""
-                return f"the bias is the checkpoint's {name}{behind}", windows[number]
+        flat = torch.cat([*self.library.vectors.values()] * 2)
+        if (number := place_of(added, flat, loose)) is not None:
+            value, entry = flat[number : number + len(added)], number % (len(flat) // 2)
+            for name, one in self.library.vectors.items():
+                if entry < len(one):
+                    behind = f", from entry {entry} on" if entry else ""
+                    return f"the bias is the checkpoint's {name}{behind}", value
+                entry -= len(one)
         ordered = self.bias.sort().values
         if float((added.sort().values - ordered).abs().max()) <= loose:
             order = torch.cdist(added[:, None], self.bias[:, None]).argmin(1)
@@ -207,19 +150,18 @@ class Linear:
         """Columns that are others of the checkpoint: in another order, of another tensor, rows for columns."""
         inputs, wanted = x[rows], seen.value[rows]
         library, _ = self.library.columns(x.shape[-1])
-        if len(inputs) < 4 or library.shape[1] * wanted.shape[1] * len(inputs) > MOST:
+        if distinct(inputs) < 4 or library.shape[1] * wanted.shape[1] * len(inputs) > MOST:
             return
         made = inputs @ library
         made, wanted = made - made.mean(0), wanted - wanted.mean(0)  # the bias is not known
-        apart = torch.cdist(wanted.T, made.T)
-        nearest = apart.min(1)
+        nearest, numbers = (one.T for one in torch.cdist(wanted.T, made.T).topk(2, 1, largest=False))
         size = float(seen.value.square().mean().sqrt())
         loose = 2 * (seen.slack[rows].amax(0) + seen.bound * size) * len(inputs) ** 0.5
-        fits = nearest.values <= loose
+        fits = (nearest[0] <= loose) & ~(nearest[1] <= loose)  # where several columns fit, none is known
         if float(fits.double().mean()) < LEAST_MATCHED:
             return
-        sources = [self.library.source(x.shape[-1], int(n)) for n in nearest.indices]
-        weight = library[:, nearest.indices]
+        sources = [self.library.source(x.shape[-1], int(n)) for n in numbers[0]]
+        weight = library[:, numbers[0]]
         unknown = ~fits
         weight = torch.where(unknown, 0.0, weight)
         bias = (seen.value[rows] - inputs @ weight).mean(0)
@@ -230,13 +172,14 @@ class Linear:
 
     def _described(self, sources: list[Source], unknown: int) -> Fault:
         name, row = Counter((one.name, one.row) for one in sources).most_common(1)[0][0]
-        where = f"{name}{', its rows as columns' if row else ''}"
         order = permutation(torch.tensor([one.number for one in sources if (one.name, one.row) == (name, row)]))
+        row = row != (self.part == "logits")  # the head multiplies by rows of wte
+        where = f"{name}{', its rows as columns' if row else ''}"
         rest = f", and {unknown} columns are none of the checkpoint's" if unknown else ""
         share = {"attn.q": 0, "attn.k": 1, "attn.v": 2}.get(self.part)
         if name != self.name:
             words = f"the weight's columns are those of {where}: {order}{rest}"
-            return self._fault("transposed" if row and name == self.name else "wrong-tensor", words)
+            return self._fault("wrong-tensor", words)
         if row:
             return self._fault("transposed", f"the weight is used transposed: columns are {where}, {order}{rest}")
         words = f"the weight's columns are in another order: {order}{rest}"
@@ -254,13 +197,12 @@ class Linear:
         if x.shape[-1] != width or self.part != "attn.c_proj":
             return
         parts, blocks = x.unflatten(-1, (heads, -1)), self.weight.unflatten(0, (heads, -1))
-        terms = torch.einsum("bthk,gkd->hgbtd", parts, blocks).flatten(0, 1)
-        columns, wanted = terms[:, rows].flatten(1).T, (seen.value - self.bias)[rows].flatten()
-        if len(columns) > columns.shape[1]:
+        columns = torch.einsum("nhk,gkd->ndhg", parts[rows][:MOST_TOKENS], blocks).flatten(2).flatten(0, 1)
+        wanted = (seen.value - self.bias)[rows][:MOST_TOKENS].flatten()
+        if len(columns) > 2 * columns.shape[1]:
             factors = torch.linalg.lstsq(columns, wanted[:, None]).solution[:, 0]
-            exact = torch.tensor([nice(float(f), seen.loose) for f in factors], dtype=x.dtype)
-            value = torch.tensordot(exact, terms, 1) + self.bias
-            table = exact.view(heads, heads)
+            table = torch.tensor([nice(float(f), seen.loose) for f in factors], dtype=x.dtype).view(heads, heads)
+            value = x @ torch.einsum("hg,gkd->hkd", table, blocks).flatten(0, 1) + self.bias
             taken = [
                 f"head {h} with "
                 + (
@@ -272,7 +214,7 @@ class Linear:
             ]
             fault = Fault("head-layout", "attn.c_proj.weight", f"the projection multiplies {'; '.join(taken[:3])}")
             yield from filter(None, [seen.fitted(value, rows, fault)])
-        if x.shape[-1] <= seen.value.shape[-1]:  # the input that the result shows: its features in another order?
+        if x.shape[-1] <= seen.value.shape[-1] and int(rows.sum()) > 1:  # does the result show the input, in another order?
             solved = torch.linalg.lstsq(self.weight.T, (seen.value - self.bias)[rows].T).solution.T
             order = torch.cdist(solved.T.contiguous(), x[rows].T.contiguous()).argmin(1)
             fault = Fault(
@@ -282,8 +224,7 @@ class Linear:
 
     def _rounded(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         """Weights in fewer bits, and numbers on the way."""
-        one, other = (value[rows].flatten() - value[rows].mean() for value in (seen.value, seen.right))
-        if float(one @ other / (one.norm() * other.norm()).clamp(min=1e-300)) < ALIKE:
+        if self._likeness(seen, rows) < ALIKE:
             return
         few = x[rows][:1]
         wanted = seen.value[rows][:1]
@@ -297,6 +238,7 @@ class Linear:
                     self.library.rounding = words
                     yield fit
         for words, rounded in roundings():
+            self.library.in_time()
             for what, value in (
                 ("its result is", rounded(x @ self.weight + self.bias)),
                 ("its input is", rounded(x) @ self.weight + self.bias),
@@ -319,7 +261,7 @@ class Linear:
 
     def _read(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         """Weights that are read from another place of a file that holds those of all blocks one behind the other."""
-        if self.part in ("logits",) or int(rows.sum()) < 2:
+        if self.part == "logits" or distinct(x[rows]) < 2:
             return
         inputs, wanted = x[rows][:4], seen.value[rows][:4]
         whole, into = self.library.state[self.name], x.shape[-1]
@@ -343,8 +285,8 @@ class Linear:
             weight = weight[:, shift : shift + seen.value.shape[-1]]
             bias = (seen.value[rows] - x[rows] @ weight).mean(0)
             layer = int(self.name.split(".")[1])
-            place = f"entry {start} of the blocks' weights one behind the other, {words}"
-            place += f"; this block's begin at {layer * whole.numel()}"
+            place = f"entry {start} of the blocks' weights, one after the other, {words}"
+            place += f"; this block's begin at entry {layer * whole.numel()}"
             fault = self._fault("wrong-tensor", f"the weight is read from {place}")
             yield from filter(None, [seen.fitted(x @ weight + bias, rows, fault)])
 
@@ -353,7 +295,8 @@ class Linear:
         order = seen.right[rows].flatten().argsort()
         made, right = (one[rows].flatten()[order] for one in (seen.value, seen.right))
         loose = 4 * (float(seen.slack.max()) + seen.bound * float(made.square().mean().sqrt()))
-        if self.part == "logits" and bool((made.diff() >= -loose).all()) and float(made[-1] - made[0]) > 100 * loose:
+        clear = float(made[-1] - made[0]) > 100 * loose and float((made - right).abs().max()) > 10 * loose
+        if self.part == "logits" and clear and bool((made.diff() >= -loose).all()):
             some = range(0, len(order), max(1, len(order) // 4))
             at = ", ".join(f"{float(right[i]):.4g} becomes {float(made[i]):.4g}" for i in some)
             words = f"each logit is a function of GPT-2's own (such as a soft cap): {at}"
@@ -365,14 +308,20 @@ class Linear:
         With more tokens than inputs, the value must be linear in ``x``; with fewer, every value is.
         """
         inputs, wanted = torch.nn.functional.pad(x[rows], (0, 1), value=1.0), seen.value[rows]
+        if not len(inputs):
+            return None
         if len(inputs) > inputs.shape[1]:
             made = inputs @ torch.linalg.lstsq(inputs, wanted).solution
             if not bool(seen.agrees(seen.right.masked_scatter(rows[..., None], made))[rows].all()):
                 return None
+        like = f"its results are like GPT-2's with a cosine of {self._likeness(seen, rows):.2f}"
+        fault = self._fault("not-loaded", f"the weight is not the checkpoint's in any known way: {like}")
+        return seen.fitted(seen.value, rows, fault)
+
+    def _likeness(self, seen: Observed, rows: Tensor) -> float:
+        """Return the cosine of the result and GPT-2's, each without its mean."""
         one, other = (value[rows].flatten() - value[rows].mean() for value in (seen.value, seen.right))
-        like = float(one @ other / (one.norm() * other.norm()).clamp(min=1e-300))
-        words = f"the weight is not the checkpoint's in any known way: its results are like GPT-2's with a cosine of {like:.2f}"
-        return seen.fitted(seen.value, rows, self._fault("not-loaded", words))
+        return float(one @ other / (one.norm() * other.norm()).clamp(min=1e-300))
 
 
 def _slid(flat: Tensor, row: Tensor, by: int) -> Tensor:
@@ -382,13 +331,3 @@ def _slid(flat: Tensor, row: Tensor, by: int) -> Tensor:
     length = lanes.shape[1] + len(row)
     spectrum = torch.fft.rfft(lanes, length) * torch.fft.rfft(row, length).conj()
     return torch.fft.irfft(spectrum, length)[:, : lanes.shape[1] - len(row) + 1].T.flatten()
-
-
-def permutation(order: Tensor) -> str:
-    """Return an order of entries in words: where the first ones come from."""
-    shown = ", ".join(map(str, order[:6].tolist()))
-    if len(order) > 1 and bool((order.diff() == 1).all()):
-        return f"{int(order[0])} to {int(order[-1])}"
-    if len(order) > 1 and bool((order.diff() == -1).all()):
-        return "backwards"
-    return f"the first are {shown}"

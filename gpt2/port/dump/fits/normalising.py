@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gpt2.port.diagnosis.norms import layer_norm
 from gpt2.port.diagnosis.search import Fault
-from gpt2.port.dump.fits.linear import permutation
-from gpt2.port.dump.fits.observed import Fit, Observed, nice
+from gpt2.port.dump.fits.library import permutation, place_of
+from gpt2.port.dump.fits.observed import Fit, Observed, distinct, nice
 
 SAME = 1e-3  # relative difference of factors that are one
 LEAST = 0.05  # the least weight, of the largest, through which a norm's own result is read
@@ -39,7 +39,7 @@ class Norm:
 
     def _affine(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         """Another weight or bias behind the right norm, or behind one that does not subtract the mean."""
-        if int(rows.sum()) < 4:
+        if distinct(x[rows]) < 4:
             return
         for words, normed in (
             ("", layer_norm(x, eps=self.eps)),
@@ -93,9 +93,7 @@ class Norm:
             order = torch.cdist(fitted[:, None], own[:, None]).argmin(1)
             return "wrong-tensor", (f"the {leaf} is read in another order: {permutation(order)}", own[order])
         flat = torch.cat(list(self.vectors.values()))
-        errors = (flat.unfold(0, len(own), 1) - fitted).abs().amax(1)
-        at = int(errors.argmin())
-        if float(errors[at]) <= SAME * float(fitted.abs().max()):
+        if (at := place_of(fitted, flat, SAME * float(fitted.abs().max()))) is not None:
             return "wrong-tensor", (
                 f"the {leaf} is read from another place of the checkpoint's vectors",
                 flat[at : at + len(own)],
@@ -168,7 +166,7 @@ class Norm:
         also: tuple[Fault, ...],
     ) -> Iterator[Fit]:
         """Another divisor of the variance, another epsilon, another mean, as numbers that are the same for all tokens."""
-        if int(rows.sum()) < 3:
+        if distinct(x[rows]) < 3:
             return
         inverse = factor[rows] ** -2
         width = x.shape[-1]
@@ -217,7 +215,7 @@ class Norm:
         yield from filter(None, [seen.fitted(x, rows, none)])
         twice = self._fault("extra-norm", "the norm is applied twice")
         yield from filter(None, [seen.fitted(norm(norm(x)), rows, twice)])
-        before = self._fault("layernorm-not-normalising", "weight and bias are applied before the norm, not behind it")
+        before = self._fault("layernorm-not-normalising", "weight and bias are applied before the norm, not after it")
         yield from filter(None, [seen.fitted(layer_norm(x * self.weight + self.bias, eps=self.eps), rows, before)])
         for words, other in self.inputs.items():
             fault = Fault("residual-missing", "mid", f"the norm's input is {words}")

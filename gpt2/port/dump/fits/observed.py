@@ -17,6 +17,8 @@ from torch import Tensor
 
 from gpt2.port.diagnosis.search import Fault
 
+EQUAL = 1e-5  # relative distance of tokens that are one for a regression
+MOST_TOKENS = 256  # that are counted
 NICE = 2e-4  # the largest relative error of a fitted coefficient that was meant to be a simple number
 MAX_TERMS = 4
 SHOWN = 4
@@ -32,7 +34,7 @@ class Fit(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Observed:
     """A stage's value as recorded; ``slack``: what storage may have rounded away, by entry; ``bound``: of the computation,
-    relative to the root mean square. ``right``: GPT-2's value. ``numbers``: the pool's entries."""
+    relative to the root mean square. ``right``: GPT-2's value. ``number``: of the pool's entry, -1 for one that was derived."""
 
     value: Tensor
     slack: Tensor
@@ -80,18 +82,25 @@ def where(rows: Tensor) -> str:
     return f"at token {tokens[0]}: " if len(tokens) == 1 else ""
 
 
-def laid(entry: Tensor, sizes: Mapping[str, int]) -> Iterator[Tensor]:
-    """Yield ``entry`` with the axes of ``sizes``, in every order of axes that its own shape allows, the natural one first."""
+def distinct(tokens: Tensor) -> int:
+    """Return how many of ``tokens`` (N, D) differ, of the first few: one that is there again tells a regression nothing."""
+    tokens = tokens[:MOST_TOKENS]
+    near = torch.cdist(tokens, tokens) <= EQUAL * tokens.norm(dim=1)
+    return int((~near.tril(-1).any(1)).sum())
+
+
+def laid(entry: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
+    """Yield ``entry`` in a ``shape``, from every order of these axes that its own shape allows, the natural one first."""
     own = [size for size in entry.shape if size != 1]
-    if entry.numel() != math.prod(sizes.values()):
+    if entry.numel() != math.prod(shape):
         return
-    names = list(sizes)
-    orders = list(itertools.permutations(names))
+    axes = [axis for axis, size in enumerate(shape) if size != 1]
+    orders = list(itertools.permutations(axes))
     if len(own) == 1:
-        orders = [order for order in orders if order[-1] == names[-1]]
+        orders = [order for order in orders if order[-1] == axes[-1]]
     for order in orders:
-        if _merges([sizes[name] for name in order if sizes[name] != 1], own):
-            yield entry.reshape([sizes[name] for name in order]).permute([order.index(name) for name in names])
+        if _merges([shape[axis] for axis in order], own):
+            yield entry.reshape([shape[axis] for axis in order]).permute([order.index(axis) for axis in axes]).reshape(*shape)
 
 
 def _merges(parts: Sequence[int], own: Sequence[int]) -> bool:
@@ -139,10 +148,10 @@ def combined(target: Tensor, terms: Mapping[str, Tensor], rows: Tensor, seen: Ob
 
 
 def formula(factors: Mapping[str, float]) -> str:
-    """Return a sum in words: ``x + 2 (attention's result)``."""
+    """Return a sum in words: ``the block's input + 2 times attention's result``."""
     parts = []
     for name, factor in factors.items():
         sign = "-" if factor < 0 else "+"
-        size = "" if abs(factor) == 1 else f"{abs(factor):.6g} "
+        size = "" if abs(factor) == 1 else f"{abs(factor):.6g} times "
         parts.append(f"{sign} {size}{name}")
     return " ".join(parts).removeprefix("+ ")

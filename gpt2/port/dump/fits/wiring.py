@@ -16,6 +16,7 @@ from gpt2.port.dump.fits.observed import SHOWN, Fit, Observed, combined, formula
 
 MOST_PAIRS = 2**22  # pairs of an id and a position that are tried
 NEIGHBOURS = 0.02  # of the span of a function's results: how far those of neighbouring arguments may be apart
+ROUGH = 0.1  # mean square of the steps from one argument to the next, of the variance of the results
 
 
 def sum_fit(seen: Observed, terms: Mapping[str, Tensor], rows: Tensor, part: str) -> Fit | None:
@@ -24,7 +25,7 @@ def sum_fit(seen: Observed, terms: Mapping[str, Tensor], rows: Tensor, part: str
         return None
     factors, fit = found
     stream, branch, *_ = terms
-    if factors == {"x before attention": 1.0}:
+    if part == "" and factors == {"the block's input": 1.0}:
         return seen.fitted(fit.value, rows, Fault("layer-missing", "", "the block does not run: its result is its input"))
     added = [name for name in factors if "norm" in name]
     id = "residual-scaled" if stream in factors and branch in factors else "residual-missing"
@@ -35,6 +36,9 @@ def sum_fit(seen: Observed, terms: Mapping[str, Tensor], rows: Tensor, part: str
 def activation_fit(seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
     """Return the function of one number that gives each recorded one, if there is one, with the likest of the known ones."""
     u, y = x[rows].flatten(), seen.value[rows].flatten()
+    span, width = (float(values.max() - values.min()) for values in (y, u))
+    if span == 0 or width == 0:  # one number throughout
+        return None
     columns = torch.stack([formula(u) for _, formula in FUNCTIONS.values()])
     ratio = (columns @ y) / columns.square().sum(1).clamp(min=1e-300)
     errors = (ratio[:, None] * columns - y).abs().amax(1).nan_to_num(torch.inf)
@@ -47,10 +51,10 @@ def activation_fit(seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
         if (fit := seen.fitted(times * function(x), rows, fault)) is not None:
             return fit
     order = u.argsort()
-    steps, span = y[order].diff().abs(), float(y.max() - y.min())
-    gaps = u[order].diff()
-    smooth = steps <= NEIGHBOURS * span + 4 * gaps * max(span / float(u.max() - u.min()), 1.0)
-    if float(smooth.double().mean()) < 1.0 or float(torch.corrcoef(torch.stack([u, y]))[0, 1].abs()) < 0.1:
+    steps, gaps = y[order].diff(), u[order].diff()
+    smooth = steps.abs() <= NEIGHBOURS * span + 4 * gaps * max(span / width, 1.0)
+    rough = float(steps.square().mean() / y.var())  # 2 if the arguments tell nothing
+    if not bool(smooth.all()) or rough > ROUGH or float(torch.corrcoef(torch.stack([u, y]))[0, 1].abs()) < 0.1:
         return None
     at = ", ".join(f"f({float(u[i]):.3g}) = {float(y[i]):.4g}" for i in order[:: max(1, len(order) // SHOWN)][:SHOWN].tolist())
     fault = Fault("gelu-variant", "mlp.act", f"an activation that is none of those known here: {at}")
@@ -84,9 +88,15 @@ def embedding_fit(seen: Observed, ids: Tensor, wte: Tensor, wpe: Tensor, rows: T
         if not torch.equal(wrong, right):
             row, token = (wrong != right).nonzero()[0].tolist()
             given, wanted = (", ".join(map(str, one[row, token : token + SHOWN].tolist())) for one in (wrong, right))
-            faults.append(Fault(id, part, f"from token {token} of row {row} on, it takes rows {given}, not {wanted}"))
+            faults.append(
+                Fault(
+                    id, part, f"from token {token} of row {row} of the batch on, rows {given} of {part} are taken, not {wanted}"
+                )
+            )
     if (moved := seen.fitted(value, rows, *faults)) is not None:
         return moved
+    if int(rows.any(0).sum()) < 2:
+        return None
     middle = places[rows]
     times = ((seen.value - words)[rows] * middle).sum(0) / middle.square().sum(0).clamp(min=1e-300)
     detail = "each feature of the position has a factor of its own, some are left out"

@@ -1,0 +1,134 @@
+"""Read off attention's recorded mixtures which values were mixed, and with which weights.
+
+Shapes: weights (B, H, T, S); values and mixtures by heads (B, H, T, K); rows (B, T) are the queries that are not GPT-2's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from gpt2.port.diagnosis.hypotheses import ALLOWED, allowed
+from gpt2.port.diagnosis.search import Fault
+from gpt2.port.dump.fits.attention import MOST, slots
+from gpt2.port.dump.fits.library import permutation
+from gpt2.port.dump.fits.observed import Fit, Observed, combined, nice
+
+
+class Mixed:
+    """What ``weights`` (B, H, T, S) mix: ``v`` (B, H, S, K), or one of ``others``, in words.
+
+    ``in_time`` raises TimeUp behind the limit of time.
+    """
+
+    def __init__(self, weights: Tensor, v: Tensor, others: Mapping[str, Tensor], in_time: Callable[[], None]) -> None:
+        self.weights, self.v, self.others, self.in_time = weights, v, others, in_time
+
+    def fit(self, seen: Observed, rows: Tensor) -> Fit | None:
+        for family in (self._others, self._columns, self._tokens, self._left_out, self._replaced):
+            self.in_time()
+            if (fit := next(iter(family(seen, rows)), None)) is not None:
+                return fit
+        return None
+
+    def _others(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        own = torch.eye(self.weights.shape[-1], dtype=self.weights.dtype)
+        for words, other in self.others.items():
+            fault = Fault("value-projection-wrong", "attn", f"{words} are mixed, not the values")
+            yield from filter(None, [seen.fitted(self.weights @ other, rows, fault)])
+            value = (self.weights * (1 - own)) @ other + (self.weights * own) @ self.v
+            fault = Fault("cache-inconsistent", "attn", f"{words} are mixed, except for the value of the token itself")
+            yield from filter(None, [seen.fitted(value, rows, fault)])
+        for slot, written, words in slots(self.v.shape[1], self.v.shape[2]):
+            self.in_time()
+            value = (self.weights * written) @ self.v.flatten(1, 2)[:, slot].unflatten(1, self.v.shape[1:3])
+            yield from filter(None, [seen.fitted(value, rows, Fault("head-layout", "attn", f"values are {words}"))])
+        for label in ALLOWED:
+            value = (self.weights * allowed(label, self.weights)) @ self.v
+            words = f"the values of some tokens are left out of the mixture ({label})"
+            yield from filter(None, [seen.fitted(value, rows, Fault("mask-multiplied", "attn", words))])
+        found = combined(
+            seen.value.transpose(1, 2).flatten(2), {"the mixture": seen.right.transpose(1, 2).flatten(2)}, rows, _flat(seen)
+        )
+        if found is not None:
+            words = f"the mixture is multiplied by {found[0]['the mixture']:.6g}"
+            yield from filter(
+                None, [seen.fitted(seen.right * found[0]["the mixture"], rows, Fault("residual-scaled", "attn", words))]
+            )
+
+    def _columns(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """Other features of the values, or other heads' weights, in each feature of the result."""
+        heads, size = self.v.shape[1], self.v.shape[-1]
+        every = torch.einsum("bgts,bhsk->btghk", self.weights, self.v)
+        made = every[rows].flatten(1)
+        wanted = seen.value.transpose(1, 2)[rows].flatten(1)
+        if len(made) < 3:
+            return
+        columns = torch.cat([made, torch.zeros_like(made[:, :1])], 1)
+        nearest = torch.cdist(wanted.T.contiguous(), columns.T.contiguous()).argmin(1)
+        empty = nearest == columns.shape[1] - 1
+        flat = torch.cat([every.flatten(2), torch.zeros_like(every.flatten(2)[..., :1])], -1)
+        value = flat[..., nearest].unflatten(-1, (heads, size)).transpose(1, 2)
+        weigher, feature = nearest // (heads * size), nearest % (heads * size)
+        own = torch.arange(heads * size)
+        parts = []
+        if bool(empty.any()):
+            parts.append(f"features {permutation(empty.nonzero().flatten())} are zero")
+        if not torch.equal(weigher[~empty], (own // size)[~empty]):
+            parts.append(f"head by head the weights are those of heads {', '.join(map(str, weigher[::size].tolist()))}")
+        if not torch.equal(feature[~empty], own[~empty]):
+            parts.append(f"the values' features are in another order ({permutation(feature)})")
+        yield from filter(None, [seen.fitted(value, rows, Fault("head-layout", "attn", "; ".join(parts)))])
+
+    def _tokens(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """The values of other tokens."""
+        tokens = torch.arange(self.v.shape[2])
+        orders = [(tokens - n).clamp(0, len(tokens) - 1) for n in (1, 2, -1, -2)] + [tokens.flip(0)]
+        if bool(rows[:, 1:].all()) and float(self.weights.diagonal(dim1=-2, dim2=-1).abs().min()) > 1e-6:
+            solved, _ = torch.linalg.solve_ex(self.weights, seen.value)  # of even weights, not finite
+            orders.append(torch.cdist(solved[0].transpose(0, 1).flatten(1), self.v[0].transpose(0, 1).flatten(1)).argmin(1))
+        for order in orders:
+            words = f"the weights mix the values of other tokens: {permutation(order)}"
+            fault = Fault("value-projection-wrong" if bool(rows[:, 2:].all()) else "cache-inconsistent", "attn", words)
+            yield from filter(None, [seen.fitted(self.weights @ self.v[:, :, order], rows, fault)])
+
+    def _left_out(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """Values of some tokens that are not added, for each query its own."""
+        value, shown = seen.right.clone(), list[str]()
+        for row, token in rows.nonzero().tolist():
+            self.in_time()
+            w, v = self.weights[row, :, token, : token + 1], self.v[row, :, : token + 1]
+            terms = (w[..., None] * v).transpose(0, 1).flatten(1)  # (tokens, D)
+            if terms.shape[1] < 2 * len(terms):  # so many factors give any sum
+                return
+            factors = torch.linalg.lstsq(terms.T, seen.value[row, :, token].flatten()[:, None]).solution[:, 0]
+            exact = torch.tensor([nice(float(f), seen.loose) for f in factors], dtype=w.dtype)
+            value[row, :, token] = (exact @ terms).view(v.shape[0], -1)
+            shown = shown or [f"token {token}: {', '.join(f'{float(f):.4g}' for f in exact)}"]
+        words = f"the terms of the sum over the values have other factors ({'; '.join(shown)})"
+        yield from filter(None, [seen.fitted(value, rows, Fault("mask-multiplied", "attn", words))])
+
+    def _replaced(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """The value of one token in place of another's, for each query its own."""
+        value, shown = seen.right.clone(), list[str]()
+        if self.v[0].numel() * self.v.shape[2] > MOST:
+            return
+        for row, token in rows.nonzero().tolist():
+            self.in_time()
+            w, v = self.weights[row, :, token], self.v[row]  # (H, S), (H, S, K)
+            changes = w[:, :, None, None] * (v[:, None] - v[:, :, None])  # (H, replaced, by, K)
+            missing = (seen.value - seen.right)[row, :, token]
+            errors = (changes - missing[:, None, None]).square().sum((0, -1))
+            one, other = divmod(int(errors.argmin()), v.shape[1])
+            value[row, :, token] += changes[:, one, other]
+            shown = shown or [f"query {token} takes the value of token {other} for that of token {one}"]
+        words = f"a value is that of another token: {'; '.join(shown)}"
+        yield from filter(None, [seen.fitted(value, rows, Fault("cache-inconsistent", "attn", words))])
+
+
+def _flat(seen: Observed) -> Observed:
+    """Return an observation of heads (B, H, T, K) as one of (B, T, D)."""
+    value, slack, right = (x.transpose(1, 2).flatten(2) for x in (seen.value, seen.slack, seen.right))
+    return Observed(value, slack, seen.bound, right, seen.number)

@@ -1,0 +1,113 @@
+"""Fit what one stage of a block computes, from the stages before it and from those of earlier blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gpt2.port.diagnosis.hypotheses import right_scale
+from gpt2.port.diagnosis.scores import Layout
+from gpt2.port.diagnosis.search import Fault
+from gpt2.port.dump.fits.attention import Weights
+from gpt2.port.dump.fits.library import Library
+from gpt2.port.dump.fits.linear import Linear
+from gpt2.port.dump.fits.mixtures import Mixed
+from gpt2.port.dump.fits.normalising import Norm
+from gpt2.port.dump.fits.observed import Fit, Observed
+from gpt2.port.dump.fits.recorded import Arrays
+from gpt2.port.dump.fits.wiring import activation_fit, sum_fit
+from gpt2.port.dump.simulation import NEEDS, Simulation, State
+
+
+class Operators:
+    """The operators of all blocks; ``earlier``: the stages of the blocks before, as the program computes them."""
+
+    def __init__(self, simulation: Simulation, library: Library, arrays: Arrays) -> None:
+        self.simulation, self.config, self.library, self.arrays = simulation, simulation.config, library, arrays
+        self.earlier: list[State] = []
+
+    def fit(self, layer: int, stage: str, state: State, seen: Observed, rows: Tensor) -> Fit | None:
+        """Return what ``stage`` computes from those in ``state`` to give ``seen`` at ``rows`` (B, T); None if nothing fits."""
+        if stage not in ("mid", "") and (fit := self._stale(stage, seen, rows)) is not None:
+            return fit
+        own, split = self.simulation.weights(layer), self._split
+        if stage in ("ln_1", "ln_2"):
+            eps, vectors = self.config.layer_norm_epsilon, self.library.vectors
+            inputs = (
+                {} if stage == "ln_1" else {"attention's result": state["attn.c_proj"], "the stream before attention": state["x"]}
+            )
+            norm = Norm(stage, own[f"{stage}.weight"], own[f"{stage}.bias"], eps, vectors, inputs)
+            return norm.fit(seen, state["x" if stage == "ln_1" else "mid"], rows)
+        if stage == "attn.weights":
+            keys = {f"the keys of block {n}": one["attn.k"] for n, one in enumerate(self.earlier)}
+            if not bool(rows[:, :2].any()):  # in steps, perhaps of a cache that other blocks write as well
+                keys |= dict(self.arrays.as_keys())
+            scale = right_scale(self.config, layer)
+            weights = Weights(state["attn.q"], state["attn.k"], self.config.n_head, scale, keys, self.library.in_time)
+            return weights.fit(seen, rows)
+        if stage == "attn.mixed":
+            others = {"the keys": "attn.k", "the queries": "attn.q", "attention's inputs": "ln_1", "the streams": "x"}
+            values = {words: split(state[name]) for words, name in others.items()}
+            values |= {f"the values of block {n}": split(one["attn.v"]) for n, one in enumerate(self.earlier)}
+            if not bool(rows[:, :2].any()):
+                values |= {words: split(value) for words, value in self.arrays.as_keys()}
+            return Mixed(state["attn.weights"], split(state["attn.v"]), values, self.library.in_time).fit(seen, rows)
+        if stage == "attn.heads":
+            flat = replace(seen, value=split(seen.value), slack=split(seen.slack), right=split(seen.right))
+            same = torch.eye(rows.shape[1], dtype=seen.value.dtype).expand(*rows.shape[:1], self.config.n_head, -1, -1)
+            fit = Mixed(same, state["attn.mixed"], {}, self.library.in_time).fit(flat, rows)
+            return None if fit is None else Fit(fit.faults, Layout.RIGHT.merge(fit.value))
+        if stage == "mlp.act":
+            return activation_fit(seen, state["mlp.c_fc"], rows)
+        if stage in ("mid", ""):
+            return sum_fit(seen, self._terms(layer, stage, state), rows, stage)
+        return self.linear(layer, stage, state).fit(seen, state[NEEDS[stage][0]], rows)
+
+    def linear(self, layer: int, stage: str, state: State) -> Linear:
+        """Return the linear layer of ``stage``, with the inputs that it may take by mistake."""
+        own = self.simulation.weights(layer)
+        part = "attn.c_attn" if stage in ("attn.q", "attn.k", "attn.v") else stage
+        weight, bias = own[f"{part}.weight"], own[f"{part}.bias"]
+        if part != stage:
+            share = "qkv".index(stage[-1])
+            weight, bias = weight.chunk(3, 1)[share], bias.chunk(3)[share]
+        inputs = {
+            "attn.c_attn": {"the stream, without a norm": state["x"]},
+            "mlp.c_fc": {"the stream, without a norm": state.get("mid", state["x"]), "attention's input": state["ln_1"]},
+            "mlp.c_proj": {"what enters the activation": state.get("mlp.c_fc", state["x"])},
+            "attn.c_proj": {"the values": state["attn.v"], "attention's input": state["ln_1"]},
+        }[part]
+        return Linear(self.library, f"h.{layer}.{part}.weight", stage, weight, bias, inputs)
+
+    def _terms(self, layer: int, stage: str, state: State) -> dict[str, Tensor]:
+        """Return what a sum may hold, GPT-2's two terms first."""
+        terms = {
+            "the block's input": state["x"],
+            "attention's result": state["attn.c_proj"],
+            "attention's normed input": state["ln_1"],
+        }
+        if stage != "mid":
+            after = {"the stream after attention": state["mid"], "the feed-forward's result": state["mlp.c_proj"]}
+            terms = after | terms | {"the feed-forward's normed input": state["ln_2"]}
+        if layer:
+            before, names = self.earlier[-1], {"feed-forward": "mlp.c_proj", "attention": "attn.c_proj", "input": "x"}
+            terms |= {"the embeddings": self.earlier[0]["x"]}
+            terms |= {f"the {name} of the block before": before[part] for name, part in names.items()}
+        return terms
+
+    def _stale(self, stage: str, seen: Observed, rows: Tensor) -> Fit | None:
+        """Return the fit of GPT-2's value plus those of earlier blocks, as in a buffer that is not cleared."""
+        for first in range(len(self.earlier)):
+            value = seen.right + sum((state[stage] for state in self.earlier[first:]), torch.zeros_like(seen.right))
+            others = ", ".join(f"h.{layer}" for layer in range(first, len(self.earlier)))
+            words = f"the values of {others} are added, as in a buffer that is not cleared"
+            id = {"attn.mixed": "value-projection-wrong", "attn.weights": "softmax-missing"}.get(stage, "residual-scaled")
+            part = "attn" if stage in ("attn.mixed", "attn.weights", "attn.heads") else stage
+            if (fit := seen.fitted(value, rows, Fault(id, part, words))) is not None:
+                return fit
+        return None
+
+    def _split(self, y: Tensor) -> Tensor:
+        return Layout.RIGHT.split(y, self.config.n_head)

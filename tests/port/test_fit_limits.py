@@ -1,0 +1,163 @@
+"""What the fits of a dump's operators must not conclude from too few tokens, and what must not end a diagnosis."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from port.test_walk import checkpoint
+
+from gpt2.port.dump.fits.attention import Weights
+from gpt2.port.dump.fits.library import Library, place_of
+from gpt2.port.dump.fits.linear import Linear
+from gpt2.port.dump.fits.mixtures import Mixed
+from gpt2.port.dump.fits.normalising import Norm
+from gpt2.port.dump.fits.observed import Observed, distinct, laid
+from gpt2.port.dump.fits.wiring import activation_fit, embedding_fit
+
+MODEL = checkpoint()
+STATE = {name: tensor.detach().double() for name, tensor in MODEL.state_dict().items()}
+EPS = MODEL.config.layer_norm_epsilon
+
+
+def observed(value: torch.Tensor, right: torch.Tensor | None = None) -> Observed:
+    return Observed(value, torch.zeros_like(value), 1e-6, torch.zeros_like(value) if right is None else right, 0)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def every(rows: int, tokens: int) -> torch.Tensor:
+    return torch.ones(rows, tokens, dtype=torch.bool)
+
+
+def in_time() -> None:
+    """There is no limit of time."""
+
+
+def c_fc() -> tuple[Linear, torch.Tensor, torch.Tensor]:
+    name = "h.0.mlp.c_fc"
+    weight, bias = STATE[f"{name}.weight"], STATE[f"{name}.bias"]
+    return Linear(Library(STATE, MODEL.config), f"{name}.weight", "mlp.c_fc", weight, bias, {}), weight, bias
+
+
+def test_equal_rows_of_a_batch_are_one_token_for_a_regression() -> None:
+    """Two prompts that are the same: two equal tokens fit any bias; four tokens, two of which differ, any weight of a norm."""
+    layer, weight, bias = c_fc()
+    x = random(1, 2, len(weight)).expand(2, -1, -1)
+    wrong = random(1, 2, len(bias), seed=1).expand(2, -1, -1)
+    last = torch.tensor([[False, True], [False, True]])
+    assert next(layer._bias(observed(wrong), x, last), None) is None
+    assert next(layer._read(observed(wrong), x, last), None) is None
+    own = STATE["h.0.ln_1.weight"], STATE["h.0.ln_1.bias"]
+    norm = Norm("ln_1", *own, EPS, {"h.0.ln_1.weight": own[0]}, {})
+    assert next(norm._affine(observed(wrong[..., : len(weight)]), x, every(2, 2)), None) is None
+    assert distinct(torch.cat([x[0], x[0]])) == 2
+    # Controls: another bias, and another weight, of tokens that differ
+    x = random(1, 6, len(weight))
+    assert next(layer._bias(observed(x @ weight + 3 * bias + 1), x, every(1, 6)), None) is not None
+    normed = torch.nn.functional.layer_norm(x, (len(weight),), 2 * own[0], own[1], EPS)
+    assert next(norm._affine(observed(normed), x, every(1, 6)), None) is not None
+
+
+def test_one_token_shows_no_factor_for_each_feature_of_its_position() -> None:
+    """Any array of a stream's size was the embedding, for each feature had a factor of its own: the search was lost at once."""
+    ids, wte, wpe = torch.tensor([[3]]), STATE["wte.weight"], STATE["wpe.weight"]
+    right = wte[ids] + wpe[:1]
+    assert embedding_fit(observed(random(*right.shape), right), ids, wte, wpe, every(1, 1)) is None
+    ids = torch.tensor([[3, 1, 4, 1]])
+    places = wpe[:4] * torch.linspace(0, 1, wpe.shape[1], dtype=torch.float64)
+    assert embedding_fit(observed(wte[ids] + places), ids, wte, wpe, every(1, 4)) is not None  # control
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_attention_weights_of_few_tokens_are_not_explained_by_as_many_numbers(tokens: int, heads: int) -> None:
+    """Any weights of two tokens are GPT-2's with a factor for each head, or with a bias for each distance."""
+    q, k = random(1, tokens, 6), random(1, tokens, 6, seed=1)
+    future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    weights = random(1, heads, tokens, tokens, seed=2).masked_fill(future, -torch.inf).softmax(-1)
+    weights = weights * 0.9 if tokens == 1 else weights
+    seen = observed(weights, torch.ones(tokens, tokens).double().tril().expand_as(weights) / torch.arange(1, tokens + 1)[:, None])
+    fit = Weights(q, k, heads, 0.7, {}, in_time).fit(seen, seen.wrong_rows())
+    assert fit is None, fit.faults
+
+
+def test_a_factor_of_the_scores_is_read_off_a_few_more() -> None:
+    """Control of the test above."""
+    q, k = random(1, 4, 6), random(1, 4, 6, seed=1)
+    scores = (q[:, None] @ k[:, None].mT).masked_fill(torch.ones(4, 4, dtype=torch.bool).triu(1), -torch.inf)
+    seen = observed((0.31 * scores).softmax(-1), (0.7 * scores).softmax(-1))
+    fit = Weights(q, k, 1, 0.7, {}, in_time).fit(seen, seen.wrong_rows())
+    assert fit is not None
+    assert "multiplied by 0.31" in fit.faults[0].detail
+
+
+def test_values_that_are_mixed_otherwise_need_more_features_than_tokens() -> None:
+    """The last of as many tokens as features: any mixture is a sum of all values with some factors."""
+    weights = torch.ones(1, 1, 6, 6, dtype=torch.float64).tril() / torch.arange(1, 7)[:, None]
+    v = random(1, 1, 6, 6)
+    seen, last = observed(random(1, 1, 6, 6, seed=1), weights @ v), torch.arange(6)[None] == 5
+    assert next(Mixed(weights, v, {}, in_time)._left_out(seen, last), None) is None
+    even = torch.full((1, 1, 6, 6), 1 / 6, dtype=torch.float64)  # as without a mask, of equal scores: no inverse
+    assert Mixed(even, v, {}, in_time).fit(observed(random(1, 1, 6, 6, seed=1), even @ v), every(1, 6)) is None
+
+
+def test_an_activation_is_no_function_of_one_number() -> None:
+    """A layer that gives one number throughout ended in a division by zero, an array of zeros in an activation times 0."""
+    x = torch.zeros(1, 2, 8, dtype=torch.float64)
+    assert activation_fit(observed(random(1, 2, 8)), x, every(1, 2)) is None
+    assert activation_fit(observed(x), random(1, 2, 8), every(1, 2)) is None
+    x = random(1, 12, 64)
+    assert activation_fit(observed(random(1, 12, 64, seed=1) + 0.9 * x), x, every(1, 12)) is None
+    fit = activation_fit(observed(x.atan()), x, every(1, 12))  # control
+    assert fit is not None
+    assert "none of those known" in fit.faults[0].detail
+
+
+def test_an_array_is_tried_once_in_each_order_of_its_axes() -> None:
+    """In a batch of one, each order came four times: the two likeliest arrays were one, and the twelve tried were three."""
+    entry = random(5, 6)
+    orders = list(laid(entry, (1, 5, 2, 3)))
+    assert torch.equal(orders[0].reshape(5, 6), entry)
+    assert len({tuple(one.flatten().tolist()) for one in orders}) == len(orders)
+
+
+def test_a_bias_is_looked_up_in_a_small_model_with_a_large_vocabulary() -> None:
+    """A head with a bias of more entries than all vectors of the checkpoint raised a RuntimeError of torch."""
+    wte = random(3000, MODEL.config.n_embd)
+    layer = Linear(Library(STATE, MODEL.config), "wte.weight", "logits", wte.T, torch.zeros(3000, dtype=torch.float64), {})
+    x, bias = random(1, 4, MODEL.config.n_embd, seed=1), random(3000, seed=2)
+    fit = next(layer._bias(observed(x @ wte.T + bias), x, every(1, 4)), None)
+    assert fit is not None
+    assert fit.faults[0].detail == "the bias is not the checkpoint's"
+
+
+def test_logits_in_another_order_are_not_a_transposed_head() -> None:
+    """The head's columns are rows of wte, as they must be; the words were: the weight is used transposed."""
+    wte = STATE["wte.weight"]
+    layer = Linear(Library(STATE, MODEL.config), "wte.weight", "logits", wte.T, torch.zeros(len(wte), dtype=torch.float64), {})
+    x = random(1, 9, wte.shape[1])
+    fit = layer.fit(observed(x @ wte.roll(1, 0).T), x, every(1, 9))
+    assert fit is not None
+    assert (fit.faults[0].id, "another order" in fit.faults[0].detail) == ("wrong-tensor", True)
+
+
+@pytest.mark.slow
+def test_a_vector_is_found_among_others_without_a_copy_for_each_place() -> None:
+    """At gpt2's shape, each place of 300,000 was compared with the 3,072 of c_fc's bias at once: 15 GB."""
+    program = """
+import resource, torch
+from gpt2.port.dump.fits.library import place_of
+flat = torch.randn(300_000, dtype=torch.float64)
+wanted = flat[123_456 : 123_456 + 3072] + 1e-9
+resource.setrlimit(resource.RLIMIT_DATA, (2_000_000_000,) * 2)
+print(place_of(wanted, flat, 1e-7), place_of(wanted.flip(0), flat, 1e-7), place_of(torch.ones(400_000).double(), flat, 1e-7))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ran.stdout.split() == ["123456", "None", "None"], ran.stderr[-400:]
+    zeros = torch.zeros(500, dtype=torch.float64)
+    assert place_of(zeros[:9], torch.cat([zeros, random(4)]), 0.0) == 0
