@@ -109,7 +109,7 @@ class Attempt:
                     return
             if not self.right and not self.walked.explained:  # only then may the weights be others than the checkpoint's
                 found = self._load(loaded)
-                if found.causes:
+                if found.causes or self.walked.timed_out:
                     loaded = found
                     trail, self.walked = self._walk(loaded)
             if self.walked.explained and not (self.right or self.walked.causes or loaded.causes):
