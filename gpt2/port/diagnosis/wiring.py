@@ -158,10 +158,12 @@ class Embeddings:
                 if self.pool.error(self.words * factor + times * places, x) <= self.pool.bound and not math.isclose(
                     times, 0, abs_tol=1e-3
                 ):
-                    words = f"position embeddings are multiplied by {times:.6g}"
-                    values = {"wte": self.words * factor, "wpe": times * places[:1]}
-                    fault = Fault("embedding-scaled", "wpe", words, fitted=True)
-                    yield Option.known("multiplied positions", x, fault, *scaled, values=values)
+                    if not math.isclose(times, 1, rel_tol=1e-6 + self.pool.bound):
+                        words = f"position embeddings are multiplied by {times:.6g}"
+                        scaled.insert(0, Fault("embedding-scaled", "wpe", words, fitted=True))
+                    if scaled:  # else they are GPT-2's own embeddings
+                        values = {"wte": self.words * factor, "wpe": times * places[:1]}
+                        yield Option.known("multiplied positions", x, *scaled, values=values)
                     continue
                 if (taken := self._rows_of_wpe(rows, factor)) is not None:
                     yield Option.known("other rows", x, taken, *scaled, values={"wte": self.words * factor, "wpe": rows})
