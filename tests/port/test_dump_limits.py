@@ -10,12 +10,14 @@ from port.test_dump import MODEL, causes, dump, faulty
 from port.test_walk import IDS, checkpoint
 
 import gpt2
+from gpt2.measure.dumps import dump_of
 from gpt2.measure.tracing import trace
 from gpt2.port.diagnosis.report import SURE
 from gpt2.port.dump.fits.library import Library
 from gpt2.port.dump.fits.linear import Linear
 from gpt2.port.dump.fits.observed import Observed
 from gpt2.port.dump.tolerance import measured
+from gpt2.port.step_dump.examination import batches_of
 
 FEW = ("ln_1", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.act", "mlp.c_proj")
 
@@ -116,3 +118,15 @@ def test_weights_read_from_another_place_are_found_a_block_at_a_time(transposed:
         layer = Linear(library, name, "mlp.c_fc", state[name], torch.zeros_like(bias), {})
         fit = next(iter(layer._read(seen, x, rows)))
         assert f"entry {start} of the blocks' weights" in fit.faults[0].detail
+
+
+def test_a_dump_of_one_token_is_of_a_forward_pass() -> None:
+    """Its values have the sizes of a norm's parameters: it was refused as training steps in which nothing is learnt."""
+    traced = trace(MODEL, IDS[:1, :1])
+    assert gpt2.diagnose({**traced, "ids": IDS[:1, :1]}, MODEL).verdict == "equal"
+    wrong = {**trace(faulty(activation_function="relu"), IDS[:1, :1]), "ids": IDS[:1, :1]}
+    assert causes(gpt2.diagnose(wrong, MODEL)) == [("gelu-variant", "h.*.mlp.act")]
+    with pytest.raises(gpt2.InputError, match="one token each"):
+        gpt2.diagnose(wrong, MODEL, settings={"optim.lr": 1e-3})
+    batch = batches_of(dump_of({**wrong, "targets": torch.tensor([[3]])}, MODEL.config))[0]
+    assert batch.targets.tolist() == [[3]]  # they were not taken: "dump the next ids as targets"
