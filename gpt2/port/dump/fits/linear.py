@@ -58,7 +58,7 @@ class Linear:
         return whole if share is None else whole.chunk(3, 1)[share]
 
     def roundings(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-        """Yield this layer's weight in fewer bits, in words, first as other weights were seen to be."""
+        """Yield this layer's weight stored in fewer bits, each way in words; the way that other weights have comes first."""
         every = quantised(self.library.state[self.name])
         for words, make in sorted(every, key=lambda one: one[0] != self.library.rounding):
             yield words, partial(self._made, make)
