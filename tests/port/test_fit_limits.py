@@ -161,3 +161,18 @@ print(place_of(wanted, flat, 1e-7), place_of(wanted.flip(0), flat, 1e-7), place_
     assert ran.stdout.split() == ["123456", "None", "None"], ran.stderr[-400:]
     zeros = torch.zeros(500, dtype=torch.float64)
     assert place_of(zeros[:9], torch.cat([zeros, random(4)]), 0.0) == 0
+
+
+@pytest.mark.slow
+def test_tokens_that_are_scaled_alike_are_found_without_all_pairs_at_once() -> None:
+    """A norm over several tokens compared each of 16 rows of 1,024 tokens with each other at once: 6 GB."""
+    program = """
+import resource, torch
+from gpt2.port.dump.fits.normalising import _alike
+factor = torch.linspace(1, 9, 2**12, dtype=torch.float64).exp().repeat(2)
+resource.setrlimit(resource.RLIMIT_DATA, (1_000_000_000,) * 2)
+count, mean, square = _alike(factor, -factor, factor, factor)
+print(count.unique().tolist(), float((mean / factor - 1).abs().max()) < 1e-6)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ran.stdout.strip() == "[2.0] True", ran.stdout + ran.stderr[-400:]

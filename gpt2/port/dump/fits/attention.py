@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,17 @@ MOST = 2**24  # numbers that are computed at once, to try each token's key or va
 
 def _softmax(scores: Tensor, seen: Tensor, axis: int = -1) -> Tensor:
     return scores.masked_fill(~seen, -math.inf).softmax(axis).nan_to_num(0.0)
+
+
+class Compared(NamedTuple):
+    """Scores (B, H, T, S) that may have given the recorded weights, of which ``log`` are the logarithms; ``clear`` are the
+    weights that are large enough to show a score."""
+
+    seen: Observed
+    rows: Tensor
+    scores: Tensor
+    log: Tensor
+    clear: Tensor
 
 
 class Weights:
@@ -163,8 +175,9 @@ class Weights:
                         scaled = () if math.isclose(factor, self.scale, rel_tol=1e-6) else (self._scaled(factor),)
                         hidden = MASK_FAULTS[label] if label else self._masked(mask, rows)
                         yield from filter(None, [seen.fitted(value, rows, *faults, *scaled, *wrong, *hidden)])
-                yield from self._filled(seen, rows, scores * factor, log, faults)
-                yield from self._biased(seen, rows, scores, log, clear, axis, masks[0][1], faults)
+                yield from self._filled(Compared(seen, rows, scores * factor, log, clear), faults)
+                if axis == -1 and not faults:
+                    yield from self._biased(Compared(seen, rows, scores * self.scale, log, clear))
 
     def _scaled(self, factor: float) -> Fault:
         id = "scale-missing" if math.isclose(factor, 1.0, rel_tol=1e-5) else "scale-wrong"
@@ -184,8 +197,9 @@ class Weights:
         id = "mask-missing" if any(key > token for key in keys) else "mask-strict"
         return (Fault(id, "attn", f"another mask: token {token} sees only tokens {shown}"),)
 
-    def _filled(self, seen: Observed, rows: Tensor, scores: Tensor, log: Tensor, faults: tuple[Fault, ...]) -> Iterator[Fit]:
+    def _filled(self, one: Compared, faults: tuple[Fault, ...]) -> Iterator[Fit]:
         """Hidden scores that are replaced by one number, which has a share of the softmax."""
+        seen, rows, scores, log, _ = one
         visible = allowed("right", scores).expand_as(scores)
         hidden = ~visible & rows[:, None, :, None] & (seen.value > CLEAR * seen.slack) & (seen.value > LEAST)
         if not bool(hidden.any()):
@@ -198,32 +212,24 @@ class Weights:
         )
         yield from filter(None, [seen.fitted(value, rows, *faults, fault)])
 
-    def _biased(
-        self,
-        seen: Observed,
-        rows: Tensor,
-        scores: Tensor,
-        log: Tensor,
-        clear: Tensor,
-        axis: int,
-        mask: Tensor,
-        faults: tuple[Fault, ...],
-    ) -> Iterator[Fit]:
+    def _biased(self, one: Compared) -> Iterator[Fit]:
         """Scores plus a number for each distance of two tokens."""
+        seen, rows, scores, log, clear = one
         tokens = scores.shape[-1]
-        if axis != -1 or faults or _shown(clear, axis) < 2 * self.heads * (tokens - 1):
+        if _shown(clear, -1) < 2 * self.heads * (tokens - 1):
             return
         away = torch.arange(tokens)[:, None] - torch.arange(tokens)
         added = torch.zeros_like(scores)
-        left = (log - scores * self.scale).masked_fill(~clear, 0.0)
+        left = (log - scores).masked_fill(~clear, 0.0)
         left = (left - left.gather(-1, torch.arange(tokens)[:, None].expand_as(left[..., :1]))).masked_fill(~clear, 0.0)
         for distance in range(1, tokens):
+            self.in_time()
             some = clear & (away == distance)
             level = (left * some).sum((0, 2, 3)) / some.sum((0, 2, 3)).clamp(min=1)  # of each head
             added += level[None, :, None, None] * (away == distance)
         words = "a number that depends on the distance of two tokens is added to the scores (as in ALiBi)"
         fault = Fault("scale-wrong", "attn", f"{words}: {float(added[0, 0, 1, 0]):.4g} for neighbours in head 0")
-        yield from filter(None, [seen.fitted(_softmax(scores * self.scale + added, mask), rows, fault)])
+        yield from filter(None, [seen.fitted(_softmax(scores + added, allowed("right", scores)), rows, fault)])
 
     def _each(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """A factor of its own for each head."""

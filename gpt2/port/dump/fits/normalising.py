@@ -6,6 +6,7 @@ Shapes: x and the result (B, T, D); weight and bias (D,); per token (B, T).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,20 @@ from gpt2.port.dump.fits.library import permutation, place_of
 from gpt2.port.dump.fits.observed import Fit, Observed, distinct, nice
 
 SAME = 1e-3  # relative difference of factors that are one
+MOST_PAIRS = 2**22  # of tokens that are compared at once
 LEAST = 0.05  # the least weight, of the largest, through which a norm's own result is read
+
+
+class Scaled(NamedTuple):
+    """A norm's result as (factor x + shift) weight + bias, with a factor and a shift for each token; ``also``: the faults of
+    this weight and bias."""
+
+    x: Tensor
+    factor: Tensor
+    shift: Tensor
+    weight: Tensor
+    bias: Tensor
+    also: tuple[Fault, ...]
 
 
 class Norm:
@@ -120,26 +134,20 @@ class Norm:
                 for eps in (self.eps, 0.0):
                     value = (x - mean) / (variance + eps).sqrt() * weight + bias
                     yield from filter(None, [seen.fitted(value, rows, self._fault(id, words), *also)])
-            yield from self._scalars(seen, x, factor, shift, rows, weight, bias, also)
+            yield from self._scalars(seen, rows, Scaled(x, factor, shift, weight, bias, also))
             words = "each token is not divided by its own standard deviation, but by something else"
             yield from filter(None, [seen.fitted(general, rows, self._fault("layernorm-not-normalising", words), *also)])
 
     def _sets(self, x: Tensor, factor: Tensor, shift: Tensor, rows: Tensor) -> Iterator[tuple[str, str, Tensor, Tensor]]:
         """Yield means and variances over sets of tokens: those that are scaled alike, or of one token."""
         mean, variance = x.mean(-1), x.var(-1, correction=0)
-        near = ((factor[..., None, None] - factor).abs() <= SAME * factor.abs()) & (
-            (shift[..., None, None] - shift).abs() <= SAME * (shift.abs() + factor.abs())
-        )
-        sets = near & rows & rows[..., None, None]
-        count = sets.double().sum((-1, -2)).clamp(min=1)
-        first = (sets * mean).sum((-1, -2)) / count
-        second = (sets * (variance + mean.square())).sum((-1, -2)) / count - first.square()
+        count, first, second = (torch.zeros_like(mean) for _ in range(3))
+        count[rows], first[rows], second[rows] = _alike(factor[rows], shift[rows], mean[rows], variance[rows])
+        variances = second - first.square()
         if bool((count > 1).any()):
-            whole = (
-                bool(sets[rows].any(0)[rows].all()) and len(count[rows].unique()) == 1 and int(count[rows][0]) == int(rows.sum())
-            )
+            whole = bool((count[rows] == int(rows.sum())).all())
             words = "the norm runs over all tokens together" if whole else "the norm runs over several tokens together"
-            yield "layernorm-axis", words, first[..., None], second[..., None]
+            yield "layernorm-axis", words, first[..., None], variances[..., None]
         token = torch.where(rows.any(0), factor[0], 0.0)
         for at in range(x.shape[1] if token.any() else 0):
             words = f"every token is normalised with the mean and the variance of token {at}"
@@ -154,18 +162,9 @@ class Norm:
                 part.var(-1, correction=0, keepdim=True),
             )
 
-    def _scalars(
-        self,
-        seen: Observed,
-        x: Tensor,
-        factor: Tensor,
-        shift: Tensor,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        also: tuple[Fault, ...],
-    ) -> Iterator[Fit]:
+    def _scalars(self, seen: Observed, rows: Tensor, one: Scaled) -> Iterator[Fit]:
         """Another divisor of the variance, another epsilon, another mean, as numbers that are the same for all tokens."""
+        x, factor, shift, weight, bias, also = one
         if distinct(x[rows]) < 3:
             return
         inverse = factor[rows] ** -2
@@ -220,3 +219,18 @@ class Norm:
         for words, other in self.inputs.items():
             fault = Fault("residual-missing", "mid", f"the norm's input is {words}")
             yield from filter(None, [seen.fitted(norm(other), rows, fault)])
+
+
+def _alike(factor: Tensor, shift: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for each of N tokens how many are scaled like it, and the mean and the mean square of all their features.
+
+    In parts: all pairs of 16 rows of 1,024 tokens at once are 6 GB.
+    """
+    parts = []
+    for some in torch.arange(len(factor)).split(max(1, MOST_PAIRS // max(len(factor), 1))):
+        near = (factor[some, None] - factor).abs() <= SAME * factor.abs()
+        near &= (shift[some, None] - shift).abs() <= SAME * (shift.abs() + factor.abs())
+        sums = near.double() @ torch.stack([torch.ones_like(mean), mean, variance + mean.square()], 1)
+        parts.append(sums)
+    count, first, second = torch.cat(parts).T
+    return count, first / count.clamp(min=1), second / count.clamp(min=1)
