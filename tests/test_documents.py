@@ -20,6 +20,7 @@ from gpt2.cli.main import COMMANDS, parser
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PORTS = (ROOT / "gpt2/port/README.md").read_text(encoding="utf-8")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "80"}
 PORT = f"""
 import sys
@@ -82,12 +83,12 @@ def make_step(model):
 
 
 def blocks(language: str) -> list[str]:
-    """The README's fenced blocks of one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    """The fenced blocks of one language in the README, then in that of ports."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README + PORTS, re.DOTALL | re.MULTILINE)
 
 
 def shown() -> list[tuple[str, str]]:
-    """Each command of the README with its shown output; training first, because others read its files."""
+    """Each command of both READMEs with its shown output; training first, because others read its files."""
     parts = [part for block in blocks("console") for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
     found = [part.partition("\n")[::2] for part in parts]
     return sorted(found, key=lambda each: not each[0].startswith("gpt2 train"))
@@ -258,12 +259,15 @@ def test_every_public_name_says_what_it_is(name: str, thing: object) -> None:
         assert re.search(r"Raises( InputError)?:", text)  # a function's docstring must list its errors for user input
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+SPOKEN = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "gpt2/port/README.md", "gpt2/port/PROGRAMS.md", "gpt2/port/RESULTS.md"]
+
+
+@pytest.mark.parametrize("name", [*SPOKEN, "tools/README.md"])
 def test_files_that_are_spoken_of_are_there(name: str) -> None:
     """A guide must not name files that no longer exist."""
     text = (ROOT / name).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (ROOT / target).exists(), target
+        assert ((ROOT / name).parent / target).exists() or "://" in target, target
     if name == "CONTRIBUTING.md":
         for path in re.findall(r"`((?:gpt2|tests|tools|\.ci)/[\w/.]+)", text):
             assert (ROOT / path).exists(), path

@@ -69,7 +69,7 @@ vector; next ids if they are no shift of the ids; ids of (K, B, T) if each step 
 --run runs a program for its dump: {ids} is a .npy file of token ids, shape (T,), int64; {text} the same ids as text, in one line;
 {out} the path to write to: add .npz or .safetensors, or make a directory of .npy files of it; {model} a folder with config.json
 and model.safetensors. Each is one word, spaces and all. No shell reads the command: quotes group words, and |, >, * and $NAME
-mean nothing. Functions in C, JavaScript, Rust and Go that write one: gpt2/port/README.md. In NumPy:
+mean nothing. Functions in C, JavaScript, Rust and Go that write one: gpt2/port/PROGRAMS.md. In NumPy:
 
   import sys; import numpy as np
   ids = np.load(sys.argv[1])                         # (T,)

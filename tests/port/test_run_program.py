@@ -178,8 +178,8 @@ def test_when_time_is_up_its_children_end_too(tmp_path: Path, checkpoint: Checkp
     assert waited(lambda: not alive(pid.read_text().strip())), "the child still runs"
 
 
-README = (Path(gpt2.__file__).parent / "port" / "README.md").read_text()
-# Code around the lines of README.md: it gets the tensors and checks the ids.
+PROGRAMS = (Path(gpt2.__file__).parent / "port" / "PROGRAMS.md").read_text()
+# Code around the lines of PROGRAMS.md: it gets the tensors and checks the ids.
 NUMPY_MODEL = """
 import numpy as np
 
@@ -283,14 +283,13 @@ def flat(arrays: dict[str, np.ndarray], file: Path) -> None:
 
 
 def block(language: str) -> str:
-    """The lines of README.md that dump."""
-    section = README[README.index("## A program in any language") :]
-    found: list[str] = re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+    """The lines of PROGRAMS.md that dump."""
+    found: list[str] = re.findall(rf"```{language}\n(.*?)```", PROGRAMS, re.DOTALL)
     return found[0]
 
 
 def program(language: str, folder: Path, arrays: dict[str, np.ndarray]) -> str:
-    """A program around the lines of README.md, and its command."""
+    """A program around the lines of PROGRAMS.md, and its command."""
     kept, tokens = folder / "tensors", len(arrays["ids"])
     if language == "python":
         np.savez(kept, **arrays)
