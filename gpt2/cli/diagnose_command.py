@@ -69,13 +69,45 @@ vector; next ids if they are no shift of the ids; ids of (K, B, T) if each step 
 --run runs a program for its dump: {ids} is a .npy file of token ids, shape (T,), int64; {text} the same ids as text, in one line;
 {out} the path to write to: add .npz or .safetensors, or make a directory of .npy files of it; {model} a folder with config.json
 and model.safetensors. Each is one word, spaces and all. No shell reads the command: quotes group words, and |, >, * and $NAME
-mean nothing. Functions in C, JavaScript, Rust and Go that write one: gpt2/port/PROGRAMS.md. In NumPy:
+mean nothing. In NumPy:
 
   import sys; import numpy as np
   ids = np.load(sys.argv[1])                         # (T,)
   kept = {}                                          # any names: kept["q3"] = q, kept["after block 3"] = x
   logits = my_gpt2(ids, kept)
   np.savez(sys.argv[2], ids=ids, logits=logits, **kept)
+
+In C (./port {text} {out}), for each array, as in dump(argv[2], "after block 3", x, T, C), and at the end the logits:
+
+  #include <stdio.h>
+  #include <sys/stat.h>
+
+  void dump(const char *folder, const char *name, const float *x, int rows, int columns) {
+      char path[4096], shape[128];
+      mkdir(folder, 0777);
+      snprintf(path, sizeof path, "%s/%s.npy", folder, name);
+      snprintf(shape, sizeof shape, "{'descr': '<f4', 'fortran_order': False, 'shape': (%d, %d)}", rows, columns);
+      FILE *file = fopen(path, "wb");
+      if (!file) { perror(path); return; }
+      fprintf(file, "\\x93NUMPY\\x01%c\\x76%c%-117s\\n", 0, 0, shape);  // 10 bytes, then a header of 118
+      fwrite(x, sizeof(float), (size_t)rows * columns, file);
+      fclose(file);
+  }
+
+In JavaScript (node port.js {text} {out}), for a Float32Array, as in dump(process.argv[3], "after block 3", x, [T, C]):
+
+  const fs = require("fs");
+  const ids = fs.readFileSync(process.argv[2], "utf8").trim().split(" ").map(Number); // (T,)
+
+  function dump(folder, name, x, shape) {
+    fs.mkdirSync(folder, { recursive: true });
+    const header = `{'descr': '<f4', 'fortran_order': False, 'shape': (${shape.join(", ")},)}`;
+    const start = Buffer.from("\\x93NUMPY\\x01\\x00\\x76\\x00" + header.padEnd(117) + "\\n", "latin1");
+    const values = Buffer.from(x.buffer, x.byteOffset, x.byteLength);
+    fs.writeFileSync(`${folder}/${name}.npy`, Buffer.concat([start, values]));
+  }
+
+In Rust and Go: gpt2/port/PROGRAMS.md.
 
 With def build(): the weights are put in for you, as gpt2.load_into does. The file is run: diagnose only files you trust.
 
