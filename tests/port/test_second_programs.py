@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.programs import fifth, fourth, sixth, third
+from support.programs import fifth, fourth, seventh, sixth, third
 from support.programs.second import FAULTS, SHAPES, Bed
 
 import gpt2
@@ -102,6 +102,14 @@ def test_each_program_of_the_sixth_set_is_right_but_for_its_faults(program: str,
     check(bed, program, sixth.FAULTS[program])
     apart = bed.run(program, [sixth.HARMLESS[program]])[1]["logits"] - bed.run(program)[1]["logits"]
     assert np.abs(apart).max() < 1e-12
+
+
+@pytest.mark.parametrize("program", seventh.FAULTS)
+def test_each_program_of_the_seventh_set_is_right_but_for_its_faults(program: str, tmp_path: Path) -> None:
+    """As above, for the seventh set."""
+    if reason := seventh.missing(program):
+        pytest.skip(f"this program was not run: {reason}")
+    check(seventh.SeventhBed(tmp_path / "bed", seventh.SHAPES[0]), program, seventh.FAULTS[program])
 
 
 def test_an_unknown_attention_is_not_named_where_each_token_sees_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
