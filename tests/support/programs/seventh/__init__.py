@@ -1,7 +1,7 @@
 """A seventh set: faults that real people made, as public issues and commits tell of them, written down in SOURCES.md.
 
-Three programs: ``student`` in NumPy, ``engine`` in C with a cache, ``port`` in JavaScript. No fault was left out for being easy or
-hard. Where a fault has two ids, the words beside it say why either is right. Half of the faults, drawn at random, are A.
+Three programs: ``student`` in NumPy, ``engine`` in C with a cache, ``port`` in JavaScript. No fault was left out for being easy
+or hard. Where a fault has two ids, the words beside it say why either is right. Half of the faults, drawn at random, are A.
 """
 
 from __future__ import annotations

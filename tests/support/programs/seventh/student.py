@@ -1,4 +1,4 @@
-"""GPT-2 in NumPy as a student writes it, a class for each module: batch first, heads split. Mistakes to switch on: see SOURCES.md."""
+"""GPT-2 in NumPy as a student writes it, a class for each module: batch first, heads split. Mistakes to switch on: SOURCES.md."""
 
 from __future__ import annotations
 
