@@ -17,9 +17,10 @@ import gpt2
 from gpt2.port.step_dump.clip_reading import dumped_clip
 from gpt2.port.step_dump.gradient_comparison import Comparison
 from gpt2.port.step_dump.gradient_parts import part_causes
-from gpt2.port.step_dump.predictions import Gradients, Predictor
+from gpt2.port.step_dump.predictions import Predictor
 from gpt2.port.step_dump.rule_search import RuleSearch
 from gpt2.port.training.clipping import Norms
+from gpt2.port.training.gradients import Gradients
 from gpt2.port.training.rules import Rule, Track, directions
 from gpt2.port.training.settings import Settings
 

@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from gpt2.port.step_dump.layouts import Weights, role_of
+from gpt2.port.step_dump.layouts import Weights
 from gpt2.port.training.clipping import LIMITS, ClipReading, Norms
+from gpt2.port.training.gradients import role_of
 
 
 def norms_of(gradients: Sequence[Mapping[str, Tensor]], stacks: Collection[Sequence[str]] = ()) -> Norms:

@@ -19,10 +19,11 @@ from gpt2.port.step_dump.gradient_formulas import GradientReading
 from gpt2.port.step_dump.gradient_stage import GradientExamination
 from gpt2.port.step_dump.layouts import Layouts, Weights, units_of
 from gpt2.port.step_dump.loss_stage import Losses, loss_stage, losses_of, mean_loss, right_losses
-from gpt2.port.step_dump.predictions import IGNORED, TABLE, Batch, Predictor, rounding
+from gpt2.port.step_dump.predictions import Batch, Predictor, rounding
 from gpt2.port.step_dump.recognition import Recogniser, Recorded
 from gpt2.port.step_dump.update_stage import UpdateExamination
 from gpt2.port.training.causes import STAGES
+from gpt2.port.training.gradients import IGNORED, TABLE
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.trained import Stage, concluded
 

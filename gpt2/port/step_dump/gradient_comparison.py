@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.step_dump.layouts import Weights
-from gpt2.port.step_dump.predictions import TABLE
+from gpt2.port.training.gradients import TABLE
 
 
 class Comparison:

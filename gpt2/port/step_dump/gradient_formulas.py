@@ -15,8 +15,9 @@ from gpt2.port.golden_section import least
 from gpt2.port.step_dump.gradient_comparison import Comparison, combined
 from gpt2.port.step_dump.gradient_parts import CLOSE, SEEN
 from gpt2.port.step_dump.layouts import Weights
-from gpt2.port.step_dump.predictions import Batch, Gradients, Predictor
+from gpt2.port.step_dump.predictions import Batch, Predictor
 from gpt2.port.training.causes import cause
+from gpt2.port.training.gradients import Gradients
 from gpt2.port.training.trained import Stage
 
 LAST_BIAS = "ln_f.bias"

@@ -9,10 +9,11 @@ from gpt2.port.step_dump.gradient_comparison import Comparison, combined, total_
 from gpt2.port.step_dump.gradient_formulas import Formulas, GradientReading, read_cut
 from gpt2.port.step_dump.gradient_parts import SEEN, Places, part_causes
 from gpt2.port.step_dump.layouts import Weights
-from gpt2.port.step_dump.predictions import TABLE, Gradients, Predictor, factors_of
+from gpt2.port.step_dump.predictions import Predictor, factors_of
 from gpt2.port.step_dump.recognition import Recorded
 from gpt2.port.training.causes import cause
 from gpt2.port.training.clipping import LIMITS
+from gpt2.port.training.gradients import TABLE, Gradients
 from gpt2.port.training.settings import Settings
 
 

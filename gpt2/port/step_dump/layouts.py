@@ -110,12 +110,3 @@ def _oriented(array: Tensor, shape: tuple[int, ...]) -> Iterator[Tensor]:
         yield array.reshape(shape)
     if squeezed.ndim != 2 or tuple(squeezed.shape) == shape[::-1]:
         yield array.reshape(shape[::-1]).t()
-
-
-def role_of(name: str) -> str:
-    """Return what a parameter is: "embedding", "bias", "norm" or "matrix"."""
-    if name.startswith(("wte.", "wpe.")):
-        return "embedding"
-    if name.endswith(".bias"):
-        return "bias"
-    return "norm" if ".ln_" in f".{name}" else "matrix"

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.step_dump.gradient_formulas import GradientReading
-from gpt2.port.step_dump.predictions import IGNORED, Batch, Predictor, factors_of
+from gpt2.port.step_dump.predictions import Batch, Predictor, factors_of
 from gpt2.port.training.causes import cause
+from gpt2.port.training.gradients import IGNORED
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.trained import Stage
 

@@ -12,10 +12,9 @@ from torch import Tensor
 from gpt2.checkpoint.checkpoint import model_with
 from gpt2.config import GPT2Config
 from gpt2.port.deadline import Deadline
+from gpt2.port.training.gradients import IGNORED, Gradients, two_shares
 from gpt2.port.training.trained import SUMMED, wrong_averages
 
-IGNORED = -100
-TABLE = "wte.weight"
 MAX_WORK = 2e10  # parameters times tokens, of one more backward pass than needed
 END_OF_TEXT = 50_256  # in GPT-2's vocabulary; people take it for padding
 
@@ -30,15 +29,6 @@ class Batch:
     @property
     def count(self) -> int:
         return int((self.targets >= 0).sum())
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """Gradients of one loss by parameter; ``head`` and ``table``: the two shares of the token embedding's."""
-
-    whole: dict[str, Tensor]
-    head: Tensor
-    table: Tensor
 
 
 def factors_of(batch: Batch, parts: int | None) -> list[tuple[float, str, str]]:
@@ -115,7 +105,6 @@ class Predictor:
         """Whether one more backward pass costs little, and there is time for it."""
         return self.config.num_parameters() * self.batches[0].ids.numel() < MAX_WORK and not self.deadline.passed
 
-    @torch.enable_grad()
     def gradients(
         self,
         state: Mapping[str, Tensor],
@@ -130,25 +119,20 @@ class Predictor:
 
         ``weights`` (B, T); positions with a negative label have none. ``smoothing`` of the labels; ``factor`` of the logits.
         """
-        model = model_with(self.config, state.items())
-        model.requires_grad_(True)
-        table = model.wte.weight.detach().clone().requires_grad_(True)
-        logits = model.hidden(ids, rows=F.embedding(ids, table)) @ model.wte.weight.t()
-        losses = F.cross_entropy(
-            factor * logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED, label_smoothing=smoothing
-        )
         weights = (labels >= 0) / (labels >= 0).sum() if weights is None else weights * (labels >= 0)
-        (losses * weights.flatten().to(losses.dtype)).sum().backward()
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        head = found[TABLE]
-        assert table.grad is not None
-        return Gradients({**found, TABLE: head + table.grad}, head, table.grad)
+
+        def backward(logits: Tensor) -> None:
+            scaled = factor * logits.flatten(0, 1)
+            losses = F.cross_entropy(scaled, labels.flatten(), reduction="none", ignore_index=IGNORED, label_smoothing=smoothing)
+            (losses * weights.flatten().to(losses.dtype)).sum().backward()
+
+        return two_shares(self.config, state, [(ids, backward)])
 
     @torch.no_grad()
     def slope_of_last_bias(self, state: Mapping[str, Tensor], batch: Batch) -> Callable[[float], Tensor]:
         """Return a function of the factor of the logits: the gradient (D,) of ``ln_f.bias``, which needs no backward pass."""
         logits, labels = self.logits(state, batch.ids)[batch.targets >= 0], batch.targets[batch.targets >= 0]
-        table = state[TABLE]
+        table = state["wte.weight"]
         wanted = table[labels].mean(0)
         return lambda factor: factor * ((factor * logits).softmax(-1).mean(0) @ table - wanted)
 

@@ -8,8 +8,9 @@ import numpy as np
 from torch import Tensor
 
 from gpt2.port.step_dump.layouts import Weights
-from gpt2.port.step_dump.predictions import TABLE, Gradients, Predictor
+from gpt2.port.step_dump.predictions import Predictor
 from gpt2.port.step_dump.recognition import Recorded
+from gpt2.port.training.gradients import TABLE, Gradients
 
 
 def own_gradients(recorded: Recorded) -> list[Weights] | None:

@@ -14,14 +14,14 @@ from gpt2.port.diagnosis.report import Cause
 from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.step_dump.clip_reading import dumped_clip, norms_of
 from gpt2.port.step_dump.gradient_formulas import GradientReading
-from gpt2.port.step_dump.layouts import role_of
-from gpt2.port.step_dump.predictions import TABLE, Gradients, Predictor
+from gpt2.port.step_dump.predictions import Predictor
 from gpt2.port.step_dump.recognition import Recorded
 from gpt2.port.step_dump.rule_search import NONE, Answer, RuleSearch, fit_parameter, gauged
 from gpt2.port.step_dump.update_gradients import label_of_change, own_gradients, predicted_gradients
 from gpt2.port.training.causes import cause
 from gpt2.port.training.clip_causes import clip_stage
 from gpt2.port.training.clipping import BITES, ClipReading, Norms, clipped
+from gpt2.port.training.gradients import TABLE, Gradients, role_of
 from gpt2.port.training.optimizer import update_stage
 from gpt2.port.training.rules import Kind, Track, fit
 from gpt2.port.training.settings import Settings

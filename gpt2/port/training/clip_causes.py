@@ -67,6 +67,3 @@ def _before_unscaling(clip: ClipReading, wanted: float | None) -> bool:
     before = clip.limit / clip.factor  # in units of the gradient before unscaling
     usual = any(abs(before / value - 1) < 1e-3 for value in ((wanted,) if wanted else LIMITS))
     return clip.factor < 0.02 and usual and not (wanted and abs(clip.limit / wanted - 1) < 1e-3)
-
-
-__all__ = ["clip_stage"]

@@ -196,6 +196,3 @@ def clipped(track: Track, clip: Clip, norms: Norms) -> Track:
         return replace(track, gradient=np.clip(track.gradient, -limit, limit))
     size = {"tensor": norms.own, "stack": norms.stack}[kind][track.name] if kind in ("tensor", "stack") else norms.whole[kind]
     return track.times(np.minimum(1.0, limit / (size + 1e-6)))
-
-
-__all__ = ["Clip", "ClipReading", "Norms", "Passage", "clipped", "passage", "passages", "read_clipping"]

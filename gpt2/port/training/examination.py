@@ -56,7 +56,7 @@ class StepExamination:
     def diagnosis(self) -> Diagnosis:
         """Run the sessions, draw the conclusions of each stage, and sum them up."""
         self.roles = Roles(self.module, self._mapping())
-        self.batches = Batches(self.config, self.settings, self.config.vocab_size)
+        self.batches = Batches(self.config, self.settings)
         count = CALLS_LARGE if self.subject.large else CALLS
         self.calls, self.sampler = self._session([self.batches.batch(seed) for seed in range(count)])
         self._require_training()

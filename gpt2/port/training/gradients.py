@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Mapping as MappingType
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,8 @@ from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.dataflow import Source, Use
 from gpt2.port.training.records import Sampler
 
-HEAD, TABLE = "head.weight", "wte.weight"  # the two uses of the token embedding
+TABLE = "wte.weight"  # its two uses are the head and the table of the tokens' rows
+IGNORED = -100  # a target that is not trained on
 
 
 class Roles:
@@ -42,7 +44,7 @@ class Roles:
 
     def role(self, name: str, parameter: Tensor) -> str:
         """Return "embedding", "norm", "bias" or "matrix"."""
-        kinds = {_role(part) for _, part in self.parts.get(name, [])}
+        kinds = {role_of(part) for _, part in self.parts.get(name, [])}
         if len(kinds) == 1:
             return kinds.pop()
         if "embedding" in kinds:
@@ -64,12 +66,37 @@ class Roles:
         return stem if layer is None else f"h.{layer}.{stem}"
 
 
-def _role(part: str) -> str:
-    if part in ("wte", "wpe", "head"):
+def role_of(name: str) -> str:
+    """Return what a parameter is, by the checkpoint's name or that of a part: "embedding", "bias", "norm" or "matrix"."""
+    if name.split(".")[0] in ("wte", "wpe", "head"):
         return "embedding"
-    if part.endswith(".bias"):
+    if name.endswith(".bias"):
         return "bias"
-    return "norm" if part.startswith("ln_") else "matrix"
+    return "norm" if ".ln_" in f".{name}" else "matrix"
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of one loss by parameter; ``head`` and ``table``: the two shares of the token embedding's."""
+
+    whole: dict[str, Tensor]
+    head: Tensor
+    table: Tensor
+
+
+@torch.enable_grad()
+def two_shares(
+    config: GPT2Config, state: MappingType[str, Tensor], passes: Iterable[tuple[Tensor, Callable[[Tensor], None]]]
+) -> Gradients:
+    """Return our model's gradients, summed over ``passes``: ids (b, T), and what goes backward from their logits (b, T, V)."""
+    model = model_with(config, state.items())
+    model.requires_grad_(True)
+    table = model.wte.weight.detach().clone().requires_grad_(True)
+    for ids, backward in passes:
+        backward(model.hidden(ids, rows=F.embedding(ids, table)) @ model.wte.weight.t())
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert table.grad is not None
+    return Gradients({**found, TABLE: found[TABLE] + table.grad}, found[TABLE], table.grad)
 
 
 @dataclass(frozen=True)
@@ -97,18 +124,12 @@ def expected_gradients(
     scaled or shifted, and those without a place in the checkpoint, are left out.
     """
     assert roles.mapping is not None
-    model = model_with(config, state.items())
-    model.requires_grad_(True)
-    table = model.wte.weight.detach().clone().requires_grad_(True)
-    for ids, gradient in passes:
-        hidden = model.hidden(ids.cpu(), rows=F.embedding(ids.cpu(), table))
-        logits = hidden @ model.wte.weight.t()
-        given = gradient.cpu().double().reshape(*ids.shape[:1], -1, gradient.shape[-1])[..., : config.vocab_size]
+
+    def backward(logits: Tensor, gradient: Tensor) -> None:
+        given = gradient.cpu().double().reshape(len(logits), -1, gradient.shape[-1])[..., : config.vocab_size]
         logits[:, -given.shape[1] :].backward(given)
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    gradients[HEAD] = gradients[TABLE]
-    assert table.grad is not None
-    shares = {"head": gradients[HEAD], "table": table.grad}
+
+    right = two_shares(config, state, ((ids.cpu(), partial(backward, gradient=gradient)) for ids, gradient in passes))
     out = {}
     for name in sampler.parameters:
         source = roles.sources.get(name)
@@ -121,11 +142,10 @@ def expected_gradients(
         chosen = entries if index is None else entries[index]
         parts = {part for _, part in roles.parts[name]}
         if "wte" in parts or "head" in parts:
-            head = _taken(roles.mapping, chosen, {TABLE: shares["head"]})
-            rows = _taken(roles.mapping, chosen, {TABLE: shares["table"]})
+            head, rows = (_taken(roles.mapping, chosen, {TABLE: share}) for share in (right.head, right.table))
             out[name] = Expected(head + rows, head, rows)
         else:
-            out[name] = Expected(_taken(roles.mapping, chosen, gradients))
+            out[name] = Expected(_taken(roles.mapping, chosen, right.whole))
     return out
 
 
@@ -135,11 +155,3 @@ def _taken(mapping: Mapping, entries: Tensor, gradients: MappingType[str, Tensor
         if name in gradients:
             values[mine] = gradients[name].reshape(-1)[places.long()]
     return values
-
-
-def difference(gradient: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference over the expected norm, where the latter is known."""
-    known = ~expected.isnan()
-    size = float(expected[known].norm())
-    apart = float((gradient[known] - expected[known]).norm())
-    return apart / size if size > 0 else 0.0 if apart == 0 else float("inf")

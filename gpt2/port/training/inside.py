@@ -198,6 +198,3 @@ def times(sessions: Sequence[Sequence[Update]], share: float) -> Sequence[Sequen
     if share == 1.0:
         return sessions
     return [[replace(one, gradient=one.gradient.times(share)) for one in session] for session in sessions]
-
-
-__all__ = ["FITS", "Clip", "RuleSearch", "share_of", "times", "tracks"]

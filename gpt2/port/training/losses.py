@@ -6,12 +6,12 @@ of s gives w (p - (1 - s) 1_k - s/V), and logits times c give w c (softmax(c l) 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gpt2.port.training.records import Forward, Watched
+from gpt2.port.training.records import Watched
 
 BOUND = 1e-7  # relative error of a row that a formula explains; float32 constants reach 1e-8
 NOTHING = -1  # in place of a label: the position is not trained on
@@ -32,7 +32,6 @@ class LossReading:
     temperature: float = 1.0
     error: float = 0.0
     unmatched: int = 0  # rows of ids that are not of the batch
-    masses: list[float] = field(default_factory=list)  # by forward pass, the sum of its weights
 
     @property
     def total(self) -> float:
@@ -57,7 +56,6 @@ def read_loss(seen: Watched, ids: Tensor) -> LossReading | None:
         reading.unmatched += sum(row is None for row in placed)
         form = _Form(logits.flatten(0, 1), gradient.flatten(0, 1))
         forms.append(form)
-        reading.masses.append(float(form.weights.sum()))
         shape = logits.shape[:2]
         labels, weights = form.labels.view(shape), form.weights.view(shape)
         for at, row in enumerate(placed):
@@ -153,6 +151,3 @@ def _error(gradient: Tensor, predicted: Tensor) -> float:
 def logits_gradients(seen: Watched) -> list[tuple[Tensor, Tensor]]:
     """Return ids (b, T) and the gradient of the logits (b, T, V) of each forward pass that was trained."""
     return [(one.ids, one.gradient) for one in seen.forwards if one.gradient is not None]
-
-
-__all__ = ["NOTHING", "Forward", "LossReading", "logits_gradients", "read_loss"]

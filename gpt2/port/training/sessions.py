@@ -17,6 +17,7 @@ from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.user_code import error_line
 from gpt2.port.recording.forward import plain_attention
+from gpt2.port.training.gradients import IGNORED
 from gpt2.port.training.records import Sampler, Watched
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.watching import Casts, Watch
@@ -24,7 +25,6 @@ from gpt2.port.training.watching import Casts, Watch
 Step = Callable[[Tensor, Tensor], Any]
 MakeStep = Callable[[nn.Module], Step]
 Change = Callable[[dict[str, nn.Parameter]], None]  # changes the weights before a session
-IGNORED = -100
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 ATTRIBUTES = ("_parameters", "_buffers", "_modules")
 MAX_TOKENS = 512  # of one batch, where nothing is said of its size
@@ -52,8 +52,8 @@ class Batch:
 class Batches:
     """Batches of random token ids, of the size that the settings say; distinct within a row where the vocabulary allows."""
 
-    def __init__(self, config: GPT2Config, settings: Settings, vocabulary: int) -> None:
-        self.vocabulary = vocabulary
+    def __init__(self, config: GPT2Config, settings: Settings) -> None:
+        vocabulary = self.vocabulary = config.vocab_size
         parts = settings.grad_accum or 1
         rows = settings.batch_size or max(4, 2 * parts)
         length = min(settings.context or 16, config.n_positions)

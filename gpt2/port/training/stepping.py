@@ -10,7 +10,8 @@ from statistics import median
 
 import numpy as np
 
-from gpt2.port.training.inside import FITS, Clip, RuleSearch, share_of, times, tracks
+from gpt2.port.training.clipping import Clip
+from gpt2.port.training.inside import FITS, RuleSearch, share_of, times, tracks
 from gpt2.port.training.records import Gradient, Update, Watched
 from gpt2.port.training.rules import Array, Correction, Eps, Fit, Kind, Moments, Rule, Track, directions, fit
 from gpt2.port.training.settings import Settings
@@ -193,6 +194,3 @@ def updates_of(calls: Sequence[Watched]) -> list[Update]:
                 update.summed = 0 if held.samples else len(passes)
             found.append(update)
     return found
-
-
-__all__ = ["Movement", "decay_of", "plainest", "rates_of", "read_movement", "updates_of"]

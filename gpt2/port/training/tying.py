@@ -74,6 +74,3 @@ def _measure(held: Gradient, used: Gradient, name: str, sampler: Sampler) -> Non
     ratio = float(sample @ used.samples[name] / (sample @ sample))
     if ratio > 0:
         held.set(name, sample, used.two[name] / ratio, used.one[name] / ratio, used.largest[name] / ratio)
-
-
-__all__ = ["join_tied"]
