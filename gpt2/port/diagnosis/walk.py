@@ -173,7 +173,7 @@ class Walker:
         self.trail.enter(n, "attn")
         attending = Attending(self.trail, n, layer, choice)
         normed = choice.option.kind is not Kind.NO_NORM
-        return self._feed_forward(n, layer, Branch(True, attending.stream, choice.value, normed, attending.run()))
+        return self._feed_forward(n, layer, Branch(True, attending.weighing.stream, choice.value, normed, attending.run()))
 
     def _feed_forward(self, n: int, layer: int, attention: Branch) -> list[Option] | None:
         weights = self.trail.weights(layer)
