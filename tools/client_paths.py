@@ -1,4 +1,4 @@
-"""What a hostile server writes outside the cache through huggingface_hub alone; the report is in tools/README.md.
+"""What a hostile server writes outside the cache through huggingface_hub alone; the report is in tools/CLIENT_PATHS.md.
 
     python tools/client_paths.py
 

@@ -113,7 +113,7 @@ def test_a_fault_before_a_wrong_derivative_is_named_beside_it() -> None:
     got["h.1.mlp.c_fc.weight"] = 3 * right["h.1.mlp.c_fc.weight"]
     wrong = [n for n in got if got[n] is not right[n]]
     made = Gradients(right, right["wte.weight"], right["wte.weight"])
-    found = part_causes(got, wrong, 1.0, made, Comparison(dict.fromkeys(right, 1e-9), []), (), ", ".join)
+    found = part_causes(got, wrong, (1.0, made), Comparison(dict.fromkeys(right, 1e-9), []), (), ", ".join)
     assert [(one.id, one.where) for one in found] == [("backward-wrong", "h.0.ln_2"), ("gradient-scaled", "h.1.mlp.c_fc.weight")]
 
 

@@ -24,7 +24,7 @@ from gpt2.checkpoint.names import VERIFIES, ModelName
 from gpt2.errors import InputError, out_of_memory
 from gpt2.measure.user_code import Target, builder, error_line, function_of, module_of
 from gpt2.model import GPT2
-from gpt2.port.diagnosis import Diagnosis, diagnose
+from gpt2.port.diagnosis import diagnose
 from gpt2.port.diagnosis.runner import PROGRESS
 from gpt2.port.recording.forward import ForwardError
 
@@ -71,9 +71,15 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
         failure = _once(module, model)
         begin("diagnosis")
         if "step" in order:
+            from gpt2.port.training import diagnose_step
+
             file, name = Path(order["step_file"]), order["step"]
             watch = _Calls(begin, _Told(place / PROGRESS))
-            diagnosis = _step(file, name, module, model, order["settings"], not takes_directory, watch)
+            watch("import")
+            make_step = function_of(file, name)
+            watch("diagnosis")
+            settings, fill = order["settings"], not takes_directory
+            diagnosis = diagnose_step(module, make_step, model, settings=settings, fill=fill, watch=watch)
         else:
             diagnosis = diagnose(module, model, fill=not takes_directory, progress=_Told(place / PROGRESS))
         return json.dumps({**asdict(diagnosis), "checkpoint": order["model"], "module": f"{file.name}:{name}"})
@@ -126,18 +132,6 @@ def write_official(model: GPT2, folder: Path) -> Path:
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(model.config.to_hf(), indent=2))
     return folder
-
-
-def _step(
-    file: Path, name: str, module: nn.Module, model: GPT2, settings: list[str], fill: bool, begin: Callable[[str], None]
-) -> Diagnosis:
-    """Diagnose the training step that the function ``name`` of a file makes; each call of it has the short time limit."""
-    from gpt2.port.training import diagnose_step
-
-    begin("import")
-    make_step = function_of(file, name)
-    begin("diagnosis")
-    return diagnose_step(module, make_step, model, settings=settings, fill=fill, watch=begin)
 
 
 def _once(module: nn.Module, model: GPT2) -> Exception | None:

@@ -15,10 +15,10 @@ from gpt2.errors import InputError
 from gpt2.measure.dumps import Dump
 from gpt2.measure.metrics import relative_error
 from gpt2.measure.tracing import part_of
-from gpt2.port.diagnosis.attending import GRID
 from gpt2.port.diagnosis.projecting import HEADS
 from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Axes
+from gpt2.port.diagnosis.weighing import GRID
 from gpt2.port.diagnosis.wiring import STREAM
 from gpt2.port.dump.pool import DumpPool
 

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from gpt2.config import GPT2Config
 from gpt2.port.diagnosis.activations import activation_faults
-from gpt2.port.diagnosis.attending import MERGED, MIXED, NO_PROJECTION
+from gpt2.port.diagnosis.attending import MERGED, NO_PROJECTION
 from gpt2.port.diagnosis.hypotheses import SCALES, right_scale, scale_faults, weighings
 from gpt2.port.diagnosis.norms import RMS, Hypothesis, Norms, layer_norm
 from gpt2.port.diagnosis.scores import Layout, Scoring, wrong_scorings
 from gpt2.port.diagnosis.search import Fault, Formula, Option
+from gpt2.port.diagnosis.weighing import MIXED
 from gpt2.port.diagnosis.wiring import Branch, Embeddings, inputs, outputs, residuals
 from gpt2.port.dump.simulation import Simulation, Stage, Stages, State
 from gpt2.port.dump.variants import Blame, Replaced, Variant, joined

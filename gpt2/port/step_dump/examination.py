@@ -15,6 +15,7 @@ from gpt2.measure.dumps import Dump
 from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.places import Place, listed
 from gpt2.port.diagnosis.report import Diagnosis
+from gpt2.port.step_dump.gradient_comparison import Compared
 from gpt2.port.step_dump.gradient_formulas import GradientReading
 from gpt2.port.step_dump.gradient_stage import GradientExamination
 from gpt2.port.step_dump.layouts import Layouts, Weights, units_of
@@ -174,8 +175,7 @@ class StepExamination:
         twice = len(units) - len(set(units)) > len(set(units)) / 2
         if recorded.narrow:  # half precision may hide every change
             if twice:
-                self.stages["update"].explained = False
-                self.stages["update"].notes.append(HIDDEN)
+                self.stages["update"].leave_open(HIDDEN)
             return
         if twice or (not gradients and self.asked):
             raise InputError(f"{self.dump.source}: no parameter changes; dump copies of the parameters after the step too")
@@ -192,22 +192,15 @@ class StepExamination:
             known = all(torch.equal(start[name], tensor) for name, tensor in self.state.items())
             exact = self.exact if known else self.predictor.gradients(start, batch.ids, batch.targets)
             allowed = rounding(self.predictor, start, batch, exact, torch.float64 if recorded.float64 else torch.float32)
+            compared = Compared(recorded, self.predictor, self.settings, self._places, allowed)
         if any(recorded.raw) and good:
-            examination = GradientExamination(recorded, self.predictor, self.settings, self._places, exact, allowed)
-            reading = examination.reading()
+            reading = GradientExamination(compared, exact).reading()
             self.stages["gradient"] = reading.stage
             self.stages["clip"].causes += reading.clip_causes
         self._losses(found, reading, good)
         if recorded.steps:
-            update = UpdateExamination(
-                recorded, self.predictor, self.settings, reading, allowed, self._places, self.formula
-            ).conclusion()
-            self.stages["update"] = update.update
-            for name, more in (("clip", update.clip), ("gradient", update.gradient), ("loss", update.loss)):
-                stage = self.stages[name]
-                stage.causes += more.causes
-                stage.notes += more.notes
-                stage.error = max(stage.error, more.error)
+            for name, more in UpdateExamination(compared, reading, self.formula).stages().items():
+                self.stages[name].absorb(more)
         self._describe(found)
         said = concluded(self.stages, forward, self.notes, self.dump.source)
         return replace(said, seen="dump", logits_error=None if forward is None else forward.logits_error)
@@ -255,9 +248,8 @@ class StepExamination:
         if any(c.id in ("label-smoothing", "logits-scaled") for each in self.stages.values() for c in each.causes):
             return
         if len(losses) == 1 or self.asked:
-            stage.explained = False
             values = ", ".join(f"{float(one.values[0]):.6g}" for one in losses[:3])
-            stage.notes.append(f"the loss {values} is of no known mistake; the mean cross-entropy is {expected[0]:.6g}")
+            stage.leave_open(f"the loss {values} is of no known mistake; the mean cross-entropy is {expected[0]:.6g}")
 
     def _places(self, names: Sequence[str]) -> str:
         return listed(map(Place.of, names), self.config.n_layer)

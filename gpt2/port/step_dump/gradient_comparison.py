@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -11,7 +12,22 @@ from torch import Tensor
 
 from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.step_dump.layouts import Weights
+from gpt2.port.step_dump.predictions import Predictor
+from gpt2.port.step_dump.recognition import Recorded
 from gpt2.port.training.gradients import TABLE
+from gpt2.port.training.settings import Settings
+from gpt2.port.training.trained import Places
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What was ``recorded``, and what it is compared with; ``allowed``: the rounding of the first step's gradients."""
+
+    recorded: Recorded
+    predictor: Predictor
+    settings: Settings
+    places: Places
+    allowed: Mapping[str, float]
 
 
 class Comparison:

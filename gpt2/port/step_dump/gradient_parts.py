@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from gpt2.port.step_dump.layouts import LETTERS, Weights
 from gpt2.port.training.backward import UNREACHED, uneven, wrong_tables
 from gpt2.port.training.causes import cause
 from gpt2.port.training.gradients import TABLE, Gradients
+from gpt2.port.training.trained import Places
 
 SEEN = "the dump's gradients are these, at the parameters that it has before the step"
 CLOSE = 2e-3  # relative difference of factors that are meant to be equal
-Places = Callable[[Sequence[str]], str]
 # The parts of a block in the order of the backward pass, and what its gradient has passed since the part before.
 PASSED = {
     "mlp.c_proj": ("ln_1 of the next block, or the residual before it", "{next}.ln_1"),
@@ -31,13 +31,13 @@ PASSED = {
 def part_causes(
     got: Weights,
     wrong: list[str],
-    factor: float,
-    made: Gradients,
+    most: tuple[float, Gradients],
     comparison: Comparison,
     unchanged: Sequence[str],
     places: Places,
 ) -> list[Cause]:
-    """Return the causes in the gradients ``wrong``, which are not ``factor`` times the right ones, as all others are."""
+    """Return the causes in the gradients ``wrong``; ``most``: all others are so many times these."""
+    factor, made = most
     right, found = made.whole, []
     dead = [name for name in wrong if float(got[name].norm()) <= 1e-9 * total_norm(got)]
     frozen = [name for name in dead if name in unchanged]

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from gpt2.port.dump.tolerance import UNITS
-from gpt2.port.step_dump.gradient_comparison import Comparison, combined, total_norm
+from gpt2.port.step_dump.gradient_comparison import Compared, Comparison, combined, total_norm
 from gpt2.port.step_dump.gradient_formulas import Formulas, GradientReading, read_cut
-from gpt2.port.step_dump.gradient_parts import SEEN, Places, part_causes
+from gpt2.port.step_dump.gradient_parts import SEEN, part_causes
 from gpt2.port.step_dump.layouts import Weights
-from gpt2.port.step_dump.predictions import Predictor, factors_of
-from gpt2.port.step_dump.recognition import Recorded
+from gpt2.port.step_dump.predictions import factors_of
 from gpt2.port.training.causes import cause
 from gpt2.port.training.clipping import LIMITS
 from gpt2.port.training.gradients import TABLE, Gradients
-from gpt2.port.training.settings import Settings
 
 
 class GradientExamination:
-    """The comparison of one dump's gradients; ``exact``: the right ones of the first step, ``allowed``: their rounding."""
+    """The comparison of one dump's gradients; ``exact``: the right ones of the first step."""
 
-    def __init__(
-        self,
-        recorded: Recorded,
-        predictor: Predictor,
-        settings: Settings,
-        places: Places,
-        exact: Gradients,
-        allowed: Mapping[str, float],
-    ) -> None:
-        self.recorded, self.predictor, self.settings, self.places = recorded, predictor, settings, places
-        self.state = recorded.parameters[0]
-        self.exact = exact
-        self.comparison = Comparison(allowed, recorded.gradient_dtypes)
+    def __init__(self, given: Compared, exact: Gradients) -> None:
+        self.recorded, self.predictor, self.settings, self.places = given.recorded, given.predictor, given.settings, given.places
+        self.state, self.exact = self.recorded.parameters[0], exact
+        self.comparison = Comparison(given.allowed, self.recorded.gradient_dtypes)
 
     def reading(self) -> GradientReading:
         """Read the first step's gradients, then those of later steps."""
@@ -69,11 +56,11 @@ class GradientExamination:
             said = {"rolled": "the last label is the row's first token", "next": "the last label is the next row's first token"}
             stage.causes.append(cause(id, "loss", said.get(detail, f"these labels give the dump's gradients ({label})"), SEEN))
         if count == len(got):
-            stage.explained = reading.explained = False
+            reading.explained = False
             worst = max(float((g - made.whole[n]).norm() / made.whole[n].norm().clamp(min=1e-300)) for n, g in got.items())
             stage.error = worst
             late = "the search ended at its time limit: " if self.predictor.deadline.passed else ""
-            stage.notes.append(
+            stage.leave_open(
                 f"{late}the gradients are those of no known mistake in the loss; dump the gradient of the logits as well"
             )
             return reading
@@ -84,7 +71,7 @@ class GradientExamination:
         """Explain the gradients ``wrong`` that are not like most, and the factor of these."""
         if wrong:
             made, comparison, unchanged = reading.predicted[0], self.comparison, self.recorded.unchanged
-            reading.stage.causes += part_causes(got, wrong, reading.factor, made, comparison, unchanged, self.places)
+            reading.stage.causes += part_causes(got, wrong, (reading.factor, made), comparison, unchanged, self.places)
         self._factor(reading, got)
 
     def _factor(self, reading: GradientReading, got: Weights) -> None:
@@ -144,7 +131,5 @@ class GradientExamination:
             elif reading.clipped is None and not reading.clip_causes:
                 unknown.append(step + 1)
         if unknown and not reading.stage.causes:
-            reading.stage.explained = False
-            reading.stage.notes.append(
-                f"the gradients of step {unknown[0]} are not those of its batch at the parameters before it"
-            )
+            words = f"the gradients of step {unknown[0]} are not those of its batch at the parameters before it"
+            reading.stage.leave_open(words)

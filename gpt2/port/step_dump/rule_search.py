@@ -15,6 +15,7 @@ from gpt2.port.deadline import Deadline
 from gpt2.port.golden_section import least
 from gpt2.port.step_dump.layouts import Weights
 from gpt2.port.training.clipping import LIMITS, Clip, Norms, clipped
+from gpt2.port.training.gradients import role_of
 from gpt2.port.training.rules import Array, Fit, Rule, Track, fit
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.stepping import plainest
@@ -39,7 +40,6 @@ class Answer:
 
 def gauged(
     name: str,
-    role: str,
     parameters: Sequence[Weights],
     gradients: Sequence[Tensor],
     storage: float,
@@ -65,7 +65,7 @@ def gauged(
     size = change.abs().median(1, keepdim=True).values
     error = storage * (before.abs() + after.abs()) + (doubt + 1e-9) * torch.maximum(size, change.abs()) + 1e-30
     seen = np.ones(len(gradients), dtype=np.bool_)
-    return Track(name, before.numpy(), gradient.numpy(), change.numpy(), seen, error.numpy(), role in ("norm", "bias"))
+    return Track(name, before.numpy(), gradient.numpy(), change.numpy(), seen, error.numpy(), role_of(name) in ("norm", "bias"))
 
 
 @dataclass(frozen=True)

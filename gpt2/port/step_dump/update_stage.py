@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,18 +12,16 @@ from torch import Tensor
 from gpt2.port.diagnosis.report import Cause
 from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.step_dump.clip_reading import dumped_clip, norms_of
+from gpt2.port.step_dump.gradient_comparison import Compared
 from gpt2.port.step_dump.gradient_formulas import GradientReading
-from gpt2.port.step_dump.predictions import Predictor
-from gpt2.port.step_dump.recognition import Recorded
 from gpt2.port.step_dump.rule_search import NONE, Answer, RuleSearch, fit_parameter, gauged
 from gpt2.port.step_dump.update_gradients import label_of_change, own_gradients, predicted_gradients
-from gpt2.port.training.causes import cause
+from gpt2.port.training.causes import STAGES, cause
 from gpt2.port.training.clip_causes import clip_stage
 from gpt2.port.training.clipping import BITES, ClipReading, Norms, clipped
 from gpt2.port.training.gradients import TABLE, Gradients, role_of
 from gpt2.port.training.optimizer import update_stage
 from gpt2.port.training.rules import Kind, Track, fit
-from gpt2.port.training.settings import Settings
 from gpt2.port.training.stepping import Movement
 from gpt2.port.training.trained import Stage
 from gpt2.port.training.updates import EXPLAINED
@@ -33,17 +30,6 @@ SEEN = "the dump's parameters before and after each step"
 
 TENSORS = 4  # that the search uses
 ALLOWED = 1.25  # times EXPLAINED: for one parameter, of fewer entries than the search has
-Places = Callable[[Sequence[str]], str]
-
-
-@dataclass
-class Conclusion:
-    """The stages that the parameters show."""
-
-    update: Stage = field(default_factory=Stage)
-    clip: Stage = field(default_factory=Stage)
-    gradient: Stage = field(default_factory=Stage)
-    loss: Stage = field(default_factory=Stage)
 
 
 def _keep_decided(stage: Stage, answer: Answer) -> None:
@@ -55,9 +41,8 @@ def _keep_decided(stage: Stage, answer: Answer) -> None:
     if len(stage.causes) > 1 or answer.error > EXPLAINED:
         stage.causes = []
     stage.causes = [one for one in stage.causes if one.id != "rate-wrong" or one.where == "optimizer"]
-    stage.explained = False
     stage.notes = [note for note in stage.notes if not note.startswith("read off")]
-    stage.notes.append(
+    stage.leave_open(
         "the parameters are in half precision, which hides decay, eps, betas and most clipping: whether these are right is "
         "undetermined; dump the parameters in float32"
     )
@@ -66,19 +51,11 @@ def _keep_decided(stage: Stage, answer: Answer) -> None:
 class UpdateExamination:
     """The comparison of one dump's parameters after each step with the rules of optimizers."""
 
-    def __init__(
-        self,
-        recorded: Recorded,
-        predictor: Predictor,
-        settings: Settings,
-        reading: GradientReading | None,
-        allowed: Mapping[str, float],
-        places: Places,
-        formula: tuple[float, float] = (0.0, 1.0),
-    ) -> None:
-        self.recorded, self.predictor, self.settings = recorded, predictor, settings
-        self.reading, self.allowed, self.places = reading, allowed, places
-        self.found = Conclusion()
+    def __init__(self, given: Compared, reading: GradientReading | None, formula: tuple[float, float]) -> None:
+        recorded, predictor, allowed = given.recorded, given.predictor, given.allowed
+        self.recorded, self.predictor, self.allowed = recorded, predictor, allowed
+        self.reading, self.settings, self.places = reading, given.settings, given.places
+        self.found = {name: Stage() for name in STAGES}
         self.names = [
             n for n in recorded.parameters[0] if all(n in one for one in recorded.parameters[1:]) and n not in recorded.unchanged
         ]
@@ -89,18 +66,17 @@ class UpdateExamination:
             label = reading.label if reading else label_of_change(recorded, predictor, self.names, allowed)
             if reading is None and label:
                 detail = "the first change goes against the gradient of these labels"
-                self.found.loss.causes.append(cause(label.partition(" ")[0], "loss", detail, SEEN))
+                self.found["loss"].causes.append(cause(label.partition(" ")[0], "loss", detail, SEEN))
             self.made = predicted_gradients(recorded, predictor, label, *formula)
         self.gradients = self.given or [one.whole for one in self.made]
 
-    def conclusion(self) -> Conclusion:
+    def stages(self) -> dict[str, Stage]:
         """Search the rule, and compare it with the settings."""
         if not self.names:
             return self.found
         if not self.gradients:
             missing = [n for n in self.recorded.parameters[0] if any(n not in one for one in self.recorded.parameters[1:])]
-            self.found.update.explained = False
-            self.found.update.notes.append(
+            self.found["update"].leave_open(
                 f"the update is undetermined: without {self.places(missing)} after each step, the gradients of the later ones "
                 "cannot be computed; dump these parameters, or all gradients"
             )
@@ -108,8 +84,8 @@ class UpdateExamination:
         names = [n for n in self.names if all(n in one for one in self.gradients)]
         tracks = {n: one for n in names if (one := self._track(n, self.gradients)) is not None}
         if not tracks:
-            self.found.update.explained = False
-            self.found.update.notes.append("no entry's gradient is known well enough; dump gradients and parameters in float32")
+            words = "no entry's gradient is known well enough; dump gradients and parameters in float32"
+            self.found["update"].leave_open(words)
             return self.found
         chosen = self._chosen(tracks)
         answer = self._searched(chosen, tracks)
@@ -131,8 +107,8 @@ class UpdateExamination:
             stage.notes.append(f"the update of {self.places(lacking)} was not judged: dump the gradients of all parameters")
         if answer.cumulated:
             detail = "each step uses the sum of its gradient and those of the steps before"
-            self.found.gradient.causes.append(cause("gradient-not-zeroed", "gradient", detail, SEEN))
-        self.found.update = stage
+            self.found["gradient"].causes.append(cause("gradient-not-zeroed", "gradient", detail, SEEN))
+        self.found["update"] = stage
         return self.found
 
     # Gradients
@@ -151,7 +127,7 @@ class UpdateExamination:
             if not self.recorded.float64:
                 relative = max(relative, 3e-7)  # AdamW's own arithmetic in float32
         parts = [one[name] for one in gradients]
-        return gauged(name, role_of(name), self.recorded.parameters, parts, self.storage, noise, relative)
+        return gauged(name, self.recorded.parameters, parts, self.storage, noise, relative)
 
     def _chosen(self, tracks: Mapping[str, Track]) -> list[Track]:
         """Return some matrices, and those whose changes are known best."""
@@ -197,12 +173,12 @@ class UpdateExamination:
             if found.error <= EXPLAINED:
                 if word == "frozen":
                     detail = "no gradient reaches these parameters, and they never change"
-                    self.found.gradient.causes.append(
+                    self.found["gradient"].causes.append(
                         cause("parameters-frozen", self.places(self.recorded.unchanged), detail, SEEN)
                     )
                     return found, tracks
                 detail = f"it moves by {word} gradient only, and by no other"
-                self.found.gradient.causes.append(cause("tied-gradient-lost", "wte", detail, SEEN))
+                self.found["gradient"].causes.append(cause("tied-gradient-lost", "wte", detail, SEEN))
                 track = self._track(TABLE, gradients)
                 return found, {**tracks, **({TABLE: track} if track is not None else {})}
         self.gradients = kept
@@ -253,7 +229,7 @@ class UpdateExamination:
             one = clipped(track, answer.clip, self.norms)
             rule, found = fit_parameter(one, answer.rule, self.rates, self.choices)
             if found.error <= ALLOWED * EXPLAINED:
-                self.found.gradient.causes.append(cause("tied-gradient-lost", "wte", detail, SEEN))
+                self.found["gradient"].causes.append(cause("tied-gradient-lost", "wte", detail, SEEN))
                 movement.rules[TABLE], movement.fits[TABLE] = rule, found
                 movement.odd.remove(TABLE)
                 return
@@ -280,12 +256,12 @@ class UpdateExamination:
         wanted, recorded = self.settings.clip, self.recorded
         norm = float(self.norms.whole["two"].max())
         if self.given is not None and self.given is recorded.used:
-            self.found.clip = clip_stage(dumped_clip(recorded.raw, recorded.used, wanted), wanted, "some parameters")
+            self.found["clip"] = clip_stage(dumped_clip(recorded.raw, recorded.used, wanted), wanted, "some parameters")
             return
         if self._is_clipped:
             assert self.reading is not None
             if self.reading.clipped is not None:
-                self.found.clip = clip_stage(
+                self.found["clip"] = clip_stage(
                     ClipReading(kind="two", limit=self.reading.clipped, largest=norm), wanted, "some parameters"
                 )
             return
@@ -298,7 +274,7 @@ class UpdateExamination:
         decided = any(fit(one, answer.rule, rates).error > EXPLAINED for one in self.search.clipped(other, answer.cumulated))
         if not decided:
             if wanted or wanted is None:
-                self.found.clip.notes.append(
+                self.found["clip"].notes.append(
                     f"whether gradients (of norms up to {norm:.3g}) are clipped does not show in these parameters; "
                     "dump the gradients after clipping too, or more steps with other batches"
                 )
@@ -306,4 +282,4 @@ class UpdateExamination:
         kind, limit = answer.clip
         if wanted and kind == "two" and limit > norm:
             kind, limit = NONE
-        self.found.clip = clip_stage(ClipReading(kind=kind, limit=limit, largest=norm), wanted, "some parameters")
+        self.found["clip"] = clip_stage(ClipReading(kind=kind, limit=limit, largest=norm), wanted, "some parameters")

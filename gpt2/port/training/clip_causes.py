@@ -22,8 +22,7 @@ def clip_stage(clip: ClipReading, wanted: float | None, odd: str) -> Stage:
     """
     stage = Stage()
     if clip.odd:
-        stage.explained = False
-        stage.notes.append(f"the gradient of {odd} is changed before the update in a way that is not known")
+        stage.leave_open(f"the gradient of {odd} is changed before the update in a way that is not known")
         return stage
     evidence = f"gradients of norms up to {clip.largest:.3g}, before and after"
     limit = clip.limit

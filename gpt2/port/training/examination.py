@@ -134,10 +134,7 @@ class StepExamination:
             passes = passes[: first_backwards(first)] if len(first.updates) > 1 else passes
             expected = expected_gradients(self.config, state, self.roles, self.sampler, passes)
             layers = self.config.n_layer
-            stage = backward_stage(first, expected, self.roles, layers, self._untied())
-            gradient.causes += stage.causes
-            gradient.notes += stage.notes
-            gradient.error = max(gradient.error, stage.error)
+            gradient.absorb(backward_stage(first, expected, self.roles, layers, self._untied()))
         for name, value in self.clip.outliers.items():
             where = places([name], self.roles, self.config.n_layer)
             doubled = self.roles.role(name, self.sampler.parameters[name]) == "embedding" and abs(value - 2) < 1e-6

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 
 import numpy as np
@@ -12,15 +12,14 @@ from gpt2.port.training.causes import cause
 from gpt2.port.training.rules import Array, Correction, Eps, Kind, Rule
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.stepping import Movement, decay_of, rates_of
-from gpt2.port.training.trained import Stage
+from gpt2.port.training.trained import Places, Stage
 
 FITTED = "this rule gives your own parameters, from your own gradients, at every entry that was compared"
 EPSILON = 1e-8
 CLOSE = 1e-4  # relative difference of constants that are meant to be equal
-Where = Callable[[Sequence[str]], str]
 
 
-def update_stage(movement: Movement, settings: Settings, where: Where, calls: Sequence[int]) -> Stage:
+def update_stage(movement: Movement, settings: Settings, where: Places, calls: Sequence[int]) -> Stage:
     """Return the causes in the update. ``calls``: the number of the call that each update belongs to."""
     stage = Stage(explained=not movement.odd, error=movement.error)
     if not movement.rules:
@@ -114,7 +113,7 @@ def _listed(rates: Array) -> str:
 
 
 def _rates(
-    rates: Array, factors: dict[str, float], settings: Settings, where: Where, calls: Sequence[int], notes: list[str]
+    rates: Array, factors: dict[str, float], settings: Settings, where: Places, calls: Sequence[int], notes: list[str]
 ) -> list[Cause]:
     found = []
     twice = [name for name, factor in factors.items() if abs(factor - 2) < 0.02]
@@ -157,7 +156,7 @@ def _same(one: Array, other: Array) -> bool:
     return bool((np.abs(one - other) <= CLOSE * np.abs(other).max()).all())
 
 
-def _decays(movement: Movement, rates: Array, settings: Settings, where: Where, stage: Stage) -> None:
+def _decays(movement: Movement, rates: Array, settings: Settings, where: Places, stage: Stage) -> None:
     """Add the causes in the decay: which parameters decay, by how much, and how."""
     coupled = {name: rule.coupled for name, rule in movement.rules.items() if rule.coupled and name not in movement.odd}
     values = {
@@ -176,14 +175,10 @@ def _decays(movement: Movement, rates: Array, settings: Settings, where: Where, 
         stage.notes.append(_described(decaying, by_role))
         return
     wanted = settings.weight_decay
-    small = {role: by_role.get(role, ([], []))[0] for role in ("norm", "bias")}
-    if small["norm"] and small["bias"]:
-        names = [*small["norm"], *small["bias"]]
-        stage.causes.append(cause("decay-on-all", where(names), "these decay too", FITTED))
-    elif small["norm"]:
-        stage.causes.append(cause("decay-on-norms", where(small["norm"]), "these decay too", FITTED))
-    elif small["bias"]:
-        stage.causes.append(cause("decay-on-biases", where(small["bias"]), "these decay too", FITTED))
+    norms, biases = (by_role.get(role, ([], []))[0] for role in ("norm", "bias"))
+    if norms or biases:
+        id = "decay-on-all" if norms and biases else "decay-on-norms" if norms else "decay-on-biases"
+        stage.causes.append(cause(id, where([*norms, *biases]), "these decay too", FITTED))
     large = {role: by_role.get(role, ([], [])) for role in ("embedding", "matrix")}
     if not wanted:
         names = [name for with_decay, _ in large.values() for name in with_decay]
@@ -208,7 +203,7 @@ def _decays(movement: Movement, rates: Array, settings: Settings, where: Where, 
     stage.causes += _amount(movement, names, rates, wanted, where)
 
 
-def _amount(movement: Movement, names: list[str], rates: Array, wanted: float, where: Where) -> list[Cause]:
+def _amount(movement: Movement, names: list[str], rates: Array, wanted: float, where: Places) -> list[Cause]:
     """Return the causes in how far matrices and embeddings decay."""
     found = []
     normal = [name for name in names if abs(_factor(movement, name, rates) - 1) < 0.01]

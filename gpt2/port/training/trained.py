@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from gpt2.port.training.sessions import Batch
 
 SEEN = "read from the gradient of the logits, position by position"
 SUMMED = "loss-not-averaged"
+Places = Callable[[Sequence[str]], str]  # the checkpoint's names for parameters, in words
 EVEN = 1e-6  # relative difference of weights that are meant to be equal
 
 
@@ -26,6 +27,17 @@ class Stage:
     notes: list[str] = field(default_factory=list)
     explained: bool = True
     error: float = 0.0
+
+    def leave_open(self, why: str) -> None:
+        """Say that not all of this stage is explained, and why."""
+        self.explained = False
+        self.notes.append(why)
+
+    def absorb(self, more: Stage) -> None:
+        """Add what another comparison of this stage gave."""
+        self.causes += more.causes
+        self.notes += more.notes
+        self.explained, self.error = self.explained and more.explained, max(self.error, more.error)
 
 
 def concluded(stages: Mapping[str, Stage], forward: Diagnosis | None, notes: Iterable[str], source: str) -> Diagnosis:
@@ -47,8 +59,7 @@ def loss_stage(batch: Batch, reading: LossReading, factor: float) -> Stage:
     if reading.unmatched:
         stage.notes.append("your step runs the model on other ids than those that it is given; their rows are not judged")
     if reading.error > max(BOUND, 1e-5):
-        stage.explained = False
-        stage.notes.append(f"the gradient of your logits is no cross-entropy of them (error {reading.error:.1e})")
+        stage.leave_open(f"the gradient of your logits is no cross-entropy of them (error {reading.error:.1e})")
         return stage
     stage.causes += _labels(batch, reading)
     if reading.smoothing > 1e-6:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from gpt2.port.diagnosis.attending import GRID
 from gpt2.port.diagnosis.projecting import HEADS
 from gpt2.port.diagnosis.scores import Layout
+from gpt2.port.diagnosis.weighing import GRID
 from gpt2.port.diagnosis.wiring import STREAM
 from gpt2.port.dump.fits.observed import Observed, laid
 from gpt2.port.dump.pool import DumpPool
