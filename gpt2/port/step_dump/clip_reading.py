@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
+from gpt2.port.step_dump.gradient_comparison import multiples
 from gpt2.port.step_dump.layouts import Weights
 from gpt2.port.training.clipping import LIMITS, ClipReading, Norms
 from gpt2.port.training.gradients import role_of
@@ -30,10 +31,7 @@ def norms_of(gradients: Sequence[Mapping[str, Tensor]], stacks: Collection[Seque
 
 def dumped_clip(raw: Sequence[Weights], used: Sequence[Weights], wanted: float | None) -> ClipReading:
     """Compare the gradients after clipping, ``used``, with those before, step by step; ``wanted``: the norm to clip to."""
-    ratios = [
-        {n: float((g * r[n]).sum() / (r[n] ** 2).sum()) for n, g in u.items() if n in r and float(r[n].norm()) > 0}
-        for r, u in zip(raw, used, strict=True)
-    ]
+    ratios = [multiples(after, before) for before, after in zip(raw, used, strict=True)]
     of_raw = norms_of(raw)
     norms, own = of_raw.whole, of_raw.own
     reading = ClipReading(largest=float(norms["two"].max()))

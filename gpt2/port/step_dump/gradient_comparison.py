@@ -50,7 +50,7 @@ class Comparison:
 
     def matched(self, got: Weights, right: Mapping[str, Tensor]) -> tuple[float, list[str]]:
         """Return the factor that explains most gradients, and the names of those that it does not."""
-        factors = [float((g * right[n]).sum() / (right[n] ** 2).sum()) for n, g in got.items() if float(right[n].norm()) > 0]
+        factors = list(multiples(got, right).values())
         best: tuple[float, list[str]] = (1.0, list(got))
         for factor in [1.0, *sorted(factors, key=lambda f: abs(f - median(factors)))[:8]] if factors else []:
             wrong = [name for name, g in got.items() if not self.same(name, g, right[name], factor)]
@@ -61,6 +61,12 @@ class Comparison:
     def mostly_same(self, got: Weights, expected: Mapping[str, Tensor]) -> bool:
         """Whether more than half of the gradients are the expected ones."""
         return sum(self.same(n, g, expected[n]) for n, g in got.items()) > len(got) / 2
+
+
+def multiples(got: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return by parameter what brings the right gradient nearest; without those whose right gradient is zero or unknown."""
+    known = ((n, g, right[n]) for n, g in got.items() if n in right and float(right[n].norm()) > 0)
+    return {n: float((g * r).sum() / (r**2).sum()) for n, g, r in known}
 
 
 def total_norm(gradient: Mapping[str, Tensor]) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpt2.port.diagnosis.report import Cause
 from gpt2.port.golden_section import least
-from gpt2.port.step_dump.gradient_comparison import Comparison, combined
+from gpt2.port.step_dump.gradient_comparison import Comparison, combined, multiples
 from gpt2.port.step_dump.gradient_parts import CLOSE, SEEN
 from gpt2.port.step_dump.layouts import Weights
 from gpt2.port.step_dump.predictions import Batch, Predictor
@@ -42,7 +42,7 @@ class GradientReading:
 def read_cut(got: Weights, reading: GradientReading, comparison: Comparison) -> bool:
     """Note gradients that are clipped by tensor, or by value, if that explains all; return whether it does."""
     right = reading.predicted[0].whole
-    factors = {n: float((g * right[n]).sum() / (right[n] ** 2).sum()) for n, g in got.items() if float(right[n].norm()) > 0}
+    factors = multiples(got, right)
     if len(factors) > 2 and all(f > 0 and comparison.same(n, got[n], right[n], f) for n, f in factors.items()):
         top = max(factors.values())
         cut = [float(got[n].norm()) for n, f in factors.items() if f < top * (1 - CLOSE)]

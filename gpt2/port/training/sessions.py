@@ -145,22 +145,24 @@ class Subject:
             torch.manual_seed(0)
             before = dict(self.module.named_parameters())
             if not as_written:
-                for tensor in [*self.module.parameters(), *self.module.buffers()]:
-                    if tensor.is_floating_point():
-                        tensor.data = tensor.data.double()
+                self._widen()
             if change is not None:
                 with torch.no_grad():
                     change(before)
             step = self._made()
             parameters = dict(self.module.named_parameters())
-            if not as_written:
-                for tensor in [*self.module.parameters(), *self.module.buffers()]:
-                    if tensor.is_floating_point() and tensor.dtype != torch.float64:
-                        tensor.data = tensor.data.double()
+            if not as_written:  # make_step may have added some
+                self._widen()
             sampler = Sampler(parameters)
             device = next(iter(parameters.values())).device
             seen = [self._call(step, batch, sampler, device, as_written) for batch in batches]
             return seen, sampler
+
+    def _widen(self) -> None:
+        """Bring parameters and buffers into float64."""
+        for tensor in [*self.module.parameters(), *self.module.buffers()]:
+            if tensor.is_floating_point() and tensor.dtype != torch.float64:
+                tensor.data = tensor.data.double()
 
     def _made(self) -> Step:
         with torch.enable_grad():
@@ -197,7 +199,6 @@ class Subject:
             give_back_freed_memory()
         seen = watch.seen
         seen.loss = _number(loss, self.maker)
-        seen.dropouts = watch.probabilities
         widths = {one.logits.shape[-1] for one in seen.forwards}
         seen.half = seen.half or (not as_written and any(shape and shape[-1] in widths for shape in watch.halved))
         return seen

@@ -31,44 +31,18 @@ class Casts(Enum):
     ALL = "all"
 
 
-class StepMode(DeterministicMode):
-    """As :class:`DeterministicMode`, for a training step; ``probabilities``: of the dropouts that are active.
+class Watch(DeterministicMode):
+    """While entered, notes writes to the module's parameters; with its hooks, all of :class:`Watched`.
 
     ``halved``: the shapes of the float64 tensors that the step casts to half precision.
     """
 
-    def __init__(self, casts: Casts = Casts.NONE, *, keep_random: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, sampler: Sampler, seen: Watched, casts: Casts, vocabulary: int, *, keep_random: bool
+    ) -> None:
         super().__init__(keep_casts=casts is Casts.ALL, keep_random=keep_random)
         self.keeps_scalars = casts is Casts.SCALARS
-        self.probabilities: set[float] = set()
         self.halved: list[tuple[int, ...]] = []
-
-    def handle(self, call: Call) -> Any:
-        name = call.name
-        if name not in HANDLED and self._mask is None:
-            return call.run()
-        if name == "native_dropout" and call.args[2] is not False and call.args[1] > 0:
-            self.probabilities.add(round(float(call.args[1]), 9))
-        keep = call.named.get("p") if name in ("bernoulli_", "bernoulli") else None
-        if isinstance(keep, float) and 0 < keep < 1:
-            self.probabilities.add(round(1 - keep, 9))
-        if name == "_to_copy" and call.args[0].dtype == torch.float64:
-            if call.named.get("dtype") in HALVES:
-                self.halved.append(tuple(call.args[0].shape))
-            if self.keeps_scalars and call.args[0].numel() == 1:
-                return call.run()
-        result = super().handle(call)
-        self.dropouts.clear()
-        return result
-
-
-class Watch(StepMode):
-    """While entered, notes writes to the module's parameters; with its hooks, all of :class:`Watched`."""
-
-    def __init__(
-        self, module: nn.Module, sampler: Sampler, seen: Watched, casts: Casts, vocabulary: int, *, keep_random: bool = False
-    ) -> None:
-        super().__init__(casts, keep_random=keep_random)
         self.module, self.sampler, self.vocabulary = module, sampler, vocabulary
         self.seen = seen
         self._names = {p.untyped_storage()._cdata: name for name, p in sampler.parameters.items()}
@@ -116,7 +90,21 @@ class Watch(StepMode):
                 self._note(names)
         if call.name in LOSSES and call.inputs and call.inputs[0].dtype in HALVES and self._is_wide(call.inputs[0]):
             self.seen.half = True
-        return super().handle(call)
+        if call.name not in HANDLED and self._mask is None:
+            return call.run()
+        if call.name == "native_dropout" and call.args[2] is not False and call.args[1] > 0:
+            self.seen.dropouts.add(round(float(call.args[1]), 9))
+        keep = call.named.get("p") if call.name in ("bernoulli_", "bernoulli") else None
+        if isinstance(keep, float) and 0 < keep < 1:
+            self.seen.dropouts.add(round(1 - keep, 9))
+        if call.name == "_to_copy" and call.args[0].dtype == torch.float64:
+            if call.named.get("dtype") in HALVES:
+                self.halved.append(tuple(call.args[0].shape))
+            if self.keeps_scalars and call.args[0].numel() == 1:
+                return call.run()
+        result = super().handle(call)
+        self.dropouts.clear()
+        return result
 
     def _is_wide(self, tensor: Tensor) -> bool:
         return tensor.ndim > 0 and any(tensor.shape[-1] == one.logits.shape[-1] for one in self.seen.forwards[-1:])
