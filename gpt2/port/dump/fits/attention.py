@@ -18,6 +18,7 @@ from gpt2.port.diagnosis.scores import PAIRS, Layout
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.fits.observed import SHOWN, Fit, Observed, nice
 from gpt2.port.dump.fits.rounding import roundings
+from gpt2.port.dump.fits.slots import Slots
 
 CLEAR = 100.0  # times the rounding of a weight: those whose logarithm is fitted
 LEAST = 1e-4  # the least weight whose logarithm is fitted
@@ -44,16 +45,25 @@ class Compared(NamedTuple):
 class Weights:
     """Attention weights as a program computes them from ``q``, ``k`` (B, T, D); GPT-2's factor of the scores is ``scale``.
 
-    ``others``: further keys (B, T, D), in words. ``in_time`` raises TimeUp behind the limit of time.
+    ``others``: further keys (B, T, D), in words. ``slots``: what a cache may hold. ``in_time`` raises TimeUp behind the limit of time.
     """
 
     def __init__(
-        self, q: Tensor, k: Tensor, heads: int, scale: float, others: Mapping[str, Tensor], in_time: Callable[[], None]
+        self,
+        q: Tensor,
+        k: Tensor,
+        heads: int,
+        scale: float,
+        others: Mapping[str, Tensor],
+        slots: Slots,
+        in_time: Callable[[], None],
     ) -> None:
         self.q, self.k, self.heads, self.scale, self.others, self.in_time = q, k, heads, scale, others, in_time
+        self.slots = slots
 
     def fit(self, seen: Observed, rows: Tensor) -> Fit | None:
-        for family in (self._ones, self._times, self._heads, self._scored, self._each, self._replaced, self._rounded, self._free):
+        whole = (self._ones, self._times, self._heads, self._held, self._undivided)
+        for family in (*whole, self._scored, self._each, self._replaced, self._rounded, self._free):
             self.in_time()
             if (fit := next(iter(family(seen, rows)), None)) is not None:
                 return fit
@@ -91,11 +101,19 @@ class Weights:
         after = Fault("mask-multiplied", "attn", "the softmax also runs over what the mask hides: the weights do not sum to one")
         yield from filter(None, [seen.fitted(every * allowed("right", scores), rows, after)])
         more = Fault("softmax-missing", "attn", "1 is added to the sum that divides the exponentials (softmax-one)")
-        yield from filter(None, [seen.fitted(powers / (1 + powers.sum(-1, keepdim=True)), rows, more)])
-        fault = Fault(
-            "softmax-missing", "attn", "each query's weights are multiplied by another number: they are not divided by their sum"
-        )
-        yield from filter(None, [seen.fitted(seen.right * factor, rows, fault)])
+        if bool(rows.all()):  # else a slot of zeros
+            yield from filter(None, [seen.fitted(powers / (1 + powers.sum(-1, keepdim=True)), rows, more)])
+
+    def _held(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """Keys of a cache whose slots hold others than they should."""
+        yield from filter(None, [self.slots.fit(seen, rows)])
+
+    def _undivided(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """Each query's weights times another number."""
+        if bool(rows[:, 1:].any()):
+            words = "each query's weights are multiplied by another number: they are not divided by their sum"
+            factor = seen.value.sum(-1, keepdim=True) / seen.right.sum(-1, keepdim=True)
+            yield from filter(None, [seen.fitted(seen.right * factor, rows, Fault("softmax-missing", "attn", words))])
 
     def _heads(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Other heads' weights, or the same in every head."""

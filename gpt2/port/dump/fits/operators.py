@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from gpt2.measure.tracing import point_at
 from gpt2.port.diagnosis.hypotheses import right_scale
 from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault
@@ -17,6 +18,7 @@ from gpt2.port.dump.fits.mixtures import Mixed
 from gpt2.port.dump.fits.normalising import Norm
 from gpt2.port.dump.fits.observed import Fit, Observed
 from gpt2.port.dump.fits.recorded import Arrays
+from gpt2.port.dump.fits.slots import Bank, Slots
 from gpt2.port.dump.fits.wiring import activation_fit, sum_fit
 from gpt2.port.dump.simulation import NEEDS, Simulation, State
 
@@ -27,6 +29,7 @@ class Operators:
     def __init__(self, simulation: Simulation, library: Library, arrays: Arrays) -> None:
         self.simulation, self.config, self.library, self.arrays = simulation, simulation.config, library, arrays
         self.earlier: list[State] = []
+        self.slots: dict[int, Slots] = {}  # by block
 
     def fit(self, layer: int, stage: str, state: State, seen: Observed, rows: Tensor) -> Fit | None:
         """Return what ``stage`` computes from those in ``state`` to give ``seen`` at ``rows`` (B, T); None if nothing fits."""
@@ -45,9 +48,12 @@ class Operators:
             if not bool(rows[:, :2].any()):  # in steps, perhaps of a cache that other blocks write as well
                 keys |= dict(self.arrays.as_keys())
             scale = right_scale(self.config, layer)
-            weights = Weights(state["attn.q"], state["attn.k"], self.config.n_head, scale, keys, self.library.in_time)
+            slots = self.slots[layer] = Slots(split(state["attn.q"]), self._bank(layer, state), scale, self.library.in_time)
+            weights = Weights(state["attn.q"], state["attn.k"], self.config.n_head, scale, keys, slots, self.library.in_time)
             return weights.fit(seen, rows)
         if stage == "attn.mixed":
+            if layer in self.slots and (fit := self.slots[layer].mixed(seen, rows)) is not None:
+                return fit
             others = {"the keys": "attn.k", "the queries": "attn.q", "attention's inputs": "ln_1", "the streams": "x"}
             values = {words: split(state[name]) for words, name in others.items()}
             values |= {f"the values of block {n}": split(one["attn.v"]) for n, one in enumerate(self.earlier)}
@@ -108,6 +114,26 @@ class Operators:
             if (fit := seen.fitted(value, rows, Fault(id, part, words))) is not None:
                 return fit
         return None
+
+    def _bank(self, layer: int, state: State) -> Bank:
+        """Return the keys and values of all blocks, this block's first: later ones are the recorded arrays that are most like GPT-2's."""
+        keys, values, blocks, units = [self._split(state["attn.k"])], [self._split(state["attn.v"])], [layer], [0.0]
+        right: State | None = None
+        for n in range(self.config.n_layer):
+            if n < len(self.earlier):
+                pair, unit = (self.earlier[n]["attn.k"], self.earlier[n]["attn.v"]), 0.0
+            elif n > layer:
+                right = self.simulation.trace(self.simulation.base) if right is None else right
+                found = [self.arrays.likest(stage, right[point_at(n, stage)]) for stage in ("attn.k", "attn.v")]
+                if None in found:
+                    continue
+                (key, one), (value, other) = found
+                pair, unit = (key, value), max(one, other)
+            else:
+                continue
+            keys, values = [*keys, self._split(pair[0])], [*values, self._split(pair[1])]
+            blocks, units = [*blocks, n], [*units, unit]
+        return Bank(keys, values, blocks, units)
 
     def _split(self, y: Tensor) -> Tensor:
         return Layout.RIGHT.split(y, self.config.n_head)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from gpt2.port.diagnosis.projecting import HEADS
@@ -14,6 +15,8 @@ from gpt2.port.dump.fits.observed import Observed, laid
 from gpt2.port.dump.pool import DumpPool
 from gpt2.port.dump.simulation import Simulation
 from gpt2.port.dump.tolerance import UNITS
+
+LIKE = 0.5  # the least cosine of a value and GPT-2's
 
 
 class Arrays:
@@ -59,6 +62,15 @@ class Arrays:
                 found.append((-abs(likeness), number, Observed(value, slack, self.pool.tolerance_at(stage), right, number)))
         found.sort(key=lambda one: one[:2])
         yield from (one for _, _, one in found)
+
+    def likest(self, stage: str, right: Tensor) -> tuple[Tensor, float] | None:
+        """Return a later block's value of a stage, if recorded, with its relative rounding; ``right`` is GPT-2's."""
+        if (own := self.recorded(stage, right)) is not None:
+            return own, 0.0
+        seen = next(self.observed(stage, right), None)
+        if seen is None or float(torch.cosine_similarity(seen.value.flatten(), right.flatten(), 0)) < LIKE:
+            return None
+        return seen.value, UNITS[self.pool.dtypes[seen.number]][0]
 
     def as_keys(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the arrays of the size of a block's keys, laid out as (B, T, D), under their names."""

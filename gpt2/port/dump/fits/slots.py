@@ -1,0 +1,291 @@
+"""Read off attention's recorded weights what the slots of a cache hold: keys and values of which block, row, token and head.
+
+Shapes: by heads (B, H, T, K). A bank numbers its N = A * B * T vectors array by array, row by row, token by token; number N is
+zeros. A *source* is such a number times H plus a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gpt2.port.diagnosis.search import Fault
+from gpt2.port.dump.fits.observed import SHOWN, Fit, Observed
+
+AMBIGUOUS = 2  # sources that fit a slot, above which none is concluded
+CLEAR = (2000.0, 100.0)  # times its rounding: a weight from which the others are measured
+WHOLE = 0.2  # the largest error of a number of empty slots
+MOST = 2**24  # numbers that are computed at once
+
+
+class Bank:
+    """What slots may hold: ``keys`` and ``values`` (B, H, T, K) of the ``blocks``, this block's first.
+
+    ``units``: the relative rounding of each block's arrays, 0 for those that are known exactly.
+    """
+
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], blocks: Sequence[int], units: Sequence[float]) -> None:
+        self.rows, self.heads, self.tokens, size = keys[0].shape
+        self.blocks, self.zero = tuple(blocks), len(blocks) * self.rows * self.tokens
+        empty = keys[0].new_zeros(1, self.heads, size)
+        self.keys, self.values = (
+            torch.cat([torch.stack(list(one)).permute(0, 1, 3, 2, 4).flatten(0, 2), empty]) for one in (keys, values)
+        )
+        self.unit = torch.tensor(units, dtype=empty.dtype).repeat_interleave(self.rows * self.tokens)
+        self.unit = torch.cat([self.unit, empty.new_zeros(1)])
+
+    def place(self, number: int) -> tuple[int, int, int]:
+        """Return the array, row and token of a vector that is not zeros."""
+        array, rest = divmod(number, self.rows * self.tokens)
+        return array, *divmod(rest, self.tokens)
+
+    def number(self, row: int, token: int, array: int = 0) -> int:
+        return (array * self.rows + row) * self.tokens + token
+
+    def words(self, kind: str, sources: Sequence[int], row: int, head: int) -> str:
+        """Return in words what slots hold, by source, seen by a query in ``row``."""
+        runs: list[list[int]] = []  # of slots
+        for slot, source in enumerate(sources):
+            last = runs[-1] if runs else []
+            near = bool(last) and self._follows(sources[last[-1]], source)
+            runs = [*runs[:-1], [*last, slot]] if near else [*runs, [slot]]
+        parts = []
+        for run in runs[:SHOWN]:
+            where = f"slot {run[0]} holds" if len(run) == 1 else f"slots {run[0]} to {run[-1]} hold"
+            number, other = divmod(sources[run[0]], self.heads)
+            if number == self.zero:
+                parts.append(f"{where} zeros")
+                continue
+            array, of, token = self.place(number)
+            last_token = self.place(sources[run[-1]] // self.heads)[2]
+            tokens = f"token {token}" if token == last_token else f"tokens {token} to {last_token}"
+            where += f" the {kind} of {tokens}"
+            where += f" of block {self.blocks[array]}" if array else ""
+            where += f" of row {of} of the batch" if of != row else ""
+            parts.append(where + (f" of head {other}" if other != head else ""))
+        return "; ".join(parts) + ("; ..." if len(runs) > SHOWN else "")
+
+    def _follows(self, one: int, other: int) -> bool:
+        """Return whether a source is the next token of another one, or both are zeros."""
+        (a, head), (b, second) = divmod(one, self.heads), divmod(other, self.heads)
+        if self.zero in (a, b):
+            return a == b
+        first, next_one = self.place(a), self.place(b)
+        return head == second and first[:2] == next_one[:2] and first[2] + 1 == next_one[2]
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What one query reads: the ``sources`` (H, S) of its slots in front, behind them ``unseen`` vectors and ``empty`` slots."""
+
+    sources: Tensor
+    unseen: tuple[int, ...] = ()
+    empty: int = 0
+
+
+class Slots:
+    """Reads sources off recorded weights of queries ``q``; GPT-2's factor of the scores is ``scale``.
+
+    ``taken`` (B, H, T, S), by source: the weight with which each query mixes the value of each, after a fit.
+    """
+
+    def __init__(self, q: Tensor, bank: Bank, scale: float, in_time: Callable[[], None]) -> None:
+        self.q, self.bank, self.scale, self.in_time = q, bank, scale, in_time
+        self.taken: Tensor | None = None
+        self.fault: Fault | None = None
+
+    def fit(self, seen: Observed, rows: Tensor) -> Fit | None:
+        """Return the weights if each slot of each wrong query holds some vector of the bank, and not all hold the right one."""
+        bank = self.bank
+        batch, heads, tokens, _ = self.q.shape
+        if batch * heads**2 * tokens * bank.zero > MOST:
+            return None
+        found: dict[tuple[int, int], Found] = {}
+        for row in range(batch):
+            held: dict[int, list[int]] = {}  # the sources of each slot, by head, as the query before found them
+            for token in range(tokens):
+                self.in_time()
+                right = torch.tensor([self._whole(bank.number(row, slot)) for slot in range(token + 1)]).T
+                one = self._query(seen, row, token, held) if bool(rows[row, token]) else Found(right)
+                if one is None:
+                    return None
+                found[row, token] = one
+                held |= {slot: one.sources[:, slot].tolist() for slot in range(one.sources.shape[1])}
+        if (fault := self._fault(found, rows)) is None:
+            return None
+        taken, value, slack = torch.zeros(batch, heads, tokens, (bank.zero + 1) * heads), seen.value * 0, seen.slack.clone()
+        taken = taken.to(value)
+        for (row, token), one in found.items():
+            scores = self._scores(row, token)
+            loose = self._loose(row, token)
+            behind = [self._whole(number) for number in one.unseen]
+            sources = torch.cat([one.sources, torch.tensor(behind, dtype=torch.long).view(-1, heads).T], 1)
+            some = torch.cat([scores.gather(1, sources), scores.new_zeros(heads, one.empty)], 1).softmax(1)
+            taken[row, :, token].scatter_add_(1, sources, some[:, : sources.shape[1]])
+            count = min(one.sources.shape[1], value.shape[-1])
+            value[row, :, token, :count] = some[:, :count]
+            slack[row, :, token] += 2 * value[row, :, token] * loose.gather(1, sources).amax(1, keepdim=True)
+        fit = replace(seen, slack=slack).fitted(value, rows, fault)
+        if fit is not None:
+            self.taken, self.fault = taken, fault
+        return fit
+
+    def mixed(self, seen: Observed, rows: Tensor) -> Fit | None:
+        """Return the mixture of the values that belong to the keys that were found."""
+        if self.taken is None or self.fault is None:
+            return None
+        values = self.bank.values.flatten(0, 1)
+        unit = self.bank.unit.repeat_interleave(self.bank.heads)[:, None]
+        slack = seen.slack + 2 * self.taken @ (unit * values.abs()) + self._inexact(seen)
+        return replace(seen, slack=slack).fitted(self.taken @ values, rows, self.fault)
+
+    def _inexact(self, seen: Observed) -> Tensor:
+        """Return what the rounding of keys does to a mixture."""
+        unit = float(self.bank.unit.max())
+        return 4 * unit * seen.value.abs().amax() * torch.ones_like(seen.value)
+
+    def _whole(self, number: int) -> list[int]:
+        """Return the sources of a vector, of all heads."""
+        return [number * self.bank.heads + head for head in range(self.bank.heads)]
+
+    def _scores(self, row: int, token: int) -> Tensor:
+        """Return the scores (H, S) of a query with each source."""
+        return self.scale * torch.einsum("hk,ngk->hng", self.q[row, :, token], self.bank.keys).flatten(1)
+
+    def _loose(self, row: int, token: int) -> Tensor:
+        """Return what the rounding of the bank's keys may do to these scores."""
+        if not bool(self.bank.unit.any()):
+            return torch.zeros(1, 1, dtype=self.q.dtype).expand(self.bank.heads, (self.bank.zero + 1) * self.bank.heads)
+        sizes = torch.einsum("hk,ngk,n->hng", self.q[row, :, token].abs(), self.bank.keys.abs(), self.bank.unit)
+        return 2 * self.scale * sizes.flatten(1)
+
+    def _query(self, seen: Observed, row: int, token: int, held: dict[int, list[int]]) -> Found | None:
+        weights = seen.value[row, :, token]  # (H, S)
+        loose = 2 * (seen.slack[row, :, token] + seen.bound * seen.value.square().mean().sqrt())
+        visible = (weights > loose).any(0).nonzero().flatten().tolist()
+        if not visible or visible[-1] + 1 != len(visible):  # slots in front, without gaps
+            return None
+        weights, loose = weights[:, : len(visible)], loose[:, : len(visible)]
+        scores, inexact = self._scores(row, token), self._loose(row, token)
+        clear = (weights / loose).amin(0)
+        for slot, number in self._anchors(clear, row, token, held):
+            sources = self._sources(weights, loose, scores, inexact, slot, number, (row, token), held)
+            if sources is not None and (found := self._unseen(weights, loose, scores, sources, (row, token))) is not None:
+                return found
+        return None
+
+    def _anchors(self, clear: Tensor, row: int, token: int, held: dict[int, list[int]]) -> Iterator[tuple[int, int]]:
+        """Yield slots and what each may hold, from which the weights of the others are measured, the ``clear`` ones first."""
+        own, heads, slots = self.bank.number(row, token), self.bank.heads, len(clear)
+        first = [(min(token, slots - 1), own)]
+        first += [(slot, self.bank.number(row, slot)) for slot in range(min(slots, self.bank.tokens))]
+        first += [(slot, sources[0] // heads) for slot, sources in held.items() if slot < slots]
+        first += [(slot, own) for slot in range(slots)]
+        first += [(slot, self.bank.zero) for slot in (0, slots - 1)]
+        first += [(int(clear.argmax()), number) for number in range(self.bank.zero)]
+        for most, least in zip((float("inf"), *CLEAR), CLEAR, strict=False):
+            yield from (one for one in dict.fromkeys(first) if least < float(clear[one[0]]) <= most)
+
+    def _sources(
+        self,
+        weights: Tensor,
+        loose: Tensor,
+        scores: Tensor,
+        inexact: Tensor,
+        slot: int,
+        number: int,
+        at: tuple[int, int],
+        held: dict[int, list[int]],
+    ) -> Tensor | None:
+        """Return the sources (H, S) if ``slot`` holds vector ``number`` and each other slot some vector; else None."""
+        heads, every = self.bank.heads, torch.arange(self.bank.heads)
+        anchor = number * heads + every
+        level = weights[:, slot].log() - scores[every, anchor]
+        error = loose[:, slot] / weights[:, slot] + inexact[every, anchor]
+        made = (scores + level[:, None]).exp()  # (H, sources)
+        allowed = loose[:, :, None] + made[:, None] * (error[:, None, None] + inexact[:, None])
+        fits = (made[:, None] - weights[:, :, None]).abs() <= allowed  # (H, S, sources)
+        same = torch.diagonal(fits.unflatten(2, (-1, heads)), dim1=0, dim2=3).all(-1)  # (S, vectors): head with head
+        row, token = at
+        out = []
+        for place in range(weights.shape[1]):
+            mine = same[place].nonzero().flatten().tolist()
+            before = held.get(place, [])
+            likely = [self.bank.number(row, place)] if place < self.bank.tokens else []
+            likely += [before[0] // heads] if before and before == self._whole(before[0] // heads) else []
+            likely += [self.bank.number(row, token), self.bank.zero]
+            one = number if place == slot else next((n for n in likely if bool(same[place, n])), None)
+            if (one is not None and (len(mine) <= AMBIGUOUS or one in likely[:2])) or 0 < len(mine) <= AMBIGUOUS:
+                out.append(self._whole(mine[0] if one is None else one))
+                continue
+            if mine or float(self.bank.unit.max()) > 0:
+                return None
+            own = self.bank.rows * self.bank.tokens * heads  # each head's on its own, from this block
+            each = [fits[head, place, :own].nonzero().flatten().tolist() for head in range(heads)]
+            empty = (self.bank.zero * heads + every).tolist()
+            each = [
+                [*some, one] if bool(fits[head, place, one]) else some
+                for head, (some, one) in enumerate(zip(each, empty, strict=True))
+            ]
+            if not all(0 < len(some) <= AMBIGUOUS or (before and before[head] in some) for head, some in enumerate(each)):
+                return None
+            out.append([before[h] if before and before[h] in some else some[0] for h, some in enumerate(each)])
+        return torch.tensor(out).T
+
+    def _unseen(self, weights: Tensor, loose: Tensor, scores: Tensor, sources: Tensor, at: tuple[int, int]) -> Found | None:
+        """Return what the query reads, with what explains a sum of recorded weights below one; None if nothing does."""
+        total, sums = weights.sum(1), scores.gather(1, sources).exp().sum(1)
+        error = loose.sum(1)
+        if bool(((1 - total).abs() <= error + 1e-6).all()):
+            return Found(sources)
+        if bool((total >= 1).any()):
+            return None
+        needed = sums * (1 - total) / total  # exponentials behind
+        error = 3 * sums * error / total.square() + 1e-6 * needed
+        row, token = at
+        seen = set((sources[0] // self.bank.heads).tolist())
+        missing = [n for n in (self.bank.number(row, one) for one in range(token + 1)) if n not in seen]
+        own = [n for n in missing if n == self.bank.number(row, token)]
+        every = torch.arange(self.bank.heads)
+        for some in ([], own, missing):
+            left = needed - sum((scores[every, n * self.bank.heads + every].exp() for n in some), torch.zeros_like(needed))
+            count = int(left.mean().round())
+            if (count or some) and count >= 0 and bool(((left - count).abs() <= error.clamp(max=WHOLE)).all()):
+                return Found(sources, tuple(some), count)
+        return None
+
+    def _fault(self, found: dict[tuple[int, int], Found], rows: Tensor) -> Fault | None:
+        """Return what is wrong with what the queries read; None if nothing is."""
+        bank, kinds, shown = self.bank, set[str](), ""
+        for (row, token), one in found.items():
+            if not bool(rows[row, token]):
+                continue
+            vectors, wrong = one.sources // bank.heads, set[str]()
+            if not torch.equal(one.sources % bank.heads, torch.arange(bank.heads)[:, None].expand_as(one.sources)):
+                wrong.add("head-layout")
+            places = [None if number == bank.zero else bank.place(number) for number in vectors[0].tolist()]
+            for slot, place in enumerate(places):
+                if place != (0, row, slot):
+                    wrong.add("batch-dependent" if place and place[1] != row else "cache-inconsistent")
+            if all(place is not None and place[0] and place[1:] == (row, slot) for slot, place in enumerate(places)):
+                wrong = {"wrong-tensor"}  # the token itself is of another block as well
+            if one.unseen:
+                wrong.add("cache-inconsistent")
+            elif one.empty:
+                wrong.add("mask-multiplied")
+            if wrong and not shown:
+                head = (
+                    int((one.sources % bank.heads != torch.arange(bank.heads)[:, None]).any(1).nonzero()[0])
+                    if "head-layout" in wrong
+                    else 0
+                )
+                shown = bank.words("keys", one.sources[head].tolist(), row, head)
+                if one.empty:
+                    shown += f"; the softmax runs over {one.empty} more, of zeros"
+                shown = f"token {token} of row {row} reads a cache in which {shown}"
+            kinds |= wrong
+        order = ("head-layout", "batch-dependent", "cache-inconsistent", "wrong-tensor", "mask-multiplied")
+        return next((Fault(id, "attn", shown) for id in order if id in kinds), None)
