@@ -16,6 +16,7 @@ from torch import Tensor
 from gpt2.port.diagnosis.hypotheses import ALLOWED, MASK_FAULTS, allowed
 from gpt2.port.diagnosis.scores import PAIRS, Layout
 from gpt2.port.diagnosis.search import Fault
+from gpt2.port.dump.fits.contents import changed, softmax
 from gpt2.port.dump.fits.observed import SHOWN, Fit, Observed, nice
 from gpt2.port.dump.fits.rounding import roundings
 from gpt2.port.dump.fits.slots import Slots
@@ -62,7 +63,7 @@ class Weights:
         self.slots = slots
 
     def fit(self, seen: Observed, rows: Tensor) -> Fit | None:
-        whole = (self._ones, self._times, self._heads, self._held, self._undivided)
+        whole = (self._ones, self._times, self._heads, self._held, self._changed, self._undivided)
         for family in (*whole, self._scored, self._each, self._replaced, self._rounded, self._free):
             self.in_time()
             if (fit := next(iter(family(seen, rows)), None)) is not None:
@@ -107,6 +108,12 @@ class Weights:
     def _held(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Keys of a cache whose slots hold others than they should."""
         yield from filter(None, [self.slots.fit(seen, rows)])
+
+    def _changed(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """Keys of a cache in fewer bits, or turned by their position."""
+        for fault, scores, _ in changed(*(Layout.RIGHT.split(y, self.heads) for y in (self.q, self.k))):
+            self.in_time()
+            yield from filter(None, [seen.fitted(softmax(scores * self.scale), rows, fault)])
 
     def _undivided(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Each query's weights times another number."""

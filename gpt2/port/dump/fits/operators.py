@@ -12,6 +12,7 @@ from gpt2.port.diagnosis.hypotheses import right_scale
 from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.fits.attention import Weights
+from gpt2.port.dump.fits.contents import Contents
 from gpt2.port.dump.fits.library import Library
 from gpt2.port.dump.fits.linear import Linear
 from gpt2.port.dump.fits.mixtures import Mixed
@@ -52,7 +53,10 @@ class Operators:
             weights = Weights(state["attn.q"], state["attn.k"], self.config.n_head, scale, keys, slots, self.library.in_time)
             return weights.fit(seen, rows)
         if stage == "attn.mixed":
-            if layer in self.slots and (fit := self.slots[layer].mixed(seen, rows)) is not None:
+            scale = right_scale(self.config, layer)
+            slots = self.slots.get(layer) or Slots(split(state["attn.q"]), self._bank(layer, state), scale, self.library.in_time)
+            held = Contents(slots, state["attn.weights"], split(state["attn.v"]))
+            if (fit := slots.mixed(seen, rows) or held.fit(seen, rows)) is not None:
                 return fit
             others = {"the keys": "attn.k", "the queries": "attn.q", "attention's inputs": "ln_1", "the streams": "x"}
             values = {words: split(state[name]) for words, name in others.items()}

@@ -49,7 +49,7 @@ def quantised(weight: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 
 def _back(back: Formula, groups: Tensor, bits: int, scheme: str, half: bool) -> Tensor:
-    return back(_integers(groups, bits, scheme, half))
+    return back(integers(groups, bits, scheme, half))
 
 
 def _grouped(weight: Tensor) -> Iterator[tuple[str, Tensor, Callable[[Tensor], Tensor]]]:
@@ -72,7 +72,7 @@ def _grouped(weight: Tensor) -> Iterator[tuple[str, Tensor, Callable[[Tensor], T
             yield f"a scale for each {size} {words}", padded, back
 
 
-def _integers(rows: Tensor, bits: int, scheme: str, half: bool) -> Tensor:
+def integers(rows: Tensor, bits: int, scheme: str, half: bool) -> Tensor:
     """Return rows (N, size) in integers of so many bits, each row with its scale; ``half``: which is stored in float16."""
     top = 2**bits - 1
     most = top // 2

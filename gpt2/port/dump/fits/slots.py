@@ -86,6 +86,9 @@ class Found:
     empty: int = 0
 
 
+Query = Callable[[Observed, int, int, dict[int, list[int]]], Found | None]
+
+
 class Slots:
     """Reads sources off recorded weights of queries ``q``; GPT-2's factor of the scores is ``scale``.
 
@@ -103,18 +106,12 @@ class Slots:
         batch, heads, tokens, _ = self.q.shape
         if batch * heads**2 * tokens * bank.zero > MOST:
             return None
-        found: dict[tuple[int, int], Found] = {}
-        for row in range(batch):
-            held: dict[int, list[int]] = {}  # the sources of each slot, by head, as the query before found them
-            for token in range(tokens):
-                self.in_time()
-                right = torch.tensor([self._whole(bank.number(row, slot)) for slot in range(token + 1)]).T
-                one = self._query(seen, row, token, held) if bool(rows[row, token]) else Found(right)
-                if one is None:
-                    return None
-                found[row, token] = one
-                held |= {slot: one.sources[:, slot].tolist() for slot in range(one.sources.shape[1])}
-        if (fault := self._fault(found, rows)) is None:
+        found = self._read(seen, rows, self._query, range(tokens)) or self._read(
+            seen, rows, self._apart, range(tokens - 1, -1, -1)
+        )
+        if found is None:
+            return None
+        if (fault := self.fault_of(found, rows, "keys")) is None:
             return None
         taken, value, slack = torch.zeros(batch, heads, tokens, (bank.zero + 1) * heads), seen.value * 0, seen.slack.clone()
         taken = taken.to(value)
@@ -132,6 +129,21 @@ class Slots:
         if fit is not None:
             self.taken, self.fault = taken, fault
         return fit
+
+    def _read(self, seen: Observed, rows: Tensor, way: Query, tokens: range) -> dict[tuple[int, int], Found] | None:
+        """Return what each query reads; None if some query cannot be explained."""
+        found: dict[tuple[int, int], Found] = {}
+        for row in range(self.bank.rows):
+            held: dict[int, list[int]] = {}  # the sources of each slot, by head, as the query before found them
+            for token in tokens:
+                self.in_time()
+                right = torch.tensor([self._whole(self.bank.number(row, slot)) for slot in range(token + 1)]).T
+                one = way(seen, row, token, held) if bool(rows[row, token]) else Found(right)
+                if one is None:
+                    return None
+                found[row, token] = one
+                held |= {slot: one.sources[:, slot].tolist() for slot in range(one.sources.shape[1])}
+        return found
 
     def mixed(self, seen: Observed, rows: Tensor) -> Fit | None:
         """Return the mixture of the values that belong to the keys that were found."""
@@ -177,6 +189,37 @@ class Slots:
                 return found
         return None
 
+    def _apart(self, seen: Observed, row: int, token: int, held: dict[int, list[int]]) -> Found | None:
+        """Return what a query reads if the heads' slots hold other tokens and heads of this block, each its own."""
+        weights = seen.value[row, :, token, : token + 1]
+        loose = 2 * (seen.slack[row, :, token, : token + 1] + seen.bound * seen.value.square().mean().sqrt())
+        if float((loose / weights.clamp(min=1e-300)).amin()) > 1 / CLEAR[-1]:
+            return None
+        every = self._scores(row, token)
+        some = [*range(self.bank.rows * self.bank.tokens * self.bank.heads), self.bank.zero * self.bank.heads]
+        out = []
+        for head in range(self.bank.heads):
+            scores, mine, error = every[head, some], weights[head], loose[head]
+            anchor = int(mine.argmax())
+            made = (scores + mine[anchor].log() - scores[:, None]).exp()[:, None]  # (anchor's sources, 1, sources)
+            fits = (made - mine[:, None]).abs() <= error[:, None] + made * float(error[anchor] / mine[anchor])
+            fits[:, anchor] = torch.eye(len(some), dtype=torch.bool)
+            whole = fits.any(-1).all(-1).nonzero().flatten().tolist()
+            known = [held[slot][head] if slot in held else -1 for slot in range(len(mine))]
+            best = max(whole, key=lambda one: self._agreed(fits[one], some, known)[0], default=None)
+            if best is None or (len(whole) > AMBIGUOUS and not any(self._agreed(fits[best], some, known)[1])):
+                return None
+            agreed, picked = self._agreed(fits[best], some, known)
+            out.append(
+                [held[slot][head] if same else some[int(fits[best, slot].int().argmax())] for slot, same in enumerate(picked)]
+            )
+        return Found(torch.tensor(out))
+
+    def _agreed(self, fits: Tensor, some: list[int], known: list[int]) -> tuple[int, list[bool]]:
+        """Return in how many slots, and in which, a source fits that is known from the query before."""
+        same = [source in some and bool(fits[slot, some.index(source)]) for slot, source in enumerate(known)]
+        return sum(same), same
+
     def _anchors(self, clear: Tensor, row: int, token: int, held: dict[int, list[int]]) -> Iterator[tuple[int, int]]:
         """Yield slots and what each may hold, from which the weights of the others are measured, the ``clear`` ones first."""
         own, heads, slots = self.bank.number(row, token), self.bank.heads, len(clear)
@@ -221,18 +264,7 @@ class Slots:
             if (one is not None and (len(mine) <= AMBIGUOUS or one in likely[:2])) or 0 < len(mine) <= AMBIGUOUS:
                 out.append(self._whole(mine[0] if one is None else one))
                 continue
-            if mine or float(self.bank.unit.max()) > 0:
-                return None
-            own = self.bank.rows * self.bank.tokens * heads  # each head's on its own, from this block
-            each = [fits[head, place, :own].nonzero().flatten().tolist() for head in range(heads)]
-            empty = (self.bank.zero * heads + every).tolist()
-            each = [
-                [*some, one] if bool(fits[head, place, one]) else some
-                for head, (some, one) in enumerate(zip(each, empty, strict=True))
-            ]
-            if not all(0 < len(some) <= AMBIGUOUS or (before and before[head] in some) for head, some in enumerate(each)):
-                return None
-            out.append([before[h] if before and before[h] in some else some[0] for h, some in enumerate(each)])
+            return None
         return torch.tensor(out).T
 
     def _unseen(self, weights: Tensor, loose: Tensor, scores: Tensor, sources: Tensor, at: tuple[int, int]) -> Found | None:
@@ -257,7 +289,7 @@ class Slots:
                 return Found(sources, tuple(some), count)
         return None
 
-    def _fault(self, found: dict[tuple[int, int], Found], rows: Tensor) -> Fault | None:
+    def fault_of(self, found: dict[tuple[int, int], Found], rows: Tensor, kind: str) -> Fault | None:
         """Return what is wrong with what the queries read; None if nothing is."""
         bank, kinds, shown = self.bank, set[str](), ""
         for (row, token), one in found.items():
@@ -282,7 +314,7 @@ class Slots:
                     if "head-layout" in wrong
                     else 0
                 )
-                shown = bank.words("keys", one.sources[head].tolist(), row, head)
+                shown = bank.words(kind, one.sources[head].tolist(), row, head)
                 if one.empty:
                     shown += f"; the softmax runs over {one.empty} more, of zeros"
                 shown = f"token {token} of row {row} reads a cache in which {shown}"
