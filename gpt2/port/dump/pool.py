@@ -74,13 +74,26 @@ class DumpPool(Pool):
     @contextmanager
     def narrowed(self) -> Iterator[None]:
         """Allow from one recorded value to the next only what right programs were seen to need."""
-        whole, stages = self.tolerance, {part: NARROWED * error for part, error in self.tolerance.stages.items()}
-        self.tolerance = replace(whole, stages=stages)
-        self._bound = self.tolerance.stage
+        with self.kept():
+            self._allow({part: NARROWED * error for part, error in self.tolerance.stages.items()})
+            yield
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Bring the tolerance back at the end."""
+        whole = self.tolerance
         try:
             yield
         finally:
             self.tolerance, self._bound = whole, whole.stage
+
+    def loosen(self, least: float) -> None:
+        """Allow ``least`` at each stage from now on: what is computed from arrays of a narrow dtype is not exact."""
+        self._allow({part: max(error, least) for part, error in self.tolerance.stages.items()})
+
+    def _allow(self, stages: dict[str, float]) -> None:
+        self.tolerance = replace(self.tolerance, stages=stages)
+        self._bound = self.tolerance.stage
 
     def tolerance_at(self, place: str) -> float:
         """Return the allowed relative error of a stage's value, from exact inputs."""

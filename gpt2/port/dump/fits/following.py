@@ -67,7 +67,7 @@ class Following:
 
     def run(self) -> Followed:
         explained = False
-        with suppress(TimeUp):
+        with suppress(TimeUp), self.pool.kept():
             explained = self._follow()
         return Followed(tuple(self._causes(explained)), explained, self.first)
 

@@ -22,6 +22,7 @@ from gpt2.port.dump.fits.recorded import Arrays
 from gpt2.port.dump.fits.slots import Bank, Slots
 from gpt2.port.dump.fits.wiring import activation_fit, sum_fit
 from gpt2.port.dump.simulation import NEEDS, Simulation, State
+from gpt2.port.dump.tolerance import SLACK
 
 
 class Operators:
@@ -51,7 +52,10 @@ class Operators:
             scale = right_scale(self.config, layer)
             slots = self.slots[layer] = Slots(split(state["attn.q"]), self._bank(layer, state), scale, self.library.in_time)
             weights = Weights(state["attn.q"], state["attn.k"], self.config.n_head, scale, keys, slots, self.library.in_time)
-            return weights.fit(seen, rows)
+            fit = weights.fit(seen, rows)
+            if fit is not None and (unit := slots.unit()):
+                self.arrays.pool.loosen(SLACK * unit)
+            return fit
         if stage == "attn.mixed":
             scale = right_scale(self.config, layer)
             slots = self.slots.get(layer) or Slots(split(state["attn.q"]), self._bank(layer, state), scale, self.library.in_time)

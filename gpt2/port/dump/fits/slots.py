@@ -98,6 +98,7 @@ class Slots:
     def __init__(self, q: Tensor, bank: Bank, scale: float, in_time: Callable[[], None]) -> None:
         self.q, self.bank, self.scale, self.in_time = q, bank, scale, in_time
         self.taken: Tensor | None = None
+        self.inexact = torch.zeros(1, dtype=q.dtype)  # (B, H, T, 1), the relative error of these weights
         self.fault: Fault | None = None
 
     def fit(self, seen: Observed, rows: Tensor) -> Fit | None:
@@ -113,7 +114,11 @@ class Slots:
             return None
         if (fault := self.fault_of(found, rows, "keys")) is None:
             return None
-        taken, value, slack = torch.zeros(batch, heads, tokens, (bank.zero + 1) * heads), seen.value * 0, seen.slack.clone()
+        taken, value, inexact = (
+            torch.zeros(batch, heads, tokens, (bank.zero + 1) * heads),
+            seen.value * 0,
+            seen.value[..., :1] * 0,
+        )
         taken = taken.to(value)
         for (row, token), one in found.items():
             scores = self._scores(row, token)
@@ -124,10 +129,10 @@ class Slots:
             taken[row, :, token].scatter_add_(1, sources, some[:, : sources.shape[1]])
             count = min(one.sources.shape[1], value.shape[-1])
             value[row, :, token, :count] = some[:, :count]
-            slack[row, :, token] += 2 * value[row, :, token] * loose.gather(1, sources).amax(1, keepdim=True)
-        fit = replace(seen, slack=slack).fitted(value, rows, fault)
+            inexact[row, :, token] = 2 * loose.gather(1, sources).amax(1, keepdim=True)
+        fit = replace(seen, slack=seen.slack + inexact * value).fitted(value, rows, fault)
         if fit is not None:
-            self.taken, self.fault = taken, fault
+            self.taken, self.inexact, self.fault = taken, inexact, fault
         return fit
 
     def _read(self, seen: Observed, rows: Tensor, way: Query, tokens: range) -> dict[tuple[int, int], Found] | None:
@@ -145,19 +150,21 @@ class Slots:
                 held |= {slot: one.sources[:, slot].tolist() for slot in range(one.sources.shape[1])}
         return found
 
+    def unit(self) -> float:
+        """Return the largest rounding of the vectors that were found."""
+        if self.taken is None:
+            return 0.0
+        used = (self.taken > 0).flatten(0, 2).any(0).unflatten(0, (-1, self.bank.heads)).any(1)
+        return float(self.bank.unit[used].max())
+
     def mixed(self, seen: Observed, rows: Tensor) -> Fit | None:
         """Return the mixture of the values that belong to the keys that were found."""
         if self.taken is None or self.fault is None:
             return None
         values = self.bank.values.flatten(0, 1)
         unit = self.bank.unit.repeat_interleave(self.bank.heads)[:, None]
-        slack = seen.slack + 2 * self.taken @ (unit * values.abs()) + self._inexact(seen)
+        slack = seen.slack + 2 * self.taken @ (unit * values.abs()) + self.inexact * (self.taken @ values.abs())
         return replace(seen, slack=slack).fitted(self.taken @ values, rows, self.fault)
-
-    def _inexact(self, seen: Observed) -> Tensor:
-        """Return what the rounding of keys does to a mixture."""
-        unit = float(self.bank.unit.max())
-        return 4 * unit * seen.value.abs().amax() * torch.ones_like(seen.value)
 
     def _whole(self, number: int) -> list[int]:
         """Return the sources of a vector, of all heads."""
@@ -181,11 +188,14 @@ class Slots:
         if not visible or visible[-1] + 1 != len(visible):  # slots in front, without gaps
             return None
         weights, loose = weights[:, : len(visible)], loose[:, : len(visible)]
-        scores, inexact = self._scores(row, token), self._loose(row, token)
+        every = self._scores(row, token)
+        index = torch.arange(self.bank.zero + 1) * self.bank.heads + torch.arange(self.bank.heads)[:, None]  # head with head
+        scores, inexact = every.gather(1, index), self._loose(row, token).gather(1, index)
         clear = (weights / loose).amin(0)
         for slot, number in self._anchors(clear, row, token, held):
+            self.in_time()
             sources = self._sources(weights, loose, scores, inexact, slot, number, (row, token), held)
-            if sources is not None and (found := self._unseen(weights, loose, scores, sources, (row, token))) is not None:
+            if sources is not None and (found := self._unseen(weights, loose, every, sources, (row, token))) is not None:
                 return found
         return None
 
@@ -243,15 +253,13 @@ class Slots:
         at: tuple[int, int],
         held: dict[int, list[int]],
     ) -> Tensor | None:
-        """Return the sources (H, S) if ``slot`` holds vector ``number`` and each other slot some vector; else None."""
-        heads, every = self.bank.heads, torch.arange(self.bank.heads)
-        anchor = number * heads + every
-        level = weights[:, slot].log() - scores[every, anchor]
-        error = loose[:, slot] / weights[:, slot] + inexact[every, anchor]
-        made = (scores + level[:, None]).exp()  # (H, sources)
+        """Return the sources (H, S) if ``slot`` holds vector ``number`` and each other slot some vector; ``scores`` (H, N)."""
+        heads = self.bank.heads
+        level = weights[:, slot].log() - scores[:, number]
+        error = loose[:, slot] / weights[:, slot] + inexact[:, number]
+        made = (scores + level[:, None]).exp()  # (H, N)
         allowed = loose[:, :, None] + made[:, None] * (error[:, None, None] + inexact[:, None])
-        fits = (made[:, None] - weights[:, :, None]).abs() <= allowed  # (H, S, sources)
-        same = torch.diagonal(fits.unflatten(2, (-1, heads)), dim1=0, dim2=3).all(-1)  # (S, vectors): head with head
+        same = ((made[:, None] - weights[:, :, None]).abs() <= allowed).all(0)  # (S, N)
         row, token = at
         out = []
         for place in range(weights.shape[1]):
