@@ -15,6 +15,7 @@ from gpt2.port.dump.fits.linear import Linear
 from gpt2.port.dump.fits.mixtures import Mixed
 from gpt2.port.dump.fits.normalising import Norm
 from gpt2.port.dump.fits.observed import Observed, distinct, laid
+from gpt2.port.dump.fits.slots import Bank, Slots
 from gpt2.port.dump.fits.wiring import activation_fit, embedding_fit
 
 MODEL = checkpoint()
@@ -73,6 +74,12 @@ def test_one_token_shows_no_factor_for_each_feature_of_its_position() -> None:
     assert embedding_fit(observed(wte[ids] + places), ids, wte, wpe, every(1, 4)) is not None  # control
 
 
+def weights_of(q: torch.Tensor, k: torch.Tensor, heads: int) -> Weights:
+    by_heads = [y.unflatten(-1, (heads, -1)).transpose(1, 2) for y in (q, k)]
+    slots = Slots(by_heads[0], Bank(by_heads[1:], by_heads[1:], [0], [0.0]), 0.7, in_time)
+    return Weights(q, k, heads, 0.7, {}, slots, in_time)
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 @pytest.mark.parametrize("heads", [1, 3])
 def test_attention_weights_of_few_tokens_are_not_explained_by_as_many_numbers(tokens: int, heads: int) -> None:
@@ -82,7 +89,7 @@ def test_attention_weights_of_few_tokens_are_not_explained_by_as_many_numbers(to
     weights = random(1, heads, tokens, tokens, seed=2).masked_fill(future, -torch.inf).softmax(-1)
     weights = weights * 0.9 if tokens == 1 else weights
     seen = observed(weights, torch.ones(tokens, tokens).double().tril().expand_as(weights) / torch.arange(1, tokens + 1)[:, None])
-    fit = Weights(q, k, heads, 0.7, {}, in_time).fit(seen, seen.wrong_rows())
+    fit = weights_of(q, k, heads).fit(seen, seen.wrong_rows())
     assert fit is None, fit.faults
 
 
@@ -91,7 +98,7 @@ def test_a_factor_of_the_scores_is_read_off_a_few_more() -> None:
     q, k = random(1, 4, 6), random(1, 4, 6, seed=1)
     scores = (q[:, None] @ k[:, None].mT).masked_fill(torch.ones(4, 4, dtype=torch.bool).triu(1), -torch.inf)
     seen = observed((0.31 * scores).softmax(-1), (0.7 * scores).softmax(-1))
-    fit = Weights(q, k, 1, 0.7, {}, in_time).fit(seen, seen.wrong_rows())
+    fit = weights_of(q, k, 1).fit(seen, seen.wrong_rows())
     assert fit is not None
     assert "multiplied by 0.31" in fit.faults[0].detail
 

@@ -46,7 +46,7 @@ class Compared(NamedTuple):
 class Weights:
     """Attention weights as a program computes them from ``q``, ``k`` (B, T, D); GPT-2's factor of the scores is ``scale``.
 
-    ``others``: further keys (B, T, D), in words. ``slots``: what a cache may hold. ``in_time`` raises TimeUp behind the limit of time.
+    ``others``: further keys (B, T, D), in words. ``slots``: what a cache may hold. ``in_time`` raises TimeUp behind the limit.
     """
 
     def __init__(

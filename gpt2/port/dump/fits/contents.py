@@ -22,6 +22,8 @@ SHIFTS = (0, -1, 1, -2, 2)  # tokens between a slot and what it holds
 BASES = (1e4, 5e5, 1e5, 1e6)
 MOST_EMPTY = 2**17  # slots
 REPLACED = 4  # slots of one query, and one
+LIKE = 0.3  # the least cosine with GPT-2's mixture, which the prompt has
+MOST_MOVED = 2**20  # numbers of all keys, times the blocks
 NEAR = 4  # times the bound: one query that is worth a comparison of all
 
 
@@ -87,6 +89,8 @@ class Contents:
         self.slots, self.bank, self.weights, self.v = slots, slots.bank, weights, v
 
     def fit(self, seen: Observed, rows: Tensor) -> Fit | None:
+        if float(torch.cosine_similarity(seen.value.flatten(), seen.right.flatten(), 0)) < LIKE:
+            return None
         for family in (self._stored, self._emptied, self._followed, self._moved):
             self.slots.in_time()
             if (fit := next(iter(family(seen, rows)), None)) is not None:
@@ -226,9 +230,14 @@ class Contents:
         return ["none", "past", "prompt", "steps", "own", "before", "last of the prompt", "first", "whole", "more"]
 
     def _holdings(self) -> list[tuple[str, int, int, int]]:
-        """Return what slots of a region may hold: a kind, an array, a row and a shift; the row counts from the query's, or is one less than zero less the row."""
-        rows = self.bank.rows
-        every = [("other", *one) for one in product(range(len(self.bank.blocks)), range(-rows, rows), SHIFTS)]
+        """Return what slots of a region may hold: a kind, an array, a row and a shift.
+
+        A row of 0 or more counts from the query's; -1 is row 0 for all queries, -2 is row 1.
+        """
+        rows, blocks = self.bank.rows, len(self.bank.blocks)
+        if self.bank.values.numel() * blocks > MOST_MOVED:  # a large model: this block alone
+            blocks = 1
+        every = [("other", *one) for one in product(range(blocks), range(-rows if rows > 1 else 0, rows), SHIFTS)]
         return [(kind, 0, 0, 0) for kind in ("zero", "hidden", "own", "last of the prompt")] + every
 
     def _source(self, kind: tuple[str, tuple[str, int, int, int]], row: int, token: int, prompt: int) -> Tensor:

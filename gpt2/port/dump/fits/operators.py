@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class Operators:
         self.simulation, self.config, self.library, self.arrays = simulation, simulation.config, library, arrays
         self.earlier: list[State] = []
         self.slots: dict[int, Slots] = {}  # by block
+        self.later: dict[int, tuple[Tensor, Tensor, float] | None] = {}
 
     def fit(self, layer: int, stage: str, state: State, seen: Observed, rows: Tensor) -> Fit | None:
         """Return what ``stage`` computes from those in ``state`` to give ``seen`` at ``rows`` (B, T); None if nothing fits."""
@@ -58,7 +60,9 @@ class Operators:
             return fit
         if stage == "attn.mixed":
             scale = right_scale(self.config, layer)
-            slots = self.slots.get(layer) or Slots(split(state["attn.q"]), self._bank(layer, state), scale, self.library.in_time)
+            slots = self.slots.get(layer)
+            if slots is None or slots.taken is None:
+                slots = Slots(split(state["attn.q"]), self._bank(layer, state), scale, self.library.in_time)
             held = Contents(slots, state["attn.weights"], split(state["attn.v"]))
             if (fit := slots.mixed(seen, rows) or held.fit(seen, rows)) is not None:
                 return fit
@@ -124,24 +128,24 @@ class Operators:
         return None
 
     def _bank(self, layer: int, state: State) -> Bank:
-        """Return the keys and values of all blocks, this block's first: later ones are the recorded arrays that are most like GPT-2's."""
-        keys, values, blocks, units = [self._split(state["attn.k"])], [self._split(state["attn.v"])], [layer], [0.0]
-        right: State | None = None
-        for n in range(self.config.n_layer):
-            if n < len(self.earlier):
-                pair, unit = (self.earlier[n]["attn.k"], self.earlier[n]["attn.v"]), 0.0
-            elif n > layer:
-                right = self.simulation.trace(self.simulation.base) if right is None else right
-                found = [self.arrays.likest(stage, right[point_at(n, stage)]) for stage in ("attn.k", "attn.v")]
-                if None in found:
-                    continue
-                (key, one), (value, other) = found
-                pair, unit = (key, value), max(one, other)
-            else:
-                continue
-            keys, values = [*keys, self._split(pair[0])], [*values, self._split(pair[1])]
-            blocks, units = [*blocks, n], [*units, unit]
-        return Bank(keys, values, blocks, units)
+        """Return the keys and values of all blocks that are known or recorded, this block's first."""
+        found = {layer: (state["attn.k"], state["attn.v"], 0.0)}
+        found |= {n: (one["attn.k"], one["attn.v"], 0.0) for n, one in enumerate(self.earlier)}
+        found |= {n: one for n in range(layer + 1, self.config.n_layer) if (one := self._later(n)) is not None}
+        keys, values, units = zip(*found.values(), strict=True)
+        return Bank([*map(self._split, keys)], [*map(self._split, values)], [*found], units)
+
+    def _later(self, layer: int) -> tuple[Tensor, Tensor, float] | None:
+        """Return the recorded arrays that are most like GPT-2's keys and values in a later block, and their rounding."""
+        if layer not in self.later:
+            keys, values = (self.arrays.likest(one, self.right[point_at(layer, one)]) for one in ("attn.k", "attn.v"))
+            self.later[layer] = None if keys is None or values is None else (keys[0], values[0], max(keys[1], values[1]))
+        return self.later[layer]
+
+    @cached_property
+    def right(self) -> State:
+        """GPT-2's own values at all points."""
+        return self.simulation.trace(self.simulation.base)
 
     def _split(self, y: Tensor) -> Tensor:
         return Layout.RIGHT.split(y, self.config.n_head)

@@ -57,19 +57,22 @@ def _grouped(weight: Tensor) -> Iterator[tuple[str, Tensor, Callable[[Tensor], T
     yield "one scale for all", weight.reshape(1, -1), lambda x: x.view(weight.shape)
     yield "a scale for each column", weight.T, lambda x: x.T
     yield "a scale for each row", weight, lambda x: x
-    for size in GROUPS:
-        for words, one in (("along rows", weight), ("along columns", weight.T)):
-            flat = one.flatten()
-            missing = -len(flat) % size
-            if size >= len(flat):
-                continue
-            padded = torch.cat([flat, flat.new_zeros(missing)]).view(-1, size)
+    for size, (words, one), anew in itertools.product(
+        GROUPS, (("along rows", weight), ("along columns", weight.T)), (False, True)
+    ):
+        rows = one if anew else one.reshape(1, -1)  # in the file's order, or beginning anew with each row
+        length = rows.shape[1]
+        if size >= length or (anew and length % size == 0):
+            continue
+        padded = torch.nn.functional.pad(rows, (0, -length % size)).reshape(-1, size)
+        back = partial(_ungrouped, len(rows), length, one.shape, words == "along columns")
+        yield f"a scale for each {size} {words}{', anew in each' if anew else ''}", padded, back
 
-            def back(x: Tensor, shape: torch.Size = one.shape, turned: bool = words == "along columns") -> Tensor:
-                flat = x.flatten()[: shape.numel()].view(shape)
-                return flat.T if turned else flat
 
-            yield f"a scale for each {size} {words}", padded, back
+def _ungrouped(count: int, length: int, shape: torch.Size, turned: bool, x: Tensor) -> Tensor:
+    """Return groups as the weight that they were made of: ``count`` rows of ``length`` each, cut into ``shape``."""
+    flat = x.reshape(count, -1)[:, :length].reshape(shape)
+    return flat.T if turned else flat
 
 
 def integers(rows: Tensor, bits: int, scheme: str, half: bool) -> Tensor:

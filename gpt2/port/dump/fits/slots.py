@@ -219,7 +219,7 @@ class Slots:
             best = max(whole, key=lambda one: self._agreed(fits[one], some, known)[0], default=None)
             if best is None or (len(whole) > AMBIGUOUS and not any(self._agreed(fits[best], some, known)[1])):
                 return None
-            agreed, picked = self._agreed(fits[best], some, known)
+            picked = self._agreed(fits[best], some, known)[1]
             out.append(
                 [held[slot][head] if same else some[int(fits[best, slot].int().argmax())] for slot, same in enumerate(picked)]
             )
