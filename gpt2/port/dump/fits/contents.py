@@ -91,7 +91,8 @@ class Contents:
     def fit(self, seen: Observed, rows: Tensor) -> Fit | None:
         if float(torch.cosine_similarity(seen.value.flatten(), seen.right.flatten(), 0)) < LIKE:
             return None
-        for family in (self._stored, self._emptied, self._followed, self._moved):
+        moved = () if bool(rows.all()) else (self._followed, self._moved)  # the first token of a cache is right
+        for family in (self._stored, self._emptied, *moved):
             self.slots.in_time()
             if (fit := next(iter(family(seen, rows)), None)) is not None:
                 return fit
@@ -112,9 +113,9 @@ class Contents:
             self.slots.in_time()
             weights, words = softmax(scores * self.slots.scale), fault.detail.partition(" are ")[2].partition(", except")[0]
             both = replace(fault, detail=f"values as well: {fault.detail}")
-            for one, value in ((fault, self.v), (both, values.get(words))):
-                if value is not None:
-                    yield from filter(None, [seen.fitted(weights @ value, rows, one)])
+            yield from filter(None, [seen.fitted(weights @ self.v, rows, fault)])
+            if words in values:
+                yield from filter(None, [seen.fitted(weights @ values[words], rows, both)])
 
     def _emptied(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """A softmax that runs over slots of zeros as well: so many that each head's mixture is as much smaller as it is."""

@@ -60,9 +60,9 @@ class Operators:
             return fit
         if stage == "attn.mixed":
             scale = right_scale(self.config, layer)
-            slots = self.slots.get(layer)
-            if slots is None or slots.taken is None:
-                slots = Slots(split(state["attn.q"]), self._bank(layer, state), scale, self.library.in_time)
+            slots = Slots(split(state["attn.q"]), self._bank(layer, state), scale, self.library.in_time)
+            if layer in self.slots and self.slots[layer].taken is not None:
+                slots = self.slots[layer]
             held = Contents(slots, state["attn.weights"], split(state["attn.v"]))
             if (fit := slots.mixed(seen, rows) or held.fit(seen, rows)) is not None:
                 return fit

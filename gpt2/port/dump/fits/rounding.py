@@ -12,6 +12,7 @@ from torch import Tensor
 from gpt2.port.diagnosis.search import Formula
 
 SCHEMES = ("symmetric", "symmetric, by a power of two", "by the largest", "with a least value", "with a zero point")
+ANEW = ", anew in each"  # groups of 32, as in Q8_0, where a row is no multiple of them
 GROUPS = (32, 64, 128, 16, 256)
 MANTISSAS = {7: "bfloat16", 10: "float16 or TF32", 3: "float8, e4m3", 2: "float8, e5m2"}
 
@@ -42,7 +43,7 @@ def quantised(weight: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     for words, rounded in roundings():
         yield f"rounded {words}", partial(rounded, weight)
     for where, groups, back in _grouped(weight):
-        for bits in (4, 8, 5, 6, 3, 2, 7):
+        for bits in (8, 4) if ANEW in where else (4, 8, 5, 6, 3, 2, 7):
             for words, half in itertools.product(SCHEMES, (False, True)):
                 kind = ", scales in float16" if half else ""
                 yield f"in {bits} bits, {words}{kind}, {where}", partial(_back, back, groups, bits, words, half)
@@ -62,11 +63,11 @@ def _grouped(weight: Tensor) -> Iterator[tuple[str, Tensor, Callable[[Tensor], T
     ):
         rows = one if anew else one.reshape(1, -1)  # in the file's order, or beginning anew with each row
         length = rows.shape[1]
-        if size >= length or (anew and length % size == 0):
+        if size >= length or (anew and (length % size == 0 or size != GROUPS[0])):
             continue
         padded = torch.nn.functional.pad(rows, (0, -length % size)).reshape(-1, size)
         back = partial(_ungrouped, len(rows), length, one.shape, words == "along columns")
-        yield f"a scale for each {size} {words}{', anew in each' if anew else ''}", padded, back
+        yield f"a scale for each {size} {words}{ANEW if anew else ''}", padded, back
 
 
 def _ungrouped(count: int, length: int, shape: torch.Size, turned: bool, x: Tensor) -> Tensor:
