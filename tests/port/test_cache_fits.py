@@ -11,9 +11,10 @@ from support.programs import caching
 from support.programs.second import Bed, Shape
 
 import gpt2
+from gpt2.port.dump.fits.bank import Bank
 from gpt2.port.dump.fits.observed import Observed
 from gpt2.port.dump.fits.rounding import integers, quantised
-from gpt2.port.dump.fits.slots import Bank, Slots
+from gpt2.port.dump.fits.slots import Slots
 
 SHAPE = Shape(3, 24, 3, 61, 30, 9, 21)
 QUICK = ("rows share", "read before written")

@@ -10,12 +10,13 @@ import torch
 from port.test_walk import checkpoint
 
 from gpt2.port.dump.fits.attention import Weights
+from gpt2.port.dump.fits.bank import Bank
 from gpt2.port.dump.fits.library import Library, place_of
 from gpt2.port.dump.fits.linear import Linear
 from gpt2.port.dump.fits.mixtures import Mixed
 from gpt2.port.dump.fits.normalising import Norm
 from gpt2.port.dump.fits.observed import Observed, distinct, laid
-from gpt2.port.dump.fits.slots import Bank, Slots
+from gpt2.port.dump.fits.slots import Slots
 from gpt2.port.dump.fits.wiring import activation_fit, embedding_fit
 
 MODEL = checkpoint()

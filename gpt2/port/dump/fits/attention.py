@@ -25,7 +25,6 @@ CLEAR = 100.0  # times the rounding of a weight: those whose logarithm is fitted
 LEAST = 1e-4  # the least weight whose logarithm is fitted
 LEAST_SEEN = 4  # differences of scores that show a factor
 LEAST_WEIGHTS = 12  # that show that there is no softmax
-MOST = 2**24  # numbers that are computed at once, to try each token's key or value in place of each other's
 
 
 def _softmax(scores: Tensor, seen: Tensor, axis: int = -1) -> Tensor:
@@ -64,7 +63,7 @@ class Weights:
 
     def fit(self, seen: Observed, rows: Tensor) -> Fit | None:
         whole = (self._ones, self._times, self._heads, self._held, self._changed, self._undivided)
-        for family in (*whole, self._scored, self._each, self._replaced, self._rounded, self._free):
+        for family in (*whole, self._scored, self._each, self._rounded, self._free):
             self.in_time()
             if (fit := next(iter(family(seen, rows)), None)) is not None:
                 return fit
@@ -169,9 +168,6 @@ class Weights:
             yield (q @ keys.mT) * written, (Fault("head-layout", "attn", f"keys are {words}"),)
         for words, keys in self.others.items():
             yield q @ Layout.RIGHT.split(keys, heads).mT, (Fault("wrong-tensor", "attn", f"queries are compared with {words}"),)
-            past = torch.where(torch.eye(len(tokens), dtype=torch.bool), q @ k.mT, q @ Layout.RIGHT.split(keys, heads).mT)
-            words = f"queries are compared with {words}, except for the key of their own token"
-            yield past, (Fault("cache-inconsistent", "attn", words),)
 
     def _scored(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """A softmax of other scores, with another factor or another mask: logarithms of weights are scores, up to a constant."""
@@ -267,26 +263,6 @@ class Weights:
         shown = ", ".join(f"{float(one):.4g}" for one in factors[:SHOWN])
         words = f"each head multiplies its scores by another factor: {shown} times GPT-2's"
         yield from filter(None, [seen.fitted(value, rows, Fault("head-layout", "attn", words))])
-
-    def _replaced(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
-        """The key of one token in place of another's, for each query its own."""
-        scores, value, shown = self._scores() * self.scale, seen.right.clone(), list[str]()
-        if self.heads * scores.shape[-1] ** 3 > MOST:
-            return
-        for row, token in rows.nonzero().tolist():
-            self.in_time()
-            mine = scores[row, :, token]  # (H, S)
-            tokens = mine.shape[-1]
-            made = mine[:, None, None].expand(-1, tokens, tokens, -1).clone()  # (H, replaced, by, S)
-            at = torch.arange(tokens)
-            made[:, at, :, at] = mine.expand(tokens, -1, -1)
-            made = _softmax(made, (seen.value[row, 0, token] > 0).expand_as(made))
-            errors = (made - seen.value[row, :, token][:, None, None]).square().sum((0, -1))
-            one, other = divmod(int(errors.argmin()), tokens)
-            value[row, :, token] = made[:, one, other]
-            shown = shown or [f"query {token} is compared with the key of token {other} for that of token {one}"]
-        words = f"a key is that of another token: {'; '.join(shown)}"
-        yield from filter(None, [seen.fitted(value, rows, Fault("cache-inconsistent", "attn", words))])
 
     def _rounded(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         visible = allowed("right", seen.value)

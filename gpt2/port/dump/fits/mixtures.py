@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpt2.port.diagnosis.hypotheses import ALLOWED, allowed
 from gpt2.port.diagnosis.search import Fault
-from gpt2.port.dump.fits.attention import MOST, slots
+from gpt2.port.dump.fits.attention import slots
 from gpt2.port.dump.fits.library import permutation
 from gpt2.port.dump.fits.observed import Fit, Observed, combined, nice
 
@@ -27,7 +27,7 @@ class Mixed:
         self.weights, self.v, self.others, self.in_time = weights, v, others, in_time
 
     def fit(self, seen: Observed, rows: Tensor) -> Fit | None:
-        for family in (self._others, self._columns, self._tokens, self._left_out, self._replaced):
+        for family in (self._others, self._columns, self._tokens, self._left_out):
             self.in_time()
             if (fit := next(iter(family(seen, rows)), None)) is not None:
                 return fit
@@ -109,23 +109,6 @@ class Mixed:
             shown = shown or [f"token {token}: {', '.join(f'{float(f):.4g}' for f in exact)}"]
         words = f"the terms of the sum over the values have other factors ({'; '.join(shown)})"
         yield from filter(None, [seen.fitted(value, rows, Fault("mask-multiplied", "attn", words))])
-
-    def _replaced(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
-        """The value of one token in place of another's, for each query its own."""
-        value, shown = seen.right.clone(), list[str]()
-        if self.v[0].numel() * self.v.shape[2] > MOST:
-            return
-        for row, token in rows.nonzero().tolist():
-            self.in_time()
-            w, v = self.weights[row, :, token], self.v[row]  # (H, S), (H, S, K)
-            changes = w[:, :, None, None] * (v[:, None] - v[:, :, None])  # (H, replaced, by, K)
-            missing = (seen.value - seen.right)[row, :, token]
-            errors = (changes - missing[:, None, None]).square().sum((0, -1))
-            one, other = divmod(int(errors.argmin()), v.shape[1])
-            value[row, :, token] += changes[:, one, other]
-            shown = shown or [f"query {token} takes the value of token {other} for that of token {one}"]
-        words = f"a value is that of another token: {'; '.join(shown)}"
-        yield from filter(None, [seen.fitted(value, rows, Fault("cache-inconsistent", "attn", words))])
 
 
 def _flat(seen: Observed) -> Observed:

@@ -13,6 +13,7 @@ from gpt2.port.diagnosis.hypotheses import right_scale
 from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.fits.attention import Weights
+from gpt2.port.dump.fits.bank import Bank
 from gpt2.port.dump.fits.contents import Contents
 from gpt2.port.dump.fits.library import Library
 from gpt2.port.dump.fits.linear import Linear
@@ -20,7 +21,7 @@ from gpt2.port.dump.fits.mixtures import Mixed
 from gpt2.port.dump.fits.normalising import Norm
 from gpt2.port.dump.fits.observed import Fit, Observed
 from gpt2.port.dump.fits.recorded import Arrays
-from gpt2.port.dump.fits.slots import Bank, Slots
+from gpt2.port.dump.fits.slots import Slots
 from gpt2.port.dump.fits.wiring import activation_fit, sum_fit
 from gpt2.port.dump.simulation import NEEDS, Simulation, State
 from gpt2.port.dump.tolerance import SLACK
