@@ -91,7 +91,7 @@ def run(bed: Bed, fault: str | None, dtype: str = "float64", weights_too: bool =
             for x in (read_k, read_v):
                 x[:, :PROMPT] = x[::-1, :PROMPT]
         if fault == "heads first, read heads last":
-            read_k = read_k[:, :room].swapaxes(1, 2).reshape(batch, room, heads, size)
+            read_k = read_k.swapaxes(1, 2).reshape(batch, 2 * room, heads, size)
         seen = first + np.arange(count)[:, None] >= np.arange(2 * room) - past
         scores = np.einsum("bthk,bshk->bhts", q, read_k) / np.sqrt(size)
         if fault == "room for 14":
