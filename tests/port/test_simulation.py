@@ -119,7 +119,7 @@ def test_a_fault_that_the_last_token_makes_is_ranked_on_all_tokens(model: GPT2, 
     with torch.no_grad():
         sieve = Sieve(simulation, Span(0, CONFIG.n_layer, "logits", None, model(ids)))
     sieve.small = False
-    tokens = {one.label: sieve.lens(Candidate(((one, None),))).simulation.ids.shape[1] for one in outside_variants()}
+    tokens = {one.label: sieve.lens(Candidate(((one, None),))).simulation.ids.shape[1] for one in outside_variants(simulation)}
     assert (tokens["tokens late the last token's id"], tokens["tokens late id 0"]) == (7, 4)
 
 

@@ -46,7 +46,9 @@ class Batches:
         for number in numbers:
             if "embed" in programs[number].outside:
                 streams[number] = programs[number].outside["embed"]({}).to(self.simulation.dtype)
-        natural = [number for number in numbers if programs[number].order is None]
+        ran = [number for number in numbers if programs[number].run or self.simulation.base.run]
+        streams |= {number: self.simulation.ran(programs[number]) for number in ran}
+        natural = [number for number in numbers if programs[number].order is None and number not in ran]
         shared = self.simulation if start is None else _From(self.simulation, first, start)
         for layer in range(first, last):
             edited = [number for number in natural if programs[number].blocks.get(layer)]

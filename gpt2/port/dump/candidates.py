@@ -9,9 +9,12 @@ from functools import cached_property
 from gpt2.port.diagnosis.places import Place, collapsed
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.diagnosis.trail import post_norms, sequence_faults
+from gpt2.port.dump.attention_variants import attention_variants
 from gpt2.port.dump.faults import SHIFTS, block_variants, embedding_variants, norm_variants
 from gpt2.port.dump.misloading import loading_variants
-from gpt2.port.dump.misloading_outside import outside_variants, rounded_outside
+from gpt2.port.dump.misloading_outside import end_variants, outside_variants, rounded_outside
+from gpt2.port.dump.narrowing import narrow_variants, quantised_variants
+from gpt2.port.dump.runs import run_variants
 from gpt2.port.dump.simulation import Program, Simulation, Stage, Stages
 from gpt2.port.dump.variants import Variant, late
 
@@ -75,9 +78,10 @@ class Candidate:
             if target.keys() & stages.keys():
                 return None
             target.update(stages)
-        if not outside and not any(blocks.values()) and self.order is None:
+        runs = [variant.run for variant, _ in self.sites if variant.run is not None]
+        if len(runs) + (self.order is not None) > 1 or not (outside or any(blocks.values()) or self.order or runs):
             return None
-        return Program({layer: stages for layer, stages in blocks.items() if stages}, outside, self.order)
+        return Program({layer: stages for layer, stages in blocks.items() if stages}, outside, self.order, *runs)
 
     def allows(self, other: Candidate) -> bool:
         """Return whether ``other`` can be switched on as well: it changes no stage that this candidate changes."""
@@ -107,19 +111,23 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Table:
-    """Every known variant: of a block, of the embeddings, of the last norm, of the head."""
+    """Every known variant: of a block, of the embeddings, of the last norm and the head, of the sequence; and narrow numbers."""
 
     blocks: tuple[Variant, ...]
     embeddings: tuple[Variant, ...]
     ends: tuple[Variant, ...]
+    runs: tuple[Variant, ...]
+    narrow: tuple[tuple[Variant, Variant | None], ...]  # in all blocks, and what is outside them
     layers: int
 
     @classmethod
     def of(cls, simulation: Simulation) -> Table:
         return cls(
-            (*block_variants(simulation), *loading_variants(simulation)),
-            (*embedding_variants(simulation), *outside_variants()),
-            tuple(norm_variants(simulation, "ln_f")),
+            (*block_variants(simulation), *loading_variants(simulation), *attention_variants(simulation)),
+            (*embedding_variants(simulation), *outside_variants(simulation)),
+            (*norm_variants(simulation, "ln_f"), *end_variants(simulation)),
+            tuple(run_variants(simulation)),
+            tuple(narrow_variants(simulation)),
             simulation.config.n_layer,
         )
 
@@ -136,21 +144,43 @@ class Table:
             yield from (Candidate(((variant, None),)) for variant in self.ends)
         if all_blocks or whole:
             yield from (Candidate(order=order) for order in self._orders())
+        if whole:
+            yield from (Candidate(((variant, None),)) for variant in self.runs)
         if len(blocks) > 1:
             yield from (Candidate(tuple((variant, n) for n in blocks)) for variant in self.blocks)
             yield from (Candidate(sites) for sites in self._both_norms(blocks, is_last))
         if whole:
             yield from self._everywhere()
+        if whole or len(blocks) == 1:
+            yield from (self._narrowed(pair, blocks, whole) for pair in self.narrow)
         for n in blocks:
-            yield from (Candidate(((variant, n),)) for variant in self.blocks if rare or not variant.rare)
+            variants = (one for one in self.blocks if (rare or not one.rare) and (len(blocks) == 1 or not one.shared))
+            yield from (Candidate(((variant, n),)) for variant in variants)
             yield from (Candidate(sites) for sites in self._both_norms(range(n, n + 1), is_last and n == last - 1))
+
+    def _narrowed(self, pair: tuple[Variant, Variant | None], blocks: range, whole: bool) -> Candidate:
+        inside, outside = pair
+        beside = ((outside, None),) if whole and outside is not None else ()
+        return Candidate((*((inside, n) for n in blocks), *beside))
+
+    def quantised(self, simulation: Simulation, first: int, last: int, whole: bool) -> Iterator[Candidate]:
+        """Yield the matrices of blocks ``first`` to ``last`` (excluded) in integers; ``whole``: and the token table's as well."""
+        for pair in quantised_variants(simulation):
+            yield self._narrowed(pair, range(first, last), False)
+            if whole:
+                yield self._narrowed(pair, range(first, last), True)
 
     def since(self, simulation: Simulation, token: int, first: int, last: int, is_first: bool) -> Iterator[Candidate]:
         """Yield every fault of a formula in the tokens from ``token`` on: in blocks ``first`` to ``last``, or the embeddings."""
         for variant in embedding_variants(simulation, tuple(sorted({*SHIFTS, token}))) if is_first else ():
             yield Candidate(((late(variant, token), None),))
-        for variant in (late(one, token) for one in block_variants(simulation) if not one.rare):
+        formulas = (one for one in self.blocks if not one.rare)
+        for variant in (late(one, token) for one in formulas):
             yield Candidate(tuple((variant, n) for n in range(first, last)))
+        slot = next((one for one in self.blocks if one.label == f"late slot {token}"), None)
+        for variant in embedding_variants(simulation, (1,)) if is_first and slot else ():
+            if variant.label == "embed shift 1 1 words":
+                yield Candidate(((late(variant, token), None), *((slot, n) for n in range(first, last))))
 
     def _both_norms(self, blocks: Iterable[int], ending: bool) -> Iterator[tuple[tuple[Variant, int | None], ...]]:
         """Yield the same fault in both norms of ``blocks``; ``ending``: also with the last norm."""

@@ -29,6 +29,10 @@ LATE_CONFIRMED = 3  # the nearest, which are computed even after the deadline
 SIEVED = 5e-5  # the largest error of a fit in float32, on few tokens, beside the tolerance
 LATER = 2  # the least token from which on faults of later tokens alone are tried: to the first, many faults change nothing
 FIRSTS = 40  # faults that pairs are built on
+MOST_TOKENS = 0.5  # of the vocabulary, whose logits alone may be wrong
+FEW = "few tokens"  # the kind of such a fault of the head
+SUMMED = 2500  # faults whose effects are added in pairs
+SUMS = 240  # pairs whose added effects come nearest, by each measure, that are computed
 DEEPER = 4  # pairs that triples are built on, for each of the first faults
 Ranked = list[tuple[Nearness, Candidate]]
 
@@ -168,6 +172,8 @@ class Segment:
                 logits = logits * _ratio(logits, wanted)
             elif fault.id == "extra-bias":
                 logits = logits + (wanted - logits).mean((0, 1), keepdim=True)
+            elif fault.id == "untied-head" and fault.kind == FEW:
+                logits = torch.where(self._few(logits, wanted)[0], wanted, logits)
             elif fault.id == "untied-head":
                 logits = stream @ torch.linalg.lstsq(stream.flatten(0, 1), wanted.flatten(0, 1)).solution
             elif fault.id == "logits-softmaxed":
@@ -182,7 +188,11 @@ class Segment:
             words = f"the model returns {self.softmaxed} of the logits"
             yield (Fault("logits-softmaxed", "logits", words),)
             return
-        ratio = _ratio(logits[:, -wanted.shape[1] :], wanted)
+        logits = logits[:, -wanted.shape[1] :]
+        wrong, words = self._few(logits, wanted)
+        if bool(wrong.any()):
+            yield (Fault("untied-head", "logits", words, FEW),)
+        ratio = _ratio(logits, wanted)
         yield (Fault("logits-scaled", "logits", f"the logits are multiplied by {ratio:.6g}"),)
         apart = worst_relative_error(wanted, wanted.mean((0, 1), keepdim=True).expand_as(wanted))
         if wanted.shape[:2].numel() >= MIN_ROWS and apart > SIGNIFICANT * self.allowed("logits"):  # else a bias fits them alone
@@ -190,6 +200,19 @@ class Segment:
         if wanted.shape[:2].numel() >= self.simulation.config.n_embd + MIN_ROWS:  # else any logits fit
             words = "the logits follow from the right stream by other weights than the token embedding's"
             yield (Fault("untied-head", "logits", words),)
+
+    def _few(self, logits: Tensor, wanted: Tensor) -> tuple[Tensor, str]:
+        """Return the tokens (V,) whose logits alone are wrong, and words; none, if the others are not right, or not more."""
+        size = wanted.square().mean().sqrt()
+        off = (wanted - logits).abs().amax((0, 1)) / size
+        wrong = off > self.allowed("logits")
+        if not 0 < int(wrong.sum()) <= MOST_TOKENS * len(off) or float(off.max()) < SIGNIFICANT * self.allowed("logits"):
+            return torch.zeros_like(wrong), ""
+        tokens = wrong.nonzero().flatten().tolist()
+        same = bool((wanted[..., wrong] == wanted[0, 0, tokens[0]]).all())
+        which = f"{len(tokens)} tokens ({tokens[0]} to {tokens[-1]})" if len(tokens) > 1 else f"token {tokens[0]}"
+        how = f"always {float(wanted[0, 0, tokens[0]]):g}" if same else "computed from other weights than wte's"
+        return wrong, f"the logits of {which} are {how}; all others are right"
 
 
 def _ratio(value: Tensor, wanted: Tensor) -> float:
@@ -224,7 +247,7 @@ class Search:
             if not fits:
                 ranked += self._rank(local, None, "faults in one block")
                 fits = self._confirmed(sorted(ranked, key=lambda one: one[0].fit))
-        fits = fits or self._since() or self._fitted()
+        fits = fits or self._since() or self._fitted() or self._quantised()
         return fits if fits or self.late() or not several else self._several(ranked)
 
     def _since(self) -> list[Fit]:
@@ -244,6 +267,14 @@ class Search:
         return [fit for candidate in fitted_scales(self.sieve.whole, blocks, self.deadline) for fit in segment.fits(candidate)][
             :1
         ]
+
+    def _quantised(self) -> list[Fit]:
+        """Return the matrices in integers that explain the segment, if all blocks are in it, or one."""
+        segment = self.segment
+        if not self.sieve.small or self.late() or not (segment.all_blocks or segment.last == segment.first + 1):
+            return []
+        wholes = self.table.quantised(segment.simulation, segment.first, segment.last, segment.all_blocks)
+        return self._confirmed(self._rank(list(wholes), Candidate(), "matrices in integers"), Candidate())
 
     def _rank(self, candidates: list[Candidate], base: Candidate | None, words: str) -> Ranked:
         ranked: Ranked = []
@@ -272,26 +303,48 @@ class Search:
         return sorted(known or fits, key=lambda fit: (fit.price, fit.error))  # a head's free weights hide other faults
 
     def _several(self, ranked: Ranked) -> list[Fit]:
-        """Return pairs of faults that explain the segment, or triples: the nearest faults, each with every other."""
-        firsts = [one for one in _interleaved(ranked) if one.order is None and not one.is_right][:FIRSTS]
+        """Return pairs of faults that explain the segment, or triples: the nearest faults, each with every other.
+
+        Faults in all blocks or outside them come first: a mistake in one block alone is rarer, and there are more of them.
+        """
+        if fits := self._summed():
+            return fits
+        firsts = [one for one in _interleaved(ranked) if one.order is None and not one.is_right]
+        wide = [one for one in firsts if not one.is_local]
         deeper: list[Candidate] = []
-        for number, first in enumerate(firsts):
-            pairs = self._beside(first, f"faults beside the nearest, number {number + 1}")
-            if fits := self._confirmed(pairs, first):
-                return fits
-            if self.late():
-                return []
-            wholes = (first.with_(second) for second in _interleaved(pairs)[:DEEPER] if second.order is None)
-            deeper += [whole for whole in wholes if whole.program(self.segment.simulation) is not None]
+        for some, seconds in ((wide, [one for one in self.singles if not one.is_local]), (firsts, self.singles)):
+            if len(seconds) == len(self.singles) and some is wide:
+                continue  # a single block, where all faults are local
+            for number, first in enumerate(some[:FIRSTS]):
+                pairs = self._beside(first, seconds, f"faults beside the nearest, number {number + 1}")
+                if fits := self._confirmed(pairs, first):
+                    return fits
+                if self.late():
+                    return []
+                wholes = (first.with_(second) for second in _interleaved(pairs)[:DEEPER] if second.order is None)
+                deeper += [whole for whole in wholes if whole.program(self.segment.simulation) is not None]
         for number, pair in enumerate(deeper):
-            if fits := self._confirmed(self._beside(pair, f"faults beside a pair, number {number + 1}"), pair):
+            if fits := self._confirmed(self._beside(pair, self.singles, f"faults beside a pair, number {number + 1}"), pair):
                 return fits
             if self.late():
                 break
         return []
 
-    def _beside(self, first: Candidate, words: str) -> Ranked:
-        return self._rank([one for one in self.singles if not one.rare and first.allows(one)], first, words)
+    def _beside(self, first: Candidate, seconds: Iterable[Candidate], words: str) -> Ranked:
+        return self._rank([one for one in seconds if not one.rare and first.allows(one)], first, words)
+
+    def _summed(self) -> list[Fit]:
+        """Return pairs that explain the segment, of those whose effects, added, come nearest: a first guess at any two faults."""
+        if not self.sieve.small:
+            return []
+        some = [one for one in self.singles if one.order is None and not one.rare]
+        some = sorted(some, key=lambda one: one.is_local)[:SUMMED]
+        pairs = [
+            some[one].with_(some[other])
+            for one, other in self.sieve.summed(some, SUMS, self.deadline)
+            if some[one].allows(some[other])
+        ]
+        return self._confirmed(self._rank(pairs, Candidate(), "pairs of faults"), Candidate())
 
 
 def _interleaved(ranked: Ranked) -> list[Candidate]:

@@ -5,6 +5,7 @@ How a tensor is misread comes from :mod:`..diagnosis.entries`, and narrow dtypes
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -176,6 +177,8 @@ def _matrices(weights: Mapping[str, Tensor], config: GPT2Config) -> Iterator[Var
             yield misread(f"{name} {one.words}", Fault(one.id, name, f"the weight {one.words}"), change, part)
             if number == (1 if part == "attn.c_proj" else 0):
                 transposed.append(misread(name, Fault(one.id, name, one.words), change, part))
+    words = "both matrices of the feed-forward were reshaped where they had to be transposed"
+    yield joined_as(words, Fault("transposed", "mlp", words), *transposed[1:])
     words = "every matrix was reshaped where it had to be transposed"
     transposed.append(misread("", Fault("", "", ""), _nth_cut(0), *QKV))
     yield joined_as(words, Fault("transposed", "", words), *transposed)
@@ -244,7 +247,8 @@ def _exchanged() -> Iterator[Variant]:
     yield misread("biases exchanged", Fault("wrong-tensor", "attn.c_proj", words), both, "attn.c_proj", "mlp.c_proj")
     for norm in ("ln_1", "ln_2"):
         words = f"{norm}: weight and bias have changed places"
-        yield misread(words, Fault("wrong-tensor", norm, words), exchanges((f"{norm}.weight", f"{norm}.bias")), norm)
+        own = exchanges((f"{norm}.weight", f"{norm}.bias"))
+        yield misread(f"{norm} weight is bias", Fault("wrong-tensor", norm, words, "weight and bias exchanged"), own, norm)
     words = "the parameters of ln_1 and ln_2 have changed places"
     norms = exchanges(("ln_1.weight", "ln_2.weight"), ("ln_1.bias", "ln_2.bias"))
     yield misread(words, Fault("norms-swapped", "ln_1", words), norms, "ln_1", "ln_2")
@@ -273,6 +277,23 @@ def _others(config: GPT2Config) -> Iterator[Variant]:
                 return {stage: theirs[stage] for one in modules for stage in READERS[one]}
 
             yield Variant(f"{module} of {which}", blame, replaced)
+        for module, leaf in itertools.product(READERS, ("weight", "bias")):
+            yield _leaf(f"{module}.{leaf}", which, source)
+
+
+def _leaf(name: str, which: str, source: Callable[[int], int]) -> Variant:
+    """Return the variant of a block that holds another block's tensor ``name``."""
+
+    def blame(layer: int) -> tuple[Fault, ...]:
+        return (Fault("wrong-tensor", name, f"it holds the checkpoint's h.{source(layer)}.{name}", f"another block's {name}"),)
+
+    def replaced(simulation: Simulation, layer: int) -> Stages:
+        if source(layer) == layer:
+            return {}
+        held = {name: simulation.weights(source(layer))[name]}
+        return {stage: _reading(simulation, layer, stage, lambda: held) for stage in READERS[name.rpartition(".")[0]]}
+
+    return Variant(f"{name} of {which}", blame, replaced, rare=True)
 
 
 def _on(step: int, layers: int, layer: int) -> int:

@@ -10,12 +10,19 @@ from torch import Tensor
 
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.misloading import normed, rounded
-from gpt2.port.dump.simulation import Simulation, Stage, Stages
+from gpt2.port.dump.simulation import Simulation, Stage, Stages, State
 from gpt2.port.dump.variants import Replaced, Variant
 
 
-def outside_variants() -> Iterator[Variant]:
-    """Yield faults of loading outside the blocks: rows in other places, a reshaped position table."""
+def outside_variants(simulation: Simulation) -> Iterator[Variant]:
+    """Yield faults of loading outside the blocks: rows in other places, a reshaped position table, ids in too few bits."""
+    largest = int(simulation.ids.max())
+    for bits in (bits for bits in (8, 16) if largest >= 1 << (bits - 1)):
+        for signed in (False, True):
+            if signed or largest >= 1 << bits:
+                name = f"{'' if signed else 'u'}int{bits}"
+                fault = Fault("wrong-tensor", "wte", f"ids are stored as {name}, which has no room for all tokens")
+                yield _outside(f"ids {name}", fault, partial(_narrow_ids, bits, signed))
     for by in (1, -1, 2, -2):
         words = f"token t reads the checkpoint's row t {'-' if by > 0 else '+'} {abs(by)}"
         for head in (True, False):
@@ -29,6 +36,39 @@ def outside_variants() -> Iterator[Variant]:
     yield _outside("wpe reshaped", Fault("transposed", "wpe", words), _reshaped_positions)
 
 
+def end_variants(simulation: Simulation) -> Iterator[Variant]:
+    """Yield faults of loading behind the blocks: of the last norm's parameters and of the head's table."""
+    words = "ln_f: weight and bias have changed places"
+    yield Variant(
+        "ln_f weight is bias", lambda layer: (Fault("wrong-tensor", "ln_f", words, "weight and bias exchanged"),), _norm_exchanged
+    )
+    words = "the head's table was reshaped where it had to be transposed"
+    fault = Fault("transposed", "logits", words)
+    yield _outside("head reshaped", fault, lambda simulation, layer: {"head": partial(_reshaped_table, simulation)})
+    for by in (1, -1):
+        moved = Fault("wrong-tensor", "logits", f"the head's row of token t is the checkpoint's row t {'-' if by > 0 else '+'} 1")
+        yield _outside(f"head rows {by}", moved, partial(_head_moved, by))
+
+
+def _norm_exchanged(simulation: Simulation, layer: int) -> Stages:
+    return {"ln_f": normed(simulation, "x", simulation.state["ln_f.bias"], simulation.state["ln_f.weight"])}
+
+
+def _reshaped_table(simulation: Simulation, _: State) -> Tensor:
+    table = simulation.state["wte.weight"]
+    return table.reshape(table.shape[::-1]).t()
+
+
+def _head_moved(by: int, simulation: Simulation, layer: int) -> Stages:
+    return {"head": lambda s: simulation.state["wte.weight"].roll(by, 0)}
+
+
+def _narrow_ids(bits: int, signed: bool, simulation: Simulation, layer: int) -> Stages:
+    ids = simulation.ids % (1 << bits)
+    ids = torch.where(signed & (ids >= 1 << (bits - 1)), ids - (1 << bits), ids) % len(simulation.state["wte.weight"])
+    return _embedded(simulation, simulation.state["wte.weight"], simulation.state["wpe.weight"], ids)
+
+
 def rounded_outside(dtype: str) -> Variant:
     """Return the rounding of embeddings, positions, last norm and head."""
     fault = Fault("reduced-precision", "", f"the weights are the checkpoint's rounded to {dtype}")
@@ -39,8 +79,8 @@ def _outside(label: str, fault: Fault, replaced: Replaced, *, all_tokens: bool =
     return Variant(label, lambda layer: (fault,), replaced, outside=True, all_tokens=all_tokens)
 
 
-def _embedded(simulation: Simulation, words: Tensor, positions: Tensor) -> Stages:
-    value = words[simulation.ids] + positions[: simulation.ids.shape[1]]
+def _embedded(simulation: Simulation, words: Tensor, positions: Tensor, ids: Tensor | None = None) -> Stages:
+    value = words[simulation.ids if ids is None else ids] + positions[: simulation.ids.shape[1]]
     return {"embed": lambda s: value}
 
 

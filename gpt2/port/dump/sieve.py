@@ -21,6 +21,7 @@ TOKENS = 4  # of a large model, where a token's values depend on earlier tokens 
 SMALL = 1 << 24  # a model of fewer parameters times tokens is computed whole, in float64
 MIN_ROWS = 4  # positions from which a bias of the head can be fitted
 WIDE = {*FUTURE, "layernorm-axis", "position-offset"}  # faults by which a token's values may depend on later tokens
+SUMMED_COLUMNS = 48  # entries of each position whose effects are added
 BATCH = 256  # candidates that are ranked together
 MAX_ELEMENTS = 1 << 26  # of the streams that are compared together
 
@@ -59,22 +60,25 @@ class Lens:
     def nearness(self, programs: Sequence[Program], deadline: Deadline) -> dict[int, Nearness]:
         """Return how near each program comes, by its number; only those that ended before the deadline."""
         out: dict[int, Nearness] = {}
+        for numbers, values in self.values(programs, deadline):
+            out |= zip(numbers, self._measured(values), strict=True)
+        return out
+
+    def values(self, programs: Sequence[Program], deadline: Deadline) -> Iterator[tuple[list[int], Tensor]]:
+        """Yield the numbers of some programs and their values at the end (N, B, T, X), until the deadline."""
         alike: list[tuple[int, Tensor]] = []
         for number, end in self.span.ends(self.simulation, programs):
             if deadline.passed:
                 break
             program = programs[number]
             if program.outside.keys() & {"ln_f", "head"}:
-                out[number] = self._measured(self.ended(program, end)[None])[0]
+                yield [number], self.ended(program, end)[None]
             else:
                 alike.append((number, end.expand(len(self.wanted), -1, -1)))
         step = max(1, MAX_ELEMENTS // max((end.numel() for _, end in alike), default=1))
         for start in range(0, len(alike), step):
             part = alike[start : start + step]
-            numbers = [number for number, _ in part]
-            values = self.ended(Program(), torch.stack([stream for _, stream in part]))
-            out |= zip(numbers, self._measured(values), strict=True)
-        return out
+            yield [number for number, _ in part], self.ended(Program(), torch.stack([stream for _, stream in part]))
 
     def ended(self, program: Program, stream: Tensor) -> Tensor:
         """Return the value at the end from a stream (..., B, T, D)."""
@@ -142,6 +146,34 @@ class Sieve:
             return self.whole
         wide = any(fault.id in WIDE for fault in candidate.faults(0)) or any(one.all_tokens for one, _ in candidate.sites)
         return self.row if wide else self.few
+
+    def summed(self, candidates: Sequence[Candidate], most: int, deadline: Deadline) -> list[tuple[int, int]]:
+        """Return the pairs of ``candidates`` (by number) whose effects on the end, added, come nearest to the program's.
+
+        Nearest in all entries, and in the first half of the tokens: at most ``most`` each. A pair of large faults may be missed,
+        because one changes what the other does.
+        """
+        lens = self.whole
+        right = lens.ended(Program(), next(iter(lens.span.ends(lens.simulation, [Program()])))[1])
+        goal = (lens.wanted - right).float()
+        columns = torch.arange(0, goal.shape[-1], max(1, goal.shape[-1] // SUMMED_COLUMNS))
+        kept, effects = list[int](), list[Tensor]()
+        programs = [one.program(lens.simulation) for one in candidates]
+        numbers = [number for number, program in enumerate(programs) if program is not None and self.span.reaches(program)]
+        for some, values in lens.values([programs[number] or Program() for number in numbers], deadline):
+            effects += (values - right).float()[..., columns].nan_to_num(math.inf, math.inf, math.inf)
+            kept += [numbers[number] for number in some]
+        finite = [number for number, effect in enumerate(effects) if bool(effect.isfinite().all())]
+        out: dict[tuple[int, int], None] = {}
+        for tokens in dict.fromkeys((goal.shape[1], (goal.shape[1] + 1) // 2)) if finite else ():
+            effect = torch.stack([effects[number][:, :tokens].flatten() for number in finite])
+            wanted = goal[:, :tokens, columns].flatten()
+            alone = (effect - wanted).square().sum(1)
+            left = alone[:, None] + alone - wanted.square().sum() + 2 * (effect @ effect.T)  # |goal - one - other|^2
+            rows, others = torch.triu_indices(len(finite), len(finite), 1)
+            nearest = left[rows, others].topk(min(most, len(rows)), largest=False).indices
+            out |= {(kept[finite[int(rows[n])]], kept[finite[int(others[n])]]): None for n in nearest}
+        return list(out)
 
     def ranked(
         self, candidates: Iterable[Candidate], base: Candidate | None, deadline: Deadline

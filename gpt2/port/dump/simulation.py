@@ -28,6 +28,7 @@ from gpt2.port.diagnosis.scores import Layout
 State = dict[str, Tensor]
 Stage = Callable[[State], Tensor]
 Stages = Mapping[str, Stage]
+Run = Callable[["Simulation"], Tensor]  # the stream behind the last block (B, T, D)
 Made = TypeVar("Made")
 
 # Each stage of a block, in order, with the stages that GPT-2's formula reads; "x" is the block's input.
@@ -58,12 +59,13 @@ class Program:
     """What a simulated program computes otherwise than GPT-2.
 
     ``blocks``: replaced stages by the number of the block; ``outside``: of ``embed``, ``ln_f`` and ``logits``. ``order``: the
-    blocks that run, None for GPT-2's order.
+    blocks that run, None for GPT-2's order. ``run``: how the blocks run, if not one after the other.
     """
 
     blocks: Mapping[int, Stages] = field(default_factory=dict)
     outside: Stages = field(default_factory=dict)
     order: tuple[int, ...] | None = None
+    run: Run | None = None
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,13 @@ class Simulation:
             "": lambda s: s["mid"] + s["mlp.c_proj"],
         }
 
+    def ran(self, program: Program) -> Tensor:
+        """Return the stream behind the last block of a program with a run of its own."""
+        run = program.run or self.base.run
+        assert run is not None
+        other = self.on(Program({**self.base.blocks, **program.blocks}, {**self.base.outside, **program.outside}))
+        return run(other)
+
     # Right values, computed once
 
     def right_input(self, layer: int) -> Tensor:
@@ -252,6 +261,8 @@ class Simulation:
         if entrance is None:
             points["embed"] = program.outside["embed"]({}).to(self.dtype) if "embed" in program.outside else self.embed()
         x = points["embed"] if entrance is None else entrance.state["x"]
+        if program.run or self.base.run:
+            return points | {"x": x, "end": self.ran(program)}
         for number, layer in enumerate(program.order or range(first, last)):
             entered = entrance if number == 0 and entrance is not None else Entrance(layer, {"x": x})
             stop = until if layer == last - 1 and not program.order else LAST

@@ -38,7 +38,8 @@ class Span:
 
     def reaches(self, program: Program) -> bool:
         """Return whether a program replaces something in this part."""
-        return bool(program.outside) or program.order is not None or self._first_replaced(program) is not None
+        whole = program.order is not None or program.run is not None
+        return bool(program.outside) or whole or self._first_replaced(program) is not None
 
     def computes(self, layer: int, stage: str) -> bool:
         """Return whether a stage of a block is in this part."""

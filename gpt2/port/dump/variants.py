@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpt2.port.diagnosis.search import Fault
-from gpt2.port.dump.simulation import Simulation, Stage, Stages, State
+from gpt2.port.dump.simulation import Run, Simulation, Stage, Stages, State
 
 Blame = Callable[[int], tuple[Fault, ...]]
 Replaced = Callable[[Simulation, int], Stages]
@@ -22,7 +22,8 @@ class Variant:
     ``label``: equal in all blocks. ``blame``: the faults by the block's number, without a layer. ``replaced``: the stages in a
     block; none if the fault changes nothing there. ``rare``: tried in all blocks together only, if blocks are expensive.
     ``all_tokens``: the first few tokens alone do not show it as all tokens do. ``mixes_rows``: the first row of a batch alone
-    does not either, because the others change it.
+    does not either, because the others change it. ``shared``: of code that all blocks share: tried in all of them together alone.
+    ``run``: the fault is in how blocks, tokens or rows follow each other, and replaces no stage.
     """
 
     label: str
@@ -32,6 +33,8 @@ class Variant:
     rare: bool = False
     all_tokens: bool = False
     mixes_rows: bool = False
+    shared: bool = False
+    run: Run | None = None
 
     @classmethod
     def of(cls, label: str, faults: Iterable[Fault], replaced: Replaced, rare: bool = False, mixes_rows: bool = False) -> Variant:

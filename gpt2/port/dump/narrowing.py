@@ -1,0 +1,160 @@
+"""List numbers that a whole program keeps in fewer bits: inputs of products, the stream, weights in groups; as stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt2.port.diagnosis.hypotheses import right_scale
+from gpt2.port.diagnosis.scores import Layout
+from gpt2.port.diagnosis.search import Fault, Formula
+from gpt2.port.dump.fits.rounding import mantissa, quantised
+from gpt2.port.dump.misloading import INPUTS, READERS, misread
+from gpt2.port.dump.simulation import Simulation, Stage, Stages, State, affine
+from gpt2.port.dump.variants import Variant
+
+MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+LINEAR = tuple(stage for part in MATRICES for stage in READERS[part])
+NARROW: dict[str, Formula] = {
+    "bfloat16": partial(mantissa, 7, False),
+    "float16": partial(mantissa, 10, False),  # and TF32, which has as many bits
+    "bfloat16, cut off": partial(mantissa, 7, True),
+    "float16, cut off": partial(mantissa, 10, True),
+}
+BITS = ("in 8 bits", "in 4 bits", "in 5 bits", "in 6 bits", "in 3 bits", "in 2 bits")
+PADDED = 256  # rows of a matrix are filled up to a multiple of this, so that groups begin anew in each
+
+
+def narrow_variants(simulation: Simulation) -> Iterator[tuple[Variant, Variant | None]]:
+    """Yield variants of all blocks, each with what else of it is outside them, if anything is."""
+    for dtype, narrow in NARROW.items():
+        for what, attention, weights in (
+            ("both factors of every product are", True, True),
+            ("both factors of every product with a matrix are", False, True),
+            ("the input of every linear layer is", False, False),
+        ):
+            words = f"{what} rounded to {dtype}"
+            fault = Fault("reduced-precision", "", words)
+            inside = _shared(words, fault, partial(_products, narrow, attention, weights))
+            yield inside, _outside(f"{words}, the head's too", fault, partial(_head, narrow, weights))
+            yield inside, None
+        fault = Fault("reduced-precision", "", f"the stream is rounded to {dtype} behind each sum")
+        yield (
+            _shared(fault.detail, fault, partial(_stream, narrow)),
+            _outside(f"embedded in {dtype}", fault, partial(_embedded, narrow)),
+        )
+    words = "the input of every linear layer is rounded to 8 bits, a scale for each token"
+    yield _shared(words, Fault("reduced-precision", "", words), partial(_products, _eight_bits, False, False)), None
+
+
+def _shared(label: str, fault: Fault, stages: Callable[[Simulation, int], Stages]) -> Variant:
+    return replace(Variant.of(label, [fault], stages, True), shared=True)
+
+
+def _outside(label: str, fault: Fault, stages: Callable[[Simulation, int], Stages]) -> Variant:
+    return Variant(label, lambda layer: (fault,), stages, outside=True, rare=True)
+
+
+def _eight_bits(x: Tensor) -> Tensor:
+    step = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
+    return (x / step).round() * step
+
+
+def _products(narrow: Formula, attention: bool, weights: bool, simulation: Simulation, layer: int) -> Stages:
+    stages: dict[str, Stage] = {}
+    held = simulation.weights(layer)
+    for module in MATRICES:
+        count, source = len(READERS[module]), INPUTS.get(module, "ln_1")
+        shares = zip(held[f"{module}.weight"].chunk(count, 1), held[f"{module}.bias"].chunk(count), strict=True)
+        for stage, (weight, bias) in zip(READERS[module], shares, strict=True):
+
+            def linear(s: State, weight: Tensor = weight, bias: Tensor = bias, source: str = source) -> Tensor:
+                return affine(narrow(s[source]), narrow(weight) if weights else weight, bias)
+
+            stages[stage] = linear
+    if not attention:
+        return stages
+
+    def scores(s: State) -> Tensor:
+        q, k = (narrow(Layout.RIGHT.split(s[f"attn.{one}"], simulation.config.n_head)) for one in "qk")
+        return q @ k.mT * right_scale(simulation.config, layer)
+
+    def mixed(s: State) -> Tensor:
+        return narrow(s["attn.weights"]) @ narrow(Layout.RIGHT.split(s["attn.v"], s["attn.weights"].shape[1]))
+
+    return stages | {"attn.scores": scores, "attn.mixed": mixed}
+
+
+def _head(narrow: Formula, weights: bool, simulation: Simulation, layer: int) -> Stages:
+    def normed(s: State) -> Tensor:
+        return narrow(simulation.norm("ln_f", s["x"]))
+
+    table = simulation.state["wte.weight"]
+    return {"ln_f": normed} | ({"head": lambda s: narrow(table)} if weights else {})
+
+
+def _stream(narrow: Formula, simulation: Simulation, layer: int) -> Stages:
+    right = simulation.right(layer)
+    return {"mid": lambda s: narrow(right["mid"](s)), "": lambda s: narrow(right[""](s))}
+
+
+def _embedded(narrow: Formula, simulation: Simulation, layer: int) -> Stages:
+    return {"embed": lambda s: narrow(simulation.embed())}
+
+
+def quantised_variants(simulation: Simulation) -> Iterator[tuple[Variant, Variant]]:
+    """Yield the blocks' matrices in integers, with scales of every known kind; and beside each, the token table so."""
+    sample = simulation.weights(0)["attn.c_proj.weight"]
+    table = Quantised(simulation)
+    for filled in (False, True):
+        for words, _ in quantised(_filled(sample) if filled else sample):
+            if not words.startswith(BITS) or (filled and "along columns" not in words):
+                continue
+            name = f"{words}{', which begin anew in each' if filled else ''}"
+            fault = Fault("reduced-precision", "", f"the matrices are {name}")
+            changed = partial(_block_quantised, table, words, filled)
+            inside = replace(misread(name, fault, changed, *LINEAR, rare=True), shared=True)
+            yield inside, _outside(f"wte {name}", fault, partial(_table_quantised, table, words, filled))
+
+
+def _filled(weight: Tensor) -> Tensor:
+    return F.pad(weight, (0, 0, 0, -weight.shape[0] % PADDED))
+
+
+class Quantised:
+    """The ways to quantise each matrix of a simulation, listed once."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self._ways: dict[tuple[int, bool], tuple[Tensor, dict[str, Callable[[], Tensor]]]] = {}
+
+    def made(self, weight: Tensor, words: str, filled: bool) -> Tensor:
+        key = weight.data_ptr(), filled
+        if key not in self._ways:
+            self._ways[key] = weight, dict(quantised(_filled(weight) if filled else weight))
+        make = self._ways[key][1].get(words)  # a small matrix has no groups this large
+        return weight if make is None else make()[: weight.shape[0]]
+
+
+def _block_quantised(
+    table: Quantised, words: str, filled: bool, weights: Mapping[str, Tensor], config: object
+) -> Mapping[str, Tensor]:
+    names = [f"{part}.weight" for part in MATRICES]
+    return {name: table.made(weights[name], words, filled) for name in names}
+
+
+def _table_quantised(table: Quantised, words: str, filled: bool, simulation: Simulation, layer: int) -> Stages:
+    wte = simulation.state["wte.weight"]
+    ids, positions = simulation.ids, simulation.state["wpe.weight"]
+
+    def made() -> Tensor:
+        return simulation.remember("quantised table", words, lambda: table.made(wte.t(), words, filled).t())
+
+    return {
+        "embed": lambda s: made()[ids] + positions[: ids.shape[1]],
+        "head": lambda s: made(),
+    }

@@ -1,0 +1,145 @@
+"""List faults in how blocks, tokens and rows follow each other, as other runs of the blocks of a simulation.
+
+A cache that blocks or rows share, a buffer that is used again without being cleared, tokens that are put before those given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gpt2.port.diagnosis.hypotheses import right_scale
+from gpt2.port.diagnosis.scores import Layout
+from gpt2.port.diagnosis.search import Fault
+from gpt2.port.dump.attention_variants import lengths
+from gpt2.port.dump.simulation import Run, Simulation, Stage, Stages, State
+from gpt2.port.dump.variants import Variant
+
+BUFFERS = {
+    "attn.heads": "the heads' results",
+    "attn.c_proj": "the output projection's results",
+    "mlp.c_fc": "the first layer's results",
+    "mlp.act": "the activations",
+    "mlp.c_proj": "the second layer's results",
+}
+SHARED = {"the last": -1, "the first": 0, "the one before it": None}  # whose keys and values of earlier tokens a block reads
+Kept = list[dict[str, Tensor]]  # keys and values (B, T, D) by block
+MOST_BEFORE = 4  # tokens that are put before those given
+
+
+def run_variants(simulation: Simulation) -> Iterator[Variant]:
+    """Yield every known fault of how blocks, tokens and rows follow each other."""
+    config, (rows, tokens) = simulation.config, simulation.ids.shape
+    if rows > 1:
+        words = "a row of the batch sees the tokens of the rows before it, as if the cache were not cleared"
+        if rows * tokens <= config.n_positions:
+            yield _variant("rows follow", Fault("batch-dependent", "attn", f"{words}; its positions go on"), _rows_follow(True))
+        yield _variant("rows seen", Fault("batch-dependent", "attn", f"{words}; its positions begin at 0"), _rows_follow(False))
+    if config.n_layer > 1:
+        for stage, what in BUFFERS.items():
+            words = f"{what} are added to those of the blocks before, as in a buffer that is not cleared"
+            yield _variant(f"carried {stage}", Fault(CARRIED.get(stage, "wrong-tensor"), stage, words), partial(_carried, stage))
+        for prompt in lengths(tokens):
+            for whose, block in SHARED.items():
+                for part, what in (("kv", "keys and values"), ("k", "keys"), ("v", "values")):
+                    words = f"from token {prompt} on, a block reads the {what} of earlier tokens that {whose} block has written"
+                    fault = Fault("cache-inconsistent", "attn", words)
+                    yield _variant(f"cache of {whose} {part} {prompt}", fault, partial(_stepped, prompt, block, part))
+    for count in range(1, min(MOST_BEFORE, config.n_positions - tokens) + 1):
+        for token in dict.fromkeys((0, config.vocab_size - 1, config.eos_token_id, config.bos_token_id)):
+            if token is None or not 0 <= token < config.vocab_size:
+                continue
+            words = f"{count} token{'s' * (count > 1)} of id {token} {'stand' if count > 1 else 'stands'} before those given"
+            yield _variant(f"before {count} {token}", Fault("position-offset", "wpe", words), partial(_before, count, token))
+
+
+CARRIED = {"attn.heads": "value-projection-wrong"}
+
+
+def _variant(label: str, fault: Fault, run: Run) -> Variant:
+    return Variant(label, lambda layer: (fault,), _nothing, True, True, True, True, run=run)
+
+
+def _nothing(simulation: Simulation, layer: int) -> Stages:
+    return {}
+
+
+def _embedded(simulation: Simulation, ids: Tensor, positions: Tensor) -> Tensor:
+    return simulation.state["wte.weight"][ids] + simulation.state["wpe.weight"][positions]
+
+
+def _through(simulation: Simulation, x: Tensor) -> Tensor:
+    for layer in range(simulation.config.n_layer):
+        x = simulation.run_block(layer, {"x": x}, {})[""]
+    return x
+
+
+def _rows_follow(positions_go_on: bool) -> Run:
+    def run(simulation: Simulation) -> Tensor:
+        rows, tokens = simulation.ids.shape
+        whole = simulation.on_ids(simulation.ids.reshape(1, -1))
+        positions = torch.arange(rows * tokens)
+        x = _embedded(whole, whole.ids, positions if positions_go_on else positions % tokens)
+        return _through(whole, x).reshape(rows, tokens, -1)
+
+    return run
+
+
+def _before(count: int, token: int, simulation: Simulation) -> Tensor:
+    ids = simulation.ids
+    whole = simulation.on_ids(torch.cat([torch.full_like(ids[:, :1], token).expand(-1, count), ids], 1))
+    return _through(whole, _embedded(whole, whole.ids, torch.arange(whole.ids.shape[1])))[:, count:]
+
+
+def _carried(stage: str, simulation: Simulation) -> Tensor:
+    x, before = simulation.embed(), None
+    for layer in range(simulation.config.n_layer):
+        right = simulation.right(layer)[stage]
+
+        def added(s: State, right: Stage = right, before: Tensor | None = before) -> Tensor:
+            return right(s) if before is None else right(s) + before
+
+        state = simulation.run_block(layer, {"x": x}, {stage: added})
+        x, before = state[""], state[stage]
+    return x
+
+
+def _stepped(prompt: int, block: int | None, part: str, simulation: Simulation) -> Tensor:
+    """Run a prompt, and then token by token; each block reads the keys and values of earlier tokens from another one."""
+    config, embedded = simulation.config, simulation.embed()
+    tokens = embedded.shape[1]
+    kept: Kept = [{} for _ in range(config.n_layer)]
+    ends = [prompt, *range(prompt + 1, tokens + 1)]
+    out = []
+    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+        x = embedded[:, begin:end]
+        new: Kept = [{} for _ in kept]
+        for layer in range(config.n_layer):
+            whose = layer - 1 if block is None else block
+
+            def all_of(s: State, name: str, layer: int = layer, whose: int = whose, new: Kept = new) -> Tensor:
+                now = new[layer][name] = s[f"attn.{name}"]
+                past = kept[whose if name in part else layer].get(name)
+                return Layout.RIGHT.split(now if past is None else torch.cat([past, now], 1), config.n_head)
+
+            def scores(s: State, layer: int = layer) -> Tensor:
+                return Layout.RIGHT.split(s["attn.q"], config.n_head) @ all_of(s, "k").mT * right_scale(config, layer)
+
+            def weights(s: State) -> Tensor:
+                some = s["attn.scores"]
+                hidden = torch.ones_like(some, dtype=torch.bool).triu(some.shape[-1] - some.shape[-2] + 1)
+                return some.masked_fill(hidden, -torch.inf).softmax(-1)
+
+            def mixed(s: State) -> Tensor:
+                return s["attn.weights"] @ all_of(s, "v")
+
+            changed: dict[str, Stage] = {"attn.scores": scores, "attn.weights": weights, "attn.mixed": mixed}
+            x = simulation.run_block(layer, {"x": x}, changed)[""]
+        for held, more in zip(kept, new, strict=True):
+            for name, value in more.items():
+                held[name] = torch.cat([held[name], value], 1) if name in held else value
+        out.append(x)
+    return torch.cat(out, 1)
