@@ -21,7 +21,7 @@ from gpt2.port.dump.fits.rounding import mantissa
 from gpt2.port.dump.simulation import Simulation, Stages, State
 from gpt2.port.dump.variants import Variant
 
-MOST_TOKENS = 24  # up to which every length of a prompt and of a window is tried; beyond that, powers of two
+MOST_TOKENS = 24  # up to which every length of a prompt and of a window is tried on a small model; else, powers of two
 Mask = Callable[[Tensor, Tensor], Tensor]  # from the numbers of queries (T, 1) and keys (T) to the visible keys (T, T)
 
 
@@ -35,7 +35,7 @@ def attention_variants(simulation: Simulation) -> Iterator[Variant]:
     for size in sorted({tokens, room}):
         fault = Fault("mask-multiplied", "attn", words.format(size))
         yield _weighed(f"buffer of {size}", fault, causal, partial(_behind, size))
-    for size in lengths(tokens):
+    for size in lengths(simulation):
         yield from _masked(size)
     for head in range(heads if heads > 1 else 0):
         fault = Fault("head-layout", "attn", f"every head weighs its values with the weights of head {head}")
@@ -47,9 +47,10 @@ def attention_variants(simulation: Simulation) -> Iterator[Variant]:
     yield from _narrow()
 
 
-def lengths(tokens: int) -> list[int]:
-    """Return the lengths of a prompt, or of a window, that are tried for so many tokens."""
-    if tokens <= MOST_TOKENS:
+def lengths(simulation: Simulation) -> list[int]:
+    """Return the lengths of a prompt, or of a window, that are tried."""
+    tokens = simulation.ids.shape[1]
+    if simulation.small and tokens <= MOST_TOKENS:
         return list(range(1, tokens))
     return [1 << n for n in range(tokens.bit_length()) if 1 << n < tokens]
 

@@ -174,8 +174,9 @@ class Table:
         """Yield every fault of a formula in the tokens from ``token`` on: in blocks ``first`` to ``last``, or the embeddings."""
         for variant in embedding_variants(simulation, tuple(sorted({*SHIFTS, token}))) if is_first else ():
             yield Candidate(((late(variant, token), None),))
-        formulas = (one for one in self.blocks if not one.rare)
-        for variant in (late(one, token) for one in formulas):
+        unbiased = (one for one in self.blocks if {fault.id for fault in one.blame(0)} == {"missing-bias"})
+        formulas = {one.label: one for one in (*block_variants(simulation), *unbiased) if not one.rare}
+        for variant in (late(one, token) for one in formulas.values()):
             yield Candidate(tuple((variant, n) for n in range(first, last)))
         slot = next((one for one in self.blocks if one.label == f"late slot {token}"), None)
         for variant in embedding_variants(simulation, (1,)) if is_first and slot else ():

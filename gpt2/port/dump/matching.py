@@ -148,6 +148,13 @@ class Segment:
         """Return whether these errors are well below those of GPT-2's own formulas, and not by chance."""
         return BETTER * self._share(errors) <= self._share(self.right_errors)
 
+    def needs(self, fit: Fit, first: Candidate) -> bool:
+        """Return whether both ``first`` and the fit's other faults are needed: one without the other is much worse."""
+        second = Candidate(fit.candidate.sites[len(first.sites) :], None if first.order else fit.candidate.order)
+        parts = [replace(one, head=fit.candidate.head) for one in (first, second)]
+        best = BETTER * self._share(self.errors(fit.candidate, self.values(fit.candidate)))
+        return all(best <= self._share(self.errors(one, self.values(one))) for one in parts)
+
     def _share(self, errors: Mapping[str, float]) -> float:
         """Return the largest error, in units of the tolerance."""
         return max(error / max(self.allowed(point), 1e-300) for point, error in errors.items())
@@ -317,7 +324,7 @@ class Search:
                 continue  # a single block, where all faults are local
             for number, first in enumerate(some[:FIRSTS]):
                 pairs = self._beside(first, seconds, f"faults beside the nearest, number {number + 1}")
-                if fits := self._confirmed(pairs, first):
+                if fits := [fit for fit in self._confirmed(pairs, first) if self.segment.needs(fit, first)]:
                     return fits
                 if self.late():
                     return []
@@ -339,12 +346,11 @@ class Search:
             return []
         some = [one for one in self.singles if one.order is None and not one.rare]
         some = sorted(some, key=lambda one: one.is_local)[:SUMMED]
-        pairs = [
-            some[one].with_(some[other])
-            for one, other in self.sieve.summed(some, SUMS, self.deadline)
-            if some[one].allows(some[other])
-        ]
-        return self._confirmed(self._rank(pairs, Candidate(), "pairs of faults"), Candidate())
+        nearest = self.sieve.summed(some, SUMS, self.deadline)
+        pairs = [(some[one], some[one].with_(some[other])) for one, other in nearest if some[one].allows(some[other])]
+        firsts = {pair.key[:2]: first for first, pair in pairs}
+        fits = self._confirmed(self._rank([pair for _, pair in pairs], Candidate(), "pairs of faults"), Candidate())
+        return [fit for fit in fits if self.segment.needs(fit, firsts[fit.candidate.key[:2]])]
 
 
 def _interleaved(ranked: Ranked) -> list[Candidate]:

@@ -42,7 +42,7 @@ def run_variants(simulation: Simulation) -> Iterator[Variant]:
         for stage, what in BUFFERS.items():
             words = f"{what} are added to those of the blocks before, as in a buffer that is not cleared"
             yield _variant(f"carried {stage}", Fault(CARRIED.get(stage, "wrong-tensor"), stage, words), partial(_carried, stage))
-        for prompt in lengths(tokens):
+        for prompt in lengths(simulation) if simulation.small else ():
             for whose, block in SHARED.items():
                 for part, what in (("kv", "keys and values"), ("k", "keys"), ("v", "values")):
                     words = f"from token {prompt} on, a block reads the {what} of earlier tokens that {whose} block has written"
@@ -60,7 +60,8 @@ CARRIED = {"attn.heads": "value-projection-wrong"}
 
 
 def _variant(label: str, fault: Fault, run: Run) -> Variant:
-    return Variant(label, lambda layer: (fault,), _nothing, True, True, True, True, run=run)
+    rows = fault.id == "batch-dependent"
+    return Variant(label, lambda layer: (fault,), _nothing, outside=True, rare=True, all_tokens=True, mixes_rows=rows, run=run)
 
 
 def _nothing(simulation: Simulation, layer: int) -> Stages:

@@ -18,7 +18,6 @@ from gpt2.port.dump.spans import Span
 
 COLUMNS = 256  # vocabulary entries that are compared
 TOKENS = 4  # of a large model, where a token's values depend on earlier tokens alone
-SMALL = 1 << 24  # a model of fewer parameters times tokens is computed whole, in float64
 MIN_ROWS = 4  # positions from which a bias of the head can be fitted
 WIDE = {*FUTURE, "layernorm-axis", "position-offset"}  # faults by which a token's values may depend on later tokens
 SUMMED_COLUMNS = 48  # entries of each position whose effects are added
@@ -115,8 +114,7 @@ class Sieve:
 
     def __init__(self, exact: Simulation, span: Span) -> None:
         self.exact, self.span = exact, span
-        parameters = sum(tensor.numel() for name, tensor in exact.state.items() if name.startswith("h."))
-        self.small = parameters * exact.ids.numel() <= SMALL
+        self.small = exact.small
 
     @cached_property
     def whole(self) -> Lens:

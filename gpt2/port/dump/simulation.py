@@ -52,6 +52,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 STAGES = tuple(NEEDS)
 ORDER = {stage: number for number, stage in enumerate(STAGES)}
 LAST = ORDER[""]
+SMALL = 1 << 24  # parameters of the blocks times tokens of a small model
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,12 @@ class Simulation:
         """Return the head's weight (V, D)."""
         stage = program.outside.get("head", self.base.outside.get("head"))
         return self.state["wte.weight"] if stage is None else stage({})
+
+    @property
+    def small(self) -> bool:
+        """Whether thousands of programs can be run whole, on all tokens and in float64."""
+        parameters = sum(tensor.numel() for name, tensor in self.state.items() if name.startswith("h."))
+        return parameters * self.ids.numel() <= SMALL
 
     def on_ids(self, ids: Tensor) -> Simulation:
         """Return this simulation on other ids (B, T)."""
