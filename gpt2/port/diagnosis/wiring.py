@@ -76,7 +76,7 @@ class Embeddings:
         """Yield what may enter the first block if nothing is recorded, the right one first; positions are off by ``shifts``."""
         factors = [1.0, *_others([*self.pool.factors(self.words, 0), math.sqrt(self.width)])]
         for option in self._sums(list(dict.fromkeys(factors)), shifts):
-            if len(option.faults) < 2:
+            if len(option.faults) < 2 or not any(fault.fitted for fault in option.faults):
                 yield option
             if not option.faults:
                 yield from self._normed(option)

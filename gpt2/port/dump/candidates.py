@@ -16,7 +16,7 @@ from gpt2.port.dump.misloading_outside import end_variants, outside_variants, ro
 from gpt2.port.dump.narrowing import narrow_variants, quantised_variants
 from gpt2.port.dump.runs import run_variants
 from gpt2.port.dump.simulation import Program, Simulation, Stage, Stages
-from gpt2.port.dump.variants import Variant, late
+from gpt2.port.dump.variants import Variant, late, on_top
 
 FITTED = 0.5  # the price of many fitted numbers: a known formula that gives the same is preferred
 FREE = ("extra-bias", "untied-head")  # faults of the head with fitted numbers
@@ -72,12 +72,14 @@ class Candidate:
         """Return the program, None if nothing is replaced or one stage is replaced twice."""
         blocks: dict[int, dict[str, Stage]] = {}
         outside: dict[str, Stage] = {}
-        for variant, layer in self.sites:
+        for variant, layer in sorted(self.sites, key=lambda site: site[0].top is not None):
             stages: Stages = variant.replaced(simulation, layer or 0)
             target = outside if layer is None else blocks.setdefault(layer, {})
-            if target.keys() & stages.keys():
+            twice = target.keys() & stages.keys()
+            tops = variant.top(simulation, layer or 0) if variant.top and twice else {}
+            if twice - tops.keys():
                 return None
-            target.update(stages)
+            target.update({stage: on_top(tops[stage], target[stage]) if stage in twice else stages[stage] for stage in stages})
         runs = [variant.run for variant, _ in self.sites if variant.run is not None]
         if len(runs) + (self.order is not None) > 1 or not (outside or any(blocks.values()) or self.order or runs):
             return None

@@ -7,7 +7,7 @@ found there by their labels; misread weights are in :mod:`.misloading`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from gpt2.port.diagnosis.search import Fault, Formula, Option
 from gpt2.port.diagnosis.weighing import MIXED
 from gpt2.port.diagnosis.wiring import Branch, Embeddings, inputs, outputs, residuals
 from gpt2.port.dump.simulation import Simulation, Stage, Stages, State
-from gpt2.port.dump.variants import Blame, Replaced, Variant, joined
+from gpt2.port.dump.variants import Blame, Replaced, Tops, Variant, joined, on_top
 from gpt2.port.recording.pool import Pool
 
 Scale = Callable[[GPT2Config, int], float]
@@ -201,13 +201,15 @@ def _scales(simulation: Simulation) -> Iterator[Variant]:
             config = simulation.config
             return scale_faults(config, layer, scale(config, layer), inverse_first=label == "by the layer")
 
-        def replaced(simulation: Simulation, layer: int, scale: Scale = scale) -> Stages:
-            factor = scale(simulation.config, layer)
-            if math.isclose(factor, right_scale(simulation.config, layer)):
-                return {}
-            return {"attn.scores": lambda s: simulation.scores(s, layer, factor=factor)}
+        def top(simulation: Simulation, layer: int, scale: Scale = scale) -> Mapping[str, Formula]:
+            times = scale(simulation.config, layer) / right_scale(simulation.config, layer)
+            return {} if math.isclose(times, 1.0) else {"attn.scores": lambda value: times * value}
 
-        yield Variant(f"scale {label}", blame, replaced)
+        def replaced(simulation: Simulation, layer: int, top: Tops = top) -> Stages:
+            right = simulation.right(layer)
+            return {stage: on_top(formula, right[stage]) for stage, formula in top(simulation, layer).items()}
+
+        yield Variant(f"scale {label}", blame, replaced, top=top)
 
 
 def _mixed(layout: Layout, source: str) -> Stage:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from gpt2.port.diagnosis.search import Fault
+from gpt2.port.diagnosis.search import Fault, Formula
 from gpt2.port.dump.simulation import Run, Simulation, Stage, Stages, State
 
 Blame = Callable[[int], tuple[Fault, ...]]
 Replaced = Callable[[Simulation, int], Stages]
+Tops = Callable[[Simulation, int], Mapping[str, Formula]]
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Variant:
     block; none if the fault changes nothing there. ``rare``: tried in all blocks together only, if blocks are expensive.
     ``all_tokens``: the first few tokens alone do not show it as all tokens do. ``mixes_rows``: the first row of a batch alone
     does not either, because the others change it. ``shared``: of code that all blocks share: tried in all of them together alone.
-    ``run``: the fault is in how blocks, tokens or rows follow each other, and replaces no stage.
+    ``run``: the fault is in how blocks, tokens or rows follow each other, and replaces no stage. ``top``: by stage, what it does
+    to the value that another fault of that stage gives; None if it cannot go with one.
     """
 
     label: str
@@ -35,6 +37,7 @@ class Variant:
     mixes_rows: bool = False
     shared: bool = False
     run: Run | None = None
+    top: Tops | None = None
 
     @classmethod
     def of(cls, label: str, faults: Iterable[Fault], replaced: Replaced, rare: bool = False, mixes_rows: bool = False) -> Variant:
@@ -44,6 +47,11 @@ class Variant:
     def faults(self, layer: int | None) -> tuple[Fault, ...]:
         """Return the faults with their places; ``layer`` is None outside the blocks."""
         return tuple(replace(fault, layer=layer) for fault in self.blame(layer or 0))
+
+
+def on_top(formula: Formula, stage: Stage) -> Stage:
+    """Return the stage whose value ``formula`` changes."""
+    return lambda s: formula(stage(s))
 
 
 def joined(label: str, *variants: Variant) -> Variant:
@@ -73,7 +81,7 @@ def late(variant: Variant, token: int) -> Variant:
         }
         return {stage: _from_token(token, rights[stage], wrong) for stage, wrong in variant.replaced(simulation, layer).items()}
 
-    return replace(variant, label=f"{variant.label} from {token}", blame=blame, replaced=replaced, all_tokens=True)
+    return replace(variant, label=f"{variant.label} from {token}", blame=blame, replaced=replaced, all_tokens=True, top=None)
 
 
 def _from_token(token: int, right: Stage, wrong: Stage) -> Stage:
