@@ -98,7 +98,7 @@ SLOW = pytest.mark.slow
         pytest.param("weights of head 1", "head-layout", marks=SLOW),
         pytest.param("values in float8", "reduced-precision", marks=SLOW),
         pytest.param("bfloat16 inputs", "reduced-precision", marks=SLOW),
-        ("last tokens left out", "untied-head"),
+        pytest.param("last tokens left out", "untied-head", marks=SLOW),
     ],
 )
 def test_a_fault_of_an_engine_is_found_from_logits_alone(model: GPT2, fault: str, cause: str) -> None:  # noqa: F811

@@ -162,8 +162,8 @@ class Table:
 
     def _narrowed(self, pair: tuple[Variant, Variant | None], blocks: range, whole: bool) -> Candidate:
         inside, outside = pair
-        beside = ((outside, None),) if whole and outside is not None else ()
-        return Candidate((*((inside, n) for n in blocks), *beside))
+        sites: list[tuple[Variant, int | None]] = [(inside, n) for n in blocks]
+        return Candidate((*sites, (outside, None)) if whole and outside is not None else tuple(sites))
 
     def quantised(self, simulation: Simulation, first: int, last: int, whole: bool) -> Iterator[Candidate]:
         """Yield the matrices of blocks ``first`` to ``last`` (excluded) in integers; ``whole``: and the token table's as well."""
@@ -175,7 +175,8 @@ class Table:
     def since(self, simulation: Simulation, token: int, first: int, last: int, is_first: bool) -> Iterator[Candidate]:
         """Yield every fault of a formula in the tokens from ``token`` on: in blocks ``first`` to ``last``, or the embeddings."""
         for variant in embedding_variants(simulation, tuple(sorted({*SHIFTS, token}))) if is_first else ():
-            yield Candidate(((late(variant, token), None),))
+            if not variant.rare:
+                yield Candidate(((late(variant, token), None),))
         unbiased = (one for one in self.blocks if {fault.id for fault in one.blame(0)} == {"missing-bias"})
         formulas = {one.label: one for one in (*block_variants(simulation), *unbiased) if not one.rare}
         for variant in (late(one, token) for one in formulas.values()):

@@ -31,6 +31,7 @@ LATER = 2  # the least token from which on faults of later tokens alone are trie
 FIRSTS = 40  # faults that pairs are built on
 MOST_TOKENS = 0.5  # of the vocabulary, whose logits alone may be wrong
 FEW = "few tokens"  # the kind of such a fault of the head
+QUANTISED = 2.0  # the largest error, over the root mean square, that integers of four bits and more are tried for
 SUMMED = 2500  # faults whose effects are added in pairs
 SUMS = 240  # pairs whose added effects come nearest, by each measure, that are computed
 DEEPER = 4  # pairs that triples are built on, for each of the first faults
@@ -278,7 +279,8 @@ class Search:
     def _quantised(self) -> list[Fit]:
         """Return the matrices in integers that explain the segment, if all blocks are in it, or one."""
         segment = self.segment
-        if not self.sieve.small or self.late() or not (segment.all_blocks or segment.last == segment.first + 1):
+        near = segment.right_errors.get(segment.end, math.inf) <= QUANTISED
+        if not (self.sieve.small and near) or self.late() or not (segment.all_blocks or segment.last == segment.first + 1):
             return []
         wholes = self.table.quantised(segment.simulation, segment.first, segment.last, segment.all_blocks)
         return self._confirmed(self._rank(list(wholes), Candidate(), "matrices in integers"), Candidate())

@@ -25,7 +25,8 @@ NARROW: dict[str, Formula] = {
     "bfloat16, cut off": partial(mantissa, 7, True),
     "float16, cut off": partial(mantissa, 10, True),
 }
-BITS = ("in 8 bits", "in 4 bits", "in 5 bits", "in 6 bits", "in 3 bits", "in 2 bits")
+BITS = ("in 8 bits", "in 4 bits", "in 5 bits", "in 6 bits")
+HALF = "scales in float16"
 PADDED = 256  # rows of a matrix are filled up to a multiple of this, so that groups begin anew in each
 
 
@@ -112,7 +113,8 @@ def quantised_variants(simulation: Simulation) -> Iterator[tuple[Variant, Varian
     table = Quantised(simulation)
     for filled in (False, True):
         for words, _ in quantised(_filled(sample) if filled else sample):
-            if not words.startswith(BITS) or (filled and "along columns" not in words):
+            rare = HALF in words and not words.startswith(BITS[:2])  # other formats than those of eight and four bits
+            if not words.startswith(BITS) or rare or (filled and "along columns" not in words):
                 continue
             name = f"{words}{', which begin anew in each' if filled else ''}"
             fault = Fault("reduced-precision", "", f"the matrices are {name}")
