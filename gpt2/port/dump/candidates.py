@@ -134,10 +134,18 @@ class Table:
         )
 
     def singles(
-        self, first: int, last: int, is_first: bool, is_last: bool, rare: bool = True, all_blocks: bool = False
+        self,
+        first: int,
+        last: int,
+        is_first: bool,
+        is_last: bool,
+        rare: bool = True,
+        all_blocks: bool = False,
+        from_start: bool = False,
     ) -> Iterator[Candidate]:
         """Yield every fault alone, in blocks ``first`` to ``last`` (excluded); ``is_first``: and in the embeddings, ``is_last``:
-        and after the blocks. ``rare``: rare faults in single blocks too. ``all_blocks``: and in the sequence of blocks."""
+        and after the blocks. ``rare``: rare faults in single blocks too. ``all_blocks``: and in the sequence of blocks;
+        ``from_start``: which begins with the right embeddings, so that rows and tokens may follow each other otherwise."""
         blocks = range(first, last)
         whole = is_first and is_last
         if is_first:
@@ -146,15 +154,14 @@ class Table:
             yield from (Candidate(((variant, None),)) for variant in self.ends)
         if all_blocks or whole:
             yield from (Candidate(order=order) for order in self._orders())
-        if whole:
-            yield from (Candidate(((variant, None),)) for variant in self.runs)
+        if whole or (all_blocks and from_start):
+            yield from (Candidate(((variant, None),)) for variant in self.runs if rare or not variant.rare)
         if len(blocks) > 1:
             yield from (Candidate(tuple((variant, n) for n in blocks)) for variant in self.blocks)
             yield from (Candidate(sites) for sites in self._both_norms(blocks, is_last))
         if whole:
             yield from self._everywhere()
-        if whole or len(blocks) == 1:
-            yield from (self._narrowed(pair, blocks, whole) for pair in self.narrow)
+        yield from (self._narrowed(pair, blocks, whole) for pair in self.narrow if blocks)
         for n in blocks:
             variants = (one for one in self.blocks if (rare or not one.rare) and (len(blocks) == 1 or not one.shared))
             yield from (Candidate(((variant, n),)) for variant in variants)

@@ -29,7 +29,8 @@ LATE_CONFIRMED = 3  # the nearest, which are computed even after the deadline
 SIEVED = 5e-5  # the largest error of a fit in float32, on few tokens, beside the tolerance
 LATER = 2  # the least token from which on faults of later tokens alone are tried: to the first, many faults change nothing
 FIRSTS = 40  # faults that pairs are built on
-MOST_TOKENS = 0.5  # of the vocabulary, whose logits alone may be wrong
+MOST_TOKENS = 0.5  # of the vocabulary, whose logits alone may be wrong; of the tokens, which a rounding must give
+FLIPPED = 0.1  # of the error of GPT-2's own formulas, what may be left where two roundings went to neighbours
 FEW = "few tokens"  # the kind of such a fault of the head
 QUANTISED = 2.0  # the largest error, over the root mean square, that integers of four bits and more are tried for
 SUMMED = 2500  # faults whose effects are added in pairs
@@ -77,6 +78,12 @@ class Segment:
     def all_blocks(self) -> bool:
         """Whether every block, from its input on, is in this part."""
         return self.is_last and (self.entrance is None or (self.entrance.layer, self.entrance.after) == (0, -1))
+
+    @property
+    def from_start(self) -> bool:
+        """Whether this part begins with GPT-2's own embeddings of the ids."""
+        start = self.simulation.right_input(0)
+        return self.entrance is None or torch.equal(self.entrance.state["x"], start)
 
     @cached_property
     def span(self) -> Span:
@@ -141,9 +148,24 @@ class Segment:
             least = min(plain[self.end], self.right_errors[self.end])  # the fault must not make the error that is fitted away
             if fitted and least <= SIGNIFICANT * self.allowed(self.end):
                 continue
-            if all(error <= self.allowed(point) for point, error in errors.items()) and self._better(errors):
+            within = all(error <= self.allowed(point) for point, error in errors.items())
+            if (within or self._rounded(whole, values, errors)) and self._better(errors):
                 yield Fit(whole, max(errors.values()))
                 return
+
+    def _rounded(self, candidate: Candidate, values: Mapping[str, Tensor], errors: Mapping[str, float]) -> bool:
+        """Return whether a candidate that rounds numbers gives most tokens, and a tenth of the error elsewhere.
+
+        What a program computes in float32 it may round to the neighbour of what we round to: then a few numbers are far off.
+        """
+        if {fault.id for fault in candidate.faults(self.simulation.config.n_layer)} != {"reduced-precision"}:
+            return False
+        if any(error > max(FLIPPED * self.right_errors[point], self.allowed(point)) for point, error in errors.items()):
+            return False
+        shown = self.shown[self.end]
+        value = self._headed(values, candidate.head) if self.end == "logits" else values[self.end]
+        off = (shown - value).abs().amax(-1) / shown.square().mean().sqrt()
+        return float((off <= self.allowed(self.end)).double().mean()) >= MOST_TOKENS
 
     def _better(self, errors: Mapping[str, float]) -> bool:
         """Return whether these errors are well below those of GPT-2's own formulas, and not by chance."""
@@ -235,7 +257,13 @@ class Search:
         self.sieve, self.table = Sieve(segment.simulation, segment.span), table
         self.singles = list(
             table.singles(
-                segment.first, segment.last, segment.entrance is None, segment.is_last, self.sieve.small, segment.all_blocks
+                segment.first,
+                segment.last,
+                segment.entrance is None,
+                segment.is_last,
+                self.sieve.small,
+                segment.all_blocks,
+                segment.from_start,
             )
         )
         self.complete = True
@@ -280,7 +308,7 @@ class Search:
         """Return the matrices in integers that explain the segment, if all blocks are in it, or one."""
         segment = self.segment
         near = segment.right_errors.get(segment.end, math.inf) <= QUANTISED
-        if not (self.sieve.small and near) or self.late() or not (segment.all_blocks or segment.last == segment.first + 1):
+        if not (self.sieve.small and near) or self.late() or not (segment.all_blocks or segment.last <= segment.first + 2):
             return []
         wholes = self.table.quantised(segment.simulation, segment.first, segment.last, segment.all_blocks)
         return self._confirmed(self._rank(list(wholes), Candidate(), "matrices in integers"), Candidate())
@@ -304,7 +332,7 @@ class Search:
         if base is None:  # its head may be another
             fits += segment.fits(Candidate())
         for number, (near, candidate) in enumerate(ranked[: MAX_CONFIRMED if self.sieve.small else MAX_CONFIRMED_LARGE]):
-            if near.fit > bound or (number >= LATE_CONFIRMED and self.late()):
+            if near.fit > max(bound, FLIPPED * segment.right_errors[segment.end]) or (number >= LATE_CONFIRMED and self.late()):
                 break
             if base is not None or not candidate.is_right:
                 fits += segment.fits(candidate if base is None else base.with_(candidate))

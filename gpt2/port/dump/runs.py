@@ -61,7 +61,8 @@ CARRIED = {"attn.heads": "value-projection-wrong"}
 
 def _variant(label: str, fault: Fault, run: Run) -> Variant:
     rows = fault.id == "batch-dependent"
-    return Variant(label, lambda layer: (fault,), _nothing, outside=True, rare=True, all_tokens=True, mixes_rows=rows, run=run)
+    steps = fault.id == "cache-inconsistent"  # many, and slow
+    return Variant(label, lambda layer: (fault,), _nothing, outside=True, rare=steps, all_tokens=True, mixes_rows=rows, run=run)
 
 
 def _nothing(simulation: Simulation, layer: int) -> Stages:
