@@ -177,6 +177,10 @@ def _matrices(weights: Mapping[str, Tensor], config: GPT2Config) -> Iterator[Var
             yield misread(f"{name} {one.words}", Fault(one.id, name, f"the weight {one.words}"), change, part)
             if number == (1 if part == "attn.c_proj" else 0):
                 transposed.append(misread(name, Fault(one.id, name, one.words), change, part))
+    for part, by in itertools.product(("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"), (1, -1)):
+        words = f"the weight is read one number too {'early' if by > 0 else 'late'}: each entry is its neighbour's in the file"
+        fault = Fault("wrong-tensor", f"{part}.weight", words)
+        yield misread(f"{part} rolled {by}", fault, _rolled(f"{part}.weight", by), *READERS[part], rare=True)
     words = "both matrices of the feed-forward were reshaped where they had to be transposed"
     yield joined_as(words, Fault("transposed", "mlp", words), *transposed[1:])
     words = "every matrix was reshaped where it had to be transposed"
@@ -186,6 +190,10 @@ def _matrices(weights: Mapping[str, Tensor], config: GPT2Config) -> Iterator[Var
 
 def _zero(*names: str) -> Change:
     return lambda weights, config: {name: torch.zeros_like(weights[name]) for name in names}
+
+
+def _rolled(name: str, by: int) -> Change:
+    return lambda weights, config: {name: weights[name].flatten().roll(by).view_as(weights[name])}
 
 
 def _times(name: str, times: int) -> Change:

@@ -44,10 +44,9 @@ def narrow_variants(simulation: Simulation) -> Iterator[tuple[Variant, Variant |
             yield inside, _outside(f"{words}, the head's too", fault, partial(_head, narrow, weights))
             yield inside, None
         fault = Fault("reduced-precision", "", f"the stream is rounded to {dtype} behind each sum")
-        yield (
-            _shared(fault.detail, fault, partial(_stream, narrow)),
-            _outside(f"embedded in {dtype}", fault, partial(_embedded, narrow)),
-        )
+        inside = _shared(fault.detail, fault, partial(_stream, narrow))
+        yield inside, _outside(f"embedded in {dtype}", fault, partial(_embedded, narrow))
+        yield inside, None
     words = "the input of every linear layer is rounded to 8 bits, a scale for each token"
     yield _shared(words, Fault("reduced-precision", "", words), partial(_products, _eight_bits, False, False)), None
 
