@@ -29,8 +29,8 @@ LATE_CONFIRMED = 3  # the nearest, which are computed even after the deadline
 SIEVED = 5e-5  # the largest error of a fit in float32, on few tokens, beside the tolerance
 LATER = 2  # the least token from which on faults of later tokens alone are tried: to the first, many faults change nothing
 FIRSTS = 40  # faults that pairs are built on
-MOST_TOKENS = 0.5  # of the vocabulary, whose logits alone may be wrong; of the tokens, which a rounding must give
-FLIPPED = 0.1  # of the error of GPT-2's own formulas, what may be left where two roundings went to neighbours
+MOST_TOKENS = 0.5  # of the vocabulary, whose logits alone may be wrong
+FLIPPED = 0.3  # of the error of GPT-2's own formulas, what may be left where two roundings went to neighbours
 FEW = "few tokens"  # the kind of such a fault of the head
 QUANTISED = 2.0  # the largest error, over the root mean square, that integers of four bits and more are tried for
 SUMMED = 2500  # faults whose effects are added in pairs
@@ -154,18 +154,19 @@ class Segment:
                 return
 
     def _rounded(self, candidate: Candidate, values: Mapping[str, Tensor], errors: Mapping[str, float]) -> bool:
-        """Return whether a candidate that rounds numbers gives most tokens, and a tenth of the error elsewhere.
+        """Return whether a candidate that rounds numbers gives most of what the program has otherwise than GPT-2.
 
-        What a program computes in float32 it may round to the neighbour of what we round to: then a few numbers are far off.
+        What a program computes in float32 it rounds to the neighbour of what we round to, in a few places; then more follow.
         """
         if {fault.id for fault in candidate.faults(self.simulation.config.n_layer)} != {"reduced-precision"}:
             return False
-        if any(error > max(FLIPPED * self.right_errors[point], self.allowed(point)) for point, error in errors.items()):
+        if any(error > max(self.right_errors[point] / BETTER, self.allowed(point)) for point, error in errors.items()):
             return False
-        shown = self.shown[self.end]
-        value = self._headed(values, candidate.head) if self.end == "logits" else values[self.end]
-        off = (shown - value).abs().amax(-1) / shown.square().mean().sqrt()
-        return float((off <= self.allowed(self.end)).double().mean()) >= MOST_TOKENS
+        shown, right = self.shown[self.end], self.values(Candidate())
+        left, whole = (
+            shown - (self._headed(one, candidate.head) if self.end == "logits" else one[self.end]) for one in (values, right)
+        )
+        return bool(left.square().mean().sqrt() <= FLIPPED * whole.square().mean().sqrt())
 
     def _better(self, errors: Mapping[str, float]) -> bool:
         """Return whether these errors are well below those of GPT-2's own formulas, and not by chance."""
@@ -332,10 +333,14 @@ class Search:
         if base is None:  # its head may be another
             fits += segment.fits(Candidate())
         for number, (near, candidate) in enumerate(ranked[: MAX_CONFIRMED if self.sieve.small else MAX_CONFIRMED_LARGE]):
-            if near.fit > max(bound, FLIPPED * segment.right_errors[segment.end]) or (number >= LATE_CONFIRMED and self.late()):
+            if near.fit > max(bound, segment.right_errors[segment.end] / BETTER) or (number >= LATE_CONFIRMED and self.late()):
                 break
             if base is not None or not candidate.is_right:
                 fits += segment.fits(candidate if base is None else base.with_(candidate))
+        if tight := [fit for fit in fits if fit.error <= max(map(segment.allowed, segment.shown))]:
+            fits = tight
+        else:
+            fits = sorted(fits, key=lambda fit: fit.error)[:1]
         known = [fit for fit in fits if all(fault.id != "untied-head" for fault in fit.candidate.head)]
         return sorted(known or fits, key=lambda fit: (fit.price, fit.error))  # a head's free weights hide other faults
 
