@@ -41,11 +41,11 @@ def narrow_variants(simulation: Simulation) -> Iterator[tuple[Variant, Variant |
             words = f"{what} rounded to {dtype}"
             fault = Fault("reduced-precision", "", words)
             inside = _shared(words, fault, partial(_products, narrow, attention, weights))
-            yield inside, _outside(f"{words}, the head's too", fault, partial(_head, narrow, weights))
+            yield inside, _outside(f"{words}, the head's too", replace(fault, part="logits"), partial(_head, narrow, weights))
             yield inside, None
         fault = Fault("reduced-precision", "", f"the stream is rounded to {dtype} behind each sum")
         inside = _shared(fault.detail, fault, partial(_stream, narrow))
-        yield inside, _outside(f"embedded in {dtype}", fault, partial(_embedded, narrow))
+        yield inside, _outside(f"embedded in {dtype}", replace(fault, part="embed"), partial(_embedded, narrow))
         yield inside, None
     words = "the input of every linear layer is rounded to 8 bits, a scale for each token"
     yield _shared(words, Fault("reduced-precision", "", words), partial(_products, _eight_bits, False, False)), None
@@ -119,7 +119,7 @@ def quantised_variants(simulation: Simulation) -> Iterator[tuple[Variant, Varian
             fault = Fault("reduced-precision", "", f"the matrices are {name}")
             changed = partial(_block_quantised, table, words, filled)
             inside = replace(misread(name, fault, changed, *LINEAR, rare=True), shared=True)
-            yield inside, _outside(f"wte {name}", fault, partial(_table_quantised, table, words, filled))
+            yield inside, _outside(f"wte {name}", replace(fault, part="wte"), partial(_table_quantised, table, words, filled))
 
 
 def _filled(weight: Tensor) -> Tensor:
