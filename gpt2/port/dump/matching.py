@@ -32,6 +32,7 @@ FIRSTS = 120  # faults that pairs are built on
 MOST_TOKENS = 0.5  # of the vocabulary, whose logits alone may be wrong
 FLIPPED = 0.3  # of the error of GPT-2's own formulas, what may be left where two roundings went to neighbours
 FEW = "few tokens"  # the kind of such a fault of the head
+RARER = 30  # faults beside which rare ones are tried
 QUANTISED = 2.0  # the largest error, over the root mean square, that integers of four bits and more are tried for
 SUMMED = 2500  # faults whose effects are added in pairs
 SUMS = 240  # pairs whose added effects come nearest, by each measure, that are computed
@@ -353,10 +354,12 @@ class Search:
             return fits
         firsts = [one for one in _interleaved(ranked) if one.order is None and not one.is_right]
         wide = [one for one in firsts if not one.is_local]
+        common = [one for one in self.singles if not one.rare]
+        everywhere = [one for one in common if not one.is_local]
+        rounds = [(wide, everywhere)] if len(everywhere) < len(common) else []
+        rounds += [(firsts, common), (firsts[:RARER], [one for one in self.singles if one.rare])]
         deeper: list[Candidate] = []
-        for some, seconds in ((wide, [one for one in self.singles if not one.is_local]), (firsts, self.singles)):
-            if len(seconds) == len(self.singles) and some is wide:
-                continue  # a single block, where all faults are local
+        for some, seconds in rounds:
             for number, first in enumerate(some[:FIRSTS]):
                 pairs = self._beside(first, seconds, f"faults beside the nearest, number {number + 1}")
                 if fits := [fit for fit in self._confirmed(pairs, first) if self.segment.needs(fit, first)]:
@@ -366,14 +369,14 @@ class Search:
                 wholes = (first.with_(second) for second in _interleaved(pairs)[:DEEPER] if second.order is None)
                 deeper += [whole for whole in wholes if whole.program(self.segment.simulation) is not None]
         for number, pair in enumerate(deeper):
-            if fits := self._confirmed(self._beside(pair, self.singles, f"faults beside a pair, number {number + 1}"), pair):
+            if fits := self._confirmed(self._beside(pair, common, f"faults beside a pair, number {number + 1}"), pair):
                 return fits
             if self.late():
                 break
         return []
 
     def _beside(self, first: Candidate, seconds: Iterable[Candidate], words: str) -> Ranked:
-        return self._rank([one for one in seconds if not one.rare and first.allows(one)], first, words)
+        return self._rank([one for one in seconds if first.allows(one)], first, words)
 
     def _summed(self) -> list[Fit]:
         """Return pairs that explain the segment, of those whose effects, added, come nearest: a first guess at any two faults."""
