@@ -190,8 +190,9 @@ class Table:
             yield Candidate(tuple((variant, n) for n in range(first, last)))
         slot = next((one for one in self.blocks if one.label == f"late slot {token}"), None)
         for variant in embedding_variants(simulation, (1,)) if is_first and slot else ():
-            if variant.label == "embed shift 1 1 words":
-                yield Candidate(((late(variant, token), None), *((slot, n) for n in range(first, last))))
+            if variant.label == "embed shift 1 1 words":  # the empty place of a cache is counted
+                sites: list[tuple[Variant, int | None]] = [(slot, n) for n in range(first, last) if slot]
+                yield Candidate(((late(variant, token), None), *sites))
 
     def _both_norms(self, blocks: Iterable[int], ending: bool) -> Iterator[tuple[tuple[Variant, int | None], ...]]:
         """Yield the same fault in both norms of ``blocks``; ``ending``: also with the last norm."""
