@@ -18,7 +18,8 @@ from gpt2.model import GPT2
 from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.candidates import FITTED, Candidate, Found, Table
-from gpt2.port.dump.matching import Fit, Search, Segment
+from gpt2.port.dump.matching import Search
+from gpt2.port.dump.segments import Fit, Segment
 from gpt2.port.dump.simulation import Program, Simulation, State, stage_of
 
 SAME = 1e-9  # programs whose values differ by less are one function
