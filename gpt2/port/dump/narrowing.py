@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.port.diagnosis.hypotheses import right_scale
@@ -27,7 +26,6 @@ NARROW: dict[str, Formula] = {
 }
 BITS = ("in 8 bits", "in 4 bits", "in 5 bits", "in 6 bits")
 HALF = "scales in float16"
-PADDED = 256  # rows of a matrix are filled up to a multiple of this, so that groups begin anew in each
 
 
 def narrow_variants(simulation: Simulation) -> Iterator[tuple[Variant, Variant | None]]:
@@ -108,54 +106,40 @@ def _embedded(narrow: Formula, simulation: Simulation, layer: int) -> Stages:
 
 def quantised_variants(simulation: Simulation) -> Iterator[tuple[Variant, Variant]]:
     """Yield the blocks' matrices in integers, with scales of every known kind; and beside each, the token table so."""
-    sample = simulation.weights(0)["attn.c_proj.weight"]
-    table = Quantised(simulation)
-    for filled in (False, True):
-        for words, _ in quantised(_filled(sample) if filled else sample):
-            rare = HALF in words and not words.startswith(BITS[:2])  # other formats than those of eight and four bits
-            if not words.startswith(BITS) or rare or (filled and "along columns" not in words):
-                continue
-            name = f"{words}{', which begin anew in each' if filled else ''}"
-            fault = Fault("reduced-precision", "", f"the matrices are {name}")
-            changed = partial(_block_quantised, table, words, filled)
-            inside = replace(misread(name, fault, changed, *LINEAR, rare=True), shared=True)
-            yield inside, _outside(f"wte {name}", replace(fault, part="wte"), partial(_table_quantised, table, words, filled))
-
-
-def _filled(weight: Tensor) -> Tensor:
-    return F.pad(weight, (0, 0, 0, -weight.shape[0] % PADDED))
+    table, held = Quantised(), simulation.weights(0)
+    for words in dict.fromkeys(words for part in MATRICES for words, _ in quantised(held[f"{part}.weight"])):
+        rare = HALF in words and not words.startswith(BITS[:2])  # other formats than those of eight and four bits
+        if words.startswith(BITS) and not rare:
+            fault = Fault("reduced-precision", "", f"the matrices are {words}")
+            inside = replace(misread(words, fault, partial(_block_quantised, table, words), *LINEAR, rare=True), shared=True)
+            changed = partial(_table_quantised, table, words)
+            yield inside, _outside(f"wte {words}", replace(fault, part="wte"), changed)
 
 
 class Quantised:
-    """The ways to quantise each matrix of a simulation, listed once."""
+    """The ways to quantise each matrix, listed once."""
 
-    def __init__(self, simulation: Simulation) -> None:
-        self.simulation = simulation
-        self._ways: dict[tuple[int, bool], tuple[Tensor, dict[str, Callable[[], Tensor]]]] = {}
+    def __init__(self) -> None:
+        self._ways: dict[int, tuple[Tensor, dict[str, Callable[[], Tensor]]]] = {}
 
-    def made(self, weight: Tensor, words: str, filled: bool) -> Tensor:
-        key = weight.data_ptr(), filled
+    def made(self, weight: Tensor, words: str) -> Tensor:
+        """Return the matrix (I, O) in these integers; as it is, if it is too small for such groups."""
+        key = weight.data_ptr()
         if key not in self._ways:
-            self._ways[key] = weight, dict(quantised(_filled(weight) if filled else weight))
-        make = self._ways[key][1].get(words)  # a small matrix has no groups this large
-        return weight if make is None else make()[: weight.shape[0]]
+            self._ways[key] = weight, dict(quantised(weight))
+        make = self._ways[key][1].get(words)
+        return weight if make is None else make()
 
 
-def _block_quantised(
-    table: Quantised, words: str, filled: bool, weights: Mapping[str, Tensor], config: object
-) -> Mapping[str, Tensor]:
+def _block_quantised(table: Quantised, words: str, weights: Mapping[str, Tensor], config: object) -> Mapping[str, Tensor]:
     names = [f"{part}.weight" for part in MATRICES]
-    return {name: table.made(weights[name], words, filled) for name in names}
+    return {name: table.made(weights[name], words) for name in names}
 
 
-def _table_quantised(table: Quantised, words: str, filled: bool, simulation: Simulation, layer: int) -> Stages:
-    wte = simulation.state["wte.weight"]
+def _table_quantised(table: Quantised, words: str, simulation: Simulation, layer: int) -> Stages:
     ids, positions = simulation.ids, simulation.state["wpe.weight"]
 
     def made() -> Tensor:
-        return simulation.remember("quantised table", words, lambda: table.made(wte.t(), words, filled).t())
+        return simulation.remember("quantised table", words, lambda: table.made(simulation.state["wte.weight"].t(), words).t())
 
-    return {
-        "embed": lambda s: made()[ids] + positions[: ids.shape[1]],
-        "head": lambda s: made(),
-    }
+    return {"embed": lambda s: made()[ids] + positions[: ids.shape[1]], "head": lambda s: made()}
