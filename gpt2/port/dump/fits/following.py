@@ -27,6 +27,7 @@ from gpt2.port.dump.fits.linear import Linear
 from gpt2.port.dump.fits.normalising import Norm
 from gpt2.port.dump.fits.observed import Fit, Observed
 from gpt2.port.dump.fits.operators import Operators
+from gpt2.port.dump.fits.placing import placed
 from gpt2.port.dump.fits.recorded import Arrays
 from gpt2.port.dump.fits.wiring import embedding_fit
 from gpt2.port.dump.holdings import LINEAR, Held, Holdings
@@ -95,7 +96,11 @@ class Following:
             rows = seen.wrong_rows()
             if (fit := embedding_fit(seen, self.ids, wte, wpe, rows)) is not None:
                 return self._kept(None, "embed", seen, fit)
-        return right  # perhaps not recorded
+        if (fit := placed(self.arrays, self.simulation, self.ids, right, self.library.in_time)) is None:
+            return right
+        self._departs(None, "embed", fit.value, right)
+        self.faults += fit.faults
+        return fit.value
 
     def _kept(self, layer: int | None, stage: str, seen: Observed, fit: Fit) -> Tensor:
         """Note a fit's faults, and return its value with the program's own digits."""

@@ -5,6 +5,7 @@ Shapes: (B, T, D); ids (B, T).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -16,6 +17,13 @@ from gpt2.port.dump.fits.observed import SHOWN, Fit, Observed, combined, formula
 
 MOST_PAIRS = 2**22  # pairs of an id and a position that are tried
 NEIGHBOURS = 0.02  # of the span of a function's results: how far those of neighbouring arguments may be apart
+GATES = {"tanh": (torch.tanh, torch.atanh), "erf": (torch.erf, torch.erfinv)}  # of GELU, and their inverses
+OPEN = 0.98  # a gate that is further from 0 than this shows its argument badly
+LEAST_OPEN = 12  # results that show two constants
+SNAP = 0.01  # relative difference of a fitted constant and the one that was meant
+ROOT, CUBE = math.sqrt(2 / math.pi), 0.044715
+SLOPES = (ROOT, 1.0, 0.5, CUBE, math.sqrt(0.5), 0.851, 0.8, math.sqrt(2) / math.pi, 2 / math.pi, 1.5, 2.0)
+CUBES = (CUBE, 0.0, 1.0, 0.5, 0.044, 0.045, 0.44715, 0.0044715, ROOT)
 ROUGH = 0.1  # mean square of the steps from one argument to the next, of the variance of the results
 
 
@@ -50,6 +58,10 @@ def activation_fit(seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
         fault = Fault("gelu-variant", "mlp.act", f"your activation is {many}{words}")
         if (fit := seen.fitted(times * function(x), rows, fault)) is not None:
             return fit
+    for half in (0.5, 1.0):
+        for gate in GATES:
+            if (fit := _gated(seen, x, rows, half, gate)) is not None:
+                return fit
     order = u.argsort()
     steps, gaps = y[order].diff(), u[order].diff()
     smooth = steps.abs() <= NEIGHBOURS * span + 4 * gaps * max(span / width, 1.0)
@@ -59,6 +71,35 @@ def activation_fit(seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
     at = ", ".join(f"f({float(u[i]):.3g}) = {float(y[i]):.4g}" for i in order[:: max(1, len(order) // SHOWN)][:SHOWN].tolist())
     fault = Fault("gelu-variant", "mlp.act", f"an activation that is none of those known here: {at}")
     return seen.fitted(seen.value, rows, fault)
+
+
+def _gated(seen: Observed, x: Tensor, rows: Tensor, half: float, gate: str) -> Fit | None:
+    """Return the fit of ``half`` x (1 + gate(a x + b x^3)): GELU with other constants. Rounded results do not show a function of
+    no known form well enough for what follows from it."""
+    function, inverse = GATES[gate]
+    u, y = x[rows].flatten(), seen.value[rows].flatten()
+    opened = y / (half * u) - 1
+    some = (opened.abs() < OPEN) & (u.abs() > SNAP * float(u.abs().max()))
+    u, opened = u[some], opened[some]
+    if len(u) < LEAST_OPEN:
+        return None
+    trust = u.abs() * (1 - opened.square())  # the slope of a gate, about
+    columns, wanted = trust[:, None] * torch.stack([u, u**3], 1), trust * inverse(opened)
+    a, b = torch.linalg.lstsq(columns, wanted[:, None]).solution[:, 0].tolist()
+    slopes = [one for one in SLOPES if abs(one - a) <= SNAP * abs(one)]
+    meant = dict.fromkeys([*(slope * one for slope in (*slopes, a) for one in CUBES), *CUBES])
+    near = sorted((one for one in meant if abs(one - b) <= SNAP * max(abs(one), abs(a))), key=lambda one: abs(one - b))
+    for cube in (*near, b):
+        along = columns[:, 0]
+        alone = float((along * (wanted - cube * columns[:, 1])).sum() / along.square().sum())
+        for slope in (*slopes, *(float(f"{alone:.{digits}g}") for digits in (2, 3, 4)), alone):
+            words = f"your activation is {half:g} x (1 + {gate}({slope:.6g} x + {cube:.6g} x^3))"
+            fault = Fault(
+                "gelu-variant", "mlp.act", f"{words}; GPT-2's is 0.5 x (1 + tanh({ROOT:.6g} x + {ROOT * CUBE:.6g} x^3))"
+            )
+            if (fit := seen.fitted(half * x * (1 + function(slope * x + cube * x**3)), rows, fault)) is not None:
+                return fit
+    return None
 
 
 def embedding_fit(seen: Observed, ids: Tensor, wte: Tensor, wpe: Tensor, rows: Tensor) -> Fit | None:
