@@ -17,8 +17,9 @@ from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
 from gpt2.port.deadline import Deadline, TimeUp
 from gpt2.port.diagnosis.report import Diagnosis
-from gpt2.port.dump.loading import Loading
+from gpt2.port.dump.fits.recorded import Arrays
 from gpt2.port.dump.pool import DumpPool
+from gpt2.port.dump.simulation import Simulation
 from gpt2.port.dump.tolerance import measured
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -185,35 +186,25 @@ def test_weights_that_were_misread_are_seen_in_the_products(fault: str) -> None:
     )
 
 
-def test_roles_that_the_scores_leave_open_are_not_guessed() -> None:
-    """Scores that are not masked are products of either pair, transposed: the first pair was named, whichever it was."""
-    model = checkpoint()
-    state = dict(model.state_dict())
-    for name in ("h.1.attn.c_attn.weight", "h.1.attn.c_attn.bias"):
-        state[name] = torch.cat(state[name].chunk(3, -1)[::-1], -1)
-    model.load_state_dict(state)
-    traced = trace(model, IDS)
-    q, k = (traced[f"h.1.attn.{one}"].unflatten(-1, (CONFIG.n_head, -1)).transpose(1, 2) for one in "qk")
-    traced["h.1.attn.scores"] = q @ k.mT
-
-    def orders(kept: dict[str, Tensor]) -> list[str]:
-        pool = DumpPool(measured(MODEL, IDS, trace(MODEL, IDS), torch.float32), CONFIG, (2, 8))
-        pool.fill(kept.items(), traced["logits"])
-        loading = Loading(pool, MODEL.state_dict(), CONFIG, IDS)
-        loading._order(1)
-        return [one.detail for one in loading.causes]
-
-    assert orders({point: value for point, value in traced.items() if not point.endswith(("weights", "heads"))}) == []
-    assert len(orders(traced)) == 1
-
-
 def test_zeros_in_a_dump_are_no_product_of_weights_that_are_zero() -> None:
     """Where a projection was not dumped and an array of its size is zero, its weight and bias were said to be zero."""
-    traced = trace(MODEL, IDS)
+    traced = trace(faulty(activation_function="gelu"), IDS)
     del traced["h.1.attn.c_proj"]
+    arrays = dump(traced, torch.float32) | {"cache": torch.zeros(2, 8, CONFIG.n_embd)}
+    assert causes(gpt2.diagnose(arrays, MODEL)) == [("gelu-variant", "h.*.mlp.act")]
+
+
+def test_an_array_does_not_confirm_itself_and_is_free_after_a_trial() -> None:
+    """What was tried as a mixture was recorded as its own heads, merged, and then no candidate in the block that holds it."""
     pool = DumpPool(measured(MODEL, IDS, trace(MODEL, IDS), torch.float32), CONFIG, (2, 8))
-    pool.fill([*traced.items(), ("cache", torch.zeros(2, 8, CONFIG.n_embd))], traced["logits"])
-    assert Loading(pool, MODEL.state_dict(), CONFIG, IDS).run().causes == ()
+    value = trace(MODEL, IDS)["h.1.attn.heads"]
+    pool.fill([("x", torch.randn_like(value)), ("heads", value)], MODEL(IDS).detach())
+    arrays = Arrays(pool, Simulation(MODEL.state_dict(), CONFIG, IDS))
+    assert arrays.shows("attn.heads", value)
+    assert not arrays.shows("attn.heads", value, but=1)
+    assert arrays.used == set()
+    assert arrays.recorded("attn.heads", value) is not None  # control
+    assert arrays.used == {1}
 
 
 def test_a_dump_without_logits_or_with_nan_in_them_is_refused() -> None:
@@ -264,13 +255,13 @@ def test_weights_that_are_recorded_show_how_heads_were_split() -> None:
     assert causes(diagnosis) == [("layernorm-unbiased-variance", "h.*.ln_1, h.*.ln_2, ln_f"), ("head-layout", "h.*.attn")]
 
 
-def test_a_wrong_norm_is_named_before_weights_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search for misread weights took minutes on a larger model although the walk explains everything."""
+def test_a_wrong_norm_is_named_by_the_walk_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A further search took minutes on a larger model although the walk explains everything."""
 
     def never(*_: object) -> None:
-        raise AssertionError("the weights were searched")
+        raise AssertionError("operators were fitted")
 
-    monkeypatch.setattr("gpt2.port.dump.loading.Loading.run", never)
+    monkeypatch.setattr("gpt2.port.dump.fits.following.Following.run", never)
     arrays = two_faults(MODEL, IDS[0])
     assert causes(gpt2.diagnose(dump(arrays, torch.float32, IDS[:1]), MODEL))
 
@@ -286,8 +277,6 @@ def test_every_search_in_a_dump_ends_at_its_deadline() -> None:
         lambda: pool.find(torch.randn(2, 8, CONFIG.n_embd)),
         lambda: pool.near(1, one, one),
         lambda: pool.may_be_near(1, one),
-        lambda: pool.sums_of(1),
-        lambda: pool.has_whole(1),
     )
     for search in searches:
         with pytest.raises(TimeUp):

@@ -23,6 +23,7 @@ from gpt2.port.diagnosis.logits import Reference, padding_causes
 from gpt2.port.diagnosis.report import Diagnosis
 from gpt2.port.dump.arrays import find_output
 from gpt2.port.dump.attempt import Attempt
+from gpt2.port.dump.dumped import Dumped
 from gpt2.port.dump.tolerance import HALVES
 from gpt2.port.step_dump.examination import StepExamination
 from gpt2.port.training.settings import Settings
@@ -84,18 +85,18 @@ class DumpExamination:
         arrays = {name: array for name, array in self.dump.arrays.items() if name != output.name}
         attempts: list[Attempt] = []
         dtypes = list(self._computed(output.logits.dtype))
-        following: Attempt | None = None
+        following: Dumped | None = None
         for number, dtype in enumerate(dtypes):
-            attempt = following or Attempt(arrays, output, exact, self.reference, dtype, self.progress)
-            attempts.append(attempt)
+            dumped = following or Dumped.of(arrays, output, exact, self.reference, dtype)
             share = len(dtypes) - number
-            if dtypes[-1] in HALVES and share > 1 and not attempt.right:
-                following = Attempt(arrays, output, exact, self.reference, dtypes[-1], self.progress)
-                share = HASTY if following.is_likelier(attempt) else share
+            if dtypes[-1] in HALVES and share > 1 and not dumped.right:
+                following = Dumped.of(arrays, output, exact, self.reference, dtypes[-1])
+                share = HASTY if following.is_likelier(dumped) else share
+            attempts.append(attempt := Attempt(dumped, self.progress))
             attempt.examine(Deadline(self.deadline.left / share))
             if attempt.settled:
                 return self._diagnosed(attempt)
-        most = max(attempts, key=lambda one: len(one.held))  # in another precision rounding looks wrong from the start
+        most = max(attempts, key=lambda one: len(one.dumped.held))  # in another precision rounding looks wrong from the start
         return self._diagnosed(next((one for one in attempts if one.causes), most))
 
     def _without_logits(self) -> InputError:
@@ -124,7 +125,7 @@ class DumpExamination:
             yield logits
 
     def _diagnosed(self, attempt: Attempt) -> Diagnosis:
-        padding, notes = padding_causes(attempt.output.logits.double(), self.config)
+        padding, notes = padding_causes(attempt.dumped.output.logits.double(), self.config)
         causes = ranked([*attempt.causes, *padding], self.config.n_layer)
         equal = attempt.equal and not causes
         verdict = "equal" if equal else "mismatch" if causes else "undetermined"
@@ -134,6 +135,6 @@ class DumpExamination:
             tuple(cause.cause() for cause in causes),
             tuple(dict.fromkeys([*attempt.notes, *notes])),
             self.dump.source,
-            logits_error=attempt.error,
-            seen="dump" if attempt.arrays else "logits",
+            logits_error=attempt.dumped.error,
+            seen="dump" if attempt.dumped.arrays else "logits",
         )

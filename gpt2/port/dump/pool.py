@@ -157,16 +157,6 @@ class DumpPool(Pool):
         near = (one for one in [*self._round, *short] if math.isclose(one, size, rel_tol=loose))
         return sign * next(near, size)
 
-    def sums_of(self, numel: int) -> list[float]:
-        """Return the sums of all arrays of a size."""
-        self.deadline.check()
-        return [self._sums[number][0] for number in self._by_size.get(numel, [])]
-
-    def has_whole(self, numel: int) -> bool:
-        """Return whether the dump has an array of a size; parts of its arrays do not count."""
-        self.deadline.check()
-        return any(self.whole[number] for number in self._by_size.get(numel, []))
-
     def _margins(self, n: int) -> Tensor:
         return torch.tensor([self.bound + self.unit(number) for number in self._by_size[n]], dtype=torch.float64)
 

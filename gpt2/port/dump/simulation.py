@@ -50,6 +50,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "": ("mid", "mlp.c_proj"),
 }
 STAGES = tuple(NEEDS)
+LINEAR = ("attn.q", "attn.k", "attn.v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 ORDER = {stage: number for number, stage in enumerate(STAGES)}
 LAST = ORDER[""]
 SMALL = 1 << 24  # parameters of the blocks times tokens of a small model

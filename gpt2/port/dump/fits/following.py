@@ -6,7 +6,7 @@ Nothing but values is compared. A stage that is not recorded is right if a later
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -30,16 +30,17 @@ from gpt2.port.dump.fits.operators import Operators
 from gpt2.port.dump.fits.placing import placed
 from gpt2.port.dump.fits.recorded import Arrays
 from gpt2.port.dump.fits.wiring import embedding_fit
-from gpt2.port.dump.holdings import LINEAR, Held, Holdings
+from gpt2.port.dump.misloading import loading_variants
 from gpt2.port.dump.pool import DumpPool
-from gpt2.port.dump.simulation import NEEDS, STAGES, Simulation, State
+from gpt2.port.dump.simulation import LINEAR, NEEDS, STAGES, Simulation, State
 from gpt2.port.dump.tolerance import UNITS
 
 MOST_FAULTS = 10  # of one block
 MOST_TRIED = 12  # arrays that may be a stage's value and that nothing confirms, the likest first
 LIKELIEST = 2  # that are tried before any is confirmed
 FOLLOWED = 4  # stages that are computed from such an array, to confirm it
-BEHIND = ("ln_1", "attn.q", "attn.k", "attn.v")  # stages of the next block that show its input
+QKV = ("attn.q", "attn.k", "attn.v")
+BEHIND = ("ln_1", *QKV)  # stages of the next block that show its input
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,12 @@ class Following:
         """Note a fit's faults, and return its value with the program's own digits."""
         self.arrays.used.add(seen.number)
         self._departs(layer, stage, fit.value, seen.right)
-        self.faults += [replace(fault, layer=layer) for fault in fit.faults]
+        faults = [replace(fault, layer=layer) for fault in fit.faults]
+        if any(fault.id == "qkv-order" for fault in faults) and stage == "attn.weights":  # each array was taken for another
+            biases = [one for one in self.faults if one.layer == layer and one.part in QKV and "bias" in one.detail]
+            self.faults = [one for one in self.faults if one not in biases]
+            faults = [replace(one, detail=f"{one.detail}; the biases stay") if biases else one for one in faults]
+        self.faults += faults
         exact = seen.number >= 0 and UNITS[self.pool.dtypes[seen.number]][0] < 1e-4
         return seen.value.contiguous() if exact else fit.value
 
@@ -201,18 +207,17 @@ class Following:
         """Return whether the block's result is right, as the next block or the logits show."""
         if layer + 1 == self.config.n_layer:
             normed = self.simulation.norm("ln_f", state[""])
-            shown = self.arrays.recorded("ln_f", normed) is not None
-            return shown or self._is_logits(normed @ self.simulation.state["wte.weight"].T)
+            return self.arrays.shows("ln_f", normed) or self._is_logits(normed @ self.simulation.state["wte.weight"].T)
         following: State = {"x": state[""]}
         for stage in BEHIND:
             following[stage] = self.simulation.right(layer + 1)[stage](following)
-        return any(self.arrays.recorded(stage, following[stage]) is not None for stage in BEHIND)
+        return any(self.arrays.shows(stage, following[stage]) for stage in BEHIND)
 
     def _fitted(self, layer: int, stage: str, state: State, known: set[str]) -> Tensor | None:
         """Return a stage's value as the program computes it, from arrays that no known operator gave; None if nothing fits."""
         every = list(self._candidates(stage, state))
         likely, rest = every[:LIKELIEST], every[LIKELIEST:]
-        sure = (seen for seen in rest if self._confirmed(layer, stage, state, seen))
+        sure = (seen for seen in rest if self._confirmed(layer, stage, state, seen.value, seen.number))
         for seen in itertools.chain(likely, sure, rest[:MOST_TRIED]):
             rows = seen.wrong_rows()
             if bool(rows.any()) and (fit := self.operators.fit(layer, stage, state, seen, rows)) is not None:
@@ -221,7 +226,7 @@ class Following:
 
     def _sure(self, layer: int, stage: str, state: State) -> list[Observed]:
         """Return the arrays that are a stage's value, because what follows is recorded as they give it."""
-        return [seen for seen in self._candidates(stage, state) if self._confirmed(layer, stage, state, seen)]
+        return [seen for seen in self._candidates(stage, state) if self._confirmed(layer, stage, state, seen.value, seen.number)]
 
     def _unknown(self, layer: int, stage: str, state: State, known: set[str]) -> Tensor | None:
         """Return the value of a linear layer with a known input, whose weights are not the checkpoint's in any known way."""
@@ -236,33 +241,42 @@ class Following:
         """Return the value of a linear layer that is not recorded, with weights from which what follows is as recorded."""
         if stage not in LINEAR or not known.union({"x"}).issuperset(NEEDS[stage]) or self._sure(layer, stage, state):
             return None
-        others = (n for n in range(self.config.n_layer) if n != layer)
-        linear, holdings = self.operators.linear(layer, stage, state), Holdings(self.simulation.state, self.config)
-        x, holds = state[NEEDS[stage][0]], "the weight holds the checkpoint's values "
-        listed = [*holdings.biases(layer, stage), *holdings.weights(layer, stage, others), *linear.strided(layer)]
-        rounded = (Held(make(), linear.bias, "reduced-precision", ".weight", holds + words) for words, make in linear.roundings())
-        first = [next(rounded)] if self.library.rounding else []
-        for held in itertools.chain(first, listed, rounded):
+        for faults, rounding, value in self._readings(layer, stage, state):
             self.library.in_time()
-            if self._hides(layer, stage, state, held, x):
-                if held.words.startswith(holds):
-                    self.library.rounding = held.words.removeprefix(holds)
-                return x @ held.weight + held.bias
+            if self._confirmed(layer, stage, state, value):
+                self.library.rounding = rounding or self.library.rounding
+                self._departs(layer, stage, value, state[stage])
+                self.faults += faults
+                return value
         return None
 
-    def _hides(self, layer: int, stage: str, state: State, held: Held, x: Tensor) -> bool:
-        """Return whether what follows is as recorded if the layer holds ``held``, and note the fault."""
-        value = x @ held.weight + held.bias
-        if not self._confirmed(layer, stage, state, Observed(value, value, 0.0, value, 0)):
-            return False
-        part = stage if stage in ("attn.q", "attn.k", "attn.v") else f"{stage}{held.leaf}"
-        self._departs(layer, stage, value, state[stage])
-        self.faults += [Fault(id, part, held.words, layer=layer) for id in held.id.split()]
-        return True
+    def _readings(self, layer: int, stage: str, state: State) -> Iterator[tuple[tuple[Fault, ...], str, Tensor]]:
+        """Yield what a linear layer gives with each weight and bias that a program may read by mistake, and the faults.
 
-    def _confirmed(self, layer: int, stage: str, state: State, seen: Observed) -> bool:
-        """Return whether an array is a stage's value, because the right formulas of what follows give recorded arrays from it."""
-        after, changed = {**state, stage: seen.value}, {stage}
+        Also how the weight is rounded, "" if it is not; first as others are that were found.
+        """
+        linear, x = self.operators.linear(layer, stage, state), state[NEEDS[stage][0]]
+
+        def read(id: str, words: str, make: Callable[[], Tensor]) -> tuple[tuple[Fault, ...], str, Tensor]:
+            fault = Fault(id, linear.where, f"the weight {words}", layer=layer)
+            return (fault,), words if id == "reduced-precision" else "", x @ make() + linear.bias
+
+        rounded = (
+            read("reduced-precision", f"holds the checkpoint's values {words}", make) for words, make in linear.roundings()
+        )
+        yield from itertools.islice(rounded, 1 if self.library.rounding else 0)
+        for variant in loading_variants(self.simulation):
+            if (wrong := variant.replaced(self.simulation, layer).get(stage)) is not None:
+                yield variant.faults(layer), "", wrong(state)
+        yield from (read("wrong-tensor", words, make) for words, make in linear.elsewhere(layer))
+        yield from rounded
+
+    def _confirmed(self, layer: int, stage: str, state: State, value: Tensor, number: int | None = None) -> bool:
+        """Return whether a stage has this value, because the right formulas of what follows give recorded arrays from it.
+
+        ``number``: of the array that it is, -1 for a difference of arrays.
+        """
+        after, changed = {**state, stage: value}, {stage}
         for later in STAGES[STAGES.index(stage) + 1 :]:
             if changed.isdisjoint(NEEDS[later]) or later == "attn.scores":
                 if later == "attn.scores" and not changed.isdisjoint(NEEDS[later]):
@@ -271,8 +285,8 @@ class Following:
                 continue
             after[later] = self.simulation.right(layer)[later](after)
             changed.add(later)
-            is_sum = seen.number < 0 and later in ("mid", "")  # of which the candidate is a difference
-            if not is_sum and self.arrays.recorded(later, after[later]) is not None:
+            is_sum = number == -1 and later in ("mid", "")  # of which the candidate is a difference
+            if not is_sum and self.arrays.shows(later, after[later], number):
                 return True
             if len(changed) > FOLLOWED:
                 return False

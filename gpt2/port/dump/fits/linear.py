@@ -18,7 +18,6 @@ from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.fits.library import Library, Source, permutation, place_of
 from gpt2.port.dump.fits.observed import Fit, Observed, combined, distinct, formula, nice
 from gpt2.port.dump.fits.rounding import quantised, roundings
-from gpt2.port.dump.holdings import Held
 
 MOST = 2**29  # products of columns that are compared
 MOST_TOKENS = 64  # that a sum of heads is fitted to
@@ -66,18 +65,30 @@ class Linear:
     def _made(self, make: Callable[[], Tensor]) -> Tensor:
         return self._cut(make())
 
-    def strided(self, layer: int) -> Iterator[Held]:
-        """Yield this layer's weight read with a wrong stride from those of all blocks, one behind the other."""
+    def elsewhere(self, layer: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        """Yield weights of this shape from elsewhere, in words: other matrices, or all blocks' read with a wrong stride."""
+        for name, tensor in self.library.state.items():
+            thirds = tensor.chunk(3, 1) if name.endswith("c_attn.weight") else ()
+            for part, one in (
+                (name, tensor),
+                *((f"{name} ({letter})", third) for letter, third in zip("qkv", thirds, strict=False)),
+            ):
+                if one.shape == self.weight.shape and not torch.equal(one, self.weight):
+                    yield f"is the checkpoint's {part}", partial(torch.clone, one)
         whole, width = self.library.state[self.name], self.library.config.n_embd
         count, blocks = whole.numel(), self.library.config.n_layer
         for transposed, stride in itertools.product((False, True), (width, 4 * width, *(n * width**2 for n in (1, 3, 4)))):
             start = layer * stride
             if layer and stride != count and start < count * blocks:
-                pair = next(islice(self.library.pairs(self.name, transposed), start // count, None))
-                read = pair[start % count :][:count]
-                weight = read.view(whole.shape[::-1]).T if transposed else read.view(whole.shape)
-                text = f"the weight is read from all blocks' weights, one after the other, with a stride of {stride}, not {count}"
-                yield Held(self._cut(weight), self.bias, "wrong-tensor", ".weight", text)
+                words = f"is read from all blocks' weights, one after the other, with a stride of {stride}, not {count}"
+                yield words, partial(self._from, start, transposed)
+
+    def _from(self, start: int, transposed: bool) -> Tensor:
+        """Return this layer's weight read from entry ``start`` of those of all blocks, one behind the other."""
+        whole = self.library.state[self.name]
+        pair = next(islice(self.library.pairs(self.name, transposed), start // whole.numel(), None))
+        read = pair[start % whole.numel() :][: whole.numel()]
+        return self._cut(read.view(whole.shape[::-1]).T if transposed else read.view(whole.shape))
 
     # Families
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpt2.measure.tracing import point_at
-from gpt2.port.diagnosis.hypotheses import right_scale
+from gpt2.port.diagnosis.hypotheses import allowed, right_scale
 from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.fits.attention import Weights
@@ -26,6 +26,8 @@ from gpt2.port.dump.fits.wiring import activation_fit, sum_fit
 from gpt2.port.dump.simulation import NEEDS, Simulation, State
 from gpt2.port.dump.tolerance import SLACK
 
+NAMES = {"q": "queries", "k": "keys", "v": "values"}
+
 
 class Operators:
     """The operators of all blocks; ``earlier``: the stages of the blocks before, as the program computes them."""
@@ -35,10 +37,13 @@ class Operators:
         self.earlier: list[State] = []
         self.slots: dict[int, Slots] = {}  # by block
         self.later: dict[int, tuple[Tensor, Tensor, float] | None] = {}
+        self.mixed: dict[int, str] = {}  # by block: what is mixed where values are compared
 
     def fit(self, layer: int, stage: str, state: State, seen: Observed, rows: Tensor) -> Fit | None:
         """Return what ``stage`` computes from those in ``state`` to give ``seen`` at ``rows`` (B, T); None if nothing fits."""
         if stage not in ("mid", "") and (fit := self._stale(stage, seen, rows)) is not None:
+            return fit
+        if stage in ("attn.weights", "attn.mixed") and (fit := self._roles(layer, stage, state, seen, rows)) is not None:
             return fit
         own, split = self.simulation.weights(layer), self._split
         if stage in ("ln_1", "ln_2"):
@@ -147,6 +152,24 @@ class Operators:
     def right(self) -> State:
         """GPT-2's own values at all points."""
         return self.simulation.trace(self.simulation.base)
+
+    def _roles(self, layer: int, stage: str, state: State, seen: Observed, rows: Tensor) -> Fit | None:
+        """Return the fit of queries, keys and values in each other's places, with the values compared."""
+        parts = {name: self._split(state[f"attn.{name}"]) for name in "qkv"}
+        if stage == "attn.mixed":
+            if layer not in self.mixed:
+                return None
+            fault = Fault("qkv-order", "attn", f"{NAMES[self.mixed[layer]]} are mixed, not the values")
+            return seen.fitted(state["attn.weights"] @ parts[self.mixed[layer]], rows, fault)
+        scale, hidden = right_scale(self.config, layer), ~allowed("right", seen.value)
+        for one, other in (("q", "v"), ("v", "q"), ("k", "v"), ("v", "k"), ("v", "v")):
+            value = (parts[one] @ parts[other].mT * scale).masked_fill(hidden, -torch.inf).softmax(-1)
+            rest = next(name for name in "kqv" if name not in (one, other))
+            words = f"queries, keys and values have changed places: {NAMES[one]} are compared with {NAMES[other]}"
+            if (fit := seen.fitted(value, rows, Fault("qkv-order", "attn", words))) is not None:
+                self.mixed[layer] = rest
+                return fit
+        return None
 
     def _split(self, y: Tensor) -> Tensor:
         return Layout.RIGHT.split(y, self.config.n_head)

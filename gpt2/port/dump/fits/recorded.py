@@ -15,6 +15,9 @@ from gpt2.port.dump.fits.observed import Observed, laid
 from gpt2.port.dump.pool import DumpPool
 from gpt2.port.dump.simulation import Simulation
 from gpt2.port.dump.tolerance import UNITS
+from gpt2.port.recording.pool import Match
+
+HEADED = ("attn.q", "attn.k", "attn.v", "attn.heads")  # streams that may be recorded by heads
 
 LIKE = 0.5  # the least cosine of a value and GPT-2's
 
@@ -35,15 +38,24 @@ class Arrays:
             self.recorded(point.split(".", 2)[2] if point.count(".") > 1 else "", value)
 
     def recorded(self, stage: str, value: Tensor) -> Tensor | None:
-        """Return the program's own numbers for a stage's value, if recorded."""
-        split = stage in ("attn.q", "attn.k", "attn.v", "attn.heads")
-        value = Layout.RIGHT.split(value, self.config.n_head) if split else value
-        axes = HEADS if split or stage == "attn.mixed" else GRID if stage == "attn.weights" else STREAM
-        if not bool(value.any()) or (match := self.pool.find_at(stage, value, *axes)) is None:
+        """Return the program's own numbers for a stage's value, if recorded; the arrays are known from then on."""
+        match = self._match(stage, value)
+        if match is None:
             return None
         self.used |= set(match.entries)
-        own = self.pool.adopt(value, match)
+        split = stage in HEADED
+        own = self.pool.adopt(Layout.RIGHT.split(value, self.config.n_head) if split else value, match)
         return Layout.RIGHT.merge(own) if split else own
+
+    def shows(self, stage: str, value: Tensor, but: int | None = None) -> bool:
+        """Return whether a stage's value is recorded, in an array other than number ``but``."""
+        match = self._match(stage, value)
+        return match is not None and set(match.entries) != {but}
+
+    def _match(self, stage: str, value: Tensor) -> Match | None:
+        value = Layout.RIGHT.split(value, self.config.n_head) if stage in HEADED else value
+        axes = HEADS if stage in HEADED or stage == "attn.mixed" else GRID if stage == "attn.weights" else STREAM
+        return self.pool.find_at(stage, value, *axes) if bool(value.any()) else None
 
     def observed(self, stage: str, right: Tensor) -> Iterator[Observed]:
         """Yield the arrays that may be a stage's value, laid out like it, those most like GPT-2's value first."""
