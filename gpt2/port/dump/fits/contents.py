@@ -100,6 +100,8 @@ class Contents:
 
     def _stored(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Keys, values or both in fewer bits, or turned keys."""
+        if self.weights.numel() > MOST // 4:
+            return
         own = torch.eye(self.v.shape[2], dtype=self.v.dtype)
         values = dict(stored(self.v))
         for words, value in values.items():

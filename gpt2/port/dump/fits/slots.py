@@ -152,6 +152,8 @@ class Slots:
         every = self._scores(row, token)
         some = [*range(self.bank.rows * self.bank.tokens * self.bank.heads), self.bank.zero * self.bank.heads]
         out = []
+        if len(some) ** 2 * weights.shape[1] > MOST:
+            return None
         for head in range(self.bank.heads):
             scores, mine, error = every[head, some], weights[head], loose[head]
             anchor = int(mine.argmax())
