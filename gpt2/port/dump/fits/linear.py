@@ -14,6 +14,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from gpt2.port.diagnosis import entries
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.fits.library import Library, Source, permutation, place_of
 from gpt2.port.dump.fits.observed import Fit, Observed, combined, distinct, formula, nice
@@ -35,7 +36,7 @@ class Linear:
         self, library: Library, name: str, part: str, weight: Tensor, bias: Tensor, inputs: Mapping[str, Tensor]
     ) -> None:
         self.library, self.name, self.part, self.weight, self.bias, self.inputs = library, name, part, weight, bias, inputs
-        self.families = self._scaled, self._inputs, self._bias, self._columns, self._heads
+        self.families = self._scaled, self._inputs, self._bias, self._columns, self._misread, self._heads
         self.where = part if part in ("attn.q", "attn.k", "attn.v") else f"{part}.weight" if part != "logits" else part
 
     def fit(self, seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
@@ -201,6 +202,18 @@ class Linear:
         if len(thirds) == 1 and share not in thirds:
             return Fault("qkv-order", "attn", f"{self.part} is computed with the columns of {'qkv'[next(iter(thirds))]}")
         return Fault("head-layout", "attn.c_attn", words)
+
+    def _misread(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+        """The checkpoint's tensor reshaped, transposed or cut otherwise, as people do."""
+        whole, config = self.library.state[self.name], self.library.config
+        if self.part == "logits" or distinct(x[rows]) < 2:
+            return
+        cut = self.name.endswith("c_attn.weight")
+        for one in entries.cut_c_attn(whole) if cut else entries.misread(f"{self.part}.weight", whole, config):
+            product = x @ self._cut(one.tensor)
+            for bias in (self.bias, (seen.value - product)[rows].mean(0)):
+                where = "attn.c_attn.weight" if cut else self.where
+                yield from filter(None, [seen.fitted(product + bias, rows, Fault(one.id, where, f"the weight {one.words}"))])
 
     def _heads(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         """Rows of the weight in another order, by heads: the result is a sum of heads, each with another's rows."""
