@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import cached_property
 
@@ -87,7 +88,14 @@ class Operators:
             return activation_fit(seen, state["mlp.c_fc"], rows)
         if stage in ("mid", ""):
             return sum_fit(seen, self._terms(layer, stage, state), rows, stage)
-        return self.linear(layer, stage, state).fit(seen, state[NEEDS[stage][0]], rows)
+        linear = self.linear(layer, stage, state)
+        for order in itertools.permutations(range(4)) if stage == "attn.c_proj" else ():
+            merged = state["attn.mixed"].permute(order).reshape(seen.value.shape)
+            words = f"heads (B, H, T, D) are merged with their axes in the order {', '.join('BHTD'[axis] for axis in order)}"
+            fault = Fault("head-layout", "attn", words)
+            if (fit := seen.fitted(merged @ linear.weight + linear.bias, rows, fault)) is not None:
+                return fit
+        return linear.fit(seen, state[NEEDS[stage][0]], rows)
 
     def linear(self, layer: int, stage: str, state: State) -> Linear:
         """Return the linear layer of ``stage``, with the inputs that it may take by mistake."""
