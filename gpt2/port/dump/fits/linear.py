@@ -208,11 +208,11 @@ class Linear:
         whole, config = self.library.state[self.name], self.library.config
         if self.part == "logits" or distinct(x[rows]) < 2:
             return
-        cut = self.name.endswith("c_attn.weight")
-        for one in entries.cut_c_attn(whole) if cut else entries.misread(f"{self.part}.weight", whole, config):
-            product = x @ self._cut(one.tensor)
+        own = ((self.where, one, one.tensor) for one in entries.misread(self.name.split(".", 2)[2], self.weight, config))
+        cut = entries.cut_c_attn(whole) if self.name.endswith("c_attn.weight") else ()
+        for where, one, weight in (*own, *(("attn.c_attn.weight", one, self._cut(one.tensor)) for one in cut)):
+            product = x @ weight
             for bias in (self.bias, (seen.value - product)[rows].mean(0)):
-                where = "attn.c_attn.weight" if cut else self.where
                 yield from filter(None, [seen.fitted(product + bias, rows, Fault(one.id, where, f"the weight {one.words}"))])
 
     def _heads(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
