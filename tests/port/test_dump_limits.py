@@ -46,7 +46,7 @@ def test_a_program_that_widens_its_numbers_on_the_way_computed_in_float32(monkey
     mixed = {point: value.double() * (1 + 1e-9) if point.startswith(("h.1", "h.2")) else value for point, value in wrong.items()}
     mixed = {point: value for point, value in mixed.items() if not point.endswith(("heads", "attn.q", "attn.k", "attn.v"))}
     assumed: list[torch.dtype] = []
-    monkeypatch.setattr("gpt2.port.dump.attempt.measured", lambda *given: assumed.append(given[-1]) or measured(*given))
+    monkeypatch.setattr("gpt2.port.dump.dumped.measured", lambda *given: assumed.append(given[-1]) or measured(*given))
     diagnosis = gpt2.diagnose({**mixed, "ids": IDS}, MODEL)
     assert causes(diagnosis) == [("gelu-variant", "h.*.mlp.act")]
     assert assumed == [torch.float32]  # and no half of the time in float64
