@@ -13,6 +13,7 @@ import gpt2
 from gpt2.measure.dumps import dump_of
 from gpt2.measure.tracing import trace
 from gpt2.port.diagnosis.report import SURE
+from gpt2.port.dump.fits.elsewhere import read_elsewhere
 from gpt2.port.dump.fits.library import Library
 from gpt2.port.dump.fits.linear import Linear
 from gpt2.port.dump.fits.observed import Observed
@@ -116,7 +117,7 @@ def test_weights_read_from_another_place_are_found_a_block_at_a_time(transposed:
         value = x @ (read.view(out, into).T if transposed else read.view(into, out)) + bias
         seen = Observed(value, torch.zeros_like(value), 1e-9, torch.randn_like(value), 0)
         layer = Linear(library, name, "mlp.c_fc", state[name], torch.zeros_like(bias), {})
-        fit = next(iter(layer._read(seen, x, rows)))
+        fit = next(iter(read_elsewhere(layer, seen, x, rows)))
         assert f"entry {start} of the blocks' weights" in fit.faults[0].detail
 
 

@@ -11,6 +11,7 @@ from port.test_walk import checkpoint
 
 from gpt2.port.dump.fits.attention import Weights
 from gpt2.port.dump.fits.bank import Bank
+from gpt2.port.dump.fits.elsewhere import read_elsewhere
 from gpt2.port.dump.fits.library import Library, place_of
 from gpt2.port.dump.fits.linear import Linear
 from gpt2.port.dump.fits.mixtures import Mixed
@@ -53,7 +54,7 @@ def test_equal_rows_of_a_batch_are_one_token_for_a_regression() -> None:
     wrong = random(1, 2, len(bias), seed=1).expand(2, -1, -1)
     last = torch.tensor([[False, True], [False, True]])
     assert next(layer._bias(observed(wrong), x, last), None) is None
-    assert next(layer._read(observed(wrong), x, last), None) is None
+    assert next(read_elsewhere(layer, observed(wrong), x, last), None) is None
     own = STATE["h.0.ln_1.weight"], STATE["h.0.ln_1.bias"]
     norm = Norm("ln_1", *own, EPS, {"h.0.ln_1.weight": own[0]}, {})
     assert next(norm._affine(observed(wrong[..., : len(weight)]), x, every(2, 2)), None) is None

@@ -148,7 +148,7 @@ def fitted_activation(x: Tensor, y: Tensor) -> str | None:
     ``tanh`` is undone, and its argument is fitted by a x + b x^p for a few powers p: any constants show, wherever they stand.
     """
     x, y = x.flatten(), y.flatten()
-    ratio = 2 * y / x - 1
+    every, ratio = x, 2 * y / x - 1
     usable = (x.abs() > 0.05) & (ratio.abs() < 0.999) & ratio.isfinite()
     x, argument = x[usable], torch.atanh(ratio[usable])
     if len(x) < MIN_FITTED:
@@ -157,7 +157,8 @@ def fitted_activation(x: Tensor, y: Tensor) -> str | None:
         columns = torch.stack((x, x**power), 1)
         a, b = torch.linalg.lstsq(columns, argument[:, None]).solution[:, 0].tolist()
         error = float((columns @ torch.tensor([a, b], dtype=x.dtype) - argument).abs().max() / argument.abs().max())
-        if error < FITTED_BOUND:
+        made = 0.5 * every * (1 + torch.tanh(a * every + b * every**power))
+        if error < FITTED_BOUND and float((made - y).abs().max()) < FITTED_BOUND * float(y.abs().max()):
             right = f"GPT-2's is 0.5 x (1 + tanh({_TANH:.6g} x + {_TANH * 0.044715:.6g} x^3))"
             return f"a tanh GELU with other constants, 0.5 x (1 + tanh({a:.6g} x + {b:.6g} x^{power})); {right}"
     return None

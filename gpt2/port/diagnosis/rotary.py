@@ -48,7 +48,7 @@ def _turned(pool: Pool, y: Tensor) -> Iterator[Turned]:
         for value in _layouts(entry, batch, heads, tokens, size):
             if not torch.allclose(value.square().sum(-1), lengths, rtol=2 * bound):
                 continue
-            if (factors := _factors(y, value, pool.bound)) is not None:
+            if (factors := rotation(y, value, pool.bound)) is not None:
                 yield Turned(value, factors)
                 break
 
@@ -61,7 +61,7 @@ def _layouts(entry: Tensor, batch: int, heads: int, tokens: int, size: int) -> I
     yield entry.reshape(heads, batch, tokens, size).transpose(0, 1)
 
 
-def _factors(y: Tensor, value: Tensor, bound: float) -> Tensor | None:
+def rotation(y: Tensor, value: Tensor, bound: float) -> Tensor | None:
     """Return the factors (T, K / 2 or fewer) that turn ``y`` into ``value``, of length one; None if there are none."""
     changed = (y != value).flatten(0, 2).any(0).nonzero().flatten()
     if not len(changed):

@@ -29,6 +29,7 @@ from gpt2.port.diagnosis.trail import Trail, Walk, account
 from gpt2.port.diagnosis.wiring import STREAM, Branch, Embeddings, inputs, outputs, residuals, streams
 from gpt2.port.recording.pool import Pool
 
+UNKNOWN_ACTIVATION = "an activation that is none of those known here"
 USUAL = 12  # activations, the likeliest ones, that are tried where only their result is recorded
 
 
@@ -227,7 +228,7 @@ class Walker:
         options = activations(self.config, up)
         choice = self.chooser.choose("act", options, confirm, STREAM)
         if choice is None:  # any recorded tensor that enters the second layer
-            fault = Fault("gelu-variant", "mlp.act", "an activation that is none of those known here")
+            fault = Fault("gelu-variant", "mlp.act", UNKNOWN_ACTIVATION)
             others = ((x, confirm(x)) for x in streams(self.pool, self.trail.ids, up.shape[-1]))
             choice = next((Choice(Option.known("unknown", x, fault), x, 0.0, y) for x, y in others if y is not None), None)
             words = None if choice is None else fitted_activation(up, choice.value)

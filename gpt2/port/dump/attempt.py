@@ -15,7 +15,7 @@ from gpt2.port.deadline import Deadline, TimeUp
 from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
 from gpt2.port.diagnosis.trail import SEQUENCE, Trail, Walk, account
-from gpt2.port.diagnosis.walk import Walker
+from gpt2.port.diagnosis.walk import UNKNOWN_ACTIVATION, Walker
 from gpt2.port.dump.dumped import Dumped
 from gpt2.port.dump.fits.following import Following
 from gpt2.port.dump.simulating import Simulating, sequence_of
@@ -62,7 +62,9 @@ class Attempt:
 
     def _walk_soon(self) -> bool:
         """Walk for a short time: a walk that succeeds does so soon."""
-        return self._ends(self._walk(HASTY))
+        walk = self._walk(HASTY)
+        unknown = any(cause.detail == UNKNOWN_ACTIVATION for cause in walk.causes)
+        return (unknown and self._fit()) or self._ends(walk)
 
     def _fit(self) -> bool:
         """Read off from the recorded values what the program computed, where no known formula does."""

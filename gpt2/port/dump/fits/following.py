@@ -27,6 +27,7 @@ from gpt2.port.dump.fits.linear import Linear
 from gpt2.port.dump.fits.normalising import Norm
 from gpt2.port.dump.fits.observed import Fit, Observed
 from gpt2.port.dump.fits.operators import Operators
+from gpt2.port.dump.fits.partial import dropped, left_out
 from gpt2.port.dump.fits.placing import placed
 from gpt2.port.dump.fits.recorded import Arrays
 from gpt2.port.dump.fits.wiring import embedding_fit
@@ -41,6 +42,7 @@ LIKELIEST = 2  # that are tried before any is confirmed
 FOLLOWED = 4  # stages that are computed from such an array, to confirm it
 QKV = ("attn.q", "attn.k", "attn.v")
 BEHIND = ("ln_1", *QKV)  # stages of the next block that show its input
+ONE_DECISION = ("reduced-precision", "dropout-active")  # of a program's author, that shows in many places
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ class Following:
         for seen in itertools.islice(self.arrays.observed("embed", right), MOST_TRIED):
             self.library.in_time()
             rows = seen.wrong_rows()
-            if (fit := embedding_fit(seen, self.ids, wte, wpe, rows)) is not None:
+            fit = dropped(seen, rows, "embed") or embedding_fit(seen, self.ids, wte, wpe, rows)
+            if fit is not None:
                 return self._kept(None, "embed", seen, fit)
         if (fit := placed(self.arrays, self.simulation, self.ids, right, self.library.in_time)) is None:
             return right
@@ -131,12 +134,8 @@ class Following:
         for value in (normed, right) if normed is not None else (right,):
             if self._is_logits(value @ wte.T):
                 return True
-        for n, state in enumerate(self.earlier):
-            if self._is_logits(self.simulation.norm("ln_f", state["x"]) @ wte.T):
-                words = f"the head takes the stream that enters h.{n}: this block and what follows have no effect"
-                self._departs(n, "", state["x"], state[""])
-                self.faults += [Fault("layer-missing", "", words, layer=later) for later in range(n, self.config.n_layer)]
-                return True
+        if self._early(x):
+            return True
         vectors = self.library.vectors
         unit, smallest = UNITS[self.pool.logits_dtype]
         own = Norm("ln_f", vectors["ln_f.weight"], vectors["ln_f.bias"], self.config.layer_norm_epsilon, vectors, {})
@@ -153,10 +152,38 @@ class Following:
         seen = Observed(logits, unit * logits.abs() + smallest, self.pool.tolerance_at("logits"), x @ wte.T, -1)
         head = Linear(self.library, "wte.weight", "logits", wte.T, torch.zeros(len(wte), dtype=x.dtype), {})
         rows = seen.wrong_rows()
-        if not bool(rows.any()) or (fit := head.fit(seen, x, rows)) is None:
+        few = next(left_out(seen, rows, "logits", "not-loaded"), None) if bool(rows.any()) else None
+        fit = few.fit if few is not None else head.fit(seen, x, rows) if bool(rows.any()) else None
+        if fit is None:
             return False
         self._kept(None, "logits", seen, fit)
         return True
+
+    def _early(self, x: Tensor) -> bool:
+        """Return whether the head takes a stream of before the last block's result ``x``, or a block runs once more behind it."""
+        wte = self.simulation.state["wte.weight"]
+        last = self.config.n_layer - 1
+        for n, state in enumerate(self.earlier):
+            for stage, normed in itertools.product(("x", "mid"), (True, False)):
+                value = self.simulation.norm("ln_f", state[stage]) if normed else state[stage]
+                if self._is_logits(value @ wte.T):
+                    self._departs(n, "", state[stage], state[""])
+                    words = f"the head takes the stream that enters h.{n}: this block and what follows have no effect"
+                    for later in range(n if stage == "x" else n + 1, last + 1):
+                        self.faults.append(Fault("layer-missing", "", words, layer=later))
+                    if stage == "mid":
+                        words = f"the head takes the stream behind h.{n}'s attention: its feed-forward is not added"
+                        self.faults.append(Fault("residual-missing", "", words, layer=n))
+                    if not normed:
+                        self.faults.append(Fault("final-norm-missing", "ln_f", "the head takes it without the last norm"))
+                    return True
+            again = self.simulation.run_block(n, {"x": x}, {})[""]
+            if self._is_logits(self.simulation.norm("ln_f", again) @ wte.T):
+                self._departs(None, "ln_f", again, x)
+                words = "it runs once more behind the last block"
+                self.faults.append(Fault("layer-repeated", "", words, layer=n))
+                return True
+        return False
 
     def _is_logits(self, made: Tensor) -> bool:
         given = self.pool.logits[..., : made.shape[-1]]
@@ -310,7 +337,10 @@ class Following:
     def _causes(self, explained: bool) -> Iterator[PlacedCause]:
         groups: dict[tuple[str, str, str], list[Fault]] = {}
         for fault in self.faults:
-            groups.setdefault((fault.id, fault.part, fault.detail if fault.layer is None else ""), []).append(fault)
+            if fault.id in ONE_DECISION:
+                groups.setdefault((fault.id, "", fault.detail if fault.id == "reduced-precision" else ""), []).append(fault)
+            else:
+                groups.setdefault((fault.id, fault.part, fault.detail if fault.layer is None else ""), []).append(fault)
         for (id, _, _), same in groups.items():
             places = collapsed(dict.fromkeys(fault.place for fault in same), self.config.n_layer)
             evidence = "computed so from the values that your dump holds before it, this is what it holds here"

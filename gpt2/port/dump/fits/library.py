@@ -30,6 +30,7 @@ class Library:
     def __init__(self, state: Mapping[str, Tensor], config: GPT2Config) -> None:
         self.state, self.config = state, config
         self.rounding = ""  # that other weights were seen to have
+        self.product = ""  # that other products were seen to be, in words
         self.in_time: Callable[[], None] = lambda: None  # raises TimeUp
         self._columns: dict[int, tuple[Tensor, list[tuple[str, bool, int]]]] = {}
 

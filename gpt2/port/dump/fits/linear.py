@@ -9,21 +9,26 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import islice
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from gpt2.port.diagnosis import entries
+from gpt2.port.diagnosis.rotary import rotation
+from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault
+from gpt2.port.dump.fits.elsewhere import other_input, read_elsewhere, rescaled
 from gpt2.port.dump.fits.library import Library, Source, permutation, place_of
 from gpt2.port.dump.fits.observed import Fit, Observed, combined, distinct, formula, nice
-from gpt2.port.dump.fits.rounding import quantised, roundings
+from gpt2.port.dump.fits.precision import products, rounded_fit
+from gpt2.port.dump.fits.rounding import quantised
 
 MOST = 2**29  # products of columns that are compared
 MOST_TOKENS = 64  # that a sum of heads is fitted to
 LEAST_MATCHED = 0.4  # of the columns of a weight, to say where they come from
 ALIKE = 0.5  # cosine of a result and GPT-2's, from which on the weight may be a rounded one
+Family = Callable[[Observed, Tensor, Tensor], Iterator[Fit]]
 
 
 class Linear:
@@ -41,16 +46,24 @@ class Linear:
 
     def fit(self, seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
         """Return what the layer computed from ``x`` to give ``seen`` at ``rows``."""
-        for family in (*self.families, self._rounded, self._part, self._read, self._function):
+        first: tuple[Family, ...] = (*self.families, self._turned, self._rounded)
+        last: tuple[Family, ...] = (
+            partial(rescaled, self),
+            self._part,
+            self._function,
+            partial(other_input, self),
+            partial(read_elsewhere, self),
+        )
+        for family in (*first, *last):
             self.library.in_time()
             if (fit := next(iter(family(seen, x, rows)), None)) is not None:
                 return fit
         return None
 
-    def _fault(self, id: str, words: str, leaf: str = "") -> Fault:
+    def fault(self, id: str, words: str, leaf: str = "") -> Fault:
         return Fault(id, self.where.replace(".weight", f".{leaf}") if leaf else self.where, words)
 
-    def _cut(self, whole: Tensor) -> Tensor:
+    def cut(self, whole: Tensor) -> Tensor:
         """Return this layer's share (I, O) of the checkpoint's tensor."""
         if self.part == "logits":
             return whole.T
@@ -64,7 +77,7 @@ class Linear:
             yield words, partial(self._made, make)
 
     def _made(self, make: Callable[[], Tensor]) -> Tensor:
-        return self._cut(make())
+        return self.cut(make())
 
     def elsewhere(self, layer: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         """Yield weights of this shape from elsewhere, in words: other matrices, or all blocks' read with a wrong stride."""
@@ -87,9 +100,9 @@ class Linear:
     def _from(self, start: int, transposed: bool) -> Tensor:
         """Return this layer's weight read from entry ``start`` of those of all blocks, one behind the other."""
         whole = self.library.state[self.name]
-        pair = next(islice(self.library.pairs(self.name, transposed), start // whole.numel(), None))
+        pair = next(itertools.islice(self.library.pairs(self.name, transposed), start // whole.numel(), None))
         read = pair[start % whole.numel() :][: whole.numel()]
-        return self._cut(read.view(whole.shape[::-1]).T if transposed else read.view(whole.shape))
+        return self.cut(read.view(whole.shape[::-1]).T if transposed else read.view(whole.shape))
 
     # Families
 
@@ -105,12 +118,12 @@ class Linear:
         words = f"its result is {formula(factors)}"
         if one == 1 and len(factors) + (times == 0) == 2 and "the layer's input" not in factors:
             words = "no bias is added" if not times else f"the bias is added {times:g} times"
-            fault = self._fault("extra-bias" if times > 1 else "missing-bias" if not times else "wrong-tensor", words, "bias")
+            fault = self.fault("extra-bias" if times > 1 else "missing-bias" if not times else "wrong-tensor", words, "bias")
         elif not one and "the layer's input" not in factors:
-            fault = self._fault("not-loaded", "the weight is zero, as a fresh array is")
+            fault = self.fault("not-loaded", "the weight is zero, as a fresh array is")
         elif not one:
             id = "output-projection-missing" if self.part == "attn.c_proj" else "not-loaded"
-            fault = self._fault(id, f"{words}: there is no product with the weight")
+            fault = self.fault(id, f"{words}: there is no product with the weight")
         else:
             id = (
                 "residual-scaled"
@@ -119,7 +132,7 @@ class Linear:
                 if self.part == "logits"
                 else "wrong-tensor"
             )
-            fault = self._fault(id, words)
+            fault = self.fault(id, words)
         yield from filter(None, [seen.fitted(fit.value, rows, fault)])
 
     def _inputs(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
@@ -139,7 +152,7 @@ class Linear:
         if distinct(x[rows]) < 2 or seen.fitted(product + added, rows) is None:
             return
         words, value = self.named_bias(added, seen)
-        yield from filter(None, [seen.fitted(product + value, rows, self._fault("wrong-tensor", words, "bias"))])
+        yield from filter(None, [seen.fitted(product + value, rows, self.fault("wrong-tensor", words, "bias"))])
 
     def named_bias(self, added: Tensor, seen: Observed) -> tuple[str, Tensor]:
         """Return what a bias ``added`` (O,) is, in words, and its exact values, if it is one of the checkpoint's."""
@@ -191,12 +204,12 @@ class Linear:
         share = {"attn.q": 0, "attn.k": 1, "attn.v": 2}.get(self.part)
         if name != self.name:
             words = f"the weight's columns are those of {where}: {order}{rest}"
-            return self._fault("wrong-tensor", words)
+            return self.fault("wrong-tensor", words)
         if row:
-            return self._fault("transposed", f"the weight is used transposed: columns are {where}, {order}{rest}")
+            return self.fault("transposed", f"the weight is used transposed: columns are {where}, {order}{rest}")
         words = f"the weight's columns are in another order: {order}{rest}"
         if share is None:
-            return self._fault("wrong-tensor", words)
+            return self.fault("wrong-tensor", words)
         width = self.library.config.n_embd
         thirds = Counter(one.number // width for one in sources)
         if len(thirds) == 1 and share not in thirds:
@@ -210,7 +223,7 @@ class Linear:
             return
         own = ((self.where, one, one.tensor) for one in entries.misread(self.name.split(".", 2)[2], self.weight, config))
         cut = entries.cut_c_attn(whole) if self.name.endswith("c_attn.weight") else ()
-        for where, one, weight in (*own, *(("attn.c_attn.weight", one, self._cut(one.tensor)) for one in cut)):
+        for where, one, weight in (*own, *(("attn.c_attn.weight", one, self.cut(one.tensor)) for one in cut)):
             product = x @ weight
             for bias in (self.bias, (seen.value - product)[rows].mean(0)):
                 yield from filter(None, [seen.fitted(product + bias, rows, Fault(one.id, where, f"the weight {one.words}"))])
@@ -248,28 +261,26 @@ class Linear:
 
     def _rounded(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         """Weights in fewer bits, and numbers on the way."""
-        if self._likeness(seen, rows) < ALIKE:
+        if self.likeness(seen, rows) < ALIKE:
             return
-        few = x[rows][:1]
-        wanted = seen.value[rows][:1]
-        loose = seen.slack[rows][:1] + 2 * seen.bound * seen.value.square().mean().sqrt()
-        for words, make in self.roundings():
-            self.library.in_time()
-            weight = make()
-            if bool(((few @ weight + self.bias - wanted).abs() <= loose).all()):
-                fault = self._fault("reduced-precision", f"the weight holds the checkpoint's values {words}")
-                if (fit := seen.fitted(x @ weight + self.bias, rows, fault)) is not None:
-                    self.library.rounding = words
-                    yield fit
-        for words, rounded in roundings():
-            self.library.in_time()
-            for what, value in (
-                ("its result is", rounded(x @ self.weight + self.bias)),
-                ("its input is", rounded(x) @ self.weight + self.bias),
-                ("input and weight are", rounded(x) @ rounded(self.weight) + self.bias),
-            ):
-                fault = Fault("reduced-precision", self.part, f"{what} rounded {words}")
-                yield from filter(None, [seen.fitted(value, rows, fault)])
+        ways = products(self.weight, self.roundings())
+        if self.library.product:
+            ways = chain((way for way in products(self.weight, iter(())) if way.words == self.library.product), ways)
+        if (found := rounded_fit(seen, x, self.bias, rows, ways, self.library.in_time)) is not None:
+            way, fit = found
+            self.library.rounding = way.held or self.library.rounding
+            self.library.product = "" if way.held else way.words
+            where = self.where if way.held else self.part
+            yield fit._replace(faults=(Fault("reduced-precision", where, way.words),))
+
+    def _turned(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+        """Queries or keys that are turned by their position before they are recorded."""
+        if self.part not in ("attn.q", "attn.k"):
+            return
+        own, made = (Layout.RIGHT.split(one, self.library.config.n_head) for one in (seen.right, seen.value))
+        if rotation(own, made, max(seen.bound, 3 * float(seen.slack.max() / seen.value.abs().max()))) is not None:
+            fault = Fault("rotary-positions", "attn", f"{self.part[-1]} is turned by its position, by rotary embedding")
+            yield from filter(None, [seen.fitted(seen.value, rows, fault)])
 
     def _part(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         """Only the first or the last inputs are multiplied."""
@@ -281,38 +292,7 @@ class Linear:
             some = slice(0, count) if what == "first" else slice(len(kept) - count, None)
             kept[some] = self.weight[some]
             words = f"only the {what} {count} of {len(kept)} inputs are multiplied; the weight's other rows are zero"
-            yield from filter(None, [seen.fitted(x @ kept + self.bias, rows, self._fault("not-loaded", words))])
-
-    def _read(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
-        """Weights that are read from another place of a file that holds those of all blocks one behind the other."""
-        if self.part == "logits" or distinct(x[rows]) < 2:
-            return
-        inputs, wanted = x[rows][:4], seen.value[rows][:4]
-        whole, into = self.library.state[self.name], x.shape[-1]
-        own = whole.shape[1]
-        shift = {"attn.k": self.library.config.n_embd, "attn.v": 2 * self.library.config.n_embd}.get(self.part, 0)
-        inputs, goal = inputs - inputs.mean(0), wanted[:, 0] - wanted[:, 0].mean()
-        count = whole.numel()
-        for words, by in (("[in, out]", own), ("[out, in]", 1)):
-            nearest = []  # by block: the error and the place of the first column
-            for number, pair in enumerate(self.library.pairs(self.name, by == 1)):
-                self.library.in_time()
-                sums = torch.stack([_slid(pair, row, by)[:count] for row in inputs])  # (rows, offsets)
-                error, offset = (sums - goal[:, None]).abs().amax(0).min(0)
-                nearest.append((float(error), number * count + int(offset)))
-            start = min(nearest)[1] - (shift if by == own else shift * into)
-            if start < 0:
-                continue
-            pair = next(islice(self.library.pairs(self.name, by == 1), start // count, None))
-            read = pair[start % count : start % count + count]
-            weight = read.view(into, own) if by == own else read.view(own, into).T
-            weight = weight[:, shift : shift + seen.value.shape[-1]]
-            bias = (seen.value[rows] - x[rows] @ weight).mean(0)
-            layer = int(self.name.split(".")[1])
-            place = f"entry {start} of the blocks' weights, one after the other, {words}"
-            place += f"; this block's begin at entry {layer * whole.numel()}"
-            fault = self._fault("wrong-tensor", f"the weight is read from {place}")
-            yield from filter(None, [seen.fitted(x @ weight + bias, rows, fault)])
+            yield from filter(None, [seen.fitted(x @ kept + self.bias, rows, self.fault("not-loaded", words))])
 
     def _function(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         """Logits that are a function of GPT-2's own, one by one, such as a soft cap."""
@@ -324,7 +304,7 @@ class Linear:
             some = range(0, len(order), max(1, len(order) // 4))
             at = ", ".join(f"{float(right[i]):.4g} becomes {float(made[i]):.4g}" for i in some)
             words = f"each logit is a function of GPT-2's own (such as a soft cap): {at}"
-            yield from filter(None, [seen.fitted(seen.value, rows, self._fault("logits-scaled", words))])
+            yield from filter(None, [seen.fitted(seen.value, rows, self.fault("logits-scaled", words))])
 
     def unknown(self, seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
         """Return the fit of weights that are not the checkpoint's in any known way, for a value that what follows confirms.
@@ -338,20 +318,11 @@ class Linear:
             made = inputs @ torch.linalg.lstsq(inputs, wanted).solution
             if not bool(seen.agrees(seen.right.masked_scatter(rows[..., None], made))[rows].all()):
                 return None
-        like = f"its results are like GPT-2's with a cosine of {self._likeness(seen, rows):.2f}"
-        fault = self._fault("not-loaded", f"the weight is not the checkpoint's in any known way: {like}")
+        like = f"its results are like GPT-2's with a cosine of {self.likeness(seen, rows):.2f}"
+        fault = self.fault("not-loaded", f"the weight is not the checkpoint's in any known way: {like}")
         return seen.fitted(seen.value, rows, fault)
 
-    def _likeness(self, seen: Observed, rows: Tensor) -> float:
+    def likeness(self, seen: Observed, rows: Tensor) -> float:
         """Return the cosine of the result and GPT-2's, each without its mean."""
         one, other = (value[rows].flatten() - value[rows].mean() for value in (seen.value, seen.right))
         return float(one @ other / (one.norm() * other.norm()).clamp(min=1e-300))
-
-
-def _slid(flat: Tensor, row: Tensor, by: int) -> Tensor:
-    """Return sum_i row[i] flat[o + i by] for every offset o that leaves room."""
-    usable = len(flat) // by * by
-    lanes = flat[:usable].view(-1, by).T  # (by, n)
-    length = lanes.shape[1] + len(row)
-    spectrum = torch.fft.rfft(lanes, length) * torch.fft.rfft(row, length).conj()
-    return torch.fft.irfft(spectrum, length)[:, : lanes.shape[1] - len(row) + 1].T.flatten()

@@ -15,6 +15,10 @@ from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.fits.attention import slots
 from gpt2.port.dump.fits.library import permutation
 from gpt2.port.dump.fits.observed import Fit, Observed, combined, nice
+from gpt2.port.dump.fits.precision import rounded_mixture
+
+LEAST_FACTORS = 24  # of weights that show that some are dropped
+NEAR = 0.02
 
 
 class Mixed:
@@ -27,7 +31,7 @@ class Mixed:
         self.weights, self.v, self.others, self.in_time = weights, v, others, in_time
 
     def fit(self, seen: Observed, rows: Tensor) -> Fit | None:
-        for family in (self._others, self._columns, self._tokens, self._left_out):
+        for family in (self._others, self._columns, self._tokens, self._rounded, self._left_out, self._thinned):
             self.in_time()
             if (fit := next(iter(family(seen, rows)), None)) is not None:
                 return fit
@@ -94,6 +98,9 @@ class Mixed:
             fault = Fault("value-projection-wrong" if bool(rows[:, 2:].all()) else "cache-inconsistent", "attn", words)
             yield from filter(None, [seen.fitted(self.weights @ self.v[:, :, order], rows, fault)])
 
+    def _rounded(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        yield from rounded_mixture(seen, rows, lambda rounded: rounded(self.weights) @ rounded(self.v))
+
     def _left_out(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Values of some tokens that are not added, for each query its own."""
         value, shown = seen.right.clone(), list[str]()
@@ -109,6 +116,26 @@ class Mixed:
             shown = shown or [f"token {token}: {', '.join(f'{float(f):.4g}' for f in exact)}"]
         words = f"the terms of the sum over the values have other factors ({'; '.join(shown)})"
         yield from filter(None, [seen.fitted(value, rows, Fault("mask-multiplied", "attn", words))])
+
+    def _thinned(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """Weights of which some are zero, for each head others: dropout of weights that were recorded before it."""
+        found, size = [], self.v.shape[-1]
+        for row, token in rows[:, : size - 1].nonzero().tolist():
+            self.in_time()
+            terms = (self.weights[row, :, token, : token + 1, None] * self.v[row, :, : token + 1]).mT  # (H, K, S)
+            wanted = seen.value[row, :, token, :, None]
+            factors = torch.linalg.lstsq(terms, wanted).solution
+            if float((terms @ factors - wanted).abs().max()) > 1e-3 * float(wanted.abs().max()):
+                return
+            found.append(factors.flatten())
+        if not found or len(factors := torch.cat(found)) < LEAST_FACTORS:
+            return
+        zero = factors.abs() < NEAR
+        times = float(factors[~zero].median()) if not bool(zero.all()) else 0.0
+        if bool(zero.any()) and times > 1 + NEAR and float((factors[~zero] - times).abs().max()) < NEAR * times:
+            words = f"{float(zero.double().mean()):.0%} of the weights are zero when values are mixed, and the others "
+            words += f"{times:.4g} times what is recorded: dropout"
+            yield from filter(None, [seen.fitted(seen.value, rows, Fault("dropout-active", "attn", words))])
 
 
 def _flat(seen: Observed) -> Observed:

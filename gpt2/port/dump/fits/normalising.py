@@ -13,11 +13,15 @@ from torch import Tensor
 
 from gpt2.port.diagnosis.norms import layer_norm
 from gpt2.port.diagnosis.search import Fault
+from gpt2.port.dump.fits.axes import axes, first_features
 from gpt2.port.dump.fits.library import permutation, place_of
 from gpt2.port.dump.fits.observed import Fit, Observed, distinct, nice
+from gpt2.port.dump.fits.rounding import roundings
 
 SAME = 1e-3  # relative difference of factors that are one
 MOST_PAIRS = 2**22  # of tokens that are compared at once
+SHARP = 1e-5  # relative difference of a weight that was fitted, from which on it may be a rounded one
+NEAR = 0.05  # relative error of a root that was meant to be right
 LEAST = 0.05  # the least weight, of the largest, through which a norm's own result is read
 
 
@@ -35,6 +39,8 @@ class Scaled(NamedTuple):
 
 class Norm:
     """The norm ``part`` with ``weight`` and ``bias``; ``vectors``: all others that it may hold; ``inputs``: other inputs."""
+
+    heads = 1  # of the model
 
     def __init__(
         self, part: str, weight: Tensor, bias: Tensor, eps: float, vectors: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
@@ -81,6 +87,10 @@ class Norm:
         def near(one: Tensor | float) -> bool:
             return float((fitted - one).abs().max()) <= SAME * max(float(fitted.abs().max()), 0.1)
 
+        off = float((fitted - own).abs().max())
+        for words, rounded in roundings() if off > SHARP * float(own.abs().max()) else ():
+            if float((fitted - rounded(own)).abs().max()) < off / 10:
+                return "reduced-precision", (f"the {leaf} holds the checkpoint's values rounded {words}", rounded(own))
         if near(own):
             return "", ("", own)
         plain = torch.full_like(own, 1.0 if leaf == "weight" else 0.0)
@@ -128,6 +138,9 @@ class Norm:
             factor = (middle * z).sum(-1) / middle.square().sum(-1).clamp(min=1e-300)
             shift = z.mean(-1) - factor * inner.mean(-1)
             general = (x * factor[..., None] + shift[..., None]) * weight + bias
+            for words, mean, variance in axes(x, self.heads):
+                value = (x - mean) / (variance + self.eps).sqrt() * weight + bias
+                yield from filter(None, [seen.fitted(value, rows, self._fault("layernorm-axis", words), *also)])
             if seen.fitted(general, rows) is None:
                 continue
             for id, words, mean, variance in self._sets(x, factor, shift, rows):
@@ -135,7 +148,13 @@ class Norm:
                     value = (x - mean) / (variance + eps).sqrt() * weight + bias
                     yield from filter(None, [seen.fitted(value, rows, self._fault(id, words), *also)])
             yield from self._scalars(seen, rows, Scaled(x, factor, shift, weight, bias, also))
+            for words, value in first_features(x, factor, shift, rows, weight, bias, self.eps):
+                yield from filter(None, [seen.fitted(value, rows, self._fault("layernorm-axis", words), *also)])
             words = "each token is not divided by its own standard deviation, but by something else"
+            off = (factor * (x.var(-1, correction=0) + self.eps).sqrt() - 1)[rows]
+            if float(off.abs().max()) < NEAR:
+                words = "the root of the variance is not exact (an approximation, or rounded): each token is multiplied by "
+                words += f"1 {float(off.min()):+.2%} to 1 {float(off.max()):+.2%} times what it should be"
             yield from filter(None, [seen.fitted(general, rows, self._fault("layernorm-not-normalising", words), *also)])
 
     def _sets(self, x: Tensor, factor: Tensor, shift: Tensor, rows: Tensor) -> Iterator[tuple[str, str, Tensor, Tensor]]:

@@ -22,6 +22,8 @@ MOST_TOKENS = 256  # that are counted
 NICE = 2e-4  # the largest relative error of a fitted coefficient that was meant to be a simple number
 MAX_TERMS = 4
 SHOWN = 4
+LEAST_ENTRIES = 48  # from which on it is no chance that a prediction follows a departure
+UNEXPLAINED = 0.25  # the largest share of a departure that a prediction without a fitted number may leave
 
 
 class Fit(NamedTuple):
@@ -65,6 +67,27 @@ class Observed:
             return None
         return Fit(tuple(replace(fault, detail=where(rows) + fault.detail) for fault in faults), value)
 
+    def unexplained(self, predicted: Tensor, at: tuple[Tensor, ...]) -> float:
+        """Return the share of the value's departure from GPT-2's that ``predicted`` leaves, at the tokens ``at``; 1 for all.
+
+        What storage rounds away is in neither.
+        """
+        value, right, slack = (one[at] for one in (self.value, self.right, self.slack))
+        left, whole = (((one - value).abs() - slack).clamp(min=0.0) for one in (predicted, right))
+        shown = value.numel() >= LEAST_ENTRIES and int((whole > 0).sum()) >= LEAST_ENTRIES // 2
+        return float(left.norm() / whole.norm()) if shown else 1.0
+
+    def mostly(self, predicted: Tensor, rows: Tensor, *faults: Fault) -> Fit | None:
+        """Return the fit if ``predicted``, which has no fitted number, leaves next to nothing of the departure from GPT-2's.
+
+        For rounded operands: an entry that lies between two numbers may be rounded to the other one, from the program's own
+        digits.
+        """
+        at = (rows if predicted.ndim == 3 else rows[:, None].expand(predicted.shape[:3])).nonzero().unbind(1)
+        if not bool(predicted.isfinite().all()) or self.unexplained(predicted[at], at) > UNEXPLAINED:
+            return None
+        return self.fitted(self.value, rows, *faults)
+
 
 def where(rows: Tensor) -> str:
     """Return in words at which tokens a fault is seen: nothing, if at all of them."""
@@ -79,6 +102,8 @@ def where(rows: Tensor) -> str:
         return f"from token {tokens[0]} on, as in steps after a prompt: "
     if tokens[0] == 0 and len(tokens) > 1 and tokens[-1] + 1 == len(tokens) < rows.shape[1]:
         return f"up to token {tokens[-1]}, as in a prompt before steps: "
+    if len(tokens) > 1 and tokens[-1] - tokens[0] + 1 == len(tokens) and tokens[-1] + 1 < rows.shape[1]:
+        return f"at tokens {tokens[0]} to {tokens[-1]}: "
     return f"at token {tokens[0]}: " if len(tokens) == 1 else ""
 
 

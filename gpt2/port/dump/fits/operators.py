@@ -21,13 +21,32 @@ from gpt2.port.dump.fits.linear import Linear
 from gpt2.port.dump.fits.mixtures import Mixed
 from gpt2.port.dump.fits.normalising import Norm
 from gpt2.port.dump.fits.observed import Fit, Observed
+from gpt2.port.dump.fits.partial import clipped, dropped, left_out
 from gpt2.port.dump.fits.recorded import Arrays
+from gpt2.port.dump.fits.rounding import roundings
 from gpt2.port.dump.fits.slots import Slots
+from gpt2.port.dump.fits.softmaxes import Softmaxes
+from gpt2.port.dump.fits.whole import each_token, tiled
 from gpt2.port.dump.fits.wiring import activation_fit, sum_fit
-from gpt2.port.dump.simulation import NEEDS, Simulation, State
+from gpt2.port.dump.simulation import LINEAR, NEEDS, Simulation, State
 from gpt2.port.dump.tolerance import SLACK
 
 NAMES = {"q": "queries", "k": "keys", "v": "values"}
+BRANCHES = ("mid", "")  # the sums of stream and branch
+ATTENTION = ("attn.weights", "attn.mixed", "attn.heads")
+# The cause where values have limits.
+CLIPPED = {"mlp.act": "gelu-variant", "mlp.c_fc": "gelu-variant", "mid": "residual-scaled", "": "residual-scaled"}
+# The cause where some features of a stage are not computed; not-loaded for a linear layer.
+LEFT_OUT = {
+    "ln_1": "layernorm-not-normalising",
+    "ln_2": "layernorm-not-normalising",
+    "attn.weights": "softmax-missing",
+    "attn.mixed": "value-projection-wrong",
+    "attn.heads": "value-projection-wrong",
+    "mid": "residual-missing",
+    "mlp.act": "gelu-variant",
+    "": "residual-missing",
+}
 
 
 class Operators:
@@ -42,10 +61,30 @@ class Operators:
 
     def fit(self, layer: int, stage: str, state: State, seen: Observed, rows: Tensor) -> Fit | None:
         """Return what ``stage`` computes from those in ``state`` to give ``seen`` at ``rows`` (B, T); None if nothing fits."""
-        if stage not in ("mid", "") and (fit := self._stale(stage, seen, rows)) is not None:
+        part = "attn" if stage in ATTENTION else stage
+        if stage in BRANCHES:
+            stream = state["x" if stage == "mid" else "mid"]
+            branch = replace(seen, value=seen.value - stream, right=seen.right - stream)
+            if (fit := dropped(branch, rows, part)) is not None:
+                return fit._replace(value=fit.value + stream)
+        elif (fit := self._stale(stage, seen, rows) or dropped(seen, rows, part)) is not None:
             return fit
         if stage in ("attn.weights", "attn.mixed") and (fit := self._roles(layer, stage, state, seen, rows)) is not None:
             return fit
+        if stage != "attn.weights" and (fit := clipped(seen, rows, part, CLIPPED.get(stage, "wrong-tensor"))) is not None:
+            return fit
+        for words, rounded in roundings() if stage not in (*LINEAR, *ATTENTION) else ():
+            fault = Fault("reduced-precision", part, f"its result is rounded {words}")
+            if (fit := seen.mostly(rounded(seen.right), rows, fault)) is not None:
+                return fit
+        bias = self.linear(layer, stage, state).bias if stage in LINEAR else None
+        few = list(left_out(seen, rows, part, LEFT_OUT.get(stage, "not-loaded"), bias))
+        if few and few[0].sure:
+            return few[0].fit
+        return self._computed(layer, stage, state, seen, rows) or (few[0].fit if few else None)
+
+    def _computed(self, layer: int, stage: str, state: State, seen: Observed, rows: Tensor) -> Fit | None:
+        """Return the fit of a formula of ``stage``."""
         own, split = self.simulation.weights(layer), self._split
         if stage in ("ln_1", "ln_2"):
             eps, vectors = self.config.layer_norm_epsilon, self.library.vectors
@@ -53,6 +92,7 @@ class Operators:
                 {} if stage == "ln_1" else {"attention's result": state["attn.c_proj"], "the stream before attention": state["x"]}
             )
             norm = Norm(stage, own[f"{stage}.weight"], own[f"{stage}.bias"], eps, vectors, inputs)
+            norm.heads = self.config.n_head
             return norm.fit(seen, state["x" if stage == "ln_1" else "mid"], rows)
         if stage == "attn.weights":
             keys = {f"the keys of block {n}": one["attn.k"] for n, one in enumerate(self.earlier)}
@@ -61,10 +101,13 @@ class Operators:
             scale = right_scale(self.config, layer)
             slots = self.slots[layer] = Slots(split(state["attn.q"]), self._bank(layer, state), scale, self.library.in_time)
             weights = Weights(state["attn.q"], state["attn.k"], self.config.n_head, scale, keys, slots, self.library.in_time)
+            softmaxes = Softmaxes(split(state["attn.q"]), split(state["attn.k"]), scale, self.library.in_time)
+            if (fit := softmaxes.fit(seen, rows)) is not None:
+                return fit
             fit = weights.fit(seen, rows)
             if fit is not None and (unit := slots.unit()):
                 self.arrays.pool.loosen(SLACK * unit)
-            return fit
+            return fit or softmaxes.tabulated(seen, rows)
         if stage == "attn.mixed":
             scale = right_scale(self.config, layer)
             slots = Slots(split(state["attn.q"]), self._bank(layer, state), scale, self.library.in_time)
@@ -78,7 +121,8 @@ class Operators:
             values |= {f"the values of block {n}": split(one["attn.v"]) for n, one in enumerate(self.earlier)}
             if not bool(rows[:, :2].any()):
                 values |= {words: split(value) for words, value in self.arrays.as_keys()}
-            return Mixed(state["attn.weights"], split(state["attn.v"]), values, self.library.in_time).fit(seen, rows)
+            mixed = Mixed(state["attn.weights"], split(state["attn.v"]), values, self.library.in_time)
+            return mixed.fit(seen, rows) or self._whole(layer, state, seen, rows)
         if stage == "attn.heads":
             flat = replace(seen, value=split(seen.value), slack=split(seen.slack), right=split(seen.right))
             same = torch.eye(rows.shape[1], dtype=seen.value.dtype).expand(*rows.shape[:1], self.config.n_head, -1, -1)
@@ -96,6 +140,14 @@ class Operators:
             if (fit := seen.fitted(merged @ linear.weight + linear.bias, rows, fault)) is not None:
                 return fit
         return linear.fit(seen, state[NEEDS[stage][0]], rows)
+
+    def _whole(self, layer: int, state: State, seen: Observed, rows: Tensor) -> Fit | None:
+        """Return the fit of an attention that shows no weights like GPT-2's, from queries, keys and values."""
+        q, k, v = (self._split(state[f"attn.{name}"]) for name in "qkv")
+        scale = right_scale(self.config, layer)
+        ways = itertools.chain(each_token(q, k, v, scale), tiled(q, k, v, scale))
+        fits = (seen.fitted(value, rows, fault) for value, fault in ways)
+        return next(filter(None, fits), None)
 
     def linear(self, layer: int, stage: str, state: State) -> Linear:
         """Return the linear layer of ``stage``, with the inputs that it may take by mistake."""

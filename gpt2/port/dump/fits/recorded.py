@@ -42,7 +42,7 @@ class Arrays:
         match = self._match(stage, value)
         if match is None:
             return None
-        self.used |= set(match.entries)
+        self.used.update(*(self.pool.again(number) for number in match.entries))
         split = stage in HEADED
         own = self.pool.adopt(Layout.RIGHT.split(value, self.config.n_head) if split else value, match)
         return Layout.RIGHT.merge(own) if split else own

@@ -14,6 +14,7 @@ from torch import Tensor
 from gpt2.port.diagnosis.activations import FUNCTIONS
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.fits.observed import SHOWN, Fit, Observed, combined, formula, nice
+from gpt2.port.dump.fits.rounding import quantised
 
 MOST_PAIRS = 2**22  # pairs of an id and a position that are tried
 NEIGHBOURS = 0.02  # of the span of a function's results: how far those of neighbouring arguments may be apart
@@ -113,6 +114,13 @@ def embedding_fit(seen: Observed, ids: Tensor, wte: Tensor, wpe: Tensor, rows: T
         return seen.fitted(
             fit.value, rows, Fault(id, "wpe" if id == "position-missing" else "embed", f"the embedding is {formula(factors)}")
         )
+    both = dict(quantised(wpe))
+    for text, make in quantised(wte) if wte.numel() <= MOST_PAIRS else ():
+        taken = make()[ids]
+        for part, other in (("wte", places), ("embed", both[text]()[:tokens].expand_as(taken) if text in both else places)):
+            fault = Fault("reduced-precision", part, f"the weight holds the checkpoint's values {text}")
+            if (rounded := seen.mostly(taken + other, rows, fault)) is not None:
+                return rounded
     if len(wte) * len(wpe) > MOST_PAIRS:
         return None
     taken, at = torch.zeros_like(ids), torch.arange(tokens).expand_as(ids).clone()
