@@ -71,6 +71,17 @@ def test_operands_that_are_rounded_before_a_product(narrow: torch.dtype | None) 
     assert (found is None) if narrow is None else (found is not None and str(narrow)[6:] in found[0].words)
 
 
+def test_operands_that_were_rounded_from_digits_that_a_dump_does_not_hold() -> None:
+    """Bug: fewer digits may turn an operand's rounding over; the search for the nearest rounding ended in an exception."""
+    x, weight, bias = drawn(2, 9, 24), drawn(24, 36), drawn(36)
+    value, given = x.bfloat16().double() @ weight.bfloat16().double() + bias, (x * 2**15).round() / 2**15
+    observed, rows = seen(value, given @ weight + bias)
+    assert not torch.equal(given.bfloat16(), x.bfloat16())
+    found = rounded_fit(observed, given, bias, rows, products(weight, iter(())), lambda: None)
+    assert found is not None
+    assert "operands of products are rounded to 7 bits of mantissa (bfloat16)" in found[0].words
+
+
 @pytest.mark.parametrize("axis", [1, (0, 1), None])
 def test_a_norm_over_another_axis_says_which(axis: int | tuple[int, ...] | None) -> None:
     """Bug: a norm over the tokens, as under a wrong vmap, was undetermined. Control: None, a norm that is nobody's."""

@@ -84,7 +84,8 @@ def rounded_fit(
             predicted = way.result(given @ weight + added)
             if (fit := seen.fitted(predicted, rows)) is not None and left < LIKELY:
                 return way, fit
-            left = seen.unexplained(predicted, rows.nonzero().unbind(1))
+            every = rows.nonzero().unbind(1)
+            left = seen.unexplained(predicted[every], every)
             if left < best and (fit := seen.mostly(predicted, rows)) is not None:
                 best, nearest = left, (way, fit)
                 if left < EXACT:
