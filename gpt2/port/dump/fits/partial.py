@@ -1,4 +1,4 @@
-"""Read off a stage's value which of its entries are GPT-2's, and what the others hold: dropout, loops that end early, lost tiles.
+"""Read off a stage's value which of its entries are GPT-2's, and what the others hold, as with dropout or a lost tile.
 
 Shapes: (B, T, D), or (B, H, T, K) for weights and mixtures; ``rows`` (B, T) are the tokens that are not GPT-2's.
 """
