@@ -11,6 +11,7 @@ from torch import Tensor
 
 import gpt2
 from gpt2.port.diagnosis.norms import layer_norm
+from gpt2.port.dump import examination
 from gpt2.port.dump.fits.normalising import Norm
 from gpt2.port.dump.fits.observed import Fit, Observed
 from gpt2.port.dump.fits.partial import dropped, left_out
@@ -164,7 +165,7 @@ DUMPS: dict[str, tuple[str, str, Change]] = {
     ),
     "operands in bfloat16": ("reduced-precision", "the operands of products are rounded to 7 bits", narrow),
     "the last features": ("not-loaded", "features 92 to 95", everywhere({"mlp.c_fc": lambda x: x * (torch.arange(96) < 92)})),
-    "a batch norm": ("layernorm-axis", "as a batch norm", lambda m, n: {"ln_1": lambda s: _batch(m, n, s["x"])}),
+    "a batch norm": ("layernorm-axis", "over batch and positions", lambda m, n: {"ln_1": lambda s: _batch(m, n, s["x"])}),
 }
 
 
@@ -187,3 +188,19 @@ def test_a_dump_of_a_program_with_it_is_named(fault: str, tmp_path: Path) -> Non
     found = gpt2.diagnose({"ids": bed.ids, "logits": values["logits"].float().numpy(), **arrays}, model)
     assert [cause.id for cause in found.causes[:1]] == [id]
     assert words in found.causes[0].detail
+
+
+@pytest.mark.slow
+def test_an_array_that_is_written_twice_is_no_norm_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: of weights that nothing names, the embeddings, written again as the first block's input, were a missing norm."""
+    monkeypatch.setattr(examination, "SECONDS", {True: 8.0})
+    bed = Bed(tmp_path / "one", SHAPE)
+    model = gpt2.load(str(bed.model), dtype="float64")
+    state = {
+        name: t.roll(7) + drawn(*t.shape) * t.std() if name.startswith("h.") else t for name, t in model.state_dict().items()
+    }
+    values = Simulation(state, model.config, torch.from_numpy(bed.ids)).trace(Program({}))
+    arrays = {f"a{n}": v.float().numpy() for n, (name, v) in enumerate(values.items()) if name not in ("x", "end", "logits")}
+    again = {"b": values["embed"].float().numpy(), "c": values["h.0"].float().numpy()}
+    found = gpt2.diagnose({"ids": bed.ids, "logits": values["logits"].float().numpy(), **arrays, **again}, model)
+    assert "norm-missing" not in [cause.id for cause in found.causes]

@@ -69,6 +69,8 @@ class Simulating:
     def _explain(self, known: Mapping[str, Tensor]) -> tuple[Explanation, dict[str, Tensor]]:
         right = {point: self.exact[point] for point in self.held if point not in ("wte", "wpe")} | dict(known)
         used = {number for number, name in enumerate(self.pool.names) if any(name in names for names in self.held.values())}
+        if self.dumped.is_walkable:  # a block's result, written again as the next one's input, is no other value
+            used = set[int]().union(*map(self.pool.again, used))
         left = streams(self.pool, self.ids, self.config.n_embd, used)
         placed: list[Placement] = []
         if left and not known:

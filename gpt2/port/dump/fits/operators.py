@@ -67,7 +67,9 @@ class Operators:
             branch = replace(seen, value=seen.value - stream, right=seen.right - stream)
             if (fit := dropped(branch, rows, part)) is not None:
                 return fit._replace(value=fit.value + stream)
-        elif (fit := self._stale(stage, seen, rows) or dropped(seen, rows, part)) is not None:
+        elif (fit := self._stale(stage, seen, rows)) is not None:
+            return fit
+        if (fit := dropped(seen, rows, part)) is not None:
             return fit
         if stage in ("attn.weights", "attn.mixed") and (fit := self._roles(layer, stage, state, seen, rows)) is not None:
             return fit
