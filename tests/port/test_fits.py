@@ -45,6 +45,10 @@ def half(simulation: Simulation, layer: int) -> dict[str, Callable[[State], torc
     return {"ln_1": norm}
 
 
+def heads(v: torch.Tensor) -> torch.Tensor:
+    return v.unflatten(-1, (3, -1)).transpose(1, 2)
+
+
 FAULTS: dict[str, tuple[str, str, Change]] = {
     "groups of four bits": ("reduced-precision", "32 along rows", linear("mlp.c_fc", "ln_2", groups)),
     "columns backwards": ("wrong-tensor", "backwards", linear("mlp.c_fc", "ln_2", lambda w: w.flip(1))),
@@ -53,6 +57,16 @@ FAULTS: dict[str, tuple[str, str, Change]] = {
         "residual-scaled",
         "0.7 times the block's input",
         lambda m, n: {"mid": lambda s: 0.7 * s["x"] + 0.3 * s["attn.c_proj"]},
+    ),
+    "norm in place": (
+        "residual-from-normed",
+        "without weight and bias",
+        lambda m, n: {"mid": lambda s: torch.nn.functional.layer_norm(s["x"], (24,), eps=1e-5) + s["attn.c_proj"]},
+    ),
+    "values assigned, not added": (
+        "value-projection-wrong",
+        "only the value of the token itself",
+        lambda m, n: {"attn.mixed": lambda s: s["attn.weights"].diagonal(dim1=-2, dim2=-1)[..., None] * heads(s["attn.v"])},
     ),
     "temperature in steps": (
         "scale-wrong",
@@ -69,6 +83,8 @@ FIRST = {
     "columns backwards": "h.0.mlp.c_fc",
     "variance of a half": "h.0.ln_1",
     "sums of two scales": "h.0.mid",
+    "norm in place": "h.0.mid",
+    "values assigned, not added": "h.0.attn.mixed",
     "temperature in steps": "h.0.attn.weights",
 }
 

@@ -37,6 +37,15 @@ class Mixed:
                 return fit
         return None
 
+    def alone(self, seen: Observed, rows: Tensor) -> Fit | None:
+        """Return the fit of one token's value instead of the sum, as where each term is assigned and none is added."""
+        own = torch.eye(self.weights.shape[-1], dtype=self.weights.dtype)
+        for kept, words in ((own, "the token itself"), (own[0], "the first token")):
+            fault = Fault("value-projection-wrong", "attn", f"only the value of {words} counts: the others are not added to it")
+            if (fit := seen.fitted((self.weights * kept) @ self.v, rows, fault)) is not None:
+                return fit
+        return None
+
     def _others(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         own = torch.eye(self.weights.shape[-1], dtype=self.weights.dtype)
         for words, other in self.others.items():

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.measure.tracing import point_at
@@ -116,14 +117,15 @@ class Operators:
             if layer in self.slots and self.slots[layer].taken is not None:
                 slots = self.slots[layer]
             held = Contents(slots, state["attn.weights"], split(state["attn.v"]))
-            if (fit := slots.mixed(seen, rows) or held.fit(seen, rows)) is not None:
+            mixed = Mixed(state["attn.weights"], split(state["attn.v"]), {}, self.library.in_time)
+            if (fit := mixed.alone(seen, rows) or slots.mixed(seen, rows) or held.fit(seen, rows)) is not None:
                 return fit
             others = {"the keys": "attn.k", "the queries": "attn.q", "attention's inputs": "ln_1", "the streams": "x"}
             values = {words: split(state[name]) for words, name in others.items()}
             values |= {f"the values of block {n}": split(one["attn.v"]) for n, one in enumerate(self.earlier)}
             if not bool(rows[:, :2].any()):
                 values |= {words: split(value) for words, value in self.arrays.as_keys()}
-            mixed = Mixed(state["attn.weights"], split(state["attn.v"]), values, self.library.in_time)
+            mixed.others = values
             return mixed.fit(seen, rows) or self._whole(layer, state, seen, rows)
         if stage == "attn.heads":
             flat = replace(seen, value=split(seen.value), slack=split(seen.slack), right=split(seen.right))
@@ -173,15 +175,23 @@ class Operators:
             "the block's input": state["x"],
             "attention's result": state["attn.c_proj"],
             "attention's normed input": state["ln_1"],
+            "attention's input normed, without weight and bias,": self._normalised(state["x"]),
         }
         if stage != "mid":
             after = {"the stream after attention": state["mid"], "the feed-forward's result": state["mlp.c_proj"]}
-            terms = after | terms | {"the feed-forward's normed input": state["ln_2"]}
+            normed = {
+                "the feed-forward's normed input": state["ln_2"],
+                "the feed-forward's input normed, without weight and bias,": self._normalised(state["mid"]),
+            }
+            terms = after | terms | normed
         if layer:
             before, names = self.earlier[-1], {"feed-forward": "mlp.c_proj", "attention": "attn.c_proj", "input": "x"}
             terms |= {"the embeddings": self.earlier[0]["x"]}
             terms |= {f"the {name} of the block before": before[part] for name, part in names.items()}
         return terms
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], eps=self.config.layer_norm_epsilon)
 
     def _stale(self, stage: str, seen: Observed, rows: Tensor) -> Fit | None:
         """Return the fit of GPT-2's value plus those of earlier blocks, as in a buffer that is not cleared."""
