@@ -107,7 +107,7 @@ In JavaScript (node port.js {text} {out}), for a Float32Array, as in dump(proces
     fs.writeFileSync(`${folder}/${name}.npy`, Buffer.concat([start, values]));
   }
 
-In Rust and Go: gpt2/port/PROGRAMS.md.
+In Rust and Go: PROGRAMS.md, in the folder gpt2/port of the repository and of the installed package.
 
 With def build(): the weights are put in for you, as gpt2.load_into does. The file is run: diagnose only files you trust.
 
