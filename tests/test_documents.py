@@ -268,6 +268,9 @@ def test_files_that_are_spoken_of_are_there(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert ((ROOT / name).parent / target).exists() or "://" in target, target
+    if name == "gpt2/port/README.md":
+        for path in re.findall(r"`(?:\.\./)?([\w/]+\.py)`", text):
+            assert (ROOT / path).exists() or list(ROOT.glob(f"gpt2/port/**/{path}")), path
     if name == "CONTRIBUTING.md":
         for path in re.findall(r"`((?:gpt2|tests|tools|\.ci)/[\w/.]+)", text):
             assert (ROOT / path).exists(), path
