@@ -131,7 +131,7 @@ class Behaviour:
         inside = all(".mlp." in point if point else self._is_inside_feed_forward(one) for point, one in pairs)
         places = [Place.of(point) for point in points if point]
         places = [Place(place.layer, "mlp") if place.part.startswith("mlp.") else place for place in places]
-        count = f"{len(mode.dropouts)} ran in eval mode" if len(mode.dropouts) > 1 else "one ran in eval mode"
+        count = f"{len(mode.dropouts)} dropouts ran in eval mode" if len(mode.dropouts) > 1 else "one dropout ran in eval mode"
         words = f"your dropout{' inside the feed-forward' if inside else ''} does not stop in eval mode"
         where = collapsed(places, self.config.n_layer) or (Place(EVERY, "mlp" if inside else ""),)
         self._add("ffn-dropout" if inside else "dropout-active", words, f"{count}; {evidence}", *where)
