@@ -283,7 +283,7 @@ class Examination:
             return walked.first_divergence, [*walked.causes, *(_sure(cause) for cause in held)]
         is_lost = not walked.timed_out and all(layer_of(point) is None for point in walked.points)
         if self.not_gpt2 and not walked.causes and is_lost:
-            hint = "; if it is one, load its weights yourself, in build(checkpoint_dir)" if self.fill else ""
+            hint = "; if it is one, load its weights yourself: build(checkpoint_dir), or no fill=True" if self.fill else ""
             raise InputError(f"{self.who}: {self.not_gpt2}; this is another kind of model, and gpt2 diagnose needs a GPT-2{hint}")
         known = {cause.id for cause in walked.causes}
         structural = [cause for cause in self.structural if cause.id not in known and not _refuted(cause, walked)]
