@@ -12,12 +12,12 @@ from torch import Tensor
 import gpt2
 from gpt2.port.diagnosis.norms import layer_norm
 from gpt2.port.dump import examination
+from gpt2.port.dump.fits.mixtures import each_token, tiled
 from gpt2.port.dump.fits.normalising import Norm
 from gpt2.port.dump.fits.observed import Fit, Observed
 from gpt2.port.dump.fits.partial import dropped, left_out
 from gpt2.port.dump.fits.precision import products, rounded_fit
 from gpt2.port.dump.fits.softmaxes import Softmaxes
-from gpt2.port.dump.fits.whole import each_token, tiled
 from gpt2.port.dump.simulation import Program, Simulation, State
 
 Change = Callable[[Simulation, int], dict[str, Callable[[State], Tensor]]]
@@ -121,7 +121,7 @@ def test_another_exponential_is_tabulated_and_a_soft_cap_is_fitted() -> None:
 def test_attention_that_shows_no_weights() -> None:
     """Bug: heads that attend to heads (a vmap over tokens) were undetermined. Control: each formula differs from all others."""
     q, k, v = (drawn(2, 3, 9, 8).roll(n) for n in range(3))
-    made = [*each_token(q, k, v, 0.35), *tiled(q, k, v, 0.35)]
+    made = [(make(slice(None)), fault) for fault, make in (*each_token(q, k, v, 0.35), *tiled(q, k, v, 0.35))]
     right = (q @ k.mT * 0.35).masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -math.inf).softmax(-1) @ v
     assert len({fault.detail for _, fault in made}) == len(made)
     assert all(value.isfinite().all() and not torch.allclose(value, right) for value, _ in made)
@@ -166,7 +166,18 @@ DUMPS: dict[str, tuple[str, str, Change]] = {
     "operands in bfloat16": ("reduced-precision", "the operands of products are rounded to 7 bits", narrow),
     "the last features": ("not-loaded", "features 92 to 95", everywhere({"mlp.c_fc": lambda x: x * (torch.arange(96) < 92)})),
     "a batch norm": ("layernorm-axis", "over batch and positions", lambda m, n: {"ln_1": lambda s: _batch(m, n, s["x"])}),
+    "heads merged across the batch": (
+        "head-layout",
+        "axes in the order H, B, T, D",
+        lambda m, n: {"attn.c_proj": lambda s: _merged(m, n, s["attn.mixed"].permute(1, 0, 2, 3))},
+    ),
+    "a batch norm": ("layernorm-axis", "as a batch norm", lambda m, n: {"ln_1": lambda s: _batch(m, n, s["x"])}),
 }
+
+
+def _merged(simulation: Simulation, layer: int, heads: Tensor) -> Tensor:
+    w = simulation.weights(layer)
+    return heads.reshape(*simulation.ids.shape, -1) @ w["attn.c_proj.weight"] + w["attn.c_proj.bias"]
 
 
 def _batch(simulation: Simulation, layer: int, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from gpt2.port.diagnosis.scores import PAIRS, Layout
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.fits.contents import changed, softmax
 from gpt2.port.dump.fits.observed import SHOWN, Fit, Observed, nice
-from gpt2.port.dump.fits.rounding import roundings
 from gpt2.port.dump.fits.slots import Slots
 
 CLEAR = 100.0  # times the rounding of a weight: those whose logarithm is fitted
@@ -43,27 +42,18 @@ class Compared(NamedTuple):
 
 
 class Weights:
-    """Attention weights as a program computes them from ``q``, ``k`` (B, T, D); GPT-2's factor of the scores is ``scale``.
+    """Attention weights as a program computes them from ``q``, ``k`` (B, T, D).
 
-    ``others``: further keys (B, T, D), in words. ``slots``: what a cache may hold. ``in_time`` raises TimeUp behind the limit.
+    ``others``: further keys (B, T, D), in words. ``slots``: what a cache may hold, with GPT-2's factor of the scores.
     """
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        heads: int,
-        scale: float,
-        others: Mapping[str, Tensor],
-        slots: Slots,
-        in_time: Callable[[], None],
-    ) -> None:
-        self.q, self.k, self.heads, self.scale, self.others, self.in_time = q, k, heads, scale, others, in_time
-        self.slots = slots
+    def __init__(self, q: Tensor, k: Tensor, others: Mapping[str, Tensor], slots: Slots) -> None:
+        self.q, self.k, self.others, self.slots = q, k, others, slots
+        self.heads, self.scale, self.in_time = slots.bank.heads, slots.scale, slots.in_time
 
     def fit(self, seen: Observed, rows: Tensor) -> Fit | None:
         whole = (self._ones, self._times, self._heads, self._held, self._changed, self._undivided)
-        for family in (*whole, self._scored, self._each, self._rounded, self._free):
+        for family in (*whole, self._scored, self._each, self._free):
             self.in_time()
             if (fit := next(iter(family(seen, rows)), None)) is not None:
                 return fit
@@ -92,17 +82,13 @@ class Weights:
         total, right = seen.value.sum(-1, keepdim=True), seen.right.sum(-1, keepdim=True)
         factor = total / right
         some = factor.expand(seen.value.shape)[rows[:, None].expand(seen.value.shape[:3])]
-        if float((some - some.mean()).abs().max()) <= 1e-4 * float(some.abs().max()):
+        if bool(some.all()) and float((some - some.mean()).abs().max()) <= 1e-4 * float(some.abs().max()):
             times = nice(float(some.mean()), seen.loose)
             fault = Fault("softmax-missing", "attn", f"the weights are multiplied by {times:.6g} after the softmax")
             yield from filter(None, [seen.fitted(seen.right * times, rows, fault)])
         scores = self._scores() * self.scale
-        every, powers = scores.softmax(-1), scores.exp() * allowed("right", scores)
         after = Fault("mask-multiplied", "attn", "the softmax also runs over what the mask hides: the weights do not sum to one")
-        yield from filter(None, [seen.fitted(every * allowed("right", scores), rows, after)])
-        more = Fault("softmax-missing", "attn", "1 is added to the sum that divides the exponentials (softmax-one)")
-        if bool(rows.all()):  # else a slot of zeros
-            yield from filter(None, [seen.fitted(powers / (1 + powers.sum(-1, keepdim=True)), rows, more)])
+        yield from filter(None, [seen.fitted(scores.softmax(-1) * allowed("right", scores), rows, after)])
 
     def _held(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Keys of a cache whose slots hold others than they should."""
@@ -119,7 +105,8 @@ class Weights:
         if bool(rows[:, 1:].any()):
             words = "each query's weights are multiplied by another number: they are not divided by their sum"
             factor = seen.value.sum(-1, keepdim=True) / seen.right.sum(-1, keepdim=True)
-            yield from filter(None, [seen.fitted(seen.right * factor, rows, Fault("softmax-missing", "attn", words))])
+            if bool(factor.transpose(1, 2)[rows].all()):  # else nothing is computed
+                yield from filter(None, [seen.fitted(seen.right * factor, rows, Fault("softmax-missing", "attn", words))])
 
     def _heads(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Other heads' weights, or the same in every head."""
@@ -258,19 +245,13 @@ class Weights:
         clear = (seen.value > CLEAR * seen.slack) & (seen.value > LEAST) & rows[:, None, :, None] & visible
         log = seen.value.clamp(min=1e-300).log()
         slopes = [_slope(scores[:, [h]], log[:, [h]], clear[:, [h]], -1) / self.scale for h in range(self.heads)]
+        if not all(map(math.isfinite, slopes)):
+            return
         factors = torch.tensor([nice(one, 10 * seen.loose) for one in slopes], dtype=scores.dtype)
         value = _softmax(scores * self.scale * factors[:, None, None], visible)
         shown = ", ".join(f"{float(one):.4g}" for one in factors[:SHOWN])
         words = f"each head multiplies its scores by another factor: {shown} times GPT-2's"
         yield from filter(None, [seen.fitted(value, rows, Fault("head-layout", "attn", words))])
-
-    def _rounded(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
-        visible = allowed("right", seen.value)
-        scores = self._scores() * self.scale
-        for words, rounded in roundings():
-            for what, value in (("scores", _softmax(rounded(scores), visible)), ("attention weights", rounded(seen.right))):
-                fault = Fault("reduced-precision", "attn", f"the {what} are rounded {words}")
-                yield from filter(None, [seen.fitted(value, rows, fault)])
 
     def _free(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Weights that are a function of each score alone: there is no softmax."""

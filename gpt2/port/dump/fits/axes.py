@@ -1,6 +1,6 @@
-"""Compute a norm over other axes than a token's features, or over its first features alone.
+"""List other means and variances that a norm may use: over other axes, over its first features alone, of other tokens.
 
-Shapes: x (B, T, D).
+Shapes: x (B, T, D); means and variances (B, T, D), with 1 for an axis where one is for all.
 """
 
 from __future__ import annotations
@@ -13,9 +13,14 @@ from torch import Tensor
 
 from gpt2.port.dump.fits.observed import distinct
 
+LEAST = 6  # tokens that show three numbers and two lengths
+
 
 def axes(x: Tensor, heads: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield means and variances of x (B, T, D) over other axes, in words, and other deviations of a token."""
+    """Yield means and variances of x (B, T, D) over other axes, in words, and other deviations of a token.
+
+    Over an axis of one entry, a norm gives its bias alone, as other faults do: those are not tried.
+    """
     for words, dims in (
         ("over the tokens, for each feature (dim=1)", (1,)),
         ("over the batch, for each token and feature (dim=0)", (0,)),
@@ -23,7 +28,8 @@ def axes(x: Tensor, heads: int) -> Iterator[tuple[str, Tensor, Tensor]]:
         ("over tokens and features together", (1, 2)),
         ("over batch and features together", (0, 2)),
     ):
-        yield f"the norm runs {words}", x.mean(dims, keepdim=True), x.var(dims, correction=0, keepdim=True)
+        if any(x.shape[dim] > 1 for dim in dims):
+            yield f"the norm runs {words}", x.mean(dims, keepdim=True), x.var(dims, correction=0, keepdim=True)
     width, own = x.shape[-1], x.mean(-1, keepdim=True)
     for groups in sorted({heads, *range(2, 9)}, key=lambda n: n != heads):
         if groups > 1 and width % groups == 0:
@@ -47,14 +53,14 @@ def axes(x: Tensor, heads: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "it is divided by the length of the vector", own, variance * width
 
 
-def first_features(
-    x: Tensor, factor: Tensor, shift: Tensor, rows: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> Iterator[tuple[str, Tensor]]:
-    """Sums over the first features alone, divided by another number: a loop that ends early, or a row with room for more."""
-    if distinct(x[rows]) < 4:
+def first_features(x: Tensor, mean: Tensor, variance: Tensor, rows: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the mean and the variance over the first features alone, divided by another number, that give those of the tokens.
+
+    A loop that ends early does so, or one over rows with room for more. ``mean``, ``variance`` (B, T): as the result shows.
+    """
+    if distinct(x[rows]) < LEAST:
         return
-    mean, variance = (-shift / factor)[rows], factor[rows] ** -2 - eps
-    features = x[rows]
+    mean, variance, features = mean[rows], variance[rows], x[rows]
     numbers: list[int] = []
     divisors: list[list[float]] = []
     for wanted, terms in ((mean, features), (variance, (features - mean[:, None]).square())):
@@ -70,7 +76,6 @@ def first_features(
         return
     center = by[0] * x[..., : few + 1].sum(-1, keepdim=True)
     spread = times * (x - center)[..., : many + 1].square().sum(-1, keepdim=True) + of_mean * center.square()
-    value = (x - center) / (spread + eps).sqrt() * weight + bias
     words = f"the mean is the sum of the first {few + 1} of {x.shape[-1]} features divided by {1 / by[0]:.4g}, "
     words += f"and the variance is over the first {many + 1}, divided by {1 / times:.4g}"
-    yield words, value
+    yield words, center, spread

@@ -82,7 +82,8 @@ def rescaled(linear: Linear, seen: Observed, x: Tensor, rows: Tensor) -> Iterato
             shown = ", ".join(f"{float(one):.4g}" for one in factors[:SHOWN])
             text = f"each {what} of the weight is multiplied by a factor of its own ({shown}, ...)"
             lost = factors.abs() < NICE
-            if not kind and float((factors[~lost] - 1).abs().amax()) < 100 * seen.loose and bool(lost.any() & ~lost.all()):
+            some = not kind and bool(lost.any() & ~lost.all())
+            if some and float((factors[~lost] - 1).abs().max()) < 100 * seen.loose:
                 text = f"{what}s {ranges(lost)} of {len(lost)} of the weight are not multiplied, all others are right"
                 fault = linear.fault("not-loaded", text)
                 kept = weight * ~lost if what == "column" else weight * ~lost[:, None]
@@ -112,7 +113,10 @@ def other_input(linear: Linear, seen: Observed, x: Tensor, rows: Tensor) -> Iter
     nearest = torch.cdist(solved, x.flatten(0, 1)).argmin(1)
     words = f"the tokens' inputs are those of tokens {permutation(nearest % x.shape[1])}"
     ways = [(nearest[:, None] * width + torch.arange(width), words)]
-    starts = [place_of(one, x.flatten(), loose) for one in solved]
+    starts = []
+    for one in solved:
+        linear.library.in_time()
+        starts.append(place_of(one, x.flatten(), loose))
     own = rows.flatten().nonzero()[:, 0] * width
     known = torch.tensor([int(o) if s is None else s for s, o in zip(starts, own, strict=True)])
     places, wanted = (", ".join(map(str, one[:SHOWN].tolist())) for one in (known, own))

@@ -40,6 +40,7 @@ MOST_FAULTS = 10  # of one block
 MOST_TRIED = 12  # arrays that may be a stage's value and that nothing confirms, the likest first
 LIKELIEST = 2  # that are tried before any is confirmed
 FOLLOWED = 4  # stages that are computed from such an array, to confirm it
+FAR = 10  # times the tolerance: logits of one token, by their own size
 QKV = ("attn.q", "attn.k", "attn.v")
 BEHIND = ("ln_1", *QKV)  # stages of the next block that show its input
 ONE_DECISION = ("reduced-precision", "dropout-active")  # of a program's author, that shows in many places
@@ -152,8 +153,10 @@ class Following:
         seen = Observed(logits, unit * logits.abs() + smallest, self.pool.tolerance_at("logits"), x @ wte.T, -1)
         head = Linear(self.library, "wte.weight", "logits", wte.T, torch.zeros(len(wte), dtype=x.dtype), {})
         rows = seen.wrong_rows()
-        few = next(left_out(seen, rows, "logits", "not-loaded"), None) if bool(rows.any()) else None
-        fit = few.fit if few is not None else head.fit(seen, x, rows) if bool(rows.any()) else None
+        if not bool(rows.any()):
+            return False
+        few = next(left_out(seen, rows, "logits", "not-loaded"), None)
+        fit = few.fit if few is not None and few.sure else head.fit(seen, x, rows) or (few.fit if few is not None else None)
         if fit is None:
             return False
         self._kept(None, "logits", seen, fit)
@@ -161,12 +164,11 @@ class Following:
 
     def _early(self, x: Tensor) -> bool:
         """Return whether the head takes a stream of before the last block's result ``x``, or a block runs once more behind it."""
-        wte = self.simulation.state["wte.weight"]
         last = self.config.n_layer - 1
         for n, state in enumerate(self.earlier):
             for stage, normed in itertools.product(("x", "mid"), (True, False)):
                 value = self.simulation.norm("ln_f", state[stage]) if normed else state[stage]
-                if self._is_logits(value @ wte.T):
+                if self._has_logits(value):
                     self._departs(n, "", state[stage], state[""])
                     words = f"the head takes the stream that enters h.{n}: this block and what follows have no effect"
                     for later in range(n if stage == "x" else n + 1, last + 1):
@@ -178,12 +180,20 @@ class Following:
                         self.faults.append(Fault("final-norm-missing", "ln_f", "the head takes it without the last norm"))
                     return True
             again = self.simulation.run_block(n, {"x": x}, {})[""]
-            if self._is_logits(self.simulation.norm("ln_f", again) @ wte.T):
+            if self._has_logits(self.simulation.norm("ln_f", again)):
                 self._departs(None, "ln_f", again, x)
                 words = "it runs once more behind the last block"
                 self.faults.append(Fault("layer-repeated", "", words, layer=n))
                 return True
         return False
+
+    def _has_logits(self, normed: Tensor) -> bool:
+        """Return whether the head gives the logits from a normed stream; those of the last token alone are compared first."""
+        self.library.in_time()
+        wte = self.simulation.state["wte.weight"]
+        one, given = normed[:, -1:] @ wte.T, self.pool.logits[:, -1:, : len(wte)]
+        near = self.pool.logits_error(one, given) <= FAR * self.pool.tolerance_at("logits")
+        return near and self._is_logits(normed @ wte.T)
 
     def _is_logits(self, made: Tensor) -> bool:
         given = self.pool.logits[..., : made.shape[-1]]

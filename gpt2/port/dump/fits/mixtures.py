@@ -1,11 +1,12 @@
-"""Read off attention's recorded mixtures which values were mixed, and with which weights.
+"""Read off attention's recorded mixtures which values were mixed, and with which weights, or what else is mixed.
 
-Shapes: weights (B, H, T, S); values and mixtures by heads (B, H, T, K); rows (B, T) are the queries that are not GPT-2's.
+Shapes: weights (B, H, T, S); q, k, v and mixtures by heads (B, H, T, K); rows (B, T) are the queries that are not GPT-2's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from gpt2.port.dump.fits.precision import rounded_mixture
 
 LEAST_FACTORS = 24  # of weights that show that some are dropped
 NEAR = 0.02
+Way = tuple[Fault, Callable[[slice], Tensor]]  # to compute the mixtures of some queries
 
 
 class Mixed:
@@ -49,6 +51,7 @@ class Mixed:
     def _others(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         own = torch.eye(self.weights.shape[-1], dtype=self.weights.dtype)
         for words, other in self.others.items():
+            self.in_time()
             fault = Fault("value-projection-wrong", "attn", f"{words} are mixed, not the values")
             yield from filter(None, [seen.fitted(self.weights @ other, rows, fault)])
             value = (self.weights * (1 - own)) @ other + (self.weights * own) @ self.v
@@ -82,6 +85,8 @@ class Mixed:
         columns = torch.cat([made, torch.zeros_like(made[:, :1])], 1)
         nearest = torch.cdist(wanted.T.contiguous(), columns.T.contiguous()).argmin(1)
         empty = nearest == columns.shape[1] - 1
+        if bool(empty.all()):  # nothing is computed
+            return
         flat = torch.cat([every.flatten(2), torch.zeros_like(every.flatten(2)[..., :1])], -1)
         value = flat[..., nearest].unflatten(-1, (heads, size)).transpose(1, 2)
         weigher, feature = nearest // (heads * size), nearest % (heads * size)
@@ -108,7 +113,7 @@ class Mixed:
             yield from filter(None, [seen.fitted(self.weights @ self.v[:, :, order], rows, fault)])
 
     def _rounded(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
-        yield from rounded_mixture(seen, rows, lambda rounded: rounded(self.weights) @ rounded(self.v))
+        yield from rounded_mixture(seen, rows, lambda rounded: rounded(self.weights) @ rounded(self.v), self.in_time)
 
     def _left_out(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Values of some tokens that are not added, for each query its own."""
@@ -151,3 +156,52 @@ def _flat(seen: Observed) -> Observed:
     """Return an observation of heads (B, H, T, K) as one of (B, T, D)."""
     value, slack, right = (x.transpose(1, 2).flatten(2) for x in (seen.value, seen.slack, seen.right))
     return Observed(value, slack, seen.bound, right, seen.number)
+
+
+def mixed_otherwise(seen: Observed, rows: Tensor, ways: Iterator[Way], in_time: Callable[[], None]) -> Iterator[Fit]:
+    """Yield the fits of mixtures that are computed in other ways, of which the last wrong query is compared first."""
+    last = int(rows.any(0).nonzero()[-1])
+    one = slice(last, last + 1)
+    loose = 2 * (seen.slack + seen.bound * seen.value.square().mean().sqrt())
+    for fault, made in ways:
+        in_time()
+        near = (made(one) - seen.value[:, :, one]).abs() <= loose[:, :, one]
+        if bool(near[rows[:, last]].all()):
+            yield from filter(None, [seen.fitted(made(slice(None)), rows, fault)])
+
+
+def each_token(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Iterator[Way]:
+    """Yield mixtures over the heads of each token alone: axes of tokens and heads that have changed places."""
+    q, k, v = (one.transpose(1, 2) for one in (q, k, v))  # (B, T, H, K)
+    if q.shape[2] == 1:
+        return
+    scores = q @ k.mT * scale
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    for words, some in ((" that come before", scores.masked_fill(hidden, -torch.inf)), ("", scores)):
+        made = some.softmax(-1) @ v
+        text = f"each token is alone: its heads attend to its other heads{words}, not tokens to tokens"
+        for other, value in (("", made), ("; what comes out is in another order", made.transpose(1, 2).reshape(made.shape))):
+            yield Fault("head-layout", "attn", text + other), partial(_queries, value.transpose(1, 2))
+
+
+def _queries(value: Tensor, queries: slice) -> Tensor:
+    return value[:, :, queries]
+
+
+def tiled(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Iterator[Way]:
+    """Yield mixtures tile by tile of keys, in which what was summed before is not rescaled when the maximum grows."""
+    tokens = q.shape[2]
+    scores = (q @ k.mT * scale).masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -torch.inf)
+    most = scores.cummax(-1).values
+
+    def mixture(last: Tensor, stale: tuple[bool, bool], queries: slice) -> Tensor:
+        """``last``: of each key's tile; ``stale``: whether the mixture and the sum are not rescaled."""
+        some, top = scores[:, :, queries], most[:, :, queries]
+        powers = {False: (some - top[..., -1:]).exp(), True: (some - top[..., last]).exp()}
+        return powers[stale[0]] @ v / powers[stale[1]].sum(-1, keepdim=True)
+
+    for size in range(1, tokens):
+        last = (torch.arange(tokens) // size * size + size - 1).clamp(max=tokens - 1)
+        for what, stale in (("sum and mixture", (True, True)), ("the mixture", (True, False)), ("the sum", (False, True))):
+            words = f"keys are taken in tiles of {size}, and {what} of earlier tiles is not rescaled when the largest score grows"
+            yield Fault("softmax-missing", "attn", words), partial(mixture, last, stale)

@@ -148,7 +148,8 @@ class Norm:
                     value = (x - mean) / (variance + eps).sqrt() * weight + bias
                     yield from filter(None, [seen.fitted(value, rows, self._fault(id, words), *also)])
             yield from self._scalars(seen, rows, Scaled(x, factor, shift, weight, bias, also))
-            for words, value in first_features(x, factor, shift, rows, weight, bias, self.eps):
+            for words, mean, variance in first_features(x, -shift / factor, factor**-2 - self.eps, rows):
+                value = (x - mean) / (variance + self.eps).sqrt() * weight + bias
                 yield from filter(None, [seen.fitted(value, rows, self._fault("layernorm-axis", words), *also)])
             words = "each token is not divided by its own standard deviation, but by something else"
             off = (factor * (x.var(-1, correction=0) + self.eps).sqrt() - 1)[rows]

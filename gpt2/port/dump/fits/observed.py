@@ -81,10 +81,12 @@ class Observed:
         """Return the fit if ``predicted``, which has no fitted number, leaves next to nothing of the departure from GPT-2's.
 
         For rounded operands: an entry that lies between two numbers may be rounded to the other one, from the program's own
-        digits.
+        digits. A prediction of zeros, as of small numbers in few decimals, explains no zeros: they may not be computed at all.
         """
         at = (rows if predicted.ndim == 3 else rows[:, None].expand(predicted.shape[:3])).nonzero().unbind(1)
-        if not bool(predicted.isfinite().all()) or self.unexplained(predicted[at], at) > UNEXPLAINED:
+        if not bool(predicted.isfinite().all()) or not bool(predicted[at].any()):
+            return None
+        if self.unexplained(predicted[at], at) > UNEXPLAINED:
             return None
         return self.fitted(self.value, rows, *faults)
 

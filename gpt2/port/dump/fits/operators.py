@@ -19,7 +19,7 @@ from gpt2.port.dump.fits.bank import Bank
 from gpt2.port.dump.fits.contents import Contents
 from gpt2.port.dump.fits.library import Library
 from gpt2.port.dump.fits.linear import Linear
-from gpt2.port.dump.fits.mixtures import Mixed
+from gpt2.port.dump.fits.mixtures import Mixed, each_token, mixed_otherwise, tiled
 from gpt2.port.dump.fits.normalising import Norm
 from gpt2.port.dump.fits.observed import Fit, Observed
 from gpt2.port.dump.fits.partial import clipped, dropped, left_out
@@ -27,7 +27,6 @@ from gpt2.port.dump.fits.recorded import Arrays
 from gpt2.port.dump.fits.rounding import roundings
 from gpt2.port.dump.fits.slots import Slots
 from gpt2.port.dump.fits.softmaxes import Softmaxes
-from gpt2.port.dump.fits.whole import each_token, tiled
 from gpt2.port.dump.fits.wiring import activation_fit, sum_fit
 from gpt2.port.dump.simulation import LINEAR, NEEDS, Simulation, State
 from gpt2.port.dump.tolerance import SLACK
@@ -103,7 +102,7 @@ class Operators:
                 keys |= dict(self.arrays.as_keys())
             scale = right_scale(self.config, layer)
             slots = self.slots[layer] = Slots(split(state["attn.q"]), self._bank(layer, state), scale, self.library.in_time)
-            weights = Weights(state["attn.q"], state["attn.k"], self.config.n_head, scale, keys, slots, self.library.in_time)
+            weights = Weights(state["attn.q"], state["attn.k"], keys, slots)
             softmaxes = Softmaxes(split(state["attn.q"]), split(state["attn.k"]), scale, self.library.in_time)
             if (fit := softmaxes.fit(seen, rows)) is not None:
                 return fit
@@ -150,8 +149,7 @@ class Operators:
         q, k, v = (self._split(state[f"attn.{name}"]) for name in "qkv")
         scale = right_scale(self.config, layer)
         ways = itertools.chain(each_token(q, k, v, scale), tiled(q, k, v, scale))
-        fits = (seen.fitted(value, rows, fault) for value, fault in ways)
-        return next(filter(None, fits), None)
+        return next(mixed_otherwise(seen, rows, ways, self.library.in_time), None)
 
     def linear(self, layer: int, stage: str, state: State) -> Linear:
         """Return the linear layer of ``stage``, with the inputs that it may take by mistake."""

@@ -48,12 +48,19 @@ def dropped(seen: Observed, rows: Tensor, part: str) -> Fit | None:
 
 
 def clipped(seen: Observed, rows: Tensor, part: str, id: str) -> Fit | None:
-    """Return the fit of GPT-2's value that is cut at a largest or a least number."""
-    low, high = float(seen.value.min()), float(seen.value.max())
-    if int(((seen.value == low) | (seen.value == high)).sum()) < LEAST_CLIPPED:
+    """Return the fit of GPT-2's value that is cut at a largest or a least number, which several entries would surely pass."""
+    value, right, slack, _ = _tokens(seen, rows)
+    low, high, words = -torch.inf, torch.inf, list[str]()
+    loose = CLEAR * (slack + seen.bound * right.square().mean().sqrt())
+    if int(((value == value.min()) & (right < value - loose)).sum()) >= LEAST_CLIPPED:
+        low = float(value.min())
+        words.append(f"below {low:.5g}")
+    if int(((value == value.max()) & (right > value + loose)).sum()) >= LEAST_CLIPPED:
+        high = float(value.max())
+        words.append(f"above {high:.5g}")
+    if not words:
         return None
-    words = f"values are cut off at {low:.5g} and {high:.5g}"
-    return seen.fitted(seen.right.clamp(low, high), rows, Fault(id, part, words))
+    return seen.fitted(seen.right.clamp(low, high), rows, Fault(id, part, f"values {' and '.join(words)} are cut off"))
 
 
 class Part(NamedTuple):

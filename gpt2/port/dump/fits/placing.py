@@ -14,6 +14,7 @@ from gpt2.port.dump.fits.wiring import embedding_fit
 from gpt2.port.dump.simulation import Simulation, State
 
 ALONE = ("ln_1", "attn.q", "attn.k", "attn.v")  # stages of the first block that each token has by itself
+NEAR = 2  # times the bound: a token that may stand at a position
 MOST_TRIED = 2  # arrays that may be such a stage's value, the likest first
 
 
@@ -30,17 +31,21 @@ def placed(arrays: Arrays, simulation: Simulation, ids: Tensor, right: Tensor, i
         if arrays.recorded(stage, made) is not None:
             return None
         for seen in itertools.islice(arrays.observed(stage, made), MOST_TRIED):
-            rows = seen.wrong_rows()
-            nearest, at = torch.full(ids.shape, torch.inf, dtype=right.dtype), torch.zeros_like(ids)
-            for number, position in enumerate(table):
+            rows, x = seen.wrong_rows(), right.clone()
+            loose = NEAR * (seen.slack + seen.bound * seen.value.square().mean().sqrt())
+            for row, token in rows.nonzero().tolist():
                 in_time()
-                errors = (_staged(simulation, stage, words + position) - seen.value).square().sum(-1)
-                nearest, at = torch.where(errors < nearest, errors, nearest), torch.where(errors < nearest, number, at)
-            x = torch.where(rows[..., None], words + table[at], right)
-            if bool(rows.any()) and seen.fitted(_staged(simulation, stage, x), rows) is not None:
-                shown = Observed(x, torch.zeros_like(x), seen.bound, right, -1)
-                if (fit := embedding_fit(shown, ids, wte, wpe, rows)) is not None:
-                    return fit
+                tried = words[row, token] + table  # (P, D)
+                errors = (_staged(simulation, stage, tried[None])[0] - seen.value[row, token]).abs()
+                nearest = int(errors.square().sum(-1).argmin())
+                if not bool((errors[nearest] <= loose[row, token]).all()):
+                    break
+                x[row, token] = tried[nearest]
+            else:
+                if bool(rows.any()) and seen.fitted(_staged(simulation, stage, x), rows) is not None:
+                    shown = Observed(x, torch.zeros_like(x), seen.bound, right, -1)
+                    if (fit := embedding_fit(shown, ids, wte, wpe, rows)) is not None:
+                        return fit
     return None
 
 

@@ -93,9 +93,12 @@ def rounded_fit(
     return nearest
 
 
-def rounded_mixture(seen: Observed, rows: Tensor, make: Callable[[Formula], Tensor], scores: bool = False) -> Iterator[Fit]:
+def rounded_mixture(
+    seen: Observed, rows: Tensor, make: Callable[[Formula], Tensor], in_time: Callable[[], None], scores: bool = False
+) -> Iterator[Fit]:
     """Yield fits of an attention's product whose operands are rounded; ``make`` computes it with rounded operands."""
     for words, rounded in roundings():
+        in_time()
         made = make(rounded)
         for text, value in (("operands", made), ("operands and the results", made if scores else rounded(made))):
             fault = Fault("reduced-precision", "attn", f"the {text} of products are rounded {words}")

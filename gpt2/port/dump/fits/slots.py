@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,17 @@ class Found:
     sources: Tensor
     unseen: tuple[int, ...] = ()
     empty: int = 0
+
+
+class Weighed(NamedTuple):
+    """One query's weights (H, S) and its scores (H, N) with the bank's vectors, each with its rounding; its row and token."""
+
+    weights: Tensor
+    loose: Tensor
+    scores: Tensor
+    inexact: Tensor
+    row: int
+    token: int
 
 
 Query = Callable[[Observed, int, int, dict[int, list[int]]], Found | None]
@@ -134,12 +146,12 @@ class Slots:
         weights, loose = weights[:, : len(visible)], loose[:, : len(visible)]
         every = self._scores(row, token)
         index = torch.arange(self.bank.zero + 1) * self.bank.heads + torch.arange(self.bank.heads)[:, None]  # head with head
-        scores, inexact = every.gather(1, index), self._loose(row, token).gather(1, index)
+        one = Weighed(weights, loose, every.gather(1, index), self._loose(row, token).gather(1, index), row, token)
         clear = (weights / loose).amin(0)
         for slot, number in self._anchors(clear, row, token, held):
             self.in_time()
-            sources = self._sources(weights, loose, scores, inexact, slot, number, (row, token), held)
-            if sources is not None and (found := self._unseen(weights, loose, every, sources, (row, token))) is not None:
+            sources = self._sources(one, slot, number, held)
+            if sources is not None and (found := self._unseen(one, every, sources)) is not None:
                 return found
         return None
 
@@ -173,7 +185,8 @@ class Slots:
 
     def _agreed(self, fits: Tensor, some: list[int], known: list[int]) -> tuple[int, list[bool]]:
         """Return in how many slots, and in which, a source fits that is known from the query before."""
-        same = [source in some and bool(fits[slot, some.index(source)]) for slot, source in enumerate(known)]
+        places = {source: place for place, source in enumerate(some)}
+        same = [source in places and bool(fits[slot, places[source]]) for slot, source in enumerate(known)]
         return sum(same), same
 
     def _anchors(self, clear: Tensor, row: int, token: int, held: dict[int, list[int]]) -> Iterator[tuple[int, int]]:
@@ -188,25 +201,15 @@ class Slots:
         for most, least in zip((float("inf"), *CLEAR), CLEAR, strict=False):
             yield from (one for one in dict.fromkeys(first) if least < float(clear[one[0]]) <= most)
 
-    def _sources(
-        self,
-        weights: Tensor,
-        loose: Tensor,
-        scores: Tensor,
-        inexact: Tensor,
-        slot: int,
-        number: int,
-        at: tuple[int, int],
-        held: dict[int, list[int]],
-    ) -> Tensor | None:
-        """Return the sources (H, S) if ``slot`` holds vector ``number`` and each other slot some vector; ``scores`` (H, N)."""
+    def _sources(self, one: Weighed, slot: int, number: int, held: dict[int, list[int]]) -> Tensor | None:
+        """Return the sources (H, S) if ``slot`` holds vector ``number`` and each other slot some vector."""
+        weights, loose, scores, inexact, row, token = one
         heads = self.bank.heads
         level = weights[:, slot].log() - scores[:, number]
         error = loose[:, slot] / weights[:, slot] + inexact[:, number]
         made = (scores + level[:, None]).exp()  # (H, N)
         allowed = loose[:, :, None] + made[:, None] * (error[:, None, None] + inexact[:, None])
         same = ((made[:, None] - weights[:, :, None]).abs() <= allowed).all(0)  # (S, N)
-        row, token = at
         out = []
         for place in range(weights.shape[1]):
             mine = same[place].nonzero().flatten().tolist()
@@ -214,15 +217,18 @@ class Slots:
             likely = [self.bank.number(row, place)] if place < self.bank.tokens else []
             likely += [before[0] // heads] if before and before == self._whole(before[0] // heads) else []
             likely += [self.bank.number(row, token), self.bank.zero]
-            one = number if place == slot else next((n for n in likely if bool(same[place, n])), None)
-            if (one is not None and (len(mine) <= AMBIGUOUS or one in likely[:2])) or 0 < len(mine) <= AMBIGUOUS:
-                out.append(self._whole(mine[0] if one is None else one))
-                continue
-            return None
+            best = number if place == slot else next((n for n in likely if bool(same[place, n])), None)
+            if (best is None or (len(mine) > AMBIGUOUS and best not in likely[:2])) and not 0 < len(mine) <= AMBIGUOUS:
+                return None
+            out.append(self._whole(mine[0] if best is None else best))
         return torch.tensor(out).T
 
-    def _unseen(self, weights: Tensor, loose: Tensor, scores: Tensor, sources: Tensor, at: tuple[int, int]) -> Found | None:
-        """Return what the query reads, with what explains a sum of recorded weights below one; None if nothing does."""
+    def _unseen(self, one: Weighed, scores: Tensor, sources: Tensor) -> Found | None:
+        """Return what the query reads, with what explains a sum of recorded weights below one; None if nothing does.
+
+        ``scores`` (H, N * H): with all sources.
+        """
+        weights, loose, row, token = one.weights, one.loose, one.row, one.token
         total, sums = weights.sum(1), scores.gather(1, sources).exp().sum(1)
         error = loose.sum(1)
         if bool(((1 - total).abs() <= error + 1e-6).all()):
@@ -231,9 +237,8 @@ class Slots:
             return None
         needed = sums * (1 - total) / total  # exponentials behind
         error = 3 * sums * error / total.square() + 1e-6 * needed
-        row, token = at
         seen = set((sources[0] // self.bank.heads).tolist())
-        missing = [n for n in (self.bank.number(row, one) for one in range(token + 1)) if n not in seen]
+        missing = [n for n in (self.bank.number(row, slot) for slot in range(token + 1)) if n not in seen]
         own = [n for n in missing if n == self.bank.number(row, token)]
         every = torch.arange(self.bank.heads)
         for some in ([], own, missing):

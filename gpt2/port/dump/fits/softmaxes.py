@@ -13,7 +13,8 @@ from torch import Tensor
 from gpt2.port.diagnosis.hypotheses import allowed
 from gpt2.port.diagnosis.norms import layer_norm
 from gpt2.port.diagnosis.search import Fault, Formula
-from gpt2.port.dump.fits.attention import CLEAR, LEAST
+from gpt2.port.dump.fits.attention import CLEAR, LEAST, LEAST_SEEN
+from gpt2.port.dump.fits.contents import MOST_EMPTY
 from gpt2.port.dump.fits.observed import Fit, Observed, nice
 from gpt2.port.dump.fits.precision import rounded_mixture
 from gpt2.port.dump.fits.rounding import roundings
@@ -21,6 +22,8 @@ from gpt2.port.golden_section import least
 
 LEAST_TABLE = 60  # weights that show another function than the exponential
 ROUGH = 0.3  # mean square of its steps from one score to the next, of its variance
+STEEP = 2.0  # the largest slope of its logarithm, beyond the exponential's
+SMOOTH = 0.9  # the share of steps within that slope
 CAPS = 0.4  # step of the logarithm of a soft cap
 
 
@@ -33,7 +36,10 @@ class Softmaxes:
         self.visible = allowed("right", self.scores).expand_as(self.scores)
 
     def fit(self, seen: Observed, rows: Tensor) -> Fit | None:
-        """Return the fit of a softmax with at most one fitted number."""
+        """Return the fit of a softmax with at most one fitted number, which few weights would show by chance."""
+        shown = (self.visible & rows[:, None, :, None]).sum(-1) - 1  # differences of scores
+        if int(shown.clamp(min=0).sum()) < LEAST_SEEN:
+            return None
         for family in (self._buffer, self._keys, self._compared, self._added, self._capped, self._rounded):
             self.in_time()
             if (fit := next(iter(family(seen, rows)), None)) is not None:
@@ -47,14 +53,15 @@ class Softmaxes:
         """A sum of exponentials over further scores of zero, as in a buffer that is longer than the text."""
         powers = self.scores.exp() * self.visible
         sums, total = powers.sum(-1, keepdim=True), seen.value.sum(-1, keepdim=True)
-        count = (sums * (1 / total.clamp(min=1e-300) - 1)).mean((0, 1), keepdim=True).round()
-        if int(rows.sum()) > 1 and float(count.amax()) > 0 and bool((seen.value[~self.visible] == 0).all()):
-            words = f"the softmax also runs over {int(count.amax())} scores of zero, as in a buffer longer than the text"
-            softmax_one = bool((count[:, :, rows.any(0)] == 1).all())
-            fault = Fault("mask-multiplied", "attn", words)
-            if softmax_one:
-                fault = Fault("softmax-missing", "attn", "1 is added to the sum that divides the exponentials (softmax-one)")
-            yield from filter(None, [seen.fitted(powers / (count + sums), rows, fault)])
+        count = (sums * (1 / total.clamp(min=1e-300) - 1)).mean((0, 1), keepdim=True).round()  # of each query
+        some = count[:, :, rows.any(0)]
+        if not bool(((some > 0) & (some <= MOST_EMPTY)).all()) or bool((seen.value[~self.visible] != 0).any()):
+            return
+        words = f"the softmax also runs over more scores, of zero ({int(some.amax())}), as in a buffer longer than the text"
+        fault = Fault("mask-multiplied", "attn", words)
+        if bool(rows.all()) and bool((some == 1).all()):  # in steps alone, it is a slot of a cache
+            fault = Fault("softmax-missing", "attn", "1 is added to the sum that divides the exponentials (softmax-one)")
+        yield from filter(None, [seen.fitted(powers / (count + sums), rows, fault)])
 
     def _keys(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """The keys of another head, for each head its own."""
@@ -96,10 +103,10 @@ class Softmaxes:
         log = y.clamp(min=1e-300).log()
         level = (log - self.scores).masked_fill(~self.visible, -math.inf).amax(-1, keepdim=True)
         fill, more = (nice(float(one[clear].median()), 10 * seen.loose) for one in (log - level, log - level - self.scores))
-        for value, words in (
-            (self.scores.masked_fill(~self.visible, fill), f"masked scores are {fill:.6g}, not minus infinity"),
-            (self.scores + more * ~self.visible, f"{more:.6g} is added to masked scores, not minus infinity"),
-        ):
+        ways = [(self.scores.masked_fill(~self.visible, fill), f"masked scores are {fill:.6g}, not minus infinity")]
+        if more:  # else there is no mask
+            ways.append((self.scores + more * ~self.visible, f"{more:.6g} is added to masked scores, not minus infinity"))
+        for value, words in ways:
             fault = Fault("mask-multiplied", "attn", f"{words}: the softmax gives them a share")
             yield from filter(None, [seen.fitted(value.softmax(-1), rows, fault)])
 
@@ -108,6 +115,7 @@ class Softmaxes:
         at = rows[:, None].expand(seen.value.shape[:3])
 
         def error(level: float) -> float:
+            self.in_time()
             cap = math.exp(level)
             return float((self._softmax(cap * (self.scores / cap).tanh()) - seen.value)[at].square().sum())
 
@@ -115,11 +123,14 @@ class Softmaxes:
         nearest = min((largest + CAPS * n for n in range(-8, 9)), key=error)
         cap = nice(math.exp(least(error, nearest - CAPS, nearest + CAPS, 40)[1]), 10 * seen.loose)
         fault = Fault("scale-wrong", "attn", f"the scores have a soft cap: they are {cap:.5g} x tanh(score / {cap:.5g})")
-        yield from filter(None, [seen.fitted(self._softmax(cap * (self.scores / cap).tanh()), rows, fault)])
+        value = self._softmax(cap * (self.scores / cap).tanh())
+        if seen.mostly(value, rows) is not None:  # a wide cap brings a single weight within its rounding
+            yield from filter(None, [seen.fitted(value, rows, fault)])
 
     def _rounded(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Scores, weights or the operands of the scores in fewer bits."""
         for words, rounded in roundings():
+            self.in_time()
             made = self._softmax(rounded(self.scores))
             ways = {"scores are": made, "attention weights are": rounded(seen.right), "scores and weights are": rounded(made)}
             for what, value in ways.items():
@@ -132,7 +143,7 @@ class Softmaxes:
                     product = rounded(self.q * before) @ rounded(self.k).mT
                     return self._softmax((rounded(product) if twice else product) * behind)
 
-                yield from rounded_mixture(seen, rows, made_of, scores=True)
+                yield from rounded_mixture(seen, rows, made_of, self.in_time, scores=True)
 
     def tabulated(self, seen: Observed, rows: Tensor) -> Fit | None:
         """Return the fit of another function than the exponential: each weight beside its query's largest shows its values."""
@@ -145,8 +156,9 @@ class Softmaxes:
         x, off = below[clear], ratio[clear].log() - below[clear]
         order = x.argsort()
         x, off = x[order], off[order]
+        jumps = off.diff().abs() > STEEP * x.diff() + 4 / CLEAR + 10 * seen.loose
         rough = float(off.diff().square().mean() / off.var().clamp(min=1e-300))  # 2 if the score tells nothing
-        if rough > ROUGH or float(off.abs().max()) < 10 * seen.loose:
+        if rough > ROUGH or float(jumps.double().mean()) > 1 - SMOOTH or float(off.abs().max()) < 10 * seen.loose:
             return None
         away = off.expm1()
         shown = ", ".join(
