@@ -171,7 +171,6 @@ DUMPS: dict[str, tuple[str, str, Change]] = {
         "axes in the order H, B, T, D",
         lambda m, n: {"attn.c_proj": lambda s: _merged(m, n, s["attn.mixed"].permute(1, 0, 2, 3))},
     ),
-    "a batch norm": ("layernorm-axis", "as a batch norm", lambda m, n: {"ln_1": lambda s: _batch(m, n, s["x"])}),
 }
 
 
