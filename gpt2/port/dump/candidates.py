@@ -65,6 +65,11 @@ class Candidate:
         return any(variant.rare for variant, _ in self.sites)
 
     @property
+    def rounds(self) -> bool:
+        """Whether a candidate rounds numbers, and does nothing else."""
+        return {fault.id for fault in self.faults(0)} == {"reduced-precision"}
+
+    @property
     def key(self) -> tuple[object, ...]:
         return (frozenset((variant.label, layer) for variant, layer in self.sites), self.order, self.head)
 
@@ -86,7 +91,7 @@ class Candidate:
         return Program({layer: stages for layer, stages in blocks.items() if stages}, outside, self.order, *runs)
 
     def allows(self, other: Candidate) -> bool:
-        """Return whether ``other`` can be switched on as well: it changes no stage that this candidate changes."""
+        """Return whether ``other`` is another fault, or in another place; :meth:`program` says whether both can be switched on."""
         if self.order is not None and other.order is not None:
             return False
         mine = {(variant.label, layer) for variant, layer in self.sites}

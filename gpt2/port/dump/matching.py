@@ -111,8 +111,11 @@ class Search:
         for number, (near, candidate) in enumerate(ranked[: MAX_CONFIRMED if self.sieve.small else MAX_CONFIRMED_LARGE]):
             if near.fit > max(bound, segment.right_errors[segment.end] / BETTER) or (number >= LATE_CONFIRMED and self.late()):
                 break
+            whole = candidate if base is None else base.with_(candidate)
+            if near.fit > bound and not whole.rounds:  # a rounding alone may leave a few numbers as they are
+                continue
             if base is not None or not candidate.is_right:
-                fits += segment.fits(candidate if base is None else base.with_(candidate))
+                fits += segment.fits(whole)
         if tight := [fit for fit in fits if fit.error <= max(map(segment.allowed, segment.shown))]:
             fits = tight
         else:

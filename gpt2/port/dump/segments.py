@@ -145,7 +145,7 @@ class Segment:
 
         What a program computes in float32 it rounds to the neighbour of what we round to, in a few places; then more follow.
         """
-        if {fault.id for fault in candidate.faults(self.simulation.config.n_layer)} != {"reduced-precision"}:
+        if not candidate.rounds:
             return False
         if any(error > max(self.right_errors[point] / BETTER, self.allowed(point)) for point, error in errors.items()):
             return False
