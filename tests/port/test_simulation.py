@@ -21,6 +21,8 @@ from gpt2.port.dump.explaining import Explanation, explain
 from gpt2.port.dump.faults import block_variants, embedding_variants, norm_variants
 from gpt2.port.dump.misloading import _biases
 from gpt2.port.dump.misloading_outside import outside_variants
+from gpt2.port.dump.runs import run_variants
+from gpt2.port.dump.segments import Segment
 from gpt2.port.dump.sieve import Lens, Sieve
 from gpt2.port.dump.simulation import Entrance, Program, Simulation
 from gpt2.port.dump.spans import Span
@@ -74,6 +76,49 @@ def test_noise_has_no_explanation(model: GPT2, ids: Tensor) -> None:
     assert not explanation.right
     assert not explanation.hypotheses
     assert explanation.first_wrong == "logits"
+
+
+def test_only_roundings_are_computed_exactly_beyond_the_bound(model: GPT2, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever halved the error was computed exactly: at gpt2's shape, before the faults of single blocks were tried at all.
+
+    Control: a fault with noise is no known fault, and no rounding.
+    """
+    computed: list[Candidate] = []
+    fits = Segment.fits
+    monkeypatch.setattr(Segment, "fits", lambda segment, candidate: (computed.append(candidate), fits(segment, candidate))[1])
+    wrong = wrong_by(model, ids, {"act gelu": (0, 1)})["logits"]
+    right = model(ids).detach()
+    noise = torch.randn(wrong.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits = wrong + 0.02 * float((wrong - right).square().mean().sqrt()) * noise
+    explanation = explain(model, ids, {"logits": logits}, {"logits": 1e-9}, Deadline(), several=False)
+    assert explanation.complete
+    assert not explanation.hypotheses
+    rest = {label for one in computed if not one.rounds for label in one.labels}
+    assert all(label.startswith("scale times") for label in rest), rest  # a factor that was fitted
+
+
+def test_a_fault_says_its_own_correction(model: GPT2, ids: Tensor) -> None:
+    """The table's line was printed instead: a window was to be mended as a token that cannot see itself."""
+    table = Table.of(Simulation(model.state_dict(), CONFIG, ids))
+    window = next(one for one in table.blocks if one.label == "window 2")
+    (found,) = Candidate(tuple((window, n) for n in range(CONFIG.n_layer))).found(CONFIG.n_layer)
+    assert found.fix is not None
+    assert "no window" in found.fix
+
+
+def test_each_fault_of_one_block_is_tried_once(model: GPT2, ids: Tensor) -> None:
+    """Roundings that go on outside the blocks were listed twice where only blocks are compared."""
+    keys = [one.key for one in Table.of(Simulation(model.state_dict(), CONFIG, ids)).singles(0, CONFIG.n_layer, False, False)]
+    assert len(keys) == len(set(keys))
+
+
+def test_rows_are_run_as_one_only_if_they_are_few(model: GPT2) -> None:
+    """16 rows of 1,024 tokens as one row: attention's scores alone would take 26 GB at gpt2's shape."""
+    labels = [
+        {one.label for one in run_variants(Simulation(model.state_dict(), CONFIG, torch.zeros(rows, 8, dtype=torch.long)))}
+        for rows in (2, 512)
+    ]
+    assert {"rows seen"} <= labels[0] - labels[1]
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gpt2.port.diagnosis.causes import MASKED
 from gpt2.port.diagnosis.hypotheses import right_scale
 from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault, Formula
@@ -90,8 +91,9 @@ def _masked(size: int) -> Iterator[Variant]:
     def mask(label: str, id: str, words: str, visible: Mask, empty: Formula | None = None) -> Variant:
         return _weighed(f"{label} {size}", Fault(id, "attn", words), visible, empty)
 
-    see = "a token sees the last {} tokens alone, itself among them" if size > 1 else "a token sees itself alone"
-    yield mask("window", "mask-strict", see.format(size), lambda t, s: (s <= t) & (s > t - size))
+    see = f"a token sees the last {size} tokens alone, itself among them" if size > 1 else "a token sees itself alone"
+    window = Fault("mask-strict", "attn", see, fix=f"{MASKED}  # no window: a token sees all tokens before it")
+    yield _weighed(f"window {size}", window, lambda t, s: (s <= t) & (s > t - size))
     if size > 1:
         words = f"the first {size} tokens see each other, the later ones too"
         yield mask("prompt", "mask-missing", words, lambda t, s: (s <= t) | (torch.maximum(t, s) < size))
@@ -129,7 +131,8 @@ def _fewer_heads(heads: int) -> Iterator[Variant]:
         for words, which in itertools.islice(ways.items(), 1 if few == 1 else 2):
             for parts in ("kv", "v", "k") if few > 1 else ("kv", "v"):
                 what = {"kv": "keys and values are", "v": "the values are", "k": "the keys are"}[parts]
-                fault = Fault("head-layout", "attn", f"{what} those of the first {few} heads alone, {words}")
+                whose = f"the first {few} heads alone, {words}" if few > 1 else "the first head alone"
+                fault = Fault("head-layout", "attn", f"{what} those of {whose}")
 
                 def replaced(simulation: Simulation, layer: int, which: Tensor = which, parts: str = parts) -> Stages:
                     right, changed = simulation.right(layer), {}
@@ -204,7 +207,8 @@ def rotated(x: Tensor, halves: bool) -> Tensor:
     return torch.cat([torch.cat(parts, -1) if halves else torch.stack(parts, -1).flatten(-2), rest], -1)
 
 
-def _eight_bits(axes: tuple[int, ...], x: Tensor) -> Tensor:
+def in_eight_bits(axes: tuple[int, ...], x: Tensor) -> Tensor:
+    """Return x in integers of eight bits, with one scale along ``axes``."""
     step = (x.abs().amax(axes, keepdim=True) / 127).clamp(min=1e-30)
     return (x / step).round() * step
 
@@ -216,8 +220,8 @@ def _narrow() -> Iterator[Variant]:
         "bfloat16": partial(mantissa, 7, False),
         "float8 (e4m3)": partial(mantissa, 3, False),
         "float8 (e5m2)": partial(mantissa, 2, False),
-        "8 bits, a scale for each token": partial(_eight_bits, (-1,)),
-        "8 bits, a scale for all": partial(_eight_bits, (-2, -1)),
+        "8 bits, a scale for each token": partial(in_eight_bits, (-1,)),
+        "8 bits, a scale for all": partial(in_eight_bits, (-2, -1)),
     }
     parts = {"kv": "keys and values", "k": "the keys", "v": "the values", "qkv": "queries, keys and values"}
     for (dtype, narrow), letters in itertools.product(ways.items(), parts):

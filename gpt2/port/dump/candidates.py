@@ -24,11 +24,15 @@ FREE = ("extra-bias", "untied-head")  # faults of the head with fitted numbers
 
 @dataclass(frozen=True)
 class Found:
-    """One fault of a program: ``id`` is a key of :data:`..diagnosis.causes.CAUSES`; ``detail`` says what the program does."""
+    """One fault of a program: ``id`` is a key of :data:`..diagnosis.causes.CAUSES`; ``detail`` says what the program does.
+
+    ``fix``: the corrected line, if it is not that of the table.
+    """
 
     id: str
     places: tuple[Place, ...]
     detail: str
+    fix: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class Candidate:
         return Program({layer: stages for layer, stages in blocks.items() if stages}, outside, self.order, *runs)
 
     def allows(self, other: Candidate) -> bool:
-        """Return whether ``other`` is another fault, or in another place; :meth:`program` says whether both can be switched on."""
+        """Return whether ``other`` is another fault, or elsewhere; :meth:`program` says whether both can be switched on."""
         if self.order is not None and other.order is not None:
             return False
         mine = {(variant.label, layer) for variant, layer in self.sites}
@@ -112,7 +116,8 @@ class Candidate:
         for fault in self.faults(layers):
             groups.setdefault((fault.id, fault.kind or fault.detail), []).append(fault)
         return tuple(
-            Found(id, collapsed((fault.place for fault in same), layers), same[0].detail) for (id, _), same in groups.items()
+            Found(id, collapsed((fault.place for fault in same), layers), same[0].detail, same[0].fix)
+            for (id, _), same in groups.items()
         )
 
 
@@ -166,7 +171,7 @@ class Table:
             yield from (Candidate(sites) for sites in self._both_norms(blocks, is_last))
         if whole:
             yield from self._everywhere()
-        yield from (self._narrowed(pair, blocks, whole) for pair in self.narrow if blocks)
+        yield from (self._narrowed(pair, blocks, whole) for pair in self.narrow if blocks and (whole or pair[1] is None))
         for n in blocks:
             variants = (one for one in self.blocks if (rare or not one.rare) and (len(blocks) == 1 or not one.shared))
             yield from (Candidate(((variant, n),)) for variant in variants)

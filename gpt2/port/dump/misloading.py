@@ -28,6 +28,7 @@ READERS = {
     "mlp.c_fc": ("mlp.c_fc",),
     "mlp.c_proj": ("mlp.c_proj",),
 }
+MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 QKV = READERS["attn.c_attn"]
 ALL = tuple(stage for stages in READERS.values() for stage in stages)
 INPUTS = {"attn.c_proj": "attn.heads", "mlp.c_fc": "ln_2", "mlp.c_proj": "mlp.act"}
@@ -177,7 +178,7 @@ def _matrices(weights: Mapping[str, Tensor], config: GPT2Config) -> Iterator[Var
             yield misread(f"{name} {one.words}", Fault(one.id, name, f"the weight {one.words}"), change, part)
             if number == (1 if part == "attn.c_proj" else 0):
                 transposed.append(misread(name, Fault(one.id, name, one.words), change, part))
-    for part, by in itertools.product(("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"), (1, -1)):
+    for part, by in itertools.product(MATRICES, (1, -1)):
         words = f"the weight is read one number too {'early' if by > 0 else 'late'}: each entry is its neighbour's in the file"
         fault = Fault("wrong-tensor", f"{part}.weight", words)
         yield misread(f"{part} rolled {by}", fault, _rolled(f"{part}.weight", by), *READERS[part], rare=True)
@@ -328,7 +329,7 @@ def rounded(tensor: Tensor, dtype: str) -> Tensor:
 
 def _rounded() -> Iterator[Variant]:
     for dtype in (*NARROW, SCALED, CUT, "int8", "int8 a tensor"):
-        for module in ("",) if dtype in (SCALED, CUT) else ("", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+        for module in ("",) if dtype in (SCALED, CUT) else ("", *MATRICES):
 
             def change(
                 weights: Mapping[str, Tensor], config: GPT2Config, dtype: str = dtype, module: str = module

@@ -21,7 +21,8 @@ def outside_variants(simulation: Simulation) -> Iterator[Variant]:
         for signed in (False, True):
             if signed or largest >= 1 << bits:
                 name = f"{'' if signed else 'u'}int{bits}"
-                fault = Fault("wrong-tensor", "wte", f"ids are stored as {name}, which has no room for all tokens")
+                words = f"ids are stored as {name}, which has no room for all tokens"
+                fault = Fault("wrong-tensor", "wte", words, fix="store token ids as int32 or int64")
                 yield _outside(f"ids {name}", fault, partial(_narrow_ids, bits, signed))
     for by in (1, -1, 2, -2):
         words = f"token t reads the checkpoint's row t {'-' if by > 0 else '+'} {abs(by)}"

@@ -11,13 +11,12 @@ from torch import Tensor
 from gpt2.port.diagnosis.hypotheses import right_scale
 from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault, Formula
+from gpt2.port.dump.attention_variants import in_eight_bits
 from gpt2.port.dump.fits.rounding import mantissa, quantised
-from gpt2.port.dump.misloading import INPUTS, READERS, misread
-from gpt2.port.dump.simulation import Simulation, Stage, Stages, State, affine
+from gpt2.port.dump.misloading import INPUTS, MATRICES, READERS, misread
+from gpt2.port.dump.simulation import LINEAR, Simulation, Stage, Stages, State, affine
 from gpt2.port.dump.variants import Variant
 
-MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-LINEAR = tuple(stage for part in MATRICES for stage in READERS[part])
 NARROW: dict[str, Formula] = {
     "bfloat16": partial(mantissa, 7, False),
     "float16": partial(mantissa, 10, False),  # and TF32, which has as many bits
@@ -46,7 +45,8 @@ def narrow_variants(simulation: Simulation) -> Iterator[tuple[Variant, Variant |
         yield inside, _outside(f"embedded in {dtype}", replace(fault, part="embed"), partial(_embedded, narrow))
         yield inside, None
     words = "the input of every linear layer is rounded to 8 bits, a scale for each token"
-    yield _shared(words, Fault("reduced-precision", "", words), partial(_products, _eight_bits, False, False)), None
+    eight_bits = partial(_products, partial(in_eight_bits, (-1,)), False, False)
+    yield _shared(words, Fault("reduced-precision", "", words), eight_bits), None
 
 
 def _shared(label: str, fault: Fault, stages: Callable[[Simulation, int], Stages]) -> Variant:
@@ -55,11 +55,6 @@ def _shared(label: str, fault: Fault, stages: Callable[[Simulation, int], Stages
 
 def _outside(label: str, fault: Fault, stages: Callable[[Simulation, int], Stages]) -> Variant:
     return Variant(label, lambda layer: (fault,), stages, outside=True, rare=True)
-
-
-def _eight_bits(x: Tensor) -> Tensor:
-    step = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
-    return (x / step).round() * step
 
 
 def _products(narrow: Formula, attention: bool, weights: bool, simulation: Simulation, layer: int) -> Stages:

@@ -28,12 +28,14 @@ BUFFERS = {
 SHARED = {"the last": -1, "the first": 0, "the one before it": None}  # whose keys and values of earlier tokens a block reads
 Kept = list[dict[str, Tensor]]  # keys and values (B, T, D) by block
 MOST_BEFORE = 4  # tokens that are put before those given
+MAX_TOKENS = 2048  # of all rows, as one: attention takes memory with their square, 400 MB for twelve heads in float64
+CLEARED = "write each result over the one before it: out = x @ w, not out += x @ w"
 
 
 def run_variants(simulation: Simulation) -> Iterator[Variant]:
     """Yield every known fault of how blocks, tokens and rows follow each other."""
     config, (rows, tokens) = simulation.config, simulation.ids.shape
-    if rows > 1:
+    if rows > 1 and rows * tokens <= MAX_TOKENS:
         words = "a row of the batch sees the tokens of the rows before it, as if the cache were not cleared"
         if rows * tokens <= config.n_positions:
             yield _variant("rows follow", Fault("batch-dependent", "attn", f"{words}; its positions go on"), _rows_follow(True))
@@ -41,7 +43,8 @@ def run_variants(simulation: Simulation) -> Iterator[Variant]:
     if config.n_layer > 1:
         for stage, what in BUFFERS.items():
             words = f"{what} are added to those of the blocks before, as in a buffer that is not cleared"
-            yield _variant(f"carried {stage}", Fault(CARRIED.get(stage, "wrong-tensor"), stage, words), partial(_carried, stage))
+            fault = Fault(CARRIED.get(stage, "wrong-tensor"), stage, words, fix=CLEARED)
+            yield _variant(f"carried {stage}", fault, partial(_carried, stage))
         for prompt in lengths(simulation) if simulation.small else ():
             for whose, block in SHARED.items():
                 for part, what in (("kv", "keys and values"), ("k", "keys"), ("v", "values")):

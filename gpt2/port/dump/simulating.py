@@ -187,7 +187,7 @@ class Simulating:
                 evidence = f"our model with this fault gives all numbers of your dump that it can be held to, to {one.error:.0e}"
                 evidence += "; it is one of several explanations" if several else ""
                 places = (ALL_WEIGHTS,) if Place(None, "") in fault.places else fault.places
-                yield PlacedCause(fault.id, places, fault.detail, evidence, confidence)
+                yield PlacedCause(fault.id, places, fault.detail, evidence, confidence, fault.fix)
             for fault in one.same:
                 self.notes.append(f"on this model and these ids, {fault.id} gives the same numbers: {fault.detail}")
         if several:
