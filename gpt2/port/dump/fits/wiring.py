@@ -17,6 +17,7 @@ from gpt2.port.dump.fits.observed import SHOWN, Fit, Observed, combined, formula
 from gpt2.port.dump.fits.rounding import quantised
 
 MOST_PAIRS = 2**22  # pairs of an id and a position that are tried
+NEAR = 0.5  # mean square of what rounding does to embeddings, of their own
 NEIGHBOURS = 0.02  # of the span of a function's results: how far those of neighbouring arguments may be apart
 GATES = {"tanh": (torch.tanh, torch.atanh), "erf": (torch.erf, torch.erfinv)}  # of GELU, and their inverses
 OPEN = 0.98  # a gate that is further from 0 than this shows its argument badly
@@ -114,8 +115,10 @@ def embedding_fit(seen: Observed, ids: Tensor, wte: Tensor, wpe: Tensor, rows: T
         return seen.fitted(
             fit.value, rows, Fault(id, "wpe" if id == "position-missing" else "embed", f"the embedding is {formula(factors)}")
         )
-    both = dict(quantised(wpe))
-    for text, make in quantised(wte) if wte.numel() <= MOST_PAIRS else ():
+    apart, size = ((one[rows]).square().mean() for one in (seen.value - seen.right, seen.right))
+    near = wte.numel() <= MOST_PAIRS and bool(apart < NEAR * size)  # thousands of roundings, which leave embeddings near
+    both = dict(quantised(wpe)) if near else {}
+    for text, make in quantised(wte) if near else ():
         taken = make()[ids]
         for part, other in (("wte", places), ("embed", both[text]()[:tokens].expand_as(taken) if text in both else places)):
             fault = Fault("reduced-precision", part, f"the weight holds the checkpoint's values {text}")
