@@ -19,7 +19,7 @@ from gpt2.port.step_dump.gradient_comparison import Comparison
 from gpt2.port.step_dump.gradient_parts import part_causes
 from gpt2.port.step_dump.predictions import Predictor
 from gpt2.port.step_dump.rule_search import RuleSearch
-from gpt2.port.training.clipping import Norms
+from gpt2.port.training.clipping import ClipKind, Norms
 from gpt2.port.training.gradients import Gradients
 from gpt2.port.training.rules import Rule, Track, directions
 from gpt2.port.training.settings import Settings
@@ -202,7 +202,7 @@ def before() -> dict[str, np.ndarray]:
 def test_gradients_that_clipping_cannot_have_made_are_no_traceback() -> None:
     """A gradient that was set to zero was divided by; one that had grown gave a limit that is no number."""
     raw = {name: torch.ones(3) for name in "ab"}
-    assert dumped_clip([raw], [{"a": raw["a"] / 2, "b": 0 * raw["b"]}], 1.0).kind == "tensor"
+    assert dumped_clip([raw], [{"a": raw["a"] / 2, "b": 0 * raw["b"]}], 1.0).clip.kind is ClipKind.PARAMETER
     assert dumped_clip([raw], [{"a": raw["a"], "b": 2 * raw["b"]}], 1.0).odd
 
 
@@ -234,7 +234,7 @@ def test_a_limit_that_cuts_every_entry_is_not_guessed(limit: float, found: bool)
     cut = Track("w", np.zeros((3, 50)), np.clip(gradient, -limit, limit), gradient, np.ones(3, dtype=bool))
     track = Track("w", cut.before, gradient, -1e-3 * directions(Rule(), cut), cut.seen)
     search = RuleSearch([track], Settings(beta1=0.9, beta2=0.999), Norms({}, {"w": np.full(3, 1e-9)}))
-    near = [value for kind, value in search._nearest() if kind == "value"]
+    near = [clip.limit for clip in search._nearest() if clip.kind is ClipKind.ENTRY]
     assert near == ([pytest.approx(limit, rel=0.01)] if found else [])
 
 

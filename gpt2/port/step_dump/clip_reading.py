@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpt2.port.step_dump.gradient_comparison import multiples
 from gpt2.port.step_dump.layouts import Weights
-from gpt2.port.training.clipping import LIMITS, ClipReading, Norms
+from gpt2.port.training.clipping import LIMITS, NORMS, Clip, ClipKind, ClipReading, Norms
 from gpt2.port.training.gradients import role_of
 
 
@@ -26,7 +26,8 @@ def norms_of(gradients: Sequence[Mapping[str, Tensor]], stacks: Collection[Seque
         stack |= dict.fromkeys(known, np.sqrt(sum((own[n] ** 2 for n in known), np.zeros(len(gradients)))))
     large = [norm**2 for n, norm in own.items() if role_of(n) in ("matrix", "embedding")]
     matrices = np.sqrt(sum(large, np.zeros(len(gradients))))
-    return Norms({"two": two, "one": one, "largest": largest, "squared": two**2, "matrices": matrices}, own, stack)
+    whole = {ClipKind.NORM: two, ClipKind.SUM: one, ClipKind.LARGEST: largest}
+    return Norms(whole | {ClipKind.SQUARES: two**2, ClipKind.MATRICES: matrices}, own, stack)
 
 
 def dumped_clip(raw: Sequence[Weights], used: Sequence[Weights], wanted: float | None) -> ClipReading:
@@ -34,28 +35,26 @@ def dumped_clip(raw: Sequence[Weights], used: Sequence[Weights], wanted: float |
     ratios = [multiples(after, before) for before, after in zip(raw, used, strict=True)]
     of_raw = norms_of(raw)
     norms, own = of_raw.whole, of_raw.own
-    reading = ClipReading(largest=float(norms["two"].max()))
+    reading = ClipReading(largest=float(norms[ClipKind.NORM].max()))
     extremes = [(min(one.values()), max(one.values())) for one in ratios if one]
     spread = max((most / least if least > 0 else math.inf for least, most in extremes), default=1.0)
-    cut = max(range(len(raw)), key=lambda step: norms["two"][step])
+    cut = max(range(len(raw)), key=lambda step: norms[ClipKind.NORM][step])
     parallel = all(
         float((used[cut][n] - f * raw[cut][n]).norm()) <= 1e-3 * float(used[cut][n].norm()) for n, f in ratios[cut].items()
     )
     if not parallel:
         limit = max(float(g.abs().max()) for g in used[cut].values())
-        reading.kind, reading.limit = "value", limit
+        reading.clip = Clip(ClipKind.ENTRY, limit)
     elif spread > 1.001:
         bounds = [f * own[n][step] for step, one in enumerate(ratios) for n, f in one.items() if f < 0.999 and n in own]
         if not bounds:  # some are larger after than before
             reading.odd = ("the gradient",)
             return reading
-        reading.kind, reading.limit = "tensor", float(np.median(bounds))
+        reading.clip = Clip(ClipKind.PARAMETER, float(np.median(bounds)))
     elif min(ratios[cut].values(), default=1.0) < 0.9999:
         factor = float(np.median(list(ratios[cut].values())))
-        usual = {kind: factor * float(norms[kind][cut]) for kind in ("two", "largest", "one")}
-        reading.kind, reading.limit = "two", usual["two"]
-        for kind, limit in usual.items():
-            if any(abs(limit / one - 1) < 1e-3 for one in ((wanted,) if wanted else LIMITS)):
-                reading.kind, reading.limit = kind, limit
-                break
+        likely = [Clip(kind, factor * float(norms[kind][cut])) for kind in NORMS]
+        meant = (wanted,) if wanted else LIMITS
+        usual = (clip for clip in likely if any(abs(clip.limit / one - 1) < 1e-3 for one in meant))
+        reading.clip = next(usual, likely[0])
     return reading

@@ -14,7 +14,7 @@ from torch import Tensor
 from gpt2.port.deadline import Deadline
 from gpt2.port.golden_section import least
 from gpt2.port.step_dump.layouts import Weights
-from gpt2.port.training.clipping import LIMITS, Clip, Norms, clipped
+from gpt2.port.training.clipping import LIMITS, Clip, ClipKind, Norms, clipped
 from gpt2.port.training.gradients import role_of
 from gpt2.port.training.rules import Array, Fit, Rule, Track, fit
 from gpt2.port.training.settings import Settings
@@ -22,7 +22,6 @@ from gpt2.port.training.stepping import plainest
 from gpt2.port.training.updates import EXACT, EXPLAINED, SINGLE, USUAL, Found, Search
 
 ENTRIES = 256  # of each parameter that are compared
-NONE = ("", math.inf)
 SAME = 1.001  # times the least error
 BETAS = ((0.9, 0.95), (0.9, 0.999))
 
@@ -32,7 +31,7 @@ class Answer:
     """A rule and clipping; ``as_set``: with the rates that the settings say; ``cumulated``: of gradients that are not zeroed."""
 
     rule: Rule
-    clip: Clip
+    clip: Clip | None
     error: float
     as_set: bool
     cumulated: bool = False
@@ -86,7 +85,7 @@ class RuleSearch:
 
     def best(self) -> Answer:
         """Return the first answer that explains all changes, the usual before the rare; else the one with the least error."""
-        best: tuple[Found, Clip, bool] | None = None
+        best: tuple[Found, Clip | None, bool] | None = None
         for most, clip, summed in self._attempts():
             *_, found = itertools.islice(Search(self.clipped(clip, summed), self.settings).improving(), most)
             if best is None or found.error < best[0].error:
@@ -96,7 +95,7 @@ class RuleSearch:
         assert best is not None
         return self._answer(*best)
 
-    def _answer(self, found: Found, clip: Clip, cumulated: bool) -> Answer:
+    def _answer(self, found: Found, clip: Clip | None, cumulated: bool) -> Answer:
         tracks = self.clipped(clip, cumulated)
         steps = range(len(tracks[0].before))
         rates = np.array([self.settings.rate(step) for step in steps]) if self.settings.lr is not None else None
@@ -107,46 +106,48 @@ class RuleSearch:
                 return Answer(rule, clip, error, True, cumulated)
         return Answer(rules[-1], clip, found.error, False, cumulated)
 
-    def clipped(self, clip: Clip, cumulated: bool = False) -> list[Track]:
+    def clipped(self, clip: Clip | None, cumulated: bool = False) -> list[Track]:
         """Return the tracks with gradients as this clipping makes them."""
         tracks, norms = (self.cumulated, self.cumulated_norms or self.norms) if cumulated else (self.tracks, self.norms)
         return [clipped(track, clip, norms) for track in tracks]
 
-    def _attempts(self) -> Iterator[tuple[int | None, Clip, bool]]:
+    def _attempts(self) -> Iterator[tuple[int | None, Clip | None, bool]]:
         """Yield how many structures of rules to try with which clipping, and whether gradients are summed."""
-        wanted = ("two", self.settings.clip) if self.settings.clip and self.clips else NONE
+        wanted = Clip(ClipKind.NORM, self.settings.clip) if self.settings.clip and self.clips else None
         limits = [limit for limit in (self.settings.clip, *LIMITS) if limit] if self.clips else []
-        usual = itertools.product(("two", "value", *self._pieces, "largest", "one"), limits)
-        kinds = [*usual, *itertools.product(("squared", "matrices"), limits[:1])]
+        usual = (ClipKind.NORM, ClipKind.ENTRY, *self._pieces, ClipKind.LARGEST, ClipKind.SUM)
+        rare = (ClipKind.SQUARES, ClipKind.MATRICES)
+        pairs = [*itertools.product(usual, limits), *itertools.product(rare, limits[:1])]
+        clips = [Clip(kind, limit) for kind, limit in pairs]
         yield SINGLE, wanted, False
         for summed in (False, True) if self.cumulated else (False,):
-            for clip in dict.fromkeys([wanted, NONE, *kinds]):
+            for clip in dict.fromkeys([wanted, None, *clips]):
                 yield USUAL, clip, summed
         for clip in self._nearest() if self.clips and self.settings.clip != 0 else ():
             yield USUAL, clip, False
-        for clip in dict.fromkeys([wanted, NONE]):
+        for clip in dict.fromkeys([wanted, None]):
             yield None, clip, False
 
     @property
-    def _pieces(self) -> tuple[str, ...]:
+    def _pieces(self) -> tuple[ClipKind, ...]:
         """The kinds of clipping of each array alone."""
-        return ("tensor", "stack") if self.norms.stack else ("tensor",)
+        return (ClipKind.PARAMETER, ClipKind.STACK) if self.norms.stack else (ClipKind.PARAMETER,)
 
     def _nearest(self) -> Iterator[Clip]:
         """Yield for each kind that cuts arrays or entries the limit with which AdamW comes nearest to the changes."""
         betas = [(self.settings.beta1, self.settings.beta2)] if self.settings.beta1 and self.settings.beta2 else BETAS
         grid = np.linspace(math.log(1e-3), math.log(100), 40)
-        for kind in ("value", *self._pieces):
+        for kind in (ClipKind.ENTRY, *self._pieces):
 
-            def error(log: float, kind: str = kind) -> float:
-                tracks = [replace(one, noise=None) for one in self.clipped((kind, math.exp(log)))]  # not limited, as noise is
+            def error(log: float, kind: ClipKind = kind) -> float:
+                tracks = [replace(one, noise=None) for one in self.clipped(Clip(kind, math.exp(log)))]  # not limited, as noise is
                 return min(sum(fit(one, Rule(beta1=b1, beta2=b2)).error for one in tracks) for b1, b2 in betas)
 
             errors = [error(log) for log in grid]
             near = grid[np.argmin(errors)]
             if errors[0] <= SAME * min(errors) + EXACT:  # all is cut off: any smaller limit gives the same changes
                 continue
-            yield kind, math.exp(least(error, near - (grid[1] - grid[0]), near + (grid[1] - grid[0]), steps=60)[1])
+            yield Clip(kind, math.exp(least(error, near - (grid[1] - grid[0]), near + (grid[1] - grid[0]), steps=60)[1]))
 
 
 def fit_parameter(one: Track, rule: Rule, rates: Array, choices: Sequence[float]) -> tuple[Rule, Fit]:

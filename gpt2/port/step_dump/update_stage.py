@@ -14,11 +14,11 @@ from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.step_dump.clip_reading import dumped_clip, norms_of
 from gpt2.port.step_dump.gradient_comparison import Compared
 from gpt2.port.step_dump.gradient_formulas import GradientReading
-from gpt2.port.step_dump.rule_search import NONE, Answer, RuleSearch, fit_parameter, gauged
+from gpt2.port.step_dump.rule_search import Answer, RuleSearch, fit_parameter, gauged
 from gpt2.port.step_dump.update_gradients import label_of_change, own_gradients, predicted_gradients
 from gpt2.port.training.causes import STAGES, cause
 from gpt2.port.training.clip_causes import clip_stage
-from gpt2.port.training.clipping import BITES, ClipReading, Norms, clipped
+from gpt2.port.training.clipping import BITES, Clip, ClipKind, ClipReading, Norms, clipped
 from gpt2.port.training.gradients import TABLE, Gradients, role_of
 from gpt2.port.training.optimizer import update_stage
 from gpt2.port.training.rules import Kind, Track, fit
@@ -254,7 +254,7 @@ class UpdateExamination:
 
     def _clip(self, answer: Answer) -> None:
         wanted, recorded = self.settings.clip, self.recorded
-        norm = float(self.norms.whole["two"].max())
+        norm = float(self.norms.whole[ClipKind.NORM].max())
         if self.given is not None and self.given is recorded.used:
             self.found["clip"] = clip_stage(dumped_clip(recorded.raw, recorded.used, wanted), wanted, "some parameters")
             return
@@ -262,14 +262,14 @@ class UpdateExamination:
             assert self.reading is not None
             if self.reading.clipped is not None:
                 self.found["clip"] = clip_stage(
-                    ClipReading(kind="two", limit=self.reading.clipped, largest=norm), wanted, "some parameters"
+                    ClipReading(clip=Clip(ClipKind.NORM, self.reading.clipped), largest=norm), wanted, "some parameters"
                 )
             return
-        if wanted is not None and norm <= (wanted or math.inf) * BITES and not answer.clip[0]:
+        if wanted is not None and norm <= (wanted or math.inf) * BITES and answer.clip is None:
             return
         if answer.error > EXPLAINED:
             return
-        other = ("two", wanted or 1.0) if not answer.clip[0] else NONE
+        other = Clip(ClipKind.NORM, wanted or 1.0) if answer.clip is None else None
         rates = self.expected if answer.as_set else None
         decided = any(fit(one, answer.rule, rates).error > EXPLAINED for one in self.search.clipped(other, answer.cumulated))
         if not decided:
@@ -279,7 +279,7 @@ class UpdateExamination:
                     "dump the gradients after clipping too, or more steps with other batches"
                 )
             return
-        kind, limit = answer.clip
-        if wanted and kind == "two" and limit > norm:
-            kind, limit = NONE
-        self.found["clip"] = clip_stage(ClipReading(kind=kind, limit=limit, largest=norm), wanted, "some parameters")
+        clip = answer.clip
+        if wanted and clip is not None and clip.kind is ClipKind.NORM and clip.limit > norm:
+            clip = None
+        self.found["clip"] = clip_stage(ClipReading(clip=clip, largest=norm), wanted, "some parameters")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from statistics import median
 
 import numpy as np
@@ -15,9 +16,31 @@ from gpt2.port.training.rules import Array, Track
 
 BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
 SAME = 1e-6  # relative difference of numbers that are meant to be equal; torch adds 1e-6 to the norm before it divides
-NORMS = ("two", "largest", "one")
 LIMITS = (1.0, 0.5, 0.25, 2.0, 5.0, 0.1, 10.0)  # norms that people clip to
-Clip = tuple[str, float]  # a kind of clipping as in ClipReading, "" for none, and its limit
+
+
+class ClipKind(Enum):
+    """What must not exceed the limit: a measure of the whole gradient, of each parameter or array, or each entry."""
+
+    NORM = "norm"
+    SUM = "sum of absolute values"
+    LARGEST = "largest absolute value"
+    SQUARES = "sum of squares, without the root,"
+    MATRICES = "norm without biases and norms"
+    PARAMETER = "norm of each parameter"
+    STACK = "norm of each stack of parameters"
+    ENTRY = "each entry"
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One way of clipping: all that is beyond ``limit`` is scaled down to it, or, of ``ENTRY``, cut off."""
+
+    kind: ClipKind
+    limit: float
+
+
+NORMS = (ClipKind.NORM, ClipKind.LARGEST, ClipKind.SUM)
 
 
 @dataclass(frozen=True)
@@ -75,15 +98,14 @@ def _near(one: Tensor, other: Tensor) -> bool:
 class ClipReading:
     """What happens to the gradient before the update.
 
-    ``factor``: what it is always multiplied by (1/scale of a GradScaler, 1/parts). ``kind``: "two", "one" or "largest" for the
-    norm over all parameters, "value", "tensor", or "" where nothing is clipped; ``limit``: to what, in units of the gradient
-    after ``factor``. ``largest``: the largest norm that went through. ``outliers``: parameters with another factor than the
-    rest. ``odd``: what this does not explain. ``passed``: longer norms than the limit that went through as they were.
+    ``factor``: what it is always multiplied by (1/scale of a GradScaler, 1/parts). ``clip``: how it is clipped, in units of the
+    gradient after ``factor``; None where nothing is. ``largest``: the largest norm that went through. ``outliers``: parameters
+    with another factor than the rest. ``odd``: what this does not explain. ``passed``: longer norms than the limit that went
+    through as they were.
     """
 
     factor: float = 1.0
-    kind: str = ""
-    limit: float = math.inf
+    clip: Clip | None = None
     largest: float = 0.0
     outliers: dict[str, float] = field(default_factory=dict)
     odd: tuple[str, ...] = ()
@@ -102,10 +124,10 @@ def read_clipping(groups: Sequence[Sequence[Passage]], unscaled: float) -> ClipR
     reading.outliers = _outliers(passages)
     reading.factor = unscaled if unscaled != 1 else _factor(groups, reading.outliers)
     u = reading.factor
-    reading.largest = max(u * _norm(one, "two", reading.outliers) for one in passages)
+    reading.largest = max(u * _norm(one, ClipKind.NORM, reading.outliers) for one in passages)
     limits = [limit for one in passages for limit in one.clamped.values()]
     if limits:
-        reading.kind, reading.limit = "value", median(limits)
+        reading.clip = Clip(ClipKind.ENTRY, median(limits))
         return reading
     shares = [_shares(one, reading.outliers) for one in passages]
     biting = [(one, share) for one, share in zip(passages, shares, strict=True) if share and min(share.values()) < u * (1 - SAME)]
@@ -114,20 +136,21 @@ def read_clipping(groups: Sequence[Sequence[Passage]], unscaled: float) -> ClipR
     scalar = all(max(share.values()) - min(share.values()) <= SAME * max(share.values()) for _, share in biting)
     if not scalar:
         bounds = [r * one.held.two[n] for one, share in biting for n, r in share.items() if r < u * (1 - SAME)]
-        reading.kind, reading.limit = "tensor", median(bounds)
+        reading.clip = Clip(ClipKind.PARAMETER, median(bounds))
         if max(bounds) - min(bounds) > 1e-3 * max(bounds):
             reading.odd = tuple(dict.fromkeys(n for _, share in biting for n, r in share.items() if r < u * (1 - SAME)))
         return reading
-    best = (math.inf, "two", math.inf)
+    best = (math.inf, ClipKind.NORM, math.inf)
     for kind in NORMS:
         limits = [median(share.values()) * _norm(one, kind, reading.outliers) for one, share in biting]
         spread = (max(limits) - min(limits)) / max(limits)
         if spread < best[0] / 10:
             best = (spread, kind, max(limits))
-    spread, reading.kind, reading.limit = best
-    norms = [_norm(one, reading.kind, reading.outliers) * u for one, share in zip(passages, shares, strict=True)]
+    spread, kind, limit = best
+    reading.clip = Clip(kind, limit)
+    norms = [_norm(one, kind, reading.outliers) * u for one, share in zip(passages, shares, strict=True)]
     bitten = [any(one is other for other, _ in biting) for one in passages]
-    reading.passed = tuple(norm for norm, bit in zip(norms, bitten, strict=True) if not bit and norm > BITES * reading.limit)
+    reading.passed = tuple(norm for norm, bit in zip(norms, bitten, strict=True) if not bit and norm > BITES * limit)
     if spread > 1e-3:
         reading.odd = ("the gradient",)
     return reading
@@ -152,10 +175,11 @@ def _shares(one: Passage, outliers: dict[str, float]) -> dict[str, float]:
     return {name: ratio / outliers.get(name, 1.0) for name, ratio in one.ratios.items()}
 
 
-def _norm(one: Passage, kind: str, outliers: dict[str, float]) -> float:
+def _norm(one: Passage, kind: ClipKind, outliers: dict[str, float]) -> float:
     """Return a norm of the gradient over all parameters that a ratio is known of, with the outliers' own factors."""
-    values = [getattr(one.held, kind)[name] * outliers.get(name, 1.0) for name in one.ratios]
-    return math.hypot(*values) if kind == "two" else max(values) if kind == "largest" else sum(values)
+    held = {ClipKind.NORM: one.held.two, ClipKind.LARGEST: one.held.largest, ClipKind.SUM: one.held.one}[kind]
+    values = [held[name] * outliers.get(name, 1.0) for name in one.ratios]
+    return math.hypot(*values) if kind is ClipKind.NORM else max(values) if kind is ClipKind.LARGEST else sum(values)
 
 
 def _factor(groups: Sequence[Sequence[Passage]], outliers: dict[str, float]) -> float:
@@ -173,7 +197,7 @@ def _factor(groups: Sequence[Sequence[Passage]], outliers: dict[str, float]) -> 
 class Norms:
     """The norms of K gradients, (K,) each: of all parameters together by kind, of each parameter's own, and of its stack."""
 
-    whole: dict[str, Array]
+    whole: dict[ClipKind, Array]
     own: dict[str, Array]
     stack: dict[str, Array] = field(default_factory=dict)  # where several parameters are one array
 
@@ -184,15 +208,15 @@ class Norms:
             two[k], one[k], largest[k] = each.total, sum(each.one.values()), max(each.largest.values(), default=0.0)
         names = {name for each in gradients for name in each.two}
         own = {name: np.array([each.two.get(name, 0.0) for each in gradients]) for name in names}
-        return cls({"two": two, "one": one, "largest": largest}, own)
+        return cls({ClipKind.NORM: two, ClipKind.SUM: one, ClipKind.LARGEST: largest}, own)
 
 
-def clipped(track: Track, clip: Clip, norms: Norms) -> Track:
+def clipped(track: Track, clip: Clip | None, norms: Norms) -> Track:
     """Return a parameter's track with gradients as clipping makes them."""
-    kind, limit = clip
-    if not kind:
+    if clip is None:
         return track
-    if kind == "value":
-        return replace(track, gradient=np.clip(track.gradient, -limit, limit))
-    size = {"tensor": norms.own, "stack": norms.stack}[kind][track.name] if kind in ("tensor", "stack") else norms.whole[kind]
-    return track.times(np.minimum(1.0, limit / (size + 1e-6)))
+    if clip.kind is ClipKind.ENTRY:
+        return replace(track, gradient=np.clip(track.gradient, -clip.limit, clip.limit))
+    apart = {ClipKind.PARAMETER: norms.own, ClipKind.STACK: norms.stack}
+    size = apart[clip.kind][track.name] if clip.kind in apart else norms.whole[clip.kind]
+    return track.times(np.minimum(1.0, clip.limit / (size + 1e-6)))

@@ -219,7 +219,7 @@ class StepExamination:
             stage.causes.append(cause("update-skipped", "optimizer", detail))
         stage.causes += self._left_out(movement)
         self.stages["update"] = stage
-        clip = self.clip if movement.clip is None else replace(self.clip, kind=movement.clip[0], limit=movement.clip[1])
+        clip = self.clip if movement.clip is None else replace(self.clip, clip=movement.clip)
         odd = [name for name in clip.odd if name in self.sampler.parameters]
         self.stages["clip"] = clip_stage(clip, self.settings.clip, places(odd, self.roles, layers) if odd else "the gradient")
 

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from gpt2.port.golden_section import least
-from gpt2.port.training.clipping import LIMITS, Clip, Norms, clipped
+from gpt2.port.training.clipping import LIMITS, Clip, ClipKind, Norms, clipped
 from gpt2.port.training.records import Update
 from gpt2.port.training.rules import Kind, Rule, Track, fit
 from gpt2.port.training.settings import Settings
 from gpt2.port.training.updates import EPSILONS, EXACT, ROUNDED, USUAL, Found, Search
 
 FITS = 1e-6  # relative error of changes that a known rule explains
-KINDS = ("two", "tensor", "value", "largest")
+KINDS = (ClipKind.NORM, ClipKind.PARAMETER, ClipKind.ENTRY, ClipKind.LARGEST)
 GRID, STEPS = 32, 44  # limits that are tried of each kind, and steps that refine the best
 NEAR = 0.3  # the error at the best of the limits that are tried, above which it is not refined
 
@@ -34,8 +34,6 @@ def tracks(updates: Sequence[Update], clip: Clip | None = None, names: Sequence[
         blank = torch.zeros(before.shape[1], dtype=torch.float64)
         gradient = torch.stack([update.gradient.samples.get(name, blank) for update in updates]).numpy()
         found[name] = Track(name, before, gradient, after - before, seen)
-    if clip is None:
-        return found
     norms = Norms.of([update.gradient for update in updates])
     return {name: clipped(track, clip, norms) for name, track in found.items()}
 
@@ -71,7 +69,7 @@ class RuleSearch:
     @property
     def clips(self) -> list[Clip | None]:
         """No clipping within the update, and the one that the settings ask for."""
-        return [None, ("two", self.settings.clip)] if self.settings.clip else [None]
+        return [None, Clip(ClipKind.NORM, self.settings.clip)] if self.settings.clip else [None]
 
     @cached_property
     def _plain(self) -> list[tuple[dict[str, Track], Norms]]:
@@ -80,7 +78,7 @@ class RuleSearch:
 
     def _tracks(self, session: int, clip: Clip | None) -> list[Track]:
         plain, norms = self._plain[session]
-        return [plain[name] if clip is None else clipped(plain[name], clip, norms) for name in self.names]
+        return [clipped(plain[name], clip, norms) for name in self.names]
 
     def search(self, clip: Clip | None) -> Search:
         """Return the search in the first session."""
@@ -104,7 +102,7 @@ class RuleSearch:
         limits = dict.fromkeys(limit for limit in (self.settings.clip, *LIMITS) if limit)
         for kind in KINDS:
             for limit in limits:
-                yield kind, limit
+                yield Clip(kind, limit)
 
     def _rules(self) -> list[Rule]:
         usual = replace(Rule(), beta1=self.settings.beta1 or 0.9, beta2=self.settings.beta2 or 0.999)
@@ -120,17 +118,17 @@ class RuleSearch:
             for rule in dict.fromkeys(rules):
                 error, limit = self._limit(kind, rule)
                 if search and FITS < error < NEAR:
-                    rule = self.search((kind, limit)).best().rule
+                    rule = self.search(Clip(kind, limit)).best().rule
                     error, limit = self._limit(kind, rule)
                 if error <= FITS:
-                    return Found(rule, self.search((kind, limit)).error(rule)), (kind, float(f"{limit:.7g}"))
+                    return Found(rule, self.search(Clip(kind, limit)).error(rule)), Clip(kind, float(f"{limit:.7g}"))
         return None
 
-    def _limit(self, kind: str, rule: Rule) -> tuple[float, float]:
+    def _limit(self, kind: ClipKind, rule: Rule) -> tuple[float, float]:
         """Return the least error of a rule with clipping of one kind, and the limit that has it."""
 
         def error(log: float) -> float:
-            clip = kind, math.exp(log)
+            clip = Clip(kind, math.exp(log))
             return max(self.search(clip).error(rule), self._others(rule, clip))
 
         low, high = self._range(kind)
@@ -142,15 +140,15 @@ class RuleSearch:
         found, log = least(error, best - step, best + step, STEPS)
         return found, math.exp(log)
 
-    def _range(self, kind: str) -> tuple[float, float]:
+    def _range(self, kind: ClipKind) -> tuple[float, float]:
         """Return the limits between which clipping of a kind changes something: the least and the largest of what it bounds."""
         bounded = []
         for gradient in (update.gradient for session in self.sessions[:2] for update in session):
-            if kind == "two":
+            if kind is ClipKind.NORM:
                 bounded.append(gradient.total)
-            elif kind == "tensor":
+            elif kind is ClipKind.PARAMETER:
                 bounded += [gradient.two[name] for name in self.names if name in gradient.two]
-            elif kind == "value":
+            elif kind is ClipKind.ENTRY:
                 bounded += [gradient.largest[name] * share for name in self.names if name in gradient.two for share in (1, 1e-2)]
             else:
                 bounded.append(max(gradient.largest.values(), default=0.0))
