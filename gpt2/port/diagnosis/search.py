@@ -32,7 +32,8 @@ class Fault:
     Faults of one id and ``kind`` are one fault in several places, for a ``detail`` that names a block. ``norm_after``: the norm
     ("ln_1", "ln_2") that may have moved from before the branch to after it. ``fitted``: a factor was fitted. ``layer``: the
     running block's number, None outside. ``error``: of the match that shows the fault. ``fix``: the corrected line, if it is not
-    that of the table. ``share``: "q", "k" or "v", if only that third of c_attn is concerned.
+    that of the table. ``share``: "q", "k" or "v", if only that third of c_attn is concerned. ``leaf``: "bias", if only a
+    layer's bias is.
     """
 
     id: str
@@ -45,6 +46,7 @@ class Fault:
     error: float | None = None
     fix: str | None = None
     share: str = ""
+    leaf: str = ""
 
     @property
     def place(self) -> Place:

@@ -18,7 +18,7 @@ from gpt2.port.diagnosis.causes import MASKED
 from gpt2.port.diagnosis.hypotheses import right_scale
 from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault, Formula
-from gpt2.port.dump.fits.rounding import mantissa
+from gpt2.port.dump.fits.rounding import in_eight_bits, mantissa
 from gpt2.port.dump.simulation import Simulation, Stages, State
 from gpt2.port.dump.variants import Variant
 
@@ -205,12 +205,6 @@ def rotated(x: Tensor, halves: bool) -> Tensor:
     cos, sin = angle.to(x).cos(), angle.to(x).sin()
     parts = one * cos - other * sin, one * sin + other * cos
     return torch.cat([torch.cat(parts, -1) if halves else torch.stack(parts, -1).flatten(-2), rest], -1)
-
-
-def in_eight_bits(axes: tuple[int, ...], x: Tensor) -> Tensor:
-    """Return x in integers of eight bits, with one scale along ``axes``."""
-    step = (x.abs().amax(axes, keepdim=True) / 127).clamp(min=1e-30)
-    return (x / step).round() * step
 
 
 def _narrow() -> Iterator[Variant]:

@@ -16,6 +16,7 @@ from gpt2.config import GPT2Config
 from gpt2.port.diagnosis import entries
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.diagnosis.weights import NARROW
+from gpt2.port.dump.fits.rounding import CUT, SCALED, narrowed
 from gpt2.port.dump.simulation import Simulation, Stage, Stages, State, affine
 from gpt2.port.dump.variants import Variant, joined
 
@@ -32,8 +33,6 @@ MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 QKV = READERS["attn.c_attn"]
 ALL = tuple(stage for stages in READERS.values() for stage in stages)
 INPUTS = {"attn.c_proj": "attn.heads", "mlp.c_fc": "ln_2", "mlp.c_proj": "mlp.act"}
-SCALED = "float8_e4m3fn with scales"
-CUT = "bfloat16, the other digits cut off"
 MAX_BLOCKS = 4  # beyond that, a tensor of another block is of a neighbour or of the first
 Change = Callable[[Mapping[str, Tensor], GPT2Config], Mapping[str, Tensor]]  # a block's tensors -> those that differ
 
@@ -309,24 +308,6 @@ def _on(step: int, layers: int, layer: int) -> int:
     return (layer + step) % layers
 
 
-def rounded(tensor: Tensor, dtype: str) -> Tensor:
-    """Return a tensor rounded to a narrow dtype; int8 with a scale for each column, or one for all ("int8 a tensor").
-
-    ``SCALED``: float8 with a scale that leaves every value in its range, so that only the mantissa of four bits is seen. ``CUT``:
-    the upper half of a float32's bits.
-    """
-    if dtype == CUT:
-        return (tensor.float().view(torch.int32) & -(1 << 16)).view(torch.float32).to(tensor)
-    if dtype == SCALED:
-        mantissa, exponent = tensor.frexp()
-        return mantissa.mul_(16).round_().ldexp(exponent.sub_(4)).to(tensor)
-    if not dtype.startswith("int8"):
-        return tensor.to(NARROW[dtype]).to(tensor)
-    largest = tensor.abs().amax(0, keepdim=True) if dtype == "int8" and tensor.ndim > 1 else tensor.abs().max()
-    scale = (largest / 127).clamp(min=1e-30)
-    return (tensor / scale).round_().mul_(scale)
-
-
 def _rounded() -> Iterator[Variant]:
     for dtype in (*NARROW, SCALED, CUT, "int8", "int8 a tensor"):
         for module in ("",) if dtype in (SCALED, CUT) else ("", *MATRICES):
@@ -337,7 +318,7 @@ def _rounded() -> Iterator[Variant]:
                 matrices = {name: tensor for name, tensor in weights.items() if name.startswith(module)}
                 if module or dtype.startswith("int8"):  # alone, or quantised: the matrices, not biases and norms
                     matrices = {name: tensor for name, tensor in matrices.items() if tensor.ndim > 1}
-                return {name: rounded(tensor, dtype) for name, tensor in matrices.items()}
+                return {name: narrowed(dtype, tensor) for name, tensor in matrices.items()}
 
             words = f"the weights are the checkpoint's rounded to {dtype}"
             part = f"{module}.weight" if module else ""

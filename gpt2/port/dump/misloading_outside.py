@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from gpt2.port.diagnosis.search import Fault
-from gpt2.port.dump.misloading import normed, rounded
+from gpt2.port.dump.fits.rounding import narrowed
+from gpt2.port.dump.misloading import normed
 from gpt2.port.dump.simulation import Simulation, Stage, Stages, State
 from gpt2.port.dump.variants import Replaced, Variant
 
@@ -108,9 +109,9 @@ def _all_rounded(dtype: str, simulation: Simulation, layer: int) -> Stages:
     names = ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")
     quantised = dtype.startswith("int8")  # matrices alone
     wte, wpe, weight, bias = (
-        simulation.state[name] if quantised and name.startswith("ln_f") else rounded(simulation.state[name], dtype)
+        simulation.state[name] if quantised and name.startswith("ln_f") else narrowed(dtype, simulation.state[name])
         for name in names
     )
     norm = normed(simulation, "x", weight, bias)
-    head = {"head": lambda s: rounded(simulation.state["wte.weight"], dtype)}  # made when it runs, as in _moved
+    head = {"head": lambda s: narrowed(dtype, simulation.state["wte.weight"])}  # made when it runs, as in _moved
     return {**_embedded(simulation, wte, wpe), "ln_f": norm, **head}

@@ -11,8 +11,7 @@ from torch import Tensor
 from gpt2.port.diagnosis.hypotheses import right_scale
 from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault, Formula
-from gpt2.port.dump.attention_variants import in_eight_bits
-from gpt2.port.dump.fits.rounding import mantissa, quantised
+from gpt2.port.dump.fits.rounding import in_eight_bits, mantissa, quantised
 from gpt2.port.dump.misloading import INPUTS, MATRICES, READERS, misread
 from gpt2.port.dump.simulation import LINEAR, Simulation, Stage, Stages, State, affine
 from gpt2.port.dump.variants import Variant

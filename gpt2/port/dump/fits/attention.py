@@ -26,10 +26,6 @@ LEAST_SEEN = 4  # differences of scores that show a factor
 LEAST_WEIGHTS = 12  # that show that there is no softmax
 
 
-def _softmax(scores: Tensor, seen: Tensor, axis: int = -1) -> Tensor:
-    return scores.masked_fill(~seen, -math.inf).softmax(axis).nan_to_num(0.0)
-
-
 class Compared(NamedTuple):
     """Scores (B, H, T, S) that may have given the recorded weights, of which ``log`` are the logarithms; ``clear`` are the
     weights that are large enough to show a score."""
@@ -71,9 +67,9 @@ class Weights:
             words = "the softmax runs over the queries (dim=-2), not over the keys: in a step with one query each weight is one"
             ones, others = visible.to(seen.value), rows & ~alone
             scores = self._scores() * self.scale
-            within = _softmax(scores, visible & others[:, None, :, None], -2)
+            within = softmax(scores, visible & others[:, None, :, None], -2)
             value = torch.where(alone[:, None, :, None], ones, within)
-            yield from filter(None, [seen.fitted(value, rows, Fault("softmax-axis", "attn", words))])
+            yield from seen.fits(value, rows, Fault("softmax-axis", "attn", words))
 
     def _times(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """GPT-2's weights, each query's times a number."""
@@ -85,10 +81,10 @@ class Weights:
         if bool(some.all()) and float((some - some.mean()).abs().max()) <= 1e-4 * float(some.abs().max()):
             times = nice(float(some.mean()), seen.loose)
             fault = Fault("softmax-missing", "attn", f"the weights are multiplied by {times:.6g} after the softmax")
-            yield from filter(None, [seen.fitted(seen.right * times, rows, fault)])
+            yield from seen.fits(seen.right * times, rows, fault)
         scores = self._scores() * self.scale
         after = Fault("mask-multiplied", "attn", "the softmax also runs over what the mask hides: the weights do not sum to one")
-        yield from filter(None, [seen.fitted(scores.softmax(-1) * allowed("right", scores), rows, after)])
+        yield from seen.fits(scores.softmax(-1) * allowed("right", scores), rows, after)
 
     def _held(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Keys of a cache whose slots hold others than they should."""
@@ -98,7 +94,7 @@ class Weights:
         """Keys of a cache in fewer bits, or turned by their position."""
         for fault, scores, _ in changed(*(Layout.RIGHT.split(y, self.heads) for y in (self.q, self.k))):
             self.in_time()
-            yield from filter(None, [seen.fitted(softmax(scores * self.scale), rows, fault)])
+            yield from seen.fits(softmax(scores * self.scale), rows, fault)
 
     def _undivided(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Each query's weights times another number."""
@@ -106,14 +102,14 @@ class Weights:
             words = "each query's weights are multiplied by another number: they are not divided by their sum"
             factor = seen.value.sum(-1, keepdim=True) / seen.right.sum(-1, keepdim=True)
             if bool(factor.transpose(1, 2)[rows].all()):  # else nothing is computed
-                yield from filter(None, [seen.fitted(seen.right * factor, rows, Fault("softmax-missing", "attn", words))])
+                yield from seen.fits(seen.right * factor, rows, Fault("softmax-missing", "attn", words))
 
     def _heads(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Other heads' weights, or the same in every head."""
         mine, right = (value.transpose(1, 2)[rows].transpose(0, 1).flatten(1) for value in (seen.value, seen.right))
         order = torch.cdist(mine, right).argmin(1)
         words = f"the heads' weights are those of heads {', '.join(map(str, order.tolist()))}"
-        yield from filter(None, [seen.fitted(seen.right[:, order], rows, Fault("head-layout", "attn", words))])
+        yield from seen.fits(seen.right[:, order], rows, Fault("head-layout", "attn", words))
 
     def _compared(self) -> Iterator[tuple[Tensor, tuple[Fault, ...]]]:
         """Yield the scores (B, H, T, T) of other comparisons, not scaled."""
@@ -178,11 +174,11 @@ class Weights:
                 factor = _slope(scores, log, clear, axis)
                 factor = nice(factor / self.scale, seen.loose) * self.scale if math.isfinite(factor) else self.scale
                 for label, mask in masks:
-                    value = _softmax(scores * factor, mask, axis)
+                    value = softmax(scores * factor, mask, axis)
                     if seen.fitted(value, rows) is not None:
                         scaled = () if math.isclose(factor, self.scale, rel_tol=1e-6) else (self._scaled(factor),)
                         hidden = MASK_FAULTS[label] if label else self._masked(mask, rows)
-                        yield from filter(None, [seen.fitted(value, rows, *faults, *scaled, *wrong, *hidden)])
+                        yield from seen.fits(value, rows, *faults, *scaled, *wrong, *hidden)
                 yield from self._filled(Compared(seen, rows, scores * factor, log, clear), faults)
                 if axis == -1 and not faults:
                     yield from self._biased(Compared(seen, rows, scores * self.scale, log, clear))
@@ -218,7 +214,7 @@ class Weights:
         fault = Fault(
             "mask-multiplied", "attn", f"masked scores are {fill:.6g}, not minus infinity: the softmax gives them a share"
         )
-        yield from filter(None, [seen.fitted(value, rows, *faults, fault)])
+        yield from seen.fits(value, rows, *faults, fault)
 
     def _biased(self, one: Compared) -> Iterator[Fit]:
         """Scores plus a number for each distance of two tokens."""
@@ -237,7 +233,7 @@ class Weights:
             added += level[None, :, None, None] * (away == distance)
         words = "a number that depends on the distance of two tokens is added to the scores (as in ALiBi)"
         fault = Fault("scale-wrong", "attn", f"{words}: {float(added[0, 0, 1, 0]):.4g} for neighbours in head 0")
-        yield from filter(None, [seen.fitted(_softmax(scores + added, allowed("right", scores)), rows, fault)])
+        yield from seen.fits(softmax(scores + added, allowed("right", scores)), rows, fault)
 
     def _each(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """A factor of its own for each head."""
@@ -248,10 +244,10 @@ class Weights:
         if not all(map(math.isfinite, slopes)):
             return
         factors = torch.tensor([nice(one, 10 * seen.loose) for one in slopes], dtype=scores.dtype)
-        value = _softmax(scores * self.scale * factors[:, None, None], visible)
+        value = softmax(scores * self.scale * factors[:, None, None], visible)
         shown = ", ".join(f"{float(one):.4g}" for one in factors[:SHOWN])
         words = f"each head multiplies its scores by another factor: {shown} times GPT-2's"
-        yield from filter(None, [seen.fitted(value, rows, Fault("head-layout", "attn", words))])
+        yield from seen.fits(value, rows, Fault("head-layout", "attn", words))
 
     def _free(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Weights that are a function of each score alone: there is no softmax."""
@@ -263,7 +259,7 @@ class Weights:
         made, slack = seen.value[at][order], float(seen.slack.max()) + 1e-6
         if bool((made.diff() >= -2 * slack).all()) and float(made[-1] - made[0]) > 100 * slack:
             words = "each weight is a function of its own score alone: there is no softmax over the keys"
-            yield from filter(None, [seen.fitted(seen.value, rows, Fault("softmax-missing", "attn", words))])
+            yield from seen.fits(seen.value, rows, Fault("softmax-missing", "attn", words))
 
 
 def slots(heads: int, tokens: int) -> Iterator[tuple[Tensor, Tensor, str]]:

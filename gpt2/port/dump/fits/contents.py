@@ -13,6 +13,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from gpt2.port.diagnosis.hypotheses import allowed
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.fits.observed import Fit, Observed
 from gpt2.port.dump.fits.rounding import SCHEMES, integers, roundings
@@ -73,8 +74,10 @@ def changed(q: Tensor, k: Tensor) -> Iterator[tuple[Fault, Tensor, Tensor]]:
             yield Fault("rotary-positions", "attn", f"{what} are {words}"), some, keys
 
 
-def softmax(scores: Tensor) -> Tensor:
-    return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf).softmax(-1)
+def softmax(scores: Tensor, visible: Tensor | None = None, axis: int = -1) -> Tensor:
+    """Return attention weights of what is ``visible``, GPT-2's tokens if none is given; where nothing is, zeros."""
+    visible = allowed("right", scores) if visible is None else visible
+    return scores.masked_fill(~visible, -math.inf).softmax(axis).nan_to_num(0.0)
 
 
 def _padded(weights: Tensor) -> Tensor:
@@ -109,15 +112,15 @@ class Contents:
             past = (self.weights * (1 - own)) @ value + (self.weights * own) @ self.v
             for rest, made in (("", self.weights @ value), (", except for the value of the token itself", past)):
                 fault = Fault("reduced-precision", "attn", f"values are {words}{rest}")
-                yield from filter(None, [seen.fitted(made, rows, fault)])
+                yield from seen.fits(made, rows, fault)
         k = self.bank.keys[: self.v.shape[0] * self.v.shape[2]].unflatten(0, (self.v.shape[0], -1)).transpose(1, 2)
         for fault, scores, _ in changed(self.slots.q, k):
             self.slots.in_time()
             weights, words = softmax(scores * self.slots.scale), fault.detail.partition(" are ")[2].partition(", except")[0]
             both = replace(fault, detail=f"values as well: {fault.detail}")
-            yield from filter(None, [seen.fitted(weights @ self.v, rows, fault)])
+            yield from seen.fits(weights @ self.v, rows, fault)
             if words in values:
-                yield from filter(None, [seen.fitted(weights @ values[words], rows, both)])
+                yield from seen.fits(weights @ values[words], rows, both)
 
     def _emptied(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """A softmax that runs over slots of zeros as well: so many that each head's mixture is as much smaller as it is."""
@@ -133,7 +136,7 @@ class Contents:
             value[row, :, token] = right * (sums / (sums + count))[:, None]
             found[row, token] = Found(self._whole(row, token), (), count)
         if (fault := self.slots.fault_of(found, rows, "keys and values")) is not None:
-            yield from filter(None, [seen.fitted(value, rows, fault)])
+            yield from seen.fits(value, rows, fault)
 
     def _whole(self, row: int, token: int) -> Tensor:
         """Return the right sources (H, S) of a query."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpt2.port.dump.fits.library import permutation, place_of
 from gpt2.port.dump.fits.observed import NICE, SHOWN, Fit, Observed, distinct
 from gpt2.port.dump.fits.partial import dropped, ranges
-from gpt2.port.dump.fits.precision import integers
+from gpt2.port.dump.fits.rounding import in_eight_bits
 
 if TYPE_CHECKING:
     from gpt2.port.dump.fits.linear import Linear
@@ -60,7 +60,7 @@ def read_elsewhere(linear: Linear, seen: Observed, x: Tensor, rows: Tensor) -> I
         place = f"entry {start} of the blocks' weights, one after the other, {words}"
         place += f"; this block's begin at entry {layer * whole.numel()}"
         fault = linear.fault("wrong-tensor", f"the weight is read from {place}")
-        yield from filter(None, [seen.fitted(x @ weight + bias, rows, fault)])
+        yield from seen.fits(x @ weight + bias, rows, fault)
 
 
 def rescaled(linear: Linear, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
@@ -71,7 +71,7 @@ def rescaled(linear: Linear, seen: Observed, x: Tensor, rows: Tensor) -> Iterato
     whole = linear.library.state[linear.name]
     for kind, axis in (("", None), ("column", 0), ("row", 1)):
         linear.library.in_time()
-        weight = linear.weight if axis is None else linear.cut(integers(whole, axis))
+        weight = linear.weight if axis is None else linear.cut(in_eight_bits((axis,), whole))
         made = inputs @ weight
         columns = (made * wanted).sum(0) / made.square().sum(0).clamp(min=1e-300)
         gram = (inputs.T @ inputs) * (weight @ weight.T)
@@ -87,12 +87,12 @@ def rescaled(linear: Linear, seen: Observed, x: Tensor, rows: Tensor) -> Iterato
                 text = f"{what}s {ranges(lost)} of {len(lost)} of the weight are not multiplied, all others are right"
                 fault = linear.fault("not-loaded", text)
                 kept = weight * ~lost if what == "column" else weight * ~lost[:, None]
-                yield from filter(None, [seen.fitted(x @ kept + linear.bias, rows, fault)])
+                yield from seen.fits(x @ kept + linear.bias, rows, fault)
                 continue
             if kind:
                 text = f"the weight is in 8 bits, with scales by {kind}, and they are those of others: {text}"
             fault = linear.fault("reduced-precision" if kind else "wrong-tensor", text)
-            yield from filter(None, [seen.fitted(x @ value + linear.bias, rows, fault)])
+            yield from seen.fits(x @ value + linear.bias, rows, fault)
 
 
 def other_input(linear: Linear, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
@@ -109,7 +109,7 @@ def other_input(linear: Linear, seen: Observed, x: Tensor, rows: Tensor) -> Iter
     loose = 4 * float(error * torch.linalg.pinv(linear.weight).abs().sum(0).max())
     thin = dropped(Observed(made, torch.full_like(made, loose), 0.0, x, -1), rows, linear.part)
     if thin is not None:
-        yield from filter(None, [seen.fitted(seen.value, rows, *thin.faults)])
+        yield from seen.fits(seen.value, rows, *thin.faults)
     nearest = torch.cdist(solved, x.flatten(0, 1)).argmin(1)
     words = f"the tokens' inputs are those of tokens {permutation(nearest % x.shape[1])}"
     ways = [(nearest[:, None] * width + torch.arange(width), words)]
@@ -126,7 +126,7 @@ def other_input(linear: Linear, seen: Observed, x: Tensor, rows: Tensor) -> Iter
         taken = x.clone()
         taken[rows] = x.flatten()[entries.clamp(max=x.numel() - 1)]
         fault = linear.fault("wrong-tensor", words)
-        yield from filter(None, [seen.fitted(taken @ linear.weight + linear.bias, rows, fault)])
+        yield from seen.fits(taken @ linear.weight + linear.bias, rows, fault)
 
 
 def _slid(flat: Tensor, row: Tensor, by: int) -> Tensor:

@@ -22,12 +22,11 @@ from gpt2.port.diagnosis.places import Place, collapsed, forward_rank
 from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
 from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault
+from gpt2.port.dump.fits.ending import Ending
 from gpt2.port.dump.fits.library import Library
-from gpt2.port.dump.fits.linear import Linear
-from gpt2.port.dump.fits.normalising import Norm
 from gpt2.port.dump.fits.observed import Fit, Observed
 from gpt2.port.dump.fits.operators import Operators
-from gpt2.port.dump.fits.partial import dropped, left_out
+from gpt2.port.dump.fits.partial import dropped
 from gpt2.port.dump.fits.placing import placed
 from gpt2.port.dump.fits.recorded import Arrays
 from gpt2.port.dump.fits.wiring import embedding_fit
@@ -40,7 +39,6 @@ MOST_FAULTS = 10  # of one block
 MOST_TRIED = 12  # arrays that may be a stage's value and that nothing confirms, the likest first
 LIKELIEST = 2  # that are tried before any is confirmed
 FOLLOWED = 4  # stages that are computed from such an array, to confirm it
-FAR = 10  # times the tolerance: logits of one token, by their own size
 QKV = ("attn.q", "attn.k", "attn.v")
 BEHIND = ("ln_1", *QKV)  # stages of the next block that show its input
 ONE_DECISION = ("reduced-precision", "dropout-active")  # of a program's author, that shows in many places
@@ -66,6 +64,7 @@ class Following:
         self.arrays = Arrays(pool, self.simulation)
         self.operators = Operators(self.simulation, self.library, self.arrays)
         self.earlier = self.operators.earlier
+        self.ending = Ending(self.simulation, self.library, self.arrays, self.earlier)
         self.faults: list[Fault] = []
         self.guessed: set[tuple[int | None, str]] = set()  # places whose value is the dump's, and nothing else gives it
         self.first: Divergence | None = None
@@ -113,7 +112,7 @@ class Following:
         self._departs(layer, stage, fit.value, seen.right)
         faults = [replace(fault, layer=layer) for fault in fit.faults]
         if any(fault.id == "qkv-order" for fault in faults) and stage == "attn.weights":  # each array was taken for another
-            biases = [one for one in self.faults if one.layer == layer and one.part in QKV and "bias" in one.detail]
+            biases = [one for one in self.faults if one.layer == layer and one.part in QKV and one.leaf == "bias"]
             self.faults = [one for one in self.faults if one not in biases]
             faults = [replace(one, detail=f"{one.detail}; the biases stay") if biases else one for one in faults]
         self.faults += faults
@@ -128,87 +127,14 @@ class Following:
 
     def _ended(self, x: Tensor) -> bool:
         """Return whether the logits follow from the last stream, perhaps by a last norm or a head that is fitted."""
-        wte = self.simulation.state["wte.weight"]
-        right = self.simulation.norm("ln_f", x)
-        logits = self.pool.logits[..., : len(wte)]
-        normed = self.arrays.recorded("ln_f", right)
-        for value in (normed, right) if normed is not None else (right,):
-            if self._is_logits(value @ wte.T):
-                return True
-        if self._early(x):
-            return True
-        vectors = self.library.vectors
-        unit, smallest = UNITS[self.pool.logits_dtype]
-        own = Norm("ln_f", vectors["ln_f.weight"], vectors["ln_f.bias"], self.config.layer_norm_epsilon, vectors, {})
-        recorded = itertools.chain(self.arrays.observed("ln_f", right), self._solved(logits, wte, right))
-        for seen in recorded if normed is None else ():
-            self.library.in_time()
-            fit = own.fit(seen, x, seen.wrong_rows())
-            if fit is not None and self._is_logits(fit.value @ wte.T):
-                self._kept(None, "ln_f", seen, fit)
-                return True
-        x = right if normed is None else normed
-        if logits.shape[:2] != x.shape[:2] or not bool(logits.isfinite().all()):
+        if (found := self.ending.read(x)) is None:
             return False
-        seen = Observed(logits, unit * logits.abs() + smallest, self.pool.tolerance_at("logits"), x @ wte.T, -1)
-        head = Linear(self.library, "wte.weight", "logits", wte.T, torch.zeros(len(wte), dtype=x.dtype), {})
-        rows = seen.wrong_rows()
-        if not bool(rows.any()):
-            return False
-        few = next(left_out(seen, rows, "logits", "not-loaded"), None)
-        fit = few.fit if few is not None and few.sure else head.fit(seen, x, rows) or (few.fit if few is not None else None)
-        if fit is None:
-            return False
-        self._kept(None, "logits", seen, fit)
+        if found.seen is not None:
+            self._kept(None, found.stage, found.seen, found.fit)
+        elif found.fit.faults:
+            self._departs(found.layer, found.stage, found.fit.value, found.right)
+            self.faults += found.fit.faults
         return True
-
-    def _early(self, x: Tensor) -> bool:
-        """Return whether the head takes a stream of before the last block's result ``x``, or a block runs once more behind it."""
-        last = self.config.n_layer - 1
-        for n, state in enumerate(self.earlier):
-            for stage, normed in itertools.product(("x", "mid"), (True, False)):
-                value = self.simulation.norm("ln_f", state[stage]) if normed else state[stage]
-                if self._has_logits(value):
-                    self._departs(n, "", state[stage], state[""])
-                    words = f"the head takes the stream that enters h.{n}: this block and what follows have no effect"
-                    for later in range(n if stage == "x" else n + 1, last + 1):
-                        self.faults.append(Fault("layer-missing", "", words, layer=later))
-                    if stage == "mid":
-                        words = f"the head takes the stream behind h.{n}'s attention: its feed-forward is not added"
-                        self.faults.append(Fault("residual-missing", "", words, layer=n))
-                    if not normed:
-                        self.faults.append(Fault("final-norm-missing", "ln_f", "the head takes it without the last norm"))
-                    return True
-            again = self.simulation.run_block(n, {"x": x}, {})[""]
-            if self._has_logits(self.simulation.norm("ln_f", again)):
-                self._departs(None, "ln_f", again, x)
-                words = "it runs once more behind the last block"
-                self.faults.append(Fault("layer-repeated", "", words, layer=n))
-                return True
-        return False
-
-    def _has_logits(self, normed: Tensor) -> bool:
-        """Return whether the head gives the logits from a normed stream; those of the last token alone are compared first."""
-        self.library.in_time()
-        wte = self.simulation.state["wte.weight"]
-        one, given = normed[:, -1:] @ wte.T, self.pool.logits[:, -1:, : len(wte)]
-        near = self.pool.logits_error(one, given) <= FAR * self.pool.tolerance_at("logits")
-        return near and self._is_logits(normed @ wte.T)
-
-    def _is_logits(self, made: Tensor) -> bool:
-        given = self.pool.logits[..., : made.shape[-1]]
-        return self.pool.logits_error(made[:, -given.shape[1] :], given) <= self.pool.tolerance_at("logits")
-
-    def _solved(self, logits: Tensor, wte: Tensor, right: Tensor) -> Iterator[Observed]:
-        """Yield the normed stream that the logits show: there are more tokens in the vocabulary than features."""
-        if len(wte) < wte.shape[1] or logits.shape[:2] != right.shape[:2] or not bool(logits.isfinite().all()):
-            return
-        inverse = torch.linalg.pinv(wte.T)
-        value, (unit, smallest) = logits @ inverse, UNITS[self.pool.logits_dtype]
-        slack = (
-            unit * logits.abs() + smallest + self.pool.tolerance_at("logits") * logits.square().mean().sqrt()
-        ) @ inverse.abs()
-        yield Observed(value, slack, self.pool.tolerance_at("ln_f"), right, -1)
 
     # Inside a block
 
@@ -244,7 +170,7 @@ class Following:
         """Return whether the block's result is right, as the next block or the logits show."""
         if layer + 1 == self.config.n_layer:
             normed = self.simulation.norm("ln_f", state[""])
-            return self.arrays.shows("ln_f", normed) or self._is_logits(normed @ self.simulation.state["wte.weight"].T)
+            return self.arrays.shows("ln_f", normed) or self.ending.gives(normed)
         following: State = {"x": state[""]}
         for stage in BEHIND:
             following[stage] = self.simulation.right(layer + 1)[stage](following)

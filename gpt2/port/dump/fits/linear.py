@@ -61,7 +61,7 @@ class Linear:
         return None
 
     def fault(self, id: str, words: str, leaf: str = "") -> Fault:
-        return Fault(id, self.where.replace(".weight", f".{leaf}") if leaf else self.where, words)
+        return Fault(id, self.where.replace(".weight", f".{leaf}") if leaf else self.where, words, leaf=leaf)
 
     def cut(self, whole: Tensor) -> Tensor:
         """Return this layer's share (I, O) of the checkpoint's tensor."""
@@ -133,7 +133,7 @@ class Linear:
                 else "wrong-tensor"
             )
             fault = self.fault(id, words)
-        yield from filter(None, [seen.fitted(fit.value, rows, fault)])
+        yield from seen.fits(fit.value, rows, fault)
 
     def _inputs(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         for words, other in self.inputs.items():
@@ -143,7 +143,7 @@ class Linear:
                         "norm-missing", "ln_1" if self.part.startswith("attn") else "ln_2", f"the layer's input is {words}"
                     )
                     fault = missing if "stream" in words else Fault("wrong-tensor", self.part, f"the layer's input is {words}")
-                    yield from filter(None, [seen.fitted(other @ self.weight + bias, rows, fault)])
+                    yield from seen.fits(other @ self.weight + bias, rows, fault)
 
     def _bias(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         """Another bias: what is added is the same at every token."""
@@ -152,7 +152,7 @@ class Linear:
         if distinct(x[rows]) < 2 or seen.fitted(product + added, rows) is None:
             return
         words, value = self.named_bias(added, seen)
-        yield from filter(None, [seen.fitted(product + value, rows, self.fault("wrong-tensor", words, "bias"))])
+        yield from seen.fits(product + value, rows, self.fault("wrong-tensor", words, "bias"))
 
     def named_bias(self, added: Tensor, seen: Observed) -> tuple[str, Tensor]:
         """Return what a bias ``added`` (O,) is, in words, and its exact values, if it is one of the checkpoint's."""
@@ -193,7 +193,7 @@ class Linear:
         fault = self._described([s for s, fit in zip(sources, fits.tolist(), strict=True) if fit], int(unknown.sum()))
         value = x @ weight + bias
         value = torch.where(unknown, seen.value, value)
-        yield from filter(None, [seen.fitted(value, rows, fault)])
+        yield from seen.fits(value, rows, fault)
 
     def _described(self, sources: list[Source], unknown: int) -> Fault:
         name, row = Counter((one.name, one.row) for one in sources).most_common(1)[0][0]
@@ -226,7 +226,7 @@ class Linear:
         for where, one, weight in (*own, *(("attn.c_attn.weight", one, self.cut(one.tensor)) for one in cut)):
             product = x @ weight
             for bias in (self.bias, (seen.value - product)[rows].mean(0)):
-                yield from filter(None, [seen.fitted(product + bias, rows, Fault(one.id, where, f"the weight {one.words}"))])
+                yield from seen.fits(product + bias, rows, Fault(one.id, where, f"the weight {one.words}"))
 
     def _heads(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         """Rows of the weight in another order, by heads: the result is a sum of heads, each with another's rows."""
@@ -250,14 +250,14 @@ class Linear:
                 if not (table[h, h] == 1 and int((table[h] != 0).sum()) == 1)
             ]
             fault = Fault("head-layout", "attn.c_proj.weight", f"the projection multiplies {'; '.join(taken[:3])}")
-            yield from filter(None, [seen.fitted(value, rows, fault)])
+            yield from seen.fits(value, rows, fault)
         if x.shape[-1] <= seen.value.shape[-1] and int(rows.sum()) > 1:  # does the result show the input, in another order?
             solved = torch.linalg.lstsq(self.weight.T, (seen.value - self.bias)[rows].T).solution.T
             order = torch.cdist(solved.T.contiguous(), x[rows].T.contiguous()).argmin(1)
             fault = Fault(
                 "head-layout", "attn.c_proj.weight", f"the features that it multiplies are in another order: {permutation(order)}"
             )
-            yield from filter(None, [seen.fitted(x[..., order] @ self.weight + self.bias, rows, fault)])
+            yield from seen.fits(x[..., order] @ self.weight + self.bias, rows, fault)
 
     def _rounded(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         """Weights in fewer bits, and numbers on the way."""
@@ -280,7 +280,7 @@ class Linear:
         own, made = (Layout.RIGHT.split(one, self.library.config.n_head) for one in (seen.right, seen.value))
         if rotation(own, made, max(seen.bound, 3 * float(seen.slack.max() / seen.value.abs().max()))) is not None:
             fault = Fault("rotary-positions", "attn", f"{self.part[-1]} is turned by its position, by rotary embedding")
-            yield from filter(None, [seen.fitted(seen.value, rows, fault)])
+            yield from seen.fits(seen.value, rows, fault)
 
     def _part(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         """Only the first or the last inputs are multiplied."""
@@ -292,7 +292,7 @@ class Linear:
             some = slice(0, count) if what == "first" else slice(len(kept) - count, None)
             kept[some] = self.weight[some]
             words = f"only the {what} {count} of {len(kept)} inputs are multiplied; the weight's other rows are zero"
-            yield from filter(None, [seen.fitted(x @ kept + self.bias, rows, self.fault("not-loaded", words))])
+            yield from seen.fits(x @ kept + self.bias, rows, self.fault("not-loaded", words))
 
     def _function(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         """Logits that are a function of GPT-2's own, one by one, such as a soft cap."""
@@ -304,7 +304,7 @@ class Linear:
             some = range(0, len(order), max(1, len(order) // 4))
             at = ", ".join(f"{float(right[i]):.4g} becomes {float(made[i]):.4g}" for i in some)
             words = f"each logit is a function of GPT-2's own (such as a soft cap): {at}"
-            yield from filter(None, [seen.fitted(seen.value, rows, self.fault("logits-scaled", words))])
+            yield from seen.fits(seen.value, rows, self.fault("logits-scaled", words))
 
     def unknown(self, seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
         """Return the fit of weights that are not the checkpoint's in any known way, for a value that what follows confirms.

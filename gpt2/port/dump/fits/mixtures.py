@@ -14,6 +14,7 @@ from torch import Tensor
 from gpt2.port.diagnosis.hypotheses import ALLOWED, allowed
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.fits.attention import slots
+from gpt2.port.dump.fits.contents import softmax
 from gpt2.port.dump.fits.library import permutation
 from gpt2.port.dump.fits.observed import Fit, Observed, combined, nice
 from gpt2.port.dump.fits.precision import rounded_mixture
@@ -53,26 +54,24 @@ class Mixed:
         for words, other in self.others.items():
             self.in_time()
             fault = Fault("value-projection-wrong", "attn", f"{words} are mixed, not the values")
-            yield from filter(None, [seen.fitted(self.weights @ other, rows, fault)])
+            yield from seen.fits(self.weights @ other, rows, fault)
             value = (self.weights * (1 - own)) @ other + (self.weights * own) @ self.v
             fault = Fault("cache-inconsistent", "attn", f"{words} are mixed, except for the value of the token itself")
-            yield from filter(None, [seen.fitted(value, rows, fault)])
+            yield from seen.fits(value, rows, fault)
         for slot, written, words in slots(self.v.shape[1], self.v.shape[2]):
             self.in_time()
             value = (self.weights * written) @ self.v.flatten(1, 2)[:, slot].unflatten(1, self.v.shape[1:3])
-            yield from filter(None, [seen.fitted(value, rows, Fault("head-layout", "attn", f"values are {words}"))])
+            yield from seen.fits(value, rows, Fault("head-layout", "attn", f"values are {words}"))
         for label in ALLOWED:
             value = (self.weights * allowed(label, self.weights)) @ self.v
             words = f"the values of some tokens are left out of the mixture ({label})"
-            yield from filter(None, [seen.fitted(value, rows, Fault("mask-multiplied", "attn", words))])
+            yield from seen.fits(value, rows, Fault("mask-multiplied", "attn", words))
         found = combined(
             seen.value.transpose(1, 2).flatten(2), {"the mixture": seen.right.transpose(1, 2).flatten(2)}, rows, _flat(seen)
         )
         if found is not None:
             words = f"the mixture is multiplied by {found[0]['the mixture']:.6g}"
-            yield from filter(
-                None, [seen.fitted(seen.right * found[0]["the mixture"], rows, Fault("residual-scaled", "attn", words))]
-            )
+            yield from seen.fits(seen.right * found[0]["the mixture"], rows, Fault("residual-scaled", "attn", words))
 
     def _columns(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Other features of the values, or other heads' weights, in each feature of the result."""
@@ -98,7 +97,7 @@ class Mixed:
             parts.append(f"head by head the weights are those of heads {', '.join(map(str, weigher[::size].tolist()))}")
         if not torch.equal(feature[~empty], own[~empty]):
             parts.append(f"the values' features are in another order ({permutation(feature)})")
-        yield from filter(None, [seen.fitted(value, rows, Fault("head-layout", "attn", "; ".join(parts)))])
+        yield from seen.fits(value, rows, Fault("head-layout", "attn", "; ".join(parts)))
 
     def _tokens(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """The values of other tokens."""
@@ -110,7 +109,7 @@ class Mixed:
         for order in orders:
             words = f"the weights mix the values of other tokens: {permutation(order)}"
             fault = Fault("value-projection-wrong" if bool(rows[:, 2:].all()) else "cache-inconsistent", "attn", words)
-            yield from filter(None, [seen.fitted(self.weights @ self.v[:, :, order], rows, fault)])
+            yield from seen.fits(self.weights @ self.v[:, :, order], rows, fault)
 
     def _rounded(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         yield from rounded_mixture(seen, rows, lambda rounded: rounded(self.weights) @ rounded(self.v), self.in_time)
@@ -129,7 +128,7 @@ class Mixed:
             value[row, :, token] = (exact @ terms).view(v.shape[0], -1)
             shown = shown or [f"token {token}: {', '.join(f'{float(f):.4g}' for f in exact)}"]
         words = f"the terms of the sum over the values have other factors ({'; '.join(shown)})"
-        yield from filter(None, [seen.fitted(value, rows, Fault("mask-multiplied", "attn", words))])
+        yield from seen.fits(value, rows, Fault("mask-multiplied", "attn", words))
 
     def _thinned(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Weights of which some are zero, for each head others: dropout of weights that were recorded before it."""
@@ -149,7 +148,7 @@ class Mixed:
         if bool(zero.any()) and times > 1 + NEAR and float((factors[~zero] - times).abs().max()) < NEAR * times:
             words = f"{float(zero.double().mean()):.0%} of the weights are zero when values are mixed, and the others "
             words += f"{times:.4g} times what is recorded: dropout"
-            yield from filter(None, [seen.fitted(seen.value, rows, Fault("dropout-active", "attn", words))])
+            yield from seen.fits(seen.value, rows, Fault("dropout-active", "attn", words))
 
 
 def _flat(seen: Observed) -> Observed:
@@ -167,7 +166,7 @@ def mixed_otherwise(seen: Observed, rows: Tensor, ways: Iterator[Way], in_time: 
         in_time()
         near = (made(one) - seen.value[:, :, one]).abs() <= loose[:, :, one]
         if bool(near[rows[:, last]].all()):
-            yield from filter(None, [seen.fitted(made(slice(None)), rows, fault)])
+            yield from seen.fits(made(slice(None)), rows, fault)
 
 
 def each_token(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Iterator[Way]:
@@ -176,9 +175,8 @@ def each_token(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Iterator[Way]:
     if q.shape[2] == 1:
         return
     scores = q @ k.mT * scale
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    for words, some in ((" that come before", scores.masked_fill(hidden, -torch.inf)), ("", scores)):
-        made = some.softmax(-1) @ v
+    for words, weights in ((" that come before", softmax(scores)), ("", scores.softmax(-1))):
+        made = weights @ v
         text = f"each token is alone: its heads attend to its other heads{words}, not tokens to tokens"
         for other, value in (("", made), ("; what comes out is in another order", made.transpose(1, 2).reshape(made.shape))):
             yield Fault("head-layout", "attn", text + other), partial(_queries, value.transpose(1, 2))

@@ -38,14 +38,23 @@ class Scaled(NamedTuple):
 
 
 class Norm:
-    """The norm ``part`` with ``weight`` and ``bias``; ``vectors``: all others that it may hold; ``inputs``: other inputs."""
+    """The norm ``part`` with ``weight`` and ``bias``; ``vectors``: all others that it may hold; ``inputs``: other inputs.
 
-    heads = 1  # of the model
+    ``heads``: of the model.
+    """
 
     def __init__(
-        self, part: str, weight: Tensor, bias: Tensor, eps: float, vectors: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+        self,
+        part: str,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        vectors: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        heads: int = 1,
     ) -> None:
         self.part, self.weight, self.bias, self.eps, self.vectors, self.inputs = part, weight, bias, eps, vectors, inputs
+        self.heads = heads
 
     def fit(self, seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
         """Return what the norm computed from ``x`` to give ``seen`` at ``rows``."""
@@ -140,23 +149,23 @@ class Norm:
             general = (x * factor[..., None] + shift[..., None]) * weight + bias
             for words, mean, variance in axes(x, self.heads):
                 value = (x - mean) / (variance + self.eps).sqrt() * weight + bias
-                yield from filter(None, [seen.fitted(value, rows, self._fault("layernorm-axis", words), *also)])
+                yield from seen.fits(value, rows, self._fault("layernorm-axis", words), *also)
             if seen.fitted(general, rows) is None:
                 continue
             for id, words, mean, variance in self._sets(x, factor, shift, rows):
                 for eps in (self.eps, 0.0):
                     value = (x - mean) / (variance + eps).sqrt() * weight + bias
-                    yield from filter(None, [seen.fitted(value, rows, self._fault(id, words), *also)])
+                    yield from seen.fits(value, rows, self._fault(id, words), *also)
             yield from self._scalars(seen, rows, Scaled(x, factor, shift, weight, bias, also))
             for words, mean, variance in first_features(x, -shift / factor, factor**-2 - self.eps, rows):
                 value = (x - mean) / (variance + self.eps).sqrt() * weight + bias
-                yield from filter(None, [seen.fitted(value, rows, self._fault("layernorm-axis", words), *also)])
+                yield from seen.fits(value, rows, self._fault("layernorm-axis", words), *also)
             words = "each token is not divided by its own standard deviation, but by something else"
             off = (factor * (x.var(-1, correction=0) + self.eps).sqrt() - 1)[rows]
             if float(off.abs().max()) < NEAR:
                 words = "the root of the variance is not exact (an approximation, or rounded): each token is multiplied by "
                 words += f"1 {float(off.min()):+.2%} to 1 {float(off.max()):+.2%} times what it should be"
-            yield from filter(None, [seen.fitted(general, rows, self._fault("layernorm-not-normalising", words), *also)])
+            yield from seen.fits(general, rows, self._fault("layernorm-not-normalising", words), *also)
 
     def _sets(self, x: Tensor, factor: Tensor, shift: Tensor, rows: Tensor) -> Iterator[tuple[str, str, Tensor, Tensor]]:
         """Yield means and variances over sets of tokens: those that are scaled alike, or of one token."""
@@ -222,7 +231,7 @@ class Norm:
                 faults.append(self._fault("layernorm-eps", f"epsilon is {eps:.4g}; the checkpoint's is {self.eps:g}"))
             value = (x - mean * centred) / (times * spread + eps).sqrt()[..., None] * weight + bias
             if len(faults) > len(also):
-                yield from filter(None, [seen.fitted(value, rows, *faults)])
+                yield from seen.fits(value, rows, *faults)
 
     def _inputs(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         def norm(value: Tensor) -> Tensor:
@@ -231,14 +240,14 @@ class Norm:
         none = self._fault(
             "final-norm-missing" if self.part == "ln_f" else "norm-missing", "there is no norm: the stream passes as it is"
         )
-        yield from filter(None, [seen.fitted(x, rows, none)])
+        yield from seen.fits(x, rows, none)
         twice = self._fault("extra-norm", "the norm is applied twice")
-        yield from filter(None, [seen.fitted(norm(norm(x)), rows, twice)])
+        yield from seen.fits(norm(norm(x)), rows, twice)
         before = self._fault("layernorm-not-normalising", "weight and bias are applied before the norm, not after it")
-        yield from filter(None, [seen.fitted(layer_norm(x * self.weight + self.bias, eps=self.eps), rows, before)])
+        yield from seen.fits(layer_norm(x * self.weight + self.bias, eps=self.eps), rows, before)
         for words, other in self.inputs.items():
             fault = Fault("residual-missing", "mid", f"the norm's input is {words}")
-            yield from filter(None, [seen.fitted(norm(other), rows, fault)])
+            yield from seen.fits(norm(other), rows, fault)
 
 
 def _alike(factor: Tensor, shift: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:

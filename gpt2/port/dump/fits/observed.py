@@ -67,6 +67,11 @@ class Observed:
             return None
         return Fit(tuple(replace(fault, detail=where(rows) + fault.detail) for fault in faults), value)
 
+    def fits(self, predicted: Tensor, rows: Tensor, *faults: Fault) -> Iterator[Fit]:
+        """Yield the fit of ``predicted``, if it is one."""
+        if (fit := self.fitted(predicted, rows, *faults)) is not None:
+            yield fit
+
     def unexplained(self, predicted: Tensor, at: tuple[Tensor, ...]) -> float:
         """Return the share of the value's departure from GPT-2's that ``predicted`` leaves, at the tokens ``at``; 1 for all.
 

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.measure.tracing import point_at
-from gpt2.port.diagnosis.hypotheses import allowed, right_scale
+from gpt2.port.diagnosis.hypotheses import right_scale
 from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.fits.attention import Weights
 from gpt2.port.dump.fits.bank import Bank
-from gpt2.port.dump.fits.contents import Contents
+from gpt2.port.dump.fits.contents import Contents, softmax
 from gpt2.port.dump.fits.library import Library
 from gpt2.port.dump.fits.linear import Linear
 from gpt2.port.dump.fits.mixtures import Mixed, each_token, mixed_otherwise, tiled
@@ -93,8 +93,7 @@ class Operators:
             inputs = (
                 {} if stage == "ln_1" else {"attention's result": state["attn.c_proj"], "the stream before attention": state["x"]}
             )
-            norm = Norm(stage, own[f"{stage}.weight"], own[f"{stage}.bias"], eps, vectors, inputs)
-            norm.heads = self.config.n_head
+            norm = Norm(stage, own[f"{stage}.weight"], own[f"{stage}.bias"], eps, vectors, inputs, self.config.n_head)
             return norm.fit(seen, state["x" if stage == "ln_1" else "mid"], rows)
         if stage == "attn.weights":
             keys = {f"the keys of block {n}": one["attn.k"] for n, one in enumerate(self.earlier)}
@@ -116,16 +115,14 @@ class Operators:
             if layer in self.slots and self.slots[layer].taken is not None:
                 slots = self.slots[layer]
             held = Contents(slots, state["attn.weights"], split(state["attn.v"]))
-            mixed = Mixed(state["attn.weights"], split(state["attn.v"]), {}, self.library.in_time)
-            if (fit := mixed.alone(seen, rows) or slots.mixed(seen, rows) or held.fit(seen, rows)) is not None:
-                return fit
             others = {"the keys": "attn.k", "the queries": "attn.q", "attention's inputs": "ln_1", "the streams": "x"}
             values = {words: split(state[name]) for words, name in others.items()}
             values |= {f"the values of block {n}": split(one["attn.v"]) for n, one in enumerate(self.earlier)}
             if not bool(rows[:, :2].any()):
                 values |= {words: split(value) for words, value in self.arrays.as_keys()}
-            mixed.others = values
-            return mixed.fit(seen, rows) or self._whole(layer, state, seen, rows)
+            mixed = Mixed(state["attn.weights"], split(state["attn.v"]), values, self.library.in_time)
+            fit = mixed.alone(seen, rows) or slots.mixed(seen, rows) or held.fit(seen, rows)
+            return fit or mixed.fit(seen, rows) or self._whole(layer, state, seen, rows)
         if stage == "attn.heads":
             flat = replace(seen, value=split(seen.value), slack=split(seen.slack), right=split(seen.right))
             same = torch.eye(rows.shape[1], dtype=seen.value.dtype).expand(*rows.shape[:1], self.config.n_head, -1, -1)
@@ -231,9 +228,9 @@ class Operators:
                 return None
             fault = Fault("qkv-order", "attn", f"{NAMES[self.mixed[layer]]} are mixed, not the values")
             return seen.fitted(state["attn.weights"] @ parts[self.mixed[layer]], rows, fault)
-        scale, hidden = right_scale(self.config, layer), ~allowed("right", seen.value)
+        scale = right_scale(self.config, layer)
         for one, other in (("q", "v"), ("v", "q"), ("k", "v"), ("v", "k"), ("v", "v")):
-            value = (parts[one] @ parts[other].mT * scale).masked_fill(hidden, -torch.inf).softmax(-1)
+            value = softmax(parts[one] @ parts[other].mT * scale)
             rest = next(name for name in "kqv" if name not in (one, other))
             words = f"queries, keys and values have changed places: {NAMES[one]} are compared with {NAMES[other]}"
             if (fit := seen.fitted(value, rows, Fault("qkv-order", "attn", words))) is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpt2.port.diagnosis.search import Fault, Formula
 from gpt2.port.dump.fits.observed import Fit, Observed
-from gpt2.port.dump.fits.rounding import roundings
+from gpt2.port.dump.fits.rounding import in_eight_bits, roundings
 
 EXACT = 0.01  # share of a departure that a rounding leaves if it is the program's own
 LIKELY = 0.4  # share of a departure that a rounding may leave on these
@@ -52,9 +52,9 @@ def products(weight: Tensor, stored: Iterator[tuple[str, Callable[[], Tensor]]])
         yield Product(f"its input is rounded {words}", rounded, own, same)
     for words, make in stored:
         yield Product(f"the weight holds the checkpoint's values {words}", same, make, same, words)
-    columns, rows, whole = (partial(integers, weight, axis) for axis in (0, 1, None))
-    for scale, axis in (("each token", -1), ("all tokens", None)):
-        rounded = partial(integers, axis=axis)
+    columns, rows, whole = (partial(in_eight_bits, axes, weight) for axes in ((0,), (1,), (0, 1)))
+    for scale, axes in (("each token", (-1,)), ("all tokens", ())):
+        rounded = partial(in_eight_bits, axes)
         for words, made in (
             ("", own),
             (", the weight with one for each column", columns),
@@ -62,13 +62,6 @@ def products(weight: Tensor, stored: Iterator[tuple[str, Callable[[], Tensor]]])
             (", the weight with one for all", whole),
         ):
             yield Product(f"the input is rounded to 8 bits with a scale for {scale}{words}", rounded, made, same)
-
-
-def integers(x: Tensor, axis: int | None = None) -> Tensor:
-    """Return ``x`` as integers of 8 bits with a scale for each line along ``axis``."""
-    largest = x.abs().amax() if axis is None else x.abs().amax(axis, keepdim=True)
-    step = (largest / 127).clamp(min=1e-300)
-    return (x / step).round() * step
 
 
 def rounded_fit(

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from gpt2.port.diagnosis.search import Formula
+from gpt2.port.diagnosis.weights import NARROW
 
 SCHEMES = ("symmetric", "symmetric, by a power of two", "by the largest", "with a least value", "with a zero point")
 ANEW = ", anew in each"  # groups of 32, as in Q8_0, where a row is no multiple of them
 GROUPS = (32, 64, 128, 16, 256)
+SCALED = "float8_e4m3fn with scales"
+CUT = "bfloat16, the other digits cut off"
 MANTISSAS = {7: "bfloat16", 10: "float16 or TF32", 3: "float8, e4m3", 2: "float8, e5m2"}
 
 
@@ -74,6 +77,23 @@ def _ungrouped(count: int, length: int, shape: torch.Size, turned: bool, x: Tens
     """Return groups as the weight that they were made of: ``count`` rows of ``length`` each, cut into ``shape``."""
     flat = x.reshape(count, -1)[:, :length].reshape(shape)
     return flat.T if turned else flat
+
+
+def in_eight_bits(axes: tuple[int, ...], x: Tensor) -> Tensor:
+    """Return ``x`` in integers of eight bits, with one scale for all along ``axes``; for all of it if there are none."""
+    step = (x.abs().amax(axes, keepdim=True) / 127).clamp(min=1e-30)
+    return (x / step).round() * step
+
+
+def narrowed(dtype: str, x: Tensor) -> Tensor:
+    """Return ``x`` rounded to a narrow dtype; int8 with a scale for each column, or one for all ("int8 a tensor").
+
+    ``SCALED``: float8 with a scale that leaves every value in its range, so that only the mantissa of four bits is seen. ``CUT``:
+    the upper half of a float32's bits.
+    """
+    if dtype.startswith("int8"):
+        return in_eight_bits((0,) if dtype == "int8" and x.ndim > 1 else (), x)
+    return mantissa(7, True, x) if dtype == CUT else mantissa(3, False, x) if dtype == SCALED else x.to(NARROW[dtype]).to(x)
 
 
 def integers(rows: Tensor, bits: int, scheme: str, half: bool) -> Tensor:

@@ -14,7 +14,7 @@ from gpt2.port.diagnosis.hypotheses import allowed
 from gpt2.port.diagnosis.norms import layer_norm
 from gpt2.port.diagnosis.search import Fault, Formula
 from gpt2.port.dump.fits.attention import CLEAR, LEAST, LEAST_SEEN
-from gpt2.port.dump.fits.contents import MOST_EMPTY
+from gpt2.port.dump.fits.contents import MOST_EMPTY, softmax
 from gpt2.port.dump.fits.observed import Fit, Observed, nice
 from gpt2.port.dump.fits.precision import rounded_mixture
 from gpt2.port.dump.fits.rounding import roundings
@@ -46,9 +46,6 @@ class Softmaxes:
                 return fit
         return None
 
-    def _softmax(self, scores: Tensor) -> Tensor:
-        return scores.masked_fill(~self.visible, -math.inf).softmax(-1)
-
     def _buffer(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """A sum of exponentials over further scores of zero, as in a buffer that is longer than the text."""
         powers = self.scores.exp() * self.visible
@@ -61,26 +58,26 @@ class Softmaxes:
         fault = Fault("mask-multiplied", "attn", words)
         if bool(rows.all()) and bool((some == 1).all()):  # in steps alone, it is a slot of a cache
             fault = Fault("softmax-missing", "attn", "1 is added to the sum that divides the exponentials (softmax-one)")
-        yield from filter(None, [seen.fitted(powers / (count + sums), rows, fault)])
+        yield from seen.fits(powers / (count + sums), rows, fault)
 
     def _keys(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """The keys of another head, for each head its own."""
         value, taken = seen.right.clone(), []
         for head in range(self.q.shape[1]):
             self.in_time()
-            made = self._softmax(self.q[:, [head]] @ self.k.mT * self.scale)
+            made = softmax(self.q[:, [head]] @ self.k.mT * self.scale)
             errors = ((made - seen.value[:, [head]]) * rows[:, None, :, None]).square().sum((0, 2, 3))
             taken.append(int(errors.argmin()))
             value[:, head] = made[:, taken[-1]]
         words = f"heads compare their queries with the keys of heads {', '.join(map(str, taken))}"
-        yield from filter(None, [seen.fitted(value, rows, Fault("head-layout", "attn", words))])
+        yield from seen.fits(value, rows, Fault("head-layout", "attn", words))
 
     def _compared(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Keys that are turned by a reshape; queries and keys that are normalised in each head."""
         q, k = self.q, self.k
-        made = self._softmax(q @ k.reshape(*k.shape[:2], k.shape[3], k.shape[2]) * self.scale)
+        made = softmax(q @ k.reshape(*k.shape[:2], k.shape[3], k.shape[2]) * self.scale)
         words = "keys are transposed by a reshape, which leaves the numbers in their order"
-        yield from filter(None, [seen.fitted(made, rows, Fault("head-layout", "attn", words))])
+        yield from seen.fits(made, rows, Fault("head-layout", "attn", words))
         root = math.sqrt(q.shape[-1])
         for text, normed in (
             ("to length 1", lambda x: x / x.norm(dim=-1, keepdim=True).clamp(min=1e-300)),
@@ -92,7 +89,7 @@ class Softmaxes:
                 words = f"{which} are normalised in each head, {text}, before they are compared"
                 for times in (self.scale, 1.0):
                     fault = Fault("extra-norm", "attn", words)
-                    yield from filter(None, [seen.fitted(self._softmax(scores * times), rows, fault)])
+                    yield from seen.fits(softmax(scores * times), rows, fault)
 
     def _added(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Hidden scores that are replaced by a number, or have one added, and take part in the softmax."""
@@ -108,7 +105,7 @@ class Softmaxes:
             ways.append((self.scores + more * ~self.visible, f"{more:.6g} is added to masked scores, not minus infinity"))
         for value, words in ways:
             fault = Fault("mask-multiplied", "attn", f"{words}: the softmax gives them a share")
-            yield from filter(None, [seen.fitted(value.softmax(-1), rows, fault)])
+            yield from seen.fits(value.softmax(-1), rows, fault)
 
     def _capped(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Scores with a soft cap, cap * tanh(score / cap), as in Gemma 2."""
@@ -117,21 +114,21 @@ class Softmaxes:
         def error(level: float) -> float:
             self.in_time()
             cap = math.exp(level)
-            return float((self._softmax(cap * (self.scores / cap).tanh()) - seen.value)[at].square().sum())
+            return float((softmax(cap * (self.scores / cap).tanh()) - seen.value)[at].square().sum())
 
         largest = math.log(max(float(self.scores.abs().max()), 1e-300))
         nearest = min((largest + CAPS * n for n in range(-8, 9)), key=error)
         cap = nice(math.exp(least(error, nearest - CAPS, nearest + CAPS, 40)[1]), 10 * seen.loose)
         fault = Fault("scale-wrong", "attn", f"the scores have a soft cap: they are {cap:.5g} x tanh(score / {cap:.5g})")
-        value = self._softmax(cap * (self.scores / cap).tanh())
+        value = softmax(cap * (self.scores / cap).tanh())
         if seen.mostly(value, rows) is not None:  # a wide cap brings a single weight within its rounding
-            yield from filter(None, [seen.fitted(value, rows, fault)])
+            yield from seen.fits(value, rows, fault)
 
     def _rounded(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Scores, weights or the operands of the scores in fewer bits."""
         for words, rounded in roundings():
             self.in_time()
-            made = self._softmax(rounded(self.scores))
+            made = softmax(rounded(self.scores))
             ways = {"scores are": made, "attention weights are": rounded(seen.right), "scores and weights are": rounded(made)}
             for what, value in ways.items():
                 fault = Fault("reduced-precision", "attn", f"the {what} rounded {words}")
@@ -141,7 +138,7 @@ class Softmaxes:
 
                 def made_of(rounded: Formula, before: float = before, behind: float = behind, twice: bool = twice) -> Tensor:
                     product = rounded(self.q * before) @ rounded(self.k).mT
-                    return self._softmax((rounded(product) if twice else product) * behind)
+                    return softmax((rounded(product) if twice else product) * behind)
 
                 yield from rounded_mixture(seen, rows, made_of, self.in_time, scores=True)
 

@@ -1,0 +1,127 @@
+"""Read off how the logits follow from the last stream: by which norm and head, or from an earlier stream."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpt2.port.diagnosis.search import Fault
+from gpt2.port.dump.fits.library import Library
+from gpt2.port.dump.fits.linear import Linear
+from gpt2.port.dump.fits.normalising import Norm
+from gpt2.port.dump.fits.observed import Fit, Observed
+from gpt2.port.dump.fits.partial import left_out
+from gpt2.port.dump.fits.recorded import Arrays
+from gpt2.port.dump.simulation import Simulation, State
+from gpt2.port.dump.tolerance import UNITS
+
+FAR = 10  # times the tolerance: logits of one token, by their own size
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the logits follow: a fit of ``stage`` of block ``layer`` (None outside); ``right``: what the stage should be.
+
+    ``seen``: the array that the fit is of, if any.
+    """
+
+    fit: Fit
+    right: Tensor
+    stage: str = ""
+    layer: int | None = None
+    seen: Observed | None = None
+
+
+class Ending:
+    """The last norm and the head. ``earlier``: the stages of the blocks, as the program computes them."""
+
+    def __init__(self, simulation: Simulation, library: Library, arrays: Arrays, earlier: Sequence[State]) -> None:
+        self.simulation, self.library, self.arrays, self.earlier, self.pool = simulation, library, arrays, earlier, arrays.pool
+        self.wte = simulation.state["wte.weight"]
+        self.logits = self.pool.logits[..., : len(self.wte)]
+
+    def read(self, x: Tensor) -> Ended | None:
+        """Return how the logits follow from the last stream ``x`` (B, T, D); None if nothing known gives them."""
+        right = self.simulation.norm("ln_f", x)
+        normed = self.arrays.recorded("ln_f", right)
+        if any(self.gives(value) for value in ((normed, right) if normed is not None else (right,))):
+            return Ended(Fit((), x), x)
+        if (found := self._early(x)) is not None:
+            return found
+        if normed is None and (found := self._normed(x, right)) is not None:
+            return found
+        return self._headed(right if normed is None else normed)
+
+    def gives(self, normed: Tensor) -> bool:
+        """Return whether the head gives the logits from a normed stream; those of the last token alone are compared first."""
+        self.library.in_time()
+        given = self.pool.logits[:, -1:, : len(self.wte)]
+        near = self.pool.logits_error(normed[:, -1:] @ self.wte.T, given) <= FAR * self.pool.tolerance_at("logits")
+        return near and self._are_logits(normed @ self.wte.T)
+
+    def _are_logits(self, made: Tensor) -> bool:
+        given = self.pool.logits[..., : made.shape[-1]]
+        return self.pool.logits_error(made[:, -given.shape[1] :], given) <= self.pool.tolerance_at("logits")
+
+    def _normed(self, x: Tensor, right: Tensor) -> Ended | None:
+        """The last norm, as it is recorded or as the logits show it."""
+        vectors = self.library.vectors
+        eps = self.simulation.config.layer_norm_epsilon
+        own = Norm("ln_f", vectors["ln_f.weight"], vectors["ln_f.bias"], eps, vectors, {})
+        for seen in itertools.chain(self.arrays.observed("ln_f", right), self._solved(right)):
+            self.library.in_time()
+            fit = own.fit(seen, x, seen.wrong_rows())
+            if fit is not None and self._are_logits(fit.value @ self.wte.T):
+                return Ended(fit, right, "ln_f", None, seen)
+        return None
+
+    def _headed(self, x: Tensor) -> Ended | None:
+        """The head, as the logits show it."""
+        if self.logits.shape[:2] != x.shape[:2] or not bool(self.logits.isfinite().all()):
+            return None
+        unit, smallest = UNITS[self.pool.logits_dtype]
+        slack = unit * self.logits.abs() + smallest
+        seen = Observed(self.logits, slack, self.pool.tolerance_at("logits"), x @ self.wte.T, -1)
+        head = Linear(self.library, "wte.weight", "logits", self.wte.T, torch.zeros(len(self.wte), dtype=x.dtype), {})
+        rows = seen.wrong_rows()
+        if not bool(rows.any()):
+            return None
+        few = next(left_out(seen, rows, "logits", "not-loaded"), None)
+        fit = few.fit if few is not None and few.sure else head.fit(seen, x, rows) or (few.fit if few is not None else None)
+        return None if fit is None else Ended(fit, seen.right, "logits", None, seen)
+
+    def _early(self, x: Tensor) -> Ended | None:
+        """The head takes a stream of before the last block's result ``x``, or a block runs once more behind it."""
+        last = self.simulation.config.n_layer - 1
+        for n, state in enumerate(self.earlier):
+            for stage, normed in itertools.product(("x", "mid"), (True, False)):
+                if not self.gives(self.simulation.norm("ln_f", state[stage]) if normed else state[stage]):
+                    continue
+                words = f"the head takes the stream that enters h.{n}: this block and what follows have no effect"
+                later = range(n if stage == "x" else n + 1, last + 1)
+                faults = [Fault("layer-missing", "", words, layer=layer) for layer in later]
+                if stage == "mid":
+                    words = f"the head takes the stream behind h.{n}'s attention: its feed-forward is not added"
+                    faults.append(Fault("residual-missing", "", words, layer=n))
+                if not normed:
+                    faults.append(Fault("final-norm-missing", "ln_f", "the head takes it without the last norm"))
+                return Ended(Fit(tuple(faults), state[stage]), state[""], "", n)
+            again = self.simulation.run_block(n, {"x": x}, {})[""]
+            if self.gives(self.simulation.norm("ln_f", again)):
+                fault = Fault("layer-repeated", "", "it runs once more behind the last block", layer=n)
+                return Ended(Fit((fault,), again), x, "ln_f")
+        return None
+
+    def _solved(self, right: Tensor) -> Iterator[Observed]:
+        """Yield the normed stream that the logits show: there are more tokens in the vocabulary than features."""
+        logits, wte = self.logits, self.wte
+        if len(wte) < wte.shape[1] or logits.shape[:2] != right.shape[:2] or not bool(logits.isfinite().all()):
+            return
+        inverse = torch.linalg.pinv(wte.T)
+        unit, smallest = UNITS[self.pool.logits_dtype]
+        loose = unit * logits.abs() + smallest + self.pool.tolerance_at("logits") * logits.square().mean().sqrt()
+        yield Observed(logits @ inverse, loose @ inverse.abs(), self.pool.tolerance_at("ln_f"), right, -1)
