@@ -1,10 +1,11 @@
-"""Measure `gpt2 diagnose DUMP` on sets of programs that were written after it: tests/support/programs/second ... seventh.
+"""Measure `gpt2 diagnose DUMP` on sets of programs that were written after it: tests/support/programs/second ... eighth.
 
     python tools/second_dump_table.py --seconds 200 --seed 1           # dumps in an order drawn from a seed, for so long
     python tools/second_dump_table.py --level logits --pairs           # two faults at once
     python tools/second_dump_table.py --right 36                       # programs without a fault
-    python tools/second_dump_table.py --sixth --once                   # the sixth set, each fault once; and --third ... --seventh
-    python tools/second_dump_table.py --seventh --half A --once        # one of the two halves of the seventh
+    python tools/second_dump_table.py --sixth --once                   # the sixth set, each fault once; and --third ... --eighth
+    python tools/second_dump_table.py --seventh --half A --once        # one of the two halves of the seventh, or the eighth
+    python tools/second_dump_table.py --eighth --once --pairs --level full  # the pairs that were drawn for the eighth, 24
 
 Random models of three sizes; names are shuffled and say nothing. A dump whose fault changes the logits (against our own model,
 in float64) by less than four times the rounding of the right program's is left out. Each dump is a line of JSON on stdout.
@@ -31,24 +32,26 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from support.programs import fifth, fourth, second, seventh, sixth, third
+from support.programs import eighth, fifth, fourth, second, seventh, sixth, third
 from support.programs.second import DTYPES, LEVELS, Bed
 
 import gpt2
 
 LIMIT = 60  # seconds for one dump
 VISIBLE = 4.0  # times the rounding
-FAULTS = second.FAULTS | third.FAULTS | fourth.FAULTS | fifth.FAULTS | sixth.FAULTS | seventh.FAULTS
+FAULTS = second.FAULTS | third.FAULTS | fourth.FAULTS | fifth.FAULTS | sixth.FAULTS | seventh.FAULTS | eighth.FAULTS
 SETS = {
     "third": (third, third.ListBed),
     "fourth": (fourth, fourth.RustBed),
     "fifth": (fifth, fifth.FifthBed),
     "sixth": (sixth, sixth.SixthBed),
     "seventh": (seventh, seventh.SeventhBed),
+    "eighth": (eighth, eighth.EighthBed),
 }
 CAN_RUN = {"nested": lambda: shutil.which("node"), "rust": fourth.compiler, "java": lambda: not fifth.missing()}
 CAN_RUN |= {name: lambda name=name: not sixth.missing(name) for name in sixth.FAULTS}
 CAN_RUN |= {name: lambda name=name: not seventh.missing(name) for name in seventh.FAULTS}
+CAN_RUN |= {name: lambda name=name: not eighth.missing(name) for name in eighth.FAULTS}
 
 
 @functools.cache
@@ -121,7 +124,7 @@ def main() -> int:
             f"--{name}", dest="chosen", action="store_const", const=SETS[name], help=f"the {name} set, not the second"
         )
     parser.add_argument("--program", nargs="+", metavar="NAME", help="of the set, only these")
-    parser.add_argument("--half", choices=("A", "B"), help="of the seventh set, only this half")
+    parser.add_argument("--half", choices=("A", "B"), help="of the seventh or eighth set, only this half")
     parser.add_argument("--once", action="store_true", help="one dump of each fault that shows, or pair")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other dump after so many")
@@ -138,9 +141,12 @@ def main() -> int:
     if options.right:
         todo = [(*kinds[number % len(kinds)], ()) for number in range(options.right)]
     else:
-        half = {(name, fault): "B" for name in names for fault in FAULTS[name]} | dict.fromkeys(seventh.HALF_A, "A")
+        half = {(name, fault): "B" for name in names for fault in FAULTS[name]}
+        half |= dict.fromkeys(seventh.HALF_A | eighth.HALF_A, "A")
         asked = {name: [fault for fault in FAULTS[name] if options.half in (None, half[name, fault])] for name in names}
         sets = {name: list(itertools.combinations(asked[name], 2 if options.pairs else 1)) for name in names}
+        if options.pairs and chosen is eighth:
+            sets = {name: [pair for pair in eighth.PAIRS[name] if set(pair) <= set(asked[name])] for name in names}
         todo = [(*kind, faults) for kind in kinds for faults in sets[kind[0]]]
         draw.shuffle(todo)
     with tempfile.TemporaryDirectory() as folder:
