@@ -119,6 +119,8 @@ FUNCTIONS: dict[str, tuple[str, Formula]] = {
     **MISPLACED,
     "twice": ("the tanh GELU of the tanh GELU", lambda x: _tanh_gelu()(_tanh_gelu()(x))),
     "zero": ("always zero, as where a program divides 1 by 2 in integers", torch.zeros_like),
+    "times x": ("the tanh GELU multiplied by x once more, as if it were its factor", lambda x: x * _tanh_gelu()(x)),
+    "times x erf": ("the exact GELU multiplied by x once more", lambda x: x * F.gelu(x)),
     "no x": ("0.5 (1 + tanh(...)) without the factor x", lambda x: 0.5 * (1 + torch.tanh(_TANH * (x + 0.044715 * x**3)))),
 }
 CONSTANTS = {"0.7978845608": 0.7978845608, "0.79788456": 0.79788456, "float32": ROUNDED, "0.7979": 0.7979}  # for sqrt(2/pi)

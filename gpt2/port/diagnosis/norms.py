@@ -46,14 +46,17 @@ def layer_norm(
     centred: bool = True,
     square: bool = False,
     power: float = 0.5,
+    again: bool = False,
 ) -> Tensor:
     """Normalise over ``axes``. ``outside``: epsilon is added to the root. ``centred``: subtract the mean from the numerator.
     ``square``: divide by the root mean square. ``power``: 0.5 takes the root of the variance.
+    ``again``: takes the root of the divisor, too.
     """
     middle = x - x.mean(axes, keepdim=True)
     count = max(math.prod(x.shape[axis] for axis in axes) - correction, 1)
     spread = (x if square else middle).square().sum(axes, keepdim=True) / count
-    return (middle if centred else x) / (spread**power + eps if outside else (spread + eps) ** power) * weight + bias
+    divisor = spread**power + eps if outside else (spread + eps) ** power
+    return (middle if centred else x) / (divisor.sqrt() if again else divisor) * weight + bias
 
 
 class Norms:
@@ -115,6 +118,10 @@ class Norms:
             add("affine only", fault(undivided, "weight and bias are applied to x itself"), centred=False, power=0.0)
         add("centred only", fault(undivided, "the mean is subtracted, but nothing divides by the standard deviation"), power=0.0)
         add("by the variance", fault(undivided, "it divides by the variance, not by its root"), power=1.0)
+        for outside, words in ((True, "the standard deviation plus epsilon"), (False, "the standard deviation")):
+            rooted = fault(undivided, f"it divides by the root of {words}")
+            add(f"by the root of {words}", rooted, outside=outside, again=True)
+        add("by the square", fault(undivided, "it divides by the square of the variance"), power=2.0)
         if not trivial:
             add("no affine", no_affine, affine=plain)
             add("no weight", fault("layernorm-without-affine", "the weight is not applied"), affine=(plain[0], bias))

@@ -22,7 +22,8 @@ from gpt2.port.dump.fits.rounding import in_eight_bits, mantissa
 from gpt2.port.dump.simulation import Simulation, Stages, State
 from gpt2.port.dump.variants import Variant
 
-MOST_TOKENS = 24  # up to which every length of a prompt and of a window is tried on a small model; else, powers of two
+MOST_TOKENS = 24  # up to which every length of a prompt is tried on a small model; else, powers of two
+MOST_WINDOW = 64  # the same of windows, which are fewer
 Mask = Callable[[Tensor, Tensor], Tensor]  # from the numbers of queries (T, 1) and keys (T) to the visible keys (T, T)
 
 
@@ -38,6 +39,13 @@ def attention_variants(simulation: Simulation) -> Iterator[Variant]:
         yield _weighed(f"buffer of {size}", fault, causal, partial(_behind, size))
     for size in lengths(simulation):
         yield from _masked(size)
+    for size in lengths(simulation, MOST_WINDOW):
+        yield from _windows(size)
+    words = "a token sees the first one never, but for the first itself"
+    yield _weighed("not the first", Fault("mask-strict", "attn", words), lambda t, s: (s <= t) & ((s > 0) | (t == 0)))
+    words = "the terms of the sum over tokens are assigned, not added: the last value alone counts, with its weight"
+    fault = Fault("value-projection-wrong", "attn", words)
+    yield _shared("assigned", fault, _weights_on_top(lambda weights: weights.tril().triu()))
     for head in range(heads if heads > 1 else 0):
         fault = Fault("head-layout", "attn", f"every head weighs its values with the weights of head {head}")
         yield _shared(f"weights of head {head}", fault, _one_for_all(head))
@@ -48,10 +56,10 @@ def attention_variants(simulation: Simulation) -> Iterator[Variant]:
     yield from _narrow()
 
 
-def lengths(simulation: Simulation) -> list[int]:
-    """Return the lengths of a prompt, or of a window, that are tried."""
+def lengths(simulation: Simulation, most: int = MOST_TOKENS) -> list[int]:
+    """Return the lengths of a prompt, or of a window, that are tried: all of up to ``most`` tokens."""
     tokens = simulation.ids.shape[1]
-    if simulation.small and tokens <= MOST_TOKENS:
+    if simulation.small and tokens <= most:
         return list(range(1, tokens))
     return [1 << n for n in range(tokens.bit_length()) if 1 << n < tokens]
 
@@ -91,9 +99,6 @@ def _masked(size: int) -> Iterator[Variant]:
     def mask(label: str, id: str, words: str, visible: Mask, empty: Formula | None = None) -> Variant:
         return _weighed(f"{label} {size}", Fault(id, "attn", words), visible, empty)
 
-    see = f"a token sees the last {size} tokens alone, itself among them" if size > 1 else "a token sees itself alone"
-    window = Fault("mask-strict", "attn", see, fix=f"{MASKED}  # no window: a token sees all tokens before it")
-    yield _weighed(f"window {size}", window, lambda t, s: (s <= t) & (s > t - size))
     if size > 1:
         words = f"the first {size} tokens see each other, the later ones too"
         yield mask("prompt", "mask-missing", words, lambda t, s: (s <= t) | (torch.maximum(t, s) < size))
@@ -110,6 +115,29 @@ def _masked(size: int) -> Iterator[Variant]:
     yield mask("late slot", "cache-inconsistent", late, causal, lambda t: t >= size)
     late = f"{start}: a token does not see the last token of the prompt"
     yield mask("prompt cut", "cache-inconsistent", late, lambda t, s: (s <= t) & ((t < size) | (s != size - 1)))
+
+
+def _windows(size: int) -> Iterator[Variant]:
+    """Yield the masks that hide earlier tokens, by the number of those seen."""
+
+    def hides(words: str, visible: Mask) -> Variant:
+        fault = Fault("mask-strict", "attn", words, fix=f"{MASKED}  # no window: a token sees all tokens before it")
+        return _weighed(words, fault, lambda t, s: (s <= t) & visible(t, s))
+
+    see = f"a token sees the last {size} tokens alone, itself among them" if size > 1 else "a token sees itself alone"
+    yield hides(see, lambda t, s: s > t - size)
+    yield hides(f"{see}, and the first of all", lambda t, s: (s > t - size) | (s == 0))
+    if size > 1:
+        yield hides(f"a token sees those of its own {size} alone: attention runs in pieces", lambda t, s: t // size == s // size)
+        yield hides(f"a token sees every one that is {size} before another, itself first", lambda t, s: (t - s) % size == 0)
+
+
+def _weights_on_top(formula: Formula) -> Callable[[Simulation, int], Stages]:
+    def replaced(simulation: Simulation, layer: int) -> Stages:
+        right = simulation.right(layer)["attn.weights"]
+        return {"attn.weights": lambda s: formula(right(s))}
+
+    return replaced
 
 
 def _prompt_and_self(size: int, query: Tensor, key: Tensor) -> Tensor:
@@ -225,13 +253,8 @@ def _narrow() -> Iterator[Variant]:
             changed = partial(_rounded, letters, narrow, by_head)
             yield _shared(f"{letters} in {words}", fault, changed)
     for dtype in ("float16", "bfloat16"):
-
-        def weights(simulation: Simulation, layer: int, narrow: Formula = ways[dtype]) -> Stages:
-            right = simulation.right(layer)["attn.weights"]
-            return {"attn.weights": lambda s: narrow(right(s))}
-
         fault = Fault("reduced-precision", "attn", f"the attention weights are rounded to {dtype}")
-        yield _shared(f"weights in {dtype}", fault, weights)
+        yield _shared(f"weights in {dtype}", fault, _weights_on_top(ways[dtype]))
 
 
 def _rounded(letters: str, narrow: Formula, by_head: bool, simulation: Simulation, layer: int) -> Stages:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +10,8 @@ from gpt2.port.diagnosis.places import Place, collapsed
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.diagnosis.trail import post_norms, sequence_faults
 from gpt2.port.dump.attention_variants import attention_variants
-from gpt2.port.dump.faults import SHIFTS, block_variants, embedding_variants, norm_variants
+from gpt2.port.dump.branch_variants import branch_variants
+from gpt2.port.dump.faults import SHIFTS, block_variants, embedding_variants, norm_variants, standing
 from gpt2.port.dump.misloading import loading_variants
 from gpt2.port.dump.misloading_outside import end_variants, outside_variants, rounded_outside
 from gpt2.port.dump.narrowing import narrow_variants, quantised_variants
@@ -19,6 +20,9 @@ from gpt2.port.dump.simulation import Program, Simulation, Stage, Stages
 from gpt2.port.dump.variants import Variant, late, on_top
 
 FITTED = 0.5  # the price of many fitted numbers: a known formula that gives the same is preferred
+MOST_ROWS = 64  # of the position table, that steps are tried to begin at or to stay at
+BLOCKS: tuple[Callable[[Simulation], Iterable[Variant]], ...]
+BLOCKS = (block_variants, loading_variants, attention_variants, branch_variants)
 FREE = ("extra-bias", "untied-head")  # faults of the head with fitted numbers
 
 
@@ -135,7 +139,7 @@ class Table:
     @classmethod
     def of(cls, simulation: Simulation) -> Table:
         return cls(
-            (*block_variants(simulation), *loading_variants(simulation), *attention_variants(simulation)),
+            tuple(one for make in BLOCKS for one in make(simulation)),
             (*embedding_variants(simulation), *outside_variants(simulation)),
             (*norm_variants(simulation, "ln_f"), *end_variants(simulation)),
             tuple(run_variants(simulation)),
@@ -172,10 +176,16 @@ class Table:
         if whole:
             yield from self._everywhere()
         yield from (self._narrowed(pair, blocks, whole) for pair in self.narrow if blocks and (whole or pair[1] is None))
+        if whole and rare:
+            yield from (Candidate(tuple((one, n) for n in some)) for some in _parts(self.layers) for one in self._in(some))
         for n in blocks:
             variants = (one for one in self.blocks if (rare or not one.rare) and (len(blocks) == 1 or not one.shared))
             yield from (Candidate(((variant, n),)) for variant in variants)
             yield from (Candidate(sites) for sites in self._both_norms(range(n, n + 1), is_last and n == last - 1))
+
+    def _in(self, blocks: tuple[int, ...]) -> Iterator[Variant]:
+        """Yield the variants that are tried in some blocks; in one alone, those of shared code: others are tried anyway."""
+        return (one for one in self.blocks if one.shared or (len(blocks) > 1 and not one.rare))
 
     def _narrowed(self, pair: tuple[Variant, Variant | None], blocks: range, whole: bool) -> Candidate:
         inside, outside = pair
@@ -191,9 +201,13 @@ class Table:
 
     def since(self, simulation: Simulation, token: int, first: int, last: int, is_first: bool) -> Iterator[Candidate]:
         """Yield every fault of a formula in the tokens from ``token`` on: in blocks ``first`` to ``last``, or the embeddings."""
-        for variant in embedding_variants(simulation, tuple(sorted({*SHIFTS, token}))) if is_first else ():
+        rows = range(min(simulation.config.n_positions, MOST_ROWS) if simulation.small else 1)  # where steps may begin
+        shifts = tuple(sorted({*SHIFTS, token, *rows[1:]}))
+        for variant in embedding_variants(simulation, shifts) if is_first else ():
             if not variant.rare:
                 yield Candidate(((late(variant, token), None),))
+        for row in rows[1:] if is_first else ():
+            yield Candidate(((late(standing(row), token), None),))
         unbiased = (one for one in self.blocks if {fault.id for fault in one.blame(0)} == {"missing-bias"})
         formulas = {one.label: one for one in (*block_variants(simulation), *unbiased) if not one.rare}
         for variant in (late(one, token) for one in formulas.values()):
@@ -232,3 +246,10 @@ class Table:
         out += [tuple(sorted(right, key=str)), (*right[1:], 0), (right[-1], *right[:-1]), right + right]
         out += [(n,) * self.layers for n in (right[0], right[-1])]
         yield from (order for order in dict.fromkeys(out) if order != right and order)
+
+
+def _parts(layers: int) -> list[tuple[int, ...]]:
+    """Return parts of the blocks that programs treat otherwise: every other one, all but the first, all but the last."""
+    every = tuple(range(layers))
+    parts = dict.fromkeys((every[1::2], every[::2], every[1:], every[:-1])) if layers > 1 else {}
+    return [part for part in parts if len(part) < layers]

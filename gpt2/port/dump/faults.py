@@ -307,5 +307,15 @@ def embedding_variants(simulation: Simulation, shifts: tuple[int, ...] = SHIFTS)
             yield Variant(" ".join(("embed", *option.path)), _always(faults), partial(replaced, option.path), True, rare)
 
 
+def standing(row: int) -> Variant:
+    """Return the fault of a program that gives every token the position ``row``."""
+    fault = Fault("position-offset", "wpe", f"every token is given position {row}")
+
+    def replaced(simulation: Simulation, layer: int) -> Stages:
+        return {"embed": lambda s: simulation.state["wte.weight"][simulation.ids] + simulation.state["wpe.weight"][row]}
+
+    return Variant(fault.detail, _always((fault,)), replaced, True)
+
+
 def _always(faults: tuple[Fault, ...]) -> Blame:
     return lambda layer: faults

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from gpt2.measure.metrics import Progress
 from gpt2.port.deadline import Deadline
 from gpt2.port.dump.candidates import Candidate, Table
-from gpt2.port.dump.fitting import fitted_scales
+from gpt2.port.dump.fitting import fitted
 from gpt2.port.dump.segments import BETTER, Fit, Segment
 from gpt2.port.dump.sieve import Nearness, Sieve
 
@@ -72,14 +72,12 @@ class Search:
         return self._confirmed(self._rank(list(late), None, f"faults from token {token} on"), Candidate())
 
     def _fitted(self) -> list[Fit]:
-        """Return the factor of the scores that explains the segment, in all blocks whose scores are computed in it."""
+        """Return the faults with one fitted number that explain the segment, such as a factor of the scores or of a branch."""
         segment = self.segment
-        blocks = [n for n in range(segment.first, segment.last) if segment.span.computes(n, "attn.scores")]
-        if not blocks or not self.sieve.small or self.late():
+        if not self.sieve.small or self.late():
             return []
-        return [fit for candidate in fitted_scales(self.sieve.whole, blocks, self.deadline) for fit in segment.fits(candidate)][
-            :1
-        ]
+        candidates = fitted(self.sieve.whole, range(segment.first, segment.last), self.deadline)
+        return next((fits for one in candidates if (fits := list(segment.fits(one)))), [])
 
     def _quantised(self) -> list[Fit]:
         """Return the matrices in integers that explain the segment, if all blocks are in it, or one."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -30,6 +31,8 @@ READERS = {
     "mlp.c_proj": ("mlp.c_proj",),
 }
 MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+PARTS = (MATRICES, MATRICES[1:], MATRICES[:2], MATRICES[2:])
+SOME_MATRICES: tuple[tuple[str, ...], ...] = ((), *((one,) for one in MATRICES), *PARTS)
 QKV = READERS["attn.c_attn"]
 ALL = tuple(stage for stages in READERS.values() for stage in stages)
 INPUTS = {"attn.c_proj": "attn.heads", "mlp.c_fc": "ln_2", "mlp.c_proj": "mlp.act"}
@@ -250,6 +253,8 @@ def _exchanged() -> Iterator[Variant]:
     for one, other in (("attn.c_proj.bias", "mlp.c_proj.bias"), ("mlp.c_proj.bias", "attn.c_proj.bias")):
         fault = Fault("wrong-tensor", one.removesuffix(".bias"), f"{one} holds the checkpoint's {other}")
         yield misread(f"{one} is {other}", fault, holds(one, other), one.removesuffix(".bias"))
+    words = "the second layer's bias is the beginning of the first one's, which has none"
+    yield misread("bias handed down", Fault("wrong-tensor", "mlp.c_proj.bias", words), _handed_down, "mlp.c_fc", "mlp.c_proj")
     both = exchanges(("attn.c_proj.bias", "mlp.c_proj.bias"))
     words = "the biases of the two c_proj have changed places"
     yield misread("biases exchanged", Fault("wrong-tensor", "attn.c_proj", words), both, "attn.c_proj", "mlp.c_proj")
@@ -260,6 +265,11 @@ def _exchanged() -> Iterator[Variant]:
     words = "the parameters of ln_1 and ln_2 have changed places"
     norms = exchanges(("ln_1.weight", "ln_2.weight"), ("ln_1.bias", "ln_2.bias"))
     yield misread(words, Fault("norms-swapped", "ln_1", words), norms, "ln_1", "ln_2")
+
+
+def _handed_down(weights: Mapping[str, Tensor], config: GPT2Config) -> Mapping[str, Tensor]:
+    bias = weights["mlp.c_fc.bias"]
+    return {"mlp.c_fc.bias": torch.zeros_like(bias), "mlp.c_proj.bias": bias[: config.n_embd]}
 
 
 def _others(config: GPT2Config) -> Iterator[Variant]:
@@ -310,18 +320,19 @@ def _on(step: int, layers: int, layer: int) -> int:
 
 def _rounded() -> Iterator[Variant]:
     for dtype in (*NARROW, SCALED, CUT, "int8", "int8 a tensor"):
-        for module in ("",) if dtype in (SCALED, CUT) else ("", *MATRICES):
+        for modules in ((),) if dtype in (SCALED, CUT) else SOME_MATRICES:
 
             def change(
-                weights: Mapping[str, Tensor], config: GPT2Config, dtype: str = dtype, module: str = module
+                weights: Mapping[str, Tensor], config: GPT2Config, dtype: str = dtype, modules: tuple[str, ...] = modules
             ) -> Mapping[str, Tensor]:
-                matrices = {name: tensor for name, tensor in weights.items() if name.startswith(module)}
-                if module or dtype.startswith("int8"):  # alone, or quantised: the matrices, not biases and norms
+                matrices = {name: tensor for name, tensor in weights.items() if not modules or name.startswith(modules)}
+                if modules or dtype.startswith("int8"):  # alone, or quantised: the matrices, not biases and norms
                     matrices = {name: tensor for name, tensor in matrices.items() if tensor.ndim > 1}
                 return {name: narrowed(dtype, tensor) for name, tensor in matrices.items()}
 
-            words = f"the weights are the checkpoint's rounded to {dtype}"
-            part = f"{module}.weight" if module else ""
-            stages = READERS[module] if module else ALL
-            rare = bool(module) and dtype in ("float8_e4m3fn", "int8 a tensor")
-            yield misread(f"{module} rounded to {dtype}", Fault("reduced-precision", part, words), change, *stages, rare=rare)
+            which = f"the weights of {' and '.join(modules)}" if len(modules) > 1 else "the weights"
+            fault = Fault("reduced-precision", "", f"{which} are the checkpoint's rounded to {dtype}")
+            fault = replace(fault, part=f"{modules[0]}.weight") if len(modules) == 1 else fault
+            stages = [stage for module in modules or READERS for stage in READERS[module]]
+            rare = bool(modules) and (len(modules) > 1 or dtype in ("float8_e4m3fn", "int8 a tensor"))
+            yield misread(f"{' '.join(modules)} rounded to {dtype}", fault, change, *stages, rare=rare)

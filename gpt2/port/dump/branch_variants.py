@@ -1,0 +1,161 @@
+"""List faults of what a branch takes, makes of its result, and gives to the stream, as stages of a simulation.
+
+They are families: every third of c_attn in place of every other, every branch left out, every order of the axes of the heads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gpt2.port.diagnosis.activations import FUNCTIONS
+from gpt2.port.diagnosis.norms import layer_norm
+from gpt2.port.diagnosis.scores import Layout
+from gpt2.port.diagnosis.search import Fault, Formula
+from gpt2.port.dump.fits.rounding import mantissa
+from gpt2.port.dump.simulation import Simulation, Stage, Stages
+from gpt2.port.dump.variants import Variant
+
+LETTERS = {"q": "queries", "k": "keys", "v": "values"}
+AXES = {"batch": 0, "head": 1, "token": 2, "unit": 3}  # of the heads' results (B, H, T, K)
+BRANCHES = {"mid": ("attn.c_proj", "x", "attention's result"), "": ("mlp.c_proj", "mid", "the feed-forward's result")}
+ACTIVE = {
+    "attn.c_proj": "attention's result",
+    "mlp.c_proj": "the feed-forward's result",
+    "attn.heads": "the merged heads",
+    "attn.v": "the values",
+    "": "the stream behind the block",
+}
+ROUNDED = {
+    "ln_1": "the norm before attention is",
+    "attn.scores": "the scores are",
+    "attn.heads": "the merged heads are",
+    "attn.c_proj": "attention's result is",
+    "ln_2": "the norm before the feed-forward is",
+    "mlp.c_fc": "what enters the activation is",
+    "mlp.act": "the activation is",
+    "mlp.c_proj": "the feed-forward's result is",
+}
+BITS = {"bfloat16": 7, "float16": 10}
+
+
+def branch_variants(simulation: Simulation) -> Iterator[Variant]:
+    """Yield the known faults of what a branch takes and gives."""
+    yield from _unnormed()
+    yield from _thirds()
+    yield from _merged(simulation)
+    for stage, (branch, stream, what) in BRANCHES.items():
+        dropped = Fault("residual-missing", stage, f"{what} is dropped: it is not added to the stream")
+        yield Variant.of(f"{branch} dropped", [dropped], partial(_copied, stage, stream))
+        words = f"{what} is added to its normalised input, without that norm's weight and bias, not to the stream before the norm"
+        fault = Fault("residual-from-normed", stage, words)
+        yield Variant.of(f"{branch} on bare norm", [fault], partial(_on_bare_norm, (stage,)))
+    words = "each branch's result is added to its normalised input, without weight and bias, as if the norm wrote over the stream"
+    yield Variant.of("both on bare norm", [Fault("residual-from-normed", "", words)], partial(_on_bare_norm, ("mid", "")))
+    for stage, what in ACTIVE.items():
+        for name in ("relu", "gelu_new", "tanh"):
+            words = f"{what} goes through an activation, {FUNCTIONS[name][0]}; GPT-2 has none there"
+            changed = partial(_on_top, {stage: FUNCTIONS[name][1]})
+            yield Variant.of(f"{name} on {stage}", [Fault("gelu-variant", stage, words)], changed, name != "relu")
+    yield from _rounded()
+
+
+def _on_top(formulas: dict[str, Formula], simulation: Simulation, layer: int) -> Stages:
+    def stage(name: str, formula: Formula) -> Stage:
+        right = simulation.right(layer)[name]
+        return lambda s: formula(right(s))
+
+    return {name: stage(name, formula) for name, formula in formulas.items()}
+
+
+def _rounded() -> Iterator[Variant]:
+    """Yield values that are stored in fewer bits, at one place of a block, and the activation between two such values."""
+    for dtype, bits in BITS.items():
+        narrow = partial(mantissa, bits, False)
+        for stage, words in ROUNDED.items():
+            fault = Fault("reduced-precision", stage, f"{words} rounded to {dtype}")
+            yield Variant.of(f"{stage} in {dtype}", [fault], partial(_on_top, {stage: narrow}), True)
+        words = f"the activation takes and gives {dtype}, as a table of its values does"
+        both = partial(_on_top, {"mlp.c_fc": narrow, "mlp.act": narrow})
+        yield Variant.of(f"activation in {dtype}", [Fault("reduced-precision", "mlp.act", words)], both)
+        words = f"the results of norms, projections and activations are rounded to {dtype}"
+        every = partial(_on_top, dict.fromkeys(ROUNDED, narrow))
+        yield replace(Variant.of(words, [Fault("reduced-precision", "", words)], every, True), shared=True)
+
+
+def _copied(stage: str, source: str, simulation: Simulation, layer: int) -> Stages:
+    return {stage: lambda s: s[source]}
+
+
+def _on_bare_norm(stages: tuple[str, ...], simulation: Simulation, layer: int) -> Stages:
+    def summed(branch: str, stream: str) -> Stage:
+        return lambda s: layer_norm(s[stream], eps=simulation.config.layer_norm_epsilon) + s[branch]
+
+    return {stage: summed(*BRANCHES[stage][:2]) for stage in stages}
+
+
+def _unnormed() -> Iterator[Variant]:
+    """Yield projections of some of queries, keys and values that take the stream as it is, without the norm."""
+    for count in (2, 1):
+        for letters in itertools.combinations(LETTERS, count):
+            words = f"{' and '.join(LETTERS[one] for one in letters)} are computed from the stream before the norm"
+            yield Variant.of(f"{letters} not normed", [Fault("norm-missing", "ln_1", words)], partial(_from_stream, letters))
+
+
+def _from_stream(letters: tuple[str, ...], simulation: Simulation, layer: int) -> Stages:
+    def stage(name: str) -> Stage:
+        right = simulation.right(layer)[name]
+        return lambda s: right({**s, "ln_1": s["x"]})
+
+    return {f"attn.{one}": stage(f"attn.{one}") for one in letters}
+
+
+def _thirds() -> Iterator[Variant]:
+    """Yield queries, keys and values of which one is computed twice or three times, and another one never."""
+    for order in itertools.product(LETTERS, repeat=3):
+        given = dict(zip(LETTERS, order, strict=True))
+        wrong = {one: other for one, other in given.items() if one != other}
+        if not wrong or len(set(order)) == 3 or wrong.keys() == {"v"}:  # a permutation, or mixing what is not the values
+            continue
+        words = ", ".join(f"the {LETTERS[one]} are the {LETTERS[other]}" for one, other in wrong.items())
+        fault = Fault("qkv-order", "attn", f"{words}: a third of c_attn serves twice")
+        yield Variant.of(f"thirds {''.join(order)}", [fault], partial(_of_third, wrong))
+
+
+def _of_third(wrong: dict[str, str], simulation: Simulation, layer: int) -> Stages:
+    right = simulation.right(layer)
+    return {f"attn.{one}": right[f"attn.{other}"] for one, other in wrong.items()}
+
+
+def _merged(simulation: Simulation) -> Iterator[Variant]:
+    """Yield heads whose results are put together with their axes in another order, by a view of other memory."""
+    rows, heads = len(simulation.ids), simulation.config.n_head
+    shape = (rows, heads, simulation.ids.shape[1], simulation.config.head_dim)
+    numbers = torch.arange(shape[0] * shape[1] * shape[2] * shape[3]).reshape(shape)
+    ways: dict[str, Formula] = {}
+    for order, exchanged in itertools.product(itertools.permutations(AXES), (False, True)):
+        words = "rows and heads, which are one axis, are taken for heads and rows, and " if exchanged else ""
+        words += f"the heads' results are viewed as (B, T, D) while they lie in memory as ({', '.join(order)})"
+        ways[words] = partial(_in_memory, order, exchanged)
+    seen = [layout.merge(numbers) for layout in Layout]  # GPT-2's own, and the walk's
+    for words, way in ways.items():
+        made = way(numbers)
+        if any(torch.equal(made, other) for other in seen):
+            continue
+        seen.append(made)
+        yield Variant.of(f"merged {words}", [Fault("head-layout", "attn", words)], partial(_merging, way), mixes_rows=rows > 1)
+
+
+def _in_memory(order: tuple[str, ...], exchanged: bool, mixed: Tensor) -> Tensor:
+    rows, heads, tokens, size = mixed.shape
+    mixed = mixed.reshape(heads, rows, tokens, size).transpose(0, 1) if exchanged else mixed
+    return mixed.permute([AXES[one] for one in order]).reshape(rows, tokens, -1)
+
+
+def _merging(way: Formula, simulation: Simulation, layer: int) -> Stages:
+    return {"attn.heads": lambda s: way(s["attn.mixed"])}
