@@ -53,11 +53,15 @@ def run(w: dict[str, np.ndarray], fault: str = "") -> np.ndarray:
             held = [one[:0] for one in held]
         ends = [PROMPT, *range(PROMPT + 1, len(row) + 1)]
         for begin, end in zip([0, *ends], ends, strict=False):
-            x = w["wte.weight"][row[begin:end]] + w["wpe.weight"][begin:end]
+            at = np.minimum(np.arange(begin, end), 1 if fault == "steps stay at 1" and begin else end)
+            x = w["wte.weight"][row[begin:end]] + w["wpe.weight"][at]
             buffer = np.zeros((end - begin, WIDTH))
             pasts = [one.copy() for one in held]
             for n in range(layers):
                 q, k, v = np.split(linear(norm(x, w, f"h.{n}.ln_1"), f"h.{n}.attn.c_attn"), 3, -1)
+                if fault == "keys and values not normed":
+                    _, k, v = np.split(linear(x, f"h.{n}.attn.c_attn"), 3, -1)
+                k = v if fault == "values as keys" else k
                 if fault == "values in float8":
                     v = narrow(v, 3)
                 new = np.stack([k, v], 1).reshape(-1, 2, HEADS, size)
@@ -69,11 +73,14 @@ def run(w: dict[str, np.ndarray], fault: str = "") -> np.ndarray:
                 held[n] = np.concatenate([held[n], new])
                 scores = np.einsum("thk,shk->hts", q.reshape(-1, HEADS, size), keys[:, 0]) / np.sqrt(size)
                 far = np.arange(len(keys))[None] - (len(keys) - len(x)) - np.arange(len(x))[:, None]
-                hidden = (far > 0) | ((far <= -2) & (fault == "window"))
+                windowed = fault == "window" or (fault == "window in odd blocks" and n % 2)
+                hidden = (far > 0) | ((far <= -2) & windowed)
                 weights = softmax(np.where(hidden, -np.inf, scores))
                 weights = weights[[1] * HEADS] if fault == "weights of head 1" else weights
                 buffer = np.einsum("hts,shk->thk", weights, keys[:, 1]).reshape(-1, WIDTH) + buffer * (fault == "buffer kept")
-                x = x + linear(buffer, f"h.{n}.attn.c_proj")
+                y = linear(buffer, f"h.{n}.attn.c_proj")
+                y = np.maximum(y, 0) if fault == "relu behind attention" else y
+                x = x + y * {"attention dropped": 0.0, "attention by 0.37": 0.37}.get(fault, 1.0)
                 wide = linear(norm(x, w, f"h.{n}.ln_2"), f"h.{n}.mlp.c_fc")
                 x = x + linear(0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3))), f"h.{n}.mlp.c_proj")
             out.append(norm(x, w, "ln_f") @ w["wte.weight"].T)
@@ -99,6 +106,13 @@ SLOW = pytest.mark.slow
         pytest.param("values in float8", "reduced-precision", marks=SLOW),
         pytest.param("bfloat16 inputs", "reduced-precision", marks=SLOW),
         pytest.param("last tokens left out", "untied-head", marks=SLOW),
+        ("keys and values not normed", "norm-missing"),
+        pytest.param("values as keys", "qkv-order", marks=SLOW),
+        pytest.param("window in odd blocks", "mask-strict", marks=SLOW),
+        pytest.param("relu behind attention", "gelu-variant", marks=SLOW),
+        pytest.param("attention dropped", "residual-missing", marks=SLOW),
+        pytest.param("attention by 0.37", "residual-scaled", marks=SLOW),
+        pytest.param("steps stay at 1", "position-offset", marks=SLOW),
     ],
 )
 def test_a_fault_of_an_engine_is_found_from_logits_alone(model: GPT2, fault: str, cause: str) -> None:  # noqa: F811

@@ -18,7 +18,7 @@ from gpt2.port.diagnosis.norms import layer_norm
 from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault, Formula
 from gpt2.port.dump.fits.rounding import mantissa
-from gpt2.port.dump.simulation import Simulation, Stage, Stages
+from gpt2.port.dump.simulation import Simulation, Stage, Stages, State
 from gpt2.port.dump.variants import Variant
 
 LETTERS = {"q": "queries", "k": "keys", "v": "values"}
@@ -62,7 +62,48 @@ def branch_variants(simulation: Simulation) -> Iterator[Variant]:
             words = f"{what} goes through an activation, {FUNCTIONS[name][0]}; GPT-2 has none there"
             changed = partial(_on_top, {stage: FUNCTIONS[name][1]})
             yield Variant.of(f"{name} on {stage}", [Fault("gelu-variant", stage, words)], changed, name != "relu")
+    words = "the scores take the place of the weights, divided by the number of tokens, without a softmax"
+    yield Variant.of("scores for weights", [Fault("softmax-missing", "attn", words)], _unsoftened)
+    words = "the positions are added to the stream once more before the block"
+    yield Variant.of("positions again", [Fault("position-offset", "wpe", words)], _positions_again)
+    yield from _lost_heads(simulation.config.n_head)
     yield from _rounded()
+
+
+def _unsoftened(simulation: Simulation, layer: int) -> Stages:
+    return {"attn.weights": lambda s: s["attn.scores"].masked_fill(~simulation.seen, 0.0) / s["attn.scores"].shape[-1]}
+
+
+def _positions_again(simulation: Simulation, layer: int) -> Stages:
+    right, table = simulation.right(layer), simulation.state["wpe.weight"]
+    if layer == 0:  # where they are added in any case
+        return {}
+
+    def added(s: State) -> Tensor:  # a run may give fewer tokens at once
+        return s["x"] + table[: s["x"].shape[1]]
+
+    return {"ln_1": lambda s: right["ln_1"]({**s, "x": added(s)}), "mid": lambda s: right["mid"]({**s, "x": added(s)})}
+
+
+def _lost_heads(heads: int) -> Iterator[Variant]:
+    """Yield one head whose result is zero, or has another sign."""
+    for head in range(heads if heads > 1 else 0):
+        fault = Fault("head-layout", "attn", f"the result of head {head} is zero, as if the loop over heads left it out")
+        kept = torch.ones(heads, 1, 1, dtype=torch.float64)
+        kept[head] = 0.0
+        yield replace(Variant.of(f"head {head} lost", [fault], partial(_on_heads, kept), True), shared=True)
+    fault = Fault("wrong-tensor", "attn.c_proj", "the output projection's weight has the other sign")
+    yield Variant.of("c_proj negated", [fault], partial(_on_heads, torch.tensor(-1.0, dtype=torch.float64)), True)
+
+
+def _on_heads(factor: Tensor, simulation: Simulation, layer: int) -> Stages:
+    right = simulation.right(layer)["attn.mixed"]
+
+    def mixed(s: State) -> Tensor:
+        made = right(s)
+        return made * factor.to(made) if factor.ndim == 0 or len(factor) == made.shape[1] else made
+
+    return {"attn.mixed": mixed}
 
 
 def _on_top(formulas: dict[str, Formula], simulation: Simulation, layer: int) -> Stages:

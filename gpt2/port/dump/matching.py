@@ -19,6 +19,7 @@ SIEVED = 5e-5  # the largest error of a fit in float32, on few tokens, beside th
 LATER = 2  # the least token from which on faults of later tokens alone are tried: to the first, many faults change nothing
 FIRSTS = 120  # faults that pairs are built on
 RARER = 30  # faults beside which rare ones are tried
+CLOSE = 8.0  # times the tolerance: an error that a fitted number may take away by chance
 QUANTISED = 2.0  # the largest error, over the root mean square, that integers of four bits and more are tried for
 SUMMED = 2500  # faults whose effects are added in pairs
 SUMS = 240  # pairs whose added effects come nearest, by each measure, that are computed
@@ -74,7 +75,8 @@ class Search:
     def _fitted(self) -> list[Fit]:
         """Return the faults with one fitted number that explain the segment, such as a factor of the scores or of a branch."""
         segment = self.segment
-        if not self.sieve.small or self.late():
+        near = segment.right_errors.get(segment.end, math.inf) <= CLOSE * segment.allowed(segment.end)
+        if near or not self.sieve.small or self.late():
             return []
         candidates = fitted(self.sieve.whole, range(segment.first, segment.last), self.deadline)
         return next((fits for one in candidates if (fits := list(segment.fits(one)))), [])
