@@ -39,11 +39,13 @@ def outside_variants(simulation: Simulation) -> Iterator[Variant]:
 
 
 def end_variants(simulation: Simulation) -> Iterator[Variant]:
-    """Yield faults of loading behind the blocks: of the last norm's parameters and of the head's table."""
+    """Yield faults of loading behind the blocks: of the last norm and its parameters, and of the head's table."""
     words = "ln_f: weight and bias have changed places"
     yield Variant(
         "ln_f weight is bias", lambda layer: (Fault("wrong-tensor", "ln_f", words, "weight and bias exchanged"),), _norm_exchanged
     )
+    twice = Fault("extra-norm", "ln_f", "the last norm runs twice, the second time on its own result")
+    yield _outside("ln_f twice", twice, lambda simulation, layer: {"ln_f": lambda s: _normed_twice(simulation, s)})
     words = "the head's table was reshaped where it had to be transposed"
     fault = Fault("transposed", "logits", words)
     yield _outside("head reshaped", fault, lambda simulation, layer: {"head": partial(_reshaped_table, simulation)})
@@ -54,6 +56,10 @@ def end_variants(simulation: Simulation) -> Iterator[Variant]:
 
 def _norm_exchanged(simulation: Simulation, layer: int) -> Stages:
     return {"ln_f": normed(simulation, "x", simulation.state["ln_f.bias"], simulation.state["ln_f.weight"])}
+
+
+def _normed_twice(simulation: Simulation, s: State) -> Tensor:
+    return simulation.norm("ln_f", simulation.norm("ln_f", s["x"]))
 
 
 def _reshaped_table(simulation: Simulation, _: State) -> Tensor:
