@@ -117,6 +117,7 @@ class PlacedCause:
         return Cause(self.id, where, self.detail, self.evidence, self.confidence, fix)
 
 
+DROPPED = "of a block that drops attention's result: its feed-forward takes the block's input, as in a parallel block"
 # The cause on the left explains those on the right, which are dropped, at the same place or at the part of it that is named: what
 # else is missing there is a fault of its own.
 EXPLAINS: dict[str, dict[str, str]] = {
@@ -131,6 +132,7 @@ EXPLAINS: dict[str, dict[str, str]] = {
     "value-projection-wrong": {"missing-bias": "attn.c_attn v", "wrong-tensor": "attn.c_attn v"},
     "head-layout": {"missing-bias": ""},
     "position-sinusoidal": {"position-missing": ""},
+    "residual-missing": {"parallel-block": DROPPED},
 }
 FUTURE = ("head-layout", "mask-missing", "mask-multiplied", "mask-off-by-one", "mask-strict", "softmax-axis", "softmax-missing")
 RANDOM = ("not-deterministic", "dropout-active", "ffn-dropout")
@@ -225,6 +227,8 @@ def _unexplained(cause: PlacedCause, others: Iterable[PlacedCause], layers: int)
 
 def _follows(place: Place, from_place: Place, part: str) -> bool:
     """Return whether a fault at ``place`` follows from one at ``from_place``, or at a part of that."""
+    if part == DROPPED:
+        return from_place.part == "mid" and Place(from_place.layer, "").contains(place)
     if not part:
         same_share = not from_place.share or place.share == from_place.share
         return same_share and (from_place.contains(place) or (place.contains(from_place) and bool(place.part)))

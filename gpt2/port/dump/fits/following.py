@@ -146,7 +146,7 @@ class Following:
             waiting = [stage for stage in STAGES if stage not in known and stage not in ("attn.scores",)]
             if "" in known or not waiting or self._shown_behind(layer, state):
                 return state
-            ways = itertools.product((self._fitted, self._unknown, self._hidden), waiting)
+            ways = itertools.product((self._fitted, self._skipped, self._unknown, self._hidden), waiting)
             found = ((stage, look(layer, stage, state, known)) for look, stage in ways)
             stage, value = next(((stage, value) for stage, value in found if value is not None), ("", None))
             if value is None:
@@ -186,6 +186,18 @@ class Following:
             if bool(rows.any()) and (fit := self.operators.fit(layer, stage, state, seen, rows)) is not None:
                 return self._kept(layer, stage, seen, fit)
         return None
+
+    def _skipped(self, layer: int, stage: str, state: State, known: set[str]) -> Tensor | None:
+        """Return the stream without a branch whose result is not added, if what follows is recorded so."""
+        if stage not in ("mid", ""):
+            return None
+        value, branch = (state["x"], "attention") if stage == "mid" else (state["mid"], "the feed-forward")
+        after = {**state, stage: value}
+        if not (self._confirmed(layer, stage, state, value) if stage == "mid" else self._shown_behind(layer, after)):
+            return None
+        self._departs(layer, stage, value, state[stage])
+        self.faults.append(Fault("residual-missing", stage, f"the result of {branch} is not added to the stream", layer=layer))
+        return value
 
     def _sure(self, layer: int, stage: str, state: State) -> list[Observed]:
         """Return the arrays that are a stage's value, because what follows is recorded as they give it."""

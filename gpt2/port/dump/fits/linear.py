@@ -27,6 +27,8 @@ from gpt2.port.dump.fits.rounding import quantised
 MOST = 2**29  # products of columns that are compared
 MOST_TOKENS = 64  # that a sum of heads is fitted to
 LEAST_MATCHED = 0.4  # of the columns of a weight, to say where they come from
+LEAST_ANGLES = 8  # different tokens that show whether angles between them are kept
+MOST_BENT = 0.4  # one minus the correlation of these angles
 ALIKE = 0.5  # cosine of a result and GPT-2's, from which on the weight may be a rounded one
 Family = Callable[[Observed, Tensor, Tensor], Iterator[Fit]]
 
@@ -309,12 +311,17 @@ class Linear:
     def unknown(self, seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
         """Return the fit of weights that are not the checkpoint's in any known way, for a value that what follows confirms.
 
-        With more tokens than inputs, the value must be linear in ``x``; with fewer, every value is.
+        With more tokens than inputs, the value must be linear in ``x``. With fewer, every value is: it must have little in
+        common with GPT-2's, and its tokens must be as like each other as those of ``x`` are, which a product with many
+        independent columns keeps, and what mixes tokens does not.
         """
         inputs, wanted = torch.nn.functional.pad(x[rows], (0, 1), value=1.0), seen.value[rows]
         if not len(inputs):
             return None
-        if len(inputs) > inputs.shape[1]:
+        if distinct(inputs) <= inputs.shape[1]:
+            if abs(self.likeness(seen, rows)) > ALIKE or not _keeps_angles(x[rows], wanted):
+                return None
+        else:
             made = inputs @ torch.linalg.lstsq(inputs, wanted).solution
             if not bool(seen.agrees(seen.right.masked_scatter(rows[..., None], made))[rows].all()):
                 return None
@@ -326,3 +333,18 @@ class Linear:
         """Return the cosine of the result and GPT-2's, each without its mean."""
         one, other = (value[rows].flatten() - value[rows].mean() for value in (seen.value, seen.right))
         return float(one @ other / (one.norm() * other.norm()).clamp(min=1e-300))
+
+
+def _keeps_angles(x: Tensor, y: Tensor) -> bool:
+    """Return whether the tokens of ``y`` (N, O) are as like each other as those of ``x`` (N, I) are."""
+    if distinct(x) < LEAST_ANGLES:
+        return False
+    alike = [(one - one.mean(0)) / (one - one.mean(0)).norm(dim=1, keepdim=True).clamp(min=1e-300) for one in (x, y)]
+    own, other = (one @ one.T for one in alike)
+    pairs = ~torch.eye(len(x), dtype=torch.bool)
+
+    def far(order: Tensor) -> float:
+        return 1 - float(torch.corrcoef(torch.stack([own[order][:, order][pairs], other[pairs]]))[0, 1])
+
+    order = torch.arange(len(x))
+    return far(order) < MOST_BENT and all(far(order) < far(order.roll(n)) / 2 for n in range(1, len(x)))

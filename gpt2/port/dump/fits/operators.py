@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -35,7 +36,7 @@ NAMES = {"q": "queries", "k": "keys", "v": "values"}
 BRANCHES = ("mid", "")  # the sums of stream and branch
 ATTENTION = ("attn.weights", "attn.mixed", "attn.heads")
 # The cause where values have limits.
-CLIPPED = {"mlp.act": "gelu-variant", "mlp.c_fc": "gelu-variant", "mid": "residual-scaled", "": "residual-scaled"}
+CLIPPED = {"mlp.act": "gelu-variant", "mid": "residual-scaled", "": "residual-scaled"} | dict.fromkeys(LINEAR, "gelu-variant")
 # The cause where some features of a stage are not computed; not-loaded for a linear layer.
 LEFT_OUT = {
     "ln_1": "layernorm-not-normalising",
@@ -79,6 +80,8 @@ class Operators:
             fault = Fault("reduced-precision", part, f"its result is rounded {words}")
             if (fit := seen.mostly(rounded(seen.right), rows, fault)) is not None:
                 return fit
+        if stage in LINEAR and (fit := activation_fit(seen, seen.right, rows, part)) is not None:
+            return fit
         bias = self.linear(layer, stage, state).bias if stage in LINEAR else None
         few = list(left_out(seen, rows, part, LEFT_OUT.get(stage, "not-loaded"), bias))
         if few and few[0].sure:
@@ -124,6 +127,9 @@ class Operators:
             fit = mixed.alone(seen, rows) or slots.mixed(seen, rows) or held.fit(seen, rows)
             return fit or mixed.fit(seen, rows) or self._whole(layer, state, seen, rows)
         if stage == "attn.heads":
+            for fault, merged in _merged(state["attn.mixed"], seen.value.shape):
+                if (fit := seen.fitted(merged, rows, fault)) is not None:
+                    return fit
             flat = replace(seen, value=split(seen.value), slack=split(seen.slack), right=split(seen.right))
             same = torch.eye(rows.shape[1], dtype=seen.value.dtype).expand(*rows.shape[:1], self.config.n_head, -1, -1)
             fit = Mixed(same, state["attn.mixed"], {}, self.library.in_time).fit(flat, rows)
@@ -133,10 +139,7 @@ class Operators:
         if stage in ("mid", ""):
             return sum_fit(seen, self._terms(layer, stage, state), rows, stage)
         linear = self.linear(layer, stage, state)
-        for order in itertools.permutations(range(4)) if stage == "attn.c_proj" else ():
-            merged = state["attn.mixed"].permute(order).reshape(seen.value.shape)
-            words = f"heads (B, H, T, D) are merged with their axes in the order {', '.join('BHTD'[axis] for axis in order)}"
-            fault = Fault("head-layout", "attn", words)
+        for fault, merged in _merged(state["attn.mixed"], seen.value.shape) if stage == "attn.c_proj" else ():
             if (fit := seen.fitted(merged @ linear.weight + linear.bias, rows, fault)) is not None:
                 return fit
         return linear.fit(seen, state[NEEDS[stage][0]], rows)
@@ -240,3 +243,10 @@ class Operators:
 
     def _split(self, y: Tensor) -> Tensor:
         return Layout.RIGHT.split(y, self.config.n_head)
+
+
+def _merged(mixed: Tensor, shape: torch.Size) -> Iterator[tuple[Fault, Tensor]]:
+    """Yield heads (B, H, T, D) that are merged with their axes in any order."""
+    for order in itertools.permutations(range(4)):
+        words = f"heads (B, H, T, D) are merged with their axes in the order {', '.join('BHTD'[axis] for axis in order)}"
+        yield Fault("head-layout", "attn", words), mixed.permute(order).reshape(shape)

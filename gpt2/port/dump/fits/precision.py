@@ -50,6 +50,8 @@ def products(weight: Tensor, stored: Iterator[tuple[str, Callable[[], Tensor]]])
         yield Product(f"its result is rounded {words}", same, own, rounded)
         yield Product(f"weight and bias hold the checkpoint's values rounded {words}", same, turned, same, words, rounded)
         yield Product(f"its input is rounded {words}", rounded, own, same)
+    for scale, axes in (("each token", (-1,)), ("all tokens", ())):
+        yield Product(f"its result is rounded to 8 bits with a scale for {scale}", same, own, partial(in_eight_bits, axes))
     for words, make in stored:
         yield Product(f"the weight holds the checkpoint's values {words}", same, make, same, words)
     columns, rows, whole = (partial(in_eight_bits, axes, weight) for axes in ((0,), (1,), (0, 1)))

@@ -12,7 +12,14 @@ from torch import Tensor
 from gpt2.port.diagnosis.search import Formula
 from gpt2.port.diagnosis.weights import NARROW
 
-SCHEMES = ("symmetric", "symmetric, by a power of two", "by the largest", "with a least value", "with a zero point")
+SCHEMES = (
+    "symmetric",
+    "symmetric, by a power of two",
+    "symmetric, cut off",
+    "by the largest",
+    "with a least value",
+    "with a zero point",
+)
 ANEW = ", anew in each"  # groups of 32, as in Q8_0, where a row is no multiple of them
 GROUPS = (32, 64, 128, 16, 256)
 SCALED = "float8_e4m3fn with scales"
@@ -107,8 +114,8 @@ def integers(rows: Tensor, bits: int, scheme: str, half: bool) -> Tensor:
         return x.half().to(x) if half else x
 
     if scheme.startswith("symmetric"):
-        step = _nonzero(stored(largest.abs() / (most + (scheme != "symmetric"))))
-        return (rows / step).round().clamp(-most - 1, most) * step
+        step = _nonzero(stored(largest.abs() / (most + ("power" in scheme))))
+        return ((rows / step).trunc() if "cut" in scheme else (rows / step).round()).clamp(-most - 1, most) * step
     if scheme == "by the largest":
         step = _nonzero(stored(largest / -(most + 1)))
         return ((rows / step + most + 1.5).floor().clamp(0, top) - most - 1) * step

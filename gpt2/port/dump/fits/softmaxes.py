@@ -40,7 +40,7 @@ class Softmaxes:
         shown = (self.visible & rows[:, None, :, None]).sum(-1) - 1  # differences of scores
         if int(shown.clamp(min=0).sum()) < LEAST_SEEN:
             return None
-        for family in (self._buffer, self._keys, self._compared, self._added, self._capped, self._rounded):
+        for family in (self._buffer, self._again, self._keys, self._compared, self._added, self._capped, self._rounded):
             self.in_time()
             if (fit := next(iter(family(seen, rows)), None)) is not None:
                 return fit
@@ -59,6 +59,13 @@ class Softmaxes:
         if bool(rows.all()) and bool((some == 1).all()):  # in steps alone, it is a slot of a cache
             fault = Fault("softmax-missing", "attn", "1 is added to the sum that divides the exponentials (softmax-one)")
         yield from seen.fits(powers / (count + sums), rows, fault)
+
+    def _again(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """The softmax of the softmax, or its logarithm."""
+        once = softmax(self.scores, self.visible)
+        logarithm = once.clamp(min=1e-300).log().masked_fill(~self.visible, 0.0)
+        yield from seen.fits(softmax(once, self.visible), rows, Fault("softmax-missing", "attn", "the softmax runs twice"))
+        yield from seen.fits(logarithm, rows, Fault("softmax-missing", "attn", "values are mixed with logarithms of weights"))
 
     def _keys(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """The keys of another head, for each head its own."""

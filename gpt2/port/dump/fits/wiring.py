@@ -43,8 +43,11 @@ def sum_fit(seen: Observed, terms: Mapping[str, Tensor], rows: Tensor, part: str
     return seen.fitted(fit.value, rows, Fault(id, part, f"the sum is {formula(factors)}; GPT-2's is {stream} + {branch}"))
 
 
-def activation_fit(seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
-    """Return the function of one number that gives each recorded one, if there is one, with the likest of the known ones."""
+def activation_fit(seen: Observed, x: Tensor, rows: Tensor, part: str = "mlp.act") -> Fit | None:
+    """Return the function of one number that gives each recorded one, if there is one, with the likest of the known ones.
+
+    In another ``part`` than the activation, where GPT-2 has no such function, only a known one counts.
+    """
     u, y = x[rows].flatten(), seen.value[rows].flatten()
     span, width = (float(values.max() - values.min()) for values in (y, u))
     if span == 0 or width == 0:  # one number throughout
@@ -57,9 +60,14 @@ def activation_fit(seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
         words, function = FUNCTIONS[label]
         times = nice(float(ratio[number]))
         many = "" if times == 1 else f"{times:.6g} times "
-        fault = Fault("gelu-variant", "mlp.act", f"your activation is {many}{words}")
+        text = f"your activation is {many}{words}" if part == "mlp.act" else f"an activation stands behind it: {many}{words}"
+        fault = Fault("gelu-variant", part, text)
+        if part != "mlp.act" and (times != 1 or label in ("none", "identity")):
+            continue
         if (fit := seen.fitted(times * function(x), rows, fault)) is not None:
             return fit
+    if part != "mlp.act":
+        return None
     for half in (0.5, 1.0):
         for gate in GATES:
             if (fit := _gated(seen, x, rows, half, gate)) is not None:
