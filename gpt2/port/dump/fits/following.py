@@ -33,7 +33,7 @@ from gpt2.port.dump.fits.wiring import embedding_fit
 from gpt2.port.dump.misloading import loading_variants
 from gpt2.port.dump.pool import DumpPool
 from gpt2.port.dump.simulation import LINEAR, NEEDS, STAGES, Simulation, State
-from gpt2.port.dump.tolerance import UNITS
+from gpt2.port.dump.tolerance import SLACK, UNITS
 
 MOST_FAULTS = 10  # of one block
 MOST_TRIED = 12  # arrays that may be a stage's value and that nothing confirms, the likest first
@@ -116,7 +116,14 @@ class Following:
             self.faults = [one for one in self.faults if one not in biases]
             faults = [replace(one, detail=f"{one.detail}; the biases stay") if biases else one for one in faults]
         self.faults += faults
-        exact = seen.number >= 0 and UNITS[self.pool.dtypes[seen.number]][0] < 1e-4
+        unit = UNITS[self.pool.dtypes[seen.number]][0] if seen.number >= 0 else 1.0
+        exact = unit < 1e-4
+        if (
+            not exact
+            and seen.number >= 0
+            and torch.equal(fit.value, torch.where(fit.value == seen.right, seen.right, seen.value))
+        ):
+            self.pool.loosen(SLACK * unit)  # what follows is computed from rounded numbers
         return seen.value.contiguous() if exact else fit.value
 
     def _departs(self, layer: int | None, stage: str, made: Tensor, right: Tensor) -> None:
@@ -183,9 +190,17 @@ class Following:
         sure = (seen for seen in rest if self._confirmed(layer, stage, state, seen.value, seen.number))
         for seen in itertools.chain(likely, sure, rest[:MOST_TRIED]):
             rows = seen.wrong_rows()
-            if bool(rows.any()) and (fit := self.operators.fit(layer, stage, state, seen, rows)) is not None:
-                return self._kept(layer, stage, seen, fit)
+            fit = self.operators.fit(layer, stage, state, seen, rows) if bool(rows.any()) else None
+            if fit is None or (stage in LINEAR and self._is_input(layer, stage, state, seen)):
+                continue
+            return self._kept(layer, stage, seen, fit)
         return None
+
+    def _is_input(self, layer: int, stage: str, state: State, seen: Observed) -> bool:
+        """Return whether an array is what enters a layer once more, in another layout, and not the layer's result."""
+        source = state[NEEDS[stage][0]]
+        same = source.shape == seen.value.shape and bool(replace(seen, right=source).agrees(source).all())
+        return same and not self._confirmed(layer, stage, state, seen.value, seen.number)
 
     def _skipped(self, layer: int, stage: str, state: State, known: set[str]) -> Tensor | None:
         """Return the stream without a branch whose result is not added, if what follows is recorded so."""

@@ -137,6 +137,8 @@ class Operators:
         if stage == "mlp.act":
             return activation_fit(seen, state["mlp.c_fc"], rows)
         if stage in ("mid", ""):
+            if stage == "mid" and (fit := _exchanged(state, seen, rows)) is not None:
+                return fit
             return sum_fit(seen, self._terms(layer, stage, state), rows, stage)
         linear = self.linear(layer, stage, state)
         for fault, merged in _merged(state["attn.mixed"], seen.value.shape) if stage == "attn.c_proj" else ():
@@ -250,3 +252,12 @@ def _merged(mixed: Tensor, shape: torch.Size) -> Iterator[tuple[Fault, Tensor]]:
     for order in itertools.permutations(range(4)):
         words = f"heads (B, H, T, D) are merged with their axes in the order {', '.join('BHTD'[axis] for axis in order)}"
         yield Fault("head-layout", "attn", words), mixed.permute(order).reshape(shape)
+
+
+def _exchanged(state: State, seen: Observed, rows: Tensor) -> Fit | None:
+    """Return the fit of an attention (B, T, D) that is added with its rows of the batch and its tokens exchanged."""
+    x, a = state["x"], state["attn.c_proj"]
+    turned = a.reshape(a.shape[1], a.shape[0], -1).transpose(0, 1), a.transpose(0, 1)
+    words = "heads are merged with rows of the batch and tokens exchanged: a token gets what belongs to others"
+    fits = (seen.fitted(x + one.reshape(a.shape), rows, Fault("head-layout", "attn", words)) for one in turned)
+    return next((fit for fit in fits if fit is not None), None) if len(a) > 1 else None

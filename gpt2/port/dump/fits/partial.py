@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpt2.port.diagnosis.search import Fault
-from gpt2.port.dump.fits.observed import SHOWN, Fit, Observed
+from gpt2.port.dump.fits.observed import SHOWN, Fit, Observed, nice
 
 CLEAR = 10.0  # times the rounding: entries that are surely not zero
 LEAST = 40  # entries that show a share
@@ -32,6 +32,7 @@ def dropped(seen: Observed, rows: Tensor, part: str) -> Fit | None:
     if count < LEAST or not 0.01 < share < MOST_LEFT_OUT or int(kept.sum()) < 2:
         return None
     factor = float((value[kept] @ right[kept]) / right[kept].square().sum())
+    factor = nice(factor, seen.loose, [100 / (100 - p) for p in range(1, 100)])
     predicted = torch.where(zero | (at & (value == 0)), 0.0, factor * right)
     size = right[zero].abs().max()
     if size < right[kept].abs().min() and abs(factor - 1) < 1e-3:
