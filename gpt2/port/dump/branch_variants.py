@@ -189,7 +189,7 @@ def _merged(simulation: Simulation) -> Iterator[Variant]:
         if any(torch.equal(made, other) for other in seen):
             continue
         seen.append(made)
-        yield Variant.of(f"merged {words}", [Fault("head-layout", "attn", words)], partial(_merging, way), mixes_rows=rows > 1)
+        yield Variant.of(f"merged {words}", [Fault("head-layout", "attn", words)], partial(_merging, way), True, rows > 1)
 
 
 def _in_memory(order: tuple[str, ...], exchanged: bool, mixed: Tensor) -> Tensor:
