@@ -41,10 +41,11 @@ def read_elsewhere(linear: Linear, seen: Observed, x: Tensor, rows: Tensor) -> I
         nearest = []  # by block: the error and the place of the first column
         for number, pair in enumerate(linear.library.pairs(linear.name, by == 1)):
             linear.library.in_time()
-            sums = torch.stack([_slid(pair, row, by)[:count] for row in inputs])  # (rows, offsets)
-            error, offset = (sums - goal[:, None]).abs().amax(0).min(0)
+            if len(pair) // by < into:  # there is no room for a column
+                continue
+            error, offset = (_slid(pair, inputs, by)[:, :count] - goal[:, None]).abs().amax(0).min(0)
             nearest.append((float(error), number * count + int(offset)))
-        start = min(nearest)[1] - (shift * into if by == 1 else shift)
+        start = min(nearest)[1] - (shift * into if by == 1 else shift) if nearest else -1
         if start < 0:
             continue
         pair = next(islice(linear.library.pairs(linear.name, by == 1), start // count, None))
@@ -129,10 +130,12 @@ def other_input(linear: Linear, seen: Observed, x: Tensor, rows: Tensor) -> Iter
         yield from seen.fits(taken @ linear.weight + linear.bias, rows, fault)
 
 
-def _slid(flat: Tensor, row: Tensor, by: int) -> Tensor:
-    """Return sum_i row[i] flat[o + i by] for every offset o that leaves room."""
+def _slid(flat: Tensor, rows: Tensor, by: int) -> Tensor:
+    """Return sum_i rows[r, i] flat[o + i by], in float32, for each row and every offset o that leaves room, (R, offsets)."""
     usable = len(flat) // by * by
-    lanes = flat[:usable].view(-1, by).T  # (by, n)
-    length = lanes.shape[1] + len(row)
-    spectrum = torch.fft.rfft(lanes, length) * torch.fft.rfft(row, length).conj()
-    return torch.fft.irfft(spectrum, length)[:, : lanes.shape[1] - len(row) + 1].T.flatten()
+    lanes = flat[:usable].view(-1, by).T.float()  # (by, n)
+    offsets = lanes.shape[1] - rows.shape[1] + 1
+    step = 1 << max(lanes.shape[1].bit_length() - 5, 0)
+    length = -(-lanes.shape[1] // step) * step  # without large prime factors; sums that wrap around are at offsets without room
+    spectrum, factors = torch.fft.rfft(lanes, length), torch.fft.rfft(rows.float(), length).conj()
+    return torch.stack([torch.fft.irfft(spectrum * factor, length)[:, :offsets].T.flatten() for factor in factors])
