@@ -98,7 +98,7 @@ FIRST = {
     "sums of two scales": "h.0.mid",
     "norm in place": "h.0.mid",
     "values assigned, not added": "h.0.attn.mixed",
-    "attention dropped": "h.0.mid",
+    "attention dropped": "h.0.ln_2",  # the sum is no array of its own
     "feed-forward dropped": "h.0",
     "activation behind a projection": "h.0.attn.c_proj",
     "softmax twice": "h.0.attn.weights",
