@@ -56,7 +56,7 @@ def test_a_program_that_widens_its_numbers_on_the_way_computed_in_float32(monkey
 def test_weights_that_nothing_names_are_placed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search said that the first block's scores are wrong: it compared scores with masked ones without.
 
-    Where the layer's input and result are recorded, the weights are named, not as a proof. Logits alone stay undetermined.
+    Where the layer's input and result are recorded, a note says which weights are unknown. Logits alone stay undetermined.
     """
     model = checkpoint()
     weight = model.h[1].mlp.c_fc.weight
@@ -67,13 +67,10 @@ def test_weights_that_nothing_names_are_placed_in_time(monkeypatch: pytest.Monke
         monkeypatch.setattr("gpt2.port.dump.examination.SECONDS", {True: seconds})
         diagnosis = gpt2.diagnose(dump(traced, torch.float32), MODEL)
         assert diagnosis.first_divergence is not None
-        if len(traced) > 1:
-            assert causes(diagnosis) == [("not-loaded", "h.1.mlp.c_fc.weight")]
-            assert diagnosis.causes[0].confidence < SURE
-            assert diagnosis.first_divergence.point == "h.1.mlp.c_fc"
-        else:
-            assert (diagnosis.verdict, diagnosis.causes) == ("undetermined", ())
-            assert not any("weights that are not" in note for note in diagnosis.notes)
+        assert (diagnosis.verdict, diagnosis.causes) == ("undetermined", ())
+        named = any("weights that are not" in note for note in diagnosis.notes)
+        assert named == (len(traced) > 1)
+        assert diagnosis.first_divergence.point == "h.1.mlp.c_fc" or not named
     assert time.thread_time() - start < 8
 
 

@@ -33,7 +33,7 @@ from gpt2.port.dump.fits.wiring import embedding_fit
 from gpt2.port.dump.misloading import loading_variants
 from gpt2.port.dump.pool import DumpPool
 from gpt2.port.dump.simulation import LINEAR, NEEDS, STAGES, Simulation, State
-from gpt2.port.dump.tolerance import SLACK, UNITS
+from gpt2.port.dump.tolerance import UNITS
 
 MOST_FAULTS = 10  # of one block
 MOST_TRIED = 12  # arrays that may be a stage's value and that nothing confirms, the likest first
@@ -116,14 +116,7 @@ class Following:
             self.faults = [one for one in self.faults if one not in biases]
             faults = [replace(one, detail=f"{one.detail}; the biases stay") if biases else one for one in faults]
         self.faults += faults
-        unit = UNITS[self.pool.dtypes[seen.number]][0] if seen.number >= 0 else 1.0
-        exact = unit < 1e-4
-        if (
-            not exact
-            and seen.number >= 0
-            and torch.equal(fit.value, torch.where(fit.value == seen.right, seen.right, seen.value))
-        ):
-            self.pool.loosen(SLACK * unit)  # what follows is computed from rounded numbers
+        exact = seen.number >= 0 and UNITS[self.pool.dtypes[seen.number]][0] < 1e-4
         return seen.value.contiguous() if exact else fit.value
 
     def _departs(self, layer: int | None, stage: str, made: Tensor, right: Tensor) -> None:
