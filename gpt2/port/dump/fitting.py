@@ -16,6 +16,7 @@ from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.hypotheses import right_scale, scale_faults
 from gpt2.port.diagnosis.norms import layer_norm
 from gpt2.port.diagnosis.search import Fault
+from gpt2.port.dump.branch_variants import BRANCHES
 from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.sieve import Lens
 from gpt2.port.dump.simulation import Program, Simulation, Stage, Stages
@@ -124,21 +125,18 @@ def _blocks(id: str, part: str, words: str, replaced: Numbered, value: float) ->
     return Variant.of(detail, [Fault(id, part, detail, fitted=True)], partial(replaced, value))
 
 
-BRANCHES = {"mid": ("x", "attn.c_proj"), "": ("mid", "mlp.c_proj")}
-
-
 def _branch(stages: tuple[str, ...], value: float, simulation: Simulation, layer: int) -> Stages:
-    def summed(stream: str, branch: str) -> Stage:
+    def summed(branch: str, stream: str) -> Stage:
         return lambda s: s[stream] + value * s[branch]
 
-    return {stage: summed(*BRANCHES[stage]) for stage in stages}
+    return {stage: summed(*BRANCHES[stage][:2]) for stage in stages}
 
 
 def _stream(stages: tuple[str, ...], value: float, simulation: Simulation, layer: int) -> Stages:
-    def summed(stream: str, branch: str) -> Stage:
+    def summed(branch: str, stream: str) -> Stage:
         return lambda s: value * s[stream] + s[branch]
 
-    return {stage: summed(*BRANCHES[stage]) for stage in stages}
+    return {stage: summed(*BRANCHES[stage][:2]) for stage in stages}
 
 
 def _filled(value: float, simulation: Simulation, layer: int) -> Stages:

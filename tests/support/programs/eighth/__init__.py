@@ -8,15 +8,11 @@ often is there more often. Where a fault has two ids, the words beside it say wh
 from __future__ import annotations
 
 import random
-import shutil
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
-from safetensors.numpy import save_file
-
-from ..second import Bed, Shape
+from ..files import FileBed
+from ..second import Shape
 from . import notebook
 
 OUTSIDE = ("layernorm-unbiased-variance", "layernorm-eps")  # n - 1 and an epsilon beside the root: two mistakes in one expression
@@ -192,62 +188,18 @@ def pairs(program: str, number: int = 8) -> list[tuple[str, str]]:
 PAIRS = {program: pairs(program) for program in FAULTS}
 
 
-def missing(program: str) -> str | None:
-    """What the machine lacks for ``program``, or None."""
-    needed = {"blocked": "c++", "pipeline": "node"}.get(program)
-    return f"no {needed} on this machine" if needed and not shutil.which(needed) else None
+class EighthBed(FileBed):
+    """The models and programs of this set."""
+
+    TABLES = 0.5
+    NUMPY = "notebook", notebook.run
+    COMPILED = "blocked", Path(__file__).with_name("blocked.cpp"), ("c++", "-O1", "-std=c++17")
+    NODE = "pipeline", Path(__file__).with_name("pipeline.mjs")
+    ONE_A_BLOCK = ONE_A_BLOCK
+    NOT_DUMPED = NOT_DUMPED
+
+    def switches(self, faults: Iterable[str]) -> set[str]:
+        return {named(fault) for fault in faults}
 
 
-class EighthBed(Bed):
-    """A random model whose tables are as small as trained ones, and ids, as files that the three programs read."""
-
-    def __init__(self, folder: Path, shape: Shape) -> None:
-        super().__init__(folder, shape)
-        for name in ("wte.weight", "wpe.weight"):
-            self.weights[name] *= np.float32(0.5)
-        save_file(self.weights, self.model / "model.safetensors", metadata={"format": "pt"})
-        for name, rows in (("row.txt", self.ids[:1]), ("rows.txt", self.ids)):
-            (folder / name).write_text("\n".join(" ".join(map(str, row)) for row in rows) + "\n")
-
-    def run(self, program: str, faults: Iterable[str] = (), dtype: str = "float64") -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        shape, given = self.shape, {named(fault) for fault in faults}
-        if program == "notebook":
-            with np.errstate(over="ignore"):
-                return self.ids, notebook.run(self.model, self.ids, shape.layers, shape.heads, given, dtype)
-        out = self.folder / f"out of {program}"
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir()
-        files = [str(self.model / "model.safetensors"), "", str(out), ";" + ";".join(sorted(given)) + ";"]
-        if program == "blocked":
-            files[1] = str(self.folder / "row.txt")
-            command = [str(self.compiled(dtype)), *files, str(shape.layers), str(shape.heads), str(shape.context)]
-        else:
-            files[1] = str(self.folder / "rows.txt")
-            command = ["node", str(Path(__file__).with_name("pipeline.mjs")), *files, str(shape.heads), dtype]
-        subprocess.run(command, check=True, timeout=60)
-        return self.ids[0] if program == "blocked" else self.ids, {path.stem: np.load(path) for path in sorted(out.iterdir())}
-
-    def compiled(self, dtype: str) -> Path:
-        engine = self.folder / f"blocked {dtype}"
-        if not engine.exists():
-            real = "double" if dtype == "float64" else "float"
-            source = str(Path(__file__).with_name("blocked.cpp"))
-            subprocess.run(["c++", "-O1", "-std=c++17", f"-DREAL={real}", "-o", str(engine), source], check=True, timeout=120)
-        return engine
-
-    def dump(self, program: str, faults: Iterable[str], level: str, dtype: str, seed: int) -> Path:
-        left_out = NOT_DUMPED[seed % 5] if level == "full" else ()
-        run = self.run
-
-        def shown(*given: object) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-            ids, kept = run(*given)
-            return ids, {name: a for name, a in kept.items() if name.partition(" ")[2] not in left_out}
-
-        self.run = shown
-        try:
-            return super().dump(program, faults, level, dtype, seed)
-        finally:
-            del self.run
-
-    def one_a_block(self, program: str, seed: int) -> str:
-        return ONE_A_BLOCK[program][seed % 6]
+missing = EighthBed.missing

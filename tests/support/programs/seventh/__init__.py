@@ -7,15 +7,10 @@ or hard. Where a fault has two ids, the words beside it say why either is right.
 from __future__ import annotations
 
 import random
-import shutil
-import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
-from safetensors.numpy import save_file
-
-from ..second import Bed, Shape
+from ..files import FileBed
+from ..second import Shape
 from . import student
 
 STUDENT = {
@@ -202,61 +197,15 @@ NOT_DUMPED = (  # from one dump to the next, an author leaves out these
 )
 
 
-def missing(program: str) -> str | None:
-    """What the machine lacks for ``program``, or None."""
-    needed = {"engine": "cc", "port": "node"}.get(program)
-    return f"no {needed} on this machine" if needed and not shutil.which(needed) else None
+class SeventhBed(FileBed):
+    """The models and programs of this set."""
+
+    TABLES = 0.45
+    NUMPY = "student", student.run
+    COMPILED = "engine", Path(__file__).with_name("engine.c"), ("cc", "-O1")
+    NODE = "port", Path(__file__).with_name("port.js")
+    ONE_A_BLOCK = ONE_A_BLOCK
+    NOT_DUMPED = NOT_DUMPED
 
 
-class SeventhBed(Bed):
-    """A random model whose tables are as small as trained ones, and ids, as files that the three programs read."""
-
-    def __init__(self, folder: Path, shape: Shape) -> None:
-        super().__init__(folder, shape)
-        for name in ("wte.weight", "wpe.weight"):
-            self.weights[name] *= np.float32(0.45)
-        save_file(self.weights, self.model / "model.safetensors", metadata={"format": "pt"})
-        for name, rows in (("row.txt", self.ids[:1]), ("rows.txt", self.ids)):
-            (folder / name).write_text("\n".join(" ".join(map(str, row)) for row in rows) + "\n")
-
-    def run(self, program: str, faults: Iterable[str] = (), dtype: str = "float64") -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        shape, weights = self.shape, str(self.model / "model.safetensors")
-        if program == "student":
-            return self.ids, student.run(self.model, self.ids, shape.layers, shape.heads, set(faults), dtype)
-        out = self.folder / f"out of {program}"
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir()
-        given = ";" + ";".join(faults) + ";"
-        if program == "engine":
-            command = [str(self.compiled(dtype)), weights, str(self.folder / "row.txt"), str(out), given]
-            command += [str(shape.layers), str(shape.heads), str(shape.context)]
-        else:
-            script = str(Path(__file__).with_name("port.js"))
-            command = ["node", script, weights, str(self.folder / "rows.txt"), str(out), given, str(shape.heads), dtype]
-        subprocess.run(command, check=True, timeout=60)
-        return self.ids[0] if program == "engine" else self.ids, {path.stem: np.load(path) for path in sorted(out.iterdir())}
-
-    def compiled(self, dtype: str) -> Path:
-        engine = self.folder / f"engine {dtype}"
-        if not engine.exists():
-            real = "double" if dtype == "float64" else "float"
-            source = str(Path(__file__).with_name("engine.c"))
-            subprocess.run(["cc", "-O1", f"-DREAL={real}", "-o", str(engine), source, "-lm"], check=True, timeout=120)
-        return engine
-
-    def dump(self, program: str, faults: Iterable[str], level: str, dtype: str, seed: int) -> Path:
-        left_out = NOT_DUMPED[seed % 5] if level == "full" else ()
-        run = self.run
-
-        def shown(*given: object) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-            ids, kept = run(*given)
-            return ids, {name: a for name, a in kept.items() if name.partition(" ")[2] not in left_out}
-
-        self.run = shown
-        try:
-            return super().dump(program, faults, level, dtype, seed)
-        finally:
-            del self.run
-
-    def one_a_block(self, program: str, seed: int) -> str:
-        return ONE_A_BLOCK[program][seed % 6]
+missing = SeventhBed.missing
