@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from port.test_walk import IDS, checkpoint
 import gpt2
 from gpt2.measure.dumps import dump_of
 from gpt2.measure.tracing import trace
+from gpt2.model import GPT2
 from gpt2.port.diagnosis.report import SURE
 from gpt2.port.dump.fits.elsewhere import read_elsewhere
 from gpt2.port.dump.fits.library import Library
@@ -116,6 +118,19 @@ def test_weights_read_from_another_place_are_found_a_block_at_a_time(transposed:
         layer = Linear(library, name, "mlp.c_fc", state[name], torch.zeros_like(bias), {})
         fit = next(iter(read_elsewhere(layer, seen, x, rows)))
         assert f"entry {start} of the blocks' weights" in fit.faults[0].detail
+
+
+def test_weights_of_one_small_block_alone_are_looked_for() -> None:
+    """Strides that leave no room for a column in so few weights ended the search with an IndexError."""
+    model = GPT2(replace(MODEL.config, n_layer=1)).double()
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    name, library = "h.0.mlp.c_fc.weight", Library(state, model.config)
+    into, out = state[name].shape
+    x, rows = torch.randn(2, 8, into).double(), torch.ones(2, 8, dtype=torch.bool)
+    value = torch.randn(2, 8, out).double()
+    seen = Observed(value, torch.zeros_like(value), 1e-9, torch.randn_like(value), 0)
+    layer = Linear(library, name, "mlp.c_fc", state[name], torch.zeros(out).double(), {})
+    assert not list(read_elsewhere(layer, seen, x, rows))
 
 
 def test_a_dump_of_one_token_is_of_a_forward_pass() -> None:
