@@ -120,16 +120,16 @@ def test_weights_read_from_another_place_are_found_a_block_at_a_time(transposed:
         assert f"entry {start} of the blocks' weights" in fit.faults[0].detail
 
 
-def test_weights_of_one_small_block_alone_are_looked_for() -> None:
-    """Strides that leave no room for a column in so few weights ended the search with an IndexError."""
+def test_a_stride_that_leaves_no_room_for_a_column_is_skipped() -> None:
+    """Four times the width, in the square matrix of the only block, ended the search with an IndexError."""
     model = GPT2(replace(MODEL.config, n_layer=1)).double()
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    name, library = "h.0.mlp.c_fc.weight", Library(state, model.config)
+    name, library = "h.0.attn.c_proj.weight", Library(state, model.config)
     into, out = state[name].shape
     x, rows = torch.randn(2, 8, into).double(), torch.ones(2, 8, dtype=torch.bool)
     value = torch.randn(2, 8, out).double()
     seen = Observed(value, torch.zeros_like(value), 1e-9, torch.randn_like(value), 0)
-    layer = Linear(library, name, "mlp.c_fc", state[name], torch.zeros(out).double(), {})
+    layer = Linear(library, name, "attn.c_proj", state[name], torch.zeros(out).double(), {})
     assert not list(read_elsewhere(layer, seen, x, rows))
 
 
