@@ -157,7 +157,7 @@ def _from_stream(letters: tuple[str, ...], simulation: Simulation, layer: int) -
 
 
 def _thirds() -> Iterator[Variant]:
-    """Yield queries, keys and values of which one is computed twice or three times, and another one never."""
+    """Yield mistakes where one of queries, keys and values is computed two or three times, and another one never."""
     for order in itertools.product(LETTERS, repeat=3):
         given = dict(zip(LETTERS, order, strict=True))
         wrong = {one: other for one, other in given.items() if one != other}

@@ -249,7 +249,7 @@ class Table:
 
 
 def _parts(layers: int) -> list[tuple[int, ...]]:
-    """Return parts of the blocks that programs treat otherwise: every other one, all but the first, all but the last."""
+    """Return the groups of blocks that a mistake may be in: every other block, all but the first, all but the last."""
     every = tuple(range(layers))
     parts = dict.fromkeys((every[1::2], every[::2], every[1:], every[:-1])) if layers > 1 else {}
     return [part for part in parts if len(part) < layers]

@@ -68,7 +68,7 @@ class Ending:
         return self.pool.logits_error(made[:, -given.shape[1] :], given) <= self.pool.tolerance_at("logits")
 
     def _normed(self, x: Tensor, right: Tensor) -> Ended | None:
-        """The last norm, as it is recorded or as the logits show it."""
+        """Return a fit of the last norm to its recorded result, or to the one that the logits show."""
         vectors = self.library.vectors
         eps = self.simulation.config.layer_norm_epsilon
         own = Norm("ln_f", vectors["ln_f.weight"], vectors["ln_f.bias"], eps, vectors, {})
@@ -80,7 +80,7 @@ class Ending:
         return None
 
     def _headed(self, x: Tensor) -> Ended | None:
-        """The head, as the logits show it."""
+        """Return a fit of the head to the logits."""
         if self.logits.shape[:2] != x.shape[:2] or not bool(self.logits.isfinite().all()):
             return None
         unit, smallest = UNITS[self.pool.logits_dtype]
@@ -95,7 +95,7 @@ class Ending:
         return None if fit is None else Ended(fit, seen.right, "logits", None, seen)
 
     def _early(self, x: Tensor) -> Ended | None:
-        """The head takes a stream of before the last block's result ``x``, or a block runs once more behind it."""
+        """Return a head that reads an earlier stream than the last block's result ``x``, or a block that runs once more."""
         last = self.simulation.config.n_layer - 1
         for n, state in enumerate(self.earlier):
             for stage, normed in itertools.product(("x", "mid"), (True, False)):

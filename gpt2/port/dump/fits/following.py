@@ -190,7 +190,7 @@ class Following:
         return None
 
     def _is_input(self, layer: int, stage: str, state: State, seen: Observed) -> bool:
-        """Return whether an array is what enters a layer once more, in another layout, and not the layer's result."""
+        """Return whether an array holds a layer's input again, in another layout, and not the layer's result."""
         source = state[NEEDS[stage][0]]
         same = source.shape == seen.value.shape and bool(replace(seen, right=source).agrees(source).all())
         return same and not self._confirmed(layer, stage, state, seen.value, seen.number)

@@ -311,9 +311,9 @@ class Linear:
     def unknown(self, seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
         """Return the fit of weights that are not the checkpoint's in any known way, for a value that what follows confirms.
 
-        With more tokens than inputs, the value must be linear in ``x``. With fewer, every value is: it must have little in
-        common with GPT-2's, and its tokens must be as like each other as those of ``x`` are, which a product with many
-        independent columns keeps, and what mixes tokens does not.
+        With more tokens than inputs, the value must be linear in ``x``. With fewer, every value is: so it must be unlike
+        GPT-2's, and tokens that are similar in ``x`` must be similar in it: a product with a matrix keeps that, and what mixes
+        tokens does not.
         """
         inputs, wanted = torch.nn.functional.pad(x[rows], (0, 1), value=1.0), seen.value[rows]
         if not len(inputs):
@@ -336,7 +336,7 @@ class Linear:
 
 
 def _keeps_angles(x: Tensor, y: Tensor) -> bool:
-    """Return whether the tokens of ``y`` (N, O) are as like each other as those of ``x`` (N, I) are."""
+    """Return whether tokens that are similar in ``x`` (N, I) are similar in ``y`` (N, O) too, and others are not."""
     if distinct(x) < LEAST_ANGLES:
         return False
     alike = [(one - one.mean(0)) / (one - one.mean(0)).norm(dim=1, keepdim=True).clamp(min=1e-300) for one in (x, y)]
