@@ -118,9 +118,9 @@ class Norms:
             add("affine only", fault(undivided, "weight and bias are applied to x itself"), centred=False, power=0.0)
         add("centred only", fault(undivided, "the mean is subtracted, but nothing divides by the standard deviation"), power=0.0)
         add("by the variance", fault(undivided, "it divides by the variance, not by its root"), power=1.0)
-        for outside, words in ((True, "the standard deviation plus epsilon"), (False, "the standard deviation")):
+        for beside, words in ((True, "the standard deviation plus epsilon"), (False, "the standard deviation")):
             rooted = fault(undivided, f"it divides by the root of {words}")
-            add(f"by the root of {words}", rooted, outside=outside, again=True)
+            add(f"by the root of {words}", rooted, outside=beside, again=True)
         add("by the square", fault(undivided, "it divides by the square of the variance"), power=2.0)
         if not trivial:
             add("no affine", no_affine, affine=plain)
