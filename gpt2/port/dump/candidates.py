@@ -224,7 +224,7 @@ class Table:
         lasts = {variant.label.removeprefix("ln_f "): variant for variant in self.ends}
         for variant in self.blocks:
             label = variant.label.removeprefix("ln_1 ")
-            if label == variant.label or label not in seconds:
+            if label == variant.label or label not in seconds or (variant.shared and len(blocks) == 1 < self.layers and not ending):
                 continue
             both = tuple((one, n) for n in blocks for one in (variant, seconds[label]))
             yield both

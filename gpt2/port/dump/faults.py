@@ -21,6 +21,7 @@ from gpt2.port.diagnosis.scores import Layout, Scoring, wrong_scorings
 from gpt2.port.diagnosis.search import Fault, Formula, Option
 from gpt2.port.diagnosis.weighing import MIXED
 from gpt2.port.diagnosis.wiring import Branch, Embeddings, inputs, outputs, residuals
+from gpt2.port.dump.norm_variants import SOURCES, more_norm_variants, name_of
 from gpt2.port.dump.simulation import Simulation, Stage, Stages, State
 from gpt2.port.dump.variants import Blame, Replaced, Tops, Variant, joined, on_top
 from gpt2.port.recording.pool import Pool
@@ -62,10 +63,8 @@ def all_faults(option: Option) -> tuple[Fault, ...]:
 
 def norm_replaced(part: str, label: str, simulation: Simulation, layer: int) -> Stages:
     """Return the stage ``part`` (``ln_1``, ``ln_2``, ``ln_f``), if its norm has the hypothesis ``label`` there."""
-    name = part if part == "ln_f" else f"h.{layer}.{part}"
-    source = {"ln_1": "x", "ln_2": "mid", "ln_f": "x"}[part]
-    formula = next((one.formula for one in simulation.norms.at(name) if one.label == label), None)
-    return {} if formula is None else {part: _then(formula, source)}
+    formula = next((one.formula for one in simulation.norms.at(name_of(part, layer)) if one.label == label), None)
+    return {} if formula is None else {part: _then(formula, SOURCES[part])}
 
 
 def _then(formula: Formula, source: str) -> Stage:
@@ -87,9 +86,9 @@ def norm_variants(simulation: Simulation, part: str) -> list[Variant]:
         "ln_f": "the head takes the stream as it is, without the last norm",
     }[part]
     none = next(one for one in simulation.norms.before(part if part == "ln_f" else f"h.0.{part}", missing, words) if one.silent)
-    source = "mid" if part == "ln_2" else "x"
+    source = SOURCES[part]
     out.append(Variant.of(f"{part} no norm", none.faults, lambda simulation, layer: {part: lambda s: s[source]}))
-    return out
+    return [*out, *more_norm_variants(simulation, part)]
 
 
 def block_variants(simulation: Simulation) -> list[Variant]:

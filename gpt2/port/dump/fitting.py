@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,13 +15,14 @@ from gpt2.config import GPT2Config
 from gpt2.model import ACTIVATIONS
 from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.hypotheses import right_scale, scale_faults
-from gpt2.port.diagnosis.norms import layer_norm
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.branch_variants import BRANCHES
 from gpt2.port.dump.candidates import Candidate
+from gpt2.port.dump.moments import OWN, WAYS, Divided, Reading, over, readings
+from gpt2.port.dump.norm_variants import moved
 from gpt2.port.dump.sieve import Lens
 from gpt2.port.dump.simulation import Program, Simulation, Stage, Stages
-from gpt2.port.dump.variants import Variant
+from gpt2.port.dump.variants import Variant, joined
 from gpt2.port.golden_section import least
 
 STEPS = 60  # of the search around the best of the numbers that are tried first
@@ -37,22 +39,27 @@ def _grid(low: float, high: float, count: int) -> list[float]:
 
 FACTORS = _grid(1 / 32, 32.0, 24)
 FEWER = _grid(1 / 20, 20.0, 13)
+EPSILONS = _grid(1e-7, 3.0, 8)
 
 
 @dataclass(frozen=True)
 class Family:
     """A formula with one number: of the blocks, if it replaces the ``stage`` there, or outside them, if that is ``embed``.
 
-    ``variant``: the fault with a number. ``values``: those that are tried first, in order, of one sign.
+    ``variant``: the fault with a number. ``values``: those that are tried first, in order, of one sign. ``ending``: what is
+    replaced behind the blocks as well, where these go on to the logits; ``whole``: tried in all blocks together alone.
     """
 
     stage: str
     variant: Callable[[float], Variant]
     values: Values = tuple(FEWER)
+    ending: Callable[[float], Variant] | None = None
+    whole: bool = False
 
     def candidate(self, value: float, blocks: Sequence[int]) -> Candidate:
         one = self.variant(value)
-        return Candidate(((one, None),)) if one.outside else Candidate(tuple((one, n) for n in blocks))
+        last = ((self.ending(value), None),) if self.ending else ()
+        return Candidate(((one, None),)) if one.outside else Candidate((*((one, n) for n in blocks), *last))
 
 
 def scaled(config: GPT2Config, layer: int, times: float) -> Variant:
@@ -92,12 +99,26 @@ def families(simulation: Simulation, layer: int) -> Iterator[Family]:
     ):
         variant = partial(_blocks, "mask-multiplied", "attn", words, masked)
         yield Family("attn.weights", variant, [-one for one in _grid(0.1, 100.0, 12)])
-    for parts_, what in ((("ln_1", "ln_2"), "both norms have"), (("ln_1",), "ln_1 has"), (("ln_2",), "ln_2 has")):
-        words = f"{what} the epsilon {{:.3g}}"
-        yield Family("ln_2", partial(_blocks, "layernorm-eps", parts_[0], words, partial(_epsilon, parts_)), _grid(1e-7, 3.0, 16))
     for words, (usual, formula) in ACTIVE.items():
         variant = partial(_blocks, "gelu-variant", "mlp.act", words, partial(_active, formula))
         yield Family("mlp.act", variant, [usual * one for one in FEWER])
+    yield from _moved_norms(simulation)
+
+
+def _moved_norms(simulation: Simulation) -> Iterator[Family]:
+    """Yield norms over other axes, with any epsilon: all of a program, or those of its blocks."""
+    given = simulation.config.layer_norm_epsilon
+    every = {OWN: partial(over, (2,)), **readings((*simulation.ids.shape, simulation.config.n_embd), simulation.config.n_head)}
+
+    def one(words: str, reading: Reading, way: Divided, parts: Sequence[str], eps: float) -> Variant:
+        return joined(f"{words} {way} {eps}", *(moved(part, words, reading, way, eps, given) for part in parts))
+
+    for (words, reading), way in itertools.product(every.items(), WAYS):
+        if words == OWN or words.startswith("the norm runs"):
+            for parts in (("ln_1", "ln_2"), ("ln_1",), ("ln_2",)):
+                ending = partial(moved, "ln_f", words, reading, way, given=given) if len(parts) == 2 else None
+                for last in dict.fromkeys((ending, None)):
+                    yield Family(parts[-1], partial(one, words, reading, way, parts), EPSILONS, last, True)
 
 
 Activation = Callable[[Tensor], Tensor]
@@ -147,14 +168,6 @@ def _added(value: float, simulation: Simulation, layer: int) -> Stages:
     return {"attn.weights": lambda s: (s["attn.scores"] + value * ~simulation.seen).softmax(-1)}
 
 
-def _epsilon(parts: tuple[str, ...], value: float, simulation: Simulation, layer: int) -> Stages:
-    def normed(part: str) -> Stage:
-        weight, bias = (simulation.state[f"h.{layer}.{part}.{leaf}"] for leaf in ("weight", "bias"))
-        return lambda s: layer_norm(s["x" if part == "ln_1" else "mid"], weight, bias, value)
-
-    return {part: normed(part) for part in parts}
-
-
 def _active(formula: Callable[[Activation, float, Tensor], Tensor], value: float, simulation: Simulation, layer: int) -> Stages:
     own = ACTIVATIONS[simulation.config.activation_function]
     return {"mlp.act": lambda s: formula(own, value, s["mlp.c_fc"])}
@@ -183,7 +196,10 @@ def fitted(lens: Lens, blocks: Sequence[int], deadline: Deadline) -> Iterator[Ca
             places = [] if span.entrance else [(0,)]
         else:
             computed = [n for n in blocks if span.computes(n, family.stage)]
-            places = [tuple(computed), *((n,) for n in computed if len(computed) > 1)] if computed else []
+            single = [] if family.whole else [(n,) for n in computed if len(computed) > 1]
+            places = [tuple(computed), *single] if computed else []
+            if family.ending and not (places and span.end in ("ln_f", "logits")):
+                continue
         for some in places:
             errors = _errors(lens, [family.candidate(value, some) for value in family.values], deadline)
             tried.append((min(errors), family, some, errors.index(min(errors))))

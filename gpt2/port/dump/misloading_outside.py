@@ -40,26 +40,12 @@ def outside_variants(simulation: Simulation) -> Iterator[Variant]:
 
 def end_variants(simulation: Simulation) -> Iterator[Variant]:
     """Yield faults of loading behind the blocks: of the last norm and its parameters, and of the head's table."""
-    words = "ln_f: weight and bias have changed places"
-    yield Variant(
-        "ln_f weight is bias", lambda layer: (Fault("wrong-tensor", "ln_f", words, "weight and bias exchanged"),), _norm_exchanged
-    )
-    twice = Fault("extra-norm", "ln_f", "the last norm runs twice, the second time on its own result")
-    yield _outside("ln_f twice", twice, lambda simulation, layer: {"ln_f": lambda s: _normed_twice(simulation, s)})
     words = "the head's table was reshaped where it had to be transposed"
     fault = Fault("transposed", "logits", words)
     yield _outside("head reshaped", fault, lambda simulation, layer: {"head": partial(_reshaped_table, simulation)})
     for by in (1, -1):
         moved = Fault("wrong-tensor", "logits", f"the head's row of token t is the checkpoint's row t {'-' if by > 0 else '+'} 1")
         yield _outside(f"head rows {by}", moved, partial(_head_moved, by))
-
-
-def _norm_exchanged(simulation: Simulation, layer: int) -> Stages:
-    return {"ln_f": normed(simulation, "x", simulation.state["ln_f.bias"], simulation.state["ln_f.weight"])}
-
-
-def _normed_twice(simulation: Simulation, s: State) -> Tensor:
-    return simulation.norm("ln_f", simulation.norm("ln_f", s["x"]))
 
 
 def _reshaped_table(simulation: Simulation, _: State) -> Tensor:

@@ -6,22 +6,25 @@ Shapes: x and the result (B, T, D); weight and bias (D,); per token (B, T).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gpt2.port.diagnosis.norms import layer_norm
+from gpt2.port.diagnosis.norms import EPSILONS, layer_norm
 from gpt2.port.diagnosis.search import Fault
-from gpt2.port.dump.fits.axes import axes, first_features
+from gpt2.port.dump.fits.axes import first_features
 from gpt2.port.dump.fits.library import permutation, place_of
 from gpt2.port.dump.fits.observed import Fit, Observed, distinct, nice
 from gpt2.port.dump.fits.rounding import roundings
+from gpt2.port.dump.moments import OWN, WAYS, Moments, over, readings
 
 SAME = 1e-3  # relative difference of factors that are one
 MOST_PAIRS = 2**22  # of tokens that are compared at once
 SHARP = 1e-5  # relative difference of a weight that was fitted, from which on it may be a rounded one
 NEAR = 0.05  # relative error of a root that was meant to be right
+MOST_ROWS = 64  # whose deviations are compared first
 LEAST = 0.05  # the least weight, of the largest, through which a norm's own result is read
 
 
@@ -111,6 +114,8 @@ class Norm:
             if leaf == "weight" and near(value):
                 return "layernorm-without-affine", (words, value)
         width = len(own)
+        if near(own[0]):
+            return "wrong-tensor", (f"the first number of the {leaf} serves all features", own[:1].expand_as(own))
         if leaf == "weight" and near(ratio * own):
             for n in (1, 2, -1, -2):
                 if abs(ratio - ((width - n) / width) ** 0.5) < SAME / 10:
@@ -147,9 +152,12 @@ class Norm:
             factor = (middle * z).sum(-1) / middle.square().sum(-1).clamp(min=1e-300)
             shift = z.mean(-1) - factor * inner.mean(-1)
             general = (x * factor[..., None] + shift[..., None]) * weight + bias
-            for words, mean, variance in axes(x, self.heads):
-                value = (x - mean) / (variance + self.eps).sqrt() * weight + bias
-                yield from seen.fits(value, rows, self._fault("layernorm-axis", words), *also)
+            for words, reading in {OWN: partial(over, (2,)), **readings(x.shape, self.heads)}.items():
+                axis = () if words == OWN else (self._fault("layernorm-axis", words),)
+                moments = reading(x)
+                for normed, faults in self._divided(x, z, moments, rows, used):
+                    if axis or faults:
+                        yield from seen.fits(normed * weight + bias, rows, *axis, *faults, *also)
             if seen.fitted(general, rows) is None:
                 continue
             for id, words, mean, variance in self._sets(x, factor, shift, rows):
@@ -167,6 +175,27 @@ class Norm:
                 words += f"1 {float(off.min()):+.2%} to 1 {float(off.max()):+.2%} times what it should be"
             yield from seen.fits(general, rows, self._fault("layernorm-not-normalising", words), *also)
 
+    def _divided(
+        self, x: Tensor, z: Tensor, moments: Moments, rows: Tensor, used: Tensor
+    ) -> Iterator[tuple[Tensor, tuple[Fault, ...]]]:
+        """Yield x normed by ``moments`` in the ways that give about ``z`` (of the ``used`` features), and the faults of the way.
+
+        The variance times a number plus epsilon, or its root times a number plus epsilon, is what the result shows.
+        """
+        apart, spread = (one.expand_as(x)[rows][:MOST_ROWS][:, used] for one in (x - moments.mean, moments.variance))
+        found = z[rows][:MOST_ROWS].abs()
+        near = []
+        for outside, power in ((False, 2), (True, 1)):
+            columns = torch.stack([(spread if power == 2 else spread.sqrt()) * found**power, found**power], -1).flatten(0, 1)
+            wanted = apart.abs().pow(power).flatten()
+            gram = columns.T @ columns
+            numbers = torch.linalg.pinv(gram, rtol=1e-14, hermitian=True) @ (columns.T @ wanted)
+            if float((columns @ numbers - wanted).norm()) <= NEAR * float(wanted.norm()):
+                near.append(outside)
+        for way in WAYS:
+            for eps in (self.eps, *EPSILONS) if way.outside in near else ():
+                yield way.normed(x, moments, eps), tuple(way.faults(self.part, eps, self.eps))
+
     def _sets(self, x: Tensor, factor: Tensor, shift: Tensor, rows: Tensor) -> Iterator[tuple[str, str, Tensor, Tensor]]:
         """Yield means and variances over sets of tokens: those that are scaled alike, or of one token."""
         mean, variance = x.mean(-1), x.var(-1, correction=0)
@@ -177,8 +206,7 @@ class Norm:
             whole = bool((count[rows] == int(rows.sum())).all())
             words = "the norm runs over all tokens together" if whole else "the norm runs over several tokens together"
             yield "layernorm-axis", words, first[..., None], variances[..., None]
-        token = torch.where(rows.any(0), factor[0], 0.0)
-        for at in range(x.shape[1] if token.any() else 0):
+        for at in range(1, x.shape[1] - 1 if rows.any() else 0):
             words = f"every token is normalised with the mean and the variance of token {at}"
             yield "layernorm-axis", words, mean[:, at, None, None], variance[:, at, None, None]
         for words, part in (("first half", x[..., : x.shape[-1] // 2]), ("second half", x[..., x.shape[-1] // 2 :])):
