@@ -218,13 +218,17 @@ class Table:
                 sites: list[tuple[Variant, int | None]] = [(slot, n) for n in range(first, last) if slot]
                 yield Candidate(((late(variant, token), None), *sites))
 
-    def _both_norms(self, blocks: Iterable[int], ending: bool) -> Iterator[tuple[tuple[Variant, int | None], ...]]:
+    def _both_norms(self, blocks: range, ending: bool) -> Iterator[tuple[tuple[Variant, int | None], ...]]:
         """Yield the same fault in both norms of ``blocks``; ``ending``: also with the last norm."""
         seconds = {variant.label.removeprefix("ln_2 "): variant for variant in self.blocks if variant.label.startswith("ln_2 ")}
         lasts = {variant.label.removeprefix("ln_f "): variant for variant in self.ends}
         for variant in self.blocks:
             label = variant.label.removeprefix("ln_1 ")
-            if label == variant.label or label not in seconds or (variant.shared and len(blocks) == 1 < self.layers and not ending):
+            if (
+                label == variant.label
+                or label not in seconds
+                or (variant.shared and len(blocks) == 1 < self.layers and not ending)
+            ):
                 continue
             both = tuple((one, n) for n in blocks for one in (variant, seconds[label]))
             yield both

@@ -18,7 +18,7 @@ from gpt2.port.diagnosis.hypotheses import right_scale, scale_faults
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.branch_variants import BRANCHES
 from gpt2.port.dump.candidates import Candidate
-from gpt2.port.dump.moments import OWN, WAYS, Divided, Reading, over, readings
+from gpt2.port.dump.moments import OWN, WAYS, Divided, Reading, every_reading
 from gpt2.port.dump.norm_variants import moved
 from gpt2.port.dump.sieve import Lens
 from gpt2.port.dump.simulation import Program, Simulation, Stage, Stages
@@ -108,7 +108,7 @@ def families(simulation: Simulation, layer: int) -> Iterator[Family]:
 def _moved_norms(simulation: Simulation) -> Iterator[Family]:
     """Yield norms over other axes, with any epsilon: all of a program, or those of its blocks."""
     given = simulation.config.layer_norm_epsilon
-    every = {OWN: partial(over, (2,)), **readings((*simulation.ids.shape, simulation.config.n_embd), simulation.config.n_head)}
+    every = every_reading((*simulation.ids.shape, simulation.config.n_embd), simulation.config.n_head)
 
     def one(words: str, reading: Reading, way: Divided, parts: Sequence[str], eps: float) -> Variant:
         return joined(f"{words} {way} {eps}", *(moved(part, words, reading, way, eps, given) for part in parts))

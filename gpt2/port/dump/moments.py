@@ -68,6 +68,11 @@ def over(dims: Sequence[int], x: Tensor) -> Moments:
     return Moments(x.mean(dims, keepdim=True), x.var(dims, correction=0, keepdim=True), count)
 
 
+def every_reading(shape: Sequence[int], heads: int) -> dict[str, Reading]:
+    """Return GPT-2's own mean and variance, and :func:`readings`."""
+    return {OWN: partial(over, (2,)), **readings(shape, heads)}
+
+
 def readings(shape: Sequence[int], heads: int) -> dict[str, Reading]:
     """Return other means and variances of x of this ``shape`` (B, T, D), by words; ``heads``: of the model.
 

@@ -73,10 +73,10 @@ def _changes(simulation: Simulation, part: str) -> Mapping[str, Callable[[Simula
     own: Callable[[Simulation, int], Numbers] = lambda simulation, layer: numbers_of(simulation, name_of(part, layer))  # noqa: E731
     lenders = {f"those of {name}": name for name in ("h.0.ln_1", f"h.{last}.ln_2", "ln_f") if name != part}
     found: dict[str, Callable[[Simulation, int], Numbers]] = {
-        "the first number for all features": lambda s, n: tuple(one[:1].expand_as(one) for one in own(s, n)),
+        "the first number for all features": lambda s, n: _each(own(s, n), lambda one: one[:1].expand_as(one)),
         "each other's": lambda s, n: own(s, n)[::-1],
         "applied twice": lambda s, n: (own(s, n)[0].square(), 2 * own(s, n)[1]),
-        "in reverse order": lambda s, n: tuple(one.flip(0) for one in own(s, n)),
+        "in reverse order": lambda s, n: _each(own(s, n), lambda one: one.flip(0)),
         **{words: partial(lambda name, s, n: numbers_of(s, name), name) for words, name in lenders.items()},
     }
     if part in OTHERS:
@@ -84,6 +84,10 @@ def _changes(simulation: Simulation, part: str) -> Mapping[str, Callable[[Simula
         found[f"those of {other} of the block"] = lambda s, n: numbers_of(s, name_of(other, n))
         found["those of the same norm of the next block"] = lambda s, n: numbers_of(s, name_of(part, min(n + 1, last)))
     return found
+
+
+def _each(numbers: Numbers, change: Formula) -> Numbers:
+    return change(numbers[0]), change(numbers[1])
 
 
 def _applied(
@@ -115,8 +119,9 @@ def _orders(part: str) -> Mapping[str, tuple[str, ...]]:
 
 def _repeated(part: str, order: tuple[str, ...], simulation: Simulation, layer: int) -> Stages:
     def formula(name: str) -> Formula:
-        numbers = numbers_of(simulation, name_of(name, layer)) if name else ()
-        return lambda x: layer_norm(x, *numbers, eps=simulation.config.layer_norm_epsilon)
+        eps = simulation.config.layer_norm_epsilon
+        weight, bias = numbers_of(simulation, name_of(name, layer)) if name else (1.0, 0.0)
+        return lambda x: layer_norm(x, weight, bias, eps)
 
     formulas = [formula(name) for name in order]
 

@@ -6,7 +6,6 @@ Shapes: x and the result (B, T, D); weight and bias (D,); per token (B, T).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from gpt2.port.dump.fits.axes import first_features
 from gpt2.port.dump.fits.library import permutation, place_of
 from gpt2.port.dump.fits.observed import Fit, Observed, distinct, nice
 from gpt2.port.dump.fits.rounding import roundings
-from gpt2.port.dump.moments import OWN, WAYS, Moments, over, readings
+from gpt2.port.dump.moments import OWN, WAYS, Moments, every_reading
 
 SAME = 1e-3  # relative difference of factors that are one
 MOST_PAIRS = 2**22  # of tokens that are compared at once
@@ -152,7 +151,7 @@ class Norm:
             factor = (middle * z).sum(-1) / middle.square().sum(-1).clamp(min=1e-300)
             shift = z.mean(-1) - factor * inner.mean(-1)
             general = (x * factor[..., None] + shift[..., None]) * weight + bias
-            for words, reading in {OWN: partial(over, (2,)), **readings(x.shape, self.heads)}.items():
+            for words, reading in every_reading(x.shape, self.heads).items():
                 axis = () if words == OWN else (self._fault("layernorm-axis", words),)
                 moments = reading(x)
                 for normed, faults in self._divided(x, z, moments, rows, used):
