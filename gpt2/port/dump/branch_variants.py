@@ -6,7 +6,7 @@ They are families: every third of c_attn in place of every other, every branch l
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -24,6 +24,24 @@ from gpt2.port.dump.variants import Variant
 LETTERS = {"q": "queries", "k": "keys", "v": "values"}
 AXES = {"batch": 0, "head": 1, "token": 2, "unit": 3}  # of the heads' results (B, H, T, K)
 BRANCHES = {"mid": ("attn.c_proj", "x", "attention's result"), "": ("mlp.c_proj", "mid", "the feed-forward's result")}
+MORE = {  # what a sum may hold beside the stream and the branch; "" for the embeddings
+    "mid": {"attention's normed input": "ln_1", "the block's input": "x", "attention's result, once more,": "attn.c_proj"},
+    "": {
+        "the feed-forward's normed input": "ln_2",
+        "the stream after attention": "mid",
+        "the block's input": "x",
+        "the feed-forward's result, once more,": "mlp.c_proj",
+        "attention's result, once more,": "attn.c_proj",
+        "attention's normed input": "ln_1",
+        "the embedding": "",
+    },
+}
+SQUARE = {  # linear layers with as many outputs as inputs: what they take, the cause, and words
+    "attn.c_proj": ("attn.heads", "output-projection-missing", "what enters attention's output projection"),
+    "attn.q": ("ln_1", "wrong-tensor", "what the queries are computed from"),
+    "attn.k": ("ln_1", "wrong-tensor", "what the keys are computed from"),
+    "attn.v": ("ln_1", "value-projection-wrong", "what the values are computed from"),
+}
 ACTIVE = {
     "attn.c_proj": "attention's result",
     "mlp.c_proj": "the feed-forward's result",
@@ -66,8 +84,81 @@ def branch_variants(simulation: Simulation) -> Iterator[Variant]:
     yield Variant.of("scores for weights", [Fault("softmax-missing", "attn", words)], _unsoftened)
     words = "the positions are added to the stream once more before the block"
     yield Variant.of("positions again", [Fault("position-offset", "wpe", words)], _positions_again)
+    yield from _sums()
+    yield from _entered()
+    yield from _around_layers()
     yield from _lost_heads(simulation.config.n_head)
     yield from _rounded()
+
+
+def _sums() -> Iterator[Variant]:
+    """Yield sums with one term more than stream and branch: a stream before, a norm, or a branch once more."""
+    ids = {"norm": "residual-from-normed"}
+    for stage, terms in MORE.items():
+        for words, source in terms.items():
+            detail = f"{words} is added as well, to {BRANCHES[stage][2]} and the stream"
+            fault = Fault(next((id for word, id in ids.items() if word in words), "residual-scaled"), stage, detail)
+            yield Variant.of(detail, [fault], partial(_with_more, {stage: source}), True)
+    words = "each norm's result is added to the sum behind its branch as well"
+    both = partial(_with_more, {"mid": "ln_1", "": "ln_2"})
+    yield Variant.of(words, [Fault("residual-from-normed", "", words)], both, True)
+
+
+def _with_more(sources: Mapping[str, str], simulation: Simulation, layer: int) -> Stages:
+    right = simulation.right(layer)
+
+    def stage(name: str, source: str) -> Stage:
+        if not source:
+            return lambda s: right[name](s) + simulation.embed()[:, : s["x"].shape[1]]
+        return lambda s: right[name](s) + s[source]
+
+    return {} if layer == 0 and "" in sources.values() else {name: stage(name, source) for name, source in sources.items()}
+
+
+def _entered() -> Iterator[Variant]:
+    """Yield blocks that take the embeddings in the place of the stream, or beside it."""
+    words = "the block takes the embeddings, not the result of the block before: what the blocks before give has no effect"
+    yield Variant.of(words, [Fault("layer-missing", "", words)], partial(_from_embedding, True, True, False))
+    words = "the embeddings are added to the stream once more before the block"
+    yield Variant.of(words, [Fault("embedding-scaled", "", words)], partial(_from_embedding, True, True, True), True)
+    words = "attention takes the embeddings, normed, not the stream"
+    yield Variant.of(words, [Fault("layer-missing", "ln_1", words)], partial(_from_embedding, True, False, False), True)
+    words = "attention's result is added to the embeddings, not to the stream"
+    yield Variant.of(words, [Fault("residual-missing", "mid", words)], partial(_from_embedding, False, True, False), True)
+
+
+def _from_embedding(branch: bool, stream: bool, beside: bool, simulation: Simulation, layer: int) -> Stages:
+    if layer == 0:
+        return {}
+    right = simulation.right(layer)
+
+    def stage(name: str) -> Stage:
+        def formula(s: State) -> Tensor:
+            embedded = simulation.embed()[:, : s["x"].shape[1]]
+            return right[name]({**s, "x": s["x"] + embedded if beside else embedded})
+
+        return formula
+
+    return {name: stage(name) for name, given in (("ln_1", branch), ("mid", stream)) if given}
+
+
+def _around_layers() -> Iterator[Variant]:
+    """Yield linear layers whose input is added to their result, as in a sum around the layer, with the bias and without."""
+    for stage, (source, id, what) in SQUARE.items():
+        for biased in (True, False):
+            words = f"{what} is added to its own result" + ("" if biased else ", and the layer has no bias")
+            faults = [Fault(id, stage, words), *([] if biased else [Fault("missing-bias", stage, "no bias is added")])]
+            yield Variant.of(words, faults, partial(_around, stage, source, biased), not biased or id != "output-projection-missing")
+
+
+def _around(stage: str, source: str, biased: bool, simulation: Simulation, layer: int) -> Stages:
+    right = simulation.right(layer)[stage]
+
+    def formula(s: State) -> Tensor:
+        bias = 0.0 if biased else right({**s, source: torch.zeros_like(s[source])})
+        return right(s) + s[source] - bias
+
+    return {stage: formula}
 
 
 def _unsoftened(simulation: Simulation, layer: int) -> Stages:

@@ -172,7 +172,7 @@ class Table:
             yield from (Candidate(((variant, None),)) for variant in self.runs if rare or not variant.rare)
         if len(blocks) > 1:
             yield from (Candidate(tuple((variant, n) for n in blocks)) for variant in self.blocks)
-            yield from (Candidate(sites) for sites in self._both_norms(blocks, is_last))
+            yield from (Candidate(sites) for sites in self._both_norms(blocks, is_last, True))
         if whole:
             yield from self._everywhere()
         yield from (self._narrowed(pair, blocks, whole) for pair in self.narrow if blocks and (whole or pair[1] is None))
@@ -181,7 +181,7 @@ class Table:
         for n in blocks:
             variants = (one for one in self.blocks if (rare or not one.rare) and (len(blocks) == 1 or not one.shared))
             yield from (Candidate(((variant, n),)) for variant in variants)
-            yield from (Candidate(sites) for sites in self._both_norms(range(n, n + 1), is_last and n == last - 1))
+            yield from (Candidate(sites) for sites in self._both_norms(range(n, n + 1), is_last and n == last - 1, len(blocks) == 1))
 
     def _in(self, blocks: tuple[int, ...]) -> Iterator[Variant]:
         """Yield the variants that are tried in some blocks; in one alone, those of shared code: others are tried anyway."""
@@ -218,8 +218,8 @@ class Table:
                 sites: list[tuple[Variant, int | None]] = [(slot, n) for n in range(first, last) if slot]
                 yield Candidate(((late(variant, token), None), *sites))
 
-    def _both_norms(self, blocks: range, ending: bool) -> Iterator[tuple[tuple[Variant, int | None], ...]]:
-        """Yield the same fault in both norms of ``blocks``; ``ending``: also with the last norm."""
+    def _both_norms(self, blocks: range, ending: bool, shared: bool) -> Iterator[tuple[tuple[Variant, int | None], ...]]:
+        """Yield the same fault in both norms of ``blocks``; ``ending``: also with the last norm; ``shared``: faults of shared code too."""
         seconds = {variant.label.removeprefix("ln_2 "): variant for variant in self.blocks if variant.label.startswith("ln_2 ")}
         lasts = {variant.label.removeprefix("ln_f "): variant for variant in self.ends}
         for variant in self.blocks:

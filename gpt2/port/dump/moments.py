@@ -29,11 +29,11 @@ MOST_GROUPS = 8  # of features, beside as many as heads
 
 
 class Moments(NamedTuple):
-    """A mean and a variance, divided by the number of entries ``count``; 0 where no count can be one too small."""
+    """A mean and a variance, divided by the number of entries ``size``; 0 where none can be one too small."""
 
     mean: Tensor
     variance: Tensor
-    count: int
+    size: int
 
 
 Reading = Callable[[Tensor], Moments]
@@ -46,12 +46,12 @@ class Divided(NamedTuple):
     outside: bool = False
 
     def normed(self, x: Tensor, moments: Moments, eps: float) -> Tensor:
-        mean, variance, count = moments
-        variance = variance * count / (count - 1) if self.unbiased and count > 1 else variance
+        mean, variance, size = moments
+        variance = variance * size / (size - 1) if self.unbiased and size > 1 else variance
         return (x - mean) / (variance.sqrt() + eps if self.outside else (variance + eps).sqrt())
 
     def faults(self, part: str, eps: float, given: float) -> Iterator[Fault]:
-        """Yield the faults beside that of the axis, in a norm ``part`` with the epsilon ``eps``; the checkpoint's is ``given``."""
+        """Yield the faults beside that of the axis, in a norm ``part`` with epsilon ``eps``; the checkpoint's is ``given``."""
         if self.unbiased:
             yield Fault("layernorm-unbiased-variance", part, "the variance is divided by one less than the number of entries")
         if self.outside or abs(eps - given) > 1e-9:
@@ -109,7 +109,7 @@ def readings(shape: Sequence[int], heads: int) -> dict[str, Reading]:
 
 def _mixed(one: Sequence[int], other: Sequence[int], x: Tensor) -> Moments:
     of_mean, of_variance = over(one, x), over(other, x)
-    return Moments(of_mean.mean, of_variance.variance, of_variance.count)
+    return Moments(of_mean.mean, of_variance.variance, of_variance.size)
 
 
 def _grouped(groups: int, x: Tensor) -> Moments:
@@ -135,7 +135,7 @@ def _moved(step: int, mean: bool, variance: bool, x: Tensor) -> Moments:
     if step == 1:
         for one, other in zip(moved, own[:2], strict=True):
             one[:, 0] = other[:, 0]
-    return Moments(moved[0] if mean else own.mean, moved[1] if variance else own.variance, own.count)
+    return Moments(moved[0] if mean else own.mean, moved[1] if variance else own.variance, own.size)
 
 
 def _away(size: Callable[[Tensor], Tensor], x: Tensor) -> Moments:

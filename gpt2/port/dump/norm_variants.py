@@ -32,7 +32,7 @@ def numbers_of(simulation: Simulation, name: str) -> Numbers:
 
 
 def more_norm_variants(simulation: Simulation, part: str) -> Iterator[Variant]:
-    """Yield faults of the norm ``part`` (``ln_1``, ``ln_2``, or ``ln_f``), beside the usual ones of :class:`..diagnosis.norms.Norms`."""
+    """Yield faults of the norm ``part`` (``ln_1``, ``ln_2``, ``ln_f``), beside those of :class:`..diagnosis.norms.Norms`."""
     for words, reading in readings((*simulation.ids.shape, simulation.config.n_embd), simulation.config.n_head).items():
         for way in WAYS[:2]:
             yield moved(part, words, reading, way, simulation.config.layer_norm_epsilon)

@@ -116,6 +116,7 @@ class Linear:
         if (found := combined(seen.value, terms, rows, seen)) is None:
             return
         factors, fit = found
+        more: tuple[Fault, ...] = ()
         one, times = factors.get("the product", 0.0), factors.get("the bias", 0.0)
         words = f"its result is {formula(factors)}"
         if one == 1 and len(factors) + (times == 0) == 2 and "the layer's input" not in factors:
@@ -126,6 +127,11 @@ class Linear:
         elif not one:
             id = "output-projection-missing" if self.part == "attn.c_proj" else "not-loaded"
             fault = self.fault(id, f"{words}: there is no product with the weight")
+        elif factors.get("the layer's input") == one == 1:
+            words = "the layer's input is added to its result"
+            fault = self.fault("output-projection-missing" if self.part == "attn.c_proj" else "wrong-tensor", words)
+            if not times and "the bias" in terms:
+                more = (self.fault("missing-bias", "no bias is added", "bias"),)
         else:
             id = (
                 "residual-scaled"
@@ -135,7 +141,7 @@ class Linear:
                 else "wrong-tensor"
             )
             fault = self.fault(id, words)
-        yield from seen.fits(fit.value, rows, fault)
+        yield from seen.fits(fit.value, rows, fault, *more)
 
     def _inputs(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         for words, other in self.inputs.items():
