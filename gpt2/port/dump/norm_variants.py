@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpt2.port.diagnosis.norms import layer_norm
 from gpt2.port.diagnosis.search import Fault, Formula
-from gpt2.port.dump.moments import OWN, WAYS, Divided, Reading, readings
+from gpt2.port.dump.moments import AXES, OWN, WAYS, Divided, Reading, readings
 from gpt2.port.dump.simulation import Simulation, Stages, State
 from gpt2.port.dump.variants import Variant
 
@@ -49,7 +49,7 @@ def moved(part: str, words: str, reading: Reading, way: Divided, eps: float, giv
     axis = () if words == OWN else (Fault("layernorm-axis", part, words),)
     faults = *axis, *way.faults(part, eps, eps if given is None else given)
     own = _variant(part, f"{words} {way} {eps:g}", faults, partial(_moved, part, reading, way, eps))
-    return replace(own, mixes_rows="batch" in words or "array" in words or "all tokens" in words)
+    return replace(own, mixes_rows=any(axes in words for dims, axes in AXES.items() if 0 in dims))
 
 
 def _variant(part: str, label: str, faults: tuple[Fault, ...], replaced: Callable[[Simulation, int], Stages]) -> Variant:
