@@ -148,7 +148,9 @@ def _around_layers() -> Iterator[Variant]:
         for biased in (True, False):
             words = f"{what} is added to its own result" + ("" if biased else ", and the layer has no bias")
             faults = [Fault(id, stage, words), *([] if biased else [Fault("missing-bias", stage, "no bias is added")])]
-            yield Variant.of(words, faults, partial(_around, stage, source, biased), not biased or id != "output-projection-missing")
+            yield Variant.of(
+                words, faults, partial(_around, stage, source, biased), not biased or id != "output-projection-missing"
+            )
 
 
 def _around(stage: str, source: str, biased: bool, simulation: Simulation, layer: int) -> Stages:

@@ -181,7 +181,9 @@ class Table:
         for n in blocks:
             variants = (one for one in self.blocks if (rare or not one.rare) and (len(blocks) == 1 or not one.shared))
             yield from (Candidate(((variant, n),)) for variant in variants)
-            yield from (Candidate(sites) for sites in self._both_norms(range(n, n + 1), is_last and n == last - 1, len(blocks) == 1))
+            yield from (
+                Candidate(sites) for sites in self._both_norms(range(n, n + 1), is_last and n == last - 1, len(blocks) == 1)
+            )
 
     def _in(self, blocks: tuple[int, ...]) -> Iterator[Variant]:
         """Yield the variants that are tried in some blocks; in one alone, those of shared code: others are tried anyway."""
