@@ -221,7 +221,10 @@ class Table:
                 yield Candidate(((late(variant, token), None), *sites))
 
     def _both_norms(self, blocks: range, ending: bool, shared: bool) -> Iterator[tuple[tuple[Variant, int | None], ...]]:
-        """Yield the same fault in both norms of ``blocks``; ``ending``: also with the last norm; ``shared``: faults of shared code too."""
+        """Yield the same fault in both norms of ``blocks``; ``ending``: also with the last norm.
+
+        ``shared``: faults of shared code too.
+        """
         seconds = {variant.label.removeprefix("ln_2 "): variant for variant in self.blocks if variant.label.startswith("ln_2 ")}
         lasts = {variant.label.removeprefix("ln_f "): variant for variant in self.ends}
         for variant in self.blocks:
