@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gpt2.port.diagnosis.last_step import by_token, last_steps
 from gpt2.port.diagnosis.search import Fault, Recorded
 from gpt2.port.recording.pool import Pool
 
@@ -54,6 +55,11 @@ class Ending:
             if (error := self.pool.logits_error(made, given)) <= self.bound:
                 words = f"the model returns {name} of the logits"
                 return Recorded(given, error, (Fault("logits-softmaxed", "logits", words),))
+        if width == len(self.weight) and self.pool.logits_error(by_token(mine, wanted), wanted) <= self.bound:
+            whole = x @ self.weight.T
+            for fault, formula in last_steps(linear=True):
+                if (error := self.pool.logits_error(formula(whole), given)) <= self.bound:
+                    return Recorded(given, error, (fault,))
         return self._rounded(x, given) if self.decimals is not None and width == len(self.weight) else None
 
     def _rounded(self, x: Tensor, given: Tensor) -> Recorded | None:

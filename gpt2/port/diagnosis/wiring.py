@@ -39,6 +39,9 @@ def streams(pool: Pool, ids: Tensor, width: int) -> Iterator[Tensor]:
             yield entry.reshape(batch, tokens, width)
 
 
+MOST_SPANS = 32  # tokens after which positions may begin again
+
+
 class Embeddings:
     """What may enter the first block: token embeddings and positions of ids (B, T), perhaps scaled, normed or moved."""
 
@@ -107,7 +110,8 @@ class Embeddings:
         """Yield label, rows (T, D) or (B, T, D), and faults; positions are off by ``shifts``, by any number if there are none."""
         wpe, tokens, rows = self.wpe, self.tokens, torch.arange(self.tokens)
         yield "right", wpe[:tokens], []
-        shifts = shifts or range(1, len(wpe) + 1)
+        shifts = [*shifts, tokens, len(wpe) - tokens] if shifts else range(1, len(wpe) + 1)
+        shifts = sorted({n for n in shifts if n > 0})
         ahead = (n for n in shifts if n <= len(wpe) - tokens)
         others = [(f"shift {n}", rows + n, f"positions begin at row {n}, not at 0") for n in ahead]
         for n in (n for n in shifts if n <= tokens):
@@ -117,8 +121,17 @@ class Embeddings:
         others.append(("constant", rows * 0, "every token is given position 0"))
         words = "rows of the position table are taken by token id, not by position"
         others.append(("by token", self.ids.clamp(max=len(wpe) - 1), words))
+        others.append(("by token around", self.ids % len(wpe), f"{words}, modulo its length"))
         row = torch.arange(len(self.ids))[:, None].expand_as(self.ids).clamp(max=len(wpe) - 1)
         others.append(("by row", row, "rows of the position table are taken by the row of the batch, not by position"))
+        last = len(wpe) - 1
+        counted = torch.arange(self.ids.numel()).view(self.ids.shape)
+        others.append(("over rows", counted % len(wpe), "positions go on from one row of the batch to the next"))
+        others.append(("doubled", (2 * rows).clamp(max=last), "positions go up by 2 from one token to the next"))
+        others.append(("halved", rows // 2, "two tokens share each position"))
+        others.append(("next row", (rows + 1).clamp(max=tokens - 1), "positions run ahead by 1, and the last two are one"))
+        for n in range(2, min(tokens, MOST_SPANS)):
+            others.append((f"again {n}", rows % n, f"positions begin again after each {n} tokens"))
         for label, taken, words in others:
             yield label, wpe[taken], [Fault("position-offset", "wpe", words)]
         for label, table in sinusoids(tokens, self.width):

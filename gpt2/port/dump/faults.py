@@ -27,6 +27,7 @@ from gpt2.port.dump.variants import Blame, Replaced, Tops, Variant, joined, on_t
 from gpt2.port.recording.pool import Pool
 
 Scale = Callable[[GPT2Config, int], float]
+MOST_SHIFTS = 33
 SHIFTS = (1, 2, 3)  # by how much positions are tried to be off, if embeddings are not shown
 MOVED_NORMS = ("right", "no affine")  # hypotheses that are tried for a norm where GPT-2 has none
 
@@ -287,8 +288,9 @@ def _mixtures() -> Iterator[Variant]:
 # Outside the blocks
 
 
-def embedding_variants(simulation: Simulation, shifts: tuple[int, ...] = SHIFTS) -> Iterator[Variant]:
-    """Yield what may enter the first block; positions are off by ``shifts``."""
+def embedding_variants(simulation: Simulation, shifts: tuple[int, ...] = ()) -> Iterator[Variant]:
+    """Yield what may enter the first block; positions are off by ``shifts``, or the usual ones, of a small model any."""
+    shifts = shifts or (tuple(range(1, min(simulation.config.n_positions, MOST_SHIFTS))) if simulation.small else SHIFTS)
 
     def options(simulation: Simulation) -> dict[tuple[str, ...], Option]:
         embeddings = Embeddings(Unrecorded(simulation), UsualNorms.of(simulation), simulation.ids)

@@ -71,18 +71,18 @@ def _changes(simulation: Simulation, part: str) -> Mapping[str, Callable[[Simula
     """Return by words other numbers that weight and bias may be."""
     last = simulation.config.n_layer - 1
     own: Callable[[Simulation, int], Numbers] = lambda simulation, layer: numbers_of(simulation, name_of(part, layer))  # noqa: E731
-    lenders = {f"those of {name}": name for name in ("h.0.ln_1", f"h.{last}.ln_2", "ln_f") if name != part}
+    lenders = {f"taken from {name}": name for name in ("h.0.ln_1", f"h.{last}.ln_2", "ln_f") if name != part}
     found: dict[str, Callable[[Simulation, int], Numbers]] = {
-        "the first number for all features": lambda s, n: _each(own(s, n), lambda one: one[:1].expand_as(one)),
-        "each other's": lambda s, n: own(s, n)[::-1],
+        "cut to the first number, for all features": lambda s, n: _each(own(s, n), lambda one: one[:1].expand_as(one)),
+        "taken from each other": lambda s, n: own(s, n)[::-1],
         "applied twice": lambda s, n: (own(s, n)[0].square(), 2 * own(s, n)[1]),
         "in reverse order": lambda s, n: _each(own(s, n), lambda one: one.flip(0)),
         **{words: partial(lambda name, s, n: numbers_of(s, name), name) for words, name in lenders.items()},
     }
     if part in OTHERS:
         other = OTHERS[part]
-        found[f"those of {other} of the block"] = lambda s, n: numbers_of(s, name_of(other, n))
-        found["those of the same norm of the next block"] = lambda s, n: numbers_of(s, name_of(part, min(n + 1, last)))
+        found[f"taken from {other} of the block"] = lambda s, n: numbers_of(s, name_of(other, n))
+        found["taken from the same norm of the next block"] = lambda s, n: numbers_of(s, name_of(part, min(n + 1, last)))
     return found
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import layer_of, point_at, points
+from gpt2.port.diagnosis.last_step import STEPS, last_steps
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.sieve import MIN_ROWS
@@ -19,6 +20,7 @@ from gpt2.port.dump.simulation import LAST, STAGES, Entrance, Program, Simulatio
 from gpt2.port.dump.spans import Span
 
 ROW_SUM_BOUND = 1e-3  # of probabilities that a program stored in float16
+NEARLY = 10.0  # times the tolerance: logits of one token, by their own size
 SIGNIFICANT = 100.0  # a fitted factor or bias must explain an error of so many times the tolerance
 BETTER = 2.0  # how many times smaller a fault's error must be than that of GPT-2's own formulas
 MOST_TOKENS = 0.5  # of the vocabulary, whose logits alone may be wrong
@@ -131,7 +133,7 @@ class Segment:
             whole = replace(candidate, head=faults)
             errors = self.errors(whole, values)
             plain = errors if plain is None else plain
-            fitted = bool(faults) and faults[0].id != "logits-softmaxed"
+            fitted = bool(faults) and faults[0].id != "logits-softmaxed" and faults[0].kind not in STEPS
             least = min(plain[self.end], self.right_errors[self.end])  # the fault must not make the error that is fitted away
             if fitted and least <= SIGNIFICANT * self.allowed(self.end):
                 continue
@@ -186,7 +188,9 @@ class Segment:
         wanted = self.shown["logits"]
         logits, stream = (values[point][:, -wanted.shape[1] :] for point in ("logits", "ln_f"))
         for fault in faults:
-            if fault.id == "logits-scaled":
+            if fault.kind in STEPS:
+                logits = STEPS[fault.kind].formula(logits)
+            elif fault.id == "logits-scaled":
                 logits = logits * _ratio(logits, wanted)
             elif fault.id == "extra-bias":
                 logits = logits + (wanted - logits).mean((0, 1), keepdim=True)
@@ -212,6 +216,10 @@ class Segment:
             yield (Fault("untied-head", "logits", words, FEW),)
         ratio = _ratio(logits, wanted)
         yield (Fault("logits-scaled", "logits", f"the logits are multiplied by {ratio:.6g}"),)
+        allowed = NEARLY * self.allowed("logits")
+        for fault, formula in last_steps():  # one token is soon computed
+            if worst_relative_error(wanted[:, -1:], formula(logits[:, -1:])) <= allowed:
+                yield (fault,)
         apart = worst_relative_error(wanted, wanted.mean((0, 1), keepdim=True).expand_as(wanted))
         if wanted.shape[:2].numel() >= MIN_ROWS and apart > SIGNIFICANT * self.allowed("logits"):  # else a bias fits them alone
             yield (Fault("extra-bias", "logits", "the head adds a bias; GPT-2's head has none"),)

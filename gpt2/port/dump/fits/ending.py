@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpt2.port.diagnosis.last_step import last_steps
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.fits.library import Library
 from gpt2.port.dump.fits.linear import Linear
@@ -50,7 +51,7 @@ class Ending:
         normed = self.arrays.recorded("ln_f", right)
         if any(self.gives(value) for value in ((normed, right) if normed is not None else (right,))):
             return Ended(Fit((), x), x)
-        if (found := self._early(x)) is not None:
+        if (found := self._changed(x, right if normed is None else normed)) is not None or (found := self._early(x)) is not None:
             return found
         if normed is None and (found := self._normed(x, right)) is not None:
             return found
@@ -66,6 +67,16 @@ class Ending:
     def _are_logits(self, made: Tensor) -> bool:
         given = self.pool.logits[..., : made.shape[-1]]
         return self.pool.logits_error(made[:, -given.shape[1] :], given) <= self.pool.tolerance_at("logits")
+
+    def _changed(self, x: Tensor, normed: Tensor) -> Ended | None:
+        """Return logits that are multiplied by one number, or changed token by token, behind the right head."""
+        made = (normed @ self.wte.T)[:, -self.logits.shape[1] :]
+        if made.shape != self.logits.shape:
+            return None
+        ratio = float((made * self.logits).sum() / made.square().sum().clamp(min=1e-300))
+        scaled = Fault("logits-scaled", "logits", f"the logits are multiplied by {ratio:.6g}")
+        changes = ((scaled, lambda x: ratio * x), *last_steps())
+        return next((Ended(Fit((fault,), x), x, "logits") for fault, change in changes if self._are_logits(change(made))), None)
 
     def _normed(self, x: Tensor, right: Tensor) -> Ended | None:
         """Return a fit of the last norm to its recorded result, or to the one that the logits show."""

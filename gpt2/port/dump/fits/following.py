@@ -81,7 +81,7 @@ class Following:
         x = self._embedded()
         for layer in range(self.config.n_layer):
             self.progress(f"fitting what your block {layer} computes")
-            state = self._block(layer, x)
+            state = self._block(layer, self._entered(layer, x))
             if state is None:
                 return False
             self.earlier.append(state)
@@ -105,6 +105,30 @@ class Following:
         self._departs(None, "embed", fit.value, right)
         self.faults += fit.faults
         return fit.value
+
+    def _entered(self, layer: int, x: Tensor) -> Tensor:
+        """Return the stream that block ``layer`` takes: ``x``, or an earlier one, if the block's first stages show it."""
+        if layer == 0 or self._shown_in(layer, x):
+            return x
+        for n, stage in itertools.product(reversed(range(layer)), ("mid", "x")):
+            if not self._shown_in(layer, self.earlier[n][stage]):
+                continue
+            self._departs(layer, "ln_1", self.earlier[n][stage], x)
+            if stage == "mid":
+                words = "a later block takes the stream behind attention: the feed-forward's result has no effect"
+                self.faults.append(Fault("residual-missing", "", words, layer=n))
+            words = "a later block takes an earlier stream, so what this block gives has no effect"
+            later = range(n if stage == "x" else n + 1, layer)
+            self.faults += [Fault("layer-missing", "", words, layer=one) for one in later]
+            return self.earlier[n][stage]
+        return x
+
+    def _shown_in(self, layer: int, x: Tensor) -> bool:
+        """Return whether the first stages of block ``layer`` are recorded as they follow from the stream ``x``."""
+        state: State = {"x": x}
+        for stage in BEHIND:
+            state[stage] = self.simulation.right(layer)[stage](state)
+        return any(self.arrays.shows(stage, state[stage]) for stage in BEHIND)
 
     def _kept(self, layer: int | None, stage: str, seen: Observed, fit: Fit) -> Tensor:
         """Note a fit's faults, and return its value with the program's own digits."""
@@ -171,10 +195,7 @@ class Following:
         if layer + 1 == self.config.n_layer:
             normed = self.simulation.norm("ln_f", state[""])
             return self.arrays.shows("ln_f", normed) or self.ending.gives(normed)
-        following: State = {"x": state[""]}
-        for stage in BEHIND:
-            following[stage] = self.simulation.right(layer + 1)[stage](following)
-        return any(self.arrays.shows(stage, following[stage]) for stage in BEHIND)
+        return self._shown_in(layer + 1, state[""])
 
     def _fitted(self, layer: int, stage: str, state: State, known: set[str]) -> Tensor | None:
         """Return a stage's value as the program computes it, from arrays that no known operator gave; None if nothing fits."""

@@ -1,0 +1,65 @@
+"""What programs do to their logits (..., V) before they give them, where GPT-2 does nothing: one list for all who look for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpt2.port.diagnosis.search import Fault, Formula
+
+
+class Step(NamedTuple):
+    """A cause and a formula of a token's logits; ``linear``: a factor and a shift for each token."""
+
+    id: str
+    formula: Formula
+    linear: bool = True
+
+
+def _centred(x: Tensor) -> Tensor:
+    return x - x.mean(-1, keepdim=True)
+
+
+STEPS: dict[str, Step] = {
+    "each token's largest logit is taken off": Step("logits-softmaxed", lambda x: x - x.amax(-1, keepdim=True)),
+    "each token's mean logit is taken off": Step("logits-softmaxed", _centred),
+    "each token's smallest logit is taken off": Step("logits-softmaxed", lambda x: x - x.amin(-1, keepdim=True)),
+    "each token's logits are the exponentials of a softmax, not divided by their sum": Step(
+        "logits-softmaxed", lambda x: (x - x.amax(-1, keepdim=True)).exp(), False
+    ),
+    "the exponential of each logit is given": Step("logits-softmaxed", torch.exp, False),
+    "each logit goes through a sigmoid": Step("logits-softmaxed", torch.sigmoid, False),
+    "each logit goes through a tanh": Step("logits-scaled", torch.tanh, False),
+    "each logit goes through a ReLU": Step("logits-scaled", torch.relu, False),
+    "each token's logits are divided by their norm": Step("logits-scaled", lambda x: x / x.norm(dim=-1, keepdim=True)),
+    "each token's logits are divided by the largest size of them": Step(
+        "logits-scaled", lambda x: x / x.abs().amax(-1, keepdim=True)
+    ),
+    "each token's logits are divided by their standard deviation": Step("logits-scaled", lambda x: x / x.std(-1, keepdim=True)),
+    "each token's logits are normed: their mean is taken off, and they are divided by their standard deviation": Step(
+        "logits-scaled", lambda x: _centred(x) / x.std(-1, correction=0, keepdim=True)
+    ),
+    "each token's logits are normed, with D - 1 in the variance": Step(
+        "logits-scaled", lambda x: _centred(x) / x.std(-1, keepdim=True)
+    ),
+    "each token's logits are moved to the range from 0 to 1": Step(
+        "logits-scaled", lambda x: (x - x.amin(-1, keepdim=True)) / (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True))
+    ),
+}
+
+
+def last_steps(linear: bool = False) -> Iterator[tuple[Fault, Formula]]:
+    """Yield the faults, with what each does to the logits; ``linear``: only those of a factor and a shift for each token."""
+    for words, (id, formula, is_linear) in STEPS.items():
+        if is_linear or not linear:
+            yield Fault(id, "logits", words, words), formula
+
+
+def by_token(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Return ``logits`` with the factor and the shift for each token that come nearest to ``wanted``, both (..., V)."""
+    middle = _centred(logits)
+    slope = (middle * wanted).sum(-1, keepdim=True) / middle.square().sum(-1, keepdim=True).clamp(min=1e-300)
+    return slope * middle + wanted.mean(-1, keepdim=True)
