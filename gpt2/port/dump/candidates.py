@@ -11,6 +11,7 @@ from gpt2.port.diagnosis.search import Fault
 from gpt2.port.diagnosis.trail import post_norms, sequence_faults
 from gpt2.port.dump.attention_variants import attention_variants
 from gpt2.port.dump.branch_variants import branch_variants
+from gpt2.port.dump.commonness import rarity
 from gpt2.port.dump.faults import SHIFTS, block_variants, embedding_variants, norm_variants, standing
 from gpt2.port.dump.misloading import loading_variants
 from gpt2.port.dump.misloading_outside import end_variants, outside_variants, rounded_outside
@@ -71,6 +72,11 @@ class Candidate:
     @property
     def rare(self) -> bool:
         return any(variant.rare for variant, _ in self.sites)
+
+    @cached_property
+    def order_of_naming(self) -> tuple[float, int, bool]:
+        """What says which of several candidates is named first: few faults, common ones, not in one block alone."""
+        return self.price, rarity(self.faults(0)), self.is_local
 
     @property
     def rounds(self) -> bool:

@@ -164,7 +164,10 @@ class Explainer:
         for fits in faulty:
             for labels in {fit.candidate.labels for fit in fits}:
                 counts[labels] = counts.get(labels, 0) + 1
-        choices = [sorted(fits, key=lambda fit: (fit.price, -counts[fit.candidate.labels])) for fits in faulty]
+        choices = [
+            sorted(fits, key=lambda fit: (fit.price, -counts[fit.candidate.labels], fit.candidate.order_of_naming))
+            for fits in faulty
+        ]
         best = [fits[0] for fits in choices]
         out = [joined(best)]
         for number, fits in enumerate(choices):
@@ -181,7 +184,7 @@ class Explainer:
         unique: dict[object, Fit] = {}
         for fit in out:
             unique.setdefault(fit.candidate.key, fit)
-        ordered = sorted(unique.values(), key=lambda fit: fit.price)
+        ordered = sorted(unique.values(), key=lambda fit: fit.candidate.order_of_naming)
         alone = len(faulty) == 1  # these fits were seen to give every shown value
         held: list[Fit] = []
         for fit in ordered:

@@ -121,7 +121,9 @@ class Search:
         else:
             fits = sorted(fits, key=lambda fit: fit.error)[:1]
         known = [fit for fit in fits if all(fault.id != "untied-head" for fault in fit.candidate.head)]
-        return sorted(known or fits, key=lambda fit: (fit.price, fit.error))  # a head's free weights hide other faults
+        return sorted(
+            known or fits, key=lambda fit: (fit.candidate.order_of_naming, fit.error)
+        )  # a head's free weights hide other faults
 
     def _several(self, ranked: Ranked) -> list[Fit]:
         """Return pairs of faults that explain the segment, or triples: the nearest faults, each with every other.

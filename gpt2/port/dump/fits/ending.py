@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt2.port.diagnosis.last_step import last_steps
-from gpt2.port.diagnosis.search import Fault
+from gpt2.port.diagnosis.search import Fault, Formula
 from gpt2.port.dump.fits.library import Library
 from gpt2.port.dump.fits.linear import Linear
 from gpt2.port.dump.fits.normalising import Norm
@@ -75,7 +75,7 @@ class Ending:
             return None
         ratio = float((made * self.logits).sum() / made.square().sum().clamp(min=1e-300))
         scaled = Fault("logits-scaled", "logits", f"the logits are multiplied by {ratio:.6g}")
-        changes = ((scaled, lambda x: ratio * x), *last_steps())
+        changes: list[tuple[Fault, Formula]] = [(scaled, lambda made: ratio * made), *last_steps()]
         return next((Ended(Fit((fault,), x), x, "logits") for fault, change in changes if self._are_logits(change(made))), None)
 
     def _normed(self, x: Tensor, right: Tensor) -> Ended | None:
