@@ -183,16 +183,20 @@ class Norm:
         """
         apart, spread = (one.expand_as(x)[rows][:MOST_ROWS][:, used] for one in (x - moments.mean, moments.variance))
         found = z[rows][:MOST_ROWS].abs()
-        near = []
+        near: dict[bool, float] = {}
         for outside, power in ((False, 2), (True, 1)):
             columns = torch.stack([(spread if power == 2 else spread.sqrt()) * found**power, found**power], -1).flatten(0, 1)
             wanted = apart.abs().pow(power).flatten()
             gram = columns.T @ columns
             numbers = torch.linalg.pinv(gram, rtol=1e-14, hermitian=True) @ (columns.T @ wanted)
             if float((columns @ numbers - wanted).norm()) <= NEAR * float(wanted.norm()):
-                near.append(outside)
+                near[outside] = float(numbers[1])
         for way in WAYS:
-            for eps in (self.eps, *EPSILONS) if way.outside in near else ():
+            fitted = near.get(way.outside, -1.0)
+            short = (float(f"{fitted:.{digits}g}") for digits in (1, 2, 3))
+            for eps in dict.fromkeys(
+                (self.eps, *EPSILONS, *short, fitted) if fitted >= 0 else EPSILONS if way.outside in near else ()
+            ):
                 yield way.normed(x, moments, eps), tuple(way.faults(self.part, eps, self.eps))
 
     def _sets(self, x: Tensor, factor: Tensor, shift: Tensor, rows: Tensor) -> Iterator[tuple[str, str, Tensor, Tensor]]:
