@@ -183,7 +183,7 @@ def right_cases(n: int, options: argparse.Namespace) -> list[tuple[str, int, int
     draw, found = random.Random(options.seed), []
     for number in range(n):
         language, level, dtype = kinds[number % len(kinds)]
-        compute = draw.choice(("float32", "float64"))
+        compute = draw.choice(("float16", "float32", "float64") if language == "numpy" else ("float32", "float64"))
         size, tokens = draw.choice(list(SIZES)), draw.choice((5, 11, 16))
         found.append((size, tokens, draw.randrange(5), Case(Program(language, "", level), dtype, compute)))
     return found

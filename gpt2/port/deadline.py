@@ -4,8 +4,28 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 SLOWEST = 2  # seconds by the clock that count as one at least, on however busy a machine
+FEW = 4_000_000  # parameters of a model whose operators are too small to be shared between threads
+
+
+@contextmanager
+def few_threads(parameters: int) -> Iterator[None]:
+    """Let torch compute with one thread, if a model has FEW parameters.
+
+    On a busy machine, threads that wait for each other after each small operator take 15 times the time of one.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    if parameters < FEW:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class TimeUp(Exception):

@@ -64,6 +64,7 @@ def diagnose(
     from gpt2.checkpoint.loading import load
     from gpt2.int8 import require_float
     from gpt2.measure.metrics import silent
+    from gpt2.port.deadline import few_threads
     from gpt2.port.diagnosis.examination import Examination
 
     if not isinstance(what, (torch.nn.Module, str, Path, Mapping)):
@@ -71,15 +72,16 @@ def diagnose(
         raise InputError(f"diagnose takes {hint}, and was given {type(what).__name__}; build the module first")
     ours = load(model, revision=revision, offline=offline) if isinstance(model, str) else model
     require_float(ours, "diagnose")
-    if isinstance(what, torch.nn.Module):
-        if settings is not None:
-            raise InputError("settings are of training steps: give diagnose a dump of some, or use diagnose_step")
-        with torch.no_grad():
-            diagnosis = Examination(what, ours, fill, progress or silent).diagnosis()
-    else:
-        from gpt2.port.dump.examination import examine
-        from gpt2.port.training.settings import Settings
+    if isinstance(what, torch.nn.Module) and settings is not None:
+        raise InputError("settings are of training steps: give diagnose a dump of some, or use diagnose_step")
+    with few_threads(ours.config.num_parameters()):
+        if isinstance(what, torch.nn.Module):
+            with torch.no_grad():
+                diagnosis = Examination(what, ours, fill, progress or silent).diagnosis()
+        else:
+            from gpt2.port.dump.examination import examine
+            from gpt2.port.training.settings import Settings
 
-        given = Settings.of(settings) if isinstance(settings, Mapping) else Settings.parse(settings) if settings else None
-        diagnosis = examine(what, ours, given, progress or silent)
+            given = Settings.of(settings) if isinstance(settings, Mapping) else Settings.parse(settings) if settings else None
+            diagnosis = examine(what, ours, given, progress or silent)
     return replace(diagnosis, checkpoint=model if isinstance(model, str) else "a model")

@@ -36,19 +36,23 @@ class Batches:
         size = ids.numel() * max(config.inner, config.n_head * ids.shape[1])
         work = ids.numel() * (last - first) * (4 * config.n_embd + 2 * config.inner) * config.n_embd
         step = max(1, min(MAX_ELEMENTS // size, MAX_WORK // max(work, 1)))
-        for begin in range(0, len(programs), step):
-            yield from self._batch(programs, range(begin, min(begin + step, len(programs))), first, last, start)
+        together = list[int]()
+        for number, program in enumerate(programs):
+            if program.run or self.simulation.base.run:  # token by token, so slow: a caller looks at the clock behind each
+                yield number, self.simulation.ran(program)
+            else:
+                together.append(number)
+        for begin in range(0, len(together), step):
+            yield from self._batch(programs, together[begin : begin + step], first, last, start)
 
     def _batch(
-        self, programs: Sequence[Program], numbers: range, first: int, last: int, start: Tensor | None
+        self, programs: Sequence[Program], numbers: Sequence[int], first: int, last: int, start: Tensor | None
     ) -> Iterator[tuple[int, Tensor]]:
         streams: dict[int, Tensor] = {}  # those that differ from the right model's
         for number in numbers:
             if "embed" in programs[number].outside:
                 streams[number] = programs[number].outside["embed"]({}).to(self.simulation.dtype)
-        ran = [number for number in numbers if programs[number].run or self.simulation.base.run]
-        streams |= {number: self.simulation.ran(programs[number]) for number in ran}
-        natural = [number for number in numbers if programs[number].order is None and number not in ran]
+        natural = [number for number in numbers if programs[number].order is None]
         shared = self.simulation if start is None else _From(self.simulation, first, start)
         for layer in range(first, last):
             edited = [number for number in natural if programs[number].blocks.get(layer)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from gpt2.port.diagnosis.report import Diagnosis
 from gpt2.port.dump.arrays import find_output
 from gpt2.port.dump.attempt import Attempt
 from gpt2.port.dump.dumped import Dumped
-from gpt2.port.dump.tolerance import HALVES
+from gpt2.port.dump.tolerance import HALVES, SLACK, measured
 from gpt2.port.step_dump.examination import StepExamination
 from gpt2.port.training.settings import Settings
 
@@ -84,20 +84,34 @@ class DumpExamination:
         exact = trace(self.reference, output.ids)
         arrays = {name: array for name, array in self.dump.arrays.items() if name != output.name}
         attempts: list[Attempt] = []
-        dtypes = list(self._computed(output.logits.dtype))
+        halves = {name: in_half(array) for name, array in arrays.items()}
+        half = replace(output, logits=in_half(output.logits))
+        dtypes = list(self._computed([half.logits, *halves.values()]))
         following: Dumped | None = None
         for number, dtype in enumerate(dtypes):
             dumped = following or Dumped.of(arrays, output, exact, self.reference, dtype)
             share = len(dtypes) - number
             if dtypes[-1] in HALVES and share > 1 and not dumped.right:
-                following = Dumped.of(arrays, output, exact, self.reference, dtypes[-1])
+                following = Dumped.of(halves, half, exact, self.reference, dtypes[-1])
                 share = HASTY if following.is_likelier(dumped) else share
             attempts.append(attempt := Attempt(dumped, self.progress))
             attempt.examine(Deadline(self.deadline.left / share))
             if attempt.settled:
                 return self._diagnosed(attempt)
         most = max(attempts, key=lambda one: len(one.dumped.held))  # in another precision rounding looks wrong from the start
+        most.notes += self._roundings(exact, most.dumped) if dtypes[-1] not in HALVES else []
         return self._diagnosed(next((one for one in attempts if one.causes), most))
+
+    def _roundings(self, exact: dict[str, Tensor], dumped: Dumped) -> list[str]:
+        """Return a note for a half precision whose rounding alone makes an error of the logits as large as the dump's."""
+        for dtype in HALVES:
+            error = measured(self.reference, dumped.ids, exact, dtype).points["logits"] / SLACK
+            if dumped.error <= 2 * error:
+                name = str(dtype).removeprefix("torch.")
+                return [
+                    f"GPT-2 computed in {name} has an error of {error:.2g} in the logits; if your program is, it may be right"
+                ]
+        return []
 
     def _without_logits(self) -> InputError:
         """Return the error of a dump without logits, which says what an array of this name has instead."""
@@ -107,22 +121,26 @@ class DumpExamination:
             todo += "save the logits of these ids, or give the checkpoint that the program has loaded (--model)"
         return InputError(f"{self.dump.source}: holds no logits {shape}, with a batch dimension or none{todo}")
 
-    def _computed(self, logits: torch.dtype) -> Iterator[torch.dtype]:
+    def _computed(self, halves: Sequence[Tensor]) -> Iterator[torch.dtype]:
         """Yield the dtypes in which the program may have computed, the likely one first.
 
         float64, if every array has more digits than float32. If only some have, the program widened its numbers on the way, as
-        NumPy does in a product with a float64 scalar: float32 comes first.
+        NumPy does in a product with a float64 scalar: float32 comes first. A half precision, if that of the logits or of all
+        other arrays (``halves``, the logits first, see :func:`in_half`) holds no more digits.
         """
         arrays = [*self.dump.arrays.values()]
         dtypes = {array.dtype for array in arrays}
-        measured = [array for array in arrays if not bool((array == array.round()).all())]  # no masks and positions
-        widened = (bool((array == array.float().double()).all()) for array in measured if array.dtype == torch.float64)
+        fractions = [array for array in arrays if not bool((array == array.round()).all())]  # no masks and positions
+        widened = (bool((array == array.float().double()).all()) for array in fractions if array.dtype == torch.float64)
         if torch.float64 in dtypes and not any(widened):
             yield from (torch.float64, torch.float32) if dtypes == {torch.float64} else (torch.float32, torch.float64)
         else:
             yield torch.float32
-        if dtypes <= set(HALVES):
+        logits, others = halves[0].dtype, {array.dtype for array in halves[1:] if bool((array != array.round()).any())}
+        if logits in HALVES:
             yield logits
+        elif others and others <= set(HALVES):
+            yield torch.bfloat16 if torch.bfloat16 in others else torch.float16
 
     def _diagnosed(self, attempt: Attempt) -> Diagnosis:
         padding, notes = padding_causes(attempt.dumped.output.logits.double(), self.config)
@@ -138,3 +156,11 @@ class DumpExamination:
             logits_error=attempt.dumped.error,
             seen="dump" if attempt.dumped.arrays else "logits",
         )
+
+
+def in_half(array: Tensor) -> Tensor:
+    """Return an array in the half precision that holds all of its values, or as it is, if they have more digits.
+
+    NumPy has no bfloat16: programs that compute in it store float32.
+    """
+    return next((half for dtype in reversed(HALVES) if bool(((half := array.to(dtype)).to(array.dtype) == array).all())), array)

@@ -57,6 +57,7 @@ def diagnose_step(
             number or NaN, or changes no parameter of the module.
     """
     from gpt2.checkpoint.loading import load
+    from gpt2.port.deadline import few_threads
     from gpt2.port.diagnosis import diagnose
     from gpt2.port.mapping import load_into
     from gpt2.port.training.examination import StepExamination
@@ -71,5 +72,6 @@ def diagnose_step(
     if fill:
         load_into(module, ours)
     forward = diagnose(module, ours)
-    diagnosis = StepExamination(module, make_step, ours, known, forward, watch).diagnosis()
+    with few_threads(ours.config.num_parameters()):
+        diagnosis = StepExamination(module, make_step, ours, known, forward, watch).diagnosis()
     return replace(diagnosis, checkpoint=model if isinstance(model, str) else "a model")
