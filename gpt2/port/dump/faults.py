@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -252,16 +253,19 @@ def _comparisons(simulation: Simulation) -> Iterator[Variant]:
 
     heads = simulation.config.n_head
     for number, one in enumerate(scorings(simulation.right_state(0))):
+        for kept in (False, True) if one.heads != heads else (True,):
 
-        def replaced(simulation: Simulation, layer: int, number: int = number, count: int = one.heads) -> Stages:
-            def scores(s: State) -> Tensor:
-                found = scorings(s)[number]
-                return found.value * (right_scale(simulation.config, layer) if count == heads else found.usual_factor)
+            def replaced(simulation: Simulation, layer: int, number: int = number, kept: bool = kept) -> Stages:
+                def scores(s: State) -> Tensor:
+                    found = scorings(s)[number]
+                    return found.value * (right_scale(simulation.config, layer) if kept else found.usual_factor)
 
-            return {"attn.scores": scores}
+                return {"attn.scores": scores}
 
-        rare, mixes_rows = one.heads not in (1, heads, 2 * heads), one.faults[0].id == "batch-dependent"
-        yield Variant.of(f"compared {one.faults[0].detail}", one.faults, replaced, rare, mixes_rows)
+            rare, mixes_rows = one.heads not in (1, heads, 2 * heads), one.faults[0].id == "batch-dependent"
+            scaled = f", with the factor of {heads} heads" if kept and one.heads != heads else ""
+            faults = [replace(fault, detail=fault.detail + scaled) for fault in one.faults]
+            yield Variant.of(f"compared {faults[0].detail}", faults, replaced, rare, mixes_rows)
 
 
 def _mixtures() -> Iterator[Variant]:
