@@ -5,6 +5,7 @@ A norm is written once and called everywhere, so most are tried in all norms, or
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -82,8 +83,15 @@ def _changes(simulation: Simulation, part: str) -> Mapping[str, Callable[[Simula
     if part in OTHERS:
         other = OTHERS[part]
         found[f"taken from {other} of the block"] = lambda s, n: numbers_of(s, name_of(other, n))
-        found["taken from the same norm of the next block"] = lambda s, n: numbers_of(s, name_of(part, min(n + 1, last)))
+        for step, lender in itertools.product((1, -1), (part, other)):
+            which = f"taken from {lender} of the {'next block' if step > 0 else 'block before'}"
+            found[which] = partial(_neighbours, lender, step)
     return found
+
+
+def _neighbours(part: str, step: int, simulation: Simulation, layer: int) -> Numbers:
+    """Return the numbers of a norm of the next block or the one before; of the block itself at either end."""
+    return numbers_of(simulation, name_of(part, min(max(layer + step, 0), simulation.config.n_layer - 1)))
 
 
 def _each(numbers: Numbers, change: Formula) -> Numbers:
