@@ -70,18 +70,20 @@ def diagnose(
     if not isinstance(what, (torch.nn.Module, str, Path, Mapping)):
         hint = "a torch.nn.Module, the path of a dump, or a mapping of arrays"
         raise InputError(f"diagnose takes {hint}, and was given {type(what).__name__}; build the module first")
-    ours = load(model, revision=revision, offline=offline) if isinstance(model, str) else model
-    require_float(ours, "diagnose")
     if isinstance(what, torch.nn.Module) and settings is not None:
         raise InputError("settings are of training steps: give diagnose a dump of some, or use diagnose_step")
-    with few_threads(ours.config.num_parameters()):
-        if isinstance(what, torch.nn.Module):
-            with torch.no_grad():
-                diagnosis = Examination(what, ours, fill, progress or silent).diagnosis()
-        else:
-            from gpt2.port.dump.examination import examine
-            from gpt2.port.training.settings import Settings
+    ours = load(model, revision=revision, offline=offline) if isinstance(model, str) else model
+    config = ours.config
+    if isinstance(what, torch.nn.Module):
+        require_float(ours, "diagnose")
+        with torch.no_grad(), few_threads(config.num_parameters()):
+            diagnosis = Examination(what, ours, fill, progress or silent).diagnosis()
+    else:
+        from gpt2.port.dump.examination import exact_weights, examine
+        from gpt2.port.training.settings import Settings
 
-            given = Settings.of(settings) if isinstance(settings, Mapping) else Settings.parse(settings) if settings else None
-            diagnosis = examine(what, ours, given, progress or silent)
+        given = Settings.of(settings) if isinstance(settings, Mapping) else Settings.parse(settings) if settings else None
+        state = exact_weights(ours)
+        del ours  # if nobody else has it, its memory is free
+        diagnosis = examine(what, config, state, given, progress or silent)
     return replace(diagnosis, checkpoint=model if isinstance(model, str) else "a model")

@@ -81,8 +81,8 @@ class Examination:
         self.mapping = None if anatomy is None else Mapping(anatomy, self.config)
         own, blank = self._weights(borrowed)
         self.structural = [] if self.mapping is None else list(structural_causes(self.mapping))
-        reference = Reference(self.ours, self.state)
-        same = Reference(self.ours, own.weights, own.head) if own.placed else reference
+        reference = Reference(self.config, self.state)
+        same = Reference(self.config, own.weights, own.head) if own.placed else reference
         self.progress("comparing your logits with ours")
         outputs = self._outputs(borrowed, self._probes(anatomy))
         ids, first_logits = outputs[0]
@@ -251,7 +251,7 @@ class Examination:
         """For a module without float64, allow errors in proportion to our model's error in its dtype."""
         dtype = output.dtype if output.dtype != torch.float64 else torch.float32
         ids = self._probes(None)[0]
-        rounded, exact = (Reference(self.ours, self.state, dtype=d)(ids) for d in (dtype, torch.float64))
+        rounded, exact = (Reference(self.config, self.state, dtype=d)(ids) for d in (dtype, torch.float64))
         self.bound = max(self.bound, SLACK * worst_relative_error(rounded, exact))
         why = f" (in float64 it fails: {error_line(failure)})" if failure else ""
         self.notes.append(f"your forward was measured in {_name(dtype)}, and may be off by {self.bound:.1e}{why}")

@@ -12,7 +12,6 @@ from gpt2.checkpoint.checkpoint import model_with
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.model import GPT2
 from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.places import Place
 from gpt2.port.diagnosis.report import SURE
@@ -21,12 +20,12 @@ MIN_SHARE = 1e-9  # a smaller share of the probability is rounding
 
 
 class Reference:
-    """Our model with the weights ``state``, and perhaps its own head (V, D): maps ids (B, T) to logits (B, T, V)."""
+    """A GPT-2 with the weights ``state``, and perhaps its own head (V, D): maps ids (B, T) to logits (B, T, V)."""
 
     def __init__(
-        self, ours: GPT2, state: Mapping[str, Tensor], head: Tensor | None = None, dtype: torch.dtype = torch.float64
+        self, config: GPT2Config, state: Mapping[str, Tensor], head: Tensor | None = None, dtype: torch.dtype = torch.float64
     ) -> None:
-        self.model = model_with(ours.config, ((name, tensor.to(dtype)) for name, tensor in state.items()))
+        self.model = model_with(config, ((name, tensor.to(dtype)) for name, tensor in state.items()))
         self.model.requires_grad_(False)
         self.own_head = head
 

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.containers import shown
+from gpt2.config import GPT2Config
 from gpt2.errors import InputError
+from gpt2.int8 import require_float
 from gpt2.measure.dumps import SAVE, Dump, dump_of, read
 from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
-from gpt2.port.deadline import Deadline
+from gpt2.port.deadline import Deadline, few_threads
 from gpt2.port.diagnosis.causes import ranked
 from gpt2.port.diagnosis.examination import SMALL
 from gpt2.port.diagnosis.logits import Reference, padding_causes
@@ -32,30 +34,47 @@ SECONDS = {True: 45.0, False: 240.0}  # for the whole search, by whether the mod
 HASTY = 6  # the part of the time for float32, if the program seems to have computed in a half precision
 
 
-def examine(
-    what: Dump | str | Path | Mapping[str, Any], ours: GPT2, settings: Settings | None = None, progress: Progress = silent
-) -> Diagnosis:
-    """Diagnose a dump (also its path, or arrays by name) against ``ours``: its forward pass, and training steps if it has some.
+def exact_weights(ours: GPT2) -> dict[str, Tensor]:
+    """Return a model's weights in float64, on the CPU, as :func:`examine` takes them. Raises InputError for an int8 model."""
+    require_float(ours, "diagnose")
+    return {name: tensor.detach().to("cpu", torch.float64) for name, tensor in ours.state_dict().items()}
 
-    ``settings``: what these steps should do; with them it must hold some. Raises InputError as :func:`gpt2.diagnose` does.
+
+def examine(
+    what: Dump | str | Path | Mapping[str, Any],
+    config: GPT2Config,
+    state: Mapping[str, Tensor],
+    settings: Settings | None = None,
+    progress: Progress = silent,
+) -> Diagnosis:
+    """Diagnose a dump (also its path, or arrays by name): its forward pass, and training steps if it has some.
+
+    ``state``: the right model's weights (:func:`exact_weights`); the model itself need not be kept. ``settings``: what these
+    steps should do; with them the dump must hold some. Raises InputError as :func:`gpt2.diagnose` does.
     """
     if isinstance(what, Dump):
         dump = what
     else:
-        dump = dump_of(what, ours.config, several=True) if isinstance(what, Mapping) else read(what, ours.config, several=True)
+        dump = dump_of(what, config, several=True) if isinstance(what, Mapping) else read(what, config, several=True)
+    with few_threads(config.num_parameters()):
+        return _examined(dump, config, state, settings, progress)
+
+
+def _examined(
+    dump: Dump, config: GPT2Config, state: Mapping[str, Tensor], settings: Settings | None, progress: Progress
+) -> Diagnosis:
     progress("looking for training steps")
-    state = {name: tensor.detach().to("cpu", torch.float64) for name, tensor in ours.state_dict().items()}
-    deadline = Deadline(SECONDS[ours.config.num_parameters() < SMALL])
-    steps = StepExamination(dump, ours.config, state, settings, deadline)
+    deadline = Deadline(SECONDS[config.num_parameters() < SMALL])
+    steps = StepExamination(dump, config, state, settings, deadline)
     found = steps.sorted()
     if found is None and len(dump.batches) > 1:
         raise InputError(
             f"{dump.source}: its ids are {tuple(dump.batches.shape)}, batches of training steps, and it holds none; {SAVE}"
         )
     if found is None:
-        return DumpExamination(dump, ours, state, deadline, progress).diagnosis()
+        return DumpExamination(dump, config, state, deadline, progress).diagnosis()
     rest = replace(dump, arrays={name: array for name, array in dump.arrays.items() if name not in found.names})
-    examination = DumpExamination(rest, ours, state, Deadline(deadline.left / 2), progress)
+    examination = DumpExamination(rest, config, state, Deadline(deadline.left / 2), progress)
     forward = examination.diagnosis() if examination.has_logits() else None
     progress("comparing its training steps")
     said = steps.diagnosis(found, forward)
@@ -63,12 +82,14 @@ def examine(
 
 
 class DumpExamination:
-    """The diagnosis of one dump's forward pass; ``state``: the weights of ``ours``, the right model, in float64 on the CPU."""
+    """The diagnosis of one dump's forward pass; ``state``: the right model's weights, in float64 on the CPU."""
 
-    def __init__(self, dump: Dump, ours: GPT2, state: Mapping[str, Tensor], deadline: Deadline, progress: Progress) -> None:
-        self.dump, self.config, self.progress = dump, ours.config, progress
+    def __init__(
+        self, dump: Dump, config: GPT2Config, state: Mapping[str, Tensor], deadline: Deadline, progress: Progress
+    ) -> None:
+        self.dump, self.config, self.progress = dump, config, progress
         self.deadline = deadline
-        self.reference = Reference(ours, state).model.eval()
+        self.reference = Reference(config, state).model.eval()
 
     @torch.no_grad()
     def has_logits(self) -> bool:

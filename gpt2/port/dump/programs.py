@@ -23,14 +23,13 @@ from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkp
 from gpt2.checkpoint.names import VERIFIES, ModelName
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
-from gpt2.int8 import require_float
 from gpt2.measure.dumps import read
 from gpt2.measure.metrics import Progress, silent
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.report import Diagnosis
 from gpt2.port.diagnosis.runner import watch
 from gpt2.port.diagnosis.worker import write_official
-from gpt2.port.dump.examination import examine
+from gpt2.port.dump.examination import exact_weights, examine
 from gpt2.port.training.settings import Settings
 
 TOKENS = 16  # of the one row that the program runs
@@ -82,14 +81,13 @@ def diagnose_program(
     split(command)  # before anything is downloaded
     given = Settings.parse(settings) if settings else None
     checkpoint = open_checkpoint(ModelName.parse(model, VERIFIES, revision=revision), offline=offline)
-    ours: GPT2 = checkpoint.load()
-    require_float(ours, "diagnose")
+    state = exact_weights(checkpoint.load())
     with run_program(command, checkpoint, timeout=timeout) as left:
         try:
             dump = read(left.path, checkpoint.config, left.ids, several=True)
         except InputError as error:  # the file is gone before the message is read
             raise InputError(f"--run: {str(error).replace(str(left.path.with_suffix('')), '{out}')}") from None
-    diagnosis = examine(replace(dump, source=command), ours, given, progress)
+    diagnosis = examine(replace(dump, source=command), checkpoint.config, state, given, progress)
     others = not torch.equal(dump.ids, left.ids)
     note = ("the ids in the dump are not those that the program was given: the dump's count",) if others else ()
     return replace(diagnosis, checkpoint=model, notes=(*diagnosis.notes, *note))
