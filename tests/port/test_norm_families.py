@@ -7,12 +7,16 @@ import torch
 from support.programs.second import Bed, Shape
 
 import gpt2
+from gpt2.config import GPT2Config
+from gpt2.model import GPT2
 from gpt2.port.diagnosis.last_step import STEPS
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.fits.normalising import Norm
 from gpt2.port.dump.fits.observed import Observed
 from gpt2.port.dump.moments import WAYS, readings
+from gpt2.port.dump.norm_variants import moved
+from gpt2.port.dump.simulation import Program, Simulation
 from gpt2.port.dump.variants import Variant
 
 D = 24
@@ -97,6 +101,20 @@ def test_a_family_is_named_from_all_values_and_from_the_logits(tmp_path: Path, f
     said = gpt2.diagnose({"ids": bed.ids, **shown}, str(bed.model))
     assert (said.verdict == "equal") == (not fault)
     assert [cause.id for cause in said.causes][:1] == [CAUSES[fault]] * bool(fault), said.causes
+
+
+def test_a_last_norm_over_other_axes_runs_over_each_stream_of_a_batch_by_itself() -> None:
+    """Beside a last norm over the tokens, others were ranked in a batch of streams, whose axes it took for those of one: an
+    exception, or another norm."""
+    torch.manual_seed(1)
+    config = GPT2Config(vocab_size=31, n_positions=8, n_embd=12, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=None)
+    simulation = Simulation(GPT2(config).state_dict(), config, torch.randint(0, 31, (2, 7)))
+    streams = torch.randn(3, 2, 7, 12).double()
+    for words, reading in readings((2, 7, 12), 2).items():
+        variant = moved("ln_f", words, reading, WAYS[0], 1e-5)
+        program = Program(outside=variant.replaced(simulation, 0))
+        alone = torch.stack([simulation.normed(program, one) for one in streams])
+        assert torch.equal(simulation.normed(program, streams), alone), words
 
 
 def test_of_two_equal_explanations_the_commoner_mistake_comes_first() -> None:
