@@ -142,7 +142,7 @@ class Simulation:
         return self.state["wte.weight"][self.ids] + self.state["wpe.weight"][: self.ids.shape[1]]
 
     def normed(self, program: Program, x: Tensor) -> Tensor:
-        """Return the last norm of the stream x (B, T, D), or of streams (N, B, T, D), each by itself: it may run over any axis."""
+        """Return the last norm of the stream x (B, T, D), or of streams (N, B, T, D), each by itself."""
         stage = program.outside.get("ln_f", self.base.outside.get("ln_f"))
         if stage is not None and x.ndim > 3:
             return torch.stack([stage({"x": one}) for one in x])
