@@ -6,6 +6,7 @@ and then in pairs; the search goes on behind an explained part with our own valu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -44,9 +45,10 @@ class Explanation:
     """What explains a program's values.
 
     ``right``: GPT-2 itself does. ``hypotheses``: every set of faults that does, the simplest first; faults of what lies before,
-    if a point is ``unexplained``: the first one that no fault gives. ``decisive``: the traced point that would tell the first
-    two apart. ``last_right``: the last shown point that is explained, None if there is none; ``first_wrong``: the first one that
-    is not GPT-2's. ``complete``: all single faults were tried before the deadline.
+    if a point is ``unexplained``: the first one that no fault gives. None, if each part is explained and no faults explain all
+    together. ``decisive``: the traced point that would tell the first two apart. ``last_right``: the last shown point that is
+    explained, None if there is none; ``first_wrong``: the first one that is not GPT-2's. ``complete``: all single faults were
+    tried before the deadline.
     """
 
     right: bool
@@ -113,6 +115,7 @@ class Explainer:
         self.layers = simulation.config.n_layer
         self.complete = True
         self.explained: list[tuple[Segment, list[Fit]]] = []
+        self.counts = Counter[frozenset[str]]()  # of the explained parts that some faults explain
 
     def explanation(self) -> Explanation:
         last_right = first_wrong = unexplained = None
@@ -131,6 +134,8 @@ class Explainer:
             if not fits:
                 unexplained = bad
                 break
+            fits.sort(key=self._rank)
+            self.counts.update({fit.candidate.labels for fit in fits})
             self.explained.append((segment, fits))
             segment.candidate, last_right = fits[0].candidate, segment.end
         whole = self._whole(unexplained is None)
@@ -138,6 +143,10 @@ class Explainer:
         decisive = self._decisive([fit.candidate for fit in whole]) if len(hypotheses) > 1 else None
         values = self._trace(whole[0].candidate) if whole and unexplained is None else {}
         return Explanation(right, tuple(hypotheses), decisive, last_right, first_wrong, unexplained, self.complete, values)
+
+    def _rank(self, fit: Fit) -> tuple[float, int, tuple[float, int, bool]]:
+        """Return how likely a fit is, the least first: one mistake in several parts is likelier than several."""
+        return fit.price, -self.counts[fit.candidate.labels], fit.candidate.order_of_naming
 
     def _segments(self) -> Iterable[Segment]:
         """Yield the parts between two shown tensors; what enters one is known when it is yielded."""
@@ -155,19 +164,12 @@ class Explainer:
     def _whole(self, complete: bool) -> list[Fit]:
         """Return explanations of all explained segments together: a fault that explains several is preferred in each.
 
-        ``complete``: all segments are explained, so that the faults together must give every shown value.
+        ``complete``: all segments are explained, so that the faults together must give every shown value; none, if no such do.
         """
         faulty = [fits for _, fits in self.explained if not fits[0].candidate.is_right]
         if not faulty:
             return []
-        counts: dict[frozenset[str], int] = {}
-        for fits in faulty:
-            for labels in {fit.candidate.labels for fit in fits}:
-                counts[labels] = counts.get(labels, 0) + 1
-        choices = [
-            sorted(fits, key=lambda fit: (fit.price, -counts[fit.candidate.labels], fit.candidate.order_of_naming))
-            for fits in faulty
-        ]
+        choices = [sorted(fits, key=self._rank) for fits in faulty]
         best = [fits[0] for fits in choices]
         out = [joined(best)]
         for number, fits in enumerate(choices):
@@ -192,7 +194,7 @@ class Explainer:
                 break  # another fault that is not needed is none
             if alone or (complete and self._holds(fit.candidate)):
                 held.append(fit)
-        return held or ordered[:1]
+        return held if alone or complete else ordered[:1]
 
     def _holds(self, candidate: Candidate) -> bool:
         """Return whether the faults of all segments, switched on together, give all shown values."""
