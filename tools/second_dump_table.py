@@ -10,7 +10,7 @@
 Random models of three sizes; names are shuffled and say nothing. A dump whose fault changes the logits (against our own model,
 in float64) by less than four times the rounding of the right program's is left out. Each dump is a line of JSON on stdout.
 
-Seconds of a dump are CPU seconds. The engine's limits of time are too, until twice as long has passed by the clock.
+Seconds of a dump are CPU seconds, and so are the engine's limits of time here, however long it takes by the clock.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import functools
 import itertools
 import json
+import math
 import random
 import shutil
 import signal
@@ -36,7 +37,9 @@ from support.programs import eighth, fifth, fourth, second, seventh, sixth, thir
 from support.programs.second import DTYPES, LEVELS, Bed
 
 import gpt2
+from gpt2.port import deadline
 
+deadline.SLOWEST = math.inf  # CPU time alone is the limit: the machine may be busy
 LIMIT = 60  # seconds for one dump
 VISIBLE = 4.0  # times the rounding
 FAULTS = second.FAULTS | third.FAULTS | fourth.FAULTS | fifth.FAULTS | sixth.FAULTS | seventh.FAULTS | eighth.FAULTS

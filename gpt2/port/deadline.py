@@ -1,4 +1,4 @@
-"""The limit of time of every search: CPU time of the thread that searches, and twice as long by the clock at most."""
+"""The limit of time of every search: CPU time of the thread that searches, and little more by the clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SLOWEST = 2  # seconds by the clock that count as one at least, on however busy a machine
+SLOWEST = 1.1  # seconds by the clock that count as one at least, on however busy a machine
 FEW = 4_000_000  # parameters of a model whose operators are too small to be shared between threads
 
 
@@ -33,26 +33,33 @@ class TimeUp(Exception):
 
 
 class Deadline:
-    """A limit of ``seconds`` from now on: of CPU time of the calling thread, and of twice as many by the clock.
+    """A limit of ``seconds`` from now on: of CPU time of the calling thread, and of SLOWEST times as many by the clock.
 
     On a quiet machine, CPU time and the clock are the same, because that thread takes its share of whatever torch computes on
-    several threads. On a busy one, a search gets the time that it would have had, but users wait by the clock: a search of a
-    minute ends within two. Where OpenMP's threads spin while they wait (the command line lets them sleep), that is CPU time as
-    well. Ask in the thread that made it.
+    several threads. A part of a search, ``within`` another's limit, has its own CPU time and only the other's clock, so that on a
+    busy machine every part gets its share as long as there is any time. Where OpenMP's threads spin while they wait (the command
+    line lets them sleep), that is CPU time as well. Ask in the thread that made it.
     """
 
-    def __init__(self, seconds: float = math.inf) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float = math.inf, within: Deadline | None = None) -> None:
+        self.seconds, self.within = seconds, within
         self._clock, self._cpu = time.monotonic(), time.thread_time()
 
     @property
     def left(self) -> float:
         """The seconds that are left; negative behind the deadline."""
-        return self.seconds - max(time.thread_time() - self._cpu, (time.monotonic() - self._clock) / SLOWEST)
+        cpu = time.thread_time() - self._cpu
+        if self.within is not None:
+            return min(self.seconds - cpu, self.within.left)
+        return self.seconds - max(cpu, (time.monotonic() - self._clock) / SLOWEST)
 
     @property
     def passed(self) -> bool:
         return self.left <= 0
+
+    def part(self, share: float, most: float = math.inf) -> Deadline:
+        """Return a limit of 1 of ``share`` parts of what is left, and of ``most`` seconds."""
+        return Deadline(min(self.left / share, most), self)
 
     def check(self) -> None:
         """Raise TimeUp behind the deadline."""

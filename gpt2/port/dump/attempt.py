@@ -71,7 +71,7 @@ class Attempt:
         if self.right:
             return False
         pool = self.dumped.pool
-        pool.deadline = Deadline(self.deadline.left / 2)
+        pool.deadline = self.deadline.part(2)
         found = Following(pool, self.dumped.reference.state_dict(), self.dumped.config, self.dumped.ids, self.progress).run()
         pool.deadline = Deadline()
         if found.explained and found.causes:
@@ -125,7 +125,7 @@ class Attempt:
         """Walk for a part of the time that is left, 1 of ``share``."""
         reference, pool = self.dumped.reference, self.dumped.pool
         trail = Trail(pool, dict(reference.state_dict()), self.dumped.config, self.dumped.ids, self.progress)
-        pool.deadline = Deadline(min(self.deadline.left / share, RIGHT_SECONDS if self.right else math.inf))
+        pool.deadline = self.deadline.part(share, RIGHT_SECONDS if self.right else math.inf)
         try:
             Walker(trail, trail.own["wte.weight"]).run()
         except TimeUp:

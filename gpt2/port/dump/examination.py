@@ -74,7 +74,7 @@ def _examined(
     if found is None:
         return DumpExamination(dump, config, state, deadline, progress).diagnosis()
     rest = replace(dump, arrays={name: array for name, array in dump.arrays.items() if name not in found.names})
-    examination = DumpExamination(rest, config, state, Deadline(deadline.left / 2), progress)
+    examination = DumpExamination(rest, config, state, deadline.part(2), progress)
     forward = examination.diagnosis() if examination.has_logits() else None
     progress("comparing its training steps")
     said = steps.diagnosis(found, forward)
@@ -116,7 +116,7 @@ class DumpExamination:
                 following = Dumped.of(halves, half, exact, self.reference, dtypes[-1])
                 share = HASTY if following.is_likelier(dumped) else share
             attempts.append(attempt := Attempt(dumped, self.progress))
-            attempt.examine(Deadline(self.deadline.left / share))
+            attempt.examine(self.deadline.part(share))
             if attempt.settled:
                 return self._diagnosed(attempt)
         most = max(attempts, key=lambda one: len(one.dumped.held))  # in another precision rounding looks wrong from the start
