@@ -120,11 +120,11 @@ class DumpExamination:
             if attempt.settled:
                 return self._diagnosed(attempt)
         most = max(attempts, key=lambda one: len(one.dumped.held))  # in another precision rounding looks wrong from the start
-        most.notes += self._roundings(exact, most.dumped) if dtypes[-1] not in HALVES else []
+        most.notes += self._roundings(exact, most.dumped) if dtypes[-1] not in HALVES and not arrays else []
         return self._diagnosed(next((one for one in attempts if one.causes), most))
 
     def _roundings(self, exact: dict[str, Tensor], dumped: Dumped) -> list[str]:
-        """Return a note for a half precision whose rounding alone makes an error of the logits as large as the dump's."""
+        """Return a note for a half precision whose rounding makes an error as large as that of logits that are dumped alone."""
         for dtype in HALVES:
             error = measured(self.reference, dumped.ids, exact, dtype).points["logits"] / SLACK
             if dumped.error <= 2 * error:
