@@ -31,7 +31,7 @@ from gpt2.port.step_dump.examination import StepExamination
 from gpt2.port.training.settings import Settings
 
 SECONDS = {True: 45.0, False: 240.0}  # for the whole search, by whether the model is small
-HASTY = 6  # the part of the time for float32, if the program seems to have computed in a half precision
+HASTY = 4  # the part of the time for float32, if the program seems to have computed in a half precision
 
 
 def exact_weights(ours: GPT2) -> dict[str, Tensor]:
