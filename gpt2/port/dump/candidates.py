@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from gpt2.port.dump.misloading_outside import end_variants, outside_variants, ro
 from gpt2.port.dump.narrowing import narrow_variants, quantised_variants
 from gpt2.port.dump.runs import run_variants
 from gpt2.port.dump.simulation import Program, Simulation, Stage, Stages
-from gpt2.port.dump.variants import Variant, late, on_top
+from gpt2.port.dump.variants import Variant, early, late, on_top
 
 FITTED = 0.5  # the price of many fitted numbers: a known formula that gives the same is preferred
 MOST_ROWS = 64  # of the position table, that steps are tried to begin at or to stay at
@@ -218,6 +218,7 @@ class Table:
             yield Candidate(((late(standing(row), token), None),))
         unbiased = (one for one in self.blocks if {fault.id for fault in one.blame(0)} == {"missing-bias"})
         formulas = {one.label: one for one in (*block_variants(simulation), *unbiased) if not one.rare}
+        formulas |= {one.label: one for one in branch_variants(simulation)}
         for variant in (late(one, token) for one in formulas.values()):
             yield Candidate(tuple((variant, n) for n in range(first, last)))
         slot = next((one for one in self.blocks if one.label == f"late slot {token}"), None)
@@ -225,6 +226,12 @@ class Table:
             if variant.label == "embed shift 1 1 words":  # the empty place of a cache is counted
                 sites: list[tuple[Variant, int | None]] = [(slot, n) for n in range(first, last) if slot]
                 yield Candidate(((late(variant, token), None), *sites))
+
+    def until(self, tokens: Iterable[int], labels: Container[str], first: int, last: int) -> Iterator[Candidate]:
+        """Yield the faults of blocks ``first`` to ``last`` with these ``labels`` in a prompt of so many ``tokens`` alone."""
+        variants = [one for one in self.blocks if one.label in labels]
+        for variant in (early(one, token) for token in tokens for one in variants):
+            yield Candidate(tuple((variant, n) for n in range(first, last)))
 
     def _both_norms(self, blocks: range, ending: bool, shared: bool) -> Iterator[tuple[tuple[Variant, int | None], ...]]:
         """Yield the same fault in both norms of ``blocks``; ``ending``: also with the last norm.

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 
 from gpt2.measure.metrics import Progress
 from gpt2.port.deadline import Deadline
+from gpt2.port.dump.attention_variants import lengths
 from gpt2.port.dump.candidates import Candidate, Table
 from gpt2.port.dump.fitting import fitted
 from gpt2.port.dump.segments import BETTER, Fit, Segment
-from gpt2.port.dump.sieve import Nearness, Sieve
+from gpt2.port.dump.sieve import WIDE, Nearness, Sieve
+from gpt2.port.dump.simulation import Program
 
 MAX_CONFIRMED = 40  # candidates that are computed exactly
 MAX_CONFIRMED_LARGE = 12
@@ -61,7 +63,7 @@ class Search:
             if not fits:
                 ranked += self._rank(local, None, "faults in one block")
                 fits = self._confirmed(sorted(ranked, key=lambda one: one[0].fit))
-        fits = fits or self._since() or self._fitted() or self._quantised()
+        fits = fits or self._since() or self._until() or self._fitted() or self._quantised()
         return fits if fits or self.late() or not several else self._several(ranked)
 
     def _since(self) -> list[Fit]:
@@ -71,6 +73,33 @@ class Search:
             return []
         late = self.table.since(segment.simulation, token, segment.first, segment.last, segment.entrance is None)
         return self._confirmed(self._rank(list(late), None, f"faults from token {token} on"), Candidate())
+
+    def _until(self) -> list[Fit]:
+        """Return the faults of a prompt alone that explain the segment: of the first tokens, which are computed in one piece.
+
+        A fault by which no token depends on later ones gives the prompt's values where it is in all tokens; others are tried
+        with each length of a prompt, or with the one after which all is right.
+        """
+        segment, simulation = self.segment, self.segment.simulation
+        if not self.sieve.small or self.late() or segment.shown[segment.end].shape[1] != simulation.ids.shape[1]:
+            return []
+        blocks = range(segment.first, segment.last)
+        mixing = {one.label for one in self.table.blocks if any(fault.id in WIDE for fault in one.blame(0))}
+        tokens = lengths(simulation)
+        if (wrong := segment.wrong_tokens()) and wrong[-1] + 1 in tokens:
+            tokens = [wrong[-1] + 1]
+        some = list(self.table.until([token for token in tokens if token > 1], mixing, blocks.start, blocks.stop))
+        others = [one for one in self.table.blocks if one.label not in mixing]
+        wholes = [Candidate(tuple((one, n) for n in blocks)) for one in others]
+        programs = [one.program(simulation) for one in wholes]
+        numbers = [number for number, program in enumerate(programs) if program is not None]
+        lens, bound = self.sieve.whole, segment.allowed(segment.end)
+        for group, values in lens.values([programs[number] or Program() for number in numbers], self.deadline):
+            right = (values - lens.wanted).abs().amax((1, 3)) <= 2 * bound * lens.wanted.square().mean().sqrt()  # (N, T)
+            for number, length in zip(group, right.cumprod(1).sum(1).tolist(), strict=True):
+                if LATER <= length < right.shape[1] and length > (wrong[0] if wrong else 0):
+                    some += self.table.until([length], {others[numbers[number]].label}, blocks.start, blocks.stop)
+        return self._confirmed(self._rank(some, Candidate(), "faults of a prompt"), Candidate())
 
     def _fitted(self) -> list[Fit]:
         """Return the faults with one fitted number that explain the segment, such as a factor of the scores or of a branch."""

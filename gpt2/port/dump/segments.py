@@ -117,11 +117,15 @@ class Segment:
 
     def first_wrong_token(self) -> int:
         """Return the first token whose value at the end is not GPT-2's; 0 if not every token's is shown."""
+        return next(iter(self.wrong_tokens()), 0)
+
+    def wrong_tokens(self) -> list[int]:
+        """Return the tokens whose value at the end is not GPT-2's; none, if not every token's is shown."""
         shown, right = self.shown[self.end], self.values(Candidate())[self.end]
         if shown.shape[1] != right.shape[1]:
-            return 0
+            return []
         wrong = (shown - right).abs().amax((0, 2)) > self.allowed(self.end) * shown.square().mean().sqrt()
-        return int(wrong.nonzero()[0]) if bool(wrong.any()) else 0
+        return wrong.nonzero().flatten().tolist()
 
     def fits(self, candidate: Candidate) -> Iterator[Fit]:
         """Yield a candidate, with each fault of the head that makes it fit all shown values; the first that does is enough."""

@@ -68,6 +68,7 @@ class Simulating:
 
     def _explain(self, known: Mapping[str, Tensor]) -> tuple[Explanation, dict[str, Tensor]]:
         right = {point: self.exact[point] for point in self.held if point not in ("wte", "wpe")} | dict(known)
+        right = {point: value for point, value in right.items() if not self._is_third(point)}
         used = {number for number, name in enumerate(self.pool.names) if any(name in names for names in self.held.values())}
         if self.dumped.is_walkable:  # a block's result, written again as the next one's input, is no other value
             used = set[int]().union(*map(self.pool.again, used))
@@ -93,6 +94,11 @@ class Simulating:
             explanation = replace(explanation, first_wrong=next(wrong, explanation.first_wrong))
             evidence |= seen
         return explanation, evidence
+
+    def _is_third(self, point: str) -> bool:
+        """Return whether a right q, k or v shows as a third of c_attn's result alone: its heads may be cut otherwise."""
+        names = self.held.get(point, ())
+        return bool(names) and all(name.endswith(("[q]", "[k]", "[v]")) for name in names)
 
     def _seen(self, values: Mapping[str, Tensor], arrays: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """Return the ``arrays`` that are the ``values`` of a program with the faults found, by traced point."""

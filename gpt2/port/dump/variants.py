@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpt2.port.diagnosis.search import Fault, Formula
-from gpt2.port.dump.simulation import Run, Simulation, Stage, Stages, State
+from gpt2.port.dump.simulation import Entrance, Run, Simulation, Stage, Stages, State
 
 Blame = Callable[[int], tuple[Fault, ...]]
 Replaced = Callable[[Simulation, int], Stages]
@@ -82,6 +82,37 @@ def late(variant: Variant, token: int) -> Variant:
         return {stage: _from_token(token, rights[stage], wrong) for stage, wrong in variant.replaced(simulation, layer).items()}
 
     return replace(variant, label=f"{variant.label} from {token}", blame=blame, replaced=replaced, all_tokens=True, top=None)
+
+
+def early(variant: Variant, token: int) -> Variant:
+    """Return a block's fault of the first ``token`` tokens alone: of a prompt, computed in one piece.
+
+    What the prompt leaves in the cache is what the fault gives; later tokens are computed from it by GPT-2's formulas.
+    """
+
+    def blame(layer: int) -> tuple[Fault, ...]:
+        words = f"in the first {token} tokens alone, as in a prompt before single steps"
+        return tuple(replace(fault, detail=f"{words}: {fault.detail}") for fault in variant.blame(layer))
+
+    def replaced(simulation: Simulation, layer: int) -> Stages:
+        prompt = simulation.remember(("prompt", token), simulation.ids, lambda: simulation.on_ids(simulation.ids[:, :token]))
+        rights = simulation.right(layer)
+        return {stage: _in_prompt(token, rights[stage], wrong) for stage, wrong in variant.replaced(prompt, layer).items()}
+
+    return replace(variant, label=f"{variant.label} until {token}", blame=blame, replaced=replaced, all_tokens=True, top=None)
+
+
+def _in_prompt(token: int, right: Stage, wrong: Stage) -> Stage:
+    def formula(s: State) -> Tensor:
+        whole, prompt = right(s), wrong(Entrance(0, s).cut(len(s["x"]), token).state)
+        part = whole[..., :token, : prompt.shape[-1]]
+        if part.shape != prompt.shape:  # another number of heads
+            return whole
+        out = whole.clone()
+        out[..., :token, : prompt.shape[-1]] = prompt
+        return out
+
+    return formula
 
 
 def _from_token(token: int, right: Stage, wrong: Stage) -> Stage:
