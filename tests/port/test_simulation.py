@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.faulty.loading import weights
 from support.random_models import model_of
 from torch import Tensor
@@ -334,3 +335,48 @@ def test_a_fault_of_the_last_norm_is_no_head_of_its_own(model: GPT2) -> None:
     values = wrong_by(model, ids, {"ln_f no weight": (None,)})
     explanation = explained(model, ids, {"embed": values["embed"], "h.1": values["h.1"], "logits": values["logits"]})
     assert named(explanation)[0] == [("layernorm-without-affine", "ln_f")]
+
+
+def in_pieces(model: GPT2, ids: Tensor, prompt: int, fault: str) -> dict[str, Tensor]:
+    """Return the streams and logits of a program that computes ``prompt`` tokens in one piece, wrongly, then single ones."""
+    state, config = model.state_dict(), model.config
+    cache: dict[tuple[int, str], Tensor] = {}
+    out: dict[str, list[Tensor]] = {}
+    for start, stop in [(0, prompt), *((token, token + 1) for token in range(prompt, ids.shape[1]))]:
+        wrong = fault if start == 0 else ""
+        x = state["wte.weight"][ids[:, start:stop]] + state["wpe.weight"][start:stop]
+        for layer in range(config.n_layer):
+            w = {name.removeprefix(f"h.{layer}."): one for name, one in state.items() if name.startswith(f"h.{layer}.")}
+            y = F.layer_norm(x, x.shape[-1:], w["ln_1.weight"], w["ln_1.bias"])
+            parts = (y @ w["attn.c_attn.weight"] + w["attn.c_attn.bias"]).chunk(3, -1)
+            new = [one.unflatten(-1, (config.n_head, -1)).transpose(1, 2) for one in parts]
+            for name, one in zip("kv", new[1:], strict=True):
+                cache[layer, name] = torch.cat([cache[layer, name], one], 2) if start else one
+            scores = new[0] @ cache[layer, "k"].mT * config.head_dim**-0.5
+            hidden = torch.arange(stop) > torch.arange(start, stop)[:, None]
+            mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ cache[layer, "v"]
+            heads = mixed if wrong == "merged by view" else mixed.transpose(1, 2)
+            x = x + heads.reshape(x.shape) @ w["attn.c_proj.weight"] + w["attn.c_proj.bias"]
+            y = F.layer_norm(x, x.shape[-1:], w["ln_2.weight"], w["ln_2.bias"])
+            y = y @ w["mlp.c_fc.weight"] + w["mlp.c_fc.bias"]
+            y = y.relu() if wrong == "relu" else F.gelu(y, approximate="tanh")
+            x = x + y @ w["mlp.c_proj.weight"] + w["mlp.c_proj.bias"]
+            out.setdefault(f"h.{layer}", []).append(x)
+        x = F.layer_norm(x, x.shape[-1:], state["ln_f.weight"], state["ln_f.bias"])
+        out.setdefault("logits", []).append(x @ state["wte.weight"].T)
+    return {point: torch.cat(pieces, 1) for point, pieces in out.items()}
+
+
+@pytest.mark.parametrize(
+    ("shown", "fault", "id"),
+    [("h.0 h.1 logits", "relu", "gelu-variant"), ("logits", "merged by view", "head-layout"), ("logits", "", "")],
+)
+def test_a_fault_of_the_prompt_alone_is_found(model: GPT2, ids: Tensor, shown: str, fault: str, id: str) -> None:
+    """A prompt is computed in one piece, and steps after it need no mask and no merging: there, the same code may be right."""
+    values = in_pieces(model, ids, 4, fault)
+    explanation = explained(model, ids, {point: values[point] for point in shown.split()})
+    assert explanation.right == (not fault)
+    if fault:
+        first = explanation.hypotheses[0].faults
+        assert [one.id for one in first] == [id], named(explanation)
+        assert "in the first 4 tokens alone" in first[0].detail

@@ -217,8 +217,8 @@ class Table:
         for row in rows[1:] if is_first else ():
             yield Candidate(((late(standing(row), token), None),))
         unbiased = (one for one in self.blocks if {fault.id for fault in one.blame(0)} == {"missing-bias"})
-        formulas = {one.label: one for one in (*block_variants(simulation), *unbiased) if not one.rare}
-        formulas |= {one.label: one for one in branch_variants(simulation)}
+        every = (*block_variants(simulation), *unbiased, *branch_variants(simulation))
+        formulas = {one.label: one for one in every if not one.rare}
         for variant in (late(one, token) for one in formulas.values()):
             yield Candidate(tuple((variant, n) for n in range(first, last)))
         slot = next((one for one in self.blocks if one.label == f"late slot {token}"), None)
