@@ -87,7 +87,9 @@ def test_a_program_that_computes_in_a_half_precision_is_judged_by_its_rounding(m
     monkeypatch.setattr("gpt2.port.dump.examination.SECONDS", {True: 2.0})
     for computed, stored in ((torch.float16, torch.float16), (torch.bfloat16, torch.float32)):
         traced = trace(checkpoint().to(computed), IDS)
-        assert gpt2.diagnose(dump(traced, stored), MODEL).verdict == "equal"
+        right = gpt2.diagnose(dump(traced, stored), MODEL)
+        assert right.verdict == "equal"
+        assert any("no more digits than bfloat16" in note for note in right.notes) == (stored == torch.float32)
         widened = {**traced, "logits": traced["ln_f"].float() @ MODEL.wte.weight.T.to(computed).float()}
         assert gpt2.diagnose(dump(widened, torch.float32), MODEL).verdict == "equal"
     diagnosis = gpt2.diagnose(dump({"logits": widened["logits"]}, torch.float32), MODEL)

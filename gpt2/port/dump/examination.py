@@ -116,6 +116,9 @@ class DumpExamination:
                 following = Dumped.of(halves, half, exact, self.reference, dtypes[-1])
                 share = HASTY if following.is_likelier(dumped) else share
             attempts.append(attempt := Attempt(dumped, self.progress))
+            if dtype in HALVES and output.logits.dtype not in HALVES:
+                name = str(dtype).removeprefix("torch.")
+                attempt.notes.append(f"your numbers have no more digits than {name}: they are judged by its rounding")
             attempt.examine(self.deadline.part(share))
             if attempt.settled:
                 return self._diagnosed(attempt)
