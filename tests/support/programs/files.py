@@ -1,4 +1,4 @@
-"""What the seventh and the eighth set share: three programs, of which one is compiled and one runs in node, and their files."""
+"""What the seventh, the eighth and the ninth set share: three programs, of which one is compiled and one runs in node, and their files."""
 
 from __future__ import annotations
 
@@ -44,6 +44,10 @@ class FileBed(Bed):
         needed = {cls.COMPILED[0]: cls.COMPILED[2][0], cls.NODE[0]: "node"}.get(program)
         return f"no {needed} on this machine" if needed and not shutil.which(needed) else None
 
+    def weights_file(self, program: str) -> Path:
+        """Return the file of weights that a compiled program, or one in node, is given."""
+        return self.model / "model.safetensors"
+
     def switches(self, faults: Iterable[str]) -> set[str]:
         """Return the programs' own names of ``faults``."""
         return set(faults)
@@ -58,7 +62,7 @@ class FileBed(Bed):
         out.mkdir()
         one_row = program == self.COMPILED[0]
         ids = self.folder / ("row.txt" if one_row else "rows.txt")
-        files = [str(self.model / "model.safetensors"), str(ids), str(out), ";" + ";".join(sorted(given)) + ";"]
+        files = [str(self.weights_file(program)), str(ids), str(out), ";" + ";".join(sorted(given)) + ";"]
         if one_row:
             command = [str(self.compiled(dtype)), *files, str(shape.layers), str(shape.heads), str(shape.context)]
         else:

@@ -49,7 +49,6 @@ BATCHED: dict[str, Fault] = {
     "stream is the norm": (("residual-from-normed",), "h.*.attn", "skip"),
     "norm after the sum": (("post-norm",), "h.*", "skip"),
     "both from one input": (("parallel-block",), "h.*", "skip"),
-    "erf": (("gelu-variant",), "h.*.mlp", "act"),
     "sigmoid gelu": (("gelu-variant",), "h.*.mlp", "act"),
     "relu": (("gelu-variant",), "h.*.mlp", "act"),
     "ddof 1": (("layernorm-unbiased-variance",), "ln", "norm"),
@@ -96,7 +95,6 @@ ONEBUFFER: dict[str, Fault] = {
     "stream overwritten by attention": (("residual-missing",), "h.*.attn", "skip"),
     "stream overwritten by mlp": (("residual-missing",), "h.*.mlp", "skip 2"),
     "stream added twice": (("residual-scaled",), "h.*.mlp", "skip 2"),
-    "erff": (("gelu-variant",), "h.*.mlp", "act"),
     "silu": (("gelu-variant",), "h.*.mlp", "act"),
     "cube is a square": (("gelu-variant",), "h.*.mlp", "act"),
     "wpe from 1": (("position-offset",), "wpe", "position"),
@@ -140,8 +138,60 @@ STEPWISE: dict[str, Fault] = {
     "last block's weights": (ONE_LAYER, "h.0", "load"),
     "no ln_f": (("final-norm-missing",), "ln_f", "final"),
     "temperature": (("logits-scaled",), "head", "head"),
-    "float16 weights": (("reduced-precision",), "everywhere", "load"),
 }
 LISTS = {"batched": BATCHED, "onebuffer": ONEBUFFER, "stepwise": STEPWISE}
 FAULTS = {program: {fault: ids for fault, (ids, _, _) in faults.items()} for program, faults in LISTS.items()}
 SHAPES = (Shape(2, 32, 4, 263, 26, 12, 151), Shape(3, 42, 3, 251, 33, 11, 152), Shape(4, 40, 5, 281, 24, 13, 153))
+ONE_A_BLOCK = {
+    "batched": ("result", "middle", "attended", "qkv", "ln_2", "act"),
+    "onebuffer": ("result", "middle", "mixed", "qkv", "fed", "ln_1"),
+    "stepwise": ("result", "middle", "attended", "k", "fed", "up"),
+}
+NOT_DUMPED = (  # from one dump to the next, an author leaves out these
+    (),
+    ("scores", "weights"),
+    ("middle", "up"),
+    ("q", "k", "v", "act", "embedded"),
+    ("ln_1", "ln_2", "final", "mixed"),
+)
+
+
+def pairs(program: str, number: int = 8) -> list[tuple[str, str]]:
+    """``number`` pairs of faults of ``program`` that stand in different lines of it, drawn with a seed."""
+    draw, found, faults = random.Random(f"9 {program}"), [], LISTS[program]
+    while len(found) < number:
+        one, other = sorted(draw.sample(sorted(faults), 2))
+        if faults[one][2] != faults[other][2] and (one, other) not in found:
+            found.append((one, other))
+    return found
+
+
+PAIRS = {program: pairs(program) for program in FAULTS}
+TENSORS = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+
+
+class NinthBed(FileBed):
+    """The models and programs of this set. The C program reads ``weights.bin``: three sizes, then the tensors in order."""
+
+    TABLES = 0.5
+    NUMPY = "batched", batched.run
+    COMPILED = "onebuffer", Path(__file__).with_name("onebuffer.c"), ("cc", "-O1", "-std=gnu11")
+    NODE = "stepwise", Path(__file__).with_name("stepwise.mjs")
+    ONE_A_BLOCK = ONE_A_BLOCK
+    NOT_DUMPED = NOT_DUMPED
+
+    def __init__(self, folder: Path, shape: Shape) -> None:
+        super().__init__(folder, shape)
+        names = [f"h.{n}.{name}" for n in range(shape.layers) for name in TENSORS] + ["ln_f"]
+        arrays = [self.weights["wte.weight"], self.weights["wpe.weight"]]
+        arrays += [self.weights[f"{name}.{part}"] for name in names for part in ("weight", "bias")]
+        with (folder / "weights.bin").open("wb") as file:
+            file.write(np.array([shape.width, shape.vocab, shape.context], "<i4").tobytes())
+            for array in arrays:
+                file.write(array.astype("<f4").tobytes())
+
+    def weights_file(self, program: str) -> Path:
+        return self.folder / "weights.bin" if program == self.COMPILED[0] else super().weights_file(program)
+
+
+missing = NinthBed.missing
