@@ -5,7 +5,7 @@
     python tools/second_dump_table.py --right 36                       # programs without a fault
     python tools/second_dump_table.py --sixth --once                   # the sixth set, each fault once; and --third ... --ninth
     python tools/second_dump_table.py --seventh --half A --once        # one of the two halves of the seventh, or the eighth
-    python tools/second_dump_table.py --eighth --once --pairs --level full  # the pairs that were drawn for the eighth, or the ninth, 24
+    python tools/second_dump_table.py --eighth --once --pairs --level full  # the 24 pairs drawn for it; so for the ninth
 
 Random models of three sizes; names are shuffled and say nothing. A dump whose fault changes the logits (against our own model,
 in float64) by less than four times the rounding of the right program's is left out. Each dump is a line of JSON on stdout.
@@ -42,7 +42,9 @@ from gpt2.port import deadline
 deadline.SLOWEST = math.inf  # CPU time alone is the limit: the machine may be busy
 LIMIT = 60  # seconds for one dump
 VISIBLE = 4.0  # times the rounding
-FAULTS = second.FAULTS | third.FAULTS | fourth.FAULTS | fifth.FAULTS | sixth.FAULTS | seventh.FAULTS | eighth.FAULTS | ninth.FAULTS
+FAULTS = (
+    second.FAULTS | third.FAULTS | fourth.FAULTS | fifth.FAULTS | sixth.FAULTS | seventh.FAULTS | eighth.FAULTS | ninth.FAULTS
+)
 SETS = {
     "third": (third, third.ListBed),
     "fourth": (fourth, fourth.RustBed),
