@@ -52,7 +52,7 @@ _TABLE = {
     "post-norm": ("norms stand after the branches", BLOCK),
     "norm-missing": ("a norm before a branch is missing", BLOCK),
     "final-norm-missing": ("the norm before the head is missing", HEAD),
-    "norms-swapped": ("two norms have changed places", BLOCK),
+    "norms-swapped": ("a norm has another norm's weights, or two have changed places", BLOCK),
     # Feed-forward
     "gelu-variant": ("another activation", 'nn.GELU(approximate="tanh")  # 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))'),
     "ffn-dropout": ("dropout inside the feed-forward", "x = c_proj(gelu(c_fc(x)))  # dropout only after it, and in training"),
