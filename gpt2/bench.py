@@ -128,13 +128,13 @@ class Transformers:
 
     @torch.inference_mode()
     def decode(self, ids: Tensor, tokens: int) -> float:
-        out = self.model(ids, use_cache=True, logits_to_keep=1)
-        last, cache = out.logits[:, -1].argmax(-1), out.past_key_values
+        cache = reference.reference_cache(self.model)
+        last = self.model(ids, cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
 
         def steps() -> None:
             nonlocal last
             for _ in range(tokens):
-                last = self.model(last[:, None], past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1)
+                last = self.model(last[:, None], cache, use_cache=True).logits[:, -1].argmax(-1)
 
         return seconds(steps)
 

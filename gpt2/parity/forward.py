@@ -20,6 +20,7 @@ from gpt2.measure.tracing import Recorded, points, stepwise, trace_steps
 from gpt2.model import GPT2
 from gpt2.pages.reports import dtype_label
 from gpt2.parity.checks import Probe, Subject, head_of, hidden_of
+from gpt2.parity.reference import reference_cache
 
 GREEDY_TOKENS = 24
 CHUNK = 128  # positions whose logits are compared at a time
@@ -136,7 +137,7 @@ class _Reader:
 
     def read_in_parts(self, ids: Tensor, sizes: list[int], mask: Tensor | None) -> Tensor:
         """Return the logits (B, T, V) of ids that are read in parts of the given sizes."""
-        self.cache = self.model.new_cache(len(ids)) if isinstance(self.model, GPT2) else None
+        self.cache = self.model.new_cache(len(ids)) if isinstance(self.model, GPT2) else reference_cache(self.model)
         starts = itertools.accumulate(sizes, initial=0)
         logits = [self.read(ids[:, start : start + size], start, mask, True) for start, size in zip(starts, sizes, strict=False)]
         self.cache = None
@@ -152,8 +153,7 @@ class _Reader:
             return self.model(ids, cache=self.cache, attention_mask=seen)
         real = torch.ones(1, end, dtype=torch.long) if seen is None else seen
         positions = (real.cumsum(-1) - 1).clamp(min=0)[:, start:]
-        out = self.model(ids, attention_mask=seen, position_ids=positions, past_key_values=self.cache, use_cache=caching)
-        self.cache = out.past_key_values
+        out = self.model(ids, self.cache, attention_mask=seen, position_ids=positions, use_cache=caching)
         logits: Tensor = out.logits
         return logits
 

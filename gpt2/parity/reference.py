@@ -106,6 +106,14 @@ def _opening(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: transformers cannot open it ({reason}); repair the files") from error
 
 
+def reference_cache(model: nn.Module) -> Any:
+    """Return an empty key-value cache for a model of ``load_reference``: the second argument of its call, which fills it.
+
+    It is given by position because its name differs: ``past_key_values`` until transformers 5.23, ``cache`` from 5.24.
+    """
+    return _transformers().DynamicCache(config=model.config)
+
+
 def reference_tokenizer(path: Path) -> Any:
     """Return transformers' tokenizer of that directory; it reads special tokens in a text as plain text, as ours does."""
     library = _transformers()

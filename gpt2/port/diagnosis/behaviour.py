@@ -20,7 +20,8 @@ from gpt2.port.recording.dispatch import DeterministicMode, Dropout, RandomMask,
 from gpt2.port.recording.pool import Pool
 
 MIN_BOUND = 1e-9  # relative, in float64: other shapes change the order of sums
-PASTS = ("past_key_values", "past_key_value", "past", "layer_past", "kv_cache", "cache", "past_kv", "kv_caches", "caches")
+# transformers logs a warning where its output is asked for an older name than "cache".
+PASTS = ("cache", "past_key_values", "past_key_value", "past", "layer_past", "kv_cache", "past_kv", "kv_caches", "caches")
 SWITCHES = ("use_cache", "use_kv_cache", "return_cache", "return_past")
 STARTS = ("start_pos", "start", "offset", "pos_offset", "past_len", "past_length", "position_offset")
 RESETS = ("reset_cache", "reset_kv_cache", "clear_cache")

@@ -154,11 +154,10 @@ def test_onnx(past: bool, folder: Path, text: str, ids: list[int], reference_log
             self.model = model
 
         def forward(self, input_ids, attention_mask, *states):
-            cache = DynamicCache()
+            cache = DynamicCache() if states else None
             for layer in range(len(states) // 2):
                 cache.update(states[2 * layer], states[2 * layer + 1], layer)
-            settings = {"past_key_values": cache, "use_cache": True} if states else {"use_cache": False}
-            return self.model(input_ids=input_ids, attention_mask=attention_mask, **settings).logits
+            return self.model(input_ids, cache, attention_mask=attention_mask, use_cache=bool(states)).logits
 
     states = [torch.zeros(2, heads, 3, width) for _ in range(2 * model.config.n_layer if past else 0)]
     inputs = torch.zeros(2, 16, dtype=torch.int64), torch.ones(2, 19 if past else 16, dtype=torch.int64), *states
