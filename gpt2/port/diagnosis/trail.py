@@ -59,10 +59,20 @@ class Trail:
     ``values``: by traced point. ``blocks``: the checkpoint's numbers of the running blocks. ``factors``: of their scores, with
     the error of the attention weights. ``missed``: errors of GPT-2's formula where the port follows another. ``lost``: points
     with an unknown computation. ``reached``: the walk arrived at the port's logits. ``timed_out``: it ended at a limit of time.
+    ``weights_seen``: ``own`` was read from the port; a dump has no weights, so ``own`` is the checkpoint's.
     """
 
-    def __init__(self, pool: Pool, own: dict[str, Tensor], config: GPT2Config, ids: Tensor, progress: Progress = silent) -> None:
-        self._progress, self._at = progress, "embed"
+    def __init__(
+        self,
+        pool: Pool,
+        own: dict[str, Tensor],
+        config: GPT2Config,
+        ids: Tensor,
+        progress: Progress = silent,
+        *,
+        weights_seen: bool = True,
+    ) -> None:
+        self._progress, self._at, self.weights_seen = progress, "embed", weights_seen
         self.pool, self.chooser, self.own, self.config, self.ids = pool, Chooser(pool), own, config, ids
         self.values: dict[str, Tensor] = {}
         self.faults: list[Fault] = []
@@ -187,16 +197,23 @@ def _sequence(trail: Trail, reference: GPT2) -> list[Fault]:
 
     holders = [holder(block) for block in trail.blocks]
     ran = holders if len(set(holders)) == len(set(trail.blocks)) else trail.blocks
-    return sequence_faults(ran, layers) if trail.reached else []
+    return sequence_faults(ran, layers, trail.weights_seen) if trail.reached else []
 
 
-def sequence_faults(ran: Sequence[int], layers: int) -> list[Fault]:
-    """Return the faults of a run of the blocks ``ran``, in a model of ``layers`` blocks."""
+def sequence_faults(ran: Sequence[int], layers: int, weights_seen: bool = False) -> list[Fault]:
+    """Return the faults of a run of the blocks ``ran``, in a model of ``layers`` blocks.
+
+    If one block takes the place of all, its weights in every block give the same numbers, and are the commoner mistake.
+    ``weights_seen``: they are not in every block.
+    """
     if list(ran) == list(range(layers)):
         return []
     names = ", ".join(f"h.{block}" for block in ran)
     if len(set(ran)) == 1 < len(ran) and layers > 1:
-        return [Fault("layer-repeated", "", f"it runs {len(ran)} times, in place of every block", layer=ran[0])]
+        if weights_seen or len(ran) != layers:
+            return [Fault("layer-repeated", "", f"it runs {len(ran)} times, in place of every block", layer=ran[0])]
+        words = f"it computes with the weights of h.{ran[0]}, or that block runs {len(ran)} times"
+        return [Fault("wrong-tensor", "", words, layer=block) for block in range(layers) if block != ran[0]]
     faults = []
     for block in range(layers):
         if (times := ran.count(block)) > 1:

@@ -124,7 +124,8 @@ class Attempt:
     def _walk(self, share: int) -> Walk:
         """Walk for a part of the time that is left, 1 of ``share``."""
         reference, pool = self.dumped.reference, self.dumped.pool
-        trail = Trail(pool, dict(reference.state_dict()), self.dumped.config, self.dumped.ids, self.progress)
+        weights, dumped = dict(reference.state_dict()), self.dumped
+        trail = Trail(pool, weights, dumped.config, dumped.ids, self.progress, weights_seen=False)
         pool.deadline = self.deadline.part(share, RIGHT_SECONDS if self.right else math.inf)
         try:
             Walker(trail, trail.own["wte.weight"]).run()

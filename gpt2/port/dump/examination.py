@@ -31,6 +31,7 @@ from gpt2.port.step_dump.examination import StepExamination
 from gpt2.port.training.settings import Settings
 
 SECONDS = {True: 45.0, False: 240.0}  # for the whole search, by whether the model is small
+QUICK = 1.25  # the part of the time for what is likely, where little time is enough for the rest
 HASTY = 4  # the part of the time for float32, if the program seems to have computed in a half precision
 
 
@@ -74,7 +75,7 @@ def _examined(
     if found is None:
         return DumpExamination(dump, config, state, deadline, progress).diagnosis()
     rest = replace(dump, arrays={name: array for name, array in dump.arrays.items() if name not in found.names})
-    examination = DumpExamination(rest, config, state, deadline.part(2), progress)
+    examination = DumpExamination(rest, config, state, deadline.part(2 if found.changes else QUICK), progress)
     forward = examination.diagnosis() if examination.has_logits() else None
     progress("comparing its training steps")
     said = steps.diagnosis(found, forward)
@@ -111,7 +112,9 @@ class DumpExamination:
         following: Dumped | None = None
         for number, dtype in enumerate(dtypes):
             dumped = following or Dumped.of(arrays, output, exact, self.reference, dtype)
-            share = len(dtypes) - number
+            share: float = len(dtypes) - number
+            if share > 1 and not dumped.is_walkable:
+                share = QUICK
             if dtypes[-1] in HALVES and share > 1 and not dumped.right:
                 following = Dumped.of(halves, half, exact, self.reference, dtypes[-1])
                 share = HASTY if following.is_likelier(dumped) else share

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from gpt2.measure.metrics import Progress
 from gpt2.port.deadline import Deadline
 from gpt2.port.dump.attention_variants import lengths
 from gpt2.port.dump.candidates import Candidate, Table
 from gpt2.port.dump.fitting import fitted
+from gpt2.port.dump.pairing import Pairing
+from gpt2.port.dump.pairs import PairRunner
 from gpt2.port.dump.segments import BETTER, Fit, Segment
 from gpt2.port.dump.sieve import WIDE, Nearness, Sieve
 from gpt2.port.dump.simulation import Program
@@ -25,6 +28,7 @@ CLOSE = 8.0  # times the tolerance: an error that a fitted number may take away 
 QUANTISED = 2.0  # the largest error, over the root mean square, that integers of four bits and more are tried for
 SUMMED = 2500  # faults whose effects are added in pairs
 SUMS = 240  # pairs whose added effects come nearest, by each measure, that are computed
+PAIRS = 400  # pairs of which the first row fits, that are ranked by all rows
 DEEPER = 4  # pairs that triples are built on, for each of the first faults
 Ranked = list[tuple[Nearness, Candidate]]
 
@@ -47,6 +51,8 @@ class Search:
             )
         )
         self.complete = True
+        # how far a candidate that is run in float32 may be from the program
+        self.limit = (2 * segment.allowed(segment.end) + SIEVED) * float(segment.shown[segment.end].square().mean().sqrt())
 
     def late(self) -> bool:
         return self.deadline.passed
@@ -88,7 +94,10 @@ class Search:
         tokens = lengths(simulation)
         if (wrong := segment.wrong_tokens()) and wrong[-1] + 1 in tokens:
             tokens = [wrong[-1] + 1]
-        some = list(self.table.until([token for token in tokens if token > 1], mixing, blocks.start, blocks.stop))
+        some: list[Candidate] = []
+        for token in tokens:
+            if token > 1:
+                some += self.table.until([token], self._of_prompt(token, mixing), blocks.start, blocks.stop)
         others = [one for one in self.table.blocks if one.label not in mixing]
         wholes = [Candidate(tuple((one, n) for n in blocks)) for one in others]
         programs = [one.program(simulation) for one in wholes]
@@ -100,6 +109,17 @@ class Search:
                 if LATER <= length < right.shape[1] and length > (wrong[0] if wrong else 0):
                     some += self.table.until([length], {others[numbers[number]].label}, blocks.start, blocks.stop)
         return self._confirmed(self._rank(some, Candidate(), "faults of a prompt"), Candidate())
+
+    def _of_prompt(self, tokens: int, labels: Collection[str]) -> Collection[str]:
+        """Return those of ``labels``, faults of blocks, that give the first ``tokens`` of the first row, as a text of their own."""
+        lens = self.sieve.first(tokens)
+        if not PairRunner.takes(lens):
+            return labels
+        variants = [one for one in self.table.blocks if one.label in labels]
+        wholes = [Candidate(tuple((one, n) for n in range(self.segment.first, self.segment.last))) for one in variants]
+        runner = PairRunner(lens, [one.program(lens.simulation) or Program() for one in wholes], self.deadline)
+        off = (runner.alone()[1:] - lens.wanted[0]).abs().amax((1, 2))
+        return {one.label for one, near in zip(variants, (off <= self.limit).tolist(), strict=True) if near}
 
     def _fitted(self) -> list[Fit]:
         """Return the faults with one fitted number that explain the segment, such as a factor of the scores or of a branch."""
@@ -159,7 +179,7 @@ class Search:
 
         Faults in all blocks or outside them come first: a mistake in one block alone is rarer, and there are more of them.
         """
-        if fits := self._summed():
+        if fits := self._paired(ranked) or self._summed():
             return fits
         firsts = [one for one in _interleaved(ranked) if one.order is None and not one.is_right]
         wide = [one for one in firsts if not one.is_local]
@@ -186,6 +206,16 @@ class Search:
 
     def _beside(self, first: Candidate, seconds: Iterable[Candidate], words: str) -> Ranked:
         return self._rank([one for one in seconds if first.allows(one)], first, words)
+
+    def _paired(self, ranked: Ranked) -> list[Fit]:
+        """Return pairs of common faults that explain the segment, of all that give the first row."""
+        for pairs in Pairing(self.sieve, ranked, self.limit, self.deadline).rounds() if self.sieve.small else ():
+            wholes = [one.with_(other) for one, other in pairs[:PAIRS]]
+            firsts = {whole.key: one for whole, (one, _) in zip(wholes, pairs, strict=False)}
+            fits = self._confirmed(self._rank(wholes, Candidate(), "pairs of faults"), Candidate())
+            if fits := [fit for fit in fits if self.segment.needs(fit, firsts[replace(fit.candidate, head=()).key])]:
+                return fits
+        return []
 
     def _summed(self) -> list[Fit]:
         """Return pairs that explain the segment, of those whose effects, added, come nearest: a first guess at any two faults."""

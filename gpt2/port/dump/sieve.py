@@ -27,7 +27,9 @@ MAX_ELEMENTS = 1 << 26  # of the streams that are compared together
 
 @dataclass(frozen=True)
 class Nearness:
-    """How far a candidate is from the program: ``fit`` is the largest relative error, after the head's scale or bias is fitted.
+    """How far a candidate is from the program: ``fit`` is the largest relative error, after what the head does is fitted.
+
+    That is a factor and a number added to all logits of a token, or a bias.
 
     The others rank candidates that do not fit: ``log`` is the mean logarithm of each position's error, ``angle`` of each
     position's angle, ``first`` the error at the first position, which sees no other token.
@@ -96,14 +98,14 @@ class Lens:
         size = wanted.square().mean().sqrt().clamp(min=1e-30)
         difference = wanted - values
         fit = difference.abs().amax((1, 2, 3))
+        middle = values - values.mean(-1, keepdim=True)
+        goal = wanted - wanted.mean(-1, keepdim=True)
         if self.span.end == "logits" and not self.span.softmaxed:
-            ratio = (values * wanted).sum((1, 2, 3)) / values.square().sum((1, 2, 3)).clamp(min=1e-30)
-            fit = torch.minimum(fit, (wanted - ratio[:, None, None, None] * values).abs().amax((1, 2, 3)))
+            factor = (middle * goal).sum(-1, keepdim=True) / middle.square().sum(-1, keepdim=True).clamp(min=1e-30)
+            fit = torch.minimum(fit, (goal - factor * middle).abs().amax((1, 2, 3)))
             if wanted.shape[:2].numel() >= MIN_ROWS:
                 fit = torch.minimum(fit, (difference - difference.mean((1, 2), keepdim=True)).abs().amax((1, 2, 3)))
         errors = difference.square().mean(-1).sqrt() / size  # (N, B, T)
-        middle = values - values.mean(-1, keepdim=True)
-        goal = wanted - wanted.mean(-1, keepdim=True)
         cosine = (middle * goal).sum(-1) / (middle.norm(dim=-1) * goal.norm(dim=-1)).clamp(min=1e-30)
         log = errors.clamp(min=1e-9).log().mean((1, 2))
         angle = (1 - cosine).clamp(min=1e-12).log().mean((1, 2))
@@ -123,6 +125,15 @@ class Sieve:
         """All tokens: for faults that mix the rows of a batch, and for small models."""
         simulation = self.exact if self.small else Simulation(self.exact.state, self.exact.config, self.exact.ids, torch.float32)
         return Lens(simulation, self.span)
+
+    @cached_property
+    def _narrow(self) -> Simulation:
+        exact = self.exact
+        return self.whole.simulation if not self.small else Simulation(exact.state, exact.config, exact.ids, torch.float32)
+
+    def first(self, tokens: int) -> Lens:
+        """The first ``tokens`` of the first row, in float32."""
+        return Lens(self._narrow.on_ids(self.exact.ids[:1, :tokens]), self.span.cut(1, tokens))
 
     @cached_property
     def row(self) -> Lens:

@@ -43,6 +43,11 @@ class StepArrays:
     losses: list[Losses]
     names: set[str]
 
+    @property
+    def changes(self) -> bool:
+        """Whether gradients or updates were recorded, and not numbers alone that may be losses."""
+        return any(self.recorded.raw) or self.recorded.steps > 0
+
 
 def batches_of(dump: Dump) -> list[Batch]:
     """Return the batch of each step: ids (B, T) or (K, B, T), with the targets of the same shape if the dump has them.
@@ -117,11 +122,11 @@ class StepExamination:
                 raise InputError(f"{self.dump.source}: {shown(loss.name)} is {float(wrong[0])}; look where it comes from")
         losses = [loss for loss in losses if bool(loss.values.isfinite().all())]  # a mask's infinity is no loss
         names = {*recorded.names, *(loss.name for loss in losses)}
-        steps = any(recorded.raw) or recorded.steps > 0
-        if not steps and (not losses or not (self.asked or self.dump.integers)):
+        found = StepArrays(recorded, losses, names)
+        if not found.changes and (not losses or not (self.asked or self.dump.integers)):
             self._require_steps()
             return None
-        return StepArrays(recorded, losses, names)
+        return found
 
     def _predicted(self, labelled: bool) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
         """Yield the gradients of each batch at the checkpoint, with their labels; a later step's are near those of its batch."""

@@ -1,0 +1,191 @@
+"""Run all pairs of many faults on the first tokens, in one batch.
+
+A stage that neither fault of a pair replaces is computed for all pairs at once, and a replaced one for all pairs with that fault.
+So a pair costs little more than its multiplications, and on one token these are few. No token sees a later one, so what a pair
+makes of the first token shows whether it may be the program's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from gpt2.port.deadline import Deadline
+from gpt2.port.dump.sieve import Lens
+from gpt2.port.dump.simulation import LAST, STAGES, Program, Stage, State
+
+MAX_ELEMENTS = 1 << 23  # of the widest tensor of the pairs that are run together
+NOTHING = -1  # in a sequence of blocks
+OUTSIDE = ("embed", "ln_f", "head")
+
+
+class PairRunner:
+    """Runs pairs of ``programs`` on the tokens of ``lens``, one row of them. Their numbers begin at 1; 0 replaces nothing.
+
+    A program gives NaN if a formula of its cannot be computed for many rows at once, or has another shape than GPT-2's.
+    """
+
+    def __init__(self, lens: Lens, programs: Sequence[Program], deadline: Deadline) -> None:
+        self.lens, self.simulation, self.deadline = lens, lens.simulation, deadline
+        self.programs = [Program(), *programs]
+        span, config = lens.span, lens.simulation.config
+        self.blocks = range(span.first, span.last)
+        self.tables: dict[tuple[int | None, str], dict[int, Stage]] = defaultdict(dict)
+        for number, program in enumerate(self.programs):
+            for layer, stages in program.blocks.items():
+                for stage, formula in stages.items():
+                    self.tables[layer, stage][number] = formula
+            for stage in OUTSIDE:
+                if stage in program.outside:
+                    self.tables[None, stage][number] = program.outside[stage]
+        tokens = self.simulation.ids.shape[1]
+        widest = tokens * max(config.inner, 3 * config.n_embd, config.n_head * tokens, len(lens.columns))
+        self.chunk = max(1, MAX_ELEMENTS // widest)
+
+    @staticmethod
+    def takes(lens: Lens) -> bool:
+        """Return whether whole blocks, and all tokens' values, lie between what is known and what is compared."""
+        entrance = lens.span.entrance
+        whole = lens.span.until == LAST and (entrance is None or entrance.after < 0)
+        return whole and not lens.simulation.base.run and lens.span.wanted.shape[1] == lens.simulation.ids.shape[1]
+
+    def clash(self) -> Tensor:
+        """Return (P, P): whether both programs replace the same stage, or both have an order of blocks."""
+        replaced = torch.zeros(len(self.programs), len(self.tables) + 1)
+        for column, table in enumerate(self.tables.values()):
+            replaced[list(table), column] = 1.0
+        replaced[:, -1] = torch.tensor([float(program.order is not None) for program in self.programs])
+        return replaced @ replaced.T > 0
+
+    def values(self, pairs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield some of the ``pairs`` (N, 2), numbers of programs, and what each gives (N, T, X); until the deadline."""
+        ordered = torch.tensor([program.order is not None for program in self.programs])
+        has_order = ordered[pairs].any(1)
+        for part in (pairs[~has_order], pairs[has_order]):
+            for some in part.split(self.chunk):
+                if self.deadline.passed:
+                    return
+                if len(some):
+                    yield some, self._run(some)
+
+    def alone(self) -> Tensor:
+        """Return what each program gives alone (P, T, X), the one that replaces nothing first; NaN behind the deadline."""
+        numbers = torch.arange(len(self.programs))
+        out = torch.full((len(numbers), *self.lens.wanted.shape[1:]), torch.nan)
+        for some, values in self.values(torch.stack([numbers, torch.zeros_like(numbers)], 1)):
+            out[some[:, 0]] = values
+        return out
+
+    def near(self, pairs: Tensor, limit: float) -> Tensor:
+        """Return those of the ``pairs`` whose largest difference from the program is ``limit`` at most, the nearest first."""
+        wanted, kept, errors = self.lens.wanted[0], [pairs[:0]], [torch.zeros(0)]
+        for some, values in self.values(pairs):
+            error = (values - wanted).abs().amax((1, 2)).nan_to_num(torch.inf, torch.inf)
+            kept.append(some[error <= limit])
+            errors.append(error[error <= limit])
+        return torch.cat(kept)[torch.cat(errors).argsort()]
+
+    def _run(self, pairs: Tensor) -> Tensor:
+        entrance, simulation = self.lens.span.entrance, self.simulation
+        x = simulation.embed() if entrance is None else entrance.state["x"].to(simulation.dtype)
+        x = self._stage(None, "embed", pairs, {"x": x.expand(len(pairs), -1, -1)}, lambda s: s["x"])
+        for layers in self._sequence(pairs).T:
+            if bool((layers == layers[0]).all()):
+                x = self._block(int(layers[0]), pairs, x)
+                continue
+            x = x.clone()
+            for layer in set(layers.tolist()) - {NOTHING}:
+                rows = (layers == layer).nonzero().flatten()
+                x[rows] = self._block(layer, pairs[rows], x[rows])
+        span, columns = self.lens.span, self.lens.columns
+        if span.end not in ("ln_f", "logits"):
+            return x
+        x = self._stage(None, "ln_f", pairs, {"x": x}, lambda s: simulation.norm("ln_f", s["x"]))
+        if span.end == "logits":
+            own = simulation.state["wte.weight"][columns]
+            heads = {number: made({})[columns].to(x.dtype) for number, made in self.tables.get((None, "head"), {}).items()}
+            parts = _groups(heads, pairs)
+            x = _placed([(rows, x[rows] @ heads.get(number, own).T) for number, rows in parts], len(pairs))
+        return x - x.mean(-1, keepdim=True) if span.softmaxed else x
+
+    def _sequence(self, pairs: Tensor) -> Tensor:
+        """Return (N, S) the block that each pair runs at each step; NOTHING behind its last one."""
+        orders = {number: program.order for number, program in enumerate(self.programs) if program.order is not None}
+        steps = max([len(self.blocks), *map(len, orders.values())])
+        table = torch.full((len(self.programs), steps), NOTHING)
+        table[:, : len(self.blocks)] = torch.tensor(self.blocks)
+        for number, order in orders.items():
+            table[number] = torch.tensor([*order, *[NOTHING] * (steps - len(order))])
+        which = torch.where(torch.isin(pairs[:, 1], torch.tensor([*orders])), pairs[:, 1], pairs[:, 0])
+        sequence = table[which]
+        return sequence[:, : int((sequence != NOTHING).any(0).sum())]
+
+    def _block(self, layer: int, pairs: Tensor, x: Tensor) -> Tensor:
+        state, right = {"x": x}, self.simulation.right(layer)
+        for stage in STAGES:
+            state[stage] = self._stage(layer, stage, pairs, state, right[stage])
+        return state[""]
+
+    def _stage(self, layer: int | None, stage: str, pairs: Tensor, state: State, right: Stage) -> Tensor:
+        """Return a stage of all pairs: by the formula of the fault that replaces it, or by GPT-2's."""
+        table = self.tables.get((layer, stage), {})
+        if not table:
+            return right(state)
+        shape = right(_some(state, torch.tensor([0]))).shape[1:]
+        parts = []
+        for number, rows in _groups(table, pairs):
+            some = _some(state, rows)
+            value = right(some) if number < 0 else _tried(table[number], some, shape)
+            parts.append((rows, value.to(self.simulation.dtype).expand(len(rows), *shape)))
+        return _placed(parts, len(pairs))
+
+
+class _Rows(Mapping[str, Tensor]):
+    """Some rows of a state; each tensor is taken when a formula reads it."""
+
+    def __init__(self, whole: State, rows: Tensor) -> None:
+        self._whole, self._rows = whole, rows
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._whole[name][self._rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole)
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+
+def _some(state: State, rows: Tensor) -> State:
+    return cast(State, _Rows(state, rows))
+
+
+def _groups(table: Mapping[int, object], pairs: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield each program of ``table`` with the numbers of the pairs that have it; -1 with those that have none."""
+    has = torch.zeros(int(pairs.max()) + 1, dtype=torch.bool)
+    has[[number for number in table if number < len(has)]] = True
+    which = torch.where(has[pairs[:, 0]], pairs[:, 0], torch.where(has[pairs[:, 1]], pairs[:, 1], -1))
+    ordered, rows = which.sort()
+    numbers, counts = ordered.unique_consecutive(return_counts=True)
+    yield from zip(numbers.tolist(), rows.split(counts.tolist()), strict=True)
+
+
+def _placed(parts: Sequence[tuple[Tensor, Tensor]], count: int) -> Tensor:
+    out = parts[0][1].new_empty(count, *parts[0][1].shape[1:])
+    for rows, value in parts:
+        out[rows] = value
+    return out
+
+
+def _tried(formula: Stage, state: State, shape: torch.Size) -> Tensor:
+    """Return what a formula gives; NaN, if it cannot be computed for many rows, or has another shape."""
+    try:
+        value = formula(state)
+    except (IndexError, RuntimeError):
+        value = None
+    fits = value is not None and value.shape[1:] == shape
+    return value if value is not None and fits else torch.full((1, *shape), torch.nan)
