@@ -197,6 +197,9 @@ def scale_faults(
     known.insert(0 if inverse_first or config.scale_attn_by_inverse_layer_idx else len(known), by_layer)
     head_size = " (1/sqrt(head size))" if math.isclose(right, root) else ""
     wanted = f"the checkpoint's attention multiplies them by {right:.6g}{head_size}"
+    if factor == 0:
+        words = "the scores are multiplied by zero, as by 1 / n in integers, so that a token sees all others alike"
+        return (fault("scale-wrong", f"{words}; {wanted}"),)
     for id, value, words in known:
         if is_factor(value):
             return (fault(id, f"{words}; {wanted}"),)
@@ -220,6 +223,7 @@ SCALES: dict[str, Callable[[GPT2Config, int], float]] = {
     "by 8": lambda config, layer: 1 / math.sqrt(OFFICIAL_SIZE),
     "doubled": lambda config, layer: 2 / math.sqrt(config.head_dim),
     "halved": lambda config, layer: 0.5 / math.sqrt(config.head_dim),
+    "zero": lambda config, layer: 0.0,
 }
 
 

@@ -84,9 +84,23 @@ class Projection:
         """Return the numbers of those weights whose mixture, projected and with ``bias`` (D,), may be recorded."""
         rows = weights.transpose(2, 3).flatten(3)  # (N, B, T, H * S)
         sums = (rows @ self.through.sum(-1)[..., None])[..., 0] + bias.sum()
+        numbers = _may_be_near(pool, sums, len(bias), STREAM_CUTS).nonzero()[:, 0]
+        if not len(numbers):
+            return []
+        rows, sums = rows[numbers], sums[numbers]
         crossed = (rows @ (self.through @ bias)[..., None])[..., 0]
         squares = (rows @ self.squares).mul_(rows).sum(-1) + 2 * crossed + bias.square().sum()
-        return _near(pool, sums, squares, len(bias), STREAM_CUTS)
+        return numbers[_near(pool, sums, squares, len(bias), STREAM_CUTS)].tolist()
+
+
+def _may_be_near(pool: Pool, sums: Tensor, width: int, cuts: Cuts) -> Tensor:
+    """Return (N,) which of N results may be recorded, from the sums (N, ...) of their rows of ``width`` elements alone."""
+    near = torch.zeros(len(sums), dtype=torch.bool)
+    for cut in cuts:
+        first = tuple(0 if axis in cut else slice(None) for axis in range(sums.ndim - 1))
+        some = sums[(slice(None), *first)].reshape(len(sums), -1)
+        near |= pool.may_be_near(some.shape[1] * width, some.sum(1)).any(1)
+    return near
 
 
 def _near(pool: Pool, sums: Tensor, squares: Tensor, width: int, cuts: Cuts) -> list[int]:

@@ -23,6 +23,8 @@ from gpt2.port.dump.tolerance import HALVES
 
 RIGHT_SECONDS = 10.0  # for the walk through a dump with right logits
 CHANCE = 3  # faults of one place that do not explain the logits
+NAMING = 4  # the part of the time for a walk that may only name better what is explained
+LONGER = 2  # the part of the time for a longer walk
 HASTY = 10  # the part of the time for the first walk, which finds what it knows soon
 
 
@@ -76,11 +78,21 @@ class Attempt:
         pool.deadline = Deadline()
         if found.explained and found.causes:
             self.causes, self.first, self.settled = list(found.causes), found.first or self.first, True
-        return self.settled
+        return self.settled and not self._is_cut
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether the walk so far had too little time."""
+        return self.walked is not None and self.walked.timed_out
 
     def _walk_on(self) -> bool:
-        """Walk for a longer time, if the first walk had too little."""
-        return self.walked is not None and self.walked.timed_out and not self.right and self._ends(self._walk(2))
+        """Walk for a longer time, if the first walk had too little: what a known formula gives has the better name."""
+        if self.right or not self._is_cut:
+            return False
+        first = self.first
+        if not self._ends(self._walk(NAMING if self.settled else LONGER)) and self.settled:
+            self.first = first
+        return self.settled
 
     def _walk_narrowly(self) -> bool:
         """Walk with narrow tolerances, if every stage seems right and the logits are not: a fault near the tolerance."""
@@ -88,7 +100,7 @@ class Attempt:
         if not self.walked.explained or self.right:
             return False
         with self.dumped.pool.narrowed():
-            narrow = self._walk(2)
+            narrow = self._walk(LONGER)
         if not self._ends(narrow):
             self.first, self.settled = self.walked.first_divergence or self.first, True
         return True
@@ -130,8 +142,7 @@ class Attempt:
         try:
             Walker(trail, trail.own["wte.weight"]).run()
         except TimeUp:
-            if not trail.lost:
-                trail.lost.append("logits")
+            trail.run_out()
         pool.deadline = Deadline()
         walk = account(trail, reference)
         if self.walked is None or not self.walked.explained:

@@ -111,7 +111,7 @@ class Search:
         return self._confirmed(self._rank(some, Candidate(), "faults of a prompt"), Candidate())
 
     def _of_prompt(self, tokens: int, labels: Collection[str]) -> Collection[str]:
-        """Return those of ``labels``, faults of blocks, that give the first ``tokens`` of the first row, as a text of their own."""
+        """Return those of ``labels``, faults of blocks, that give the first row's first ``tokens`` as a text of their own."""
         lens = self.sieve.first(tokens)
         if not PairRunner.takes(lens):
             return labels

@@ -28,6 +28,7 @@ from gpt2.port.dump.fits.recorded import Arrays
 from gpt2.port.dump.fits.rounding import roundings
 from gpt2.port.dump.fits.slots import Slots
 from gpt2.port.dump.fits.softmaxes import Softmaxes
+from gpt2.port.dump.fits.weighings import weighed
 from gpt2.port.dump.fits.wiring import activation_fit, sum_fit
 from gpt2.port.dump.simulation import LINEAR, NEEDS, Simulation, State
 from gpt2.port.dump.tolerance import SLACK
@@ -105,7 +106,11 @@ class Operators:
             scale = right_scale(self.config, layer)
             slots = self.slots[layer] = Slots(split(state["attn.q"]), self._bank(layer, state), scale, self.library.in_time)
             weights = Weights(state["attn.q"], state["attn.k"], keys, slots)
-            softmaxes = Softmaxes(split(state["attn.q"]), split(state["attn.k"]), scale, self.library.in_time)
+            q, k = split(state["attn.q"]), split(state["attn.k"])
+            known = weighed(seen, rows, q @ k.mT, self.config, layer, self.library.in_time)
+            if (fit := next(known, None)) is not None:
+                return fit
+            softmaxes = Softmaxes(q, k, scale, self.library.in_time)
             if (fit := softmaxes.fit(seen, rows)) is not None:
                 return fit
             fit = weights.fit(seen, rows)
