@@ -32,7 +32,8 @@ def test_a_norm_is_named_where_neither_projections_nor_heads_are_recorded(share:
     Where the walk had too little time, branches times 0.1 were named (a norm's input times 0.1 is the same as another epsilon)
     that explained one part after the other, and not all of them together.
     """
-    monkeypatch.setattr("gpt2.port.dump.attempt.HASTY", share)
+    for name in ("HASTY", "LONGER"):
+        monkeypatch.setattr(f"gpt2.port.dump.attempt.{name}", share)
     wrong = {point: value for point, value in trace(faulty(layer_norm_epsilon=1e-3), IDS).items() if point.endswith(FEW)}
     wrong |= {"embed": trace(MODEL, IDS)["embed"], "logits": faulty(layer_norm_epsilon=1e-3)(IDS).detach()}
     diagnosis = gpt2.diagnose(dump(wrong, torch.float32), MODEL)
