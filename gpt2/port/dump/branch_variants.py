@@ -84,11 +84,17 @@ def branch_variants(simulation: Simulation) -> Iterator[Variant]:
     yield Variant.of("scores for weights", [Fault("softmax-missing", "attn", words)], _unsoftened)
     words = "the positions are added to the stream once more before the block"
     yield Variant.of("positions again", [Fault("position-offset", "wpe", words)], _positions_again)
+    yield Variant.of("block skipped", [Fault("layer-missing", "", "it does not run")], partial(_copied, "", "x"))
+    yield Variant.of("block again", [Fault("layer-repeated", "", "it runs twice, on its own result")], _again)
     yield from _sums()
     yield from _entered()
     yield from _around_layers()
     yield from _lost_heads(simulation.config.n_head)
     yield from _rounded()
+
+
+def _again(simulation: Simulation, layer: int) -> Stages:
+    return {"": lambda s: simulation.run_block(layer, {"x": simulation.run_block(layer, {"x": s["x"]}, {})[""]}, {})[""]}
 
 
 def _sums() -> Iterator[Variant]:

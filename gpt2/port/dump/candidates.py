@@ -261,10 +261,9 @@ class Table:
                 yield Candidate((*((variant, n) for n in range(self.layers)), (outside, None)))
 
     def _orders(self) -> Iterator[tuple[int, ...]]:
-        """Yield the usual wrong sequences of blocks."""
+        """Yield the usual wrong sequences of blocks; one that is skipped, or runs again, is a fault of that block."""
         right = tuple(range(self.layers))
-        out = [right[::-1], *(right[:n] + right[n + 1 :] for n in right), *(right[: n + 1] + right[n:] for n in right)]
-        out += [(*right[:n], n + 1, n, *right[n + 2 :]) for n in right[:-1]]
+        out = [right[::-1], *((*right[:n], n + 1, n, *right[n + 2 :]) for n in right[:-1])]
         out += [tuple(sorted(right, key=str)), (*right[1:], 0), (right[-1], *right[:-1]), right + right]
         out += [(n,) * self.layers for n in (right[0], right[-1])]
         yield from (order for order in dict.fromkeys(out) if order != right and order)

@@ -18,6 +18,7 @@ from gpt2.port.dump.tolerance import UNITS, Tolerance, excess, measured
 
 MORE = 2  # times as many arrays are right in the likelier precision
 WALKED = 3  # arrays of a stream's size a block from which on a walk is tried
+THIRDS = ("[q]", "[k]", "[v]")  # endings of the names of the parts of c_attn's result
 SHOWN = 3  # recognised arrays that a note names
 
 
@@ -85,7 +86,10 @@ class Dumped:
     @property
     def is_walkable(self) -> bool:
         """Whether it holds so many values that a walk from one to the next may succeed."""
-        return len(self.pool.of_size(self.ids.numel() * self.config.n_embd)) >= WALKED * self.config.n_layer
+        size = self.ids.numel() * self.config.n_embd
+        entries = zip(self.pool.names, self.pool.entries, strict=True)
+        names = {name[:-3] if name.endswith(THIRDS) else name for name, entry in entries if entry.numel() == size}
+        return len(names) >= WALKED * self.config.n_layer
 
     def is_likelier(self, other: Dumped) -> bool:
         """Return whether far more of the dump is right under this assumption than under ``other``."""

@@ -14,7 +14,7 @@ from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.places import ALL_WEIGHTS, Place
 from gpt2.port.diagnosis.report import LIKELY, Divergence
-from gpt2.port.dump.dumped import Dumped
+from gpt2.port.dump.dumped import THIRDS, Dumped
 from gpt2.port.dump.evidence import Placement, misordered, placements, streams, with_storage
 from gpt2.port.dump.explaining import STREAMS, Explanation, explain
 from gpt2.port.dump.simulation import LINEAR, NEEDS, Simulation
@@ -67,25 +67,26 @@ class Simulating:
         return Simulated(causes, head, explanation.explains, self.first, tuple(self.notes))
 
     def _explain(self, known: Mapping[str, Tensor]) -> tuple[Explanation, dict[str, Tensor]]:
-        right = {point: self.exact[point] for point in self.held if point not in ("wte", "wpe")} | dict(known)
-        right = {point: value for point, value in right.items() if not self._is_third(point)}
+        right = {point: self.exact[point] for point in self.held if point not in ("wte", "wpe")}
+        right, known = (self._without_thirds(values) for values in (right, right | dict(known)))
         used = {number for number, name in enumerate(self.pool.names) if any(name in names for names in self.held.values())}
         if self.dumped.is_walkable:  # a block's result, written again as the next one's input, is no other value
             used = set[int]().union(*map(self.pool.again, used))
         left = streams(self.pool, self.ids, self.config.n_embd, used)
-        placed: list[Placement] = []
-        if left and not known:
-            simulation = Simulation(self.dumped.reference.state_dict(), self.config, self.ids)
-            placed = placements(simulation, right.keys(), left)[:MAX_PLACEMENTS]
         nothing = Placement((), {}, 0.0)  # arrays that are at none of these places: the logits decide
-        trials = [*placed, nothing] if placed else []  # single faults first, at each place
-        for one in trials:
-            evidence, explanation = self._explained(right, one, several=False)
+        trials = [(right, nothing)]
+        if known.keys() != right.keys():  # what a walk found, which is perhaps not so
+            trials.insert(0, (known, nothing))
+        elif left:
+            simulation = Simulation(self.dumped.reference.state_dict(), self.config, self.ids)
+            trials = [*((right, one) for one in placements(simulation, right.keys(), left)[:MAX_PLACEMENTS]), *trials]
+        for values, one in trials if len(trials) > 1 else ():  # single faults first, at each place
+            evidence, explanation = self._explained(values, one, several=False)
             if explanation.explains or self.deadline.passed:
                 break
         else:
-            one = placed[0] if placed else nothing
-            evidence, explanation = self._explained(right, one, several=True)
+            values, one = trials[0]
+            evidence, explanation = self._explained(values, one, several=True)
         if not one.stages and explanation.explains:
             seen = self._seen(explanation.values, streams(self.pool, self.ids, self.config.n_embd, set()))
             parts, values = {_part(point) for point in seen}, explanation.values
@@ -95,10 +96,11 @@ class Simulating:
             evidence |= seen
         return explanation, evidence
 
-    def _is_third(self, point: str) -> bool:
-        """Return whether a right q, k or v shows as a third of c_attn's result alone: its heads may be cut otherwise."""
-        names = self.held.get(point, ())
-        return bool(names) and all(name.endswith(("[q]", "[k]", "[v]")) for name in names)
+    def _without_thirds(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the values without q, k and v that show as thirds of c_attn's result alone: heads may be cut otherwise."""
+        names = {point: self.held.get(point, ()) for point in values}
+        thirds = {point for point, some in names.items() if some and all(name.endswith(THIRDS) for name in some)}
+        return {point: value for point, value in values.items() if point not in thirds}
 
     def _seen(self, values: Mapping[str, Tensor], arrays: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """Return the ``arrays`` that are the ``values`` of a program with the faults found, by traced point."""
