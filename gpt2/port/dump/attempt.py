@@ -22,7 +22,7 @@ from gpt2.port.dump.simulating import Simulating, sequence_of
 from gpt2.port.dump.tolerance import HALVES
 
 RIGHT_SECONDS = 10.0  # for the walk through a dump with right logits
-CHANCE = 3  # faults of one place that do not explain the logits
+CHANCE = 3  # faults of one branch that do not explain the logits
 NAMING = 4  # the part of the time for a walk that may only name better what is explained
 LONGER = 2  # the part of the time for a longer walk
 HASTY = 10  # the part of the time for the first walk, which finds what it knows soon
@@ -166,5 +166,5 @@ class Attempt:
         if self.walked is None or self.dumped.tolerance.dtype in HALVES:  # whose rounding is so large that much fits by chance
             return []
         causes = self._walk_causes(self.walked, LIKELY)
-        places = {place for cause in causes for place in cause.places}
-        return [] if len(causes) >= CHANCE and len(places) == 1 else causes  # so many faults of one operator fit by chance
+        branches = {(place.layer, place.part.partition(".")[0]) for cause in causes for place in cause.places}
+        return [] if len(causes) >= CHANCE and len(branches) == 1 else causes  # so many faults of one branch fit by chance

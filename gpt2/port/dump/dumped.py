@@ -91,9 +91,14 @@ class Dumped:
         names = {name[:-3] if name.endswith(THIRDS) else name for name, entry in entries if entry.numel() == size}
         return len(names) >= WALKED * self.config.n_layer
 
+    @property
+    def has_computed(self) -> bool:
+        """Whether an array holds a right value that is computed, and not read from a table."""
+        return not self.held.keys() <= {"wte", "wpe"}
+
     def is_likelier(self, other: Dumped) -> bool:
-        """Return whether far more of the dump is right under this assumption than under ``other``."""
-        return self.right or len(self.held) > MORE * len(other.held)
+        """Return whether far more of the dump is right under this assumption of a half precision than under ``other``."""
+        return self.right or (not other.has_computed and len(self.held) > MORE * len(other.held))
 
     def notes(self) -> Iterator[str]:
         """Yield what the report says about the arrays."""

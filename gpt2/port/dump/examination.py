@@ -113,11 +113,11 @@ class DumpExamination:
         for number, dtype in enumerate(dtypes):
             dumped = following or Dumped.of(arrays, output, exact, self.reference, dtype)
             share: float = len(dtypes) - number
-            if share > 1 and not dumped.is_walkable:
-                share = QUICK
             if dtypes[-1] in HALVES and share > 1 and not dumped.right:
                 following = Dumped.of(halves, half, exact, self.reference, dtypes[-1])
-                share = HASTY if following.is_likelier(dumped) else share
+                share = HASTY if following.is_likelier(dumped) else QUICK if dumped.has_computed else share
+            elif share > 1 and not dumped.is_walkable:
+                share = QUICK
             attempts.append(attempt := Attempt(dumped, self.progress))
             if dtype in HALVES and output.logits.dtype not in HALVES:
                 name = str(dtype).removeprefix("torch.")

@@ -21,6 +21,7 @@ from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.fits.elsewhere import other_input, read_elsewhere, rescaled
 from gpt2.port.dump.fits.library import Library, Source, permutation, place_of
 from gpt2.port.dump.fits.observed import Fit, Observed, combined, distinct, formula, nice
+from gpt2.port.dump.fits.partial import ranges
 from gpt2.port.dump.fits.precision import products, rounded_fit
 from gpt2.port.dump.fits.rounding import quantised
 
@@ -159,12 +160,17 @@ class Linear:
         added = (seen.value - product)[rows].mean(0)
         if distinct(x[rows]) < 2 or seen.fitted(product + added, rows) is None:
             return
-        words, value = self.named_bias(added, seen)
+        loose = seen.bound * float(seen.value.square().mean().sqrt()) + float(seen.slack.max())
+        left_out = (added.abs() <= loose) & (self.bias.abs() > loose)
+        if bool(left_out.any()) and bool((((added - self.bias).abs() <= loose) | left_out).all()):
+            words = f"columns {ranges(left_out)} have no bias"
+            value = product + torch.where(left_out, 0.0, self.bias)
+            yield from seen.fits(value, rows, self.fault("missing-bias", words, "bias"))
+        words, value = self.named_bias(added, loose)
         yield from seen.fits(product + value, rows, self.fault("wrong-tensor", words, "bias"))
 
-    def named_bias(self, added: Tensor, seen: Observed) -> tuple[str, Tensor]:
+    def named_bias(self, added: Tensor, loose: float) -> tuple[str, Tensor]:
         """Return what a bias ``added`` (O,) is, in words, and its exact values, if it is one of the checkpoint's."""
-        loose = seen.bound * float(seen.value.square().mean().sqrt()) + float(seen.slack.max())
         flat = torch.cat([*self.library.vectors.values()] * 2)
         if (number := place_of(added, flat, loose)) is not None:
             value, entry = flat[number : number + len(added)], number % (len(flat) // 2)
