@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,12 +108,12 @@ class DumpExamination:
         attempts: list[Attempt] = []
         halves = {name: in_half(array) for name, array in arrays.items()}
         half = replace(output, logits=in_half(output.logits))
-        dtypes = list(self._computed([half.logits, *halves.values()]))
+        dtypes = list(computed_in(half.logits, halves.values()))
         following: Dumped | None = None
         for number, dtype in enumerate(dtypes):
             dumped = following or Dumped.of(arrays, output, exact, self.reference, dtype)
             share: float = len(dtypes) - number
-            if dtypes[-1] in HALVES and share > 1 and not dumped.right:
+            if share == 2 and dtypes[-1] in HALVES and not dumped.right:
                 following = Dumped.of(halves, half, exact, self.reference, dtypes[-1])
                 share = HASTY if following.is_likelier(dumped) else QUICK if dumped.has_computed else share
             elif share > 1 and not dumped.is_walkable:
@@ -148,27 +148,6 @@ class DumpExamination:
             todo += "save the logits of these ids, or give the checkpoint that the program has loaded (--model)"
         return InputError(f"{self.dump.source}: holds no logits {shape}, with a batch dimension or none{todo}")
 
-    def _computed(self, halves: Sequence[Tensor]) -> Iterator[torch.dtype]:
-        """Yield the dtypes in which the program may have computed, the likely one first.
-
-        float64, if every array has more digits than float32. If only some have, the program widened its numbers on the way, as
-        NumPy does in a product with a float64 scalar: float32 comes first. A half precision, if that of the logits or of all
-        other arrays (``halves``, the logits first, see :func:`in_half`) holds no more digits.
-        """
-        arrays = [*self.dump.arrays.values()]
-        dtypes = {array.dtype for array in arrays}
-        fractions = [array for array in arrays if not bool((array == array.round()).all())]  # no masks and positions
-        widened = (bool((array == array.float().double()).all()) for array in fractions if array.dtype == torch.float64)
-        if torch.float64 in dtypes and not any(widened):
-            yield from (torch.float64, torch.float32) if dtypes == {torch.float64} else (torch.float32, torch.float64)
-        else:
-            yield torch.float32
-        logits, others = halves[0].dtype, {array.dtype for array in halves[1:] if bool((array != array.round()).any())}
-        if logits in HALVES:
-            yield logits
-        elif others and others <= set(HALVES):
-            yield torch.bfloat16 if torch.bfloat16 in others else torch.float16
-
     def _diagnosed(self, attempt: Attempt) -> Diagnosis:
         padding, notes = padding_causes(attempt.dumped.output.logits.double(), self.config)
         causes = ranked([*attempt.causes, *padding], self.config.n_layer)
@@ -191,3 +170,25 @@ def in_half(array: Tensor) -> Tensor:
     NumPy has no bfloat16: programs that compute in it store float32.
     """
     return next((half for dtype in reversed(HALVES) if bool(((half := array.to(dtype)).to(array.dtype) == array).all())), array)
+
+
+def computed_in(logits: Tensor, others: Iterable[Tensor]) -> Iterator[torch.dtype]:
+    """Yield the dtypes in which a program may have computed, the likely one first.
+
+    float64 first, if every array has more digits than float32. If the logits or half of the arrays have, the program widened its
+    numbers on the way, as NumPy does in a product with a float64 scalar: float32 comes first. A few others may be anything.
+    A half precision, if that of the logits or of all other arrays (as :func:`in_half` gives them) holds no more digits.
+    """
+    arrays = [logits, *(one for one in others if bool((one != one.round()).any()))]  # no masks and positions
+    wide = [one.dtype == torch.float64 and bool((one != one.float().double()).any()) for one in arrays]
+    if all(wide):
+        yield from (torch.float64, torch.float32)
+    else:
+        yield torch.float32
+        if wide[0] or 2 * sum(wide) >= len(wide):
+            yield torch.float64
+    rest = {one.dtype for one in arrays[1:]}
+    if logits.dtype in HALVES:
+        yield logits.dtype
+    elif rest and rest <= set(HALVES):
+        yield torch.bfloat16 if torch.bfloat16 in rest else torch.float16

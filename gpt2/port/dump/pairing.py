@@ -19,6 +19,7 @@ from gpt2.port.dump.sieve import WIDE, Nearness, Sieve
 from gpt2.port.dump.simulation import Program
 
 PREFIXES = (1, 2, 4)  # tokens
+PORTION = 12  # faults of a round that are tried with many others
 HIDDEN = 1e-9  # how much a fault that the first token's values do not show may change their error
 Pair = tuple[Candidate, Candidate]
 
@@ -43,30 +44,51 @@ class Pairing:
         self.is_first_right = right <= bound
         self.hidden = (first - right).abs() <= HIDDEN
         self.gives_first = first <= bound
+        measures = torch.tensor([(near.log, near.angle, near.first) for near, _ in tried], dtype=torch.float64)
+        self.by_nearness = measures.argsort(0).argsort(0).amin(1).argsort()  # by the measure in which a fault comes nearest
 
     def rounds(self) -> Iterator[list[Pair]]:
         """Yield pairs that may be the program's, the nearest of each round first; the likelier rounds first."""
-        if not self.faults or self.sieve.span.softmaxed or not PairRunner.takes(self.sieve.row):
-            return
-        later = self._later()
-        wide, hidden = self.everywhere & self.common & ~later, self.hidden & ~later
+        if self.faults and not self.sieve.span.softmaxed and PairRunner.takes(self.sieve.row):
+            for pairs, grows in self._rounds(self._later()):
+                if self.deadline.passed:
+                    return
+                yield self._growing(pairs) if grows else self._near(pairs)
+
+    def _rounds(self, later: Tensor) -> Iterator[tuple[Tensor, bool]]:
+        """Yield pairs (N, 2), and whether no fault of them lets a token see later ones; ``later`` (F,): the faults that do."""
+        everywhere, causal = self.everywhere & self.common, ~later
+        wide, hidden = everywhere & causal, self.hidden & causal
+        elsewhere, rare = self.common & ~self.everywhere & causal, self.everywhere & ~self.common & causal
         if self.is_first_right:
-            yield self._growing(_combined(wide & hidden))
+            yield _combined(wide & hidden), True
+            yield _crossed(wide & hidden, hidden & ~wide), True
         else:
-            yield self._growing(_crossed(self.gives_first & ~later, hidden))
-        yield self._growing(_combined(wide & ~hidden))
-        wide_later = self.everywhere & self.common & later
-        yield self._near(torch.cat([_crossed(wide_later, wide), _combined(wide_later)]))
-        if self.is_first_right:
-            yield self._growing(_crossed(wide & hidden, hidden & ~wide))
+            yield _crossed(self.gives_first & causal, hidden), True
+        yield _combined(wide & ~hidden), True
+        for some in self._nearest(everywhere & later).split(PORTION):
+            yield _paired(some, everywhere), False
+        for some in self._nearest(everywhere & ~(hidden & causal)).split(PORTION):
+            yield _paired(some[causal[some]], elsewhere & ~hidden), True
+            yield _paired(some[later[some]], elsewhere), False
+            yield _paired(some[causal[some]], rare & ~hidden), True
+
+    def _nearest(self, some: Tensor) -> Tensor:
+        """Return the numbers of the faults of ``some`` (F,), the nearest first."""
+        return self.by_nearness[some[self.by_nearness]]
 
     def _later(self) -> Tensor:
-        """Return (F,) whether a fault lets a token see later ones: whether fewer tokens give their first two other values."""
-        suspects = [number for number, one in enumerate(self.faults) if _may_see_later(one)]
+        """Return (F,) whether a fault lets a token see later ones: whether fewer tokens give their first two other values.
+
+        A fault that does so everywhere does so in one block.
+        """
+        variants = {id(variant): variant for one in self.faults for variant, _ in one.sites}
+        may = {key for key, one in variants.items() if one.all_tokens or any(fault.id in WIDE for fault in one.blame(0))}
+        suspects = [n for n, one in enumerate(self.faults) if self.everywhere[n] and any(id(v) in may for v, _ in one.sites)]
         few, all = (self._runner(suspects, tokens).alone()[1:, :2] for tokens in (min(2, self.tokens), self.tokens))
-        later = torch.zeros(len(self.faults), dtype=torch.bool)
-        later[suspects] = ~((few - all).abs().amax((1, 2)) <= self.limit)
-        return later
+        differ = ~((few - all).abs().amax((1, 2)) <= self.limit)
+        do = {id(one) for n, other in zip(suspects, differ.tolist(), strict=True) if other for one, _ in self.faults[n].sites}
+        return torch.tensor([any(id(variant) in do for variant, _ in one.sites) for one in self.faults])
 
     def _growing(self, pairs: Tensor) -> list[Pair]:
         """Return the pairs that give the first tokens, the first few, and so on."""
@@ -95,7 +117,12 @@ class Pairing:
 
 def _crossed(some: Tensor, others: Tensor) -> Tensor:
     """Return the pairs (N, 2) of a fault of ``some`` (F,) with one of ``others``, which share none."""
-    return torch.cartesian_prod(some.nonzero().flatten(), others.nonzero().flatten()).reshape(-1, 2)
+    return _paired(some.nonzero().flatten(), others)
+
+
+def _paired(some: Tensor, others: Tensor) -> Tensor:
+    """Return the pairs (N, 2) of the faults ``some``, by number, with those of ``others`` (F,)."""
+    return torch.cartesian_prod(some, others.nonzero().flatten()).reshape(-1, 2)
 
 
 def _combined(some: Tensor) -> Tensor:
@@ -110,8 +137,3 @@ def _needs_rows(one: Candidate) -> bool:
 
 def _is_outside(one: Candidate) -> bool:
     return one.order is not None or all(layer is None for _, layer in one.sites)
-
-
-def _may_see_later(one: Candidate) -> bool:
-    """Return whether a token's values may depend on later tokens."""
-    return any(fault.id in WIDE for fault in one.faults(0)) or any(variant.all_tokens for variant, _ in one.sites)

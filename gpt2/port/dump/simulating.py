@@ -68,25 +68,25 @@ class Simulating:
 
     def _explain(self, known: Mapping[str, Tensor]) -> tuple[Explanation, dict[str, Tensor]]:
         right = {point: self.exact[point] for point in self.held if point not in ("wte", "wpe")}
-        right, known = (self._without_thirds(values) for values in (right, right | dict(known)))
+        right, walked = (self._without_thirds(values) for values in (right, right | dict(known)))
         used = {number for number, name in enumerate(self.pool.names) if any(name in names for names in self.held.values())}
         if self.dumped.is_walkable:  # a block's result, written again as the next one's input, is no other value
             used = set[int]().union(*map(self.pool.again, used))
         left = streams(self.pool, self.ids, self.config.n_embd, used)
         nothing = Placement((), {}, 0.0)  # arrays that are at none of these places: the logits decide
         trials = [(right, nothing)]
-        if known.keys() != right.keys():  # what a walk found, which is perhaps not so
-            trials.insert(0, (known, nothing))
+        if walked.keys() != right.keys():  # what a walk found, which is perhaps not so
+            trials.insert(0, (walked, nothing))
         elif left:
             simulation = Simulation(self.dumped.reference.state_dict(), self.config, self.ids)
             trials = [*((right, one) for one in placements(simulation, right.keys(), left)[:MAX_PLACEMENTS]), *trials]
-        for values, one in trials if len(trials) > 1 else ():  # single faults first, at each place
-            evidence, explanation = self._explained(values, one, several=False)
+        for base, one in trials if len(trials) > 1 else ():  # single faults first, at each place
+            evidence, explanation = self._explained(base, one, several=False)
             if explanation.explains or self.deadline.passed:
                 break
         else:
-            values, one = trials[0]
-            evidence, explanation = self._explained(values, one, several=True)
+            base, one = trials[0]
+            evidence, explanation = self._explained(base, one, several=True)
         if not one.stages and explanation.explains:
             seen = self._seen(explanation.values, streams(self.pool, self.ids, self.config.n_embd, set()))
             parts, values = {_part(point) for point in seen}, explanation.values
