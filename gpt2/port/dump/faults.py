@@ -29,6 +29,7 @@ from gpt2.port.recording.pool import Pool
 
 Scale = Callable[[GPT2Config, int], float]
 MOST_SHIFTS = 33
+TWINS = ("relu6",)  # activations that give most numbers what a commoner one gives
 SHIFTS = (1, 2, 3)  # by how much positions are tried to be off, if embeddings are not shown
 MOVED_NORMS = ("right", "no affine")  # hypotheses that are tried for a norm where GPT-2 has none
 
@@ -110,7 +111,7 @@ def block_variants(simulation: Simulation) -> list[Variant]:
 
 def _activations(simulation: Simulation) -> Iterator[Variant]:
     for label, formula, fault in activation_faults(simulation.config):
-        yield Variant.of(f"act {label}", [fault], _by_formula("mlp.act", formula, "mlp.c_fc"))
+        yield Variant.of(f"act {label}", [fault], _by_formula("mlp.act", formula, "mlp.c_fc"), label in TWINS)
 
 
 def _weighings(simulation: Simulation) -> Iterator[Variant]:

@@ -28,6 +28,7 @@ CLOSE = 8.0  # times the tolerance: an error that a fitted number may take away 
 QUANTISED = 2.0  # the largest error, over the root mean square, that integers of four bits and more are tried for
 SUMMED = 2500  # faults whose effects are added in pairs
 SUMS = 240  # pairs whose added effects come nearest, by each measure, that are computed
+PAIRED = 1.25  # the part of the time for pairs on the first tokens
 PAIRS = 400  # pairs of which the first row fits, that are ranked by all rows
 DEEPER = 4  # pairs that triples are built on, for each of the first faults
 Ranked = list[tuple[Nearness, Candidate]]
@@ -209,7 +210,8 @@ class Search:
 
     def _paired(self, ranked: Ranked) -> list[Fit]:
         """Return pairs of common faults that explain the segment, of all that give the first row."""
-        for pairs in Pairing(self.sieve, ranked, self.limit, self.deadline).rounds() if self.sieve.small else ():
+        pairing = Pairing(self.sieve, ranked, self.limit, self.deadline.part(PAIRED))
+        for pairs in pairing.rounds() if self.sieve.small else ():
             wholes = [one.with_(other) for one, other in pairs[:PAIRS]]
             firsts = {whole.key: one for whole, (one, _) in zip(wholes, pairs, strict=False)}
             fits = self._confirmed(self._rank(wholes, Candidate(), "pairs of faults"), Candidate())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpt2.port.deadline import Deadline
+from gpt2.port.diagnosis.trail import SEQUENCE
 from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.pairs import PairRunner
 from gpt2.port.dump.sieve import WIDE, Nearness, Sieve
@@ -136,4 +137,6 @@ def _needs_rows(one: Candidate) -> bool:
 
 
 def _is_outside(one: Candidate) -> bool:
-    return one.order is not None or all(layer is None for _, layer in one.sites)
+    """Return whether a fault is outside the blocks, or in which of them run."""
+    ids = {fault.id for variant, layer in one.sites if layer is not None for fault in variant.blame(layer)}
+    return one.order is not None or ids <= set(SEQUENCE)

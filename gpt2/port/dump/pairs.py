@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -61,11 +62,24 @@ class PairRunner:
         replaced[:, -1] = torch.tensor([float(program.order is not None) for program in self.programs])
         return replaced @ replaced.T > 0
 
+    @cached_property
+    def _other_heads(self) -> Tensor:
+        """Return (P,) whether a program has another number of heads than GPT-2."""
+        out = torch.zeros(len(self.programs), dtype=torch.bool)
+        for layer in self.blocks:
+            state = self.simulation.right_state(layer)
+            for number, formula in self.tables.get((layer, "attn.scores"), {}).items():
+                value = _tried(formula, state)
+                out[number] |= value is not None and value.shape[1] != self.simulation.config.n_head
+        return out
+
     def values(self, pairs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield some of the ``pairs`` (N, 2), numbers of programs, and what each gives (N, T, X); until the deadline."""
-        ordered = torch.tensor([program.order is not None for program in self.programs])
-        has_order = ordered[pairs].any(1)
-        for part in (pairs[~has_order], pairs[has_order]):
+        ordered = torch.tensor([program.order is not None for program in self.programs])[pairs].any(1)
+        odd = self._other_heads[pairs].any(1)
+        parts = [pairs[~ordered & ~odd], pairs[ordered & ~odd]]
+        parts += [pairs[(pairs == number).any(1)] for number in self._other_heads.nonzero().flatten().tolist()]
+        for part in parts:
             for some in part.split(self.chunk):
                 if self.deadline.passed:
                     return
@@ -135,12 +149,17 @@ class PairRunner:
         table = self.tables.get((layer, stage), {})
         if not table:
             return right(state)
-        shape = right(_some(state, torch.tensor([0]))).shape[1:]
+        groups = list(_groups(table, pairs))
+        shape = None  # of one program's alone it may be another
+        if len(groups) > 1:
+            shape = right(_some(state, torch.tensor([0]))).shape[1:]
         parts = []
-        for number, rows in _groups(table, pairs):
+        for number, rows in groups:
             some = _some(state, rows)
-            value = right(some) if number < 0 else _tried(table[number], some, shape)
-            parts.append((rows, value.to(self.simulation.dtype).expand(len(rows), *shape)))
+            value = right(some) if number < 0 else _tried(table[number], some)
+            if value is None or (shape is not None and value.shape[1:] != shape):
+                value = torch.full((1, *(shape or right(state).shape[1:])), torch.nan)
+            parts.append((rows, value.to(self.simulation.dtype).expand(len(rows), *value.shape[1:])))
         return _placed(parts, len(pairs))
 
 
@@ -181,11 +200,9 @@ def _placed(parts: Sequence[tuple[Tensor, Tensor]], count: int) -> Tensor:
     return out
 
 
-def _tried(formula: Stage, state: State, shape: torch.Size) -> Tensor:
-    """Return what a formula gives; NaN, if it cannot be computed for many rows, or has another shape."""
+def _tried(formula: Stage, state: State) -> Tensor | None:
+    """Return what a formula gives; None, if it cannot be computed for many rows."""
     try:
-        value = formula(state)
+        return formula(state)
     except (IndexError, RuntimeError):
-        value = None
-    fits = value is not None and value.shape[1:] == shape
-    return value if value is not None and fits else torch.full((1, *shape), torch.nan)
+        return None
