@@ -26,8 +26,6 @@ FIRSTS = 120  # faults that pairs are built on
 RARER = 30  # faults beside which rare ones are tried
 CLOSE = 8.0  # times the tolerance: an error that a fitted number may take away by chance
 QUANTISED = 2.0  # the largest error, over the root mean square, that integers of four bits and more are tried for
-SUMMED = 2500  # faults whose effects are added in pairs
-SUMS = 240  # pairs whose added effects come nearest, by each measure, that are computed
 PAIRED = 1.25  # the part of the time for pairs on the first tokens
 PAIRS = 400  # pairs of which the first row fits, that are ranked by all rows
 DEEPER = 4  # pairs that triples are built on, for each of the first faults
@@ -180,7 +178,7 @@ class Search:
 
         Faults in all blocks or outside them come first: a mistake in one block alone is rarer, and there are more of them.
         """
-        if fits := self._paired(ranked) or self._summed():
+        if fits := self._paired(ranked):
             return fits
         firsts = [one for one in _interleaved(ranked) if one.order is None and not one.is_right]
         wide = [one for one in firsts if not one.is_local]
@@ -210,26 +208,15 @@ class Search:
 
     def _paired(self, ranked: Ranked) -> list[Fit]:
         """Return pairs of common faults that explain the segment, of all that give the first row."""
-        pairing = Pairing(self.sieve, ranked, self.limit, self.deadline.part(PAIRED))
-        for pairs in pairing.rounds() if self.sieve.small else ():
+        if not self.sieve.small:
+            return []
+        for pairs in Pairing(self.sieve, ranked, self.limit, self.deadline.part(PAIRED)).rounds():
             wholes = [one.with_(other) for one, other in pairs[:PAIRS]]
             firsts = {whole.key: one for whole, (one, _) in zip(wholes, pairs, strict=False)}
             fits = self._confirmed(self._rank(wholes, Candidate(), "pairs of faults"), Candidate())
             if fits := [fit for fit in fits if self.segment.needs(fit, firsts[replace(fit.candidate, head=()).key])]:
                 return fits
         return []
-
-    def _summed(self) -> list[Fit]:
-        """Return pairs that explain the segment, of those whose effects, added, come nearest: a first guess at any two faults."""
-        if not self.sieve.small:
-            return []
-        some = [one for one in self.singles if one.order is None and not one.rare]
-        some = sorted(some, key=lambda one: one.is_local)[:SUMMED]
-        nearest = self.sieve.summed(some, SUMS, self.deadline)
-        pairs = [(some[one], some[one].with_(some[other])) for one, other in nearest if some[one].allows(some[other])]
-        firsts = {pair.key[:2]: first for first, pair in pairs}
-        fits = self._confirmed(self._rank([pair for _, pair in pairs], Candidate(), "pairs of faults"), Candidate())
-        return [fit for fit in fits if self.segment.needs(fit, firsts[fit.candidate.key[:2]])]
 
 
 def _interleaved(ranked: Ranked) -> list[Candidate]:

@@ -7,6 +7,7 @@ tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -40,7 +41,7 @@ class Pairing:
         self.everywhere = torch.tensor([_is_outside(one) or {n for _, n in one.sites} >= blocks for one in self.faults])
         self.common = torch.tensor([not one.rare for one in self.faults])
         first = torch.tensor([near.first for near, _ in tried], dtype=torch.float64)
-        right = next(near.first for near, one in ranked if one.is_right)
+        right = next((near.first for near, one in ranked if one.is_right), math.inf)
         bound = limit / float(sieve.span.wanted.square().mean().sqrt())
         self.is_first_right = right <= bound
         self.hidden = (first - right).abs() <= HIDDEN

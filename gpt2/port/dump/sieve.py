@@ -20,7 +20,6 @@ COLUMNS = 256  # vocabulary entries that are compared
 TOKENS = 4  # of a large model, where a token's values depend on earlier tokens alone
 MIN_ROWS = 4  # positions from which a bias of the head can be fitted
 WIDE = {*FUTURE, "layernorm-axis", "position-offset"}  # faults by which a token's values may depend on later tokens
-SUMMED_COLUMNS = 48  # entries of each position whose effects are added
 BATCH = 256  # candidates that are ranked together
 MAX_ELEMENTS = 1 << 26  # of the streams that are compared together
 
@@ -157,34 +156,6 @@ class Sieve:
             return self.whole
         wide = any(fault.id in WIDE for fault in candidate.faults(0)) or any(one.all_tokens for one, _ in candidate.sites)
         return self.row if wide else self.few
-
-    def summed(self, candidates: Sequence[Candidate], most: int, deadline: Deadline) -> list[tuple[int, int]]:
-        """Return the pairs of ``candidates`` (by number) whose effects on the end, added, come nearest to the program's.
-
-        Nearest in all entries, and in the first half of the tokens: at most ``most`` each. A pair of large faults may be missed,
-        because one changes what the other does.
-        """
-        lens = self.whole
-        right = lens.ended(Program(), next(iter(lens.span.ends(lens.simulation, [Program()])))[1])
-        goal = (lens.wanted - right).float()
-        columns = torch.arange(0, goal.shape[-1], max(1, goal.shape[-1] // SUMMED_COLUMNS))
-        kept, effects = list[int](), list[Tensor]()
-        programs = [one.program(lens.simulation) for one in candidates]
-        numbers = [number for number, program in enumerate(programs) if program is not None and self.span.reaches(program)]
-        for some, values in lens.values([programs[number] or Program() for number in numbers], deadline):
-            effects += (values - right).float()[..., columns].nan_to_num(math.inf, math.inf, math.inf)
-            kept += [numbers[number] for number in some]
-        finite = [number for number, effect in enumerate(effects) if bool(effect.isfinite().all())]
-        out: dict[tuple[int, int], None] = {}
-        for tokens in dict.fromkeys((goal.shape[1], (goal.shape[1] + 1) // 2)) if finite else ():
-            effect = torch.stack([effects[number][:, :tokens].flatten() for number in finite])
-            wanted = goal[:, :tokens, columns].flatten()
-            alone = (effect - wanted).square().sum(1)
-            left = alone[:, None] + alone - wanted.square().sum() + 2 * (effect @ effect.T)  # |goal - one - other|^2
-            rows, others = torch.triu_indices(len(finite), len(finite), 1)
-            nearest = left[rows, others].topk(min(most, len(rows)), largest=False).indices
-            out |= {(kept[finite[int(rows[n])]], kept[finite[int(others[n])]]): None for n in nearest}
-        return list(out)
 
     def ranked(
         self, candidates: Iterable[Candidate], base: Candidate | None, deadline: Deadline
