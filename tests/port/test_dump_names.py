@@ -1,0 +1,101 @@
+"""Faults of a dump that were called undetermined, or by another name, at a level at which the values show which they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from port.test_dump import MODEL, causes, dump
+from port.test_walk import IDS
+from torch import Tensor
+
+import gpt2
+from gpt2.port.dump.examination import computed_in
+from gpt2.port.dump.simulation import Program, Simulation, State
+
+LAYERS = MODEL.config.n_layer
+SIMULATION = Simulation(MODEL.state_dict(), MODEL.config, IDS)
+Stage = Callable[[State], Tensor]
+LEVELS: dict[str, Callable[[str], bool]] = {
+    "full": lambda point: not point.endswith(("attn.mixed", "ln_1")),
+    "mid": lambda point: point.endswith(".mid"),
+    "logits": lambda point: False,
+}
+
+
+def everywhere(stage: str, make: Callable[[int], Stage]) -> Program:
+    return Program({n: {stage: make(n)} for n in range(LAYERS)})
+
+
+def skipped(layer: int) -> Program:
+    return Program({layer: {"": lambda s: s["x"]}})
+
+
+def shown(program: Program, level: str) -> dict[str, Tensor]:
+    """What a program with these stages dumps."""
+    traced = SIMULATION.trace(program)
+    kept = {point: value for point, value in traced.items() if point.startswith(("h.", "embed")) and LEVELS[level](point)}
+    return kept | {"logits": traced["logits"]}
+
+
+def zero_scores(layer: int) -> Stage:
+    return lambda s: SIMULATION.right(layer)["attn.scores"](s) * 0.0
+
+
+def first_columns(layer: int) -> Stage:
+    bias = SIMULATION.weights(layer)["mlp.c_fc.bias"].clone()
+    bias[:10] = 0.0
+    return lambda s: SIMULATION.right(layer)["mlp.c_fc"](s) - bias
+
+
+@pytest.mark.parametrize("level", ["full", "mid", "logits"])
+@pytest.mark.parametrize(
+    ("program", "cause"),
+    [
+        (everywhere("attn.scores", zero_scores), ("scale-wrong", "h.*.attn")),  # 1 / n in integers
+        (Program(order=(0,) * LAYERS), ("wrong-tensor", "h.")),
+        (skipped(LAYERS - 1), ("layer-missing", f"h.{LAYERS - 1}")),
+    ],
+)
+def test_a_fault_is_named_at_each_level(program: Program, cause: tuple[str, str], level: str) -> None:
+    """A factor of zero was called a cache, one block's weights in all blocks a block that runs again, and a last block that
+    does not run was undetermined where the stream behind attention alone is dumped."""
+    (found,) = causes(gpt2.diagnose(dump(shown(program, level), torch.float16), MODEL))
+    assert (found[0], found[1].startswith(cause[1])) == (cause[0], True)
+
+
+def test_a_bias_of_some_columns_is_missing() -> None:
+    """It was called another tensor's bias, because it is not the checkpoint's."""
+    values = SIMULATION.trace(everywhere("mlp.c_fc", first_columns))
+    (cause,) = gpt2.diagnose(
+        dump({p: v for p, v in values.items() if p in SIMULATION.trace(Program())}, torch.float32), MODEL
+    ).causes
+    assert (cause.id, "columns 10 to" in cause.detail) == ("missing-bias", True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_factor_is_named_by_what_it_is(dtype: torch.dtype) -> None:
+    """Where the walk had no time, a fit gave the number of a factor that has a name."""
+    wide = everywhere("attn.scores", lambda n: lambda s: SIMULATION.scores(s, n, factor=MODEL.config.n_embd**-0.5))
+    assert causes(gpt2.diagnose(dump(shown(wide, "full"), dtype), MODEL)) == [("scale-by-width", "h.*.attn")]
+
+
+def test_the_logits_of_a_token_may_be_moved_beside_another_fault() -> None:
+    """Logits with their mean taken off were compared as they are, so that no fault before them came near."""
+    relu = everywhere("mlp.act", lambda n: lambda s: s["mlp.c_fc"].relu())
+    logits = SIMULATION.trace(relu)["logits"]
+    centred = {"logits": logits - logits.mean(-1, keepdim=True)}
+    assert {one for one, _ in causes(gpt2.diagnose(dump(centred, torch.float32), MODEL))} == {"gelu-variant", "logits-softmaxed"}
+
+
+def test_a_few_arrays_of_more_digits_are_no_sign_of_float64() -> None:
+    """Noise in float64 beside a dump in float16 made the search begin three times, each with a third of the time."""
+    half, single, double = (torch.linspace(0.1, 1, 5, dtype=torch.float64).to(dtype) for dtype in HALF_TO_DOUBLE)
+    assert list(computed_in(half, [half, half, double])) == [torch.float32, torch.float16]
+    assert list(computed_in(single, [double])) == [torch.float32, torch.float64]
+    assert list(computed_in(double, [single, single])) == [torch.float32, torch.float64]
+    assert list(computed_in(double, [double, torch.ones(2, dtype=torch.float32)])) == [torch.float64, torch.float32]
+
+
+HALF_TO_DOUBLE = (torch.float16, torch.float32, torch.float64)
