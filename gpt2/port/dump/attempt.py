@@ -44,7 +44,7 @@ class Attempt:
     def examine(self, deadline: Deadline) -> None:
         """Look for causes, until ``deadline``; the first step that returns True is the last one."""
         self.deadline = deadline
-        walk: tuple[Callable[[], bool], ...] = (self._walk_soon, self._fit, self._walk_on, self._walk_narrowly)
+        walk: tuple[Callable[[], bool], ...] = (self._walk_soon, self._walk_narrowly, self._fit, self._walk_on)
         rest = (self._accept, self._simulate) if self.dumped.is_walkable else (self._accept, self._order, self._simulate)
         steps = (self._nothing, *(walk if self.dumped.is_walkable else ()), *rest)
         next((step for step in steps if step()), None)
@@ -67,6 +67,18 @@ class Attempt:
         walk = self._walk(HASTY)
         unknown = any(cause.detail == UNKNOWN_ACTIVATION for cause in walk.causes)
         return (unknown and self._fit()) or self._ends(walk)
+
+    def _walk_narrowly(self) -> bool:
+        """Walk with narrow tolerances, if every stage seems right and the logits are not: a fault near the tolerance."""
+        if not self._seems_right or self.right:
+            return False
+        with self.dumped.pool.narrowed():
+            return self._ends(self._walk(LONGER))
+
+    @property
+    def _seems_right(self) -> bool:
+        """Whether the walk takes each stage for right."""
+        return self.walked is not None and self.walked.explained
 
     def _fit(self) -> bool:
         """Read off from the recorded values what the program computed, where no known formula does."""
@@ -94,22 +106,12 @@ class Attempt:
             self.first = first
         return self.settled
 
-    def _walk_narrowly(self) -> bool:
-        """Walk with narrow tolerances, if every stage seems right and the logits are not: a fault near the tolerance."""
-        assert self.walked is not None
-        if not self.walked.explained or self.right:
-            return False
-        with self.dumped.pool.narrowed():
-            narrow = self._walk(LONGER)
-        if not self._ends(narrow):
-            self.first, self.settled = self.walked.first_divergence or self.first, True
-        return True
-
     def _accept(self) -> bool:
-        """End if the logits are right: nothing contradicts them, and a walk that misses arrays can only guess."""
+        """End if the logits are right, which nothing contradicts, or each stage is: a walk that misses arrays can only guess."""
         if self.dumped.has_even_logits:
             self.notes.append("your logits are the same at every position: look where the positions or the context are lost")
-        return self.right
+        self.settled |= self._seems_right
+        return self.right or self._seems_right
 
     def _order(self) -> bool:
         """Put the recorded streams in the sequence of blocks."""

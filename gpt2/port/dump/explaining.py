@@ -194,6 +194,8 @@ class Explainer:
                 break  # another fault that is not needed is none
             if alone or (complete and self._holds(fit.candidate)):
                 held.append(fit)
+        if alone and len(held) > 1 and complete:  # some may do more behind their part
+            held = [fit for fit in held if self._holds(fit.candidate)] or held
         return held if alone or complete else ordered[:1]
 
     def _holds(self, candidate: Candidate) -> bool:

@@ -269,7 +269,8 @@ class StepExamination:
             holds.append(f"gradients of {_steps(sets)}{more}")
         if recorded.steps:
             holds.append(f"parameters after {_steps(recorded.steps)}")
-        self.notes.append(f"the dump holds {', '.join(holds) or 'nothing of a step that was recognised'}")
+        if holds or self.asked:
+            self.notes.append(f"the dump holds {', '.join(holds) or 'nothing of a step that was recognised'}")
         if recorded.steps and not sets:
             self.notes.append(
                 "gradients are not dumped: they were computed at its own parameters; Adam hides a factor of them, so dump them "
