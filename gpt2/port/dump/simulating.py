@@ -22,6 +22,7 @@ from gpt2.port.dump.tolerance import UNITS
 
 STORED = 40  # error of a product of stored values, in units of their rounding
 MAX_PLACEMENTS = 3  # places in a block that unknown arrays are tried at
+EXCHANGED = ("attn.q", "attn.k", "attn.v")  # points whose numbers may be computed right and used for one another
 FEW = 5  # arrays, blocks or hypotheses that are named in a note
 
 
@@ -80,6 +81,8 @@ class Simulating:
         elif left:
             simulation = Simulation(self.dumped.reference.state_dict(), self.config, self.ids)
             trials = [*((right, one) for one in placements(simulation, right.keys(), left)[:MAX_PLACEMENTS]), *trials]
+        if (roles := {point: value for point, value in right.items() if _part(point) not in EXCHANGED}).keys() != right.keys():
+            trials.append((roles, nothing))  # right numbers that the program perhaps uses as others
         for base, one in trials if len(trials) > 1 else ():  # single faults first, at each place
             evidence, explanation = self._explained(base, one, several=False)
             if explanation.explains or self.deadline.passed:
