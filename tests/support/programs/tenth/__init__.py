@@ -8,6 +8,13 @@ Each fault has the ids of the right answer (several where they are the same comp
 from __future__ import annotations
 
 import random
+from pathlib import Path
+
+import numpy as np
+
+from ..files import FileBed
+from ..second import Shape
+from . import modules
 
 QKV_OR_HEADS = ("qkv-order", "head-layout")  # q, k, v cut inside each head: one permutation of c_attn's columns
 FLAT = ("transposed", "not-loaded")  # a flat matrix read by the other shape: a turned matrix by mistake, neither by its values
@@ -128,6 +135,19 @@ PREFILL: dict[str, Fault] = {
 }
 LISTS = {"modules": MODULES, "kvcache": KVCACHE, "prefill": PREFILL}
 FAULTS = {program: {fault: ids for fault, (ids, _, _) in faults.items()} for program, faults in LISTS.items()}
+SHAPES = (Shape(3, 48, 4, 211, 30, 12, 161), Shape(2, 40, 5, 233, 28, 13, 162), Shape(4, 36, 3, 197, 32, 11, 163))
+ONE_A_BLOCK = {
+    "modules": ("result", "attended", "mixed", "ln_2", "qkv", "fed"),
+    "kvcache": ("result", "middle", "k", "ln_1", "fed", "act"),
+    "prefill": ("result", "mixed", "middle", "up", "attended", "qkv"),
+}
+NOT_DUMPED = (  # from one dump to the next, an author leaves out these
+    (),
+    ("qkv", "embedded"),
+    ("weights", "attended", "mean", "rstd"),
+    ("scores", "q", "k", "v", "fed"),
+    ("ln_2", "up", "middle", "final", "positions", "position"),
+)
 
 
 def pairs(program: str, number: int = 8) -> list[tuple[str, str]]:
@@ -141,3 +161,32 @@ def pairs(program: str, number: int = 8) -> list[tuple[str, str]]:
 
 
 PAIRS = {program: pairs(program) for program in FAULTS}
+KINDS = ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+
+
+class TenthBed(FileBed):
+    """The models and programs of this set. The C program reads ``weights.bin``: two sizes, then the tensors kind by kind."""
+
+    TABLES = 0.5
+    NUMPY = "modules", modules.run
+    COMPILED = "kvcache", Path(__file__).with_name("kvcache.c"), ("cc", "-O1", "-std=gnu11")
+    NODE = "prefill", Path(__file__).with_name("prefill.mjs")
+    ONE_A_BLOCK = ONE_A_BLOCK
+    NOT_DUMPED = NOT_DUMPED
+
+    def __init__(self, folder: Path, shape: Shape) -> None:
+        super().__init__(folder, shape)
+        layers = range(shape.layers)
+        names = ["wte.weight", "wpe.weight"]
+        names += [f"h.{n}.{kind}.{part}" for kind in KINDS for part in ("weight", "bias") for n in layers]
+        names += ["ln_f.weight", "ln_f.bias"]
+        with (folder / "weights.bin").open("wb") as file:
+            file.write(np.array([shape.width, shape.vocab], "<i4").tobytes())
+            for name in names:
+                file.write(self.weights[name].astype("<f4").tobytes())
+
+    def weights_file(self, program: str) -> Path:
+        return self.folder / "weights.bin" if program == self.COMPILED[0] else super().weights_file(program)
+
+
+missing = TenthBed.missing
