@@ -74,9 +74,13 @@ class Candidate:
         return any(variant.rare for variant, _ in self.sites)
 
     @cached_property
-    def order_of_naming(self) -> tuple[float, int, bool]:
-        """What says which of several candidates is named first: few faults, common ones, not in one block alone."""
-        return self.price, rarity(self.faults(0)), self.is_local
+    def order_of_naming(self) -> tuple[float, bool, int, bool]:
+        """What says which of several candidates is named first: few faults, common ones, not in one block alone.
+
+        Another sequence of all blocks comes before each block with another one's weights, which is the same function.
+        """
+        permuted = self.order is not None and sorted(self.order) == list(range(len(self.order)))
+        return self.price, not permuted, rarity(self.faults(0)), self.is_local
 
     @property
     def rounds(self) -> bool:

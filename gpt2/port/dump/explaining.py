@@ -144,7 +144,7 @@ class Explainer:
         values = self._trace(whole[0].candidate) if whole and unexplained is None else {}
         return Explanation(right, tuple(hypotheses), decisive, last_right, first_wrong, unexplained, self.complete, values)
 
-    def _rank(self, fit: Fit) -> tuple[float, int, tuple[float, int, bool]]:
+    def _rank(self, fit: Fit) -> tuple[float, int, tuple[float, bool, int, bool]]:
         """Return how likely a fit is, the least first: one mistake in several parts is likelier than several."""
         return fit.price, -self.counts[fit.candidate.labels], fit.candidate.order_of_naming
 

@@ -230,11 +230,17 @@ def _layouts() -> Iterator[Variant]:
                 "attn.mixed": _mixed(layout, "attn.v"),
             }
 
+        def kept(simulation: Simulation, layer: int, layout: Layout = layout) -> Stages:
+            right, heads = simulation.right(layer), simulation.config.n_head
+            parts = {name: right[name] for name in ("attn.q", "attn.k", "attn.v")}
+            return {name: on_top(lambda y: Layout.RIGHT.merge(layout.split(y, heads)), stage) for name, stage in parts.items()}
+
         def merge(simulation: Simulation, layer: int, layout: Layout = layout) -> Stages:
             return {"attn.heads": lambda s: layout.merge(s["attn.mixed"])}
 
         mixes_rows = layout is Layout.TIME_FIRST
-        yield (cutting := Variant.of(f"split {layout.name}", [cut], split, mixes_rows=mixes_rows))
+        cutting = replace(Variant.of(f"split {layout.name}", [cut], split, mixes_rows=mixes_rows), kept=kept)
+        yield cutting
         yield Variant.of(f"merge {layout.name}", [merged], merge, mixes_rows=mixes_rows)
         yield joined(f"layout {layout.name}", cutting, Variant.of("", [], merge))
     reversed_heads = Fault("head-layout", "attn", "heads are put side by side in reverse order")

@@ -188,6 +188,10 @@ class Simulation:
         q, k = layout.split(s["attn.q"], heads), layout.split(s["attn.k"], heads)
         return (q * (right_scale(self.config, layer) if factor is None else factor)) @ k.mT
 
+    def hidden(self, scores: Tensor) -> Tensor:
+        """Return scores (..., T, T), perhaps of the first tokens alone, with those of later tokens hidden."""
+        return scores.masked_fill(~self.seen[..., : scores.shape[-2], : scores.shape[-1]], -torch.inf)
+
     def right(self, layer: int) -> Stages:
         """Return GPT-2's formula of every stage of a block."""
         return self._blocks[layer]
@@ -205,7 +209,7 @@ class Simulation:
             "ln_1": lambda s: self.norm(f"h.{layer}.ln_1", s["x"]),
             **{f"attn.{name}": linear("ln_1", *projections[name]) for name in "qkv"},
             "attn.scores": lambda s: self.scores(s, layer),
-            "attn.weights": lambda s: s["attn.scores"].masked_fill(~self.seen, -torch.inf).softmax(-1),
+            "attn.weights": lambda s: self.hidden(s["attn.scores"]).softmax(-1),
             "attn.mixed": lambda s: s["attn.weights"] @ Layout.RIGHT.split(s["attn.v"], s["attn.weights"].shape[1]),
             "attn.heads": lambda s: Layout.RIGHT.merge(s["attn.mixed"]),
             "attn.c_proj": linear("attn.heads", w["attn.c_proj.weight"], w["attn.c_proj.bias"]),

@@ -25,7 +25,8 @@ class Variant:
     ``all_tokens``: the first few tokens alone do not show it as all tokens do. ``mixes_rows``: the first row of a batch alone
     does not either, because the others change it. ``shared``: of code that all blocks share: tried in all of them together alone.
     ``run``: the fault is in how blocks, tokens or rows follow each other, and replaces no stage. ``top``: by stage, what it does
-    to the value that another fault of that stage gives; None if it cannot go with one.
+    to the value that another fault of that stage gives; None if it cannot go with one. ``kept``: the same function with what a
+    cache keeps of it in ``attn.k`` and ``attn.v``; None if ``replaced`` has it there.
     """
 
     label: str
@@ -38,6 +39,7 @@ class Variant:
     shared: bool = False
     run: Run | None = None
     top: Tops | None = None
+    kept: Replaced | None = None
 
     @classmethod
     def of(cls, label: str, faults: Iterable[Fault], replaced: Replaced, rare: bool = False, mixes_rows: bool = False) -> Variant:
@@ -60,10 +62,15 @@ def joined(label: str, *variants: Variant) -> Variant:
     def replaced(simulation: Simulation, layer: int) -> Stages:
         return {stage: formula for one in variants for stage, formula in one.replaced(simulation, layer).items()}
 
+    def kept(simulation: Simulation, layer: int) -> Stages:
+        made = [(one.kept or one.replaced)(simulation, layer) for one in variants]
+        return {stage: formula for stages in made for stage, formula in stages.items()}
+
     def blame(layer: int) -> tuple[Fault, ...]:
         return tuple(fault for one in variants for fault in one.blame(layer))
 
-    return Variant(label, blame, replaced, mixes_rows=any(one.mixes_rows for one in variants))
+    caches = kept if any(one.kept for one in variants) else None
+    return Variant(label, blame, replaced, mixes_rows=any(one.mixes_rows for one in variants), kept=caches)
 
 
 def late(variant: Variant, token: int) -> Variant:
@@ -97,7 +104,8 @@ def early(variant: Variant, token: int) -> Variant:
     def replaced(simulation: Simulation, layer: int) -> Stages:
         prompt = simulation.remember(("prompt", token), simulation.ids, lambda: simulation.on_ids(simulation.ids[:, :token]))
         rights = simulation.right(layer)
-        return {stage: _in_prompt(token, rights[stage], wrong) for stage, wrong in variant.replaced(prompt, layer).items()}
+        wrongs = (variant.kept or variant.replaced)(prompt, layer)
+        return {stage: _in_prompt(token, rights[stage], wrong) for stage, wrong in wrongs.items()}
 
     return replace(variant, label=f"{variant.label} until {token}", blame=blame, replaced=replaced, all_tokens=True, top=None)
 
