@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -14,6 +15,9 @@ from gpt2.config import GPT2Config
 from gpt2.port.diagnosis.search import Fault, Formula, Kind, Option
 
 OFFICIAL_SIZE = 64  # of a head, in all official models
+IN_PROMPT = "in the first {} tokens alone, as in a prompt before single steps"
+IN_STEPS = "from token {} on, as in steps after a prompt"
+SHOWN = 8  # tokens that a message names
 
 # Which keys (columns) a query (row) may attend to, of T tokens; by label.
 ALLOWED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -45,6 +49,31 @@ MASK_FAULTS: dict[str, tuple[Fault, ...]] = {
 def allowed(label: str, scores: Tensor) -> Tensor:
     """Return the boolean mask (T, T) of ``label`` for scores (..., T, T)."""
     return ALLOWED[label](torch.ones(scores.shape[-2:], dtype=torch.bool))
+
+
+def mask_faults(seen: Tensor) -> tuple[Fault, ...]:
+    """Return what is wrong with a boolean mask (T, T), true where a query (row) sees a key; nothing if it is GPT-2's.
+
+    A known mask may be that of a prompt alone, before single steps with a cache, or of such steps.
+    """
+    tokens = len(seen)
+    known = {label: allowed(label, seen) for label in MASK_FAULTS}
+    label = next((label for label, mask in known.items() if torch.equal(seen, mask)), None)
+    if label is not None:
+        return MASK_FAULTS[label]
+    for count in range(2, tokens):
+        for label, mask in known.items():
+            prompt, steps = known["right"].clone(), known["right"].clone()
+            prompt[:count, :count], steps[count:] = mask[:count, :count], mask[count:]
+            for words, one in ((IN_PROMPT, prompt), (IN_STEPS, steps)):
+                if torch.equal(seen, one):
+                    return tuple(replace(fault, detail=f"{words.format(count)}: {fault.detail}") for fault in MASK_FAULTS[label])
+    ahead, other = seen.triu(1).any(1), (seen != known["right"]).any(1)
+    token = int((ahead if bool(ahead.any()) else other).nonzero()[0])
+    others = seen[token].nonzero().flatten().tolist()
+    shown = f"{', '.join(map(str, others[:SHOWN])) or 'none'}{', ...' * (len(others) > SHOWN)}"
+    words = f"a mask of its own: token {token} sees only tokens {shown}"
+    return (Fault("mask-missing" if bool(ahead.any()) else "mask-strict", "attn", words),)
 
 
 def _masked(label: str, fill: float, axis: int = -1) -> Formula:

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.port.diagnosis.hypotheses import MASK_FAULTS, allowed, attention_weights, likely_scales, right_scale, scale_faults
+from gpt2.port.diagnosis.hypotheses import (
+    MASK_FAULTS,
+    allowed,
+    attention_weights,
+    likely_scales,
+    mask_faults,
+    right_scale,
+    scale_faults,
+)
 from gpt2.port.diagnosis.projecting import HEADS, Projected
 from gpt2.port.diagnosis.rotary import turned_pair
 from gpt2.port.diagnosis.scores import Layout, Scoring, right_scorings, wrong_scorings
@@ -23,7 +31,6 @@ from gpt2.port.diagnosis.trail import Trail
 
 GRID = (1, 0)  # axes of (B, H, T, T) that a port may split
 SATURATED = 1e-6  # the error of values against their mixture, below which each token sees only itself
-SHOWN = 8  # tokens that a message names
 MASKS = 10  # of the possible results of mask and softmax, those tried with an unlikely comparison of tokens
 # What the weights may mix, the right one first; the words describe the fault.
 MIXED = {
@@ -122,11 +129,7 @@ class Weighing:
             if any(torch.equal(seen, one) for one in known) or not bool(seen.any(1).all()) or bool(itself.all() & ~ahead.any()):
                 continue
             known.append(seen)
-            token = int((ahead if bool(ahead.any()) else ~itself).nonzero()[0])
-            others = seen[token].nonzero().flatten().tolist()
-            shown = f"{', '.join(map(str, others[:SHOWN]))}{', ...' * (len(others) > SHOWN)}"
-            words = f"a mask of its own: token {token} sees only tokens {shown}"
-            yield seen, Fault("mask-missing" if bool(ahead.any()) else "mask-strict", "attn", words)
+            yield from ((seen, fault) for fault in mask_faults(seen))
 
     def _shared(self, scoring: Scoring, factor: float) -> Iterator[Option]:
         """Yield the right weights of one head, or their mean, for all heads."""

@@ -31,8 +31,8 @@ def attention_variants(simulation: Simulation) -> Iterator[Variant]:
     """Yield the known faults of a block's attention that do not depend on where a prompt ends, and those of every prompt."""
     tokens, heads = simulation.ids.shape[1], simulation.config.n_head
     room = simulation.config.n_positions
-    ones = "the softmax divides by one more than the sum, as if a key of zeros were seen"
-    yield _weighed("one more", Fault("mask-multiplied", "attn", ones), causal, lambda now: torch.ones_like(now))
+    ones = "the softmax divides by one more than the sum, as if an empty place of a cache, with a key of zeros, were seen"
+    yield _weighed("one more", Fault("cache-inconsistent", "attn", ones), causal, lambda now: torch.ones_like(now))
     words = "the softmax runs over a buffer for {} tokens, zero behind the last one, which takes a share"
     for size in sorted({tokens, room}):
         fault = Fault("mask-multiplied", "attn", words.format(size))

@@ -124,9 +124,8 @@ class DumpExamination:
                 attempt.notes.append(f"your numbers have no more digits than {name}: they are judged by its rounding")
             attempt.examine(self.deadline.part(share))
             if dtype in HALVES and output.logits.dtype in HALVES and attempt.equal:
-                attempt.notes.append(
-                    f"equal for a program that computes in {name}; one that computes in float32 has a mistake, of {dumped.error:.1g}"
-                )
+                words = f"equal for a program that computes in {name}; one that computes in float32 has a mistake"
+                attempt.notes.append(f"{words}, of {dumped.error:.1g}")
             if attempt.settled:
                 return self._diagnosed(attempt)
         most = max(attempts, key=lambda one: len(one.dumped.held))  # in another precision rounding looks wrong from the start

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gpt2.port.diagnosis.hypotheses import IN_PROMPT, IN_STEPS
 from gpt2.port.diagnosis.search import Fault, Formula
 from gpt2.port.dump.simulation import Entrance, Run, Simulation, Stage, Stages, State
 
@@ -77,7 +78,7 @@ def late(variant: Variant, token: int) -> Variant:
     """Return a fault of the tokens from ``token`` on alone, as in a program that reads a prompt, and then steps with a cache."""
 
     def blame(layer: int) -> tuple[Fault, ...]:
-        words = f"from token {token} on, as in steps after a prompt"
+        words = IN_STEPS.format(token)
         return tuple(replace(fault, detail=f"{words}: {fault.detail}") for fault in variant.blame(layer))
 
     def replaced(simulation: Simulation, layer: int) -> Stages:
@@ -98,7 +99,7 @@ def early(variant: Variant, token: int) -> Variant:
     """
 
     def blame(layer: int) -> tuple[Fault, ...]:
-        words = f"in the first {token} tokens alone, as in a prompt before single steps"
+        words = IN_PROMPT.format(token)
         return tuple(replace(fault, detail=f"{words}: {fault.detail}") for fault in variant.blame(layer))
 
     def replaced(simulation: Simulation, layer: int) -> Stages:

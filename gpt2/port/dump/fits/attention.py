@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2.port.diagnosis.hypotheses import ALLOWED, MASK_FAULTS, allowed
+from gpt2.port.diagnosis.hypotheses import ALLOWED, MASK_FAULTS, allowed, mask_faults
 from gpt2.port.diagnosis.scores import PAIRS, Layout
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.fits.contents import changed, softmax
@@ -195,11 +195,8 @@ class Weights:
         other = (mask != allowed("right", mask)).any(-1) & rows[:, None]  # (B, H, T)
         if not bool(other.any()):
             return ()
-        row, head, token = other.nonzero()[0].tolist()
-        keys = mask[row, head, token].nonzero().flatten().tolist()
-        shown = ", ".join(map(str, keys[:SHOWN])) + (", ..." if len(keys) > SHOWN else "")
-        id = "mask-missing" if any(key > token for key in keys) else "mask-strict"
-        return (Fault(id, "attn", f"another mask: token {token} sees only tokens {shown}"),)
+        row, head, _ = other.nonzero()[0].tolist()
+        return mask_faults(mask[row, head])
 
     def _filled(self, one: Compared, faults: tuple[Fault, ...]) -> Iterator[Fit]:
         """Hidden scores that are replaced by one number, which has a share of the softmax."""

@@ -124,7 +124,7 @@ class Norm:
             return id, (f"the {leaf} is multiplied by {ratio:.6g}", ratio * own)
         for name, other in self.vectors.items():
             if other.shape == own.shape and near(other):
-                id = "norms-swapped" if ".ln_" in name or "ln_f" in name else "wrong-tensor"
+                id = "norms-swapped" if "ln_" in name and name.endswith(leaf) else "wrong-tensor"
                 return id, (f"the {leaf} is that of {name}", other)
         if float((fitted.sort().values - own.sort().values).abs().max()) <= SAME * float(own.abs().max()):
             order = torch.cdist(fitted[:, None], own[:, None]).argmin(1)
