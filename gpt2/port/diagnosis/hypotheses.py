@@ -29,6 +29,12 @@ ALLOWED: dict[str, Callable[[Tensor], Tensor]] = {
     "future": lambda every: every.triu(),
     "strict future": lambda every: every.triu(1),
 }
+# Axes that a softmax runs over together, with words for a message.
+TOGETHER = {
+    (-2, -1): "the queries and keys of a head together (dim=(-2, -1)), not over the keys of each query",
+    (1, -2, -1): "all heads, queries and keys of a row together, not over the keys of each query",
+    (0, 1, -2, -1): "the whole array, as without an axis, not over the keys of each query",
+}
 INVERTED = Fault("mask-missing", "attn", "the mask is the wrong way round: a token sees itself and the future, not the past")
 ALL_INVERTED = Fault(
     "mask-missing", "attn", "the mask is the wrong way round: a token sees the future alone, not itself or the past"
@@ -98,6 +104,15 @@ def _after(label: str, axis: int = -1) -> Formula:
     return lambda scores: scores.softmax(axis) * allowed(label, scores)
 
 
+def _over(axes: tuple[int, ...]) -> Formula:
+    def formula(scores: Tensor) -> Tensor:
+        seen = scores.masked_fill(~allowed("right", scores), -math.inf)
+        some = (seen - seen.amax(axes, keepdim=True)).exp()
+        return some / some.sum(axes, keepdim=True)
+
+    return formula
+
+
 class Weighing(NamedTuple):
     """A way from scores (B, H, T, T) to attention weights; ``axis``: of the softmax."""
 
@@ -155,6 +170,8 @@ def weighings() -> tuple[Weighing, ...]:
             add(f"{label} axis {axis} filled", _masked(label, -1e30, axis), wrong, *why, axis=axis)
         add(f"axis {axis} multiplied", _multiplied(axis), wrong, zero, axis=axis)
         add(f"axis {axis} after", _after("right", axis), wrong, axis=axis)
+    for axes, words in TOGETHER.items():
+        add(f"axes {axes}", _over(axes), fault("softmax-axis", f"the softmax runs over {words}"), axis=axes[0])
     return tuple(out)
 
 

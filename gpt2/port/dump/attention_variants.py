@@ -19,6 +19,7 @@ from gpt2.port.diagnosis.hypotheses import right_scale
 from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault, Formula
 from gpt2.port.dump.fits.rounding import in_eight_bits, mantissa
+from gpt2.port.dump.row_variants import row_variants
 from gpt2.port.dump.simulation import Simulation, Stages, State
 from gpt2.port.dump.variants import Variant
 
@@ -52,6 +53,8 @@ def attention_variants(simulation: Simulation) -> Iterator[Variant]:
     yield from _fewer_heads(heads)
     if heads > 1:
         yield from _across_heads()
+    if len(simulation.ids) > 1:
+        yield from row_variants(simulation, lengths(simulation))
     yield from _positions(simulation)
     yield from _narrow()
 

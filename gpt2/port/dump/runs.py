@@ -40,6 +40,10 @@ def run_variants(simulation: Simulation) -> Iterator[Variant]:
         if rows * tokens <= config.n_positions:
             yield _variant("rows follow", Fault("batch-dependent", "attn", f"{words}; its positions go on"), _rows_follow(True))
         yield _variant("rows seen", Fault("batch-dependent", "attn", f"{words}; its positions begin at 0"), _rows_follow(False))
+    if rows > 1:
+        for words, of_stream in (("it adds the tokens' embeddings to it", False), ("its stream is a view of it", True)):
+            words = f"a row changes the table of positions for the rows behind it: {words}"
+            yield _variant(words, Fault("batch-dependent", "wpe", words), partial(_positions_written, of_stream))
     if config.n_layer > 1:
         for stage, what in BUFFERS.items():
             words = f"{what} are added to those of the blocks before, as in a buffer that is not cleared"
@@ -97,6 +101,16 @@ def _before(count: int, token: int, simulation: Simulation) -> Tensor:
     ids = simulation.ids
     whole = simulation.on_ids(torch.cat([torch.full_like(ids[:, :1], token).expand(-1, count), ids], 1))
     return _through(whole, _embedded(whole, whole.ids, torch.arange(whole.ids.shape[1])))[:, count:]
+
+
+def _positions_written(of_stream: bool, simulation: Simulation) -> Tensor:
+    """Run row after row; each leaves its embedded tokens, or its last stream, in the place of the positions."""
+    out, table = [], simulation.state["wpe.weight"][: simulation.ids.shape[1]]
+    for row in simulation.ids.split(1):
+        x = simulation.state["wte.weight"][row] + table
+        out.append(_through(simulation.on_ids(row), x))
+        table = (out[-1] if of_stream else x)[0]
+    return torch.cat(out)
 
 
 def _carried(stage: str, simulation: Simulation) -> Tensor:
