@@ -10,14 +10,17 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from gpt2.checkpoint import containers
 from gpt2.measure.metrics import Progress
 from gpt2.port.deadline import Deadline, TimeUp
 from gpt2.port.diagnosis.causes import PlacedCause
+from gpt2.port.diagnosis.places import Place
 from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
 from gpt2.port.diagnosis.trail import SEQUENCE, Trail, Walk, account
 from gpt2.port.diagnosis.walk import UNKNOWN_ACTIVATION, Walker
 from gpt2.port.dump.dumped import Dumped
 from gpt2.port.dump.fits.following import Following
+from gpt2.port.dump.fits.partial import looks_dropped
 from gpt2.port.dump.simulating import Simulating, sequence_of
 from gpt2.port.dump.tolerance import HALVES
 
@@ -25,6 +28,7 @@ RIGHT_SECONDS = 10.0  # for the walk through a dump with right logits
 CHANCE = 3  # faults of one branch that do not explain the logits
 NAMING = 4  # the part of the time for a walk that may only name better what is explained
 LONGER = 2  # the part of the time for a longer walk
+SHOWN = 3  # arrays that a cause names
 HASTY = 10  # the part of the time for the first walk, which finds what it knows soon
 
 
@@ -127,7 +131,7 @@ class Attempt:
         found = Simulating(self.dumped, self.deadline, self.progress).run(known)
         self.first, self.settled = found.first or self.first, found.explains
         self.notes += found.notes
-        likely = [] if found.explains else self._likely()
+        likely = [] if found.explains else self._random() or self._likely()
         self.causes = [*(likely or found.causes), *found.head]
         if self.causes and not found.explains:
             self.notes.append("these causes do not explain all of the difference; fix them and dump again")
@@ -162,6 +166,23 @@ class Attempt:
     def _walk_causes(self, walk: Walk, confidence: float) -> list[PlacedCause]:
         in_order = walk.blocks == tuple(range(self.dumped.config.n_layer))  # a block may hold another's c_fc and still be itself
         return [replace(one, confidence=confidence) for one in walk.causes if not (in_order and one.id in SEQUENCE)]
+
+    def _random(self) -> list[PlacedCause]:
+        """Return dropout, if arrays of a stream's size are zero at random places: no search can find what was drawn."""
+        config, size = self.dumped.config, self.dumped.ids.numel() * self.dumped.config.n_embd
+        names = [
+            name
+            for name, array in self.dumped.arrays.items()
+            if array.numel() == size and looks_dropped(array.double().reshape(-1, config.n_embd))
+        ]
+        if not names:
+            return []
+        shown = ", ".join(map(containers.shown, names[:SHOWN])) + (", ..." if len(names) > SHOWN else "")
+        zeros = float((self.dumped.arrays[names[0]] == 0).double().mean())
+        words = f"{zeros:.0%} of the entries are zero, at random places, in {shown}"
+        evidence = "nothing else in a forward pass makes such zeros; what was drawn is in no array, so no numbers follow from it"
+        places = tuple(Place(layer, "") for layer in range(config.n_layer))
+        return [PlacedCause("dropout-active", places, words, evidence, LIKELY)]
 
     def _likely(self) -> list[PlacedCause]:
         """Return the causes of a walk that does not explain the logits."""

@@ -48,6 +48,16 @@ def dropped(seen: Observed, rows: Tensor, part: str) -> Fit | None:
     return seen.fitted(_back(predicted, seen), rows, fault)
 
 
+def looks_dropped(value: Tensor) -> bool:
+    """Whether numbers (..., D), of both signs, are zero at random places: nothing else in a forward pass makes such zeros."""
+    zero = (value == 0).flatten(0, -2)
+    count, share = int(zero.sum()), float(zero.double().mean())
+    if count < LEAST or not 0.01 < share < MOST_LEFT_OUT or bool(zero.all(0).any()) or bool(zero.all(1).any()):
+        return False
+    pairs = int((zero[:, 1:] & zero[:, :-1]).sum())  # of neighbours, as in a region that is not computed
+    return pairs < 2 * share * count + LEAST / 4 and bool((value > 0).any()) and bool((value < 0).any())
+
+
 def clipped(seen: Observed, rows: Tensor, part: str, id: str) -> Fit | None:
     """Return the fit of GPT-2's value that is cut at a largest or a least number, which several entries would surely pass."""
     value, right, slack, _ = _tokens(seen, rows)
