@@ -5,7 +5,7 @@ A cache that blocks or rows share, a buffer that is used again without being cle
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -26,6 +26,7 @@ BUFFERS = {
     "mlp.c_proj": "the second layer's results",
 }
 SHARED = {"the last": -1, "the first": 0, "the one before it": None}  # whose keys and values of earlier tokens a block reads
+AllOf = Callable[[State, str], Tensor]  # a block's keys or values of all tokens so far
 Kept = list[dict[str, Tensor]]  # keys and values (B, T, D) by block
 MOST_BEFORE = 4  # tokens that are put before those given
 MAX_TOKENS = 2048  # of all rows, as one: attention takes memory with their square, 400 MB for twelve heads in float64
@@ -49,6 +50,9 @@ def run_variants(simulation: Simulation) -> Iterator[Variant]:
             words = f"{what} are added to those of the blocks before, as in a buffer that is not cleared"
             fault = Fault(CARRIED.get(stage, "wrong-tensor"), stage, words, fix=CLEARED)
             yield _variant(f"carried {stage}", fault, partial(_carried, stage))
+        if simulation.small:
+            words = "the caches of the blocks overlap: each begins one token behind the one before it"
+            yield _variant(words, Fault("cache-inconsistent", "attn", words), _overlapping)
         for prompt in lengths(simulation) if simulation.small else ():
             for whose, block in SHARED.items():
                 for part, what in (("kv", "keys and values"), ("k", "keys"), ("v", "values")):
@@ -162,3 +166,31 @@ def _stepped(prompt: int, block: int | None, part: str, simulation: Simulation) 
                 held[name] = torch.cat([held[name], value], 1) if name in held else value
         out.append(x)
     return torch.cat(out, 1)
+
+
+def _overlapping(simulation: Simulation) -> Tensor:
+    """Run token by token; a block's keys and values of token t are in slot t + its number, which earlier blocks write as well."""
+    config, embedded = simulation.config, simulation.embed()
+    slots: dict[tuple[str, int], Tensor] = {}
+    out = []
+    for token in range(embedded.shape[1]):
+        x = embedded[:, token : token + 1]
+        for layer in range(config.n_layer):
+
+            def all_of(s: State, name: str, layer: int = layer, token: int = token) -> Tensor:
+                slots[name, layer + token] = s[f"attn.{name}"]
+                return Layout.RIGHT.split(torch.cat([slots[name, layer + t] for t in range(token + 1)], 1), config.n_head)
+
+            def scores(s: State, layer: int = layer, all_of: AllOf = all_of) -> Tensor:
+                return Layout.RIGHT.split(s["attn.q"], config.n_head) @ all_of(s, "k").mT * right_scale(config, layer)
+
+            def mixed(s: State, all_of: AllOf = all_of) -> Tensor:
+                return s["attn.weights"] @ all_of(s, "v")
+
+            x = simulation.run_block(layer, {"x": x}, {"attn.scores": scores, "attn.weights": _visible, "attn.mixed": mixed})[""]
+        out.append(x)
+    return torch.cat(out, 1)
+
+
+def _visible(s: State) -> Tensor:
+    return s["attn.scores"].softmax(-1)
