@@ -8,10 +8,12 @@ import pytest
 import torch
 from port.test_dump import MODEL, causes, dump
 from port.test_walk import IDS
+from support.programs import tenth
 from torch import Tensor
 
 import gpt2
 from gpt2.port.dump.examination import computed_in
+from gpt2.port.dump.fits.partial import looks_dropped
 from gpt2.port.dump.simulation import Program, Simulation, State
 
 LAYERS = MODEL.config.n_layer
@@ -99,3 +101,53 @@ def test_a_few_arrays_of_more_digits_are_no_sign_of_float64() -> None:
 
 
 HALF_TO_DOUBLE = (torch.float16, torch.float32, torch.float64)
+
+
+MET = [  # what the engine said when it met the tenth set first
+    ("prefill", "heads without transpose", "logits", "float32", "an exception"),
+    ("prefill", "heads without transpose", "block", "float32", "undetermined"),
+    ("prefill", "blocks popped", "logits", "float64", "wrong-tensor"),
+    ("prefill", "j > i + 1", "full", "float32", "mask-missing"),
+    ("prefill", "row not in the cache's offset", "logits", "float16", "undetermined"),
+    ("kvcache", "t <= pos + 1", "logits", "float32", "mask-multiplied"),
+    ("kvcache", "b before g", "full", "float32", "norms-swapped"),
+    ("kvcache", "layers' caches overlap", "logits", "float16", "undetermined"),
+    ("modules", "softmax over the matrix", "full", "float16", "softmax-missing"),
+    ("modules", "sum written into wpe", "logits", "float16", "undetermined"),
+    ("modules", "dropout left on", "block", "float16", "undetermined"),
+]
+QUICK = ("softmax over the matrix", "row not in the cache's offset", "b before g", "j > i + 1")
+
+
+@pytest.fixture(scope="module")
+def tenth_bed(tmp_path_factory: pytest.TempPathFactory) -> tenth.TenthBed:
+    return tenth.TenthBed(tmp_path_factory.mktemp("tenth") / "bed", tenth.SHAPES[1])
+
+
+@pytest.mark.parametrize(
+    ("program", "fault", "level", "dtype", "before"),
+    [pytest.param(*one, marks=[pytest.mark.slow] * (one[1] not in QUICK)) for one in MET],
+)
+def test_what_the_tenth_set_showed(
+    tenth_bed: tenth.TenthBed, program: str, fault: str, level: str, dtype: str, before: str
+) -> None:
+    if reason := tenth.missing(program):
+        pytest.skip(f"this program was not run: {reason}")
+    dumped = tenth_bed.dump(program, (fault,), level, dtype, 1)
+    ids = [cause.id for cause in gpt2.diagnose(str(dumped), str(tenth_bed.model)).causes]
+    assert ids
+    assert ids[0] in tenth.FAULTS[program][fault]
+    assert before not in ids
+
+
+def test_dropout_is_known_by_its_zeros() -> None:
+    """A drop of whole tokens, features or regions, and zeros below which nothing is, are other faults."""
+    drawn = torch.Generator().manual_seed(0)
+    value = torch.randn(24, 48, generator=drawn, dtype=torch.float64)
+    random = torch.rand(24, 48, generator=drawn) < 0.1
+    assert looks_dropped(value * ~random)
+    region = torch.zeros(24, 48, dtype=torch.bool)
+    region[:12, :24] = True
+    for other in (torch.zeros(24, 48, dtype=torch.bool), random[:, :1].expand_as(random), random[:1].expand_as(random), region):
+        assert not looks_dropped(value * ~other)
+    assert not looks_dropped(value.relu())

@@ -28,6 +28,7 @@ RIGHT_SECONDS = 10.0  # for the walk through a dump with right logits
 CHANCE = 3  # faults of one branch that do not explain the logits
 NAMING = 4  # the part of the time for a walk that may only name better what is explained
 LONGER = 2  # the part of the time for a longer walk
+DRAWN = 4  # the part of the time for simulations of what seems to be drawn at random
 SHOWN = 3  # arrays that a cause names
 HASTY = 10  # the part of the time for the first walk, which finds what it knows soon
 
@@ -128,10 +129,12 @@ class Attempt:
         """Try known faults in our own forward pass. If nothing explains the dump, name what each step found likely."""
         pool, values = self.dumped.pool, {} if self.trail is None else self.trail.values
         known = {point: value for point, value in values.items() if pool.find(value) is not None}
-        found = Simulating(self.dumped, self.deadline, self.progress).run(known)
+        random = self._random()
+        deadline = self.deadline.part(DRAWN) if random else self.deadline
+        found = Simulating(self.dumped, deadline, self.progress).run(known)
         self.first, self.settled = found.first or self.first, found.explains
         self.notes += found.notes
-        likely = [] if found.explains else self._random() or self._likely()
+        likely = [] if found.explains else random or self._likely()
         self.causes = [*(likely or found.causes), *found.head]
         if self.causes and not found.explains:
             self.notes.append("these causes do not explain all of the difference; fix them and dump again")
