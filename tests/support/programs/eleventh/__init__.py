@@ -9,8 +9,13 @@ Each fault has the ids of the right answer (several where they are the same comp
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
+import numpy as np
+
+from ..files import FileBed
 from ..second import Shape
+from . import functional
 
 QKV_OR_HEADS = ("qkv-order", "head-layout")  # q, k, v cut inside each head: one permutation of c_attn's columns
 FLAT = ("transposed", "not-loaded")  # a flat matrix read by the other shape: a turned matrix by mistake, neither by its values
@@ -114,6 +119,18 @@ STREAM: dict[str, Fault] = {
 LISTS = {"functional": FUNCTIONAL, "batch": BATCH, "stream": STREAM}
 FAULTS = {program: {fault: ids for fault, (ids, _, _) in faults.items()} for program, faults in LISTS.items()}
 SHAPES = (Shape(2, 40, 5, 223, 32, 13, 171), Shape(3, 36, 3, 241, 30, 12, 172), Shape(4, 48, 4, 199, 29, 14, 173))
+ONE_A_BLOCK = {
+    "functional": ("result", "mixed", "ln_1", "act", "middle", "q"),
+    "batch": ("residual3", "attproj", "qkv", "fch", "residual2", "atty"),
+    "stream": ("out", "middle", "attended", "ln_2", "k", "fed"),
+}
+NOT_DUMPED = (  # from one dump to the next, an author leaves out these, by the names of each program
+    (),
+    ("qkv", "embedded", "encoded", "positions", "ln1_mean", "ln1_rstd", "ln2_mean", "ln2_rstd"),
+    ("scores", "preatt", "q", "k", "v", "up", "fch", "hidden"),
+    ("weights", "att", "mixed", "atty", "context", "fed", "fcproj", "final", "lnf"),
+    ("ln_1", "ln1", "ln_2", "ln2", "attended", "attproj", "middle", "residual2"),
+)
 
 
 def pairs(program: str, number: int = 8) -> list[tuple[str, str]]:
@@ -127,3 +144,32 @@ def pairs(program: str, number: int = 8) -> list[tuple[str, str]]:
 
 
 PAIRS = {program: pairs(program) for program in FAULTS}
+KINDS = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+
+
+class EleventhBed(FileBed):
+    """The models and programs of this set. The C program reads ``weights.bin``: three sizes, then the tensors kind by kind."""
+
+    TABLES = 0.5
+    NUMPY = "functional", functional.run
+    COMPILED = "batch", Path(__file__).with_name("batch.c"), ("cc", "-O1", "-std=gnu11")
+    COMPILED_ROWS = True
+    NODE = "stream", Path(__file__).with_name("stream.mjs")
+    ONE_A_BLOCK = ONE_A_BLOCK
+    NOT_DUMPED = NOT_DUMPED
+
+    def __init__(self, folder: Path, shape: Shape) -> None:
+        super().__init__(folder, shape)
+        names = ["wte.weight", "wpe.weight"]
+        names += [f"h.{n}.{kind}.{part}" for kind in KINDS for part in ("weight", "bias") for n in range(shape.layers)]
+        names += ["ln_f.weight", "ln_f.bias"]
+        with (folder / "weights.bin").open("wb") as file:
+            file.write(np.array([shape.width, shape.vocab, len(self.ids)], "<i4").tobytes())
+            for name in names:
+                file.write(self.weights[name].astype("<f4").tobytes())
+
+    def weights_file(self, program: str) -> Path:
+        return self.folder / "weights.bin" if program == self.COMPILED[0] else super().weights_file(program)
+
+
+missing = EleventhBed.missing
