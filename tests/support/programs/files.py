@@ -1,4 +1,4 @@
-"""What the seventh to tenth sets share: three programs, of which one is compiled and one runs in node, and their files."""
+"""What the seventh to eleventh sets share: three programs, of which one is compiled and one runs in node, and their files."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class FileBed(Bed):
     TABLES: ClassVar[float]  # what both embeddings are multiplied by
     NUMPY: ClassVar[tuple[str, Callable[..., Arrays]]]
     COMPILED: ClassVar[tuple[str, Path, tuple[str, ...]]]  # the source, and the compiler's command without files
+    COMPILED_ROWS: ClassVar[bool] = False  # the compiled program takes all rows, not one
     NODE: ClassVar[tuple[str, Path]]
     ONE_A_BLOCK: ClassVar[dict[str, tuple[str, ...]]]
     NOT_DUMPED: ClassVar[tuple[tuple[str, ...], ...]]
@@ -60,10 +61,11 @@ class FileBed(Bed):
         out = self.folder / f"out of {program}"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
-        one_row = program == self.COMPILED[0]
+        compiled = program == self.COMPILED[0]
+        one_row = compiled and not self.COMPILED_ROWS
         ids = self.folder / ("row.txt" if one_row else "rows.txt")
         files = [str(self.weights_file(program)), str(ids), str(out), ";" + ";".join(sorted(given)) + ";"]
-        if one_row:
+        if compiled:
             command = [str(self.compiled(dtype)), *files, str(shape.layers), str(shape.heads), str(shape.context)]
         else:
             command = ["node", str(self.NODE[1]), *files, str(shape.heads), dtype]
