@@ -61,6 +61,11 @@ class Explanation:
     values: Mapping[str, Tensor]  # of the first hypothesis, by traced point, if it explains everything
 
     @property
+    def faults(self) -> int:
+        """How many faults the first hypothesis has."""
+        return len(self.hypotheses[0].faults) if self.hypotheses else 0
+
+    @property
     def explains(self) -> bool:
         """Whether faults were found that give every shown value."""
         return bool(self.hypotheses) and self.unexplained is None

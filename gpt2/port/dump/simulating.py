@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -38,6 +39,14 @@ class Simulated:
     explains: bool
     first: Divergence | None
     notes: tuple[str, ...]
+
+
+class Trial(NamedTuple):
+    """A search with arrays ``placed`` somewhere, its evidence, and what it found."""
+
+    placed: Placement
+    evidence: dict[str, Tensor]
+    explanation: Explanation
 
 
 def sequence_of(dumped: Dumped) -> tuple[Divergence | None, list[PlacedCause]]:
@@ -83,13 +92,19 @@ class Simulating:
             trials = [*((right, one) for one in placements(simulation, right.keys(), left)[:MAX_PLACEMENTS]), *trials]
         if (roles := {point: value for point, value in right.items() if _part(point) not in EXCHANGED}).keys() != right.keys():
             trials.append((roles, nothing))  # right numbers that the program perhaps uses as others
+        tried: list[Trial] = []
         for base, one in trials if len(trials) > 1 else ():  # single faults first, at each place
-            evidence, explanation = self._explained(base, one, several=False)
-            if explanation.explains or self.deadline.passed:
+            tried.append(Trial(one, *self._explained(base, one, several=False)))
+            if self.deadline.passed or (tried[-1].explanation.explains and tried[-1].explanation.faults == 1):
                 break
+        if explained := [trial for trial in tried if trial.explanation.explains]:
+            trial = min(explained, key=lambda trial: trial.explanation.faults)  # one fault of all, not one in each part
+        elif tried and self.deadline.passed:
+            trial = tried[-1]
         else:
             base, one = trials[0]
-            evidence, explanation = self._explained(base, one, several=True)
+            trial = Trial(one, *self._explained(base, one, several=True))
+        one, evidence, explanation = trial
         if not one.stages and explanation.explains:
             seen = self._seen(explanation.values, streams(self.pool, self.ids, self.config.n_embd, set()))
             parts, values = {_part(point) for point in seen}, explanation.values
