@@ -32,8 +32,6 @@ def _all_of_last_row(simulation: Simulation, layer: int) -> Stages:
 
 
 def _earlier_of_last_row(size: int, simulation: Simulation, layer: int) -> Stages:
-    heads = simulation.config.n_head
-
     def earlier(s: State) -> Tensor:
         query = torch.arange(s["attn.k"].shape[1])[:, None]
         return (query >= size) & (query.mT < query)
@@ -43,8 +41,8 @@ def _earlier_of_last_row(size: int, simulation: Simulation, layer: int) -> Stage
         return torch.where(earlier(s), last, own)
 
     def mixed(s: State) -> Tensor:
-        own, last = (Layout.RIGHT.split(values, heads) for values in (s["attn.v"], _last(s["attn.v"])))
-        weights, hidden = s["attn.weights"], earlier(s)
+        weights, hidden = s["attn.weights"], earlier(s)  # perhaps of another number of heads
+        own, last = (Layout.RIGHT.split(values, weights.shape[1]) for values in (s["attn.v"], _last(s["attn.v"])))
         return (weights * ~hidden) @ own + (weights * hidden) @ last
 
     return {"attn.scores": scores, "attn.mixed": mixed}
