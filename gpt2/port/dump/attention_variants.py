@@ -18,8 +18,8 @@ from gpt2.port.diagnosis.causes import MASKED
 from gpt2.port.diagnosis.hypotheses import right_scale
 from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault, Formula
+from gpt2.port.dump.cache_variants import cache_variants
 from gpt2.port.dump.fits.rounding import in_eight_bits, mantissa
-from gpt2.port.dump.row_variants import row_variants
 from gpt2.port.dump.simulation import Simulation, Stages, State
 from gpt2.port.dump.variants import Variant
 
@@ -53,8 +53,7 @@ def attention_variants(simulation: Simulation) -> Iterator[Variant]:
     yield from _fewer_heads(heads)
     if heads > 1:
         yield from _across_heads()
-    if len(simulation.ids) > 1:
-        yield from row_variants(simulation, lengths(simulation))
+    yield from cache_variants(simulation, lengths(simulation))
     yield from _positions(simulation)
     yield from _narrow()
 
@@ -116,6 +115,8 @@ def _masked(size: int) -> Iterator[Variant]:
     yield mask("one slot, zeros", "cache-inconsistent", f"{one}, and sees empty places", own, lambda t: (t - size).clamp(min=0))
     late = f"{start}: the cache has an empty place, of zeros, which is seen"
     yield mask("late slot", "cache-inconsistent", late, causal, lambda t: t >= size)
+    words = f"{start}: a token sees the first of all alone, as with a mask that begins anew in each step"
+    yield mask("first alone", "cache-inconsistent", words, lambda t, s: (s <= t) & ((t < size) | (s == 0)))
     late = f"{start}: a token does not see the last token of the prompt"
     yield mask("prompt cut", "cache-inconsistent", late, lambda t, s: (s <= t) & ((t < size) | (s != size - 1)))
 

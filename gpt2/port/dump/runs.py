@@ -26,8 +26,8 @@ BUFFERS = {
     "mlp.c_proj": "the second layer's results",
 }
 SHARED = {"the last": -1, "the first": 0, "the one before it": None}  # whose keys and values of earlier tokens a block reads
-AllOf = Callable[[State, str], Tensor]  # a block's keys or values of all tokens so far
-Kept = list[dict[str, Tensor]]  # keys and values (B, T, D) by block
+# From a block's number, "k" or "v", those of the new tokens (B, t, D) and the first one's number: what the block reads (B, S, D).
+Cache = Callable[[int, str, Tensor, int], Tensor]
 MOST_BEFORE = 4  # tokens that are put before those given
 MAX_TOKENS = 2048  # of all rows, as one: attention takes memory with their square, 400 MB for twelve heads in float64
 CLEARED = "write each result over the one before it: out = x @ w, not out += x @ w"
@@ -54,6 +54,8 @@ def run_variants(simulation: Simulation) -> Iterator[Variant]:
             words = "the caches of the blocks overlap: each begins one token behind the one before it"
             yield _variant(words, Fault("cache-inconsistent", "attn", words), _overlapping)
         for prompt in lengths(simulation) if simulation.small else ():
+            words = f"all blocks append their keys and values to one list, a prompt of {prompt} tokens first, and read all of it"
+            yield _variant(words, Fault("cache-inconsistent", "attn", words), partial(_listed, prompt))
             for whose, block in SHARED.items():
                 for part, what in (("kv", "keys and values"), ("k", "keys"), ("v", "values")):
                     words = f"from token {prompt} on, a block reads the {what} of earlier tokens that {whose} block has written"
@@ -130,67 +132,68 @@ def _carried(stage: str, simulation: Simulation) -> Tensor:
     return x
 
 
-def _stepped(prompt: int, block: int | None, part: str, simulation: Simulation) -> Tensor:
-    """Run a prompt, and then token by token; each block reads the keys and values of earlier tokens from another one."""
+def _cached(simulation: Simulation, prompt: int, read: Cache) -> Tensor:
+    """Run a prompt, and then token by token; the blocks' keys and values are what ``read`` gives."""
     config, embedded = simulation.config, simulation.embed()
-    tokens = embedded.shape[1]
-    kept: Kept = [{} for _ in range(config.n_layer)]
+    heads, tokens = config.n_head, embedded.shape[1]
     ends = [prompt, *range(prompt + 1, tokens + 1)]
     out = []
     for begin, end in zip([0, *ends[:-1]], ends, strict=True):
         x = embedded[:, begin:end]
-        new: Kept = [{} for _ in kept]
         for layer in range(config.n_layer):
-            whose = layer - 1 if block is None else block
 
-            def all_of(s: State, name: str, layer: int = layer, whose: int = whose, new: Kept = new) -> Tensor:
-                now = new[layer][name] = s[f"attn.{name}"]
-                past = kept[whose if name in part else layer].get(name)
-                return Layout.RIGHT.split(now if past is None else torch.cat([past, now], 1), config.n_head)
+            def all_of(s: State, name: str, layer: int = layer, begin: int = begin) -> Tensor:
+                return Layout.RIGHT.split(read(layer, name, s[f"attn.{name}"], begin), heads)
 
-            def scores(s: State, layer: int = layer) -> Tensor:
-                return Layout.RIGHT.split(s["attn.q"], config.n_head) @ all_of(s, "k").mT * right_scale(config, layer)
+            def scores(s: State, layer: int = layer, all_of: Callable[[State, str], Tensor] = all_of) -> Tensor:
+                return Layout.RIGHT.split(s["attn.q"], heads) @ all_of(s, "k").mT * right_scale(config, layer)
 
-            def weights(s: State) -> Tensor:
-                some = s["attn.scores"]
-                hidden = torch.ones_like(some, dtype=torch.bool).triu(some.shape[-1] - some.shape[-2] + 1)
-                return some.masked_fill(hidden, -torch.inf).softmax(-1)
-
-            def mixed(s: State) -> Tensor:
+            def mixed(s: State, all_of: Callable[[State, str], Tensor] = all_of) -> Tensor:
                 return s["attn.weights"] @ all_of(s, "v")
 
-            changed: dict[str, Stage] = {"attn.scores": scores, "attn.weights": weights, "attn.mixed": mixed}
+            changed: dict[str, Stage] = {"attn.scores": scores, "attn.weights": _causal, "attn.mixed": mixed}
             x = simulation.run_block(layer, {"x": x}, changed)[""]
-        for held, more in zip(kept, new, strict=True):
-            for name, value in more.items():
-                held[name] = torch.cat([held[name], value], 1) if name in held else value
         out.append(x)
     return torch.cat(out, 1)
+
+
+def _causal(s: State) -> Tensor:
+    scores = s["attn.scores"]
+    hidden = torch.ones_like(scores, dtype=torch.bool).triu(scores.shape[-1] - scores.shape[-2] + 1)
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def _stepped(prompt: int, block: int | None, part: str, simulation: Simulation) -> Tensor:
+    """Each block reads the keys and values of tokens of earlier calls from another one."""
+    kept: dict[tuple[int, str], Tensor] = {}
+    layers = simulation.config.n_layer
+
+    def read(layer: int, name: str, now: Tensor, begin: int) -> Tensor:
+        whose = layer if name not in part else layer - 1 if block is None else block
+        past = kept.get((whose % layers, name), now[:, :0])[:, :begin]
+        kept[layer, name] = torch.cat([kept.get((layer, name), now[:, :0]), now], 1)
+        return torch.cat([past, now], 1)
+
+    return _cached(simulation, prompt, read)
+
+
+def _listed(prompt: int, simulation: Simulation) -> Tensor:
+    """All blocks append to one list, and read all of it."""
+    kept: dict[str, Tensor] = {}
+
+    def read(layer: int, name: str, now: Tensor, begin: int) -> Tensor:
+        kept[name] = torch.cat([kept.get(name, now[:, :0]), now], 1)
+        return kept[name]
+
+    return _cached(simulation, prompt, read)
 
 
 def _overlapping(simulation: Simulation) -> Tensor:
-    """Run token by token; a block's keys and values of token t are in slot t + its number, which earlier blocks write as well."""
-    config, embedded = simulation.config, simulation.embed()
+    """A block's keys and values of token t are in slot t + its number, which earlier blocks write as well."""
     slots: dict[tuple[str, int], Tensor] = {}
-    out = []
-    for token in range(embedded.shape[1]):
-        x = embedded[:, token : token + 1]
-        for layer in range(config.n_layer):
 
-            def all_of(s: State, name: str, layer: int = layer, token: int = token) -> Tensor:
-                slots[name, layer + token] = s[f"attn.{name}"]
-                return Layout.RIGHT.split(torch.cat([slots[name, layer + t] for t in range(token + 1)], 1), config.n_head)
+    def read(layer: int, name: str, now: Tensor, begin: int) -> Tensor:
+        slots[name, layer + begin] = now
+        return torch.cat([slots[name, layer + token] for token in range(begin + 1)], 1)
 
-            def scores(s: State, layer: int = layer, all_of: AllOf = all_of) -> Tensor:
-                return Layout.RIGHT.split(s["attn.q"], config.n_head) @ all_of(s, "k").mT * right_scale(config, layer)
-
-            def mixed(s: State, all_of: AllOf = all_of) -> Tensor:
-                return s["attn.weights"] @ all_of(s, "v")
-
-            x = simulation.run_block(layer, {"x": x}, {"attn.scores": scores, "attn.weights": _visible, "attn.mixed": mixed})[""]
-        out.append(x)
-    return torch.cat(out, 1)
-
-
-def _visible(s: State) -> Tensor:
-    return s["attn.scores"].softmax(-1)
+    return _cached(simulation, 1, read)
