@@ -15,6 +15,7 @@ from gpt2.port.dump.commonness import rarity
 from gpt2.port.dump.faults import SHIFTS, block_variants, embedding_variants, norm_variants, standing
 from gpt2.port.dump.misloading import loading_variants
 from gpt2.port.dump.misloading_outside import end_variants, outside_variants, rounded_outside
+from gpt2.port.dump.misloading_strided import strided_variants
 from gpt2.port.dump.narrowing import narrow_variants, quantised_variants
 from gpt2.port.dump.runs import run_variants
 from gpt2.port.dump.simulation import Program, Simulation, Stage, Stages
@@ -23,7 +24,7 @@ from gpt2.port.dump.variants import Variant, early, late, on_top
 FITTED = 0.5  # the price of many fitted numbers: a known formula that gives the same is preferred
 MOST_ROWS = 64  # of the position table, that steps are tried to begin at or to stay at
 BLOCKS: tuple[Callable[[Simulation], Iterable[Variant]], ...]
-BLOCKS = (block_variants, loading_variants, attention_variants, branch_variants)
+BLOCKS = (block_variants, loading_variants, strided_variants, attention_variants, branch_variants)
 FREE = ("extra-bias", "untied-head")  # faults of the head with fitted numbers
 
 

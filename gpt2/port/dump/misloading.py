@@ -40,7 +40,7 @@ MAX_BLOCKS = 4  # beyond that, a tensor of another block is of a neighbour or of
 Change = Callable[[Mapping[str, Tensor], GPT2Config], Mapping[str, Tensor]]  # a block's tensors -> those that differ
 
 
-def _reading(simulation: Simulation, layer: int, stage: str, changed: Callable[[], Mapping[str, Tensor]]) -> Stage:
+def reading(simulation: Simulation, layer: int, stage: str, changed: Callable[[], Mapping[str, Tensor]]) -> Stage:
     """Return a stage of a block that holds ``changed`` tensors, by their names in the block, in place of the checkpoint's."""
     module = next(module for module, readers in READERS.items() if stage in readers)
     share = "qkv".index(stage[-1]) if module == "attn.c_attn" else None
@@ -72,7 +72,7 @@ def misread(label: str, fault: Fault, change: Change, *stages: str, rare: bool =
         def changed() -> Mapping[str, Tensor]:
             return simulation.remember("changed", this, lambda: change(simulation.weights(layer), simulation.config))
 
-        return {stage: _reading(simulation, layer, stage, changed) for stage in stages}
+        return {stage: reading(simulation, layer, stage, changed) for stage in stages}
 
     return Variant.of(label, [fault], replaced, rare)
 
@@ -309,7 +309,7 @@ def _leaf(name: str, which: str, source: Callable[[int], int]) -> Variant:
         if source(layer) == layer:
             return {}
         held = {name: simulation.weights(source(layer))[name]}
-        return {stage: _reading(simulation, layer, stage, lambda: held) for stage in READERS[name.rpartition(".")[0]]}
+        return {stage: reading(simulation, layer, stage, lambda: held) for stage in READERS[name.rpartition(".")[0]]}
 
     return Variant(f"{name} of {which}", blame, replaced, rare=True)
 
