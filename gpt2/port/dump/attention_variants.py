@@ -161,8 +161,8 @@ def _fewer_heads(heads: int) -> Iterator[Variant]:
     for few in (n for n in range(1, heads) if heads % n == 0):
         ways = {"neighbouring heads share": torch.arange(heads) * few // heads, "in turn": torch.arange(heads) % few}
         for words, which in itertools.islice(ways.items(), 1 if few == 1 else 2):
-            for parts in ("kv", "v", "k") if few > 1 else ("kv", "v"):
-                what = {"kv": "keys and values are", "v": "the values are", "k": "the keys are"}[parts]
+            for parts in ("kv", "v", "k", "q") if few > 1 else ("kv", "v", "q"):
+                what = {"kv": "keys and values are", "v": "the values are", "k": "the keys are", "q": "the queries are"}[parts]
                 whose = f"the first {few} heads alone, {words}" if few > 1 else "the first head alone"
                 fault = Fault("head-layout", "attn", f"{what} those of {whose}")
 

@@ -122,15 +122,21 @@ def _with_more(sources: Mapping[str, str], simulation: Simulation, layer: int) -
 
 
 def _entered() -> Iterator[Variant]:
-    """Yield blocks that take the embeddings in the place of the stream, or beside it."""
+    """Yield blocks that take the embeddings in the place of the stream, or beside it, and a feed-forward that takes a branch."""
     words = "the block takes the embeddings, not the result of the block before: what the blocks before give has no effect"
     yield Variant.of(words, [Fault("layer-missing", "", words)], partial(_from_embedding, True, True, False))
     words = "the embeddings are added to the stream once more before the block"
     yield Variant.of(words, [Fault("embedding-scaled", "", words)], partial(_from_embedding, True, True, True), True)
     words = "attention takes the embeddings, normed, not the stream"
     yield Variant.of(words, [Fault("layer-missing", "ln_1", words)], partial(_from_embedding, True, False, False), True)
+    words = "the feed-forward takes attention's result, normed, not the stream"
+    yield Variant.of(words, [Fault("residual-missing", "ln_2", words)], _branch_alone, True)
     words = "attention's result is added to the embeddings, not to the stream"
     yield Variant.of(words, [Fault("residual-missing", "mid", words)], partial(_from_embedding, False, True, False), True)
+
+
+def _branch_alone(simulation: Simulation, layer: int) -> Stages:
+    return {"ln_2": lambda s: simulation.norm(f"h.{layer}.ln_2", s["attn.c_proj"])}
 
 
 def _from_embedding(branch: bool, stream: bool, beside: bool, simulation: Simulation, layer: int) -> Stages:

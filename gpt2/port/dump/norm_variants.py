@@ -41,8 +41,17 @@ def more_norm_variants(simulation: Simulation, part: str) -> Iterator[Variant]:
         for leaves, what in (((0,), "the weight is"), ((1,), "the bias is"), ((0, 1), "weight and bias are")):
             fault = Fault("wrong-tensor", part, f"{what} {words}")
             yield _variant(part, fault.detail, (fault,), partial(_applied, part, change, leaves))
+    words = "the bias is added before the weight is applied"
+    yield _variant(
+        part, words, (Fault("layernorm-without-affine", part, words),), partial(_applied, part, partial(_bias_first, part), (1,))
+    )
     for words, order in _orders(part).items():
         yield _variant(part, words, (Fault("extra-norm", part, words),), partial(_repeated, part, order))
+
+
+def _bias_first(part: str, simulation: Simulation, layer: int) -> Numbers:
+    weight, bias = numbers_of(simulation, name_of(part, layer))
+    return weight, weight * bias
 
 
 def moved(part: str, words: str, reading: Reading, way: Divided, eps: float, given: float | None = None) -> Variant:

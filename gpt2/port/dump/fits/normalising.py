@@ -109,6 +109,8 @@ class Norm:
             id = "layernorm-without-affine" if leaf == "weight" else "missing-bias"
             return id, (f"the {leaf} is not applied", plain)
         ratio = nice(float((fitted * own).sum() / own.square().sum().clamp(min=1e-300)), SAME)
+        if leaf == "bias" and near(self.weight * own):
+            return "layernorm-without-affine", ("the bias is added before the weight is applied", self.weight * own)
         for words, value in (("one is added to the weight", own + 1), ("the weight is applied twice", own * own)):
             if leaf == "weight" and near(value):
                 return "layernorm-without-affine", (words, value)
