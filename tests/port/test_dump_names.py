@@ -105,6 +105,39 @@ def test_a_few_arrays_of_more_digits_are_no_sign_of_float64() -> None:
 HALF_TO_DOUBLE = (torch.float16, torch.float32, torch.float64)
 
 
+def first_queries(layer: int) -> Stage:
+    right = SIMULATION.right(layer)["attn.scores"]
+
+    def scores(s: State) -> Tensor:
+        q = s["attn.q"].unflatten(-1, (MODEL.config.n_head, -1))
+        return right(s | {"attn.q": q[:, :, :1].expand_as(q).flatten(2)})
+
+    return scores
+
+
+def early_bias(layer: int) -> Stage:
+    weight, bias = (SIMULATION.weights(layer)[f"ln_1.{leaf}"] for leaf in ("weight", "bias"))
+    return lambda s: SIMULATION.right(layer)["ln_1"](s) - bias + bias * weight
+
+
+def branch_alone(layer: int) -> Stage:
+    return lambda s: SIMULATION.norm(f"h.{layer}.ln_2", s["attn.c_proj"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "cause"),
+    [
+        (everywhere("attn.scores", first_queries), ("head-layout", "h.*.attn")),
+        (everywhere("ln_1", early_bias), ("layernorm-without-affine", "h.*.ln_1")),
+        (everywhere("ln_2", branch_alone), ("residual-missing", "h.*.ln_2")),
+    ],
+)
+def test_more_faults_are_named_from_the_logits(program: Program, cause: tuple[str, str]) -> None:
+    """They were undetermined."""
+    assert causes(gpt2.diagnose(dump(shown(program, "logits"), torch.float32), MODEL)) == [cause]
+
+
 MET = [  # what the engine said when it met these sets first
     (tenth, "prefill", "heads without transpose", "logits", "float32", "an exception"),
     (tenth, "prefill", "heads without transpose", "block", "float32", "undetermined"),
