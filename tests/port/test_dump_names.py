@@ -14,6 +14,7 @@ from support.programs.files import FileBed
 from torch import Tensor
 
 import gpt2
+from gpt2.port.dump.candidates import Candidate, Table
 from gpt2.port.dump.examination import computed_in
 from gpt2.port.dump.fits.partial import looks_dropped
 from gpt2.port.dump.simulation import Program, Simulation, State
@@ -136,6 +137,14 @@ def branch_alone(layer: int) -> Stage:
 def test_more_faults_are_named_from_the_logits(program: Program, cause: tuple[str, str]) -> None:
     """They were undetermined."""
     assert causes(gpt2.diagnose(dump(shown(program, "logits"), torch.float32), MODEL)) == [cause]
+
+
+def test_streams_of_several_programs_pass_each_variant() -> None:
+    """A block that takes the embeddings ended a search for pairs with an exception, where streams were computed together."""
+    for variant in Table.of(SIMULATION).blocks:
+        program = Candidate(tuple((variant, n) for n in range(LAYERS))).program(SIMULATION)
+        if program is not None:
+            SIMULATION.on(program)  # sees whether the rows of several streams change one another
 
 
 MET = [  # what the engine said when it met these sets first

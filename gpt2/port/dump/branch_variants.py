@@ -115,7 +115,7 @@ def _with_more(sources: Mapping[str, str], simulation: Simulation, layer: int) -
 
     def stage(name: str, source: str) -> Stage:
         if not source:
-            return lambda s: right[name](s) + simulation.embed()[:, : s["x"].shape[1]]
+            return lambda s: right[name](s) + _embedded(simulation, s["x"])
         return lambda s: right[name](s) + s[source]
 
     return {} if layer == 0 and "" in sources.values() else {name: stage(name, source) for name, source in sources.items()}
@@ -139,6 +139,12 @@ def _branch_alone(simulation: Simulation, layer: int) -> Stages:
     return {"ln_2": lambda s: simulation.norm(f"h.{layer}.ln_2", s["attn.c_proj"])}
 
 
+def _embedded(simulation: Simulation, x: Tensor) -> Tensor:
+    """Return the embeddings of the tokens of x (B, T, D), perhaps the streams of several programs, or the first tokens alone."""
+    embedded = simulation.embed()[:, : x.shape[1]]
+    return embedded.repeat(max(1, len(x) // len(embedded)), 1, 1)
+
+
 def _from_embedding(branch: bool, stream: bool, beside: bool, simulation: Simulation, layer: int) -> Stages:
     if layer == 0:
         return {}
@@ -146,7 +152,7 @@ def _from_embedding(branch: bool, stream: bool, beside: bool, simulation: Simula
 
     def stage(name: str) -> Stage:
         def formula(s: State) -> Tensor:
-            embedded = simulation.embed()[:, : s["x"].shape[1]]
+            embedded = _embedded(simulation, s["x"])
             return right[name]({**s, "x": s["x"] + embedded if beside else embedded})
 
         return formula
