@@ -62,20 +62,22 @@ def mask_faults(seen: Tensor) -> tuple[Fault, ...]:
 
     A known mask may be that of a prompt alone, before single steps with a cache, or of such steps.
     """
-    tokens = len(seen)
     known = {label: allowed(label, seen) for label in MASK_FAULTS}
     label = next((label for label, mask in known.items() if torch.equal(seen, mask)), None)
     if label is not None:
         return MASK_FAULTS[label]
-    for count in range(2, tokens):
+    wrong = (seen != known["right"]).any(1).nonzero().flatten().tolist()
+    for count in sorted(
+        {wrong[0], wrong[-1] + 1, wrong[-1] + 2} & set(range(2, len(seen)))
+    ):  # a prompt's last token may be right
         for label, mask in known.items():
             prompt, steps = known["right"].clone(), known["right"].clone()
             prompt[:count, :count], steps[count:] = mask[:count, :count], mask[count:]
             for words, one in ((IN_PROMPT, prompt), (IN_STEPS, steps)):
                 if torch.equal(seen, one):
                     return tuple(replace(fault, detail=f"{words.format(count)}: {fault.detail}") for fault in MASK_FAULTS[label])
-    ahead, other = seen.triu(1).any(1), (seen != known["right"]).any(1)
-    token = int((ahead if bool(ahead.any()) else other).nonzero()[0])
+    ahead = seen.triu(1).any(1)
+    token = int(ahead.nonzero()[0]) if bool(ahead.any()) else wrong[0]
     others = seen[token].nonzero().flatten().tolist()
     shown = f"{', '.join(map(str, others[:SHOWN])) or 'none'}{', ...' * (len(others) > SHOWN)}"
     words = f"a mask of its own: token {token} sees only tokens {shown}"

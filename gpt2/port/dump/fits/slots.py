@@ -266,7 +266,7 @@ class Slots:
             if one.unseen:
                 wrong.add("cache-inconsistent")
             elif one.empty:
-                wrong.add("cache-inconsistent" if one.empty == 1 else "mask-multiplied")
+                wrong.add("cache-inconsistent" if one.empty == 1 else "mask-multiplied")  # one place too far, or a whole buffer
             if wrong and not shown:
                 head = (
                     int((one.sources % bank.heads != torch.arange(bank.heads)[:, None]).any(1).nonzero()[0])
