@@ -67,9 +67,8 @@ def mask_faults(seen: Tensor) -> tuple[Fault, ...]:
     if label is not None:
         return MASK_FAULTS[label]
     wrong = (seen != known["right"]).any(1).nonzero().flatten().tolist()
-    for count in sorted(
-        {wrong[0], wrong[-1] + 1, wrong[-1] + 2} & set(range(2, len(seen)))
-    ):  # a prompt's last token may be right
+    lengths = {wrong[0], wrong[-1] + 1, wrong[-1] + 2}  # of a prompt, whose last token may be right
+    for count in sorted(lengths & set(range(2, len(seen)))):
         for label, mask in known.items():
             prompt, steps = known["right"].clone(), known["right"].clone()
             prompt[:count, :count], steps[count:] = mask[:count, :count], mask[count:]
