@@ -25,7 +25,7 @@ def cache_variants(simulation: Simulation, lengths: Iterable[int]) -> Iterator[V
     rows = len(simulation.ids) > 1
     for which, number in ROWS.items() if rows else ():
         for part, what in PARTS.items():
-            words = f"all rows read the {what} of the {which} row, as without the row's place in the offset"
+            words = f"all rows read the {what} of the {which} row, as if the row's number were missing in an offset"
             yield _variant(words, "batch-dependent", part, lambda t, s: s <= t, partial(_of_row, number))
     for size in lengths:
         before = partial(_earlier, size)

@@ -42,7 +42,7 @@ def run_variants(simulation: Simulation) -> Iterator[Variant]:
             yield _variant("rows follow", Fault("batch-dependent", "attn", f"{words}; its positions go on"), _rows_follow(True))
         yield _variant("rows seen", Fault("batch-dependent", "attn", f"{words}; its positions begin at 0"), _rows_follow(False))
     if rows > 1:
-        for words, of_stream in (("it adds the tokens' embeddings to it", False), ("its stream is a view of it", True)):
+        for words, of_stream in (("it adds the tokens' embeddings to it", False), ("its stream is a view of that table", True)):
             words = f"a row changes the table of positions for the rows behind it: {words}"
             yield _variant(words, Fault("batch-dependent", "wpe", words), partial(_positions_written, of_stream))
     if config.n_layer > 1:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,6 +15,16 @@ from safetensors.numpy import save_file
 from .second import Bed, Shape
 
 Arrays = dict[str, np.ndarray]
+
+
+def pairs(faults: Mapping[str, tuple[object, str, str]], seed: str, number: int = 8) -> list[tuple[str, str]]:
+    """``number`` pairs of a program's ``faults`` (ids, place, line) that stand in different lines of it, drawn with ``seed``."""
+    draw, found = random.Random(seed), list[tuple[str, str]]()
+    while len(found) < number:
+        one, other = sorted(draw.sample(sorted(faults), 2))
+        if faults[one][2] != faults[other][2] and (one, other) not in found:
+            found.append((one, other))
+    return found
 
 
 class FileBed(Bed):

@@ -8,12 +8,11 @@ Each fault has the ids of the right answer (several where they are the same comp
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import numpy as np
 
-from ..files import FileBed
+from ..files import FileBed, pairs
 from ..second import Shape
 from . import functional
 
@@ -131,19 +130,7 @@ NOT_DUMPED = (  # from one dump to the next, an author leaves out these, by the 
     ("weights", "att", "mixed", "atty", "context", "fed", "fcproj", "final", "lnf"),
     ("ln_1", "ln1", "ln_2", "ln2", "attended", "attproj", "middle", "residual2"),
 )
-
-
-def pairs(program: str, number: int = 8) -> list[tuple[str, str]]:
-    """``number`` pairs of faults of ``program`` that stand in different lines of it, drawn with a seed."""
-    draw, found, faults = random.Random(f"11 {program}"), [], LISTS[program]
-    while len(found) < number:
-        one, other = sorted(draw.sample(sorted(faults), 2))
-        if faults[one][2] != faults[other][2] and (one, other) not in found:
-            found.append((one, other))
-    return found
-
-
-PAIRS = {program: pairs(program) for program in FAULTS}
+PAIRS = {program: pairs(faults, f"11 {program}") for program, faults in LISTS.items()}
 KINDS = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
 
 
