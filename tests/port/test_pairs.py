@@ -15,9 +15,10 @@ from gpt2.model import GPT2
 from gpt2.port.deadline import Deadline, few_threads
 from gpt2.port.dump import matching
 from gpt2.port.dump.candidates import Candidate, Table
+from gpt2.port.dump.cut import Cut
 from gpt2.port.dump.explaining import explain
 from gpt2.port.dump.pairs import PairRunner
-from gpt2.port.dump.sieve import Sieve
+from gpt2.port.dump.sieve import WIDE, Sieve
 from gpt2.port.dump.simulation import Program, Simulation
 from gpt2.port.dump.spans import Span
 
@@ -37,12 +38,14 @@ def candidates(simulation: Simulation) -> list[Candidate]:
 
 
 def wrong(model: GPT2, *labels: str) -> Tensor:
-    """The logits of a program with the faults whose labels these are, each in all blocks or where it belongs."""
+    """The logits of a program with the faults of these labels: in all blocks or where it belongs, or in one ("act relu@1")."""
     simulation = Simulation(model.state_dict(), CONFIG, IDS)
+    known = {next(iter(one.labels)): one for one in candidates(simulation) if len(one.labels) == 1}
+    variants = {variant.label: variant for variant in Table.of(simulation).blocks}
     whole = Candidate()
     for label in labels:
-        known = {next(iter(one.labels)): one for one in candidates(simulation) if len(one.labels) == 1}
-        whole = whole.with_(known[label])
+        name, _, block = label.partition("@")
+        whole = whole.with_(Candidate(((variants[name], int(block)),)) if block else known[name])
     program = whole.program(simulation)
     assert program is not None
     return simulation.trace(program)["logits"]
@@ -77,6 +80,37 @@ def test_a_pair_gives_here_what_it_gives_alone(model: GPT2, tokens: int) -> None
     assert compared > 0.8 * len(some), "so many cannot be run in one batch"
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_pair_around_a_cut_gives_what_it_gives_alone(model: GPT2, tokens: int) -> None:
+    """One fault before the last block, or before what is behind it, and one in there; by some a token sees later ones."""
+    exact = Simulation(model.state_dict(), CONFIG, IDS[:1])
+    right = Span(0, CONFIG.n_layer, "logits", None, model(IDS[:1]))
+    table, end, drawn = Table.of(exact), CONFIG.n_layer, torch.Generator().manual_seed(tokens)
+    blocks = [one for one in table.blocks if not one.mixes_rows]
+    outside = [Candidate(((one, None),)) for one in table.embeddings if not one.mixes_rows]
+    ends = [Candidate(((one, None),)) for one in table.ends if not one.mixes_rows]
+    before = [*outside, *(Candidate(((one, 0),)) for one in blocks)]
+    compared = found = 0
+    for layer, behind in ((end - 1, [Candidate(((one, end - 1),)) for one in blocks]), (end, ends)):
+        lens = Sieve(exact, right).first(IDS.shape[1])
+        programs = [[one.program(lens.simulation) or Program() for one in some] for some in (before, behind)]
+        cut = Cut(lens, layer, tokens, Deadline())
+        entering = cut.entering(programs[0])
+        for one, other in torch.stack([torch.randint(len(some), (25,), generator=drawn) for some in programs], 1).tolist():
+            together = before[one].with_(behind[other]).program(lens.simulation)
+            value = lens.simulation.trace(together or Program())["logits"]
+            if not programs[1][other].blocks and not programs[1][other].outside:
+                continue
+            compared += 1
+            cut.wanted = value[0, :tokens, lens.columns[cut.columns]]
+            later = any(fault.id in WIDE for fault in behind[other].faults(0)) or behind[other].sites[0][0].all_tokens
+            near = cut.near(entering, [programs[1][other]], [later], 1e-4)
+            found += [one, 0] in near.tolist() and len(near) < len(before) / 4
+    assert compared > 40
+    assert found > 0.9 * compared, "so many cannot be run in one batch"
+
+
 def test_no_pair_replaces_one_stage_twice(model: GPT2) -> None:
     """The second formula would take the first one's place, and a pair be named of which one fault does nothing."""
     exact = Simulation(model.state_dict(), CONFIG, IDS)
@@ -99,6 +133,11 @@ def test_no_pair_replaces_one_stage_twice(model: GPT2) -> None:
     ("labels", "causes"),
     [
         (("act relu", "ln_f no norm"), {"gelu-variant", "final-norm-missing"}),  # both change the first token
+        (("act relu@0", "ln_2 no norm@1"), {"gelu-variant", "norm-missing"}),  # in one block each
+        pytest.param(("weights ahead@0", "act relu@1"), {"mask-off-by-one", "gelu-variant"}, marks=pytest.mark.slow),
+        pytest.param(  # neither changes the first token
+            ("scale none@0", "scale by the width@1"), {"scale-missing", "scale-by-width"}, marks=pytest.mark.slow
+        ),
         pytest.param(("scale none", "act relu"), {"scale-missing", "gelu-variant"}, marks=pytest.mark.slow),  # one does not
         pytest.param(("scale none", "weights ahead"), {"scale-missing", "mask-off-by-one"}, marks=pytest.mark.slow),  # sees later
     ],

@@ -41,10 +41,15 @@ class Unrecorded(Pool):
         super().__init__()
         width, layers = simulation.config.n_embd, simulation.config.n_layer
         roots = [math.sqrt(0.5), math.sqrt(2.0), 1 / math.sqrt(2 * layers), 1 / math.sqrt(layers), math.sqrt(width)]
-        self.usual = [0.5, 2.0, 0.1, *roots, 1 / math.sqrt(width), 1 / layers, 1 / (2 * layers)]
+        usual = [0.5, 2.0, 0.1, *roots, 1 / math.sqrt(width), 1 / layers, 1 / (2 * layers)]
+        self.usual = [factor for factor in dict.fromkeys(usual) if not math.isclose(factor, 1.0)]
+
+    @classmethod
+    def of(cls, simulation: Simulation) -> Unrecorded:
+        return simulation.remember("unrecorded", simulation.config, lambda: cls(simulation))
 
     def factors(self, value: Tensor, *axes: int) -> list[float]:
-        return [factor for factor in dict.fromkeys(self.usual) if not math.isclose(factor, 1.0)]
+        return self.usual
 
 
 class UsualNorms(Norms):
@@ -134,7 +139,7 @@ Options = Callable[[Simulation, int, State], Iterable[Option]]
 def _after_attention(simulation: Simulation, layer: int, s: State) -> Iterable[Option]:
     attention = Branch(True, s["x"], s["ln_1"], True, [])
     return residuals(
-        UsualNorms.of(simulation), Unrecorded(simulation), layer, attention, Option.known("branch", s["attn.c_proj"])
+        UsualNorms.of(simulation), Unrecorded.of(simulation), layer, attention, Option.known("branch", s["attn.c_proj"])
     )
 
 
@@ -147,7 +152,7 @@ def _after_feed_forward(simulation: Simulation, layer: int, s: State) -> Iterabl
     attention = Branch(True, s["x"], s["ln_1"], True, [Option.known("attention", s["attn.c_proj"])])
     feed_forward = Branch(False, s["mid"], s["ln_2"], True, [])
     result = Option.known("branch", s["mlp.c_proj"])
-    return outputs(UsualNorms.of(simulation), Unrecorded(simulation), layer, attention, feed_forward, False, result)
+    return outputs(UsualNorms.of(simulation), Unrecorded.of(simulation), layer, attention, feed_forward, False, result)
 
 
 def _by_option(simulation: Simulation, stage: str, options: Options) -> Iterator[Variant]:
@@ -166,14 +171,18 @@ def _chosen(stage: str, options: Options, path: tuple[str, ...]) -> Replaced:
     def replaced(simulation: Simulation, layer: int) -> Stages:
         def formula(s: State) -> Tensor:
             source = s["attn.c_proj" if stage == "mid" else "ln_1" if stage == "ln_2" else "mlp.c_proj"]
-            by_path = simulation.remember(
-                (options, layer), source, lambda: {one.path: one for one in options(simulation, layer, s)}
-            )
-            return by_path[path].make() if path in by_path else simulation.right(layer)[stage](s)
+            made, others = simulation.remember((options, layer), source, lambda: _none_made(options(simulation, layer, s)))
+            while path not in made and (one := next(others, None)) is not None:
+                made[one.path] = one
+            return made[path].make() if path in made else simulation.right(layer)[stage](s)
 
         return {stage: formula}
 
     return replaced
+
+
+def _none_made(options: Iterable[Option]) -> tuple[dict[tuple[str, ...], Option], Iterator[Option]]:
+    return {}, iter(options)
 
 
 def _wiring(simulation: Simulation) -> Iterator[Variant]:
@@ -304,7 +313,7 @@ def embedding_variants(simulation: Simulation, shifts: tuple[int, ...] = ()) -> 
     shifts = shifts or (tuple(range(1, min(simulation.config.n_positions, MOST_SHIFTS))) if simulation.small else SHIFTS)
 
     def options(simulation: Simulation) -> dict[tuple[str, ...], Option]:
-        embeddings = Embeddings(Unrecorded(simulation), UsualNorms.of(simulation), simulation.ids)
+        embeddings = Embeddings(Unrecorded.of(simulation), UsualNorms.of(simulation), simulation.ids)
         key = "embeddings", shifts
         return simulation.remember(key, None, lambda: {one.path: one for one in embeddings.unrecorded(shifts)})
 

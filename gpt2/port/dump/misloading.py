@@ -281,6 +281,8 @@ def _others(config: GPT2Config) -> Iterator[Variant]:
         for module in (*READERS, ""):
 
             def blame(layer: int, source: Callable[[int], int] = source, module: str = module) -> tuple[Fault, ...]:
+                if source(layer) == layer:
+                    return ()
                 other = ".".join(filter(None, (f"h.{source(layer)}", module)))
                 words = f"it holds the checkpoint's {other}"
                 return (Fault("wrong-tensor", module, words, f"another block's {module}"),)
@@ -303,6 +305,8 @@ def _leaf(name: str, which: str, source: Callable[[int], int]) -> Variant:
     """Return the variant of a block that holds another block's tensor ``name``."""
 
     def blame(layer: int) -> tuple[Fault, ...]:
+        if source(layer) == layer:
+            return ()
         return (Fault("wrong-tensor", name, f"it holds the checkpoint's h.{source(layer)}.{name}", f"another block's {name}"),)
 
     def replaced(simulation: Simulation, layer: int) -> Stages:

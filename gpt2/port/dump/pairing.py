@@ -1,14 +1,16 @@
-"""Find the pairs of common faults that give a program's values, all of them, by what they make of its first tokens.
+"""Find the pairs of faults that give a program's values, by what they make of its first tokens: common ones, and then rarer ones.
 
 No token sees a later one. So a pair that does not give the first token's values is not the program's, and neither is one that
 does not give the first two: each prefix leaves fewer pairs for the next. Faults by which a token sees later ones are tried on all
-tokens.
+tokens. Where one fault ends before the block in which the other is, each is computed for all of the others at once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -16,11 +18,13 @@ from torch import Tensor
 from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.trail import SEQUENCE
 from gpt2.port.dump.candidates import Candidate
+from gpt2.port.dump.cut import Cut
 from gpt2.port.dump.pairs import PairRunner
-from gpt2.port.dump.sieve import WIDE, Nearness, Sieve
+from gpt2.port.dump.sieve import WIDE, Lens, Nearness, Sieve
 from gpt2.port.dump.simulation import Program
 
 PREFIXES = (1, 2, 4)  # tokens
+FEW = 4  # tokens by which faults that the first one does not show are told apart
 PORTION = 12  # faults of a round that are tried with many others
 HIDDEN = 1e-9  # how much a fault that the first token's values do not show may change their error
 Pair = tuple[Candidate, Candidate]
@@ -35,6 +39,7 @@ class Pairing:
     def __init__(self, sieve: Sieve, ranked: Sequence[tuple[Nearness, Candidate]], limit: float, deadline: Deadline) -> None:
         self.sieve, self.limit, self.deadline = sieve, limit, deadline
         self.tokens = sieve.exact.ids.shape[1]
+        self.prefixes: dict[int, tuple[Lens, list[Program]]] = {}  # the programs of the faults, by the number of tokens
         tried = [(near, one) for near, one in ranked if not (one.is_right or _needs_rows(one))]
         self.faults = [one for _, one in tried]
         blocks = set(range(sieve.span.first, sieve.span.last))
@@ -61,19 +66,72 @@ class Pairing:
         """Yield pairs (N, 2), and whether no fault of them lets a token see later ones; ``later`` (F,): the faults that do."""
         everywhere, causal = self.everywhere & self.common, ~later
         wide, hidden = everywhere & causal, self.hidden & causal
-        elsewhere, rare = self.common & ~self.everywhere & causal, self.everywhere & ~self.common & causal
         if self.is_first_right:
             yield _combined(wide & hidden), True
             yield _crossed(wide & hidden, hidden & ~wide), True
         else:
             yield _crossed(self.gives_first & causal, hidden), True
+            yield _crossed(self.gives_first & later, hidden), False
         yield _combined(wide & ~hidden), True
+        yield from self._apart(later, rare=False)
         for some in self._nearest(everywhere & later).split(PORTION):
             yield _paired(some, everywhere), False
-        for some in self._nearest(everywhere & ~(hidden & causal)).split(PORTION):
-            yield _paired(some[causal[some]], elsewhere & ~hidden), True
+        yield from _in_turn(self._beside(later), self._apart(later, rare=True))
+
+    def _beside(self, later: Tensor) -> Iterator[tuple[Tensor, bool]]:
+        """Yield pairs of a fault in all blocks, the nearest first, with those in one block, and with rare ones."""
+        first, last = self._reach
+        inside = (first < self.sieve.span.last) & (last >= self.sieve.span.first)
+        everywhere, causal, visible = self.everywhere & self.common, ~later, ~self.hidden | later
+        elsewhere, rare = self.common & ~self.everywhere & causal, self.everywhere & ~self.common & causal
+        yield _crossed(everywhere & ~inside & causal & visible, rare & visible), True
+        for some in self._nearest(everywhere & inside & visible).split(PORTION):
+            yield _paired(some[causal[some]], elsewhere & visible), True
             yield _paired(some[later[some]], elsewhere), False
-            yield _paired(some[causal[some]], rare & ~hidden), True
+            yield _paired(some[causal[some]], rare & visible), True
+
+    def _apart(self, later: Tensor, rare: bool) -> Iterator[tuple[Tensor, bool]]:
+        """Yield pairs of a fault in one block, or behind the blocks, with one that ends before it; ``rare``: one of them is.
+
+        They give the first tokens.
+        """
+        (first, last), end = self._reach, self.sieve.span.last
+        shown = self.hidden if self.is_first_right else ~self.hidden | later
+        for layer in range(self.sieve.span.first, end + 1):
+            before, behind = shown & (last < layer), shown & (first == layer) & (last == layer)
+            if layer == end and not rare:
+                before &= ~self.everywhere  # these were tried with all that is behind the blocks
+            common, kinds = self.common, ((~self.common, torch.ones_like(self.common)), (self.common, ~self.common))
+            for some, others in kinds if rare else ((common, common),):
+                pairs = self._around(layer, (before & some).nonzero().flatten(), self._nearest(behind & others), later)
+                wide = later[pairs].any(1)
+                yield pairs[~wide], True
+                yield pairs[wide], False
+
+    def _around(self, layer: int, before: Tensor, behind: Tensor, later: Tensor) -> Tensor:
+        """Return the pairs (N, 2) of one of ``before`` with one of ``behind``, in block ``layer``, that give the first tokens."""
+        lens, programs = self._programs(self.tokens)
+        if not (len(before) and len(behind)) or self.deadline.passed:
+            return torch.zeros(0, 2, dtype=torch.long)
+        cut = Cut(lens, layer, min(FEW, self.tokens) if self.is_first_right else 1, self.deadline)
+        entering = cut.entering([programs[number] for number in before])
+        near = cut.near(entering, [programs[number] for number in behind], later[behind].tolist(), self.limit)
+        return torch.stack([before[near[:, 0]], behind[near[:, 1]]], 1)
+
+    @cached_property
+    def _reach(self) -> tuple[Tensor, Tensor]:
+        """The first and the last block that each fault replaces something in, (F,) each.
+
+        The embeddings count as the block before the first one, the last norm and the head as the one behind the last.
+        """
+        begin, end = self.sieve.span.first, self.sieve.span.last
+        reach = []
+        for program in self._programs(self.tokens)[1]:
+            places = set(program.blocks) if program.order is None else {begin, end - 1}
+            places |= {begin - 1 if stage == "embed" else end for stage in program.outside}
+            reach.append((min(places, default=begin - 2), max(places, default=end + 1)))
+        first, last = torch.tensor(reach).T
+        return first, last
 
     def _nearest(self, some: Tensor) -> Tensor:
         """Return the numbers of the faults of ``some`` (F,), the nearest first."""
@@ -113,8 +171,20 @@ class Pairing:
         return numbers[runner.near(places[~runner.clash()[places[:, 0], places[:, 1]]], self.limit) - 1]
 
     def _runner(self, numbers: Sequence[int], tokens: int) -> PairRunner:
-        lens = self.sieve.first(tokens)
-        return PairRunner(lens, [self.faults[number].program(lens.simulation) or Program() for number in numbers], self.deadline)
+        lens, programs = self._programs(tokens)
+        return PairRunner(lens, [programs[number] for number in numbers], self.deadline)
+
+    def _programs(self, tokens: int) -> tuple[Lens, list[Program]]:
+        """Return the first ``tokens`` of the first row, and the program of each fault there."""
+        if tokens not in self.prefixes:
+            lens = self.sieve.first(tokens)
+            self.prefixes[tokens] = lens, [one.program(lens.simulation) or Program() for one in self.faults]
+        return self.prefixes[tokens]
+
+
+def _in_turn(*several: Iterator[tuple[Tensor, bool]]) -> Iterator[tuple[Tensor, bool]]:
+    """Yield one item of each iterator, then the next of each."""
+    return (one for some in zip_longest(*several) for one in some if one is not None)
 
 
 def _crossed(some: Tensor, others: Tensor) -> Tensor:

@@ -150,17 +150,22 @@ class PairRunner:
         if not table:
             return right(state)
         groups = list(_groups(table, pairs))
+        value = right(state) if any(number < 0 and 2 * len(rows) > len(pairs) for number, rows in groups) else None
         shape = None  # of one program's alone it may be another
-        if len(groups) > 1:
+        if value is not None:  # most pairs', so no rows are picked for it
+            value, shape = value.clone(), value.shape[1:]
+        elif len(groups) > 1:
             shape = right(_some(state, torch.tensor([0]))).shape[1:]
         parts = []
         for number, rows in groups:
+            if number < 0 and value is not None:
+                continue
             some = _some(state, rows)
-            value = right(some) if number < 0 else _tried(table[number], some)
-            if value is None or (shape is not None and value.shape[1:] != shape):
-                value = torch.full((1, *(shape or right(state).shape[1:])), torch.nan)
-            parts.append((rows, value.to(self.simulation.dtype).expand(len(rows), *value.shape[1:])))
-        return _placed(parts, len(pairs))
+            one = right(some) if number < 0 else _tried(table[number], some)
+            if one is None or (shape is not None and one.shape[1:] != shape):
+                one = torch.full((1, *(shape or right(state).shape[1:])), torch.nan)
+            parts.append((rows, one.to(self.simulation.dtype).expand(len(rows), *one.shape[1:])))
+        return _placed(parts, len(pairs), value)
 
 
 class _Rows(Mapping[str, Tensor]):
@@ -193,8 +198,9 @@ def _groups(table: Mapping[int, object], pairs: Tensor) -> Iterator[tuple[int, T
     yield from zip(numbers.tolist(), rows.split(counts.tolist()), strict=True)
 
 
-def _placed(parts: Sequence[tuple[Tensor, Tensor]], count: int) -> Tensor:
-    out = parts[0][1].new_empty(count, *parts[0][1].shape[1:])
+def _placed(parts: Sequence[tuple[Tensor, Tensor]], count: int, out: Tensor | None = None) -> Tensor:
+    if out is None:
+        out = parts[0][1].new_empty(count, *parts[0][1].shape[1:])
     for rows, value in parts:
         out[rows] = value
     return out
