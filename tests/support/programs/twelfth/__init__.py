@@ -8,6 +8,14 @@ Each fault has the ids of the right answer (several where they are the same comp
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
+
+from ..files import FileBed, pairs
+from ..second import Shape
+from . import lecture
+
 QKV_OR_HEADS = ("qkv-order", "head-layout")  # q, k, v cut inside each head: one permutation of c_attn's columns
 FLAT = ("transposed", "not-loaded")  # a flat matrix read by the other shape: a turned matrix by mistake, neither by its values
 KEYS_MIXED = ("value-projection-wrong", "qkv-order")  # the keys stand where the values should
@@ -119,3 +127,45 @@ KERNELS: dict[str, Fault] = {
 }
 LISTS = {"lecture": LECTURE, "runner": RUNNER, "kernels": KERNELS}
 FAULTS = {program: {fault: ids for fault, (ids, _, _) in faults.items()} for program, faults in LISTS.items()}
+SHAPES = (Shape(2, 40, 4, 211, 34, 12, 181), Shape(3, 48, 6, 187, 30, 13, 182), Shape(4, 36, 3, 229, 28, 11, 183))
+ONE_A_BLOCK = {
+    "lecture": ("block", "att", "norm1", "gelu", "shortcut", "query"),
+    "runner": ("x", "xb2", "xb", "hb", "x att", "k"),
+    "kernels": ("blockOut", "attnOut", "qkv", "hidden", "mid", "mix"),
+}
+NOT_DUMPED = (  # from one dump to the next, an author leaves out these, by the names of each program
+    (),
+    ("query", "key", "value", "q", "k", "v", "qkv", "emb", "embed"),
+    ("scores", "score", "fc1", "hb", "hidden"),
+    ("wei", "att", "probs", "heads", "xb att", "mix", "final", "normF"),
+    ("norm1", "norm2", "xb", "xb ffn", "shortcut", "x att", "mid", "ff", "xb ffn out", "mlpOut"),
+)
+PAIRS = {program: pairs(faults, f"12 {program}") for program, faults in LISTS.items()}
+KINDS = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+
+
+class TwelfthBed(FileBed):
+    """The models and programs of this set. The C program reads ``weights.bin``: two sizes, then the tensors in their order."""
+
+    TABLES = 0.5
+    NUMPY = "lecture", lecture.run
+    COMPILED = "runner", Path(__file__).with_name("runner.c"), ("cc", "-O1", "-std=gnu11")
+    NODE = "kernels", Path(__file__).with_name("kernels.mjs")
+    ONE_A_BLOCK = ONE_A_BLOCK
+    NOT_DUMPED = NOT_DUMPED
+
+    def __init__(self, folder: Path, shape: Shape) -> None:
+        super().__init__(folder, shape)
+        names = ["wte.weight", "wpe.weight"]
+        names += [f"h.{n}.{kind}.{part}" for n in range(shape.layers) for kind in KINDS for part in ("weight", "bias")]
+        names += ["ln_f.weight", "ln_f.bias"]
+        with (folder / "weights.bin").open("wb") as file:
+            file.write(np.array([shape.width, shape.vocab], "<i4").tobytes())
+            for name in names:
+                file.write(self.weights[name].astype("<f4").tobytes())
+
+    def weights_file(self, program: str) -> Path:
+        return self.folder / "weights.bin" if program == self.COMPILED[0] else super().weights_file(program)
+
+
+missing = TwelfthBed.missing
