@@ -132,7 +132,8 @@ class Attending:
                     continue
                 wrong = faults if layout is Layout.RIGHT else (*faults, Fault("head-layout", "attn", MERGED))
                 if (results := self._projected(merged, *wrong)) is not None:
-                    return results
+                    unused = Option.known("heads, projection unused", merged, NO_PROJECTION, silent=True)
+                    return [*results, unused] if layout is Layout.RIGHT and not wrong else results
                 values = {"attn.c_proj": merged}
                 unseen.append(Option.known(f"heads {layout.name}", merged, *wrong, NO_PROJECTION, silent=True, values=values))
                 if recorded:

@@ -96,6 +96,10 @@ def reordered_c_attn(ours: Tensor, config: GPT2Config) -> Iterator[Misreading]:
     for axes in itertools.permutations(sizes):
         words = f"has its columns read as ({', '.join(axes)}); the checkpoint has (q|k|v, head, unit)"
         yield Misreading(ours.index_select(-1, reading(sizes, axes)), "head-layout", words)
+    heads = ours.unflatten(-1, (3, config.n_head, -1))
+    for head in range(config.n_head if config.n_head > 1 else 0):
+        one = heads[..., head, None, :].expand_as(heads).flatten(-3)
+        yield Misreading(one, "qkv-order", f"has the columns of head {head} in place of every head's")
 
 
 def misread(part: str, ours: Tensor, config: GPT2Config) -> Iterator[Misreading]:

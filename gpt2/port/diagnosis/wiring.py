@@ -250,6 +250,9 @@ def residuals(norms: Norms, pool: Pool, layer: int, branch: Branch, result: Opti
     if x is not None:
         yield from _scaled(pool, part, x, result)
         yield from after(names, x=added, words=f"{subject} is added and the sum normalised", expected=bare)
+        if not branch.is_attention:
+            words = "the last norm stands in the loop over the blocks: this block's result is normalised by ln_f"
+            yield added.then("ln_f", norms.at("ln_f")[0].formula, Fault("extra-norm", "", words))
         if branch.normed:
             yield from after(names, x=normed, words="the sum is normalised")
         for one in after(names, x=result, words=f"{subject} is normalised before it is added", expected=bare):

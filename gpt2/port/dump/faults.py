@@ -45,7 +45,7 @@ class Unrecorded(Pool):
         self.usual = [factor for factor in dict.fromkeys(usual) if not math.isclose(factor, 1.0)]
 
     @classmethod
-    def of(cls, simulation: Simulation) -> Unrecorded:
+    def on(cls, simulation: Simulation) -> Unrecorded:
         return simulation.remember("unrecorded", simulation.config, lambda: cls(simulation))
 
     def factors(self, value: Tensor, *axes: int) -> list[float]:
@@ -117,6 +117,17 @@ def block_variants(simulation: Simulation) -> list[Variant]:
 def _activations(simulation: Simulation) -> Iterator[Variant]:
     for label, formula, fault in activation_faults(simulation.config):
         yield Variant.of(f"act {label}", [fault], _by_formula("mlp.act", formula, "mlp.c_fc"), label in TWINS)
+    behind = Fault("gelu-variant", "mlp.act", "the activation stands behind the second linear layer, not before it")
+    yield Variant.of("act behind", [behind], _activated_late)
+
+
+def _activated_late(simulation: Simulation, layer: int) -> Stages:
+    right = simulation.right(layer)
+
+    def result(s: State) -> Tensor:
+        return right["mlp.act"](s | {"mlp.c_fc": right["mlp.c_proj"](s)})
+
+    return {"mlp.act": lambda s: s["mlp.c_fc"], "mlp.c_proj": result}
 
 
 def _weighings(simulation: Simulation) -> Iterator[Variant]:
@@ -139,7 +150,7 @@ Options = Callable[[Simulation, int, State], Iterable[Option]]
 def _after_attention(simulation: Simulation, layer: int, s: State) -> Iterable[Option]:
     attention = Branch(True, s["x"], s["ln_1"], True, [])
     return residuals(
-        UsualNorms.of(simulation), Unrecorded.of(simulation), layer, attention, Option.known("branch", s["attn.c_proj"])
+        UsualNorms.of(simulation), Unrecorded.on(simulation), layer, attention, Option.known("branch", s["attn.c_proj"])
     )
 
 
@@ -152,7 +163,7 @@ def _after_feed_forward(simulation: Simulation, layer: int, s: State) -> Iterabl
     attention = Branch(True, s["x"], s["ln_1"], True, [Option.known("attention", s["attn.c_proj"])])
     feed_forward = Branch(False, s["mid"], s["ln_2"], True, [])
     result = Option.known("branch", s["mlp.c_proj"])
-    return outputs(UsualNorms.of(simulation), Unrecorded.of(simulation), layer, attention, feed_forward, False, result)
+    return outputs(UsualNorms.of(simulation), Unrecorded.on(simulation), layer, attention, feed_forward, False, result)
 
 
 def _by_option(simulation: Simulation, stage: str, options: Options) -> Iterator[Variant]:
@@ -295,6 +306,7 @@ def _mixtures() -> Iterator[Variant]:
 
             yield Variant.of(f"mixed {source}", [wrong], replaced)
     yield Variant.of("no projection", [NO_PROJECTION], lambda simulation, layer: {"attn.c_proj": lambda s: s["attn.heads"]})
+    yield Variant.of("projection unused", [NO_PROJECTION], lambda simulation, layer: {"mid": lambda s: s["x"] + s["attn.heads"]})
     words = "the heads are normalised before the output projection"
     for label, how in (("layer norm", {}), ("rms", RMS)):
         normed = partial(layer_norm, **how)
@@ -313,7 +325,7 @@ def embedding_variants(simulation: Simulation, shifts: tuple[int, ...] = ()) -> 
     shifts = shifts or (tuple(range(1, min(simulation.config.n_positions, MOST_SHIFTS))) if simulation.small else SHIFTS)
 
     def options(simulation: Simulation) -> dict[tuple[str, ...], Option]:
-        embeddings = Embeddings(Unrecorded.of(simulation), UsualNorms.of(simulation), simulation.ids)
+        embeddings = Embeddings(Unrecorded.on(simulation), UsualNorms.of(simulation), simulation.ids)
         key = "embeddings", shifts
         return simulation.remember(key, None, lambda: {one.path: one for one in embeddings.unrecorded(shifts)})
 

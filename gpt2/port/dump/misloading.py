@@ -127,7 +127,7 @@ def _orders(weights: Mapping[str, Tensor], config: GPT2Config) -> Iterator[Varia
         if torch.equal(one.tensor, weights[name]):
             continue
         part = "attn.c_attn"
-        for leaves, what in ((("weight", "bias"), "c_attn"), (("weight",), "c_attn's weight")):
+        for leaves, what in ((("weight", "bias"), "c_attn"), (("weight",), "c_attn's weight"), (("bias",), "c_attn's bias")):
             fault = Fault(one.id, part, f"{what} {one.words}")
             yield misread(f"{what} {number} {one.words}", fault, _nth_c_attn(number, leaves), *QKV)
 

@@ -170,7 +170,12 @@ class Operators:
             "attn.c_attn": {"the stream, without a norm": state["x"]},
             "mlp.c_fc": {"the stream, without a norm": state.get("mid", state["x"]), "attention's input": state["ln_1"]},
             "mlp.c_proj": {"what enters the activation": state.get("mlp.c_fc", state["x"])},
-            "attn.c_proj": {"the values": state["attn.v"], "attention's input": state["ln_1"]},
+            "attn.c_proj": {
+                "the values": state["attn.v"],
+                "the queries": state["attn.q"],
+                "the keys": state["attn.k"],
+                "attention's input": state["ln_1"],
+            },
         }[part]
         return Linear(self.library, f"h.{layer}.{part}.weight", stage, weight, bias, inputs)
 
