@@ -206,13 +206,15 @@ def test_a_mask_of_a_prompt_or_of_its_steps_has_its_name(label: str) -> None:
 
 
 def test_dropout_is_known_by_its_zeros() -> None:
-    """A drop of whole tokens, features or regions, and zeros below which nothing is, are other faults."""
+    """A drop of whole tokens, features or regions, and zeros below which nothing is, are other faults; so are hidden scores."""
     drawn = torch.Generator().manual_seed(0)
     value = torch.randn(24, 48, generator=drawn, dtype=torch.float64)
     random = torch.rand(24, 48, generator=drawn) < 0.1
-    assert looks_dropped(value * ~random)
+    assert looks_dropped(value * ~random, 12)
     region = torch.zeros(24, 48, dtype=torch.bool)
     region[:12, :24] = True
     for other in (torch.zeros(24, 48, dtype=torch.bool), random[:, :1].expand_as(random), random[:1].expand_as(random), region):
-        assert not looks_dropped(value * ~other)
-    assert not looks_dropped(value.relu())
+        assert not looks_dropped(value * ~other, 12)
+    assert not looks_dropped(value.relu(), 12)
+    scores = torch.randn(12, 8, 12, generator=drawn, dtype=torch.float64) * torch.ones(12, 12).tril()[:, None]
+    assert not looks_dropped(scores.view(24, 48), 12)

@@ -58,13 +58,25 @@ class Attending:
             self.trail.factors[self.n] = self.weighing.factor(scoring, factor), chosen.error
             if chosen.missed is not None:
                 self.trail.missed[point_at(self.n, "attn")] = chosen.missed
-            self.faults += [*scoring.faults, *chosen.option.faults, *mixed.faults]
+            self.faults += self._as_one([*scoring.faults, *chosen.option.faults, *mixed.faults])
             self._keep("attn.scores", self.weighing.scaled(scoring, factor).tril())
             self._keep("attn.weights", chosen.value)
             self._keep("attn.heads", Layout.RIGHT.merge(mixed.value))
             results = self._project([(mixed.value, ())], recorded=True)
         self.trail.blame(self.n, self.faults, error)
         return results
+
+    def _as_one(self, faults: list[Fault]) -> list[Fault]:
+        """Return faults; weights and values of one head alone, whose projections are not recorded, are all of that head."""
+        shared = [one for one in faults if one.kind.startswith("head ")]
+        if (
+            len(shared) < 2
+            or len({one.kind for one in shared}) > 1
+            or any(part.error is not None for part in self.parts.values())
+        ):
+            return faults
+        words = f"c_attn has the columns of {shared[0].kind} in place of every head's"
+        return [*(one for one in faults if one not in shared), Fault("qkv-order", "attn.c_attn", words)]
 
     def _keep(self, part: str, value: Tensor) -> None:
         self.trail.values[point_at(self.n, part)] = value

@@ -75,6 +75,14 @@ def mask_faults(seen: Tensor) -> tuple[Fault, ...]:
             for words, one in ((IN_PROMPT, prompt), (IN_STEPS, steps)):
                 if torch.equal(seen, one):
                     return tuple(replace(fault, detail=f"{words.format(count)}: {fault.detail}") for fault in MASK_FAULTS[label])
+    first, right = wrong[0], known["right"]
+    for whose, rows in (
+        ("the first of all alone", right[:1]),
+        ("as many of the first tokens as are new", right[: len(right) - first]),
+    ):
+        if torch.equal(seen[first:], rows.expand(len(right) - first, -1)):
+            words = f"{IN_STEPS.format(first)}: a token sees {whose}, as with a mask that begins anew in each step"
+            return (Fault("cache-inconsistent", "attn", words),)
     ahead = seen.triu(1).any(1)
     token = int(ahead.nonzero()[0]) if bool(ahead.any()) else wrong[0]
     others = seen[token].nonzero().flatten().tolist()

@@ -176,7 +176,7 @@ class Attempt:
         names = [
             name
             for name, array in self.dumped.arrays.items()
-            if array.numel() == size and looks_dropped(array.double().reshape(-1, config.n_embd))
+            if array.numel() == size and looks_dropped(array.double().reshape(-1, config.n_embd), self.dumped.ids.shape[1])
         ]
         if not names:
             return []

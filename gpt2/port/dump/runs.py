@@ -61,6 +61,10 @@ def run_variants(simulation: Simulation) -> Iterator[Variant]:
                     words = f"from token {prompt} on, a block reads the {what} of earlier tokens that {whose} block has written"
                     fault = Fault("cache-inconsistent", "attn", words)
                     yield _variant(f"cache of {whose} {part} {prompt}", fault, partial(_stepped, prompt, block, part))
+    for place in range(1, tokens) if simulation.small and tokens < config.n_positions else ():
+        words = f"token {place - 1} is fed once more before token {place}, as by a loop that begins with the prompt's last token"
+        fault = Fault("cache-inconsistent", "attn", f"{words}: it stands twice in the cache, and later positions are one too far")
+        yield _variant(f"again {place}", fault, partial(_again, place))
     for count in range(1, min(MOST_BEFORE, config.n_positions - tokens) + 1):
         for token in dict.fromkeys((0, config.vocab_size - 1, config.eos_token_id, config.bos_token_id)):
             if token is None or not 0 <= token < config.vocab_size:
@@ -107,6 +111,13 @@ def _before(count: int, token: int, simulation: Simulation) -> Tensor:
     ids = simulation.ids
     whole = simulation.on_ids(torch.cat([torch.full_like(ids[:, :1], token).expand(-1, count), ids], 1))
     return _through(whole, _embedded(whole, whole.ids, torch.arange(whole.ids.shape[1])))[:, count:]
+
+
+def _again(place: int, simulation: Simulation) -> Tensor:
+    ids = simulation.ids
+    whole = simulation.on_ids(torch.cat([ids[:, :place], ids[:, place - 1 :]], 1))
+    x = _through(whole, _embedded(whole, whole.ids, torch.arange(whole.ids.shape[1])))
+    return torch.cat([x[:, :place], x[:, place + 1 :]], 1)
 
 
 def _positions_written(of_stream: bool, simulation: Simulation) -> Tensor:

@@ -23,7 +23,7 @@ from gpt2.port.dump.tolerance import UNITS
 
 STORED = 40  # error of a product of stored values, in units of their rounding
 MAX_PLACEMENTS = 3  # places in a block that unknown arrays are tried at
-EXCHANGED = ("attn.q", "attn.k", "attn.v")  # points whose numbers may be computed right and used for one another
+EXCHANGED = ("attn.q", "attn.k", "attn.v", "attn.heads")  # points whose right numbers may be used as others
 FEW = 5  # arrays, blocks or hypotheses that are named in a note
 
 

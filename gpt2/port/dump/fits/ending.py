@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,6 +77,10 @@ class Ending:
         ratio = float((made * self.logits).sum() / made.square().sum().clamp(min=1e-300))
         scaled = Fault("logits-scaled", "logits", f"the logits are multiplied by {ratio:.6g}")
         changes: list[tuple[Fault, Formula]] = [(scaled, lambda made: ratio * made), *last_steps()]
+        for name, formula in (("softmax", torch.softmax), ("log_softmax", torch.log_softmax)):
+            changes.append(
+                (Fault("logits-softmaxed", "logits", f"the model returns {name} of the logits"), partial(formula, dim=-1))
+            )
         return next((Ended(Fit((fault,), x), x, "logits") for fault, change in changes if self._are_logits(change(made))), None)
 
     def _normed(self, x: Tensor, right: Tensor) -> Ended | None:

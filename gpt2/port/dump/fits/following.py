@@ -24,7 +24,7 @@ from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.fits.ending import Ending
 from gpt2.port.dump.fits.library import Library
-from gpt2.port.dump.fits.observed import Fit, Observed
+from gpt2.port.dump.fits.observed import IN_ROWS, Fit, Observed
 from gpt2.port.dump.fits.operators import Operators
 from gpt2.port.dump.fits.partial import dropped
 from gpt2.port.dump.fits.placing import placed
@@ -313,7 +313,11 @@ class Following:
 
     def _causes(self, explained: bool) -> Iterator[PlacedCause]:
         groups: dict[tuple[str, str, str], list[Fault]] = {}
+        kept = [one for one in self.faults if one.id == "batch-dependent" and one.layer is not None]
+        follows = [one for one in self.faults if one.id == "position-offset" and kept and one.detail.startswith(IN_ROWS)]
         for fault in self.faults:
+            if fault in follows:  # positions go on with the cache that a row finds
+                continue
             if fault.id in ONE_DECISION:
                 groups.setdefault((fault.id, "", fault.detail if fault.id == "reduced-precision" else ""), []).append(fault)
             else:
