@@ -106,6 +106,10 @@ class Option:
         return (self.label,) if self.base is None else (*self.base.path, self.label)
 
     @property
+    def is_faultless(self) -> bool:
+        return not self.faults and (self.base is None or self.base.is_faultless)
+
+    @property
     def is_parallel(self) -> bool:
         return self.kind is Kind.PARALLEL or (self.base is not None and self.base.is_parallel)
 
@@ -218,7 +222,7 @@ class Chooser:
         for option in options:
             if (recorded := self.recorded(option.value, axes)) is not None:
                 kept.append(option.seen_as(recorded.value))
-            elif option.price == 0:
+            elif option.price == 0 or (self.pool.allowance and option.is_faultless):
                 unseen.append(option)
         wrong = [one for one in others if one.price > 0 and not one.silent] if self.pool.allowance else []
         better = self.seen(wrong, axes) if unseen and not kept else []
