@@ -14,11 +14,15 @@ from support.programs.files import FileBed
 from torch import Tensor
 
 import gpt2
+from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.hypotheses import ALLOWED, MASK_FAULTS, mask_faults
 from gpt2.port.dump.candidates import Candidate, Table
 from gpt2.port.dump.examination import computed_in
 from gpt2.port.dump.fits.partial import looks_dropped
+from gpt2.port.dump.pairs import PairRunner
+from gpt2.port.dump.sieve import Lens
 from gpt2.port.dump.simulation import Program, Simulation, State
+from gpt2.port.dump.spans import Span
 
 LAYERS = MODEL.config.n_layer
 SIMULATION = Simulation(MODEL.state_dict(), MODEL.config, IDS)
@@ -142,10 +146,13 @@ def test_more_faults_are_named_from_the_logits(program: Program, cause: tuple[st
 
 def test_streams_of_several_programs_pass_each_variant() -> None:
     """A block that takes the embeddings ended a search for pairs with an exception, where streams were computed together."""
-    for variant in Table.of(SIMULATION).blocks:
-        program = Candidate(tuple((variant, n) for n in range(LAYERS))).program(SIMULATION)
+    row = SIMULATION.on_ids(IDS[:1])
+    lens = Lens(row, Span(0, LAYERS, "logits", None, row.trace(Program())["logits"]))
+    wholes = [Candidate(tuple((one, n) for n in range(LAYERS))) for one in Table.of(SIMULATION).blocks]
+    for program in (one.program(SIMULATION) for one in wholes):
         if program is not None:
             SIMULATION.on(program)  # sees whether the rows of several streams change one another
+    PairRunner(lens, [one.program(row) or Program() for one in wholes], Deadline()).alone()  # rows of a state, which is no dict
 
 
 MET = [  # what the engine said when it met these sets first

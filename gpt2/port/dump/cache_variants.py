@@ -66,7 +66,7 @@ def _read(part: str, wrong: Places, other: Callable[[Tensor], Tensor] | None, si
         if other is None:
             read = right.diagonal(dim1=-2, dim2=-1)[..., None].expand_as(right)
         else:
-            read = simulation.scores(s | {"attn.k": other(s["attn.k"])}, layer)
+            read = simulation.scores({"attn.q": s["attn.q"], "attn.k": other(s["attn.k"])}, layer)
         return torch.where(places(s), read, right)
 
     def mixed(s: State) -> Tensor:

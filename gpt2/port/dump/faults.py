@@ -125,7 +125,7 @@ def _activated_late(simulation: Simulation, layer: int) -> Stages:
     right = simulation.right(layer)
 
     def result(s: State) -> Tensor:
-        return right["mlp.act"](s | {"mlp.c_fc": right["mlp.c_proj"](s)})
+        return right["mlp.act"]({"mlp.c_fc": right["mlp.c_proj"](s)})
 
     return {"mlp.act": lambda s: s["mlp.c_fc"], "mlp.c_proj": result}
 
