@@ -89,7 +89,7 @@ class PairRunner:
     def alone(self) -> Tensor:
         """Return what each program gives alone (P, T, X), the one that replaces nothing first; NaN behind the deadline."""
         numbers = torch.arange(len(self.programs))
-        out = torch.full((len(numbers), *self.lens.wanted.shape[1:]), torch.nan)
+        out = torch.full((len(numbers), *self.lens.wanted.shape[1:]), torch.nan, dtype=self.simulation.dtype)
         for some, values in self.values(torch.stack([numbers, torch.zeros_like(numbers)], 1)):
             out[some[:, 0]] = values
         return out
