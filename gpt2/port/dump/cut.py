@@ -70,7 +70,7 @@ class Cut:
             for number, program in programs:
                 if self.deadline.passed:
                     return
-                yield [number], self._ended(streams[:, : self.tokens], program)[None]
+                yield [number], self._ended(streams, program)[None, :, : self.tokens]
             return
         state: State = {"x": streams}
         for stage, formula in self.simulation.right(self.layer).items():
