@@ -7,7 +7,7 @@ found there by their labels; misread weights are in :mod:`.misloading`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -17,56 +17,20 @@ from gpt2.config import GPT2Config
 from gpt2.port.diagnosis.activations import activation_faults
 from gpt2.port.diagnosis.attending import MERGED, NO_PROJECTION
 from gpt2.port.diagnosis.hypotheses import SCALES, right_scale, scale_faults, weighings
-from gpt2.port.diagnosis.norms import RMS, Hypothesis, Norms, layer_norm
+from gpt2.port.diagnosis.norms import RMS, layer_norm
 from gpt2.port.diagnosis.scores import Layout, Scoring, wrong_scorings
 from gpt2.port.diagnosis.search import Fault, Formula, Option
 from gpt2.port.diagnosis.weighing import MIXED
-from gpt2.port.diagnosis.wiring import Branch, Embeddings, inputs, outputs, residuals
+from gpt2.port.diagnosis.wiring import Embeddings
 from gpt2.port.dump.norm_variants import SOURCES, more_norm_variants, name_of
 from gpt2.port.dump.simulation import Simulation, Stage, Stages, State
 from gpt2.port.dump.variants import Blame, Replaced, Tops, Variant, joined, on_top
-from gpt2.port.recording.pool import Pool
+from gpt2.port.dump.wiring_variants import Unrecorded, UsualNorms, all_faults, wiring_variants
 
 Scale = Callable[[GPT2Config, int], float]
 MOST_SHIFTS = 33
 TWINS = ("relu6",)  # activations that give most numbers what a commoner one gives
 SHIFTS = (1, 2, 3)  # by how much positions are tried to be off, if embeddings are not shown
-MOVED_NORMS = ("right", "no affine")  # hypotheses that are tried for a norm where GPT-2 has none
-
-
-class Unrecorded(Pool):
-    """A pool without tensors: the factors that a program may multiply with are the usual ones."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        super().__init__()
-        width, layers = simulation.config.n_embd, simulation.config.n_layer
-        roots = [math.sqrt(0.5), math.sqrt(2.0), 1 / math.sqrt(2 * layers), 1 / math.sqrt(layers), math.sqrt(width)]
-        usual = [0.5, 2.0, 0.1, *roots, 1 / math.sqrt(width), 1 / layers, 1 / (2 * layers)]
-        self.usual = [factor for factor in dict.fromkeys(usual) if not math.isclose(factor, 1.0)]
-
-    @classmethod
-    def on(cls, simulation: Simulation) -> Unrecorded:
-        return simulation.remember("unrecorded", simulation.config, lambda: cls(simulation))
-
-    def factors(self, value: Tensor, *axes: int) -> list[float]:
-        return self.usual
-
-
-class UsualNorms(Norms):
-    """The norms that programs put where GPT-2 has none."""
-
-    @classmethod
-    def of(cls, simulation: Simulation) -> UsualNorms:
-        norms = simulation.norms
-        return simulation.remember("usual norms", norms, lambda: cls(norms.config, norms.own))
-
-    def at(self, name: str) -> list[Hypothesis]:
-        return [one for one in super().at(name) if one.label in MOVED_NORMS]
-
-
-def all_faults(option: Option) -> tuple[Fault, ...]:
-    """Return an option's faults and those of the options that it starts from."""
-    return (*(() if option.base is None else all_faults(option.base)), *option.faults)
 
 
 def norm_replaced(part: str, label: str, simulation: Simulation, layer: int) -> Stages:
@@ -87,16 +51,19 @@ def norm_variants(simulation: Simulation, part: str) -> list[Variant]:
         if one.faults:
             replaced = partial(norm_replaced, part, one.label)
             out.append(Variant.of(f"{part} {one.label}", one.faults, replaced, rare, one.mixes_rows))
-    missing = Option.known("stream", simulation.norms.own["wte.weight"][:1])
+    return [*out, _without_norm(simulation, part), *more_norm_variants(simulation, part)]
+
+
+def _without_norm(simulation: Simulation, part: str) -> Variant:
+    stream = Option.known("stream", simulation.norms.own["wte.weight"][:1])
     words = {
         "ln_1": "attention takes the stream as it is, without a norm before it",
         "ln_2": "the feed-forward takes the stream as it is, without a norm before it",
         "ln_f": "the head takes the stream as it is, without the last norm",
     }[part]
-    none = next(one for one in simulation.norms.before(part if part == "ln_f" else f"h.0.{part}", missing, words) if one.silent)
+    none = next(one for one in simulation.norms.before(part if part == "ln_f" else f"h.0.{part}", stream, words) if one.silent)
     source = SOURCES[part]
-    out.append(Variant.of(f"{part} no norm", none.faults, lambda simulation, layer: {part: lambda s: s[source]}))
-    return [*out, *more_norm_variants(simulation, part)]
+    return Variant.of(f"{part} no norm", none.faults, lambda simulation, layer: {part: lambda s: s[source]})
 
 
 def block_variants(simulation: Simulation) -> list[Variant]:
@@ -110,7 +77,7 @@ def block_variants(simulation: Simulation) -> list[Variant]:
         *_layouts(),
         *_comparisons(simulation),
         *_mixtures(),
-        *_wiring(simulation),
+        *wiring_variants(simulation, [_without_norm(simulation, part) for part in ("ln_1", "ln_2")]),
     ]
 
 
@@ -140,77 +107,6 @@ def _weighings(simulation: Simulation) -> Iterator[Variant]:
 
 def _by_formula(stage: str, formula: Formula, source: str) -> Replaced:
     return lambda simulation, layer: {stage: _then(formula, source)}
-
-
-# Wiring: the generators' options, found by their labels
-
-Options = Callable[[Simulation, int, State], Iterable[Option]]
-
-
-def _after_attention(simulation: Simulation, layer: int, s: State) -> Iterable[Option]:
-    attention = Branch(True, s["x"], s["ln_1"], True, [])
-    return residuals(
-        UsualNorms.of(simulation), Unrecorded.on(simulation), layer, attention, Option.known("branch", s["attn.c_proj"])
-    )
-
-
-def _into_feed_forward(simulation: Simulation, layer: int, s: State) -> Iterable[Option]:
-    attention = Branch(True, s["x"], s["ln_1"], True, [])
-    return inputs(UsualNorms.of(simulation), layer, attention, [])
-
-
-def _after_feed_forward(simulation: Simulation, layer: int, s: State) -> Iterable[Option]:
-    attention = Branch(True, s["x"], s["ln_1"], True, [Option.known("attention", s["attn.c_proj"])])
-    feed_forward = Branch(False, s["mid"], s["ln_2"], True, [])
-    result = Option.known("branch", s["mlp.c_proj"])
-    return outputs(UsualNorms.of(simulation), Unrecorded.on(simulation), layer, attention, feed_forward, False, result)
-
-
-def _by_option(simulation: Simulation, stage: str, options: Options) -> Iterator[Variant]:
-    """Yield a variant for each wrong option of a stage."""
-    for option in options(simulation, 0, simulation.right_state(0)):
-        faults = all_faults(option)
-        if faults:
-            yield Variant.of(
-                " ".join((stage or "out", *option.path)), faults, _chosen(stage, options, option.path), len(faults) > 1
-            )
-
-
-def _chosen(stage: str, options: Options, path: tuple[str, ...]) -> Replaced:
-    """Return the stage computed by the option with ``path``; by GPT-2's formula if there is none."""
-
-    def replaced(simulation: Simulation, layer: int) -> Stages:
-        def formula(s: State) -> Tensor:
-            source = s["attn.c_proj" if stage == "mid" else "ln_1" if stage == "ln_2" else "mlp.c_proj"]
-            made, others = simulation.remember((options, layer), source, lambda: _none_made(options(simulation, layer, s)))
-            while path not in made and (one := next(others, None)) is not None:
-                made[one.path] = one
-            return made[path].make() if path in made else simulation.right(layer)[stage](s)
-
-        return {stage: formula}
-
-    return replaced
-
-
-def _none_made(options: Iterable[Option]) -> tuple[dict[tuple[str, ...], Option], Iterator[Option]]:
-    return {}, iter(options)
-
-
-def _wiring(simulation: Simulation) -> Iterator[Variant]:
-    mids = {one.label.removeprefix("mid "): one for one in _by_option(simulation, "mid", _after_attention)}
-    outs = {one.label.removeprefix("out "): one for one in _by_option(simulation, "", _after_feed_forward)}
-    yield from mids.values()
-    yield from outs.values()
-    yield from _by_option(simulation, "ln_2", _into_feed_forward)
-    for label, one in mids.items():
-        if label in outs:
-            yield joined(f"both {label}", one, outs[label])
-        exchanged = label.replace("after 0", "after 1") if "after 0" in label else label
-        if exchanged != label and exchanged in outs:
-            yield joined(f"both {label}, exchanged", one, outs[exchanged])
-    bare = [one for part in ("ln_1", "ln_2") for one in norm_variants(simulation, part) if one.label.endswith(" no norm")]
-    for label in [label for label in mids if "after " in label and label in outs]:
-        yield joined(f"moved {label}", *bare, mids[label], outs[label])
 
 
 # Attention
