@@ -8,8 +8,13 @@ Each fault has the ids of the right answer (several where they are the same comp
 
 from __future__ import annotations
 
-from ..files import pairs
+from pathlib import Path
+
+import numpy as np
+
+from ..files import FileBed, pairs
 from ..second import Shape
+from . import hooked
 
 QKV_OR_HEADS = ("qkv-order", "head-layout")  # q, k, v cut inside each head: one permutation of c_attn's columns
 FLAT = ("transposed", "not-loaded")  # a flat matrix read by the other shape: a turned matrix by mistake, neither by its values
@@ -124,4 +129,44 @@ CLOSURES: dict[str, Fault] = {
 LISTS = {"hooked": HOOKED, "ops": OPS, "closures": CLOSURES}
 FAULTS = {program: {fault: ids for fault, (ids, _, _) in faults.items()} for program, faults in LISTS.items()}
 SHAPES = (Shape(3, 40, 5, 173, 31, 13, 191), Shape(2, 42, 3, 239, 36, 12, 192), Shape(4, 32, 4, 197, 27, 11, 193))
+ONE_A_BLOCK = {
+    "hooked": ("resid_post", "attn_out", "resid_mid", "mlp_out", "z", "post"),
+    "ops": ("inpL", "attn_proj", "norm_2", "act", "inpFF", "Kcur"),
+    "closures": ("out", "attended", "qkv", "middle", "up", "joined"),
+}
+NOT_DUMPED = (  # from one dump to the next, an author leaves out these, by the names of each program
+    (),
+    ("q", "k", "v", "c_attn", "Qcur", "Kcur", "Vcur", "qkv", "embed", "pos_embed", "inp", "embedded"),
+    ("attn_scores", "KQ_masked", "scores", "pre", "fc", "up", "ln1.scale", "ln2.scale"),
+    ("pattern", "KQ_soft_max", "weights", "z", "KQV_merged", "joined", "ln_final.normalized", "result_norm", "normed"),
+    ("ln1.normalized", "ln2.normalized", "norm_1", "norm_2", "norm1", "norm2", "resid_mid", "inpFF", "middle", "ffn_out", "down"),
+)
 PAIRS = {program: pairs(faults, f"13 {program}") for program, faults in LISTS.items()}
+KINDS = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+
+
+class ThirteenthBed(FileBed):
+    """The models and programs of this set. The C program reads ``weights.bin``: two sizes, then the tensors in their order."""
+
+    TABLES = 0.5
+    NUMPY = "hooked", hooked.run
+    COMPILED = "ops", Path(__file__).with_name("ops.c"), ("cc", "-O1", "-std=gnu11")
+    NODE = "closures", Path(__file__).with_name("closures.mjs")
+    ONE_A_BLOCK = ONE_A_BLOCK
+    NOT_DUMPED = NOT_DUMPED
+
+    def __init__(self, folder: Path, shape: Shape) -> None:
+        super().__init__(folder, shape)
+        names = ["wte.weight", "wpe.weight"]
+        names += [f"h.{n}.{kind}.{part}" for n in range(shape.layers) for kind in KINDS for part in ("weight", "bias")]
+        names += ["ln_f.weight", "ln_f.bias"]
+        with (folder / "weights.bin").open("wb") as file:
+            file.write(np.array([shape.width, shape.vocab], "<i4").tobytes())
+            for name in names:
+                file.write(self.weights[name].astype("<f4").tobytes())
+
+    def weights_file(self, program: str) -> Path:
+        return self.folder / "weights.bin" if program == self.COMPILED[0] else super().weights_file(program)
+
+
+missing = ThirteenthBed.missing
