@@ -1,11 +1,11 @@
-"""Measure `gpt2 diagnose DUMP` on sets of programs that were written after it: tests/support/programs/second ... twelfth.
+"""Measure `gpt2 diagnose DUMP` on sets of programs that were written after it: tests/support/programs/second ... thirteenth.
 
     python tools/second_dump_table.py --seconds 200 --seed 1           # dumps in an order drawn from a seed, for so long
     python tools/second_dump_table.py --level logits --pairs           # two faults at once
     python tools/second_dump_table.py --right 36                       # programs without a fault
-    python tools/second_dump_table.py --sixth --once                   # the sixth set, each fault once; so --third ... --twelfth
+    python tools/second_dump_table.py --sixth --once                   # the sixth set, each fault once; --third to --thirteenth
     python tools/second_dump_table.py --seventh --half A --once        # one of the two halves of the seventh, or the eighth
-    python tools/second_dump_table.py --eighth --once --pairs --level full  # its 24 pairs; so for the ninth to twelfth
+    python tools/second_dump_table.py --eighth --once --pairs --level full  # its 24 pairs; so for the ninth to thirteenth
 
 Random models of three sizes; names are shuffled and say nothing. A dump whose fault changes the logits (against our own model,
 in float64) by less than four times the rounding of the right program's is left out. Each dump is a line of JSON on stdout.
@@ -33,7 +33,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from support.programs import eighth, eleventh, fifth, fourth, ninth, second, seventh, sixth, tenth, third, twelfth
+from support.programs import eighth, eleventh, fifth, fourth, ninth, second, seventh, sixth, tenth, third, thirteenth, twelfth
 from support.programs.second import DTYPES, LEVELS, Bed
 
 import gpt2
@@ -54,6 +54,7 @@ FAULTS = (
     | tenth.FAULTS
     | eleventh.FAULTS
     | twelfth.FAULTS
+    | thirteenth.FAULTS
 )
 SETS = {
     "third": (third, third.ListBed),
@@ -66,6 +67,7 @@ SETS = {
     "tenth": (tenth, tenth.TenthBed),
     "eleventh": (eleventh, eleventh.EleventhBed),
     "twelfth": (twelfth, twelfth.TwelfthBed),
+    "thirteenth": (thirteenth, thirteenth.ThirteenthBed),
 }
 CAN_RUN = {"nested": lambda: shutil.which("node"), "rust": fourth.compiler, "java": lambda: not fifth.missing()}
 CAN_RUN |= {name: lambda name=name: not sixth.missing(name) for name in sixth.FAULTS}
@@ -75,6 +77,7 @@ CAN_RUN |= {name: lambda name=name: not ninth.missing(name) for name in ninth.FA
 CAN_RUN |= {name: lambda name=name: not tenth.missing(name) for name in tenth.FAULTS}
 CAN_RUN |= {name: lambda name=name: not eleventh.missing(name) for name in eleventh.FAULTS}
 CAN_RUN |= {name: lambda name=name: not twelfth.missing(name) for name in twelfth.FAULTS}
+CAN_RUN |= {name: lambda name=name: not thirteenth.missing(name) for name in thirteenth.FAULTS}
 
 
 @functools.cache
@@ -168,7 +171,7 @@ def main() -> int:
         half |= dict.fromkeys(seventh.HALF_A | eighth.HALF_A, "A")
         asked = {name: [fault for fault in FAULTS[name] if options.half in (None, half[name, fault])] for name in names}
         sets = {name: list(itertools.combinations(asked[name], 2 if options.pairs else 1)) for name in names}
-        if options.pairs and chosen in (eighth, ninth, tenth, eleventh, twelfth):
+        if options.pairs and chosen in (eighth, ninth, tenth, eleventh, twelfth, thirteenth):
             sets = {name: [pair for pair in chosen.PAIRS[name] if set(pair) <= set(asked[name])] for name in names}
         todo = [(*kind, faults) for kind in kinds for faults in sets[kind[0]]]
         draw.shuffle(todo)

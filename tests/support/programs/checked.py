@@ -1,4 +1,4 @@
-"""How a set's programs are checked: right but for their faults, at each value they show (tenth to twelfth sets)."""
+"""How a set's programs are checked: right but for their faults, at each value they show (tenth to thirteenth sets)."""
 
 from __future__ import annotations
 
