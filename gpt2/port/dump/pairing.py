@@ -1,4 +1,4 @@
-"""Find the pairs of faults that give a program's values, by what they make of its first tokens: common ones, and then rarer ones.
+"""Find the pairs of faults that give a program's values, by what they make of its first tokens; common faults first.
 
 No token sees a later one. So a pair that does not give the first token's values is not the program's, and neither is one that
 does not give the first two: each prefix leaves fewer pairs for the next. Faults by which a token sees later ones are tried on all
