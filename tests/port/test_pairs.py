@@ -81,7 +81,7 @@ def test_a_pair_gives_here_what_it_gives_alone(model: GPT2, tokens: int) -> None
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 3, IDS.shape[1]])
 def test_a_pair_around_a_cut_gives_what_it_gives_alone(model: GPT2, tokens: int) -> None:
     """One fault before the last block, or before what is behind it, and one in there; by some a token sees later ones."""
     exact = Simulation(model.state_dict(), CONFIG, IDS[:1])

@@ -51,8 +51,8 @@ class Cut:
         """
         wide = self.simulation.config.inner
         found, errors = [torch.zeros(0, 2, dtype=torch.long)], [torch.zeros(0)]
-        for tokens in (self.tokens, entering.shape[1]):
-            some = [number for number, one in enumerate(later) if one == (tokens != self.tokens)]
+        for sees_later, tokens in ((False, self.tokens), (True, entering.shape[1])):
+            some = [number for number, one in enumerate(later) if one == sees_later]
             streams, twins = entering[:, :tokens].unique(dim=0, return_inverse=True)
             rows = max(1, MAX_ELEMENTS // (tokens * wide))
             for part, begin in zip(streams.split(rows), range(0, len(streams), rows), strict=True) if some else ():
