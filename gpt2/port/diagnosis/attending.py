@@ -68,14 +68,11 @@ class Attending:
 
     def _as_one(self, faults: list[Fault]) -> list[Fault]:
         """Return faults; weights and values of one head alone, whose projections are not recorded, are all of that head."""
-        shared = [one for one in faults if one.kind.startswith("head ")]
-        if (
-            len(shared) < 2
-            or len({one.kind for one in shared}) > 1
-            or any(part.error is not None for part in self.parts.values())
-        ):
+        shared = [one for one in faults if one.head is not None]
+        recorded = any(part.error is not None for part in self.parts.values())
+        if recorded or len(shared) < 2 or len({one.head for one in shared}) > 1:
             return faults
-        words = f"c_attn has the columns of {shared[0].kind} in place of every head's"
+        words = f"c_attn has the columns of head {shared[0].head} in place of every head's"
         return [*(one for one in faults if one not in shared), Fault("qkv-order", "attn.c_attn", words)]
 
     def _keep(self, part: str, value: Tensor) -> None:

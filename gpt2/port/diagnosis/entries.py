@@ -75,7 +75,8 @@ def misread_c_attn(ours: Tensor, config: GPT2Config) -> Iterator[Misreading]:
     """Yield misreadings of c_attn's whole weight (D, 3D) or bias (3D,)."""
     if ours.ndim == 2:
         yield from cut_c_attn(ours)
-    yield from reordered_c_attn(ours, config)
+    for order in orders_of_c_attn(config):
+        yield Misreading(ours.index_select(-1, order.index), order.id, order.words)
 
 
 def cut_c_attn(weight: Tensor) -> Iterator[Misreading]:
@@ -86,20 +87,30 @@ def cut_c_attn(weight: Tensor) -> Iterator[Misreading]:
     yield Misreading(torch.cat([*weight.reshape(3, len(weight), -1)], -1), "qkv-order", words, evidence)
 
 
-def reordered_c_attn(ours: Tensor, config: GPT2Config) -> Iterator[Misreading]:
-    """Yield c_attn's weight or bias with its columns in other orders."""
-    thirds = ours.chunk(3, -1)
+@dataclass(frozen=True)
+class Order:
+    """Another order of c_attn's columns: ``index`` (3D,) has the column that is read at each place."""
+
+    index: Tensor
+    id: str
+    words: str
+
+
+def orders_of_c_attn(config: GPT2Config) -> Iterator[Order]:
+    """Yield the orders in which a port may take the columns of c_attn's weight or bias; GPT-2's own is among them."""
+    columns = torch.arange(3 * config.n_embd)
+    thirds = columns.chunk(3)
     for order in itertools.permutations(range(3)):
         got = ", ".join(f"{'qkv'[i]} from {'qkv'[j]}" for i, j in enumerate(order) if i != j)
-        yield Misreading(torch.cat([thirds[j] for j in order], -1), "qkv-order", f"has its thirds in another order ({got})")
+        yield Order(torch.cat([thirds[j] for j in order]), "qkv-order", f"has its thirds in another order ({got})")
     sizes = {"q|k|v": 3, "head": config.n_head, "unit": config.head_dim}
     for axes in itertools.permutations(sizes):
         words = f"has its columns read as ({', '.join(axes)}); the checkpoint has (q|k|v, head, unit)"
-        yield Misreading(ours.index_select(-1, reading(sizes, axes)), "head-layout", words)
-    heads = ours.unflatten(-1, (3, config.n_head, -1))
-    for head in range(config.n_head if config.n_head > 1 else 0):
-        one = heads[..., head, None, :].expand_as(heads).flatten(-3)
-        yield Misreading(one, "qkv-order", f"has the columns of head {head} in place of every head's")
+        yield Order(reading(sizes, axes), "head-layout", words)
+    heads = columns.view(3, config.n_head, -1)
+    for head in range(config.n_head):
+        one = heads[:, head, None].expand_as(heads).flatten()
+        yield Order(one, "qkv-order", f"has the columns of head {head} in place of every head's")
 
 
 def misread(part: str, ours: Tensor, config: GPT2Config) -> Iterator[Misreading]:

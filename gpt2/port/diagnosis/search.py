@@ -33,7 +33,7 @@ class Fault:
     ("ln_1", "ln_2") that may have moved from before the branch to after it. ``fitted``: a factor was fitted. ``layer``: the
     running block's number, None outside. ``error``: of the match that shows the fault. ``fix``: the corrected line, if it is not
     that of the table. ``share``: "q", "k" or "v", if only that third of c_attn is concerned. ``leaf``: "bias", if only a
-    layer's bias is.
+    layer's bias is. ``head``: the one that stands for all heads.
     """
 
     id: str
@@ -47,6 +47,7 @@ class Fault:
     fix: str | None = None
     share: str = ""
     leaf: str = ""
+    head: int | None = None
 
     @property
     def place(self) -> Place:

@@ -137,7 +137,7 @@ class Weighing:
         right = next(attention_weights(self.scaled(scoring, factor), factor)).value
         for head in range(scoring.heads if scoring.heads > 1 else 0):
             words = f"every head mixes its values with the weights of head {head}"
-            fault = Fault("head-layout", "attn", words, f"head {head}", fix=OWN_WEIGHTS)
+            fault = Fault("head-layout", "attn", words, fix=OWN_WEIGHTS, head=head)
             yield Option.known(f"head {head}", right[:, head, None].expand_as(right), fault, factor=factor, cost=cost)
         if scoring.heads > 1:
             fault = Fault(
@@ -166,7 +166,7 @@ class Weighing:
             words = f"every head mixes the values of head {head}"
             yield (
                 values[:, head, None].expand_as(values),
-                (Fault("head-layout", "attn.c_attn", words, f"head {head}", fix=OWN_WEIGHTS, share="v"),),
+                (Fault("head-layout", "attn.c_attn", words, fix=OWN_WEIGHTS, share="v", head=head),),
             )
 
     def _mixed(self, scoring: Scoring, weights: Tensor) -> Recorded | None:

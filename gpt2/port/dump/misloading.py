@@ -91,15 +91,9 @@ def loading_variants(simulation: Simulation) -> list[Variant]:
     ]
 
 
-def _nth_c_attn(number: int, leaves: tuple[str, ...]) -> Change:
-    def change(weights: Mapping[str, Tensor], config: GPT2Config) -> Mapping[str, Tensor]:
-        out = {}
-        for leaf in leaves:
-            name = f"attn.c_attn.{leaf}"
-            out[name] = list(entries.reordered_c_attn(weights[name], config))[number].tensor
-        return out
-
-    return change
+def _reordered(index: Tensor, leaves: tuple[str, ...]) -> Change:
+    names = [f"attn.c_attn.{leaf}" for leaf in leaves]
+    return lambda weights, config: {name: weights[name].index_select(-1, index) for name in names}
 
 
 def _nth_cut(number: int) -> Change:
@@ -123,13 +117,13 @@ def _orders(weights: Mapping[str, Tensor], config: GPT2Config) -> Iterator[Varia
             without = misread(lack, Fault("", "", ""), _cut_without_bias(number), *stages)
             faults = [Fault(one.id, name, words), Fault("missing-bias", "attn.c_attn", f"the {lack} have no bias")]
             yield Variant.of(f"{words}, {lack} without bias", faults, joined("", cut, without).replaced)
-    for number, one in enumerate(entries.reordered_c_attn(weights[name], config)):
-        if torch.equal(one.tensor, weights[name]):
-            continue
+    for number, order in enumerate(entries.orders_of_c_attn(config)):
+        if torch.equal(order.index, torch.arange(len(order.index))):
+            continue  # GPT-2's own
         part = "attn.c_attn"
         for leaves, what in ((("weight", "bias"), "c_attn"), (("weight",), "c_attn's weight"), (("bias",), "c_attn's bias")):
-            fault = Fault(one.id, part, f"{what} {one.words}")
-            yield misread(f"{what} {number} {one.words}", fault, _nth_c_attn(number, leaves), *QKV)
+            fault = Fault(order.id, part, f"{what} {order.words}")
+            yield misread(f"{what} {number} {order.words}", fault, _reordered(order.index, leaves), *QKV)
 
 
 def _third(share: int, leaves: tuple[str, ...], number: int) -> Change:
