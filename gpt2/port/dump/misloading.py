@@ -107,7 +107,7 @@ def _cut_without_bias(number: int) -> Change:
 
 
 def _orders(weights: Mapping[str, Tensor], config: GPT2Config) -> Iterator[Variant]:
-    """Yield c_attn's weight cut otherwise, and orders of its columns, of the weight and the bias or of the weight alone."""
+    """Yield c_attn's weight cut otherwise, and orders of its columns, of weight and bias or of one of them alone."""
     name = "attn.c_attn.weight"
     for number, one in enumerate(entries.cut_c_attn(weights[name])):
         words = f"c_attn's weight {one.words}"

@@ -37,14 +37,18 @@ def _strided(name: str, turned: bool, stride: int, simulation: Simulation, layer
     if layer == 0:
         return {}
 
+    this = object()
+
     def held() -> dict[str, Tensor]:
-        return simulation.remember(("strided", name, turned, layer), simulation.state, make)
+        return simulation.remember("strided", this, make)  # of one variant and block at a time
 
     def make() -> dict[str, Tensor]:
-        stored = [simulation.weights(n)[name] for n in range(simulation.config.n_layer)]
-        stored = [one.T if turned else one for one in stored]
-        flat = torch.cat([one.flatten() for one in stored])
-        own = flat[layer * stride :][: stored[0].numel()].view_as(stored[0])
+        size = simulation.weights(0)[name].numel()
+        first, begin = divmod(layer * stride, size)
+        both = [simulation.weights(n)[name] for n in (first, min(first + 1, layer))]
+        flat = torch.cat([(one.T if turned else one).flatten() for one in both])
+        shape = both[0].T.shape if turned else both[0].shape
+        own = flat[begin : begin + size].view(shape)
         return {name: own.T if turned else own}
 
     return {stage: reading(simulation, layer, stage, held) for stage in READERS[name.rpartition(".")[0]]}

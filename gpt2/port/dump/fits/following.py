@@ -24,7 +24,7 @@ from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.fits.ending import Ending
 from gpt2.port.dump.fits.library import Library
-from gpt2.port.dump.fits.observed import IN_ROWS, Fit, Observed
+from gpt2.port.dump.fits.observed import Fit, Observed
 from gpt2.port.dump.fits.operators import Operators
 from gpt2.port.dump.fits.partial import dropped
 from gpt2.port.dump.fits.placing import placed
@@ -68,6 +68,7 @@ class Following:
         self.faults: list[Fault] = []
         self.guessed: set[tuple[int | None, str]] = set()  # places whose value is the dump's, and nothing else gives it
         self.first: Divergence | None = None
+        self.is_first_row_embedded = False  # right, and another row of the batch is not
 
     def run(self) -> Followed:
         explained = False
@@ -99,6 +100,7 @@ class Following:
             rows = seen.wrong_rows()
             fit = dropped(seen, rows, "embed") or embedding_fit(seen, self.ids, wte, wpe, rows)
             if fit is not None:
+                self.is_first_row_embedded = not bool(rows[0].any())
                 return self._kept(None, "embed", seen, fit)
         if (fit := placed(self.arrays, self.simulation, self.ids, right, self.library.in_time)) is None:
             return right
@@ -313,10 +315,11 @@ class Following:
 
     def _causes(self, explained: bool) -> Iterator[PlacedCause]:
         groups: dict[tuple[str, str, str], list[Fault]] = {}
-        kept = [one for one in self.faults if one.id == "batch-dependent" and one.layer is not None]
-        follows = [one for one in self.faults if one.id == "position-offset" and kept and one.detail.startswith(IN_ROWS)]
+        finds_cache = self.is_first_row_embedded and any(
+            one.id == "batch-dependent" and one.layer is not None for one in self.faults
+        )
         for fault in self.faults:
-            if fault in follows:  # positions go on with the cache that a row finds
+            if finds_cache and fault.id == "position-offset":  # positions go on with the cache that a row finds
                 continue
             if fault.id in ONE_DECISION:
                 groups.setdefault((fault.id, "", fault.detail if fault.id == "reduced-precision" else ""), []).append(fault)

@@ -22,7 +22,6 @@ MOST_TOKENS = 256  # that are counted
 NICE = 2e-4  # the largest relative error of a fitted coefficient that was meant to be a simple number
 MAX_TERMS = 4
 SHOWN = 4
-IN_ROWS = ("in row ", "in some rows ")  # how the words of a fault begin that some rows of a batch have
 LEAST_ENTRIES = 48  # from which on it is no chance that a prediction follows a departure
 UNEXPLAINED = 0.25  # the largest share of a departure that a prediction without a fitted number may leave
 
@@ -103,7 +102,7 @@ def where(rows: Tensor) -> str:
     if len(tokens) < 2 or bool(rows.all()) or not torch.equal(rows, rows.any(0).expand_as(rows)):
         batch = rows.any(1).nonzero().flatten().tolist()
         if bool(rows.any()) and len(batch) < len(rows) and bool(rows[batch].all()):
-            return f"{IN_ROWS[0]}{batch[0]} of the batch alone: " if len(batch) == 1 else f"{IN_ROWS[1]}of the batch: "
+            return f"in row {batch[0]} of the batch alone: " if len(batch) == 1 else "in some rows of the batch: "
         if len(tokens) != 1 or rows.shape[1] == 1:
             return ""
     if tokens[0] >= 2 and tokens == list(range(tokens[0], rows.shape[1])):
