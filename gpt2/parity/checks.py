@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -22,6 +22,7 @@ from gpt2.checkpoint.keys import PREFIX, from_file, layer, to_file
 from gpt2.checkpoint.loading import require_vocabulary
 from gpt2.config import GPT2Config
 from gpt2.measure.metrics import differing_bits, worst_relative_error
+from gpt2.measure.rounding import rounding_noise
 from gpt2.measure.tracing import root_of
 from gpt2.model import GPT2
 from gpt2.parity import reference
@@ -126,6 +127,12 @@ class Subject:
         """Our model in ``dtype``, as a user loads it."""
         return self._shared(self.build(self.checkpoint.path, self.dtype))
 
+    @contextmanager
+    def noisily(self, what: str, seed: int, receive: Receive | None = None) -> Iterator[Streamed]:
+        """Return a context in which the ``noisy`` model computes in float64, each result off by a rounding to ``dtype``."""
+        with self.exactly(self.noisy, f"{what}, with random rounding errors", receive) as streamed, rounding_noise(self.dtype, seed):
+            yield streamed
+
     @cached_property
     def reference_rounded(self) -> nn.Module:
         """transformers' model in ``dtype``."""
@@ -135,6 +142,15 @@ class Subject:
                 vars(block.attn)["reorder_and_upcast_attn"] = self.config.reorder_and_upcast_attn
             return model
         return self._shared(reference.load_reference(self.folder, self.dtype))
+
+    @cached_property
+    def noisy(self) -> nn.Module:
+        """transformers' model of the weights in ``dtype``, to run in float64 with noise (:mod:`gpt2.measure.rounding`)."""
+        source = self.reference_rounded
+        model = deepcopy(source, {id(p): nn.Parameter(p.data) for p in source.parameters()})
+        for block in root_of(model).h:
+            vars(block.attn)["reorder_and_upcast_attn"] = False
+        return model
 
     def _shared(self, model: Model) -> Model:
         """Let ``model`` use our copy of each parameter in memory, where every bit is the same."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gpt2.measure.metrics import FLOAT64_BOUND, ROUNDING_RATIO, Progress, silent
+from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent
+from gpt2.measure.rounding import FORWARD_RATIO, TRAINING_RATIO, root_mean_square
 from gpt2.pages.reports import dtype_label
 from gpt2.parity.report import EXACT, MAPPING, ROUNDING, Check, Point
 
@@ -63,9 +64,11 @@ class Findings:
         """Add a relative error in float64; only rounding is allowed."""
         self.points[id].append(Point(name, error, FLOAT64_BOUND))
 
-    def rounding(self, id: str, name: str, ours: float, reference: float) -> None:
-        """Add our error and transformers' in the same dtype, both against the float64 run."""
-        self.points[id].append(Point(name, ours, ROUNDING_RATIO * reference, reference))
+    def rounding(self, id: str, name: str, ours: float, reference: float, *noise: float) -> None:
+        """Add our error and transformers' in the same dtype, and those of noisy runs, all against the float64 run."""
+        explained = root_mean_square(noise)
+        ratio = TRAINING_RATIO if PLAN[id][2] else FORWARD_RATIO
+        self.points[id].append(Point(name, ours, ratio * explained, explained, reference))
 
     def settle(self, *finished: str) -> None:
         """End a step, and the checks that it ``finished``. Raises DifferenceFound: a point does not hold."""

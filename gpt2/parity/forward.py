@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from gpt2.decoder import Decoder
 from gpt2.generation import generate
 from gpt2.measure.allocator import give_back_freed_memory
-from gpt2.measure.metrics import ROUNDING_RATIO, max_abs, relative_error, worst_relative_error
+from gpt2.measure.metrics import max_abs, relative_error, worst_relative_error
+from gpt2.measure.rounding import FORWARD_RATIO
 from gpt2.measure.tracing import Recorded, points, stepwise, trace_steps
 from gpt2.model import GPT2
 from gpt2.pages.reports import dtype_label
@@ -23,6 +24,7 @@ from gpt2.parity.checks import Probe, Subject, head_of, hidden_of
 from gpt2.parity.reference import reference_cache
 
 GREEDY_TOKENS = 24
+SAMPLES = 2  # runs with random rounding errors, each with the rows of a batch of its own
 CHUNK = 128  # positions whose logits are compared at a time
 SINGLE_TOKENS = 2  # read through the cache: the second one reads what the first one wrote
 MISSING = torch.tensor(math.nan)  # stands for a missing point: NaN fails any bound
@@ -41,18 +43,16 @@ def lockstep(*walks: Walk[T]) -> Generator[tuple[T | None, ...]]:
 def forward(subject: Subject) -> None:
     """Compare a forward pass at every point; each row of a batch must give what it gives alone."""
     text, where = _greedy(subject)
-    expected, rounded = _activations(subject, torch.cat((subject.probe.rows, text)))
-    _text(subject, text[0], where, expected[-1], rounded[-1])
-    del rounded
-    give_back_freed_memory()
-    _parts(subject, expected[:-1])
-    del expected
+    expected, noise = _activations(subject, torch.cat((subject.probe.rows, text)))
+    _text(subject, text[0], where, expected[-1], [each[-1] for each in noise])
+    _parts(subject, expected[:-1], [each[:-1] for each in noise])
+    del expected, noise
     give_back_freed_memory()
     _windows(subject)
 
 
-def _activations(subject: Subject, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Compare all four models at every point, block by block; return transformers' logits, in float64 and in ``dtype``."""
+def _activations(subject: Subject, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Compare all models at every point, block by block; return transformers' logits in float64, and those with noise."""
     findings, label = subject.findings, dtype_label(subject.dtype)
 
     def exactly(model: nn.Module, what: str) -> Walk[Recorded]:
@@ -62,29 +62,39 @@ def _activations(subject: Subject, rows: Tensor) -> tuple[Tensor, Tensor]:
 
         return walk
 
+    _ = subject.noisy  # made before a walk begins: a later copy would have the walk's hooks
+
+    def noisily(emit: Callable[[Recorded], None]) -> None:
+        with subject.noisily("float64: activations", seed=0):
+            trace_steps(subject.noisy, rows.repeat(SAMPLES, 1), emit)
+
     walks: list[Walk[Recorded]] = [exactly(subject.reference, "transformers"), exactly(subject.ours, "ours")]
     walks += [partial(trace_steps, model, rows) for model in (subject.ours_rounded, subject.reference_rounded)]
+    walks.append(noisily)
     seen: list[str] = []
     logits: list[Tensor] = []
+    noise: list[Tensor] = []
     with closing(lockstep(*walks)) as every_step:  # a difference, or Ctrl-C, ends the threads
         for steps in every_step:
-            expected, exact, ours, reference = (step or {} for step in steps)
+            expected, exact, ours, reference, noisy = (step or {} for step in steps)
             for name, tensor in expected.items():
                 findings.mapping("activations", name, worst_relative_error(exact.get(name, MISSING), tensor))
-                errors = (relative_error(each.get(name, MISSING), tensor) for each in (ours, reference))
-                findings.rounding("rounding", name, *errors)
+                samples = noisy[name].chunk(SAMPLES) if len(noisy[name]) > len(tensor) else [noisy[name]]  # wpe has one row
+                found = (ours.get(name, MISSING), reference.get(name, MISSING), *samples)
+                findings.rounding("rounding", name, *(relative_error(each, tensor) for each in found))
+                if name == "logits":
+                    logits, noise = [tensor], list(samples)
             seen += expected
-            logits = [step["logits"] for step in (expected, reference) if "logits" in step]
             findings.progress(f"{label}: activations")
             findings.settle()
     if seen != points(subject.config.n_layer):
         raise RuntimeError(f"the trace of transformers' model lacks {set(points(subject.config.n_layer)) - set(seen)}")
     findings.settle("activations")
-    return logits[0], logits[1]
+    return logits[0], noise
 
 
-def _parts(subject: Subject, expected: Tensor) -> None:
-    """Compare what our model gives through the cache and with padding: in float64, and in ``dtype`` beside transformers."""
+def _parts(subject: Subject, expected: Tensor, noise: list[Tensor]) -> None:
+    """Compare what our model gives through the cache and with padding: in float64, and in ``dtype``, as far off as ``noise``."""
     findings, label, probe = subject.findings, dtype_label(subject.dtype), subject.probe
     with subject.exactly(subject.ours, "float64: cache and padding"):
         for check, name, logits, exact in _ways(probe, _Reader(subject.ours), expected):
@@ -92,24 +102,27 @@ def _parts(subject: Subject, expected: Tensor) -> None:
             findings.settle()
     findings.settle("padding")
     findings.progress(f"{label}: cache and padding")
-    models = _Reader(subject.ours_rounded), _Reader(subject.reference_rounded)
-    for ours, reference in zip(*(_ways(probe, model, expected, whole=False) for model in models), strict=True):
-        findings.rounding("rounding", ours[1], *(relative_error(logits, exact) for _, _, logits, exact in (ours, reference)))
+    read = [_Reader(subject.ours_rounded), _Reader(subject.reference_rounded), *noise]
+    for each in zip(*(_ways(probe, logits, expected, whole=False) for logits in read), strict=True):
+        findings.rounding("rounding", each[0][1], *(relative_error(logits, exact) for _, _, logits, exact in each))
     findings.settle()
 
 
-def _ways(probe: Probe, model: _Reader, expected: Tensor, whole: bool = True) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+def _ways(
+    probe: Probe, model: _Reader | Tensor, expected: Tensor, whole: bool = True
+) -> Iterator[tuple[str, str, Tensor, Tensor]]:
     """Yield (check, point, logits, the expected ones) for the parts of a cached text, and for padded rows.
 
     Through the cache, a model reads a prompt, two tokens one by one, and the rest in one piece; ``whole`` reads the padded rows
-    without it too, as the padded prompt is read.
+    without it too, as the padded prompt is read. Of a model that was not read so, its logits (3, T, V) are taken: another way to
+    read changes no more than the order of a few sums.
     """
     rows, (padded, mask) = probe.rows, probe.padded()
     length = rows.size(1)
     half, single = length // 2, min(SINGLE_TOKENS, length // 4)
     ends = {"prefill": half, "single tokens": half + single, "chunk": length}
     sizes = _sizes(length)
-    cached, start = model.read_in_parts(rows, sizes, None), 0
+    cached, start = model if isinstance(model, Tensor) else model.read_in_parts(rows, sizes, None), 0
     for part, end in ends.items():
         if end > start:
             yield "cache", f"logits ({part})", cached[:, start:end], expected[:, start:end]
@@ -117,6 +130,9 @@ def _ways(probe: Probe, model: _Reader, expected: Tensor, whole: bool = True) ->
     real, alone = mask.bool(), torch.zeros_like(mask, dtype=torch.bool)
     for row, count in zip(alone, probe.padding, strict=True):
         row[: length - count] = True
+    if isinstance(model, Tensor):
+        yield "padding", "logits (padded rows, cached)", model[alone], expected[alone]
+        return
     if whole:
         yield "padding", "logits (padded rows)", model.read(padded, mask=mask)[real], expected[alone]
     yield "padding", "logits (padded rows, cached)", model.read_in_parts(padded, sizes, mask)[real], expected[alone]
@@ -179,6 +195,8 @@ def _windows(subject: Subject) -> None:
         if index == 0:
             findings.progress(f"{dtype_label(subject.dtype)}: context 1")
             rounded = [hidden_of(model, ids) for model in (subject.ours_rounded, subject.reference_rounded)]
+            with subject.noisily(what, seed=1):
+                rounded.append(hidden_of(subject.noisy, ids))
             for part in _chunks(len(window)):
                 errors = (relative_error(each[:, part], expected[:, part]) for each in rounded)
                 findings.rounding("rounding", _named("ln_f", index, part), *errors)
@@ -212,15 +230,15 @@ def _greedy(subject: Subject) -> tuple[Tensor, slice]:
     return row, slice(prompt, end)
 
 
-def _text(subject: Subject, row: Tensor, text: slice, exact: Tensor, rounded: Tensor) -> None:
+def _text(subject: Subject, row: Tensor, text: slice, exact: Tensor, noise: list[Tensor]) -> None:
     """Compare a greedy text of ours with transformers' best id after each of its tokens, by its float64 logits (T, V).
 
     Our text was generated in ``dtype``. So the logit of an id may be lower than the best by what the rounding of two logits
-    explains: by the rule of rounding, 1.5 times the largest error of transformers' own logits, ``rounded``.
+    explains: by the rule of rounding, twice the largest error of the logits with ``noise``.
     """
     before = slice(text.start - 1, text.stop - 1)
     logits = exact[before].double()
     lower = logits.amax(-1) - logits.gather(-1, row[text, None])[:, 0]
-    explained = 2 * ROUNDING_RATIO * max_abs(rounded[before], exact[before])
+    explained = 2 * FORWARD_RATIO * max(max_abs(each[before], exact[before]) for each in noise)
     subject.findings.exact("text", "text (generated with the cache)", int((~(lower <= explained)).sum()))
     subject.findings.settle("text")

@@ -22,11 +22,15 @@ RUNNING, INTERRUPTED, AT_DIFFERENCE = "to do", "interrupted", "stopped at the fi
 
 @dataclass(frozen=True)
 class Point:
-    """One compared value; it holds if ``error`` <= ``bound``. Rounding bounds follow from ``reference_error``."""
+    """One compared value; it holds if ``error`` <= ``bound``, which for rounding is a multiple of what rounding ``explained``.
+
+    ``reference_error`` is transformers' own. It decides nothing about our model; see :attr:`imprecise`.
+    """
 
     name: str
     error: float
     bound: float
+    explained: float | None = None
     reference_error: float | None = None
 
     @property
@@ -34,15 +38,20 @@ class Point:
         return self.error <= self.bound
 
     @property
+    def imprecise(self) -> bool:
+        """Whether transformers' own rounding error is over the bound: this process computes products imprecisely."""
+        return self.reference_error is not None and not self.reference_error <= self.bound
+
+    @property
     def ratio(self) -> float:
-        """The distance from the bound: our rounding error over transformers', or the error over the bound."""
-        unit = self.bound if self.reference_error is None else self.reference_error
+        """Our error over what rounding explains, or over the bound."""
+        unit = self.bound if self.explained is None else self.explained
         return self.error / unit if unit else (0.0 if self.error == 0 else float("inf"))
 
     @property
     def amount(self) -> str:
         """The error as text: a ratio of two errors, a count of differing entries, or an error."""
-        if self.reference_error is not None:
+        if self.explained is not None:
             return f"× {self.ratio:.2f}"
         return f"{self.error:,.0f} differ" if self.bound == 0 else f"{self.error:.1e}"
 

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from gpt2.checkpoint.keys import PREFIX
 from gpt2.measure.allocator import give_back_freed_memory
-from gpt2.measure.metrics import ROUNDING_RATIO, relative_error, token_losses, worst_relative_error
+from gpt2.measure.metrics import relative_error, token_losses, worst_relative_error
+from gpt2.measure.rounding import TRAINING_RATIO, root_mean_square
 from gpt2.pages.reports import dtype_label
 from gpt2.parity.checks import FIRST_SEQUENCES, Subject, head_of, hidden_of
 from gpt2.parity.forward import MISSING, lockstep
@@ -40,7 +41,7 @@ class Step:
     losses: Tensor | None = None  # (B, T)
 
 
-Errors = defaultdict[str, tuple[list[float], list[float]]]  # of each parameter and sequence: ours, and transformers'
+Errors = defaultdict[str, tuple[list[float], ...]]  # of each parameter and sequence: ours, transformers', and with noise
 NOTHING = Step(None, -1, {}, {})
 Walk = Callable[[Callable[[Step], None]], None]
 
@@ -167,7 +168,7 @@ def rounded_gradients(subject: Subject) -> None:
     follow, and the root mean square over all decides.
     """
     findings, sequences = subject.findings, subject.probe.short
-    errors: Errors = defaultdict(lambda: ([], []))
+    errors: Errors = defaultdict(lambda: ([], [], []))
     _round(subject, sequences[:FIRST_SEQUENCES], errors, last=False)
     if errors:
         _round(subject, sequences[FIRST_SEQUENCES:], errors, last=True)
@@ -185,8 +186,10 @@ def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> N
     models = {"ours": subject.ours_rounded, "transformers": subject.reference_rounded}
     for name, model in models.items():
         walks.append(_backward(model, sequences, partial(subject.rounded, model, f"{label}: gradients, {name}")))
+    noisily = partial(subject.noisily, "float64: gradients of short sequences", 3 if last else 2)
+    walks.append(_backward(subject.noisy, sequences, noisily))
     ids = sequences[:, :-1].unique()
-    optimizers = [_Optimizer(model, ids) for model in (subject.reference, *models.values())]
+    optimizers = [_Optimizer(model, ids) for model in (subject.reference, *models.values(), subject.noisy)]
 
     def compare(name: str, tensors: list[Tensor | None], exact: Tensor) -> None:
         if not last or name in undecided:
@@ -194,18 +197,19 @@ def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> N
                 found.append(relative_error(_present(tensor), exact))
 
     def decide(check: str, name: str) -> None:
-        if name in errors and (last or all(ours <= ROUNDING_RATIO * theirs for ours, theirs in zip(*errors[name], strict=True))):
-            findings.rounding(check, name, *(_root_mean_square(found) for found in errors.pop(name)))
+        if name in errors and (last or all(ours <= TRAINING_RATIO * noise for ours, _, noise in zip(*errors[name], strict=True))):
+            findings.rounding(check, name, *(root_mean_square(found) for found in errors.pop(name)))
 
     with closing(lockstep(*walks)) as steps:
-        for expected, *both in ((step or NOTHING for step in steps_) for steps_ in steps):
+        for expected, *others in ((step or NOTHING for step in steps_) for steps_ in steps):
             if expected.losses is not None:
-                compare("loss", [each.losses for each in both], expected.losses)
+                compare("loss", [each.losses for each in others], expected.losses)
                 decide("loss-rounding", "loss")
             for name, gradient in expected.gradients.items():
-                compare(name, [each.gradients.get(name) for each in both], gradient)
+                compare(name, [each.gradients.get(name) for each in others], gradient)
             if not last:
-                changes, *moved = (run.changes(step) for run, step in zip(optimizers, (expected, *both), strict=True))
+                stored = *others[:-1], _rounded(others[-1], subject.dtype)
+                changes, *moved = (run.changes(step) for run, step in zip(optimizers, (expected, *stored), strict=True))
                 if changes:
                     inside = "ln_f" if "ln_f.weight" in changes else f"h.{expected.layer}"
                     where = "wte, wpe" if expected.layer is None else inside
@@ -225,8 +229,10 @@ def _settle(subject: Subject, step: Step) -> None:
         give_back_freed_memory()
 
 
-def _root_mean_square(values: list[float]) -> float:
-    return math.sqrt(sum(value**2 for value in values) / len(values))
+def _rounded(step: Step, dtype: torch.dtype) -> Step:
+    """Return a step with its gradients and parameters rounded to ``dtype``, as an optimizer of a model in ``dtype`` has them."""
+    parameters = {name: nn.Parameter(p.detach().to(dtype)) for name, p in step.parameters.items()}
+    return replace(step, gradients={name: g.to(dtype) for name, g in step.gradients.items()}, parameters=parameters)
 
 
 def _whole(changes: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

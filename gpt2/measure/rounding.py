@@ -1,0 +1,258 @@
+"""The one account of what rounding explains: how far a right model in a dtype may be from the float64 run.
+
+Monte Carlo arithmetic: a model runs in float64, and each operation's result gets a random error of the size that rounding to the
+dtype has. So the figure depends on the weights, the ids and the dtype, and on no machine's kernels. u = eps / 2 is the largest
+relative error of one rounding. The errors' root mean squares:
+
+- one elementary result (sum of two, product, quotient, square root): 0.425 u, of mantissas that are distributed as 1 / m;
+- exp, tanh, log, 1 / sqrt and the like: 1.2 u, up to two units in the last place, as vendors allow themselves. Kernels for 16-bit
+  numbers compute these, norms and softmax in float32 and round once: 0.425 u;
+- a sum y of K terms t: 0.425 u sqrt(min(K, 4096) (y^2 / 3 + sum(t^2) / 6)). That is adding one term after another: the K partial
+  sums go from 0 to y like a Brownian bridge, whose mean square is the bracket. Other orders of summing are as precise or better.
+  No library adds more than 4,096 terms one after another. Sums of 16-bit numbers are kept in float32 and rounded once;
+- below 2^-14, float16 has numbers 2^-24 apart: 2^-24 / sqrt(12).
+
+Sources: Parker, "Monte Carlo arithmetic" (1997); Higham and Mary, "A new approach to probabilistic rounding error analysis" (SIAM
+J. Sci. Comput., 2019), for the square root of K; Benford's law, for the distribution of mantissas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# How many times what rounding explains a right model's error may be. tools/verify_rounding.py measures right and imprecise models.
+FORWARD_RATIO = 2.0
+TRAINING_RATIO = 3.0  # of loss, gradients and AdamW: a near-tie in one softmax may decide a sequence's gradient
+
+ELEMENTARY = 0.425  # root mean square of one rounding's relative error, in units of u
+FUNCTION = 1.2
+LONGEST = 4096  # terms that are added one after another
+CACHED = 1 << 17  # numbers that are computed at a time, so that they stay in a processor's cache
+NORMALS = 131_071  # random numbers that are drawn: they stay in a processor's cache. A prime, so no tensor's rows have this length
+
+# By the names of PyTorch's operators, in place or not.
+RESULTS = {
+    *("add", "sub", "rsub", "mul", "div", "sqrt", "reciprocal", "pow", "addcmul", "addcdiv", "lerp"),
+    *("embedding_dense_backward", "index_add", "index_put"),
+}
+FUNCTIONS = {
+    *("exp", "exp2", "log", "tanh", "rsqrt", "sigmoid", "erf", "gelu", "silu", "_softmax", "native_layer_norm"),
+    *("gelu_backward", "tanh_backward", "silu_backward", "sigmoid_backward", "_softmax_backward_data", "native_layer_norm_backward"),
+}
+LOSSES = {"_log_softmax", "_log_softmax_backward_data"}  # always in float32 or wider
+SUMS = {"sum", "mean"}
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "mv", "dot"}
+
+
+def unit(dtype: torch.dtype) -> float:
+    """Return u, the largest relative error of one rounding to ``dtype``."""
+    return torch.finfo(dtype).eps / 2
+
+
+@contextmanager
+def rounding_noise(dtype: torch.dtype, seed: int = 0) -> Iterator[None]:
+    """Add random errors as large as rounding to ``dtype`` to all that PyTorch computes in float64 within the ``with`` block.
+
+    Forwards and backwards, on the CPU, in this thread. The weights should have been rounded to ``dtype`` before.
+    """
+    noise = _Noise(dtype, seed)
+    functions = STEPS if dtype in (torch.float32, torch.float64) else {F.scaled_dot_product_attention: attention_in_steps}
+    with Steps(torch.float64, functions, noise.wider), noise:
+        yield
+
+
+def root_mean_square(values: Sequence[float]) -> float:
+    """Return the root mean square of several runs' errors."""
+    return math.sqrt(sum(value**2 for value in values) / len(values))
+
+
+class _Noise(TorchDispatchMode):
+    """Adds a random error to each result in float64; see the module's docstring for the sizes."""
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.unit = unit(dtype)
+        self.sums = min(self.unit, unit(torch.float32))
+        self.spacing = 2.0**-24 if dtype == torch.float16 else 0.0
+        self.generator = torch.Generator().manual_seed(seed)
+        normals = torch.randn(NORMALS, generator=self.generator, dtype=torch.float64)
+        self.normals = torch.cat((normals, normals))  # so that a part from anywhere may have NORMALS numbers
+        self.factors: dict[float, Tensor] = {}  # 1 + size x normals, by size
+
+    @contextmanager
+    def wider(self) -> Iterator[None]:
+        """Round as the inside of a fused kernel does: to float32, if not to a wider dtype."""
+        before, self.unit = self.unit, self.sums
+        try:
+            yield
+        finally:
+            self.unit = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__.rstrip("_")
+        first = result[0] if isinstance(result, tuple) else result
+        if not isinstance(first, Tensor) or first.dtype != torch.float64:
+            return result
+        if name in RESULTS:
+            return self._off_by(result, ELEMENTARY * self.unit)
+        if name in FUNCTIONS:
+            return self._off_by(result, (FUNCTION if self.unit == self.sums else ELEMENTARY) * self.unit)
+        if name in LOSSES:
+            return self._off_by(result, FUNCTION * self.sums)
+        if name in PRODUCTS:
+            a, b = args[-2:]
+            multiply = {"addmm": torch.mm, "baddbmm": torch.bmm}.get(name, func)
+            return self._summed(result, multiply(a.float().square_(), b.float().square_()), a.size(-1))
+        if name in SUMS:
+            terms = args[0].numel() / max(1, result.numel())
+            squares = func(args[0].square(), *args[1:], **(kwargs or {}))
+            return self._summed(result, squares / terms if name == "mean" else squares, terms)
+        return result
+
+    def _off_by(self, result: Any, size: float) -> Any:
+        """Give each number a relative error of root mean square ``size``, in place; of a tuple, give it to each tensor."""
+        if size not in self.factors:
+            self.factors[size] = 1 + size * self.normals
+        for each in result if isinstance(result, tuple) else (result,):
+            if isinstance(each, Tensor) and each.dtype == torch.float64:
+                for part in _parts(each):
+                    part.mul_(self._some(self.factors[size], part))  # infinity stays
+                    self._underflow(part)
+        return result
+
+    def _summed(self, result: Tensor, squares: Tensor, terms: float) -> Tensor:
+        """Give sums of ``terms`` terms, whose squares sum to ``squares``, the error of adding them up and of rounding the sum."""
+        each = min(terms, LONGEST) * (ELEMENTARY * self.sums) ** 2
+        whole = (ELEMENTARY * self.unit) ** 2 if self.unit > self.sums else 0.0
+        for part, square in zip(_parts(result), _parts(squares), strict=True):
+            variance = part.square().mul_(each / 3 + whole).add_(square, alpha=each / 6)
+            part.addcmul_(variance.sqrt_(), self._some(self.normals, part))
+            self._underflow(part)
+        return result
+
+    def _underflow(self, part: Tensor) -> None:
+        """Give small numbers, which float16 stores at a fixed distance, the error of rounding to the nearest; zeros stay zero."""
+        if self.spacing and self.unit > self.sums:
+            part.add_(self._some(self.normals, part) * (part != 0), alpha=self.spacing / math.sqrt(12))
+
+    def _some(self, table: Tensor, like: Tensor) -> Tensor:
+        """Return as many numbers of a table as ``like`` has, from a random place: to draw each would take longer than all else."""
+        start = int(torch.randint(NORMALS, (), generator=self.generator))
+        return table[start : start + like.numel()]
+
+
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    """Return a tensor's entries as flat views of at most NORMALS each. Raises RuntimeError: its memory has gaps."""
+    order = sorted(range(tensor.ndim), key=lambda axis: -tensor.stride(axis))  # as a permutation's result lies in memory
+    return tensor.permute(order).view(-1).split(NORMALS)
+
+
+class Steps(TorchFunctionMode):
+    """Computes layer norm, softmax, GELU, attention and cross-entropy from elementary steps, in at least ``inside``.
+
+    ``functions`` are those to replace, and ``wider`` is entered where a fused kernel for 16-bit numbers keeps float32.
+    """
+
+    def __init__(
+        self,
+        inside: torch.dtype,
+        functions: Mapping[Any, Callable[..., Tensor]] | None = None,
+        wider: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        super().__init__()
+        self.inside, self.functions, self.wider = inside, STEPS if functions is None else functions, wider
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        steps = self.functions.get(func)
+        return func(*args, **(kwargs or {})) if steps is None else steps(self, *args, **(kwargs or {}))
+
+
+def _layer_norm(steps: Steps, x: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float = 1e-5, *_: Any) -> Tensor:
+    wide = x.to(steps.inside)
+    centred = wide - wide.sum(-1, keepdim=True) / wide.size(-1)
+    variance = centred.square().sum(-1, keepdim=True) / wide.size(-1)
+    return (centred * torch.rsqrt(variance + eps) * weight.to(steps.inside) + bias.to(steps.inside)).to(x.dtype)
+
+
+def _exp(x: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
+    """Return the exp of all entries, the largest of which becomes 1, and their sum."""
+    e = torch.exp2((x - x.amax(dim, keepdim=True).detach()) / math.log(2))  # as kernels do: this rounds large scores
+    return e, e.sum(dim, keepdim=True)
+
+
+def _softmax(steps: Steps, x: Tensor, dim: int = -1, **_: Any) -> Tensor:
+    e, total = _exp(x.to(steps.inside), dim)
+    return (e / total).to(x.dtype)
+
+
+def _gelu(steps: Steps, x: Tensor, *, approximate: str = "none") -> Tensor:
+    parts = [_half_gate(part, approximate == "tanh") for part in x.to(steps.inside).flatten().split(CACHED)]
+    return torch.cat(parts).view(x.shape).to(x.dtype)
+
+
+def _half_gate(x: Tensor, approximate: bool) -> Tensor:
+    inner = torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)) if approximate else torch.erf(x / math.sqrt(2))
+    return 0.5 * x * (1 + inner)
+
+
+def attention_in_steps(
+    steps: Steps,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    **_: Any,
+) -> Tensor:
+    """Compute attention as a fused kernel does, which keeps scores and sums in ``steps.inside``; arguments as PyTorch's."""
+    scores = (*q.shape[:3], k.size(2))
+    if is_causal:
+        attn_mask = torch.ones(scores[2:], dtype=torch.bool).tril()
+    scale = 1 / math.sqrt(q.size(-1)) if scale is None else scale
+    few = max(1, CACHED // (scores[2] * scores[3]))  # heads at a time
+    heads = [each.to(steps.inside).flatten(0, 1).split(few) for each in (q, k, v)]
+    masks = [None] * len(heads[0]) if attn_mask is None else attn_mask.expand(scores).flatten(0, 1).split(few)
+    outputs = [_attention(steps, *each, scale) for each in zip(*heads, masks, strict=True)]
+    return torch.cat(outputs).to(q.dtype).unflatten(0, q.shape[:2])
+
+
+def _attention(steps: Steps, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    with steps.wider():
+        scores = torch.bmm(q, k.transpose(-1, -2)) * scale
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        e, total = _exp(scores)
+    return torch.bmm(e / total, v)
+
+
+def _cross_entropy(steps: Steps, logits: Tensor, targets: Tensor, *, reduction: str = "mean", **_: Any) -> Tensor:
+    wide = logits.to(steps.inside)
+    shifted = wide - wide.amax(-1, keepdim=True).detach()
+    losses = torch.log(torch.exp(shifted).sum(-1)) - shifted.gather(-1, targets[:, None]).squeeze(-1)
+    return (losses if reduction == "none" else losses.sum(0) / len(losses)).to(logits.dtype)
+
+
+STEPS: dict[Any, Callable[..., Tensor]] = {
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
+    F.softmax: _softmax,
+    F.gelu: _gelu,
+    F.scaled_dot_product_attention: attention_in_steps,
+    F.cross_entropy: _cross_entropy,
+}

@@ -1,0 +1,219 @@
+"""Models that are right in float64 and imprecise in the dtype that they run in: what verify's rule of rounding must refuse.
+
+Each replaces a part of a loaded :class:`gpt2.model.GPT2`. In float64 nothing changes, so that only a check of rounding can tell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpt2.model import GPT2, Conv1D, eager_attention
+
+Change = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Imprecise:
+    """``apply`` makes a model imprecise in ``dtype``; ``refused``: by more than the rule allows. ``training``: only backwards."""
+
+    name: str
+    apply: Callable[[GPT2], object]
+    dtype: str = "float32"
+    refused: bool = True
+    training: bool = False
+
+
+def _keeping_gradient(x: Tensor, rounded: Tensor) -> Tensor:
+    return x + (rounded - x).detach()
+
+
+def to(dtype: torch.dtype) -> Change:
+    """Return a function that rounds to ``dtype`` and back."""
+    return lambda x: _keeping_gradient(x, x.to(dtype).to(x.dtype))
+
+
+def bits(count: int) -> Change:
+    """Return a function that rounds to ``count`` bits behind the point."""
+
+    def rounded(x: Tensor) -> Tensor:
+        mantissa, exponent = torch.frexp(x.detach())
+        return _keeping_gradient(x, torch.ldexp(torch.round(mantissa * 2.0 ** (count + 1)) / 2.0 ** (count + 1), exponent))
+
+    return rounded
+
+
+def off(size: float, waves: float = 1e4) -> Change:
+    """Return a function that is off by a fixed pattern of relative error ``size``, as a coarse polynomial is."""
+    return lambda y: y * (1 + size * torch.sin(waves * y.detach().masked_fill(y.isinf(), 0)))
+
+
+def _narrow(x: Tensor) -> bool:
+    return x.dtype != torch.float64
+
+
+def products(change: Change, model: GPT2, only: str = "", head: bool = False) -> None:
+    """Round the inputs of the projections whose names end with ``only``, and of the head."""
+    for name, module in model.named_modules():
+        if isinstance(module, Conv1D) and name.endswith(only):
+
+            def forward(x: Tensor, module: Conv1D = module, original: Callable[[Tensor], Tensor] = module.forward) -> Tensor:
+                if not _narrow(x):
+                    return original(x)
+                y = torch.addmm(module.bias, change(x.reshape(-1, x.size(-1))), change(module.weight))
+                return y.view(*x.shape[:-1], -1)
+
+            module.forward = forward  # type: ignore[method-assign]
+    if head:
+        whole = model.head
+        model.head = lambda h: F.linear(change(h), change(model.wte.weight)) if _narrow(h) else whole(h)  # type: ignore[method-assign]
+
+
+def sums(dtype: torch.dtype, model: GPT2, only: str = "") -> None:
+    """Round each running sum of the projections after every 16 terms."""
+    for name, module in model.named_modules():
+        if isinstance(module, Conv1D) and name.endswith(only):
+
+            def forward(x: Tensor, module: Conv1D = module, original: Callable[[Tensor], Tensor] = module.forward) -> Tensor:
+                if not _narrow(x):
+                    return original(x)
+                y = x.new_zeros(x[..., 0].numel(), module.weight.size(1))
+                for part, weight in zip(x.reshape(-1, x.size(-1)).split(16, 1), module.weight.split(16), strict=True):
+                    y = to(dtype)(y + part @ weight)
+                return (y + module.bias).view(*x.shape[:-1], -1)
+
+            module.forward = forward  # type: ignore[method-assign]
+
+
+def attention(model: GPT2, scores: Change | None = None, weights: Change | None = None, **changes: Change) -> None:
+    """Change ``qk``, ``scores``, ``weights`` or ``v`` of every attention, traced or not."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+        if not _narrow(q):
+            return eager_attention(q, k, v, mask, scale, dropout)
+        same: Change = lambda x: x  # noqa: E731
+        qk, values = changes.get("qk", same), changes.get("v", same)
+        if mask is None:
+            mask = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril(k.size(-2) - q.size(-2))
+        found = ((scores or same)(qk(q) @ qk(k).mT * scale)).masked_fill(~mask, -math.inf)
+        return (weights or same)(F.softmax(found, -1)) @ values(v)
+
+    for block in model.h:
+        block.attn.attend = attend
+
+
+def cache(dtype: torch.dtype, model: GPT2) -> None:
+    """Keep keys and values in ``dtype``: imprecise only where they are read from the cache."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+        if _narrow(q) and q.size(-2) != k.size(-2):
+            k, v = to(dtype)(k), to(dtype)(v)
+        return eager_attention(q, k, v, mask, scale, dropout)
+
+    model.use_attention(attend)
+
+
+def norms(formula: Callable[[Tensor, nn.LayerNorm], Tensor], model: GPT2, only: str = "") -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.LayerNorm) and name.endswith(only):
+            original = module.forward
+            module.forward = lambda x, m=module, o=original: formula(x, m) if _narrow(x) else o(x)  # type: ignore[method-assign]
+
+
+def _norm_in(dtype: torch.dtype) -> Callable[[Tensor, nn.LayerNorm], Tensor]:
+    return lambda x, m: to(dtype)(F.layer_norm(to(dtype)(x), m.normalized_shape, m.weight, m.bias, m.eps))
+
+
+def _root_of(count: int) -> Callable[[Tensor, nn.LayerNorm], Tensor]:
+    def norm(x: Tensor, m: nn.LayerNorm) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        return centred * bits(count)(torch.rsqrt(centred.square().mean(-1, keepdim=True) + m.eps)) * m.weight + m.bias
+
+    return norm
+
+
+def activation(change: Callable[[Tensor, Change], Tensor], model: GPT2) -> None:
+    for block in model.h:
+        own = block.mlp.activation
+        block.mlp.activation = lambda x, own=own: change(x, own) if _narrow(x) else own(x)
+
+
+def _gelu(a: float, c: float) -> Callable[[Tensor, Change], Tensor]:
+    return lambda x, own: 0.5 * x * (1 + torch.tanh(a * (x + c * x**3)))
+
+
+def stream(dtype: torch.dtype, model: GPT2) -> None:
+    for block in model.h:
+        original = block.forward
+
+        def forward(x: Tensor, mask: Any = None, cache: Any = None, original: Any = original) -> Tensor:
+            return to(dtype)(original(to(dtype)(x), mask, cache)) if _narrow(x) else original(x, mask, cache)
+
+        block.forward = forward  # type: ignore[method-assign]
+
+
+def gradients(change: Change, model: GPT2) -> None:
+    for parameter in model.parameters():
+        parameter.register_hook(lambda g: change(g) if _narrow(g) else g)
+
+
+def upstream(change: Change, model: GPT2) -> None:
+    for module in model.modules():
+        if isinstance(module, Conv1D):
+            module.register_full_backward_pre_hook(lambda _, given: tuple(change(g) if _narrow(g) else g for g in given))
+
+
+half, bf16 = torch.float16, torch.bfloat16
+tf32 = bits(10)
+FP8 = torch.float8_e4m3fn
+IMPRECISE = (
+    Imprecise("a cache in bfloat16", partial(cache, bf16)),
+    Imprecise("a cache in float16", partial(cache, half)),
+    Imprecise("queries and keys in TF32", partial(attention, qk=tf32)),
+    Imprecise("scores in float16", partial(attention, scores=to(half))),
+    Imprecise("attention weights in bfloat16", partial(attention, weights=to(bf16))),
+    Imprecise("attention weights in float16", partial(attention, weights=to(half))),
+    Imprecise("values in bfloat16", partial(attention, v=to(bf16))),
+    Imprecise("exp of a softmax off by 1e-5", partial(attention, weights=off(1e-5))),
+    Imprecise("inputs of all products in TF32", partial(products, tf32, head=True)),
+    Imprecise("inputs of all products in bfloat16", partial(products, to(bf16), head=True)),
+    Imprecise("inputs of all products of 16 bits", partial(products, bits(16), head=True)),
+    Imprecise("inputs of all products of 18 bits", partial(products, bits(18), head=True)),
+    Imprecise("inputs of all products of 21 bits", partial(products, bits(21), head=True), refused=False),
+    Imprecise("inputs of the head in TF32", partial(products, tf32, only="none", head=True)),
+    Imprecise("inputs of h.0.attn.c_proj in TF32", partial(products, tf32, only="h.0.attn.c_proj")),
+    Imprecise("inputs of h.1.mlp.c_proj in bfloat16", partial(products, to(bf16), only="h.1.mlp.c_proj")),
+    Imprecise("inputs of h.1.mlp.c_fc in float16", partial(products, to(half), only="h.1.mlp.c_fc")),
+    Imprecise("sums of all products in float16", partial(sums, half)),
+    Imprecise("sums of h.0.mlp.c_proj in float16", partial(sums, half, only="h.0.mlp.c_proj")),
+    Imprecise("sums of h.0.mlp.c_proj in bfloat16", partial(sums, bf16, only="h.0.mlp.c_proj")),
+    Imprecise("the residual stream in float16", partial(stream, half)),
+    Imprecise("norms in float16", partial(norms, _norm_in(half))),
+    Imprecise("the last norm in bfloat16", partial(norms, _norm_in(bf16), only="ln_f")),
+    Imprecise("a reciprocal root of 11 bits", partial(norms, _root_of(11))),
+    Imprecise("a reciprocal root of 18 bits", partial(norms, _root_of(18))),
+    Imprecise("GELU with 0.0447 for 0.044715", partial(activation, _gelu(math.sqrt(2 / math.pi), 0.0447))),
+    Imprecise("GELU with 0.797884 for sqrt(2 / pi)", partial(activation, _gelu(0.797884, 0.044715)), refused=False),
+    Imprecise("GELU off by 1e-4", partial(activation, lambda x, own: off(1e-4)(own(x)))),
+    Imprecise("GELU off by 1e-5", partial(activation, lambda x, own: off(1e-5)(own(x)))),
+    Imprecise("inputs of all products of 4 bits", partial(products, bits(4), head=True), "bfloat16"),
+    Imprecise("a cache in float8", partial(cache, FP8), "bfloat16"),
+    Imprecise("sums of all products in bfloat16", partial(sums, bf16), "bfloat16"),
+    Imprecise("GELU off by 5 %", partial(activation, lambda x, own: off(0.05)(own(x))), "bfloat16"),
+    Imprecise("inputs of all products in bfloat16", partial(products, to(bf16), head=True), "float16"),
+    Imprecise("a cache in float8", partial(cache, FP8), "float16"),
+    Imprecise("a cache in bfloat16", partial(cache, bf16), "float16", refused=False),
+    Imprecise("the residual stream in bfloat16", partial(stream, bf16), "float16"),
+    Imprecise("GELU off by 1 %", partial(activation, lambda x, own: off(0.01)(own(x))), "float16"),
+    Imprecise("gradients off by 1e-5", partial(gradients, off(1e-5, 1e9)), training=True),
+    Imprecise("gradients in float16", partial(gradients, to(half)), training=True),
+    Imprecise("gradients in bfloat16", partial(gradients, to(bf16)), training=True),
+    Imprecise("upstream gradients of products in TF32", partial(upstream, tf32), training=True),
+)
