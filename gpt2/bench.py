@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -24,6 +23,7 @@ from gpt2.errors import InputError
 from gpt2.generation import stream
 from gpt2.measure.placement import device_name
 from gpt2.model import GPT2
+from gpt2.pages.reports import processor
 from gpt2.parity import reference
 from gpt2.train.loss import Scored
 
@@ -72,16 +72,12 @@ def _finish() -> None:
 
 def machine(*packages: str) -> dict[str, Any]:
     """Return what a measurement depends on besides the code: processor, threads, versions, and load averages."""
-    model = platform.processor() or platform.machine()
-    if (cpuinfo := Path("/proc/cpuinfo")).is_file():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        model = names[0] if names else model
     versions = {}
     for package in ("torch", "transformers", *packages):
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
     return {
-        "processor": model,
+        "processor": processor(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),

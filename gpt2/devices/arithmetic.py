@@ -7,7 +7,6 @@ computed step by step, and exp, tanh, log and rsqrt are off by up to two units i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpt2.measure.rounding import Steps
 
 aten = torch.ops.aten
 ULPS = 2  # largest error of exp, tanh, log and rsqrt, in units in the last place of float32
@@ -42,7 +41,7 @@ class Arithmetic:
         """Call ``function`` with copies of the ``inputs`` in this arithmetic, on the CPU."""
         with ExitStack() as stack:
             if self.sums is not None:
-                stack.enter_context(_Steps(self.sums))
+                stack.enter_context(Steps(self.sums))
                 stack.enter_context(_Rounding(self))
             elif self.flushes:
                 stack.enter_context(_Rounding(self))
@@ -61,9 +60,8 @@ def _to(dtype: torch.dtype, x: Tensor) -> Tensor:
 
 
 def arithmetics(dtype: torch.dtype, kind: str = "cuda") -> tuple[Arithmetic, ...]:
-    """Return what a device of that ``kind`` may compute ``dtype`` with, the finest first; that is the CPU's own kernels."""
+    """Return what a device of that ``kind`` may compute ``dtype`` with besides its own precision, the finest first."""
     name = str(dtype).removeprefix("torch.")
-    own, ordered = Arithmetic(name, sums=None), Arithmetic(f"{name}, another order of summing")
     flush = Arithmetic("subnormals flushed to zero", sums=None, flushes=True)
     if dtype == torch.float32:
         roundings: tuple[Callable[[Tensor], Tensor], ...]
@@ -71,7 +69,6 @@ def arithmetics(dtype: torch.dtype, kind: str = "cuda") -> tuple[Arithmetic, ...
         settings = {"cuda": "torch.backends.cuda.matmul", "cpu": "torch.backends.mkldnn.matmul"}
         high = f"{settings[kind]}.fp32_precision = 'ieee'" if kind in settings else ""
         return (
-            *(own, ordered),
             *(Arithmetic(name, products=rounds, advice=high) for name, rounds in zip(PRODUCTS, roundings, strict=True)),
             flush,
         )
@@ -79,7 +76,6 @@ def arithmetics(dtype: torch.dtype, kind: str = "cuda") -> tuple[Arithmetic, ...
     partly = f"{cuda}.allow_{which}_reduced_precision_reduction = False" if kind == "cuda" else ""
     wholly = f"{cuda}.allow_fp16_accumulation = False" if kind == "cuda" and dtype == torch.float16 else ""
     return (
-        *(own, ordered),
         Arithmetic(f"partial sums rounded to {name}", sums=dtype, parts=16, advice=partly),
         Arithmetic(f"every sum rounded to {name}", sums=dtype, advice=wholly),
         flush,
@@ -154,76 +150,3 @@ def _flushed(value: Any) -> Any:
         return value
     small = value.abs() < torch.finfo(value.dtype).tiny
     return value if not bool((small & (value != 0)).any()) else value.masked_fill(small, 0)
-
-
-class _Steps(TorchFunctionMode):
-    """Computes layer norm, softmax, GELU, attention and cross-entropy from elementary steps, in at least ``inside``."""
-
-    def __init__(self, inside: torch.dtype) -> None:
-        super().__init__()
-        self.inside = inside
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        steps = STEPS.get(func)
-        return func(*args, **(kwargs or {})) if steps is None else steps(self.inside, *args, **(kwargs or {}))
-
-
-def _layer_norm(inside: torch.dtype, x: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float = 1e-5, *_: Any) -> Tensor:
-    wide = x.to(inside)
-    centred = wide - wide.sum(-1, keepdim=True) / wide.size(-1)
-    variance = centred.square().sum(-1, keepdim=True) / wide.size(-1)
-    return (centred * torch.rsqrt(variance + eps) * weight.to(inside) + bias.to(inside)).to(x.dtype)
-
-
-def _softmax(inside: torch.dtype, x: Tensor, dim: int = -1, **_: Any) -> Tensor:
-    wide = x.to(inside)
-    e = torch.exp2((wide - wide.amax(dim, keepdim=True).detach()) / math.log(2))  # as kernels do: this rounds large scores
-    return (e / e.sum(dim, keepdim=True)).to(x.dtype)
-
-
-def _gelu(inside: torch.dtype, x: Tensor, *, approximate: str = "none") -> Tensor:
-    if approximate == "none":
-        return F.gelu(x)
-    wide = x.to(inside)
-    return (0.5 * wide * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide * wide * wide)))).to(x.dtype)
-
-
-def _attention(
-    inside: torch.dtype,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> Tensor:
-    """A fused kernel keeps its scores and sums in ``inside``; TF32 and the like round their operands all the same."""
-    dtype, shape = q.dtype, q.shape
-    q, k, v = (each.to(inside).flatten(0, 1) for each in (q, k, v))
-    scores = torch.bmm(q, k.transpose(-1, -2)) * (1 / math.sqrt(q.size(-1)) if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    if attn_mask is not None:
-        keep = attn_mask.expand(*shape[:2], *scores.shape[-2:]).flatten(0, 1)
-        scores = scores.masked_fill(~keep, -math.inf)
-    return torch.bmm(_softmax(inside, scores), v).to(dtype).unflatten(0, shape[:2])
-
-
-def _cross_entropy(inside: torch.dtype, logits: Tensor, targets: Tensor, *, reduction: str = "mean", **_: Any) -> Tensor:
-    wide = logits.to(inside)
-    shifted = wide - wide.amax(-1, keepdim=True).detach()
-    losses = torch.log(torch.exp(shifted).sum(-1)) - shifted.gather(-1, targets[:, None]).squeeze(-1)
-    return (losses if reduction == "none" else losses.sum(0) / len(losses)).to(logits.dtype)
-
-
-STEPS: dict[Any, Callable[..., Tensor]] = {
-    F.layer_norm: _layer_norm,
-    torch.layer_norm: _layer_norm,
-    F.softmax: _softmax,
-    F.gelu: _gelu,
-    F.scaled_dot_product_attention: _attention,
-    F.cross_entropy: _cross_entropy,
-}

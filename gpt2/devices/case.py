@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gpt2.config import GPT2Config
 from gpt2.devices.arithmetic import Run
+from gpt2.measure.rounding import FORWARD_RATIO, TRAINING_RATIO
 from gpt2.measure.tracing import Recorded, trace
 from gpt2.model import GPT2
 
@@ -37,6 +38,7 @@ class Case:
     other_ways: tuple[Run, ...] = ()
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     trained: bool = True  # whether a backward pass goes through it
+    ratio: float = FORWARD_RATIO  # how many times what rounding explains its error may be
     wrong_gradients: tuple[tuple[str, Run], ...] = ()  # mistakes of the backward pass, of inputs and outputs' gradients
 
     @property
@@ -106,7 +108,8 @@ def backward_of(case: Case) -> Case:
     wrong = tuple((what, gradients(function)) for what, function in case.wrong)
     wrong = (*case.wrong_gradients, ("it ignores the gradient from above", ones), *wrong)
     inputs = (*case.inputs, *upstream)
-    return replace(case, operator=f"{case.operator}, backward", run=gradients(case.run), inputs=inputs, wrong=wrong)
+    named = replace(case, operator=f"{case.operator}, backward", ratio=TRAINING_RATIO)
+    return replace(named, run=gradients(case.run), inputs=inputs, wrong=wrong)
 
 
 def strided(case: Case, view: Callable[[Tensor], Tensor], base: Tensor, condition: str) -> Case:

@@ -13,8 +13,9 @@ from torch import Tensor
 from gpt2.devices.arithmetic import Arithmetic, Run, arithmetics
 from gpt2.devices.case import Case
 from gpt2.errors import InputError
-from gpt2.measure.metrics import ROUNDING_RATIO, relative_error, worst_relative_error
+from gpt2.measure.metrics import relative_error, worst_relative_error
 from gpt2.measure.placement import device_name
+from gpt2.measure.rounding import rounding_noise
 from gpt2.pages.reports import dtype_label
 
 # Bound on the worst entry's error over the arithmetic's: the largest of many errors varies more than their norm.
@@ -84,8 +85,8 @@ class _Error:
     def of(cls, got: Tensor, exact: Tensor) -> _Error:
         return cls(relative_error(got, exact), worst_relative_error(got, exact))
 
-    def within(self, explained: _Error) -> bool:
-        return self.norm <= ROUNDING_RATIO * explained.norm and self.worst <= WORST_RATIO * explained.worst
+    def within(self, explained: _Error, ratio: float) -> bool:
+        return self.norm <= ratio * explained.norm and self.worst <= WORST_RATIO * explained.worst
 
     def larger(self, other: _Error) -> _Error:
         return _Error(max(self.norm, other.norm), max(self.worst, other.worst))
@@ -110,18 +111,15 @@ def judge(device: Device, case: Case, dtype: torch.dtype) -> Verdict:
         return Verdict(*what, float("inf"), 0.0, None, False, looks_like=looks_like, missing=missing)
     errors = [_Error.of(a, b) for a, b in zip(got, exact, strict=True)]
     error = max(each.norm for each in errors)
-    explained = [_Error(0.0, 0.0)] * len(exact)
-    for number, arithmetic in enumerate(arithmetics(dtype, device.target.type)):
-        for way in (case.run, *(case.other_ways if number == 0 else ())):
-            explained = list(map(_Error.larger, explained, _explained(arithmetic, way, inputs, exact)))
-        if all(map(_Error.within, errors, explained)):
+    explained = own_rounding = _by_rounding(case, wide, exact, dtype, [each.dtype for each in got])
+    for arithmetic in (None, *arithmetics(dtype, device.target.type)):
+        if arithmetic is not None:
+            explained = list(map(_Error.larger, explained, _explained(arithmetic, case.run, inputs, exact)))
+        if all(error.within(each, case.ratio) for error, each in zip(errors, explained, strict=True)):
             worst = max(zip(errors, explained, strict=True), key=lambda pair: pair[0].norm / (pair[1].norm or 1))
-            own = number < 2
-            name, advice = (label, "") if own else (arithmetic.name, arithmetic.advice)
+            name, advice = (label, "") if arithmetic is None else (arithmetic.name, arithmetic.advice)
             sizes = worst[0].norm, worst[1].norm
-            return Verdict(case.operator, case.condition, label, *sizes, name, own, advice, repeats=repeats)
-        if number == 1:
-            own_rounding = explained
+            return Verdict(case.operator, case.condition, label, *sizes, name, arithmetic is None, advice, repeats=repeats)
     looks_like = _looks_like(case, wide, got, exact, own_rounding)
     return Verdict(
         *(case.operator, case.condition, label, error, max(each.norm for each in own_rounding), None, False),
@@ -148,6 +146,22 @@ def _on_cpu(function: Run, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _by_rounding(
+    case: Case, wide: Sequence[Tensor], exact: Sequence[Tensor], dtype: torch.dtype, results: Sequence[torch.dtype]
+) -> list[_Error]:
+    """Return what rounding to ``dtype`` explains: the larger errors of every way to compute the case, with random errors.
+
+    ``results``: the dtypes to which the results are rounded at last.
+    """
+    explained = [_Error(0.0, 0.0)] * len(exact)
+    for way in (case.run, *case.other_ways):
+        with rounding_noise(dtype):
+            noisy = [each.to(stored) for each, stored in zip(_on_cpu(way, wide), results, strict=True)]
+        explained = [each.larger(_Error.of(a, b)) for each, a, b in zip(explained, noisy, exact, strict=True)]
+    least = _Error(torch.finfo(dtype).eps, torch.finfo(dtype).eps)
+    return [each.larger(least) if right.numel() < FEW else each for each, right in zip(explained, exact, strict=True)]
 
 
 def _explained(arithmetic: Arithmetic, way: Run, inputs: Sequence[Tensor], exact: Sequence[Tensor]) -> list[_Error]:

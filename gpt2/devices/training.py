@@ -12,6 +12,7 @@ from torch.func import functional_call
 from gpt2.devices.arithmetic import Run
 from gpt2.devices.case import Case, Material, first_blocks
 from gpt2.kv_cache import KVCache
+from gpt2.measure.rounding import TRAINING_RATIO
 from gpt2.measure.tracing import block_of
 from gpt2.model import GPT2
 
@@ -49,6 +50,7 @@ def adamw_cases(m: Material) -> Iterator[Case]:
                 wrong=(undecayed,),
                 other_ways=(steps(not fused, transposed),),
                 dtypes=(torch.float32,),
+                ratio=TRAINING_RATIO,
             )
 
 
@@ -106,7 +108,7 @@ def _of_blocks(m: Material, count: int, trained: bool) -> Iterator[Case]:
         return tuple(torch.cat(each) for each in blocks.values())  # a bias alone may have a gradient of rounding errors only
 
     if trained:
-        yield Case(operator, "gradients", gradients, (ids, *weights), trained=False)
+        yield Case(operator, "gradients", gradients, (ids, *weights), trained=False, ratio=TRAINING_RATIO)
         return
     yield Case(operator, "logits, B > 1", plain, (ids, *weights), trained=False)
     yield Case(operator, "logits through the cache", cached, (ids, *weights), trained=False)

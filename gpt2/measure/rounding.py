@@ -9,7 +9,8 @@ relative error of one rounding. The errors' root mean squares:
   numbers compute these, norms and softmax in float32 and round once: 0.425 u;
 - a sum y of K terms t: 0.425 u sqrt(min(K, 4096) (y^2 / 3 + sum(t^2) / 6)). That is adding one term after another: the K partial
   sums go from 0 to y like a Brownian bridge, whose mean square is the bracket. Other orders of summing are as precise or better.
-  No library adds more than 4,096 terms one after another. Sums of 16-bit numbers are kept in float32 and rounded once;
+  No library adds more than 4,096 terms one after another. Sums of 16-bit numbers are kept in float32 and rounded once, but for
+  the gradients of a norm's weight and bias, which PyTorch's CPU kernel adds up in 16 bits;
 - below 2^-14, float16 has numbers 2^-24 apart: 2^-24 / sqrt(12).
 
 Sources: Parker, "Monte Carlo arithmetic" (1997); Higham and Mary, "A new approach to probabilistic rounding error analysis" (SIAM
@@ -29,7 +30,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# How many times what rounding explains a right model's error may be. tools/verify_rounding.py measures right and imprecise models.
+# How many times what rounding explains a right model's error may be; tools/verify_rounding.py measures right and imprecise ones.
 FORWARD_RATIO = 2.0
 TRAINING_RATIO = 3.0  # of loss, gradients and AdamW: a near-tie in one softmax may decide a sequence's gradient
 
@@ -37,7 +38,7 @@ ELEMENTARY = 0.425  # root mean square of one rounding's relative error, in unit
 FUNCTION = 1.2
 LONGEST = 4096  # terms that are added one after another
 CACHED = 1 << 17  # numbers that are computed at a time, so that they stay in a processor's cache
-NORMALS = 131_071  # random numbers that are drawn: they stay in a processor's cache. A prime, so no tensor's rows have this length
+NORMALS = 131_071  # random numbers that are drawn, few for the same reason. A prime, so that no tensor's rows have this length
 
 # By the names of PyTorch's operators, in place or not.
 RESULTS = {
@@ -46,7 +47,7 @@ RESULTS = {
 }
 FUNCTIONS = {
     *("exp", "exp2", "log", "tanh", "rsqrt", "sigmoid", "erf", "gelu", "silu", "_softmax", "native_layer_norm"),
-    *("gelu_backward", "tanh_backward", "silu_backward", "sigmoid_backward", "_softmax_backward_data", "native_layer_norm_backward"),
+    *("gelu_backward", "tanh_backward", "silu_backward", "sigmoid_backward", "_softmax_backward_data"),
 }
 LOSSES = {"_log_softmax", "_log_softmax_backward_data"}  # always in float32 or wider
 SUMS = {"sum", "mean"}
@@ -115,6 +116,8 @@ class _Noise(TorchDispatchMode):
             a, b = args[-2:]
             multiply = {"addmm": torch.mm, "baddbmm": torch.bmm}.get(name, func)
             return self._summed(result, multiply(a.float().square_(), b.float().square_()), a.size(-1))
+        if name == "native_layer_norm_backward":
+            return self._norm_gradients(result, *args)
         if name in SUMS:
             terms = args[0].numel() / max(1, result.numel())
             squares = func(args[0].square(), *args[1:], **(kwargs or {}))
@@ -132,9 +135,20 @@ class _Noise(TorchDispatchMode):
                     self._underflow(part)
         return result
 
-    def _summed(self, result: Tensor, squares: Tensor, terms: float) -> Tensor:
+    def _norm_gradients(
+        self, result: tuple[Tensor, ...], upstream: Tensor, x: Tensor, shape: Any, mean: Tensor, root: Tensor, *_: Any
+    ) -> Any:
+        """Round the gradients of a layer norm. Kernels for 16-bit numbers keep the sums over the rows in 16 bits."""
+        self._off_by(result[0], ELEMENTARY * self.unit)
+        terms = (upstream * (x - mean) * root).square_(), upstream.square()
+        for gradient, squares in zip(result[1:], terms, strict=True):
+            rows = x.numel() // gradient.numel()
+            self._summed(gradient, squares.view(rows, -1).sum(0).view(gradient.shape), rows, self.unit)
+        return result
+
+    def _summed(self, result: Tensor, squares: Tensor, terms: float, unit: float | None = None) -> Tensor:
         """Give sums of ``terms`` terms, whose squares sum to ``squares``, the error of adding them up and of rounding the sum."""
-        each = min(terms, LONGEST) * (ELEMENTARY * self.sums) ** 2
+        each = min(terms, LONGEST) * (ELEMENTARY * (unit or self.sums)) ** 2
         whole = (ELEMENTARY * self.unit) ** 2 if self.unit > self.sums else 0.0
         for part, square in zip(_parts(result), _parts(squares), strict=True):
             variance = part.square().mul_(each / 3 + whole).add_(square, alpha=each / 6)
@@ -148,7 +162,7 @@ class _Noise(TorchDispatchMode):
             part.add_(self._some(self.normals, part) * (part != 0), alpha=self.spacing / math.sqrt(12))
 
     def _some(self, table: Tensor, like: Tensor) -> Tensor:
-        """Return as many numbers of a table as ``like`` has, from a random place: to draw each would take longer than all else."""
+        """Return as many numbers of a table as ``like`` has, from a random place: drawing new ones would take too long."""
         start = int(torch.randint(NORMALS, (), generator=self.generator))
         return table[start : start + like.numel()]
 

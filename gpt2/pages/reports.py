@@ -7,10 +7,13 @@ import json
 import math
 import os
 import platform
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass, is_dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, is_dataclass
 from importlib.metadata import version
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from gpt2 import __version__
@@ -22,16 +25,24 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
+# What a user can set that changes how sums round, or that makes products imprecise.
+VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA")
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "tiktoken", "numpy")
 
 
 @dataclass(frozen=True)
 class Environment:
+    """What two reports must share to be compared; ``settings`` are those that differ from PyTorch's defaults."""
+
     versions: dict[str, str]
     dtype: str
     device: str
     threads: int
     machine: str
+    processor: str = ""
+    capability: str = ""  # the widest instructions that PyTorch's own kernels use, such as "AVX512"
+    blas: str = ""  # the library of matrix products, such as "mkl"
+    settings: dict[str, str] = field(default_factory=dict)
 
 
 def environment(dtypes: Iterable[torch.dtype], device: torch.device | str = "cpu") -> Environment:
@@ -40,7 +51,33 @@ def environment(dtypes: Iterable[torch.dtype], device: torch.device | str = "cpu
 
     versions = {"gpt2-toolkit": __version__, "python": platform.python_version()} | {name: version(name) for name in PACKAGES}
     dtype = " and ".join(dict.fromkeys(dtype_label(dtype) for dtype in dtypes))
-    return Environment(versions, dtype, str(device), torch.get_num_threads(), f"{platform.machine()}, {os.cpu_count()} cores")
+    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    blas = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+    kernels = torch.backends.cpu.get_cpu_capability(), blas[1] if blas else "unknown"
+    return Environment(versions, dtype, str(device), torch.get_num_threads(), machine, processor(), *kernels, rounding_settings())
+
+
+def processor() -> str:
+    """Return the processor's name, as Linux tells it, else as Python does."""
+    with suppress(OSError), open("/proc/cpuinfo") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def rounding_settings() -> dict[str, str]:
+    """Return the settings of this process that change how PyTorch rounds, where they are not the default."""
+    import torch
+
+    found = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    if (precision := torch.get_float32_matmul_precision()) != "highest":
+        found["torch.set_float32_matmul_precision"] = precision
+    for name in ("mkldnn.matmul", "cuda.matmul")[: 1 + torch.cuda.is_available()]:
+        backend = attrgetter(name)(torch.backends)
+        if (precision := getattr(backend, "fp32_precision", "none")) not in ("none", "ieee"):
+            found[f"torch.backends.{name}.fp32_precision"] = precision
+    return found
 
 
 def dtype_label(dtype: torch.dtype) -> str:

@@ -130,7 +130,10 @@ class Subject:
     @contextmanager
     def noisily(self, what: str, seed: int, receive: Receive | None = None) -> Iterator[Streamed]:
         """Return a context in which the ``noisy`` model computes in float64, each result off by a rounding to ``dtype``."""
-        with self.exactly(self.noisy, f"{what}, with random rounding errors", receive) as streamed, rounding_noise(self.dtype, seed):
+        with (
+            self.exactly(self.noisy, f"{what}, with random rounding errors", receive) as streamed,
+            rounding_noise(self.dtype, seed),
+        ):
             yield streamed
 
     @cached_property

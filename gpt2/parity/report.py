@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpt2.measure.rounding import FORWARD_RATIO, TRAINING_RATIO
 from gpt2.measure.tracing import block_of, layer_of, part_of
 from gpt2.pages.reports import Environment, Printed, as_json, data_table
 
@@ -105,8 +106,29 @@ class Report(Printed):
 
     @property
     def ok(self) -> bool:
-        """Whether the run ended, every check holds (the models are equal), and every published number computed is reproduced."""
-        return not self.stopped and all(check.ok for check in self.checks) and (self.record is None or self.record.ok)
+        """Whether the run ended, every check holds (the models are equal), and every published number computed is reproduced.
+
+        Not where this process computes imprecisely: then both models may err alike.
+        """
+        holds = not self.stopped and all(check.ok for check in self.checks) and self.imprecise is None
+        return holds and (self.record is None or self.record.ok)
+
+    @property
+    def imprecise(self) -> Point | None:
+        """The first point of a forward pass where transformers' own rounding error is over the bound, if no other check fails."""
+        if any(not check.ok for check in self.checks if check.kind != ROUNDING):
+            return None
+        rounding = (point for check in self.checks if check.id == "rounding" for point in check.points)
+        return next((point for point in rounding if point.imprecise), None)
+
+    @property
+    def verdict(self) -> str:
+        """ "equal", "mismatch", "imprecise" (this process computes products imprecisely), or why the run ended early."""
+        if self.ok:
+            return "equal"
+        if self.imprecise is not None:
+            return "imprecise"
+        return self.stopped if self.stopped and self.first_divergence is None else "mismatch"
 
     @property
     def first_divergence(self) -> Point | None:
@@ -121,7 +143,7 @@ class Report(Printed):
         """Return every point of every check as JSON, with versions and the sha256 of every file."""
         first = self.first_divergence
         body = {
-            "verdict": "equal" if self.ok else self.stopped if self.stopped and first is None else "mismatch",
+            "verdict": self.verdict,
             "ok": self.ok,
             "first_divergence": {"point": first.name, "layer": layer_of(first.name), "error": first.error} if first else None,
             "skipped": [check.id for check in self.checks if check.skipped],
@@ -140,9 +162,14 @@ class Report(Printed):
         packages = " · ".join(f"{name} {number}" for name, number in env.versions.items() if name in ("torch", "transformers"))
         threads = f"{env.threads} thread{'s' * (env.threads != 1)}"
         yield f"\n[bold]{escape(self.model)}[/bold]  against  [bold]{escape(self.reference)}[/bold]"
-        yield f"[dim]{self.parameters:,} parameters · {packages} · {env.device}, {threads}\n{self.coverage}[/dim]\n"
+        settings = [f"{name}={value}" for name, value in env.settings.items()]
+        kernels = escape(" · ".join((env.processor, env.capability, env.blas, *settings)))
+        yield f"[dim]{self.parameters:,} parameters · {packages} · {env.device}, {threads}\n{kernels}\n{self.coverage}[/dim]\n"
         yield self._blocks()
-        yield "[dim]Errors are relative to transformers in float64; ratios (×) are our error over its own.[/dim]\n"
+        yield (
+            "[dim]Errors are relative to transformers in float64. Ratios (×) are our error over\n"
+            f"what rounding explains, at most {FORWARD_RATIO:g} ({TRAINING_RATIO:g} in training). theirs: transformers'.[/dim]\n"
+        )
         yield self._checks()
         if self.official is not None and self.official.model is not None:
             yield f"\n[dim]files: {escape(str(self.official))}[/dim]"
@@ -153,6 +180,8 @@ class Report(Printed):
         end = f"{not_run}  [dim]in {self.seconds:.1f} s[/dim]\n"
         if self.stopped == INTERRUPTED and self.first_divergence is None:
             yield f"\n[bold yellow]INTERRUPTED[/bold yellow]  no difference so far{end}"
+        elif self.imprecise is not None:
+            yield f"\n[bold red]IMPRECISE[/bold red]  {escape(self._imprecision(self.imprecise))}{end}"
         elif all(check.ok for check in self.checks):
             yield f"\n[bold green]EQUAL[/bold green]  at every point{' that was run' if skipped else ''}{end}"
             if self.record is not None and not self.record.ok:
@@ -160,7 +189,28 @@ class Report(Printed):
         else:
             first = self.first_divergence
             where = "a check without a point" if first is None else f"first at [bold]{first.name}[/bold]: {first.amount}"
-            yield f"\n[bold red]DIFFERENT[/bold red]  {where}{end}"
+            yield f"\n[bold red]DIFFERENT[/bold red]  {where}{'' if first is None else self._by_rounding(first)}{end}"
+
+    def _by_rounding(self, first: Point) -> str:
+        """Return what a difference by rounding alone means; empty for any other."""
+        if first.explained is None or not first.bound:
+            return ""
+        theirs = "" if first.reference_error is None else f"; transformers' is × {first.reference_error / first.explained:.2f}"
+        return (
+            f" what rounding to {self.environment.dtype} explains, at most × {first.bound / first.explained:g} is right{theirs}. "
+            "It is the same function in float64: something is computed less precisely"
+        )
+
+    def _imprecision(self, point: Point) -> str:
+        """Return which setting makes this process compute imprecisely, as far as known."""
+        env = self.environment
+        settings = ", ".join(f"{name} = {value}" for name, value in env.settings.items())
+        times = (point.reference_error or 0.0) / point.explained if point.explained else float("inf")
+        return (
+            f"this process computes {env.dtype} imprecisely: transformers' own error at {point.name} is {times:,.1f} times what "
+            f"rounding explains, so nothing can be said of ours. Set here: {settings or 'nothing that is known to round'}; "
+            f"{'unset it' if settings else 'try another machine'} and verify again"
+        )
 
     def so_far(self, stage: str, height: int) -> RenderableType:
         """Return what fits a terminal of ``height`` lines while the run goes on: the blocks, the checks, and the stage."""
@@ -173,8 +223,8 @@ class Report(Printed):
     def _blocks(self) -> RenderableType:
         """Make a table with a row per block: its worst traced activations and gradients, by both rules."""
         ratio, gradients = "\nratio", "gradients\nfloat64"
-        titles = "where", "float64\nworst", "\nat", f"{self.environment.dtype}\nworst", ratio, "\nat", gradients, ratio
-        table = data_table(*titles, right=(1, 3, 4, 6, 7))
+        rounding = f"{self.environment.dtype}\nours", "\ntheirs", ratio, "\nat"
+        table = data_table("where", "float64\nworst", "\nat", *rounding, gradients, ratio, right=(1, 3, 4, 5, 7, 8))
         checks = {check.id: check for check in self.checks}
         for block in ["embed", *(f"h.{layer}" for layer in range(self.n_layer)), "head"]:
             row = [block]
@@ -211,6 +261,10 @@ def _error(point: Point) -> str:
     return _mark(point, f"{point.error:.1e}")
 
 
+def _theirs(point: Point) -> str:
+    return f"{point.reference_error:.1e}"
+
+
 def _ratio(point: Point) -> str:
     return _mark(point, f"{point.ratio:.2f}")
 
@@ -223,7 +277,7 @@ def _name(point: Point) -> str:
 # Columns of the table of blocks: a check, and the cells for its worst point.
 BLOCK_CELLS: tuple[tuple[str, *tuple[Callable[[Point], str], ...]], ...] = (
     ("activations", _error, _name),
-    ("rounding", _error, _ratio, _name),
+    ("rounding", _error, _theirs, _ratio, _name),
     ("gradients", _error),
     ("gradients-rounding", _ratio),
 )

@@ -23,7 +23,7 @@ from gpt2.cli.main import main
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.side import environment_of
 from gpt2.devices import run
-from gpt2.devices.arithmetic import arithmetics, to_tf32
+from gpt2.devices.arithmetic import Arithmetic, arithmetics, to_tf32
 from gpt2.devices.case import Case
 from gpt2.devices.judge import Device, judge
 from gpt2.devices.run import verify_device
@@ -233,8 +233,8 @@ def test_tf32_keeps_ten_bits() -> None:
 def test_an_arithmetic_sums_in_its_own_dtype() -> None:
     """Sums of 16-bit numbers in float32 lose nothing here; sums in 16 bits do, so the two must be told apart."""
     a, b = torch.ones(1, 1000).bfloat16(), torch.ones(1000, 1).bfloat16()
-    ordered, partial, every = arithmetics(torch.bfloat16)[1:4]
-    results = [each.run(lambda a, b: (a @ b,), (a, b))[0].item() for each in (ordered, partial, every)]
+    wide, (partial, every, _) = Arithmetic("sums in float32"), arithmetics(torch.bfloat16)
+    results = [each.run(lambda a, b: (a @ b,), (a, b))[0].item() for each in (wide, partial, every)]
     assert results[0] == 1000
     assert results[2] == 256
     assert results[1] != results[2]
