@@ -5,7 +5,7 @@
 
 A right GPT-2 in NumPy, float32, whose sums run in several orders (BLAS, einsum, a plain loop, a loop from the end, two
 halves), and one that computes in float16. For each place the largest error over the error of our own model at that place, in
-float32; 16 is what SLACK allows. Each line on stdout is a program, with the verdict on the dump of the first row.
+float32; 8 is what SLACK allows. Each line on stdout is a program, with the verdict on the dump of the first row.
 """
 
 from __future__ import annotations

@@ -15,11 +15,9 @@ from gpt2.devices.case import Case
 from gpt2.errors import InputError
 from gpt2.measure.metrics import relative_error, worst_relative_error
 from gpt2.measure.placement import device_name
-from gpt2.measure.rounding import rounding_noise
+from gpt2.measure.rounding import WORST_RATIO, rounding_noise
 from gpt2.pages.reports import dtype_label
 
-# Bound on the worst entry's error over the arithmetic's: the largest of many errors varies more than their norm.
-WORST_RATIO = 8.0
 LARGEST = 0.25  # an arithmetic with a larger error overflows: it explains nothing
 OWN_ULPS = 16  # the CPU's own kernels explain no more than this many units in the last place: they may be wrong too
 FEW = 64  # outputs with fewer entries may be one unit in the last place off: their error is a matter of luck

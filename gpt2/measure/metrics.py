@@ -23,7 +23,6 @@ MAX_JS = math.log(2)  # maximum Jensen-Shannon divergence, in nats: distribution
 # Entries per part: temporaries stay in the processor's cache, and one thread computes it; two would wait for each other.
 PART = 1 << 15
 FLOAT64_BOUND = 1e-10  # relative error of equal models in float64: rounding is about 1e-15, any bug is larger
-ROUNDING_RATIO = 1.5  # bound on our error over the reference's error, or over what an arithmetic explains, in one dtype
 
 
 def silent(what: str) -> None:

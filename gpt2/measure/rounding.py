@@ -30,9 +30,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpt2.checkpoint.checkpoint import model_with
+from gpt2.measure.metrics import relative_error
+from gpt2.measure.tracing import Recorded, trace
+from gpt2.model import GPT2
+
+Error = Callable[[Tensor, Tensor], float]  # of a tensor and the right one
+
 # How many times what rounding explains a right model's error may be; tools/verify_rounding.py measures right and imprecise ones.
 FORWARD_RATIO = 2.0
 TRAINING_RATIO = 3.0  # of loss, gradients and AdamW: a near-tie in one softmax may decide a sequence's gradient
+WORST_RATIO = 8.0  # of the worst entry's error: the largest of many errors varies more than their norm
 
 ELEMENTARY = 0.425  # root mean square of one rounding's relative error, in units of u
 FUNCTION = 1.2
@@ -69,6 +77,23 @@ def rounding_noise(dtype: torch.dtype, seed: int = 0) -> Iterator[None]:
     functions = STEPS if dtype in (torch.float32, torch.float64) else {F.scaled_dot_product_attention: attention_in_steps}
     with Steps(torch.float64, functions, noise.wider), noise:
         yield
+
+
+def rounded_weights(model: GPT2, dtype: torch.dtype) -> GPT2:
+    """Return a float64 model of the weights of ``model`` rounded to ``dtype``, to run in :func:`rounding_noise`."""
+    return model_with(model.config, ((name, value.to(dtype).double()) for name, value in model.state_dict().items()))
+
+
+def explained_errors(
+    model: GPT2, ids: Tensor, dtype: torch.dtype, error: Error = relative_error, exact: Recorded | None = None
+) -> dict[str, float]:
+    """Return what rounding to ``dtype`` explains at each traced point of a float64 ``model``, for ids (B, T).
+
+    ``error`` compares a tensor with the one of the float64 run, ``exact`` (computed if it is not given).
+    """
+    with rounding_noise(dtype):
+        noisy = trace(rounded_weights(model, dtype), ids)
+    return {name: error(noisy[name], tensor) for name, tensor in (exact or trace(model, ids)).items()}
 
 
 def root_mean_square(values: Sequence[float]) -> float:

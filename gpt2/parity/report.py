@@ -224,7 +224,7 @@ class Report(Printed):
         """Make a table with a row per block: its worst traced activations and gradients, by both rules."""
         ratio, gradients = "\nratio", "gradients\nfloat64"
         rounding = f"{self.environment.dtype}\nours", "\ntheirs", ratio, "\nat"
-        table = data_table("where", "float64\nworst", "\nat", *rounding, gradients, ratio, right=(1, 3, 4, 5, 7, 8))
+        table = data_table("where", "float64\nworst", *rounding, gradients, ratio, right=(1, 2, 3, 4, 6, 7))
         checks = {check.id: check for check in self.checks}
         for block in ["embed", *(f"h.{layer}" for layer in range(self.n_layer)), "head"]:
             row = [block]
@@ -276,7 +276,7 @@ def _name(point: Point) -> str:
 
 # Columns of the table of blocks: a check, and the cells for its worst point.
 BLOCK_CELLS: tuple[tuple[str, *tuple[Callable[[Point], str], ...]], ...] = (
-    ("activations", _error, _name),
+    ("activations", _error),
     ("rounding", _error, _theirs, _ratio, _name),
     ("gradients", _error),
     ("gradients-rounding", _ratio),

@@ -266,7 +266,7 @@ def test_positions_behind_the_traced_rows_are_judged(tmp_path: Path, control: Ca
 
 def test_what_a_few_sequences_leave_open_is_decided_by_all(checkpoint: Path, report: gpt2.Report, monkeypatch) -> None:
     """A parameter that the first sequences do not decide must not be left out, nor one that they decide appear twice."""
-    monkeypatch.setattr(training, "ROUNDING_RATIO", 0.0)  # the first sequences decide nothing
+    monkeypatch.setattr(training, "TRAINING_RATIO", 0.0)  # the first sequences decide nothing
     again = verify(str(checkpoint), seed=3)
     assert failing(again) == []
     for check in ("loss-rounding", "gradients-rounding"):

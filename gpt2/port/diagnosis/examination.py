@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gpt2.errors import InputError
 from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent, worst_relative_error
+from gpt2.measure.rounding import WORST_RATIO, explained_errors
 from gpt2.measure.tracing import layer_of, points, trace
 from gpt2.measure.user_code import error_line, logits_of
 from gpt2.model import GPT2
@@ -38,7 +39,6 @@ from gpt2.port.recording.forward import Borrowed, ForwardError, plain_attention
 from gpt2.port.recording.pool import Pool
 from gpt2.port.recording.recorder import give_shapes, record_probe
 
-SLACK = 10  # for ports without float64: the allowed error over our model's error in that dtype
 LENGTHS = (8, 1, 32)  # token sequences; the walk uses the first
 MAX_WORK = 2e9  # parameters times tokens: above it, the full context is not tried
 SMALL = 20_000_000  # parameters of a model whose diagnosis must be quick
@@ -248,11 +248,11 @@ class Examination:
         return require_logits(output.detach().cpu(), ids, self.config, self.who)
 
     def _allow_rounding(self, output: Tensor, failure: Exception | None) -> None:
-        """For a module without float64, allow errors in proportion to our model's error in its dtype."""
+        """For a module without float64, allow the errors that rounding to its dtype explains."""
         dtype = output.dtype if output.dtype != torch.float64 else torch.float32
-        ids = self._probes(None)[0]
-        rounded, exact = (Reference(self.config, self.state, dtype=d)(ids) for d in (dtype, torch.float64))
-        self.bound = max(self.bound, SLACK * worst_relative_error(rounded, exact))
+        model = Reference(self.config, self.state).model
+        explained = explained_errors(model, self._probes(None)[0], dtype, worst_relative_error)["logits"]
+        self.bound = max(self.bound, WORST_RATIO * explained)
         why = f" (in float64 it fails: {error_line(failure)})" if failure else ""
         self.notes.append(f"your forward was measured in {_name(dtype)}, and may be off by {self.bound:.1e}{why}")
 

@@ -22,10 +22,8 @@ MIN_SHARE = 1e-9  # a smaller share of the probability is rounding
 class Reference:
     """A GPT-2 with the weights ``state``, and perhaps its own head (V, D): maps ids (B, T) to logits (B, T, V)."""
 
-    def __init__(
-        self, config: GPT2Config, state: Mapping[str, Tensor], head: Tensor | None = None, dtype: torch.dtype = torch.float64
-    ) -> None:
-        self.model = model_with(config, ((name, tensor.to(dtype)) for name, tensor in state.items()))
+    def __init__(self, config: GPT2Config, state: Mapping[str, Tensor], head: Tensor | None = None) -> None:
+        self.model = model_with(config, ((name, tensor.double()) for name, tensor in state.items()))
         self.model.requires_grad_(False)
         self.own_head = head
 

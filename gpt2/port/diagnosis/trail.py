@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gpt2.config import GPT2Config
 from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent, worst_relative_error
+from gpt2.measure.rounding import WORST_RATIO, explained_errors
 from gpt2.measure.tracing import layer_of, point_at, points, trace
 from gpt2.model import GPT2
 from gpt2.port.diagnosis.activations import SAME
@@ -22,7 +23,6 @@ from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
 from gpt2.port.diagnosis.search import Choice, Chooser, Fault, Kind
 from gpt2.port.recording.pool import Pool
 
-NARROW_BOUND = 1e-6  # error bound of a traced point if the port computes below float64
 SEQUENCE = ("layer-order", "layer-missing", "layer-repeated")
 
 
@@ -122,11 +122,13 @@ def account(trail: Trail, reference: GPT2) -> Walk:
     """Compare ``trail`` with the trace of ``reference``, our model in float64, on the same ids."""
     explained = trail.reached and not trail.lost
     traced = trace(reference, trail.ids)
-    bound = NARROW_BOUND if trail.pool.narrow else FLOAT64_BOUND
     known = tuple(point for point in points(trail.config.n_layer) if point in trail.values)
     errors = ((point, _departure(trail.values[point], traced[point])) for point in known)
     allowed = trail.pool.allowance
-    first = next(((point, error) for point, error in errors if error > allowed.get(point, bound)), None)
+    if trail.pool.narrow and not allowed:
+        rounding = explained_errors(reference, trail.ids, torch.float32, worst_relative_error, traced)
+        allowed = {point: WORST_RATIO * error for point, error in rounding.items()}
+    first = next(((point, error) for point, error in errors if error > max(allowed.get(point, 0.0), FLOAT64_BOUND)), None)
     if first is None and trail.lost:
         point = trail.lost[0]
         first = point, _departure(trail.pool.logits, traced[point]) if point == "logits" else math.inf

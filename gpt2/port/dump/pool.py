@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.port.dump.tolerance import HALVES, SLACK, UNITS, Tolerance, excess
+from gpt2.port.dump.tolerance import HALVES, NEEDED, SLACK, UNITS, Tolerance, excess
 from gpt2.port.recording.pool import Match, Pool
 
 FAULT_MARGIN = 4  # how many times better than the tolerance a wrong formula has to fit
-NARROWED = 6 / SLACK  # the part of the tolerance that right programs were seen to need
+NARROWED = NEEDED / SLACK  # the part of the tolerance that right programs were seen to need
 MASKED = -1e4  # scores of this size or below hide a token
 
 

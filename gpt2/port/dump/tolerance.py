@@ -1,4 +1,4 @@
-"""Measure how far a right program's numbers may be from ours: by computing in float32, and by how its dump stores them."""
+"""How far a right program's numbers may be from ours: by what rounding explains, and by how its dump stores them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.checkpoint import model_with
 from gpt2.measure.metrics import worst_relative_error
+from gpt2.measure.rounding import WORST_RATIO, explained_errors, rounded_weights, rounding_noise
 from gpt2.measure.tracing import part_of, point_at, trace
 from gpt2.model import GPT2
 
-SLACK = 16  # times the rounding of our own model; right programs need 6 at most (tools/rounding_table.py)
+SLACK = WORST_RATIO  # times what rounding explains
+NEEDED = 3.0  # of it, what right programs need at most (tools/rounding_table.py)
 FLOOR = 1e-9  # for programs that compute in float64: their constants, and their softmax
 # The largest relative error of rounding to a dtype, and the absolute one near zero (half of the smallest number).
 UNITS = {
@@ -44,18 +45,19 @@ class Tolerance:
 
 
 def measured(reference: GPT2, ids: Tensor, exact: dict[str, Tensor], dtype: torch.dtype) -> Tolerance:
-    """Measure our model's rounding in ``dtype`` on ``ids`` (B, T); ``exact`` is the trace of ``reference``, in float64."""
+    """Compute what rounding to ``dtype`` explains on ``ids`` (B, T); ``exact`` is the trace of ``reference``, in float64."""
     if dtype == torch.float64:
         return Tolerance(dtype, dict.fromkeys(exact, FLOOR), {part_of(point): FLOOR for point in exact})
-    model = model_with(reference.config, ((name, value.to(dtype)) for name, value in reference.state_dict().items()))
-    rounded = trace(model.eval(), ids)
     least = 4 * UNITS[dtype][0]
-    allowed = {point: SLACK * max(worst_relative_error(rounded[point], value), least) for point, value in exact.items()}
+    explained = explained_errors(reference, ids, dtype, worst_relative_error, exact)
+    allowed = {point: SLACK * max(error, least) for point, error in explained.items()}
+    model = rounded_weights(reference, dtype)
     for layer, block in enumerate(model.h):  # from here on, each block takes the exact stream
-        stream = exact["embed" if layer == 0 else point_at(layer - 1, "")].to(dtype)
+        stream = exact["embed" if layer == 0 else point_at(layer - 1, "")].to(dtype).double()
         block.register_forward_pre_hook(lambda _, args, stream=stream: (stream, *args[1:]))
-    model.ln_f.register_forward_pre_hook(lambda *_: exact[point_at(len(model.h) - 1, "")].to(dtype))
-    alone = trace(model, ids)
+    model.ln_f.register_forward_pre_hook(lambda *_: exact[point_at(len(model.h) - 1, "")].to(dtype).double())
+    with rounding_noise(dtype, seed=1):
+        alone = trace(model, ids)
     stages: dict[str, float] = {}
     for point, value in exact.items():
         error = SLACK * max(worst_relative_error(alone[point], value), least)

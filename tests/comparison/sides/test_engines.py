@@ -19,6 +19,7 @@ from gpt2.comparison.sides import engine as engine_module
 from gpt2.comparison.sides.opening import open_side, open_sides
 from gpt2.data.bpe import train_bpe
 from gpt2.errors import InputError
+from gpt2.measure.rounding import FORWARD_RATIO, explained_errors
 
 MODEL = "shakespeare-mini"
 TOKENS = 129  # one window
@@ -234,7 +235,9 @@ def build(folder):
         compare(MODEL, str(tmp_path / f"{each}.py"), on=text, tokens=24) for each in ("same", "wrong", "flat")
     )
     assert (sys.argv, sys.path) == (argv, path)
-    assert max(point.error for point in same.activations.points) < 1e-6
+    ids = torch.tensor([gpt2.load_tokenizer(MODEL).encode(Path(text).read_text())[:24]])
+    explained = explained_errors(gpt2.load(MODEL, dtype=torch.float64), ids, torch.float32)
+    assert all(point.error <= 2 * FORWARD_RATIO * explained[point.point] for point in same.activations.points)
     assert len(same.activations.points) == 5 + 12 * same.a.config["n_layer"]
     assert wrong.activations.first_past.point == "h.1.mlp.c_fc"
     assert "attn.scores, attn.weights: no module of" in " ".join(same.table(300).split())
