@@ -180,11 +180,9 @@ class _Run:
             if output.size(-1) < self.vocab:
                 sizes = f"knows {output.size(-1):,} tokens and the text's tokenizer {self.vocab:,}"
                 raise InputError(f"{side.name}: {sizes}; use models of one tokenizer, or compare it with one model at a time")
-            if first and not done and isinstance(running, RunningModule) and isinstance(running.module, GPT2):
-                few = self.passage.ids[:FLOOR_TOKENS]
-                self.floor = measure_floor(
-                    running.module, few, self.vocab, reference=output[0] if inputs.size(1) >= len(few) else None
-                )
+            if first and not done and isinstance(running, RunningModule) and type(running.module) is GPT2:
+                few, dtype = self.passage.ids[:FLOOR_TOKENS], running.module.wte.weight.dtype
+                self.floor = measure_floor(running.module, few, self.vocab, dtype)
             for row, window in enumerate(group):
                 rows = output[row, window.first - window.start :, : self.vocab].cpu()
                 targets = self.targets[done : done + len(rows)]

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -42,7 +41,6 @@ from gpt2.measure.texts import Text
 from gpt2.measure.tracing import trace_blocks
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2, eager_attention, sdpa_attention
-from gpt2.pages.reports import dtype_label
 
 
 def compare(
@@ -239,12 +237,10 @@ def _floor(pair: list[_Loaded], ids: Tensor, progress: Progress) -> Floor | None
     """Measure what rounding makes of the first of our models, also in the other's dtype if that is coarser."""
     for each, other in zip(pair, reversed(pair), strict=True):
         side, running = each.side, each.running
-        if isinstance(side, CheckpointSide) and isinstance(running, RunningModule) and isinstance(running.module, GPT2):
+        if isinstance(side, CheckpointSide) and isinstance(running, RunningModule) and type(running.module) is GPT2:
             progress("the floor of noise")
             dtypes = [dtype for dtype in (side.dtype, other.side.dtype) if dtype is not None and dtype != torch.int8]
-            dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=side.dtype)
-            coarser = None if dtype == side.dtype else (dtype_label(dtype), partial(side.checkpoint.load, dtype))
-            return measure_floor(running.module, ids[:TRACED], _vocabulary(pair), coarser)
+            return measure_floor(running.module, ids[:TRACED], _vocabulary(pair), *dtypes)
     return None
 
 

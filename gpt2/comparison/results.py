@@ -132,13 +132,13 @@ class Comparison(Printed):
         if kl is None or not all(map(math.isfinite, (kl.value, kl.low, floor.kl))):
             return ""
         if kl.value == 0 and not bounded:
-            return f"KL is exactly 0; A itself, run in another way ({floor.way}), differs more" if floor.kl else "KL is exactly 0"
+            return f"KL is exactly 0; {floor.way} alone makes more" if floor.kl else "KL is exactly 0"
         if kl.low > floor.kl:
             least = "at least " if bounded else ""
             return f"KL is {least}{number(kl.value / floor.kl, '.2g')} times that" if floor.kl else "KL is above it"
         if bounded and kl.high > floor.kl:
             return "KL may be above it, or not: its bounds lie on both sides"
-        return f"KL is not above it: A itself, run in another way ({floor.way}), differs as much"
+        return f"KL is not above it: {floor.way} alone makes as much"
 
     @property
     def scores(self) -> tuple[LanguageScore, ...]:

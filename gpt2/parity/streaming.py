@@ -52,7 +52,7 @@ class Converted:
 
 
 class Streamed:
-    """A context in which ``model`` computes in ``weights.dtype``, forward and backward, a block at a time.
+    """A context in which ``model`` computes with the converted ``weights``, forward and backward, a block at a time.
 
     Args:
         weights: for the blocks; ``outside`` for the embeddings, which stay converted as long as the context. The final norm
@@ -64,7 +64,7 @@ class Streamed:
     def __init__(
         self,
         model: nn.Module,
-        weights: Converted,
+        weights: Callable[[Tensor], Tensor],
         outside: Callable[[Tensor], Tensor],
         pulse: Callable[[int], None],
         receive: Receive | None = None,

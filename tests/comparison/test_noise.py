@@ -210,5 +210,5 @@ def test_a_coarser_dtype_raises_the_floor(folder: Path) -> None:
     name, on = str(folder / "model"), str(folder / "text.txt")
     compared = gpt2.compare(name, f"{name}:bf16", on=on, tokens=200)
     assert compared.floor is not None
-    assert compared.floor.way == "in bfloat16"
-    assert "not above it: A itself, run in another way (in bfloat16), differs as much" in compared.above_floor
+    assert compared.floor.way == "rounding to float32 and bfloat16"
+    assert "not above it: rounding to float32 and bfloat16 alone makes as much" in compared.above_floor
