@@ -1,13 +1,15 @@
 """Compute next-token logits fast: prefill and decode with weights that are looked up once.
 
 Reading one token is memory-bandwidth-bound, so only the cost of calling operators and modules can be saved: about a dozen
-operators per block, the widest tensors written in place, and only a prompt's last token in the last block. The layouts and
-dtypes were chosen on a CPU with AVX-512, without AMX or bfloat16 (tools/README.md, "What makes the difference").
+operators per block, the widest tensors written in place, and only a prompt's last token in the last block. Which of several equal
+products is fastest depends on the machine and on the count of rows, so it is measured, once in a process.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from timeit import timeit
 from typing import NamedTuple
 
 import torch
@@ -22,9 +24,10 @@ OWN_CLASSES = {GPT2, Block, Attention, MLP, Conv1D, nn.Embedding, nn.LayerNorm, 
 OWN_CLASSES |= {Int8GPT2, Int8Conv1D, Int8Embedding}
 FORWARD_HOOKS = [name for name in vars(nn.Module()) if "forward" in name and "hooks" in name]  # torch's tables in each module
 HALF_DTYPES = (torch.bfloat16, torch.float16)
-# From this number of rows on, a CPU without instructions for the dtype is faster with weights converted to float32.
-MIN_ROWS_TO_CONVERT = {torch.bfloat16: 4, torch.float16: 1}
-MAX_ROWS_ON_THE_RIGHT = 16  # the head of 2 to 16 rows in float32: weight times rows reads it up to five times as fast
+TRIALS = 5  # of each product that is measured; the shortest time counts
+MEASURED = 1 << 22  # entries of a weight that a trial reads: milliseconds
+FEW_ROWS, MANY_ROWS = 16, 64  # counts up to the first are measured by themselves; beyond the second nothing changes
+SPEEDUP_THRESHOLD = 1.1  # below which the more precise product is taken
 WEIGHT_CHUNK = 256  # rows of a weight that are converted at a time, so that they stay in the CPU's cache
 ROW_CHUNK = 64  # rows of activations per GELU call, for the same reason; from this number on, buffers are shared
 GELU_FACTOR = 2 * math.sqrt(2 / math.pi)
@@ -100,7 +103,7 @@ class ForwardPass:
         self.embed, self.positions = model.wte.forward, model.wpe.weight
         self.tokens = model.wte.weight
         self.token_scale = model.wte.scale if isinstance(model, Int8GPT2) else None
-        self.transposed_head: Tensor | None = None
+        self.prepared_head: dict[Product, Tensor] = {}
         self.ln_f = _norm(model.ln_f)
         self.blocks = [
             BlockWeights(
@@ -155,20 +158,15 @@ class ForwardPass:
         return self._head(torch.layer_norm(x, self.shape, *self.ln_f), decoding)
 
     def _head(self, hidden: Tensor, decoding: bool) -> Tensor:
-        """Compute :meth:`GPT2.head` for a few rows, in the order that reads the weight fastest; decoding may copy it."""
+        """Compute :meth:`GPT2.head` for a few rows, by the product that reads the weight fastest; decoding may copy it."""
         rows, weight = len(hidden), self.tokens
         if self.token_scale is not None:
             return product(hidden, weight, self.token_scale)
-        if _converts(weight, rows):
-            x = hidden.float()
-            return torch.cat([F.linear(x, part.float()) for part in weight.split(4 * WEIGHT_CHUNK)], dim=1).to(hidden.dtype)
-        if weight.is_cpu and weight.dtype == torch.float32 and 1 < rows <= MAX_ROWS_ON_THE_RIGHT:
-            return torch.mm(weight, hidden.t()).t().contiguous()
-        if not (decoding and weight.is_cpu and rows == 1 and weight.dtype == torch.bfloat16) or _multiplies(weight.dtype):
-            return F.linear(hidden, weight)
-        if self.transposed_head is None:
-            self.transposed_head = weight.t().contiguous()
-        return torch.mm(hidden, self.transposed_head)
+        ways = HEADS.get(weight.dtype, HEADS[torch.float32][:1])
+        way = fastest(ways if decoding and rows == 1 else ways[:2], weight, rows)
+        if way not in self.prepared_head:
+            self.prepared_head[way] = way.prepare(weight)
+        return way.multiply(hidden, self.prepared_head[way])
 
 
 @contextmanager
@@ -201,22 +199,48 @@ def _linear(module: Conv1D | Int8Conv1D) -> Linear:
         scale = module.scale
         return lambda x, out: product(x, weight, scale, bias, out)
     if weight.dtype in HALF_DTYPES:
-        return lambda x, out: _linear_in_float32(x, weight, bias) if _converts(weight, len(x)) else torch.addmm(bias, x, weight)
+        return lambda x, out: fastest(LINEAR_16_BIT, weight, len(x), bias).multiply(x, weight, bias)
     return lambda x, out: torch.addmm(bias, x, weight, out=out)
 
 
-def _converts(weight: Tensor, rows: int) -> bool:
-    """Return whether a product of 16-bit numbers is faster in float32 on this machine."""
-    if rows < MIN_ROWS_TO_CONVERT.get(weight.dtype, rows + 1) or not weight.is_cpu or not torch.cpu._is_avx2_supported():
-        return False
-    return not _multiplies(weight.dtype)
+def _unchanged(weight: Tensor) -> Tensor:
+    return weight
 
 
-def _multiplies(dtype: torch.dtype) -> bool:
-    """Return whether this machine's CPU has instructions for products of a 16-bit dtype."""
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+class Product(NamedTuple):
+    """A way to multiply rows by a weight that was prepared for it, and add the bias if there is one."""
+
+    multiply: Callable[..., Tensor]
+    prepare: Callable[[Tensor], Tensor] = _unchanged
+
+
+_fastest: dict[tuple[object, ...], Product] = {}
+
+
+def fastest(ways: Sequence[Product], weight: Tensor, rows: int, bias: Tensor | None = None) -> Product:
+    """Return the fastest of several products of ``rows`` rows with ``weight`` on this CPU; the first one on other devices.
+
+    It is measured once in a process for each count of rows, in turn, and the first, PyTorch's own, is taken unless another is
+    clearly faster: adding one term after another, as others may, is less precise. With a ``bias`` the weight is (in, out).
+    """
+    if not weight.is_cpu or len(ways) == 1:
+        return ways[0]
+    count = rows if rows <= FEW_ROWS else min(MANY_ROWS, 1 << (rows - 1).bit_length())
+    key = (*ways, weight.dtype, weight.shape, count, torch.get_num_threads())
+    if key not in _fastest:
+        part = weight[: max(1, MEASURED // weight.size(1))] if bias is None else weight
+        x = part.new_ones(count, part.size(1) if bias is None else part.size(0))
+        calls = [partial(way.multiply, x, way.prepare(part), *(() if bias is None else (bias,))) for way in ways]
+        trials = [[timeit(call, number=1) for call in calls] for _ in range(TRIALS)]
+        first, *others = (min(times) for times in zip(*trials, strict=True))
+        best = min(range(len(others)), key=others.__getitem__)
+        _fastest[key] = ways[1 + best] if others[best] * SPEEDUP_THRESHOLD < first else ways[0]
+    return _fastest[key]
+
+
+def _head_in_float32(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    return torch.cat([F.linear(wide, part.float()) for part in weight.split(4 * WEIGHT_CHUNK)], dim=1).to(x.dtype)
 
 
 def _linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -226,6 +250,14 @@ def _linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     for inputs, part in zip(wide.split(chunk, 1), weight.split(chunk), strict=True):
         y.addmm_(inputs, part.float())
     return y.to(x.dtype)
+
+
+_HEAD_16_BIT = (Product(F.linear), Product(_head_in_float32), Product(torch.mm, lambda weight: weight.t().contiguous()))
+HEADS: dict[torch.dtype, tuple[Product, ...]] = {
+    torch.float32: (Product(F.linear), Product(lambda x, weight: torch.mm(weight, x.t()).t().contiguous())),
+    **dict.fromkeys(HALF_DTYPES, _HEAD_16_BIT),
+}
+LINEAR_16_BIT = Product(lambda x, weight, bias: torch.addmm(bias, x, weight)), Product(_linear_in_float32)
 
 
 def _in_place(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
