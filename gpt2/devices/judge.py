@@ -103,7 +103,7 @@ def judge(device: Device, case: Case, dtype: torch.dtype) -> Verdict:
         said = " ".join(str(raised).split())[:160]
         if "out of memory" in said:  # CUDA's and MPS' words, which say nothing of what the device computes
             raise InputError(f"{device.name} is out of memory at {case.name}, {label}; judge it with a smaller model") from None
-        missing = _not_implemented(raised)
+        missing = missing_kernel(raised)
         looks_like = f"not implemented on this device: {missing}" if missing else f"it raises: {said}"
         what = case.operator, case.condition, label
         return Verdict(*what, float("inf"), 0.0, None, False, looks_like=looks_like, missing=missing)
@@ -126,12 +126,14 @@ def judge(device: Device, case: Case, dtype: torch.dtype) -> Verdict:
     )
 
 
-def _not_implemented(raised: Exception) -> str:
-    """Return what PyTorch says it has no kernel for; empty if it says something else."""
+def missing_kernel(raised: Exception) -> str:
+    """Return what PyTorch says it has no kernel for on this device; empty if it says something else."""
     said = " ".join(str(raised).split())
     kernel = re.search(r"""["'](\w+)["'] not implemented for ['"](\w+)""", said)  # "gelu_cuda" not implemented for 'Half'
     if kernel is not None:
         return f"{kernel[1]} for {kernel[2]}"
+    if "only supported when" in said:  # pack_vnni2 is only supported when avx512 is supported
+        return said[:80]
     if isinstance(raised, NotImplementedError) or "is not supported on" in said:  # BFloat16 is not supported on MPS
         name = re.search(r"\w+::\w+", said)
         return name[0] if name is not None else said[:80] or "this operator"

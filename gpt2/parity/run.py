@@ -20,6 +20,7 @@ from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.names import DEFAULT, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.official_files import Official, official_files
 from gpt2.checkpoint.saving import sha256
+from gpt2.devices.judge import missing_kernel
 from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.metrics import Progress, silent
@@ -169,6 +170,12 @@ def verify(
             return report("", public)
         except DifferenceFound:
             return report(AT_DIFFERENCE)
+        except (RuntimeError, NotImplementedError) as error:
+            if not (missing := missing_kernel(error)):
+                raise
+            settings = " and ".join(env.settings)
+            remedy = f"unset {settings}, or verify in float32" if settings else "verify in float32"
+            raise InputError(f"{name}: PyTorch cannot compute {env.dtype} on this machine ({missing}); {remedy}") from None
         except KeyboardInterrupt:
             raise Interrupted(report(INTERRUPTED)) from None
 
