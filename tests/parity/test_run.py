@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import imprecise
 from support.commands import load_script
 from support.hf_layouts import TINY, weights
 from support.random_models import write_checkpoint
@@ -162,18 +163,6 @@ def noisy_gradients(model: GPT2) -> None:
         )
 
 
-def coarse_cache(model: GPT2) -> None:
-    """Keys and values kept in bfloat16: right in float64, and in float32 without the cache."""
-
-    def attend(q, k, v, mask, scale, dropout):
-        if q.dtype == torch.float32 and q.size(-2) != k.size(-2):
-            k, v = k.bfloat16().float(), v.bfloat16().float()
-        return sdpa_attention(q, k, v, mask, scale, dropout)
-
-    for block in model.h:
-        block.attn.attend = attend
-
-
 def every_row_reads_the_first(model: GPT2) -> None:
     """A cache that mixes up the rows of a batch: a run with one row cannot show it."""
 
@@ -289,30 +278,30 @@ def test_quick_reads_128_tokens_and_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("control", "must_fail", "must_pass"),
+    ("control", "must_fail", "at", "must_pass"),
     [
-        (noisy_gradients, "gradients-rounding", "gradients"),
-        (noisy_gradients, "adamw-rounding", "adamw"),
-        (lambda model: model.use_attention(coarse_attention), "loss-rounding", "loss"),
-        (coarse_cache, "rounding", "cache"),
-        (every_row_reads_the_first, "padding", "activations"),
-        (no_softmax, "activations", "logits"),
-        (gradient_cut_late, "gradients", "activations"),
-        (lambda model: [setattr(block.mlp, "activation", torch.tanh) for block in model.h], "loss", "weights"),
-        (lambda model: model.use_attention(coarse_attention), "rounding", "activations"),
-        (fused_path_without_mask, "logits", "activations"),
-        (forgetful_cache, "cache", "activations"),
-        (forgetful_cache, "text", "logits"),
-        (padding_takes_positions, "padding", "cache"),
-        (gradient_stopped, "gradients", "loss"),
-        (gradient_stopped, "adamw", "rounding"),
+        (noisy_gradients, "gradients-rounding", "wte.weight (head)", "gradients"),
+        (noisy_gradients, "adamw-rounding", "ln_f (all parameters)", "adamw"),
+        (partial(imprecise.cache, torch.bfloat16), "rounding", "logits (single tokens)", "activations"),
+        (every_row_reads_the_first, "padding", "logits (padded rows, cached)", "activations"),
+        (no_softmax, "activations", "h.0.attn.scores", "logits"),
+        (gradient_cut_late, "gradients", "ln_f.weight", "activations"),
+        (lambda model: [setattr(block.mlp, "activation", torch.tanh) for block in model.h], "loss", "loss", "weights"),
+        (lambda model: model.use_attention(coarse_attention), "rounding", "h.0.attn.scores", "activations"),
+        (lambda model: model.use_attention(coarse_attention), "loss-rounding", "loss", "loss"),
+        (fused_path_without_mask, "logits", "logits (window 0, 0 to 31)", "activations"),
+        (forgetful_cache, "cache", "logits (single tokens)", "activations"),
+        (forgetful_cache, "text", "text (generated with the cache)", "logits"),
+        (padding_takes_positions, "padding", "logits (padded rows)", "cache"),
+        (gradient_stopped, "gradients", "h.0.ln_1.weight", "loss"),
+        (gradient_stopped, "adamw", "h.0.ln_1.weight", "rounding"),
     ],
 )
-def test_every_check_can_fail_alone(checkpoint: Path, control: Callable, must_fail: str, must_pass: str) -> None:
-    """Negative controls: for each check, a broken model fails that check alone."""
-    failed = failing(verify(str(checkpoint), build=broken(control), keep_going=True))
-    assert must_fail in failed
-    assert must_pass not in failed
+def test_every_check_can_fail_alone(checkpoint: Path, control: Callable, must_fail: str, at: str, must_pass: str) -> None:
+    """Negative controls: for each check, a broken model fails that check at the point where it is broken, and not another."""
+    report = verify(str(checkpoint), build=broken(control), keep_going=True)
+    assert next(point.name for point in report.check(must_fail).points if not point.ok) == at
+    assert must_pass not in failing(report)
 
 
 def test_what_adamw_moved_is_judged_by_how_far_it_moved(checkpoint: Path) -> None:
