@@ -21,7 +21,7 @@ from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.behaviour import Behaviour
 from gpt2.port.diagnosis.causes import PlacedCause, ranked
 from gpt2.port.diagnosis.logits import Reference, padding_causes, require_logits
-from gpt2.port.diagnosis.own import Own, own_weights
+from gpt2.port.mapping.reading import Own, own_weights
 from gpt2.port.diagnosis.places import Place
 from gpt2.port.diagnosis.report import SURE, Diagnosis, Divergence
 from gpt2.port.diagnosis.structure import require_size, structural_causes

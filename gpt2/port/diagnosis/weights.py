@@ -15,7 +15,7 @@ from torch import Tensor
 from gpt2.config import GPT2Config
 from gpt2.port.diagnosis import entries
 from gpt2.port.diagnosis.causes import PlacedCause
-from gpt2.port.diagnosis.own import Own
+from gpt2.port.mapping.reading import Own
 from gpt2.port.diagnosis.places import ALL_WEIGHTS, EVERY, Place, joined
 from gpt2.port.mapping.departures import missing_entries
 

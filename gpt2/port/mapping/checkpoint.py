@@ -1,0 +1,259 @@
+"""Read a module back into a checkpoint, with a config that nobody stated: ``checkpoint_of``, the reverse of ``load_into``.
+
+The recording of a forward pass shows sizes and heads. What it does not show (epsilon, activation, the scaling of scores) is found one
+after the other, on weights that switch later parts off. The result is returned only if our model with it gives the module's own
+logits in float64.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpt2.checkpoint.checkpoint import Checkpoint, Reader
+from gpt2.checkpoint.containers import listed
+from gpt2.checkpoint.containers.gguf_file import NoTokenizer
+from gpt2.checkpoint.saving import DTYPE_NAMES
+from gpt2.config import ACTIVATIONS, GPT2Config
+from gpt2.data import Tokenizer
+from gpt2.errors import InputError
+from gpt2.measure.metrics import FLOAT64_BOUND
+from gpt2.port.anatomy.anatomy import Anatomy
+from gpt2.port.anatomy.flow import Flow
+from gpt2.port.anatomy.stream import NotGPT2, Stream
+from gpt2.port.mapping import ROUNDED_CONSTANT, Check, require_module, require_parameters, worst_error
+from gpt2.port.mapping.departures import find_departures
+from gpt2.port.mapping.filling import put
+from gpt2.port.mapping.mapping import Mapping
+from gpt2.port.mapping.reading import Own, own_weights
+from gpt2.port.mapping.remarks import sentence
+from gpt2.port.recording.dataflow import Recording
+from gpt2.port.recording.dispatch import DeterministicMode
+from gpt2.port.recording.forward import Borrowed, ForwardError
+from gpt2.port.recording.recorder import record_probe
+
+VOCABULARIES = (30, 2)  # ids of the first recording are smaller than that
+MAX_WINDOW = 8192  # the longest that is tried, for a module that takes sequences of one length only
+NO_POSITIONS = "it has no table of positions among its parameters and buffers"
+END = 50256  # <|endoftext|> of OpenAI's vocabulary
+SMALL = 1e-4  # factor of the embeddings, with which a norm's epsilon outweighs their variance
+ACTIVATION_FIELDS = [{"activation_function": name} for name in ACTIVATIONS]
+SCALE_FIELDS = [{"scale_attn_weights": a, "scale_attn_by_inverse_layer_idx": b} for a in (True, False) for b in (False, True)]
+
+
+@dataclass(frozen=True)
+class ModuleCheckpoint(Checkpoint):
+    """A module's weights and config, in memory; ``notes`` say what was added, left out or rounded."""
+
+    weights: dict[str, Tensor]
+    notes: tuple[str, ...]
+
+    def reader(self, *, mapped: bool = True) -> Reader:
+        return lambda name, dtype: self.weights[name].to(dtype, copy=True)
+
+    def tokenizer(self) -> Tokenizer:
+        raise NoTokenizer("a module has none")
+
+    def files(self) -> dict[str, Path]:
+        return {}
+
+
+@torch.no_grad()
+def checkpoint_of(module: nn.Module, name: str | None = None) -> ModuleCheckpoint:
+    """Return the weights and the config of ``module``, any torch implementation of GPT-2, which stays unchanged.
+
+    Args:
+        module: as for :func:`gpt2.load_into`. Weights may also be buffers.
+        name: what messages call it; default: its class.
+
+    Weights get the module's dtype, the widest of several. A bias that it lacks is zero, a norm's scale is one. Everything that the
+    logits depend on is found: sizes, heads, activation, epsilon, how scores are scaled. The rest has GPT-2's defaults: dropout,
+    initialisation, and special tokens if the vocabulary has them. Padding of the vocabulary stays. ``gpt2.save(checkpoint.load(),
+    tokenizer, folder)`` writes it. Memory: up to three float64 copies of the parameters.
+
+    Raises:
+        InputError: ``module`` computes something else than GPT-2, or has parts that a checkpoint cannot hold.
+    """
+    require_module(module, "checkpoint_of reads")
+    name = type(module).__name__ if name is None else name
+    require_parameters(module, GPT2Config(vocab_size=VOCABULARIES[0]), name)
+    with torch.random.fork_rng(devices=[]), Borrowed(module) as borrowed:
+        try:
+            return _Reading(borrowed, Anatomy(_recorded(module, name)), name).checkpoint()
+        except NotGPT2 as reason:
+            raise InputError(f"{name}: {reason}; checkpoint_of needs a GPT-2") from None
+
+
+def _recorded(module: nn.Module, name: str) -> Recording:
+    """Record the module as :func:`gpt2.load_into` does; how many tokens it knows shows in a first recording, on small ids."""
+    shapes = [tensor.shape for tensor in [*module.parameters(), *module.buffers()]]
+    windows = sorted({size for shape in shapes for size in shape if 5 < size <= MAX_WINDOW})
+    failures = []
+    for vocabulary, context in [*((size, 5) for size in VOCABULARIES), *((VOCABULARIES[0], size) for size in windows)]:
+        try:
+            first = record_probe(module, GPT2Config(vocabulary, context), name)
+        except ForwardError as error:
+            failures.append(error)
+            continue
+        stream = Stream(Flow(first))
+        if stream.positions is None:
+            raise NotGPT2(NO_POSITIONS)
+        vocabulary = max(stream.vocabulary, first.output.size(-1))  # small ids show one shard of a table, and the whole head
+        return record_probe(module, GPT2Config(vocabulary, len(stream.positions.rows)), name)
+    raise failures[0]
+
+
+def _sizes(anatomy: Anatomy) -> GPT2Config:
+    """Return a config with the module's sizes, and defaults elsewhere."""
+    vocabulary = anatomy.stream.vocabulary if anatomy.head is None else len(anatomy.head)
+    if anatomy.positions is None:
+        raise NotGPT2(NO_POSITIONS)
+    width, layers, heads = anatomy.width, max(anatomy.layers) + 1, len(anatomy.attentions[0].heads)
+    inner = sum(len(part.columns) for part in anatomy.parts if part.part == "mlp.c_fc" and part.layer == anatomy.layers[0])
+    end = END if vocabulary > END else None
+    try:
+        config = GPT2Config(vocabulary, len(anatomy.positions.rows), width, layers, heads, bos_token_id=end, eos_token_id=end)
+    except InputError as error:
+        raise NotGPT2(str(error)) from None
+    return replace(config, n_inner=None if inner in (0, config.inner) else inner)
+
+
+class _Reading:
+    """A module in float64, which is read, and then run with other weights to find its config."""
+
+    def __init__(self, borrowed: Borrowed, anatomy: Anatomy, name: str) -> None:
+        self.borrowed, self.anatomy, self.name = borrowed, anatomy, name
+        self.mapping = Mapping(anatomy, _sizes(anatomy), from_buffers=True)
+        for departure in find_departures(self.mapping):
+            raise NotGPT2(sentence(departure).replace("the checkpoint", "GPT-2"))
+        self.sources = [source for source in self.mapping.sources if self.mapping.parts(source)]
+        self.dtype = reduce(torch.promote_types, (borrowed.tensors[source.name].dtype for source in self.sources))
+        self.casts: set[str] = set()
+        borrowed.to_float64()
+        self.own = self._own()
+        self._require_weights()
+        self.check = Check(self.mapping, self.own.weights, {})
+
+    def _own(self) -> Own:
+        """Read the weights; what a matrix lacks is NaN."""
+        blank = torch.tensor(torch.nan, dtype=torch.float64)
+        return own_weights(self.mapping, self.borrowed.tensors, {key: blank.expand(s) for key, s in self.mapping.shapes.items()})
+
+    def _require_weights(self) -> None:
+        own = self.own
+        for key, placed in own.placed.items():
+            if placed.ndim > 1 and not bool(placed.all()):
+                raise NotGPT2(f"no parameter takes the place of {f'a part of {key}' if bool(placed.any()) else key}")
+            if not bool(own.weights[key].isfinite().all()):
+                raise NotGPT2(f"{own.names[key]} ({key}) holds NaN or infinity")
+        if own.head is not None and not torch.equal(own.head, own.weights["wte.weight"]):
+            raise NotGPT2(f"its head ({own.head_name}) has weights of its own, GPT-2's has those of its token embedding")
+
+    def checkpoint(self) -> ModuleCheckpoint:
+        """Read, verify and return. Raises NotGPT2: our model gives other logits."""
+        check, weights, outputs = self.check, self.own.weights, self._outputs()
+        probes, worked = check.probes, [n for n, output in enumerate(outputs) if output is not None]
+        check.probes = [probes[next((n for n in worked if probes[n].size(1) > 1), worked[0])]]
+        config = self._config()
+        check.probes = probes
+        self._require(error := worst_error(outputs, check.reference(weights)), "with its own weights it computes")
+        dtype = self.dtype if self.dtype in DTYPE_NAMES else torch.float32
+        stored = {key: tensor.to(dtype, copy=True) for key, tensor in weights.items()}
+        return ModuleCheckpoint(self.name, None, config, dtype, dtype, stored, tuple(self._notes(stored, error)))
+
+    def _outputs(self) -> list[Tensor | None]:
+        """Return the module's outputs for the probes, without its casts to narrower dtypes."""
+        with DeterministicMode(keep_random=True) as mode:
+            outputs, failures = self.check.outputs(self.borrowed.module)
+        if len(failures) == len(outputs):
+            raise InputError(f"{self.name}: its forward fails in float64 ({failures[0]}); take the dtype of its weights there")
+        self.casts |= mode.casts
+        return outputs
+
+    def _require(self, error: float, what: str) -> None:
+        """Raise NotGPT2 if the logits differ by more than a constant in float32 explains; say why, if that is known."""
+        if error <= ROUNDED_CONSTANT:
+            return
+        for name, norm in self.own.extra.items():
+            raise NotGPT2(f"{name} (norm {norm:.2g}) is added where GPT-2 adds nothing; set it to zero, or leave it out")
+        for id in self.anatomy.adapters:
+            raise NotGPT2(f"it has low-rank adapters ({self.anatomy.recording.name(id)}); merge them into the weights")
+        raise NotGPT2(f"{what} something else (error of the logits {error:.1e})")
+
+    def _config(self) -> GPT2Config:
+        """Find the config with which our model computes what the module does.
+
+        This needs other weights than its own: a projection of zeros, which some initialise so, hides the activation before it.
+        """
+        check, generator = self.check, torch.Generator().manual_seed(2)
+        for source in self.sources:
+            tensor, mine = self.borrowed.tensors[source.name], self.mapping.entries(source) >= 0
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * mine
+            tensor.add_(noise.to(tensor.device), alpha=1 / math.sqrt(check.config.n_embd))
+        state = self._own().weights
+        no_attention, no_mlp = ({k: x * 0 for k, x in state.items() if f".{part}.c_proj." in k} for part in ("attn", "mlp"))
+        head_alone = no_attention | no_mlp | {"ln_f.bias": state["ln_f.bias"] * 0}
+        head_alone |= {key: state[key] * SMALL for key in ("wte.weight", "wpe.weight")}
+        stages: list[tuple[dict[str, Tensor], list[dict[str, Any]], str]] = [
+            (head_alone, [], "its embeddings, last norm or head compute"),
+            (no_attention, ACTIVATION_FIELDS, f"its feed-forward, with each of {', '.join(ACTIVATIONS)}, computes"),
+            ({}, SCALE_FIELDS, "its attention computes"),
+        ]
+        for changed, fields, what in stages:
+            weights = state | changed
+            for source in self.sources:
+                entries, use = self.mapping.entries(source), self.mapping.uses(source)[0]
+                put(self.borrowed.tensors[source.name], entries, self.mapping, weights, use)
+            outputs = self._outputs()
+            fields = fields or [{"layer_norm_epsilon": self._epsilon(outputs, weights)}]
+            error, check.config = self._nearest(outputs, weights, [replace(check.config, **values) for values in fields])
+            self._require(error, what)
+        return check.config
+
+    def _nearest(
+        self, outputs: list[Tensor | None], weights: dict[str, Tensor], configs: list[GPT2Config]
+    ) -> tuple[float, GPT2Config]:
+        """Return the error and the config with which our model comes nearest; the first that is equal ends the search."""
+        errors: list[float] = []
+        for self.check.config in configs:
+            errors.append(worst_error(outputs, self.check.reference(weights)))
+            if errors[-1] <= FLOAT64_BOUND:
+                break
+        return min(errors), configs[errors.index(min(errors))]
+
+    def _epsilon(self, outputs: list[Tensor | None], weights: dict[str, Tensor]) -> float:
+        """Solve for the last norm's epsilon: the output is linear in 1 / sqrt(variance + epsilon)."""
+        (output,), (ids,) = outputs, self.check.probes
+        assert output is not None
+        stream = (weights["wte.weight"][ids] + weights["wpe.weight"][: ids.size(1)])[:, -output.size(1) :]  # (B, T, D)
+        normed = (stream - stream.mean(-1, keepdim=True)) * weights["ln_f.weight"]
+        slope = normed if self.check.hidden_only else normed @ weights["wte.weight"][: output.size(-1)].t()
+        inverse = (output * slope).sum(-1) / slope.square().sum(-1)  # (B, T)
+        epsilon = float((inverse**-2 - stream.var(-1, correction=0)).median())
+        return float(f"{epsilon:.6g}") if epsilon > 1e-16 else 0.0
+
+    def _notes(self, stored: dict[str, Tensor], error: float) -> Iterator[str]:
+        own = self.own
+        if self.casts:
+            yield f"its forward casts to {', '.join(sorted(self.casts))}; it was verified with float64 there"
+        if error > FLOAT64_BOUND:
+            yield f"its logits differ by {error:.1e}, as if it kept a constant in float32; the checkpoint has the exact constant"
+        lacks = [re.sub(r"^h\.\d+", "h.*", key) for key, placed in own.placed.items() if not bool(placed.all())]
+        if lacks:
+            yield f"a bias that it lacks is zero, a norm's scale is one: {listed(list(dict.fromkeys(lacks)))}"
+        parameters = [source for source in self.mapping.sources if source.is_parameter]
+        if left := [source.name for source in parameters if source not in self.sources]:
+            yield f"left out, as no logit depends on them: {listed(left)}"
+        rounded = [key for key, tensor in stored.items() if not torch.equal(tensor.double(), own.weights[key])]
+        if rounded:
+            yield f"rounded to {DTYPE_NAMES[self.dtype]}, as it uses its parameters scaled or shifted: {listed(rounded)}"
+        if padding := int((stored["wte.weight"].flip(0) != 0).any(1).int().argmax()):
+            yield f"the last {padding:,} rows of its vocabulary are zero"
