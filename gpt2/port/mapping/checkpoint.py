@@ -7,6 +7,7 @@ logits in float64.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -37,12 +38,12 @@ from gpt2.port.mapping.reading import Own, own_weights
 from gpt2.port.mapping.remarks import sentence
 from gpt2.port.recording.dataflow import Recording
 from gpt2.port.recording.dispatch import DeterministicMode
-from gpt2.port.recording.forward import Borrowed, ForwardError
+from gpt2.port.recording.forward import Borrowed, ForwardError, plain_attention
 from gpt2.port.recording.recorder import record_probe
 
 VOCABULARIES = (30, 2)  # ids of the first recording are smaller than that
 MAX_WINDOW = 8192  # the longest that is tried, for a module that takes sequences of one length only
-NO_POSITIONS = "it has no table of positions among its parameters and buffers"
+NO_POSITIONS = "your module has no table of positions among its parameters and buffers; GPT-2 has a row for each position"
 END = 50256  # <|endoftext|> of OpenAI's vocabulary
 SMALL = 1e-4  # factor of the embeddings, with which a norm's epsilon outweighs their variance
 ACTIVATION_FIELDS = [{"activation_function": name} for name in ACTIVATIONS]
@@ -89,15 +90,15 @@ def checkpoint_of(module: nn.Module, name: str | None = None) -> ModuleCheckpoin
         try:
             return _Reading(borrowed, Anatomy(_recorded(module, name)), name).checkpoint()
         except NotGPT2 as reason:
-            raise InputError(f"{name}: {reason}; checkpoint_of needs a GPT-2") from None
+            raise InputError(f"{name}: cannot become a GPT-2 checkpoint: {reason}") from None
 
 
 def _recorded(module: nn.Module, name: str) -> Recording:
     """Record the module as :func:`gpt2.load_into` does; how many tokens it knows shows in a first recording, on small ids."""
     shapes = [tensor.shape for tensor in [*module.parameters(), *module.buffers()]]
-    windows = sorted({size for shape in shapes for size in shape if 5 < size <= MAX_WINDOW})
+    windows = sorted({size for shape in shapes for size in shape if size <= MAX_WINDOW})
     failures = []
-    for vocabulary, context in [*((size, 5) for size in VOCABULARIES), *((VOCABULARIES[0], size) for size in windows)]:
+    for vocabulary, context in itertools.product(VOCABULARIES, (5, *windows)):
         try:
             first = record_probe(module, GPT2Config(vocabulary, context), name)
         except ForwardError as error:
@@ -116,8 +117,8 @@ def _sizes(anatomy: Anatomy) -> GPT2Config:
     vocabulary = anatomy.stream.vocabulary if anatomy.head is None else len(anatomy.head)
     if anatomy.positions is None:
         raise NotGPT2(NO_POSITIONS)
-    width, layers, heads = anatomy.width, max(anatomy.layers) + 1, len(anatomy.attentions[0].heads)
-    inner = sum(len(part.columns) for part in anatomy.parts if part.part == "mlp.c_fc" and part.layer == anatomy.layers[0])
+    width, layers, heads = anatomy.width, len(anatomy.layers), len(anatomy.attentions[0].heads)
+    inner = sum(len(part.columns) for part in anatomy.parts if part.part == "mlp.c_fc" and part.layer == 0)
     end = END if vocabulary > END else None
     try:
         config = GPT2Config(vocabulary, len(anatomy.positions.rows), width, layers, heads, bos_token_id=end, eos_token_id=end)
@@ -131,9 +132,12 @@ class _Reading:
 
     def __init__(self, borrowed: Borrowed, anatomy: Anatomy, name: str) -> None:
         self.borrowed, self.anatomy, self.name = borrowed, anatomy, name
+        order = {layer: number for number, layer in enumerate(anatomy.layers)}  # blocks that do not run are left out
+        anatomy.parts = [part if part.layer is None else replace(part, layer=order[part.layer]) for part in anatomy.parts]
+        anatomy.layers = list(order.values())
         self.mapping = Mapping(anatomy, _sizes(anatomy), from_buffers=True)
         for departure in find_departures(self.mapping):
-            raise NotGPT2(sentence(departure).replace("the checkpoint", "GPT-2"))
+            raise NotGPT2(sentence(departure).replace("the checkpoint", "GPT-2").partition(";")[0])
         self.sources = [source for source in self.mapping.sources if self.mapping.parts(source)]
         self.dtype = reduce(torch.promote_types, (borrowed.tensors[source.name].dtype for source in self.sources))
         self.casts: set[str] = set()
@@ -155,7 +159,7 @@ class _Reading:
             if not bool(own.weights[key].isfinite().all()):
                 raise NotGPT2(f"{own.names[key]} ({key}) holds NaN or infinity")
         if own.head is not None and not torch.equal(own.head, own.weights["wte.weight"]):
-            raise NotGPT2(f"its head ({own.head_name}) has weights of its own, GPT-2's has those of its token embedding")
+            raise NotGPT2(f"your head ({own.head_name}) has weights of its own; GPT-2's has those of its token embedding")
 
     def checkpoint(self) -> ModuleCheckpoint:
         """Read, verify and return. Raises NotGPT2: our model gives other logits."""
@@ -164,19 +168,20 @@ class _Reading:
         check.probes = [probes[next((n for n in worked if probes[n].size(1) > 1), worked[0])]]
         config = self._config()
         check.probes = probes
-        self._require(error := worst_error(outputs, check.reference(weights)), "with its own weights it computes")
+        self._require(error := worst_error(outputs, check.reference(weights)), "module computes, with its own weights alone,")
         dtype = self.dtype if self.dtype in DTYPE_NAMES else torch.float32
         stored = {key: tensor.to(dtype, copy=True) for key, tensor in weights.items()}
         return ModuleCheckpoint(self.name, None, config, dtype, dtype, stored, tuple(self._notes(stored, error)))
 
     def _outputs(self) -> list[Tensor | None]:
-        """Return the module's outputs for the probes, without its casts to narrower dtypes."""
-        with DeterministicMode(keep_random=True) as mode:
-            outputs, failures = self.check.outputs(self.borrowed.module)
-        if len(failures) == len(outputs):
-            raise InputError(f"{self.name}: its forward fails in float64 ({failures[0]}); take the dtype of its weights there")
-        self.casts |= mode.casts
-        return outputs
+        """Return the module's outputs for the probes, without its casts to narrower dtypes unless it fails without them."""
+        for keep_casts in (False, True):
+            with plain_attention(), DeterministicMode(keep_casts=keep_casts, keep_random=True) as mode:
+                outputs, failures = self.check.outputs(self.borrowed.module)
+            if len(failures) < len(outputs):
+                self.casts |= set() if keep_casts else mode.casts
+                return outputs
+        raise InputError(f"{self.name}: its forward fails in float64 ({failures[0]}); use the dtype of its weights there")
 
     def _require(self, error: float, what: str) -> None:
         """Raise NotGPT2 if the logits differ by more than a constant in float32 explains; say why, if that is known."""
@@ -185,8 +190,9 @@ class _Reading:
         for name, norm in self.own.extra.items():
             raise NotGPT2(f"{name} (norm {norm:.2g}) is added where GPT-2 adds nothing; set it to zero, or leave it out")
         for id in self.anatomy.adapters:
-            raise NotGPT2(f"it has low-rank adapters ({self.anatomy.recording.name(id)}); merge them into the weights")
-        raise NotGPT2(f"{what} something else (error of the logits {error:.1e})")
+            raise NotGPT2(f"your module has low-rank adapters ({self.anatomy.recording.name(id)}); merge them into the weights")
+        advice = "`gpt2 diagnose` against a model of these sizes says what"
+        raise NotGPT2(f"your {what} something else than GPT-2's (error of the logits {error:.1e}); {advice}")
 
     def _config(self) -> GPT2Config:
         """Find the config with which our model computes what the module does.
@@ -199,35 +205,31 @@ class _Reading:
             noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * mine
             tensor.add_(noise.to(tensor.device), alpha=1 / math.sqrt(check.config.n_embd))
         state = self._own().weights
-        no_attention, no_mlp = ({k: x * 0 for k, x in state.items() if f".{part}.c_proj." in k} for part in ("attn", "mlp"))
-        head_alone = no_attention | no_mlp | {"ln_f.bias": state["ln_f.bias"] * 0}
-        head_alone |= {key: state[key] * SMALL for key in ("wte.weight", "wpe.weight")}
-        stages: list[tuple[dict[str, Tensor], list[dict[str, Any]], str]] = [
-            (head_alone, [], "its embeddings, last norm or head compute"),
-            (no_attention, ACTIVATION_FIELDS, f"its feed-forward, with each of {', '.join(ACTIVATIONS)}, computes"),
-            ({}, SCALE_FIELDS, "its attention computes"),
-        ]
-        for changed, fields, what in stages:
-            weights = state | changed
+
+        def fit(factor: float, off: tuple[str, ...], fields: list[dict[str, Any]], what: str) -> None:
+            """Scale what enters the stream, switch parts off, and choose the fields with which our model is nearest."""
+            small = {key: x * factor for key, x in state.items() if key.startswith(("wte", "wpe")) or ".c_proj." in key}
+            weights = state | small | {key: x * 0 for key, x in state.items() if key.endswith(off)}
             for source in self.sources:
                 entries, use = self.mapping.entries(source), self.mapping.uses(source)[0]
                 put(self.borrowed.tensors[source.name], entries, self.mapping, weights, use)
             outputs = self._outputs()
             fields = fields or [{"layer_norm_epsilon": self._epsilon(outputs, weights)}]
-            error, check.config = self._nearest(outputs, weights, [replace(check.config, **values) for values in fields])
-            self._require(error, what)
-        return check.config
+            errors: list[float] = []
+            configs = [replace(check.config, **values) for values in fields]
+            for check.config in configs:
+                errors.append(worst_error(outputs, check.reference(weights)))
+                if errors[-1] <= FLOAT64_BOUND:
+                    break
+            check.config = configs[errors.index(min(errors))]
+            self._require(min(errors), what)
 
-    def _nearest(
-        self, outputs: list[Tensor | None], weights: dict[str, Tensor], configs: list[GPT2Config]
-    ) -> tuple[float, GPT2Config]:
-        """Return the error and the config with which our model comes nearest; the first that is equal ends the search."""
-        errors: list[float] = []
-        for self.check.config in configs:
-            errors.append(worst_error(outputs, self.check.reference(weights)))
-            if errors[-1] <= FLOAT64_BOUND:
-                break
-        return min(errors), configs[errors.index(min(errors))]
+        attention = ("attn.c_proj.weight", "attn.c_proj.bias")
+        fit(SMALL, (*attention, "mlp.c_proj.weight", "mlp.c_proj.bias", "ln_f.bias"), [], "embeddings, last norm or head compute")
+        like_epsilon = max(math.sqrt(check.config.layer_norm_epsilon), SMALL)  # so that each norm's epsilon is seen, and its variance
+        fit(like_epsilon, attention, ACTIVATION_FIELDS, f"feed-forward computes, with each of {len(ACTIVATIONS)} activations,")
+        fit(like_epsilon, (), SCALE_FIELDS, "attention computes")
+        return check.config
 
     def _epsilon(self, outputs: list[Tensor | None], weights: dict[str, Tensor]) -> float:
         """Solve for the last norm's epsilon: the output is linear in 1 / sqrt(variance + epsilon)."""
@@ -238,14 +240,14 @@ class _Reading:
         slope = normed if self.check.hidden_only else normed @ weights["wte.weight"][: output.size(-1)].t()
         inverse = (output * slope).sum(-1) / slope.square().sum(-1)  # (B, T)
         epsilon = float((inverse**-2 - stream.var(-1, correction=0)).median())
-        return float(f"{epsilon:.6g}") if epsilon > 1e-16 else 0.0
+        return float(f"{epsilon:.6g}") if 1e-16 < epsilon < math.inf else 0.0
 
     def _notes(self, stored: dict[str, Tensor], error: float) -> Iterator[str]:
         own = self.own
         if self.casts:
             yield f"its forward casts to {', '.join(sorted(self.casts))}; it was verified with float64 there"
         if error > FLOAT64_BOUND:
-            yield f"its logits differ by {error:.1e}, as if it kept a constant in float32; the checkpoint has the exact constant"
+            yield f"its logits differ by {error:.1e}, as with a constant or a part in float32; the checkpoint has none"
         lacks = [re.sub(r"^h\.\d+", "h.*", key) for key, placed in own.placed.items() if not bool(placed.all())]
         if lacks:
             yield f"a bias that it lacks is zero, a norm's scale is one: {listed(list(dict.fromkeys(lacks)))}"
