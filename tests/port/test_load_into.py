@@ -584,7 +584,7 @@ class Hidden(nn.Module):
             Silent(),
             "Silent: its forward fails on ids of shape (2, 5): ValueError: its forward returns NoneType with no logits in it",
         ),
-        (Hidden(), "Hidden: it has no parameters; register its weights as torch.nn.Parameter"),
+        (Hidden(), "Hidden: it has no parameters to fill; register its weights as torch.nn.Parameter"),
         (nn.Linear(4, 4, device="meta"), "Linear: its parameters are on the meta device and hold nothing; build it on the cpu"),
         (nn.Sequential(nn.LazyLinear(4)), "Sequential: its parameters have no shapes yet, and its forward fails"),
     ],

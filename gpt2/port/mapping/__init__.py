@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from gpt2.checkpoint.checkpoint import model_with
 from gpt2.checkpoint.loading import load
 from gpt2.checkpoint.names import DEFAULT
-from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.int8 import require_float
 from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
@@ -59,11 +58,14 @@ def load_into(
         InputError: ``module`` is not a torch module, GPT-2's weights do not fit it, or the model does not exist. The module is
             then unchanged.
     """
-    require_module(module, "load_into fills")
+    if not isinstance(module, nn.Module):
+        raise InputError(f"load_into fills a torch.nn.Module, and was given {type(module).__name__}; build the module first")
     ours = load(model, revision=revision, offline=offline) if isinstance(model, str) else model
     require_float(ours, "load_into")
     name, config, state = type(module).__name__, ours.config, ours.state_dict()
-    require_parameters(module, config, name)
+    give_shapes(module, config, name)
+    if not any(tensor.is_floating_point() for tensor in [*module.parameters(), *module.buffers()]):
+        raise InputError(f"{name}: it has no parameters to fill; register its weights as torch.nn.Parameter")
     with torch.random.fork_rng(devices=[]), Borrowed(module) as borrowed:
         try:
             mapping = Mapping(Anatomy(record_probe(module, config, name)), config)
@@ -93,20 +95,6 @@ def load_into(
         logits_note=verdict.words,
         agrees=verdict.agrees,
     )
-
-
-def require_module(module: object, does: str) -> None:
-    if not isinstance(module, nn.Module):
-        raise InputError(f"{does} a torch.nn.Module, and was given {type(module).__name__}; build the module first")
-
-
-def require_parameters(module: nn.Module, config: GPT2Config, name: str) -> None:
-    """Raise InputError unless the module's parameters have memory, and shapes once it was called."""
-    if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
-        raise InputError(f"{name}: its parameters are on the meta device and hold nothing; build it on the cpu")
-    give_shapes(module, config, name)
-    if not any(tensor.is_floating_point() for tensor in [*module.parameters(), *module.buffers()]):
-        raise InputError(f"{name}: it has no parameters; register its weights as torch.nn.Parameter")
 
 
 class Verdict(NamedTuple):

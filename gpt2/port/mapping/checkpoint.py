@@ -1,8 +1,7 @@
 """Read a module back into a checkpoint, with a config that nobody stated: ``checkpoint_of``, the reverse of ``load_into``.
 
-The recording of a forward pass shows sizes and heads. What it does not show (epsilon, activation, the scaling of scores) is found one
-after the other, on weights that switch later parts off. The result is returned only if our model with it gives the module's own
-logits in float64.
+The recording shows sizes and heads. Epsilon, activation and the scaling of scores are found one after the other, on weights that
+switch later parts off. Our model with all that must then give the module's own logits in float64.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from gpt2.measure.metrics import FLOAT64_BOUND
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.flow import Flow
 from gpt2.port.anatomy.stream import NotGPT2, Stream
-from gpt2.port.mapping import ROUNDED_CONSTANT, Check, require_module, require_parameters, worst_error
+from gpt2.port.mapping import ROUNDED_CONSTANT, Check, worst_error
 from gpt2.port.mapping.departures import find_departures
 from gpt2.port.mapping.filling import put
 from gpt2.port.mapping.mapping import Mapping
@@ -39,15 +38,13 @@ from gpt2.port.mapping.remarks import sentence
 from gpt2.port.recording.dataflow import Recording
 from gpt2.port.recording.dispatch import DeterministicMode
 from gpt2.port.recording.forward import Borrowed, ForwardError, plain_attention
-from gpt2.port.recording.recorder import record_probe
+from gpt2.port.recording.recorder import give_shapes, record_probe
 
 VOCABULARIES = (30, 2)  # ids of the first recording are smaller than that
 MAX_WINDOW = 8192  # the longest that is tried, for a module that takes sequences of one length only
-NO_POSITIONS = "your module has no table of positions among its parameters and buffers; GPT-2 has a row for each position"
 END = 50256  # <|endoftext|> of OpenAI's vocabulary
 SMALL = 1e-4  # factor of the embeddings, with which a norm's epsilon outweighs their variance
-ACTIVATION_FIELDS = [{"activation_function": name} for name in ACTIVATIONS]
-SCALE_FIELDS = [{"scale_attn_weights": a, "scale_attn_by_inverse_layer_idx": b} for a in (True, False) for b in (False, True)]
+SCALINGS = [{"scale_attn_weights": a, "scale_attn_by_inverse_layer_idx": b} for a in (True, False) for b in (False, True)]
 
 
 @dataclass(frozen=True)
@@ -71,21 +68,21 @@ class ModuleCheckpoint(Checkpoint):
 def checkpoint_of(module: nn.Module, name: str | None = None) -> ModuleCheckpoint:
     """Return the weights and the config of ``module``, any torch implementation of GPT-2, which stays unchanged.
 
-    Args:
-        module: as for :func:`gpt2.load_into`. Weights may also be buffers.
-        name: what messages call it; default: its class.
+    Weights get the module's dtype, the widest of several. A bias that it lacks is zero, a norm's scale is one. Everything that
+    the logits depend on is found. The rest has GPT-2's defaults: dropout, and special tokens if the vocabulary has them. Padding
+    of the vocabulary stays. ``gpt2.save(checkpoint.load(), tokenizer, folder)`` writes it. Memory: five float64 copies.
 
-    Weights get the module's dtype, the widest of several. A bias that it lacks is zero, a norm's scale is one. Everything that the
-    logits depend on is found: sizes, heads, activation, epsilon, how scores are scaled. The rest has GPT-2's defaults: dropout,
-    initialisation, and special tokens if the vocabulary has them. Padding of the vocabulary stays. ``gpt2.save(checkpoint.load(),
-    tokenizer, folder)`` writes it. Memory: up to three float64 copies of the parameters.
+    Args:
+        module: as for :func:`gpt2.load_into`; buffers are read as parameters are.
+        name: what messages call it; default: its class.
 
     Raises:
         InputError: ``module`` computes something else than GPT-2, or has parts that a checkpoint cannot hold.
     """
-    require_module(module, "checkpoint_of reads")
+    if not isinstance(module, nn.Module):
+        raise InputError(f"checkpoint_of reads a torch.nn.Module, and was given {type(module).__name__}; build the module first")
     name = type(module).__name__ if name is None else name
-    require_parameters(module, GPT2Config(vocab_size=VOCABULARIES[0]), name)
+    give_shapes(module, GPT2Config(vocab_size=VOCABULARIES[0]), name)
     with torch.random.fork_rng(devices=[]), Borrowed(module) as borrowed:
         try:
             return _Reading(borrowed, Anatomy(_recorded(module, name)), name).checkpoint()
@@ -105,23 +102,19 @@ def _recorded(module: nn.Module, name: str) -> Recording:
             failures.append(error)
             continue
         stream = Stream(Flow(first))
-        if stream.positions is None:
-            raise NotGPT2(NO_POSITIONS)
         vocabulary = max(stream.vocabulary, first.output.size(-1))  # small ids show one shard of a table, and the whole head
-        return record_probe(module, GPT2Config(vocabulary, len(stream.positions.rows)), name)
+        return record_probe(module, GPT2Config(vocabulary, len(stream.positions.rows) if stream.positions else context), name)
     raise failures[0]
 
 
 def _sizes(anatomy: Anatomy) -> GPT2Config:
     """Return a config with the module's sizes, and defaults elsewhere."""
     vocabulary = anatomy.stream.vocabulary if anatomy.head is None else len(anatomy.head)
-    if anatomy.positions is None:
-        raise NotGPT2(NO_POSITIONS)
-    width, layers, heads = anatomy.width, len(anatomy.layers), len(anatomy.attentions[0].heads)
+    positions = 1 if anatomy.positions is None else len(anatomy.positions.rows)
     inner = sum(len(part.columns) for part in anatomy.parts if part.part == "mlp.c_fc" and part.layer == 0)
-    end = END if vocabulary > END else None
+    end, heads = END if vocabulary > END else None, len(anatomy.attentions[0].heads)
     try:
-        config = GPT2Config(vocabulary, len(anatomy.positions.rows), width, layers, heads, bos_token_id=end, eos_token_id=end)
+        config = GPT2Config(vocabulary, positions, anatomy.width, len(anatomy.layers), heads, bos_token_id=end, eos_token_id=end)
     except InputError as error:
         raise NotGPT2(str(error)) from None
     return replace(config, n_inner=None if inner in (0, config.inner) else inner)
@@ -142,17 +135,7 @@ class _Reading:
         self.dtype = reduce(torch.promote_types, (borrowed.tensors[source.name].dtype for source in self.sources))
         self.casts: set[str] = set()
         borrowed.to_float64()
-        self.own = self._own()
-        self._require_weights()
-        self.check = Check(self.mapping, self.own.weights, {})
-
-    def _own(self) -> Own:
-        """Read the weights; what a matrix lacks is NaN."""
-        blank = torch.tensor(torch.nan, dtype=torch.float64)
-        return own_weights(self.mapping, self.borrowed.tensors, {key: blank.expand(s) for key, s in self.mapping.shapes.items()})
-
-    def _require_weights(self) -> None:
-        own = self.own
+        self.own = own = self._own()
         for key, placed in own.placed.items():
             if placed.ndim > 1 and not bool(placed.all()):
                 raise NotGPT2(f"no parameter takes the place of {f'a part of {key}' if bool(placed.any()) else key}")
@@ -160,6 +143,12 @@ class _Reading:
                 raise NotGPT2(f"{own.names[key]} ({key}) holds NaN or infinity")
         if own.head is not None and not torch.equal(own.head, own.weights["wte.weight"]):
             raise NotGPT2(f"your head ({own.head_name}) has weights of its own; GPT-2's has those of its token embedding")
+        self.check = Check(self.mapping, own.weights, {})
+
+    def _own(self) -> Own:
+        """Read the weights; what a matrix lacks is NaN."""
+        blank = torch.tensor(torch.nan, dtype=torch.float64)
+        return own_weights(self.mapping, self.borrowed.tensors, {key: blank.expand(s) for key, s in self.mapping.shapes.items()})
 
     def checkpoint(self) -> ModuleCheckpoint:
         """Read, verify and return. Raises NotGPT2: our model gives other logits."""
@@ -174,14 +163,13 @@ class _Reading:
         return ModuleCheckpoint(self.name, None, config, dtype, dtype, stored, tuple(self._notes(stored, error)))
 
     def _outputs(self) -> list[Tensor | None]:
-        """Return the module's outputs for the probes, without its casts to narrower dtypes unless it fails without them."""
-        for keep_casts in (False, True):
-            with plain_attention(), DeterministicMode(keep_casts=keep_casts, keep_random=True) as mode:
-                outputs, failures = self.check.outputs(self.borrowed.module)
-            if len(failures) < len(outputs):
-                self.casts |= set() if keep_casts else mode.casts
-                return outputs
-        raise InputError(f"{self.name}: its forward fails in float64 ({failures[0]}); use the dtype of its weights there")
+        """Return the module's outputs for the probes, without its casts to narrower dtypes."""
+        with plain_attention(), DeterministicMode(keep_random=True) as mode:
+            outputs, failures = self.check.outputs(self.borrowed.module)
+        if len(failures) == len(outputs):
+            raise InputError(f"{self.name}: its forward fails in float64 ({failures[0]}); use the dtype of its weights there")
+        self.casts |= mode.casts
+        return outputs
 
     def _require(self, error: float, what: str) -> None:
         """Raise NotGPT2 if the logits differ by more than a constant in float32 explains; say why, if that is known."""
@@ -206,17 +194,16 @@ class _Reading:
             tensor.add_(noise.to(tensor.device), alpha=1 / math.sqrt(check.config.n_embd))
         state = self._own().weights
 
-        def fit(factor: float, off: tuple[str, ...], fields: list[dict[str, Any]], what: str) -> None:
+        def fit(what: str, factor: float, off: tuple[str, ...], *fields: dict[str, Any]) -> None:
             """Scale what enters the stream, switch parts off, and choose the fields with which our model is nearest."""
-            small = {key: x * factor for key, x in state.items() if key.startswith(("wte", "wpe")) or ".c_proj." in key}
-            weights = state | small | {key: x * 0 for key, x in state.items() if key.endswith(off)}
+            weights = {key: x * factor if key.startswith(("wte", "wpe")) or ".c_proj." in key else x for key, x in state.items()}
+            weights |= {key: x * 0 for key, x in state.items() if key.endswith(off)}
             for source in self.sources:
                 entries, use = self.mapping.entries(source), self.mapping.uses(source)[0]
                 put(self.borrowed.tensors[source.name], entries, self.mapping, weights, use)
-            outputs = self._outputs()
-            fields = fields or [{"layer_norm_epsilon": self._epsilon(outputs, weights)}]
-            errors: list[float] = []
-            configs = [replace(check.config, **values) for values in fields]
+            outputs, errors = self._outputs(), []
+            first = check.config if fields else replace(check.config, layer_norm_epsilon=self._epsilon(outputs, weights))
+            configs = [replace(first, **each) for each in fields or ({},)]
             for check.config in configs:
                 errors.append(worst_error(outputs, check.reference(weights)))
                 if errors[-1] <= FLOAT64_BOUND:
@@ -224,11 +211,12 @@ class _Reading:
             check.config = configs[errors.index(min(errors))]
             self._require(min(errors), what)
 
-        attention = ("attn.c_proj.weight", "attn.c_proj.bias")
-        fit(SMALL, (*attention, "mlp.c_proj.weight", "mlp.c_proj.bias", "ln_f.bias"), [], "embeddings, last norm or head compute")
-        like_epsilon = max(math.sqrt(check.config.layer_norm_epsilon), SMALL)  # so that each norm's epsilon is seen, and its variance
-        fit(like_epsilon, attention, ACTIVATION_FIELDS, f"feed-forward computes, with each of {len(ACTIVATIONS)} activations,")
-        fit(like_epsilon, (), SCALE_FIELDS, "attention computes")
+        attention, mlp = (tuple(f"{part}.c_proj.{leaf}" for leaf in ("weight", "bias")) for part in ("attn", "mlp"))
+        fit("embeddings, last norm or head compute", SMALL, (*attention, *mlp, "ln_f.bias"))
+        factor = max(math.sqrt(check.config.layer_norm_epsilon), SMALL)  # variances like epsilon: both are seen, in every norm
+        activations = [{"activation_function": name} for name in ACTIVATIONS]
+        fit(f"feed-forward computes, with each of {len(ACTIVATIONS)} activations,", factor, attention, *activations)
+        fit("attention computes", factor, (), *SCALINGS)
         return check.config
 
     def _epsilon(self, outputs: list[Tensor | None], weights: dict[str, Tensor]) -> float:
@@ -243,19 +231,17 @@ class _Reading:
         return float(f"{epsilon:.6g}") if 1e-16 < epsilon < math.inf else 0.0
 
     def _notes(self, stored: dict[str, Tensor], error: float) -> Iterator[str]:
-        own = self.own
         if self.casts:
             yield f"its forward casts to {', '.join(sorted(self.casts))}; it was verified with float64 there"
         if error > FLOAT64_BOUND:
             yield f"its logits differ by {error:.1e}, as with a constant or a part in float32; the checkpoint has none"
-        lacks = [re.sub(r"^h\.\d+", "h.*", key) for key, placed in own.placed.items() if not bool(placed.all())]
-        if lacks:
-            yield f"a bias that it lacks is zero, a norm's scale is one: {listed(list(dict.fromkeys(lacks)))}"
-        parameters = [source for source in self.mapping.sources if source.is_parameter]
-        if left := [source.name for source in parameters if source not in self.sources]:
-            yield f"left out, as no logit depends on them: {listed(left)}"
-        rounded = [key for key, tensor in stored.items() if not torch.equal(tensor.double(), own.weights[key])]
-        if rounded:
-            yield f"rounded to {DTYPE_NAMES[self.dtype]}, as it uses its parameters scaled or shifted: {listed(rounded)}"
-        if padding := int((stored["wte.weight"].flip(0) != 0).any(1).int().argmax()):
-            yield f"the last {padding:,} rows of its vocabulary are zero"
+        unused = [source.name for source in self.mapping.sources if source.is_parameter and source not in self.sources]
+        lacks = [re.sub(r"^h\.\d+", "h.*", key) for key, placed in self.own.placed.items() if not bool(placed.all())]
+        rounded = [key for key, tensor in stored.items() if not torch.equal(tensor.double(), self.own.weights[key])]
+        for what, names in (
+            ("a bias that it lacks is zero, a norm's scale is one", lacks),
+            ("left out, as no logit depends on them", unused),
+            ("rounded, as it uses its parameters scaled or shifted", rounded),
+        ):
+            if names:
+                yield f"{what}: {listed(list(dict.fromkeys(names)))}"

@@ -49,7 +49,8 @@ class Mapping:
 
     ``placed``: by tensor, the entries that have a place. ``misfits``: parts that the checkpoint lacks or has in another size.
     ``in_buffers``: parts that lie in buffers while others lie in parameters, with the buffers' names. ``fills_buffers``: all
-    parts lie in buffers, or buffers are mapped as parameters are (``from_buffers``). ``conflicts`` are complete after :meth:`entries` has run for all sources.
+    parts lie in buffers, or ``from_buffers`` maps these as well. ``conflicts`` are complete after :meth:`entries` has run for all
+    sources.
     """
 
     def __init__(self, anatomy: Anatomy, config: GPT2Config, *, from_buffers: bool = False) -> None:
