@@ -28,9 +28,9 @@ EXAMPLES = """\
   gpt2 export shakespeare-mini out/q8 --format gguf --type q8_0 --check      opened in llama.cpp and others, and compared
   gpt2 export shakespeare-mini out/kept --format gguf --type q8_0 --keep h.0,wte   two parts in their own precision
   gpt2 export shakespeare-mini out/llmc --format llmc        model.bin and tokenizer.bin, for llm.c
-  gpt2 export port.py:build out/port --check                 your own module, with the weights that it has
+  gpt2 export mine.py:build out/mine --check                 your own module, with the weights that it has
 
-build() in port.py returns your torch.nn.Module with its weights; names and layouts do not matter. Sizes, activation, epsilon and
+build() in mine.py returns your torch.nn.Module with its weights; names and layouts do not matter. Sizes, activation, epsilon and
 scaling are read from what it computes. It is written if our model gives its logits in float64, else the line says which part
 differs. The file is run: export only files you trust.
 

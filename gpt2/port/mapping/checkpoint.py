@@ -177,7 +177,7 @@ class _Reading:
             return
         for name, norm in self.own.extra.items():
             raise NotGPT2(f"{name} (norm {norm:.2g}) is added where GPT-2 adds nothing; set it to zero, or leave it out")
-        for id in self.anatomy.adapters:
+        for id in sorted(self.anatomy.adapters):
             raise NotGPT2(f"your module has low-rank adapters ({self.anatomy.recording.name(id)}); merge them into the weights")
         advice = "`gpt2 diagnose` against a model of these sizes says what"
         raise NotGPT2(f"your {what} something else than GPT-2's (error of the logits {error:.1e}); {advice}")
