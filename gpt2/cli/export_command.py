@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         if args.check:
             from gpt2.comparison.exported import check_export
 
-            check = check_export(done, source, revision=args.revision, offline=args.offline, progress=status)
+            check = check_export(done, of=source, revision=args.revision, offline=args.offline, progress=status)
     done = _with_card(done, args)
     body = {**asdict(done), "parameters": done.config.num_parameters()}
     if check is not None:

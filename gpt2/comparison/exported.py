@@ -89,7 +89,7 @@ class ExportCheck:
 
 @torch.inference_mode()
 def check_export(
-    done: Export, of: str | Checkpoint = "", *, revision: str | None = None, offline: bool = False, progress: Progress = silent
+    done: Export, *, of: str | Checkpoint = "", revision: str | None = None, offline: bool = False, progress: Progress = silent
 ) -> ExportCheck:
     """Open what was written in every installed program that takes its format, and compare it with the source ``of`` it.
 
