@@ -177,7 +177,8 @@ def test_every_faulty_port_is_refused_or_gives_its_own_logits(name: str, folder:
     except InputError:
         assert name in FAULTY
     else:
-        assert error(module, found) <= ROUNDED_CONSTANT
+        casts = any("casts to float32" in note for note in found.notes)  # the module itself rounds
+        assert error(module, found) <= ROUNDED_CONSTANT * (10 if casts else 1)
 
 
 @pytest.mark.parametrize(
@@ -289,8 +290,8 @@ def test_a_module_that_cannot_be_read_is_refused_in_one_line(module: nn.Module, 
 def test_notes_say_what_was_left_out_or_differs(folder: Path) -> None:
     """Each of these is no reason to refuse, and none may stay unsaid."""
     notes = {
-        "casts to float32; it was verified with float64 there": Faulty("fused", "softmax-upcast").build(SIZES, folder),
-        "as with a constant or a part in float32": Faulty("attentions", "gelu-erf-rounded").build(SIZES, folder),
+        "verified with float64 where its forward casts to float32": Faulty("fused", "softmax-upcast").build(SIZES, folder),
+        "its logits differ, as with a constant in float32, by 1.": Faulty("attentions", "gelu-erf-rounded").build(SIZES, folder),
         "a norm's scale is one: 'h.*.ln_1.weight', 'h.*.ln_1.bias'": Faulty("fused", "no-affine@0.ln_1").build(SIZES, folder),
         "left out, as no logit depends on them: token_embedding.lora_a": adapted(0.0),
         "rounded, as it uses its parameters scaled or shifted: ": filled(PORTS["centred"], SIZES)[0].float(),

@@ -93,18 +93,19 @@ def checkpoint_of(module: nn.Module, name: str | None = None) -> ModuleCheckpoin
 def _recorded(module: nn.Module, name: str) -> Recording:
     """Record the module as :func:`gpt2.load_into` does; how many tokens it knows shows in a first recording, on small ids."""
     shapes = [tensor.shape for tensor in [*module.parameters(), *module.buffers()]]
-    windows = sorted({size for shape in shapes for size in shape if size <= MAX_WINDOW})
-    failures = []
-    for vocabulary, context in itertools.product(VOCABULARIES, (5, *windows)):
+    windows = {size for shape in shapes for size in shape if size <= MAX_WINDOW}
+    failure = None
+    for vocabulary, context in itertools.product(VOCABULARIES, (5, *sorted(windows))):
         try:
             first = record_probe(module, GPT2Config(vocabulary, context), name)
         except ForwardError as error:
-            failures.append(error)
-            continue
-        stream = Stream(Flow(first))
-        vocabulary = max(stream.vocabulary, first.output.size(-1))  # small ids show one shard of a table, and the whole head
-        return record_probe(module, GPT2Config(vocabulary, len(stream.positions.rows) if stream.positions else context), name)
-    raise failures[0]
+            failure = failure or error
+        else:
+            stream = Stream(Flow(first))
+            vocabulary = max(stream.vocabulary, first.output.size(-1))  # small ids show one shard of a table, and the whole head
+            return record_probe(module, GPT2Config(vocabulary, len(stream.positions.rows) if stream.positions else context), name)
+    assert failure is not None
+    raise failure
 
 
 def _sizes(anatomy: Anatomy) -> GPT2Config:
@@ -231,17 +232,15 @@ class _Reading:
         return float(f"{epsilon:.6g}") if 1e-16 < epsilon < math.inf else 0.0
 
     def _notes(self, stored: dict[str, Tensor], error: float) -> Iterator[str]:
-        if self.casts:
-            yield f"its forward casts to {', '.join(sorted(self.casts))}; it was verified with float64 there"
-        if error > FLOAT64_BOUND:
-            yield f"its logits differ by {error:.1e}, as with a constant or a part in float32; the checkpoint has none"
         unused = [source.name for source in self.mapping.sources if source.is_parameter and source not in self.sources]
         lacks = [re.sub(r"^h\.\d+", "h.*", key) for key, placed in self.own.placed.items() if not bool(placed.all())]
         rounded = [key for key, tensor in stored.items() if not torch.equal(tensor.double(), self.own.weights[key])]
         for what, names in (
-            ("a bias that it lacks is zero, a norm's scale is one", lacks),
-            ("left out, as no logit depends on them", unused),
-            ("rounded, as it uses its parameters scaled or shifted", rounded),
+            ("verified with float64 where its forward casts to", sorted(self.casts)),
+            ("its logits differ, as with a constant in float32, by", [f"{error:.1e}"] if error > FLOAT64_BOUND else []),
+            ("a bias that it lacks is zero, a norm's scale is one:", lacks),
+            ("left out, as no logit depends on them:", unused),
+            ("rounded, as it uses its parameters scaled or shifted:", rounded),
         ):
             if names:
-                yield f"{what}: {listed(list(dict.fromkeys(names)))}"
+                yield f"{what} {listed(list(dict.fromkeys(names)))}"
