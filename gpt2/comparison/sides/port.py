@@ -25,10 +25,7 @@ from gpt2.port.mapping.checkpoint import ModuleCheckpoint, checkpoint_of
 
 @dataclass(frozen=True)
 class PortSide(Side):
-    """A user's module; ``build`` may take the folder of its partner's ``checkpoint``. Names tell which activations it shows.
-
-    Its weights are read by :func:`gpt2.checkpoint_of`, once it runs.
-    """
+    """A user's module; ``build`` may take the folder of its partner's ``checkpoint``. Names tell which activations it shows."""
 
     name: str
     target: Target
@@ -60,8 +57,8 @@ class PortSide(Side):
 
     def _folder(self, temporary: Path) -> str:
         if self.checkpoint is None:
-            advice = "compare it with a MODEL, or write a function of nothing that loads your own weights"
-            raise InputError(f"{self.name}: {self.target.name}() takes a checkpoint's folder; {advice}")
+            call = f"{self.name}: {self.target.name}() takes a checkpoint's folder"
+            raise InputError(f"{call}; compare it with a MODEL, or write a function of nothing that loads your own weights")
         path = getattr(self.checkpoint, "path", temporary)
         if not (path / "config.json").is_file():
             path = save(self.checkpoint.load(), self.checkpoint.own_tokenizer(), temporary / "checkpoint")
@@ -74,7 +71,7 @@ class RunningPort(Running):
     module: nn.Module
 
     def weights(self) -> ModuleCheckpoint:
-        """Read the module's weights and config. Raises InputError: it is no GPT-2."""
+        """Read the module as a checkpoint. Raises InputError: it is no GPT-2."""
         return self.side.called(lambda: checkpoint_of(self.module, self.side.name))
 
     def logits(self, ids: Tensor) -> Tensor:

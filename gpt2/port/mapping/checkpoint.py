@@ -35,7 +35,6 @@ from gpt2.port.mapping.filling import put
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.mapping.reading import Own, own_weights
 from gpt2.port.mapping.remarks import sentence
-from gpt2.port.recording.dataflow import Recording
 from gpt2.port.recording.dispatch import DeterministicMode
 from gpt2.port.recording.forward import Borrowed, ForwardError, plain_attention
 from gpt2.port.recording.recorder import give_shapes, record_probe
@@ -72,9 +71,8 @@ def checkpoint_of(module: nn.Module, name: str | None = None) -> ModuleCheckpoin
     the logits depend on is found. The rest has GPT-2's defaults: dropout, and special tokens if the vocabulary has them. Padding
     of the vocabulary stays. ``gpt2.save(checkpoint.load(), tokenizer, folder)`` writes it. Memory: five float64 copies.
 
-    Args:
-        module: as for :func:`gpt2.load_into`; buffers are read as parameters are.
-        name: what messages call it; default: its class.
+    ``module``: as for :func:`gpt2.load_into`; buffers are read as parameters are. ``name``: what messages call it; default: its
+    class.
 
     Raises:
         InputError: ``module`` computes something else than GPT-2, or has parts that a checkpoint cannot hold.
@@ -85,12 +83,12 @@ def checkpoint_of(module: nn.Module, name: str | None = None) -> ModuleCheckpoin
     give_shapes(module, GPT2Config(vocab_size=VOCABULARIES[0]), name)
     with torch.random.fork_rng(devices=[]), Borrowed(module) as borrowed:
         try:
-            return _Reading(borrowed, Anatomy(_recorded(module, name)), name).checkpoint()
+            return _Reading(borrowed, _anatomy(module, name), name).checkpoint()
         except NotGPT2 as reason:
             raise InputError(f"{name}: cannot become a GPT-2 checkpoint: {reason}") from None
 
 
-def _recorded(module: nn.Module, name: str) -> Recording:
+def _anatomy(module: nn.Module, name: str) -> Anatomy:
     """Record the module as :func:`gpt2.load_into` does; how many tokens it knows shows in a first recording, on small ids."""
     shapes = [tensor.shape for tensor in [*module.parameters(), *module.buffers()]]
     windows = {size for shape in shapes for size in shape if size <= MAX_WINDOW}
@@ -103,7 +101,8 @@ def _recorded(module: nn.Module, name: str) -> Recording:
         else:
             stream = Stream(Flow(first))
             vocabulary = max(stream.vocabulary, first.output.size(-1))  # small ids show one shard of a table, and the whole head
-            return record_probe(module, GPT2Config(vocabulary, len(stream.positions.rows) if stream.positions else context), name)
+            context = context if stream.positions is None else len(stream.positions.rows)
+            return Anatomy(record_probe(module, GPT2Config(vocabulary, context), name))
     assert failure is not None
     raise failure
 
@@ -114,10 +113,9 @@ def _sizes(anatomy: Anatomy) -> GPT2Config:
     positions = 1 if anatomy.positions is None else len(anatomy.positions.rows)
     inner = sum(len(part.columns) for part in anatomy.parts if part.part == "mlp.c_fc" and part.layer == 0)
     end, heads = END if vocabulary > END else None, len(anatomy.attentions[0].heads)
-    try:
-        config = GPT2Config(vocabulary, positions, anatomy.width, len(anatomy.layers), heads, bos_token_id=end, eos_token_id=end)
-    except InputError as error:
-        raise NotGPT2(str(error)) from None
+    if anatomy.width % heads:
+        raise NotGPT2(f"your attention has {heads} heads, which do not divide its width of {anatomy.width:,}")
+    config = GPT2Config(vocabulary, positions, anatomy.width, len(anatomy.layers), heads, bos_token_id=end, eos_token_id=end)
     return replace(config, n_inner=None if inner in (0, config.inner) else inner)
 
 

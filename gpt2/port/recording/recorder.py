@@ -156,10 +156,7 @@ class Recorder(OperatorMode):
 
 
 def give_shapes(module: nn.Module, config: GPT2Config, name: str) -> None:
-    """Make a module register its parameters (keras) and give lazy ones a shape by a call.
-
-    Raises InputError: that fails, or the parameters hold nothing.
-    """
+    """Make a module register its parameters (keras) and give lazy ones a shape by a call; InputError if they hold nothing."""
     for part in list(module.modules()):
         part.named_parameters()
     if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
