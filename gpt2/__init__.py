@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from gpt2.port.diagnosis import diagnose as diagnose
     from gpt2.port.mapping import MappingReport as MappingReport
     from gpt2.port.mapping import load_into as load_into
+    from gpt2.port.mapping.checkpoint import checkpoint_of as checkpoint_of
     from gpt2.port.training import diagnose_step as diagnose_step
     from gpt2.traces.result import Trace as Trace
     from gpt2.traces.run import trace as trace
@@ -50,6 +51,7 @@ _HOME = {
     "MappingReport": "port.mapping",
     "Report": "parity.report",
     "Trace": "traces.result",
+    "checkpoint_of": "port.mapping.checkpoint",
     "compare": "comparison.run",
     "diagnose": "port.diagnosis",
     "diagnose_step": "port.training",

@@ -235,6 +235,7 @@ def test_an_example_of_the_help_runs(example: str, tmp_path: Path) -> None:
     """An example that parses may still fail."""
     shutil.copy(ROOT / "tests" / "support" / "faulty" / "hostile" / "sound.py", tmp_path / "port.py")
     (tmp_path / "train.py").write_text(STEP)
+    (tmp_path / "mine.py").write_text("import port\n\n\ndef build():\n    return port.build('model')\n")
     shutil.copytree(Path(gpt2.__file__).parent / "assets" / "shakespeare-mini", tmp_path / "model")
     command = re.sub(r"(^|\| )gpt2 ", rf"\1{shlex.quote(sys.executable)} -m gpt2 ", example)
     done = run(["bash", "-euc", command], tmp_path)
@@ -265,7 +266,7 @@ def test_every_public_name_says_what_it_is(name: str, thing: object) -> None:
     text = thing.__doc__ or ""
     assert len(text) > 15, name
     assert not text.startswith(f"{name}("), f"{name}: only the signature that dataclass writes"
-    if name in ("load", "load_tokenizer", "load_into", "verify", "diagnose", "trace", "generate", "save"):
+    if name in ("load", "load_tokenizer", "load_into", "checkpoint_of", "verify", "diagnose", "trace", "generate", "save"):
         assert re.search(r"Raises( InputError)?:", text)  # a function's docstring must list its errors for user input
 
 

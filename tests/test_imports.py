@@ -17,7 +17,7 @@ PACKAGE = Path(gpt2.__file__).parent
 # Each room may import itself and the rooms to its left.
 ORDER = [
     *("errors", "config", "data", "kv_cache", "model", "int8", "lora", "sampling", "decoder", "generation"),
-    *("checkpoint", "measure", "pages", "devices", "parity", "comparison", "testing", "explore", "port"),
+    *("checkpoint", "measure", "pages", "devices", "parity", "port", "comparison", "testing", "explore"),
     *("train", "traces", "bench", "cli"),
 ]
 JUDGES = {"parity", "devices", "comparison", "testing", "explore", "port"}  # train imports none of these, only measure

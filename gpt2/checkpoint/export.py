@@ -55,7 +55,7 @@ class Export:
 
 
 def export(
-    name: str,
+    source: str | Checkpoint,
     directory: str | Path,
     *,
     format: str = "hf",
@@ -64,7 +64,7 @@ def export(
     revision: str | None = None,
     offline: bool = False,
 ) -> Export:
-    """Write the model ``name`` (as in :func:`gpt2.load`) to ``directory``, with its tokenizer if it has one.
+    """Write a model, by name (as in :func:`gpt2.load`) or opened, to ``directory``, with its tokenizer if it has one.
 
     ``hf`` writes what :func:`gpt2.save` writes, in the model's dtype. ``gguf`` writes ``model.gguf`` with its matrices as
     ``type`` ("f32", "f16", "bf16", "q8_0"; default: the model's dtype); the parts
@@ -75,6 +75,7 @@ def export(
     Raises InputError: no such model, a format that cannot express it, a directory that cannot be written or holds another
     tokenizer. CheckpointError: the model cannot be read.
     """
+    name = source if isinstance(source, str) else source.name
     if format not in FORMATS:
         raise InputError(f"unknown format {quoted(format)}; known: {', '.join(FORMATS)}")
     if type is not None and format != "gguf":
@@ -88,7 +89,7 @@ def export(
     if not str(directory):
         raise InputError("the folder to write has an empty name; give one, or . for this one")
     directory = Path(directory)
-    model, tokenizer, notes = exported_model(name, revision, offline)
+    model, tokenizer, notes = exported_model(source, revision, offline)
     if format == "hf":
         _refuse_other_tokenizer(directory, tokenizer)
         save(model, tokenizer, directory)
@@ -139,15 +140,18 @@ def _write_llmc(model: GPT2, tokenizer: Tokenizer | None, directory: Path, name:
     return type, notes
 
 
-def exported_model(name: str, revision: str | None, offline: bool) -> tuple[GPT2, Tokenizer | None, list[str]]:
+def exported_model(source: str | Checkpoint, revision: str | None, offline: bool) -> tuple[GPT2, Tokenizer | None, list[str]]:
     """Return the model as it is exported, its tokenizer, and notes on differences from the source."""
-    checkpoint = open_checkpoint(ModelName.parse(name, EXPORTS, revision=revision), offline=offline)
+    if isinstance(source, str):
+        checkpoint = open_checkpoint(ModelName.parse(source, EXPORTS, revision=revision), offline=offline)
+    else:
+        checkpoint = source
     model = checkpoint.load()
     try:
         tokenizer = _tokenizer(checkpoint)
     except NoTokenizer as error:
         return model, None, [f"without a tokenizer: {error}"]
-    require_vocabulary(tokenizer, model.config, name)
+    require_vocabulary(tokenizer, model.config, checkpoint.name)
     config, notes, n_vocab = model.config, [], tokenizer.n_vocab
     if n_vocab < config.vocab_size:
         notes.append(f"embedding cropped from {config.vocab_size:,} rows to the tokenizer's {n_vocab:,}")
@@ -166,7 +170,8 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """Return a checkpoint's tokenizer. Raises NoTokenizer: none, or an unsupported one. InputError: it is damaged."""
     if isinstance(checkpoint, RandomCheckpoint):
         raise NoTokenizer("the weights are random")
-    assert isinstance(checkpoint, StoredCheckpoint)
+    if not isinstance(checkpoint, StoredCheckpoint):
+        return checkpoint.tokenizer()
     folder = folder_of(checkpoint.path)
     try:
         return checkpoint.tokenizer()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from gpt2.cli.common import Status, add_model, size, write_result
 from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
+    from gpt2.checkpoint.checkpoint import Checkpoint
     from gpt2.checkpoint.export import Export
 
 HELP = "write a model as a directory that other programs open"
@@ -26,11 +28,16 @@ EXAMPLES = """\
   gpt2 export shakespeare-mini out/q8 --format gguf --type q8_0 --check      opened in llama.cpp and others, and compared
   gpt2 export shakespeare-mini out/kept --format gguf --type q8_0 --keep h.0,wte   two parts in their own precision
   gpt2 export shakespeare-mini out/llmc --format llmc        model.bin and tokenizer.bin, for llm.c
+  gpt2 export mine.py:build out/mine --check                 your own module, with the weights that it has
+
+build() in mine.py returns your torch.nn.Module with its weights; names and layouts do not matter. Sizes, activation, epsilon and
+scaling are read from what it computes. It is written if our model gives its logits in float64, else the line says which part
+differs. The file is run: export only files you trust.
 
 --check reads every value back, and runs the result in every program that is installed (transformers, CTranslate2, llama.cpp):
 its logits may differ from the model's by what the type and the program's own rounding explain, and no more.
 
-exit code: 0, or 1 if --check finds a difference"""
+exit code: 0, 1 if --check finds a difference, 2 if it cannot be exported"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,11 +65,13 @@ def run(args: argparse.Namespace) -> int:
     check = None
     with Status(f"exporting {args.model}") as status:
         options = {name: getattr(args, name) for name in ("format", "type", "keep", "revision", "offline")}
-        done = export(args.model, args.directory, **options)
+        source, notes = _source(args)
+        done = export(source, args.directory, **options)
+        done = replace(done, notes=notes + done.notes)
         if args.check:
             from gpt2.comparison.exported import check_export
 
-            check = check_export(done, revision=args.revision, offline=args.offline, progress=status)
+            check = check_export(done, of=source, revision=args.revision, offline=args.offline, progress=status)
     done = _with_card(done, args)
     body = {**asdict(done), "parameters": done.config.num_parameters()}
     if check is not None:
@@ -70,6 +79,21 @@ def run(args: argparse.Namespace) -> int:
     text = "\n".join([_text(done), *([] if check is None else [check.table()])])
     write_result(args.json, lambda: json.dumps(body, indent=2), lambda: print(printable(text)))
     return 0 if check is None or check.ok else 1
+
+
+def _source(args: argparse.Namespace) -> tuple[str | Checkpoint, tuple[str, ...]]:
+    """Return the model's name, or the checkpoint that a module of ``FILE.py:build`` becomes, and notes on that."""
+    from gpt2.comparison.sides.opening import PORT
+    from gpt2.comparison.sides.port import PortSide
+    from gpt2.measure.user_code import target
+
+    if not PORT.fullmatch(args.model):
+        return args.model, ()
+    if args.revision is not None:
+        raise InputError(f"{args.model}: has no revisions, only models of the Hub do: leave out --revision")
+    with PortSide(args.model, target(args.model)).running() as running:
+        checkpoint = running.weights()
+    return checkpoint, checkpoint.notes
 
 
 def _with_card(done: Export, args: argparse.Namespace) -> Export:
@@ -83,9 +107,9 @@ def _with_card(done: Export, args: argparse.Namespace) -> Export:
     given = {"--format": args.format, "--type": args.type, "--keep": ",".join(args.keep), "--revision": args.revision}
     words = [word for flag, value in given.items() if value and value != "hf" for word in (flag, value)]
     model = Path(done.model).name if Path(done.model).is_absolute() else done.model  # the folders above it are private
-    folder = Path(done.directory)
+    folder, source = Path(done.directory), replace(done, model=re.sub(r"\.py:\w*$", ".py", done.model))
     try:
-        remark = write_card(folder, of_export(done, args.revision, shlex.join(["gpt2", "export", model, folder.name, *words])))
+        remark = write_card(folder, of_export(source, args.revision, shlex.join(["gpt2", "export", model, folder.name, *words])))
     except InputError as error:
         return replace(done, notes=(*done.notes, f"no model card was written: {error}"))
     written = [File.of(folder / name) for name in ((RECORD,) if remark else (CARD, RECORD))]

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt2.checkpoint.checkpoint import model_with, open_path
+from gpt2.checkpoint.checkpoint import Checkpoint, model_with, open_path
 from gpt2.checkpoint.export import GGUF_FILE, OF_DTYPE, Export, exported_model
 from gpt2.checkpoint.gguf_writer import parameters_of, type_of
 from gpt2.checkpoint.keys import from_file, layer
@@ -88,14 +88,16 @@ class ExportCheck:
 
 
 @torch.inference_mode()
-def check_export(done: Export, *, revision: str | None = None, offline: bool = False, progress: Progress = silent) -> ExportCheck:
-    """Open what was written in every installed program that takes its format, and compare it with the source.
+def check_export(
+    done: Export, *, of: str | Checkpoint = "", revision: str | None = None, offline: bool = False, progress: Progress = silent
+) -> ExportCheck:
+    """Open what was written in every installed program that takes its format, and compare it with the source ``of`` it.
 
     Raises InputError: the source cannot be read any more. A program that fails to open the files is a row that is not ok.
     """
     started = time.perf_counter()
     progress("check: the source in float64")
-    model, tokenizer, _ = exported_model(done.model, revision, offline)
+    model, tokenizer, _ = exported_model(of or done.model, revision, offline)
     types = _types(model, done)
     weights = {name: rounded(name, tensor, types[name]) for name, tensor in model.state_dict().items()}
     generator = torch.Generator().manual_seed(0)

@@ -20,7 +20,7 @@ from gpt2.comparison.blame import beyond_rounding, find_blame, quantisation
 from gpt2.comparison.blame_result import Blame
 from gpt2.comparison.bounds import measure_bounds
 from gpt2.comparison.bounds_result import Bounds
-from gpt2.comparison.compatibility import Vocabularies, compatibility, first_parting, require_same_function
+from gpt2.comparison.compatibility import Compatibility, Vocabularies, compatibility, first_parting, require_same_function
 from gpt2.comparison.distributions import Distributions, summarise
 from gpt2.comparison.floor import Floor, measure_floor
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, open_passage, token_bytes
@@ -28,6 +28,7 @@ from gpt2.comparison.results import Comparison, Numerics
 from gpt2.comparison.saving import TRACED, Keep, saving
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
 from gpt2.comparison.sides.opening import open_sides
+from gpt2.comparison.sides.port import RunningPort
 from gpt2.comparison.sides.side import Running, Shown, Side, environment_of
 from gpt2.comparison.ways import attending
 from gpt2.comparison.weights import WeightChanges, compare_weights
@@ -92,6 +93,9 @@ def compare(
             if weights is not None and weights.same_numbers and a != b:
                 numerics = _numerics(sides, running, start, progress)
         own = [_Loaded(*each) for each in zip(sides, running, tokenizers, strict=True)]
+        if weights is None and all(isinstance(each, RunningPort | RunningModule) for each in running):
+            compatible, readable = _read_modules(own, compatible)
+            weights = None if "weights" in compatible.impossible else _weights(readable, progress)
         if "distributions" not in compatible.impossible:
             kept: Logits = running[0].logits
             if save is not None:
@@ -170,6 +174,21 @@ def _weights(sides: tuple[Side, Side], progress: Progress) -> WeightChanges | No
         return replace(changes, rounded_to=type or "")
     beyond = tuple(beyond_rounding(a, b, named, type))
     return replace(changes, nearly=type, beyond=beyond) if 2 * len(beyond) <= len(named) else changes
+
+
+def _read_modules(pair: list[_Loaded], compatible: Compatibility) -> tuple[Compatibility, tuple[Side, Side]]:
+    """Return both sides with the checkpoints that users' modules hold, and compare configs; say so where one holds none."""
+    a, b = pair
+    try:
+        sides = [
+            CheckpointSide(each.side.name, False, each.running.weights()) if isinstance(each.running, RunningPort) else each.side
+            for each in pair
+        ]
+        fit = compatibility(sides[0].config, sides[1].config, a.tokenizer, b.tokenizer)
+    except InputError as error:
+        return replace(compatible, impossible=compatible.impossible | {"weights": str(error)}), (a.side, b.side)
+    impossible = {part: why for part, why in compatible.impossible.items() if part != "weights"} | fit.impossible
+    return replace(compatible, architecture=fit.architecture, impossible=impossible), (sides[0], sides[1])
 
 
 @torch.no_grad()

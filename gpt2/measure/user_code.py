@@ -117,7 +117,7 @@ def logits_of(output: Any, ids: Tensor, vocabulary: int | None = None) -> Tensor
     return logits
 
 
-def error_line(error: Exception) -> str:
+def error_line(error: BaseException) -> str:
     """Return an exception of the user's code in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__

@@ -94,3 +94,107 @@ def test_a_directory_and_a_model_are_required(argv: list[str], capsys: pytest.Ca
         main(["export", *argv])
     assert caught.value.code == 2
     assert "usage: gpt2 export" in capsys.readouterr().err
+
+
+MINE = """
+import gpt2
+import torch
+from torch import nn
+
+
+def build():
+    print("built")
+    return gpt2.load("shakespeare-mini")
+
+
+def needs(checkpoint_dir):
+    return gpt2.load(checkpoint_dir)
+
+
+def squared():
+    model = build()
+    for block in model.h:
+        block.mlp.activation = lambda x: torch.relu(x) ** 2
+    return model
+
+
+def breaks():
+    raise ValueError("no weights here")
+
+
+def leaves():
+    raise SystemExit(0)
+
+
+def erf():
+    model = build()
+    for block in model.h:
+        block.mlp.activation = nn.functional.gelu
+    return model
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a user's own module, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
+@pytest.mark.parametrize("format", ["hf", "gguf", "llmc"])
+def test_a_module_is_exported_as_the_checkpoint_that_it_holds(format: str, mine: Path, capsys: pytest.CaptureFixture) -> None:
+    """From a FILE.py:build, with what it prints kept out of the output, and a card that does not name private folders."""
+    assert main(["export", f"{mine}:build", "out", "--format", format, "--check"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{mine}:build -> out  {format}, {'float32' if format == 'hf' else 'f32'}, 1,915,360 parameters\n")
+    assert "built" not in out
+    assert "built" in err
+    assert "note: without a tokenizer: a module has none\n" in out
+    assert "gpt2          ok         every value of 64 tensors" in out
+    opened = "out" if format == "hf" else {"gguf": "out/model.gguf", "llmc": "out/model.bin"}[format]
+    assert same_weights(Path(opened), ASSET)
+    assert str(mine.parent) not in Path("out/README.md").read_text() + Path("out/gpt2-record.json").read_text()
+    assert "`mine.py`, converted" in Path("out/README.md").read_text()
+
+
+def test_another_activation_is_found_and_written(mine: Path) -> None:
+    """With the checkpoint's tanh GELU, every logit would be wrong a little."""
+    assert main(["export", "mine.py:erf", "out"]) == 0
+    assert gpt2.load("out").config.activation_function == "gelu"
+    assert main(["compare", "mine.py:erf", "out", "--tokens", "20"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("mine.py:squared", [], "mine.py:squared: cannot become a GPT-2 checkpoint: your feed-forward computes, with each of 9"),
+        (
+            "mine.py:needs",
+            [],
+            "mine.py:needs: needs() takes a checkpoint's folder; compare it with a MODEL, or write a fun",
+        ),
+        ("mine.py:breaks", [], "mine.py:breaks: ValueError: no weights here; gpt2 diagnose mine.py:breaks finds out why"),
+        (
+            "mine.py:none",
+            [],
+            "mine.py: has no function none; it has build, needs, squared, breaks, leaves, erf; write none(",
+        ),
+        ("yours.py:build", [], "yours.py: no such file; there are mine.py; give a Python file and a function in it"),
+        (
+            "mine.py:build",
+            ["--revision", "v1"],
+            "mine.py:build: has no revisions, only models of the Hub do: leave out",
+        ),
+        ("mine.py:build", ["--type", "q8_0"], "type 'q8_0' is for gguf"),
+        ("mine.py:erf", ["--format", "llmc"], "mine.py:erf: "),
+    ],
+)
+def test_a_module_that_cannot_be_exported_writes_nothing(
+    model: str, options: list[str], message: str, mine: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["export", model, "out", *options]) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"gpt2 export: {message}")
+    assert not Path("out").exists()

@@ -585,7 +585,7 @@ class Hidden(nn.Module):
             "Silent: its forward fails on ids of shape (2, 5): ValueError: its forward returns NoneType with no logits in it",
         ),
         (Hidden(), "Hidden: it has no parameters to fill; register its weights as torch.nn.Parameter"),
-        (nn.Linear(4, 4, device="meta"), "Linear: its parameters are on the meta device and hold nothing; call to_empty() first"),
+        (nn.Linear(4, 4, device="meta"), "Linear: its parameters are on the meta device and hold nothing; build it on the cpu"),
         (nn.Sequential(nn.LazyLinear(4)), "Sequential: its parameters have no shapes yet, and its forward fails"),
     ],
 )

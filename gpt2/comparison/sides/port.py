@@ -20,6 +20,7 @@ from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.measure.tracing import Recorded, grouped, part_of, points, trace_by_name
 from gpt2.measure.user_code import Target, builder, function_of, logits_of, module_of
+from gpt2.port.mapping.checkpoint import ModuleCheckpoint, checkpoint_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class PortSide(Side):
         return Model(self.name, f"{file.name}, torch {versions['torch']}", "", None, None, {}, {file.name: sha256(file)})
 
     @contextmanager
-    def running(self) -> Iterator[Running]:
+    def running(self) -> Iterator[RunningPort]:
         argv, path = sys.argv, list(sys.path)
         try:
             with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):  # its prints must not end up in a report
@@ -56,7 +57,8 @@ class PortSide(Side):
 
     def _folder(self, temporary: Path) -> str:
         if self.checkpoint is None:
-            raise InputError(f"{self.name}: {self.target.name}() takes a checkpoint's folder; compare it with a MODEL")
+            call = f"{self.name}: {self.target.name}() takes a checkpoint's folder"
+            raise InputError(f"{call}; compare it with a MODEL, or write a function of nothing that loads your own weights")
         path = getattr(self.checkpoint, "path", temporary)
         if not (path / "config.json").is_file():
             path = save(self.checkpoint.load(), self.checkpoint.own_tokenizer(), temporary / "checkpoint")
@@ -67,6 +69,10 @@ class PortSide(Side):
 class RunningPort(Running):
     side: PortSide
     module: nn.Module
+
+    def weights(self) -> ModuleCheckpoint:
+        """Read the module as a checkpoint. Raises InputError: it is no GPT-2."""
+        return self.side.called(lambda: checkpoint_of(self.module, self.side.name))
 
     def logits(self, ids: Tensor) -> Tensor:
         with torch.no_grad():

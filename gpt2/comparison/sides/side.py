@@ -138,7 +138,7 @@ class Side(ABC):
             return call()
         except InputError:
             raise
-        except Exception as error:  # theirs have no common base
+        except (Exception, SystemExit) as error:  # theirs have no common base
             if out_of_memory(error):
                 advice = "memory does not suffice: choose a smaller model, or a shorter context, as in --on TEXT:context=512"
             raise InputError(f"{self.name}: {error_line(error)}; {advice}") from None

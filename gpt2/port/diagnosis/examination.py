@@ -22,7 +22,6 @@ from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.behaviour import Behaviour
 from gpt2.port.diagnosis.causes import PlacedCause, ranked
 from gpt2.port.diagnosis.logits import Reference, padding_causes, require_logits
-from gpt2.port.diagnosis.own import Own, own_weights
 from gpt2.port.diagnosis.places import Place
 from gpt2.port.diagnosis.report import SURE, Diagnosis, Divergence
 from gpt2.port.diagnosis.structure import require_size, structural_causes
@@ -32,6 +31,7 @@ from gpt2.port.diagnosis.weights import WeightComparison
 from gpt2.port.mapping.filling import fill, put
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.mapping.overwritten import overwritten
+from gpt2.port.mapping.reading import Own, own_weights
 from gpt2.port.recording.collecting import collect
 from gpt2.port.recording.dataflow import Use
 from gpt2.port.recording.dispatch import RandomMask, random_masks, run_deterministically
@@ -61,8 +61,6 @@ class Examination:
 
     def diagnosis(self) -> Diagnosis:
         tensors = [*self.module.parameters(), *self.module.buffers()]
-        if any(tensor.is_meta for tensor in tensors):
-            raise InputError(f"{self.who}: its parameters are on the meta device and hold nothing; call to_empty() and load them")
         give_shapes(self.module, self.config, self.who)
         self.device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:

@@ -15,9 +15,9 @@ from torch import Tensor
 from gpt2.config import GPT2Config
 from gpt2.port.diagnosis import entries
 from gpt2.port.diagnosis.causes import PlacedCause
-from gpt2.port.diagnosis.own import Own
 from gpt2.port.diagnosis.places import ALL_WEIGHTS, EVERY, Place, joined
 from gpt2.port.mapping.departures import missing_entries
+from gpt2.port.mapping.reading import Own
 
 NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
 MAX_KINDS = 4  # merge causes of one id in more kinds of parameters

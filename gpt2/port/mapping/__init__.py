@@ -63,8 +63,6 @@ def load_into(
     ours = load(model, revision=revision, offline=offline) if isinstance(model, str) else model
     require_float(ours, "load_into")
     name, config, state = type(module).__name__, ours.config, ours.state_dict()
-    if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
-        raise InputError(f"{name}: its parameters are on the meta device and hold nothing; call to_empty() first")
     give_shapes(module, config, name)
     if not any(tensor.is_floating_point() for tensor in [*module.parameters(), *module.buffers()]):
         raise InputError(f"{name}: it has no parameters to fill; register its weights as torch.nn.Parameter")
@@ -122,10 +120,10 @@ class Check:
             lengths.add(context)
         generator = torch.Generator().manual_seed(1)
         self.probes = [torch.randint(self.vocabulary, (2, length), generator=generator) for length in sorted(lengths)]
-        self.expected = self._reference(state)
-        self.expected_without = self._reference({**state, **neutral}) if neutral else []
+        self.expected = self.reference(state)
+        self.expected_without = self.reference({**state, **neutral}) if neutral else []
 
-    def _reference(self, state: MappingType[str, Tensor], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    def reference(self, state: MappingType[str, Tensor], dtype: torch.dtype = torch.float64) -> list[Tensor]:
         model = model_with(self.config, ((name, tensor.to("cpu", dtype)) for name, tensor in state.items()))
         model.requires_grad_(False)
         return [model.hidden(ids) if self.hidden_only else model(ids)[..., : self.vocabulary] for ids in self.probes]
@@ -134,20 +132,20 @@ class Check:
         """Run the filled module in float64, return the verdict, and add the problems to ``remarks``."""
         if remarks.anatomy.width != self.config.n_embd:
             return Verdict(False, None, "the logits cannot be compared, the module being of another size")
-        outputs, failures = self._outputs(borrowed.module)
+        outputs, failures = self.outputs(borrowed.module)
         if len(failures) == len(outputs):
             return self._judge_rounding(borrowed, failures[0])
         if failures:
             lengths = ", ".join(str(ids.size(1)) for ids, output in zip(self.probes, outputs, strict=True) if output is not None)
             remarks.notes.append(f"your forward fails on other lengths than {lengths} ({failures[0]})")
-        error = _worst(outputs, self.expected)
+        error = worst_error(outputs, self.expected)
         if error <= FLOAT64_BOUND:
             return Verdict(True, error, "the logits agree with our model's")
-        if self.expected_without and (rest := _worst(outputs, self.expected_without)) <= FLOAT64_BOUND:
+        if self.expected_without and (rest := worst_error(outputs, self.expected_without)) <= FLOAT64_BOUND:
             lack = "what your module lacks is the only difference from the checkpoint: without that, logits agree"
             remarks.notes.append(f"{lack} ({rest:.1e})")
             return Verdict(False, error, "the logits differ, by what your module lacks")
-        again, _ = self._outputs(borrowed.module)
+        again, _ = self.outputs(borrowed.module)
         if any(x is not None and y is not None and not torch.equal(x, y) for x, y in zip(outputs, again, strict=True)):
             remarks.problems.append("your module gives other logits every time: is dropout active in eval mode?")
         if error <= ROUNDED_CONSTANT:
@@ -163,16 +161,16 @@ class Check:
         """Compare errors in the module's own dtype, module against our model, for a module that fails in float64."""
         borrowed.to_own_dtype()
         dtype = next(tensor.dtype for tensor in borrowed.tensors.values() if tensor.is_floating_point())
-        outputs, failures = self._outputs(borrowed.module)
+        outputs, failures = self.outputs(borrowed.module)
         if len(failures) == len(outputs):
             return Verdict(False, None, f"the logits cannot be compared: the forward fails ({failures[0]})")
-        error, rounding = _worst(outputs, self.expected), _worst(self._reference(self.state, dtype), self.expected)
+        error, rounding = worst_error(outputs, self.expected), worst_error(self.reference(self.state, dtype), self.expected)
         agrees, name = error <= MAX_RATIO * rounding, str(dtype).removeprefix("torch.")
         errors = f"{error:.1e} from our model in float64; our model in {name} is {rounding:.1e} from it"
         words = f"the logits {'agree' if agrees else 'differ'} in {name}, {errors} (in float64 yours fails: {failure})"
         return Verdict(agrees, None, words)
 
-    def _outputs(self, module: nn.Module) -> tuple[list[Tensor | None], list[str]]:
+    def outputs(self, module: nn.Module) -> tuple[list[Tensor | None], list[str]]:
         """Return the module's output for each probe (None where it fails), and the error messages."""
         outputs: list[Tensor | None] = []
         failures = []
@@ -187,7 +185,7 @@ class Check:
         return outputs, failures
 
 
-def _worst(outputs: Sequence[Tensor | None], references: list[Tensor]) -> float:
+def worst_error(outputs: Sequence[Tensor | None], references: list[Tensor]) -> float:
     """Return the worst relative error of any output, over its positions only: some ports return only the last."""
     pairs = zip(outputs, references, strict=True)
     return max(worst_relative_error(x, reference[:, -x.shape[1] :]) for x, reference in pairs if x is not None)

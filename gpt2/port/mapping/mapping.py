@@ -49,10 +49,11 @@ class Mapping:
 
     ``placed``: by tensor, the entries that have a place. ``misfits``: parts that the checkpoint lacks or has in another size.
     ``in_buffers``: parts that lie in buffers while others lie in parameters, with the buffers' names. ``fills_buffers``: all
-    parts lie in buffers. ``conflicts`` are complete after :meth:`entries` has run for all sources.
+    parts lie in buffers, or ``from_buffers`` maps these as well. ``conflicts`` are complete after :meth:`entries` has run for all
+    sources.
     """
 
-    def __init__(self, anatomy: Anatomy, config: GPT2Config) -> None:
+    def __init__(self, anatomy: Anatomy, config: GPT2Config, *, from_buffers: bool = False) -> None:
         self.anatomy, self.config = anatomy, config
         self.shapes = expected(config)
         sizes = [torch.Size(shape).numel() for shape in self.shapes.values()]
@@ -66,7 +67,7 @@ class Mapping:
         holders = {source.storage: source for source in anatomy.recording.sources if not source.is_parameter}
         holders |= {source.storage: source for source in anatomy.recording.sources if source.is_parameter}
         places = [(part, holders[self._storage(int(part.ids[0]))]) for part in anatomy.parts]
-        self.fills_buffers = not any(holder.is_parameter for _, holder in places)
+        self.fills_buffers = from_buffers or not any(holder.is_parameter for _, holder in places)
         self.in_buffers = [(part, holder.name) for part, holder in places if not (self.fills_buffers or holder.is_parameter)]
         parts = [part for part, holder in places if self.fills_buffers or holder.is_parameter]
         for part in sorted(parts, key=lambda part: part.part in TABLES):  # tables last: they set the remaining places to zero

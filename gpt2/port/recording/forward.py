@@ -65,7 +65,7 @@ class Borrowed:
         for tensor in self.tensors.values():
             if tensor.is_floating_point() and id(tensor) not in self._swapped:
                 self._swapped[id(tensor)] = tensor, tensor.data
-                tensor.data = tensor.data.double()
+                tensor.data = tensor.data.to(torch.float64, copy=True)
 
     def to_own_dtype(self) -> None:
         """Round the float64 values to each tensor's own dtype."""

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
 from gpt2.config import GPT2Config
+from gpt2.errors import InputError
 from gpt2.measure.user_code import error_line, logits_of
 from gpt2.port.recording.dataflow import NO_ID, Kind, Recording
 from gpt2.port.recording.dispatch import Call, OperatorMode, tensors
@@ -155,9 +156,11 @@ class Recorder(OperatorMode):
 
 
 def give_shapes(module: nn.Module, config: GPT2Config, name: str) -> None:
-    """Make a module register its parameters (keras) and give lazy ones a shape by a call; ForwardError if that fails."""
+    """Make a module register its parameters (keras) and give lazy ones a shape by a call; InputError if they hold nothing."""
     for part in list(module.modules()):
         part.named_parameters()
+    if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
+        raise InputError(f"{name}: its parameters are on the meta device and hold nothing; build it on the cpu")
     if any(is_lazy(tensor) for tensor in [*module.parameters(), *module.buffers()]):
         try:
             module(_probe(config.vocab_size, 2, min(5, config.n_positions)))
