@@ -7,8 +7,9 @@ relative error of one rounding. The errors' root mean squares:
 - one elementary result (sum of two, product, quotient, square root): 0.425 u, of mantissas that are distributed as 1 / m;
 - exp, tanh, log, 1 / sqrt and the like: 1.2 u, up to two units in the last place, as vendors allow themselves. Kernels for 16-bit
   numbers compute these, norms and softmax in float32 and round once: 0.425 u;
-- a sum y of K terms t: 0.425 u sqrt(min(K, 4096) (y^2 / 3 + sum(t^2) / 6)). That is adding one term after another: the K partial
-  sums go from 0 to y like a Brownian bridge, whose mean square is the bracket. Other orders of summing are as precise or better.
+- a sum y of K products t: 0.425 u sqrt(min(K, 4096) (y^2 / 3 + sum(t^2) / 6) + sum(t^2)). That is adding one after another: the K
+  partial sums go from 0 to y like a Brownian bridge, whose mean square is the bracket. Other orders are as precise or better. The
+  last sum is the products' own rounding, on a processor (or in a kernel) without fused multiply-add.
   No library adds more than 4,096 terms one after another. Sums of 16-bit numbers are kept in float32 and rounded once, but for
   the gradients of a norm's weight and bias, which PyTorch's CPU kernel adds up in 16 bits;
 - below 2^-14, float16 has numbers 2^-24 apart: 2^-24 / sqrt(12).
@@ -68,15 +69,16 @@ def unit(dtype: torch.dtype) -> float:
 
 
 @contextmanager
-def rounding_noise(dtype: torch.dtype, seed: int = 0) -> Iterator[None]:
+def rounding_noise(dtype: torch.dtype, seed: int = 0) -> Iterator[Steps]:
     """Add random errors as large as rounding to ``dtype`` to all that PyTorch computes in float64 within the ``with`` block.
 
-    Forwards and backwards, on the CPU, in this thread. The weights should have been rounded to ``dtype`` before.
+    Forwards and backwards, on the CPU, in this thread. The weights should have been rounded to ``dtype`` before. A backward pass
+    runs outside of the mode that it yields; what it computes again (gradient checkpointing) has to enter that mode again.
     """
     noise = _Noise(dtype, seed)
     functions = STEPS if dtype in (torch.float32, torch.float64) else {F.scaled_dot_product_attention: attention_in_steps}
-    with Steps(torch.float64, functions, noise.wider), noise:
-        yield
+    with Steps(torch.float64, functions, noise.wider) as steps, noise:
+        yield steps
 
 
 def rounded_weights(model: GPT2, dtype: torch.dtype) -> GPT2:
@@ -172,11 +174,12 @@ class _Noise(TorchDispatchMode):
         return result
 
     def _summed(self, result: Tensor, squares: Tensor, terms: float, unit: float | None = None) -> Tensor:
-        """Give sums of ``terms`` terms, whose squares sum to ``squares``, the error of adding them up and of rounding the sum."""
-        each = min(terms, LONGEST) * (ELEMENTARY * (unit or self.sums)) ** 2
+        """Give sums of ``terms`` products, whose squares sum to ``squares``, the error of adding them and of rounding the sum."""
+        one = (ELEMENTARY * (unit or self.sums)) ** 2
+        each = min(terms, LONGEST) * one
         whole = (ELEMENTARY * self.unit) ** 2 if self.unit > self.sums else 0.0
         for part, square in zip(_parts(result), _parts(squares), strict=True):
-            variance = part.square().mul_(each / 3 + whole).add_(square, alpha=each / 6)
+            variance = part.square().mul_(each / 3 + whole).add_(square, alpha=each / 6 + one)
             part.addcmul_(variance.sqrt_(), self._some(self.normals, part))
             self._underflow(part)
         return result
@@ -267,17 +270,39 @@ def attention_in_steps(
     few = max(1, CACHED // (scores[2] * scores[3]))  # heads at a time
     heads = [each.to(steps.inside).flatten(0, 1).split(few) for each in (q, k, v)]
     masks = [None] * len(heads[0]) if attn_mask is None else attn_mask.expand(scores).flatten(0, 1).split(few)
-    outputs = [_attention(steps, *each, scale) for each in zip(*heads, masks, strict=True)]
+    outputs = [_Attention.apply(steps, *each, scale) for each in zip(*heads, masks, strict=True)]  # type: ignore[no-untyped-call]
     return torch.cat(outputs).to(q.dtype).unflatten(0, q.shape[:2])
 
 
-def _attention(steps: Steps, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    with steps.wider():
-        scores = torch.bmm(q, k.transpose(-1, -2)) * scale
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-        e, total = _exp(scores)
-    return torch.bmm(e / total, v)
+class _Attention(torch.autograd.Function):
+    """A fused attention kernel's steps, forwards and backwards (Dao et al., arXiv:2205.14135, algorithm 4).
+
+    The gradient of a row of scores is weights x (upstream v^T - upstream . y). Where one weight is nearly 1, the bracket is the
+    difference of two nearly equal numbers that are rounded in different ways. Autograd's own formula takes both from one product,
+    where their errors cancel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, steps: Steps, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        with steps.wider():
+            scores = torch.bmm(q, k.transpose(-1, -2)) * scale
+            if mask is not None:
+                scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+            e, total = _exp(scores)
+        weights = e / total
+        y = torch.bmm(weights, v)
+        ctx.steps, ctx.scale = steps, scale
+        ctx.save_for_backward(q, k, v, weights, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, weights, y = ctx.saved_tensors
+        with ctx.steps.wider():
+            bracket = torch.bmm(upstream, v.transpose(-1, -2)) - (upstream * y).sum(-1, keepdim=True)
+        scores = weights * bracket * ctx.scale
+        gradients = torch.bmm(scores, k), torch.bmm(scores.transpose(-1, -2), q), torch.bmm(weights.transpose(-1, -2), upstream)
+        return None, *gradients, None, None
 
 
 def _cross_entropy(steps: Steps, logits: Tensor, targets: Tensor, *, reduction: str = "mean", **_: Any) -> Tensor:

@@ -132,8 +132,9 @@ class Subject:
         """Return a context in which the ``noisy`` model computes in float64, each result off by a rounding to ``dtype``."""
         with (
             self.exactly(self.noisy, f"{what}, with random rounding errors", receive) as streamed,
-            rounding_noise(self.dtype, seed),
+            rounding_noise(self.dtype, seed) as steps,
         ):
+            streamed.again = steps
             yield streamed
 
     @cached_property

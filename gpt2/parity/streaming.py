@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -70,6 +70,7 @@ class Streamed:
         receive: Receive | None = None,
     ) -> None:
         self.model, self.weights, self.convert_outside, self.pulse, self.receive = model, weights, outside, pulse, receive
+        self.again: AbstractContextManager[object] = nullcontext()  # entered where a block is computed again
         self.anchor = torch.zeros((), requires_grad=True)  # makes a block differentiable even if its input is not
         named = {name.removeprefix(PREFIX): p for name, p in model.named_parameters()}
         self.outside = {name: p for name, p in named.items() if name.startswith(("wte", "wpe"))}
@@ -132,7 +133,7 @@ class Streamed:
         with self._placed(self.blocks[layer], self.weights):
             for row in range(rows):
                 one = x[row : row + 1].detach().requires_grad_()
-                with torch.enable_grad():
+                with torch.enable_grad(), self.again:
                     y = run(one, *(own(a, row) for a in args), **{key: own(a, row) for key, a in kwargs.items()})
                 if y.requires_grad:
                     y.backward(upstream[row : row + 1])
