@@ -23,8 +23,10 @@ import gpt2
 from gpt2.checkpoint.containers.gguf_file import GGUFFile, config_of, tokenizer_of
 from gpt2.checkpoint.export import export
 from gpt2.config import OFFICIAL_SIZES, GPT2Config
-from gpt2.data.bpe import BPE, train_bpe
+from gpt2.data import from_directory
+from gpt2.data.bpe import made_bpe, train_bpe
 from gpt2.data.chars import Chars
+from gpt2.data.library import LibraryTokenizer
 from gpt2.data.words import Words
 from gpt2.errors import InputError
 
@@ -35,7 +37,7 @@ VOCABULARY = ["merges.txt", "tokenizer.json", "tokenizer_config.json", "vocab.js
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> BPE:
+def tokenizer() -> LibraryTokenizer:
     return train_bpe("to be or not to be that is the question whether tis nobler in the mind to suffer " * 3, WIDE.vocab_size)
 
 
@@ -63,7 +65,7 @@ def test_word_tokenizers_are_listed_and_told_from_others(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_hf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer: BPE, dtype: torch.dtype) -> None:
+def test_hf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer: LibraryTokenizer, dtype: torch.dtype) -> None:
     """The export must not depend on the day: its hash would change."""
     source = saved(tmp_path / "source", WIDE, tokenizer, dtype=dtype)
     done = export(str(source), tmp_path / "a")
@@ -78,7 +80,7 @@ def test_hf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer: B
 
 
 @pytest.mark.parametrize("type", KINDS)
-def test_gguf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer: BPE, type: str) -> None:
+def test_gguf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer: LibraryTokenizer, type: str) -> None:
     """Possible bugs: Q8_0 rounded twice, an epsilon that drifts, the folder's name in the file. Also when overwriting the
     mapped source."""
     source = saved(tmp_path / "source", dataclasses.replace(WIDE, layer_norm_epsilon=3e-6), tokenizer)
@@ -106,7 +108,7 @@ def test_the_suffix_chooses_the_dtype(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [WIDE, ODD], ids=["usual", "odd"])
 @pytest.mark.parametrize("type", KINDS)
-def test_gguf_is_what_the_package_writes(tmp_path: Path, tokenizer: BPE, type: str, config: GPT2Config) -> None:
+def test_gguf_is_what_the_package_writes(tmp_path: Path, tokenizer: LibraryTokenizer, type: str, config: GPT2Config) -> None:
     """Possible bugs: another order of dimensions, a value of another type, missing padding. Some readers would read other
     weights."""
     source = saved(tmp_path / "source", config, tokenizer)
@@ -128,12 +130,14 @@ BY_LLAMA_CPP = {
 
 def test_gguf_is_what_llama_cpps_converter_writes(tmp_path: Path) -> None:
     """Metadata that the converter does not write, or a tensor in another type, may break llama.cpp later."""
-    saved(tmp_path / "source", CONVERTED, BPE.from_directory(openai_vocabulary()[0].parent), truth=arithmetic(CONVERTED))
+    saved(tmp_path / "source", CONVERTED, from_directory(openai_vocabulary()[0].parent), truth=arithmetic(CONVERTED))
     for type, sha256 in BY_LLAMA_CPP.items():
         assert export(str(tmp_path / "source"), tmp_path / type, format="gguf", type=type).files[0].sha256 == sha256
 
 
-def test_transformers_opens_a_cropped_export(tmp_path: Path, tokenizer: BPE, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_opens_a_cropped_export(
+    tmp_path: Path, tokenizer: LibraryTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Possible bugs: the wrong rows are cropped, or the head keeps its old size."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from transformers import AutoTokenizer, GPT2LMHeadModel
@@ -263,7 +267,7 @@ def test_a_foreign_tokenizer_is_left_behind_and_said(tmp_path: Path) -> None:
     assert sorted(content(tmp_path / "out")) == HF
 
 
-def test_a_damaged_tokenizer_is_refused(tmp_path: Path, tokenizer: BPE) -> None:
+def test_a_damaged_tokenizer_is_refused(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
     """Without an error, the export would have no tokenizer."""
     source = saved(tmp_path / "source", WIDE, tokenizer)
     (source / "merges.txt").write_text("a b\n")
@@ -272,12 +276,12 @@ def test_a_damaged_tokenizer_is_refused(tmp_path: Path, tokenizer: BPE) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path, tokenizer: BPE) -> None:
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
     source = saved(tmp_path / "source", dataclasses.replace(WIDE, vocab_size=299), tokenizer)
     export_refused(source, tmp_path / "out", "wrong vocabulary")
 
 
-def test_ids_beyond_the_vocabulary_become_the_end_of_the_text(tmp_path: Path, tokenizer: BPE) -> None:
+def test_ids_beyond_the_vocabulary_become_the_end_of_the_text(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
     """If the end-of-text id is out of range, llama.cpp uses token 11, GPT-2's comma, and stops at every comma."""
     source = saved(
         tmp_path / "source", dataclasses.replace(WIDE, bos_token_id=50256, eos_token_id=300, vocab_size=320), tokenizer
@@ -292,11 +296,11 @@ def test_ids_beyond_the_vocabulary_become_the_end_of_the_text(tmp_path: Path, to
     assert export(str(source), tmp_path / "hf").config == WIDE
 
 
-def test_an_end_of_the_text_that_nobody_names_is_said(tmp_path: Path, tokenizer: BPE) -> None:
+def test_an_end_of_the_text_that_nobody_names_is_said(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
     """Without an end-of-text id llama.cpp stops at every comma, too."""
     vocab = {token: i for token, i in tokenizer.vocab.items() if i < 299}
     config = dataclasses.replace(WIDE, vocab_size=299, bos_token_id=None, eos_token_id=None)
-    source = saved(tmp_path / "source", config, BPE(vocab, tokenizer.merges))
+    source = saved(tmp_path / "source", config, made_bpe(vocab, tokenizer.merges))
     (note,) = export(str(source), tmp_path / "out", format="gguf").notes
     assert "takes token 11" in note
     source = saved(tmp_path / "other", dataclasses.replace(WIDE, bos_token_id=None, eos_token_id=None), tokenizer)
@@ -305,7 +309,7 @@ def test_an_end_of_the_text_that_nobody_names_is_said(tmp_path: Path, tokenizer:
 
 
 @pytest.mark.parametrize("left", ["chars.json", "vocab.bpe", "added_tokens.json", "vocab.json", "tokenizer.json"])
-def test_another_tokenizer_in_the_folder_is_refused(tmp_path: Path, tokenizer: BPE, left: str) -> None:
+def test_another_tokenizer_in_the_folder_is_refused(tmp_path: Path, tokenizer: LibraryTokenizer, left: str) -> None:
     """Tokenizer files of an earlier export in the folder would be read as this model's."""
     bpe, none = saved(tmp_path / "bpe", WIDE, tokenizer), saved(tmp_path / "none")
     out = tmp_path / "out"

@@ -11,8 +11,8 @@ from support.training import outcome, stop_at
 import gpt2
 from gpt2.checkpoint.export import export
 from gpt2.data import Tokenizer
-from gpt2.data.bpe import BPE
 from gpt2.data.chars import Chars
+from gpt2.data.library import LibraryTokenizer
 from gpt2.parity.reference import reference_ids, reference_tokenizer
 from gpt2.train import models
 from gpt2.train.loop import train
@@ -109,7 +109,7 @@ def test_saved_loaded_and_resumed(run: Path, tuned: Recipe, base: str, tmp_path:
     train(tuned, tmp_path, init=base)
     assert outcome(tmp_path)[0] == outcome(run)[0]
     tokenizer = gpt2.load_tokenizer(str(run / "best"))
-    assert isinstance(tokenizer, BPE)
+    assert isinstance(tokenizer, LibraryTokenizer)
     assert tokenizer.matched == set(NEW)
     model = gpt2.load(str(run / "best"))
     assert models.with_tokens(model, tokenizer, tuned) == (model, tokenizer)  # a second fine-tune by the same recipe
@@ -118,7 +118,7 @@ def test_saved_loaded_and_resumed(run: Path, tuned: Recipe, base: str, tmp_path:
 def test_transformers_reads_the_new_tokens(run: Path, base: str) -> None:
     """transformers' own tokenizer must give one id for each new token, also where special tokens are text."""
     ours, folder = gpt2.load_tokenizer(str(run / "best")), run / "best"
-    assert isinstance(ours, BPE)
+    assert isinstance(ours, LibraryTokenizer)
     theirs = reference_tokenizer(folder)
     assert reference_ids(theirs, TEXT) == ours.encode(TEXT, allowed_special="all")
     assert theirs(TEXT, split_special_tokens=True)["input_ids"] == ours.encode(TEXT)
