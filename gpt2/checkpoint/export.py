@@ -22,6 +22,7 @@ from gpt2.checkpoint.saving import save, write_file, writing
 from gpt2.config import GPT2Config, quoted
 from gpt2.data.chars import FILE as CHARS
 from gpt2.data.chat import FILE as CHAT
+from gpt2.data.files import LEGACY
 from gpt2.data.files import TOKENIZER_FILES as FILES
 from gpt2.data.words import FILE as WORDS
 from gpt2.errors import InputError
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 FORMATS = ("hf", "gguf", "llmc")
 GGUF_FILE = "model.gguf"
 LLMC_FILES = ("model.bin", "tokenizer.bin")
-TOKENIZER_FILES = (CHAT, CHARS, WORDS, *FILES)
+TOKENIZER_FILES = (CHAT, CHARS, WORDS, *FILES, "encoder.json", "vocab.bpe")
 OF_DTYPE = {torch.float64: "f32", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
@@ -88,7 +89,7 @@ def export(
     model, tokenizer, notes = exported_model(name, revision, offline)
     if format == "hf":
         mine = {CHAT} if tokenizer is not None and tokenizer.chat else set[str]()
-        mine |= set() if tokenizer is None else tokenizer.texts(model.config.n_positions).keys()
+        mine |= set() if tokenizer is None else {*tokenizer.texts(model.config.n_positions), *LEGACY}
         if left := [name for name in TOKENIZER_FILES if name not in mine and (directory / name).exists()]:
             raise InputError(f"{directory}: holds {left[0]} of another tokenizer; choose another folder, or remove it")
         save(model, tokenizer, directory)
@@ -148,7 +149,7 @@ def exported_model(name: str, revision: str | None, offline: bool) -> tuple[GPT2
         tokenizer = checkpoint.tokenizer()
     except NoTokenizer as error:
         return model, None, [f"without a tokenizer: {error}"]
-    config, notes, n_vocab = model.config, rows_note(tokenizer, model.config), tokenizer.n_vocab
+    config, notes, n_vocab = model.config, rows_note(tokenizer, model.config, name), tokenizer.n_vocab
     if n_vocab < config.vocab_size:
         notes.append(f"embedding cropped from {config.vocab_size:,} rows to the tokenizer's {n_vocab:,}")
         model.wte = nn.Embedding.from_pretrained(model.wte.weight.detach()[:n_vocab], freeze=False)

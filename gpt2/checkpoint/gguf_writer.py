@@ -135,7 +135,7 @@ def _metadata(config: GPT2Config, tokenizer: LibraryTokenizer | None, file_type:
         "general.quantization_version": (U32, 2),
     }
     # Without an end-of-text id, llama.cpp uses token 11, GPT-2's comma.
-    eot = None if tokenizer is None else tokenizer.eot
+    eot = None if tokenizer is None or tokenizer.eos is None or tokenizer.eos >= config.vocab_size else tokenizer.eos
     ids = {"bos": config.bos_token_id, "eos": config.eos_token_id, "unknown": None}
     ids = {end: eot if id is None else id for end, id in ids.items()}
     ends = {f"tokenizer.ggml.{end}_token_id": (U32, id) for end, id in ids.items() if id is not None}

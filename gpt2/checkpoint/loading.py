@@ -68,13 +68,17 @@ def load_tokenizer(name: str = DEFAULT, *, revision: str | None = None, offline:
     return tokenizer_of(locate(parsed, offline=offline).path, offline=offline)
 
 
-def rows_note(tokenizer: Tokenizer, config: GPT2Config) -> list[str]:
-    """Return a line that names the tokens without a row in the embedding, such as an added [PAD]; [] if all have one."""
+def rows_note(tokenizer: Tokenizer, config: GPT2Config, name: str) -> list[str]:
+    """Return a line that names the added tokens without a row in the embedding, such as [PAD]; [] if all have one.
+
+    Raises InputError: a token of the vocabulary itself has none, so that it is another model's.
+    """
     tokens = [i for i in range(config.vocab_size, tokenizer.n_vocab) if tokenizer.holds(i)]
-    if not tokens:
-        return []
+    if any(i not in tokenizer.added for i in tokens):
+        entries = f"the tokenizer has {tokenizer.n_vocab:,} entries, the model {config.vocab_size:,}"
+        raise InputError(f"{name}: wrong vocabulary, {entries}; put the model's own tokenizer there")
     named = ", ".join(f"{quoted(tokenizer.token(i))} ({i})" for i in tokens[:3]) + (" ..." if len(tokens) > 3 else "")
-    return [f"{len(tokens):,} of the tokenizer's tokens have no row in the embedding: {named}"]
+    return [f"no row in the embedding for {len(tokens):,} of the tokenizer's added tokens: {named}"] if tokens else []
 
 
 def require_rows(ids: Iterable[int], tokenizer: Tokenizer, config: GPT2Config, name: str) -> None:

@@ -133,7 +133,7 @@ def _check_model(folder: Path, names: list[str]) -> list[str]:
     require_finite(model, str(folder))
     if tokenizer is None:
         return ["there is no tokenizer in the folder: nobody can type a prompt"]
-    return rows_note(tokenizer, model.config)
+    return rows_note(tokenizer, model.config, str(folder))
 
 
 def _private_paths(folder: Path, names: list[str]) -> list[str]:

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         draft = None if args.draft is None else load(args.draft, device=args.device, offline=args.offline)
         if draft is not None:
             check_draft(draft, model, torch.zeros(args.samples, 1))
-    for note in rows_note(tokenizer, model.config):
+    for note in rows_note(tokenizer, model.config, args.model):
         print(f"note: {note}; a prompt with one is refused", file=sys.stderr)
     settings = {**asdict(sampling), "seed": args.seed}
     writer = _Writer(args, tokenizer, Decoder(model), {**settings, "draft": draft})

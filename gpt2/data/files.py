@@ -16,6 +16,8 @@ TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "vocab.txt", "spiece.model"),
 )
 
+LEGACY = ("added_tokens.json", "special_tokens_map.json")  # read beside the others: those of an earlier tokenizer are removed
+
 # Maximum bytes of one file. GPT-2's have up to 1.4 MB, the largest published vocabularies (256,000 tokens) 20 to 35 MB.
 LIMIT = 40_000_000
 

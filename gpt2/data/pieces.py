@@ -53,25 +53,26 @@ class PiecesTokenizer(Tokenizer):
         self.kept, self.model = kept, sentencepiece.SentencePieceProcessor(model_proto=kept[path.name])
         vocab = {self.model.id_to_piece(i): i for i in range(self.model.get_piece_size())}
         named = {**DEFAULTS, **roles}
-        self.added = {text_of(token): i for i, token in declared.items()}
+        self.numbers = {text_of(token): i for i, token in declared.items()}
         flags: dict[str, Any] = {text_of(token): token for token in declared.values()}
         for token in [*(named[role] for role in ROLES if role in named), *extra]:
             text = text_of(token)
-            vocab.setdefault(text, max(len(vocab), len({**vocab, **self.added})))
-            self.added.setdefault(text, vocab[text])
+            vocab.setdefault(text, max(len(vocab), len({**vocab, **self.numbers})))
+            self.numbers.setdefault(text, vocab[text])
             flags.setdefault(text, token)
-        self.eos = self.added[text_of(named["eos_token"])]
+        self.eos = self.numbers[text_of(named["eos_token"])]
         self._control = {text for text, token in flags.items() if getattr(token, "special", True)}
-        self.special_tokens = {text: i for text, i in self.added.items() if text in self._control}
+        self.special_tokens = {text: i for text, i in self.numbers.items() if text in self._control}
         self._flags, self.exact = flags, False
-        by_id: list[bytes | None] = [None] * (1 + max([*vocab.values(), *self.added.values()]))
-        for text, i in {**vocab, **self.added}.items():
+        by_id: list[bytes | None] = [None] * (1 + max([*vocab.values(), *self.numbers.values()]))
+        for text, i in {**vocab, **self.numbers}.items():
             by_id[i] = text.encode()
         super().__init__(by_id)
+        self.added = {i: text for text, i in self.numbers.items()}
 
     @cached_property
     def fingerprint(self) -> str:
-        content = self.model.serialized_model_proto() + repr(sorted(self.added.items())).encode()
+        content = self.model.serialized_model_proto() + repr(sorted(self.numbers.items())).encode()
         return hashlib.sha256(content).hexdigest()
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
@@ -84,14 +85,14 @@ class PiecesTokenizer(Tokenizer):
 
     def _parts(self, text: str, special: bool) -> list[tuple[str, int | None]]:
         """Split a text at its added tokens, which take the spaces beside them that their flags say."""
-        names = [name for name in self.added if special or name not in self._control]
+        names = [name for name in self.numbers if special or name not in self._control]
         pattern = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
         parts = re.split(f"({pattern})", text) if names else [text]
         for at in range(1, len(parts), 2):
             token = self._flags[parts[at]]
             parts[at - 1] = parts[at - 1].rstrip() if getattr(token, "lstrip", False) else parts[at - 1]
             parts[at + 1] = parts[at + 1].lstrip() if getattr(token, "rstrip", False) else parts[at + 1]
-        return [(part, self.added[part] if at % 2 else None) for at, part in enumerate(parts) if part]
+        return [(part, self.numbers[part] if at % 2 else None) for at, part in enumerate(parts) if part]
 
     def lengths(self, text: str) -> list[int]:
         found: list[int] = []

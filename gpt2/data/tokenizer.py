@@ -5,7 +5,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from gpt2.data import chat, files
 from gpt2.data.chat import ChatFormat
@@ -24,6 +24,7 @@ class Tokenizer(ABC):
     eos: int | None = None
     stated: tuple[int, ...] | None = None
     special_tokens: Mapping[str, int] = {}
+    added: Mapping[int, Any] = {}  # the ids of tokens that stand outside the model's own vocabulary
     exact = True  # the bytes of a text's ids, joined, are the text
     chat: ChatFormat | None = None
 
@@ -74,9 +75,10 @@ class Tokenizer(ABC):
         transformers warns. The chat format has a second form for other programs.
         """
         texts = self.texts(n_positions)
-        if self.chat is None:
-            (Path(directory) / chat.FILE).unlink(missing_ok=True)
-        else:
+        for name in (*files.LEGACY, chat.FILE):
+            if name not in texts:
+                (Path(directory) / name).unlink(missing_ok=True)
+        if self.chat is not None:
             config = json.loads(texts.get("tokenizer_config.json", "{}"))
             if config.get("chat_template") != self.chat.jinja():
                 texts["tokenizer_config.json"] = json.dumps(config | {"chat_template": self.chat.jinja()}, indent=2) + "\n"

@@ -252,7 +252,7 @@ def tokens(subject: Subject) -> None:
     if ours is None:
         findings.skip("tokens", "the model comes without a tokenizer")
         return
-    for note in rows_note(ours, subject.config):
+    for note in rows_note(ours, subject.config, str(subject.checkpoint.path)):
         findings.progress(note)
     tokenizer = reference.reference_tokenizer(subject.folder)
     for index, sample in enumerate((*SAMPLES, *_own_samples(ours))):

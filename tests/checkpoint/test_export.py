@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from support.gguf_layouts import BF16, F16, F32, Q8_0, WIDE, arithmetic, write
 from support.hf_layouts import TINY, official, prefixed, sharded, weights
 from support.official_repositories import openai_vocabulary
 from support.random_models import model_of
+from support.tokenizers import bert
 
 import gpt2
 from gpt2.checkpoint.containers.gguf_file import GGUFFile, config_of, tokenizer_of
@@ -195,10 +195,8 @@ def test_rows_that_are_no_whole_blocks_become_f16(tmp_path: Path) -> None:
         (1e5, "f16", "transformer"),
         (1e5, "q8_0", None),
         (1e8, "q8_0", "q8_0"),
-        (float("inf"), "q8_0", "q8_0"),
-        (float("nan"), "q8_0", "q8_0"),
-        (float("nan"), "f32", None),
-        (float("inf"), "f16", None),
+        (float("inf"), "f16", "not finite"),
+        (float("nan"), "f32", "not finite"),
         (1e5, "bf16", None),
     ],
 )
@@ -214,7 +212,7 @@ def test_values_that_a_type_cannot_hold_are_refused(tmp_path: Path, value: float
         held = GGUFFile(tmp_path / "out" / "model.gguf").read("blk.1.attn_qkv.weight")[5, 3]
         torch.testing.assert_close(float(held), value, rtol=4e-3, atol=0, equal_nan=True)
     else:
-        words = ("blk.1.attn_qkv.weight", type.upper(), "choose bf16 or f32")
+        words = (says,) if says == "not finite" else ("blk.1.attn_qkv.weight", type.upper(), "choose bf16 or f32")
         export_refused(source, tmp_path / "out", *words, format="gguf", type=type)
         assert content(tmp_path / "out") == {"model.gguf": b"old"}
 
@@ -237,7 +235,7 @@ def test_random_weights_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """For rehearsals: `random:SIZE` has neither path nor tokenizer."""
     monkeypatch.setitem(OFFICIAL_SIZES, "tiny", WIDE)
     done = export("random:tiny:7", tmp_path, format="gguf", type="q8_0")
-    assert done.notes == ("without a tokenizer: the weights are random",)
+    assert done.notes == ("without a tokenizer: random:tiny:7: random weights come without a tokenizer; name a trained model",)
     ours, file = gpt2.load("random:tiny:7"), GGUFFile(tmp_path / "model.gguf")
     assert config_of(file) == ours.config
     assert torch.equal(file.read("blk.1.ffn_norm.bias"), ours.h[1].ln_2.bias)
@@ -252,33 +250,37 @@ def test_characters_go_along_where_they_can(tmp_path: Path) -> None:
     assert export(str(source), tmp_path / "hf").notes == ()
     assert content(tmp_path / "hf") == content(source)
     done = export(str(source), tmp_path / "gguf", format="gguf")
-    assert done.notes == ("without its tokenizer: GGUF has none of characters; pass ids",)
+    assert done.notes == ("without its tokenizer: GPT-2's in GGUF is a byte-level BPE, no other; pass ids",)
     assert GGUFFile(tmp_path / "gguf" / "model.gguf").metadata["tokenizer.ggml.model"] == "none"
 
 
-def test_a_foreign_tokenizer_is_left_behind_and_said(tmp_path: Path) -> None:
-    """Chinese GPT-2s have BERT's tokenizer: the export keeps the model only, and says that the tokenizer stays behind."""
-    source = saved(tmp_path / "source", dataclasses.replace(WIDE, bos_token_id=50256, eos_token_id=50256))
-    (source / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordPiece", "vocab": {}}, "pre_tokenizer": None}))
+def test_a_tokenizer_of_another_kind_goes_along_where_it_can(tmp_path: Path) -> None:
+    """Chinese GPT-2s have BERT's vocab.txt: it is written back as it is, and GGUF's note says that it stays behind."""
+    source = saved(tmp_path / "source", dataclasses.replace(WIDE, bos_token_id=2, eos_token_id=3))
+    bert(source)
     done = export(str(source), tmp_path / "out")
-    assert "without a tokenizer: " in done.notes[0]
-    assert "is not GPT-2's byte-level BPE" in done.notes[0]
-    assert done.config.eos_token_id == 50256
-    assert sorted(content(tmp_path / "out")) == HF
+    assert "embedding cropped" in done.notes[0]
+    kept = {name: (source / name).read_bytes() for name in ("vocab.txt", "tokenizer_config.json")}
+    assert content(tmp_path / "out").items() >= kept.items()
+    assert sorted(content(tmp_path / "out")) == sorted([*HF, *kept])
+    assert "without its tokenizer" in export(str(source), tmp_path / "gguf", format="gguf").notes[1]
 
 
 def test_a_damaged_tokenizer_is_refused(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
     """Without an error, the export would have no tokenizer."""
     source = saved(tmp_path / "source", WIDE, tokenizer)
-    (source / "merges.txt").write_text("a b\n")
+    (source / "tokenizer.json").write_text("{")
     for format in ("hf", "gguf"):
-        export_refused(source, tmp_path / "out", "merges.txt", format=format)
+        export_refused(source, tmp_path / "out", "tokenizer.json", format=format)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
+def test_a_tokenizer_larger_than_the_model(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
+    """An added token without a row is named and goes along; with an ordinary one the vocabulary is another model's."""
     source = saved(tmp_path / "source", dataclasses.replace(WIDE, vocab_size=299), tokenizer)
-    export_refused(source, tmp_path / "out", "wrong vocabulary")
+    assert "'<|endoftext|>' (299)" in export(str(source), tmp_path / "out").notes[0]
+    source = saved(tmp_path / "smaller", dataclasses.replace(WIDE, vocab_size=298, bos_token_id=1, eos_token_id=1), tokenizer)
+    export_refused(source, tmp_path / "other", "wrong vocabulary")
 
 
 def test_ids_beyond_the_vocabulary_become_the_end_of_the_text(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:

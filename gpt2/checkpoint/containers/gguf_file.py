@@ -224,9 +224,9 @@ def tokenizer_of(file: GGUFFile) -> LibraryTokenizer:
             raise InputError(f"{where}: {quoted(token)} is token {vocab[token]} and token {i}; convert the checkpoint again")
     if missing := [char for char in byte_level.byte_alphabet() if char not in vocab]:
         raise InputError(f"{where}: {len(missing)} of the 256 byte tokens are missing ({missing[0]!r} first); convert it again")
-    special = [token for token, i in vocab.items() if types[i] in (CONTROL, UNUSED)]
-    matched = [token for token, i in vocab.items() if types[i] == USER_DEFINED]
     eos = metadata.get("tokenizer.ggml.eos_token_id")
+    special = [token for token, i in vocab.items() if types[i] in (CONTROL, UNUSED) or i == eos]
+    matched = [token for token, i in vocab.items() if types[i] == USER_DEFINED and i != eos]
     last = tokens[eos] if isinstance(eos, int) and 0 <= eos < len(vocab) else None
     return bpe.made_bpe(vocab, bpe.as_pairs(merges, where), special, matched, eos=last, where=where)
 
