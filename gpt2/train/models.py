@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt2.checkpoint import saving
 from gpt2.checkpoint.keys import to_file
-from gpt2.checkpoint.loading import require_rows, rows_with_tokens
+from gpt2.checkpoint.loading import require_rows, rows_note, rows_with_tokens
 from gpt2.checkpoint.peft_files import PREFIX, WEIGHTS, save_adapter
 from gpt2.config import GPT2Config, quoted
 from gpt2.data import Tokenizer
@@ -102,7 +102,7 @@ def check(model: GPT2 | Bigram, text: "Corpus", recipe: Recipe, name: str) -> No
             f"recipe: context {recipe.context} exceeds the {model.config.n_positions} positions of {name}; "
             f"use --set context={model.config.n_positions}"
         )
-    for ids in (text.train_ids, text.val_ids) if text.tokenizer.n_vocab > model.config.vocab_size else ():
+    for ids in (text.train_ids, text.val_ids) if rows_note(text.tokenizer, model.config, name) else ():
         require_rows([int(ids[part].max()) for part in slices(ids)], text.tokenizer, model.config, name)
 
 
