@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as Pipeline
 
 from gpt2.config import quoted
 from gpt2.data.bpe import as_pairs
-from gpt2.data.byte_level import Merges, byte_alphabet
+from gpt2.data.byte_level import N_BYTES, Merges, byte_alphabet
 from gpt2.data.files import END_OF_TEXT, TOKENIZER_FILES, link_to_nothing, read, read_json, read_text
 from gpt2.data.library import ROLES, LibraryTokenizer, library, text_of
 from gpt2.data.pieces import PiecesTokenizer, pieces_of
@@ -202,11 +202,7 @@ def open_folder(folder: Path) -> Tokenizer:
             pipeline, roles=named, merges=merges if isinstance(pipeline.model, models.BPE) else None, kept=kept
         )
     if tokenizer.core is not None and tokenizer.merges is not None:
-        made = {*byte_alphabet(), *(a + b for a, b in tokenizer.merges), *(token.content for token in tokenizer.added.values())}
-        if lost := [token for token in tokenizer.vocab if len(token) > 1 and token not in made]:
-            _warn(f"{folder}: {len(lost):,} tokens are made by no merge ({quoted(lost[0])} first); are the merges cut off?")
-    if whole and tokenizer.merges is not None and kept.keys() >= set(BPE_FILES):
-        _compare(folder, tokenizer)
+        _check(folder, tokenizer, tokenizer.merges, kept if whole else {})
     return tokenizer
 
 
@@ -339,11 +335,18 @@ def _warn(message: str) -> None:
     log.warning("%s", message)
 
 
-def _compare(folder: Path, tokenizer: LibraryTokenizer) -> None:
-    """Warn where vocab.json and merges.txt say something else than the tokenizer.json that is read."""
-    parts, _ = _of_files(folder, "GPT2Tokenizer", CLASSES["GPT2Tokenizer"], {})
-    stated = {**parts.vocab, **_object(folder / ADDED)}
-    odd = [token for token in {**tokenizer.vocab, **stated} if tokenizer.vocab.get(token) != stated.get(token)]
-    if odd or list(parts.merges) != list(tokenizer.merges or ()):
-        what = f"about {quoted(odd[0])}" if odd else "about the merges"
-        _warn(f"{folder}: {WHOLE} and {' + '.join(BPE_FILES)} disagree {what}; {WHOLE} is read")
+def _check(folder: Path, tokenizer: LibraryTokenizer, merges: Merges, kept: Mapping[str, bytes]) -> None:
+    """Warn of tokens that no merge makes, and where vocab.json and merges.txt say something else than tokenizer.json."""
+    vocab = tokenizer.vocab
+    if len(vocab) > N_BYTES + len(merges) + len(tokenizer.added):
+        made = {*byte_alphabet(), *(a + b for a, b in merges), *tokenizer.special_tokens, *tokenizer.matched}
+        lost = [token for token in vocab if token not in made]
+        _warn(f"{folder}: {len(lost):,} tokens are made by no merge ({quoted(lost[0])} first); are the merges cut off?")
+    if kept.keys() >= set(BPE_FILES):
+        stated = {**_object(folder / BPE_FILES[0]), **_object(folder / ADDED)}
+        lines = read_text(folder / BPE_FILES[1]).replace("\r\n", "\n").splitlines()
+        same = "\n".join(" ".join(pair) for pair in merges) == "\n".join(line for line in lines if line[:8] != "#version")
+        if stated != vocab or not same:
+            odd = [token for token in {**vocab, **stated} if vocab.get(token) != stated.get(token)]
+            what = f"about {quoted(odd[0])}" if odd else "about the merges"
+            _warn(f"{folder}: {WHOLE} and {' + '.join(BPE_FILES)} disagree {what}; {WHOLE} is read")

@@ -14,13 +14,11 @@ from gpt2.errors import InputError
 
 def as_pairs(merges: Any, where: str) -> list[tuple[str, str]]:
     """Return merges as pairs, from lines "a b" or from pairs [a, b], as in newer `tokenizer.json`."""
-    pairs = []
-    for i, merge in enumerate(merges if isinstance(merges, list) else ()):
-        pair = merge.split(" ") if isinstance(merge, str) else merge
-        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(half, str) and half for half in pair):
-            raise InputError(f"{where}: merge {i} is {quoted(merge)}, not two tokens; it is damaged, fetch it again")
-        pairs.append((pair[0], pair[1]))
-    return pairs
+    found = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges or ()]
+    if not {*map(len, found)} <= {2} or any("" in pair for pair in found):
+        number, wrong = next((i, merge) for i, merge in enumerate(merges) if len(found[i]) != 2 or "" in found[i])
+        raise InputError(f"{where}: merge {number} is {quoted(wrong)}, not two tokens; it is damaged, fetch it again")
+    return found
 
 
 def made_bpe(

@@ -77,23 +77,16 @@ class LibraryTokenizer(Tokenizer):
         for i, token in zip(self.vocab.values(), tokens, strict=True):
             by_id[i] = self.added[i].content.encode() if i in self.added else token
         super().__init__(by_id)
-        flagged = [token for token in self.added.values() if token.single_word or token.lstrip or token.rstrip]
-        plain = (
-            not [token for token in flagged if not token.special]
-            and len({token.normalized for token in self.added.values() if not token.special}) < 2
-        )  # of different precedence
-        self._split = None
-        if self.core and plain:  # longest first: a token may be the beginning of a longer one
-            names = sorted(self.matched, key=len, reverse=True)
-            self._split = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)")
-
-        self.exact = self._split is not None
+        plain = not any(token.single_word or token.lstrip or token.rstrip for token in self.added.values() if not token.special)
+        self.exact = self.core is not None and plain
+        names = sorted(self.matched, key=len, reverse=True)  # a token may be the beginning of a longer one
+        self._split = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
 
     @cached_property
     def fingerprint(self) -> str:
         content: list[object] = [list(self.vocab), self.merges, sorted(self.special_tokens.values())]
         content += [sorted(self.matched)] if self.matched else []
-        if self._split is None or self.template:
+        if not self.exact or self.template:
             content = [self.definition()]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -112,8 +105,10 @@ class LibraryTokenizer(Tokenizer):
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         refuse_surrogates(text)
-        if self._split is None or self.core is None or (special and self.special_tokens):
+        if self.core is None or not self.exact or (special and self.special_tokens):
             return self._encode(text, special, False)
+        if self._split is None:
+            return self.core.encode(text)
         ids: list[int] = []
         for i, part in enumerate(self._split.split(text)):
             ids += [self.matched[part]] if i % 2 else self.core.encode(part)
