@@ -81,12 +81,6 @@ def _byte_level(parts: Parts) -> Pipeline:
     return pipeline
 
 
-def _neox(parts: Parts) -> Pipeline:
-    pipeline = _byte_level(parts)
-    pipeline.normalizer = normalizers.NFC()
-    return pipeline
-
-
 def _bert(parts: Parts) -> Pipeline:
     config = parts.config
     pipeline = Pipeline(models.WordPiece(parts.by_token, unk_token=text_of(config.get("unk_token", "[UNK]"))))
@@ -156,10 +150,8 @@ _ROBERTA = {**_LLAMA, "sep_token": "</s>", "cls_token": "<s>", "pad_token": "<pa
 _T5 = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 CLASSES: dict[str, Kind] = {
     "GPT2Tokenizer": Kind(_byte_level, _GPT2),
-    "GPTNeoXTokenizer": Kind(_neox, {**_GPT2, "pad_token": "<|padding|>"}),
     "RobertaTokenizer": Kind(_byte_level, _ROBERTA, _around("cls_token", "sep_token")),
     "BertTokenizer": Kind(_bert, _BERT, _around("cls_token", "sep_token")),
-    "DistilBertTokenizer": Kind(_bert, _BERT, _around("cls_token", "sep_token")),
     "T5Tokenizer": Kind(_t5, _T5, _around("", "eos_token"), _sentinels),
     "AlbertTokenizer": Kind(_albert, _ALBERT),
     "XLMRobertaTokenizer": Kind(lambda parts: parts.unigram(3), _ROBERTA, _around("bos_token", "eos_token")),
@@ -300,7 +292,7 @@ def _of_whole(path: Path, whole: Mapping[str, Any], config: dict[str, Any]) -> t
 
 def _of_files(folder: Path, name: str, kind: Kind, config: dict[str, Any]) -> tuple[Parts, list[Token]]:
     """Read a vocabulary without `tokenizer.json`; return it and the special tokens that it declares itself."""
-    for vocab, merges in (BPE_FILES, OPENAI) if kind.build in (_byte_level, _neox) else ():
+    for vocab, merges in (BPE_FILES, OPENAI) if kind.build is _byte_level else ():
         if (folder / vocab).is_file() and (folder / merges).is_file():
             # Only "\n" ends a line: Python's other line ends may be part of a token. The last line may lack it.
             lines = [line.removesuffix("\r") for line in read_text(folder / merges).split("\n")]

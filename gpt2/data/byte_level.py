@@ -69,8 +69,9 @@ class Core:
         self._encoding = tiktoken.Encoding("byte-level BPE", pat_str=PATTERN, mergeable_ranks=table, special_tokens={})
 
     def encode(self, text: str) -> list[int]:
-        ranks: list[int] = []
-        for part in _parts(text):
+        first, *rest = _parts(text)
+        ranks = self._encoding.encode_ordinary(first)
+        for part in rest:
             ranks += self._encoding.encode_ordinary(part)
         return ranks if self._ids is None else [self._ids[rank] for rank in ranks]
 

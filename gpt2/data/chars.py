@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from gpt2.data import files
+from gpt2.data.library import LibraryTokenizer
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import InputError
 
@@ -69,11 +70,14 @@ class Chars(Tokenizer):
         return cls(characters, where=f"{file}")
 
     def texts(self, n_positions: int) -> dict[str, str | bytes]:
-        model = {"type": "WordLevel", "vocab": self._ids, "unk_token": "<unk>"}  # not in vocab: transformers then raises too
-        split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
-        steps = {"pre_tokenizer": split, "post_processor": None, "decoder": {"type": "Fuse"}}
+        from tokenizers import Regex, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Pipeline
+
+        pipeline = Pipeline(models.WordLevel(self._ids, unk_token="<unk>"))  # not in vocab: transformers then raises too
+        pipeline.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        pipeline.decoder = decoders.Fuse()
         own = {FILE: json.dumps({"characters": self._characters}, ensure_ascii=False) + "\n"}
-        return {**own, **files.tokenizer_texts(model, steps, {}, n_positions)}
+        return {**own, **LibraryTokenizer(pipeline).texts(n_positions)}
 
 
 def _name(char: str) -> str:

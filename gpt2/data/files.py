@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from gpt2.config import quoted
@@ -80,32 +80,6 @@ def stated_ends(folder: Path) -> tuple[int, ...] | None:
                 raise InputError(f"{folder / name}: eos_token_id is {quoted(value)}; give one id, a list of them, or null")
             return tuple(dict.fromkeys(ids))
     return None
-
-
-def bpe_model(vocab: Mapping[str, int], merges: Sequence[str]) -> dict[str, object]:
-    """Return the `model` of a byte-level BPE's `tokenizer.json`; merges are lines "a b"."""
-    affixes = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
-    return {"type": "BPE", "dropout": None, "unk_token": None, **affixes, "fuse_unk": False, "vocab": vocab, "merges": merges}
-
-
-def tokenizer_texts(
-    model: Mapping[str, object], steps: Mapping[str, object], special: Mapping[str, int], n_positions: int
-) -> dict[str, str]:
-    """Return `tokenizer.json` and `tokenizer_config.json` for a model of the `tokenizers` library."""
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": True}
-    added = [{"id": i, "content": token, **flags} for token, i in special.items()]
-    first = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None}
-    config: dict[str, object] = {
-        "add_prefix_space": False,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": n_positions,
-        "tokenizer_class": "PreTrainedTokenizerFast",
-    }
-    config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), next(iter(special), None)) if special else {}
-    return {
-        "tokenizer.json": json.dumps({**first, **steps, "model": model}, ensure_ascii=False, indent=1) + "\n",
-        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
-    }
 
 
 def write(directory: Path, texts: Mapping[str, str | bytes]) -> list[Path]:

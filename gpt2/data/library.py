@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of SentencePiece's byte fallback
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-BPE_FILES = ("vocab.json", "merges.txt")
 
 
 @contextmanager
@@ -172,16 +171,7 @@ class LibraryTokenizer(Tokenizer):
             return self
         backend = copy.deepcopy(self.backend)
         backend.add_tokens([AddedToken(token) for token in added])
-        kept = {
-            name: content
-            for name, content in self.kept.items()
-            if name not in ("tokenizer.json", *BPE_FILES, "added_tokens.json")
-        }
-        if "tokenizer_config.json" in kept:  # the tokens that it declares are in tokenizer.json too
-            config = json.loads(kept["tokenizer_config.json"])
-            config.pop("added_tokens_decoder", None)
-            kept["tokenizer_config.json"] = (json.dumps(config, indent=2) + "\n").encode()
-        grown = type(self)(backend, roles=self.roles, merges=self.merges, kept=kept)
+        grown = type(self)(backend, roles=self.roles, merges=self.merges)  # all its files are written anew
         if [grown.vocab[token] for token in added] != list(range(self.n_vocab, grown.n_vocab)):
             raise InputError("add_tokens: this vocabulary has ids without tokens, and the library fills them; use another one")
         grown.chat, grown.stated = self.chat, self.stated

@@ -18,6 +18,7 @@ from gpt2.config import quoted
 from gpt2.data import files
 from gpt2.data.byte_level import N_BYTES, PATTERN, byte_alphabet, openai_byte_order
 from gpt2.data.files import END_OF_TEXT
+from gpt2.data.library import LibraryTokenizer
 from gpt2.data.tokenizer import Tokenizer, refuse_surrogates
 from gpt2.errors import InputError
 
@@ -91,14 +92,18 @@ class Words(Tokenizer):
         return cls(words, where=f"{file}")
 
     def texts(self, n_positions: int) -> dict[str, str | bytes]:
+        from tokenizers import AddedToken, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Pipeline
+
         alphabet = byte_alphabet()
         tokens = ["".join(alphabet[byte] for byte in token or b"") for token in self._bytes[:-1]] + [END_OF_TEXT]
-        model = files.bpe_model({token: i for i, token in enumerate(tokens)}, [])
-        model |= {"byte_fallback": False, "ignore_merges": True}
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
-        steps = {"pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level}
-        texts = files.tokenizer_texts(model, steps, {END_OF_TEXT: self.n_vocab - 1}, n_positions)
-        return {**texts, FILE: json.dumps({"words": self._words}, ensure_ascii=False) + "\n"}
+        pipeline = Pipeline(models.BPE({token: i for i, token in enumerate(tokens)}, [], ignore_merges=True))
+        pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False)
+        pipeline.decoder = decoders.ByteLevel()
+        pipeline.add_tokens([AddedToken(END_OF_TEXT, special=True)])
+        roles = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+        own = {FILE: json.dumps({"words": self._words}, ensure_ascii=False) + "\n"}
+        return {**own, **LibraryTokenizer(pipeline, roles=roles).texts(n_positions)}
 
 
 def _pieces(text: str) -> list[str]:
