@@ -9,6 +9,7 @@ from typing import TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
+from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.decoder import Decoder
 from gpt2.errors import InputError
@@ -50,7 +51,7 @@ def stream(
     the same distribution, although a seed gives another text (:func:`~gpt2.sampling.accept_draft`).
 
     ``rows`` (V,) is true for the ids that may be generated: a padded vocabulary has rows without a token
-    (:func:`gpt2.checkpoint.loading.rows_with_tokens`).
+    (:func:`rows_with_tokens`).
 
     Raises:
         InputError: invalid sampling settings, a draft that cannot be used, or logits that are not finite.
@@ -89,6 +90,12 @@ def stream(
         if real is not None:
             real = torch.cat((real, torch.ones_like(real[:, :1])), dim=1)
         yield chosen
+
+
+def rows_with_tokens(tokenizer: Tokenizer, config: GPT2Config) -> Tensor | None:
+    """Return which rows of the vocabulary have a token, (V,) boolean: only those can be generated; None if all have one."""
+    rows = torch.tensor([tokenizer.holds(i) for i in range(config.vocab_size)])
+    return None if bool(rows.all()) else rows
 
 
 def _candidates(logits: Tensor, rows: Tensor | None) -> Tensor:
@@ -250,7 +257,7 @@ def generate(
         stop: end after this id, or after a :class:`StopText`; a batch ends when every row has had it.
         attention_mask: (B, T), zero for padding.
         draft: a smaller model of the same vocabulary for speculative decoding of one text.
-        rows: (V,) boolean, the ids that may be generated; default: all.
+        rows: (V,) boolean, the ids that may be generated; default: all, or those with a token of a :class:`StopText`.
 
     Returns:
         A list for a list; a (B, T + new) tensor on the model's device for a tensor.
@@ -269,6 +276,8 @@ def generate(
         if not bool(attention_mask[:, -1].all()):
             raise InputError("generate: a row ends in padding and cannot be continued; pad on the left")
         attention_mask = attention_mask.to(prompt.device)
+    if rows is None and isinstance(stop, StopText):
+        rows = rows_with_tokens(stop.tokenizer, model.config)
     settings = Settings(
         temperature=temperature,
         top_k=top_k,

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from gpt2 import sampling
 from gpt2.checkpoint.checkpoint import open_checkpoint, open_path, tokenizer_of
+from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.checkpoint.names import DEFAULT, RUNS, ModelName
 from gpt2.checkpoint.sources import locate
 from gpt2.config import GPT2Config, quoted
@@ -89,18 +89,15 @@ def require_rows(ids: Iterable[int], tokenizer: Tokenizer, config: GPT2Config, n
         raise InputError(f"{name}: the token {token} (id {highest:,}) has no row in the embedding of {rows}; {remedy}")
 
 
-def rows_with_tokens(tokenizer: Tokenizer, config: GPT2Config) -> Tensor | None:
-    """Return which rows of the vocabulary have a token, (V,) boolean: only those can be generated; None if all have one."""
-    rows = torch.tensor([tokenizer.holds(i) for i in range(config.vocab_size)])
-    return None if bool(rows.all()) else rows
-
-
 def require_finite(model: GPT2, name: str) -> None:
     """Raise InputError if a parameter, or a logit of the first ids, is NaN or infinite."""
     ids = torch.arange(min(16, model.config.n_positions, model.config.vocab_size), device=model.wte.weight.device)[None]
     with torch.inference_mode():
-        for tensor in (*model.parameters(), model(ids)):
-            sampling.require_finite(tensor, name)
+        for parameter in model.parameters():
+            require_whole_files()
+            sampling.require_finite(parameter, name)
+        require_whole_files()
+        sampling.require_finite(model(ids), name)
 
 
 def require_device(asked: str | torch.device, dtype: torch.dtype | None = None) -> torch.device:

@@ -60,6 +60,7 @@ def save_config(config: GPT2Config, dtype: torch.dtype, directory: Path, ends: t
     stated = config.to_hf(DTYPE_NAMES[dtype])
     write_json(directory / "config.json", stated)
     generation = {key: stated[key] for key in ("bos_token_id", "eos_token_id") if stated[key] is not None}
+    ends = ends if ends is None else tuple(end for end in ends if end < config.vocab_size)
     if ends is not None and ends != (() if config.eos_token_id is None else (config.eos_token_id,)):
         generation["eos_token_id"] = None if not ends else ends[0] if len(ends) == 1 else list(ends)
     write_json(directory / "generation_config.json", generation)

@@ -107,8 +107,7 @@ class _Writer:
     """Continues ids, and prints the text as it comes unless stdout is for JSON."""
 
     def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer, decoder: Decoder, settings: dict[str, Any]) -> None:
-        from gpt2.checkpoint.loading import rows_with_tokens
-        from gpt2.generation import StopText
+        from gpt2.generation import StopText, rows_with_tokens
 
         settings = {**settings, "rows": rows_with_tokens(tokenizer, decoder.model.config)}
         self.args, self.tokenizer, self.decoder, self.settings = args, tokenizer, decoder, settings

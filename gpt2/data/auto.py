@@ -171,6 +171,8 @@ def open_folder(folder: Path) -> Tokenizer:
         _warn(f"{folder}: its tokenizer's class, {name}, is not known here; {WHOLE} is run as it is (gpt2 verify compares)")
     config, roles, declared, extra = _declared(folder, config, whole)
     kept = {file: read(folder / file) for file in TOKENIZER_FILES if (folder / file).is_file()}
+    if "tokenizer_class" not in config and name != "GPT2Tokenizer":  # config.json says it, or nobody: other copies need it here
+        kept[CONFIG] = (json.dumps({**_object(folder / CONFIG), "tokenizer_class": name}, indent=2) + "\n").encode()
     if name == SLOW and PIECES in kept:
         return PiecesTokenizer(folder / PIECES, roles, declared, extra, kept)
     with library(str(folder / WHOLE if whole else folder)):

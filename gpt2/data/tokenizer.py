@@ -42,8 +42,8 @@ class Tokenizer(ABC):
 
     @property
     def eot(self) -> int | None:
-        """The id that is put behind a text: the first of :attr:`ends`, else the tokenizer's own, else None."""
-        return self.ends[0] if self.ends else self.eos
+        """The id that is put behind a text: the first of :attr:`ends` that has a token, else the tokenizer's own, else None."""
+        return next(filter(self.holds, self.ends), self.eos)
 
     @property
     @abstractmethod

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from gpt2.checkpoint.loading import require_rows
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.comparison.results import Model
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
@@ -105,8 +106,7 @@ class Explorer:
         ids = tokenizer.encode(prompt)
         if not ids:
             raise InputError("the prompt is empty; type a few words")
-        if max(ids) >= side.config.vocab_size:
-            raise InputError(f"{side.name} has {side.config.vocab_size:,} tokens, and the prompt needs more; leave it out")
+        require_rows(ids, tokenizer, side.config, side.name)
         weights = MAX_WEIGHTS // (side.config.n_layer * side.config.n_head)
         room = min(MAX_TOKENS, side.config.n_positions, math.isqrt(2 * weights))
         if len(ids) > room:

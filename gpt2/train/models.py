@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt2.checkpoint import saving
 from gpt2.checkpoint.keys import to_file
-from gpt2.checkpoint.loading import require_rows, rows_note, rows_with_tokens
+from gpt2.checkpoint.loading import require_rows, rows_note
 from gpt2.checkpoint.peft_files import PREFIX, WEIGHTS, save_adapter
 from gpt2.config import GPT2Config, quoted
 from gpt2.data import Tokenizer
 from gpt2.data.batches import slices
 from gpt2.errors import InputError
-from gpt2.generation import generate
+from gpt2.generation import generate, rows_with_tokens
 from gpt2.lora import adapters, inject, merged
 from gpt2.model import GPT2, Attention
 from gpt2.train.bigram import Bigram, BigramConfig, save_bigram

@@ -79,10 +79,14 @@ def test_ids_equal_those_of_auto_tokenizer(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_are_written_back_as_they_were(kind: str, tmp_path: Path) -> None:
     """An export was another tokenizer: without its template, its flags, its normaliser."""
+    from transformers import AutoTokenizer
+
     source = model_of(kind, tmp_path / "a")
     names = {path.name for path in source.iterdir()} - {"config.json", "model.safetensors"}
     export(str(source), tmp_path / "out")
     assert {name: (tmp_path / "out" / name).read_bytes() for name in names} == {n: (source / n).read_bytes() for n in names}
+    theirs, copy = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert [copy(text)["input_ids"] for text in SAMPLES] == [theirs(text)["input_ids"] for text in SAMPLES]
     again = from_directory(tmp_path / "out")
     assert again.fingerprint == from_directory(source).fingerprint
     assert [again.encode_prompt(text) for text in SAMPLES] == [from_directory(source).encode_prompt(text) for text in SAMPLES]
