@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as Pipeline
 
 from gpt2.config import quoted
 from gpt2.data.bpe import as_pairs
-from gpt2.data.byte_level import N_BYTES, Merges, byte_alphabet
+from gpt2.data.byte_level import N_BYTES, Merges, byte_alphabet, state
 from gpt2.data.files import END_OF_TEXT, TOKENIZER_FILES, link_to_nothing, read, read_json, read_text
 from gpt2.data.library import ROLES, LibraryTokenizer, library, text_of
 from gpt2.data.pieces import PiecesTokenizer, pieces_of
@@ -162,6 +162,11 @@ CLASSES["MT5Tokenizer"] = CLASSES["T5Tokenizer"]
 
 def open_folder(folder: Path) -> Tokenizer:
     """Return the folder's tokenizer. Raises InputError: its files are missing or damaged, or of a class that is not known."""
+    with library(str(folder / WHOLE if (folder / WHOLE).is_file() else folder)):  # any value may stand in a file
+        return _open(folder)
+
+
+def _open(folder: Path) -> Tokenizer:
     config, whole = _object(folder / CONFIG), _object(folder / WHOLE)
     name = class_name(folder, config)
     kind = CLASSES.get(name)
@@ -175,26 +180,28 @@ def open_folder(folder: Path) -> Tokenizer:
         kept[CONFIG] = (json.dumps({**_object(folder / CONFIG), "tokenizer_class": name}, indent=2) + "\n").encode()
     if name == SLOW and PIECES in kept:
         return PiecesTokenizer(folder / PIECES, roles, declared, extra, kept)
-    with library(str(folder / WHOLE if whole else folder)):
-        if whole and kind is None:
-            pipeline = Pipeline.from_str(kept[WHOLE].decode())
-            merges: Merges = as_pairs(whole["model"].get("merges"), str(folder / WHOLE))
-        else:
-            kind = kind or CLASSES["GPT2Tokenizer"]
-            parts, special = _of_whole(folder / WHOLE, whole, config) if whole else _of_files(folder, name, kind, config)
-            pipeline, merges = kind.build(parts), parts.merges
-            pipeline.post_processor = _post_processor(whole) or pipeline.post_processor
-            roles, extra = {**kind.roles, **roles}, extra or [*special, *kind.extra(config)]
-        named = _add(pipeline, {role: roles[role] for role in sorted(roles, key=_order)}, declared, extra)
-        asked = [end for end in ("bos", "eos") if f"add_{end}_token" in config and not whole]
-        if asked or pipeline.post_processor is None:
-            first, last = (f"{end}_token" if config.get(f"add_{end}_token") and end in asked else "" for end in ("bos", "eos"))
-            pipeline.post_processor = _around(first if first in named else "", last if last in named else "")(named, pipeline)
-        if kind is not None and kind.template is not None:
-            pipeline.post_processor = kind.template(named, pipeline)
-        tokenizer = LibraryTokenizer(
-            pipeline, roles=named, merges=merges if isinstance(pipeline.model, models.BPE) else None, kept=kept
-        )
+    if whole and kind is None:
+        pipeline = Pipeline.from_str(kept[WHOLE].decode())
+        merges: Merges = as_pairs(whole["model"].get("merges"), str(folder / WHOLE))
+    else:
+        kind = kind or CLASSES["GPT2Tokenizer"]
+        parts, special = _of_whole(folder / WHOLE, whole, config) if whole else _of_files(folder, name, kind, config)
+        pipeline, merges = kind.build(parts), parts.merges
+        for step, built in (("normalizer", pipeline.normalizer), ("pre_tokenizer", pipeline.pre_tokenizer)):
+            if (stated := (whole.get(step) or {}).get("type")) not in (None, state(built).get("type")):
+                _warn(f"{folder}: {name} replaces the {step} of {WHOLE} ({quoted(stated)}), as transformers does")
+        pipeline.post_processor = _post_processor(whole) or pipeline.post_processor
+        roles, extra = {**kind.roles, **roles}, extra or [*special, *kind.extra(config)]
+    named = _add(pipeline, {role: roles[role] for role in sorted(roles, key=_order)}, declared, extra)
+    asked = [end for end in ("bos", "eos") if f"add_{end}_token" in config and not whole]
+    if asked or pipeline.post_processor is None:
+        first, last = (f"{end}_token" if config.get(f"add_{end}_token") and end in asked else "" for end in ("bos", "eos"))
+        pipeline.post_processor = _around(first if first in named else "", last if last in named else "")(named, pipeline)
+    if kind is not None and kind.template is not None:
+        pipeline.post_processor = kind.template(named, pipeline)
+    tokenizer = LibraryTokenizer(
+        pipeline, roles=named, merges=merges if isinstance(pipeline.model, models.BPE) else None, kept=kept
+    )
     if tokenizer.core is not None and tokenizer.merges is not None:
         _check(folder, tokenizer, tokenizer.merges, kept if whole else {})
     return tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -30,6 +31,7 @@ from gpt2.parity import reference
 from gpt2.parity.findings import Findings
 from gpt2.parity.streaming import Converted, Receive, Streamed
 
+log = logging.getLogger("gpt2")
 SEQUENCES = 16  # whose gradients' rounding is judged
 FIRST_SEQUENCES = 4  # judged first; the others only where one of these is over the bound
 SHORT, LONG = 32, 128  # tokens of a sequence for rounding, and for float64
@@ -253,7 +255,7 @@ def tokens(subject: Subject) -> None:
         findings.skip("tokens", "the model comes without a tokenizer")
         return
     for note in rows_note(ours, subject.config, str(subject.checkpoint.path)):
-        findings.progress(note)
+        log.warning("%s", note)
     tokenizer = reference.reference_tokenizer(subject.folder)
     for index, sample in enumerate((*SAMPLES, *_own_samples(ours))):
         if isinstance(ours, Chars):
