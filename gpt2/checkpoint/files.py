@@ -125,7 +125,11 @@ def files_of(path: Path) -> list[Path]:
     """List the files of a checkpoint: weights, configs, vocabularies."""
     if path.is_file():
         return [path]
-    return [file for file in _files(path) if file.suffix in (".json", ".txt", ".bpe", *LONE) or TENSORFLOW.fullmatch(file.name)]
+    return [
+        file
+        for file in _files(path)
+        if file.suffix in (".json", ".txt", ".bpe", ".model", *LONE) or TENSORFLOW.fullmatch(file.name)
+    ]
 
 
 def _files(path: Path) -> list[Path]:

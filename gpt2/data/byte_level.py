@@ -3,7 +3,7 @@
 A pattern splits text into pieces: words with their leading space, numbers, punctuation, whitespace. Within a piece's UTF-8
 bytes, the adjacent pair with the lowest merge rank is joined until no pair has a rank (Radford et al. 2019, section 2.2;
 OpenAI's `encoder.py`). tiktoken ranks a pair by the joined bytes, `tokenizers` by the pair; the ids are equal if every merge is
-the one that its own bytes lead to (:func:`_made`).
+the one that its own bytes lead to (:func:`core`).
 """
 
 import json
@@ -86,7 +86,11 @@ def core(backend: "Backend", vocab: Mapping[str, int], merges: Merges | None) ->
         return None
     if {key: split.get(key) for key in own} != own or model.continuing_subword_prefix or model.end_of_word_suffix:
         return None
-    if model.dropout or model.ignore_merges or not vocab.keys() >= set(byte_alphabet()) or not _made(merges):
+    if model.dropout or model.ignore_merges or not vocab.keys() >= set(byte_alphabet()):
+        return None
+    # By pairs, a token's own bytes must lead to it: then no other pair of tokens with the same bytes ever stands in a text.
+    tokens = [a + b for a, b in merges]
+    if len({*tokens}) < len(tokens) or any(len(model.tokenize(token)) != 1 for token in tokens):
         return None
     return Core(vocab, merges)
 
@@ -95,41 +99,6 @@ def state(part: Any) -> dict[str, Any]:
     """Return a part of a `tokenizers` pipeline as its JSON says it; {} for none."""
     found: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
     return found
-
-
-def _made(merges: Merges) -> bool:
-    """Return whether each merge is new, joins what earlier ones make, and can happen. Takes linear time."""
-    numbers = {char: i for i, char in enumerate(byte_alphabet())}  # token -> number; merge r makes number N_BYTES + r
-    halves = [(-1, -1)] * N_BYTES  # number -> the numbers of its two halves; a byte has none
-    joined: dict[tuple[int, int], int] = {}  # numbers of two halves -> number of the token that they make
-    for a, b in merges:
-        pair = numbers.get(a, -1), numbers.get(b, -1)
-        if -1 in pair or a + b in numbers or _earlier_merge_across(halves, joined, *pair):
-            return False
-        numbers[a + b] = joined[pair] = len(halves)
-        halves.append(pair)
-    return True
-
-
-def _earlier_merge_across(halves: Sequence[tuple[int, int]], joined: Mapping[tuple[int, int], int], a: int, b: int) -> bool:
-    """Return whether an earlier merge joins across the boundary of tokens ``a`` and ``b`` (numbers; larger is later).
-
-    BPE reaches the pair ``a``, ``b`` only if nothing joined across their boundary before. This goes back in time: each step
-    replaces the later token by its half next to the boundary, until both are bytes. A merge counts if it precedes the one that
-    ends its pair.
-    """
-    left, right, left_until, right_until = a, b, len(halves), len(halves)
-    while True:
-        other = joined.get((left, right))
-        # If one merge applies at two places, the left one comes first.
-        if other is not None and other < left_until and other <= right_until:
-            return True
-        if max(left, right) < N_BYTES:
-            return False
-        if left > right:
-            left_until, left = left, halves[left][1]
-        else:
-            right_until, right = right, halves[right][0]
 
 
 def _parts(text: str) -> list[str]:

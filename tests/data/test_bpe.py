@@ -460,34 +460,6 @@ def test_bad_files(tmp_path, vocab, merges, message):
     assert len(str(error.value)) < 500 + len(str(tmp_path))  # the message printed a damaged line of six megabytes
 
 
-def crossing(length: int, count: int) -> list[tuple[str, str]]:
-    """The merges that are hardest to check: two chains of `length` merges, and `count` merges of their ends."""
-    merges, left, right = [("b", "a"), ("x", "y")], "ba", "xy"
-    for i in range(length):
-        merges += [("cde"[i % 3], left), (right, "uvw"[i % 3])]
-        left, right = "cde"[i % 3] + left, right + "uvw"[i % 3]
-    return merges + [(left[i:], right[: len(right) - i]) for i in range(count)]
-
-
-def test_merges_are_checked_in_linear_time(monkeypatch):
-    """Checking five megabytes of merges took minutes: each was compared with every pair of parts of its halves."""
-    looked_up = []
-
-    class Counting(dict):
-        def get(self, *args):
-            looked_up.append(args)
-            return super().get(*args)
-
-    real = byte_level._earlier_merge_across
-    monkeypatch.setattr(byte_level, "_earlier_merge_across", lambda halves, joined, a, b: real(halves, Counting(joined), a, b))
-    merges = crossing(60, 40)
-    tokens = [*openai_byte_order(), *(a + b for a, b in merges)]
-    bpe = made_bpe({token: i for i, token in enumerate(tokens)}, merges)
-    assert len(looked_up) < sum(len(a) + len(b) for a, b in merges)
-    a, b = merges[-1]
-    assert bpe.encode(a + b) == [len(tokens) - 1]
-
-
 def test_tokens_that_no_merge_makes_are_named(tmp_path, caplog):
     """A file of merges that was cut off gives other ids, in transformers too: one line says so."""
     auto._warn.cache_clear()
