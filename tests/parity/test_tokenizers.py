@@ -282,6 +282,18 @@ def test_what_stands_in_a_files_place_is_named(name: str, tmp_path: Path) -> Non
         from_directory(tmp_path)
 
 
+def test_links_to_nothing_are_named(tmp_path: Path) -> None:
+    """A copied cache: 'no model.safetensors there; the folder holds config.json, model.safetensors'."""
+    source = model_of("byte-level", tmp_path / "a")
+    for name in ("model.safetensors", "config.json"):
+        copy = tmp_path / name
+        copy.mkdir()
+        for file in ("model.safetensors", "config.json"):
+            (copy / file).symlink_to(source / file if file != name else "../blobs/gone")
+        with pytest.raises(InputError, match=rf"{name} is a link to \.\./blobs/gone, which is not there"):
+            gpt2.load(str(copy))
+
+
 def test_a_class_that_is_not_known_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With tokenizer.json it is run as it is, and said; without it there is nothing to run."""
     auto._warn.cache_clear()
