@@ -77,9 +77,10 @@ def with_tokens(model: GPT2, tokenizer: Tokenizer, recipe: Recipe) -> tuple[GPT2
     table = torch.cat((old, old.new_empty(rows - len(old), old.size(1))))
     generator = torch.Generator().manual_seed(recipe.seed)
     spread = old[: tokenizer.n_vocab].std(0)  # (D,)
-    for token in range(tokenizer.n_vocab, grown.n_vocab):
+    for token in range(min(len(old), tokenizer.n_vocab), grown.n_vocab):  # an earlier token without a row gets one too
         noise = torch.randn(old.size(1), generator=generator) * spread * NOISE
-        table[token] = old[tokenizer.encode(grown.decode([token]))].mean(0) + noise
+        ids = [i for i in tokenizer.encode(grown.decode([token])) if i < len(old)] if grown.holds(token) else []
+        table[token] = (old[ids] if ids else old).mean(0) + noise
     model.wte = torch.nn.Embedding.from_pretrained(table, freeze=False)
     model.config = replace(model.config, vocab_size=rows)
     return model, grown

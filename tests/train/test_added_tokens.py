@@ -103,6 +103,16 @@ def test_a_fine_tune_without_the_new_token_goes_as_it_would(tuned: Recipe, base:
     assert drift["with"] < 0.02 * drift["other"]
 
 
+def test_an_earlier_token_without_a_row_gets_one(tuned: Recipe) -> None:
+    """A [PAD] that was added and not resized: its row was whatever the memory held."""
+    start, size = gpt2.load(), gpt2.load_tokenizer().n_vocab
+    model, new = models.with_tokens(start, gpt2.load_tokenizer().with_tokens(["[PAD]"]), tuned)
+    table = model.wte.weight.detach()
+    assert len(table) == new.n_vocab == size + 4
+    mean = table[:size].mean(0)
+    assert 0 < (table[size] - mean).norm() < table[:size].std(0).norm() / 20
+
+
 def test_saved_loaded_and_resumed(run: Path, tuned: Recipe, base: str, tmp_path: Path) -> None:
     """A resumed run must not add the tokens again, nor lose that they are matched in a text."""
     assert train(tuned, tmp_path, init=base, report=stop_at(4)).stopped == "interrupted"
