@@ -172,8 +172,9 @@ def _open(folder: Path) -> Tokenizer:
     kind = CLASSES.get(name)
     if name == "LlamaTokenizer" and any("ByteLevel" in json.dumps(whole.get(step)) for step in ("pre_tokenizer", "decoder")):
         kind = None
-    elif whole and kind is None and name not in (*GENERAL, SLOW):
-        _warn(f"{folder}: its tokenizer's class, {name}, is not known here; {WHOLE} is run as it is (gpt2 verify compares)")
+    elif kind is None and name not in (*GENERAL, SLOW) and (whole or (folder / BPE_FILES[0]).is_file()):
+        how = f"{WHOLE} is run as it is" if whole else "its files are read as GPT-2's"
+        _warn(f"{folder}: its tokenizer's class, {name}, is not known here; {how} (gpt2 verify compares)")
     config, roles, declared, extra = _declared(folder, config, whole)
     kept = {file: read(folder / file) for file in TOKENIZER_FILES if (folder / file).is_file()}
     if "tokenizer_class" not in config and name != "GPT2Tokenizer":  # config.json says it, or nobody: other copies need it here
