@@ -105,6 +105,10 @@ class Tokenizer(ABC):
         """Return the token of an id as a message names it."""
         return self.decode([token_id])
 
+    def shown(self, token_id: int) -> str:
+        """Return the text of one id for a report, also of an id without a token."""
+        return self.decode([token_id]) if self.holds(token_id) else f"[{token_id}]"
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, special tokens included. Bytes that are not UTF-8 become U+FFFD.
 

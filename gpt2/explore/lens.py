@@ -141,7 +141,7 @@ def _look(model: nn.Module, described: Model, tokenizer: Tokenizer, ids: list[in
         logits = read_out(model, block[point])[0, :, : tokenizer.n_vocab]
         readings.append(_read(logits, ids, tokenizer))
         attention += [block[name][0].float() for name in block if name.endswith(".attn.weights")]
-    tokens = tuple(tokenizer.decode([index]) for index in ids)
+    tokens = tuple(tokenizer.shown(index) for index in ids)
     return Lens(described, tokens, points, tuple(readings), torch.stack(attention)), logits
 
 
@@ -152,7 +152,7 @@ def _read(logits: Tensor, ids: list[int], tokenizer: Tokenizer) -> tuple[Reading
     spread = entropy(logp).tolist()
     rows = []
     for at, (chosen, probabilities) in enumerate(zip(top.tolist(), chances, strict=True)):
-        choices = tuple(Choice(tokenizer.decode([index]), p) for index, p in zip(chosen, probabilities, strict=True))
+        choices = tuple(Choice(tokenizer.shown(index), p) for index, p in zip(chosen, probabilities, strict=True))
         right = logp[at, ids[at + 1]] if at + 1 < len(ids) else None
         rank = None if right is None else int((logp[at] > right).sum()) + 1
         rows.append(Reading(choices, spread[at], None if right is None else float(right.exp()), rank))
