@@ -26,7 +26,7 @@ from gpt2.data.files import END_OF_TEXT, TOKENIZER_FILES, link_to_nothing, read,
 from gpt2.data.library import ROLES, LibraryTokenizer, library, text_of
 from gpt2.data.pieces import PiecesTokenizer, pieces_of
 from gpt2.data.tokenizer import Tokenizer
-from gpt2.errors import InputError
+from gpt2.errors import InputError, printable
 
 log = logging.getLogger("gpt2")
 
@@ -334,7 +334,7 @@ def _of_files(folder: Path, name: str, kind: Kind, config: dict[str, Any]) -> tu
 
 @functools.cache
 def _warn(message: str) -> None:
-    log.warning("%s", message)
+    log.warning("%s", printable(message, one_line=True))
 
 
 def _check(folder: Path, tokenizer: LibraryTokenizer, merges: Merges, kept: Mapping[str, bytes]) -> None:
