@@ -117,6 +117,8 @@ class GPT2Config:
         if tied is not True:
             raise CheckpointError(f"{where}: tie_word_embeddings is {quoted(tied)}; GPT-2's head is tied to its token embedding")
         values = {field.name: raw[field.name] for field in fields(cls) if field.name in raw}
+        if isinstance(ends := values.get("eos_token_id"), list):  # all of them end a text: gpt2.data.files.stated_ends
+            values["eos_token_id"] = ends[0] if ends else None
         for alias, name in ALIASES.items():
             if alias in raw and values.setdefault(name, raw[alias]) != raw[alias]:
                 both = f"{name} is {quoted(values[name])} and {alias}, its other name, {quoted(raw[alias])}"

@@ -1,5 +1,6 @@
 """Continue token ids with a model: one token at a time, or by speculative decoding with a smaller draft model."""
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,12 +9,13 @@ from typing import TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
+from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.decoder import Decoder
 from gpt2.errors import InputError
 from gpt2.kv_cache import KVCache
 from gpt2.model import GPT2
-from gpt2.sampling import Sampling, accept_draft, penalise
+from gpt2.sampling import Sampling, accept_draft, penalise, require_finite
 
 DRAFT_TOKENS = 4  # ids that the draft model proposes at a time
 
@@ -32,6 +34,7 @@ def stream(
     attention_mask: Tensor | None = None,
     use_cache: bool = True,
     draft: GPT2 | None = None,
+    rows: Tensor | None = None,
 ) -> Iterator[Tensor]:
     """Yield the next ids (B,) after (B, T) ``ids``, ``max_new_tokens`` times.
 
@@ -47,8 +50,11 @@ def stream(
     model checks them in one pass. Greedy ids are the same, except where two logits are equal up to rounding. Sampled ids have
     the same distribution, although a seed gives another text (:func:`~gpt2.sampling.accept_draft`).
 
+    ``rows`` (V,) is true for the ids that may be generated: a padded vocabulary has rows without a token
+    (:func:`rows_with_tokens`).
+
     Raises:
-        InputError: invalid sampling settings, or a draft that cannot be used.
+        InputError: invalid sampling settings, a draft that cannot be used, or logits that are not finite.
     """
     decoder = model if isinstance(model, Decoder) else Decoder(model)
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
@@ -59,7 +65,7 @@ def stream(
             raise InputError("generate: a draft needs a cache and text without padding; leave out attention_mask and use_cache")
         if repetition_penalty != 1:
             raise InputError("generate: a draft cannot be used with a repetition penalty; leave one out")
-        yield from _stream_speculatively(decoder, Decoder(draft), ids, max_new_tokens, sampling, generator)
+        yield from _stream_speculatively(decoder, Decoder(draft), ids, max_new_tokens, sampling, generator, rows)
         return
     limit = decoder.model.config.n_positions
     text, real = ids[:, -limit:], None if attention_mask is None else attention_mask[:, -limit:]
@@ -74,6 +80,7 @@ def stream(
             logits = decoder.decode(text[:, -1:], cache, real)[:, 0]
         else:
             logits = decoder.prefill(text, cache, real)
+        logits = _candidates(logits, rows)
         if seen is not None:
             logits = penalise(logits, seen, repetition_penalty)
         chosen = sampling.next_ids(logits, generator)
@@ -85,6 +92,18 @@ def stream(
         yield chosen
 
 
+def rows_with_tokens(tokenizer: Tokenizer, config: GPT2Config) -> Tensor | None:
+    """Return which rows of the vocabulary have a token, (V,) boolean: only those can be generated; None if all have one."""
+    rows = torch.tensor([tokenizer.holds(i) for i in range(config.vocab_size)])
+    return None if bool(rows.all()) else rows
+
+
+def _candidates(logits: Tensor, rows: Tensor | None) -> Tensor:
+    """Return logits (..., V) with -inf where ``rows`` is false. Raises InputError: they are not finite."""
+    require_finite(logits)
+    return logits if rows is None else logits.masked_fill(~rows.to(logits.device), -math.inf)
+
+
 def _seen(ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> Tensor:
     """Return which ids each row (B, T) holds, as (B, V) booleans; padding does not count."""
     real = torch.ones_like(ids, dtype=torch.uint8) if attention_mask is None else attention_mask.ne(0).byte()
@@ -93,7 +112,13 @@ def _seen(ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> Tensor
 
 
 def _stream_speculatively(
-    target: Decoder, draft: Decoder, ids: Tensor, max_new_tokens: int, sampling: Sampling, generator: torch.Generator | None
+    target: Decoder,
+    draft: Decoder,
+    ids: Tensor,
+    max_new_tokens: int,
+    sampling: Sampling,
+    generator: torch.Generator | None,
+    rows: Tensor | None,
 ) -> Iterator[Tensor]:
     """Do what :func:`stream` does for one row (1, T): the draft proposes ids, the target accepts some and adds one."""
     limit, left = target.model.config.n_positions, max_new_tokens
@@ -108,9 +133,9 @@ def _stream_speculatively(
         known, proposals = text.size(1), []
         if caches[0].length > 0:  # the prompt is read without proposals, so that the first token comes sooner
             for _ in range(min(DRAFT_TOKENS, left - 1, min(limit, draft.model.config.n_positions) - known)):
-                proposals.append(sampling.probabilities(_read(draft, text, caches[1])[-1:]))
+                proposals.append(sampling.probabilities(_candidates(_read(draft, text, caches[1])[-1:], rows)))
                 text = torch.cat((text, torch.multinomial(proposals[-1], 1, generator=generator)), dim=1)
-        wanted = sampling.probabilities(_read(target, text, caches[0])[-len(proposals) - 1 :])  # (N + 1, V)
+        wanted = sampling.probabilities(_candidates(_read(target, text, caches[0])[-len(proposals) - 1 :], rows))  # (N + 1, V)
         proposed = torch.cat(proposals or [wanted[:0]])  # (N, V)
         accepted, chosen = accept_draft(text[0, known:], proposed, wanted, generator)
         new = torch.cat((text[0, known : known + accepted], chosen))
@@ -140,7 +165,7 @@ def check_draft(draft: GPT2, model: GPT2, ids: Tensor) -> None:
 
 @dataclass(frozen=True)
 class StopText:
-    """End a text with the token that completes one of ``texts``, or with the end-of-text token, as transformers does.
+    """End a text with the token that completes one of ``texts``, or with one of the tokenizer's ``ends``, as transformers does.
 
     The texts are searched in what was generated, not in the prompt. A token may hold more than the text that it completes.
     """
@@ -167,7 +192,7 @@ class Ending:
         if self.ended or not isinstance(self.stop, StopText):
             self.ended = self.ended or token == self.stop
             return self.ended
-        if token == self.stop.tokenizer.eot:
+        if token in self.stop.tokenizer.ends:
             self.ended = True
             return True
         stops = [text.encode() for text in self.stop.texts]
@@ -189,6 +214,7 @@ class Settings(TypedDict, total=False):
     attention_mask: Tensor | None
     use_cache: bool
     draft: GPT2 | None
+    rows: Tensor | None
 
 
 @overload
@@ -218,6 +244,7 @@ def generate(
     attention_mask: Tensor | None = None,
     use_cache: bool = True,
     draft: GPT2 | None = None,
+    rows: Tensor | None = None,
 ) -> list[int] | Tensor:
     """Return the prompt and its continuation; :func:`stream` has the method.
 
@@ -230,13 +257,14 @@ def generate(
         stop: end after this id, or after a :class:`StopText`; a batch ends when every row has had it.
         attention_mask: (B, T), zero for padding.
         draft: a smaller model of the same vocabulary for speculative decoding of one text.
+        rows: (V,) boolean, the ids that may be generated; default: all, or those with a token of a :class:`StopText`.
 
     Returns:
         A list for a list; a (B, T + new) tensor on the model's device for a tensor.
 
     Raises:
         InputError: an empty prompt, an id outside the vocabulary, padding that is not on the left, invalid sampling settings,
-            or a draft that cannot be used.
+            a draft that cannot be used, or logits that are not finite.
     """
     prompt = _prompt(ids, model)
     if max_new_tokens < 0:
@@ -248,6 +276,8 @@ def generate(
         if not bool(attention_mask[:, -1].all()):
             raise InputError("generate: a row ends in padding and cannot be continued; pad on the left")
         attention_mask = attention_mask.to(prompt.device)
+    if rows is None and isinstance(stop, StopText):
+        rows = rows_with_tokens(stop.tokenizer, model.config)
     settings = Settings(
         temperature=temperature,
         top_k=top_k,
@@ -258,6 +288,7 @@ def generate(
         attention_mask=attention_mask,
         use_cache=use_cache,
         draft=draft,
+        rows=rows,
     )
     out, ends = [prompt], [Ending(stop) for _ in prompt]
     for chosen in stream(model, prompt, max_new_tokens, **settings):

@@ -46,10 +46,15 @@ class Sampling:
         if self.temperature == 0:
             return F.one_hot(logits.argmax(-1), logits.size(-1)).float()
         if bool(logits.isnan().any()):
-            raise InputError(
-                "the model's logits are not numbers (NaN): its weights are damaged, or its dtype is too small for them"
-            )
+            require_finite(logits)
         return restrict(logits, self.temperature, self.top_k, self.top_p, self.min_p).softmax(-1)
+
+
+def require_finite(logits: Tensor, name: str = "the model") -> None:
+    """Raise InputError if a logit is NaN or infinite: what is computed of them would look right and be worth nothing."""
+    if not bool(logits.isfinite().all()):
+        why = "damaged weights, or a dtype too small for them; fetch the file again, or load it in float32"
+        raise InputError(f"{name}: the logits are not finite numbers, but NaN or infinite: {why}")
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

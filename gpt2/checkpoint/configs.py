@@ -7,6 +7,7 @@ without an error.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +51,7 @@ def config_of(path: Path, files: Mapping[str, Container]) -> GPT2Config:
         stated = _from_nanogpt(file.model_args, file.path, files)
     if isinstance(file, LlmcFile):
         stated = _checked(file.sizes, file.path)
-    written = read_config(path) if (folder_of(path) / "config.json").is_file() else None
+    written = read_config(path) if os.path.lexists(folder_of(path) / "config.json") else None  # a link to nothing is said
     if written is not None and stated is not None:
         odd = [name for name in SIZES if getattr(written, name) != getattr(stated, name)]
         if odd:

@@ -10,22 +10,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from gpt2.checkpoint.checkpoint import Checkpoint, RandomCheckpoint, StoredCheckpoint, open_checkpoint
+from gpt2.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from gpt2.checkpoint.containers.gguf_file import NoTokenizer
 from gpt2.checkpoint.describe import File
-from gpt2.checkpoint.files import WEIGHTS, folder_of
+from gpt2.checkpoint.files import WEIGHTS
 from gpt2.checkpoint.gguf_writer import TANH_GELU, TYPES, gguf_pieces
 from gpt2.checkpoint.llmc_writer import model_pieces, require_expressible, tokenizer_file
-from gpt2.checkpoint.loading import require_vocabulary
+from gpt2.checkpoint.loading import require_finite, rows_note
 from gpt2.checkpoint.names import EXPORTS, ModelName
 from gpt2.checkpoint.saving import save, write_file, writing
 from gpt2.config import GPT2Config, quoted
-from gpt2.data.bpe import BPE
-from gpt2.data.bpe_files import ADDED, FILES
 from gpt2.data.chars import FILE as CHARS
 from gpt2.data.chat import FILE as CHAT
+from gpt2.data.files import LEGACY
+from gpt2.data.files import TOKENIZER_FILES as FILES
 from gpt2.data.words import FILE as WORDS
-from gpt2.data.words import Words
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
@@ -35,8 +34,7 @@ if TYPE_CHECKING:
 FORMATS = ("hf", "gguf", "llmc")
 GGUF_FILE = "model.gguf"
 LLMC_FILES = ("model.bin", "tokenizer.bin")
-VOCABULARIES = (CHARS, WORDS, *(name for pair in FILES for name in pair))
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", ADDED, CHAT, *VOCABULARIES)
+TOKENIZER_FILES = (CHAT, CHARS, WORDS, *FILES, "encoder.json", "vocab.bpe")
 OF_DTYPE = {torch.float64: "f32", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
@@ -91,7 +89,10 @@ def export(
     directory = Path(directory)
     model, tokenizer, notes = exported_model(source, revision, offline)
     if format == "hf":
-        _refuse_other_tokenizer(directory, tokenizer)
+        mine = {CHAT} if tokenizer is not None and tokenizer.chat else set[str]()
+        mine |= set() if tokenizer is None else {*tokenizer.texts(model.config.n_positions), *LEGACY}
+        if left := [name for name in TOKENIZER_FILES if name not in mine and (directory / name).exists()]:
+            raise InputError(f"{directory}: holds {left[0]} of another tokenizer; choose another folder, or remove it")
         save(model, tokenizer, directory)
         type = str(model.wte.weight.dtype).removeprefix("torch.")
         names = ["config.json", "generation_config.json", WEIGHTS, *sorted(TOKENIZER_FILES)]
@@ -147,51 +148,24 @@ def exported_model(source: str | Checkpoint, revision: str | None, offline: bool
     else:
         checkpoint = source
     model = checkpoint.load()
+    require_finite(model, checkpoint.name)
     try:
-        tokenizer = _tokenizer(checkpoint)
+        tokenizer = checkpoint.tokenizer()
     except NoTokenizer as error:
         return model, None, [f"without a tokenizer: {error}"]
-    require_vocabulary(tokenizer, model.config, checkpoint.name)
-    config, notes, n_vocab = model.config, [], tokenizer.n_vocab
+    config, notes, n_vocab = model.config, rows_note(tokenizer, model.config, checkpoint.name), tokenizer.n_vocab
     if n_vocab < config.vocab_size:
         notes.append(f"embedding cropped from {config.vocab_size:,} rows to the tokenizer's {n_vocab:,}")
         model.wte = nn.Embedding.from_pretrained(model.wte.weight.detach()[:n_vocab], freeze=False)
         config = replace(config, vocab_size=n_vocab)
     for field in ("bos_token_id", "eos_token_id"):
         token = getattr(config, field)
-        if token is not None and token >= n_vocab:
-            config = GPT2Config(**{**vars(config), field: tokenizer.eot})
-            notes.append(f"{field} {token:,} is beyond the vocabulary, written as {tokenizer.eot}")
+        if token is not None and token >= config.vocab_size:
+            end = tokenizer.eos if tokenizer.eos is None or tokenizer.eos < config.vocab_size else None
+            config = GPT2Config(**{**vars(config), field: end})
+            notes.append(f"{field} {token:,} is beyond the vocabulary, written as {end}")
     model.config = config
     return model, tokenizer, notes
-
-
-def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """Return a checkpoint's tokenizer. Raises NoTokenizer: none, or an unsupported one. InputError: it is damaged."""
-    if isinstance(checkpoint, RandomCheckpoint):
-        raise NoTokenizer("the weights are random")
-    if not isinstance(checkpoint, StoredCheckpoint):
-        return checkpoint.tokenizer()
-    folder = folder_of(checkpoint.path)
-    try:
-        return checkpoint.tokenizer()
-    except InputError as error:
-        damaged = checkpoint.container == "GGUF" or any((folder / name).is_file() for name in VOCABULARIES)
-        if isinstance(error, NoTokenizer) or damaged:
-            raise
-        raise NoTokenizer(str(error)) from None
-
-
-def _refuse_other_tokenizer(directory: Path, tokenizer: Tokenizer | None) -> None:
-    """Raise InputError if the directory keeps another tokenizer's files, which would be read as this model's."""
-    own: set[str] = set()
-    if tokenizer is not None:
-        vocabulary = (*FILES[0], ADDED) if isinstance(tokenizer, BPE) else (WORDS if isinstance(tokenizer, Words) else CHARS,)
-        own = {"tokenizer.json", "tokenizer_config.json", *vocabulary}
-        own |= {CHAT} if tokenizer.chat else set()
-    left = [name for name in TOKENIZER_FILES if name not in own and (directory / name).exists()]
-    if left:
-        raise InputError(f"{directory}: holds {left[0]} of another tokenizer; choose another folder, or remove it")
 
 
 def _unlike_others(config: GPT2Config) -> list[str]:

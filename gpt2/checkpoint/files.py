@@ -15,6 +15,7 @@ from gpt2.checkpoint.containers.row_shards import NAME, RowShards
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.containers.tensorflow_file import TensorBundle, checkpoint_prefix
 from gpt2.checkpoint.containers.torch_file import TorchFile
+from gpt2.data.files import link_to_nothing
 from gpt2.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
@@ -99,6 +100,8 @@ def what_is_there(path: Path) -> str:
     """Say what a directory holds instead of a checkpoint, and what to do about it."""
     try:
         names = sorted(entry.name for entry in path.iterdir())
+        if gone := next((f"{name} is {why}" for name in names if (why := link_to_nothing(path / name))), None):
+            return gone
     except OSError as error:
         return f"the folder cannot be read ({error.strerror}), give another"
     steps = sorted((name for name in names if re.fullmatch(r"step-\d{1,9}", name, re.ASCII)), key=lambda name: int(name[5:]))
@@ -122,7 +125,11 @@ def files_of(path: Path) -> list[Path]:
     """List the files of a checkpoint: weights, configs, vocabularies."""
     if path.is_file():
         return [path]
-    return [file for file in _files(path) if file.suffix in (".json", ".txt", ".bpe", *LONE) or TENSORFLOW.fullmatch(file.name)]
+    return [
+        file
+        for file in _files(path)
+        if file.suffix in (".json", ".txt", ".bpe", ".model", *LONE) or TENSORFLOW.fullmatch(file.name)
+    ]
 
 
 def _files(path: Path) -> list[Path]:

@@ -14,10 +14,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.containers.gguf_file import ARRAY, CONFIG_KEYS, CONTROL, KINDS, NORMAL, STRING, USER_DEFINED, Kind, padded
+from gpt2.checkpoint.containers.gguf_file import (
+    ARRAY,
+    CONFIG_KEYS,
+    CONTROL,
+    KINDS,
+    NORMAL,
+    STRING,
+    UNUSED,
+    USER_DEFINED,
+    Kind,
+    padded,
+)
 from gpt2.checkpoint.keys import layer, to_file, to_gguf
 from gpt2.config import GPT2Config, quoted
-from gpt2.data.bpe import BPE
+from gpt2.data.library import LibraryTokenizer
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
@@ -89,9 +100,11 @@ def gguf_pieces(
         raise InputError(f"{name}: cannot be expressed in GGUF: {odd}, and {has}; export it as hf")
     if config.reorder_and_upcast_attn:
         notes.append("reorder_and_upcast_attn is not expressed: the same function, rounded otherwise")
-    if tokenizer is not None and not isinstance(tokenizer, BPE):
-        notes.append("without its tokenizer: GGUF has none of characters; pass ids")
+    if not isinstance(tokenizer, LibraryTokenizer) or tokenizer.core is None:
+        notes += [] if tokenizer is None else ["without its tokenizer: GPT-2's in GGUF is a byte-level BPE, no other; pass ids"]
         tokenizer = None
+    elif tokenizer.template:
+        notes.append(f"without the template that puts {tokenizer.decode(tokenizer.template)} around a text")
     rows: list[Row] = []
     state, fallen = model.state_dict(), 0
     kept = parameters_of(keep, state)
@@ -108,7 +121,7 @@ def gguf_pieces(
     return _pieces(_metadata(config, tokenizer, TYPES[type]), rows), notes
 
 
-def _metadata(config: GPT2Config, tokenizer: BPE | None, file_type: int) -> Metadata:
+def _metadata(config: GPT2Config, tokenizer: LibraryTokenizer | None, file_type: int) -> Metadata:
     """Return the metadata in the order of llama.cpp's converter."""
     sizes = ("n_layer", "n_positions", "n_embd", "n_inner", "n_head")
     metadata: Metadata = {
@@ -122,19 +135,20 @@ def _metadata(config: GPT2Config, tokenizer: BPE | None, file_type: int) -> Meta
         "general.quantization_version": (U32, 2),
     }
     # Without an end-of-text id, llama.cpp uses token 11, GPT-2's comma.
-    eot = None if tokenizer is None else tokenizer.eot
+    eot = None if tokenizer is None or tokenizer.eos is None or tokenizer.eos >= config.vocab_size else tokenizer.eos
     ids = {"bos": config.bos_token_id, "eos": config.eos_token_id, "unknown": None}
     ids = {end: eot if id is None else id for end, id in ids.items()}
     ends = {f"tokenizer.ggml.{end}_token_id": (U32, id) for end, id in ids.items() if id is not None}
     if tokenizer is None:
         return metadata | {"gpt2.vocab_size": (U32, config.vocab_size), "tokenizer.ggml.model": (STRING, "none")} | ends
-    types = dict.fromkeys(tokenizer.special_tokens, CONTROL) | dict.fromkeys(tokenizer.matched, USER_DEFINED)
+    types = dict.fromkeys(tokenizer.special_tokens.values(), CONTROL) | dict.fromkeys(tokenizer.matched.values(), USER_DEFINED)
+    tokens = [tokenizer.backend.id_to_token(i) for i in range(config.vocab_size)]
     return metadata | {
         "tokenizer.ggml.model": (STRING, "gpt2"),
         "tokenizer.ggml.pre": (STRING, "gpt-2"),
-        "tokenizer.ggml.tokens": (STRING, list(tokenizer.vocab)),
-        "tokenizer.ggml.token_type": (I32, [types.get(token, NORMAL) for token in tokenizer.vocab]),
-        "tokenizer.ggml.merges": (STRING, [f"{a} {b}" for a, b in tokenizer.merges]),
+        "tokenizer.ggml.tokens": (STRING, [f"[PAD{i}]" if token is None else token for i, token in enumerate(tokens)]),
+        "tokenizer.ggml.token_type": (I32, [UNUSED if token is None else types.get(i, NORMAL) for i, token in enumerate(tokens)]),
+        "tokenizer.ggml.merges": (STRING, [f"{a} {b}" for a, b in tokenizer.merges or ()]),
         **ends,
         "tokenizer.ggml.add_bos_token": (BOOL, False),
         "tokenizer.ggml.add_eos_token": (BOOL, False),

@@ -18,13 +18,11 @@ from gpt2.checkpoint.hub_api import commit_of, list_files
 from gpt2.checkpoint.hub_errors import explained, is_final, one_line, unreachable
 from gpt2.checkpoint.official_files import other_than_official
 from gpt2.checkpoint.verified import digest, mismatch
+from gpt2.data.files import TOKENIZER_FILES
 from gpt2.errors import CheckpointError, InputError
 
 # Files to download beside the weights. Repositories also hold TensorFlow, Flax, Rust and ONNX copies.
-SMALL = (
-    *("config.json", "generation_config.json", "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"),
-    *("special_tokens_map.json", "added_tokens.json", "chars.json", "words.json", "chat.json"),
-)
+SMALL = ("config.json", "generation_config.json", "chars.json", "words.json", "chat.json", *TOKENIZER_FILES)
 # Weights: only the first name that exists, with the files that match its pattern.
 WEIGHTS = {
     "model.safetensors": "",

@@ -65,7 +65,7 @@ def tokenizer_file(tokenizer: Tokenizer, eot: int) -> bytes:
     """Return the tokenizer's file: each token's length and bytes. Raises ValueError: a token does not fit one byte of length."""
     content = bytearray(header(TOKENIZER, TOKENIZER_VERSION, tokenizer.n_vocab, eot))
     for number in range(tokenizer.n_vocab):
-        token = tokenizer.token_bytes(number)
+        token = tokenizer.token_bytes(number) if tokenizer.holds(number) else b""
         if not 1 <= len(token) <= MAX_TOKEN:
             raise ValueError(f"llm.c's tokens have 1 to {MAX_TOKEN} bytes, and token {number} has {len(token):,}")
         content += bytes([len(token)]) + token

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from gpt2 import sampling
 from gpt2.checkpoint.checkpoint import open_checkpoint, open_path, tokenizer_of
+from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.checkpoint.names import DEFAULT, RUNS, ModelName
 from gpt2.checkpoint.sources import locate
 from gpt2.config import GPT2Config, quoted
@@ -65,11 +68,36 @@ def load_tokenizer(name: str = DEFAULT, *, revision: str | None = None, offline:
     return tokenizer_of(locate(parsed, offline=offline).path, offline=offline)
 
 
-def require_vocabulary(tokenizer: Tokenizer, config: GPT2Config, name: str) -> None:
-    """Raise InputError if the tokenizer has ids without an embedding. (Fewer ids are fine: some models are padded.)"""
-    if tokenizer.n_vocab > config.vocab_size:
+def rows_note(tokenizer: Tokenizer, config: GPT2Config, name: str) -> list[str]:
+    """Return a line that names the added tokens without a row in the embedding, such as [PAD]; [] if all have one.
+
+    Raises InputError: a token of the vocabulary itself has none, so that it is another model's.
+    """
+    tokens = [i for i in range(config.vocab_size, tokenizer.n_vocab) if tokenizer.holds(i)]
+    if any(i not in tokenizer.added for i in tokens):
         entries = f"the tokenizer has {tokenizer.n_vocab:,} entries, the model {config.vocab_size:,}"
-        raise InputError(f"{name}: wrong vocabulary, {entries}; put the model's own vocab.json and merges.txt there")
+        raise InputError(f"{name}: wrong vocabulary, {entries}; put the model's own tokenizer there")
+    named = ", ".join(f"{quoted(tokenizer.token(i))} ({i})" for i in tokens[:3]) + (" ..." if len(tokens) > 3 else "")
+    return [f"no row in the embedding for {len(tokens):,} of the tokenizer's added tokens: {named}"] if tokens else []
+
+
+def require_rows(ids: Iterable[int], tokenizer: Tokenizer, config: GPT2Config, name: str) -> None:
+    """Raise InputError if one of the ids has no row in the embedding."""
+    if (highest := max(ids, default=0)) >= config.vocab_size:
+        token, rows = quoted(tokenizer.token(highest)), f"{config.vocab_size:,} rows"
+        remedy = "leave it out, or give the model a row for it, as transformers' resize_token_embeddings does"
+        raise InputError(f"{name}: the token {token} (id {highest:,}) has no row in the embedding of {rows}; {remedy}")
+
+
+def require_finite(model: GPT2, name: str) -> None:
+    """Raise InputError if a parameter, or a logit of the first ids, is NaN or infinite."""
+    ids = torch.arange(min(16, model.config.n_positions, model.config.vocab_size), device=model.wte.weight.device)[None]
+    with torch.inference_mode():
+        for parameter in model.parameters():
+            require_whole_files()
+            sampling.require_finite(parameter, name)
+        require_whole_files()
+        sampling.require_finite(model(ids), name)
 
 
 def require_device(asked: str | torch.device, dtype: torch.dtype | None = None) -> torch.device:

@@ -20,7 +20,7 @@ from gpt2.checkpoint.export import TOKENIZER_FILES
 from gpt2.checkpoint.files import ADAPTER, INDEX, what_is_there
 from gpt2.checkpoint.hub_api import list_files, request_headers
 from gpt2.checkpoint.hub_errors import BUSY, check_environment, one_line
-from gpt2.checkpoint.loading import require_vocabulary
+from gpt2.checkpoint.loading import require_finite, rows_note
 from gpt2.checkpoint.names import REPOSITORY
 from gpt2.checkpoint.peft_files import WEIGHTS as ADAPTER_WEIGHTS
 from gpt2.checkpoint.saving import sha256
@@ -123,8 +123,6 @@ def _require_name(repo: str) -> None:
 
 def _check_model(folder: Path, names: list[str]) -> list[str]:
     """Load the model and compute logits; return remarks. Raises InputError or CheckpointError: it cannot be published."""
-    import torch
-
     checkpoint = open_path(folder)
     weights = {container.path.name for container in checkpoint.assignment.files.values()}
     if ADAPTER not in names and (others := weights - set(names)):
@@ -132,14 +130,10 @@ def _check_model(folder: Path, names: list[str]) -> list[str]:
             f"{folder}: the weights are read from {min(others)}, which is not sent; gpt2 export {folder} DIR writes safetensors"
         )
     model, tokenizer = checkpoint.load(), checkpoint.own_tokenizer()
-    with torch.inference_mode():
-        ids = torch.arange(min(4, model.config.n_positions, model.config.vocab_size))[None]
-        if not model(ids).isfinite().all():
-            raise InputError(f"{folder}: the model computes NaN or infinite logits; publish another checkpoint of it")
+    require_finite(model, str(folder))
     if tokenizer is None:
         return ["there is no tokenizer in the folder: nobody can type a prompt"]
-    require_vocabulary(tokenizer, model.config, str(folder))
-    return []
+    return rows_note(tokenizer, model.config, str(folder))
 
 
 def _private_paths(folder: Path, names: list[str]) -> list[str]:

@@ -47,7 +47,7 @@ def save(model: GPT2, tokenizer: Tokenizer | None, directory: str | Path) -> Pat
     tensors = _plain(model)
     with writing(directory), tempfile.TemporaryDirectory(prefix=".partial-", dir=directory, ignore_cleanup_errors=True) as aside:
         write_file(Path(aside, WEIGHTS), safetensors_file({to_file(name): tensor for name, tensor in tensors.items()}))
-        save_config(model.config, tensors["wte.weight"].dtype, Path(aside))
+        save_config(model.config, tensors["wte.weight"].dtype, Path(aside), tokenizer.stated if tokenizer else None)
         if tokenizer is not None:
             tokenizer.save(directory, n_positions=model.config.n_positions)
         for name in sorted(os.listdir(aside)):
@@ -55,11 +55,14 @@ def save(model: GPT2, tokenizer: Tokenizer | None, directory: str | Path) -> Pat
     return directory
 
 
-def save_config(config: GPT2Config, dtype: torch.dtype, directory: Path) -> None:
-    """Write config.json and generation_config.json for weights of ``dtype``."""
+def save_config(config: GPT2Config, dtype: torch.dtype, directory: Path, ends: tuple[int, ...] | None = None) -> None:
+    """Write config.json and generation_config.json for weights of ``dtype``; ``ends`` end a text, else what the config says."""
     stated = config.to_hf(DTYPE_NAMES[dtype])
     write_json(directory / "config.json", stated)
     generation = {key: stated[key] for key in ("bos_token_id", "eos_token_id") if stated[key] is not None}
+    ends = ends if ends is None else tuple(end for end in ends if end < config.vocab_size)
+    if ends is not None and ends != (() if config.eos_token_id is None else (config.eos_token_id,)):
+        generation["eos_token_id"] = None if not ends else ends[0] if len(ends) == 1 else list(ends)
     write_json(directory / "generation_config.json", generation)
 
 

@@ -38,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = "text to continue; - reads stdin (default: a new line). With --chat a question, and may be repeated"
     parser.add_argument("--prompt", action="append", metavar="TEXT", help=prompt)
     chat = "answer questions in the format that the model was fine-tuned on; without --prompt, each line of stdin is one"
+    special = "read the text of a special token in the prompt, such as <|endoftext|>, as that token"
+    parser.add_argument("--special", action="store_true", help=special)
     parser.add_argument("--chat", action="store_true", help=chat)
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy (default: %(default)s)")
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-p", type=float, metavar="P", help="drop tokens less likely than P times the likeliest")
     penalty = "above 1, tokens of the text so far become less likely (default: %(default)s)"
     parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help=penalty)
-    stop = "end with the token that completes TEXT; may be repeated (the end-of-text token always ends)"
+    stop = "end with the token that completes TEXT; may be repeated (the end-of-text tokens of the model always end)"
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop)
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="continue the prompt N times, in one batch")
     parser.add_argument("--seed", type=seed, help="seeds the sampling, so that it can be repeated")
@@ -61,12 +63,14 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--samples {args.samples}: give 1 or more")
     if args.chat and args.samples > 1:
         raise InputError("--samples: a conversation has one answer to each question; leave it or --chat out")
+    if args.chat and args.special:
+        raise InputError("--special: the questions of a conversation are ordinary text; leave it or --chat out")
     if not args.chat and len(args.prompt or ()) > 1:
         raise InputError("--prompt is given twice; give one text to continue, or several questions with --chat")
     with Status(f"loading {args.model}"):
         import torch
 
-        from gpt2.checkpoint.loading import load, load_tokenizer, require_vocabulary
+        from gpt2.checkpoint.loading import load, load_tokenizer, rows_note
         from gpt2.decoder import Decoder
         from gpt2.generation import check_draft
         from gpt2.sampling import Sampling
@@ -80,10 +84,11 @@ def run(args: argparse.Namespace) -> int:
                 f"{args.model}), or leave --chat out"
             )
         model = load(args.model, device=args.device, revision=args.revision, offline=args.offline)
-        require_vocabulary(tokenizer, model.config, args.model)
         draft = None if args.draft is None else load(args.draft, device=args.device, offline=args.offline)
         if draft is not None:
             check_draft(draft, model, torch.zeros(args.samples, 1))
+    for note in rows_note(tokenizer, model.config, args.model):
+        print(f"note: {note}; a prompt with one is refused", file=sys.stderr)
     settings = {**asdict(sampling), "seed": args.seed}
     writer = _Writer(args, tokenizer, Decoder(model), {**settings, "draft": draft})
     started = time.perf_counter()
@@ -102,8 +107,9 @@ class _Writer:
     """Continues ids, and prints the text as it comes unless stdout is for JSON."""
 
     def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer, decoder: Decoder, settings: dict[str, Any]) -> None:
-        from gpt2.generation import StopText
+        from gpt2.generation import StopText, rows_with_tokens
 
+        settings = {**settings, "rows": rows_with_tokens(tokenizer, decoder.model.config)}
         self.args, self.tokenizer, self.decoder, self.settings = args, tokenizer, decoder, settings
         self.stop = StopText(tokenizer, tuple(args.stop))
 
@@ -112,12 +118,14 @@ class _Writer:
             say(text, end)
 
     def __call__(self, ids: list[int], samples: int = 1) -> list[list[int]]:
-        """Return the new ids of each sample, without the end-of-text token; print a single one."""
+        """Return the new ids of each sample, without the one that ends the text; print a single one."""
         import torch
 
         from gpt2.checkpoint.containers.mapped_file import require_whole_files
+        from gpt2.checkpoint.loading import require_rows
         from gpt2.generation import Ending, stream
 
+        require_rows(ids, self.tokenizer, self.decoder.model.config, "--prompt")
         prompt = torch.tensor([ids] * samples, dtype=torch.long, device=self.decoder.model.wte.weight.device)
         text = codecs.getincrementaldecoder("utf-8")("replace")
         ends: list[Ending] = [Ending(self.stop) for _ in prompt]
@@ -129,7 +137,7 @@ class _Writer:
                 if end.ended:
                     continue
                 end.reached(token)
-                if token != self.tokenizer.eot:
+                if token not in self.tokenizer.ends:
                     new.append(token)
                     if samples == 1:  # only one text can be shown while it is made
                         self.show(text.decode(self.tokenizer.token_bytes(token)))
@@ -142,7 +150,10 @@ class _Writer:
 
 def _continue(text: str, writer: _Writer) -> tuple[dict[str, Any], int]:
     """Continue one text; return what --json reports, and the number of new tokens."""
-    ids, samples = writer.tokenizer.encode(text), writer.args.samples
+    special, samples = writer.args.special, writer.args.samples
+    if not special and (found := [name for name in writer.tokenizer.special_tokens if name in text]):
+        print(f"note: {found[0]} in the prompt is read as ordinary characters; --special reads it as the token", file=sys.stderr)
+    ids = writer.tokenizer.encode_prompt(text, special=special)
     if not ids:
         raise InputError("--prompt is empty; give at least one character, such as a new line")
     if samples == 1:

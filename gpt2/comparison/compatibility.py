@@ -136,7 +136,7 @@ def _more_than_padding(*sizes: int) -> bool:
 
 
 def _entry(tokenizer: Tokenizer, index: int) -> bytes | None:
-    return tokenizer.token_bytes(index) if index < tokenizer.n_vocab else None
+    return tokenizer.token_bytes(index) if tokenizer.holds(index) else None
 
 
 def _text(entry: bytes | None) -> str | None:

@@ -178,7 +178,7 @@ def perplexity_ratio(logp_a: Tensor, logp_b: Tensor, bootstrap: Bootstrap) -> Es
 
 def language(logp: Tensor, lengths: Tensor, windows: Windows, bootstrap: Bootstrap) -> Language:
     """Return a model's score from log-probabilities (N,) of tokens of ``lengths`` bytes."""
-    score = LanguageScore(-logp.sum().item() / len(logp), len(logp), int(lengths.sum()), windows.context, windows.step)
+    score = LanguageScore(-logp.sum().item() / len(logp), len(logp), round(lengths.sum().item()), windows.context, windows.step)
     return Language(
         score,
         bootstrap.interval(score.perplexity, (-bootstrap.means(logp)).exp()),

@@ -31,7 +31,6 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from gpt2.checkpoint.checkpoint import open_checkpoint
-from gpt2.checkpoint.loading import require_vocabulary
 from gpt2.checkpoint.names import DEFAULT, RUNS, ModelName
 from gpt2.decoder import Decoder
 from gpt2.errors import InputError
@@ -78,7 +77,6 @@ class ToolkitLM(TemplateLM):
         checkpoint = open_checkpoint(ModelName.parse(pretrained, RUNS, dtype=dtype, revision=revision), offline=offline)
         self.model, self.tokenizer = checkpoint.load(device=self._device), checkpoint.tokenizer()
         self.decoder = Decoder(self.model)
-        require_vocabulary(self.tokenizer, self.model.config, pretrained)
         self.revision = checkpoint.revision
         positions = self.model.config.n_positions
         if max_length is not None and not 1 <= max_length <= positions:
@@ -91,7 +89,7 @@ class ToolkitLM(TemplateLM):
         if self.batch_size < 1:
             raise InputError(f"batch_size {self.batch_size}: give 1 or more, or auto")
         self._prefix = self.tokenizer.eot if prefix_token_id is None else prefix_token_id
-        self._special = set(getattr(self.tokenizer, "special_tokens", {}).values())
+        self._special = set(self.tokenizer.special_tokens.values())
 
     @property
     def eot_token_id(self) -> int | None:
@@ -123,8 +121,7 @@ class ToolkitLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Encode a text. No token is added, and ``<|endoftext|>`` in the text is read as the special token."""
-        special = {"allowed_special": "all"} if self._special else {}
-        return self.tokenizer.encode(string, **special)
+        return self.tokenizer.encode(string, special=True)
 
     def _loglikelihood_tokens(
         self,
@@ -218,7 +215,7 @@ class ToolkitLM(TemplateLM):
                 if token not in self._special:
                     ids[row].append(token)
                     texts[row] = self.tokenizer.decode(ids[row])
-                done[row] = token == self.tokenizer.eot or any(term in texts[row] for term in until)
+                done[row] = token in self.tokenizer.ends or any(term in texts[row] for term in until)
             if all(done):
                 break
         return texts

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from gpt2.comparison.distributions import Language, gain, language, perplexity_r
 from gpt2.comparison.floor import Floor, measure_floor
 from gpt2.comparison.many_results import Against, Candidate, Comparisons, Pairs
 from gpt2.comparison.paper import paper_figures
-from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, open_passage, token_bytes
+from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, beginning, open_passage, token_bytes
 from gpt2.comparison.scratch import Scratch
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
 from gpt2.comparison.sides.engine import EngineSide
@@ -148,7 +148,7 @@ class _Run:
         self.sampled = torch.zeros(len(self.targets), dtype=torch.bool)
         self.sampled[torch.arange(count) * len(self.targets) // count] = True
         lengths = None if recording is None else recording.token_bytes
-        lengths = lengths if self.tokenizer is None else token_bytes(self.tokenizer)
+        lengths = lengths if self.tokenizer is None else token_bytes(self.tokenizer, self.passage.written, ids)
         self.lengths = torch.ones(len(self.targets)) if lengths is None else lengths[self.targets]
 
     def measure(self, side: Side, tokenizer: Tokenizer | None, *, first: bool, apart: bool) -> _Measured:
@@ -212,10 +212,11 @@ class _Run:
         text = self.passage.text
         if self.tokenizer is None or text is None:
             raise InputError(f"{side.name}: has another tokenizer, and the text is known as ids only; leave it out")
-        ids = torch.tensor(tokenizer.encode(self.tokenizer.decode(self.passage.ids.tolist())))
+        text = replace(text, text=beginning(self.tokenizer, text.text, len(self.passage.ids)))
+        ids = torch.tensor(tokenizer.encode(text.text))
         windows = text.protocol.windows(side.n_positions or DEFAULT_CONTEXT)
         passage = Passage(ids, windows, text, self.passage.scored)
-        own = _Run(passage, tokenizer.n_vocab, tokenizer, self.seed, self.progress)
+        own = _Run(passage, min(tokenizer.n_vocab, side.vocab_size or tokenizer.n_vocab), tokenizer, self.seed, self.progress)
         return own._together(side, running, words, first=False, alone=True)._replace(logp=None, kl=None, top=None)
 
     def against(self, first: _Measured, other: _Measured) -> Against | None:

@@ -23,7 +23,7 @@ from gpt2.comparison.bounds_result import Bounds
 from gpt2.comparison.compatibility import Compatibility, Vocabularies, compatibility, first_parting, require_same_function
 from gpt2.comparison.distributions import Distributions, summarise
 from gpt2.comparison.floor import Floor, measure_floor
-from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, open_passage, token_bytes
+from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, beginning, open_passage, token_bytes
 from gpt2.comparison.results import Comparison, Numerics
 from gpt2.comparison.saving import TRACED, Keep, saving
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
@@ -235,7 +235,7 @@ def _distributions(
         recorded=recorded,
         progress=progress,
     )
-    return summarise(measured, token_bytes(tokenizer)[:vocab], seed=seed), words
+    return summarise(measured, token_bytes(tokenizer, passage.written, passage.ids)[:vocab], seed=seed), words
 
 
 def _vocabulary(pair: list[_Loaded]) -> int:
@@ -286,12 +286,13 @@ def _bounds(pair: list[_Loaded], passage: Passage, seed: int, progress: Progress
 def _alone(pair: list[_Loaded], text: Text, ids: Tensor) -> tuple[LanguageScore, ...]:
     """Return each model's loss on the same passage, in tokens of its own tokenizer."""
     tokenizers = [each.tokenizer for each in pair if each.tokenizer is not None]
-    words = tokenizers[0].decode(ids.tolist())
+    words = beginning(tokenizers[0], text.text, len(ids))
     scores = []
     for each, tokenizer in zip(pair, tokenizers, strict=True):
         own = torch.tensor(tokenizer.encode(words))
         windows = text.protocol.windows(each.side.n_positions or DEFAULT_CONTEXT)
-        scores.append(language_score(each.logits, own, token_bytes(tokenizer), windows, vocab=tokenizer.n_vocab))
+        vocab = min(tokenizer.n_vocab, each.side.vocab_size or tokenizer.n_vocab)
+        scores.append(language_score(each.logits, own, token_bytes(tokenizer, words, own), windows, vocab=vocab))
     return tuple(scores)
 
 

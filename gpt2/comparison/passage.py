@@ -29,6 +29,11 @@ class Passage:
     scored: Scored
     recording: Recording | None = None
 
+    @property
+    def written(self) -> str | None:
+        """The text itself, where it is known."""
+        return None if self.text is None else self.text.text
+
 
 def open_passage(
     on: str | None,
@@ -58,9 +63,25 @@ def fewest_positions(sides: Sequence[Side]) -> int:
     return min(known if any(side.config for side in sides) else [*known, DEFAULT_CONTEXT])
 
 
-def token_bytes(tokenizer: Tokenizer) -> Tensor:
-    """Return the length of each token in bytes, (V,)."""
-    return torch.tensor([len(tokenizer.token_bytes(index)) for index in range(tokenizer.n_vocab)])
+def token_bytes(tokenizer: Tokenizer, text: str | None, ids: Tensor) -> Tensor:
+    """Return the bytes that each token stands for, (V,): on ``text``, whose first ids are ``ids``, if they depend on it.
+
+    A byte-level token has its own bytes. What a normaliser drops, an unknown token and a space between words depend on the text:
+    then these are the token's mean bytes of this very text, and all of them together are the text's UTF-8 bytes.
+    """
+    lengths = torch.tensor(tokenizer.bytes_by_id())
+    if tokenizer.exact or text is None:
+        return lengths
+    own = torch.tensor(tokenizer.lengths(text)[: len(ids)], dtype=torch.float64)
+    counts = torch.bincount(ids, minlength=tokenizer.n_vocab)
+    return torch.where(counts > 0, torch.bincount(ids, own, minlength=tokenizer.n_vocab) / counts, lengths)
+
+
+def beginning(tokenizer: Tokenizer, text: str, count: int) -> str:
+    """Return the beginning of a text that its first ``count`` ids stand for."""
+    if tokenizer.exact:
+        return tokenizer.decode(tokenizer.encode(text)[:count])
+    return text.encode()[: sum(tokenizer.lengths(text)[:count])].decode()
 
 
 def _recorded(

@@ -79,7 +79,7 @@ class ReferenceWriter:
         self.path, self.vocab, self.top, self.written = path, vocab, min(top, vocab), 0
         self.targets = torch.cat([ids[span.first + 1 : span.end + 1] for span in spans])
         lengths = torch.zeros(len(self.targets)) if token_bytes is None else token_bytes[self.targets]
-        self._small = {"ids": ids.int(), "token_bytes": lengths.int()}
+        self._small = {"ids": ids.int(), "token_bytes": lengths.round().int()}
         self._small |= {ACTIVATION + name: tensor.detach() for name, tensor in (activations or {}).items()}
         kept = {**vars(windows), "skipped": windows.skipped} if isinstance(windows, RowWindows) else vars(windows)
         self._about = {"format": FORMAT, "version": __version__, **about, "windows": kept, "vocab": vocab}

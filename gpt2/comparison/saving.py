@@ -99,7 +99,7 @@ def saving(keep: Keep, side: Side, running: Running, tokenizer: Tokenizer | None
         "tokenizer": tokenizer.fingerprint if tokenizer else None,
         "environment": env,
     }
-    lengths = token_bytes(tokenizer) if tokenizer else None
+    lengths = token_bytes(tokenizer, passage.written, passage.ids) if tokenizer else None
     writer = ReferenceWriter(
         keep.path,
         about,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -103,11 +104,11 @@ def compare_words(
 
     def choices(top: Tensor, probabilities: Tensor) -> tuple[Choice, ...]:
         pairs = zip(top.tolist(), probabilities.tolist(), strict=True)
-        return tuple(Choice(tokenizer.decode([index]), probability) for index, probability in pairs)
+        return tuple(Choice(tokenizer.shown(index), probability) for index, probability in pairs)
 
     def word(at: int) -> Word:
         return Word(
-            tokenizer.decode([int(measured.targets[at])]),
+            tokenizer.shown(int(measured.targets[at])),
             float(measured.logp_a[at].exp()),
             float(measured.logp_b[at].exp()),
             float(measured.js[at]),
@@ -137,7 +138,8 @@ def continuations(
 ) -> tuple[Continuation, ...]:
     """Continue prompts of one length with both models, with the same sampling settings and random numbers."""
     ids = torch.tensor(prompts)
-    ids_a, ids_b = (_continue(model, ids, tokenizer.n_vocab, new_tokens, temperature, seed).tolist() for model in (a, b))
+    held = torch.tensor([tokenizer.holds(index) for index in range(tokenizer.n_vocab)])
+    ids_a, ids_b = (_continue(model, ids, held, new_tokens, temperature, seed).tolist() for model in (a, b))
     rows = []
     for prompt, new_a, new_b in zip(prompts, ids_a, ids_b, strict=True):
         parts_at = next((index for index in range(new_tokens) if new_a[index] != new_b[index]), None)
@@ -146,10 +148,12 @@ def continuations(
     return tuple(rows)
 
 
-def _continue(model: Logits, ids: Tensor, vocab: int, new_tokens: int, temperature: float, seed: int) -> Tensor:
+def _continue(model: Logits, ids: Tensor, held: Tensor, new_tokens: int, temperature: float, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     text = ids
     for _ in range(new_tokens):
-        chosen = Sampling(temperature).next_ids(model(text)[:, -1, :vocab].float(), generator)
+        logits = model(text)[:, -1, : len(held)].float()
+        logits = logits.masked_fill(~held[: logits.size(-1)].to(logits.device), -math.inf)  # rows without a token
+        chosen = Sampling(temperature).next_ids(logits, generator)
         text = torch.cat((text, chosen[:, None]), dim=1)
     return text[:, ids.size(1) :]

@@ -11,7 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-from gpt2.data import bpe_files
+from gpt2.data import files
+from gpt2.data.library import LibraryTokenizer
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import InputError
 
@@ -45,8 +46,11 @@ class Chars(Tokenizer):
     def fingerprint(self) -> str:
         return hashlib.sha256(self._characters.encode()).hexdigest()
 
-    def encode(self, text: str) -> list[int]:
-        """Return one id per character. Raises InputError: an unknown character."""
+    def knows(self, character: str) -> bool:
+        return character in self._ids
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Return one id per character; there are no special tokens. Raises InputError: an unknown character."""
         try:
             return list(map(self._ids.__getitem__, text))
         except KeyError:
@@ -59,18 +63,21 @@ class Chars(Tokenizer):
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Self:
         file = Path(path) / FILE
-        content = bpe_files.read_json(file)
+        content = files.read_json(file)
         characters = content.get("characters") if isinstance(content, dict) else None
         if not isinstance(characters, str):
             raise InputError(f'{file} holds no {{"characters": "..."}}; it is damaged, save the tokenizer again')
         return cls(characters, where=f"{file}")
 
-    def save(self, directory: str | os.PathLike[str], *, n_positions: int = 1024) -> list[Path]:
-        model = {"type": "WordLevel", "vocab": self._ids, "unk_token": "<unk>"}  # not in vocab: transformers then raises too
-        split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
-        steps = {"pre_tokenizer": split, "post_processor": None, "decoder": {"type": "Fuse"}}
-        texts = {FILE: json.dumps({"characters": self._characters}, ensure_ascii=False) + "\n"}
-        return self._write(Path(directory), texts | bpe_files.tokenizer_texts(model, steps, {}, n_positions))
+    def texts(self, n_positions: int) -> dict[str, str | bytes]:
+        from tokenizers import Regex, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Pipeline
+
+        pipeline = Pipeline(models.WordLevel(self._ids, unk_token="<unk>"))  # not in vocab: transformers then raises too
+        pipeline.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        pipeline.decoder = decoders.Fuse()
+        own = {FILE: json.dumps({"characters": self._characters}, ensure_ascii=False) + "\n"}
+        return {**own, **LibraryTokenizer(pipeline).texts(n_positions)}
 
 
 def _name(char: str) -> str:

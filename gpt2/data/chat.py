@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from gpt2.data.bpe_files import read_json
+from gpt2.data.files import read_json
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from gpt2.config import quoted
-from gpt2.data.bpe_files import END_OF_TEXT
+from gpt2.data.files import END_OF_TEXT
 from gpt2.errors import InputError
 
 TEXTS, TABLES = (".txt", ".md", ""), (".jsonl", ".csv", ".parquet")

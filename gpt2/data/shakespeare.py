@@ -17,7 +17,7 @@ import urllib.request
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
-from gpt2.data import bpe_files
+from gpt2.data.files import write
 from gpt2.errors import InputError
 
 # Not in the embedded checkpoint's training data: a tragedy, a history and a comedy.
@@ -144,7 +144,7 @@ def tiny_shakespeare(cache_dir: Path | None = None, *, offline: bool = False) ->
         raise InputError(f"{url}: {len(data)} bytes with sha256 {actual}, expected {TINY_SHA256}; {way_out}")
     text = data.decode("utf-8")
     with contextlib.suppress(OSError):  # without a cache the next run downloads again
-        bpe_files.write(path.parent, {path.name: text})
+        write(path.parent, {path.name: text})
     return text
 
 

@@ -1,33 +1,49 @@
-"""The base class of all tokenizers: tokens as bytes, and decoding."""
+"""The base class of all tokenizers: tokens by id, the ids that end a text, and decoding."""
 
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from gpt2.data import bpe_files, chat
+from gpt2.data import chat, files
 from gpt2.data.chat import ChatFormat
 from gpt2.errors import InputError
 
 
 class Tokenizer(ABC):
-    """Tokens by id, as bytes; subclasses (BPE, characters, words) add encoding.
+    """Tokens by id; subclasses (the `tokenizers` library, SentencePiece, characters, words) add encoding.
 
-    ``n_vocab`` is the number of ids, special tokens included; a model's vocabulary may be padded to more. ``eot`` is the id
-    that ends a text, or None. ``chat`` is the format of questions and answers that the model was trained on, or None.
+    ``n_vocab`` is the highest id plus one, special tokens included; a model's vocabulary may be padded to more. ``eos`` is the
+    tokenizer's own end-of-text id, or None; ``stated`` are the ids at which the model's own files say that a text ends, or None
+    if they say nothing. ``special_tokens`` maps the tokens that are ordinary characters in a text, unless asked for, to ids.
+    ``chat`` is the format of questions and answers that the model was trained on, or None.
     """
 
-    eot: int | None = None
+    eos: int | None = None
+    stated: tuple[int, ...] | None = None
+    special_tokens: Mapping[str, int] = {}
+    added: Mapping[int, Any] = {}  # the ids of tokens that stand outside the model's own vocabulary
+    exact = True  # the bytes of a text's ids, joined, are the text
     chat: ChatFormat | None = None
 
-    def __init__(self, tokens: list[bytes]) -> None:
-        self._bytes = tokens
+    def __init__(self, tokens: Sequence[bytes | None]) -> None:
+        self._bytes = tokens  # None: an id that no token has
         self.n_vocab = len(tokens)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_vocab={self.n_vocab})"
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ids at which a text ends: those that the model's files state, else the tokenizer's own; perhaps none."""
+        return self.stated if self.stated is not None else () if self.eos is None else (self.eos,)
+
+    @property
+    def eot(self) -> int | None:
+        """The id that is put behind a text: the first of :attr:`ends` that has a token, else the tokenizer's own, else None."""
+        return next(filter(self.holds, self.ends), self.eos)
 
     @property
     @abstractmethod
@@ -35,36 +51,63 @@ class Tokenizer(ABC):
         """Sha256 (hex); equal fingerprints mean equal ids for every text, from whatever files."""
 
     @abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; special tokens in it are ordinary characters."""
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Return the ids of `text`, without a template. The text of a special token is ordinary characters, unless `special`.
+
+        So no prompt or file can put a control token into a model's input by itself. Otherwise these are the ids of transformers'
+        ``AutoTokenizer(...)(text, add_special_tokens=False)``.
+
+        Raises InputError: a lone surrogate, or a character that the vocabulary lacks where it has no unknown token.
+        """
+
+    def encode_prompt(self, text: str, *, special: bool = False) -> list[int]:
+        """Return the ids that a model reads before it goes on: :meth:`encode` with the tokens that the template adds."""
+        return self.encode(text, special=special)
 
     @abstractmethod
+    def texts(self, n_positions: int) -> dict[str, str | bytes]:
+        """Return file name -> content, without the chat format."""
+
     def save(self, directory: str | os.PathLike[str], *, n_positions: int = 1024) -> list[Path]:
         """Write the files that :func:`gpt2.data.from_directory` and transformers read; return their paths.
 
-        `n_positions` becomes `model_max_length`, above which transformers warns.
+        Files that were read are written back unchanged. `n_positions` becomes the others' `model_max_length`, above which
+        transformers warns. The chat format has a second form for other programs.
         """
-
-    def _write(self, directory: Path, texts: dict[str, str]) -> list[Path]:
-        """Write a tokenizer's files and the chat format, of which there is a second form for other programs."""
-        if self.chat is None:
-            (directory / chat.FILE).unlink(missing_ok=True)
-        else:
-            config = json.loads(texts["tokenizer_config.json"]) | {"chat_template": self.chat.jinja()}
-            texts |= {"tokenizer_config.json": json.dumps(config, indent=2) + "\n", chat.FILE: self.chat.text()}
-        return bpe_files.write(directory, texts)
+        texts = self.texts(n_positions)
+        for name in (*files.LEGACY, chat.FILE):
+            if name not in texts:
+                (Path(directory) / name).unlink(missing_ok=True)
+        if self.chat is not None:
+            config = json.loads(texts.get("tokenizer_config.json", "{}"))
+            if config.get("chat_template") != self.chat.jinja():
+                texts["tokenizer_config.json"] = json.dumps(config | {"chat_template": self.chat.jinja()}, indent=2) + "\n"
+            texts[chat.FILE] = self.chat.text()
+        return files.write(Path(directory), texts)
 
     def with_tokens(self, tokens: Sequence[str]) -> Self:
         """Return this tokenizer with ``tokens`` as further ids, in order after the last; those it has by this way are kept.
 
         :meth:`encode` then gives one id for each of them wherever it stands in a text, the longest first. Raises InputError:
-        a token is empty or in the vocabulary already, or a tokenizer that is not a byte-level BPE.
+        a token is empty or in the vocabulary already, or a tokenizer that the `tokenizers` library does not run.
         """
         if tokens:
             raise InputError(
                 f"add_tokens: a vocabulary of {type(self).__name__.lower()} takes no new tokens; use a byte-level BPE"
             )
         return self
+
+    def holds(self, token_id: int) -> bool:
+        """Return whether a token has this id."""
+        return 0 <= token_id < self.n_vocab and self._bytes[token_id] is not None
+
+    def token(self, token_id: int) -> str:
+        """Return the token of an id as a message names it."""
+        return self.decode([token_id])
+
+    def shown(self, token_id: int) -> str:
+        """Return the text of one id for a report, also of an id without a token."""
+        return self.decode([token_id]) if self.holds(token_id) else f"[{token_id}]"
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, special tokens included. Bytes that are not UTF-8 become U+FFFD.
@@ -76,17 +119,33 @@ class Tokenizer(ABC):
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """Return the bytes of `ids` (a list, or a 1-d array or tensor).
 
-        Raises InputError: an id outside 0..n_vocab-1, which a model with a padded vocabulary may sample.
+        Raises InputError: an id without a token, which a model with a padded vocabulary may sample.
         """
+        return b"".join([self._bytes[i] or b"" for i in self._known(ids)])
+
+    def _known(self, ids: Iterable[int]) -> list[int]:
+        """Return a list of ids. Raises InputError: one of them has no token."""
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        if ids and not (min(ids) >= 0 and max(ids) < self.n_vocab):
-            bad = next(i for i in ids if not 0 <= i < self.n_vocab)
+        if ids and not (min(ids) >= 0 and max(ids) < self.n_vocab and None not in map(self._bytes.__getitem__, ids)):
+            bad = next(i for i in ids if not 0 <= i < self.n_vocab or self._bytes[i] is None)
             raise InputError(f"id {bad} is not in this vocabulary of {self.n_vocab} tokens; decode with the model's own")
-        return b"".join([self._bytes[i] for i in ids])
+        return ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one id, which may be a part of a character."""
+        """Return the bytes that one id adds to a text behind other tokens; they may be a part of a character.
+
+        In a byte-level vocabulary these are the id's bytes anywhere. In others they depend on the neighbours: a word brings a
+        space except at the beginning of a text, so the sum over a text may differ from :meth:`decode_bytes` there.
+        """
         return self.decode_bytes([token_id])
+
+    def bytes_by_id(self) -> list[int]:
+        """Return the number of bytes of each id, as :meth:`token_bytes` gives them; 0 for an id without a token."""
+        return [len(self.token_bytes(i)) if self.holds(i) else 0 for i in range(self.n_vocab)]
+
+    def lengths(self, text: str) -> list[int]:
+        """Return the UTF-8 bytes of `text` that each id of :meth:`encode` stands for; what a normaliser drops counts too."""
+        return [len(self.token_bytes(i)) for i in self.encode(text)]
 
 
 def refuse_surrogates(text: str) -> None:

@@ -23,9 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from gpt2.data import bpe_files, token_files
+from gpt2.data import token_files
 from gpt2.data.batches import FILLER
 from gpt2.data.documents import Document, documents
+from gpt2.data.files import write as write_files
 from gpt2.data.packing import draw, lay_out
 from gpt2.data.shakespeare import cache_folder
 from gpt2.data.tokenizer import Tokenizer
@@ -169,7 +170,7 @@ def _write(folder: Path, paths: Sequence[Path], task: Task, made_of: dict[str, A
         np.memmap(folder / n, np.uint8 if n.endswith("marks") else "<u2", "r") for n in FILES if (folder / n).stat().st_size
     ]
     manifest = made_of | {"tally": tally + found, "fingerprint": token_files.fingerprint(*written)}
-    bpe_files.write(folder, {MANIFEST: json.dumps(manifest, indent=1) + "\n"})
+    write_files(folder, {MANIFEST: json.dumps(manifest, indent=1) + "\n"})
     (folder / PROGRESS).unlink(missing_ok=True)
 
 
@@ -177,7 +178,7 @@ def _save(folder: Path, files: Sequence[Any], state: dict[str, Any]) -> None:
     for file in files:
         file.flush()
         os.fsync(file.fileno())
-    bpe_files.write(folder, {PROGRESS: json.dumps(state | {"sizes": [file.tell() for file in files]})})
+    write_files(folder, {PROGRESS: json.dumps(state | {"sizes": [file.tell() for file in files]})})
 
 
 def _divide(folder: Path, layout: Layout, tally: Counter[str]) -> None:

@@ -1,7 +1,7 @@
 """A word tokenizer: its vocabulary is the most frequent words of a text, each with the space before it.
 
 Other words are encoded as bytes, so any text can be decoded, and bits per byte are comparable with other models'; with one
-unknown token, as in tutorials, neither holds. GPT-2's pattern splits the text (:data:`gpt2.data.bpe.PATTERN`). For the
+unknown token, as in tutorials, neither holds. GPT-2's pattern splits the text (:data:`gpt2.data.byte_level.PATTERN`). For the
 `tokenizers` library this is a byte-level BPE without merges that accepts whole pieces (`ignore_merges`).
 """
 
@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Self
 
 from gpt2.config import quoted
-from gpt2.data import bpe_files
-from gpt2.data.bpe import PATTERN, openai_byte_order
-from gpt2.data.bpe_files import END_OF_TEXT, N_BYTES, byte_alphabet
+from gpt2.data import files
+from gpt2.data.byte_level import N_BYTES, PATTERN, byte_alphabet, openai_byte_order
+from gpt2.data.files import END_OF_TEXT
+from gpt2.data.library import LibraryTokenizer
 from gpt2.data.tokenizer import Tokenizer, refuse_surrogates
 from gpt2.errors import InputError
 
@@ -28,7 +29,7 @@ class Words(Tokenizer):
     """A vocabulary of the 256 bytes, then `words` in their order, then `<|endoftext|>`.
 
     Args:
-        words: pieces of text as :data:`gpt2.data.bpe.PATTERN` splits it, each longer than one byte, each once.
+        words: pieces of text as :data:`gpt2.data.byte_level.PATTERN` splits it, each longer than one byte, each once.
         where: the source's name in an error.
 
     Raises InputError: a word that is not such a piece, so that no text would get its id; or a repeated word.
@@ -48,7 +49,8 @@ class Words(Tokenizer):
             if len(word.encode()) < 2 or _pieces(word) != [word]:
                 raise InputError(f"{where}: {quoted(word)} is not one word of two bytes or more; make the vocabulary from a text")
         super().__init__([*singles, *(word.encode() for word in self._words), END_OF_TEXT.encode()])
-        self.eot = self.n_vocab - 1
+        self.eos = self.n_vocab - 1
+        self.special_tokens = {END_OF_TEXT: self.eos}
 
     @classmethod
     def from_text(cls, text: str, vocab_size: int) -> Self:
@@ -69,10 +71,13 @@ class Words(Tokenizer):
     def fingerprint(self) -> str:
         return hashlib.sha256(json.dumps(["words", self._words]).encode()).hexdigest()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return one id for each known word, and one for each byte of other words. Raises InputError: a lone surrogate."""
         refuse_surrogates(text)
         ids: list[int] = []
+        if special and END_OF_TEXT in text:
+            first, *rest = text.split(END_OF_TEXT)
+            return self.encode(first) + [i for part in rest for i in (self.n_vocab - 1, *self.encode(part))]
         for piece in _pieces(text):
             ids += [self._ids[piece]] if piece in self._ids else [self._byte_ids[byte] for byte in piece.encode()]
         return ids
@@ -80,25 +85,25 @@ class Words(Tokenizer):
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Self:
         file = Path(path) / FILE
-        content = bpe_files.read_json(file)
+        content = files.read_json(file)
         words = content.get("words") if isinstance(content, dict) else None
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise InputError(f'{file} holds no {{"words": ["...", ...]}}; it is damaged, save the tokenizer again')
         return cls(words, where=f"{file}")
 
-    def save(self, directory: str | os.PathLike[str], *, n_positions: int = 1024) -> list[Path]:
+    def texts(self, n_positions: int) -> dict[str, str | bytes]:
+        from tokenizers import AddedToken, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Pipeline
+
         alphabet = byte_alphabet()
-        tokens = ["".join(alphabet[byte] for byte in token) for token in self._bytes[:-1]] + [END_OF_TEXT]
-        model = bpe_files.bpe_model({token: i for i, token in enumerate(tokens)}, [])
-        model |= {"byte_fallback": False, "ignore_merges": True}
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
-        steps = {"pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level}
-        texts = bpe_files.tokenizer_texts(model, steps, {END_OF_TEXT: self.n_vocab - 1}, n_positions)
-        # GPT2Tokenizer builds its own BPE, and would encode every word as bytes.
-        config = json.loads(texts["tokenizer_config.json"]) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-        texts["tokenizer_config.json"] = json.dumps(config, indent=2) + "\n"
-        texts[FILE] = json.dumps({"words": self._words}, ensure_ascii=False) + "\n"
-        return self._write(Path(directory), texts)
+        tokens = ["".join(alphabet[byte] for byte in token or b"") for token in self._bytes[:-1]] + [END_OF_TEXT]
+        pipeline = Pipeline(models.BPE({token: i for i, token in enumerate(tokens)}, [], ignore_merges=True))
+        pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False)
+        pipeline.decoder = decoders.ByteLevel()
+        pipeline.add_tokens([AddedToken(END_OF_TEXT, special=True)])
+        roles = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+        own = {FILE: json.dumps({"words": self._words}, ensure_ascii=False) + "\n"}
+        return {**own, **LibraryTokenizer(pipeline, roles=roles).texts(n_positions)}
 
 
 def _pieces(text: str) -> list[str]:

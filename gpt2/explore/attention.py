@@ -150,7 +150,7 @@ def compare_attention(a: str, b: str | None, text: str, *, device: str = "cpu", 
     for side in sides:
         with side.model() as model:
             maps.append(attention_maps(model, torch.tensor([ids])))
-    report = summarise_attention(a, b, tuple(tokenizers[0].decode([index]) for index in ids), *maps)
+    report = summarise_attention(a, b, tuple(tokenizers[0].shown(index) for index in ids), *maps)
     env = environment_of(sides)
     return replace(report, models=tuple(side.describe(env.versions) for side in sides), environment=env)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from gpt2.checkpoint.loading import require_rows
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.comparison.results import Model
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
@@ -105,8 +106,7 @@ class Explorer:
         ids = tokenizer.encode(prompt)
         if not ids:
             raise InputError("the prompt is empty; type a few words")
-        if max(ids) >= side.config.vocab_size:
-            raise InputError(f"{side.name} has {side.config.vocab_size:,} tokens, and the prompt needs more; leave it out")
+        require_rows(ids, tokenizer, side.config, side.name)
         weights = MAX_WEIGHTS // (side.config.n_layer * side.config.n_head)
         room = min(MAX_TOKENS, side.config.n_positions, math.isqrt(2 * weights))
         if len(ids) > room:
@@ -141,7 +141,7 @@ def _look(model: nn.Module, described: Model, tokenizer: Tokenizer, ids: list[in
         logits = read_out(model, block[point])[0, :, : tokenizer.n_vocab]
         readings.append(_read(logits, ids, tokenizer))
         attention += [block[name][0].float() for name in block if name.endswith(".attn.weights")]
-    tokens = tuple(tokenizer.decode([index]) for index in ids)
+    tokens = tuple(tokenizer.shown(index) for index in ids)
     return Lens(described, tokens, points, tuple(readings), torch.stack(attention)), logits
 
 
@@ -152,7 +152,7 @@ def _read(logits: Tensor, ids: list[int], tokenizer: Tokenizer) -> tuple[Reading
     spread = entropy(logp).tolist()
     rows = []
     for at, (chosen, probabilities) in enumerate(zip(top.tolist(), chances, strict=True)):
-        choices = tuple(Choice(tokenizer.decode([index]), p) for index, p in zip(chosen, probabilities, strict=True))
+        choices = tuple(Choice(tokenizer.shown(index), p) for index, p in zip(chosen, probabilities, strict=True))
         right = logp[at, ids[at + 1]] if at + 1 < len(ids) else None
         rank = None if right is None else int((logp[at] > right).sum()) + 1
         rows.append(Reading(choices, spread[at], None if right is None else float(right.exp()), rank))

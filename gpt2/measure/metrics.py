@@ -148,7 +148,7 @@ def language_scores(
         device, evaluation = model.wte.weight.device, evaluating(model)
         if not 1 <= windows.context <= model.config.n_positions:
             raise InputError(f"context {windows.context} is not within the model's 1 .. {model.config.n_positions} positions")
-    totals, tokens, n_bytes = [0.0] * len(parts), [0] * len(parts), [0] * len(parts)
+    totals, tokens, n_bytes = [0.0] * len(parts), [0] * len(parts), [0.0] * len(parts)
     with evaluation:
         for inputs, group in windows.batches(ids, batch_size):
             logits = model(inputs.to(device))  # (B, T, V)
@@ -163,10 +163,10 @@ def language_scores(
                     own = ... if mask is None else mask[window.first + 1 : window.end + 1]
                     totals[index] += losses[own].sum(dtype=torch.float64).item()
                     tokens[index] += len(targets[own])
-                    n_bytes[index] += int(token_bytes[targets[own]].sum())
+                    n_bytes[index] += token_bytes[targets[own]].sum().item()
             del logits  # else two batches are alive while the next is computed
     scores = zip(totals, tokens, n_bytes, strict=True)
-    return [LanguageScore(total / max(n, 1), n, size, windows.context, windows.step) for total, n, size in scores]
+    return [LanguageScore(total / max(n, 1), n, round(size), windows.context, windows.step) for total, n, size in scores]
 
 
 def cosine(product: float, squares_a: float, squares_b: float) -> float:

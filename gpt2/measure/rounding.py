@@ -197,7 +197,7 @@ class _Noise(TorchDispatchMode):
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
     """Return a tensor's entries as flat views of at most NORMALS each. Raises RuntimeError: its memory has gaps."""
-    order = sorted(range(tensor.ndim), key=lambda axis: -tensor.stride(axis))  # as a permutation's result lies in memory
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)  # as a permutation's result lies in memory
     return tensor.permute(order).view(-1).split(NORMALS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,8 +20,10 @@ from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, StoredCheckpoint
 from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.keys import PREFIX, from_file, layer, to_file
-from gpt2.checkpoint.loading import require_vocabulary
+from gpt2.checkpoint.loading import rows_note
 from gpt2.config import GPT2Config
+from gpt2.data import Tokenizer
+from gpt2.data.chars import Chars
 from gpt2.measure.metrics import differing_bits, worst_relative_error
 from gpt2.measure.rounding import rounding_noise
 from gpt2.measure.tracing import root_of
@@ -29,6 +32,7 @@ from gpt2.parity import reference
 from gpt2.parity.findings import Findings
 from gpt2.parity.streaming import Converted, Receive, Streamed
 
+log = logging.getLogger("gpt2")
 SEQUENCES = 16  # whose gradients' rounding is judged
 FIRST_SEQUENCES = 4  # judged first; the others only where one of these is over the bound
 SHORT, LONG = 32, 128  # tokens of a sequence for rounding, and for float64
@@ -262,19 +266,35 @@ def _stored(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, Tensor]]:
 
 
 def tokens(subject: Subject) -> None:
-    """Compare the ids and texts of both tokenizers on samples; not run if the model has no tokenizer."""
+    """Compare the ids and texts of both tokenizers on samples; not run if the model has no tokenizer.
+
+    The ids are those of a text alone, of a text whose special tokens are read as such, and of a prompt with its template.
+    """
     findings, ours = subject.findings, subject.checkpoint.own_tokenizer()
     if ours is None:
         findings.skip("tokens", "the model comes without a tokenizer")
         return
-    require_vocabulary(ours, subject.config, str(subject.checkpoint.path))
+    for note in rows_note(ours, subject.config, str(subject.checkpoint.path)):
+        log.warning("%s", note)
     tokenizer = reference.reference_tokenizer(subject.folder)
-    known = set("".join(SAMPLES)) if ours.eot is not None else {ours.decode([i]) for i in range(ours.n_vocab)}
-    for index, sample in enumerate(SAMPLES):
-        sample = "".join(character for character in sample if character in known)
+    for index, sample in enumerate((*SAMPLES, *_own_samples(ours))):
+        if isinstance(ours, Chars):
+            sample = "".join(character for character in sample if ours.knows(character))
         ids, expected = ours.encode(sample), reference.reference_ids(tokenizer, sample)
         same = ids == expected and ours.decode(ids) == tokenizer.decode(expected, clean_up_tokenization_spaces=False)
+        same &= ours.encode(sample, special=True) == reference.reference_ids(tokenizer, sample, special=True)
+        same &= ours.encode_prompt(sample) == reference.reference_ids(tokenizer, sample, template=True)
         findings.exact("tokens", f"tokens (sample {index})", not same)
+
+
+def _own_samples(tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield texts with this tokenizer's added tokens, in and beside words and spaces, and with tokens from all its vocabulary."""
+    added = list(getattr(tokenizer, "matched", {})) + list(tokenizer.special_tokens)
+    for token in added[:16] + added[-16:]:
+        yield f"a{token}b {token} c\u00e9 {token.upper()}, {token}."
+    known = [i for i in range(tokenizer.n_vocab) if tokenizer.holds(i)]
+    for start in range(0, 8):
+        yield tokenizer.decode(known[start :: max(8, len(known) // 25)])
 
 
 SAMPLES = (
@@ -287,5 +307,6 @@ SAMPLES = (
     "👩‍👩‍👧 🇩🇪 e\u0301 \u200b\u00a0\ufeff 𝔘𝔫𝔦𝔠𝔬𝔡𝔢",
     "def f(x):\n    return {'a': [x**2, -1e-9]}  # ok\n",
     "I'LL we'll can't 'tis O'Brien's ''' \"quoted\" ...--- ???!!!",
+    "ＦＵＬＬ width ﬃ ① Ⅳ ½ İSTANBUL Straße ΑΣ Å \u212b ``quoted'' 한\u1112\u1161\u11ab",
     "\x00\x01\x7f control \x85 \u2028 \u3000 characters",
 )

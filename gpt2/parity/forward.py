@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt2.decoder import Decoder
+from gpt2.errors import InputError
 from gpt2.generation import generate
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.metrics import max_abs, relative_error, worst_relative_error
@@ -102,7 +103,7 @@ def _parts(subject: Subject, expected: Tensor, noise: list[Tensor]) -> None:
             findings.settle()
     findings.settle("padding")
     findings.progress(f"{label}: cache and padding")
-    read = [_Reader(subject.ours_rounded), _Reader(subject.reference_rounded), *noise]
+    read: list[_Reader | Tensor] = [_Reader(subject.ours_rounded), _Reader(subject.reference_rounded), *noise]
     for each in zip(*(_ways(probe, logits, expected, whole=False) for logits in read), strict=True):
         findings.rounding("rounding", each[0][1], *(relative_error(logits, exact) for _, _, logits, exact in each))
     findings.settle()
@@ -226,7 +227,8 @@ def _greedy(subject: Subject) -> tuple[Tensor, slice]:
     row, context = subject.probe.rows[:1].clone(), subject.config.n_positions
     prompt = max(1, min(8, row.size(1) // 2))
     end = min(prompt + GREEDY_TOKENS, row.size(1), context)
-    row[:, :end] = generate(subject.ours_rounded, row[:, :prompt], end - prompt, temperature=0)
+    with suppress(InputError):  # logits that are not finite: the row stays random, and the checks of logits report them
+        row[:, :end] = generate(subject.ours_rounded, row[:, :prompt], end - prompt, temperature=0)
     return row, slice(prompt, end)
 
 

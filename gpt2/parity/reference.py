@@ -19,6 +19,7 @@ from gpt2.checkpoint.files import ADAPTER, INDEX, LAYOUTS, WEIGHTS
 from gpt2.checkpoint.hub_errors import check_environment
 from gpt2.checkpoint.keys import to_file
 from gpt2.config import GPT2Config
+from gpt2.data.auto import class_name
 from gpt2.errors import CheckpointError, InputError
 from gpt2.measure.metrics import Progress, silent
 
@@ -115,16 +116,20 @@ def reference_cache(model: nn.Module) -> Any:
 
 
 def reference_tokenizer(path: Path) -> Any:
-    """Return transformers' tokenizer of that directory; it reads special tokens in a text as plain text, as ours does."""
-    library = _transformers()
+    """Return transformers' tokenizer of that directory, with the class that the directory names."""
+    library, config = _transformers(), _transformers_config(read_config(path))
+    config.tokenizer_class = class_name(path)
     with _opening(path):
-        return library.AutoTokenizer.from_pretrained(path, local_files_only=True, config=_transformers_config(read_config(path)))
+        return library.AutoTokenizer.from_pretrained(path, local_files_only=True, config=config)
 
 
-def reference_ids(tokenizer: Any, text: str) -> list[int]:
-    """Encode ``text`` with transformers' tokenizer."""
+def reference_ids(tokenizer: Any, text: str, *, special: bool = False, template: bool = False) -> list[int]:
+    """Encode ``text`` with transformers' tokenizer: without ``special`` the text of a special token is ordinary characters."""
+    tokenizer.split_special_tokens = not special
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        backend.encode_special_tokens = not special
     with _quiet():
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokenizer(text, add_special_tokens=template)["input_ids"]
 
 
 def save_with_transformers(config: GPT2Config, weights: dict[str, Tensor], directory: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -46,7 +46,7 @@ NOTHING = Step(None, -1, {}, {})
 Walk = Callable[[Callable[[Step], None]], None]
 
 
-def _backward(model: nn.Module, sequences: Tensor, streamed: Callable[[Receive], Streamed]) -> Walk:
+def _backward(model: nn.Module, sequences: Tensor, streamed: Callable[[Receive], AbstractContextManager[Streamed]]) -> Walk:
     """Return a walk through the backward pass of each sequence's mean loss, summed over the (B, T + 1) ``sequences``."""
 
     def walk(emit: Callable[[Step], None]) -> None:

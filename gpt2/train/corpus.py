@@ -14,9 +14,9 @@ from gpt2.checkpoint.loading import load_tokenizer
 from gpt2.data import Tokenizer, from_directory, holds_tokenizer, shakespeare, token_files, tokenizing
 from gpt2.data.batches import FILLER, SCORED, slices
 from gpt2.data.bpe import train_bpe
-from gpt2.data.bpe_files import END_OF_TEXT
 from gpt2.data.chars import Chars
 from gpt2.data.documents import Document, documents, files, size
+from gpt2.data.files import END_OF_TEXT
 from gpt2.data.packing import HASHED, held_out, lay_out
 from gpt2.data.words import Words
 from gpt2.errors import InputError

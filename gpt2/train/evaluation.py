@@ -35,7 +35,7 @@ def scores(model: GPT2 | Bigram, text: Corpus, recipe: Recipe, ranks: Ranks) -> 
     bytes, because it is no text.
     """
     end = text.end
-    lengths = torch.tensor([len(text.tokenizer.token_bytes(i)) for i in range(text.tokenizer.n_vocab)])
+    lengths = torch.tensor(text.tokenizer.bytes_by_id())
     if text.tokenizer.eot is not None:
         lengths[text.tokenizer.eot] = 0
     part = ranks.part(recipe)

@@ -9,7 +9,7 @@ import numpy as np
 from gpt2.checkpoint.loading import load_tokenizer
 from gpt2.data import Tokenizer
 from gpt2.data.batches import SCORED, UNSCORED, slices
-from gpt2.data.bpe_files import END_OF_TEXT
+from gpt2.data.files import END_OF_TEXT
 from gpt2.errors import printable
 from gpt2.train.corpus import corpus
 from gpt2.train.feed import Feed

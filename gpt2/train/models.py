@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,17 +12,20 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt2.checkpoint import saving
 from gpt2.checkpoint.keys import to_file
-from gpt2.checkpoint.loading import require_vocabulary
+from gpt2.checkpoint.loading import require_rows, rows_note
 from gpt2.checkpoint.peft_files import PREFIX, WEIGHTS, save_adapter
 from gpt2.config import GPT2Config, quoted
 from gpt2.data import Tokenizer
 from gpt2.data.batches import slices
 from gpt2.errors import InputError
-from gpt2.generation import generate
+from gpt2.generation import generate, rows_with_tokens
 from gpt2.lora import adapters, inject, merged
 from gpt2.model import GPT2, Attention
 from gpt2.train.bigram import Bigram, BigramConfig, save_bigram
 from gpt2.train.recipe import Recipe
+
+if TYPE_CHECKING:
+    from gpt2.train.corpus import Corpus
 
 ADAPTER = "adapter"  # folder of the adapters beside a merged model
 NOISE = 0.01  # of a new token's row, in standard deviations of all rows
@@ -74,9 +77,10 @@ def with_tokens(model: GPT2, tokenizer: Tokenizer, recipe: Recipe) -> tuple[GPT2
     table = torch.cat((old, old.new_empty(rows - len(old), old.size(1))))
     generator = torch.Generator().manual_seed(recipe.seed)
     spread = old[: tokenizer.n_vocab].std(0)  # (D,)
-    for token in range(tokenizer.n_vocab, grown.n_vocab):
+    for token in range(min(len(old), tokenizer.n_vocab), grown.n_vocab):  # an earlier token without a row gets one too
         noise = torch.randn(old.size(1), generator=generator) * spread * NOISE
-        table[token] = old[tokenizer.encode(grown.decode([token]))].mean(0) + noise
+        ids = [i for i in tokenizer.encode(grown.decode([token])) if i < len(old)] if grown.holds(token) else []
+        table[token] = (old[ids] if ids else old).mean(0) + noise
     model.wte = torch.nn.Embedding.from_pretrained(table, freeze=False)
     model.config = replace(model.config, vocab_size=rows)
     return model, grown
@@ -90,8 +94,8 @@ def added(tokenizer: Tokenizer, ids: np.ndarray, recipe: Recipe) -> str:
     return f"new tokens, and how often the training text has them: {', '.join(counts)}" if tokens else ""
 
 
-def check(model: GPT2 | Bigram, tokenizer: Tokenizer, recipe: Recipe, name: str) -> None:
-    """Raise an InputError if the recipe or the tokenizer does not fit the model."""
+def check(model: GPT2 | Bigram, text: "Corpus", recipe: Recipe, name: str) -> None:
+    """Raise an InputError if the recipe, or a token of the text, does not fit the model."""
     if isinstance(model, Bigram):
         return
     if recipe.context > model.config.n_positions:
@@ -99,7 +103,8 @@ def check(model: GPT2 | Bigram, tokenizer: Tokenizer, recipe: Recipe, name: str)
             f"recipe: context {recipe.context} exceeds the {model.config.n_positions} positions of {name}; "
             f"use --set context={model.config.n_positions}"
         )
-    require_vocabulary(tokenizer, model.config, name)
+    for ids in (text.train_ids, text.val_ids) if rows_note(text.tokenizer, model.config, name) else ():
+        require_rows([int(ids[part].max()) for part in slices(ids)], text.tokenizer, model.config, name)
 
 
 def adapt(model: GPT2, recipe: Recipe, directory: Path | None) -> str:
@@ -149,7 +154,9 @@ def sample(model: GPT2 | Bigram, tokenizer: Tokenizer, beginning: np.ndarray, re
         return ""
     if isinstance(model, Bigram):
         return tokenizer.decode(model.sample(prompt, count, recipe.seed))
-    return tokenizer.decode(generate(model, prompt, count, temperature=0.8, top_p=0.95, seed=recipe.seed, stop=tokenizer.eot))
+    rows = rows_with_tokens(tokenizer, model.config)
+    ids = generate(model, prompt, count, temperature=0.8, top_p=0.95, seed=recipe.seed, stop=tokenizer.eot, rows=rows)
+    return tokenizer.decode(ids)
 
 
 def save(model: GPT2 | Bigram, tokenizer: Tokenizer, directory: Path, init: str | None, *, whole: bool) -> None:

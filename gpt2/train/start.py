@@ -59,7 +59,7 @@ def start(recipe: Recipe, folder: Path, init: str | None, fresh: bool, ranks: Ra
     text = corpus(recipe, tokenizer, scratch=init is None)
     text.tokenizer.chat = ChatFormat.of_template(recipe.data.prompt) or text.tokenizer.chat
     model = model or models.new(recipe, text.tokenizer)
-    models.check(model, text.tokenizer, recipe, init or "the recipe's model")
+    models.check(model, text, recipe, init or "the recipe's model")
     notes.append(models.added(text.tokenizer, text.train_ids, recipe))
     recipe, why = decide_precision(resumed or recipe, model.config, ranks)
     notes.append(why)

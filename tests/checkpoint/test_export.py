@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +17,16 @@ from support.gguf_layouts import BF16, F16, F32, Q8_0, WIDE, arithmetic, write
 from support.hf_layouts import TINY, official, prefixed, sharded, weights
 from support.official_repositories import openai_vocabulary
 from support.random_models import model_of
+from support.tokenizers import bert
 
 import gpt2
 from gpt2.checkpoint.containers.gguf_file import GGUFFile, config_of, tokenizer_of
 from gpt2.checkpoint.export import export
 from gpt2.config import OFFICIAL_SIZES, GPT2Config
-from gpt2.data.bpe import BPE, train_bpe
+from gpt2.data import from_directory
+from gpt2.data.bpe import made_bpe, train_bpe
 from gpt2.data.chars import Chars
+from gpt2.data.library import LibraryTokenizer
 from gpt2.data.words import Words
 from gpt2.errors import InputError
 
@@ -35,7 +37,7 @@ VOCABULARY = ["merges.txt", "tokenizer.json", "tokenizer_config.json", "vocab.js
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> BPE:
+def tokenizer() -> LibraryTokenizer:
     return train_bpe("to be or not to be that is the question whether tis nobler in the mind to suffer " * 3, WIDE.vocab_size)
 
 
@@ -63,7 +65,7 @@ def test_word_tokenizers_are_listed_and_told_from_others(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_hf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer: BPE, dtype: torch.dtype) -> None:
+def test_hf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer: LibraryTokenizer, dtype: torch.dtype) -> None:
     """The export must not depend on the day: its hash would change."""
     source = saved(tmp_path / "source", WIDE, tokenizer, dtype=dtype)
     done = export(str(source), tmp_path / "a")
@@ -78,7 +80,7 @@ def test_hf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer: B
 
 
 @pytest.mark.parametrize("type", KINDS)
-def test_gguf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer: BPE, type: str) -> None:
+def test_gguf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer: LibraryTokenizer, type: str) -> None:
     """Possible bugs: Q8_0 rounded twice, an epsilon that drifts, the folder's name in the file. Also when overwriting the
     mapped source."""
     source = saved(tmp_path / "source", dataclasses.replace(WIDE, layer_norm_epsilon=3e-6), tokenizer)
@@ -106,7 +108,7 @@ def test_the_suffix_chooses_the_dtype(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [WIDE, ODD], ids=["usual", "odd"])
 @pytest.mark.parametrize("type", KINDS)
-def test_gguf_is_what_the_package_writes(tmp_path: Path, tokenizer: BPE, type: str, config: GPT2Config) -> None:
+def test_gguf_is_what_the_package_writes(tmp_path: Path, tokenizer: LibraryTokenizer, type: str, config: GPT2Config) -> None:
     """Possible bugs: another order of dimensions, a value of another type, missing padding. Some readers would read other
     weights."""
     source = saved(tmp_path / "source", config, tokenizer)
@@ -128,12 +130,14 @@ BY_LLAMA_CPP = {
 
 def test_gguf_is_what_llama_cpps_converter_writes(tmp_path: Path) -> None:
     """Metadata that the converter does not write, or a tensor in another type, may break llama.cpp later."""
-    saved(tmp_path / "source", CONVERTED, BPE.from_directory(openai_vocabulary()[0].parent), truth=arithmetic(CONVERTED))
+    saved(tmp_path / "source", CONVERTED, from_directory(openai_vocabulary()[0].parent), truth=arithmetic(CONVERTED))
     for type, sha256 in BY_LLAMA_CPP.items():
         assert export(str(tmp_path / "source"), tmp_path / type, format="gguf", type=type).files[0].sha256 == sha256
 
 
-def test_transformers_opens_a_cropped_export(tmp_path: Path, tokenizer: BPE, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_opens_a_cropped_export(
+    tmp_path: Path, tokenizer: LibraryTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Possible bugs: the wrong rows are cropped, or the head keeps its old size."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from transformers import AutoTokenizer, GPT2LMHeadModel
@@ -191,10 +195,8 @@ def test_rows_that_are_no_whole_blocks_become_f16(tmp_path: Path) -> None:
         (1e5, "f16", "transformer"),
         (1e5, "q8_0", None),
         (1e8, "q8_0", "q8_0"),
-        (float("inf"), "q8_0", "q8_0"),
-        (float("nan"), "q8_0", "q8_0"),
-        (float("nan"), "f32", None),
-        (float("inf"), "f16", None),
+        (float("inf"), "f16", "not finite"),
+        (float("nan"), "f32", "not finite"),
         (1e5, "bf16", None),
     ],
 )
@@ -210,7 +212,7 @@ def test_values_that_a_type_cannot_hold_are_refused(tmp_path: Path, value: float
         held = GGUFFile(tmp_path / "out" / "model.gguf").read("blk.1.attn_qkv.weight")[5, 3]
         torch.testing.assert_close(float(held), value, rtol=4e-3, atol=0, equal_nan=True)
     else:
-        words = ("blk.1.attn_qkv.weight", type.upper(), "choose bf16 or f32")
+        words = (says,) if says == "not finite" else ("blk.1.attn_qkv.weight", type.upper(), "choose bf16 or f32")
         export_refused(source, tmp_path / "out", *words, format="gguf", type=type)
         assert content(tmp_path / "out") == {"model.gguf": b"old"}
 
@@ -233,7 +235,7 @@ def test_random_weights_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """For rehearsals: `random:SIZE` has neither path nor tokenizer."""
     monkeypatch.setitem(OFFICIAL_SIZES, "tiny", WIDE)
     done = export("random:tiny:7", tmp_path, format="gguf", type="q8_0")
-    assert done.notes == ("without a tokenizer: the weights are random",)
+    assert done.notes == ("without a tokenizer: random:tiny:7: random weights come without a tokenizer; name a trained model",)
     ours, file = gpt2.load("random:tiny:7"), GGUFFile(tmp_path / "model.gguf")
     assert config_of(file) == ours.config
     assert torch.equal(file.read("blk.1.ffn_norm.bias"), ours.h[1].ln_2.bias)
@@ -248,36 +250,40 @@ def test_characters_go_along_where_they_can(tmp_path: Path) -> None:
     assert export(str(source), tmp_path / "hf").notes == ()
     assert content(tmp_path / "hf") == content(source)
     done = export(str(source), tmp_path / "gguf", format="gguf")
-    assert done.notes == ("without its tokenizer: GGUF has none of characters; pass ids",)
+    assert done.notes == ("without its tokenizer: GPT-2's in GGUF is a byte-level BPE, no other; pass ids",)
     assert GGUFFile(tmp_path / "gguf" / "model.gguf").metadata["tokenizer.ggml.model"] == "none"
 
 
-def test_a_foreign_tokenizer_is_left_behind_and_said(tmp_path: Path) -> None:
-    """Chinese GPT-2s have BERT's tokenizer: the export keeps the model only, and says that the tokenizer stays behind."""
-    source = saved(tmp_path / "source", dataclasses.replace(WIDE, bos_token_id=50256, eos_token_id=50256))
-    (source / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordPiece", "vocab": {}}, "pre_tokenizer": None}))
+def test_a_tokenizer_of_another_kind_goes_along_where_it_can(tmp_path: Path) -> None:
+    """Chinese GPT-2s have BERT's vocab.txt: it is written back as it is, and GGUF's note says that it stays behind."""
+    source = saved(tmp_path / "source", dataclasses.replace(WIDE, bos_token_id=2, eos_token_id=3))
+    bert(source)
     done = export(str(source), tmp_path / "out")
-    assert "without a tokenizer: " in done.notes[0]
-    assert "is not GPT-2's byte-level BPE" in done.notes[0]
-    assert done.config.eos_token_id == 50256
-    assert sorted(content(tmp_path / "out")) == HF
+    assert "embedding cropped" in done.notes[0]
+    kept = {name: (source / name).read_bytes() for name in ("vocab.txt", "tokenizer_config.json")}
+    assert content(tmp_path / "out").items() >= kept.items()
+    assert sorted(content(tmp_path / "out")) == sorted([*HF, *kept])
+    assert "without its tokenizer" in export(str(source), tmp_path / "gguf", format="gguf").notes[1]
 
 
-def test_a_damaged_tokenizer_is_refused(tmp_path: Path, tokenizer: BPE) -> None:
+def test_a_damaged_tokenizer_is_refused(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
     """Without an error, the export would have no tokenizer."""
     source = saved(tmp_path / "source", WIDE, tokenizer)
-    (source / "merges.txt").write_text("a b\n")
+    (source / "tokenizer.json").write_text("{")
     for format in ("hf", "gguf"):
-        export_refused(source, tmp_path / "out", "merges.txt", format=format)
+        export_refused(source, tmp_path / "out", "tokenizer.json", format=format)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path, tokenizer: BPE) -> None:
+def test_a_tokenizer_larger_than_the_model(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
+    """An added token without a row is named and goes along; with an ordinary one the vocabulary is another model's."""
     source = saved(tmp_path / "source", dataclasses.replace(WIDE, vocab_size=299), tokenizer)
-    export_refused(source, tmp_path / "out", "wrong vocabulary")
+    assert "'<|endoftext|>' (299)" in export(str(source), tmp_path / "out").notes[0]
+    source = saved(tmp_path / "smaller", dataclasses.replace(WIDE, vocab_size=298, bos_token_id=1, eos_token_id=1), tokenizer)
+    export_refused(source, tmp_path / "other", "wrong vocabulary")
 
 
-def test_ids_beyond_the_vocabulary_become_the_end_of_the_text(tmp_path: Path, tokenizer: BPE) -> None:
+def test_ids_beyond_the_vocabulary_become_the_end_of_the_text(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
     """If the end-of-text id is out of range, llama.cpp uses token 11, GPT-2's comma, and stops at every comma."""
     source = saved(
         tmp_path / "source", dataclasses.replace(WIDE, bos_token_id=50256, eos_token_id=300, vocab_size=320), tokenizer
@@ -292,11 +298,11 @@ def test_ids_beyond_the_vocabulary_become_the_end_of_the_text(tmp_path: Path, to
     assert export(str(source), tmp_path / "hf").config == WIDE
 
 
-def test_an_end_of_the_text_that_nobody_names_is_said(tmp_path: Path, tokenizer: BPE) -> None:
+def test_an_end_of_the_text_that_nobody_names_is_said(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
     """Without an end-of-text id llama.cpp stops at every comma, too."""
     vocab = {token: i for token, i in tokenizer.vocab.items() if i < 299}
     config = dataclasses.replace(WIDE, vocab_size=299, bos_token_id=None, eos_token_id=None)
-    source = saved(tmp_path / "source", config, BPE(vocab, tokenizer.merges))
+    source = saved(tmp_path / "source", config, made_bpe(vocab, tokenizer.merges))
     (note,) = export(str(source), tmp_path / "out", format="gguf").notes
     assert "takes token 11" in note
     source = saved(tmp_path / "other", dataclasses.replace(WIDE, bos_token_id=None, eos_token_id=None), tokenizer)
@@ -305,7 +311,7 @@ def test_an_end_of_the_text_that_nobody_names_is_said(tmp_path: Path, tokenizer:
 
 
 @pytest.mark.parametrize("left", ["chars.json", "vocab.bpe", "added_tokens.json", "vocab.json", "tokenizer.json"])
-def test_another_tokenizer_in_the_folder_is_refused(tmp_path: Path, tokenizer: BPE, left: str) -> None:
+def test_another_tokenizer_in_the_folder_is_refused(tmp_path: Path, tokenizer: LibraryTokenizer, left: str) -> None:
     """Tokenizer files of an earlier export in the folder would be read as this model's."""
     bpe, none = saved(tmp_path / "bpe", WIDE, tokenizer), saved(tmp_path / "none")
     out = tmp_path / "out"

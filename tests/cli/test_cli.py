@@ -109,9 +109,9 @@ def another_models_vocabulary(folder: Path) -> None:
 
 
 def wrong_vocabulary(folder: Path) -> None:
-    vocabulary = json.loads((folder / "vocab.json").read_text())
-    del vocabulary[list(vocabulary)[1000]]
-    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    content = json.loads((folder / "tokenizer.json").read_text())
+    del content["model"]["vocab"][list(content["model"]["vocab"])[1000]]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import pytest
 from support.official_repositories import openai_vocabulary
 
 from gpt2 import data
-from gpt2.data import bpe as bpe_module
-from gpt2.data import bpe_files
-from gpt2.data.bpe import BPE, END_OF_TEXT, openai_byte_order, train_bpe
-from gpt2.data.bpe_files import byte_alphabet
+from gpt2.data import auto, byte_level, files, from_directory
+from gpt2.data.bpe import made_bpe, train_bpe
+from gpt2.data.byte_level import byte_alphabet, openai_byte_order
+from gpt2.data.files import END_OF_TEXT
+from gpt2.data.library import LibraryTokenizer
 from gpt2.errors import InputError
 
 PLAY = """
@@ -79,7 +80,7 @@ def varied(seed: int, n: int) -> list[str]:
     return [rng.choice(kinds)() for _ in range(n)]
 
 
-def strings_of(bpe: BPE, whole: bool) -> list[str]:
+def strings_of(bpe: LibraryTokenizer, whole: bool) -> list[str]:
     """Text of every kind, every code point, every token; unless ``whole``, fewer texts, and a 16th of planes 2 and up."""
     points = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
     starts = [i for i in range(0, len(points), 32) if whole or i < 0x20000 or i % (16 * 32) == 0]
@@ -87,14 +88,14 @@ def strings_of(bpe: BPE, whole: bool) -> list[str]:
     return varied(0, 80_000 if whole else 20_000) + ["".join(points[i : i + 32]) for i in starts] + tokens
 
 
-def different(bpe: BPE, strings: list[str], expected: list[list[int]]) -> list[str]:
+def different(bpe: LibraryTokenizer, strings: list[str], expected: list[list[int]]) -> list[str]:
     """The strings to which `bpe` gives other ids than expected."""
     return [text for text, ids in zip(strings, expected, strict=True) if bpe.encode(text) != ids]
 
 
-def spoil(bpe: BPE) -> BPE:
+def spoil(bpe: LibraryTokenizer) -> LibraryTokenizer:
     """The same vocabulary without its last merge, as OpenAI's and tiktoken's readers see a file without final newline."""
-    return BPE(bpe.vocab, bpe.merges[:-1], special=["".join(bpe.merges[-1])])
+    return made_bpe(bpe.vocab, bpe.merges[:-1])
 
 
 def reference_from(directory: Path):
@@ -115,8 +116,8 @@ def _no_network():
 
 
 @pytest.fixture(scope="module")
-def official() -> BPE:
-    return BPE.from_directory(openai_vocabulary()[0].parent)
+def official() -> LibraryTokenizer:
+    return from_directory(openai_vocabulary()[0].parent)
 
 
 @pytest.fixture(scope="module")
@@ -145,16 +146,16 @@ def play() -> str:
 
 
 @pytest.fixture(scope="module")
-def trained(play) -> BPE:
+def trained(play) -> LibraryTokenizer:
     return train_bpe(play, 1000)
 
 
 @pytest.fixture(scope="module")
-def shuffled(trained) -> BPE:
+def shuffled(trained) -> LibraryTokenizer:
     """The trained vocabulary under ids unrelated to merge ranks, with the special token in the middle."""
     ids = list(range(trained.n_vocab))
     random.Random(3).shuffle(ids)
-    return BPE(dict(zip(trained.vocab, ids, strict=True)), trained.merges)
+    return made_bpe(dict(zip(trained.vocab, ids, strict=True)), trained.merges, [END_OF_TEXT], eos=END_OF_TEXT)
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -174,14 +175,14 @@ def test_official_ids_equal_transformers(official, strings, reference, expected,
 @pytest.mark.parametrize(
     "pattern",
     [
-        bpe_module.PATTERN.replace(r" ?\p{N}++", r" ?\p{N}{1,3}+"),  # later vocabularies of OpenAI
-        bpe_module.PATTERN.replace("'(?:", "(?i)'(?:"),
-        bpe_module.PATTERN.replace(r"\s++$|\s+(?!\S)|\s", r"\s+"),
+        byte_level.PATTERN.replace(r" ?\p{N}++", r" ?\p{N}{1,3}+"),  # later vocabularies of OpenAI
+        byte_level.PATTERN.replace("'(?:", "(?i)'(?:"),
+        byte_level.PATTERN.replace(r"\s++$|\s+(?!\S)|\s", r"\s+"),
     ],
 )
 def test_the_comparison_catches_another_pattern(strings, expected, monkeypatch, pattern):
-    monkeypatch.setattr(bpe_module, "PATTERN", pattern)
-    assert different(BPE.from_directory(openai_vocabulary()[0].parent), strings[:20_000], expected[:20_000])
+    monkeypatch.setattr(byte_level, "PATTERN", pattern)
+    assert different(from_directory(openai_vocabulary()[0].parent), strings[:20_000], expected[:20_000])
 
 
 def test_official_vocabulary(official):
@@ -236,19 +237,19 @@ def test_long_runs_are_cut_where_pieces_end(official, monkeypatch):
     rng = random.Random(6)
     texts = ["".join(rng.choice(SPACES) * rng.randint(0, 90) + rng.choice("ax1!") for _ in range(20)) for _ in range(300)]
     texts += [text + " " * 99 for text in texts] + [f"{'  ' * 40}{END_OF_TEXT}{'  ' * 40}\n{text}" for text in texts]
-    whole = [official.encode(text, allowed_special="all") for text in texts]
-    monkeypatch.setattr(bpe_module, "_LONG_RUN", 8)
-    assert sum(len(bpe_module._parts(text)) for text in texts) > 5 * len(texts)
-    assert [official.encode(text, allowed_special="all") for text in texts] == whole
+    whole = [official.encode(text, special=True) for text in texts]
+    monkeypatch.setattr(byte_level, "_LONG_RUN", 8)
+    assert sum(len(byte_level._parts(text)) for text in texts) > 5 * len(texts)
+    assert [official.encode(text, special=True) for text in texts] == whole
 
 
 def test_text_is_data(official, tmp_path):
     """`<|endoftext|>` in a prompt is text here and a control token in transformers; an option gives the second reading in
     both."""
     text = f"one{END_OF_TEXT} two{END_OF_TEXT}"
-    plain, control = official.encode(text), official.encode(text, allowed_special={END_OF_TEXT})
+    plain, control = official.encode(text), official.encode(text, special=True)
     assert plain == [505, 27, 91, 437, 1659, 5239, 91, 29, 734, 27, 91, 437, 1659, 5239, 91, 29]
-    assert control == official.encode(text, allowed_special="all") == [505, 50256, 734, 50256]
+    assert control == [505, 50256, 734, 50256]
     assert official.decode(plain) == official.decode(control) == text
 
     official.save(tmp_path)
@@ -256,37 +257,32 @@ def test_text_is_data(official, tmp_path):
     assert reference(text)["input_ids"] == control
     assert reference(text, split_special_tokens=True)["input_ids"] == plain
     strings = [text for text in varied(7, 6000) if "<" in text]
-    assert [official.encode(text, allowed_special="all") for text in strings] == reference(strings)["input_ids"]
-
-
-def test_allowed_special_must_be_special(official):
-    for names in ({"<|pad|>"}, END_OF_TEXT, {END_OF_TEXT, " the"}):
-        with pytest.raises(InputError, match="not special here"):
-            official.encode("x", allowed_special=names)
+    assert [official.encode(text, special=True) for text in strings] == reference(strings)["input_ids"]
 
 
 def test_several_special_tokens(trained, tmp_path):
-    """Tokens that no merge produces are special; of two with a common beginning the longer one matches, as in transformers."""
-    vocab = {token: i for i, token in enumerate([*trained.vocab, "<|pad|>", "<|pad|><|x|>", "[SEP]"])}
-    bpe = BPE(vocab, trained.merges)
+    """Of two with a common beginning the longer one matches, as in transformers."""
+    special = [END_OF_TEXT, "<|pad|>", "<|pad|><|x|>", "[SEP]"]
+    bpe = made_bpe(trained.vocab, trained.merges, special, eos=END_OF_TEXT)
     text = f"a<|pad|><|x|>b<|pad|>[SEP]\n{END_OF_TEXT}"
     a, b, newline = (bpe.encode(char)[0] for char in "ab\n")
-    assert bpe.encode(text, allowed_special="all") == [a, 1001, b, 1000, 1002, newline, 999]
-    assert 1001 not in bpe.encode(text, allowed_special={"<|pad|>"})
+    assert bpe.encode(text, special=True) == [a, 1001, b, 1000, 1002, newline, 999]
+    assert not {999, 1000, 1001, 1002} & {*bpe.encode(text)}
     bpe.save(tmp_path)
-    assert reference_from(tmp_path)(text)["input_ids"] == bpe.encode(text, allowed_special="all")
+    assert reference_from(tmp_path)(text)["input_ids"] == bpe.encode(text, special=True)
 
 
-def test_added_tokens_are_special_however_they_look(trained, tmp_path):
-    trained.save(tmp_path)
+def test_tokens_in_added_tokens_json(trained, tmp_path):
+    """As before transformers 5: beside vocab.json and merges.txt, and matched in every text unless a role has them."""
+    for name in ("vocab.json", "merges.txt"):
+        trained.save(tmp_path / "whole")
+        (tmp_path / name).write_bytes((tmp_path / "whole" / name).read_bytes())
     (tmp_path / "added_tokens.json").write_text('{"\\n\\nKING:": 1000}')
-    bpe = BPE.from_directory(tmp_path)
-    assert bpe.special_tokens == {END_OF_TEXT: 999, "\n\nKING:": 1000}
+    bpe = from_directory(tmp_path)
+    assert (bpe.special_tokens, bpe.matched) == ({END_OF_TEXT: 999}, {"\n\nKING:": 1000})
     bpe.save(tmp_path / "again")
-    assert BPE.from_directory(tmp_path / "again").fingerprint == bpe.fingerprint != trained.fingerprint
-    assert reference_from(tmp_path / "again")("O\n\nKING:")["input_ids"] == bpe.encode("O\n\nKING:", allowed_special="all")
-    trained.save(tmp_path / "again")  # no leftover joins the next vocabulary
-    assert BPE.from_directory(tmp_path / "again").fingerprint == trained.fingerprint
+    assert from_directory(tmp_path / "again").fingerprint == bpe.fingerprint != trained.fingerprint
+    assert reference_from(tmp_path / "again")("O\n\nKING:")["input_ids"] == bpe.encode("O\n\nKING:")
 
 
 def test_lone_surrogate_is_refused(official):
@@ -343,7 +339,7 @@ def test_saved_files(official, tmp_path):
         f.read_bytes() for f in openai_vocabulary()
     ]
     first = {path: path.read_bytes() for path in paths}
-    BPE.from_directory(tmp_path).save(tmp_path, n_positions=1024)
+    from_directory(tmp_path).save(tmp_path, n_positions=1024)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == first
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] == 1024
 
@@ -369,7 +365,7 @@ def test_transformers_opens_what_was_saved(official, strings, expected, tmp_path
 
 def test_without_end_of_text(trained, tmp_path):
     """transformers' GPT2Tokenizer would add one, with an id beyond the model's embedding."""
-    bpe = BPE({token: i for i, token in enumerate(list(trained.vocab)[:-1])}, trained.merges)
+    bpe = made_bpe({token: i for i, token in enumerate(list(trained.vocab)[:-1])}, trained.merges)
     assert bpe.eot is None
     bpe.save(tmp_path)
     reference = reference_from(tmp_path)
@@ -392,13 +388,12 @@ def test_same_vocabulary_from_every_container(trained, shuffled, tmp_path):
             "pairs": {"tokenizer.json": (tmp_path / "v5" / "tokenizer.json").read_text()},
             "half": {"tokenizer.json": (tmp_path / "tokenizer.json").read_text(), "vocab.json": vocab},
         }
-        for name, files in variants.items():
+        for name, written in variants.items():
             directory = tmp_path / name
             directory.mkdir(exist_ok=True)
-            for file, text in files.items():
+            for file, text in written.items():
                 (directory / file).write_bytes(text.encode())
-            assert BPE.from_directory(directory).fingerprint == bpe.fingerprint, name
-            assert data.from_directory(directory).fingerprint == bpe.fingerprint
+            assert from_directory(directory).fingerprint == bpe.fingerprint, name
 
 
 SMALL = train_bpe("the then that there other lather", 264)
@@ -426,33 +421,28 @@ LAST = "".join(SMALL.merges[-1])
         ("[" * 100_000, _merges(), "nested too deep"),
         ('{"a": ' + "1" * 5000 + "}", _merges(), "a number of thousands of digits"),
         (_vocab(), _merges() + "x" * 100_000, r"merge 7 is 'x+\.\.\.x+', not two tokens"),
-        (_vocab(a="1" * 100_000), _merges(), r"'a' has id '1+\.\.\.1+'"),
-        (_vocab(**{"x" * 100_000: 264}), _merges(), r"made by none of the 7 merges \('x+\.\.\.x+' first\)"),
-        (_vocab(), _merges(lambda m: [*m, ("x" * 100_000, "a")]), r"merge 7 \(x+\.\.\. a\) joins 'x+\.\.\.x+', which is not"),
+        (_vocab(a="1" * 100_000), _merges(), "the id of 'a' is no number of its own"),
+        (
+            _vocab(),
+            _merges(lambda m: [*m, ("x" * 100_000, "a")]),
+            r"cannot read it .'Error.*[.][.][.]x+` out of vocabulary",
+        ),
         (b"\xff\xfe", _merges(), r"vocab\.json is not UTF-8 text \(byte 0\)"),
-        ('["a"]', _merges(), "no map from token to id"),
-        (_vocab(a="1"), _merges(), "'a' has id '1'"),
-        (_vocab(a=True), _merges(), "'a' has id True"),
-        (_vocab(a=1.0), _merges(), r"'a' has id 1\.0"),
-        (_vocab(a=65), _merges(), "id 65 is given to both"),
-        (_vocab(a=900), _merges(), "no token has id 64"),
-        (_vocab(a=-1), _merges(), "no token has id 64"),
-        ("{}", _merges(), "256 of the 256 byte tokens are missing"),
-        (_vocab(a=None, **{"<a>": 64}), _merges(), r"1 of the 256 byte tokens are missing \('a' first\)"),
-        (_vocab(**{LAST: None, "<x>": 262}), _merges(), rf"merge 6 .* makes '{LAST}', which is not in the vocabulary"),
-        (_vocab(), _merges(lambda m: m[:-1]), "1 tokens are made by none of the 6 merges .*cut off"),
-        (_vocab(), "", "7 tokens are made by none of the 0 merges"),
-        (_vocab(的=264), _merges(), "made by none of the 7 merges .'的' first"),
-        (_vocab(), _merges(lambda m: [*m, ("zq", "a")]), "joins 'zq', which is not in the vocabulary"),
-        (_vocab(), _merges(lambda m: [m[-1], *m[:-1]]), "merge 0 .* which no earlier merge makes"),
-        (_vocab(), _merges(lambda m: [*m, m[0]]), "merge 7 .* as merge 0 does"),
+        ('["a"]', _merges(), "a JSON object"),
+        (_vocab(a="1"), _merges(), "the id of 'a' is no number of its own"),
+        (_vocab(a=1.5), _merges(), "the id of 'a' is no number of its own"),
+        (_vocab(a=65), _merges(), "is no number of its own"),
+        (_vocab(a=-1), _merges(), "tokenizers library cannot read it"),
+        ("{}", _merges(), "out of vocabulary"),
+        (_vocab(**{LAST: None, "<x>": 262}), _merges(), rf"`{LAST}` out of vocabulary"),
+        (_vocab(), _merges(lambda m: [*m, ("zq", "a")]), "`zq` out of vocabulary"),
         (_vocab(), _merges() + "th\n", "merge 7 is 'th', not two tokens"),
         (_vocab(), _merges() + "t h e\n", "merge 7 is 't h e', not two tokens"),
         (_vocab(), _merges() + " h\n", "merge 7 is ' h', not two tokens"),
         (_vocab(), b"\xff", r"merges\.txt is not UTF-8 text"),
         (_vocab(), None, r"found only vocab\.json"),
         (None, _merges(), r"found only merges\.txt"),
-        (None, None, r"looked for vocab\.json \+ merges\.txt, encoder\.json \+ vocab\.bpe, tokenizer\.json and found none"),
+        (None, None, r"looked for tokenizer\.json, vocab\.json \+ merges\.txt, .*spiece\.model and found none"),
     ],
 )
 def test_bad_files(tmp_path, vocab, merges, message):
@@ -461,7 +451,7 @@ def test_bad_files(tmp_path, vocab, merges, message):
         if content is not None:
             (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     if message is None:
-        assert BPE.from_directory(tmp_path).fingerprint == SMALL.fingerprint
+        assert from_directory(tmp_path).fingerprint == SMALL.fingerprint
         return
     with pytest.raises(InputError, match=message) as error:
         data.from_directory(tmp_path)
@@ -470,39 +460,13 @@ def test_bad_files(tmp_path, vocab, merges, message):
     assert len(str(error.value)) < 500 + len(str(tmp_path))  # the message printed a damaged line of six megabytes
 
 
-def crossing(length: int, count: int) -> list[tuple[str, str]]:
-    """The merges that are hardest to check: two chains of `length` merges, and `count` merges of their ends."""
-    merges, left, right = [("b", "a"), ("x", "y")], "ba", "xy"
-    for i in range(length):
-        merges += [("cde"[i % 3], left), (right, "uvw"[i % 3])]
-        left, right = "cde"[i % 3] + left, right + "uvw"[i % 3]
-    return merges + [(left[i:], right[: len(right) - i]) for i in range(count)]
-
-
-def test_merges_are_checked_in_linear_time(monkeypatch):
-    """Checking five megabytes of merges took minutes: each was compared with every pair of parts of its halves."""
-    looked_up = []
-
-    class Counting(dict):
-        def get(self, *args):
-            looked_up.append(args)
-            return super().get(*args)
-
-    real = bpe_files._earlier_merge_across
-    monkeypatch.setattr(bpe_files, "_earlier_merge_across", lambda halves, joined, a, b: real(halves, Counting(joined), a, b))
-    merges = crossing(60, 40)
-    tokens = [*openai_byte_order(), *(a + b for a, b in merges)]
-    bpe = BPE({token: i for i, token in enumerate(tokens)}, merges)
-    assert len(looked_up) < sum(len(a) + len(b) for a, b in merges)
-    a, b = merges[-1]
-    assert bpe.encode(a + b) == [len(tokens) - 1]
-
-
-def test_a_token_that_almost_looks_special_takes_no_time():
-    """The pattern for special tokens took time quadratic in the length: hours for five megabytes, minutes for the size here."""
-    vocab = {token: i for i, token in enumerate([*openai_byte_order(), "<" + "a" * 400_000])}
-    with pytest.raises(InputError, match="made by none of the 0 merges"):
-        BPE(vocab, [])
+def test_tokens_that_no_merge_makes_are_named(tmp_path, caplog):
+    """A file of merges that was cut off gives other ids, in transformers too: one line says so."""
+    auto._warn.cache_clear()
+    (tmp_path / "vocab.json").write_text(_vocab())
+    (tmp_path / "merges.txt").write_text(_merges(lambda merges: merges[:-2]))
+    assert from_directory(tmp_path).n_vocab == 264
+    assert "2 tokens are made by no merge" in caplog.text
 
 
 def test_a_file_too_large_for_a_tokenizer_is_not_read(tmp_path):
@@ -519,17 +483,18 @@ def test_merges_that_tiktoken_and_transformers_would_read_differently(tmp_path):
     merges."""
     merges = [("a", "b"), ("b", "c"), ("a", "bc")]
     vocab = {token: i for i, token in enumerate([*openai_byte_order(), *(a + b for a, b in merges)])}
-    with pytest.raises(InputError, match=r"merge 2 \(a bc\) can never happen, because merge 0 comes first"):
-        BPE(vocab, merges)
+    assert made_bpe(vocab, merges).core is None
+    assert made_bpe(vocab, merges).encode("abcab") == [256, vocab["c"], 256]
     merges[:2] = merges[1], merges[0]  # now bc comes first, and a + bc is possible
-    assert BPE(vocab, merges).encode("abcab") == [258, 256]
+    assert made_bpe(vocab, merges).core is not None
+    assert made_bpe(vocab, merges).encode("abcab") == [258, 256]
 
 
 def test_accepted_vocabularies_are_read_alike():
     """tiktoken is safe only with the check on merges: each accepted vocabulary has the ids of pair-wise BPE on every string."""
     from tokenizers import Tokenizer, models
 
-    rng, outcome = random.Random(9), {"alike": 0, "refused": 0}
+    rng, outcome = random.Random(9), {"tiktoken": 0, "tokenizers": 0}
     texts = ["".join(letters) for n in range(1, 9) for letters in itertools.product("ab", repeat=n)]
     texts += ["".join(rng.choices("abc", k=rng.randint(8, 40))) for _ in range(300)]
     for _ in range(150):
@@ -541,56 +506,37 @@ def test_accepted_vocabularies_are_read_alike():
                 tokens.append("".join(pair))
                 merges.append(pair)
         vocab = {token: i for i, token in enumerate(tokens)}
-        try:
-            bpe = BPE(vocab, merges)
-        except InputError as error:
-            outcome["refused"] += "can never happen" in str(error)
-            continue
+        bpe = made_bpe(vocab, merges)
         by_pairs = Tokenizer(models.BPE(vocab, merges))
         assert different(bpe, texts, [encoding.ids for encoding in by_pairs.encode_batch(texts)]) == []
-        outcome["alike"] += 1
+        outcome["tokenizers" if bpe.core is None else "tiktoken"] += 1
     assert sum(outcome.values()) == 150
     assert min(outcome.values()) > 15, outcome
 
 
 def test_missing_files(tmp_path):
     with pytest.raises(InputError, match=r"cannot read .*nothing\.json: No such file or directory; check the path"):
-        bpe_files.read_files(tmp_path / "nothing.json", tmp_path / "nothing.txt")
+        files.read_json(tmp_path / "nothing.json")
     with pytest.raises(InputError, match="is not a directory"):
         data.from_directory(tmp_path / "nowhere")
-
-
-def test_prefix_space_is_refused(tmp_path):
-    """A tokenizer that adds a space before every text gives the first word another id."""
-    SMALL.save(tmp_path)
-    config = tmp_path / "tokenizer_config.json"
-    config.write_text(config.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true'))
-    with pytest.raises(InputError, match="add_prefix_space"):
-        BPE.from_directory(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (["model", "type"], "WordPiece", "model is WordPiece, not BPE"),
-        (["normalizer"], {"type": "NFC"}, "normalizer is NFC, not None"),
-        (["pre_tokenizer"], None, "pre-tokenizer is None, not ByteLevel"),
-        (["pre_tokenizer", "type"], "Metaspace", "pre-tokenizer is Metaspace"),
-        (["pre_tokenizer", "add_prefix_space"], True, "add_prefix_space is True"),
-        (["pre_tokenizer", "use_regex"], False, "use_regex is False"),
-        (["model", "dropout"], 0.1, r"dropout is 0\.1"),
-        (["model", "end_of_word_suffix"], "</w>", "end_of_word_suffix is </w>"),
-        (["model", "vocab"], [], "no map from token to id"),
-        (["model", "merges"], {}, "no list of merges"),
-        (["model", "merges"], [["t"]], "merge 0 is"),
-        (["model", "merges"], [7], "merge 0 is 7"),
-        (["model"], 5, "not a file of the `tokenizers` library"),
-        (["added_tokens"], [{"id": 1}], "not a file of the `tokenizers` library"),
+        (["model", "vocab"], [], "tokenizers library cannot read it"),
+        (["model", "merges"], [["t"]], "tokenizers library cannot read it"),
+        (["model"], 5, "of the `tokenizers` library"),
+        (["added_tokens"], [{"id": 1}], "added token"),
+        (["normalizer"], {"type": "Nothing"}, "tokenizers library cannot read it"),
     ],
 )
-def test_other_tokenizer_json_is_refused(tmp_path, path, value, message):
+def test_a_damaged_tokenizer_json_is_refused(tmp_path, path, value, message):
+    """One line, that names the file; the library's own errors are tracebacks of Rust."""
     SMALL.save(tmp_path)
-    (tmp_path / "vocab.json").unlink()
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / name).unlink()
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     file = tmp_path / "tokenizer.json"
     content = json.loads(file.read_text())
     at = content
@@ -599,7 +545,7 @@ def test_other_tokenizer_json_is_refused(tmp_path, path, value, message):
     at[path[-1]] = value
     file.write_text(json.dumps(content))
     with pytest.raises(InputError, match=message) as error:
-        BPE.from_directory(tmp_path)
+        from_directory(tmp_path)
     assert str(file) in str(error.value)
 
 

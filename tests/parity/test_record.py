@@ -22,8 +22,7 @@ from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.names import OFFICIAL
 from gpt2.cli.main import main
-from gpt2.data import Tokenizer
-from gpt2.data.bpe import BPE
+from gpt2.data import Tokenizer, from_directory
 from gpt2.errors import InputError
 from gpt2.measure.texts import GUIDE, LAST_WORD, RUNNING, Protocol, Text
 from gpt2.parity import recompute, reference, run
@@ -265,7 +264,7 @@ def test_the_data_file(tmp_path: Path) -> None:
     """If ids did not belong to their text, a correct record would look wrong."""
     for name, content in small_files("gpt2").items():
         (tmp_path / name).write_bytes(content)
-    tokenizer = BPE.from_directory(tmp_path)
+    tokenizer = from_directory(tmp_path)
     found = public_record()
     assert {record.model for record in found} == set(OFFICIAL)
     assert len({record.source.project for record in found}) >= 12

@@ -326,7 +326,7 @@ def test_a_wrong_tokenizer_is_refused(checkpoint: Path, monkeypatch: pytest.Monk
     def shifted(opened: StoredCheckpoint):
         tokenizer = original(opened)
         encode = tokenizer.encode
-        monkeypatch.setattr(tokenizer, "encode", lambda text: [*encode(text)[:-1], 0], raising=False)
+        monkeypatch.setattr(tokenizer, "encode", lambda text, **flags: [*encode(text, **flags)[:-1], 0], raising=False)
         return tokenizer
 
     monkeypatch.setattr(StoredCheckpoint, "own_tokenizer", shifted)

@@ -10,7 +10,7 @@ from gguf.quants import dequantize, quantize
 from torch import Tensor, from_numpy
 
 from gpt2.config import GPT2Config
-from gpt2.data.bpe import BPE
+from gpt2.data.library import LibraryTokenizer
 from support.hf_layouts import TINY, weights
 
 F32, F16, BF16, Q8_0 = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0"))
@@ -41,7 +41,7 @@ def write(
     *,
     seed: int = 0,
     truth: Mapping[str, Tensor] | None = None,
-    tokenizer: BPE | None = None,
+    tokenizer: LibraryTokenizer | None = None,
     change: Callable[[gguf.GGUFWriter], Any] = lambda _: None,
     name: str = "GPT-2",
 ) -> dict[str, Tensor]:
@@ -87,7 +87,7 @@ def gguf_name(ours: str, config: GPT2Config = TINY) -> str:
     return found
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: BPE, config: GPT2Config) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: LibraryTokenizer, config: GPT2Config) -> None:
     special = tokenizer.special_tokens
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import gpt2
 from gpt2.config import GPT2Config
-from gpt2.data.bpe import BPE, train_bpe
+from gpt2.data.bpe import train_bpe
+from gpt2.data.library import LibraryTokenizer
 from gpt2.model import GPT2
 
 TEXT = "First Witch:\nWhen shall we three meet again\nIn thunder, lightning, or in rain?\n\n" * 20
@@ -47,7 +48,7 @@ def uneven_model(vocab: int, positions: int = 8, seed: int = 0) -> GPT2:
     return model.double().eval()
 
 
-def write_checkpoint(folder: Path, tokenizer: BPE | None = None, seed: int = 0, **changes: Any) -> Path:
+def write_checkpoint(folder: Path, tokenizer: LibraryTokenizer | None = None, seed: int = 0, **changes: Any) -> Path:
     """Save a tiny model with random weights and a tokenizer; the default tokenizer is trained on :data:`TEXT`."""
     tokenizer = tokenizer or train_bpe(TEXT, 300)
     eot = tokenizer.eot

@@ -22,7 +22,7 @@ from gpt2.config import GPT2Config, quoted
 from gpt2.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
-    from gpt2.data.bpe import BPE
+    from gpt2.data.library import LibraryTokenizer
 
 # GPT-2 vocabularies have up to 100,000 tokens and as many merges, in 5 MB; far more is an attack.
 METADATA_LIMIT, ELEMENTS_LIMIT = 32_000_000, 2_000_000
@@ -200,10 +200,9 @@ class NoTokenizer(InputError):
     """There is no tokenizer, or not a byte-level BPE."""
 
 
-def tokenizer_of(file: GGUFFile) -> BPE:
+def tokenizer_of(file: GGUFFile) -> LibraryTokenizer:
     """Return the byte-level BPE, without trailing padding tokens (``[PAD50300]``). Raises InputError: damaged. NoTokenizer."""
-    from gpt2.data import bpe_files
-    from gpt2.data.bpe import BPE
+    from gpt2.data import bpe, byte_level
 
     metadata, where = file.metadata, f"{file.path}"
     model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "gpt-2")
@@ -223,9 +222,13 @@ def tokenizer_of(file: GGUFFile) -> BPE:
     for i, token in enumerate(tokens[:end]):
         if vocab.setdefault(token, i) != i:
             raise InputError(f"{where}: {quoted(token)} is token {vocab[token]} and token {i}; convert the checkpoint again")
-    special = {token for token, i in vocab.items() if types[i] in (CONTROL, USER_DEFINED, UNUSED)}
-    matched = {token for token in special if types[vocab[token]] == USER_DEFINED}
-    return BPE(vocab, bpe_files.as_pairs(merges, where), special=special, matched=matched, where=where)
+    if missing := [char for char in byte_level.byte_alphabet() if char not in vocab]:
+        raise InputError(f"{where}: {len(missing)} of the 256 byte tokens are missing ({missing[0]!r} first); convert it again")
+    eos = metadata.get("tokenizer.ggml.eos_token_id")
+    special = [token for token, i in vocab.items() if types[i] in (CONTROL, UNUSED) or i == eos]
+    matched = [token for token, i in vocab.items() if types[i] == USER_DEFINED and i != eos]
+    last = tokens[eos] if isinstance(eos, int) and 0 <= eos < len(vocab) else None
+    return bpe.made_bpe(vocab, bpe.as_pairs(merges, where), special, matched, eos=last, where=where)
 
 
 def _texts(file: GGUFFile, name: str) -> list[str]:

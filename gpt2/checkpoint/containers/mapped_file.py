@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gpt2.data.files import link_to_nothing
 from gpt2.errors import CheckpointError
 
 PIECE = 1 << 21  # bytes converted at a time
@@ -46,7 +47,8 @@ class MappedFile:
             weakref.finalize(self, self.file.close)
             self.size = self.file.seek(0, 2)
         except OSError as error:
-            what = f"cannot be read ({error.strerror}); check that it is there, and yours to read"
+            gone = link_to_nothing(path)
+            what = f"is {gone}" if gone else f"cannot be read ({error.strerror}); check that it is there, and yours to read"
             raise CheckpointError(f"{path}: {what}") from None
 
     def bytes(self, start: int, count: int) -> bytes:

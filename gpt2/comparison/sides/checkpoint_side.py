@@ -23,6 +23,7 @@ from gpt2.measure.placement import placed
 from gpt2.measure.tracing import Recorded, trace_blocks
 from gpt2.pages.reports import dtype_label
 from gpt2.parity import reference
+from gpt2.sampling import require_finite
 
 HF_PREFIX = "hf/"  # prefix of a name: transformers' implementation of the checkpoint
 
@@ -84,7 +85,7 @@ class CheckpointSide(Side):
     @contextmanager
     def running(self) -> Iterator[RunningModule]:
         with self.model() as model:
-            yield RunningModule(model)
+            yield RunningModule(model, self.name)
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the checkpoint's own tokenizer, or None."""
@@ -105,10 +106,13 @@ class RunningModule(Running):
     """Our model or transformers', in memory."""
 
     module: nn.Module
+    name: str = "the model"
 
     def logits(self, ids: Tensor) -> Tensor:
         output = self.module(ids)
-        return output if isinstance(output, Tensor) else output.logits
+        logits: Tensor = output if isinstance(output, Tensor) else output.logits
+        require_finite(logits, self.name)
+        return logits
 
     def blocks(self, ids: Tensor) -> Iterator[Recorded]:
         return trace_blocks(self.module, ids)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -92,11 +91,11 @@ class EngineTokenizer(Tokenizer):
     @property
     def fingerprint(self) -> str:
         """Sha256 of the entries and the engine: two different tokenizers may only be compared on a text."""
-        body = b"".join(len(token).to_bytes(4, "big") + token for token in self._bytes)
+        body = b"".join(len(token).to_bytes(4, "big") + token for token in self._bytes if token is not None)
         return hashlib.sha256(self._kind.encode() + b"\0" + body).hexdigest()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
         return self._encode(text)
 
-    def save(self, directory: str | os.PathLike[str], *, n_positions: int = 1024) -> list[Path]:
+    def texts(self, n_positions: int) -> dict[str, str | bytes]:
         raise InputError(f"{self._kind}: its tokenizer cannot be written as files; export the model that it was made from")

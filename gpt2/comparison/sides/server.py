@@ -258,7 +258,7 @@ def _first_top(given: dict[str, Any]) -> dict[str, Any]:
 
 def _text(tokenizer: Tokenizer, index: int) -> str:
     """A token's text as servers write it."""
-    return tokenizer.token_bytes(index).decode("utf-8", errors="ignore")
+    return tokenizer.token_bytes(index).decode("utf-8", errors="ignore") if tokenizer.holds(index) else ""
 
 
 def _as_top(target: list[float], rows: list[dict[int, float]]) -> Top:

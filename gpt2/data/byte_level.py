@@ -1,0 +1,118 @@
+"""GPT-2's own kind of BPE: its alphabet and pattern, and tiktoken's speed for a tokenizer that is seen to be one.
+
+A pattern splits text into pieces: words with their leading space, numbers, punctuation, whitespace. Within a piece's UTF-8
+bytes, the adjacent pair with the lowest merge rank is joined until no pair has a rank (Radford et al. 2019, section 2.2;
+OpenAI's `encoder.py`). tiktoken ranks a pair by the joined bytes, `tokenizers` by the pair; the ids are equal if every merge is
+the one that its own bytes lead to (:func:`core`).
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+# OpenAI's pattern in tiktoken's possessive form: the same pieces without backtracking.
+PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+N_BYTES = 256
+Merges = Sequence[tuple[str, str]]
+
+# Unicode's White_Space: `\s` in the pattern above. Python's `\s` adds U+001C to U+001F.
+_WHITE_SPACE = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
+_LONG_RUN = 16_384
+
+
+@cache
+def byte_alphabet() -> str:
+    """Return the 256 characters that stand for the bytes 0..255 in the files, in byte order.
+
+    A byte that is printable in Latin-1 stands for itself. The other 68 become U+0100 and up, so that tokens have no whitespace
+    or control characters (`bytes_to_unicode` in OpenAI's `encoder.py`).
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x100 + N_BYTES - len(printable)))
+    return "".join(chr(byte if byte in printable else next(others)) for byte in range(N_BYTES))
+
+
+def openai_byte_order() -> list[str]:
+    """Return the 256 byte characters in the order of their ids in OpenAI's vocabulary: '!' is 0, the space 'Ġ' is 220."""
+    return sorted(byte_alphabet())
+
+
+def to_bytes(tokens: Sequence[str]) -> list[bytes]:
+    """Convert tokens from the byte alphabet to bytes, in one pass: there are fifty thousand. Others become their UTF-8."""
+    table = {ord(char): byte for byte, char in enumerate(byte_alphabet())}
+    try:
+        joined = "".join(tokens).translate(table).encode("latin-1")
+    except UnicodeEncodeError:
+        alphabet = set(byte_alphabet())
+        return [to_bytes([token])[0] if alphabet.issuperset(token) else token.encode() for token in tokens]
+    return [joined[a:b] for a, b in pairwise(accumulate(map(len, tokens), initial=0))]
+
+
+class Core:
+    """Encode with tiktoken what `tokenizers` would encode with a model of GPT-2's own kind; :func:`core` sees that it is one."""
+
+    def __init__(self, vocab: Mapping[str, int], merges: Merges) -> None:
+        import tiktoken
+
+        # Ranks: the bytes in id order, then the merges; other tokens have none. tiktoken uses ranks as ids, so other ids need
+        # a table.
+        ranked = sorted(byte_alphabet(), key=vocab.__getitem__) + [a + b for a, b in merges]
+        ids = [vocab[token] for token in ranked]
+        self._ids = None if ids == list(range(len(ids))) else ids  # rank -> id; None if they are equal
+        table = {token: rank for rank, token in enumerate(to_bytes(ranked))}
+        self._encoding = tiktoken.Encoding("byte-level BPE", pat_str=PATTERN, mergeable_ranks=table, special_tokens={})
+
+    def encode(self, text: str) -> list[int]:
+        first, *rest = _parts(text)
+        ranks = self._encoding.encode_ordinary(first)
+        for part in rest:
+            ranks += self._encoding.encode_ordinary(part)
+        return ranks if self._ids is None else [self._ids[rank] for rank in ranks]
+
+
+def core(backend: "Backend", vocab: Mapping[str, int], merges: Merges | None) -> Core | None:
+    """Return tiktoken's encoder if what the library built is GPT-2's own kind of BPE, whatever files it came from; else None."""
+    from tokenizers import models
+
+    model, split = backend.model, state(backend.pre_tokenizer)
+    own = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    if merges is None or not isinstance(model, models.BPE) or backend.normalizer is not None:
+        return None
+    if {key: split.get(key) for key in own} != own or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return None
+    if model.dropout or model.ignore_merges or not vocab.keys() >= set(byte_alphabet()):
+        return None
+    # By pairs, a token's own bytes must lead to it: then no other pair of tokens with the same bytes ever stands in a text.
+    tokens = [a + b for a, b in merges]
+    if len({*tokens}) < len(tokens) or any(len(model.tokenize(token)) != 1 for token in tokens):
+        return None
+    return Core(vocab, merges)
+
+
+def state(part: Any) -> dict[str, Any]:
+    """Return a part of a `tokenizers` pipeline as its JSON says it; {} for none."""
+    found: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
+    return found
+
+
+def _parts(text: str) -> list[str]:
+    """Split `text` inside very long runs of whitespace without changing its ids.
+
+    tiktoken's regex engine overflows its stack on `\\s+(?!\\S)` above some 100,000 characters, and the process panics. That
+    pattern matches a run without its last character, except at the end of the text, so a cut before the last character changes
+    no piece. Checking every 16,384th character finds every run of 32,768.
+    """
+    parts, start = [], 0
+    for at in range(0, len(text), _LONG_RUN):
+        run = _WHITE_SPACE.match(text, at) if at > start else None
+        if run and run.end() < len(text) and run.end() - at >= _LONG_RUN:
+            parts.append(text[start : run.end() - 1])
+            start = run.end() - 1
+    parts.append(text[start:])
+    return parts

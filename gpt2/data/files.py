@@ -1,0 +1,98 @@
+"""Read and write the files of tokenizers: JSON, text and bytes, within limits and whole."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from gpt2.config import quoted
+from gpt2.errors import InputError
+
+END_OF_TEXT = "<|endoftext|>"  # of the vocabularies that are made here, and the mark between documents
+
+# Every file of a tokenizer that is not this project's own; those that were read are written back by an export.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", "vocab.txt", "spiece.model"),
+)
+
+LEGACY = ("added_tokens.json", "special_tokens_map.json")  # read beside the others: those of an earlier tokenizer are removed
+
+# Maximum bytes of one file. GPT-2's have up to 1.4 MB, the largest published vocabularies (256,000 tokens) 20 to 35 MB.
+LIMIT = 40_000_000
+
+
+def read(path: Path) -> bytes:
+    """Read a tokenizer's file. Raises InputError: it cannot be read, is too large, a link to nothing, or a git-lfs pointer."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(LIMIT + 1)
+    except OSError as error:
+        why = link_to_nothing(path) or f"{error.strerror}; check the path"
+        raise InputError(f"cannot read {path}: {why}") from None
+    if len(content) > LIMIT:
+        raise InputError(f"{path} has more than {LIMIT:,} bytes, which no tokenizer's file has; fetch it again")
+    if content.startswith(b"version https://git-lfs"):
+        raise InputError(f"{path} is a git-lfs pointer, not the file it points to; run `git lfs pull`")
+    return content
+
+
+def link_to_nothing(path: Path) -> str:
+    """Say where a link leads whose target is gone, and what to do; "" for anything else."""
+    if not path.is_symlink() or path.exists():
+        return ""
+    return f"a link to {os.readlink(path)}, which is not there; copy the folder with what its links point to (cp -L)"
+
+
+def read_text(path: Path) -> str:
+    try:
+        return read(path).decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text (byte {error.start}); it is damaged, fetch it again") from None
+
+
+def read_json(path: Path) -> object:
+    """Read a JSON file. Raises InputError with line and column if it is not JSON."""
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno} column {error.colno}"
+        raise InputError(f"{path} is not JSON ({at}); it is damaged or cut off, fetch it again") from None
+    except (RecursionError, ValueError) as error:
+        reason = (
+            "its JSON is nested too deep" if isinstance(error, RecursionError) else "it holds a number of thousands of digits"
+        )
+        raise InputError(f"{path} is not a tokenizer's file: {reason}; fetch it again") from None
+
+
+def stated_ends(folder: Path) -> tuple[int, ...] | None:
+    """Return the ids at which generation_config.json, else config.json, says that a text ends; None if neither says it.
+
+    ``eos_token_id`` is one id, a list, or null for none; the first file that has it decides.
+    """
+    for name in ("generation_config.json", "config.json"):
+        content = read_json(folder / name) if (folder / name).is_file() else None
+        if isinstance(content, dict) and "eos_token_id" in content:
+            value = content["eos_token_id"]
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if any(type(i) is not int or i < 0 for i in ids):
+                raise InputError(f"{folder / name}: eos_token_id is {quoted(value)}; give one id, a list of them, or null")
+            return tuple(dict.fromkeys(ids))
+    return None
+
+
+def write(directory: Path, texts: Mapping[str, str | bytes]) -> list[Path]:
+    """Write each file aside, sync and rename it: no reader sees a partial file. A symlink is replaced, its target not changed."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        aside = directory / f".{name}.{os.getpid()}"
+        try:
+            with aside.open("wb") as file:
+                file.write(text.encode() if isinstance(text, str) else text)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(directory / name)
+        finally:
+            aside.unlink(missing_ok=True)
+    return [directory / name for name in texts]

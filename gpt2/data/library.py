@@ -1,0 +1,199 @@
+"""Any tokenizer that the `tokenizers` library runs: BPE, Unigram, WordPiece, WordLevel, with whatever stands around the model.
+
+:mod:`gpt2.data.auto` builds it from a folder's files. A byte-level BPE with GPT-2's own settings is encoded by tiktoken, which is
+ten times as fast, once :func:`gpt2.data.byte_level.core` has seen that the definition is one.
+"""
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self
+
+from gpt2.config import quoted
+from gpt2.data import byte_level
+from gpt2.data.tokenizer import Tokenizer, refuse_surrogates
+from gpt2.errors import InputError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of SentencePiece's byte fallback
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@contextmanager
+def library(where: str) -> Iterator[None]:
+    """Report what the library does not take as an InputError of one line."""
+    try:
+        yield
+    except InputError:
+        raise
+    except BaseException as error:  # its panics are no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = quoted(" ".join(str(error).split()))
+        raise InputError(f"{where}: the tokenizers library cannot read it ({reason}); fetch the files again") from None
+
+
+def text_of(token: Any) -> str:
+    return str(token["content"] if isinstance(token, dict) else getattr(token, "content", token))
+
+
+class LibraryTokenizer(Tokenizer):
+    """A pipeline of the `tokenizers` library, with the bytes of the files that it was read from.
+
+    Args:
+        backend: the pipeline; truncation and padding are switched off.
+        roles: "eos_token" and the like, each with its token.
+        merges: a BPE's merges in rank order, which the library does not give back.
+        kept: file name -> content, to be written back as it is.
+    """
+
+    def __init__(
+        self,
+        backend: "Backend",
+        *,
+        roles: Mapping[str, str] | None = None,
+        merges: byte_level.Merges | None = None,
+        kept: Mapping[str, bytes] | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend, self.roles, self.merges, self.kept = backend, dict(roles or {}), merges, dict(kept or {})
+        self.added = backend.get_added_tokens_decoder()  # id -> AddedToken
+        self.vocab = dict(sorted(backend.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1]))
+        self.special_tokens = {token.content: i for i, token in sorted(self.added.items()) if token.special}
+        self.matched = {token.content: i for i, token in sorted(self.added.items()) if not token.special}
+        self.eos = self.vocab.get(self.roles.get("eos_token", ""))
+        self.core = byte_level.core(backend, self.vocab, merges)
+        self._bytewise = byte_level.state(backend.decoder).get("type") == "ByteLevel"
+        tokens = byte_level.to_bytes(list(self.vocab)) if self._bytewise else [token.encode() for token in self.vocab]
+        by_id: list[bytes | None] = [None] * (max(self.vocab.values(), default=-1) + 1)
+        for i, token in zip(self.vocab.values(), tokens, strict=True):
+            by_id[i] = self.added[i].content.encode() if i in self.added else token
+        super().__init__(by_id)
+        plain = not any(token.single_word or token.lstrip or token.rstrip for token in self.added.values() if not token.special)
+        self.exact = self.core is not None and plain
+        names = sorted(self.matched, key=len, reverse=True)  # a token may be the beginning of a longer one
+        self._split = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        content: list[object] = [list(self.vocab), self.merges, sorted(self.special_tokens.values())]
+        content += [sorted(self.matched)] if self.matched else []
+        if not self.exact or self.template:
+            content = [self.definition()]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def definition(self) -> dict[str, Any]:
+        """Return what `tokenizer.json` says: the whole pipeline. A BPE's merges are lines, which every release reads."""
+        content: dict[str, Any] = json.loads(self.backend.to_str())
+        merges = content["model"].get("merges")
+        if merges and not any(" " in part for pair in merges for part in pair):
+            content["model"]["merges"] = [" ".join(pair) for pair in merges]
+        return content
+
+    @property
+    def template(self) -> list[int]:
+        """The ids that :meth:`encode_prompt` puts around a text."""
+        return list(self.backend.encode("", add_special_tokens=True).ids)
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        refuse_surrogates(text)
+        if self.core is None or not self.exact or (special and self.special_tokens):
+            return self._encode(text, special, False)
+        if self._split is None:
+            return self.core.encode(text)
+        ids: list[int] = []
+        for i, part in enumerate(self._split.split(text)):
+            ids += [self.matched[part]] if i % 2 else self.core.encode(part)
+        return ids
+
+    def encode_prompt(self, text: str, *, special: bool = False) -> list[int]:
+        refuse_surrogates(text)
+        return self._encode(text, special, True)
+
+    def _encode(self, text: str, special: bool, template: bool) -> list[int]:
+        self.backend.encode_special_tokens = not special
+        with library("the tokenizer"):
+            return list(self.backend.encode(text, add_special_tokens=template).ids)
+
+    def lengths(self, text: str) -> list[int]:
+        if self.exact:
+            return super().lengths(text)
+        refuse_surrogates(text)
+        self.backend.encode_special_tokens = True
+        spans = self.backend.encode(text, add_special_tokens=False).offsets  # in characters
+        starts, found, end = [0], list[int](), 0
+        for char in text:
+            starts.append(starts[-1] + len(char.encode()))
+        for number, (_, stop) in enumerate(spans, 1):
+            stop = len(text) if number == len(spans) else max(stop, end)
+            found.append(starts[stop] - starts[end])
+            end = stop
+        return found
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        if self._bytewise:
+            return super().decode_bytes(ids)
+        return self.backend.decode(self._known(ids), skip_special_tokens=False).encode()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if self._bytewise:
+            return super().decode_bytes([token_id])
+        if found := BYTE.fullmatch(self.token(token_id)):
+            return bytes.fromhex(found[1])
+        before, both = self.decode_bytes([self._before]), self.decode_bytes([self._before, token_id])
+        return both[len(before) :] if both.startswith(before) else self.decode_bytes([token_id])
+
+    @cached_property
+    def _before(self) -> int:
+        """An id that stands for a text before another token: a letter if there is one."""
+        return max(self.vocab.values(), key=lambda i: self.token(i).strip("▁#").isalpha() and i not in self.added)
+
+    def token(self, token_id: int) -> str:
+        return super().token(token_id) if self._bytewise else str(self.backend.id_to_token(token_id))
+
+    def with_tokens(self, tokens: Sequence[str]) -> Self:
+        from tokenizers import AddedToken
+
+        added = [token for token in dict.fromkeys(tokens) if token not in self.matched]
+        for token in added:
+            refuse_surrogates(token)
+            if not token or token in self.vocab:
+                why = "is in the vocabulary already" if token else "is empty"
+                raise InputError(f"add_tokens: {quoted(token)} {why}; give texts that are no token yet")
+        if not added:
+            return self
+        backend = copy.deepcopy(self.backend)
+        backend.add_tokens([AddedToken(token) for token in added])
+        grown = type(self)(backend, roles=self.roles, merges=self.merges)  # all its files are written anew
+        if [grown.vocab[token] for token in added] != list(range(self.n_vocab, grown.n_vocab)):
+            raise InputError("add_tokens: this vocabulary has ids without tokens, and the library fills them; use another one")
+        grown.chat, grown.stated = self.chat, self.stated
+        return grown
+
+    def texts(self, n_positions: int) -> dict[str, str | bytes]:
+        """Return the files that were read, and the others in which programs look for it: llama.cpp wants a BPE's own two."""
+        if self.kept and self.core is None:
+            return dict(self.kept)
+        own = self.core is not None and "eos_token" in self.roles
+        config = {
+            "add_prefix_space": False,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": n_positions,
+            "tokenizer_class": "GPT2Tokenizer" if own else "PreTrainedTokenizerFast",
+            **self.roles,
+        }
+        texts: dict[str, str | bytes] = {
+            "tokenizer.json": json.dumps(self.definition(), ensure_ascii=False, indent=1) + "\n",
+            "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+        }
+        if self.core is not None and self.merges is not None:
+            lines = ["#version: 0.2", *(" ".join(pair) for pair in self.merges)]
+            texts |= {"vocab.json": json.dumps(self.vocab), "merges.txt": "".join(f"{line}\n" for line in lines)}
+        return texts | self.kept

@@ -1,0 +1,362 @@
+"""Every kind of tokenizer: ids, prompts and texts equal those of AutoTokenizer, and a checkpoint with it works throughout."""
+
+import importlib.util
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from support.tokenizers import END, KINDS, SAMPLES, byte_level, pieces, resaved
+
+import gpt2
+from gpt2.checkpoint.export import export
+from gpt2.cli.main import main
+from gpt2.config import GPT2Config
+from gpt2.data import auto, from_directory
+from gpt2.data.library import LibraryTokenizer
+from gpt2.errors import InputError
+from gpt2.explore.lens import explorer
+from gpt2.parity.reference import reference_ids
+
+NEEDS_PIECES = ("T5", "T5 with sentinels", "ALBERT", "GPT-SW3")
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def made(kind: str, folder: Path) -> Path:
+    """A folder with that kind of tokenizer and GPT-2's config, as on the Hub."""
+    if kind in NEEDS_PIECES and importlib.util.find_spec("sentencepiece") is None:
+        pytest.skip("the extra sentencepiece is not installed")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    KINDS[kind](folder)
+    return folder
+
+
+def model_of(kind: str, folder: Path, **changes: object) -> Path:
+    """A tiny model with that tokenizer; its config ends a text where the tokenizer does."""
+    from transformers import AutoTokenizer
+
+    made(kind, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    torch.manual_seed(0)
+    model = gpt2.GPT2(GPT2Config(len(tokenizer), 64, 16, 1, 2))
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    gpt2.save(model, None, folder)
+    named = json.loads((folder / "config.json").read_text())
+    if kind == "BERT in config.json":
+        named["tokenizer_class"] = "BertTokenizerFast"
+    (folder / "config.json").write_text(json.dumps({**named, **ends, **changes}))
+    (folder / "generation_config.json").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_equal_those_of_auto_tokenizer(kind: str, tmp_path: Path) -> None:
+    """A normaliser, a template, the flags of an added token or a class that rebuilds its own pipeline were lost in silence."""
+    from transformers import AutoTokenizer
+
+    ours, theirs = from_directory(made(kind, tmp_path / "a")), AutoTokenizer.from_pretrained(tmp_path / "a")
+    plain = AutoTokenizer.from_pretrained(tmp_path / "a")
+    for text in SAMPLES:
+        whole = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode(text, special=True) == whole, text
+        assert ours.encode_prompt(text, special=True) == theirs(text)["input_ids"], text
+        assert ours.decode(whole) == theirs.decode(whole, clean_up_tokenization_spaces=False), text
+        assert ours.encode(text) == reference_ids(plain, text), text
+        if whole:
+            assert sum(ours.lengths(text)) == len(text.encode()), text
+    assert ours.n_vocab == len(theirs)
+    assert ours.eos == theirs.eos_token_id
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_are_written_back_as_they_were(kind: str, tmp_path: Path) -> None:
+    """An export was another tokenizer: without its template, its flags, its normaliser."""
+    from transformers import AutoTokenizer
+
+    source = model_of(kind, tmp_path / "a")
+    names = {path.name for path in source.iterdir()} - {"config.json", "model.safetensors"}
+    export(str(source), tmp_path / "out")
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in names} == {n: (source / n).read_bytes() for n in names}
+    theirs, copy = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert [copy(text)["input_ids"] for text in SAMPLES] == [theirs(text)["input_ids"] for text in SAMPLES]
+    again = from_directory(tmp_path / "out")
+    assert again.fingerprint == from_directory(source).fingerprint
+    assert [again.encode_prompt(text) for text in SAMPLES] == [from_directory(source).encode_prompt(text) for text in SAMPLES]
+
+
+def test_only_gpt2s_own_kind_is_encoded_by_tiktoken(tmp_path: Path) -> None:
+    """By what the library built, never by a file's name: vocab.json beside a normaliser, digits apart, a space in front."""
+    others = ("BERT", "Unigram", "byte-level, normalizer", "byte-level, digits apart", "byte-level, a space before every text")
+    for kind in ("byte-level", "template", "byte-level, normalizer that the class drops", *others, "lowercase beside vocab.json"):
+        tokenizer = from_directory(made(kind, tmp_path / kind))
+        assert isinstance(tokenizer, LibraryTokenizer)
+        assert (tokenizer.core is None) == (kind in (*others, "lowercase beside vocab.json")), kind
+
+
+@pytest.mark.parametrize("kind", ["BERT", "Unigram", "characters", "flags of added tokens", "GPT-SW3"])
+def test_a_checkpoint_works_throughout(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """verify, generate, compare with bits per byte of the text itself, and explore, with tokenizers that are not byte-level."""
+    source = model_of(kind, tmp_path / "a")
+    text = tmp_path / "text.txt"
+    text.write_text("The model of the text is the export.\nÜbung  naïve café. " * 6)
+    assert gpt2.verify(str(source), quick=True).ok
+    assert main(["generate", str(source), "--prompt", "the model", "--max-new-tokens", "3", "--json", str(tmp_path / "o")]) == 0
+    said = json.loads((tmp_path / "o").read_text())
+    assert said["prompt_ids"] == from_directory(source).encode_prompt("the model")
+    found = gpt2.compare(str(source), str(source), on=str(text), tokens=0)
+    assert found.distributions.a.score.bytes == pytest.approx(len(text.read_bytes()), abs=12)  # all but the first token's
+    with explorer(str(source)) as opened:
+        assert len(opened.look("the model").lenses[0].tokens) > 1
+
+
+def test_another_tokenizer_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: verify's texts must show a lost added token, a lost flag, a lost normaliser and a lost template."""
+    from tokenizers import AddedToken
+
+    def without_token(tokenizer: LibraryTokenizer) -> None:
+        tokenizer.encode = lambda text, special=False: byte.encode(text, special=special)  # type: ignore[method-assign]
+
+    def without_template(tokenizer: LibraryTokenizer) -> None:
+        tokenizer.encode_prompt = tokenizer.encode  # type: ignore[method-assign]
+
+    def without_normalizer(tokenizer: LibraryTokenizer) -> None:
+        tokenizer.backend.normalizer = None
+
+    def without_flags(tokenizer: LibraryTokenizer) -> None:
+        tokenizer.backend.add_tokens([AddedToken(token) for token in tokenizer.matched])
+
+    byte = from_directory(made("byte-level", tmp_path / "byte"))
+    broken = {
+        "stale vocab.json": without_token,
+        "template": without_template,
+        "lowercase beside vocab.json": without_normalizer,
+        "flags of added tokens": without_flags,
+    }
+    for kind, damage in broken.items():
+        source = model_of(kind, tmp_path / kind)
+        assert gpt2.verify(str(source), quick=True).ok
+        with monkeypatch.context() as patch:
+            opened = auto.open_folder
+
+            def damaged(folder: Path, damage=damage, opened=opened):
+                tokenizer = opened(folder)
+                damage(tokenizer)
+                return tokenizer
+
+            patch.setattr(auto, "open_folder", damaged)
+            report = gpt2.verify(str(source), quick=True)
+        assert next(check for check in report.checks if not check.ok).id == "tokens", kind
+
+
+# generation_config.json, config.json, the tokenizer's own -> the ids that end a text
+ENDINGS = {
+    "one": ({"eos_token_id": 5}, {"eos_token_id": 6}, (5,)),
+    "a list": ({"eos_token_id": [5, 7]}, {"eos_token_id": 6}, (5, 7)),
+    "none": ({"eos_token_id": None}, {"eos_token_id": 6}, ()),
+    "of the config": ({}, {"eos_token_id": [6, 8]}, (6, 8)),
+    "of the config alone": (None, {"eos_token_id": 6}, (6,)),
+    "of the tokenizer": (None, {}, (320,)),
+}
+
+
+@pytest.mark.parametrize("case", ENDINGS)
+def test_a_text_ends_where_its_files_say(case: str, tmp_path: Path) -> None:
+    """`<|endoftext|>` was looked up by name: a text ran through </s>, and a list was refused."""
+    generation, config, ends = ENDINGS[case]
+    source = model_of("byte-level", tmp_path / "a")
+    content = json.loads((source / "config.json").read_text())
+    del content["eos_token_id"]
+    (source / "config.json").write_text(json.dumps(content | config))
+    if generation is not None:
+        (source / "generation_config.json").write_text(json.dumps(generation))
+    tokenizer = gpt2.load_tokenizer(str(source))
+    assert tokenizer.ends == ends
+    export(str(source), tmp_path / "out")
+    assert gpt2.load_tokenizer(str(tmp_path / "out")).ends == ends
+    model = gpt2.load(str(source))
+    stop = gpt2.generation.StopText(tokenizer)
+    ids = gpt2.generate(model, [1], 40, temperature=3, seed=0, stop=stop)
+    assert not {*ids[1:-1]} & {*ends}
+
+
+def test_rows_and_tokens_that_do_not_meet(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Padded rows ended generation in an error; a [PAD] that was added and not resized made every command refuse."""
+    padded = model_of("byte-level", tmp_path / "padded")
+    tokenizer = gpt2.load_tokenizer(str(padded))
+    model = gpt2.GPT2(GPT2Config(tokenizer.n_vocab + 200, 64, 16, 1, 2, bos_token_id=0, eos_token_id=0))
+    gpt2.save(model, tokenizer, padded)
+    out = str(tmp_path / "o")
+    assert main(["generate", str(padded), "--prompt", "the", "--max-new-tokens", "60", "--seed", "1", "--json", out]) == 0
+    assert max(json.loads(Path(out).read_text())["ids"]) < tokenizer.n_vocab
+
+    short = tmp_path / "short"
+    short.mkdir()
+    resaved(short, [], {"pad_token": "[PAD]"})
+    size = from_directory(short).n_vocab - 1
+    gpt2.save(gpt2.GPT2(GPT2Config(size, 64, 16, 1, 2, bos_token_id=0, eos_token_id=0)), None, short)
+    capsys.readouterr()
+    assert main(["generate", str(short), "--prompt", "the", "--max-new-tokens", "4"]) == 0
+    assert f"'[PAD]' ({size})" in capsys.readouterr().err
+    assert main(["generate", str(short), "--prompt", "[PAD]the", "--special"]) == 2
+    assert "the token '[PAD]'" in capsys.readouterr().err
+    assert gpt2.verify(str(short), quick=True).ok
+    assert "'[PAD]'" in export(str(short), tmp_path / "kept").notes[0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_not_finite_end_in_one_line(value: float, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """NaN weights printed "!!!!!" with exit code 0; an infinity was a traceback."""
+    source = model_of("byte-level", tmp_path / "a")
+    model = gpt2.load(str(source))
+    model.ln_f.bias.data[0] = value
+    gpt2.save(model, gpt2.load_tokenizer(str(source)), source)
+    lines = [
+        ("generate", str(source), "--prompt", "the", "--temperature", "0"),
+        ("generate", str(source), "--prompt", "the"),
+        ("generate", str(source), "--prompt", "the", "--temperature", "0", "--draft", str(source)),
+        ("compare", str(source), "shakespeare-mini", "--on", str(source / "config.json")),
+        ("export", str(source), str(tmp_path / "out")),
+    ]
+    for line in lines:
+        assert main([*line]) == 2, line
+        (said,) = capsys.readouterr().err.strip().splitlines()
+        assert "not finite" in said
+    with pytest.raises(InputError, match="not finite"):
+        gpt2.generate(gpt2.load(str(source)), [1, 2], 3, temperature=0)
+
+
+def test_the_text_of_a_special_token(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """DialoGPT is asked with <|endoftext|>: it was 13 characters, and nothing said so."""
+    source, out = str(model_of("byte-level", tmp_path / "a")), str(tmp_path / "o")
+    line = ("generate", source, "--prompt", f"the model{END}", "--max-new-tokens", "1", "--json", out)
+    assert main([*line]) == 0
+    assert f"note: {END} in the prompt is read as ordinary characters; --special" in capsys.readouterr().err
+    assert 320 not in json.loads(Path(out).read_text())["prompt_ids"]
+    assert main([*line, "--special"]) == 0
+    assert json.loads(Path(out).read_text())["prompt_ids"][-1] == 320
+
+
+def test_files_that_disagree_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The base's vocab.json won over a newer tokenizer.json, whose added token was lost."""
+    auto._warn.cache_clear()
+    folder = made("stale vocab.json", tmp_path / "a")
+    for _ in range(2):
+        tokenizer = from_directory(folder)
+    assert tokenizer.encode("PersonA")[0] == tokenizer.n_vocab - 1
+    assert [record.getMessage().count("disagree about 'PersonA'") for record in caplog.records] == [1]
+    auto._warn.cache_clear()
+    caplog.clear()
+    made("byte-level", tmp_path / "b")
+    from_directory(tmp_path / "b").save(tmp_path / "b")  # adds the tokenizer.json
+    from_directory(tmp_path / "b")
+    assert caplog.records == []
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "ab" * 32 + "\nsize 1042301\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model"]
+)
+def test_what_stands_in_a_files_place_is_named(name: str, tmp_path: Path) -> None:
+    """A clone without git-lfs, and a copied cache whose links lead nowhere."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    if name in ("vocab.json", "merges.txt"):
+        byte_level(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).write_text(POINTER)
+    with pytest.raises(InputError, match=rf"{name} is a git-lfs pointer"):
+        from_directory(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("../blobs/gone")
+    with pytest.raises(InputError, match=rf"{name}.* a link to \.\./blobs/gone, which is not there"):
+        from_directory(tmp_path)
+
+
+def test_links_to_nothing_are_named(tmp_path: Path) -> None:
+    """A copied cache: 'no model.safetensors there; the folder holds config.json, model.safetensors'."""
+    source = model_of("byte-level", tmp_path / "a")
+    for name in ("model.safetensors", "config.json"):
+        copy = tmp_path / name
+        copy.mkdir()
+        for file in ("model.safetensors", "config.json"):
+            (copy / file).symlink_to(source / file if file != name else "../blobs/gone")
+        with pytest.raises(InputError, match=rf"{name} is a link to \.\./blobs/gone, which is not there"):
+            gpt2.load(str(copy))
+
+
+def test_a_class_that_is_not_known_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With tokenizer.json it is run as it is, and said; without it there is nothing to run."""
+    auto._warn.cache_clear()
+    made("WordLevel", tmp_path / "a")
+    config = tmp_path / "a" / "tokenizer_config.json"
+    config.write_text(config.read_text().replace("PreTrainedTokenizerFast", "SomethingTokenizer"))
+    assert from_directory(tmp_path / "a").n_vocab > 3
+    assert "SomethingTokenizer, is not known here" in caplog.text
+    made("BERT", tmp_path / "b")
+    (tmp_path / "b" / "tokenizer_config.json").write_text('{"tokenizer_class": "BertJapaneseTokenizer"}')
+    with pytest.raises(InputError, match="a BertJapaneseTokenizer, is not known here"):
+        from_directory(tmp_path / "b")
+
+
+def test_sentencepiece_is_asked_for_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ImportError's traceback does not say which extra to install."""
+    (tmp_path / "spiece.model").write_bytes(b"x")
+    monkeypatch.setitem(__import__("sys").modules, "sentencepiece", None)
+    with pytest.raises(InputError, match=r"spiece.model: reading it takes sentencepiece .*gpt2-toolkit\[sentencepiece\]"):
+        from_directory(tmp_path)
+
+
+def test_a_damaged_piece_model_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    pieces(tmp_path, "GPTSw3Tokenizer", "bpe", {"vocab_size": 400, "byte_fallback": True})
+    (tmp_path / "spiece.model").write_bytes((tmp_path / "spiece.model").read_bytes()[:99])
+    for name in ("GPTSw3Tokenizer", "T5Tokenizer"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+        with pytest.raises(InputError, match="not a SentencePiece model"):
+            from_directory(tmp_path)
+
+
+def mutate(rng: random.Random, content: object) -> None:
+    """Put a value of another type somewhere into a JSON value, or take one away."""
+    places: list[tuple[dict | list, object]] = []
+
+    def walk(value: object) -> None:
+        keys = list(value)[:40] if isinstance(value, dict) else range(min(len(value), 10)) if isinstance(value, list) else ()
+        for key in keys:
+            places.append((value, key))
+            walk(value[key])
+
+    walk(content)
+    holder, key = rng.choice(places)
+    holder[key] = rng.choice([None, 5, -1, 2**70, 1.5, True, "", "x", [], {}, ["a"], {"a": 1}, [[1, 2]], "\ud800", [None]])
+
+
+@pytest.mark.parametrize("kind", ["byte-level, bos added", "flags of added tokens", "BERT, tokenizer.json", "Unigram"])
+def test_any_value_in_a_file_is_read_or_refused_in_one_line(kind: str, tmp_path: Path) -> None:
+    """A tokenizer_config.json with a number for a list ended in a traceback, a tokenizer.json in a panic of Rust."""
+    rng, refused, source = random.Random(0), list[str](), made(kind, tmp_path / "a")
+    files = {path.name: path.read_bytes() for path in source.iterdir()}
+    for _ in range(60):
+        name = rng.choice([name for name in files if name.endswith(".json")])
+        content = json.loads(files[name])
+        mutate(rng, content)
+        (source / name).write_text(json.dumps(content))
+        try:
+            tokenizer = from_directory(source)
+            tokenizer.decode(tokenizer.encode_prompt("the model [CLS] Übung", special=True))
+            tokenizer.bytes_by_id()
+        except InputError as error:
+            refused.append(str(error))
+        (source / name).write_bytes(files[name])
+    assert 5 < len(refused) < 55
+    assert "\n" not in "".join(refused)
