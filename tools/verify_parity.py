@@ -21,6 +21,7 @@ from torch import Tensor
 import gpt2
 from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.sources import resolve
+from gpt2.measure.rounding import rounding_noise
 from gpt2.model import GPT2, eager_attention
 
 
@@ -53,17 +54,19 @@ def parity(path: Path) -> dict[str, float]:
     expected = {name.removeprefix("transformer."): p.grad for name, p in theirs.named_parameters()}
     gradients = max(((p.grad - expected[name]).norm() / expected[name].norm()).item() for name, p in ours.named_parameters())
 
-    # 3. As precise? In float32 each strays from the float64 run; ours may stray no more than 1.5 times as far.
+    # 3. As precise? In float32 ours strays from the float64 run, at most twice as far as random rounding errors explain.
+    with torch.no_grad(), rounding_noise(torch.float32):
+        explained = (theirs(ids).logits - exact).norm().item()
     ours, theirs = both(torch.float32)
     with torch.no_grad():
-        our_error, their_error = (ours(ids) - exact).norm().item(), (theirs(ids).logits - exact).norm().item()
+        our_error = (ours(ids) - exact).norm().item()
 
     # 4. The same text?
     prompt = ids[:, :8]
     settings = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
     theirs.generation_config.eos_token_id = None
     text = int((gpt2.generate(ours, prompt, 24, temperature=0) != theirs.generate(prompt, **settings)).sum())
-    return {"logits": mapping, "cached": cached, "gradients": gradients, "rounding_ratio": our_error / their_error, "text": text}
+    return {"logits": mapping, "cached": cached, "gradients": gradients, "rounding_ratio": our_error / explained, "text": text}
 
 
 # Ten ways to be almost right. Each breaks a loaded model in place.
@@ -175,7 +178,7 @@ def main() -> int:
         for name, value in result.items():
             print(f"{name:16} {value:.3g}")
         exact = max(result["logits"], result["cached"], result["gradients"])
-        ok = exact <= 1e-10 and result["rounding_ratio"] <= 1.5 and result["text"] == 0
+        ok = exact <= 1e-10 and result["rounding_ratio"] <= 2 and result["text"] == 0
     print(json.dumps({"model": args.model, "ok": ok, **result}))
     return 0 if ok else 1
 

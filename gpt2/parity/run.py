@@ -1,8 +1,8 @@
 """Verify that our model equals transformers' model on the same files.
 
 There are two rules. In float64 both implementations must agree to 1e-10 at every point: rounding is smaller, and any bug is
-larger. In the requested dtype, our error against that float64 run is at most 1.5 times the error of transformers. So the bound
-follows from the model, its depth and the dtype. README.md in this folder has the definition.
+larger. In the requested dtype, our error against that float64 run is at most twice what rounding explains. So the bound follows
+from the model, its depth and the dtype, and not from the machine. README.md in this folder has the definition.
 """
 
 from __future__ import annotations
