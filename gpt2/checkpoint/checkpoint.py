@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,6 +77,11 @@ class StoredCheckpoint(Checkpoint):
 
     path: Path
     assignment: Assignment
+
+    @property
+    def extra(self) -> dict[str, Tensor]:
+        """The tensors of other heads beside the language model, such as a classifier's, by their keys."""
+        return {key: self.assignment.files[key].read(key) for key in self.assignment.extra}
 
     @property
     def container(self) -> str:
@@ -152,6 +157,7 @@ def open_path(
         files = open_weights(path)
         config = config_of(path, files)
         assignment = match(files, config, path)
+        config = replace(config, tie_word_embeddings=assignment.tied)
         return StoredCheckpoint(name, revision, config, dtype or assignment.dtype, assignment.dtype, path, assignment)
     adapter = read_adapter(path)
     try:

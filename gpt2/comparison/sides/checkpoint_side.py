@@ -77,7 +77,7 @@ class CheckpointSide(Side):
         """Load the model in eval mode, on the side's device, for the time of the ``with`` block; ``dtype`` replaces its own."""
         if self.by_transformers:
             with reference.directory(self.checkpoint) as folder:
-                yield placed(reference.load_reference(folder, dtype or self.dtype), self.device)
+                yield placed(reference.load_reference(folder, dtype or self.dtype, self.config), self.device)
         else:
             yield placed(self.checkpoint.load(dtype), self.device)
 
