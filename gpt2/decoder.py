@@ -99,7 +99,7 @@ class ForwardPass:
         self.qkv_width, self.inner_width = 3 * model.config.n_embd, model.config.inner
         self.embed, self.positions = model.wte.forward, model.wpe.weight
         self.head = model.head_table.weight
-        self.head_scale = model.head_table.scale if isinstance(model, Int8GPT2) else None
+        self.head_scale = model.head_table.get_buffer("scale") if isinstance(model, Int8GPT2) else None
         self.transposed_head: Tensor | None = None
         self.ln_f = _norm(model.ln_f)
         self.blocks = [

@@ -171,7 +171,7 @@ class Int8GPT2(GPT2):
 
     def head(self, hidden: Tensor) -> Tensor:
         table = self.head_table
-        return product(hidden.reshape(-1, hidden.size(-1)), table.weight, table.scale).view(*hidden.shape[:-1], -1)
+        return product(hidden.reshape(-1, hidden.size(-1)), table.weight, table.get_buffer("scale")).view(*hidden.shape[:-1], -1)
 
     def new_cache(self, batch: int = 1, capacity: int | None = None) -> KVCache:
         return KVCache(self.config, batch, capacity, device=self.wte.weight.device)

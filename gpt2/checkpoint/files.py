@@ -89,7 +89,9 @@ def _shards(index: Path, suffix: str) -> dict[str, Container]:
     if not shards or not all(isinstance(shard, str) and re.fullmatch(name, shard, re.ASCII) for shard in shards):
         raise CheckpointError(f"{index}: has no weight_map from tensors to {suffix} files beside it; fetch it again")
     held = _by_tensor([open_file(index.parent / shard) for shard in sorted(set(shards))])
-    there = {key: shard for key, shard in weight_map.items() if key in held or from_file(key) != HEAD}  # a tied copy may be left out
+    there = {
+        key: shard for key, shard in weight_map.items() if key in held or from_file(key) != HEAD
+    }  # a tied copy may be left out
     wrong = [key for key, shard in there.items() if key not in held or held[key].path.name != shard]
     wrong += [key for key in held if key not in weight_map]
     if wrong:

@@ -6,7 +6,7 @@ Our modules have Hugging Face's names, so those keys differ only by a prefix. Re
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from gpt2.config import GPT2Config
 
@@ -159,6 +159,11 @@ def _from_path(key: str) -> str:
     if PREFIX[:-1] in modules:
         modules = modules[len(modules) - modules[::-1].index(PREFIX[:-1]) :]
     return ".".join((*modules, _LEAVES.get(leaf, leaf)))
+
+
+def head_name(names: Container[str]) -> str:
+    """Return which of a model's parameters the head multiplies by: its own, or the token embedding."""
+    return HEAD if HEAD in names else "wte.weight"
 
 
 def to_file(name: str) -> str:

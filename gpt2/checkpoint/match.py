@@ -109,7 +109,9 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
     faults |= {
         "missing": [name for name in wanted if name not in sources and name not in absent],
         "there twice, with other values": twice,
-        "not floating point": [held[0] for held in sources.values() if not files[held[0]].entries[held[0]].dtype.is_floating_point],
+        "not floating point": [
+            held[0] for held in sources.values() if not files[held[0]].entries[held[0]].dtype.is_floating_point
+        ],
     }
     # If the tensors agree on another size than the config's, one statement explains many mismatches.
     stated = {**vars(config), "n_inner": config.inner}
@@ -132,7 +134,9 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
         why = f" ({len(straight)} matrices lie [in, out] and {len(reversed_)} [out, in])" if straight and reversed_ else ""
         problems.append(f"misshapen: {', '.join(misshapen[:4])}{more}{why}")
     if problems:
-        raise CheckpointError(f"{where}: the tensors do not fit the config: {'; '.join(problems)}; correct the config or the file")
+        raise CheckpointError(
+            f"{where}: the tensors do not fit the config: {'; '.join(problems)}; correct the config or the file"
+        )
     return Assignment(files, sources, wanted, transposed, absent, tuple(dropped), tuple(extra), tuple(notes))
 
 
@@ -141,7 +145,9 @@ def _thirds(name: str) -> list[str]:
     return [name.replace(".c_attn.", f".{part}.") for part in keys.SHARES] if ".c_attn." in name else [name]
 
 
-def _drop(files: Mapping[str, Container], others: Mapping[str, str], dropped: list[str]) -> tuple[list[str], dict[str, list[str]]]:
+def _drop(
+    files: Mapping[str, Container], others: Mapping[str, str], dropped: list[str]
+) -> tuple[list[str], dict[str, list[str]]]:
     """Add the redundant keys to ``dropped``; return the keys of other heads, and the faults of the rest."""
     extra: list[str] = []
     faults: dict[str, list[str]] = {}
