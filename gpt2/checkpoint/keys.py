@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping
 from gpt2.config import GPT2Config
 
 PREFIX = "transformer."  # written by transformers, absent from the official files
-# Names that wrappers put before or into keys: torch.compile, DistributedDataParallel, FSDP, activation checkpointing, Fabric, Opacus.
+# Names that wrappers put before or into keys: torch.compile, DDP, FSDP, activation checkpointing, Lightning Fabric, Opacus.
 WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_?module|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", re.ASCII
 )
@@ -124,7 +124,7 @@ def layer(name: str) -> int | None:
 
 
 def from_file(key: str) -> str:
-    """Return our name for a file's key in any known format, behind any prefix; of an unknown key, what follows the known prefixes.
+    """Return our name for a file's key in any known format, behind any prefix; of an unknown key, what follows known prefixes.
 
     ``h.3.attn.q.weight`` is a third of ``h.3.attn.c_attn.weight`` (:func:`share`).
     """

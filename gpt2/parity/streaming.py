@@ -55,8 +55,8 @@ class Streamed:
     """A context in which ``model`` computes in ``weights.dtype``, forward and backward, a block at a time.
 
     Args:
-        weights: for the blocks; ``outside`` for the embeddings and an untied head, which stay converted as long as the context. The final norm
-            counts as one more block, the last layer.
+        weights: for the blocks; ``outside`` for the embeddings and an untied head, which stay converted as long as the context.
+            The final norm counts as one more block, the last layer.
         pulse: called with the layer whenever a block begins; it may raise to stop the run.
         receive: called in the backward pass with the gradients of each block for each sequence.
     """
