@@ -165,8 +165,7 @@ HOSTILE = [
     ("model_type", {"a": "b" * 10**6}, "reads GPT-2 only"),
     ("add_cross_attention", True, "decoder-only"),
     ("is_encoder_decoder", "yes", "decoder-only"),
-    ("tie_word_embeddings", False, "tied"),
-    ("tie_word_embeddings", 0, "tied"),
+    ("tie_word_embeddings", 0, "tie_word_embeddings must be bool"),
     ("hidden_size", 24, "n_embd is 12 and hidden_size, its other name, 24"),
     ("num_attention_heads", float("nan"), "other name"),
 ]

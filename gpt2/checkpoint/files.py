@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from gpt2.checkpoint.containers import Container, listed, read_json, shown
+from gpt2.checkpoint.containers import Container, listed, read_json, refuse_other_format, shown
 from gpt2.checkpoint.containers.flax_file import FlaxFile
 from gpt2.checkpoint.containers.gguf_file import GGUFFile
 from gpt2.checkpoint.containers.keras_file import SIGNATURE, KerasFile
@@ -74,6 +74,8 @@ def open_file(path: Path) -> Container:
         return KerasFile(path)
     if path.suffix == ".msgpack":  # it has no signature: any bytes are a beginning of some MessagePack
         return FlaxFile(path)
+    if not head.endswith(b"\0{"):
+        refuse_other_format(MappedFile(path))
     if path.suffix not in LONE and not head.endswith(b"\0{"):
         raise CheckpointError(
             f"{path}: does not begin as weights do; give safetensors, torch.save's, HDF5, .msgpack, GGUF, llm.c's, or an .index"

@@ -117,6 +117,12 @@ def without_leading_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[1:] if len(shape) == 3 and shape[0] == 1 else shape
 
 
+def is_parameter(name: str) -> bool:
+    """Return whether one of our names is a parameter's of some GPT-2, or of a third of one."""
+    name, _ = share(name)
+    return name in TABLE or name == HEAD or layer(name) is not None
+
+
 def layer(name: str) -> int | None:
     """Return the layer of a per-layer parameter, counted from zero; None for other names."""
     match = re.match(r"h\.(\d{1,5})\.", name, re.ASCII)

@@ -89,7 +89,8 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
     parts = {name: [name] if name in found else _thirds(name) for name in wanted}
     sources = {name: tuple(found[part][0] for part in each) for name, each in parts.items() if found.keys() >= set(each)}
     apart = [name for name, held in sources.items() if len(held) > 1]
-    if empty := [held[0] for held in sources.values() if 0 in files[held[0]].entries[held[0]].shape]:
+    first = {name: files[held[0]].entries[held[0]] for name, held in sources.items()}
+    if empty := [sources[name][0] for name, entry in first.items() if len(wanted[name]) == 2 and entry.shape == (0,)]:
         raise CheckpointError(f"{where}: {len(empty):,} of its tensors ({listed(empty, 1)}) are {EMPTY}")
     dropped = [key for held in found.values() for key in held[1:] if _same(files, key, held[0])]
     twice = [key for held in found.values() for key in held[1:] if key not in dropped]
@@ -109,9 +110,7 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
     faults |= {
         "missing": [name for name in wanted if name not in sources and name not in absent],
         "there twice, with other values": twice,
-        "not floating point": [
-            held[0] for held in sources.values() if not files[held[0]].entries[held[0]].dtype.is_floating_point
-        ],
+        "not floating point": [held[0] for name, held in sources.items() if not first[name].dtype.is_floating_point],
     }
     # If the tensors agree on another size than the config's, one statement explains many mismatches.
     stated = {**vars(config), "n_inner": config.inner}
