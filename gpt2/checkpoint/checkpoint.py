@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,6 +77,7 @@ class StoredCheckpoint(Checkpoint):
 
     path: Path
     assignment: Assignment
+    assumed: str = field(default="", kw_only=True)  # what the files do not say of the config
 
     @property
     def extra(self) -> dict[str, Tensor]:
@@ -145,28 +146,39 @@ def open_checkpoint(name: ModelName, *, offline: bool = False) -> Checkpoint:
         config = official_size(name.random.size)
         return RandomCheckpoint(name.base, None, config, dtype or torch.float32, torch.float32, name.random)
     source = locate(name, offline=offline)
-    return open_path(source.path, name=source.name, revision=source.revision, dtype=dtype, offline=offline)
+    return open_path(
+        source.path, name=source.name, revision=source.revision, dtype=dtype, offline=offline, activation=name.activation
+    )
 
 
 def open_path(
-    path: Path, *, name: str | None = None, revision: str | None = None, dtype: torch.dtype | None = None, offline: bool = False
+    path: Path,
+    *,
+    name: str | None = None,
+    revision: str | None = None,
+    dtype: torch.dtype | None = None,
+    offline: bool = False,
+    activation: str | None = None,
 ) -> StoredCheckpoint:
     """Open a local directory or file as :func:`open_checkpoint` does; only an adapter's base may come from elsewhere."""
     name = str(path) if name is None else name
     if not is_adapter(path):
         files = open_weights(path)
-        config = config_of(path, files)
+        config, assumed = config_of(path, files, activation)
         assignment = match(files, config, path)
         config = replace(config, tie_word_embeddings=assignment.tied)
-        return StoredCheckpoint(name, revision, config, dtype or assignment.dtype, assignment.dtype, path, assignment)
+        stored = assignment.dtype
+        return StoredCheckpoint(name, revision, config, dtype or stored, stored, path, assignment, assumed=assumed)
     adapter = read_adapter(path)
     try:
-        base = open_path(base_of(adapter, offline=offline), name=adapter.base)
+        base = open_path(base_of(adapter, offline=offline), name=adapter.base, activation=activation)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: a LoRA adapter; its base model cannot be opened: {error}") from None
     adapter.require_fit(base.assignment.shapes)
     stored = base.stored
-    return AdaptedCheckpoint(name, revision, base.config, dtype or stored, stored, path, base.assignment, adapter, base)
+    return AdaptedCheckpoint(
+        name, revision, base.config, dtype or stored, stored, path, base.assignment, adapter, base, assumed=base.assumed
+    )
 
 
 def tokenizer_of(path: Path, *, offline: bool = False) -> Tokenizer:

@@ -70,6 +70,7 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
     if isinstance(checkpoint, AdaptedCheckpoint):
         adapter = checkpoint.adapter
         notes.append(f"a LoRA adapter of {adapter.base}, merged into {len(adapter.factors)} of its matrices as it is read")
+    notes += [checkpoint.assumed] if checkpoint.assumed else []
     notes += [*assignment.notes, *(note for file in dict.fromkeys(assignment.files.values()) for note in file.notes)]
     notes += ["no biases are stored; zeros are used"] if assignment.absent else []
     notes += [f"left out, as no part of the language model: {listed(list(assignment.extra))}"] if assignment.extra else []

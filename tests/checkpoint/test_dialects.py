@@ -181,7 +181,7 @@ def test_square_matrices_follow_the_others(tmp_path: Path) -> None:
     """attn.c_proj is square: if it alone is not transposed, only the logits are wrong."""
     directory, truth, config = DIALECTS["linear-shards"].write(tmp_path)
     files = open_weights(directory)
-    assignment = match(files, config_of(directory, files), directory)
+    assignment = match(files, config_of(directory, files)[0], directory)
     assert assignment.transposed
     stored = files["transformer.h.1.attn.c_proj.weight"].read("transformer.h.1.attn.c_proj.weight")
     assert not torch.equal(stored, truth["h.1.attn.c_proj.weight"])

@@ -300,8 +300,10 @@ def hostile_file(form: str, path: Path, evil: Any) -> Callable[[Path], Any]:
      "nanogpt", "optimizer", "protocol 4"],
 )  # fmt: skip
 def test_code_is_never_run(tmp_path: Path, form: str, way: str) -> None:
-    """A file whose weights can be read is read, with a note of what its pickle names; the rest is refused. Control: unpickling the
-    same file does run the code."""
+    """A file whose weights can be read is read, with a note of what its pickle names; the rest is refused.
+
+    Control: unpickling the same file does run the code.
+    """
     path, canary = tmp_path / "pytorch_model.bin", tmp_path / "canary"
     victim = hostile_file(form, path, Called(*WAYS[way](str(canary))))
     if form in ("zip", "legacy", "device", "hooks", "nanogpt", "optimizer"):
@@ -623,7 +625,7 @@ def test_a_pickle_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pu
 
 HASH = 2**61 - 1  # CPython's modulus for the hash of an integer
 PUSHES = [
-    (b"}" + b")" * 100_000 + b"\x86" * 99_999 + b"Ns.", "no tensor at 'a key'"),  # a key nested so deep that its hash overflows C's stack
+    (b"}" + b")" * 100_000 + b"\x86" * 99_999 + b"Ns.", "no tensor at 'a key'"),  # its hash overflows C's stack
     (b")" + b"\x85" * 150_000 + b".", "type tuple"),
     (b")" + b"q\x00h\x00\x86" * 50_000 + b".", "type tuple"),  # 2 ** 50,000 elements, if they were there
     (b"}q\x00U\x01ah\x00s.", "no tensor at a"),  # contains itself
