@@ -116,6 +116,9 @@ class GPT2Config:
             if raw.get(key):
                 given = quoted(raw[key])
                 raise CheckpointError(f"{where}: {key} is {given}, but GPT-2 is a decoder-only model; use another checkpoint")
+        if raw.get("quantization_config"):
+            what = f"quantization_config is {quoted(raw['quantization_config'])}: quantised weights are not read"
+            raise CheckpointError(f"{where}: {what}; give the model that they were made from")
         values = {field.name: raw[field.name] for field in fields(cls) if field.name in raw}
         for alias, name in ALIASES.items():
             if alias in raw and values.setdefault(name, raw[alias]) != raw[alias]:

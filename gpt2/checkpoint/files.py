@@ -64,6 +64,8 @@ def open_file(path: Path) -> Container:
     if (bundle := TENSORFLOW.fullmatch(path.name)) and path.with_name(f"{bundle[1]}.index").is_file():
         return TensorBundle(path.with_name(bundle[1]))
     head = MappedFile(path).bytes(0, 9)
+    if not head.endswith(b"\0{") and not head.startswith((b"P", b"\x80", b"G")):
+        refuse_other_format(MappedFile(path))
     if head.startswith(b"GGUF"):
         return GGUFFile(path)
     if head.startswith(b"PK\x03\x04") or (head.startswith(b"\x80") and not head.endswith(b"\0{")):
@@ -74,8 +76,6 @@ def open_file(path: Path) -> Container:
         return KerasFile(path)
     if path.suffix == ".msgpack":  # it has no signature: any bytes are a beginning of some MessagePack
         return FlaxFile(path)
-    if not head.endswith(b"\0{"):
-        refuse_other_format(MappedFile(path))
     if path.suffix not in LONE and not head.endswith(b"\0{"):
         raise CheckpointError(
             f"{path}: does not begin as weights do; give safetensors, torch.save's, HDF5, .msgpack, GGUF, llm.c's, or an .index"

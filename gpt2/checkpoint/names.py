@@ -80,7 +80,7 @@ class ModelName:
         revision: str | None = None,
         activation: str | None = None,
     ) -> ModelName:
-        """Parse ``"org/name@v1:bf16"``, ``"random:gpt2:7"``, ``"ckpt.pt:gelu_new"``. Raises InputError: unknown, contradictory."""
+        """Parse ``"org/name@v1:bf16"``, ``"random:gpt2:7"``, ``"ckpt.pt:gelu"``. Raises InputError: unknown, contradictory."""
         text = os.fspath(text)
         base, activation = _split_activation(text, activation)
         base, suffix = _split_dtype(base, use)

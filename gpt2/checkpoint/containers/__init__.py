@@ -103,6 +103,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.bytes(0, file.size).decode())
     except (ValueError, RecursionError) as error:
+        refuse_other_format(file)
         raise CheckpointError(f"{path}: is not JSON ({str(error)[:80]}); fetch it again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: is not a JSON object; fetch it again")
