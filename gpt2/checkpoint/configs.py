@@ -106,7 +106,7 @@ def _from_shapes(path: Path, files: Mapping[str, Container]) -> GPT2Config:
             f"put one beside them with {', '.join(SIZES)}"
         )
     inner = shown.pop("n_inner", None)
-    known = {"n_head": heads, "n_inner": None if inner == 4 * shown["n_embd"] else inner}
+    known: dict[str, Any] = {"n_head": heads, "n_inner": None if inner == 4 * shown["n_embd"] else inner}
     # minGPT of 2020, whose feed-forward is a Sequential, has the exact GELU.
     known |= {"activation_function": "gelu"} if any(re.search(r"\bblocks\.0\.mlp\.0\.", key) for key in files) else {}
     return _checked(shown | known, path)
