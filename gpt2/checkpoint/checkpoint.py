@@ -16,7 +16,7 @@ from gpt2.checkpoint.configs import config_of
 from gpt2.checkpoint.containers import gguf_file
 from gpt2.checkpoint.files import files_of, folder_of, open_weights
 from gpt2.checkpoint.keys import expected
-from gpt2.checkpoint.match import Assignment, match
+from gpt2.checkpoint.match import Assignment, match, require_names
 from gpt2.checkpoint.names import ModelName, RandomWeights
 from gpt2.checkpoint.peft_files import Adapter, base_of, is_adapter, read_adapter
 from gpt2.checkpoint.sources import locate
@@ -164,6 +164,7 @@ def open_path(
     name = str(path) if name is None else name
     if not is_adapter(path):
         files = open_weights(path)
+        require_names(files, path)
         config, assumed = config_of(path, files, activation)
         assignment = match(files, config, path)
         config = replace(config, tie_word_embeddings=assignment.tied)

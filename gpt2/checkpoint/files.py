@@ -27,6 +27,8 @@ LAYOUTS = ((WEIGHTS, INDEX, ".safetensors"), ("pytorch_model.bin", "pytorch_mode
 OLD_LAYOUTS = ("flax_model.msgpack", "tf_model.h5")
 # Suffixes of a single weights file in a folder without the names above.
 LONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+# What trainers write beside the weights, with the same suffixes.
+TRAINERS = re.compile(r"(optimizer|scheduler|scaler|rng_state\w*|training_args|\w*optim_states)\.(bin|pt|pth)", re.ASCII)
 TENSORFLOW = re.compile(r"(.+)\.(index|meta|data-\d{5}-of-\d{5})", re.ASCII)
 
 
@@ -54,6 +56,7 @@ def open_weights(path: Path) -> dict[str, Container]:
         what = f"a LoRA adapter, not a model; gpt2 export {path} DIR writes the model that it makes of its base"
         raise CheckpointError(f"{path}: {what}")
     lone = [file for file in _files(path) if file.suffix in LONE and magic_of(file) not in OTHER_FILES]
+    lone = [file for file in lone if not TRAINERS.fullmatch(file.name)]
     if len(lone) != 1:
         raise CheckpointError(f"{path}: no {WEIGHTS} there; {what_is_there(path)}")
     return _by_tensor([open_file(lone[0])])
@@ -111,7 +114,9 @@ def what_is_there(path: Path) -> str:
     for name in ("best", *reversed(steps)):
         if (path / name / WEIGHTS).is_file():
             return f"it is the folder of a training run, give {path / name}"
-    several = [name for name in names if name.endswith(LONE)]
+    if any(name.endswith(".distcp") for name in names):
+        return f"shards of a run; python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} model.pt joins them"
+    several = [name for name in names if name.endswith(LONE) and not TRAINERS.fullmatch(name)]
     if len(several) > 1:
         return f"{listed(several)} could each be it, give one of them"
     others = [name for name in names if name.endswith((".ot", ".onnx", ".tflite"))]

@@ -22,11 +22,15 @@ from gpt2.errors import CheckpointError
 
 # A pattern of keys that no GPT-2 has -> what the file is, and what to do about it.
 CAUSES = {
-    r"\.(qweight|qzeros|g_idx|(nested_)?absmax|(nested_)?quant_map|SCB|weight_format|quant_state\..*|weight_scale)$": (
+    r"\.(q_?weight|W_q|codebooks|qzeros|g_idx|(nested_)?(absmax|quant_map)|SCB|weight_format|quant_state\..*|weight_scale)$": (
         "quantised weights (GPTQ, AWQ, bitsandbytes or the like), which are not read; give the model that they were made from"
     ),
     r"\.(lora_[AB]|lora_embedding_[AB]|base_layer|original_module|modules_to_save)\b": (
         "PEFT's parts beside the weights; save the model that merge_and_unload() returns, or the adapter alone (save_pretrained)"
+    ),
+    r"\.(crossattention|ln_cross_attn)\.": "cross-attention to an encoder, which GPT-2 lacks; give a model without it",
+    r"\.(weight_(orig|mask)$|parametrizations\.)": (
+        "a weight that torch computes (pruning, parametrization); make it permanent (prune.remove, remove_parametrizations)"
     ),
     r"(^|\.)_?flat_param": "FSDP's flat parameters; save a full state dict (StateDictType.FULL_STATE_DICT)",
 }
@@ -82,12 +86,16 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
     Whatever the config says, the head is untied if the files hold one whose values are not the token embedding's.
     """
     found: dict[str, list[str]] = {}
-    for key in files:
-        found.setdefault(keys.from_file(key), []).append(key)
+    for key, file in files.items():
+        found.setdefault(_name(key, file.entries[key].shape, config.vocab_size), []).append(key)
     entries = {name: files[held[0]].entries[held[0]] for name, held in found.items()}
     wanted = keys.expected(replace(config, tie_word_embeddings=False))
     parts = {name: [name] if name in found else _thirds(name) for name in wanted}
     sources = {name: tuple(found[part][0] for part in each) for name, each in parts.items() if found.keys() >= set(each)}
+    if (
+        config.tie_word_embeddings and keys.HEAD in sources and "wte.weight" not in sources
+    ):  # safetensors' save_model keeps one name of the two
+        sources["wte.weight"] = sources.pop(keys.HEAD)
     apart = [name for name, held in sources.items() if len(held) > 1]
     first = {name: files[held[0]].entries[held[0]] for name, held in sources.items()}
     if empty := [sources[name][0] for name, entry in first.items() if len(wanted[name]) == 2 and entry.shape == (0,)]:
@@ -117,7 +125,7 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
     actual = keys.sizes({name: entry.shape for name, entry in entries.items()})
     problems = [f"config says {key} {stated[key]}, the tensors {size}" for key, size in actual.items() if size != stated[key]]
     problems += [f"{title}: {listed(wrong)}" for title, wrong in faults.items() if wrong]
-    shapes = {name: keys.without_leading_ones(entries[name].shape) for name in sources if name not in apart}
+    shapes = {name: keys.without_leading_ones(first[name].shape) for name in sources if name not in apart}
     turned_shapes = {name: wanted[name][::-1] for name in matrices(wanted)}
     oblong = [name for name, shape in turned_shapes.items() if name in shapes and shape != wanted[name]]
     straight = [name for name in oblong if shapes[name] == wanted[name]]
@@ -137,6 +145,27 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
             f"{where}: the tensors do not fit the config: {'; '.join(problems)}; correct the config or the file"
         )
     return Assignment(files, sources, wanted, transposed, absent, tuple(dropped), tuple(extra), tuple(notes))
+
+
+def _name(key: str, shape: tuple[int, ...], vocabulary: int) -> str:
+    """Return our name for a key; a classifier in the place of the head that LLMs-from-scratch and minGPT have is another head."""
+    name = keys.from_file(key)
+    other = name.startswith("lm_head.") and re.search(r"(^|\.)(out_)?head\.\w+$", key) and shape[:1] != (vocabulary,)
+    return f"classifier.{key}" if other else name
+
+
+def require_names(files: Mapping[str, Container], where: Path) -> None:
+    """Raise CheckpointError if no tensor has a GPT-2's name in any known scheme."""
+    if files and not any(keys.is_parameter(keys.from_file(key)) for key in files):
+        _refuse_known_cause(files, list(files))
+        what = f"none of its {len(files):,} tensors has a name that a known GPT-2 gives it ({listed(list(files), 2)})"
+        raise CheckpointError(f"{where}: {what}; gpt2 export FILE.py:build DIR reads them from the module that they belong to")
+
+
+def _refuse_known_cause(files: Mapping[str, Container], unknown: list[str]) -> None:
+    for key in unknown:
+        if cause := next((cause for pattern, cause in CAUSES.items() if re.search(pattern, key, re.ASCII)), None):
+            raise CheckpointError(f"{files[key].path}: holds {shown(key)}: {cause}")
 
 
 def _thirds(name: str) -> list[str]:
@@ -161,10 +190,7 @@ def _drop(
         else:
             empty, fault = bool(keys.TRAINING_STATE.fullmatch(name)), "unexpected"
         (dropped if empty else faults.setdefault(fault, [])).append(key)
-    for key in faults.get("unexpected", ()):
-        for pattern, cause in CAUSES.items():
-            if re.search(pattern, key, re.ASCII):
-                raise CheckpointError(f"{files[key].path}: holds {shown(key)}: {cause}")
+    _refuse_known_cause(files, faults.get("unexpected", []))
     return extra, faults
 
 

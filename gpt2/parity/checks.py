@@ -202,7 +202,7 @@ def weights(subject: Subject) -> None:
         ours = parameters.get(name, parameters["wte.weight"] if name == HEAD else None)
         if ours is None:
             continue  # a buffer or another head, which the loader checked and dropped
-        found.add(name)
+        found.add(name if name in parameters else "wte.weight")
         ours = ours if third is None else ours.chunk(3, -1)[third]
         stored = stored.squeeze(0) if stored.ndim == 3 else stored  # OpenAI's files keep a convolution width of 1
         stored = stored.to(ours.dtype)  # the loader converts mixed dtypes to the widest, without loss

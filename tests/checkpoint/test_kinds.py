@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file, save_model
 from support import torch_layouts
 from support.checks import refused
 from support.commands import refusal
@@ -120,6 +120,44 @@ def test_an_author_s_config_beside_the_weights_is_read(tmp_path: Path) -> None:
     assert any("Settings" in note for note in described.notes)
 
 
+def test_files_of_a_trainer_are_no_weights(tmp_path: Path) -> None:
+    """transformers' Trainer writes optimizer.pt and more beside a model; the folder's one other file is the model."""
+    truth = weights()
+    write_config(tmp_path)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "training_args.bin"):
+        torch.save({"state": {}}, tmp_path / name)
+    torch.save(saved(truth), tmp_path / "checkpoint.pt")
+    assert torch.equal(gpt2.load(str(tmp_path)).wte.weight, truth["wte.weight"])
+
+
+def test_one_name_of_a_tied_pair_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors' save_model keeps the first name of the two, which is the head's."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from transformers import GPT2Config as TheirConfig
+    from transformers import GPT2LMHeadModel
+
+    theirs = GPT2LMHeadModel(TheirConfig(vocab_size=61, n_positions=16, n_embd=12, n_layer=2, n_head=3, eos_token_id=60))
+    theirs.config.save_pretrained(tmp_path)
+    save_model(theirs, str(tmp_path / "model.safetensors"), {"format": "pt"})
+    assert "transformer.wte.weight" not in load_file(tmp_path / "model.safetensors")
+    model = gpt2.load(str(tmp_path))
+    assert model.config.tie_word_embeddings
+    assert torch.equal(model.wte.weight, theirs.lm_head.weight)
+    assert verify(str(tmp_path), quick=True).ok
+
+
+def test_a_classifier_in_the_place_of_the_head(tmp_path: Path) -> None:
+    """The book replaces `out_head` by a Linear of two classes, with a bias."""
+    config = replace(TINY, n_embd=48, n_layer=3, bos_token_id=None, eos_token_id=None)
+    truth = torch_layouts.llms_from_scratch(tmp_path / "model.pth", config)
+    state = torch.load(tmp_path / "model.pth", weights_only=True)["model_state_dict"]
+    head = {"out_head.weight": torch.ones(2, 48), "out_head.bias": torch.ones(2)}
+    torch.save(state | head, tmp_path / "model.pth")
+    checkpoint = open_path(tmp_path)
+    assert checkpoint.extra.keys() == head.keys()
+    assert all(torch.equal(tensor, truth[name]) for name, tensor in checkpoint.load().state_dict().items())
+
+
 HEADS = {
     "TRL's value": {"v_head.summary.weight": torch.ones(1, 12), "v_head.summary.bias": torch.zeros(1)},
     "a classifier's": {"score.weight": torch.ones(3, 12)},
@@ -208,11 +246,22 @@ CAUSES: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "a quantised config": (with_config(quantization_config={"quant_method": "awq"}), ("'awq'", "quantised weights are not read")),
     "an unmerged adapter": (pickled(lambda s: s | {LORA: torch.ones(2, 12)}), ("PEFT's parts", "merge_and_unload()")),
     "FSDP's": (pickled(lambda s: {"_fsdp_wrapped_module._flat_param": torch.ones(9)} | s), ("FSDP's flat", "FULL_STATE_DICT")),
+    "names of its own": (pickled(lambda s: {f"net.{n}": t for n, t in enumerate(s.values())}), ("none of its", "FILE.py:build")),
+    "only FSDP's": (pickled(lambda s: {"_fsdp_wrapped_module._flat_param": torch.ones(9)}), ("FSDP's flat",)),
+    "cross-attention": (
+        pickled(lambda s: s | {"transformer.h.0.crossattention.c_attn.bias": torch.ones(2)}),
+        ("cross-attention to an encoder",),
+    ),
+    "pruned": (pickled(lambda s: s | {"transformer.h.0.mlp.c_fc.weight_mask": torch.ones(2)}), ("prune.remove",)),
+    "DCP's": (lambda d: content("__0_0.distcp", b"x")(d).parent, ("dcp_to_torch",)),
     "two models": (
         pickled(lambda s: begin("a.")(s) | begin("b.")({k: t + 1 for k, t in s.items()})),
         ("twice", "b.transformer."),
     ),
-    "two state dicts": (pickled(lambda s: {"model": s, "ema": begin("")(s)}), ("has weights under model, ema", "save one of them alone")),
+    "two state dicts": (
+        pickled(lambda s: {"model": s, "ema": begin("")(s)}),
+        ("has weights under model, ema", "save one of them alone"),
+    ),
     "no state dict": (pickled(lambda s: {"step": 3}), ("has no tensor at step", "save model.state_dict()")),
     "an object": (pickled(lambda s: Settings()), ("the object", "Settings where a state dict should be")),
     "another module": (pickled(lambda s: begin("gpt.")(s) | {"fuse.0.weight": torch.ones(2)}), ("unexpected: fuse.0.weight",)),

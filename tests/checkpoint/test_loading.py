@@ -225,7 +225,7 @@ def test_a_causal_mask_of_any_dtype_is_dropped(tmp_path: Path, dtype: torch.dtyp
         (lambda t: t.update({"lm_head.bias": torch.zeros(61)}), "unexpected: lm_head.bias"),
         (lambda t: t.update({"transformer.h.1.attn.masked_bias": torch.zeros(2)}), "not a scalar: transformer.h.1.attn.masked"),
         (lambda t: t.update({"h.2.attn.masked_bias.x": torch.zeros(())}), "unexpected: h.2.attn.masked_bias.x"),
-        (lambda t: t.pop("transformer.wte.weight"), "missing: wte.weight"),
+        (lambda t: (t.pop("transformer.wte.weight"), t.pop("lm_head.weight")), "missing: wte.weight"),
     ],
 )
 def test_a_buffer_that_is_not_what_it_claims_is_refused(tmp_path: Path, change: Callable, says: str) -> None:
@@ -304,6 +304,7 @@ def test_a_thousand_misfits_are_still_one_short_line(tmp_path: Path) -> None:
     """For another model's file every key is unexpected, every parameter missing, and some keys are duplicates."""
     write_config(tmp_path, n_layer=500)
     many = {f"{prefix}layers.{n}.weight": torch.zeros(1) for n in range(3000) for prefix in ("", "transformer.")}
+    many["wte.weight"] = torch.zeros(1)
     write_weights(tmp_path / "model.safetensors", many)
     message = refused(lambda: load_path(tmp_path), "and 2,996 more")
     assert len(message) < 900

@@ -196,8 +196,9 @@ def _tensors(value: Any) -> Iterator[tuple[str, dict[str, Call]]]:
 def _arguments(value: dict[str, Any]) -> Mapping[str, Any] | None:
     """Return nanoGPT's model_args, or the same fields of a config object beside the weights (karpathy/build-nanogpt)."""
     config = value.get("config")
-    fields = config.state if type(config) is Call and {"block_size", "n_head"} <= config.state.keys() else None
-    return next((args for args in (value.get("model_args"), fields) if _plain(args)), None)
+    config = config.state if type(config) is Call else config
+    sized = type(config) is dict and {"block_size", "n_head"} <= config.keys()
+    return next((args for args in (value.get("model_args"), config if sized else None) if _plain(args)), None)
 
 
 def _plain(value: Any) -> bool:
