@@ -92,16 +92,14 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
     wanted = keys.expected(replace(config, tie_word_embeddings=False))
     parts = {name: [name] if name in found else _thirds(name) for name in wanted}
     sources = {name: tuple(found[part][0] for part in each) for name, each in parts.items() if found.keys() >= set(each)}
-    if (
-        config.tie_word_embeddings and keys.HEAD in sources and "wte.weight" not in sources
-    ):  # safetensors' save_model keeps one name of the two
-        sources["wte.weight"] = sources.pop(keys.HEAD)
+    if config.tie_word_embeddings and "wte.weight" not in sources and keys.HEAD in sources:
+        sources["wte.weight"] = sources.pop(keys.HEAD)  # safetensors' save_model keeps one name of the two
     apart = [name for name, held in sources.items() if len(held) > 1]
     first = {name: files[held[0]].entries[held[0]] for name, held in sources.items()}
     if empty := [sources[name][0] for name, entry in first.items() if len(wanted[name]) == 2 and entry.shape == (0,)]:
         raise CheckpointError(f"{where}: {len(empty):,} of its tensors ({listed(empty, 1)}) are {EMPTY}")
-    dropped = [key for held in found.values() for key in held[1:] if _same(files, key, held[0])]
-    twice = [key for held in found.values() for key in held[1:] if key not in dropped]
+    again = {key: _same(files, key, held[0]) for held in found.values() for key in held[1:]}
+    dropped = [key for key, same in again.items() if same]
     tied, notes = config.tie_word_embeddings, []
     if keys.HEAD in sources and "wte.weight" in sources:
         tied = _same(files, sources[keys.HEAD][0], sources["wte.weight"][0])
@@ -117,7 +115,7 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
     absent = () if sources.keys() & set(biases) else tuple(biases)
     faults |= {
         "missing": [name for name in wanted if name not in sources and name not in absent],
-        "there twice, with other values": twice,
+        "there twice, with other values": [key for key, same in again.items() if not same],
         "not floating point": [held[0] for name, held in sources.items() if not first[name].dtype.is_floating_point],
     }
     # If the tensors agree on another size than the config's, one statement explains many mismatches.
