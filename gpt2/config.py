@@ -31,6 +31,7 @@ class GPT2Config:
     ``n_inner=None`` means a feed-forward width of ``4 * n_embd``. ``scale_attn_weights`` divides attention scores by
     ``sqrt(head_dim)``; ``scale_attn_by_inverse_layer_idx`` also divides them by the layer's number, counted from 1 (Mistral
     GPT-2, stanford-crfm). ``reorder_and_upcast_attn`` computes scores and softmax in float32 or wider, whatever the weights.
+    ``tie_word_embeddings=False`` gives the head a matrix of its own, in place of the token embedding's.
 
     Raises:
         InputError: invalid values (a width not divisible by the heads, a size below 1, an unknown activation).
@@ -53,6 +54,7 @@ class GPT2Config:
     reorder_and_upcast_attn: bool = False
     bos_token_id: int | None = 50256
     eos_token_id: int | None = 50256
+    tie_word_embeddings: bool = True
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
@@ -62,7 +64,7 @@ class GPT2Config:
                 _require(name, getattr(self, name), int, minimum=1 if name == "n_inner" else 0, maximum=MAX_SIZE)
         for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "layer_norm_epsilon", "initializer_range"):
             _require(name, getattr(self, name), float, minimum=0, maximum=1 if name.endswith("pdrop") else sys.float_info.max)
-        for name in ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
+        for name in ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "tie_word_embeddings"):
             _require(name, getattr(self, name), bool)
         if self.n_embd % self.n_head:
             raise InputError(f"config: n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
@@ -81,10 +83,11 @@ class GPT2Config:
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
     def parameters_by_part(self) -> dict[str, int]:
-        """Count the parameters of each part from the sizes. The head shares the token embedding, so it adds none."""
+        """Count the parameters of each part from the sizes. A tied head shares the token embedding, so it adds none."""
         d, f, layers = self.n_embd, self.inner, self.n_layer
+        tables = ("token embedding (tied head)",) if self.tie_word_embeddings else ("token embedding", "head")
         return {
-            "token embedding (tied head)": self.vocab_size * d,
+            **dict.fromkeys(tables, self.vocab_size * d),
             "position embedding": self.n_positions * d,
             "attention": layers * (4 * d * d + 4 * d),
             "feed-forward": layers * (2 * d * f + f + d),
@@ -92,7 +95,7 @@ class GPT2Config:
         }
 
     def num_parameters(self) -> int:
-        """Count all parameters: ``V d + P d + L (12 d^2 + 13 d) + 2 d`` with a feed-forward width of ``4 d``."""
+        """Count all parameters: ``V d + P d + L (12 d^2 + 13 d) + 2 d`` with a feed-forward of ``4 d`` and a tied head."""
         return sum(self.parameters_by_part().values())
 
     @classmethod
@@ -113,9 +116,9 @@ class GPT2Config:
             if raw.get(key):
                 given = quoted(raw[key])
                 raise CheckpointError(f"{where}: {key} is {given}, but GPT-2 is a decoder-only model; use another checkpoint")
-        tied = raw.get("tie_word_embeddings", True)
-        if tied is not True:
-            raise CheckpointError(f"{where}: tie_word_embeddings is {quoted(tied)}; GPT-2's head is tied to its token embedding")
+        if raw.get("quantization_config"):
+            what = f"quantization_config is {quoted(raw['quantization_config'])}: quantised weights are not read"
+            raise CheckpointError(f"{where}: {what}; give the model that they were made from")
         values = {field.name: raw[field.name] for field in fields(cls) if field.name in raw}
         if isinstance(ends := values.get("eos_token_id"), list):  # all of them end a text: gpt2.data.files.stated_ends
             values["eos_token_id"] = ends[0] if ends else None
@@ -135,12 +138,14 @@ class GPT2Config:
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
         """Return a ``config.json`` that transformers, vLLM, CTranslate2 and llama.cpp's converter accept (it needs ``n_ctx``)."""
+        stated = asdict(self)
+        tied = stated.pop("tie_word_embeddings")  # stands where files that were written before have it
         return {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
-            **asdict(self),
+            **stated,
             "n_ctx": self.n_positions,
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": tied,
             "dtype": dtype,
         }
 

@@ -101,8 +101,8 @@ class ForwardPass:
         self.n_head, self.shape = model.config.n_head, (model.config.n_embd,)
         self.qkv_width, self.inner_width = 3 * model.config.n_embd, model.config.inner
         self.embed, self.positions = model.wte.forward, model.wpe.weight
-        self.tokens = model.wte.weight
-        self.token_scale = model.wte.scale if isinstance(model, Int8GPT2) else None
+        self.head = model.head_table.weight
+        self.head_scale = model.head_table.get_buffer("scale") if isinstance(model, Int8GPT2) else None
         self.prepared_head: dict[Product, Tensor] = {}
         self.ln_f = _norm(model.ln_f)
         self.blocks = [
@@ -159,9 +159,9 @@ class ForwardPass:
 
     def _head(self, hidden: Tensor, decoding: bool) -> Tensor:
         """Compute :meth:`GPT2.head` for a few rows, by the product that reads the weight fastest; decoding may copy it."""
-        rows, weight = len(hidden), self.tokens
-        if self.token_scale is not None:
-            return product(hidden, weight, self.token_scale)
+        rows, weight = len(hidden), self.head
+        if self.head_scale is not None:
+            return product(hidden, weight, self.head_scale)
         ways = HEADS.get(weight.dtype, HEADS[torch.float32][:1])
         way = fastest(ways if decoding and rows == 1 else ways[:2], weight, rows)
         if way not in self.prepared_head:

@@ -39,7 +39,7 @@ def rounded_parameter(name: str, tensor: Tensor) -> Tensor:
     """Return the GPT2 parameter ``name`` as :class:`Int8GPT2` computes with it: float32, in the original's orientation."""
     if tensor.ndim != 2 or name == "wpe.weight":
         return tensor.float()
-    transposed = name != "wte.weight"  # projections are stored [in, out]
+    transposed = name.startswith("h.")  # projections are stored [in, out]
     weight, scale = quantise(tensor.t() if transposed else tensor)
     rounded = weight.float() * scale[:, None]
     return rounded.t() if transposed else rounded
@@ -142,6 +142,8 @@ class Int8GPT2(GPT2):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config, initialise=False)
         self.wte = Int8Embedding(config.vocab_size, config.n_embd)
+        if not config.tie_word_embeddings:
+            self.lm_head = Int8Embedding(config.vocab_size, config.n_embd)
         for block in self.h:
             for part, name in ((block.attn, "c_attn"), (block.attn, "c_proj"), (block.mlp, "c_fc"), (block.mlp, "c_proj")):
                 setattr(part, name, Int8Conv1D(*getattr(part, name).weight.shape))
@@ -168,7 +170,8 @@ class Int8GPT2(GPT2):
         return copy
 
     def head(self, hidden: Tensor) -> Tensor:
-        return product(hidden.reshape(-1, hidden.size(-1)), self.wte.weight, self.wte.scale).view(*hidden.shape[:-1], -1)
+        table = self.head_table
+        return product(hidden.reshape(-1, hidden.size(-1)), table.weight, table.get_buffer("scale")).view(*hidden.shape[:-1], -1)
 
     def new_cache(self, batch: int = 1, capacity: int | None = None) -> KVCache:
         return KVCache(self.config, batch, capacity, device=self.wte.weight.device)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -146,7 +147,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2 with its language-modelling head, whose weight is the token embedding (tied).
+    """GPT-2 with its language-modelling head, whose weight is the token embedding (tied), or ``lm_head``'s own.
 
     ``GPT2(config)`` draws new weights from torch's global generator. ``initialise=False`` allocates the parameters without
     writing to them, so that building takes no time and no physical memory; the loader then replaces them.
@@ -162,6 +163,8 @@ class GPT2(nn.Module):
         blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.h: Sequence[Block] = blocks  # type: ignore[assignment]  # gives model.h[0].attn a type
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        if not config.tie_word_embeddings:  # a row for each token, as in the token embedding
+            self.lm_head = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd), freeze=False)
         if initialise:
             self.initialise()
 
@@ -234,9 +237,22 @@ class GPT2(nn.Module):
             cache.advance(tokens)
         return self.ln_f(x)
 
+    @property
+    def head_table(self) -> nn.Embedding:
+        """The table (V, D) whose rows give the logits: the token embedding, if the head is tied."""
+        return self.wte if self.config.tie_word_embeddings else self.lm_head
+
     def head(self, hidden: Tensor) -> Tensor:
-        """Compute logits (..., V) from the output of :meth:`hidden` (..., D) with the token embedding as the weight."""
-        return F.linear(hidden, self.wte.weight)
+        """Compute logits (..., V) from the output of :meth:`hidden` (..., D), one by each row of :attr:`head_table`."""
+        return F.linear(hidden, self.head_table.weight)
+
+    def with_tables(self, change: Callable[[Tensor], Tensor]) -> GPT2:
+        """Replace the rows (V, D) of the token embedding, and of an untied head, by ``change`` of them; return the model."""
+        for table in dict.fromkeys((self.wte, self.head_table)):
+            table.weight = nn.Parameter(change(table.weight.detach()))
+            table.num_embeddings = len(table.weight)
+        self.config = replace(self.config, vocab_size=len(self.wte.weight))
+        return self
 
     def use_attention(self, attend: AttentionFunction) -> GPT2:
         """Make every block compute attention with ``attend``, such as :func:`eager_attention`; return the model."""

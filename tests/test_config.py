@@ -116,7 +116,7 @@ def test_agrees_with_transformers_about_every_field(monkeypatch: pytest.MonkeyPa
         {"auto_map": {"AutoModel": "evil.Model"}, "trust_remote_code": True},
         {"custom_pipelines": {"x": {"impl": "evil.py"}}, "transformers_version": "999"},
         {"__class__": "evil", "__init__": [1], "from_hf": 3, "head_dim": 0, "inner": 1, "self": 1, "cls": 2},
-        {"quantization_config": {"quant_method": "evil"}, "torch_dtype": "int3", "dtype": [], "pruned_heads": {"0": [0]}},
+        {"quantization_config": {}, "torch_dtype": "int3", "dtype": [], "pruned_heads": {"0": [0]}},
         {"n_ctx": "junk", "summary_type": {"a": [float("nan")]}, "": None, "x" * 10_000: []},
     ],
 )
@@ -165,8 +165,8 @@ HOSTILE = [
     ("model_type", {"a": "b" * 10**6}, "reads GPT-2 only"),
     ("add_cross_attention", True, "decoder-only"),
     ("is_encoder_decoder", "yes", "decoder-only"),
-    ("tie_word_embeddings", False, "tied"),
-    ("tie_word_embeddings", 0, "tied"),
+    ("tie_word_embeddings", 0, "tie_word_embeddings must be bool"),
+    ("quantization_config", {"quant_method": "gptq"}, "'gptq'}: quantised weights are not read"),
     ("hidden_size", 24, "n_embd is 12 and hidden_size, its other name, 24"),
     ("num_attention_heads", float("nan"), "other name"),
 ]

@@ -25,6 +25,7 @@ VARIANTS = [
     {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
     {"scale_attn_weights": False, "n_inner": 40, "layer_norm_epsilon": 1e-3},
     {"n_head": 1, "n_layer": 1},
+    {"tie_word_embeddings": False},
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,13 +124,17 @@ def test_what_is_no_number_stays_so(processor: str) -> None:
             assert found[4].equal(torch.zeros(48) if added is None else bias)
 
 
-def drawn() -> GPT2:
-    return random_model(CONFIG, 0.3, dtype=torch.float32)
+TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 
 
-def test_it_is_the_model_of_its_rounded_weights() -> None:
+def drawn(tied: bool = True) -> GPT2:
+    return random_model(replace(CONFIG, tie_word_embeddings=tied), 0.3, dtype=torch.float32)
+
+
+@TIED
+def test_it_is_the_model_of_its_rounded_weights(tied: bool) -> None:
     """Possible bugs: a scale per column instead of per row, a transposed projection, rounded positions or norms."""
-    model, rounded = drawn(), drawn()
+    model, rounded = drawn(tied), drawn(tied)
     with torch.no_grad():
         for name, parameter in rounded.named_parameters():
             before = parameter.clone()
@@ -143,10 +148,11 @@ def test_it_is_the_model_of_its_rounded_weights() -> None:
         assert (found - off).norm() > (found - expected).norm()
 
 
+@TIED
 @pytest.mark.parametrize("rows", [1, 5, MAX_KERNEL_ROWS + 1])
-def test_decoding_equals_the_model(rows: int) -> None:
+def test_decoding_equals_the_model(rows: int, tied: bool) -> None:
     """Possible bugs: a decoder without a scale, or with another token's scale."""
-    small = Int8GPT2.of(drawn())
+    small = Int8GPT2.of(drawn(tied))
     decoder, caches = Decoder(small), (small.new_cache(rows), small.new_cache(rows))
     assert decoder.forward_pass is not None
     ids = torch.randint(67, (rows, 8), generator=torch.Generator().manual_seed(2))

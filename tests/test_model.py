@@ -366,3 +366,16 @@ def test_dropout_keeps_the_mean_of_the_weights() -> None:
         torch.testing.assert_close(many.mean(0, keepdim=True), plain, rtol=0, atol=0.02)
         dropped = (many == 0).float().mean(0)[0]
         torch.testing.assert_close(dropped.tril(), torch.full((4, 4), 0.25).tril(), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tables_change_together(tied: bool) -> None:
+    """A cropped vocabulary with an untied head of the old size would give logits of tokens that have no embedding."""
+    model = random_model(GPT2Config(9, 4, 6, 1, 2, bos_token_id=None, eos_token_id=None, tie_word_embeddings=tied))
+    before = model.state_dict()
+    assert model.with_tables(lambda rows: rows[:7]) is model
+    assert model.config.vocab_size == model.wte.num_embeddings == model.head_table.num_embeddings == 7
+    assert model(torch.tensor([[1, 2, 6]])).shape == (1, 3, 7)
+    assert all(torch.equal(tensor, before[name][: len(tensor)]) for name, tensor in model.state_dict().items())
+    assert ("lm_head.weight" in model.state_dict()) is not tied
+    assert (model.head_table is model.wte) is tied

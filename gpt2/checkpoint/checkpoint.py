@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from gpt2.checkpoint.configs import config_of
 from gpt2.checkpoint.containers import gguf_file
 from gpt2.checkpoint.files import files_of, folder_of, open_weights
 from gpt2.checkpoint.keys import expected
-from gpt2.checkpoint.match import Assignment, match
+from gpt2.checkpoint.match import Assignment, match, require_names
 from gpt2.checkpoint.names import ModelName, RandomWeights
 from gpt2.checkpoint.peft_files import Adapter, base_of, is_adapter, read_adapter
 from gpt2.checkpoint.sources import locate
@@ -77,6 +77,12 @@ class StoredCheckpoint(Checkpoint):
 
     path: Path
     assignment: Assignment
+    assumed: str = field(default="", kw_only=True)  # what the files do not say of the config
+
+    @property
+    def extra(self) -> dict[str, Tensor]:
+        """The tensors of other heads beside the language model, such as a classifier's, by their keys."""
+        return {key: self.assignment.files[key].read(key) for key in self.assignment.extra}
 
     @property
     def container(self) -> str:
@@ -140,27 +146,40 @@ def open_checkpoint(name: ModelName, *, offline: bool = False) -> Checkpoint:
         config = official_size(name.random.size)
         return RandomCheckpoint(name.base, None, config, dtype or torch.float32, torch.float32, name.random)
     source = locate(name, offline=offline)
-    return open_path(source.path, name=source.name, revision=source.revision, dtype=dtype, offline=offline)
+    return open_path(
+        source.path, name=source.name, revision=source.revision, dtype=dtype, offline=offline, activation=name.activation
+    )
 
 
 def open_path(
-    path: Path, *, name: str | None = None, revision: str | None = None, dtype: torch.dtype | None = None, offline: bool = False
+    path: Path,
+    *,
+    name: str | None = None,
+    revision: str | None = None,
+    dtype: torch.dtype | None = None,
+    offline: bool = False,
+    activation: str | None = None,
 ) -> StoredCheckpoint:
     """Open a local directory or file as :func:`open_checkpoint` does; only an adapter's base may come from elsewhere."""
     name = str(path) if name is None else name
     if not is_adapter(path):
         files = open_weights(path)
-        config = config_of(path, files)
+        require_names(files, path)
+        config, assumed = config_of(path, files, activation)
         assignment = match(files, config, path)
-        return StoredCheckpoint(name, revision, config, dtype or assignment.dtype, assignment.dtype, path, assignment)
+        config = replace(config, tie_word_embeddings=assignment.tied)
+        stored = assignment.dtype
+        return StoredCheckpoint(name, revision, config, dtype or stored, stored, path, assignment, assumed=assumed)
     adapter = read_adapter(path)
     try:
-        base = open_path(base_of(adapter, offline=offline), name=adapter.base)
+        base = open_path(base_of(adapter, offline=offline), name=adapter.base, activation=activation)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: a LoRA adapter; its base model cannot be opened: {error}") from None
     adapter.require_fit(base.assignment.shapes)
     stored = base.stored
-    return AdaptedCheckpoint(name, revision, base.config, dtype or stored, stored, path, base.assignment, adapter, base)
+    return AdaptedCheckpoint(
+        name, revision, base.config, dtype or stored, stored, path, base.assignment, adapter, base, assumed=base.assumed
+    )
 
 
 def tokenizer_of(path: Path, *, offline: bool = False) -> Tokenizer:

@@ -8,6 +8,7 @@ without an error.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 # Different names for the same sizes: OpenAI's hparams.json (openai/gpt-2, src/model.py: default_hparams); nanoGPT's model_args.
 OPENAI = {"vocab_size": "n_vocab", "n_positions": "n_ctx"}
 NANOGPT = {"n_positions": "block_size"}
+HOW = "say another with --set activation_function=NAME"
 
 
 def read_config(path: Path) -> GPT2Config:
@@ -39,11 +41,25 @@ def read_config(path: Path) -> GPT2Config:
     return GPT2Config.from_hf(read_json(where), str(where))
 
 
-def config_of(path: Path, files: Mapping[str, Container]) -> GPT2Config:
-    """Return the config of an opened checkpoint. Raises CheckpointError: no source, sources that disagree, or not a GPT-2."""
+def config_of(path: Path, files: Mapping[str, Container], activation: str | None = None) -> tuple[GPT2Config, str]:
+    """Return the config of an opened checkpoint, and a line on what is assumed of it: the activation, which not all files say.
+
+    ``activation`` is the user's word for it. Raises CheckpointError: no source, sources that disagree, or not a GPT-2.
+    """
+    config, assumed = _stated(path, files)
+    if activation not in (None, config.activation_function) and not assumed:
+        what = f"it says activation_function {config.activation_function} itself; leave {activation} out, or correct its config"
+        raise CheckpointError(f"{path}: {what}")
+    if activation is not None:
+        return replace(config, activation_function=activation), ""
+    return config, assumed and f"assumed: activation_function {config.activation_function}, {assumed}; {HOW}"
+
+
+def _stated(path: Path, files: Mapping[str, Container]) -> tuple[GPT2Config, str]:
+    """Return the config that the files state or show, and why its activation is assumed; "" if they state that too."""
     file = next(iter(files.values()), None)
     if isinstance(file, gguf_file.GGUFFile):
-        return gguf_file.config_of(file)
+        return gguf_file.config_of(file), ""
     stated = None
     if isinstance(file, TensorBundle) and (hparams := file.path.parent / "hparams.json").is_file():
         stated = _checked(_sizes(read_hparams(hparams), OPENAI), hparams)
@@ -57,7 +73,11 @@ def config_of(path: Path, files: Mapping[str, Container]) -> GPT2Config:
         if odd:
             both = ", ".join(f"{name} {getattr(written, name)} and {getattr(stated, name)}" for name in odd)
             raise CheckpointError(f"{path}: config.json and the checkpoint itself disagree: {both}; remove the wrong config.json")
-    return written or stated or _from_shapes(path, files)
+    if written is not None:
+        return written, ""
+    if stated is None:
+        return _from_shapes(path, files), "since there is no config.json"
+    return stated, "since nanoGPT's files do not say it, and it was gelu_new until June 2023" * isinstance(file, TorchFile)
 
 
 def _sizes(raw: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -65,12 +85,16 @@ def _sizes(raw: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _from_nanogpt(raw: Mapping[str, Any], where: Path, files: Mapping[str, Container]) -> GPT2Config:
-    """Convert nanoGPT's model_args (karpathy/nanoGPT, train.py and model.py; the MLP uses the exact GELU)."""
+    """Convert nanoGPT's model_args (karpathy/nanoGPT, train.py and model.py).
+
+    The MLP has the exact GELU since June 2023. Files without ``bias`` are from before February 2023.
+    """
     known = _shown(files) | _sizes(raw, NANOGPT)
     config = _checked({name: known[name] for name in SIZES if name in known}, where)
     dropout = raw.get("dropout", 0.0)
     dropout = dropout if isinstance(dropout, float | int) else 0.0
-    return replace(config, activation_function="gelu", resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
+    activation = "gelu" if "bias" in raw else "gelu_new"
+    return replace(config, activation_function=activation, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
 
 
 def _from_shapes(path: Path, files: Mapping[str, Container]) -> GPT2Config:
@@ -83,7 +107,10 @@ def _from_shapes(path: Path, files: Mapping[str, Container]) -> GPT2Config:
             f"put one beside them with {', '.join(SIZES)}"
         )
     inner = shown.pop("n_inner", None)
-    return _checked(shown | {"n_head": heads, "n_inner": None if inner == 4 * shown["n_embd"] else inner}, path)
+    known: dict[str, Any] = {"n_head": heads, "n_inner": None if inner == 4 * shown["n_embd"] else inner}
+    # minGPT of 2020, whose feed-forward is a Sequential, has the exact GELU.
+    known |= {"activation_function": "gelu"} if any(re.search(r"\bblocks\.0\.mlp\.0\.", key) for key in files) else {}
+    return _checked(shown | known, path)
 
 
 def _shown(files: Mapping[str, Container]) -> dict[str, int]:

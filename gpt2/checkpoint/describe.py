@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, StoredCheckpoint, open_checkpoint
+from gpt2.checkpoint.containers import listed
 from gpt2.checkpoint.names import DEFAULT, EXPORTS, ModelName
 from gpt2.checkpoint.official_files import Official, official_files
 from gpt2.checkpoint.saving import sha256
@@ -69,7 +70,10 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
     if isinstance(checkpoint, AdaptedCheckpoint):
         adapter = checkpoint.adapter
         notes.append(f"a LoRA adapter of {adapter.base}, merged into {len(adapter.factors)} of its matrices as it is read")
+    notes += [checkpoint.assumed] if checkpoint.assumed else []
+    notes += [*assignment.notes, *(note for file in dict.fromkeys(assignment.files.values()) for note in file.notes)]
     notes += ["no biases are stored; zeros are used"] if assignment.absent else []
+    notes += [f"left out, as no part of the language model: {listed(list(assignment.extra))}"] if assignment.extra else []
     paths = sorted(entry for entry in path.iterdir() if entry.is_file()) if path.is_dir() else [path]
     files = tuple(map(File.of, paths))
     return Description(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from gpt2.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from gpt2.checkpoint.containers.gguf_file import NoTokenizer
@@ -153,11 +152,11 @@ def exported_model(source: str | Checkpoint, revision: str | None, offline: bool
         tokenizer = checkpoint.tokenizer()
     except NoTokenizer as error:
         return model, None, [f"without a tokenizer: {error}"]
-    config, notes, n_vocab = model.config, rows_note(tokenizer, model.config, checkpoint.name), tokenizer.n_vocab
-    if n_vocab < config.vocab_size:
-        notes.append(f"embedding cropped from {config.vocab_size:,} rows to the tokenizer's {n_vocab:,}")
-        model.wte = nn.Embedding.from_pretrained(model.wte.weight.detach()[:n_vocab], freeze=False)
-        config = replace(config, vocab_size=n_vocab)
+    notes, n_vocab = rows_note(tokenizer, model.config, checkpoint.name), tokenizer.n_vocab
+    if n_vocab < model.config.vocab_size:
+        notes.append(f"embedding cropped from {model.config.vocab_size:,} rows to the tokenizer's {n_vocab:,}")
+        model.with_tables(lambda rows: rows[:n_vocab])
+    config = model.config
     for field in ("bos_token_id", "eos_token_id"):
         token = getattr(config, field)
         if token is not None and token >= config.vocab_size:

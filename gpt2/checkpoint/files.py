@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from gpt2.checkpoint.containers import Container, listed, read_json, shown
+from gpt2.checkpoint.containers import Container, listed, read_json, refuse_other_format, shown
 from gpt2.checkpoint.containers.flax_file import FlaxFile
 from gpt2.checkpoint.containers.gguf_file import GGUFFile
 from gpt2.checkpoint.containers.keras_file import SIGNATURE, KerasFile
@@ -15,6 +15,7 @@ from gpt2.checkpoint.containers.row_shards import NAME, RowShards
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.containers.tensorflow_file import TensorBundle, checkpoint_prefix
 from gpt2.checkpoint.containers.torch_file import TorchFile
+from gpt2.checkpoint.keys import HEAD, from_file
 from gpt2.data.files import link_to_nothing
 from gpt2.errors import CheckpointError
 
@@ -27,6 +28,8 @@ LAYOUTS = ((WEIGHTS, INDEX, ".safetensors"), ("pytorch_model.bin", "pytorch_mode
 OLD_LAYOUTS = ("flax_model.msgpack", "tf_model.h5")
 # Suffixes of a single weights file in a folder without the names above.
 LONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+# What trainers write beside the weights, with the same suffixes.
+TRAINERS = re.compile(r"(optimizer|scheduler|scaler|rng_state\w*|training_args|\w*optim_states)\.(bin|pt|pth)", re.ASCII)
 TENSORFLOW = re.compile(r"(.+)\.(index|meta|data-\d{5}-of-\d{5})", re.ASCII)
 
 
@@ -54,6 +57,7 @@ def open_weights(path: Path) -> dict[str, Container]:
         what = f"a LoRA adapter, not a model; gpt2 export {path} DIR writes the model that it makes of its base"
         raise CheckpointError(f"{path}: {what}")
     lone = [file for file in _files(path) if file.suffix in LONE and magic_of(file) not in OTHER_FILES]
+    lone = [file for file in lone if not TRAINERS.fullmatch(file.name)]
     if len(lone) != 1:
         raise CheckpointError(f"{path}: no {WEIGHTS} there; {what_is_there(path)}")
     return _by_tensor([open_file(lone[0])])
@@ -64,6 +68,8 @@ def open_file(path: Path) -> Container:
     if (bundle := TENSORFLOW.fullmatch(path.name)) and path.with_name(f"{bundle[1]}.index").is_file():
         return TensorBundle(path.with_name(bundle[1]))
     head = MappedFile(path).bytes(0, 9)
+    if not head.endswith(b"\0{") and not head.startswith((b"P", b"\x80", b"G")):
+        refuse_other_format(MappedFile(path))
     if head.startswith(b"GGUF"):
         return GGUFFile(path)
     if head.startswith(b"PK\x03\x04") or (head.startswith(b"\x80") and not head.endswith(b"\0{")):
@@ -89,7 +95,10 @@ def _shards(index: Path, suffix: str) -> dict[str, Container]:
     if not shards or not all(isinstance(shard, str) and re.fullmatch(name, shard, re.ASCII) for shard in shards):
         raise CheckpointError(f"{index}: has no weight_map from tensors to {suffix} files beside it; fetch it again")
     held = _by_tensor([open_file(index.parent / shard) for shard in sorted(set(shards))])
-    wrong = [key for key, shard in weight_map.items() if key not in held or held[key].path.name != shard]
+    there = {
+        key: shard for key, shard in weight_map.items() if key in held or from_file(key) != HEAD
+    }  # a tied copy may be left out
+    wrong = [key for key, shard in there.items() if key not in held or held[key].path.name != shard]
     wrong += [key for key in held if key not in weight_map]
     if wrong:
         raise CheckpointError(f"{index}: disagrees with its shards about {listed(wrong)}; fetch the checkpoint again")
@@ -108,7 +117,9 @@ def what_is_there(path: Path) -> str:
     for name in ("best", *reversed(steps)):
         if (path / name / WEIGHTS).is_file():
             return f"it is the folder of a training run, give {path / name}"
-    several = [name for name in names if name.endswith(LONE)]
+    if any(name.endswith(".distcp") for name in names):
+        return f"shards of a run; python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} model.pt joins them"
+    several = [name for name in names if name.endswith(LONE) and not TRAINERS.fullmatch(name)]
     if len(several) > 1:
         return f"{listed(several)} could each be it, give one of them"
     others = [name for name in names if name.endswith((".ot", ".onnx", ".tflite"))]

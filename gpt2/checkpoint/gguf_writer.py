@@ -50,7 +50,7 @@ def type_of(name: str, shape: Sequence[int], type: str) -> str:
     """Return the type in which llama.cpp stores our parameter ``name`` in a file whose matrices are ``type``."""
     if len(shape) != 2 or name == "wpe.weight":
         return "f32"
-    row = shape[1] if name == "wte.weight" else shape[0]  # in the file, matrices are [out, in]
+    row = shape[0] if name.startswith("h.") else shape[1]  # in the file, matrices are [out, in]
     return "f16" if row % KIND[type][1].block else type
 
 
@@ -65,10 +65,10 @@ def as_stored(name: str, tensor: Tensor, type: str) -> Tensor:
     kind = KIND[type_of(name, tensor.shape, type)][1]
     if kind.block == 1:
         return tensor.to(kind.dtype).float()
-    rows = tensor if name == "wte.weight" else tensor.t()
+    rows = tensor.t() if name.startswith("h.") else tensor
     stored = _quantised(rows.float().contiguous())
     values = stored[:, 2:].view(torch.int8).float() * stored[:, :2].contiguous().view(torch.float16).float()
-    return values.view(rows.shape) if name == "wte.weight" else values.view(rows.shape).t()
+    return values.view(rows.shape).t() if name.startswith("h.") else values.view(rows.shape)
 
 
 def parameters_of(parts: Collection[str], names: Collection[str]) -> set[str]:

@@ -46,9 +46,12 @@ def require_expressible(config: GPT2Config, name: str) -> None:
         "scale_attn_by_inverse_layer_idx true": config.scale_attn_by_inverse_layer_idx,
         f"a feed-forward of {config.inner:,}": config.inner != 4 * config.n_embd,
         f"layer_norm_epsilon {config.layer_norm_epsilon:g}": config.layer_norm_epsilon != 1e-5,
+        "an untied head": not config.tie_word_embeddings,
     }
     if odd := next((what for what, departs in departures.items() if departs), None):
-        has = "llm.c has the tanh GELU, a feed-forward of 4 times the width, an epsilon of 1e-05, and plain scaled scores"
+        has = (
+            "llm.c has the tanh GELU, a feed-forward of 4 times the width, an epsilon of 1e-05, plain scaled scores, a tied head"
+        )
         raise InputError(f"{name}: cannot be expressed for llm.c: {odd}, and {has}; export it as hf")
 
 

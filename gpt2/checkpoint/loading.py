@@ -28,6 +28,7 @@ def load(
     device: str | torch.device = "cpu",
     revision: str | None = None,
     offline: bool = False,
+    activation_function: str | None = None,
 ) -> GPT2:
     """Load GPT-2 weights into our model, in eval mode.
 
@@ -40,6 +41,8 @@ def load(
         device: where the weights go: "cpu", "cuda", "cuda:1", "mps", "auto".
         revision: branch, tag or commit of a Hub repository.
         offline: make no request; use only the cache.
+        activation_function: of the feed-forward, for a file that does not say it (nanoGPT's); also a suffix of the name,
+            as in "ckpt.pt:gelu_new".
 
     On the CPU in the stored dtype, weights are views of the memory-mapped file: pages are read on first use, and changes stay
     in this process. (The official gpt2's file is not aligned, so it is read at once.) Matrices stored [out, in] become
@@ -50,14 +53,22 @@ def load(
         InputError: no such model, dtype or device. CheckpointError: it cannot be read, or its tensors do not fit its config.
     """
     asked = None if dtype is None else str(dtype).removeprefix("torch.")
-    parsed, device = ModelName.parse(name, RUNS, dtype=asked, revision=revision), require_device(device)
+    parsed = ModelName.parse(name, RUNS, dtype=asked, revision=revision, activation=activation_function)
+    device = require_device(device)
     checkpoint = open_checkpoint(parsed, offline=offline)
     return checkpoint.load(device=require_device(device, checkpoint.dtype))
 
 
-def load_path(path: Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu", offline: bool = False) -> GPT2:
+def load_path(
+    path: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    offline: bool = False,
+    activation: str | None = None,
+) -> GPT2:
     """Load a local directory or file; only an adapter's base may come from elsewhere."""
-    return open_path(path, offline=offline).load(dtype, device)
+    return open_path(path, offline=offline, activation=activation).load(dtype, device)
 
 
 def load_tokenizer(name: str = DEFAULT, *, revision: str | None = None, offline: bool = False) -> Tokenizer:

@@ -6,8 +6,9 @@ the matrices that are not square: the square `attn.c_proj` fits both ways, so a 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 
@@ -15,9 +16,28 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint import keys
-from gpt2.checkpoint.containers import Container, listed
+from gpt2.checkpoint.containers import Container, listed, shown
 from gpt2.config import GPT2Config
 from gpt2.errors import CheckpointError
+
+# A pattern of keys that no GPT-2 has -> what the file is, and what to do about it.
+CAUSES = {
+    r"\.(q_?weight|W_q|codebooks|qzeros|g_idx|(nested_)?(absmax|quant_map)|SCB|weight_format|quant_state\..*|weight_scale)$": (
+        "quantised weights (GPTQ, AWQ, bitsandbytes or the like), which are not read; give the model that they were made from"
+    ),
+    r"\.(lora_[AB]|lora_embedding_[AB]|base_layer|original_module|modules_to_save)\b": (
+        "PEFT's parts beside the weights; save the model that merge_and_unload() returns, or the adapter alone (save_pretrained)"
+    ),
+    r"\.(crossattention|ln_cross_attn)\.": "cross-attention to an encoder, which GPT-2 lacks; give a model without it",
+    r"\.(weight_(orig|mask)$|parametrizations\.)": (
+        "a weight that torch computes (pruning, parametrization); make it permanent (prune.remove, remove_parametrizations)"
+    ),
+    r"(^|\.)_?flat_param": "FSDP's flat parameters; save a full state dict (StateDictType.FULL_STATE_DICT)",
+}
+EMPTY = (
+    "empty, as DeepSpeed ZeRO-3 leaves them where a process saves its own state dict; run zero_to_fp32.py, which DeepSpeed wrote "
+    "beside its checkpoints, and give what that writes"
+)
 
 
 @dataclass(frozen=True)
@@ -25,25 +45,34 @@ class Assignment:
     """The mapping from parameters to tensors of the files."""
 
     files: Mapping[str, Container]  # key -> the open file that holds it
-    sources: Mapping[str, str]  # parameter -> key
+    sources: Mapping[str, tuple[str, ...]]  # parameter -> its key, or the keys of its thirds q, k and v
     shapes: Mapping[str, tuple[int, ...]]  # parameter -> shape, in the order of the forward pass
     transposed: bool  # the blocks' matrices are stored [out, in], as in nn.Linear
-    absent: tuple[str, ...]  # all biases, if the file has none: zeros
+    absent: tuple[str, ...]  # biases that no block has: zeros
     dropped: tuple[str, ...]  # redundant keys
+    extra: tuple[str, ...]  # keys of other heads, which are no part of the language model
+    notes: tuple[str, ...]  # about the head
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the token embedding."""
+        return keys.HEAD not in self.shapes
 
     @property
     def dtype(self) -> torch.dtype:
         """The narrowest dtype that holds every stored tensor."""
-        return reduce(torch.promote_types, (self.files[key].entries[key].dtype for key in self.sources.values()))
+        stored = (self.files[key].entries[key].dtype for held in self.sources.values() for key in held)
+        return reduce(torch.promote_types, stored)
 
     def read(self, name: str, dtype: torch.dtype, *, mapped: bool = True) -> Tensor:
         """Read one parameter to the CPU: a view of the mapped file if dtype and alignment allow it and ``mapped``."""
         if name in self.absent:
             return torch.zeros(self.shapes[name], dtype=dtype)
-        key = self.sources[name]
-        tensor = self.files[key].read(key, dtype, mapped=mapped)
-        tensor = tensor.squeeze(0) if tensor.ndim == 3 else tensor
-        return tensor.t() if self.transposed and name in matrices(self.shapes) else tensor
+        parts = [self.files[key].read(key, dtype, mapped=mapped) for key in self.sources[name]]
+        parts = [part.squeeze(0) if part.ndim == 3 else part for part in parts]
+        turned = self.transposed and name in matrices(self.shapes)
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts, 0 if turned else -1)
+        return tensor.t() if turned else tensor
 
 
 def matrices(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -52,41 +81,59 @@ def matrices(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
 
 
 def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> Assignment:
-    """Assign every tensor to one parameter, or to a reason for dropping it. Raises CheckpointError: lists all mismatches."""
-    wanted = keys.expected(config)
-    sources: dict[str, str] = {}
-    extras: dict[str, str] = {}
-    twice: list[str] = []
-    for key in files:
-        name = keys.from_file(key)
-        taken = sources if name in wanted else extras
-        twice += [key] if name in taken else []
-        taken[name] = key
-    entries = {name: files[key].entries[key] for name, key in (sources | extras).items()}
-    dropped, faults = _drop(files, extras, sources.get("wte.weight"))
-    biases = {name for name in wanted if name.endswith(".bias")}
-    absent = () if biases & sources.keys() else tuple(name for name in wanted if name in biases)
+    """Assign every tensor to one parameter, or to a reason for dropping it. Raises CheckpointError: lists all mismatches.
+
+    Whatever the config says, the head is untied if the files hold one whose values are not the token embedding's.
+    """
+    found: dict[str, list[str]] = {}
+    for key, file in files.items():
+        found.setdefault(_name(key, file.entries[key].shape, config.vocab_size), []).append(key)
+    entries = {name: files[held[0]].entries[held[0]] for name, held in found.items()}
+    wanted = keys.expected(replace(config, tie_word_embeddings=False))
+    parts = {name: [name] if name in found else _thirds(name) for name in wanted}
+    sources = {name: tuple(found[part][0] for part in each) for name, each in parts.items() if found.keys() >= set(each)}
+    if config.tie_word_embeddings and "wte.weight" not in sources and keys.HEAD in sources:
+        sources["wte.weight"] = sources.pop(keys.HEAD)  # safetensors' save_model keeps one name of the two
+    apart = [name for name, held in sources.items() if len(held) > 1]
+    first = {name: files[held[0]].entries[held[0]] for name, held in sources.items()}
+    if empty := [sources[name][0] for name, entry in first.items() if len(wanted[name]) == 2 and entry.shape == (0,)]:
+        raise CheckpointError(f"{where}: {len(empty):,} of its tensors ({listed(empty, 1)}) are {EMPTY}")
+    again = {key: _same(files, key, held[0]) for held in found.values() for key in held[1:]}
+    dropped = [key for key, same in again.items() if same]
+    tied, notes = config.tie_word_embeddings, []
+    if keys.HEAD in sources and "wte.weight" in sources:
+        tied = _same(files, sources[keys.HEAD][0], sources["wte.weight"][0])
+        if tied != config.tie_word_embeddings:
+            values = "the token embedding's own" if tied else "not the token embedding's"
+            notes.append(f"the head is {'tied' if tied else 'untied'}: the values of {sources[keys.HEAD][0]} are {values}")
+    if tied:
+        del wanted[keys.HEAD]
+        dropped += sources.pop(keys.HEAD, ())
+    used = {part for name in sources for part in parts[name]} | {keys.HEAD}
+    extra, faults = _drop(files, {name: held[0] for name, held in found.items() if name not in used}, dropped)
+    biases = [name for name in wanted if name.endswith("attn.c_attn.bias" if apart else ".bias")]
+    absent = () if sources.keys() & set(biases) else tuple(biases)
     faults |= {
         "missing": [name for name in wanted if name not in sources and name not in absent],
-        "present with and without prefix": twice,
-        "not floating point": [key for name, key in sources.items() if not entries[name].dtype.is_floating_point],
+        "there twice, with other values": [key for key, same in again.items() if not same],
+        "not floating point": [held[0] for name, held in sources.items() if not first[name].dtype.is_floating_point],
     }
     # If the tensors agree on another size than the config's, one statement explains many mismatches.
     stated = {**vars(config), "n_inner": config.inner}
     actual = keys.sizes({name: entry.shape for name, entry in entries.items()})
     problems = [f"config says {key} {stated[key]}, the tensors {size}" for key, size in actual.items() if size != stated[key]]
     problems += [f"{title}: {listed(wrong)}" for title, wrong in faults.items() if wrong]
-    shapes = {name: entries[name].shape for name in wanted if name in sources}
-    shapes |= {name: keys.without_leading_one(shapes[name]) for name in matrices(wanted) if name in shapes}
+    shapes = {name: keys.without_leading_ones(first[name].shape) for name in sources if name not in apart}
     turned_shapes = {name: wanted[name][::-1] for name in matrices(wanted)}
     oblong = [name for name, shape in turned_shapes.items() if name in shapes and shape != wanted[name]]
     straight = [name for name in oblong if shapes[name] == wanted[name]]
     reversed_ = [name for name in oblong if shapes[name] == turned_shapes[name]]
     transposed = len(reversed_) > len(straight)
     fits = wanted | (turned_shapes if transposed else {})
-    misshapen = [
-        f"{sources[name]} is {list(shapes[name])}, expected {list(fits[name])}" for name in shapes if shapes[name] != fits[name]
-    ]
+    expected = {sources[name][0]: (shapes[name], fits[name]) for name in shapes}
+    square = (config.n_embd, config.n_embd)  # the shape of a third, in either orientation
+    expected |= {key: (files[key].entries[key].shape, square[: len(wanted[name])]) for name in apart for key in sources[name]}
+    misshapen = [f"{key} is {list(shape)}, expected {list(fit)}" for key, (shape, fit) in expected.items() if shape != fit]
     if misshapen:
         more = f" and {len(misshapen) - 4:,} more" if len(misshapen) > 4 else ""
         why = f" ({len(straight)} matrices lie [in, out] and {len(reversed_)} [out, in])" if straight and reversed_ else ""
@@ -95,41 +142,73 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
         raise CheckpointError(
             f"{where}: the tensors do not fit the config: {'; '.join(problems)}; correct the config or the file"
         )
-    return Assignment(files, sources, wanted, transposed, absent, tuple(dropped))
+    return Assignment(files, sources, wanted, transposed, absent, tuple(dropped), tuple(extra), tuple(notes))
+
+
+def _name(key: str, shape: tuple[int, ...], vocabulary: int) -> str:
+    """Return our name for a key; a classifier in the place of the head that LLMs-from-scratch and minGPT have is another head."""
+    name = keys.from_file(key)
+    other = name.startswith("lm_head.") and re.search(r"(^|\.)(out_)?head\.\w+$", key) and shape[:1] != (vocabulary,)
+    return f"classifier.{key}" if other else name
+
+
+def require_names(files: Mapping[str, Container], where: Path) -> None:
+    """Raise CheckpointError if no tensor has a GPT-2's name in any known scheme."""
+    if files and not any(keys.is_parameter(keys.from_file(key)) for key in files):
+        _refuse_known_cause(files, list(files))
+        what = f"none of its {len(files):,} tensors has a name that a known GPT-2 gives it ({listed(list(files), 2)})"
+        raise CheckpointError(f"{where}: {what}; gpt2 export FILE.py:build DIR reads them from the module that they belong to")
+
+
+def _refuse_known_cause(files: Mapping[str, Container], unknown: list[str]) -> None:
+    for key in unknown:
+        if cause := next((cause for pattern, cause in CAUSES.items() if re.search(pattern, key, re.ASCII)), None):
+            raise CheckpointError(f"{files[key].path}: holds {shown(key)}: {cause}")
+
+
+def _thirds(name: str) -> list[str]:
+    """Return the names under which a file without ``h.N.attn.c_attn`` has its thirds; of another parameter, its own."""
+    return [name.replace(".c_attn.", f".{part}.") for part in keys.SHARES] if ".c_attn." in name else [name]
 
 
 def _drop(
-    files: Mapping[str, Container], extras: Mapping[str, str], embedding: str | None
+    files: Mapping[str, Container], others: Mapping[str, str], dropped: list[str]
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the redundant keys, and the faults of all other extra keys."""
-    dropped: list[str] = []
+    """Add the redundant keys to ``dropped``; return the keys of other heads, and the faults of the rest."""
+    extra: list[str] = []
     faults: dict[str, list[str]] = {}
-    for name, key in extras.items():
+    for name, key in others.items():
+        if keys.OTHER_HEADS.fullmatch(name):
+            extra.append(key)
+            continue
         if keys.CAUSAL_MASK.fullmatch(name):
             empty, fault = _is_causal_mask(files[key], key), "not the causal mask"
         elif keys.MASKED_SCORE.fullmatch(name):
             empty, fault = files[key].entries[key].shape in ((), (1,)), "not a scalar"
-        elif name in keys.TIED_HEADS:
-            same = embedding is not None and _same(files, key, embedding)
-            empty, fault = same, "an untied head, which GPT-2 does not have"
         else:
             empty, fault = bool(keys.TRAINING_STATE.fullmatch(name)), "unexpected"
         (dropped if empty else faults.setdefault(fault, [])).append(key)
-    return dropped, faults
+    _refuse_known_cause(files, faults.get("unexpected", []))
+    return extra, faults
 
 
 def _is_causal_mask(file: Container, key: str) -> bool:
+    """Return whether a buffer is ones on and below the diagonal, or, in LLMs-from-scratch, ones above it."""
     shape = file.entries[key].shape
-    if len(shape) != 4 or shape[:2] != (1, 1) or shape[2] != shape[3] or shape[3] == 0:
+    if shape[:-2] not in ((1, 1), ()) or len(shape) < 2 or shape[-2] != shape[-1] or shape[-1] == 0:
         return False
-    mask = file.read(key)[0, 0]
-    return torch.equal(mask, torch.ones_like(mask).tril())
+    mask = file.read(key).reshape(shape[-2:])
+    ones = torch.ones_like(mask)
+    return torch.equal(mask, ones.tril()) or (len(shape) == 2 and torch.equal(mask, ones.triu(1)))
 
 
 def _same(files: Mapping[str, Container], one: str, other: str) -> bool:
-    """Return whether two tensors are equal bit by bit."""
+    """Return whether two tensors are equal: bit by bit, or in value if their dtypes differ."""
     a, b = files[one].entries[one], files[other].entries[other]
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
+    if keys.without_leading_ones(a.shape) != keys.without_leading_ones(b.shape):
         return False
-    bits = [files[key].read(key).reshape(-1).view(torch.uint8) for key in (one, other)]
-    return torch.equal(*bits)
+    x, y = (files[key].read(key).reshape(-1) for key in (one, other))
+    if a.dtype != b.dtype:
+        wide = torch.promote_types(a.dtype, b.dtype)
+        return torch.equal(x.to(wide), y.to(wide))
+    return torch.equal(x.view(torch.uint8), y.view(torch.uint8))

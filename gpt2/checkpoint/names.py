@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from gpt2.config import OFFICIAL_SIZES, official_size, quoted
+from gpt2.config import ACTIVATIONS, OFFICIAL_SIZES, official_size, quoted
 from gpt2.errors import InputError
 
 DEFAULT = "shakespeare-mini"
@@ -58,21 +58,33 @@ class RandomWeights:
 
 @dataclass(frozen=True)
 class ModelName:
-    """A parsed MODEL argument; ``dtype`` is torch's name or None for the stored one, ``local`` the embedded model or a path."""
+    """A parsed MODEL argument; ``dtype`` is torch's name or None for the stored one, ``local`` the embedded model or a path.
+
+    ``activation`` is the feed-forward's, for a checkpoint that does not say it.
+    """
 
     base: str
     revision: str | None
     dtype: str | None
     random: RandomWeights | None
     local: bool
+    activation: str | None = None
 
     @classmethod
     def parse(
-        cls, text: str | os.PathLike[str], use: Mapping[str, str] = RUNS, *, dtype: str | None = None, revision: str | None = None
+        cls,
+        text: str | os.PathLike[str],
+        use: Mapping[str, str] = RUNS,
+        *,
+        dtype: str | None = None,
+        revision: str | None = None,
+        activation: str | None = None,
     ) -> ModelName:
-        """Parse ``"org/name@v1:bf16"``, ``"random:gpt2:7"``, ``"./folder"``. Raises InputError: unknown or contradictory."""
+        """Parse ``"org/name@v1:bf16"``, ``"random:gpt2:7"``, ``"ckpt.pt:gelu"``. Raises InputError: unknown, contradictory."""
         text = os.fspath(text)
-        base, suffix = _split_dtype(text, use)
+        base, activation = _split_activation(text, activation)
+        base, suffix = _split_dtype(base, use)
+        base, activation = _split_activation(base, activation)
         dtype = None if dtype is None else dtype_name(dtype, use)
         if None not in (dtype, suffix) and dtype != suffix:
             raise InputError(f"{text}: asks for {suffix}, and dtype= for {dtype}; give one of them")
@@ -85,7 +97,15 @@ class ModelName:
             if revision not in (None, pinned):
                 raise InputError(f"{text} and revision {revision!r} disagree: give the revision once")
             base, revision = repo, pinned
-        return cls(base, revision, dtype or suffix, random, local)
+        return cls(base, revision, dtype or suffix, random, local, activation)
+
+
+def _split_activation(text: str, given: str | None) -> tuple[str, str | None]:
+    """Return the name without an activation at its end, and the activation, there or ``given``."""
+    head, colon, suffix = text.rpartition(":")
+    if not colon or suffix not in ACTIVATIONS or text.startswith("random:") or os.path.exists(os.path.expanduser(text)):
+        return text, given
+    return head, suffix
 
 
 def _split_dtype(text: str, use: Mapping[str, str]) -> tuple[str, str | None]:

@@ -44,6 +44,8 @@ WITHOUT_EFFECT = {
 }
 # Other initialisations (pissa, olora, loftq, corda ...) change the base's weights.
 INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
+# Kinds that do not change the base's weights, so that PEFT cannot merge them.
+NOT_MERGED = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT", "POLY", "XLORA")
 MERGE_WITH_PEFT = "merge it with PEFT (merge_and_unload, save_pretrained) and load what that writes"
 
 
@@ -88,8 +90,10 @@ def is_adapter(path: Path) -> bool:
 def read_adapter(path: Path) -> Adapter:
     """Read a PEFT directory. Raises CheckpointError: missing, damaged or contradictory files, or more than plain LoRA."""
     where, config = path / CONFIG, read_json(path / CONFIG)
-    if config.get("peft_type") != "LORA":
-        raise CheckpointError(f"{where}: peft_type is {quoted(str(config.get('peft_type')))}, not LORA; {MERGE_WITH_PEFT}")
+    if (kind := config.get("peft_type")) != "LORA":
+        beside = "it works beside the base's weights in every call, so run it with PEFT, or give its base model alone"
+        advice = beside if kind in NOT_MERGED else MERGE_WITH_PEFT
+        raise CheckpointError(f"{where}: peft_type is {quoted(str(kind))}, not LORA; {advice}")
     more = [key for key, value in config.items() if key not in WITHOUT_EFFECT and value not in (None, False, {}, [], "")]
     more += ["bias"] if config.get("bias", "none") != "none" else []
     more += ["init_lora_weights"] if config.get("init_lora_weights") not in INITIALISATIONS else []

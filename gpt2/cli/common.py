@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+from gpt2.config import ACTIVATIONS
 from gpt2.errors import InputError, printable
 
 
@@ -18,14 +19,40 @@ def seed(text: str) -> int:
     return number
 
 
-def add_model(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+def add_model(parser: argparse.ArgumentParser, *, required: bool = False, settings: str = "") -> None:
     if required:
         parser.add_argument("model", metavar="MODEL", help="which model")
     else:
         default = "which model (default: %(default)s)"
         parser.add_argument("model", nargs="?", default="shakespeare-mini", metavar="MODEL", help=default)
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository")
+    add_set(parser, settings)
     add_offline(parser)
+
+
+def add_set(parser: argparse.ArgumentParser, settings: str = "") -> None:
+    """Add ``--set``, for the activation of a model, and for the command's own ``settings`` if it names some."""
+    help = f"{settings}activation_function=NAME of a checkpoint that does not say it, such as nanoGPT's"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help)
+    parser.set_defaults(settings=bool(settings))
+
+
+def name_activation(args: argparse.Namespace) -> None:
+    """Move ``--set activation_function=NAME`` into the names of the models. Raises InputError: no activation, or no setting."""
+    key = "activation_function="
+    chosen, others = ([each for each in getattr(args, "set", ()) if each.startswith(key) == own] for own in (True, False))
+    if others and not getattr(args, "settings", True):
+        raise InputError(f"--set {others[0]}: the one setting here is {key}NAME; leave it out")
+    for name in (each.removeprefix(key) for each in chosen):
+        if name not in ACTIVATIONS:
+            raise InputError(f"--set {key}{name}: is no activation known here; give one of {', '.join(ACTIVATIONS)}")
+        for model in ("model", "other", "init"):
+            if getattr(args, model, None) is not None:
+                setattr(args, model, f"{getattr(args, model)}:{name}")
+        for side in ("a", "b"):  # of compare, which takes other things than models
+            if os.path.exists(os.path.expanduser((getattr(args, side, None) or "").removeprefix("hf/"))):
+                setattr(args, side, f"{getattr(args, side)}:{name}")
+        args.set = others
 
 
 def add_offline(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2.cli.common import Status, add_device, add_offline, require_writable, save_page, say, seed, size, write_result
+from gpt2.cli.common import Status, add_device, add_offline, add_set, require_writable, save_page, say, seed, size, write_result
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fail-if", action="append", default=[], metavar="EXPR", help="METRIC OP NUMBER: exit 1 if it is met; repeat for several"
     )
+    add_set(parser)
     parser.add_argument("--junit", metavar="FILE", help="write what --fail-if found as a JUnit report")
     parser.add_argument("--blame", action="store_true", help="also put parts of B into A, and measure what each carries")
     parser.add_argument(

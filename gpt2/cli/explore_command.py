@@ -7,7 +7,7 @@ import socket
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpt2.cli.common import Status, add_device, add_offline, save_page, write_result
+from gpt2.cli.common import Status, add_device, add_offline, add_set, save_page, write_result
 from gpt2.cli.serving import HEADERS, listen, refusal, routed, serve
 from gpt2.errors import InputError
 
@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", nargs="?", default="shakespeare-mini", metavar="MODEL", help="which model (default: %(default)s)"
     )
     parser.add_argument("other", nargs="?", metavar="OTHER", help="a second model, shown beside it")
+    add_set(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="the first text to show")
     parser.add_argument("--port", type=int, metavar="N", help=f"port to serve at; 0 takes a free one (default: {PORT})")
     parser.add_argument("--html", metavar="FILE", help="write the page to FILE instead of serving it")

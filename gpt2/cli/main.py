@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from gpt2 import __version__
-from gpt2.cli.common import require_writable
+from gpt2.cli.common import name_activation, require_writable
 from gpt2.errors import InputError, out_of_memory
 
 NAMES = ("info", "verify", "compare", "explore", "diagnose", "trace", "generate", "train", "export", "publish", "bench")
@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="A MODEL is shakespeare-mini (embedded, the default), gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2, "
         "org/name[@revision], a local directory or file (safetensors, .bin, nanoGPT's ckpt.pt, OpenAI's TensorFlow files, "
         "Keras' .h5, Flax' .msgpack, GGUF, llm.c's), "
-        "or random:SIZE[:SEED]; each may end in :bf16 and the like. "
+        "or random:SIZE[:SEED]; each may end in :bf16 and the like, and one that does not say its activation in :gelu_new. "
         "Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted.",
     )
     top.add_argument("--version", action="version", version=f"gpt2-toolkit {__version__}")
@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         require_writable("--json", args.json)
         require_writable("--html", getattr(args, "html", None))
+        name_activation(args)
         run: Callable[[argparse.Namespace], int] = args.run
         return run(args)
     except InputError as error:

@@ -23,7 +23,7 @@ from torch.func import functional_call
 
 from gpt2.checkpoint.export import OF_DTYPE
 from gpt2.checkpoint.gguf_writer import TYPES, as_stored, stored_bytes
-from gpt2.checkpoint.keys import layer
+from gpt2.checkpoint.keys import head_name, layer
 from gpt2.comparison.blame_result import Blame, Kept, Part, Precision
 from gpt2.comparison.distributions import gain
 from gpt2.comparison.weights import Read
@@ -87,7 +87,7 @@ def _bytes(name: str, shape: Sequence[int], type: str) -> int:
         return stored_bytes(name, shape, type)
     if len(shape) != 2 or name == "wpe.weight":
         return 4 * entries
-    return entries + 4 * shape[0 if name == "wte.weight" else 1]  # a float32 scale per output
+    return entries + 4 * shape[1 if name.startswith("h.") else 0]  # a float32 scale per output
 
 
 class _Mixed:
@@ -95,6 +95,7 @@ class _Mixed:
 
     def __init__(self, config: GPT2Config, a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         self.model, self.a, self.b = GPT2(config, initialise=False).eval(), a, b
+        self.head = head_name(a)
         self.stages = [self._stage(stage, a) for stage in range(config.n_layer + 2)]
         differs = [any(a[name] is not b[name] for name in names) for names in self.stages]
         self.first_changed = next((stage for stage, changed in enumerate(differs) if changed), len(self.stages))
@@ -103,7 +104,7 @@ class _Mixed:
     def _stage(self, stage: int, names: Collection[str]) -> list[str]:
         """Return the parameters of a stage: 0 is the embeddings, 1 the first block, the last one the norm and the readout."""
         depth = self.model.config.n_layer
-        own = {0: ("wte.weight", "wpe.weight"), depth + 1: ("ln_f.weight", "ln_f.bias", "wte.weight")}
+        own = {0: ("wte.weight", "wpe.weight"), depth + 1: ("ln_f.weight", "ln_f.bias", self.head)}
         return list(own[stage]) if stage in own else [name for name in names if layer(name) == stage - 1]
 
     def start(self, ids: Tensor) -> None:
@@ -133,7 +134,7 @@ class _Mixed:
         for block in range(max(0, stage - 1), last - 1):
             x = self._block(block, x, taken)
         x = F.layer_norm(x, x.shape[-1:], taken["ln_f.weight"], taken["ln_f.bias"], self.model.config.layer_norm_epsilon)
-        return F.linear(x, taken["wte.weight"])
+        return F.linear(x, taken[self.head])
 
     def _embed(self, source: Mapping[str, Tensor]) -> Tensor:
         return source["wte.weight"][self.ids] + source["wpe.weight"][: self.ids.size(1)]

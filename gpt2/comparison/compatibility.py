@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from gpt2.checkpoint.keys import expected
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
@@ -19,6 +20,7 @@ FUNCTION = (
     "scale_attn_weights",
     "scale_attn_by_inverse_layer_idx",
     "reorder_and_upcast_attn",
+    "tie_word_embeddings",
 )
 
 
@@ -116,6 +118,11 @@ def compatibility(
         reason = f"the tokenizers differ in {vocabularies.differing:,} entries"
         impossible |= {"activations": reason, "distributions": f"{reason}; the report has each model's bits per byte instead"}
     return Compatibility(differing, vocabularies, impossible)
+
+
+def parameters_of_both(a: GPT2Config, b: GPT2Config) -> list[str]:
+    """Return the parameters of two models of one shape; with a head's own matrix if either has one."""
+    return list(expected(replace(a, tie_word_embeddings=a.tie_word_embeddings and b.tie_word_embeddings)))
 
 
 def require_same_function(compatible: Compatibility) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from gpt2.checkpoint.checkpoint import Checkpoint, model_with, open_path
 from gpt2.checkpoint.export import GGUF_FILE, OF_DTYPE, Export, exported_model
 from gpt2.checkpoint.gguf_writer import parameters_of, type_of
-from gpt2.checkpoint.keys import from_file, layer
+from gpt2.checkpoint.keys import from_file, head_name, layer
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.ctranslate2 import CTranslate2Side
 from gpt2.comparison.sides.llama_cpp import LlamaCppSide
@@ -134,7 +134,7 @@ def rounded(name: str, tensor: Tensor, type: str) -> Tensor:
         return tensor.double()
     if type != "q8_0":
         return tensor.to(DTYPES[type]).float()
-    return q8_0(tensor.float()) if name == "wte.weight" else q8_0(tensor.float().t()).t()
+    return q8_0(tensor.float().t()).t() if name.startswith("h.") else q8_0(tensor.float())
 
 
 def q8_0(x: Tensor) -> Tensor:
@@ -254,8 +254,9 @@ def as_llama(model: GPT2, types: Mapping[str, str]) -> GPT2:
         for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
             conv = block.get_submodule(part)
             conv.register_forward_pre_hook(_rounding(types[f"h.{number}.{part}.weight"]))
-    head = _rounding(types["wte.weight"])
-    model.head = lambda hidden: F.linear(head(model, (hidden,))[0], model.wte.weight)  # type: ignore[method-assign]
+    table = model.head_table.weight
+    head = _rounding(types[head_name(types)])
+    model.head = lambda hidden: F.linear(head(model, (hidden,))[0], table)  # type: ignore[method-assign]
     return model
 
 

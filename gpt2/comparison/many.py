@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpt2.checkpoint.keys import expected
 from gpt2.comparison.checkpoints import with_checkpoints
-from gpt2.comparison.compatibility import Compatibility, compatibility
+from gpt2.comparison.compatibility import Compatibility, compatibility, parameters_of_both
 from gpt2.comparison.distributions import Language, gain, language, perplexity_ratio
 from gpt2.comparison.floor import Floor, measure_floor
 from gpt2.comparison.many_results import Against, Candidate, Comparisons, Pairs
@@ -273,7 +273,7 @@ def _moved(sides: Sequence[Side], fits: Sequence[Compatibility], progress: Progr
         if "weights" in fit.impossible or not (isinstance(first, CheckpointSide) and isinstance(side, CheckpointSide)):
             moved.append(None)
             continue
-        names, read = expected(first.config), first.reader(mapped=True)
-        norm = weights_norm(names, read) if norm is None else norm
+        names, read = parameters_of_both(first.config, side.config), first.reader(mapped=True)
+        norm = weights_norm(expected(first.config), read) if norm is None else norm
         moved.append(distance(names, read, side.reader(mapped=True), norm, progress=progress))
     return moved

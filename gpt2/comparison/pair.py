@@ -20,7 +20,14 @@ from gpt2.comparison.blame import beyond_rounding, find_blame, quantisation
 from gpt2.comparison.blame_result import Blame
 from gpt2.comparison.bounds import measure_bounds
 from gpt2.comparison.bounds_result import Bounds
-from gpt2.comparison.compatibility import Compatibility, Vocabularies, compatibility, first_parting, require_same_function
+from gpt2.comparison.compatibility import (
+    Compatibility,
+    Vocabularies,
+    compatibility,
+    first_parting,
+    parameters_of_both,
+    require_same_function,
+)
 from gpt2.comparison.distributions import Distributions, summarise
 from gpt2.comparison.floor import Floor, measure_floor
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, beginning, open_passage, token_bytes
@@ -162,7 +169,9 @@ def _not_shown(sides: tuple[Side, Side]) -> dict[str, str]:
 def _weights(sides: tuple[Side, Side], progress: Progress) -> WeightChanges | None:
     if not (isinstance(sides[0], CheckpointSide) and isinstance(sides[1], CheckpointSide)):
         return None
-    names = [(name, re.sub(r"^h\.\d+", "h.{}", name), layer(name)) for name in expected(sides[0].config)]
+    names = [
+        (name, re.sub(r"^h\.\d+", "h.{}", name), layer(name)) for name in parameters_of_both(sides[0].config, sides[1].config)
+    ]
     a, b = sides[0].reader(), sides[1].reader()
     changes = compare_weights(names, a, b, progress=progress)
     if changes.same_numbers:

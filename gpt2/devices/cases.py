@@ -149,7 +149,7 @@ def _cache(m: Material) -> Iterator[Case]:
 
 
 def _head(m: Material) -> Iterator[Case]:
-    hidden, wte = m.traced["ln_f"], m.weight("wte.weight")
+    hidden, wte = m.traced["ln_f"], m.model.head_table.weight.detach()
     targets = m.ids.roll(-1, 1)
 
     def logits(x: Tensor, wte: Tensor) -> tuple[Tensor, ...]:

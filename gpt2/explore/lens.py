@@ -29,6 +29,7 @@ from gpt2.measure.per_token import likeliest, measure_rows
 from gpt2.measure.tracing import point_at, root_of, trace_blocks
 from gpt2.pages.rendering import write
 from gpt2.pages.reports import Environment, as_json
+from gpt2.parity.checks import head_of
 
 PROMPT = "JULIET:\nO Romeo, Romeo! wherefore art"
 TOP = 8  # candidates kept per reading
@@ -127,9 +128,9 @@ def explorer(*names: str, device: str = "cpu", offline: bool = False) -> Iterato
 
 @torch.inference_mode()
 def read_out(model: nn.Module, stream: Tensor) -> Tensor:
-    """Apply the final norm and the tied head to ``stream`` (..., D), as if it left the last block; return logits on the CPU."""
+    """Apply the final norm and the head to ``stream`` (..., D), as if it left the last block; return logits on the CPU."""
     root = root_of(model)
-    return nn.functional.linear(root.ln_f(stream.to(root.wte.weight.device)), root.wte.weight).cpu()
+    return head_of(model, root.ln_f(stream.to(root.wte.weight.device))).cpu()
 
 
 def _look(model: nn.Module, described: Model, tokenizer: Tokenizer, ids: list[int]) -> tuple[Lens, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, StoredCheckpoint
 from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
-from gpt2.checkpoint.keys import PREFIX, from_file, layer, to_file
+from gpt2.checkpoint.keys import HEAD, PREFIX, from_file, layer, share, to_file
 from gpt2.checkpoint.loading import rows_note
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
@@ -121,7 +121,7 @@ class Subject:
     @cached_property
     def reference(self) -> nn.Module:
         """transformers' model as stored, to run in float64: ``reorder_and_upcast_attn`` would compute in float32."""
-        model = self._shared(reference.load_reference(self.folder, next(self.ours.parameters()).dtype))
+        model = self._shared(reference.load_reference(self.folder, next(self.ours.parameters()).dtype, self.config))
         for block in root_of(model).h:
             vars(block.attn)["reorder_and_upcast_attn"] = False
         return model
@@ -149,7 +149,7 @@ class Subject:
             for block in root_of(model).h:
                 vars(block.attn)["reorder_and_upcast_attn"] = self.config.reorder_and_upcast_attn
             return model
-        return self._shared(reference.load_reference(self.folder, self.dtype))
+        return self._shared(reference.load_reference(self.folder, self.dtype, self.config))
 
     @cached_property
     def noisy(self) -> nn.Module:
@@ -220,21 +220,22 @@ def weights(subject: Subject) -> None:
     """Compare every stored tensor with our parameter, read by the safetensors library; merged ones go to :func:`adapter`."""
     parameters = {name: tensor for name, tensor in subject.ours.state_dict().items() if name not in subject.adapted}
     require_whole_files()
-    add, found = partial(subject.findings.exact, "weights"), []
+    add, found, absent = partial(subject.findings.exact, "weights"), set(), subject.checkpoint.assignment.absent
     for key, stored in _stored(subject.checkpoint):
-        name = from_file(key)
-        ours = parameters.pop(name, None)
+        name, third = share(from_file(key))
+        ours = parameters.get(name, parameters["wte.weight"] if name == HEAD else None)
         if ours is None:
-            continue  # a buffer or the tied head, which the loader checked and dropped
+            continue  # a buffer or another head, which the loader checked and dropped
+        found.add(name if name in parameters else "wte.weight")
+        ours = ours if third is None else ours.chunk(3, -1)[third]
         stored = stored.squeeze(0) if stored.ndim == 3 else stored  # OpenAI's files keep a convolution width of 1
         stored = stored.to(ours.dtype)  # the loader converts mixed dtypes to the widest, without loss
-        found.append(name)
-        add(name, differing_bits(ours, stored) if ours.shape == stored.shape else stored.numel())
-    zeros = not any(name.endswith(".bias") for name in found)  # nanoGPT without biases
+        what = f"{name} (tied)" if name not in parameters else name if third is None else f"{name} ({'qkv'[third]})"
+        add(what, differing_bits(ours, stored) if ours.shape == stored.shape else stored.numel())
     for name, tensor in parameters.items():
-        if zeros:
+        if name in absent and name not in found:  # biases, of nanoGPT for example
             add(f"{name} (not in the files: zeros)", int(tensor.count_nonzero()))
-        else:
+        elif name not in found:
             add(f"{name} (not in the files)", tensor.numel())
 
 
@@ -261,7 +262,7 @@ def _stored(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, Tensor]]:
         with safe_open(file.path, "pt") if isinstance(file, SafetensorsFile) else nullcontext() as opened:
             for key in file.entries:
                 tensor = file.read(key) if opened is None else opened.get_tensor(key)
-                matrix = tensor.ndim == 2 and layer(from_file(key)) is not None
+                matrix = tensor.ndim == 2 and layer(share(from_file(key))[0]) is not None
                 yield key, tensor.t() if transposed and matrix else tensor
 
 

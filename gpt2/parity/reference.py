@@ -54,7 +54,8 @@ def opens(checkpoint: StoredCheckpoint) -> bool:
         return False  # if PEFT is installed, transformers would add an adapter that lies beside a model
     if not any((path / name).is_file() for single, index, _ in LAYOUTS for name in (single, index)):
         return False
-    usual = all(key in (name, to_file(name)) for name, key in assignment.sources.items())
+    names = (to_file,) if not assignment.tied else (to_file, str)  # without its prefix, transformers knows no head
+    usual = all(held in {(name_of(name),) for name_of in names} for name, held in assignment.sources.items())
     return usual and not assignment.transposed and not assignment.absent
 
 
@@ -75,10 +76,13 @@ def directory(checkpoint: Checkpoint, progress: Progress = silent) -> Iterator[P
         yield folder
 
 
-def load_reference(path: Path, dtype: torch.dtype) -> nn.Module:
-    """Load ``GPT2LMHeadModel`` in eval mode, without ``reorder_and_upcast_attn`` in float64 (it would use float32)."""
+def load_reference(path: Path, dtype: torch.dtype, stated: GPT2Config | None = None) -> nn.Module:
+    """Load ``GPT2LMHeadModel`` in eval mode, without ``reorder_and_upcast_attn`` in float64 (it would use float32).
+
+    Its config is ``stated``, or that of the files, which may say that a head is tied where its values are not.
+    """
     library = _transformers()
-    config = _transformers_config(read_config(path))
+    config = _transformers_config(stated or read_config(path))
     if dtype == torch.float64:
         config.reorder_and_upcast_attn = False
     safe = any((path / name).is_file() for name in (WEIGHTS, INDEX))

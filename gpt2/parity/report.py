@@ -103,6 +103,7 @@ class Report(Printed):
     official: Official | None = None  # whether the files are the official ones; None for random weights
     record: RecordReport | None = None  # published numbers of the official weights, computed again
     stopped: str = ""  # why the run ended early: "interrupted", "stopped at the first difference"
+    assumed: str = ""  # what the files do not say of the model, and both were given alike
 
     @property
     def ok(self) -> bool:
@@ -184,6 +185,8 @@ class Report(Printed):
             yield f"\n[bold red]IMPRECISE[/bold red]  {escape(self._imprecision(self.imprecise))}{end}"
         elif all(check.ok for check in self.checks):
             yield f"\n[bold green]EQUAL[/bold green]  at every point{' that was run' if skipped else ''}{end}"
+            if self.assumed:
+                yield f"[yellow]{escape(self.assumed)}[/yellow]\n"
             if self.record is not None and not self.record.ok:
                 yield "[bold red]BUT NOT WHAT OTHERS RECORDED[/bold red]  of the official weights\n"
         else:

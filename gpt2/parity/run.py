@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     from gpt2.parity.record import RecordReport
 
 
-def _load(path: Path, dtype: torch.dtype | None) -> GPT2:
-    return load_path(path, dtype=dtype, offline=True)  # every file was fetched before
+def _load(path: Path, dtype: torch.dtype | None, activation: str | None = None) -> GPT2:
+    return load_path(path, dtype=dtype, offline=True, activation=activation)  # every file was fetched before
 
 
 @overload
@@ -119,6 +120,8 @@ def verify(
     parsed = ModelName.parse(name, VERIFIES, revision=revision)
     rounding = getattr(torch, parsed.dtype or dtype_name(dtype, VERIFIES))
     checkpoint = open_checkpoint(replace(parsed, dtype=None), offline=offline)
+    if build is _load and parsed.activation is not None:
+        build = partial(_load, activation=parsed.activation)
     progress("sha256 of the files")
     files = {file: sha256(path) for file, path in checkpoint.files().items()}
     official, recorded = _official(checkpoint, files)
@@ -147,6 +150,7 @@ def verify(
                 official=official,
                 record=public,
                 stopped=stopped,
+                assumed=ours.assumed,
             )
 
         if watch is not None:

@@ -55,8 +55,8 @@ class Streamed:
     """A context in which ``model`` computes with the converted ``weights``, forward and backward, a block at a time.
 
     Args:
-        weights: for the blocks; ``outside`` for the embeddings, which stay converted as long as the context. The final norm
-            counts as one more block, the last layer.
+        weights: for the blocks; ``outside`` for the embeddings and an untied head, which stay converted as long as the context.
+            The final norm counts as one more block, the last layer.
         pulse: called with the layer whenever a block begins; it may raise to stop the run.
         receive: called in the backward pass with the gradients of each block for each sequence.
     """
@@ -73,7 +73,7 @@ class Streamed:
         self.again: AbstractContextManager[object] = nullcontext()  # entered where a block is computed again
         self.anchor = torch.zeros((), requires_grad=True)  # makes a block differentiable even if its input is not
         named = {name.removeprefix(PREFIX): p for name, p in model.named_parameters()}
-        self.outside = {name: p for name, p in named.items() if name.startswith(("wte", "wpe"))}
+        self.outside = {name: p for name, p in named.items() if name.startswith(("wte", "wpe", "lm_head"))}
         self.final = len(root_of(model).h)
         self.blocks: list[Weights] = [{} for _ in range(self.final + 1)]
         for name, parameter in named.items():

@@ -27,7 +27,8 @@ from gpt2.parity.streaming import Receive, Streamed, Weights, take_gradients
 
 STEPS = 2  # of AdamW: the first shows groups and bias correction, the second the moments
 PART = 8192  # rows of a matrix that AdamW moves at a time
-LOOKUP, HEAD = "wte.weight (lookup)", "wte.weight (head)"  # the two parts of the tied embedding's gradient
+LOOKUP, HEAD = "wte.weight (lookup)", "wte.weight (head)"  # the two parts of a tied embedding's gradient
+UNTIED = "lm_head.weight"  # the parameter of an untied head: both have a gradient of their own
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,12 @@ def _backward(model: nn.Module, sequences: Tensor, streamed: Callable[[Receive],
             losses = loss.detach()
             del loss  # and with it the logits
             give_back_freed_memory()  # for the next model's
-            tied = {name: p for name, p in context.outside.items() if name == "wte.weight"}
-            emit(Step(None, 0, {HEAD: take_gradients(tied)["wte.weight"]}, tied, losses))
+            tied = UNTIED not in context.outside
+            head = {name: p for name, p in context.outside.items() if name == ("wte.weight" if tied else UNTIED)}
+            emit(Step(None, 0, {HEAD if tied else UNTIED: gradient for gradient in take_gradients(head).values()}, head, losses))
             hidden.backward(leaf.grad)
-            outside = take_gradients(context.outside)
-            outside[LOOKUP] = outside.pop("wte.weight")
+            outside = take_gradients({name: p for name, p in context.outside.items() if name != UNTIED})
+            outside |= {LOOKUP: outside.pop("wte.weight")} if tied else {}
             emit(Step(None, 0, outside, context.outside))
 
     return walk
@@ -88,6 +90,9 @@ class _Optimizer:
                 tied = gradient[self.ids] + self.kept.pop(HEAD)[0]
                 self.squares["wte.weight"] += _square(tied)
                 changes["wte.weight"] = _change(step.parameters["wte.weight"].detach()[self.ids], [tied] * STEPS)
+            elif name in (UNTIED, "wte.weight"):
+                self.squares[name] = _square(gradient)
+                changes[name] = _change(step.parameters[name].detach()[self.ids], [gradient[self.ids]] * STEPS)
             elif step.row < STEPS:
                 kept = self.kept[name]
                 kept += [gradient] * (STEPS if step.layer is None else 1)
@@ -212,7 +217,7 @@ def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> N
                 changes, *moved = (run.changes(step) for run, step in zip(optimizers, (expected, *stored), strict=True))
                 if changes:
                     inside = "ln_f" if "ln_f.weight" in changes else f"h.{expected.layer}"
-                    where = "wte, wpe" if expected.layer is None else inside
+                    where = inside if expected.layer is not None else UNTIED if UNTIED in changes else "wte, wpe"
                     findings.rounding("adamw-rounding", f"{where} (all parameters)", *(_whole(each, changes) for each in moved))
             if expected.layer is None or expected.row == len(sequences) - 1:
                 for name in expected.gradients:

@@ -43,13 +43,13 @@ class Scored(nn.Module):
         if not isinstance(self.model, GPT2):
             logits = self.model(ids).flatten(0, 1)
             return F.cross_entropy(logits, targets, ignore_index=UNSCORED)
-        wte = self.model.wte.weight
-        tie = _Tie()
-        rows = _Rows.apply(wte, ids, tie)  # type: ignore[no-untyped-call]
+        table = self.model.head_table.weight
+        tie = _Tie() if self.model.config.tie_word_embeddings else None
+        rows = None if tie is None else _Rows.apply(table, ids, tie)  # type: ignore[no-untyped-call]
         hidden = self.model.hidden(ids, rows=rows, documents=documents).flatten(0, 1)
         if scored is not None and len(scored) < len(targets):
             hidden, targets = hidden[scored], targets[scored]
-        loss: Tensor = _Loss.apply(hidden, wte, targets, tie)  # type: ignore[no-untyped-call]
+        loss: Tensor = _Loss.apply(hidden, table, targets, tie)  # type: ignore[no-untyped-call]
         return loss
 
 
@@ -91,23 +91,23 @@ class _Rows(torch.autograd.Function):
 
 
 class _Loss(torch.autograd.Function):
-    """Mean cross-entropy of ``hidden`` (N, D) against ``targets`` (N,), through the head ``wte`` (V, D).
+    """Mean cross-entropy of ``hidden`` (N, D) against ``targets`` (N,), through the head's ``table`` (V, D).
 
     For a row of logits l with target t, e = exp(l - max l) and s = sum(e): the loss is log s - (l_t - max l), and its gradient
     with respect to l is (e - s 1_t) / s. Both products apply the division by s on their (n, D) side.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, wte: Tensor, targets: Tensor, tie: _Tie) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, table: Tensor, targets: Tensor, tie: _Tie | None) -> Tensor:
         device = hidden.device.type
         low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         wide = torch.promote_types(hidden.dtype, torch.float32)
         with torch.autocast(device, enabled=False):
-            head, losses = wte.to(low), []
+            head, losses = table.to(low), []
             grad_hidden = torch.empty_like(hidden)
-            grad_wte = torch.empty_like(wte) if ctx.needs_input_grad[1] else None
+            grad_table = torch.empty_like(table) if ctx.needs_input_grad[1] else None
             for part, part_targets, part_grad in zip(
-                *(even(each, len(wte)) for each in (hidden, targets, grad_hidden)), strict=True
+                *(even(each, len(table)) for each in (hidden, targets, grad_hidden)), strict=True
             ):
                 part_targets = part_targets[:, None]
                 e = (part.to(low) @ head.t()).to(wide)  # (n, V): logits, which the next lines change in place
@@ -118,17 +118,17 @@ class _Loss(torch.autograd.Function):
                 e.scatter_add_(1, part_targets, -total)
                 e, share = e.to(low), 1 / (total * len(hidden))
                 part_grad.copy_((e @ head) * share)
-                if grad_wte is None:
+                if grad_table is None:
                     continue
                 left, right = e.t(), (part * share).to(low)
-                if low != wte.dtype:  # summed over the parts in the dtype of the weights
+                if low != table.dtype:  # summed over the parts in the dtype of the weights
                     product = torch.mm(left, right)
-                    grad_wte.copy_(product) if len(losses) == 1 else grad_wte.add_(product)
+                    grad_table.copy_(product) if len(losses) == 1 else grad_table.add_(product)
                 elif len(losses) == 1:
-                    torch.mm(left, right, out=grad_wte)
+                    torch.mm(left, right, out=grad_table)
                 else:
-                    grad_wte.addmm_(left, right)
-        ctx.grads, ctx.tie = (grad_hidden, grad_wte), tie
+                    grad_table.addmm_(left, right)
+        ctx.grads, ctx.tie = (grad_hidden, grad_table), tie
         return torch.cat(losses).mean()
 
     @staticmethod
@@ -137,9 +137,11 @@ class _Loss(torch.autograd.Function):
         grads, ctx.grads = ctx.grads, None
         if grads is None:
             raise RuntimeError("backward was called twice on this loss; its gradients were freed by the first call")
-        grad_hidden, grad_wte = grads
+        grad_hidden, grad_table = grads
         if grad.is_cuda or grad != 1:  # reading the value on a GPU would wait for it
             for each in filter(lambda each: each is not None, grads):
                 each.mul_(grad)
-        ctx.tie.grad = grad_wte
+        if ctx.tie is None:
+            return grad_hidden, grad_table, None, None
+        ctx.tie.grad = grad_table
         return grad_hidden, None, None, None

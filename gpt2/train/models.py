@@ -1,7 +1,7 @@
 """Make, prepare, sample and save the models that a run trains: GPT-2, with or without LoRA adapters, and the bigram baseline."""
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,23 +67,24 @@ def with_tokens(model: GPT2, tokenizer: Tokenizer, recipe: Recipe) -> tuple[GPT2
     tokens with equal parts can part. Its logit is the mean of theirs up to the noise: the other tokens lose little probability
     to it, and keep their ratios. A row drawn as when training from scratch has logits near 0; where the others' are
     near -100, as GPT-2's, it would get all the probability (Hewitt, "Initializing New Word Embeddings for Pretrained Language
-    Models", 2021, averages all rows). The head is the same matrix. The old rows are unchanged, bit for bit.
+    Models", 2021, averages all rows). A head of its own grows in the same way. The old rows are unchanged, bit for bit.
     """
     grown = tokenizer.with_tokens(recipe.data.add_tokens)
     if grown is tokenizer:
         return model, tokenizer
-    old = model.wte.weight.detach()
-    rows = max(len(old), grown.n_vocab)  # a padded embedding has rows to spare
-    table = torch.cat((old, old.new_empty(rows - len(old), old.size(1))))
+    rows = max(model.config.vocab_size, grown.n_vocab)  # a padded embedding has rows to spare
     generator = torch.Generator().manual_seed(recipe.seed)
-    spread = old[: tokenizer.n_vocab].std(0)  # (D,)
-    for token in range(min(len(old), tokenizer.n_vocab), grown.n_vocab):  # an earlier token without a row gets one too
-        noise = torch.randn(old.size(1), generator=generator) * spread * NOISE
-        ids = [i for i in tokenizer.encode(grown.decode([token])) if i < len(old)] if grown.holds(token) else []
-        table[token] = (old[ids] if ids else old).mean(0) + noise
-    model.wte = torch.nn.Embedding.from_pretrained(table, freeze=False)
-    model.config = replace(model.config, vocab_size=rows)
-    return model, grown
+
+    def with_rows(old: torch.Tensor) -> torch.Tensor:
+        table = torch.cat((old, old.new_empty(rows - len(old), old.size(1))))
+        spread = old[: tokenizer.n_vocab].std(0)  # (D,)
+        for token in range(min(len(old), tokenizer.n_vocab), grown.n_vocab):  # an earlier token without a row gets one too
+            noise = torch.randn(old.size(1), generator=generator) * spread * NOISE
+            ids = [i for i in tokenizer.encode(grown.decode([token])) if i < len(old)] if grown.holds(token) else []
+            table[token] = (old[ids] if ids else old).mean(0) + noise
+        return table
+
+    return model.with_tables(with_rows), grown
 
 
 def added(tokenizer: Tokenizer, ids: np.ndarray, recipe: Recipe) -> str:

@@ -91,6 +91,21 @@ def lightning(directory: Path) -> tuple[Path, Truth, GPT2Config]:
     return directory / "last.ckpt", torch_layouts.lightning(directory / "last.ckpt"), TINY
 
 
+def untied(layout: Callable, *path: str, config: GPT2Config = TINY, **settings: Any) -> Writer:
+    """A file with a head of its own, in a folder with or without a config.json."""
+    expected = replace(config, tie_word_embeddings=False)
+    return lambda directory: (directory, layout(directory.joinpath(*path), config, **settings), expected)
+
+
+def gguf_head(directory: Path) -> tuple[Path, Truth, GPT2Config]:
+    """What llama-quantize --leave-output-tensor makes: one matrix in two types, so two matrices."""
+    config = replace(TINY, n_embd=96, vocab_size=64, bos_token_id=None, eos_token_id=None)
+    head = weights(config)["wte.weight"].half()
+    whole = lambda writer: writer.add_tensor("output.weight", head.numpy())  # noqa: E731
+    truth = gguf_layouts.write(directory / "model.gguf", config, GGMLQuantizationType.Q8_0, change=whole)
+    return directory, truth | {"lm_head.weight": head.float()}, replace(config, tie_word_embeddings=False)
+
+
 NANO = replace(TINY, n_embd=48, n_layer=3)  # minGPT's "gpt-nano": its name implies 3 heads
 LINEAR = partial(sharded, change=turned)
 BIN = partial(torch_layouts.hf_bin, prefix="transformer.", head=True)
@@ -105,6 +120,10 @@ ODD = replace(TINY, vocab_size=100, n_embd=15)
 CHINESE = replace(TINY, vocab_size=21, bos_token_id=50256, eos_token_id=50256)
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
+BARE = replace(NANO, bos_token_id=None, eos_token_id=None)
+BOOK = untied(torch_layouts.llms_from_scratch, "model.pth", config=BARE)
+BOOK_NO_BIAS = untied(torch_layouts.llms_from_scratch, "model.pth", config=BARE, qkv_bias=False)
+MINGPT_2020 = untied(torch_layouts.mingpt_2020, "model.pt", config=replace(BARE, activation_function="gelu"))
 MINGPT, OPENAI = file(torch_layouts.mingpt, "model.pt", NANO), file(tf_bundle.openai, "", TINY, more=STEP)
 BY_LAYER = {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}
 ALIASES = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "max_position_embeddings": 16}
@@ -136,12 +155,18 @@ DIALECTS = {
     "nanogpt-padded": Dialect("nanoGPT, vocabulary padded, no biases", nanogpt(64, bias=False, compiled=True), "oracle"),
     "mingpt": Dialect("minGPT state dict, no config: heads from its published sizes", MINGPT, "oracle"),
     "lightning": Dialect("Lightning and DistributedDataParallel wrappers", lightning, "oracle"),
+    "untied": Dialect("a head of its own, of which the config says nothing", untied(torch_layouts.untied)),
+    "llms-from-scratch": Dialect("LLMs-from-scratch: three matrices for c_attn, a head of its own", BOOK, "oracle"),
+    "llms-from-scratch-no-bias": Dialect("the same without the biases of queries, keys and values", BOOK_NO_BIAS, "oracle"),
+    "litgpt": Dialect("litgpt's names (`attn.qkv`, `mlp.fc`), with learned positions", untied(torch_layouts.litgpt), "oracle"),
+    "mingpt-2020": Dialect("minGPT of 2020: positions (1, P, D), erf GELU, a head of its own", MINGPT_2020, "oracle"),
     "openai": Dialect("OpenAI's TensorFlow files, no TensorFlow", OPENAI, "oracle"),
     "keras": Dialect("`tf_model.h5`: Keras' names in HDF5, biases (1, n), no TensorFlow", hf(old_layouts.keras), "oracle"),
     "flax": Dialect("`flax_model.msgpack`: Flax's names, `[out, in]`, no Flax", hf(old_layouts.flax), "oracle"),
     "gguf-f32": Dialect("GGUF, F32", gguf("F32"), "oracle"),
     "gguf-f16": Dialect("GGUF, F16", gguf("F16"), "oracle"),
     "gguf-q8": Dialect("GGUF, Q8_0", gguf("Q8_0"), "oracle"),
+    "gguf-head": Dialect("GGUF whose output has another type than its embeddings", gguf_head, "oracle"),
     "llmc": Dialect("llm.c, float32 (version 3), vocabulary padded", llmc(3), "oracle"),
     "llmc-bf16": Dialect("llm.c, bfloat16 (version 5)", llmc(5), "oracle"),
     "llmc-first": Dialect("llm.c's first float32 (version 1), not padded", llmc(1), "oracle"),
@@ -181,7 +206,7 @@ def test_square_matrices_follow_the_others(tmp_path: Path) -> None:
     """attn.c_proj is square: if it alone is not transposed, only the logits are wrong."""
     directory, truth, config = DIALECTS["linear-shards"].write(tmp_path)
     files = open_weights(directory)
-    assignment = match(files, config_of(directory, files), directory)
+    assignment = match(files, config_of(directory, files)[0], directory)
     assert assignment.transposed
     stored = files["transformer.h.1.attn.c_proj.weight"].read("transformer.h.1.attn.c_proj.weight")
     assert not torch.equal(stored, truth["h.1.attn.c_proj.weight"])

@@ -106,7 +106,9 @@ def test_the_suffix_chooses_the_dtype(tmp_path: Path) -> None:
         assert file.entries["blk.0.attn_qkv.weight"].kind.name.lower() == type
 
 
-@pytest.mark.parametrize("config", [WIDE, ODD], ids=["usual", "odd"])
+@pytest.mark.parametrize(
+    "config", [WIDE, ODD, dataclasses.replace(WIDE, tie_word_embeddings=False)], ids=["usual", "odd", "untied"]
+)
 @pytest.mark.parametrize("type", KINDS)
 def test_gguf_is_what_the_package_writes(tmp_path: Path, tokenizer: LibraryTokenizer, type: str, config: GPT2Config) -> None:
     """Possible bugs: another order of dimensions, a value of another type, missing padding. Some readers would read other

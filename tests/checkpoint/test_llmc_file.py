@@ -91,6 +91,7 @@ def test_a_tokenizer_without_an_end_or_with_a_long_token(tmp_path: Path) -> None
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon 1e-06"),
         ({"scale_attn_weights": False}, "scale_attn_weights false"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ({"tie_word_embeddings": False}, "an untied head"),
     ],
 )
 def test_what_llm_c_computes_otherwise_is_refused(change: dict, says: str, tmp_path: Path) -> None:

@@ -178,6 +178,13 @@ def test_a_wrapped_state_dict(tmp_path: Path, key: str) -> None:
     assert holds(TorchFile(save(tmp_path / "a", {"epoch": 1, key: state, "loss": torch.tensor(3.0)})), state)
     assert holds(TorchFile(save(tmp_path / "a", {"model": {"name": "gpt2"}, "state_dict": state})), state)
     assert holds(TorchFile(save(tmp_path / "a", {key: torch.ones(2)})), {key: torch.ones(2)})
+    step = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 1e-3}]}
+    named = {"gpt.wte.weight": torch.ones(2, 2)}
+    for place in ({"module": named}, {"state": {"model": named}}, {"policy": [1, named]}, {**named, "step": 3}):
+        assert holds(
+            TorchFile(save(tmp_path / "a", {**place, "optimizer": step, "rng": torch.ones(3)})),
+            named | ({"rng": torch.ones(3)} if "step" in place else {}),
+        )
 
 
 @pytest.mark.parametrize(
@@ -202,14 +209,12 @@ def test_model_args_are_plain_or_none(tmp_path: Path, args: Any) -> None:
         ([torch.ones(1)], "type list"),
         (None, "holds None"),
         (3, "type int"),
-        ({"a": torch.ones(1), "b": 1}, "no tensor at b"),
-        ({"a": torch.ones(1), "b": {"c": torch.ones(1)}}, "no tensor at b"),
-        ({"a": torch.ones(1), "_metadata\n": None}, "no tensor at '_metadata"),
-        ({"a": torch.ones(1), 7: torch.ones(1)}, "no tensor at 7"),
-        ({"state_dict": {"model": {"a": torch.ones(1)}}}, "no tensor at state_dict"),
+        ({"b": 1, "_metadata\n": None}, "no tensor at b, '_metadata"),
+        ({7: torch.ones(1)}, "no tensor at 7"),
+        ({"a": torch.ones(1), "b": {"c": torch.ones(1)}}, "under 'the top', b"),
+        ({"one": {"wte.weight": torch.ones(1)}, "two": [{"gpt.wpe.weight": torch.ones(1)}]}, "under one, two.0"),
         ({"model": {"a": torch.ones(1)}, "state_dict": {"a": torch.ones(1)}}, "under model, state_dict"),
-        ({"a": torch.ones(1), "b": torch.Size([1])}, "b is no tensor"),
-        ({"a": torch.ones(1), "b": torch.device("cpu")}, "b is no tensor"),
+        ({"b": torch.Size([1])}, "no tensor at b"),
         ({"a": torch.ones(1).expand(4)}, "a is expanded"),
         ({"a": torch.ones(2, 3).unfold(1, 2, 1)}, "a is expanded"),
         ({"a": torch.ones(2, dtype=torch.complex64)}, "a is complex64"),
@@ -294,12 +299,21 @@ def hostile_file(form: str, path: Path, evil: Any) -> Callable[[Path], Any]:
     ["zip", "legacy", "bare", "bare 0", "bare 4", "magic", "version", "sys_info", "keys", "device", "hooks", "state", "key",
      "nanogpt", "optimizer", "protocol 4"],
 )  # fmt: skip
-def test_code_is_named_and_never_run(tmp_path: Path, form: str, way: str) -> None:
-    """Control: unpickling the same file does run the code."""
+def test_code_is_never_run(tmp_path: Path, form: str, way: str) -> None:
+    """A file whose weights can be read is read, with a note of what its pickle names; the rest is refused.
+
+    Control: unpickling the same file does run the code.
+    """
     path, canary = tmp_path / "pytorch_model.bin", tmp_path / "canary"
     victim = hostile_file(form, path, Called(*WAYS[way](str(canary))))
-    message = refused(lambda: TorchFile(path), "would run code", way, "sandbox", str(path))
-    assert message.count(way) == 1
+    if form in ("zip", "legacy", "device", "hooks", "nanogpt", "optimizer"):
+        file = TorchFile(path)
+        assert file.entries
+        assert all(file.read(name).numel() for name in file.entries)
+        (note,) = file.notes
+        assert way in note
+    else:
+        refused(lambda: TorchFile(path), str(path))
     assert not canary.exists()
     with contextlib.suppress(Exception):  # torch fails on some of them after the code has run
         victim(path)
@@ -307,21 +321,21 @@ def test_code_is_named_and_never_run(tmp_path: Path, form: str, way: str) -> Non
 
 
 def test_code_that_is_popped_again_is_refused(tmp_path: Path) -> None:
-    """Control of the opcodes that no tensor needs: POP_MARK hides a call's result."""
+    """POP_MARK hides a call's result; no tensor needs this instruction."""
     evil = pickled(Called(os.mkdir, str(tmp_path / "canary")))
     zip_of(tmp_path / "a", b"\x80\x02(" + evil[2:-1] + b"1}.", {})
-    refused(lambda: TorchFile(tmp_path / "a"), "posix.mkdir")
+    refused(lambda: TorchFile(tmp_path / "a"), "no tensors need")
     assert not (tmp_path / "canary").exists()
 
 
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        (b"cos\nsystem\n.", "for os.system, and"),
-        (b"c__builtin__\neval\n.", "for builtins.eval, and"),
-        (b"ctorch\nload\n.", "for torch.load, and"),
-        (b"ctorch.serialization\nload\n.", "for torch.serialization.load, and"),
-        (b"ctorch.hub\nload\n.", "for torch.hub.load, and"),
+        (b"cos\nsystem\n.", "the object os.system where"),
+        (b"c__builtin__\neval\n.", "the object builtins.eval where"),
+        (b"ctorch\nload\n.", "the object torch.load where"),
+        (b"ctorch.serialization\nload\n.", "the object torch.serialization.load where"),
+        (b"ctorch.hub\nload\n.", "the object torch.hub.load where"),
         (b"ctorch._utils\n_rebuild_xla_tensor\n.", "_rebuild_xla_tensor"),
         (b"ctorch\nSize.__init__\n.", "Size.__init__"),
         (b"ctorch\nFloatStorage.from_file\n.", "FloatStorage.from_file"),
@@ -331,8 +345,8 @@ def test_code_that_is_popped_again_is_refused(tmp_path: Path) -> None:
         (b"ctorch._utils\n_rebuild_tensor_v2\x00\n.", "_v2"),
         (b"c\x1b[2J\nsystem\n.", "x1b"),
         (b"c" + b"a" * 990 + b"\nsystem\n.", "aaa"),
-        (b"(ios\nsystem\n.", "for os.system, and"),
-        (b"\x8c\x02os\x8c\x06system\x93.", "for os.system, and"),
+        (b"(ios\nsystem\n.", "no tensors need"),
+        (b"\x8c\x02os\x8c\x06system\x93.", "the object os.system where"),
         (b"\x82\x01.", "no tensors need"),
         (b"}}\x93.", "makes no sense"),
         (b"\x8c\x02osN\x93.", "makes no sense"),
@@ -341,8 +355,8 @@ def test_code_that_is_popped_again_is_refused(tmp_path: Path) -> None:
         (b"co\\x73\nsyst\\hem\n.", "x73"),  # must not escape: unpickling would import a module of this name
     ],
 )
-def test_names_beyond_torch_s_list_are_refused(tmp_path: Path, code: bytes, says: str) -> None:
-    """Some loaders allowed whole modules by prefix, even `torch.load`. A mention of such a name is refused."""
+def test_an_object_in_place_of_a_state_dict_is_named(tmp_path: Path, code: bytes, says: str) -> None:
+    """A name is never looked up, and one that a stranger wrote must not reach the terminal as it is."""
     refused(lambda: TorchFile(zip_of(tmp_path / "a", b"\x80\x02" + code, {})), says)
 
 
@@ -611,11 +625,11 @@ def test_a_pickle_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pu
 
 HASH = 2**61 - 1  # CPython's modulus for the hash of an integer
 PUSHES = [
-    (b"}" + b")" * 100_000 + b"\x86" * 99_999 + b"Ns.", SENSE),  # a key nested so deep that its hash overflows C's stack
+    (b"}" + b")" * 100_000 + b"\x86" * 99_999 + b"Ns.", "no tensor at 'a key'"),  # its hash overflows C's stack
     (b")" + b"\x85" * 150_000 + b".", "type tuple"),
     (b")" + b"q\x00h\x00\x86" * 50_000 + b".", "type tuple"),  # 2 ** 50,000 elements, if they were there
     (b"}q\x00U\x01ah\x00s.", "no tensor at a"),  # contains itself
-    (b"ctorch\nSize\nq\x00" + b"h\x00" * 100_000 + b")R" + b"\x85R" * 99_000 + b".", "holds a torch.Size"),
+    (b"ctorch\nSize\nq\x00" + b"h\x00" * 100_000 + b")R" + b"\x85R" * 99_000 + b".", "holds the object torch.Size"),
     (b"}(" + b"".join(b"\x8a\x0a" + (k * HASH).to_bytes(10, "little") + b"N" for k in range(1, 25_000)) + b"u.", "huge numbers"),
     (b"}U\x01aK\x01sU\x01aK\x02s.", "key twice"),
     (b"}(U\x01aK\x01U\x01aK\x02u.", "key twice"),

@@ -56,13 +56,17 @@ def empty_pair(hf: ModuleType, config: GPT2Config, attention: str = "sdpa") -> t
 
 def take_theirs(ours: GPT2, theirs: nn.Module) -> None:
     state = theirs.state_dict()
-    assert state.pop("lm_head.weight").data_ptr() == state["transformer.wte.weight"].data_ptr()
+    same = state["lm_head.weight"].data_ptr() == state["transformer.wte.weight"].data_ptr()
+    assert same == ours.config.tie_word_embeddings
+    if same:
+        del state["lm_head.weight"]
     ours.load_state_dict({name.removeprefix("transformer."): tensor for name, tensor in state.items()})
 
 
 def give_ours(ours: GPT2, theirs: nn.Module) -> None:
-    missing, unexpected = theirs.load_state_dict({f"transformer.{k}": v for k, v in ours.state_dict().items()}, strict=False)
-    assert (missing, unexpected) == (["lm_head.weight"], [])
+    state = {k if k == "lm_head.weight" else f"transformer.{k}": v for k, v in ours.state_dict().items()}
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"] * ours.config.tie_word_embeddings, [])
 
 
 def pair(hf: ModuleType, config: GPT2Config, attention: str = "sdpa", direction: str = "theirs to ours") -> tuple[GPT2, Any]:
@@ -118,6 +122,7 @@ def assert_same_models(ours: GPT2, theirs: Any) -> None:
         {"vocab_size": 1009},
         {"n_positions": 1},
         {"layer_norm_epsilon": 1e-3},
+        {"tie_word_embeddings": False},
     ],
     ids=lambda changes: ",".join(f"{key}={value}" for key, value in changes.items()) or "plain",
 )
@@ -156,7 +161,12 @@ def test_upcast_attention(hf: ModuleType) -> None:
 @pytest.mark.parametrize("attention", PATHS)
 @pytest.mark.parametrize(
     "changes",
-    [*({"activation_function": name} for name in ACTIVATIONS), {"scale_attn_by_inverse_layer_idx": True}, {"n_layer": 1}],
+    [
+        *({"activation_function": name} for name in ACTIVATIONS),
+        {"scale_attn_by_inverse_layer_idx": True},
+        {"n_layer": 1},
+        {"tie_word_embeddings": False},
+    ],
     ids=lambda changes: next(iter(changes.values())),
 )
 def test_loss_and_gradients(hf: ModuleType, changes: dict, attention: str) -> None:

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support import imprecise
 from support.commands import load_script
 from support.hf_layouts import TINY, weights
 from support.random_models import write_checkpoint
+from torch import nn
 
 import gpt2
 from gpt2.checkpoint.checkpoint import StoredCheckpoint
@@ -72,6 +74,7 @@ def test_an_honest_model_is_equal(report: gpt2.Report) -> None:
         {"activation_function": "gelu", "n_inner": 100, "scale_attn_by_inverse_layer_idx": True, "n_head": 3},
         {"activation_function": "relu", "scale_attn_weights": False},
         {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+        {"tie_word_embeddings": False},
     ],
     ids=lambda changes: ",".join(changes),
 )
@@ -79,6 +82,47 @@ def test_every_switch_of_the_config_is_equal(tmp_path: Path, changes: dict) -> N
     """Cerebras' erf GELU and odd heads, stanford-crfm's scales: ports often get these dialects wrong."""
     report = verify(str(write_checkpoint(tmp_path / "model", **changes)))
     assert failing(report) == []
+
+
+def head_permuted(model: GPT2) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().roll(1, 0))
+
+
+def head_tied(model: GPT2) -> None:
+    model.config = replace(model.config, tie_word_embeddings=True)
+    del model.lm_head
+
+
+def gradient_doubled(name: str, model: GPT2) -> None:
+    model.get_parameter(name).register_hook(lambda gradient: 2 * gradient)
+
+
+@pytest.mark.parametrize(
+    ("control", "first"),
+    [
+        (head_permuted, "lm_head.weight"),
+        (head_tied, "lm_head.weight (tied)"),
+        (partial(gradient_doubled, "lm_head.weight"), "lm_head.weight"),
+        (partial(gradient_doubled, "wte.weight"), "wte.weight"),
+    ],
+)
+def test_a_wrong_head_of_its_own_is_refused(tmp_path: Path, control: Callable, first: str) -> None:
+    """A head that a port ties, or loads in another order, has the right shape."""
+    untied = str(write_checkpoint(tmp_path / "model", tie_word_embeddings=False))
+    assert verify(untied, build=broken(control)).first_divergence.name == first
+
+
+def test_the_values_decide_whether_a_head_is_tied(tmp_path: Path) -> None:
+    """The config is wrong about it in published checkpoints, either way; transformers compares the values too."""
+    untied, tied = (write_checkpoint(tmp_path / str(tie), tie_word_embeddings=tie) for tie in (False, True))
+    for folder, says in ((untied, True), (tied, False)):
+        raw = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": says}))
+    state = load_file(tied / "model.safetensors")
+    save_file(state | {"lm_head.weight": state["transformer.wte.weight"].clone()}, tied / "model.safetensors", {"format": "pt"})
+    for folder, is_tied in ((untied, False), (tied, True)):
+        assert load_path(folder).config.tie_word_embeddings is is_tied
+        assert failing(verify(str(folder))) == []
 
 
 EXPECTED_FIRST = {

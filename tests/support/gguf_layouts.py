@@ -65,7 +65,7 @@ def write(
     change(writer)
     held = {}
     truth = weights(config, seed) if truth is None else truth
-    for ours in sorted(truth, key=lambda name: f"transformer.{name}"):
+    for ours in sorted(truth, key=hf_name):
         matrix = ours.startswith("h.") and truth[ours].ndim == 2
         array = (truth[ours].T if matrix else truth[ours]).contiguous().float().numpy()
         stored = kind if truth[ours].ndim == 2 and ours != "wpe.weight" else F32
@@ -79,10 +79,14 @@ def write(
     return {ours: held[ours] for ours in truth}
 
 
+def hf_name(ours: str) -> str:
+    return ours if ours == "lm_head.weight" else f"transformer.{ours}"
+
+
 def gguf_name(ours: str, config: GPT2Config = TINY) -> str:
     """The package's name for one of Hugging Face's tensors."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layer)
-    found = names.get_name(f"transformer.{ours}", try_suffixes=(".weight", ".bias"))
+    found = names.get_name(hf_name(ours), try_suffixes=(".weight", ".bias"))
     assert found is not None, ours
     return found
 

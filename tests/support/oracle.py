@@ -58,7 +58,8 @@ def oracle(weights: dict[str, Tensor], config: GPT2Config, ids: list[int]) -> Te
             bent = torch.tensor([bend(float(value)) for value in wide], dtype=torch.float64)
             stream[t] = stream[t] + affine(bent, f"{at}.mlp.c_proj")
     final = [norm(x, "ln_f") for x in stream]
-    return torch.stack([(weights["wte.weight"] * x).sum(1) for x in final])
+    head = weights.get("lm_head.weight", weights["wte.weight"])
+    return torch.stack([(head * x).sum(1) for x in final])
 
 
 def as_the_guide_does(logits_of: Callable[[Tensor], Tensor], ids: Tensor, context: int, stride: int) -> float:

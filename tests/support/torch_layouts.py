@@ -6,9 +6,11 @@ torch writes the bytes, except in `zip_of` and `legacy_of`, which write files th
 
 import io
 import pickle
+import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,77 @@ def mingpt(path: Path, config: GPT2Config = TINY) -> dict[str, Tensor]:
     truth = weights(config)
     state = linear(truth) | masks(config, "transformer.")
     save(path, OrderedDict(state) | {"lm_head.weight": truth["wte.weight"].clone()})
+    return truth
+
+
+def untied(directory: Path, config: GPT2Config = TINY) -> dict[str, Tensor]:
+    """`pytorch_model.bin` of a GPT-2 whose head has values of its own."""
+    truth = weights(replace(config, tie_word_embeddings=False))
+    state = {name if name == "lm_head.weight" else f"transformer.{name}": tensor for name, tensor in truth.items()}
+    save(write_config(directory, config) / "pytorch_model.bin", state)
+    return truth
+
+
+def named(
+    truth: Mapping[str, Tensor], names: Mapping[str, str], leaves: tuple[str, str] = ("weight", "bias")
+) -> dict[str, Tensor]:
+    """A state dict of nn.Linear modules with another project's ``names`` of modules; "attn.c_attn" may have three, in one."""
+    state = {}
+    for ours, tensor in turned(truth).items():
+        path, _, leaf = ours.rpartition(".")
+        layer = re.search(r"\d+", path)
+        module = names[path.replace(f"h.{layer[0]}", "h") if layer else path].replace("{}", layer[0] if layer else "")
+        leaf = leaves[leaf == "bias"] if "ln_" in path else leaf
+        parts = module.split("|")
+        for part, piece in zip(parts, tensor.chunk(len(parts)), strict=True):
+            state[f"{part}.{leaf}"] = piece.clone()
+    return state
+
+
+def llms_from_scratch(path: Path, config: GPT2Config, *, qkv_bias: bool = True) -> dict[str, Tensor]:
+    """`model.pth` of the book "Build a Large Language Model": a head of its own, three matrices for c_attn, masks above."""
+    truth = weights(replace(config, tie_word_embeddings=False))
+    if not qkv_bias:
+        truth |= {name: torch.zeros_like(tensor) for name, tensor in truth.items() if name.endswith("c_attn.bias")}
+    at = "trf_blocks.{}."
+    names = {"wte": "tok_emb", "wpe": "pos_emb", "ln_f": "final_norm", "lm_head": "out_head", "h.ln_1": f"{at}norm1"}
+    names |= {"h.attn.c_attn": "|".join(f"{at}att.W_{part}" for part in ("query", "key", "value"))}
+    names |= {"h.attn.c_proj": f"{at}att.out_proj", "h.ln_2": f"{at}norm2"}
+    names |= {"h.mlp.c_fc": f"{at}ff.layers.0", "h.mlp.c_proj": f"{at}ff.layers.2"}
+    state = named(truth, names, ("scale", "shift"))
+    state = {name: tensor for name, tensor in state.items() if qkv_bias or not re.search(r"W_\w+\.bias", name)}
+    mask = torch.ones(config.n_positions, config.n_positions).triu(1)
+    state |= {f"trf_blocks.{layer}.att.mask": mask.clone() for layer in range(config.n_layer)}
+    save(path, {"model_state_dict": state, "optimizer_state_dict": {"state": {0: {"exp_avg": mask}}, "param_groups": []}})
+    return truth
+
+
+def mingpt_2020(path: Path, config: GPT2Config) -> dict[str, Tensor]:
+    """A state dict of minGPT before 2022: three matrices for c_attn, positions with a leading axis, a head of its own."""
+    truth = weights(replace(config, tie_word_embeddings=False))
+    at = "blocks.{}."
+    names = {"wte": "tok_emb", "wpe": "pos_emb", "ln_f": "ln_f", "lm_head": "head", "h.ln_1": f"{at}ln1", "h.ln_2": f"{at}ln2"}
+    names |= {"h.attn.c_attn": "|".join(f"{at}attn.{part}" for part in ("query", "key", "value"))}
+    names |= {"h.attn.c_proj": f"{at}attn.proj", "h.mlp.c_fc": f"{at}mlp.0", "h.mlp.c_proj": f"{at}mlp.2"}
+    state = named(truth, names)
+    state["pos_emb"] = state.pop("pos_emb.weight")[None]
+    save(path, state | {name.format(0): mask for name, mask in zip([f"{at}attn.mask"], masks(config).values(), strict=False)})
+    return truth
+
+
+def litgpt(directory: Path, config: GPT2Config = TINY) -> dict[str, Tensor]:
+    """`lit_model.pth` with litgpt's names; a GPT-2 needs the learned positions that litgpt's own models lack."""
+    truth = weights(replace(config, tie_word_embeddings=False))
+    at = "transformer.h.{}."
+    names = {"wte": "transformer.wte", "wpe": "transformer.wpe", "ln_f": "transformer.ln_f", "lm_head": "lm_head"}
+    names |= {
+        "h.ln_1": f"{at}norm_1",
+        "h.ln_2": f"{at}norm_2",
+        "h.attn.c_attn": f"{at}attn.qkv",
+        "h.attn.c_proj": f"{at}attn.proj",
+    }
+    names |= {"h.mlp.c_fc": f"{at}mlp.fc", "h.mlp.c_proj": f"{at}mlp.proj"}
+    save(write_config(directory, config) / "lit_model.pth", {"model": named(truth, names)})
     return truth
 
 

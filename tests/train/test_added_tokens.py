@@ -77,6 +77,21 @@ def test_a_new_token_begins_as_the_mean_of_its_parts_and_leaves_the_rest(tuned: 
     assert log_probabilities(model, ids)[..., size:].exp().sum(-1).mean() > 2e-2
 
 
+def test_a_head_of_its_own_grows_too(tuned: Recipe) -> None:
+    """A new token without a row in the head has no logit; its row there follows the head's rows, not the embedding's."""
+    tied = gpt2.load()
+    model = gpt2.GPT2(replace(tied.config, tie_word_embeddings=False), initialise=False)
+    model.load_state_dict(tied.state_dict() | {"lm_head.weight": -2 * tied.wte.weight})
+    old = tied.config.vocab_size
+    model, tokenizer = models.with_tokens(model, gpt2.load_tokenizer(), tuned)
+    assert len(model.lm_head.weight) == len(model.wte.weight) == model.config.vocab_size >= tokenizer.n_vocab
+    assert torch.equal(model.lm_head.weight[:old], -2 * tied.wte.weight)
+    parts = gpt2.load_tokenizer().encode(NEW[0])
+    expected = -2 * tied.wte.weight[parts].mean(0)
+    row = model.lm_head.weight[tokenizer.encode(NEW[0])[0]]
+    assert (row - expected).norm() < 0.1 * expected.norm()
+
+
 def test_a_padded_embedding_gives_its_spare_rows(tuned: Recipe) -> None:
     """A new token of a model with 2,100 rows must take row 2,048, which the tokenizer counts as the next id."""
     model, tokenizer = gpt2.load(), gpt2.load_tokenizer()

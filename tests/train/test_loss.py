@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,8 +57,10 @@ def distance(ours, theirs) -> float:
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])
-def test_loss_and_gradients_are_the_plain_ones(model, windows, scale):
+@pytest.mark.parametrize("tied", [True, False])
+def test_loss_and_gradients_are_the_plain_ones(model, windows, scale, tied):
     """Possible bugs: the mean of a part instead of the batch, a target subtracted twice, missing rows of the embedding."""
+    model = model if tied else random_model(replace(model.config, tie_word_embeddings=False), 0.3)
     reference = gradients(model, lambda m: plain(m, *windows), scale)
     assert distance(gradients(model, lambda m: Scored(m)(*windows), scale), reference) < 1e-13
 

@@ -23,12 +23,14 @@ from gpt2.errors import CheckpointError
 
 # The largest GPT-2 has 580 tensors and a header of 60 kB; megabytes are an attack on the JSON parser.
 HEADER_LIMIT = 4_000_000
+OLD_GGML = "is a file of ggml's from before GGUF, which is not read; give the checkpoint that it was made from"
 # First bytes of other formats, and what to say about them.
 OTHER_FORMATS = (
     (b"version https://git-lfs", "is a git-lfs pointer, not the file it points to; run `git lfs pull`"),
     (b"PK\x03\x04", "was written by torch.save; convert it to safetensors (transformers' save_pretrained does)"),
     (b"\x80", "is a pickle; convert it to safetensors (transformers' save_pretrained does)"),
     (b"GGUF", "is a GGUF file; name it .gguf"),
+    *((magic, OLD_GGML) for magic in (b"lmgg", b"fmgg", b"tjgg")),
     (b"<", "is a web page; fetch the file itself"),
     (b"\x1f\x8b", "is compressed by gzip; unpack it"),
 )
@@ -56,6 +58,7 @@ class Container(ABC):
 
     kind: str
     entries: Mapping[str, Entry]
+    notes: tuple[str, ...] = ()  # what a reader should know of the file
 
     def __init__(self, path: Path) -> None:
         self.path, self._file = path, MappedFile(path)
@@ -100,6 +103,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.bytes(0, file.size).decode())
     except (ValueError, RecursionError) as error:
+        refuse_other_format(file)
         raise CheckpointError(f"{path}: is not JSON ({str(error)[:80]}); fetch it again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: is not a JSON object; fetch it again")

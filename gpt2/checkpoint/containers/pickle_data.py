@@ -1,18 +1,17 @@
 """Read a pickle as data: nothing is imported, nothing is called.
 
 A pickle is a program for a stack machine (CPython's `pickletools.py`): GLOBAL imports any Python object, REDUCE calls it. Here
-GLOBAL makes a :class:`Name` and REDUCE a :class:`Call`, which only record the request, and only for allowed names.
-`torch.load(weights_only=True)` calls torch functions with untrusted numbers: it allocates what the file claims, and such files
-could corrupt memory (CVE-2026-24747). Only the instructions of tensors and plain values are read, in protocols 2 to 5
-(torch.save writes 2).
+GLOBAL makes a :class:`Name` and REDUCE a :class:`Call`, which only record the request: an object of any class beside the weights
+stays opaque. `torch.load(weights_only=True)` calls torch functions with untrusted numbers: it allocates what the file claims, and
+such files could corrupt memory (CVE-2026-24747). Only the instructions of tensors, plain values and objects are read, in
+protocols 2 to 5 (torch.save writes 2).
 """
 
 from __future__ import annotations
 
 import io
 import pickletools
-from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpt2.checkpoint.containers import Damaged
@@ -37,9 +36,11 @@ class Name:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Call(Name):
-    """A recorded call: function and arguments."""
+    """A recorded call: function and arguments. ``items`` were put into its result, as into a dict; ``state`` was set on it."""
 
     args: tuple[Any, ...]
+    items: dict[Any, Any] = field(default_factory=dict)
+    state: dict[Any, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:  # without the arguments, which may contain each other many times
         return f"{self.name}(...)"
@@ -55,20 +56,17 @@ class Persistent:
         return "a storage"
 
 
-class ForbiddenName(Exception):
-    """The pickle names an object that is not allowed; loading it would run code. The message is the name."""
-
-
 class Pickle:
-    """Read the pickle at byte ``start`` as data, in bounded time and memory. Raises Damaged. ForbiddenName: a global not allowed.
+    """Read the pickle at byte ``start`` as data, in bounded time and memory. Raises Damaged.
 
-    ``value`` has plain values as themselves, an OrderedDict as a dict, all else as Name, Call or Persistent. State set on objects
-    (``__setstate__``) is dropped. ``persistent`` are the ids of all objects stored elsewhere; ``end`` is the next byte.
+    ``value`` has plain values as themselves, an OrderedDict as a dict, all else as Name, Call or Persistent. ``names`` are all
+    objects that it names, ``persistent`` the ids of all objects stored elsewhere; ``end`` is the next byte.
     """
 
-    def __init__(self, data: bytes, allowed: Collection[str], start: int = 0) -> None:
-        self.stream, self.allowed = io.BytesIO(data), allowed
+    def __init__(self, data: bytes, start: int = 0) -> None:
+        self.stream = io.BytesIO(data)
         self.stream.seek(start)
+        self.names: dict[str, None] = {}
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
@@ -91,13 +89,14 @@ class Pickle:
         if not isinstance(module, str) or not isinstance(name, str):
             raise TypeError
         full = f"{module}.{name}".replace("__builtin__.", "builtins.", 1)
-        if full not in self.allowed:
-            raise ForbiddenName(full)
+        self.names[full] = None
         return Name(full)
 
     def store(self, target: Any, keys: list[Any], values: list[Any]) -> None:
-        if type(target) is not dict or len(keys) != len(values) or not all(isinstance(key, KEY_TYPES) for key in keys):
+        target = target.items if type(target) is Call else target
+        if type(target) is not dict or len(keys) != len(values):
             raise TypeError
+        keys = [key if isinstance(key, KEY_TYPES) else Name("a key") for key in keys]  # which no other key equals
         if any(isinstance(key, int) and abs(key) >= 1 << 60 for key in keys):  # security: attackers can make them share one hash
             raise Damaged("has a dict with huge numbers as keys in its pickle")
         before = len(target)
@@ -106,7 +105,7 @@ class Pickle:
             raise Damaged(f"has a key twice before byte {self.stream.tell():,} of its pickle")
 
     def call(self, function: Any, args: Any) -> Any:
-        if type(function) is not Name or type(args) is not tuple:
+        if not isinstance(function, Name) or type(args) is not tuple:
             raise TypeError
         if function.name != "collections.OrderedDict":
             return Call(function.name, args)
@@ -121,7 +120,7 @@ class Pickle:
         """Read the text, bytes or number after an opcode."""
         assert opcode.arg is not None
         try:
-            argument = self.names() if opcode.name in ("GLOBAL", "INST") else opcode.arg.reader(self.stream)
+            argument = self.lines() if opcode.name in ("GLOBAL", "INST") else opcode.arg.reader(self.stream)
             if isinstance(argument, str):
                 argument.encode()  # fails on a lone surrogate, which is not text
         except UnicodeError:
@@ -130,7 +129,7 @@ class Pickle:
             raise Damaged("has a pickle that is cut short") from None
         return argument
 
-    def names(self) -> str:
+    def lines(self) -> str:
         """Read module and name, a line each; keep backslashes, which pickletools would unescape."""
         lines = [self.stream.readline() for _ in range(2)]
         if not all(line.endswith(b"\n") for line in lines):
@@ -178,19 +177,25 @@ class Pickle:
                     self.store(stack[-1], items[::2], items[1::2])
                 case "APPEND" | "APPENDS":
                     items = [stack.pop()] if opcode.name == "APPEND" else self.above_mark()
-                    list.extend(stack[-1], items)
+                    if type(stack[-1]) is not Call:
+                        list.extend(stack[-1], items)
                 case "GLOBAL":
                     stack.append(self.name(*self.argument(opcode).split(" ", 1)))
                 case "STACK_GLOBAL":
                     name, module = stack.pop(), stack.pop()
                     stack.append(self.name(module, name))
-                case "INST":
-                    raise ForbiddenName(self.argument(opcode).replace(" ", ".", 1))
-                case "REDUCE" | "NEWOBJ":
+                case "REDUCE" | "NEWOBJ" | "NEWOBJ_EX":
+                    options = stack.pop() if opcode.name == "NEWOBJ_EX" else {}
                     args, function = stack.pop(), stack.pop()
-                    stack.append(self.call(function, args))
+                    stack.append(self.call(function, (*args, options) if options else args))
+                case "EMPTY_SET" | "FROZENSET":
+                    stack.append(Call("builtins.set", tuple(self.above_mark()) if opcode.name == "FROZENSET" else ()))
+                case "ADDITEMS":
+                    self.above_mark()
                 case "BUILD":
-                    del stack[-1]
+                    state = stack.pop()
+                    if type(stack[-1]) is Call and type(state) is dict:
+                        stack[-1].state.update(state)
                 case "BINPERSID":
                     stack[-1] = Persistent(stack[-1])
                     self.persistent.append(stack[-1].id)

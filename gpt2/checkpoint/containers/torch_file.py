@@ -15,15 +15,16 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpt2.checkpoint.containers import Container, Damaged, listed, refuse_other_format, shown
-from gpt2.checkpoint.containers.pickle_data import Call, ForbiddenName, Pickle
-from gpt2.checkpoint.containers.torch_tensors import ALLOWED, NotDense, Storage, Strided, describe, kind_of, storage
+from gpt2.checkpoint.containers.pickle_data import Call, Pickle
+from gpt2.checkpoint.containers.torch_tensors import ALLOWED, NotDense, Storage, Strided, describe, is_tensor, kind_of, storage
+from gpt2.checkpoint.keys import from_file, is_parameter
 from gpt2.config import quoted
 from gpt2.errors import CheckpointError
 
@@ -31,11 +32,16 @@ from gpt2.errors import CheckpointError
 PICKLE_LIMIT = 16_000_000
 DIRECTORY_LIMIT = 4_000_000  # of a zip archive's directory, which takes twenty times that in memory
 MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001  # first bytes of a `_legacy_save` file
-WRAPPERS = ("model", "state_dict", "model_state_dict")  # keys of the weights: nanoGPT, Lightning, torch's tutorials
+# Keys of the weights where none of them has a GPT-2's name: nanoGPT, Lightning, torch's tutorials.
+WRAPPERS = ("model", "state_dict", "model_state_dict")
+DEPTH = 5  # of dicts and lists in each other, in which the state dict is looked for
 
 
 class TorchFile(Container):
-    """A torch.save file: the tensors of its state dict (also under one of ``WRAPPERS``), and nanoGPT's ``model_args``."""
+    """A torch.save file: the tensors of the one state dict in it, and nanoGPT's ``model_args``.
+
+    Whatever else it holds stays opaque, such as an optimizer's state, or objects of its author's classes.
+    """
 
     kind = "torch.save"
     entries: Mapping[str, Strided]
@@ -43,9 +49,11 @@ class TorchFile(Container):
 
     def _directory(self) -> dict[str, Strided]:
         zipped = self._file.bytes(0, 4) == b"PK\x03\x04"
+        self._foreign: dict[str, None] = {}
         value, places = self._from_zip() if zipped else self._from_pickles()
-        args = value.get("model_args") if isinstance(value, dict) else None
-        self.model_args = args if _plain(args) else None
+        self.model_args = _arguments(value) if type(value) is dict else None
+        if self._foreign:
+            self.notes = (f"its pickle also names {listed(list(self._foreign))}: left unread, and not called",)
         entries = {}
         for name, call in self._state_dict(value).items():
             try:
@@ -57,13 +65,9 @@ class TorchFile(Container):
         return entries
 
     def _unpickle(self, data: bytes, start: int = 0) -> Pickle:
-        try:
-            return Pickle(data, ALLOWED, start)
-        except ForbiddenName as error:
-            raise CheckpointError(
-                f"{self.path}: refused, since loading it would run code: its pickle asks for {shown(str(error))}, and weights "
-                "need no code; have their state_dict() saved, or convert the file to safetensors in a sandbox"
-            ) from None
+        pickle = Pickle(data, start)
+        self._foreign |= dict.fromkeys(name for name in pickle.names if name not in ALLOWED)
+        return pickle
 
     def _from_zip(self) -> tuple[Any, dict[str, tuple[int, int]]]:
         """Return the pickle's value, and the place of each storage: key -> (start, bytes)."""
@@ -145,20 +149,21 @@ class TorchFile(Container):
         return described.value, places
 
     def _state_dict(self, value: Any) -> dict[str, Call]:
-        """Return the only dict of tensors in a pickle's value."""
-        if type(value) is not dict:
-            raise CheckpointError(f"{self.path}: holds {kind_of(value)} where a state dict should be; save model.state_dict()")
-        inside = {key: value[key] for key in WRAPPERS if type(value.get(key)) is dict}
-        wrapped = [key for key, state in inside.items() if any(type(item) is Call for item in state.values())]
-        if len(wrapped) > 1:
-            raise CheckpointError(f"{self.path}: has weights under {listed(wrapped)}; save one of them alone")
-        state = inside[wrapped[0]] if wrapped else value
-        others = [str(name) for name, item in state.items() if type(name) is not str or type(item) is not Call]
-        if others:
-            raise CheckpointError(f"{self.path}: has no tensor at {listed(others)}; save model.state_dict() alone")
-        if not state:
-            raise CheckpointError(f"{self.path}: holds no tensors; give the file with the weights")
-        return state
+        """Return the only dict of tensors with a GPT-2's names in a pickle's value; where none has, the only dict of tensors."""
+        held = dict(_tensors(value))
+        known = [path for path, state in held.items() if any(is_parameter(from_file(name)) for name in state)]
+        wrapped = [path for path in held if path.rpartition(".")[2] in WRAPPERS]
+        paths = known or wrapped or list(held)
+        if len(paths) > 1:
+            where = listed([path or "the top" for path in paths])
+            raise CheckpointError(f"{self.path}: has weights under {where}; save one of them alone")
+        if not paths:
+            if type(value) is dict:
+                what = f"has no tensor at {listed(list(map(str, value)))}" if value else "holds no tensors"
+            else:
+                what = f"holds {kind_of(value)} where a state dict should be"
+            raise CheckpointError(f"{self.path}: {what}; save model.state_dict()")
+        return held[paths[0]]
 
     def read(self, name: str, dtype: torch.dtype | None = None, *, mapped: bool = True) -> Tensor:
         entry = self.entries[name]
@@ -168,6 +173,32 @@ class TorchFile(Container):
         source = self._file.tensor(entry.start, (reach,), entry.dtype, mapped=False)
         tensor = torch.empty(entry.shape, dtype=dtype or entry.dtype)
         return tensor.copy_(source.as_strided(entry.shape, entry.stride))
+
+
+def _tensors(value: Any) -> Iterator[tuple[str, dict[str, Call]]]:
+    """Yield every dict's tensors, by the path of keys to it; an optimizer's state is left out."""
+    seen: set[int] = set()
+    layer: list[tuple[str, Any]] = [("", value)]
+    for _ in range(DEPTH):
+        inside: list[tuple[str, Any]] = []
+        for path, each in layer:
+            each = each.items if type(each) is Call else each
+            if id(each) in seen or type(each) not in (dict, list, tuple) or (type(each) is dict and "param_groups" in each):
+                continue
+            seen.add(id(each))
+            pairs = list(each.items() if type(each) is dict else enumerate(each))
+            if found := {key: item for key, item in pairs if type(key) is str and is_tensor(item)}:
+                yield path, found
+            inside += [(f"{path}.{key}".lstrip("."), item) for key, item in pairs if not is_tensor(item)]
+        layer = inside
+
+
+def _arguments(value: dict[str, Any]) -> Mapping[str, Any] | None:
+    """Return nanoGPT's model_args, or the same fields of a config object beside the weights (karpathy/build-nanogpt)."""
+    config = value.get("config")
+    config = config.state if type(config) is Call else config
+    sized = type(config) is dict and {"block_size", "n_head"} <= config.keys()
+    return next((args for args in (value.get("model_args"), config if sized else None) if _plain(args)), None)
 
 
 def _plain(value: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gpt2.checkpoint.containers import Damaged, Entry, countable
+from gpt2.checkpoint.containers import Damaged, Entry, countable, shown
 from gpt2.checkpoint.containers.pickle_data import Call, Name, Persistent
 from gpt2.checkpoint.containers.safetensors_file import DTYPES
 from gpt2.config import quoted
@@ -52,7 +52,7 @@ OTHER_TENSORS = {
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a copy from a device without storages",
 }
 TYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-# All names allowed in a pickle of weights: those of torch's weights_only, since none is ever called.
+# The names in a pickle of weights alone: those of torch's weights_only. None is ever called, and no other either.
 ALLOWED = frozenset(
     [
         *("collections.OrderedDict", "collections.Counter", "_codecs.encode"),
@@ -149,10 +149,15 @@ def describe(call: Call, places: Mapping[str, tuple[int, int]]) -> Strided:
     return Strided(dtype, shape, start + offset * dtype.itemsize, stride)
 
 
+def is_tensor(value: Any) -> bool:
+    """Return whether a pickle's value is a tensor, of any kind."""
+    return type(value) is Call and value.name in (*REBUILD, *WRAPPED, *OTHER_TENSORS, FROM_TYPE)
+
+
 def kind_of(value: Any) -> str:
     """Describe a pickle's value in words."""
-    if type(value) is Call:
-        return "a tensor" if value.name in (*REBUILD, *WRAPPED, *OTHER_TENSORS, FROM_TYPE) else f"a {value.name}"
+    if isinstance(value, Name):
+        return "a tensor" if is_tensor(value) else f"the object {shown(value.name)}"
     return "None" if value is None else f"a value of type {type(value).__name__}"
 
 

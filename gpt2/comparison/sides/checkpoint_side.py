@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from gpt2.checkpoint.keys import HEAD
 from gpt2.checkpoint.loading import require_device
 from gpt2.checkpoint.names import RUNS, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.official_files import official_files
@@ -67,8 +68,15 @@ class CheckpointSide(Side):
         return self.checkpoint.dtype
 
     def reader(self, *, mapped: bool = False) -> Callable[[str], Tensor]:
-        """Return a function that reads one parameter, in the dtype in which it runs; into new memory, unless ``mapped``."""
-        read = self.checkpoint.reader(mapped=mapped)
+        """Return a function that reads one parameter, in the dtype in which it runs; into new memory, unless ``mapped``.
+
+        A tied head's matrix is the token embedding.
+        """
+        stored = self.checkpoint.reader(mapped=mapped)
+
+        def read(name: str, dtype: torch.dtype) -> Tensor:
+            return stored("wte.weight" if name == HEAD and self.config.tie_word_embeddings else name, dtype)
+
         if self.dtype == torch.int8:
             return lambda name: rounded_parameter(name, read(name, torch.float32))
         return lambda name: read(name, self.dtype)
@@ -78,7 +86,7 @@ class CheckpointSide(Side):
         """Load the model in eval mode, on the side's device, for the time of the ``with`` block; ``dtype`` replaces its own."""
         if self.by_transformers:
             with reference.directory(self.checkpoint) as folder:
-                yield placed(reference.load_reference(folder, dtype or self.dtype), self.device)
+                yield placed(reference.load_reference(folder, dtype or self.dtype, self.config), self.device)
         else:
             yield placed(self.checkpoint.load(dtype), self.device)
 

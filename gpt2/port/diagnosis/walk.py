@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from gpt2.checkpoint.keys import head_name
 from gpt2.config import GPT2Config
 from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.tracing import point_at
@@ -54,7 +55,7 @@ def walk(
         weights["wpe.weight"] = reference.wpe.weight.detach().double()
     trail = Trail(pool, weights, config, ids, progress)
     try:
-        Walker(trail, weights["wte.weight"] if head is None else head.double()).run()
+        Walker(trail, weights[head_name(weights)] if head is None else head.double()).run()
     except TimeUp:
         trail.run_out()
     trail.faults = Replay(trail, reference).effective()

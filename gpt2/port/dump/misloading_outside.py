@@ -49,12 +49,12 @@ def end_variants(simulation: Simulation) -> Iterator[Variant]:
 
 
 def _reshaped_table(simulation: Simulation, _: State) -> Tensor:
-    table = simulation.state["wte.weight"]
+    table = simulation.table
     return table.reshape(table.shape[::-1]).t()
 
 
 def _head_moved(by: int, simulation: Simulation, layer: int) -> Stages:
-    return {"head": lambda s: simulation.state["wte.weight"].roll(by, 0)}
+    return {"head": lambda s: simulation.table.roll(by, 0)}
 
 
 def _narrow_ids(bits: int, signed: bool, simulation: Simulation, layer: int) -> Stages:
@@ -82,7 +82,9 @@ def _moved(by: int, head: bool, simulation: Simulation, layer: int) -> Stages:
     words = simulation.state["wte.weight"]
     value = words[(simulation.ids - by) % len(words)] + simulation.state["wpe.weight"][: simulation.ids.shape[1]]
     stages: dict[str, Stage] = {"embed": lambda s: value}
-    return stages | ({"head": lambda s: words.roll(by, 0)} if head else {})  # made when it runs: hundreds of programs wait
+    return stages | (
+        {"head": lambda s: simulation.table.roll(by, 0)} if head else {}
+    )  # made when it runs: hundreds of programs wait
 
 
 def _late(first: str, simulation: Simulation, layer: int) -> Stages:
@@ -105,5 +107,5 @@ def _all_rounded(dtype: str, simulation: Simulation, layer: int) -> Stages:
         for name in names
     )
     norm = normed(simulation, "x", weight, bias)
-    head = {"head": lambda s: narrowed(dtype, simulation.state["wte.weight"])}  # made when it runs, as in _moved
+    head = {"head": lambda s: narrowed(dtype, simulation.table)}  # made when it runs, as in _moved
     return {**_embedded(simulation, wte, wpe), "ln_f": norm, **head}

@@ -8,6 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
+from gpt2.checkpoint.keys import head_name
 from gpt2.port.diagnosis.hypotheses import right_scale
 from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault, Formula
@@ -85,7 +86,7 @@ def _head(narrow: Formula, weights: bool, simulation: Simulation, layer: int) ->
     def normed(s: State) -> Tensor:
         return narrow(simulation.norm("ln_f", s["x"]))
 
-    table = simulation.state["wte.weight"]
+    table = simulation.table
     return {"ln_f": normed} | ({"head": lambda s: narrow(table)} if weights else {})
 
 
@@ -133,7 +134,8 @@ def _block_quantised(table: Quantised, words: str, weights: Mapping[str, Tensor]
 def _table_quantised(table: Quantised, words: str, simulation: Simulation, layer: int) -> Stages:
     ids, positions = simulation.ids, simulation.state["wpe.weight"]
 
-    def made() -> Tensor:
-        return simulation.remember("quantised table", words, lambda: table.made(simulation.state["wte.weight"].t(), words).t())
+    def made(name: str) -> Tensor:
+        return simulation.remember(f"quantised {name}", words, lambda: table.made(simulation.state[name].t(), words).t())
 
-    return {"embed": lambda s: made()[ids] + positions[: ids.shape[1]], "head": lambda s: made()}
+    head = head_name(simulation.state)
+    return {"embed": lambda s: made("wte.weight")[ids] + positions[: ids.shape[1]], "head": lambda s: made(head)}

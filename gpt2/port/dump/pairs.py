@@ -120,7 +120,7 @@ class PairRunner:
             return x
         x = self._stage(None, "ln_f", pairs, {"x": x}, lambda s: simulation.norm("ln_f", s["x"]))
         if span.end == "logits":
-            own = simulation.state["wte.weight"][columns]
+            own = simulation.table[columns]
             heads = {number: made({})[columns].to(x.dtype) for number, made in self.tables.get((None, "head"), {}).items()}
             parts = _groups(heads, pairs)
             x = _placed([(rows, x[rows] @ heads.get(number, own).T) for number, rows in parts], len(pairs))

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt2.checkpoint.keys import head_name
 from gpt2.config import GPT2Config
 from gpt2.measure.tracing import layer_of, part_of, point_at
 from gpt2.model import ACTIVATIONS, causal_mask
@@ -110,6 +111,7 @@ class Simulation:
     def __init__(self, state: Mapping[str, Tensor], config: GPT2Config, ids: Tensor, dtype: torch.dtype = torch.float64) -> None:
         self.state = {name: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
         self.config, self.ids, self.dtype = config, ids.cpu(), dtype
+        self.table = self.state[head_name(self.state)]  # (V, D), of the head
         self.norms = Norms(config, self.state)
         self.seen = causal_mask(ids.shape[1], ids.shape[1])
         self._blocks = [self._make(layer) for layer in range(config.n_layer)]
@@ -151,7 +153,7 @@ class Simulation:
     def head(self, program: Program) -> Tensor:
         """Return the head's weight (V, D)."""
         stage = program.outside.get("head", self.base.outside.get("head"))
-        return self.state["wte.weight"] if stage is None else stage({})
+        return self.table if stage is None else stage({})
 
     @property
     def small(self) -> bool:

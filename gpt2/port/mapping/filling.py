@@ -38,7 +38,7 @@ EVIDENCE = {
     "ln_1": "the normed stream before the queries",
     "ln_2": "the normed stream before the feed-forward",
     "ln_f": "the normed stream at the end",
-    "head": "its results are the logits; GPT-2's head is its token embedding",
+    "head": "its results are the logits",
     "head.bias": "added to the logits, where GPT-2 adds nothing",
 }
 

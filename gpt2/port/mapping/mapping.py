@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.keys import expected
+from gpt2.checkpoint.keys import expected, head_name
 from gpt2.config import GPT2Config
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import Part
@@ -86,7 +86,7 @@ class Mapping:
 
     def target(self, part: Part) -> str:
         """Return the name of the checkpoint's tensor for a part; "" for a bias of the head."""
-        name = re.sub(r"^attn\.[qkv]\b", "attn.c_attn", "wte" if part.part == "head" else part.part)
+        name = re.sub(r"^attn\.[qkv]\b", "attn.c_attn", head_name(self.shapes) if part.part == "head" else part.part)
         name += "" if name.endswith((".weight", ".bias")) else ".weight"
         return "" if part.part == "head.bias" else name if part.layer is None else f"h.{part.layer}.{name}"
 

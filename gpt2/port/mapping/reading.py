@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gpt2.checkpoint.keys import HEAD
 from gpt2.port.mapping.mapping import ZERO, Mapping
 from gpt2.port.recording.dataflow import Use
 
@@ -49,7 +50,7 @@ def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: Mapp
         value = value if use == Use() else value * use.scale + use.shift  # as the computation uses it
         parts = mapping.parts(source)
         if source.storage not in words and parts:
-            if all(part.part == "head" for part in parts):
+            if HEAD not in state and all(part.part == "head" for part in parts):
                 head.scatter(entries, value)
                 head_name = head_name or source.name
                 continue

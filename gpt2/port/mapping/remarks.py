@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gpt2.checkpoint.keys import HEAD
 from gpt2.checkpoint.keys import layer as layer_of
 from gpt2.port.mapping.departures import Departure, DepartureKind, MissingEntries, find_departures, missing_entries, module_name
 from gpt2.port.mapping.filling import Filled
@@ -80,7 +81,7 @@ class Remarks:
                 self.unused[name] = "a block that your module does not run"
             elif name in map(self.mapping.target, self.mapping.misfits):
                 self.unused[name] = "of another size in your module"
-            elif family in ("wte.weight", "wpe.weight"):
+            elif family in ("wte.weight", "wpe.weight", HEAD):
                 self._missing_rows(name, int(self.mapping.placed[name].all(1).sum()))
             else:
                 self._missing_entries(missing)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.checkpoint.checkpoint import model_with
+from gpt2.checkpoint.keys import head_name
 from gpt2.config import GPT2Config
 from gpt2.port.deadline import Deadline
 from gpt2.port.training.gradients import IGNORED, Gradients, two_shares
@@ -132,14 +133,14 @@ class Predictor:
     def slope_of_last_bias(self, state: Mapping[str, Tensor], batch: Batch) -> Callable[[float], Tensor]:
         """Return a function of the factor of the logits: the gradient (D,) of ``ln_f.bias``, which needs no backward pass."""
         logits, labels = self.logits(state, batch.ids)[batch.targets >= 0], batch.targets[batch.targets >= 0]
-        table = state["wte.weight"]
+        table = state[head_name(state)]
         wanted = table[labels].mean(0)
         return lambda factor: factor * ((factor * logits).softmax(-1).mean(0) @ table - wanted)
 
     @torch.no_grad()
     def logits(self, state: Mapping[str, Tensor], ids: Tensor) -> Tensor:
         model = model_with(self.config, state.items())
-        logits: Tensor = model.hidden(ids) @ model.wte.weight.t()
+        logits: Tensor = model.head(model.hidden(ids))
         return logits
 
 

@@ -183,7 +183,7 @@ class StepExamination:
     def _untied(self) -> list[str]:
         """Return the parameters that hold the token embedding and the head, if these are two in the step."""
         names = set(self.sampler.parameters)
-        own = [self.roles.names_of(part) for part in ("wte", "head")]
+        own = [self.roles.names_of(part) for part in ("wte", "head") if self.config.tie_word_embeddings]
         for aliases in (*self.roles.aliases.values(), [found[0] for found in own if len(found) == 1]):
             apart = [name for name in aliases if name in names]
             if len(apart) > 1:

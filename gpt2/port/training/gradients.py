@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import model_with
+from gpt2.checkpoint.keys import head_name
 from gpt2.config import GPT2Config
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.dataflow import Source, Use
@@ -57,9 +58,8 @@ class Roles:
         found = [] if self.mapping is None else [self._tensor(layer, part) for layer, part in self.parts.get(name, [])]
         return list(dict.fromkeys(found)) or [name]
 
-    @staticmethod
-    def _tensor(layer: int | None, part: str) -> str:
-        stem = "wte" if part == "head" else part
+    def _tensor(self, layer: int | None, part: str) -> str:
+        stem = head_name(self.mapping.shapes if self.mapping else ()) if part == "head" else part
         for letter in "qkv":
             stem = "attn.c_attn" + stem.removeprefix(f"attn.{letter}") if stem.split(".")[:2] == ["attn", letter] else stem
         stem += "" if stem.endswith((".weight", ".bias")) else ".weight"
@@ -77,7 +77,7 @@ def role_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of one loss by parameter; ``head`` and ``table``: the two shares of the token embedding's."""
+    """Gradients of one loss by parameter; ``head`` and ``table``: the two shares of a tied token embedding's."""
 
     whole: dict[str, Tensor]
     head: Tensor
@@ -93,10 +93,11 @@ def two_shares(
     model.requires_grad_(True)
     table = model.wte.weight.detach().clone().requires_grad_(True)
     for ids, backward in passes:
-        backward(model.hidden(ids, rows=F.embedding(ids, table)) @ model.wte.weight.t())
+        backward(model.head(model.hidden(ids, rows=F.embedding(ids, table))))
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert table.grad is not None
-    return Gradients({**found, TABLE: found[TABLE] + table.grad}, found[TABLE], table.grad)
+    head = found.get(TABLE, torch.zeros_like(table))  # none, if the head is untied
+    return Gradients({**found, TABLE: head + table.grad}, head, table.grad)
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def expected_gradients(
         index = sampler.indices[name]
         chosen = entries if index is None else entries[index]
         parts = {part for _, part in roles.parts[name]}
-        if "wte" in parts or "head" in parts:
+        if config.tie_word_embeddings and ("wte" in parts or "head" in parts):
             head, rows = (_taken(roles.mapping, chosen, {TABLE: share}) for share in (right.head, right.table))
             out[name] = Expected(head + rows, head, rows)
         else:

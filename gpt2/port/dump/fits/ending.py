@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gpt2.checkpoint.keys import head_name
 from gpt2.port.diagnosis.last_step import last_steps
 from gpt2.port.diagnosis.search import Fault, Formula
 from gpt2.port.dump.fits.library import Library
@@ -43,8 +44,8 @@ class Ending:
 
     def __init__(self, simulation: Simulation, library: Library, arrays: Arrays, earlier: Sequence[State]) -> None:
         self.simulation, self.library, self.arrays, self.earlier, self.pool = simulation, library, arrays, earlier, arrays.pool
-        self.wte = simulation.state["wte.weight"]
-        self.logits = self.pool.logits[..., : len(self.wte)]
+        self.table = simulation.table
+        self.logits = self.pool.logits[..., : len(self.table)]
 
     def read(self, x: Tensor) -> Ended | None:
         """Return how the logits follow from the last stream ``x`` (B, T, D); None if nothing known gives them."""
@@ -61,9 +62,9 @@ class Ending:
     def gives(self, normed: Tensor) -> bool:
         """Return whether the head gives the logits from a normed stream; those of the last token alone are compared first."""
         self.library.in_time()
-        given = self.pool.logits[:, -1:, : len(self.wte)]
-        near = self.pool.logits_error(normed[:, -1:] @ self.wte.T, given) <= FAR * self.pool.tolerance_at("logits")
-        return near and self._are_logits(normed @ self.wte.T)
+        given = self.pool.logits[:, -1:, : len(self.table)]
+        near = self.pool.logits_error(normed[:, -1:] @ self.table.T, given) <= FAR * self.pool.tolerance_at("logits")
+        return near and self._are_logits(normed @ self.table.T)
 
     def _are_logits(self, made: Tensor) -> bool:
         given = self.pool.logits[..., : made.shape[-1]]
@@ -71,7 +72,7 @@ class Ending:
 
     def _changed(self, x: Tensor, normed: Tensor) -> Ended | None:
         """Return logits that are multiplied by one number, or changed token by token, behind the right head."""
-        made = (normed @ self.wte.T)[:, -self.logits.shape[1] :]
+        made = (normed @ self.table.T)[:, -self.logits.shape[1] :]
         if made.shape != self.logits.shape:
             return None
         ratio = float((made * self.logits).sum() / made.square().sum().clamp(min=1e-300))
@@ -91,7 +92,7 @@ class Ending:
         for seen in itertools.chain(self.arrays.observed("ln_f", right), self._solved(right)):
             self.library.in_time()
             fit = own.fit(seen, x, seen.wrong_rows())
-            if fit is not None and self._are_logits(fit.value @ self.wte.T):
+            if fit is not None and self._are_logits(fit.value @ self.table.T):
                 return Ended(fit, right, "ln_f", None, seen)
         return None
 
@@ -101,8 +102,15 @@ class Ending:
             return None
         unit, smallest = UNITS[self.pool.logits_dtype]
         slack = unit * self.logits.abs() + smallest
-        seen = Observed(self.logits, slack, self.pool.tolerance_at("logits"), x @ self.wte.T, -1)
-        head = Linear(self.library, "wte.weight", "logits", self.wte.T, torch.zeros(len(self.wte), dtype=x.dtype), {})
+        seen = Observed(self.logits, slack, self.pool.tolerance_at("logits"), x @ self.table.T, -1)
+        head = Linear(
+            self.library,
+            head_name(self.simulation.state),
+            "logits",
+            self.table.T,
+            torch.zeros(len(self.table), dtype=x.dtype),
+            {},
+        )
         rows = seen.wrong_rows()
         if not bool(rows.any()):
             return None
@@ -134,10 +142,10 @@ class Ending:
 
     def _solved(self, right: Tensor) -> Iterator[Observed]:
         """Yield the normed stream that the logits show: there are more tokens in the vocabulary than features."""
-        logits, wte = self.logits, self.wte
-        if len(wte) < wte.shape[1] or logits.shape[:2] != right.shape[:2] or not bool(logits.isfinite().all()):
+        logits, table = self.logits, self.table
+        if len(table) < table.shape[1] or logits.shape[:2] != right.shape[:2] or not bool(logits.isfinite().all()):
             return
-        inverse = torch.linalg.pinv(wte.T)
+        inverse = torch.linalg.pinv(table.T)
         unit, smallest = UNITS[self.pool.logits_dtype]
         loose = unit * logits.abs() + smallest + self.pool.tolerance_at("logits") * logits.square().mean().sqrt()
         yield Observed(logits @ inverse, loose @ inverse.abs(), self.pool.tolerance_at("ln_f"), right, -1)
