@@ -114,7 +114,6 @@ REFUSED = [
     ("fused", "layer-repeated@1", "your attention (blocks.1.attn) runs 2 times"),
     ("fused", "heads-split-wrongly", "mixes up heads and positions"),
     ("fused", "output-projection-missing@0", "no parameter takes the place of h.0.attn.c_proj.weight"),
-    ("fused", "untied-head", "your head (head.weight) has weights of its own; GPT-2's has those of its token embedding"),
     ("fused", "head-bias", "head.bias (norm"),
 ]
 
@@ -148,6 +147,9 @@ EXPRESSED: list[tuple[str, str, dict[str, Any]]] = [
     ("heads", "layer-missing@2", {"n_layer": 2, "n_positions": 24}),
     ("fused", "layer-missing@1", {"n_layer": 2}),
     ("fused", "padded-vocab", {"vocab_size": 72}),
+    ("fused", "untied-head", {"tie_word_embeddings": False}),
+    ("einsum3d", "untied-head", {"tie_word_embeddings": False}),
+    ("compiled", "untied-head", {"tie_word_embeddings": False}),
     ("fused", "value-from-key", {}),
     ("fused", "no-affine@0.ln_1", {}),
     ("attentions", "heads-halved", {"n_head": 2}),

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from gpt2.checkpoint.checkpoint import Checkpoint, Reader
 from gpt2.checkpoint.containers import listed
 from gpt2.checkpoint.containers.gguf_file import NoTokenizer
+from gpt2.checkpoint.keys import head_name
 from gpt2.checkpoint.saving import DTYPE_NAMES
 from gpt2.config import ACTIVATIONS, GPT2Config
 from gpt2.data import Tokenizer
@@ -135,13 +136,14 @@ class _Reading:
         self.casts: set[str] = set()
         borrowed.to_float64()
         self.own = own = self._own()
+        if own.head is not None and not torch.equal(own.head, own.weights["wte.weight"]):
+            self.mapping = Mapping(anatomy, replace(self.mapping.config, tie_word_embeddings=False), from_buffers=True)
+            self.own = own = self._own()
         for key, placed in own.placed.items():
             if placed.ndim > 1 and not bool(placed.all()):
                 raise NotGPT2(f"no parameter takes the place of {f'a part of {key}' if bool(placed.any()) else key}")
             if not bool(own.weights[key].isfinite().all()):
                 raise NotGPT2(f"{own.names[key]} ({key}) holds NaN or infinity")
-        if own.head is not None and not torch.equal(own.head, own.weights["wte.weight"]):
-            raise NotGPT2(f"your head ({own.head_name}) has weights of its own; GPT-2's has those of its token embedding")
         self.check = Check(self.mapping, own.weights, {})
 
     def _own(self) -> Own:
@@ -224,7 +226,7 @@ class _Reading:
         assert output is not None
         stream = (weights["wte.weight"][ids] + weights["wpe.weight"][: ids.size(1)])[:, -output.size(1) :]  # (B, T, D)
         normed = (stream - stream.mean(-1, keepdim=True)) * weights["ln_f.weight"]
-        slope = normed if self.check.hidden_only else normed @ weights["wte.weight"][: output.size(-1)].t()
+        slope = normed if self.check.hidden_only else normed @ weights[head_name(weights)][: output.size(-1)].t()
         inverse = (output * slope).sum(-1) / slope.square().sum(-1)  # (B, T)
         epsilon = float((inverse**-2 - stream.var(-1, correction=0)).median())
         return float(f"{epsilon:.6g}") if 1e-16 < epsilon < math.inf else 0.0
