@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from support.commands import refusal
 
 import gpt2
-from gpt2 import bench as module
 from gpt2.bench import Ours, Spread, Transformers, bench, interleaved, machine, ratio
 from gpt2.cli.main import main
 from gpt2.parity.reference import load_reference
@@ -58,7 +58,7 @@ def test_what_a_model_cannot_do_is_left_out() -> None:
 
 def test_both_sides_do_the_same_work() -> None:
     """A comparison is wrong if one runner takes a shorter path."""
-    folder = next(iter((module.Path(gpt2.__file__).parent / "assets").iterdir()))
+    folder = next(iter((Path(gpt2.__file__).parent / "assets").iterdir()))
     sides = Ours(gpt2.load(str(folder))), Transformers(load_reference(folder, torch.float32))
     ids = torch.arange(24).view(2, 12)
     ours, theirs = (side.prefill(ids) for side in sides)

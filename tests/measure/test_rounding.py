@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -151,8 +152,8 @@ def test_a_process_that_computes_imprecisely_is_named(monkeypatch: pytest.Monkey
     """With products in bfloat16, transformers erred as much as we did, and verify said EQUAL at 10,000 times float32's error."""
     load = reference.load_reference
 
-    def coarse(path: Path, dtype: torch.dtype) -> nn.Module:
-        model = load(path, dtype)
+    def coarse(*given: Any) -> nn.Module:
+        model = load(*given)
         for name, module in model.named_modules():
             if name.endswith("c_fc"):
                 module.register_forward_pre_hook(lambda _, given: (tf32(given[0]),) if given[0].dtype == torch.float32 else None)
