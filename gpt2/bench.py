@@ -23,7 +23,7 @@ from gpt2.errors import InputError
 from gpt2.generation import stream
 from gpt2.measure.placement import device_name
 from gpt2.model import GPT2
-from gpt2.pages.reports import processor
+from gpt2.pages.reports import blas, processor
 from gpt2.parity import reference
 from gpt2.train.loss import Scored
 
@@ -79,6 +79,7 @@ def machine(*packages: str) -> dict[str, Any]:
     return {
         "processor": processor(),
         "capability": torch.backends.cpu.get_cpu_capability(),
+        "blas": blas(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": [round(value, 2) for value in os.getloadavg()] if hasattr(os, "getloadavg") else None,

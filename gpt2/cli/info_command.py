@@ -34,8 +34,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _json(description: Description) -> str:
+    from gpt2.pages.reports import environment
+
     body = {
         **asdict(description),
+        "environment": asdict(environment([])),
         "parameters": description.config.num_parameters(),
         "parameters_by_part": description.config.parameters_by_part(),
         "memory_bytes": {

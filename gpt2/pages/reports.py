@@ -52,9 +52,16 @@ def environment(dtypes: Iterable[torch.dtype], device: torch.device | str = "cpu
     versions = {"gpt2-toolkit": __version__, "python": platform.python_version()} | {name: version(name) for name in PACKAGES}
     dtype = " and ".join(dict.fromkeys(dtype_label(dtype) for dtype in dtypes))
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    blas = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
-    kernels = torch.backends.cpu.get_cpu_capability(), blas[1] if blas else "unknown"
+    kernels = torch.backends.cpu.get_cpu_capability(), blas()
     return Environment(versions, dtype, str(device), torch.get_num_threads(), machine, processor(), *kernels, rounding_settings())
+
+
+def blas() -> str:
+    """Return the library that PyTorch's matrix products on the CPU come from, such as "mkl" or "open"."""
+    import torch
+
+    named = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+    return named[1] if named else "unknown"
 
 
 def processor() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from functools import cache
@@ -9,6 +10,7 @@ from functools import cache
 import pytest
 import torch
 
+import gpt2
 from gpt2.bench import Bench, Row, Spread
 from gpt2.cli.main import COMMANDS, main
 from gpt2.comparison.pair import compare
@@ -148,3 +150,17 @@ def test_lists_fit(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyt
     if not argv:  # the command alone prints its help; it gave an error about a missing argument
         assert all(command.__name__.rpartition(".")[2].removesuffix("_command") in out for command in COMMANDS)
     assert [line for line in lines if len(line) > 80 and "/" not in line] == []  # paths are not wrapped
+
+
+def test_reports_of_two_machines_can_be_compared(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verdict that differs between machines cannot be explained if a report does not say which kernels ran."""
+    monkeypatch.setenv("MKL_CBWR", "AUTO")
+    model = gpt2.load()
+    found = (main(["info", "--json", "-"]), capsys.readouterr().out)[1], gpt2.diagnose(model, model).to_json()
+    for report in (*found, gpt2.verify(quick=True).to_json()):
+        environment = json.loads(report)["environment"]
+        assert environment["processor"]
+        assert environment["capability"] == torch.backends.cpu.get_cpu_capability()
+        assert environment["blas"] in str(torch.__config__.show())
+        assert environment["threads"] == torch.get_num_threads()
+        assert environment["settings"]["MKL_CBWR"] == "AUTO"

@@ -6,6 +6,10 @@ import json
 import textwrap
 from dataclasses import asdict, dataclass
 
+import torch
+
+from gpt2.pages.reports import environment
+
 SURE, LIKELY = 1.0, 0.8  # confidence: reproduces the whole run; reproduces its place only
 LABELS = "how we know", "fix"
 MIN_WIDTH = 60  # minimum columns of a table
@@ -65,7 +69,8 @@ class Diagnosis:
 
     def to_json(self) -> str:
         """Return the diagnosis as JSON; a number that is not finite is null."""
-        values = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
+        values = asdict(self) | {"environment": asdict(environment([torch.float64]))}
+        values = json.loads(json.dumps(values), parse_constant=lambda _: None)
         return json.dumps(values, indent=2, ensure_ascii=False)
 
     def table(self, width: int = 110) -> str:
