@@ -157,7 +157,9 @@ def require_names(files: Mapping[str, Container], where: Path) -> None:
     if files and not any(keys.is_parameter(keys.from_file(key)) for key in files):
         _refuse_known_cause(files, list(files))
         what = f"none of its {len(files):,} tensors has a name that a known GPT-2 gives it ({listed(list(files), 2)})"
-        raise CheckpointError(f"{where}: {what}; gpt2 export FILE.py:build DIR reads them from the module that they belong to")
+        raise CheckpointError(
+            f"{where}: {what}; gpt2 export {where} DIR --like FILE.py:build reads them by the module that they belong to"
+        )
 
 
 def _refuse_known_cause(files: Mapping[str, Container], unknown: list[str]) -> None:

@@ -29,6 +29,7 @@ EXAMPLES = """\
   gpt2 export shakespeare-mini out/kept --format gguf --type q8_0 --keep h.0,wte   two parts in their own precision
   gpt2 export shakespeare-mini out/llmc --format llmc        model.bin and tokenizer.bin, for llm.c
   gpt2 export mine.py:build out/mine --check                 your own module, with the weights that it has
+  gpt2 export mine.pt out/mine --like mine.py:build          the weights of mine.pt, whose names only that module knows
 
 build() in mine.py returns your torch.nn.Module with its weights; names and layouts do not matter. Sizes, activation, epsilon and
 scaling are read from what it computes. It is written if our model gives its logits in float64, else the line says which part
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PARTS",
         help="parts that --type leaves in the model's dtype, such as h.0,h.11.mlp,wte (gpt2 compare --blame says which)",
     )
+    parser.add_argument("--like", metavar="FILE.py:build", help="the module that MODEL's tensors belong to, by its own names")
     parser.add_argument("--check", action="store_true", help="open the result in every installed program; exit 1 if one differs")
 
 
@@ -87,13 +89,19 @@ def _source(args: argparse.Namespace) -> tuple[str | Checkpoint, tuple[str, ...]
     from gpt2.comparison.sides.port import PortSide
     from gpt2.measure.user_code import target
 
-    if not PORT.fullmatch(args.model):
+    port, stored = args.like or args.model, Path(args.model) if args.like else None
+    if not PORT.fullmatch(port):
+        if args.like:
+            raise InputError(f"--like {port}: give the file and the function that builds the module, as FILE.py:build")
         return args.model, ()
     if args.revision is not None:
         raise InputError(f"{args.model}: has no revisions, only models of the Hub do: leave out --revision")
-    with PortSide(args.model, target(args.model)).running() as running:
+    with PortSide(port, target(port)).running() as running:
+        if stored is not None:
+            running.fill(stored)
         checkpoint = running.weights()
-    return checkpoint, checkpoint.notes
+    said = () if stored is None else (f"the tensors of {stored} were read by the names of {port}",)
+    return replace(checkpoint, name=args.model), said + checkpoint.notes
 
 
 def _with_card(done: Export, args: argparse.Namespace) -> Export:

@@ -111,6 +111,22 @@ def needs(checkpoint_dir):
     return gpt2.load(checkpoint_dir)
 
 
+class Odd(nn.Module):
+    def __init__(self):  # parameters by numbers: names that no table knows
+        super().__init__()
+        model = gpt2.GPT2(gpt2.load("shakespeare-mini").config)
+        self.shell = [model.to("meta").eval()]
+        self.names = [name for name, _ in model.named_parameters()]
+        self.p = nn.ParameterList(torch.zeros(p.shape) for p in model.parameters())
+
+    def forward(self, ids):
+        return torch.func.functional_call(self.shell[0], dict(zip(self.names, self.p)), (ids,))
+
+
+def odd():
+    return Odd()
+
+
 def squared():
     model = build()
     for block in model.h:
@@ -159,6 +175,22 @@ def test_a_module_is_exported_as_the_checkpoint_that_it_holds(format: str, mine:
     assert "`mine.py`, converted" in Path("out/README.md").read_text()
 
 
+def test_tensors_are_read_by_the_names_of_the_module_that_they_belong_to(mine: Path, capsys: pytest.CaptureFixture) -> None:
+    """A file with an author's own names was a dead end, although the author's module knows what they are."""
+    stored = {f"module.p.{n}": tensor for n, tensor in enumerate(gpt2.load("shakespeare-mini").state_dict().values())}
+    torch.save({"state_dict": stored}, "odd.pt")
+    assert main(["info", "odd.pt"]) == 2
+    assert "gpt2 export odd.pt DIR --like FILE.py:build" in capsys.readouterr().err
+    assert main(["export", "odd.pt", "out", "--like", "mine.py:odd"]) == 0
+    assert "note: the tensors of odd.pt were read by the names of mine.py:odd" in capsys.readouterr().out
+    assert same_weights(Path("out"), ASSET)
+    torch.save({**stored, "module.p.0": torch.zeros(3, 3), "other": torch.zeros(2)}, "odd.pt")  # controls: it must fit
+    assert main(["export", "odd.pt", "again", "--like", "mine.py:odd"]) == 2
+    assert "odd.pt: does not fit mine.py:odd: unknown: other; misshapen: p.0; give the module" in capsys.readouterr().err
+    assert main(["export", "odd.pt", "again", "--like", "mine"]) == 2
+    assert not Path("again").exists()
+
+
 def test_another_activation_is_found_and_written(mine: Path) -> None:
     """With the checkpoint's tanh GELU, every logit would be wrong a little."""
     assert main(["export", "mine.py:erf", "out"]) == 0
@@ -179,7 +211,7 @@ def test_another_activation_is_found_and_written(mine: Path) -> None:
         (
             "mine.py:none",
             [],
-            "mine.py: has no function none; it has build, needs, squared, breaks, leaves, erf; write none(",
+            "mine.py: has no function none; it has build, needs, odd, squared, breaks, leaves",
         ),
         ("yours.py:build", [], "yours.py: no such file; there are mine.py; give a Python file and a function in it"),
         (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import Checkpoint
+from gpt2.checkpoint.containers import listed
+from gpt2.checkpoint.files import open_weights
+from gpt2.checkpoint.keys import WRAPPERS
 from gpt2.checkpoint.saving import save, sha256
 from gpt2.comparison.results import Model
 from gpt2.comparison.sides.side import Running, Shown, Side, T
@@ -65,6 +68,12 @@ class PortSide(Side):
         return str(path)
 
 
+def _ending(key: str, names: Container[str]) -> str | None:
+    """Return the longest end of a dotted ``key`` among the ``names``: a trainer's module may stand around the author's."""
+    parts = key.split(".")
+    return next((name for start in range(len(parts)) if (name := ".".join(parts[start:])) in names), None)
+
+
 @dataclass(frozen=True)
 class RunningPort(Running):
     side: PortSide
@@ -73,6 +82,23 @@ class RunningPort(Running):
     def weights(self) -> ModuleCheckpoint:
         """Read the module as a checkpoint. Raises InputError: it is no GPT-2."""
         return self.side.called(lambda: checkpoint_of(self.module, self.side.name))
+
+    def fill(self, path: Path) -> None:
+        """Load the tensors of a file or folder into the module by its own names. Raises InputError: they do not fit."""
+        files, own = open_weights(path), self.module.state_dict()
+        names = {key: _ending(WRAPPERS.sub("", key), own) for key in files}
+        stored = {name: files[key].read(key) for key, name in names.items() if name is not None}
+        filled = {own[name].data_ptr() for name in stored}  # a tied tensor has two names, and may be stored once
+        faults = {
+            "unknown": [key for key, name in names.items() if name is None],
+            "missing": [name for name, p in self.module.named_parameters() if name not in stored and p.data_ptr() not in filled],
+            "misshapen": [name for name, tensor in stored.items() if tensor.shape != own[name].shape],
+        }
+        if problems := [f"{what}: {listed(some)}" for what, some in faults.items() if some]:
+            raise InputError(
+                f"{path}: does not fit {self.side.name}: {'; '.join(problems)}; give the module that it was saved from"
+            )
+        self.module.load_state_dict(stored, strict=False)
 
     def logits(self, ids: Tensor) -> Tensor:
         with torch.no_grad():
