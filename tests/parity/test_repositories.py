@@ -76,10 +76,10 @@ def test_kinds_then_a_second_run_with_limits(tmp_path: Path) -> None:
 
         hub.rewrite = away
         more = [*names, "replicas/hangs@main", "replicas/away"]
-        again, table, said = verify_all(hub, tmp_path, more, "--timeout", "2")
+        again, table, said = verify_all(hub, tmp_path, more, "--timeout", "4")
         assert again[:4] == lines
         assert [(line["repository"], line["verdict"], line["reason"]) for line in again[4:]] == [
-            ("replicas/hangs@main", "timed out", "not finished in 2 s")
+            ("replicas/hangs@main", "timed out", "not finished in 4 s")
         ]
         assert again[4]["revision"] == hub.repos["replicas/hangs"].refs["main"]
         assert "replicas/away: no answer" in said
