@@ -139,7 +139,7 @@ def _around(first: str, last: str) -> Template:
 
 def _sentinels(config: Mapping[str, Any]) -> list[Token]:
     count = config.get("extra_ids", 100)
-    return [f"<extra_id_{i}>" for i in range(count if isinstance(count, int) and 0 <= count <= 10_000 else 100)]
+    return [f"<extra_id_{i}>" for i in reversed(range(count if isinstance(count, int) and 0 <= count <= 10_000 else 100))]
 
 
 _GPT2 = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
@@ -319,7 +319,7 @@ def _of_files(folder: Path, name: str, kind: Kind, config: dict[str, Any]) -> tu
         proto = pieces_of(folder / PIECES)
         controls = [piece for piece in proto.pieces if piece.type in (3, 4)]
         special = [AddedToken(piece.piece, normalized=False, special=piece.type == 3) for piece in controls]
-        scores = [(piece.piece, piece.score) for piece in proto.pieces]
+        scores = [(piece.piece, piece.score) for piece in proto.pieces] + [(text_of(token), 0.0) for token in kind.extra(config)]
         return Parts(scores, (), proto.normalizer_spec.precompiled_charsmap or None, config), [*special]
     files = (*BPE_FILES, *OPENAI, VOCAB, PIECES)
     if gone := next((folder / file for file in files if link_to_nothing(folder / file)), None):

@@ -56,7 +56,8 @@ def opens(checkpoint: StoredCheckpoint) -> bool:
         return False
     names = (to_file,) if not assignment.tied else (to_file, str)  # without its prefix, transformers knows no head
     usual = all(held in {(name_of(name),) for name_of in names} for name, held in assignment.sources.items())
-    return usual and not assignment.transposed and not assignment.absent
+    plain = all(file.plain for file in assignment.files.values())
+    return plain and usual and not assignment.transposed and not assignment.absent
 
 
 @contextmanager

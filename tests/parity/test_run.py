@@ -54,6 +54,18 @@ def failing(report: gpt2.Report) -> list[str]:
     return [check.id for check in report.checks if not check.ok]
 
 
+def test_weights_inside_a_trainer_s_file_are_given_to_transformers(checkpoint: Path, tmp_path: Path) -> None:
+    """transformers opens a file of that name, finds no weights at its top, and draws random ones: our right model differed."""
+    for name in ("config.json", "vocab.json", "merges.txt", "tokenizer.json"):
+        if (checkpoint / name).is_file():
+            (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    state = load_file(checkpoint / "model.safetensors")
+    torch.save({"state_dict": state, "step": 3}, tmp_path / "pytorch_model.bin")
+    report = verify(str(tmp_path), quick=True)
+    assert report.ok
+    assert "given our tensors" in report.reference
+
+
 @pytest.fixture(scope="module")
 def report(checkpoint: Path) -> gpt2.Report:
     return verify(str(checkpoint), seed=3)

@@ -329,7 +329,7 @@ SAMPLES = (
     "<bot> hello a port of it, port<l> <|endoftext|>x </s> botname odel",
     "我们的模型是中文模型。",
     "日本語のテキスト ﬁ Ⅳ ①  한국어 모델의",
-    "Svenska är kul\u3000och BJÖRNEN [CLS] [PAD] PersonA: hi <s>",
+    "Svenska är kul\u3000och BJÖRNEN [CLS] [PAD] PersonA: hi <s> <extra_id_1> x<pad>",
     "👩‍👩‍👧 🇩🇪 e\u0301 \u200b\u00a0 123,456.78",
     "",
     " leading and trailing ",

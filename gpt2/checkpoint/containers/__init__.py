@@ -59,6 +59,7 @@ class Container(ABC):
     kind: str
     entries: Mapping[str, Entry]
     notes: tuple[str, ...] = ()  # what a reader should know of the file
+    plain: bool = True  # nothing is around or beside the tensors
 
     def __init__(self, path: Path) -> None:
         self.path, self._file = path, MappedFile(path)

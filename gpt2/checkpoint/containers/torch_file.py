@@ -163,7 +163,9 @@ class TorchFile(Container):
             else:
                 what = f"holds {kind_of(value)} where a state dict should be"
             raise CheckpointError(f"{self.path}: {what}; save model.state_dict()")
-        return held[paths[0]]
+        found = held[paths[0]]
+        self.plain = not paths[0] and len(found) == len(value.items if type(value) is Call else value)
+        return found
 
     def read(self, name: str, dtype: torch.dtype | None = None, *, mapped: bool = True) -> Tensor:
         entry = self.entries[name]
