@@ -94,27 +94,23 @@ def run(folder: str, dtype: str, seed: int, order: str | None = None) -> dict[st
 
 
 def right(folder: Path, seeds: int, settings: list[str]) -> bool:
-    """Verify every right model in every setting; print a line for each setting."""
+    """Verify every right model in every setting; print a line for each setting and order of summing as soon as it is known."""
     print("making the models", file=sys.stderr)
     tokenizer = train_bpe(TEXT, 300)
     models = [str(write_checkpoint(folder / f"{number:02}", tokenizer, **shape)) for number, shape in enumerate(shapes())]
-    rows: dict[str, list[dict[str, Any]]] = {}
+    total = refused = 0
     for name in settings:
         job = {"models": models, "seeds": seeds, "orders": list(ORDERS) if name.startswith("this machine, 1") else []}
-        command = [sys.executable, __file__, "worker"]
-        print(name, file=sys.stderr)
-        done = subprocess.run(
-            command, env=os.environ | SETTINGS[name], input=json.dumps(job), stdout=subprocess.PIPE, text=True, check=True
-        )
-        rows[name] = [json.loads(line) for line in done.stdout.splitlines()]
-    total = refused = 0
-    for name, each in rows.items():
-        for order in dict.fromkeys(row["order"] for row in each):
-            own = [row for row in each if row["order"] == order]
+        command, given = [sys.executable, __file__, "worker"], os.environ | SETTINGS[name]
+        done = subprocess.run(command, env=given, input=json.dumps(job), stdout=subprocess.PIPE, text=True, check=True)
+        rows = [json.loads(line) for line in done.stdout.splitlines()]
+        for order in dict.fromkeys(row["order"] for row in rows):
+            own = [row for row in rows if row["order"] == order]
             bad = [row for row in own if row["failed"] or row["imprecise"]]
             total, refused = total + len(own), refused + len(bad)
-            print(f"{name + (f', {order}' if order else ''):55} {len(own):5} runs  {len(bad):3} refused  worst forward "
-                  f"{max(row['forward'] for row in own):.2f}, training {max(row['training'] for row in own):.2f}")  # fmt: skip
+            forward, training = (max(row[what] for row in own) for what in ("forward", "training"))
+            title, figures = name + (f", {order}" if order else ""), f"worst forward {forward:.2f}, training {training:.2f}"
+            print(f"{title:50} {len(own):4} runs {len(bad):3} refused  {figures}", flush=True)
             for row in bad[:3]:
                 print("   ", str(row)[:400])
     print(json.dumps({"right runs": total, "refused": refused}))
