@@ -52,6 +52,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
+@pytest.mark.slow
 def test_kinds_then_a_second_run_with_limits(tmp_path: Path) -> None:
     """A run that was cut goes on where it was; a repository that hangs costs its own time, one out of reach gets no line."""
     kinds = ["tokenizer BERT", "nanoGPT", "another architecture", "large"]

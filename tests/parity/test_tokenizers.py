@@ -102,7 +102,13 @@ def test_only_gpt2s_own_kind_is_encoded_by_tiktoken(tmp_path: Path) -> None:
         assert (tokenizer.core is None) == (kind in (*others, "lowercase beside vocab.json")), kind
 
 
-@pytest.mark.parametrize("kind", ["BERT", "Unigram", "characters", "flags of added tokens", "GPT-SW3"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "characters",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("BERT", "Unigram", "flags of added tokens", "GPT-SW3")),
+    ],
+)
 def test_a_checkpoint_works_throughout(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """verify, generate, compare with bits per byte of the text itself, and explore, with tokenizers that are not byte-level."""
     source = model_of(kind, tmp_path / "a")

@@ -40,7 +40,9 @@ def filled(port: Port, config: GPT2Config) -> tuple[nn.Module, dict[str, Tensor]
 
 
 @pytest.mark.parametrize("sizes", ["alike", *(pytest.param(s, marks=pytest.mark.slow) for s in CONFIGS if s != "alike")])
-@pytest.mark.parametrize("name", PORTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if n % 4 == 0 else pytest.mark.slow) for n, name in enumerate(PORTS)]
+)
 def test_every_port_that_load_into_fills_comes_back_bit_for_bit(name: str, sizes: str) -> None:
     """A transposed square matrix, two heads exchanged or a wrong row of a table would be saved as somebody's model."""
     port, config = PORTS[name], CONFIGS[sizes]
@@ -68,6 +70,7 @@ def variants() -> list[dict[str, Any]]:
     return [dict(zip(names, values, strict=True)) | {"layer_norm_epsilon": next(epsilons)} for values in flags]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", ["drawn", "zero"])
 def test_the_config_is_found_from_what_the_module_computes(last: str) -> None:
     """No tensor shows an activation, an epsilon or a scale. Where last projections are zero, no logit shows them either."""

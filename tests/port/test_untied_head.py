@@ -71,6 +71,7 @@ def test_a_wrong_head_is_named(ours: GPT2, spoil: Callable[[Port], object]) -> N
     assert ("wrong-tensor", "lm_head.weight") in [(cause.id, cause.where) for cause in diagnosis.causes]
 
 
+@pytest.mark.slow
 def test_a_dump_is_compared_with_the_head_s_own_matrix(ours: GPT2) -> None:
     """A program that takes the token embedding for the head has the fault that GPT-2's own checkpoints rule out."""
     hidden = ours.hidden(IDS).detach()
