@@ -14,11 +14,13 @@ from torch import Tensor
 
 from gpt2.config import GPT2Config
 from gpt2.devices.arithmetic import Run
-from gpt2.measure.rounding import FORWARD_RATIO, TRAINING_RATIO
+from gpt2.measure.rounding import TRAINING_RATIO
 from gpt2.measure.tracing import Recorded, trace
 from gpt2.model import GPT2
 
 ROWS, TOKENS = 2, 24
+# Of one operator the error of many entries varies little; 16-bit partial sums reach 1.7 times what rounding explains.
+OPERATOR_RATIO = 1.5
 IN_ORDER = "it reads a non-contiguous input as if it were contiguous"
 
 
@@ -38,7 +40,7 @@ class Case:
     other_ways: tuple[Run, ...] = ()
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     trained: bool = True  # whether a backward pass goes through it
-    ratio: float = FORWARD_RATIO  # how many times what rounding explains its error may be
+    ratio: float = OPERATOR_RATIO  # how many times what rounding explains its error may be
     wrong_gradients: tuple[tuple[str, Run], ...] = ()  # mistakes of the backward pass, of inputs and outputs' gradients
 
     @property

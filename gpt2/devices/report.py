@@ -92,7 +92,7 @@ class DeviceReport(Printed):
         versions = self.environment.versions
         yield f"\n[bold]{escape(self.model)}[/bold]  on  [bold]{escape(self.device)}[/bold], torch {versions['torch']}"
         yield f"[dim]{self.coverage}\nEach operator on the model's shapes; the error against float64 on the CPU, over what the"
-        yield "[dim]arithmetic explains (up to 2 holds, 3 of gradients).[/dim]\n"
+        yield "[dim]arithmetic explains (up to 1.5 holds, 3 of gradients).[/dim]\n"
         yield self._table()
         for name, advice in self.arithmetics.items():
             at = dict.fromkeys(each.operator for each in self.verdicts if each.arithmetic == name)

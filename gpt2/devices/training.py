@@ -12,7 +12,7 @@ from torch.func import functional_call
 from gpt2.devices.arithmetic import Run
 from gpt2.devices.case import Case, Material, first_blocks
 from gpt2.kv_cache import KVCache
-from gpt2.measure.rounding import TRAINING_RATIO
+from gpt2.measure.rounding import FORWARD_RATIO, TRAINING_RATIO
 from gpt2.measure.tracing import block_of
 from gpt2.model import GPT2
 
@@ -110,6 +110,6 @@ def _of_blocks(m: Material, count: int, trained: bool) -> Iterator[Case]:
     if trained:
         yield Case(operator, "gradients", gradients, (ids, *weights), trained=False, ratio=TRAINING_RATIO)
         return
-    yield Case(operator, "logits, B > 1", plain, (ids, *weights), trained=False)
-    yield Case(operator, "logits through the cache", cached, (ids, *weights), trained=False)
-    yield Case(operator, "logits with padding", padded, (ids, mask, *weights), trained=False)
+    yield Case(operator, "logits, B > 1", plain, (ids, *weights), trained=False, ratio=FORWARD_RATIO)
+    yield Case(operator, "logits through the cache", cached, (ids, *weights), trained=False, ratio=FORWARD_RATIO)
+    yield Case(operator, "logits with padding", padded, (ids, mask, *weights), trained=False, ratio=FORWARD_RATIO)
