@@ -88,7 +88,7 @@ def run(folder: str, dtype: str, seed: int, order: str | None = None) -> dict[st
     report = gpt2.verify(folder, dtype=dtype, seed=seed, build=ordered, keep_going=True, quick=order is not None)
     forward, training = worst(report)
     failed = [f"{check.id}: {point.name}" for check in report.checks for point in check.points if not point.ok]
-    imprecise = [point.name for check in report.checks for point in check.points if point.imprecise]
+    imprecise = [] if report.imprecise is None else [report.imprecise.name]
     return {"model": Path(folder).name, "dtype": dtype, "seed": seed, "forward": forward, "training": training,
             "failed": failed, "imprecise": imprecise}  # fmt: skip
 
