@@ -105,6 +105,7 @@ class Subject:
     dtype: torch.dtype
     probe: Probe
     findings: Findings
+    draws: int = 1  # times as many runs with random errors as are usual
     outside: Converted = field(default_factory=lambda: Converted(torch.float64, limit=math.inf))
 
     @cached_property
@@ -132,10 +133,10 @@ class Subject:
         return self._shared(self.build(self.checkpoint.path, self.dtype))
 
     @contextmanager
-    def noisily(self, what: str, seed: int, receive: Receive | None = None) -> Iterator[Streamed]:
-        """Return a context in which the ``noisy`` model computes in float64, each result off by a rounding to ``dtype``."""
+    def noisily(self, model: nn.Module, what: str, seed: int, receive: Receive | None = None) -> Iterator[Streamed]:
+        """Return a context in which a ``noisy`` model computes in float64, each result off by a rounding to ``dtype``."""
         with (
-            self.exactly(self.noisy, f"{what}, with random rounding errors", receive) as streamed,
+            self.exactly(model, f"{what}, with random rounding errors", receive) as streamed,
             rounding_noise(self.dtype, seed) as steps,
         ):
             streamed.again = steps
@@ -151,9 +152,8 @@ class Subject:
             return model
         return self._shared(reference.load_reference(self.folder, self.dtype, self.config))
 
-    @cached_property
     def noisy(self) -> nn.Module:
-        """transformers' model of the weights in ``dtype``, to run in float64 with noise (:mod:`gpt2.measure.rounding`)."""
+        """Return transformers' model of the weights in ``dtype``, to run in float64 with noise (:mod:`gpt2.measure.rounding`)."""
         source = self.reference_rounded
         model = deepcopy(source, {id(p): nn.Parameter(p.data) for p in source.parameters()})
         for block in root_of(model).h:

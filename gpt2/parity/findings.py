@@ -70,6 +70,12 @@ class Findings:
         ratio = TRAINING_RATIO if PLAN[id][2] else FORWARD_RATIO
         self.points[id].append(Point(name, ours, ratio * explained, explained, reference))
 
+    @property
+    def only_rounding(self) -> bool:
+        """Whether nothing but rounding errors, ours or transformers', is over its bound."""
+        doubtful = [point for points in self.points.values() for point in points if not point.ok or point.imprecise]
+        return bool(doubtful) and all(point.explained is not None for point in doubtful)
+
     def settle(self, *finished: str) -> None:
         """End a step, and the checks that it ``finished``. Raises DifferenceFound: a point does not hold."""
         self.finished.update(finished)

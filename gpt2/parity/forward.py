@@ -63,11 +63,12 @@ def _activations(subject: Subject, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
 
         return walk
 
-    _ = subject.noisy  # made before a walk begins: a later copy would have the walk's hooks
+    noisy_model = subject.noisy()  # made before a walk begins: a later copy would have the walk's hooks
+    count = SAMPLES * subject.draws
 
     def noisily(emit: Callable[[Recorded], None]) -> None:
-        with subject.noisily("float64: activations", seed=0):
-            trace_steps(subject.noisy, rows.repeat(SAMPLES, 1), emit)
+        with subject.noisily(noisy_model, "float64: activations", seed=0):
+            trace_steps(noisy_model, rows.repeat(count, 1), emit)
 
     walks: list[Walk[Recorded]] = [exactly(subject.reference, "transformers"), exactly(subject.ours, "ours")]
     walks += [partial(trace_steps, model, rows) for model in (subject.ours_rounded, subject.reference_rounded)]
@@ -80,7 +81,7 @@ def _activations(subject: Subject, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
             expected, exact, ours, reference, noisy = (step or {} for step in steps)
             for name, tensor in expected.items():
                 findings.mapping("activations", name, worst_relative_error(exact.get(name, MISSING), tensor))
-                samples = noisy[name].chunk(SAMPLES) if len(noisy[name]) > len(tensor) else [noisy[name]]  # wpe has one row
+                samples = noisy[name].chunk(count) if len(noisy[name]) > len(tensor) else [noisy[name]]  # wpe has one row
                 found = (ours.get(name, MISSING), reference.get(name, MISSING), *samples)
                 findings.rounding("rounding", name, *(relative_error(each, tensor) for each in found))
                 if name == "logits":
@@ -196,8 +197,8 @@ def _windows(subject: Subject) -> None:
         if index == 0:
             findings.progress(f"{dtype_label(subject.dtype)}: context 1")
             rounded = [hidden_of(model, ids) for model in (subject.ours_rounded, subject.reference_rounded)]
-            with subject.noisily(what, seed=1):
-                rounded.append(hidden_of(subject.noisy, ids))
+            with subject.noisily(noisy := subject.noisy(), what, seed=1):
+                rounded += [hidden_of(noisy, ids) for _ in range(subject.draws)]
             for part in _chunks(len(window)):
                 errors = (relative_error(each[:, part], expected[:, part]) for each in rounded)
                 findings.rounding("rounding", _named("ln_f", index, part), *errors)

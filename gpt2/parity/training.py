@@ -173,7 +173,7 @@ def rounded_gradients(subject: Subject) -> None:
     follow, and the root mean square over all decides.
     """
     findings, sequences = subject.findings, subject.probe.short
-    errors: Errors = defaultdict(lambda: ([], [], []))
+    errors: Errors = defaultdict(lambda: tuple([] for _ in range(2 + subject.draws)))
     _round(subject, sequences[:FIRST_SEQUENCES], errors, last=False)
     if errors:
         _round(subject, sequences[FIRST_SEQUENCES:], errors, last=True)
@@ -191,10 +191,12 @@ def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> N
     models = {"ours": subject.ours_rounded, "transformers": subject.reference_rounded}
     for name, model in models.items():
         walks.append(_backward(model, sequences, partial(subject.rounded, model, f"{label}: gradients, {name}")))
-    noisily = partial(subject.noisily, "float64: gradients of short sequences", 3 if last else 2)
-    walks.append(_backward(subject.noisy, sequences, noisily))
+    for number in range(subject.draws):
+        models[f"noisy {number}"] = noisy = subject.noisy()
+        seed = 2 + 2 * number + last
+        walks.append(_backward(noisy, sequences, partial(subject.noisily, noisy, "float64: gradients of short sequences", seed)))
     ids = sequences[:, :-1].unique()
-    optimizers = [_Optimizer(model, ids) for model in (subject.reference, *models.values(), subject.noisy)]
+    optimizers = [_Optimizer(model, ids) for model in (subject.reference, *models.values())]
 
     def compare(name: str, tensors: list[Tensor | None], exact: Tensor) -> None:
         if not last or name in undecided:
@@ -202,7 +204,10 @@ def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> N
                 found.append(relative_error(_present(tensor), exact))
 
     def decide(check: str, name: str) -> None:
-        if name in errors and (last or all(ours <= TRAINING_RATIO * noise for ours, _, noise in zip(*errors[name], strict=True))):
+        if name not in errors:
+            return
+        each = zip(*errors[name], strict=True)  # of a sequence: our error, transformers', and those with noise
+        if last or all(ours <= TRAINING_RATIO * root_mean_square(noise) for ours, _, *noise in each):
             findings.rounding(check, name, *(root_mean_square(found) for found in errors.pop(name)))
 
     with closing(lockstep(*walks)) as steps:
@@ -213,7 +218,7 @@ def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> N
             for name, gradient in expected.gradients.items():
                 compare(name, [each.gradients.get(name) for each in others], gradient)
             if not last:
-                stored = *others[:-1], _rounded(others[-1], subject.dtype)
+                stored = *others[:2], *(_rounded(noisy, subject.dtype) for noisy in others[2:])
                 changes, *moved = (run.changes(step) for run, step in zip(optimizers, (expected, *stored), strict=True))
                 if changes:
                     inside = "ln_f" if "ln_f.weight" in changes else f"h.{expected.layer}"

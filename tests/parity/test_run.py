@@ -30,7 +30,7 @@ from gpt2.config import GPT2Config
 from gpt2.kv_cache import KVCache
 from gpt2.model import GPT2, eager_attention, sdpa_attention
 from gpt2.parity import run, training
-from gpt2.parity.checks import Probe
+from gpt2.parity.checks import Probe, Subject
 from gpt2.parity.run import verify
 
 CONTROLS = load_script("verify_parity").CONTROLS
@@ -321,6 +321,22 @@ def test_what_a_few_sequences_leave_open_is_decided_by_all(checkpoint: Path, rep
     assert [p.error for p in again.check("gradients-rounding").points] != [
         p.error for p in report.check("gradients-rounding").points
     ]
+
+
+def test_more_random_errors_decide_where_few_speak_against_a_model(checkpoint: Path, monkeypatch) -> None:
+    """Five of 40 right models with weights of N(0, 1) were refused: their few random errors were small ones."""
+    sizes = []
+
+    def noisily(subject: Subject, *args: Any, original: Callable[..., Any] = Subject.noisily, **kwargs: Any) -> Any:
+        sizes.append(subject.draws)
+        lucky = replace(subject, dtype=torch.float64) if subject.draws == 1 else subject
+        return original(lucky, *args, **kwargs)
+
+    monkeypatch.setattr(Subject, "noisily", noisily)
+    assert verify(str(checkpoint), keep_going=True).ok
+    assert sizes.count(run.MORE_DRAWS) > sizes.count(1) > 2
+    coarse = next(each for each in imprecise.IMPRECISE if each.refused and each.dtype == "float32" and not each.training)
+    assert failing(verify(str(checkpoint), build=broken(coarse.apply))) == ["rounding"]
 
 
 def test_quick_reads_128_tokens_and_says_so(tmp_path: Path) -> None:
