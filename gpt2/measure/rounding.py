@@ -263,14 +263,22 @@ def attention_in_steps(
     **_: Any,
 ) -> Tensor:
     """Compute attention as a fused kernel does, which keeps scores and sums in ``steps.inside``; arguments as PyTorch's."""
-    scores = (*q.shape[:3], k.size(2))
-    if is_causal:
-        attn_mask = torch.ones(scores[2:], dtype=torch.bool).tril()
+    queries, keys = q.size(2), k.size(2)
     scale = 1 / math.sqrt(q.size(-1)) if scale is None else scale
-    few = max(1, CACHED // (scores[2] * scores[3]))  # heads at a time
+    few, rows = max(1, CACHED // (queries * keys)), max(1, CACHED // keys)  # heads at a time, and queries of one head
     heads = [each.to(steps.inside).flatten(0, 1).split(few) for each in (q, k, v)]
-    masks = [None] * len(heads[0]) if attn_mask is None else attn_mask.expand(scores).flatten(0, 1).split(few)
-    outputs = [_Attention.apply(steps, *each, scale) for each in zip(*heads, masks, strict=True)]  # type: ignore[no-untyped-call]
+    masks = [None] * len(heads[0]) if attn_mask is None else attn_mask.expand(*q.shape[:3], keys).flatten(0, 1).split(few)
+
+    def some(start: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        part, end = q[:, start : start + rows], min(start + rows, queries) if is_causal else keys
+        if is_causal:  # no query sees a later key
+            mask = torch.ones(part.size(1), end, dtype=torch.bool).tril(start)
+        elif mask is not None:
+            mask = mask[:, start : start + rows]
+        return _Attention.apply(steps, part, k[:, :end], v[:, :end], mask, scale)  # type: ignore[no-untyped-call]
+
+    starts = range(0, queries, rows)
+    outputs = [torch.cat([some(start, *each) for start in starts], 1) for each in zip(*heads, masks, strict=True)]
     return torch.cat(outputs).to(q.dtype).unflatten(0, q.shape[:2])
 
 

@@ -1,6 +1,6 @@
 """The checks of training: loss, every parameter's gradient, and AdamW steps, ours against transformers', block by block.
 
-In float64, two long sequences; every error counts. In ``dtype``, 4 to 16 short ones, each by itself:
+In float64, two long sequences; every error counts. In ``dtype``, 2 to 16 short ones, each by itself:
 one near-tie in a softmax of a trained model may decide a sequence's gradient error.
 """
 
