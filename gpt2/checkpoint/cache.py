@@ -8,12 +8,11 @@ import contextlib
 import json
 import os
 import re
-import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
 
+from gpt2.data.files import written_aside
 from gpt2.errors import CheckpointError
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -74,20 +73,6 @@ def make_folder(top: Path, folder: Path) -> None:
             what = "is a link, which could lead out of the cache: remove it, or set HF_HOME to another place"
             raise CheckpointError(f"{step} {what}")
     folder.mkdir(parents=True, exist_ok=True)
-
-
-@contextlib.contextmanager
-def written_aside(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces ``path`` once it is written and synced. A symlink is replaced, not followed."""
-    new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.incomplete")
-    try:
-        with new.open("xb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def remember_ref(repo: str, revision: str, commit: str) -> None:

@@ -19,7 +19,7 @@ from gpt2.checkpoint.keys import expected
 from gpt2.checkpoint.match import Assignment, match, require_names
 from gpt2.checkpoint.names import ModelName, RandomWeights
 from gpt2.checkpoint.peft_files import Adapter, base_of, is_adapter, read_adapter
-from gpt2.checkpoint.sources import locate
+from gpt2.checkpoint.sources import resolve
 from gpt2.config import GPT2Config, official_size
 from gpt2.data import from_directory, holds_tokenizer
 from gpt2.errors import CheckpointError, InputError
@@ -145,7 +145,7 @@ def open_checkpoint(name: ModelName, *, offline: bool = False) -> Checkpoint:
     if name.random is not None:
         config = official_size(name.random.size)
         return RandomCheckpoint(name.base, None, config, dtype or torch.float32, torch.float32, name.random)
-    source = locate(name, offline=offline)
+    source = resolve(name, offline=offline)
     return open_path(
         source.path, name=source.name, revision=source.revision, dtype=dtype, offline=offline, activation=name.activation
     )

@@ -14,11 +14,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from gpt2.checkpoint.cache import HASH, Declared, make_folder, place, written_aside
+from gpt2.checkpoint.cache import HASH, Declared, make_folder, place
 from gpt2.checkpoint.hub_api import get, wait_for_rate_limit
 from gpt2.checkpoint.hub_errors import is_final, no_hub, one_line
 from gpt2.checkpoint.verified import digest_of, mismatch, remember
 from gpt2.checkpoint.xet import fetch_by_xet
+from gpt2.data.files import written_aside
 from gpt2.errors import InputError
 
 PAUSES = (0.5, 1.0, 1.5)  # seconds between retries without progress

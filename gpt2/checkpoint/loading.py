@@ -12,7 +12,7 @@ from gpt2 import sampling
 from gpt2.checkpoint.checkpoint import open_checkpoint, open_path, tokenizer_of
 from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.checkpoint.names import DEFAULT, RUNS, ModelName
-from gpt2.checkpoint.sources import locate
+from gpt2.checkpoint.sources import resolve
 from gpt2.config import GPT2Config, quoted
 from gpt2.errors import InputError
 from gpt2.model import GPT2
@@ -76,7 +76,7 @@ def load_tokenizer(name: str = DEFAULT, *, revision: str | None = None, offline:
     parsed = ModelName.parse(name, RUNS, revision=revision)
     if parsed.random is not None:
         return open_checkpoint(parsed).tokenizer()  # raises InputError
-    return tokenizer_of(locate(parsed, offline=offline).path, offline=offline)
+    return tokenizer_of(resolve(parsed, offline=offline).path, offline=offline)
 
 
 def rows_note(tokenizer: Tokenizer, config: GPT2Config, name: str) -> list[str]:

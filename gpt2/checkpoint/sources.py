@@ -18,17 +18,13 @@ class Source:
     revision: str | None  # the 40-hex commit for a Hub repository, else None
 
 
-def resolve(name: str, *, revision: str | None = None, offline: bool = False) -> Source:
+def resolve(name: str | ModelName, *, revision: str | None = None, offline: bool = False) -> Source:
     """Return the local files of a model name, downloaded and verified if they come from the Hub.
 
     An official short name has priority over a folder of that name (write ``./gpt2``); other existing paths over ``org/name``.
     Raises InputError: no such model, or the Hub does not answer. CheckpointError: the files are not what the Hub declared.
     """
-    return locate(ModelName.parse(name, revision=revision), offline=offline)
-
-
-def locate(parsed: ModelName, *, offline: bool = False) -> Source:
-    """Do what :func:`resolve` does for a parsed name."""
+    parsed = name if isinstance(name, ModelName) else ModelName.parse(name, revision=revision)
     name = parsed.base
     if parsed.local:
         path = Path(__file__).parent.parent / "assets" / DEFAULT if name == DEFAULT else Path(name).expanduser()

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from gpt2.checkpoint.cache import written_aside
+from gpt2.data.files import written_aside
 from gpt2.errors import CheckpointError
 
 log = logging.getLogger("gpt2")

@@ -1,9 +1,12 @@
 """Read and write the files of tokenizers: JSON, text and bytes, within limits and whole."""
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from gpt2.config import quoted
 from gpt2.errors import InputError
@@ -82,17 +85,27 @@ def stated_ends(folder: Path) -> tuple[int, ...] | None:
     return None
 
 
+@contextlib.contextmanager
+def written_aside(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file that replaces ``path`` once it is written and synced: no reader sees a part of it.
+
+    A symlink is replaced, its target not changed.
+    """
+    new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.incomplete")
+    try:
+        with new.open("xb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
 def write(directory: Path, texts: Mapping[str, str | bytes]) -> list[Path]:
-    """Write each file aside, sync and rename it: no reader sees a partial file. A symlink is replaced, its target not changed."""
+    """Write each file as :func:`written_aside` does; return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        aside = directory / f".{name}.{os.getpid()}"
-        try:
-            with aside.open("wb") as file:
-                file.write(text.encode() if isinstance(text, str) else text)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(directory / name)
-        finally:
-            aside.unlink(missing_ok=True)
+        with written_aside(directory / name) as file:
+            file.write(text.encode() if isinstance(text, str) else text)
     return [directory / name for name in texts]

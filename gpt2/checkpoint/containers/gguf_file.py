@@ -161,9 +161,13 @@ class GGUFFile(Container):
         for first, part in enumerate(tensor.view(-1, kind.block).split(PIECE)):
             place = entry.start + first * PIECE * kind.size
             blocks = self._file.tensor(place, (len(part), kind.size), torch.uint8, mapped=False)
-            scales = blocks[:, :2].contiguous().view(torch.float16).float()  # (blocks, 1)
-            part.copy_(blocks[:, 2:].view(torch.int8).float() * scales)
+            part.copy_(dequantised(blocks))
         return tensor
+
+
+def dequantised(blocks: Tensor) -> Tensor:
+    """Return the numbers of Q8_0 blocks (n, 34) of uint8 as float32 (n, 32): a scale in float16, then 32 times int8."""
+    return blocks[:, 2:].view(torch.int8).float() * blocks[:, :2].contiguous().view(torch.float16).float()
 
 
 def config_of(file: GGUFFile) -> GPT2Config:
