@@ -17,9 +17,8 @@ from gpt2.checkpoint.containers import gguf_file
 from gpt2.checkpoint.files import files_of, folder_of, open_weights
 from gpt2.checkpoint.keys import expected
 from gpt2.checkpoint.match import Assignment, match, require_names
-from gpt2.checkpoint.names import ModelName, RandomWeights
+from gpt2.checkpoint.names import ModelName, RandomWeights, resolve
 from gpt2.checkpoint.peft_files import Adapter, base_of, is_adapter, read_adapter
-from gpt2.checkpoint.sources import resolve
 from gpt2.config import GPT2Config, official_size
 from gpt2.data import from_directory, holds_tokenizer
 from gpt2.errors import CheckpointError, InputError

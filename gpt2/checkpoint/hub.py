@@ -1,7 +1,7 @@
 """Find the files of a Hub repository in the cache, downloaded and verified if need be; and single files of data sets.
 
 The README of this folder says what is downloaded and checked. `hub_api.py` sends requests, `download.py` fetches and resumes,
-`verified.py` hashes, `cache.py` knows the folders; session, settings and cache layout are `huggingface_hub`'s.
+`cache.py` knows the folders and hashes; session, settings and cache layout are `huggingface_hub`'s.
 """
 
 import functools
@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2.checkpoint import cache
-from gpt2.checkpoint.cache import COMMIT, HASH, Declared
+from gpt2.checkpoint.cache import COMMIT, HASH, Declared, digest, mismatch
 from gpt2.checkpoint.download import fetch, sweep
-from gpt2.checkpoint.hub_api import commit_of, list_files
-from gpt2.checkpoint.hub_errors import explained, is_final, one_line, unreachable
+from gpt2.checkpoint.hub_api import commit_of, explained, is_final, list_files, one_line, unreachable
 from gpt2.checkpoint.official_files import other_than_official
-from gpt2.checkpoint.verified import digest, mismatch
 from gpt2.data.files import TOKENIZER_FILES
 from gpt2.errors import CheckpointError, InputError
 

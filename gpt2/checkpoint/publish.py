@@ -18,8 +18,7 @@ from gpt2.checkpoint.containers import read_json
 from gpt2.checkpoint.describe import File
 from gpt2.checkpoint.export import TOKENIZER_FILES
 from gpt2.checkpoint.files import ADAPTER, INDEX, what_is_there
-from gpt2.checkpoint.hub_api import list_files, request_headers
-from gpt2.checkpoint.hub_errors import check_environment, one_line
+from gpt2.checkpoint.hub_api import check_environment, list_files, one_line, request_headers
 from gpt2.checkpoint.loading import require_finite, rows_note
 from gpt2.checkpoint.names import REPOSITORY
 from gpt2.checkpoint.peft_files import WEIGHTS as ADAPTER_WEIGHTS
