@@ -11,8 +11,7 @@ from gpt2.checkpoint.containers.gguf_file import GGUFFile
 from gpt2.checkpoint.containers.keras_file import SIGNATURE, KerasFile
 from gpt2.checkpoint.containers.llmc_file import MODEL, OTHER_FILES, LlmcFile, magic_of
 from gpt2.checkpoint.containers.mapped_file import MappedFile
-from gpt2.checkpoint.containers.row_shards import NAME, RowShards
-from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
+from gpt2.checkpoint.containers.safetensors_file import NAME, RowShards, SafetensorsFile
 from gpt2.checkpoint.containers.tensorflow_file import TensorBundle, checkpoint_prefix
 from gpt2.checkpoint.containers.torch_file import TorchFile
 from gpt2.checkpoint.keys import HEAD, from_file

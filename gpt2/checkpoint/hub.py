@@ -4,7 +4,6 @@ The README of this folder says what is downloaded and checked. `hub_api.py` send
 `cache.py` knows the folders and hashes; session, settings and cache layout are `huggingface_hub`'s.
 """
 
-import functools
 import logging
 import re
 from collections.abc import Collection, Mapping
@@ -16,7 +15,7 @@ from gpt2.checkpoint.cache import COMMIT, HASH, Declared, digest, mismatch
 from gpt2.checkpoint.download import fetch, sweep
 from gpt2.checkpoint.hub_api import commit_of, explained, is_final, list_files, one_line, unreachable
 from gpt2.checkpoint.official_files import other_than_official
-from gpt2.data.files import TOKENIZER_FILES
+from gpt2.data.files import TOKENIZER_FILES, warn_once
 from gpt2.errors import CheckpointError, InputError
 
 # Files to download beside the weights. Repositories also hold TensorFlow, Flax, Rust and ONNX copies.
@@ -51,14 +50,8 @@ def repository_files(repo: str, revision: str, offline: bool) -> Path:
         _verify(repo, folder, files, declared, online)
         if others := other_than_official(repo, {name: declared[name].digest for name in files}):
             what = f"has other files than the official ones: {', '.join(others)} (sha256 differs)"
-            _warn_once(f"{repo} at {folder.name[:12]} {what}")
+            warn_once(f"{repo} at {folder.name[:12]} {what}")
     return folder
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    """Log each warning once: a command resolves the same name for the model, its tokenizer and a report."""
-    log.warning("%s", message)
 
 
 def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, dict[str, Declared], bool]:

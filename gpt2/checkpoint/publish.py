@@ -39,11 +39,9 @@ AGAIN = "run it again, what the Hub has is not sent again"
 DOWN = "the Hub is busy or down; run it again later, what it has is not sent again"
 # Status of a refusal -> what to do; {said} is the Hub's own reason, {hub} its address.
 REFUSALS = {
-    **dict.fromkeys((400, 422), "{said}; correct it and publish again"),
     401: "the token is not valid; run `hf auth login`, or correct HF_TOKEN",
     402: "{said}; see the plan at {hub}/settings/billing",
     403: "the token may not write to {owner}; make one that may at {hub}/settings/tokens",
-    404: "the repository is gone or renamed; look at {hub}/{owner}",
     **dict.fromkeys((409, 412), "the repository changed meanwhile; run it again"),
     408: DOWN,
     413: "too large for the Hub; split the weights into shards, or ask the Hub for more room",
@@ -232,7 +230,7 @@ def explained(repo: str) -> Iterator[None]:
         if isinstance(cause, HfHubHTTPError):
             hub, status = constants.ENDPOINT, cause.response.status_code
             said = one_line(Exception(cause.response.headers.get("X-Error-Message") or "no reason given"))[:160]
-            what = REFUSALS.get(status, DOWN if status >= 500 else "{said}")
+            what = REFUSALS.get(status, DOWN if status >= 500 else "{said}; correct it and publish again")
             what = what.format(hub=hub, owner=repo.partition("/")[0], said=said)
             raise InputError(f"{hub} answers {status} for {repo}: {what}") from error
         if isinstance(error, ValueError):  # the client's own checks, and the Hub's of the card

@@ -9,9 +9,7 @@ tokenization_utils_tokenizers.py (`TokenizersBackend`), and the `__init__` of ea
 """
 
 import base64
-import functools
 import json
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,13 +20,11 @@ from tokenizers import Tokenizer as Pipeline
 from gpt2.config import quoted
 from gpt2.data.bpe import as_pairs
 from gpt2.data.byte_level import N_BYTES, Merges, byte_alphabet, state
-from gpt2.data.files import END_OF_TEXT, TOKENIZER_FILES, link_to_nothing, read, read_json, read_text
+from gpt2.data.files import END_OF_TEXT, TOKENIZER_FILES, link_to_nothing, read, read_json, read_text, warn_once
 from gpt2.data.library import ROLES, LibraryTokenizer, library, text_of
 from gpt2.data.pieces import PiecesTokenizer, pieces_of
 from gpt2.data.tokenizer import Tokenizer
-from gpt2.errors import InputError, printable
-
-log = logging.getLogger("gpt2")
+from gpt2.errors import InputError
 
 WHOLE, CONFIG, ADDED, MAP = "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"
 BPE_FILES, OPENAI, VOCAB, PIECES = ("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"), "vocab.txt", "spiece.model"
@@ -174,7 +170,7 @@ def _open(folder: Path) -> Tokenizer:
         kind = None
     elif kind is None and name not in (*GENERAL, SLOW) and (whole or (folder / BPE_FILES[0]).is_file()):
         how = f"{WHOLE} is run as it is" if whole else "its files are read as GPT-2's"
-        _warn(f"{folder}: its tokenizer's class, {name}, is not known here; {how} (gpt2 verify compares)")
+        warn_once(f"{folder}: its tokenizer's class, {name}, is not known here; {how} (gpt2 verify compares)")
     config, roles, declared, extra = _declared(folder, config, whole)
     kept = {file: read(folder / file) for file in TOKENIZER_FILES if (folder / file).is_file()}
     if "tokenizer_class" not in config and name != "GPT2Tokenizer":  # config.json says it, or nobody: other copies need it here
@@ -190,7 +186,7 @@ def _open(folder: Path) -> Tokenizer:
         pipeline, merges = kind.build(parts), parts.merges
         for step, built in (("normalizer", pipeline.normalizer), ("pre_tokenizer", pipeline.pre_tokenizer)):
             if (stated := (whole.get(step) or {}).get("type")) not in (None, state(built).get("type")):
-                _warn(f"{folder}: {name} replaces the {step} of {WHOLE} ({quoted(stated)}), as transformers does")
+                warn_once(f"{folder}: {name} replaces the {step} of {WHOLE} ({quoted(stated)}), as transformers does")
         pipeline.post_processor = _post_processor(whole) or pipeline.post_processor
         roles, extra = {**kind.roles, **roles}, extra or [*special, *kind.extra(config)]
     named = _add(pipeline, {role: roles[role] for role in sorted(roles, key=_order)}, declared, extra)
@@ -332,18 +328,13 @@ def _of_files(folder: Path, name: str, kind: Kind, config: dict[str, Any]) -> tu
     raise InputError(f"{folder}: no tokenizer; looked for {wanted} and found {found}; copy the missing file there")
 
 
-@functools.cache
-def _warn(message: str) -> None:
-    log.warning("%s", printable(message, one_line=True))
-
-
 def _check(folder: Path, tokenizer: LibraryTokenizer, merges: Merges, kept: Mapping[str, bytes]) -> None:
     """Warn of tokens that no merge makes, and where vocab.json and merges.txt say something else than tokenizer.json."""
     vocab = tokenizer.vocab
     if len(vocab) > N_BYTES + len(merges) + len(tokenizer.added):
         made = {*byte_alphabet(), *(a + b for a, b in merges), *tokenizer.special_tokens, *tokenizer.matched}
         lost = [token for token in vocab if token not in made]
-        _warn(f"{folder}: {len(lost):,} tokens are made by no merge ({quoted(lost[0])} first); are the merges cut off?")
+        warn_once(f"{folder}: {len(lost):,} tokens are made by no merge ({quoted(lost[0])} first); are the merges cut off?")
     if kept.keys() >= set(BPE_FILES):
         stated = {**_object(folder / BPE_FILES[0]), **_object(folder / ADDED)}
         lines = read_text(folder / BPE_FILES[1]).replace("\r\n", "\n").splitlines()
@@ -351,4 +342,4 @@ def _check(folder: Path, tokenizer: LibraryTokenizer, merges: Merges, kept: Mapp
         if stated != vocab or not same:
             odd = [token for token in {**vocab, **stated} if vocab.get(token) != stated.get(token)]
             what = f"about {quoted(odd[0])}" if odd else "about the merges"
-            _warn(f"{folder}: {WHOLE} and {' + '.join(BPE_FILES)} disagree {what}; {WHOLE} is read")
+            warn_once(f"{folder}: {WHOLE} and {' + '.join(BPE_FILES)} disagree {what}; {WHOLE} is read")

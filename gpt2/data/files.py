@@ -1,7 +1,9 @@
 """Read and write the files of tokenizers: JSON, text and bytes, within limits and whole."""
 
 import contextlib
+import functools
 import json
+import logging
 import os
 import secrets
 from collections.abc import Iterator, Mapping
@@ -9,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from gpt2.config import quoted
-from gpt2.errors import InputError
+from gpt2.errors import InputError, printable
 
 END_OF_TEXT = "<|endoftext|>"  # of the vocabularies that are made here, and the mark between documents
 
@@ -23,6 +25,14 @@ LEGACY = ("added_tokens.json", "special_tokens_map.json")  # read beside the oth
 
 # Maximum bytes of one file. GPT-2's have up to 1.4 MB, the largest published vocabularies (256,000 tokens) 20 to 35 MB.
 LIMIT = 40_000_000
+
+log = logging.getLogger("gpt2")
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning the first time: a command opens the same name for the model, its tokenizer and a report."""
+    log.warning("%s", printable(message, one_line=True))
 
 
 def read(path: Path) -> bytes:
