@@ -31,11 +31,7 @@ CARD, RECORD, CURVES = "README.md", "gpt2-record.json", "curves.png"
 LICENCES = {name: "mit" for name in OFFICIAL} | {"distilgpt2": "apache-2.0", DEFAULT: "mit"}
 STORED = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # GGUF's and llm.c's types
 PARTS = ("base", "training", "export", "measured")  # of a record, each an object or nothing
-METRICS = {
-    "perplexity": "perplexity per token",
-    "loss": "cross-entropy, nats per token",
-    "bits_per_byte": "bits per UTF-8 byte",
-}
+METRICS = {"perplexity": "perplexity per token", "loss": "cross-entropy, nats per token", "bits_per_byte": "bits per UTF-8 byte"}
 # The parts that are rewritten in a card that a person has edited. They are no part of a fenced block.
 BLOCK = re.compile(
     r"^(?P<fence>```+)[\s\S]*?\n(?P=fence)$|^<!-- (?P<name>figures|measured) -->\n[\s\S]*?\n<!-- /(?P=name) -->", re.MULTILINE

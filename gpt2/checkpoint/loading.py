@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -58,16 +58,9 @@ def load(
     return checkpoint.load(device=require_device(device, checkpoint.dtype))
 
 
-def load_path(
-    path: Path,
-    *,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
-    offline: bool = False,
-    activation: str | None = None,
-) -> GPT2:
-    """Load a local directory or file; only an adapter's base may come from elsewhere."""
-    return open_path(path, offline=offline, activation=activation).load(dtype, device)
+def load_path(path: Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu", **opening: Any) -> GPT2:
+    """Load a local directory or file, opened as by :func:`gpt2.checkpoint.checkpoint.open_path`."""
+    return open_path(path, **opening).load(dtype, device)
 
 
 def load_tokenizer(name: str = DEFAULT, *, revision: str | None = None, offline: bool = False) -> Tokenizer:

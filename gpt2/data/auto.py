@@ -18,7 +18,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 
 from gpt2.config import quoted
-from gpt2.data.bpe import as_pairs
+from gpt2.data.bpe import as_pairs, byte_level_pipeline
 from gpt2.data.byte_level import N_BYTES, Merges, byte_alphabet, state
 from gpt2.data.files import END_OF_TEXT, TOKENIZER_FILES, link_to_nothing, read, read_json, read_text, warn_once
 from gpt2.data.library import ROLES, LibraryTokenizer, library, text_of
@@ -70,11 +70,7 @@ class Kind(NamedTuple):
 
 
 def _byte_level(parts: Parts) -> Pipeline:
-    model = models.BPE(parts.by_token, list(parts.merges), fuse_unk=False, continuing_subword_prefix="", end_of_word_suffix="")
-    pipeline = Pipeline(model)
-    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(parts.config.get("add_prefix_space", False)))
-    pipeline.decoder = decoders.ByteLevel()
-    return pipeline
+    return byte_level_pipeline(parts.by_token, parts.merges, prefix=bool(parts.config.get("add_prefix_space", False)))
 
 
 def _bert(parts: Parts) -> Pipeline:
@@ -189,7 +185,8 @@ def _open(folder: Path) -> Tokenizer:
                 warn_once(f"{folder}: {name} replaces the {step} of {WHOLE} ({quoted(stated)}), as transformers does")
         pipeline.post_processor = _post_processor(whole) or pipeline.post_processor
         roles, extra = {**kind.roles, **roles}, extra or [*special, *kind.extra(config)]
-    named = _add(pipeline, {role: roles[role] for role in sorted(roles, key=_order)}, declared, extra)
+    order = [*(role for role in ROLES if role in roles), *(role for role in roles if role not in ROLES)]
+    named = _add(pipeline, {role: roles[role] for role in order}, declared, extra)
     asked = [end for end in ("bos", "eos") if f"add_{end}_token" in config and not whole]
     if asked or pipeline.post_processor is None:
         first, last = (f"{end}_token" if config.get(f"add_{end}_token") and end in asked else "" for end in ("bos", "eos"))
@@ -220,10 +217,6 @@ def _object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or (path.name == WHOLE and content and not isinstance(content.get("model"), dict)):
         raise InputError(f"{path} is not what that name says, a JSON object of the `tokenizers` library; fetch it again")
     return content
-
-
-def _order(role: str) -> int:
-    return ROLES.index(role) if role in ROLES else len(ROLES)
 
 
 def _token(value: Any, folder: Path, **flags: bool) -> Token:

@@ -8,7 +8,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from gpt2.config import quoted
 from gpt2.errors import InputError, printable
@@ -77,6 +77,17 @@ def read_json(path: Path) -> object:
             "its JSON is nested too deep" if isinstance(error, RecursionError) else "it holds a number of thousands of digits"
         )
         raise InputError(f"{path} is not a tokenizer's file: {reason}; fetch it again") from None
+
+
+def read_fields(path: Path, **example: Any) -> list[Any]:
+    """Return fields of this project's own JSON, of the types in ``example``. Raises InputError: they are not there."""
+    content = read_json(path)
+    found = [content.get(name) if isinstance(content, dict) else None for name in example]
+    for value, usual in zip(found, example.values(), strict=True):
+        parts = value if isinstance(value, list) and isinstance(usual, list) else [value, usual]
+        if not isinstance(value, type(usual)) or not all(isinstance(part, str) for part in parts):
+            raise InputError(f"{path} holds no {json.dumps(example)}; it is damaged, save it again")
+    return found
 
 
 def stated_ends(folder: Path) -> tuple[int, ...] | None:

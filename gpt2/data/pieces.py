@@ -40,12 +40,7 @@ class PiecesTokenizer(Tokenizer):
     """A SentencePiece model and its added tokens; ``kept`` are the files that it was read from."""
 
     def __init__(
-        self,
-        path: Path,
-        roles: Mapping[str, Any],
-        declared: Mapping[int, Any],
-        extra: Iterable[Any],
-        kept: dict[str, bytes],
+        self, path: Path, roles: Mapping[str, Any], declared: Mapping[int, Any], extra: Iterable[Any], kept: dict[str, bytes]
     ) -> None:
         import sentencepiece
 
