@@ -1,11 +1,7 @@
 """The Hub's cache on this machine: where a repository's files lie, which hashes the Hub declared for them, and whether they fit.
 
 The layout is `huggingface_hub`'s. A cache may be shared and a server hostile, so a path is made only of a repository's name, a
-40-hex commit, a declared hash, and a file name that we ask for.
-
-A file is hashed once, and a correct hash remembered, so that later loads read no weights. The Hub declares sha256 for a large
-file, and git's blob hash (sha1 over ``blob <size>\\0`` + data) for a small one. Some mirrors declare for a large file only the
-blob hash of its git pointer, three lines with the sha256; that is accepted too.
+40-hex commit, a declared hash, and a file name that we ask for. A file is hashed once, and a correct hash remembered.
 """
 
 import contextlib
@@ -152,7 +148,10 @@ def digest(file: Path, expected: str) -> str:
 
 
 def digest_of(stream: BinaryIO, expected: str, file: Path) -> str:
-    """Hash an open file: sha256, or git's for a 40-digit ``expected``; return ``expected`` if it is the git pointer's hash."""
+    """Hash an open file: sha256, or git's (sha1 over ``blob <size>\\0`` + data) for a 40-digit ``expected``.
+
+    Some mirrors declare for a large file only the git hash of its pointer, three lines with the sha256; then that is returned.
+    """
     if len(expected) == 64:
         return _hashed(stream, hashlib.sha256())
     size = os.fstat(stream.fileno()).st_size

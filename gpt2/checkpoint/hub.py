@@ -34,6 +34,7 @@ WEIGHTS = {
 ADAPTER, ADAPTED = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 # Else the only file that can be a whole model, such as a GGUF or nanoGPT's ckpt.pt.
 ALONE = r"(?!adapter_)[\w.+-]+\.(gguf|safetensors|pth?|ckpt)"
+OFFLINE = "offline, and the cache {cache} holds {what}: run once online (no --offline, no HF_HUB_OFFLINE=1), or {way_out}"
 
 log = logging.getLogger("gpt2")
 
@@ -66,10 +67,7 @@ def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, dict[str, 
         part = cache.cached_snapshot(repo, revision)
         there = sorted(file.name for file in part.iterdir() if file.is_file()) if part else []
         what = f"only a part of {repo} at {revision} ({', '.join(there[:4])})" if there else f"no copy of {repo} at {revision}"
-        raise InputError(
-            f"offline, and the cache {constants.HF_HUB_CACHE} holds {what}: "
-            "run once online (no --offline, no HF_HUB_OFFLINE=1) or give a local directory"
-        )
+        raise InputError(OFFLINE.format(cache=constants.HF_HUB_CACHE, what=what, way_out="give a local directory"))
     try:
         commit = revision if COMMIT.fullmatch(revision) else commit_of(repo, revision, warm=cached is not None)
         folder = cache.snapshot(repo, commit)
@@ -171,11 +169,8 @@ def dataset_file(file: DatasetFile, *, offline: bool = False) -> Path:
             return local
         way_out = f"fetch {file.path} of the data set {file.repo} yourself, and put it at {local}"
         if offline or constants.is_offline_mode():
-            what = "a damaged copy" if local.is_file() else "no copy"
-            raise InputError(
-                f"offline, and the cache {constants.HF_HUB_CACHE} holds {what} of {file.path} of {file.repo}: run once online "
-                f"(no --offline, no HF_HUB_OFFLINE=1), or {way_out}"
-            )
+            what = f"{'a damaged' if local.is_file() else 'no'} copy of {file.path} of {file.repo}"
+            raise InputError(OFFLINE.format(cache=constants.HF_HUB_CACHE, what=what, way_out=way_out))
         try:  # this request has a time limit, the download has none
             commit_of(file.repo, file.commit, "dataset")
         except HTTPError as error:

@@ -178,7 +178,7 @@ def _open(folder: Path) -> Tokenizer:
         merges: Merges = as_pairs(whole["model"].get("merges"), str(folder / WHOLE))
     else:
         kind = kind or CLASSES["GPT2Tokenizer"]
-        parts, special = _of_whole(folder / WHOLE, whole, config) if whole else _of_files(folder, name, kind, config)
+        parts, special = _parts(folder, name, kind, config, whole)
         pipeline, merges = kind.build(parts), parts.merges
         for step, built in (("normalizer", pipeline.normalizer), ("pre_tokenizer", pipeline.pre_tokenizer)):
             if (stated := (whole.get(step) or {}).get("type")) not in (None, state(built).get("type")):
@@ -282,15 +282,13 @@ def _post_processor(whole: Mapping[str, Any]) -> Any:
     return Pipeline.from_str(json.dumps({**plain, "post_processor": whole.get("post_processor")})).post_processor
 
 
-def _of_whole(path: Path, whole: Mapping[str, Any], config: dict[str, Any]) -> tuple[Parts, list[Token]]:
-    model, steps = whole["model"], whole.get("normalizer") or {}
-    tables = [step.get("precompiled_charsmap") for step in steps.get("normalizers", [steps])]
-    charsmap = next((base64.b64decode(table) for table in tables if table), None)
-    return Parts(model.get("vocab"), as_pairs(model.get("merges"), str(path)), charsmap, config), []
-
-
-def _of_files(folder: Path, name: str, kind: Kind, config: dict[str, Any]) -> tuple[Parts, list[Token]]:
-    """Read a vocabulary without `tokenizer.json`; return it and the special tokens that it declares itself."""
+def _parts(folder: Path, name: str, kind: Kind, config: dict[str, Any], whole: Mapping[str, Any]) -> tuple[Parts, list[Token]]:
+    """Return the vocabulary of `tokenizer.json`, else of other files, and the special tokens that it declares itself."""
+    if whole:
+        model, steps = whole["model"], whole.get("normalizer") or {}
+        tables = [step.get("precompiled_charsmap") for step in steps.get("normalizers", [steps])]
+        charsmap = next((base64.b64decode(table) for table in tables if table), None)
+        return Parts(model.get("vocab"), as_pairs(model.get("merges"), str(folder / WHOLE)), charsmap, config), []
     for vocab, merges in (BPE_FILES, OPENAI) if kind.build is _byte_level else ():
         if (folder / vocab).is_file() and (folder / merges).is_file():
             # Only "\n" ends a line: Python's other line ends may be part of a token. The last line may lack it.

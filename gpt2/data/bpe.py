@@ -65,10 +65,9 @@ def train_bpe(text: str, vocab_size: int) -> LibraryTokenizer:
         raise InputError(f"vocab_size {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need 257")
     refuse_surrogates(text)
 
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import trainers
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = byte_level_pipeline({}, [])
     trainer = trainers.BpeTrainer(
         vocab_size=N_BYTES + n_merges, initial_alphabet=list(byte_alphabet()), special_tokens=[], show_progress=False
     )

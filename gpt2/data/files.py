@@ -83,10 +83,9 @@ def read_fields(path: Path, **example: Any) -> list[Any]:
     """Return fields of this project's own JSON, of the types in ``example``. Raises InputError: they are not there."""
     content = read_json(path)
     found = [content.get(name) if isinstance(content, dict) else None for name in example]
-    for value, usual in zip(found, example.values(), strict=True):
-        parts = value if isinstance(value, list) and isinstance(usual, list) else [value, usual]
-        if not isinstance(value, type(usual)) or not all(isinstance(part, str) for part in parts):
-            raise InputError(f"{path} holds no {json.dumps(example)}; it is damaged, save it again")
+    right = all(isinstance(value, type(usual)) for value, usual in zip(found, example.values(), strict=True))
+    if not right or not all(isinstance(part, str) for value in found for part in value or ()):
+        raise InputError(f"{path} holds no {json.dumps(example)}; it is damaged, save it again")
     return found
 
 
