@@ -22,7 +22,7 @@ from gpt2.data.files import write
 from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
-    from huggingface_hub import EvalResult, ModelCardData
+    from huggingface_hub import EvalResult
 
     from gpt2.checkpoint.export import Export
     from gpt2.config import GPT2Config
@@ -246,7 +246,14 @@ def check(folder: Path, hashes: Mapping[str, str]) -> Iterator[str]:
         yield f"there is no {CARD}: the model will have an empty page"
         return
     text, record = (folder / CARD).read_text(encoding="utf-8", errors="replace"), read_record(folder)
-    claimed = _metadata(text, folder / CARD)
+    from huggingface_hub import ModelCard, ModelCardData
+    from yaml import YAMLError
+
+    try:
+        claimed = ModelCard(text).data if text.startswith("---") else None
+        assert claimed is None or isinstance(claimed, ModelCardData)
+    except (YAMLError, ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"{folder / CARD}: its metadata cannot be read ({' '.join(str(error).split())[:160]})") from None
     claims = [(result.metric_type, result.metric_value) for result in (claimed and claimed.eval_results) or ()]
     if record is None:
         yield f"there is no {RECORD}" + (", so nothing supports the figures of the card" if claims else "")
@@ -268,15 +275,3 @@ def check(folder: Path, hashes: Mapping[str, str]) -> Iterator[str]:
         yield f"{CARD} has no metadata block"
     elif claimed.license is None:
         yield f"the card states no licence: add 'license: ...' to the first lines of {CARD} if you may grant one"
-
-
-def _metadata(text: str, where: Path) -> ModelCardData | None:
-    from huggingface_hub import ModelCard, ModelCardData
-    from yaml import YAMLError
-
-    try:
-        data = ModelCard(text).data if text.startswith("---") else None
-        assert data is None or isinstance(data, ModelCardData)
-    except (YAMLError, ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"{where}: its metadata cannot be read ({' '.join(str(error).split())[:160]})") from None
-    return data

@@ -1,11 +1,9 @@
 """Download one file of a Hub repository into the cache; resume a broken download; check the hash before the file gets its name.
 
 `huggingface_hub` (2.4) restarts a broken download. Here the partial blob has one name for all tries, and the next try asks for
-the rest by ``Range``. No header of a response is used as a name.
-
-A large file comes over Xet, the Hub's chunked storage, through Hugging Face's library `hf_xet`, which checks no sha256, keeps
-nothing of a broken transfer, and retries a dead storage for minutes. So its result is hashed too, and where it stalls the file
-comes over HTTP.
+the rest by ``Range``. No header of a response is used as a name. A large file comes over Xet, the Hub's chunked storage, through
+`hf_xet`, which checks no sha256, keeps nothing of a broken transfer, and retries a dead storage for minutes: so its result is
+hashed here, and where it stalls the file comes over HTTP.
 """
 
 import contextlib
@@ -193,8 +191,7 @@ def _complete_by_xet(repo: str, file: Path, part: Path, declared: Declared) -> b
     """Download to ``part`` if it does not exist yet; return whether the bytes have the declared sha256."""
     from huggingface_hub.file_download import is_xet_available
 
-    started = part.is_symlink() or part.exists()
-    if started or not declared.xet or len(declared.digest) != 64 or not is_xet_available():
+    if part.is_symlink() or part.exists() or not declared.xet or len(declared.digest) != 64 or not is_xet_available():
         return False
     aside = part.with_name(f"{declared.digest}.{secrets.token_hex(8)}.incomplete")
     try:
@@ -253,9 +250,8 @@ def _request_xet(repo: str, commit: str, aside: Path, declared: Declared, groups
     headers = request_headers()
     token = xet_connection_info_refresh_url(token_type=XetTokenType.READ, repo_id=repo, repo_type="model", revision=commit)
     with get(token, XET_PATIENCE) as answer:
-        storage = parse_xet_connection_info_from_headers(answer.headers)
-    if storage is None:
-        raise ValueError("no storage is named")
+        if (storage := parse_xet_connection_info_from_headers(answer.headers)) is None:
+            raise ValueError("no storage is named")
     with get_xet_session().new_file_download_group(
         endpoint=storage.endpoint,
         token=storage.access_token,

@@ -121,8 +121,7 @@ def what_is_there(path: Path) -> str:
     several = [name for name in names if name.endswith(LONE) and not TRAINERS.fullmatch(name)]
     if len(several) > 1:
         return f"{listed(several)} could each be it, give one of them"
-    others = [name for name in names if name.endswith((".ot", ".onnx", ".tflite"))]
-    if others:
+    if others := [name for name in names if name.endswith((".ot", ".onnx", ".tflite"))]:
         return f"{listed(others)} cannot be opened; give the safetensors or PyTorch file of the same model"
     return f"the folder holds {listed(names, 6)}; give the one with the weights" if names else "the folder is empty"
 

@@ -20,6 +20,7 @@ from gpt2.checkpoint.containers.gguf_file import (
     CONTROL,
     KINDS,
     NORMAL,
+    SCALARS,
     STRING,
     UNUSED,
     USER_DEFINED,
@@ -42,7 +43,6 @@ TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}
 KIND = {kind.name.lower(): (number, kind) for number, kind in KINDS.items()}
 U32, I32, F32, BOOL = 4, 5, 6, 7  # GGUF's numbers of metadata types
-SCALARS = {U32: "<I", I32: "<i", F32: "<f", BOOL: "<?"}
 PIECE = 1 << 20  # weights converted at a time
 Metadata = dict[str, tuple[int, Any]]  # name -> (type, value); for an array the type of its elements, and a list
 Row = tuple[str, Tensor, int, Kind]  # name in the file, values, GGUF's number of the kind, kind
@@ -92,8 +92,7 @@ def parameters_of(parts: Collection[str], names: Collection[str]) -> set[str]:
     """Return the parameters that belong to parts such as ``h.0``, ``h.3.mlp`` or ``wte``. Raises InputError: no such part."""
     chosen = set()
     for part in parts:
-        of_part = {name for name in names if name == part or name.startswith(f"{part}.")}
-        if not of_part:
+        if not (of_part := {name for name in names if name == part or name.startswith(f"{part}.")}):
             raise InputError(f"no part {quoted(part)} in this model; name blocks (h.0), halves of them (h.0.mlp), or wte")
         chosen |= of_part
     return chosen
@@ -182,7 +181,7 @@ def _pieces(metadata: Mapping[str, tuple[int, Any]], rows: list[Row]) -> Iterato
         values = value if isinstance(value, list) else [value]
         header += _text(name)
         header += struct.pack("<IIQ", ARRAY, kind, len(value)) if isinstance(value, list) else struct.pack("<I", kind)
-        header += b"".join(_text(one) if kind == STRING else struct.pack(SCALARS[kind], one) for one in values)
+        header += b"".join(_text(one) if kind == STRING else struct.pack("<" + SCALARS[kind], one) for one in values)
     offset = 0
     for name, tensor, number, stored in rows:
         header += _text(name) + struct.pack(f"<I{tensor.ndim}QIQ", tensor.ndim, *reversed(tensor.shape), number, offset)

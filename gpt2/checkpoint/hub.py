@@ -93,8 +93,7 @@ def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, dict[str, 
 
 def _complete(repo: str, revision: str) -> tuple[Path, dict[str, Declared]] | None:
     """Return the cached snapshot and its declared hashes, or None if it or one of its files is missing. Makes no request."""
-    folder = cache.cached_snapshot(repo, revision)
-    if folder is None:
+    if (folder := cache.cached_snapshot(repo, revision)) is None:
         return None
     declared = cache.recorded_listing(folder) or cache.declared_by_links(folder)
     try:
@@ -112,8 +111,7 @@ def _choose(repo: str, names: Collection[str]) -> list[str]:
         if "config.json" not in names and first != "model.ckpt.index":
             raise CheckpointError(f"{repo} has no config.json: it is not a GPT-2 checkpoint in the Hub's layout")
         return [*small, first, *sorted(name for name in names if re.fullmatch(WEIGHTS[first], name, re.ASCII))]
-    adapter = next((name for name in ADAPTED if name in names), None)
-    if adapter is not None and ADAPTER in names:
+    if ADAPTER in names and (adapter := next((name for name in ADAPTED if name in names), None)):
         return [*small, ADAPTER, adapter]
     alone = sorted(name for name in names if re.fullmatch(ALONE, name, re.ASCII))
     if len(alone) == 1:

@@ -98,8 +98,7 @@ def read_adapter(path: Path) -> Adapter:
     more += ["init_lora_weights"] if config.get("init_lora_weights") not in INITIALISATIONS else []
     if more:
         raise CheckpointError(f"{where}: uses {listed(more)}, which is more than LoRA; {MERGE_WITH_PEFT}")
-    weights = next((path / name for name in (WEIGHTS, PICKLED) if (path / name).is_file()), None)
-    if weights is None:
+    if (weights := next((path / name for name in (WEIGHTS, PICKLED) if (path / name).is_file()), None)) is None:
         raise CheckpointError(f"{path}: has no {WEIGHTS} beside {CONFIG}; fetch the adapter again")
     file = open_file(weights)
     pairs: dict[str, dict[str, str]] = {}
@@ -167,8 +166,7 @@ def _number(config: Mapping[str, Any], key: str, default: float, patterns: str, 
 
 def save_adapter(model: GPT2, directory: Path, base: str | None) -> Path:
     """Write the adapters of ``model`` as PEFT does; ``base`` is the base model's name. Raises InputError: it has no adapters."""
-    adapted = adapters(model)
-    if not adapted:
+    if not (adapted := adapters(model)):
         raise InputError("cannot save adapters: this model has none; inject some, or save the model itself")
     first = next(iter(adapted.values()))
     name, revision = _portable(base)

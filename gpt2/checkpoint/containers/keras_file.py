@@ -44,8 +44,7 @@ class KerasFile(Container):
 
     def _entry(self, name: str, dataset: Any) -> Entry:
         """Return where a dataset lies. Raises Refused: not floats, or not in one piece."""
-        dtype = DTYPES.get(dataset.dtype.str)
-        if dtype is None:
+        if (dtype := DTYPES.get(dataset.dtype.str)) is None:
             raise Refused(f"has {shown(name)} as {dataset.dtype.str}; the weights must be floats")
         start = dataset.id.get_offset()
         if dataset.external or dataset.is_virtual or start is None:

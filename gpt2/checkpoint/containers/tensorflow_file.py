@@ -163,8 +163,7 @@ class TensorBundle(Container):
         file = self._shards[entry.shard]
         crc, at = 0, entry.start
         while name not in self._checked and at < entry.end:
-            piece = file.bytes(at, min(PIECE, entry.end - at))
-            if not piece:
+            if not (piece := file.bytes(at, min(PIECE, entry.end - at))):
                 raise CheckpointError(f"{file.path}: was cut short while it was read; fetch it again")
             crc, at = google_crc32c.extend(crc, piece), at + len(piece)
         if name not in self._checked and masked(crc) != entry.checksum:
@@ -251,11 +250,9 @@ def _unescaped(text: bytes) -> str:
 def read_hparams(path: Path) -> dict[str, int]:
     """Read OpenAI's ``hparams.json``. Raises CheckpointError: a missing or wrong size, or unknown content."""
     content = read_json(path)
-    missing = [name for name in HPARAMS if name not in content]
-    if missing:
+    if missing := [name for name in HPARAMS if name not in content]:
         raise CheckpointError(f"{path}: lacks {listed(missing)}; fetch it again")
-    unknown = sorted(name for name in content if name not in HPARAMS)
-    if unknown:
+    if unknown := sorted(name for name in content if name not in HPARAMS):
         raise CheckpointError(f"{path}: has {listed(unknown)}, which OpenAI's GPT-2 has not; remove what changes nothing")
     for name, value in content.items():
         if type(value) is not int or not 1 <= value <= MAX_SIZE:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._weights_only_unpickler import _get_allowed_globals
 
 from gpt2.checkpoint.containers import Damaged, Entry, countable, shown
 from gpt2.checkpoint.containers.pickle_data import Call, Name, Persistent
@@ -35,17 +36,7 @@ OTHER_TENSORS = {
 }
 TYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 # The names in a pickle of weights alone: those of torch's weights_only. None is ever called, and no other either.
-ALLOWED = frozenset(
-    [
-        *("collections.OrderedDict", "collections.Counter", "_codecs.encode"),
-        *("builtins.bytearray", "builtins.set", "builtins.complex"),
-        *("torch.Size", "torch.Tensor", "torch.device", "torch.nn.parameter.Parameter"),
-        *("torch.serialization._get_layout", "torch.storage.TypedStorage", FROM_TYPE),
-        *(*REBUILD, *WRAPPED, *OTHER_TENSORS, *STORAGES, *TYPES),
-        *(name.replace("torch.", "torch.cuda.", 1) for name in STORAGES),
-        *(str(value) for value in vars(torch).values() if isinstance(value, torch.qscheme)),
-    ]
-)
+ALLOWED = frozenset([*_get_allowed_globals(), *(name.replace("torch.", "torch.cuda.", 1) for name in STORAGES)])
 
 
 @dataclass(frozen=True)
