@@ -54,13 +54,15 @@ class Checkpoint(ABC):
         """Return the files of config, weights and tokenizer, by their names in a report."""
 
     def load(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> GPT2:
-        dtype, read = dtype or self.dtype, self.reader()
+        dtype, read, names = dtype or self.dtype, self.reader(), expected(self.config)
         if dtype == torch.int8:
-            small = Int8GPT2(self.config)
-            for name in expected(self.config):  # one at a time: all of them in float32 need four times the result's memory
+            model: GPT2 = (small := Int8GPT2(self.config))
+            for name in names:  # one at a time: all of them in float32 need four times the result's memory
                 small.put(name, read(name, torch.float32), device)
-            return small
-        return model_with(self.config, ((name, read(name, dtype).to(device)) for name in expected(self.config)))
+        else:
+            model = model_with(self.config, ((name, read(name, dtype).to(device)) for name in names))
+        model.name = self.name
+        return model
 
     def own_tokenizer(self) -> Tokenizer | None:
         """Return :meth:`tokenizer`, or None if the checkpoint has none. Raises InputError: it is damaged."""

@@ -227,17 +227,18 @@ def request_headers() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def explained(repo: str, revision: str) -> Iterator[None]:
-    """Convert every Hub failure inside into a one-line InputError or CheckpointError."""
+def explained(repo: str, revision: str = "", refused: Callable[[str, Exception], InputError] | None = None) -> Iterator[None]:
+    """Convert every failure of the Hub, or of an upload to it if ``refused`` says what those mean, into an error of one line."""
     check_environment()
     from huggingface_hub.errors import HFValidationError, HTTPError
 
+    kinds = (HTTPError, OSError, ValueError, RuntimeError) if refused else (HTTPError, OSError, HFValidationError)
     try:
         yield
     except InputError:
         raise
-    except (HTTPError, HFValidationError, OSError) as error:
-        raise _explain(repo, revision, error) from error
+    except kinds as error:
+        raise (refused(repo, error) if refused else _explain(repo, revision, error)) from error
 
 
 def check_environment() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from gpt2.checkpoint.containers import read_json
 from gpt2.checkpoint.describe import File
 from gpt2.checkpoint.export import TOKENIZER_FILES
 from gpt2.checkpoint.files import ADAPTER, INDEX, what_is_there
-from gpt2.checkpoint.hub_api import check_environment, list_files, one_line, request_headers
+from gpt2.checkpoint.hub_api import explained, list_files, one_line, request_headers
 from gpt2.checkpoint.loading import require_finite, rows_note
 from gpt2.checkpoint.names import REPOSITORY
 from gpt2.checkpoint.peft_files import WEIGHTS as ADAPTER_WEIGHTS
@@ -151,7 +150,7 @@ def look(repo: str, planned: Plan, *, public: bool) -> Target:
     Raises InputError: not OWNER/NAME, no token, no answer, or a public repository where a private one is wanted.
     """
     _require_name(repo)
-    with explained(repo):
+    with explained(repo, refused=_refused):
         from huggingface_hub.errors import RepositoryNotFoundError
         from huggingface_hub.utils import validate_repo_id
 
@@ -176,7 +175,7 @@ def send(planned: Plan, target: Target) -> Published:
     Large files that the Hub has already are not sent again, so a broken upload goes on. The commit fails if the repository has
     changed since :func:`look`. Raises InputError: the Hub refuses or does not answer.
     """
-    with explained(target.repo):
+    with explained(target.repo, refused=_refused):
         from huggingface_hub import CommitOperationAdd
 
         api = _api()
@@ -214,27 +213,18 @@ def _api() -> HfApi:
     return HfApi()
 
 
-@contextlib.contextmanager
-def explained(repo: str) -> Iterator[None]:
-    """Convert every failure of an upload into an InputError of one line; the token is in none of them."""
-    check_environment()
+def _refused(repo: str, error: Exception) -> InputError:
+    """Return what went wrong in one line, without the token."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+    from huggingface_hub.errors import HfHubHTTPError
 
-    try:
-        yield
-    except InputError:
-        raise
-    except (HTTPError, OSError, ValueError, RuntimeError) as error:
-        cause = (error.__cause__ or error) if isinstance(error, RuntimeError) else error  # the client names the file around it
-        if isinstance(cause, HfHubHTTPError):
-            hub, status = constants.ENDPOINT, cause.response.status_code
-            said = one_line(Exception(cause.response.headers.get("X-Error-Message") or "no reason given"))[:160]
-            what = REFUSALS.get(status, DOWN if status >= 500 else "{said}; correct it and publish again")
-            what = what.format(hub=hub, owner=repo.partition("/")[0], said=said)
-            raise InputError(f"{hub} answers {status} for {repo}: {what}") from error
-        if isinstance(error, ValueError):  # the client's own checks, and the Hub's of the card
-            raise InputError(f"{repo}: {one_line(cause)}; correct it and publish again") from error
-        advice = f"check the network and {AGAIN}"
-        advice += "" if constants.HF_HUB_DISABLE_XET else "; HF_HUB_DISABLE_XET=1 sends over plain HTTP"
-        raise InputError(f"the upload to {repo} broke off ({one_line(cause)}): {advice}") from error
+    cause = (error.__cause__ or error) if isinstance(error, RuntimeError) else error  # the client names the file around it
+    if isinstance(cause, HfHubHTTPError):
+        hub, status = constants.ENDPOINT, cause.response.status_code
+        said = one_line(Exception(cause.response.headers.get("X-Error-Message") or "no reason given"))[:160]
+        what = REFUSALS.get(status, DOWN if status >= 500 else "{said}; correct it and publish again")
+        return InputError(f"{hub} answers {status} for {repo}: {what.format(hub=hub, owner=repo.partition('/')[0], said=said)}")
+    if isinstance(error, ValueError):  # the client's own checks, and the Hub's of the card
+        return InputError(f"{repo}: {one_line(cause)}; correct it and publish again")
+    xet = "" if constants.HF_HUB_DISABLE_XET else "; HF_HUB_DISABLE_XET=1 sends over plain HTTP"
+    return InputError(f"the upload to {repo} broke off ({one_line(cause)}): check the network and {AGAIN}{xet}")

@@ -73,7 +73,7 @@ class FlaxFile(Container):
         dtype = self._text()
         stated = self._number(BYTES[first]) if (first := self._number(">B")) in BYTES else -1
         if dtype not in DTYPES:
-            raise Refused(f"has {shown(name)} as {shown(dtype)}; the weights must be floats")
+            raise Refused(f"{shown(name)} is {shown(dtype)}; the weights must be floats")
         if not countable(shape):
             raise Damaged(f"has {shown(name)} with an impossible shape")
         entry = Entry(DTYPES[dtype], shape, self._at)

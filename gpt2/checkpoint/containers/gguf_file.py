@@ -148,7 +148,7 @@ class GGUFFile(Container):
             raise Damaged(f"has a directory that gives {shown(name)} the type {number:,}, which GGUF does not have")
         readable = ", ".join(kind.name for kind in KINDS.values())
         how = "fetch such a file, or make one with llama.cpp's llama-quantize --allow-requantize IN OUT f16"
-        raise Refused(f"has {shown(name)} as {OTHER_KINDS[number]}, and {readable} are read; {how}")
+        raise Refused(f"{shown(name)} is of type {OTHER_KINDS[number]}, and {readable} are read; {how}")
 
     def read(self, name: str, dtype: torch.dtype | None = None, *, mapped: bool = True) -> Tensor:
         entry, kind = self.entries[name], self.entries[name].kind

@@ -26,7 +26,7 @@ class KerasFile(Container):
         try:
             import h5py
         except ImportError:
-            raise Refused("is HDF5, and reading it needs h5py; pip install 'gpt2-toolkit[hdf5]'") from None
+            raise Refused("reading HDF5 needs h5py; pip install 'gpt2-toolkit[hdf5]'") from None
         entries: dict[str, Entry] = {}
 
         def add(name: str, item: Any) -> None:
@@ -45,7 +45,7 @@ class KerasFile(Container):
     def _entry(self, name: str, dataset: Any) -> Entry:
         """Return where a dataset lies. Raises Refused: not floats, or not in one piece."""
         if (dtype := DTYPES.get(dataset.dtype.str)) is None:
-            raise Refused(f"has {shown(name)} as {dataset.dtype.str}; the weights must be floats")
+            raise Refused(f"{shown(name)} is {dataset.dtype.str}; the weights must be floats")
         start = dataset.id.get_offset()
         if dataset.external or dataset.is_virtual or start is None:
             raise Refused(f"does not hold {shown(name)} in one piece (compressed, or in another file); save it as safetensors")

@@ -72,7 +72,7 @@ class SafetensorsFile(Container):
         dtype, shape, (start, _) = row["dtype"], row["shape"], row["data_offsets"]
         if dtype not in DTYPES:
             known = ", ".join(DTYPES)
-            raise Refused(f"has {shown(name)} as {quoted(dtype)}; convert it to one of {known}")
+            raise Refused(f"{shown(name)} has dtype {quoted(dtype)}; convert it to one of {known}")
         if len(shape) > 8 or not countable(shape):
             raise Damaged(f"has a header with a shape that is too large for {shown(name)}")
         return Entry(DTYPES[dtype], tuple(shape), data + start)

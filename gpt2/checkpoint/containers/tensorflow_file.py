@@ -52,7 +52,7 @@ TEXT = 7
 VARINT, BYTES, FIXED32 = 0, 2, 5
 HEADER = {1: VARINT, 2: VARINT, 3: BYTES}  # num_shards, endianness, version
 VERSION = {2: VARINT}  # min_consumer
-SLICES, IN_SLICES = 7, "holds %s in slices; save the checkpoint without a partitioner"
+SLICES, IN_SLICES = 7, "%s is stored in slices; save the checkpoint without a partitioner"
 # dtype, shape, shard_id, offset, size, crc32c, slices
 ENTRY = {1: VARINT, 2: BYTES, 3: VARINT, 4: VARINT, 5: VARINT, 6: FIXED32, SLICES: BYTES}
 SHAPE_DIM, SHAPE_UNKNOWN, DIM = 2, 3, {1: VARINT}
@@ -146,7 +146,7 @@ class TensorBundle(Container):
             if shard not in files:
                 files[shard] = MappedFile(self._prefix.with_name(f"{self._prefix.name}.data-{shard:05d}-of-{count:05d}"))
             if entry.start < ends.get(shard, 0):
-                raise Refused(f"has {shown(name)} overlapping the tensor before it; fetch the checkpoint again")
+                raise Refused(f"{shown(name)} overlaps the tensor before it; fetch the checkpoint again")
             ends[shard] = entry.end
             if entry.end > files[shard].size:
                 refuse_other_format(files[shard])

@@ -58,7 +58,7 @@ class TorchFile(Container):
             try:
                 entries[name] = describe(call, places)
             except NotDense as error:
-                raise Refused(f"has {shown(name)}, which is {error}; save it as a plain dense tensor") from None
+                raise Refused(f"{shown(name)} is {error}; save it as a plain dense tensor") from None
             except Damaged as error:
                 raise Damaged(f"has a tensor {shown(name)} that {error}") from None
         return entries
@@ -101,7 +101,7 @@ class TorchFile(Container):
         for info in sorted(archive.infolist(), key=lambda info: info.header_offset):
             name = info.orig_filename
             if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
-                raise Refused(f"has {shown(name)} compressed, which torch.save never does; unpack and save it again")
+                raise Refused(f"{shown(name)} in it is compressed, which torch.save never does; unpack and save it again")
             local = self._file.bytes(info.header_offset, 30)
             start = info.header_offset + 30 + sum(int.from_bytes(local[at : at + 2], "little") for at in (26, 28))
             outside = info.header_offset < end or start + info.file_size > archive.start_dir
