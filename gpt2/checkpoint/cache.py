@@ -1,4 +1,4 @@
-"""The Hub's cache on this machine: where a repository's files lie, which hashes the Hub declared for them, and whether they fit.
+"""The Hub's cache on this machine: where a repository's files lie, which hashes the Hub declared for them, if they fit.
 
 The layout is `huggingface_hub`'s. A cache may be shared and a server hostile, so a path is made only of a repository's name, a
 40-hex commit, a declared hash, and a file name that we ask for. A file is hashed once, and a correct hash remembered.

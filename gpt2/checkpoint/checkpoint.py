@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from gpt2.checkpoint.configs import config_of
 from gpt2.checkpoint.containers import gguf_file
 from gpt2.checkpoint.files import files_of, folder_of, open_weights
+from gpt2.checkpoint.hub import resolve
 from gpt2.checkpoint.keys import expected
 from gpt2.checkpoint.match import Assignment, match, require_names
-from gpt2.checkpoint.names import ModelName, RandomWeights, resolve
+from gpt2.checkpoint.names import ModelName, RandomWeights
 from gpt2.checkpoint.peft_files import Adapter, base_of, is_adapter, read_adapter
 from gpt2.config import GPT2Config, official_size
 from gpt2.data import from_directory, holds_tokenizer

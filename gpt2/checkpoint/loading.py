@@ -11,7 +11,8 @@ import torch
 from gpt2 import sampling
 from gpt2.checkpoint.checkpoint import open_checkpoint, open_path, tokenizer_of
 from gpt2.checkpoint.containers.mapped_file import require_whole_files
-from gpt2.checkpoint.names import DEFAULT, RUNS, ModelName, resolve
+from gpt2.checkpoint.hub import resolve
+from gpt2.checkpoint.names import DEFAULT, RUNS, ModelName
 from gpt2.config import GPT2Config, quoted
 from gpt2.errors import InputError
 from gpt2.model import GPT2

@@ -21,8 +21,9 @@ from torch import Tensor
 from gpt2.checkpoint.containers import Container, listed, read_json
 from gpt2.checkpoint.files import ADAPTER as CONFIG
 from gpt2.checkpoint.files import LAYOUTS, open_file
+from gpt2.checkpoint.hub import resolve
 from gpt2.checkpoint.keys import from_file, layer, to_file
-from gpt2.checkpoint.names import DEFAULT, OFFICIAL, REPOSITORY, ModelName, resolve
+from gpt2.checkpoint.names import DEFAULT, OFFICIAL, REPOSITORY, ModelName
 from gpt2.checkpoint.saving import safetensors_file, write_file, write_json
 from gpt2.config import quoted
 from gpt2.errors import CheckpointError, InputError
