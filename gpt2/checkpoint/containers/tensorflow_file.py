@@ -243,8 +243,12 @@ def checkpoint_prefix(directory: Path) -> Path | None:
 
 def _unescaped(text: bytes) -> str:
     """Decode a protobuf text string, where non-ASCII bytes are octal escapes."""
-    octal = re.sub(rb"\\([0-7]{1,3})", lambda match: bytes([int(match[1], 8) & 255]), text)
-    return re.sub(rb"\\(.)", rb"\1", octal).decode("utf-8", "replace")
+    escapes = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
+
+    def unescape(match: re.Match[bytes]) -> bytes:
+        return bytes([int(match[1], 8) & 255]) if match[1] else escapes.get(match[2], match[2])
+
+    return re.sub(rb"\\(?:([0-7]{1,3})|(.))", unescape, text).decode("utf-8", "replace")
 
 
 def read_hparams(path: Path) -> dict[str, int]:
