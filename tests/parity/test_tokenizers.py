@@ -372,6 +372,7 @@ def test_any_value_in_a_file_is_read_or_refused_in_one_line(kind: str, tmp_path:
 def test_a_class_that_transformers_lacks_is_verified_as_the_line_says(tmp_path: Path) -> None:
     """It said to repair the files, which were whole. Control: the advice, followed."""
     folder = made("byte-level", tmp_path / "a")
+    (folder / "config.json").write_text(json.dumps(GPT2Config(300, 16, 8, 1, 2).to_hf("float32")))
     config = folder / "tokenizer_config.json"
     config.write_text('{"tokenizer_class": "ElsewhereTokenizer"}')
     with pytest.raises(InputError, match=r'it has no ElsewhereTokenizer; .*"tokenizer_class": "GPT2Tokenizer"'):
