@@ -153,6 +153,8 @@ class GPT2(nn.Module):
     writing to them, so that building takes no time and no physical memory; the loader then replaces them.
     """
 
+    name = "the model"  # of its checkpoint, for messages
+
     def __init__(self, config: GPT2Config, *, initialise: bool = True) -> None:
         super().__init__()
         self.config = config

@@ -33,7 +33,7 @@ with HubStandIn() as hub:
 FETCH = """
 import json, resource, sys, time
 import huggingface_hub.file_download
-from gpt2.checkpoint.sources import resolve
+from gpt2.checkpoint.hub import resolve
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 begin = time.perf_counter()
 path = resolve("org/name").path

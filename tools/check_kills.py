@@ -30,8 +30,7 @@ from pathlib import Path
 import torch
 
 import gpt2
-from gpt2.checkpoint.card import CARD, RECORD
-from gpt2.checkpoint.card_text import CURVES
+from gpt2.checkpoint.card import CARD, CURVES, RECORD
 from gpt2.train import state
 from gpt2.train.loop import train
 from gpt2.train.recipe import Data, Model, Optim, Recipe

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gpt2
+from gpt2.checkpoint.hub import resolve
 from gpt2.checkpoint.loading import load_path
-from gpt2.checkpoint.sources import resolve
 from gpt2.measure.rounding import rounding_noise
 from gpt2.model import GPT2, eager_attention
 

@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2.checkpoint.hub import _choose
-from gpt2.checkpoint.hub_api import commit_of, list_files
-from gpt2.checkpoint.hub_errors import explained, is_final
+from gpt2.checkpoint.hub_api import commit_of, explained, is_final, list_files
 from gpt2.checkpoint.names import REPOSITORY, ModelName
 from gpt2.errors import InputError, printable
 

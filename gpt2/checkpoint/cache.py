@@ -1,20 +1,24 @@
-"""The Hub's cache on this machine: where a repository's files lie, and which hashes the Hub declared for them.
+"""The Hub's cache on this machine: where a repository's files lie, which hashes the Hub declared for them, if they fit.
 
 The layout is `huggingface_hub`'s. A cache may be shared and a server hostile, so a path is made only of a repository's name, a
-40-hex commit, a declared hash, and a file name that we ask for.
+40-hex commit, a declared hash, and a file name that we ask for. A file is hashed once, and a correct hash remembered.
 """
 
 import contextlib
+import hashlib
 import json
+import logging
 import os
 import re
-import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from gpt2.data.files import written_aside
 from gpt2.errors import CheckpointError
+
+log = logging.getLogger("gpt2")
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # git's, or a sha256
@@ -76,20 +80,6 @@ def make_folder(top: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
-@contextlib.contextmanager
-def written_aside(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces ``path`` once it is written and synced. A symlink is replaced, not followed."""
-    new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.incomplete")
-    try:
-        with new.open("xb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
-
-
 def remember_ref(repo: str, revision: str, commit: str) -> None:
     """Record the commit of a branch or tag, as `huggingface_hub` does, so that it can be resolved offline."""
     ref = storage(repo) / "refs" / revision
@@ -143,3 +133,72 @@ def _note(top: Path, path: Path, content: bytes) -> None:
         make_folder(top, path.parent)
         with written_aside(path) as stream:
             stream.write(content)
+
+
+def digest(file: Path, expected: str) -> str:
+    """Return the file's hash, of the same kind as ``expected``. A remembered hash is not computed again."""
+    with file.open("rb") as stream:
+        stat = os.fstat(stream.fileno())
+        if _stamp(file, stat) in _stamps(expected):
+            return expected
+        actual = digest_of(stream, expected, file)
+    if actual == expected:
+        remember(file, expected, stat)
+    return actual
+
+
+def digest_of(stream: BinaryIO, expected: str, file: Path) -> str:
+    """Hash an open file: sha256, or git's (sha1 over ``blob <size>\\0`` + data) for a 40-digit ``expected``.
+
+    Some mirrors declare for a large file only the git hash of its pointer, three lines with the sha256; then that is returned.
+    """
+    if len(expected) == 64:
+        return _hashed(stream, hashlib.sha256())
+    size = os.fstat(stream.fileno()).st_size
+    git = _hashed(stream, hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False))
+    if git == expected:
+        return git
+    sha256 = _hashed(stream, hashlib.sha256())
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {size}\n".encode()
+    if hashlib.sha1(b"blob %d\0" % len(pointer) + pointer, usedforsecurity=False).hexdigest() != expected:
+        return git
+    log.warning("%s: the Hub's listing has no sha256 for it; it was checked by the hash of its git pointer", file)
+    return expected
+
+
+def remember(file: Path, expected: str, stat: os.stat_result) -> None:
+    """Record that the file, in the state ``stat``, has the expected hash."""
+    record = _record(expected)
+    with contextlib.suppress(OSError, ValueError):  # a read-only HF_HOME only costs a rehash each time
+        record.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(record) as new:
+            new.write("\n".join([*_stamps(expected), _stamp(file, stat), ""]).encode())
+
+
+def mismatch(repo: str, name: str, actual: str, expected: str, advice: str) -> CheckpointError:
+    return CheckpointError(f"{repo}: {name} hashes to {actual}, the Hub declares {expected}: {advice}")
+
+
+def _hashed(stream: BinaryIO, hasher: "hashlib._Hash") -> str:
+    stream.seek(0)
+    while chunk := stream.read(1 << 20):
+        hasher.update(chunk)
+    return hasher.hexdigest()
+
+
+def _stamp(file: Path, stat: os.stat_result) -> str:
+    return f"{stat.st_size} {stat.st_mtime_ns} {file.resolve()}"
+
+
+def _record(expected: str) -> Path:
+    """Return the file that lists all files with this hash, one per line."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HOME, "gpt2-toolkit", "verified", expected)
+
+
+def _stamps(expected: str) -> list[str]:
+    try:
+        return _record(expected).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return []

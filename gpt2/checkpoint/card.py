@@ -1,37 +1,62 @@
 """Model cards: a README.md that the Hub understands, rendered from a record, and checked against it before it is published.
 
 ``gpt2-record.json`` holds what is known of a model: the run that trained it, the export that made its files, what was measured.
-Every figure of the card comes from there (:mod:`gpt2.checkpoint.card_text`).
+Every figure of the card comes from there; `card.md.jinja` is its text.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gpt2.checkpoint.cache import storage
-from gpt2.checkpoint.card_text import BLOCKS, Record, block, pattern, render, repository, results
+from gpt2.checkpoint.cache import COMMIT, storage
 from gpt2.checkpoint.names import DEFAULT, OFFICIAL, REPOSITORY, ModelName
-from gpt2.checkpoint.saving import sha256, write_file
-from gpt2.errors import InputError
+from gpt2.checkpoint.official_files import official_name
+from gpt2.checkpoint.saving import sha256
+from gpt2.data.files import write
+from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
-    from gpt2.checkpoint.export import Export
+    from huggingface_hub import EvalResult
 
-CARD, RECORD = "README.md", "gpt2-record.json"
+    from gpt2.checkpoint.export import Export
+    from gpt2.config import GPT2Config
+
+CARD, RECORD, CURVES = "README.md", "gpt2-record.json", "curves.png"
 LICENCES = {name: "mit" for name in OFFICIAL} | {"distilgpt2": "apache-2.0", DEFAULT: "mit"}
 STORED = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # GGUF's and llm.c's types
+PARTS = ("base", "training", "export", "measured")  # of a record, each an object or nothing
+METRICS = {"perplexity": "perplexity per token", "loss": "cross-entropy, nats per token", "bits_per_byte": "bits per UTF-8 byte"}
+# The parts that are rewritten in a card that a person has edited. They are no part of a fenced block.
+BLOCK = re.compile(
+    r"^(?P<fence>```+)[\s\S]*?\n(?P=fence)$|^<!-- (?P<name>figures|measured) -->\n[\s\S]*?\n<!-- /(?P=name) -->", re.MULTILINE
+)
+
+Record = dict[str, Any]
+
+
+def facts(folder: Path, format: str, dtype: str, config: GPT2Config, weights: Mapping[str, str]) -> Record:
+    """Return what every record says of a model in ``folder``; ``weights`` are its files' sha256."""
+    sizes = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size")
+    return {
+        "title": folder.resolve().name,
+        "format": format,
+        "weights": weights,
+        "dtype": dtype,
+        "parameters": config.num_parameters(),
+        "config": {key: getattr(config, key) for key in sizes},
+    }
 
 
 def base_of(name: str) -> Record:
     """Return what a card says of the model ``name`` that another one was made from; its licence only where it is known."""
     parsed = ModelName.parse(name)
-    official = next((short for short, repo in OFFICIAL.items() if parsed.base in (short, repo)), None)
+    official = official_name(parsed.base)
     base: Record = {"name": name}
     if official or parsed.base == DEFAULT:
         base |= {"license": LICENCES[official or DEFAULT], "language": "en"}
@@ -41,8 +66,7 @@ def base_of(name: str) -> Record:
         inner = kept.get("base") or {}
         base |= {key: inner[key] for key in ("id", "license", "language") if re.fullmatch(r"[\w./-]+", str(inner.get(key, "")))}
         base["name"] = path.resolve().name  # the folders above it are private
-        if isinstance(weights := kept.get("weights"), dict):
-            base["sha256"] = next(iter(weights.values()), None)
+        base["sha256"] = next(iter((kept.get("weights") or {}).values()), None)
     elif official or (REPOSITORY.fullmatch(parsed.base) and storage(parsed.base).is_dir()):  # not a path that has moved
         base |= {"id": OFFICIAL.get(official or "", parsed.base), "revision": parsed.revision}
     return {key: value for key, value in base.items() if value is not None}
@@ -51,54 +75,130 @@ def base_of(name: str) -> Record:
 def of_export(done: Export, revision: str | None, command: str) -> Record:
     """Return the record of exported files, with the training record of their source if it has one."""
     source = ModelName.parse(done.model, revision=revision)
-    path = Path(source.base).expanduser()
-    kept = _own_record(path) if source.local and source.base != DEFAULT else {}
+    kept = _own_record(Path(source.base).expanduser()) if source.local and source.base != DEFAULT else {}
     run = kept.get("training")
     base = kept.get("base") if run else base_of(done.model if revision is None else f"{done.model}@{revision}")
     weights = {file.name: file.sha256 for file in done.files if file.name.endswith((".safetensors", ".gguf", ".bin"))}
-    wide = STORED.get(done.type, done.type)
+    rounded = bool(run) and STORED.get(done.type, done.type) != kept["dtype"]
     return {
-        "title": Path(done.directory).resolve().name,
-        "format": done.format,
-        "weights": weights,
-        "dtype": done.type,
-        "parameters": done.config.num_parameters(),
-        "config": {key: getattr(done.config, key) for key in ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size")},
+        **facts(Path(done.directory), done.format, done.type, done.config, weights),
         "base": base,
-        "license": kept.get("license") if kept else (base or {}).get("license"),
-        "language": kept.get("language") if kept else (base or {}).get("language"),
+        **{key: (kept or base or {}).get(key) for key in ("license", "language")},
         "training": run and run | {"curves": False},
-        "export": {"command": command, "notes": list(done.notes), "rounded": bool(run) and wide != kept["dtype"]},
+        "export": {"command": command, "notes": list(done.notes), "rounded": rounded},
     }
+
+
+def figures(record: Record) -> dict[str, dict[str, float]]:
+    """Return the held-out figures of the model ("this") and of its base ("base"), where the record has them."""
+    run = record.get("training") or {}
+    rows = run.get("evaluations") or []
+    best = next((row for row in rows if row["step"] == run.get("best_step")), None)
+    chosen = {"this": best, "base": rows[0] if rows and record.get("base") and rows[0]["step"] == 0 else None}
+    return {
+        who: {
+            "loss": round(row["loss"], 4),
+            "perplexity": round(math.exp(min(row["loss"], 700)), 2),
+            "bits_per_byte": round(row["bits_per_byte"], 4),
+        }
+        for who, row in chosen.items()
+        if row
+    }
+
+
+def results(record: Record) -> list[EvalResult]:
+    """Return the model's held-out figures with their protocol; none of an export in another dtype, which nobody has measured."""
+    from huggingface_hub import EvalResult
+
+    ours, run = figures(record).get("this"), record.get("training") or {}
+    if not ours or (record.get("export") or {}).get("rounded"):
+        return []
+    protocol = {key: run[name] for key, name in (("context", "context"), ("protocol", "protocol"), ("tokens", "val_tokens"))}
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=run["datasets"][0] if run.get("datasets") else "text",
+            dataset_name=run["text"],
+            dataset_split="held out",
+            metric_type=kind,
+            metric_value=ours[kind],
+            metric_name=f"{name}, {run['protocol']}",
+            metric_args={key: value for key, value in protocol.items() if value},
+        )
+        for kind, name in METRICS.items()
+    ]
+
+
+def render(record: Record, where: Path = Path(RECORD)) -> str:
+    """Return the whole card: metadata, by the Hub's own library, and text. Raises InputError: the record lacks a part."""
+    import jinja2
+    from huggingface_hub import ModelCardData
+
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"line": _line, "code": _code, "fenced": _fenced, "named": _named}
+    environment.filters |= {"json": lambda value: json.dumps(value, indent=1)}
+    template = environment.from_string(Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8"))
+    values = {"repo": "OWNER/NAME", "license": None, **record} | {part: record.get(part) or {} for part in PARTS}
+    try:
+        found = results(record)
+        data = ModelCardData(
+            base_model=values["base"].get("id"),
+            datasets=values["training"].get("datasets"),
+            eval_results=found or None,
+            model_name=record["title"] if found else None,
+            language=record.get("language"),
+            library_name={"hf": "transformers", "gguf": "gguf"}.get(record["format"]),
+            license=record.get("license"),
+            metrics=["perplexity"] if found else None,
+            pipeline_tag="text-generation",
+            tags=["gpt2", "gpt2-toolkit"] + (["lora"] if values["training"].get("lora") else []),
+        )
+        return template.render(values, metadata=data.to_yaml(), figures=figures(record))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, jinja2.UndefinedError):
+        raise InputError(f"{where}: lacks a part that the card needs; remove it, or write the folder again") from None
+
+
+def blocks(text: str) -> dict[str, str]:
+    """Return the parts of a card that are rewritten when a person has edited it, by name."""
+    return {found["name"]: found[0] for found in BLOCK.finditer(text) if found["name"]}
+
+
+def _line(text: str) -> str:
+    return printable(text, one_line=True)
+
+
+def _code(text: str) -> str:
+    return f"`{_line(text).replace('`', chr(39))}`"
+
+
+def _fenced(text: str, kind: str) -> str:
+    """Return a code block that its text cannot end."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{kind}\n{printable(text)}\n{fence}"
+
+
+def _named(base: Record) -> str:
+    pinned = f" at {base['revision'][:12]}" if COMMIT.fullmatch(base.get("revision") or "") else ""
+    return (f"[{base['id']}](https://huggingface.co/{base['id']})" if "id" in base else _code(base["name"])) + pinned
 
 
 def write_card(directory: Path, record: Record) -> str:
     """Write the card and the record into ``directory``; return a remark, or ""."""
-    files, remark = _card(directory, record)
-    for name, content in files.items():
-        write_file(directory / name, content)
+    content, remark = contents(directory, record)
+    write(directory, content)
     return remark
 
 
-def for_repository(directory: Path, record: Record, repo: str) -> dict[str, bytes]:
-    """Return the card and the record by file name, with the repository in place of OWNER/NAME; nothing is written."""
-    with _complete(directory):
-        return _card(directory, record | {"repo": repo})[0]
-
-
-def _card(directory: Path, record: Record) -> tuple[dict[str, bytes], str]:
-    """Return the card and the record by name of file, and a remark, or "".
+def contents(directory: Path, record: Record) -> tuple[dict[str, bytes], str]:
+    """Return the card and the record by name of file, and a remark, or ""; nothing is written.
 
     A README.md that somebody else wrote, or edited, is kept: only its blocks with figures, and the repository, are renewed.
     """
-    remark, edited = "", edited_card(directory)
-    text = render(record)
+    remark, edited, text = "", edited_card(directory), render(record, directory / RECORD)
     if edited is not None:
-        text, remark = edited.decode(errors="replace"), f"{directory / CARD} is not as gpt2 wrote it, so it is kept"
-        text = text.replace("OWNER/NAME", repository(record))
-        for name in BLOCKS:
-            new = block(name, record)
-            text = re.sub(pattern(name), lambda found, new=new: found[0] if found["fence"] else new, text)  # type: ignore[misc]
+        remark, new = f"{directory / CARD} is not as gpt2 wrote it, so it is kept", blocks(text)
+        text = edited.decode(errors="replace").replace("OWNER/NAME", record.get("repo", "OWNER/NAME"))
+        text = BLOCK.sub(lambda found: found[0] if found["fence"] else new.get(found["name"], ""), text)
     own = {} if remark else {"card_sha256": hashlib.sha256(text.encode()).hexdigest()}
     kept = {key: value for key, value in record.items() if key != "card_sha256"} | own
     return {CARD: text.encode(), RECORD: (json.dumps(kept, indent=2) + "\n").encode()}, remark
@@ -114,14 +214,13 @@ def edited_card(directory: Path) -> bytes | None:
 def read_record(directory: Path) -> Record | None:
     """Return the record in a model's folder, or None. Raises InputError: it is damaged."""
     path = directory / RECORD
+    if not path.is_file():
+        return None
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
     except (OSError, ValueError, RecursionError):
         record = None
-    parts = ("weights", "base", "training", "export", "measured")
-    if not isinstance(record, dict) or not all(isinstance(record.get(name) or {}, dict) for name in parts):
+    if not isinstance(record, dict) or not all(isinstance(record.get(name) or {}, dict) for name in ("weights", *PARTS)):
         raise InputError(f"{path}: not a record that gpt2 wrote; remove it, or write the folder again")
     return record
 
@@ -133,20 +232,8 @@ def _own_record(directory: Path) -> Record:
     if not all((directory / name).is_file() and sha256(directory / name) == digest for name, digest in weights.items()):
         return {}
     if record:
-        with _complete(directory):
-            render(record)
+        render(record, directory / RECORD)  # raises
     return record
-
-
-@contextlib.contextmanager
-def _complete(directory: Path) -> Iterator[None]:
-    """Turn what a record lacks into an InputError."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-        raise InputError(
-            f"{directory / RECORD}: lacks a part that the card needs; remove it, or write the folder again"
-        ) from None
 
 
 def check(folder: Path, hashes: Mapping[str, str]) -> Iterator[str]:
@@ -158,36 +245,31 @@ def check(folder: Path, hashes: Mapping[str, str]) -> Iterator[str]:
     if CARD not in hashes:
         yield f"there is no {CARD}: the model will have an empty page"
         return
+    text, record = (folder / CARD).read_text(encoding="utf-8", errors="replace"), read_record(folder)
     from huggingface_hub import ModelCard, ModelCardData
     from yaml import YAMLError
 
-    text = (folder / CARD).read_text(encoding="utf-8", errors="replace")
     try:
         claimed = ModelCard(text).data if text.startswith("---") else None
         assert claimed is None or isinstance(claimed, ModelCardData)
     except (YAMLError, ValueError, TypeError, AttributeError) as error:
         raise InputError(f"{folder / CARD}: its metadata cannot be read ({' '.join(str(error).split())[:160]})") from None
-    record = read_record(folder)
+    claims = [(result.metric_type, result.metric_value) for result in (claimed and claimed.eval_results) or ()]
     if record is None:
-        claims = claimed is not None and claimed.eval_results
         yield f"there is no {RECORD}" + (", so nothing supports the figures of the card" if claims else "")
         return
     for name, digest in (record.get("weights") or {}).items():
         if hashes.get(name) != digest:
             raise InputError(f"{folder}: {RECORD} is of another {name}; remove it and {CARD}, or write the model again")
-    with _complete(folder):
-        wanted = {(result.metric_type, result.metric_value) for result in results(record)}
-        blocks = {name: block(name, record) for name in BLOCKS}
-    for result in (claimed.eval_results or []) if claimed else []:
-        if (result.metric_type, result.metric_value) not in wanted:
-            raise InputError(
-                f"{folder / CARD}: claims {result.metric_type} {result.metric_value}, and {RECORD} has no such figure; correct it"
-            )
+    due = blocks(render(record, folder / RECORD))
+    stated = [(result.metric_type, result.metric_value) for result in results(record)]
+    if false := [f"{kind} {value}" for kind, value in claims if (kind, value) not in stated]:
+        raise InputError(f"{folder / CARD}: claims {false[0]}, and {RECORD} has no such figure; correct it")
     base = (record.get("base") or {}).get("id")
-    if claimed and claimed.base_model is not None and claimed.base_model != base:
+    if claimed and claimed.base_model not in (None, base):
         raise InputError(f"{folder / CARD}: claims base_model {claimed.base_model}, and {RECORD} says {base}; correct the card")
-    for name in BLOCKS:
-        if any(found[0] != blocks[name] for found in re.finditer(pattern(name), text) if not found["fence"]):
+    for found in BLOCK.finditer(text):
+        if (name := found["name"]) and found[0] != due.get(name, ""):
             raise InputError(f"{folder / CARD}: its part {name!r} is not what {RECORD} says; correct the card")
     if claimed is None:
         yield f"{CARD} has no metadata block"

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from gpt2.checkpoint.configs import config_of
 from gpt2.checkpoint.containers import gguf_file
 from gpt2.checkpoint.files import files_of, folder_of, open_weights
+from gpt2.checkpoint.hub import resolve
 from gpt2.checkpoint.keys import expected
 from gpt2.checkpoint.match import Assignment, match, require_names
 from gpt2.checkpoint.names import ModelName, RandomWeights
 from gpt2.checkpoint.peft_files import Adapter, base_of, is_adapter, read_adapter
-from gpt2.checkpoint.sources import locate
 from gpt2.config import GPT2Config, official_size
 from gpt2.data import from_directory, holds_tokenizer
 from gpt2.errors import CheckpointError, InputError
@@ -55,13 +55,15 @@ class Checkpoint(ABC):
         """Return the files of config, weights and tokenizer, by their names in a report."""
 
     def load(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> GPT2:
-        dtype, read = dtype or self.dtype, self.reader()
+        dtype, read, names = dtype or self.dtype, self.reader(), expected(self.config)
         if dtype == torch.int8:
-            small = Int8GPT2(self.config)
-            for name in expected(self.config):  # one at a time: all of them in float32 need four times the result's memory
+            model: GPT2 = (small := Int8GPT2(self.config))
+            for name in names:  # one at a time: all of them in float32 need four times the result's memory
                 small.put(name, read(name, torch.float32), device)
-            return small
-        return model_with(self.config, ((name, read(name, dtype).to(device)) for name in expected(self.config)))
+        else:
+            model = model_with(self.config, ((name, read(name, dtype).to(device)) for name in names))
+        model.name = self.name
+        return model
 
     def own_tokenizer(self) -> Tokenizer | None:
         """Return :meth:`tokenizer`, or None if the checkpoint has none. Raises InputError: it is damaged."""
@@ -145,7 +147,7 @@ def open_checkpoint(name: ModelName, *, offline: bool = False) -> Checkpoint:
     if name.random is not None:
         config = official_size(name.random.size)
         return RandomCheckpoint(name.base, None, config, dtype or torch.float32, torch.float32, name.random)
-    source = locate(name, offline=offline)
+    source = resolve(name, offline=offline)
     return open_path(
         source.path, name=source.name, revision=source.revision, dtype=dtype, offline=offline, activation=name.activation
     )

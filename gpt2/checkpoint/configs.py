@@ -68,11 +68,9 @@ def _stated(path: Path, files: Mapping[str, Container]) -> tuple[GPT2Config, str
     if isinstance(file, LlmcFile):
         stated = _checked(file.sizes, file.path)
     written = read_config(path) if os.path.lexists(folder_of(path) / "config.json") else None  # a link to nothing is said
-    if written is not None and stated is not None:
-        odd = [name for name in SIZES if getattr(written, name) != getattr(stated, name)]
-        if odd:
-            both = ", ".join(f"{name} {getattr(written, name)} and {getattr(stated, name)}" for name in odd)
-            raise CheckpointError(f"{path}: config.json and the checkpoint itself disagree: {both}; remove the wrong config.json")
+    if written and stated and (odd := [name for name in SIZES if getattr(written, name) != getattr(stated, name)]):
+        both = ", ".join(f"{name} {getattr(written, name)} and {getattr(stated, name)}" for name in odd)
+        raise CheckpointError(f"{path}: config.json and the checkpoint itself disagree: {both}; remove the wrong config.json")
     if written is not None:
         return written, ""
     if stated is None:
@@ -119,8 +117,7 @@ def _shown(files: Mapping[str, Container]) -> dict[str, int]:
 
 def _checked(fields: Mapping[str, Any], where: Path) -> GPT2Config:
     """Build a config with GPT-2's end-of-text token if the vocabulary contains it; a bad field raises CheckpointError."""
-    missing = [name for name in SIZES if name not in fields]
-    if missing:
+    if missing := [name for name in SIZES if name not in fields]:
         raise CheckpointError(f"{where}: does not say {listed(missing)}; put a config.json beside it")
     end = 50256  # <|endoftext|> of OpenAI's vocabulary
     known = isinstance(fields["vocab_size"], int) and fields["vocab_size"] > end

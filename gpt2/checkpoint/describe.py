@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.containers import listed
 from gpt2.checkpoint.names import DEFAULT, EXPORTS, ModelName
 from gpt2.checkpoint.official_files import Official, official_files
 from gpt2.checkpoint.saving import sha256
 from gpt2.config import GPT2Config
-
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Description:
 
     @property
     def weights_bytes(self) -> int:
-        return self.config.num_parameters() * BYTES[self.dtype]
+        return self.config.num_parameters() * getattr(torch, self.dtype).itemsize
 
     @property
     def cache_bytes(self) -> int:
         """The key-value cache's size for one full context."""
         config = self.config
-        return 2 * config.n_layer * config.n_positions * config.n_embd * BYTES[self.dtype]
+        return 2 * config.n_layer * config.n_positions * config.n_embd * getattr(torch, self.dtype).itemsize
 
     @property
     def training_bytes(self) -> int:

@@ -1,29 +1,35 @@
 """Download one file of a Hub repository into the cache; resume a broken download; check the hash before the file gets its name.
 
 `huggingface_hub` (2.4) restarts a broken download. Here the partial blob has one name for all tries, and the next try asks for
-the rest by ``Range``. No header of a response is used as a name.
+the rest by ``Range``. No header of a response is used as a name. A large file comes over Xet, the Hub's chunked storage, through
+`hf_xet`, which checks no sha256, keeps nothing of a broken transfer, and retries a dead storage for minutes: so its result is
+hashed here, and where it stalls the file comes over HTTP.
 """
 
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import stat
 import time
 from collections.abc import Iterable
+from concurrent.futures import wait
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
-from gpt2.checkpoint.cache import HASH, Declared, make_folder, place, written_aside
-from gpt2.checkpoint.hub_api import get, wait_for_rate_limit
-from gpt2.checkpoint.hub_errors import is_final, no_hub, one_line
-from gpt2.checkpoint.verified import digest_of, mismatch, remember
-from gpt2.checkpoint.xet import fetch_by_xet
+from gpt2.checkpoint.cache import HASH, Declared, digest_of, make_folder, mismatch, place, remember
+from gpt2.checkpoint.hub_api import get, in_thread, is_final, no_hub, one_line, request_headers, wait_for_rate_limit
+from gpt2.data.files import written_aside
 from gpt2.errors import InputError
+
+if TYPE_CHECKING:
+    from hf_xet import XetFileDownloadGroup
 
 PAUSES = (0.5, 1.0, 1.5)  # seconds between retries without progress
 STALL_SECONDS = 25.0  # give up after so many seconds with less than `MIN_PROGRESS` received, over all tries
 MIN_PROGRESS = 1 << 12  # bytes
+XET_PATIENCE = 10.0  # seconds without data over Xet
 ABANDONED = 24 * 3600  # seconds since the last write: then a partial download counts as abandoned
 
 log = logging.getLogger("gpt2")
@@ -52,7 +58,7 @@ def fetch(repo: str, file: Path, declared: Declared, *, tries: int = 2) -> None:
         if not blob.is_file() and not file.is_file():
             kept = blob if links else file
             try:
-                if not fetch_by_xet(repo, file, part, declared):
+                if not _complete_by_xet(repo, file, part, declared):
                     _complete(repo, file, part, declared, tries)
                 os.replace(part, kept)
                 if not declared.lacks_sha256:
@@ -179,3 +185,80 @@ def _download(url: str, out: BinaryIO, size: int) -> None:
                 log.info("%s: %s, going on from byte %d", url, one_line(broken), end)
                 time.sleep(PAUSES[fruitless])
                 fruitless += 1
+
+
+def _complete_by_xet(repo: str, file: Path, part: Path, declared: Declared) -> bool:
+    """Download to ``part`` if it does not exist yet; return whether the bytes have the declared sha256."""
+    from huggingface_hub.file_download import is_xet_available
+
+    if part.is_symlink() or part.exists() or not declared.xet or len(declared.digest) != 64 or not is_xet_available():
+        return False
+    aside = part.with_name(f"{declared.digest}.{secrets.token_hex(8)}.incomplete")
+    try:
+        aside.open("xb").close()
+        _transfer_xet(repo, place(file)[1], aside, declared)
+        with aside.open("r+b") as stream:
+            actual = digest_of(stream, declared.digest, file)
+            os.fsync(stream.fileno())
+        if actual == declared.digest:
+            os.replace(aside, part)
+            return True
+        reason = "the bytes are not the declared ones"
+    except Exception as error:  # hf_xet raises many types; the caller downloads over HTTP instead
+        reason = one_line(error)
+    finally:
+        aside.unlink(missing_ok=True)
+    log.info("%s: not over Xet (%s), but over HTTP", file, reason)
+    return False
+
+
+def _transfer_xet(repo: str, commit: str, aside: Path, declared: Declared) -> None:
+    """Run the download in a thread; abort it if no data arrives for `XET_PATIENCE` seconds."""
+    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils._xet import abort_xet_session
+
+    groups: list[XetFileDownloadGroup] = []
+    transfer = in_thread(lambda: _request_xet(repo, commit, aside, declared, groups))
+    arrived, since = 0, time.monotonic()
+    with tqdm(total=declared.size, unit="B", unit_scale=True, desc="over Xet", disable=None) as bar:
+        try:
+            while not wait([transfer], 0.1).done:
+                progress = groups[0].progress() if groups else None
+                now = progress.total_transfer_bytes_completed if progress else 0
+                if now > arrived:
+                    bar.update(now - arrived)
+                    arrived, since = now, time.monotonic()
+                elif time.monotonic() > since + XET_PATIENCE:
+                    raise TimeoutError(f"nothing arrives in {XET_PATIENCE:g} s")
+        except BaseException:
+            abort_xet_session()
+            raise
+    transfer.result()
+
+
+def _request_xet(repo: str, commit: str, aside: Path, declared: Declared, groups: "list[XetFileDownloadGroup]") -> None:
+    """Download with `hf_xet`; append the transfer's group to ``groups``, which reports progress."""
+    from hf_xet import XetFileInfo
+    from huggingface_hub.utils._xet import (
+        XetTokenType,
+        get_xet_session,
+        parse_xet_connection_info_from_headers,
+        xet_connection_info_refresh_url,
+        xet_headers_without_auth,
+    )
+
+    headers = request_headers()
+    token = xet_connection_info_refresh_url(token_type=XetTokenType.READ, repo_id=repo, repo_type="model", revision=commit)
+    with get(token, XET_PATIENCE) as answer:
+        if (storage := parse_xet_connection_info_from_headers(answer.headers)) is None:
+            raise ValueError("no storage is named")
+    with get_xet_session().new_file_download_group(
+        endpoint=storage.endpoint,
+        token=storage.access_token,
+        token_expiry_unix_secs=storage.expiration_unix_epoch,
+        token_refresh_url=token,
+        token_refresh_headers=headers,
+        custom_headers=xet_headers_without_auth(headers),
+    ) as group:
+        groups.append(group)
+        group.start_download_file(XetFileInfo(declared.xet, declared.size), str(aside.absolute()))

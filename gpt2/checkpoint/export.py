@@ -158,8 +158,7 @@ def exported_model(source: str | Checkpoint, revision: str | None, offline: bool
         model.with_tables(lambda rows: rows[:n_vocab])
     config = model.config
     for field in ("bos_token_id", "eos_token_id"):
-        token = getattr(config, field)
-        if token is not None and token >= config.vocab_size:
+        if (token := getattr(config, field)) is not None and token >= config.vocab_size:
             end = tokenizer.eos if tokenizer.eos is None or tokenizer.eos < config.vocab_size else None
             config = GPT2Config(**{**vars(config), field: end})
             notes.append(f"{field} {token:,} is beyond the vocabulary, written as {end}")

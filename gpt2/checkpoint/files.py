@@ -11,8 +11,7 @@ from gpt2.checkpoint.containers.gguf_file import GGUFFile
 from gpt2.checkpoint.containers.keras_file import SIGNATURE, KerasFile
 from gpt2.checkpoint.containers.llmc_file import MODEL, OTHER_FILES, LlmcFile, magic_of
 from gpt2.checkpoint.containers.mapped_file import MappedFile
-from gpt2.checkpoint.containers.row_shards import NAME, RowShards
-from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
+from gpt2.checkpoint.containers.safetensors_file import NAME, RowShards, SafetensorsFile
 from gpt2.checkpoint.containers.tensorflow_file import TensorBundle, checkpoint_prefix
 from gpt2.checkpoint.containers.torch_file import TorchFile
 from gpt2.checkpoint.keys import HEAD, from_file
@@ -122,8 +121,7 @@ def what_is_there(path: Path) -> str:
     several = [name for name in names if name.endswith(LONE) and not TRAINERS.fullmatch(name)]
     if len(several) > 1:
         return f"{listed(several)} could each be it, give one of them"
-    others = [name for name in names if name.endswith((".ot", ".onnx", ".tflite"))]
-    if others:
+    if others := [name for name in names if name.endswith((".ot", ".onnx", ".tflite"))]:
         return f"{listed(others)} cannot be opened; give the safetensors or PyTorch file of the same model"
     return f"the folder holds {listed(names, 6)}; give the one with the weights" if names else "the folder is empty"
 

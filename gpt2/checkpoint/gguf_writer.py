@@ -20,13 +20,16 @@ from gpt2.checkpoint.containers.gguf_file import (
     CONTROL,
     KINDS,
     NORMAL,
+    SCALARS,
     STRING,
     UNUSED,
     USER_DEFINED,
     Kind,
+    dequantised,
     padded,
 )
 from gpt2.checkpoint.keys import layer, to_file, to_gguf
+from gpt2.checkpoint.saving import raw_bytes
 from gpt2.config import GPT2Config, quoted
 from gpt2.data.library import LibraryTokenizer
 from gpt2.errors import InputError
@@ -40,10 +43,24 @@ TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}
 KIND = {kind.name.lower(): (number, kind) for number, kind in KINDS.items()}
 U32, I32, F32, BOOL = 4, 5, 6, 7  # GGUF's numbers of metadata types
-SCALARS = {U32: "<I", I32: "<i", F32: "<f", BOOL: "<?"}
 PIECE = 1 << 20  # weights converted at a time
 Metadata = dict[str, tuple[int, Any]]  # name -> (type, value); for an array the type of its elements, and a list
 Row = tuple[str, Tensor, int, Kind]  # name in the file, values, GGUF's number of the kind, kind
+
+
+def require_formulas(config: GPT2Config, what: str, has: str, more: Mapping[str, bool] | None = None) -> None:
+    """Raise InputError if a program whose formulas are constants of its code would compute another function.
+
+    ``more`` are further departures from what the program ``has``, and whether the config has each of them.
+    """
+    departures = {
+        f"activation_function {config.activation_function!r}": config.activation_function not in TANH_GELU,
+        "scale_attn_weights false": not config.scale_attn_weights,
+        "scale_attn_by_inverse_layer_idx true": config.scale_attn_by_inverse_layer_idx,
+        **(more or {}),
+    }
+    if odd := next((name for name, departs in departures.items() if departs), None):
+        raise InputError(f"{what}: {odd}, and {has}; export it as hf")
 
 
 def type_of(name: str, shape: Sequence[int], type: str) -> str:
@@ -67,16 +84,15 @@ def as_stored(name: str, tensor: Tensor, type: str) -> Tensor:
         return tensor.to(kind.dtype).float()
     rows = tensor.t() if name.startswith("h.") else tensor
     stored = _quantised(rows.float().contiguous())
-    values = stored[:, 2:].view(torch.int8).float() * stored[:, :2].contiguous().view(torch.float16).float()
-    return values.view(rows.shape).t() if name.startswith("h.") else values.view(rows.shape)
+    values = dequantised(stored).view(rows.shape)
+    return values.t() if name.startswith("h.") else values
 
 
 def parameters_of(parts: Collection[str], names: Collection[str]) -> set[str]:
     """Return the parameters that belong to parts such as ``h.0``, ``h.3.mlp`` or ``wte``. Raises InputError: no such part."""
     chosen = set()
     for part in parts:
-        of_part = {name for name in names if name == part or name.startswith(f"{part}.")}
-        if not of_part:
+        if not (of_part := {name for name in names if name == part or name.startswith(f"{part}.")}):
             raise InputError(f"no part {quoted(part)} in this model; name blocks (h.0), halves of them (h.0.mlp), or wte")
         chosen |= of_part
     return chosen
@@ -90,14 +106,8 @@ def gguf_pieces(
     Raises InputError: GGUF cannot hold the model, or there is no such part.
     """
     config, notes = model.config, []
-    departures = {
-        f"activation_function {config.activation_function!r}": config.activation_function not in TANH_GELU,
-        "scale_attn_weights false": not config.scale_attn_weights,
-        "scale_attn_by_inverse_layer_idx true": config.scale_attn_by_inverse_layer_idx,
-    }
-    if odd := next((what for what, departs in departures.items() if departs), None):
-        has = "llama.cpp's GPT-2 has the tanh GELU and scores divided by the square root of the head's size, nothing else"
-        raise InputError(f"{name}: cannot be expressed in GGUF: {odd}, and {has}; export it as hf")
+    has = "llama.cpp's GPT-2 has the tanh GELU and scores divided by the square root of the head's size, nothing else"
+    require_formulas(config, f"{name}: cannot be expressed in GGUF", has)
     if config.reorder_and_upcast_attn:
         notes.append("reorder_and_upcast_attn is not expressed: the same function, rounded otherwise")
     if not isinstance(tokenizer, LibraryTokenizer) or tokenizer.core is None:
@@ -171,7 +181,7 @@ def _pieces(metadata: Mapping[str, tuple[int, Any]], rows: list[Row]) -> Iterato
         values = value if isinstance(value, list) else [value]
         header += _text(name)
         header += struct.pack("<IIQ", ARRAY, kind, len(value)) if isinstance(value, list) else struct.pack("<I", kind)
-        header += b"".join(_text(one) if kind == STRING else struct.pack(SCALARS[kind], one) for one in values)
+        header += b"".join(_text(one) if kind == STRING else struct.pack("<" + SCALARS[kind], one) for one in values)
     offset = 0
     for name, tensor, number, stored in rows:
         header += _text(name) + struct.pack(f"<I{tensor.ndim}QIQ", tensor.ndim, *reversed(tensor.shape), number, offset)
@@ -180,7 +190,7 @@ def _pieces(metadata: Mapping[str, tuple[int, Any]], rows: list[Row]) -> Iterato
     for name, tensor, _, stored in rows:
         size = 0
         for part in tensor.detach().view(-1, tensor.size(-1)).split(max(1, PIECE // tensor.size(-1))):
-            piece = _encoded(part.cpu(), stored, name).view(-1).view(torch.uint8).numpy().data
+            piece = raw_bytes(_encoded(part.cpu(), stored, name))
             size += len(piece)
             yield piece
         yield bytes(padded(size) - size)

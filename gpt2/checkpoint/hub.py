@@ -1,24 +1,23 @@
-"""Find the files of a Hub repository in the cache, downloaded and verified if need be; and single files of data sets.
+"""Find the local files of a model name: the embedded checkpoint, a path, or a Hub repository; and single files of data sets.
 
 The README of this folder says what is downloaded and checked. `hub_api.py` sends requests, `download.py` fetches and resumes,
-`verified.py` hashes, `cache.py` knows the folders; session, settings and cache layout are `huggingface_hub`'s.
+`cache.py` knows the folders and hashes; session, settings and cache layout are `huggingface_hub`'s.
 """
 
-import functools
 import logging
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2.checkpoint import cache
-from gpt2.checkpoint.cache import COMMIT, HASH, Declared
+from gpt2.checkpoint.cache import COMMIT, HASH, Declared, digest, mismatch
 from gpt2.checkpoint.download import fetch, sweep
-from gpt2.checkpoint.hub_api import commit_of, list_files
-from gpt2.checkpoint.hub_errors import explained, is_final, one_line, unreachable
+from gpt2.checkpoint.hub_api import commit_of, explained, is_final, list_files, one_line, unreachable
+from gpt2.checkpoint.names import DEFAULT, OFFICIAL, PATHS, REPOSITORY, ModelName, did_you_mean
 from gpt2.checkpoint.official_files import other_than_official
-from gpt2.checkpoint.verified import digest, mismatch
-from gpt2.data.files import TOKENIZER_FILES
+from gpt2.data.files import TOKENIZER_FILES, warn_once
 from gpt2.errors import CheckpointError, InputError
 
 # Files to download beside the weights. Repositories also hold TensorFlow, Flax, Rust and ONNX copies.
@@ -37,8 +36,47 @@ WEIGHTS = {
 ADAPTER, ADAPTED = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 # Else the only file that can be a whole model, such as a GGUF or nanoGPT's ckpt.pt.
 ALONE = r"(?!adapter_)[\w.+-]+\.(gguf|safetensors|pth?|ckpt)"
+OFFLINE = "offline, and the cache {cache} holds {what}: run once online (no --offline, no HF_HUB_OFFLINE=1), or {way_out}"
 
 log = logging.getLogger("gpt2")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The place of a checkpoint on this machine."""
+
+    name: str  # "openai-community/gpt2", "shakespeare-mini", or the path as written
+    path: Path  # directory, or single file
+    revision: str | None  # the 40-hex commit for a Hub repository, else None
+
+
+def resolve(name: str | ModelName, *, revision: str | None = None, offline: bool = False) -> Source:
+    """Return the local files of a model name, downloaded and verified if they come from the Hub.
+
+    An official short name has priority over a folder of that name (write ``./gpt2``); other existing paths over ``org/name``.
+    Raises InputError: no such model, or the Hub does not answer. CheckpointError: the files are not what the Hub declared.
+    """
+    parsed = name if isinstance(name, ModelName) else ModelName.parse(name, revision=revision)
+    name = parsed.base
+    if parsed.local:
+        path = Path(__file__).parent.parent / "assets" / DEFAULT if name == DEFAULT else Path(name).expanduser()
+        if not path.exists():
+            raise CheckpointError(f"the embedded checkpoint {path} is missing: reinstall the package")
+        return Source(name, path, None)
+    if name.startswith(PATHS):
+        path = Path(os.path.expanduser(name))
+        neighbours = os.listdir(path.parent) if path.parent.is_dir() else []
+        raise InputError(f"no such file or directory: {name}{did_you_mean(path.name, neighbours)}: check the path")
+    repo = OFFICIAL.get(name, name)
+    if not REPOSITORY.fullmatch(repo):
+        hint = did_you_mean(repo, [DEFAULT, *OFFICIAL])
+        known = ", ".join([DEFAULT, *OFFICIAL])
+        raise InputError(f"unknown model {name!r}{hint}: use {known}, org/name[@revision], random:SIZE, or an existing path")
+    revision = "main" if parsed.revision is None else parsed.revision
+    if not re.fullmatch(r"\w[\w./-]*", revision, re.ASCII) or ".." in revision:
+        raise InputError(f"{revision!r} cannot be a revision of {repo}: name a branch, a tag or a commit")
+    folder = repository_files(repo, revision, offline)
+    return Source(repo, folder, folder.name)
 
 
 def repository_files(repo: str, revision: str, offline: bool) -> Path:
@@ -53,14 +91,8 @@ def repository_files(repo: str, revision: str, offline: bool) -> Path:
         _verify(repo, folder, files, declared, online)
         if others := other_than_official(repo, {name: declared[name].digest for name in files}):
             what = f"has other files than the official ones: {', '.join(others)} (sha256 differs)"
-            _warn_once(f"{repo} at {folder.name[:12]} {what}")
+            warn_once(f"{repo} at {folder.name[:12]} {what}")
     return folder
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    """Log each warning once: a command resolves the same name for the model, its tokenizer and a report."""
-    log.warning("%s", message)
 
 
 def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, dict[str, Declared], bool]:
@@ -75,10 +107,7 @@ def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, dict[str, 
         part = cache.cached_snapshot(repo, revision)
         there = sorted(file.name for file in part.iterdir() if file.is_file()) if part else []
         what = f"only a part of {repo} at {revision} ({', '.join(there[:4])})" if there else f"no copy of {repo} at {revision}"
-        raise InputError(
-            f"offline, and the cache {constants.HF_HUB_CACHE} holds {what}: "
-            "run once online (no --offline, no HF_HUB_OFFLINE=1) or give a local directory"
-        )
+        raise InputError(OFFLINE.format(cache=constants.HF_HUB_CACHE, what=what, way_out="give a local directory"))
     try:
         commit = revision if COMMIT.fullmatch(revision) else commit_of(repo, revision, warm=cached is not None)
         folder = cache.snapshot(repo, commit)
@@ -104,8 +133,7 @@ def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, dict[str, 
 
 def _complete(repo: str, revision: str) -> tuple[Path, dict[str, Declared]] | None:
     """Return the cached snapshot and its declared hashes, or None if it or one of its files is missing. Makes no request."""
-    folder = cache.cached_snapshot(repo, revision)
-    if folder is None:
+    if (folder := cache.cached_snapshot(repo, revision)) is None:
         return None
     declared = cache.recorded_listing(folder) or cache.declared_by_links(folder)
     try:
@@ -123,8 +151,7 @@ def _choose(repo: str, names: Collection[str]) -> list[str]:
         if "config.json" not in names and first != "model.ckpt.index":
             raise CheckpointError(f"{repo} has no config.json: it is not a GPT-2 checkpoint in the Hub's layout")
         return [*small, first, *sorted(name for name in names if re.fullmatch(WEIGHTS[first], name, re.ASCII))]
-    adapter = next((name for name in ADAPTED if name in names), None)
-    if adapter is not None and ADAPTER in names:
+    if ADAPTER in names and (adapter := next((name for name in ADAPTED if name in names), None)):
         return [*small, ADAPTER, adapter]
     alone = sorted(name for name in names if re.fullmatch(ALONE, name, re.ASCII))
     if len(alone) == 1:
@@ -180,11 +207,8 @@ def dataset_file(file: DatasetFile, *, offline: bool = False) -> Path:
             return local
         way_out = f"fetch {file.path} of the data set {file.repo} yourself, and put it at {local}"
         if offline or constants.is_offline_mode():
-            what = "a damaged copy" if local.is_file() else "no copy"
-            raise InputError(
-                f"offline, and the cache {constants.HF_HUB_CACHE} holds {what} of {file.path} of {file.repo}: run once online "
-                f"(no --offline, no HF_HUB_OFFLINE=1), or {way_out}"
-            )
+            what = f"{'a damaged' if local.is_file() else 'no'} copy of {file.path} of {file.repo}"
+            raise InputError(OFFLINE.format(cache=constants.HF_HUB_CACHE, what=what, way_out=way_out))
         try:  # this request has a time limit, the download has none
             commit_of(file.repo, file.commit, "dataset")
         except HTTPError as error:

@@ -177,5 +177,9 @@ def to_file(name: str) -> str:
 
 
 def to_gguf(name: str) -> str:
-    number = layer(name)
-    return _GGUF[name] if number is None else _GGUF[f"h.{{}}.{name.split('.', 2)[2]}"].format(number)
+    return _GGUF[template(name)].format(layer(name))
+
+
+def template(name: str) -> str:
+    """Return a parameter's row in the key table: ``"h.3.ln_1.bias"`` -> ``"h.{}.ln_1.bias"``."""
+    return name if not name.startswith("h.") else "h.{}." + name.split(".", 2)[2]

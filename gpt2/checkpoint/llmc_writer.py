@@ -11,21 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.containers.llmc_file import (
-    BFLOAT16,
-    FLOAT32,
-    MODEL,
-    STATE,
-    TOKENIZER,
-    header,
-    is_matrix,
-    order,
-    padded_rows,
-)
+from gpt2.checkpoint.containers.llmc_file import BFLOAT16, FLOAT32, MODEL, STATE, TOKENIZER, header, is_matrix, order, padded_rows
 from gpt2.checkpoint.containers.mapped_file import require_whole_files
-from gpt2.checkpoint.gguf_writer import TANH_GELU
+from gpt2.checkpoint.gguf_writer import require_formulas
+from gpt2.checkpoint.saving import raw_bytes
 from gpt2.config import GPT2Config
-from gpt2.errors import InputError
 
 if TYPE_CHECKING:
     from gpt2.data import Tokenizer
@@ -39,20 +29,14 @@ Pieces = Iterator[bytes | memoryview]
 
 
 def require_expressible(config: GPT2Config, name: str) -> None:
-    """Raise InputError if llm.c would compute another function: its formulas are constants of its code."""
-    departures = {
-        f"activation_function {config.activation_function!r}": config.activation_function not in TANH_GELU,
-        "scale_attn_weights false": not config.scale_attn_weights,
-        "scale_attn_by_inverse_layer_idx true": config.scale_attn_by_inverse_layer_idx,
+    """Raise InputError if llm.c would compute another function."""
+    more = {
         f"a feed-forward of {config.inner:,}": config.inner != 4 * config.n_embd,
         f"layer_norm_epsilon {config.layer_norm_epsilon:g}": config.layer_norm_epsilon != 1e-5,
         "an untied head": not config.tie_word_embeddings,
     }
-    if odd := next((what for what, departs in departures.items() if departs), None):
-        has = (
-            "llm.c has the tanh GELU, a feed-forward of 4 times the width, an epsilon of 1e-05, plain scaled scores, a tied head"
-        )
-        raise InputError(f"{name}: cannot be expressed for llm.c: {odd}, and {has}; export it as hf")
+    has = "llm.c has the tanh GELU, a feed-forward of 4 times the width, an epsilon of 1e-05, plain scaled scores, a tied head"
+    require_formulas(config, f"{name}: cannot be expressed for llm.c", has, more)
 
 
 def model_pieces(model: GPT2, type: str, name: str) -> Pieces:
@@ -101,4 +85,4 @@ def _pieces(first: bytes, *groups: Iterator[Tensor]) -> Pieces:
     for group in groups:
         for tensor in group:
             require_whole_files()
-            yield tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            yield raw_bytes(tensor)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gpt2 import sampling
 from gpt2.checkpoint.checkpoint import open_checkpoint, open_path, tokenizer_of
 from gpt2.checkpoint.containers.mapped_file import require_whole_files
+from gpt2.checkpoint.hub import resolve
 from gpt2.checkpoint.names import DEFAULT, RUNS, ModelName
-from gpt2.checkpoint.sources import locate
 from gpt2.config import GPT2Config, quoted
 from gpt2.errors import InputError
 from gpt2.model import GPT2
@@ -59,16 +59,9 @@ def load(
     return checkpoint.load(device=require_device(device, checkpoint.dtype))
 
 
-def load_path(
-    path: Path,
-    *,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
-    offline: bool = False,
-    activation: str | None = None,
-) -> GPT2:
-    """Load a local directory or file; only an adapter's base may come from elsewhere."""
-    return open_path(path, offline=offline, activation=activation).load(dtype, device)
+def load_path(path: Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu", **opening: Any) -> GPT2:
+    """Load a local directory or file, opened as by :func:`gpt2.checkpoint.checkpoint.open_path`."""
+    return open_path(path, **opening).load(dtype, device)
 
 
 def load_tokenizer(name: str = DEFAULT, *, revision: str | None = None, offline: bool = False) -> Tokenizer:
@@ -76,7 +69,7 @@ def load_tokenizer(name: str = DEFAULT, *, revision: str | None = None, offline:
     parsed = ModelName.parse(name, RUNS, revision=revision)
     if parsed.random is not None:
         return open_checkpoint(parsed).tokenizer()  # raises InputError
-    return tokenizer_of(locate(parsed, offline=offline).path, offline=offline)
+    return tokenizer_of(resolve(parsed, offline=offline).path, offline=offline)
 
 
 def rows_note(tokenizer: Tokenizer, config: GPT2Config, name: str) -> list[str]:

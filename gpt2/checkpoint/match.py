@@ -133,8 +133,7 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
     expected = {sources[name][0]: (shapes[name], fits[name]) for name in shapes}
     square = (config.n_embd, config.n_embd)  # the shape of a third, in either orientation
     expected |= {key: (files[key].entries[key].shape, square[: len(wanted[name])]) for name in apart for key in sources[name]}
-    misshapen = [f"{key} is {list(shape)}, expected {list(fit)}" for key, (shape, fit) in expected.items() if shape != fit]
-    if misshapen:
+    if misshapen := [f"{key} is {list(shape)}, expected {list(fit)}" for key, (shape, fit) in expected.items() if shape != fit]:
         more = f" and {len(misshapen) - 4:,} more" if len(misshapen) > 4 else ""
         why = f" ({len(straight)} matrices lie [in, out] and {len(reversed_)} [out, in])" if straight and reversed_ else ""
         problems.append(f"misshapen: {', '.join(misshapen[:4])}{more}{why}")

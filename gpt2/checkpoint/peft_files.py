@@ -21,10 +21,10 @@ from torch import Tensor
 from gpt2.checkpoint.containers import Container, listed, read_json
 from gpt2.checkpoint.files import ADAPTER as CONFIG
 from gpt2.checkpoint.files import LAYOUTS, open_file
+from gpt2.checkpoint.hub import resolve
 from gpt2.checkpoint.keys import from_file, layer, to_file
 from gpt2.checkpoint.names import DEFAULT, OFFICIAL, REPOSITORY, ModelName
 from gpt2.checkpoint.saving import safetensors_file, write_file, write_json
-from gpt2.checkpoint.sources import resolve
 from gpt2.config import quoted
 from gpt2.errors import CheckpointError, InputError
 from gpt2.lora import PROJECTIONS, adapters, merge_into
@@ -99,8 +99,7 @@ def read_adapter(path: Path) -> Adapter:
     more += ["init_lora_weights"] if config.get("init_lora_weights") not in INITIALISATIONS else []
     if more:
         raise CheckpointError(f"{where}: uses {listed(more)}, which is more than LoRA; {MERGE_WITH_PEFT}")
-    weights = next((path / name for name in (WEIGHTS, PICKLED) if (path / name).is_file()), None)
-    if weights is None:
+    if (weights := next((path / name for name in (WEIGHTS, PICKLED) if (path / name).is_file()), None)) is None:
         raise CheckpointError(f"{path}: has no {WEIGHTS} beside {CONFIG}; fetch the adapter again")
     file = open_file(weights)
     pairs: dict[str, dict[str, str]] = {}
@@ -168,8 +167,7 @@ def _number(config: Mapping[str, Any], key: str, default: float, patterns: str, 
 
 def save_adapter(model: GPT2, directory: Path, base: str | None) -> Path:
     """Write the adapters of ``model`` as PEFT does; ``base`` is the base model's name. Raises InputError: it has no adapters."""
-    adapted = adapters(model)
-    if not adapted:
+    if not (adapted := adapters(model)):
         raise InputError("cannot save adapters: this model has none; inject some, or save the model itself")
     first = next(iter(adapted.values()))
     name, revision = _portable(base)

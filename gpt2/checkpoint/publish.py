@@ -2,42 +2,50 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2.checkpoint import card
-from gpt2.checkpoint.card_text import CURVES, Record
+from gpt2.checkpoint.cache import Declared
 from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.containers import read_json
 from gpt2.checkpoint.describe import File
 from gpt2.checkpoint.export import TOKENIZER_FILES
 from gpt2.checkpoint.files import ADAPTER, INDEX, what_is_there
-from gpt2.checkpoint.hub_api import list_files, request_headers
-from gpt2.checkpoint.hub_errors import BUSY, check_environment, one_line
+from gpt2.checkpoint.hub_api import explained, list_files, one_line, request_headers
 from gpt2.checkpoint.loading import require_finite, rows_note
 from gpt2.checkpoint.names import REPOSITORY
 from gpt2.checkpoint.peft_files import WEIGHTS as ADAPTER_WEIGHTS
 from gpt2.checkpoint.saving import sha256
-from gpt2.checkpoint.verified import digest_of
 from gpt2.config import quoted
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
 ADAPTERS = (ADAPTER, ADAPTER_WEIGHTS, f"adapter/{ADAPTER}", f"adapter/{ADAPTER_WEIGHTS}")
 SENT = {
     *("config.json", "generation_config.json", "special_tokens_map.json", INDEX, "LICENSE", *ADAPTERS),
-    *(card.CARD, CURVES, card.RECORD, *TOKENIZER_FILES),
+    *(card.CARD, card.CURVES, card.RECORD, *TOKENIZER_FILES),
 }
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|[\w+-][\w.+-]*\.gguf", re.ASCII)
+AGAIN = "run it again, what the Hub has is not sent again"
+DOWN = "the Hub is busy or down; run it again later, what it has is not sent again"
+# Status of a refusal -> what to do; {said} is the Hub's own reason, {hub} its address.
+REFUSALS = {
+    401: "the token is not valid; run `hf auth login`, or correct HF_TOKEN",
+    402: "{said}; see the plan at {hub}/settings/billing",
+    403: "the token may not write to {owner}; make one that may at {hub}/settings/tokens",
+    **dict.fromkeys((409, 412), "the repository changed meanwhile; run it again"),
+    408: DOWN,
+    413: "too large for the Hub; split the weights into shards, or ask the Hub for more room",
+    429: "too many requests; wait some minutes and " + AGAIN,
+}
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,7 @@ class Published:
     wrong: tuple[str, ...]
 
 
-def plan(folder: str | Path, repo: str | None = None, record: Record | None = None) -> Plan:
+def plan(folder: str | Path, repo: str | None = None, record: card.Record | None = None) -> Plan:
     """Choose the files of ``folder`` to publish, and check them; no request is made, and the folder is not changed.
 
     Only a model's own files are sent: safetensors or GGUF, config, tokenizer, card, record, curves, LoRA adapter. With ``repo``,
@@ -88,8 +96,7 @@ def plan(folder: str | Path, repo: str | None = None, record: Record | None = No
     Raises InputError: not OWNER/NAME, no such folder, its model does not load or computes no numbers, its weights are in another
     format, a file is a link that leads out of it, or its card claims what its record does not have.
     """
-    if repo is not None:
-        _require_name(repo)
+    _require_name(repo or "OWNER/NAME")
     given, folder = Path(folder), Path(folder).expanduser().resolve()
     if not folder.is_dir():
         raise InputError(f"{given}: not a folder; give the one that gpt2 export or gpt2 train made, such as out/run/best")
@@ -104,13 +111,14 @@ def plan(folder: str | Path, repo: str | None = None, record: Record | None = No
         advice = "" if "training run" in there else f". gpt2 export {given} DIR writes safetensors"
         raise InputError(f"{given}: no model.safetensors and no .gguf there; {there}{advice}")
     files = {name: File(name, (folder / name).stat().st_size, sha256(folder / name)) for name in names}
-    notes = [
-        *_check_model(folder, names),
-        *_private_paths(folder, names),
-        *card.check(folder, {name: file.sha256 for name, file in files.items()}),
-    ]
-    record = record or card.read_record(folder)
-    written = card.for_repository(folder, record, repo) if repo and record and card.CARD in files else {}
+    notes = _check_model(folder, names)
+    for name in names:
+        base = str(read_json(folder / name).get("base_model_name_or_path")) if name.endswith(ADAPTER) else ""
+        notes += [f"{name} names {base}, a path of this machine"] if base.startswith(("/", "~", ".")) else []
+    notes += card.check(folder, {name: file.sha256 for name, file in files.items()})
+    record, written = record or card.read_record(folder), dict[str, bytes]()
+    if repo and record and card.CARD in files:
+        written, _ = card.contents(folder, record | {"repo": repo})
     files |= {name: File(name, len(content), hashlib.sha256(content).hexdigest()) for name, content in written.items()}
     left_out = tuple(name for name in present if name not in names)
     return Plan(folder, tuple(files.values()), left_out, tuple(notes), written)
@@ -136,22 +144,13 @@ def _check_model(folder: Path, names: list[str]) -> list[str]:
     return rows_note(tokenizer, model.config, str(folder))
 
 
-def _private_paths(folder: Path, names: list[str]) -> list[str]:
-    """Return a remark on each adapter whose config names a folder of this machine as its base."""
-    configs = [name for name in names if name.endswith(ADAPTER)]
-    bases = {name: read_json(folder / name).get("base_model_name_or_path") for name in configs}
-    return [
-        f"{name} names {base}, a path of this machine" for name, base in bases.items() if str(base).startswith(("/", "~", "."))
-    ]
-
-
 def look(repo: str, planned: Plan, *, public: bool) -> Target:
     """Ask the Hub for the repository; nothing is sent.
 
     Raises InputError: not OWNER/NAME, no token, no answer, or a public repository where a private one is wanted.
     """
     _require_name(repo)
-    with explained(repo):
+    with explained(repo, refused=_refused):
         from huggingface_hub.errors import RepositoryNotFoundError
         from huggingface_hub.utils import validate_repo_id
 
@@ -176,35 +175,31 @@ def send(planned: Plan, target: Target) -> Published:
     Large files that the Hub has already are not sent again, so a broken upload goes on. The commit fails if the repository has
     changed since :func:`look`. Raises InputError: the Hub refuses or does not answer.
     """
-    with explained(target.repo):
+    with explained(target.repo, refused=_refused):
         from huggingface_hub import CommitOperationAdd
 
         api = _api()
         if target.commit is None:
             api.create_repo(target.repo, private=target.private)
-        names = [file.name for file in planned.files]
-        files = [CommitOperationAdd(name, planned.written.get(name) or str(planned.folder / name)) for name in names]
+        sent = {file.name: planned.written.get(file.name) or planned.folder / file.name for file in planned.files}
+        files = [CommitOperationAdd(name, content) for name, content in sent.items()]
         message = f"Upload {len(files)} files with gpt2 publish"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a card without metadata, which the plan's notes say
             commit = api.create_commit(target.repo, files, commit_message=message, parent_commit=target.commit).oid
         stored = list_files(target.repo, commit)
-    wrong = []
-    for file in planned.files:
-        declared = stored[file.name].digest if file.name in stored else ""
-        if len(declared) != 64:  # a small file, of which the Hub lists git's hash
-            declared = file.sha256 if declared and _is_stored(planned, file, declared) else ""
-        wrong += [] if declared == file.sha256 else [file.name]
+    wrong = [file.name for file in planned.files if not _arrived(file, sent[file.name], stored.get(file.name))]
     return Published(commit, f"{target.url}/commit/{commit}", tuple(wrong))
 
 
-def _is_stored(planned: Plan, file: File, declared: str) -> bool:
-    """Return whether git's hash that the Hub declares is that of the content which the plan showed."""
-    if (content := planned.written.get(file.name)) is not None:
-        return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest() == declared
-    path = planned.folder / file.name
-    with path.open("rb") as stream:
-        return digest_of(stream, declared, path) == declared and sha256(path) == file.sha256
+def _arrived(file: File, sent: bytes | Path, stored: Declared | None) -> bool:
+    """Return whether the Hub holds the content that the plan showed; of a small file it lists git's hash."""
+    from huggingface_hub.utils.sha import git_hash
+
+    if stored is None or len(stored.digest) == 64:
+        return stored is not None and stored.digest == file.sha256
+    content = sent if isinstance(sent, bytes) else sent.read_bytes()
+    return hashlib.sha256(content).hexdigest() == file.sha256 and git_hash(content) == stored.digest
 
 
 def _api() -> HfApi:
@@ -218,48 +213,18 @@ def _api() -> HfApi:
     return HfApi()
 
 
-@contextlib.contextmanager
-def explained(repo: str) -> Iterator[None]:
-    """Convert every failure of an upload into an InputError of one line; the token is in none of them."""
-    check_environment()
+def _refused(repo: str, error: Exception) -> InputError:
+    """Return what went wrong in one line, without the token."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+    from huggingface_hub.errors import HfHubHTTPError
 
-    try:
-        yield
-    except InputError:
-        raise
-    except (HTTPError, OSError, ValueError, RuntimeError) as error:
-        cause: BaseException = error
-        while not isinstance(cause, HfHubHTTPError) and cause.__cause__ is not None and isinstance(error, RuntimeError):
-            cause = cause.__cause__
-        if isinstance(cause, HfHubHTTPError):
-            raise _refused(repo, cause) from error
-        what = one_line(cause)
-        if isinstance(error, ValueError):  # the client's own checks, and the Hub's of the card
-            raise InputError(f"{repo}: {what}; correct it and publish again") from error
-        advice = "check the network and run it again, what the Hub has is not sent again"
-        xet = "" if constants.HF_HUB_DISABLE_XET else "; HF_HUB_DISABLE_XET=1 sends over plain HTTP"
-        raise InputError(f"the upload to {repo} broke off ({what}): {advice}{xet}") from error
-
-
-def _refused(repo: str, error: HfHubHTTPError) -> InputError:
-    from huggingface_hub import constants
-
-    hub, status = constants.ENDPOINT, error.response.status_code
-    said = one_line(Exception(error.response.headers.get("X-Error-Message") or "no reason given"))[:160]
-    owner = repo.partition("/")[0]
-    advice = {
-        400: f"{said}; correct it and publish again",
-        401: "the token is not valid; run `hf auth login`, or correct HF_TOKEN",
-        402: f"{said}; see the plan of {owner} at {hub}/settings/billing",
-        403: f"the token may not write to {owner}; make one that may at {hub}/settings/tokens",
-        404: f"the repository is gone or renamed; look at {hub}/{owner}",
-        409: "the repository changed meanwhile; run it again",
-        412: "the repository changed meanwhile; run it again",
-        413: "too large for the Hub; split the weights into shards, or ask the Hub for more room",
-        429: "too many requests; wait some minutes and run it again, what the Hub has is not sent again",
-    }
-    busy = "the Hub is busy or down; run it again later, what it has is not sent again"
-    what = advice.get(status, busy if status in BUSY or status >= 500 else said)
-    return InputError(f"{hub} answers {status} for {repo}: {what}")
+    cause = (error.__cause__ or error) if isinstance(error, RuntimeError) else error  # the client names the file around it
+    if isinstance(cause, HfHubHTTPError):
+        hub, status = constants.ENDPOINT, cause.response.status_code
+        said = one_line(Exception(cause.response.headers.get("X-Error-Message") or "no reason given"))[:160]
+        what = REFUSALS.get(status, DOWN if status >= 500 else "{said}; correct it and publish again")
+        return InputError(f"{hub} answers {status} for {repo}: {what.format(hub=hub, owner=repo.partition('/')[0], said=said)}")
+    if isinstance(error, ValueError):  # the client's own checks, and the Hub's of the card
+        return InputError(f"{repo}: {one_line(cause)}; correct it and publish again")
+    xet = "" if constants.HF_HUB_DISABLE_XET else "; HF_HUB_DISABLE_XET=1 sends over plain HTTP"
+    return InputError(f"the upload to {repo} broke off ({one_line(cause)}): check the network and {AGAIN}{xet}")

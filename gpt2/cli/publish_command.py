@@ -13,7 +13,7 @@ from gpt2.cli.common import Status, say, size, write_result
 from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
-    from gpt2.checkpoint.card_text import Record
+    from gpt2.checkpoint.card import Record
     from gpt2.checkpoint.publish import Plan, Published, Target
 
 HELP = "send a model and its card to the Hub, in one commit"

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from gpt2 import __version__
-from gpt2.checkpoint.cache import written_aside
 from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.saving import raw_bytes, safetensors_header, write_pieces
+from gpt2.data.files import written_aside
 from gpt2.errors import CheckpointError, InputError
 from gpt2.measure.divergence import log_sums
 from gpt2.measure.windows import RowWindows, Windows

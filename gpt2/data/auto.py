@@ -9,9 +9,7 @@ tokenization_utils_tokenizers.py (`TokenizersBackend`), and the `__init__` of ea
 """
 
 import base64
-import functools
 import json
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,15 +18,13 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 
 from gpt2.config import quoted
-from gpt2.data.bpe import as_pairs
+from gpt2.data.bpe import as_pairs, byte_level_pipeline
 from gpt2.data.byte_level import N_BYTES, Merges, byte_alphabet, state
-from gpt2.data.files import END_OF_TEXT, TOKENIZER_FILES, link_to_nothing, read, read_json, read_text
+from gpt2.data.files import END_OF_TEXT, TOKENIZER_FILES, link_to_nothing, read, read_json, read_text, warn_once
 from gpt2.data.library import ROLES, LibraryTokenizer, library, text_of
 from gpt2.data.pieces import PiecesTokenizer, pieces_of
 from gpt2.data.tokenizer import Tokenizer
-from gpt2.errors import InputError, printable
-
-log = logging.getLogger("gpt2")
+from gpt2.errors import InputError
 
 WHOLE, CONFIG, ADDED, MAP = "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"
 BPE_FILES, OPENAI, VOCAB, PIECES = ("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"), "vocab.txt", "spiece.model"
@@ -74,11 +70,7 @@ class Kind(NamedTuple):
 
 
 def _byte_level(parts: Parts) -> Pipeline:
-    model = models.BPE(parts.by_token, list(parts.merges), fuse_unk=False, continuing_subword_prefix="", end_of_word_suffix="")
-    pipeline = Pipeline(model)
-    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(parts.config.get("add_prefix_space", False)))
-    pipeline.decoder = decoders.ByteLevel()
-    return pipeline
+    return byte_level_pipeline(parts.by_token, parts.merges, prefix=bool(parts.config.get("add_prefix_space", False)))
 
 
 def _bert(parts: Parts) -> Pipeline:
@@ -174,7 +166,7 @@ def _open(folder: Path) -> Tokenizer:
         kind = None
     elif kind is None and name not in (*GENERAL, SLOW) and (whole or (folder / BPE_FILES[0]).is_file()):
         how = f"{WHOLE} is run as it is" if whole else "its files are read as GPT-2's"
-        _warn(f"{folder}: its tokenizer's class, {name}, is not known here; {how} (gpt2 verify compares)")
+        warn_once(f"{folder}: its tokenizer's class, {name}, is not known here; {how} (gpt2 verify compares)")
     config, roles, declared, extra = _declared(folder, config, whole)
     kept = {file: read(folder / file) for file in TOKENIZER_FILES if (folder / file).is_file()}
     if "tokenizer_class" not in config and name != "GPT2Tokenizer":  # config.json says it, or nobody: other copies need it here
@@ -186,14 +178,15 @@ def _open(folder: Path) -> Tokenizer:
         merges: Merges = as_pairs(whole["model"].get("merges"), str(folder / WHOLE))
     else:
         kind = kind or CLASSES["GPT2Tokenizer"]
-        parts, special = _of_whole(folder / WHOLE, whole, config) if whole else _of_files(folder, name, kind, config)
+        parts, special = _parts(folder, name, kind, config, whole)
         pipeline, merges = kind.build(parts), parts.merges
         for step, built in (("normalizer", pipeline.normalizer), ("pre_tokenizer", pipeline.pre_tokenizer)):
             if (stated := (whole.get(step) or {}).get("type")) not in (None, state(built).get("type")):
-                _warn(f"{folder}: {name} replaces the {step} of {WHOLE} ({quoted(stated)}), as transformers does")
+                warn_once(f"{folder}: {name} replaces the {step} of {WHOLE} ({quoted(stated)}), as transformers does")
         pipeline.post_processor = _post_processor(whole) or pipeline.post_processor
         roles, extra = {**kind.roles, **roles}, extra or [*special, *kind.extra(config)]
-    named = _add(pipeline, {role: roles[role] for role in sorted(roles, key=_order)}, declared, extra)
+    order = [*(role for role in ROLES if role in roles), *(role for role in roles if role not in ROLES)]
+    named = _add(pipeline, {role: roles[role] for role in order}, declared, extra)
     asked = [end for end in ("bos", "eos") if f"add_{end}_token" in config and not whole]
     if asked or pipeline.post_processor is None:
         first, last = (f"{end}_token" if config.get(f"add_{end}_token") and end in asked else "" for end in ("bos", "eos"))
@@ -224,10 +217,6 @@ def _object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or (path.name == WHOLE and content and not isinstance(content.get("model"), dict)):
         raise InputError(f"{path} is not what that name says, a JSON object of the `tokenizers` library; fetch it again")
     return content
-
-
-def _order(role: str) -> int:
-    return ROLES.index(role) if role in ROLES else len(ROLES)
 
 
 def _token(value: Any, folder: Path, **flags: bool) -> Token:
@@ -293,15 +282,13 @@ def _post_processor(whole: Mapping[str, Any]) -> Any:
     return Pipeline.from_str(json.dumps({**plain, "post_processor": whole.get("post_processor")})).post_processor
 
 
-def _of_whole(path: Path, whole: Mapping[str, Any], config: dict[str, Any]) -> tuple[Parts, list[Token]]:
-    model, steps = whole["model"], whole.get("normalizer") or {}
-    tables = [step.get("precompiled_charsmap") for step in steps.get("normalizers", [steps])]
-    charsmap = next((base64.b64decode(table) for table in tables if table), None)
-    return Parts(model.get("vocab"), as_pairs(model.get("merges"), str(path)), charsmap, config), []
-
-
-def _of_files(folder: Path, name: str, kind: Kind, config: dict[str, Any]) -> tuple[Parts, list[Token]]:
-    """Read a vocabulary without `tokenizer.json`; return it and the special tokens that it declares itself."""
+def _parts(folder: Path, name: str, kind: Kind, config: dict[str, Any], whole: Mapping[str, Any]) -> tuple[Parts, list[Token]]:
+    """Return the vocabulary of `tokenizer.json`, else of other files, and the special tokens that it declares itself."""
+    if whole:
+        model, steps = whole["model"], whole.get("normalizer") or {}
+        tables = [step.get("precompiled_charsmap") for step in steps.get("normalizers", [steps])]
+        charsmap = next((base64.b64decode(table) for table in tables if table), None)
+        return Parts(model.get("vocab"), as_pairs(model.get("merges"), str(folder / WHOLE)), charsmap, config), []
     for vocab, merges in (BPE_FILES, OPENAI) if kind.build is _byte_level else ():
         if (folder / vocab).is_file() and (folder / merges).is_file():
             # Only "\n" ends a line: Python's other line ends may be part of a token. The last line may lack it.
@@ -332,18 +319,13 @@ def _of_files(folder: Path, name: str, kind: Kind, config: dict[str, Any]) -> tu
     raise InputError(f"{folder}: no tokenizer; looked for {wanted} and found {found}; copy the missing file there")
 
 
-@functools.cache
-def _warn(message: str) -> None:
-    log.warning("%s", printable(message, one_line=True))
-
-
 def _check(folder: Path, tokenizer: LibraryTokenizer, merges: Merges, kept: Mapping[str, bytes]) -> None:
     """Warn of tokens that no merge makes, and where vocab.json and merges.txt say something else than tokenizer.json."""
     vocab = tokenizer.vocab
     if len(vocab) > N_BYTES + len(merges) + len(tokenizer.added):
         made = {*byte_alphabet(), *(a + b for a, b in merges), *tokenizer.special_tokens, *tokenizer.matched}
         lost = [token for token in vocab if token not in made]
-        _warn(f"{folder}: {len(lost):,} tokens are made by no merge ({quoted(lost[0])} first); are the merges cut off?")
+        warn_once(f"{folder}: {len(lost):,} tokens are made by no merge ({quoted(lost[0])} first); are the merges cut off?")
     if kept.keys() >= set(BPE_FILES):
         stated = {**_object(folder / BPE_FILES[0]), **_object(folder / ADDED)}
         lines = read_text(folder / BPE_FILES[1]).replace("\r\n", "\n").splitlines()
@@ -351,4 +333,4 @@ def _check(folder: Path, tokenizer: LibraryTokenizer, merges: Merges, kept: Mapp
         if stated != vocab or not same:
             odd = [token for token in {**vocab, **stated} if vocab.get(token) != stated.get(token)]
             what = f"about {quoted(odd[0])}" if odd else "about the merges"
-            _warn(f"{folder}: {WHOLE} and {' + '.join(BPE_FILES)} disagree {what}; {WHOLE} is read")
+            warn_once(f"{folder}: {WHOLE} and {' + '.join(BPE_FILES)} disagree {what}; {WHOLE} is read")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpt2.config import quoted
 from gpt2.data.byte_level import N_BYTES, Merges, byte_alphabet, openai_byte_order
@@ -10,6 +10,9 @@ from gpt2.data.files import END_OF_TEXT
 from gpt2.data.library import LibraryTokenizer, library
 from gpt2.data.tokenizer import refuse_surrogates
 from gpt2.errors import InputError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Pipeline
 
 
 def as_pairs(merges: Any, where: str) -> list[tuple[str, str]]:
@@ -19,6 +22,16 @@ def as_pairs(merges: Any, where: str) -> list[tuple[str, str]]:
         number, wrong = next((i, merge) for i, merge in enumerate(merges) if len(found[i]) != 2 or "" in found[i])
         raise InputError(f"{where}: merge {number} is {quoted(wrong)}, not two tokens; it is damaged, fetch it again")
     return found
+
+
+def byte_level_pipeline(vocab: Mapping[str, int], merges: Merges, *, prefix: bool = False, **model: Any) -> "Pipeline":
+    """Return a byte-level BPE in the library's parts, with a space put before each text if ``prefix``."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    pipeline = Tokenizer(models.BPE(dict(vocab), list(merges), continuing_subword_prefix="", end_of_word_suffix="", **model))
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    pipeline.decoder = decoders.ByteLevel()
+    return pipeline
 
 
 def made_bpe(
@@ -34,15 +47,11 @@ def made_bpe(
 
     Raises InputError: what the library refuses.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import AddedToken, processors
 
     with library(where):
-        backend = Tokenizer(
-            models.BPE(dict(vocab), list(merges), fuse_unk=False, continuing_subword_prefix="", end_of_word_suffix="")
-        )
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend = byte_level_pipeline(vocab, merges)
         backend.post_processor = processors.ByteLevel(trim_offsets=False)
-        backend.decoder = decoders.ByteLevel()
         backend.add_tokens([AddedToken(token, normalized=True, special=True) for token in special])
         backend.add_tokens([AddedToken(token, normalized=True) for token in matched])
     roles = {} if eos is None else dict.fromkeys(("bos_token", "eos_token", "unk_token"), eos)
@@ -56,10 +65,9 @@ def train_bpe(text: str, vocab_size: int) -> LibraryTokenizer:
         raise InputError(f"vocab_size {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need 257")
     refuse_surrogates(text)
 
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import trainers
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = byte_level_pipeline({}, [])
     trainer = trainers.BpeTrainer(
         vocab_size=N_BYTES + n_merges, initial_alphabet=list(byte_alphabet()), special_tokens=[], show_progress=False
     )

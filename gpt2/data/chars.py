@@ -62,11 +62,7 @@ class Chars(Tokenizer):
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Self:
-        file = Path(path) / FILE
-        content = files.read_json(file)
-        characters = content.get("characters") if isinstance(content, dict) else None
-        if not isinstance(characters, str):
-            raise InputError(f'{file} holds no {{"characters": "..."}}; it is damaged, save the tokenizer again')
+        (characters,) = files.read_fields(file := Path(path) / FILE, characters="...")
         return cls(characters, where=f"{file}")
 
     def texts(self, n_positions: int) -> dict[str, str | bytes]:

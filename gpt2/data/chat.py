@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from gpt2.data.files import read_json
-from gpt2.errors import InputError
+from gpt2.data.files import read_fields
 
 if TYPE_CHECKING:
     from gpt2.data.tokenizer import Tokenizer
@@ -46,11 +45,7 @@ class ChatFormat:
         file = directory / FILE
         if not file.is_file():
             return None
-        content = read_json(file)
-        before, after = (content.get(name) for name in ("before", "after")) if isinstance(content, dict) else (None, None)
-        if not isinstance(before, str) or not isinstance(after, str):
-            raise InputError(f'{file} holds no {{"before": "...", "after": "..."}}; it is damaged, save the model again')
-        return cls(before, after)
+        return cls(*read_fields(file, before="...", after="..."))
 
     def text(self) -> str:
         """Return the content of the file."""

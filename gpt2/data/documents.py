@@ -51,8 +51,7 @@ def files(path: str) -> list[Path]:
     except OSError as error:  # such as a name that is too long
         raise InputError(f"{quoted(path)}: {error.strerror}; check data.path") from None
     if folder:
-        found = [file for file in _inside(place) if file.suffix and file.suffix.lower() in TEXTS + TABLES]
-        if not found:
+        if not (found := [file for file in _inside(place) if file.suffix and file.suffix.lower() in TEXTS + TABLES]):
             raise InputError(f"{path}: no .txt, .md, .jsonl, .csv or .parquet file in this folder; give another data.path")
     else:
         found = [place] if there else [Path(name) for name in glob.glob(path, recursive=True) if Path(name).is_file()]

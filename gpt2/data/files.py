@@ -1,12 +1,17 @@
 """Read and write the files of tokenizers: JSON, text and bytes, within limits and whole."""
 
+import contextlib
+import functools
 import json
+import logging
 import os
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from gpt2.config import quoted
-from gpt2.errors import InputError
+from gpt2.errors import InputError, printable
 
 END_OF_TEXT = "<|endoftext|>"  # of the vocabularies that are made here, and the mark between documents
 
@@ -20,6 +25,14 @@ LEGACY = ("added_tokens.json", "special_tokens_map.json")  # read beside the oth
 
 # Maximum bytes of one file. GPT-2's have up to 1.4 MB, the largest published vocabularies (256,000 tokens) 20 to 35 MB.
 LIMIT = 40_000_000
+
+log = logging.getLogger("gpt2")
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning the first time: a command opens the same name for the model, its tokenizer and a report."""
+    log.warning("%s", printable(message, one_line=True))
 
 
 def read(path: Path) -> bytes:
@@ -66,6 +79,16 @@ def read_json(path: Path) -> object:
         raise InputError(f"{path} is not a tokenizer's file: {reason}; fetch it again") from None
 
 
+def read_fields(path: Path, **example: Any) -> list[Any]:
+    """Return fields of this project's own JSON, of the types in ``example``. Raises InputError: they are not there."""
+    content = read_json(path)
+    found = [content.get(name) if isinstance(content, dict) else None for name in example]
+    right = all(isinstance(value, type(usual)) for value, usual in zip(found, example.values(), strict=True))
+    if not right or not all(isinstance(part, str) for value in found for part in value or ()):
+        raise InputError(f"{path} holds no {json.dumps(example)}; it is damaged, save it again")
+    return found
+
+
 def stated_ends(folder: Path) -> tuple[int, ...] | None:
     """Return the ids at which generation_config.json, else config.json, says that a text ends; None if neither says it.
 
@@ -82,17 +105,27 @@ def stated_ends(folder: Path) -> tuple[int, ...] | None:
     return None
 
 
+@contextlib.contextmanager
+def written_aside(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file that replaces ``path`` once it is written and synced: no reader sees a part of it.
+
+    A symlink is replaced, its target not changed.
+    """
+    new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.incomplete")
+    try:
+        with new.open("xb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
 def write(directory: Path, texts: Mapping[str, str | bytes]) -> list[Path]:
-    """Write each file aside, sync and rename it: no reader sees a partial file. A symlink is replaced, its target not changed."""
+    """Write each file as :func:`written_aside` does; return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        aside = directory / f".{name}.{os.getpid()}"
-        try:
-            with aside.open("wb") as file:
-                file.write(text.encode() if isinstance(text, str) else text)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(directory / name)
-        finally:
-            aside.unlink(missing_ok=True)
+        with written_aside(directory / name) as file:
+            file.write(text.encode() if isinstance(text, str) else text)
     return [directory / name for name in texts]

@@ -40,12 +40,7 @@ class PiecesTokenizer(Tokenizer):
     """A SentencePiece model and its added tokens; ``kept`` are the files that it was read from."""
 
     def __init__(
-        self,
-        path: Path,
-        roles: Mapping[str, Any],
-        declared: Mapping[int, Any],
-        extra: Iterable[Any],
-        kept: dict[str, bytes],
+        self, path: Path, roles: Mapping[str, Any], declared: Mapping[int, Any], extra: Iterable[Any], kept: dict[str, bytes]
     ) -> None:
         import sentencepiece
 
@@ -77,11 +72,7 @@ class PiecesTokenizer(Tokenizer):
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         refuse_surrogates(text)
-        return [i for part, i in self._parts(text, special) for i in ([i] if i is not None else self._encode(part))]
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.model.encode(_clean(text))
-        return ids
+        return [i for part, i in self._parts(text, special) for i in ([i] if i is not None else self.model.encode(_clean(part)))]
 
     def _parts(self, text: str, special: bool) -> list[tuple[str, int | None]]:
         """Split a text at its added tokens, which take the spaces beside them that their flags say."""

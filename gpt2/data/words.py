@@ -16,6 +16,7 @@ from typing import Self
 
 from gpt2.config import quoted
 from gpt2.data import files
+from gpt2.data.bpe import byte_level_pipeline
 from gpt2.data.byte_level import N_BYTES, PATTERN, byte_alphabet, openai_byte_order
 from gpt2.data.files import END_OF_TEXT
 from gpt2.data.library import LibraryTokenizer
@@ -84,22 +85,15 @@ class Words(Tokenizer):
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Self:
-        file = Path(path) / FILE
-        content = files.read_json(file)
-        words = content.get("words") if isinstance(content, dict) else None
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            raise InputError(f'{file} holds no {{"words": ["...", ...]}}; it is damaged, save the tokenizer again')
+        (words,) = files.read_fields(file := Path(path) / FILE, words=["..."])
         return cls(words, where=f"{file}")
 
     def texts(self, n_positions: int) -> dict[str, str | bytes]:
-        from tokenizers import AddedToken, decoders, models, pre_tokenizers
-        from tokenizers import Tokenizer as Pipeline
+        from tokenizers import AddedToken
 
         alphabet = byte_alphabet()
         tokens = ["".join(alphabet[byte] for byte in token or b"") for token in self._bytes[:-1]] + [END_OF_TEXT]
-        pipeline = Pipeline(models.BPE({token: i for i, token in enumerate(tokens)}, [], ignore_merges=True))
-        pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False)
-        pipeline.decoder = decoders.ByteLevel()
+        pipeline = byte_level_pipeline({token: i for i, token in enumerate(tokens)}, [], ignore_merges=True)
         pipeline.add_tokens([AddedToken(END_OF_TEXT, special=True)])
         roles = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
         own = {FILE: json.dumps({"words": self._words}, ensure_ascii=False) + "\n"}

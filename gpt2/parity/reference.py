@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, Checkpoint, StoredCheckpoint
 from gpt2.checkpoint.configs import read_config
 from gpt2.checkpoint.files import ADAPTER, INDEX, LAYOUTS, WEIGHTS
-from gpt2.checkpoint.hub_errors import check_environment
+from gpt2.checkpoint.hub_api import check_environment
 from gpt2.checkpoint.keys import to_file
 from gpt2.config import GPT2Config
 from gpt2.data.auto import class_name
@@ -102,14 +102,14 @@ def _transformers_config(config: GPT2Config) -> Any:
 
 
 @contextmanager
-def _opening(path: Path) -> Iterator[None]:
+def _opening(path: Path, advice: str = "repair the files") -> Iterator[None]:
     """Report a failure of transformers to open the files as an InputError of one line."""
     try:
         with _quiet():
             yield
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        raise CheckpointError(f"{path}: transformers cannot open it ({reason}); repair the files") from error
+        raise CheckpointError(f"{path}: transformers cannot open it ({reason}); {advice}") from error
 
 
 def reference_cache(model: nn.Module) -> Any:
@@ -123,8 +123,12 @@ def reference_cache(model: nn.Module) -> Any:
 def reference_tokenizer(path: Path) -> Any:
     """Return transformers' tokenizer of that directory, with the class that the directory names."""
     library, config = _transformers(), _transformers_config(read_config(path))
-    config.tokenizer_class = class_name(path)
-    with _opening(path):
+    name = config.tokenizer_class = class_name(path)
+    known = hasattr(library, name) or hasattr(library, f"{name}Fast")
+    copy = (
+        'in a copy, write "tokenizer_class": "GPT2Tokenizer" into tokenizer_config.json if it is one, else add its tokenizer.json'
+    )
+    with _opening(path, "repair the files" if known else f"it has no {name}; {copy}"):
         return library.AutoTokenizer.from_pretrained(path, local_files_only=True, config=config)
 
 

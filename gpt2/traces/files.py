@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gpt2.checkpoint.cache import written_aside
 from gpt2.checkpoint.llmc_writer import require_expressible, state_pieces
 from gpt2.checkpoint.saving import safetensors_file
 from gpt2.config import GPT2Config, quoted
+from gpt2.data.files import written_aside
 from gpt2.errors import InputError
 from gpt2.pages.reports import as_json
 from gpt2.traces.arrays import GRADIENT

@@ -9,7 +9,7 @@ from typing import Any
 
 from gpt2 import __version__
 from gpt2.checkpoint import card
-from gpt2.checkpoint.card_text import CURVES, Record
+from gpt2.checkpoint.card import CURVES, Record
 from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.files import WEIGHTS
 from gpt2.checkpoint.saving import sha256
@@ -64,18 +64,14 @@ def record_of(folder: Path) -> Record | None:
     best = min(evaluations, key=lambda row: row["loss"])
     at_best = next(row for row in rows if row["step"] == best["step"] and "val_loss" in row)
     checkpoint = open_path(folder / BEST)
-    config, base = checkpoint.config, card.base_of(init) if init is not None else None
+    base = card.base_of(init) if init is not None else None
     text, dataset = _text(recipe)
     words = command(recipe, init)
     weights = {WEIGHTS: sha256(folder / BEST / WEIGHTS)}
     english = recipe.data.source in SOURCES or recipe.data.source.startswith("play:")
+    dtype = str(checkpoint.dtype).removeprefix("torch.")
     return {
-        "title": folder.resolve().name,
-        "format": "hf",
-        "weights": weights,
-        "dtype": str(checkpoint.dtype).removeprefix("torch."),
-        "parameters": config.num_parameters(),
-        "config": {key: getattr(config, key) for key in ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size")},
+        **card.facts(folder, "hf", dtype, checkpoint.config, weights),
         "base": base,
         "license": (base or {}).get("license"),
         "language": "en" if english and not (recipe.data.path or recipe.data.tokens) else None,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.containers.row_shards import INFO, OFFSETS, name_of
+from gpt2.checkpoint.containers.safetensors_file import INFO, OFFSETS, name_of
 from gpt2.checkpoint.keys import to_file
 from gpt2.checkpoint.saving import safetensors_file, save_config, sha256, write_file, write_json
 from gpt2.data import Tokenizer

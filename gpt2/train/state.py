@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from gpt2.checkpoint.card import CARD, edited_card
-from gpt2.checkpoint.containers.row_shards import NAME
+from gpt2.checkpoint.containers.safetensors_file import NAME
 from gpt2.checkpoint.files import ADAPTER, open_weights
 from gpt2.checkpoint.peft_files import WEIGHTS
 from gpt2.checkpoint.saving import safetensors_file, sha256, write_file, write_json

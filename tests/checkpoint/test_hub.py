@@ -12,9 +12,9 @@ from support.hub_client import fetch_as_others
 from support.hub_client import resolve as run
 from support.hub_standin import HubStandIn
 
+from gpt2.checkpoint.hub import resolve
 from gpt2.checkpoint.hub_api import WARM_PATIENCE
 from gpt2.checkpoint.names import DEFAULT, EXPORTS, RUNS, VERIFIES, ModelName, RandomWeights
-from gpt2.checkpoint.sources import resolve
 from gpt2.errors import CheckpointError, InputError
 
 CONFIG = b'{"model_type": "gpt2"}'
@@ -411,6 +411,6 @@ def test_an_endpoint_that_is_no_hub(hub: HubStandIn, tmp_path: Path) -> None:
 
 
 def test_embedded_checkpoint_missing_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("gpt2.checkpoint.sources.__file__", str(tmp_path / "gpt2/checkpoint/sources.py"))
+    monkeypatch.setattr("gpt2.checkpoint.hub.__file__", str(tmp_path / "gpt2/checkpoint/hub.py"))
     with pytest.raises(CheckpointError, match="reinstall"):
         resolve(DEFAULT)

@@ -24,6 +24,7 @@ from gpt2.checkpoint.keys import TABLE, expected, from_file, layer, to_file
 from gpt2.checkpoint.loading import load, load_path, load_tokenizer
 from gpt2.checkpoint.match import Assignment, match
 from gpt2.errors import InputError
+from gpt2.generation import generate
 from gpt2.model import GPT2
 
 
@@ -252,7 +253,9 @@ def test_a_tied_head_of_nan_is_still_tied(tmp_path: Path) -> None:
     altered(
         tmp_path, lambda t: [t[key].view(-1)[3:4].fill_(float("nan")) for key in ("lm_head.weight", "transformer.wte.weight")]
     )
-    assert load_path(tmp_path).wte.weight.isnan().sum() == 1
+    model = load_path(tmp_path)
+    assert model.wte.weight.isnan().sum() == 1
+    refused(lambda: generate(model, [0], 1), f"{tmp_path}: the logits are not finite numbers", error=InputError)
 
 
 @pytest.mark.parametrize(

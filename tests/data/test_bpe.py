@@ -10,10 +10,10 @@ import pytest
 from support.official_repositories import openai_vocabulary
 
 from gpt2 import data
-from gpt2.data import auto, byte_level, files, from_directory
+from gpt2.data import byte_level, files, from_directory
 from gpt2.data.bpe import made_bpe, train_bpe
 from gpt2.data.byte_level import byte_alphabet, openai_byte_order
-from gpt2.data.files import END_OF_TEXT
+from gpt2.data.files import END_OF_TEXT, warn_once
 from gpt2.data.library import LibraryTokenizer
 from gpt2.errors import InputError
 
@@ -462,7 +462,7 @@ def test_bad_files(tmp_path, vocab, merges, message):
 
 def test_tokens_that_no_merge_makes_are_named(tmp_path, caplog):
     """A file of merges that was cut off gives other ids, in transformers too: one line says so."""
-    auto._warn.cache_clear()
+    warn_once.cache_clear()
     (tmp_path / "vocab.json").write_text(_vocab())
     (tmp_path / "merges.txt").write_text(_merges(lambda merges: merges[:-2]))
     assert from_directory(tmp_path).n_vocab == 264

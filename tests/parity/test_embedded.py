@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import gpt2
+from gpt2.checkpoint.hub import resolve
 from gpt2.checkpoint.saving import sha256
-from gpt2.checkpoint.sources import resolve
 from gpt2.measure.metrics import language_score
 from gpt2.measure.windows import Windows
 

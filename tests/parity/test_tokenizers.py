@@ -15,10 +15,11 @@ from gpt2.checkpoint.export import export
 from gpt2.cli.main import main
 from gpt2.config import GPT2Config
 from gpt2.data import auto, from_directory
+from gpt2.data.files import warn_once
 from gpt2.data.library import LibraryTokenizer
 from gpt2.errors import InputError
 from gpt2.explore.lens import explorer
-from gpt2.parity.reference import reference_ids
+from gpt2.parity.reference import reference_ids, reference_tokenizer
 
 NEEDS_PIECES = ("T5", "T5 with sentinels", "ALBERT", "GPT-SW3")
 
@@ -253,13 +254,13 @@ def test_the_text_of_a_special_token(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_files_that_disagree_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The base's vocab.json won over a newer tokenizer.json, whose added token was lost."""
-    auto._warn.cache_clear()
+    warn_once.cache_clear()
     folder = made("stale vocab.json", tmp_path / "a")
     for _ in range(2):
         tokenizer = from_directory(folder)
     assert tokenizer.encode("PersonA")[0] == tokenizer.n_vocab - 1
     assert [record.getMessage().count("disagree about 'PersonA'") for record in caplog.records] == [1]
-    auto._warn.cache_clear()
+    warn_once.cache_clear()
     caplog.clear()
     made("byte-level", tmp_path / "b")
     from_directory(tmp_path / "b").save(tmp_path / "b")  # adds the tokenizer.json
@@ -302,7 +303,7 @@ def test_links_to_nothing_are_named(tmp_path: Path) -> None:
 
 def test_a_class_that_is_not_known_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With tokenizer.json it is run as it is, and said; without it there is nothing to run."""
-    auto._warn.cache_clear()
+    warn_once.cache_clear()
     made("WordLevel", tmp_path / "a")
     config = tmp_path / "a" / "tokenizer_config.json"
     config.write_text(config.read_text().replace("PreTrainedTokenizerFast", "SomethingTokenizer"))
@@ -366,3 +367,15 @@ def test_any_value_in_a_file_is_read_or_refused_in_one_line(kind: str, tmp_path:
         (source / name).write_bytes(files[name])
     assert 5 < len(refused) < 55
     assert "\n" not in "".join(refused)
+
+
+def test_a_class_that_transformers_lacks_is_verified_as_the_line_says(tmp_path: Path) -> None:
+    """It said to repair the files, which were whole. Control: the advice, followed."""
+    folder = made("byte-level", tmp_path / "a")
+    (folder / "config.json").write_text(json.dumps(GPT2Config(300, 16, 8, 1, 2).to_hf("float32")))
+    config = folder / "tokenizer_config.json"
+    config.write_text('{"tokenizer_class": "ElsewhereTokenizer"}')
+    with pytest.raises(InputError, match=r'it has no ElsewhereTokenizer; .*"tokenizer_class": "GPT2Tokenizer"'):
+        reference_tokenizer(folder)
+    config.write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    assert reference_ids(reference_tokenizer(folder), "it's") == from_directory(folder).encode("it's")

@@ -22,19 +22,19 @@ class Counting:
     def update(self, data): hashed.append(len(data)); self.real.update(data)
     def hexdigest(self): return self.real.hexdigest()
 real_sha256 = hashlib.sha256
-from gpt2.checkpoint import sources, verified
+from gpt2.checkpoint import cache, hub
 class Hashlib:
     sha1 = hashlib.sha1
     @staticmethod
     def sha256(): return Counting(real_sha256())
-verified.hashlib = Hashlib
+cache.hashlib = Hashlib
 logging.basicConfig(level="INFO", format="%(name)s %(levelname)s %(message)s")
 exec(sys.argv[2])
 for case in json.loads(sys.argv[1]):
     hashed.clear()
     start = time.monotonic()
     try:
-        source = sources.resolve(**case)
+        source = hub.resolve(**case)
         out = dict(name=source.name, path=str(source.path), revision=source.revision)
     except Exception as error:
         out = dict(error=type(error).__name__, message=str(error))

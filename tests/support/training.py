@@ -9,8 +9,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from gpt2.checkpoint.card import CARD, RECORD
-from gpt2.checkpoint.card_text import CURVES
+from gpt2.checkpoint.card import CARD, CURVES, RECORD
 from gpt2.train import state
 from gpt2.train.loop import Logged, train
 

@@ -16,8 +16,7 @@ from support.commands import refusal
 
 import gpt2
 from gpt2.checkpoint import card
-from gpt2.checkpoint.card import CARD, base_of, read_record
-from gpt2.checkpoint.card_text import render
+from gpt2.checkpoint.card import CARD, base_of, read_record, render
 from gpt2.checkpoint.publish import plan
 from gpt2.cli.main import main, parser
 from gpt2.train import state, watch

@@ -17,7 +17,7 @@ from support.ranks import ROOT, Run, job, toml
 from support.training import flip, outcome
 
 import gpt2
-from gpt2.checkpoint.containers.row_shards import RowShards
+from gpt2.checkpoint.containers.safetensors_file import RowShards
 from gpt2.checkpoint.keys import to_file
 from gpt2.config import GPT2Config
 from gpt2.data.chars import Chars

@@ -40,6 +40,10 @@ class Damaged(ValueError):
     """A damaged or contradictory file. The message continues the file's name: "is cut short"."""
 
 
+class Refused(Damaged):
+    """A file that is whole, and not read; the message also says what to do."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One tensor of a file, as it will be read; ``start`` and ``end`` are byte offsets in the file."""
@@ -54,7 +58,7 @@ class Entry:
 
 
 class Container(ABC):
-    """An open file (or set of files) of tensors, its directory checked. Raises CheckpointError: damaged or unsupported."""
+    """An open file (or set of files) of tensors, its directory checked. Raises CheckpointError: damaged, or not read."""
 
     kind: str
     entries: Mapping[str, Entry]
@@ -68,11 +72,12 @@ class Container(ABC):
                 raise Damaged("is empty")
             self.entries = self._directory()
         except Damaged as error:
-            raise CheckpointError(f"{path}: {error}; not a whole {self.kind} file, fetch it again") from None
+            advice = "" if isinstance(error, Refused) else f"; not a whole {self.kind} file, fetch it again"
+            raise CheckpointError(f"{path}: {error}{advice}") from None
 
     @abstractmethod
     def _directory(self) -> Mapping[str, Entry]:
-        """Return every tensor of the file. Raises Damaged or CheckpointError."""
+        """Return every tensor of the file. Raises Damaged or Refused."""
 
     def read(self, name: str, dtype: torch.dtype | None = None, *, mapped: bool = True) -> Tensor:
         """Return one contiguous CPU tensor. Raises CheckpointError: damaged data.

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from gpt2.checkpoint.containers import Container, Damaged, Entry, countable, shown
-from gpt2.errors import CheckpointError
+from gpt2.checkpoint.containers import Container, Damaged, Entry, Refused, countable, shown
 
 ARRAY = 1  # the extension's type
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -56,8 +55,7 @@ class FlaxFile(Container):
             for _ in range(self._number(MAPS[first]) if first in MAPS else first & 0x0F):
                 key = self._text()
                 if key == PIECES:
-                    what = f"holds {shown('/'.join(path))} in pieces, which no GPT-2 needs; save it as safetensors"
-                    raise CheckpointError(f"{self.path}: {what}")
+                    raise Refused(f"holds {shown('/'.join(path))} in pieces, which no GPT-2 needs; save it as safetensors")
                 yield from self._arrays((*path, key), depth - 1)
         elif first in EXTENSIONS or first in SMALL_EXTENSIONS:
             yield path, self._array("/".join(path), SMALL_EXTENSIONS.get(first) or self._number(EXTENSIONS[first]))
@@ -75,7 +73,7 @@ class FlaxFile(Container):
         dtype = self._text()
         stated = self._number(BYTES[first]) if (first := self._number(">B")) in BYTES else -1
         if dtype not in DTYPES:
-            raise CheckpointError(f"{self.path}: {shown(name)} is {shown(dtype)}; the weights must be floats")
+            raise Refused(f"{shown(name)} is {shown(dtype)}; the weights must be floats")
         if not countable(shape):
             raise Damaged(f"has {shown(name)} with an impossible shape")
         entry = Entry(DTYPES[dtype], shape, self._at)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.containers import Container, Damaged, Entry, countable, shown
+from gpt2.checkpoint.containers import Container, Damaged, Entry, Refused, countable, shown
 from gpt2.checkpoint.containers.mapped_file import MappedFile
 from gpt2.config import GPT2Config, quoted
 from gpt2.errors import CheckpointError, InputError
@@ -95,9 +95,9 @@ class GGUFFile(Container):
             raise Damaged(f"begins with {quoted(magic)}, not with GGUF")
         version = header.number("I")
         if version & 0xFFFF == 0 and version:
-            raise CheckpointError(f"{self.path}: is in big-endian byte order; fetch the little-endian file")
+            raise Refused("is in big-endian byte order; fetch the little-endian file")
         if version not in (2, 3):
-            raise CheckpointError(f"{self.path}: is GGUF version {version}, and 2 and 3 are read; fetch or make a newer file")
+            raise Refused(f"is GGUF version {version}, and 2 and 3 are read; fetch or make a newer file")
         count, values = header.number("Q"), header.number("Q")
         self.metadata = self._values(header, values)
         header.require(count, 24, "tensors")  # at least a name's length, the number of dimensions, a type, an offset
@@ -138,8 +138,7 @@ class GGUFFile(Container):
                 raise Damaged(f"has metadata {shown(name)} twice")
             values[name] = header.value(name)
         if values.get("split.count", 1) not in (0, 1):
-            parts = quoted(values["split.count"])
-            raise CheckpointError(f"{self.path}: is one part of {parts}; join them with llama.cpp's llama-gguf-split --merge")
+            raise Refused(f"is one part of {quoted(values['split.count'])}; join them with llama.cpp's llama-gguf-split --merge")
         return values
 
     def _kind(self, name: str, number: int) -> Kind:
@@ -148,10 +147,8 @@ class GGUFFile(Container):
         if number not in OTHER_KINDS:
             raise Damaged(f"has a directory that gives {shown(name)} the type {number:,}, which GGUF does not have")
         readable = ", ".join(kind.name for kind in KINDS.values())
-        raise CheckpointError(
-            f"{self.path}: {shown(name)} is of type {OTHER_KINDS[number]}, and {readable} are read; fetch such a file, "
-            "or make one with llama.cpp's llama-quantize --allow-requantize IN OUT f16"
-        )
+        how = "fetch such a file, or make one with llama.cpp's llama-quantize --allow-requantize IN OUT f16"
+        raise Refused(f"{shown(name)} is of type {OTHER_KINDS[number]}, and {readable} are read; {how}")
 
     def read(self, name: str, dtype: torch.dtype | None = None, *, mapped: bool = True) -> Tensor:
         entry, kind = self.entries[name], self.entries[name].kind
@@ -161,9 +158,13 @@ class GGUFFile(Container):
         for first, part in enumerate(tensor.view(-1, kind.block).split(PIECE)):
             place = entry.start + first * PIECE * kind.size
             blocks = self._file.tensor(place, (len(part), kind.size), torch.uint8, mapped=False)
-            scales = blocks[:, :2].contiguous().view(torch.float16).float()  # (blocks, 1)
-            part.copy_(blocks[:, 2:].view(torch.int8).float() * scales)
+            part.copy_(dequantised(blocks))
         return tensor
+
+
+def dequantised(blocks: Tensor) -> Tensor:
+    """Return the numbers of Q8_0 blocks (n, 34) of uint8 as float32 (n, 32): a scale in float16, then 32 times int8."""
+    return blocks[:, 2:].view(torch.int8).float() * blocks[:, :2].contiguous().view(torch.float16).float()
 
 
 def config_of(file: GGUFFile) -> GPT2Config:

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from gpt2.checkpoint.containers import Container, Damaged, Entry, shown
-from gpt2.errors import CheckpointError
+from gpt2.checkpoint.containers import Container, Damaged, Entry, Refused, shown
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 DTYPES = {"<f2": torch.float16, "<f4": torch.float32, "<f8": torch.float64}
@@ -27,7 +26,7 @@ class KerasFile(Container):
         try:
             import h5py
         except ImportError:
-            raise CheckpointError(f"{self.path}: reading HDF5 needs h5py; pip install 'gpt2-toolkit[hdf5]'") from None
+            raise Refused("reading HDF5 needs h5py; pip install 'gpt2-toolkit[hdf5]'") from None
         entries: dict[str, Entry] = {}
 
         def add(name: str, item: Any) -> None:
@@ -37,21 +36,19 @@ class KerasFile(Container):
         try:
             with h5py.File(self.path, "r") as file:
                 file.visititems(add)
-        except (Damaged, CheckpointError):
+        except Damaged:
             raise
         except Exception as error:  # HDF5 reports damage by a dozen kinds of exceptions
             raise Damaged(f"is damaged ({type(error).__name__}: {' '.join(str(error).split())[:100]})") from None
         return entries
 
     def _entry(self, name: str, dataset: Any) -> Entry:
-        """Return where a dataset lies. Raises CheckpointError: not floats, or not in one piece."""
-        dtype = DTYPES.get(dataset.dtype.str)
-        if dtype is None:
-            raise CheckpointError(f"{self.path}: {shown(name)} is {dataset.dtype.str}; the weights must be floats")
+        """Return where a dataset lies. Raises Refused: not floats, or not in one piece."""
+        if (dtype := DTYPES.get(dataset.dtype.str)) is None:
+            raise Refused(f"{shown(name)} is {dataset.dtype.str}; the weights must be floats")
         start = dataset.id.get_offset()
         if dataset.external or dataset.is_virtual or start is None:
-            what = f"does not hold {shown(name)} in one piece (compressed, or in another file)"
-            raise CheckpointError(f"{self.path}: {what}; save it as safetensors")
+            raise Refused(f"does not hold {shown(name)} in one piece (compressed, or in another file); save it as safetensors")
         shape = dataset.shape
         if name.endswith("bias:0") and len(shape) == 2 and shape[0] == 1:
             shape = shape[1:]

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import torch
 
-from gpt2.checkpoint.containers import Container, Damaged, Entry
+from gpt2.checkpoint.containers import Container, Damaged, Entry, Refused
 from gpt2.checkpoint.containers.mapped_file import MappedFile
-from gpt2.checkpoint.keys import TABLE
-from gpt2.errors import CheckpointError
+from gpt2.checkpoint.keys import TABLE, template
 
 MODEL, STATE, TOKENIZER = 20240326, 20240327, 20240328  # magic numbers
 OTHER_FILES = {
@@ -48,15 +47,12 @@ class LlmcFile(Container):
             raise Damaged(f"is cut short: {self._file.size:,} bytes, with a header of {HEADER.size:,}")
         magic, version, *numbers = HEADER.unpack(self._file.bytes(0, HEADER.size))
         if magic in OTHER_FILES:
-            what = f"{OTHER_FILES[magic]}, not a GPT-2's weights; give a model's file, such as gpt2_124M.bin"
-            raise CheckpointError(f"{self.path}: is {what}")
+            raise Refused(f"is {OTHER_FILES[magic]}, not a GPT-2's weights; give a model's file, such as gpt2_124M.bin")
         if magic != MODEL:
             raise Damaged(f"begins with the number {magic:,}, not {MODEL:,}")
         if version not in DTYPES:
             known = ", ".join(map(str, DTYPES))
-            raise CheckpointError(
-                f"{self.path}: is llm.c's version {version:,}, and {known} are read; write it anew with llm.c's train_gpt2.py"
-            )
+            raise Refused(f"is llm.c's version {version:,}, and {known} are read; write it anew with llm.c's train_gpt2.py")
         self.sizes = dict(zip(FIELDS, numbers, strict=False))
         rows = self.sizes["vocab_size"] if version == UNPADDED else numbers[len(FIELDS)]
         if min(self.sizes.values()) < 1 or self.sizes["n_layer"] > MAX_LAYERS:
@@ -88,11 +84,6 @@ def order(n_layer: int) -> Iterator[str]:
     """Yield every parameter's name as llm.c's files have them: one kind after the other, each for all layers."""
     for name in TABLE:
         yield from (name.format(layer) for layer in range(n_layer)) if "{}" in name else (name,)
-
-
-def template(name: str) -> str:
-    """Return a parameter's row in the key table: ``"h.3.ln_1.bias"`` -> ``"h.{}.ln_1.bias"``."""
-    return name if not name.startswith("h.") else "h.{}." + name.split(".", 2)[2]
 
 
 def is_matrix(name: str) -> bool:

@@ -22,6 +22,7 @@ from gpt2.checkpoint.containers import (
     Container,
     Damaged,
     Entry,
+    Refused,
     countable,
     listed,
     read_json,
@@ -51,7 +52,7 @@ TEXT = 7
 VARINT, BYTES, FIXED32 = 0, 2, 5
 HEADER = {1: VARINT, 2: VARINT, 3: BYTES}  # num_shards, endianness, version
 VERSION = {2: VARINT}  # min_consumer
-SLICES = 7
+SLICES, IN_SLICES = 7, "%s is stored in slices; save the checkpoint without a partitioner"
 # dtype, shape, shard_id, offset, size, crc32c, slices
 ENTRY = {1: VARINT, 2: BYTES, 3: VARINT, 4: VARINT, 5: VARINT, 6: FIXED32, SLICES: BYTES}
 SHAPE_DIM, SHAPE_UNKNOWN, DIM = 2, 3, {1: VARINT}
@@ -96,11 +97,9 @@ class TensorBundle(Container):
         header = _record(message, HEADER)
         version, shards = _record(header.get(3, b""), VERSION).get(2, 0), header.get(1, 0)
         if header.get(2, 0):
-            what = "is in big-endian byte order; convert the checkpoint to safetensors where it was made"
-            raise CheckpointError(f"{self.path}: {what}")
+            raise Refused("is in big-endian byte order; convert the checkpoint to safetensors where it was made")
         if version > 1:
-            what = f"asks for readers of version {version}, and this is one of version 1; save it with TensorFlow 2"
-            raise CheckpointError(f"{self.path}: {what}")
+            raise Refused(f"asks for readers of version {version}, and this is one of version 1; save it with TensorFlow 2")
         if not 1 <= shards <= MAX_SHARDS:
             raise Damaged(f"claims {shards:,} data files")
         entries: dict[str, Stored] = {}
@@ -119,17 +118,14 @@ class TensorBundle(Container):
         except UnicodeDecodeError:
             raise Damaged(f"has a name that is not text, {quoted(key)}") from None
         if slice_of is not None:
-            raise self._in_slices(name)
+            raise Refused(IN_SLICES % shown(name))
         return name
-
-    def _in_slices(self, name: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {shown(name)} is stored in slices; save the checkpoint without a partitioner")
 
     def _entry(self, name: str, message: bytes, shards: int) -> Stored:
         """Parse one tensor (BundleEntryProto)."""
         entry = _record(message, ENTRY)
         if SLICES in entry:
-            raise self._in_slices(name)
+            raise Refused(IN_SLICES % shown(name))
         kind, shard, start, size, checksum = (entry.get(field, 0) for field in (1, 3, 4, 5, 6))
         shape = _shape(entry.get(2, b""))
         if shard >= shards or max(start, size) >= 1 << 48 or not countable(shape):
@@ -150,7 +146,7 @@ class TensorBundle(Container):
             if shard not in files:
                 files[shard] = MappedFile(self._prefix.with_name(f"{self._prefix.name}.data-{shard:05d}-of-{count:05d}"))
             if entry.start < ends.get(shard, 0):
-                raise CheckpointError(f"{self.path}: {shown(name)} overlaps the tensor before it; fetch the checkpoint again")
+                raise Refused(f"{shown(name)} overlaps the tensor before it; fetch the checkpoint again")
             ends[shard] = entry.end
             if entry.end > files[shard].size:
                 refuse_other_format(files[shard])
@@ -167,8 +163,7 @@ class TensorBundle(Container):
         file = self._shards[entry.shard]
         crc, at = 0, entry.start
         while name not in self._checked and at < entry.end:
-            piece = file.bytes(at, min(PIECE, entry.end - at))
-            if not piece:
+            if not (piece := file.bytes(at, min(PIECE, entry.end - at))):
                 raise CheckpointError(f"{file.path}: was cut short while it was read; fetch it again")
             crc, at = google_crc32c.extend(crc, piece), at + len(piece)
         if name not in self._checked and masked(crc) != entry.checksum:
@@ -259,11 +254,9 @@ def _unescaped(text: bytes) -> str:
 def read_hparams(path: Path) -> dict[str, int]:
     """Read OpenAI's ``hparams.json``. Raises CheckpointError: a missing or wrong size, or unknown content."""
     content = read_json(path)
-    missing = [name for name in HPARAMS if name not in content]
-    if missing:
+    if missing := [name for name in HPARAMS if name not in content]:
         raise CheckpointError(f"{path}: lacks {listed(missing)}; fetch it again")
-    unknown = sorted(name for name in content if name not in HPARAMS)
-    if unknown:
+    if unknown := sorted(name for name in content if name not in HPARAMS):
         raise CheckpointError(f"{path}: has {listed(unknown)}, which OpenAI's GPT-2 has not; remove what changes nothing")
     for name, value in content.items():
         if type(value) is not int or not 1 <= value <= MAX_SIZE:

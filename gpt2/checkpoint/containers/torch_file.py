@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.containers import Container, Damaged, listed, refuse_other_format, shown
+from gpt2.checkpoint.containers import Container, Damaged, Refused, listed, refuse_other_format, shown
 from gpt2.checkpoint.containers.pickle_data import Call, Pickle
 from gpt2.checkpoint.containers.torch_tensors import ALLOWED, NotDense, Storage, Strided, describe, is_tensor, kind_of, storage
 from gpt2.checkpoint.keys import from_file, is_parameter
 from gpt2.config import quoted
-from gpt2.errors import CheckpointError
 
 # nanoGPT's ckpt.pt of GPT-2 XL has a pickle of 200 kB; some contain every loss of a long run.
 PICKLE_LIMIT = 16_000_000
@@ -59,7 +58,7 @@ class TorchFile(Container):
             try:
                 entries[name] = describe(call, places)
             except NotDense as error:
-                raise CheckpointError(f"{self.path}: {shown(name)} is {error}; save it as a plain dense tensor") from None
+                raise Refused(f"{shown(name)} is {error}; save it as a plain dense tensor") from None
             except Damaged as error:
                 raise Damaged(f"has a tensor {shown(name)} that {error}") from None
         return entries
@@ -74,11 +73,11 @@ class TorchFile(Container):
         members = self._members()
         roots = [name.removesuffix("/data.pkl") for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(roots) != 1:
-            raise CheckpointError(f"{self.path}: is a zip archive, but not one of torch.save; give a checkpoint")
+            raise Refused("is a zip archive, but not one of torch.save; give a checkpoint")
         (root,) = roots
         order = members.get(f"{root}/byteorder")
         if order is not None and self._file.bytes(*order[:2]) != b"little":
-            raise CheckpointError(f"{self.path}: was written on a big-endian machine; convert it to safetensors there")
+            raise Refused("was written on a big-endian machine; convert it to safetensors there")
         start, size, crc = members[f"{root}/data.pkl"]
         if size > PICKLE_LIMIT:
             raise Damaged(f"has a pickle of {size:,} bytes, and no GPT-2 needs more than {PICKLE_LIMIT:,}")
@@ -96,15 +95,13 @@ class TorchFile(Container):
         except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, OverflowError, struct.error) as error:
             raise Damaged(f"has a zip directory that cannot be read ({str(error)[:80]})") from None
         if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-            what = "is a TorchScript program, which would run code; give the state dict it was made from"
-            raise CheckpointError(f"{self.path}: {what}")
+            raise Refused("is a TorchScript program, which would run code; give the state dict it was made from")
         members: dict[str, tuple[int, int, int]] = {}
         end = 0
         for info in sorted(archive.infolist(), key=lambda info: info.header_offset):
             name = info.orig_filename
             if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
-                what = f"{shown(name)} in it is compressed, which torch.save never does; unpack and save it again"
-                raise CheckpointError(f"{self.path}: {what}")
+                raise Refused(f"{shown(name)} in it is compressed, which torch.save never does; unpack and save it again")
             local = self._file.bytes(info.header_offset, 30)
             start = info.header_offset + 30 + sum(int.from_bytes(local[at : at + 2], "little") for at in (26, 28))
             outside = info.header_offset < end or start + info.file_size > archive.start_dir
@@ -124,7 +121,7 @@ class TorchFile(Container):
             raise Damaged("is neither a zip archive nor a pickle")
         magic = self._unpickle(data)
         if magic.value != MAGIC:
-            raise CheckpointError(f"{self.path}: is a pickle, but not one of torch.save; give a checkpoint")
+            raise Refused("is a pickle, but not one of torch.save; give a checkpoint")
         version = self._unpickle(data, magic.end)
         if version.value != VERSION:
             raise Damaged(f"is of version {quoted(version.value)}, and torch only ever wrote {VERSION}")
@@ -156,13 +153,13 @@ class TorchFile(Container):
         paths = known or wrapped or list(held)
         if len(paths) > 1:
             where = listed([path or "the top" for path in paths])
-            raise CheckpointError(f"{self.path}: has weights under {where}; save one of them alone")
+            raise Refused(f"has weights under {where}; save one of them alone")
         if not paths:
             if type(value) is dict:
                 what = f"has no tensor at {listed(list(map(str, value)))}" if value else "holds no tensors"
             else:
                 what = f"holds {kind_of(value)} where a state dict should be"
-            raise CheckpointError(f"{self.path}: {what}; save model.state_dict()")
+            raise Refused(f"{what}; save model.state_dict()")
         found = held[paths[0]]
         self.plain = not paths[0] and len(found) == len(value.items if type(value) is Call else value)
         return found

@@ -12,32 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._weights_only_unpickler import _get_allowed_globals
 
 from gpt2.checkpoint.containers import Damaged, Entry, countable, shown
 from gpt2.checkpoint.containers.pickle_data import Call, Name, Persistent
 from gpt2.checkpoint.containers.safetensors_file import DTYPES
 from gpt2.config import quoted
 
-STORAGES = {
-    "torch.DoubleStorage": torch.float64,
-    "torch.FloatStorage": torch.float32,
-    "torch.HalfStorage": torch.float16,
-    "torch.BFloat16Storage": torch.bfloat16,
-    "torch.LongStorage": torch.int64,
-    "torch.IntStorage": torch.int32,
-    "torch.ShortStorage": torch.int16,
-    "torch.CharStorage": torch.int8,
-    "torch.ByteStorage": torch.uint8,
-    "torch.BoolStorage": torch.bool,
-    "torch.ComplexFloatStorage": torch.complex64,
-    "torch.ComplexDoubleStorage": torch.complex128,
-    "torch.QInt8Storage": torch.qint8,
-    "torch.QUInt8Storage": torch.quint8,
-    "torch.QInt32Storage": torch.qint32,
-    "torch.QUInt4x2Storage": torch.quint4x2,
-    "torch.QUInt2x4Storage": torch.quint2x4,
-    "torch.storage.UntypedStorage": torch.uint8,
-}
+STORAGES = {f"torch.{name}": dtype for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
+STORAGES["torch.storage.UntypedStorage"] = torch.uint8
 REBUILD = ("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 WRAPPED = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
@@ -53,17 +36,7 @@ OTHER_TENSORS = {
 }
 TYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 # The names in a pickle of weights alone: those of torch's weights_only. None is ever called, and no other either.
-ALLOWED = frozenset(
-    [
-        *("collections.OrderedDict", "collections.Counter", "_codecs.encode"),
-        *("builtins.bytearray", "builtins.set", "builtins.complex"),
-        *("torch.Size", "torch.Tensor", "torch.device", "torch.nn.parameter.Parameter"),
-        *("torch.serialization._get_layout", "torch.storage.TypedStorage", FROM_TYPE),
-        *(*REBUILD, *WRAPPED, *OTHER_TENSORS, *STORAGES, *TYPES),
-        *(name.replace("torch.", "torch.cuda.", 1) for name in STORAGES),
-        *(str(value) for value in vars(torch).values() if isinstance(value, torch.qscheme)),
-    ]
-)
+ALLOWED = frozenset([*_get_allowed_globals(), *(name.replace("torch.", "torch.cuda.", 1) for name in STORAGES)])
 
 
 @dataclass(frozen=True)
