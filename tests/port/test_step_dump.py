@@ -14,15 +14,15 @@ from support.step_programs.scoring import SETTINGS, batches_of, score, score_sec
 from support.steps import CONFIG, our_model
 
 import gpt2
-from gpt2.port.step_dump.clip_reading import dumped_clip
-from gpt2.port.step_dump.gradient_comparison import Comparison
-from gpt2.port.step_dump.gradient_parts import part_causes
-from gpt2.port.step_dump.predictions import Predictor
-from gpt2.port.step_dump.rule_search import RuleSearch
-from gpt2.port.training.clipping import ClipKind, Norms
-from gpt2.port.training.gradients import Gradients
-from gpt2.port.training.rules import Rule, Track, directions
-from gpt2.port.training.settings import Settings
+from gpt2.port.step.clip_reading import dumped_clip
+from gpt2.port.step.clipping import ClipKind, Norms
+from gpt2.port.step.gradient_comparison import Comparison
+from gpt2.port.step.gradient_parts import part_causes
+from gpt2.port.step.gradients import Gradients
+from gpt2.port.step.predictions import Predictor
+from gpt2.port.step.rule_search import RuleSearch
+from gpt2.port.step.rules import Rule, Track, directions
+from gpt2.port.step.settings import Settings
 
 SLOW = pytest.mark.slow
 

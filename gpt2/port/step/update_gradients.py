@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from gpt2.port.step_dump.layouts import Weights
-from gpt2.port.step_dump.predictions import Predictor
-from gpt2.port.step_dump.recognition import Recorded
-from gpt2.port.training.gradients import TABLE, Gradients
+from gpt2.port.step.gradients import TABLE, Gradients
+from gpt2.port.step.layouts import Weights
+from gpt2.port.step.predictions import Predictor
+from gpt2.port.step.recognition import Recorded
 
 
 def own_gradients(recorded: Recorded) -> list[Weights] | None:

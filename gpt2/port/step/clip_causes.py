@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gpt2.port.training.causes import cause
-from gpt2.port.training.clipping import BITES, LIMITS, Clip, ClipKind, ClipReading
-from gpt2.port.training.trained import Stage
+from gpt2.port.step.causes import cause
+from gpt2.port.step.clipping import BITES, LIMITS, Clip, ClipKind, ClipReading
+from gpt2.port.step.trained import Stage
 
 
 def clip_stage(reading: ClipReading, wanted: float | None, odd: str) -> Stage:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from gpt2.port.diagnosis.places import Place, listed
 from gpt2.port.diagnosis.report import Cause
-from gpt2.port.training.causes import cause
-from gpt2.port.training.gradients import Expected, Roles
-from gpt2.port.training.records import Backward, Gradient, Samples, Update, Watched
-from gpt2.port.training.trained import Stage
+from gpt2.port.step.causes import cause
+from gpt2.port.step.gradients import Expected, Roles
+from gpt2.port.step.records import Backward, Gradient, Samples, Update, Watched
+from gpt2.port.step.trained import Stage
 
 EQUAL = 1e-8  # relative error of a parameter's gradient; constants in float32 reach 1e-8
 NOISE = 1e-11  # of the whole gradient's norm: a gradient that is zero in exact arithmetic

@@ -10,8 +10,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from gpt2.port.step_dump.layouts import LETTERS, Layouts, View, Weights, joined, units_of
-from gpt2.port.step_dump.placing import MAX_STEPS, Piece, assigned, cosine, is_clipped, shared_out, with_sums
+from gpt2.port.step.layouts import LETTERS, Layouts, View, Weights, joined, units_of
+from gpt2.port.step.placing import MAX_STEPS, Piece, assigned, cosine, is_clipped, shared_out, with_sums
 
 SAMPLED = 512  # entries of a unit that are compared
 NEAR = 0.5  # relative distance of parameters after a few steps from those before

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from gpt2.port.diagnosis.report import Cause
 from gpt2.port.dump.tolerance import UNITS
-from gpt2.port.step_dump.clip_reading import dumped_clip, norms_of
-from gpt2.port.step_dump.gradient_comparison import Compared
-from gpt2.port.step_dump.gradient_formulas import GradientReading
-from gpt2.port.step_dump.rule_search import Answer, RuleSearch, fit_parameter, gauged
-from gpt2.port.step_dump.update_gradients import label_of_change, own_gradients, predicted_gradients
-from gpt2.port.training.causes import STAGES, cause
-from gpt2.port.training.clip_causes import clip_stage
-from gpt2.port.training.clipping import BITES, Clip, ClipKind, ClipReading, Norms, clipped
-from gpt2.port.training.gradients import TABLE, Gradients, role_of
-from gpt2.port.training.optimizer import update_stage
-from gpt2.port.training.rules import Kind, Track, fit
-from gpt2.port.training.stepping import Movement
-from gpt2.port.training.trained import Stage
-from gpt2.port.training.updates import EXPLAINED
+from gpt2.port.step.causes import STAGES, cause
+from gpt2.port.step.clip_causes import clip_stage
+from gpt2.port.step.clip_reading import dumped_clip, norms_of
+from gpt2.port.step.clipping import BITES, Clip, ClipKind, ClipReading, Norms, clipped
+from gpt2.port.step.gradient_comparison import Compared
+from gpt2.port.step.gradient_formulas import GradientReading
+from gpt2.port.step.gradients import TABLE, Gradients, role_of
+from gpt2.port.step.optimizer import update_stage
+from gpt2.port.step.rule_search import Answer, RuleSearch, fit_parameter, gauged
+from gpt2.port.step.rules import Kind, Track, fit
+from gpt2.port.step.stepping import Movement
+from gpt2.port.step.trained import Stage
+from gpt2.port.step.update_gradients import label_of_change, own_gradients, predicted_gradients
+from gpt2.port.step.updates import EXPLAINED
 
 SEEN = "the dump's parameters before and after each step"
 

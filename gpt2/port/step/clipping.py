@@ -11,8 +11,8 @@ from statistics import median
 import numpy as np
 from torch import Tensor
 
-from gpt2.port.training.records import Gradient, Watched
-from gpt2.port.training.rules import Array, Track
+from gpt2.port.step.records import Gradient, Watched
+from gpt2.port.step.rules import Array, Track
 
 BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
 SAME = 1e-6  # relative difference of numbers that are meant to be equal; torch adds 1e-6 to the norm before it divides

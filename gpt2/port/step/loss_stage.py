@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.port.dump.tolerance import UNITS
-from gpt2.port.step_dump.gradient_formulas import GradientReading
-from gpt2.port.step_dump.predictions import Batch, Predictor, factors_of
-from gpt2.port.training.causes import cause
-from gpt2.port.training.gradients import IGNORED
-from gpt2.port.training.settings import Settings
-from gpt2.port.training.trained import Stage
+from gpt2.port.step.causes import cause
+from gpt2.port.step.gradient_formulas import GradientReading
+from gpt2.port.step.gradients import IGNORED
+from gpt2.port.step.predictions import Batch, Predictor, factors_of
+from gpt2.port.step.settings import Settings
+from gpt2.port.step.trained import Stage
 
 ROUNDING = 2e-6  # of a loss that is computed in float32; sums in half precision are not meant
 EXACT = 1e-10

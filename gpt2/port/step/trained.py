@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from gpt2.port.diagnosis.report import Cause, Diagnosis, Divergence
-from gpt2.port.training.causes import STAGE, STAGES, cause, ranked
-from gpt2.port.training.losses import BOUND, NOTHING, LossReading
-from gpt2.port.training.sessions import Batch
+from gpt2.port.step.causes import STAGE, STAGES, cause, ranked
+from gpt2.port.step.losses import BOUND, NOTHING, LossReading
+from gpt2.port.step.sessions import Batch
 
 SEEN = "read from the gradient of the logits, position by position"
 SUMMED = "loss-not-averaged"

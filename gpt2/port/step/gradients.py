@@ -16,7 +16,7 @@ from gpt2.checkpoint.keys import head_name
 from gpt2.config import GPT2Config
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.dataflow import Source, Use
-from gpt2.port.training.records import Sampler
+from gpt2.port.step.records import Sampler
 
 TABLE = "wte.weight"  # its two uses are the head and the table of the tokens' rows
 IGNORED = -100  # a target that is not trained on

@@ -8,11 +8,11 @@ from statistics import median
 import numpy as np
 
 from gpt2.port.diagnosis.report import Cause
-from gpt2.port.training.causes import cause
-from gpt2.port.training.rules import Array, Correction, Eps, Kind, Rule
-from gpt2.port.training.settings import Settings
-from gpt2.port.training.stepping import Movement, decay_of, rates_of
-from gpt2.port.training.trained import Places, Stage
+from gpt2.port.step.causes import cause
+from gpt2.port.step.rules import Array, Correction, Eps, Kind, Rule
+from gpt2.port.step.settings import Settings
+from gpt2.port.step.stepping import Movement, decay_of, rates_of
+from gpt2.port.step.trained import Places, Stage
 
 FITTED = "this rule gives your own parameters, from your own gradients, at every entry that was compared"
 EPSILON = 1e-8

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gpt2.port.step_dump.layouts import View, Weights
+from gpt2.port.step.layouts import View, Weights
 
 MAX_STEPS = 5  # whose gradients are put in order
 

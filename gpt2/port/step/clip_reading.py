@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from gpt2.port.step_dump.gradient_comparison import multiples
-from gpt2.port.step_dump.layouts import Weights
-from gpt2.port.training.clipping import LIMITS, NORMS, Clip, ClipKind, ClipReading, Norms
-from gpt2.port.training.gradients import role_of
+from gpt2.port.step.clipping import LIMITS, NORMS, Clip, ClipKind, ClipReading, Norms
+from gpt2.port.step.gradient_comparison import multiples
+from gpt2.port.step.gradients import role_of
+from gpt2.port.step.layouts import Weights
 
 
 def norms_of(gradients: Sequence[Mapping[str, Tensor]], stacks: Collection[Sequence[str]] = ()) -> Norms:

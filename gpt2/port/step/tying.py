@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from gpt2.port.training.clipping import passage
-from gpt2.port.training.records import Gradient, Sampler, Watched
+from gpt2.port.step.clipping import passage
+from gpt2.port.step.records import Gradient, Sampler, Watched
 
 
 def join_tied(sessions: Sequence[Sequence[Watched]], names: Sequence[str], sampler: Sampler) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from gpt2.port.dump.tolerance import UNITS
-from gpt2.port.step_dump.gradient_comparison import Compared, Comparison, combined, total_norm
-from gpt2.port.step_dump.gradient_formulas import Formulas, GradientReading, read_cut
-from gpt2.port.step_dump.gradient_parts import SEEN, part_causes
-from gpt2.port.step_dump.layouts import Weights
-from gpt2.port.step_dump.predictions import factors_of
-from gpt2.port.training.causes import cause
-from gpt2.port.training.clipping import LIMITS
-from gpt2.port.training.gradients import TABLE, Gradients
+from gpt2.port.step.causes import cause
+from gpt2.port.step.clipping import LIMITS
+from gpt2.port.step.gradient_comparison import Compared, Comparison, combined, total_norm
+from gpt2.port.step.gradient_formulas import Formulas, GradientReading, read_cut
+from gpt2.port.step.gradient_parts import SEEN, part_causes
+from gpt2.port.step.gradients import TABLE, Gradients
+from gpt2.port.step.layouts import Weights
+from gpt2.port.step.predictions import factors_of
 
 
 class GradientExamination:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gpt2.port.training.rules import Array, Correction, Eps, Kind, Rule, Track, directions, errors_of, fit
-from gpt2.port.training.settings import Settings
+from gpt2.port.step.rules import Array, Correction, Eps, Kind, Rule, Track, directions, errors_of, fit
+from gpt2.port.step.settings import Settings
 
 EXACT = 1e-8  # relative error of changes that a rule explains
 EXPLAINED = 1.0  # the same of changes with noise, in units of it

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt2.port.training.records import Watched
+from gpt2.port.step.records import Watched
 
 BOUND = 1e-7  # relative error of a row that a formula explains; float32 constants reach 1e-8
 NOTHING = -1  # in place of a label: the position is not trained on

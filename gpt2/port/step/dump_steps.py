@@ -15,18 +15,18 @@ from gpt2.measure.dumps import Dump
 from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.places import Place, listed
 from gpt2.port.diagnosis.report import Diagnosis
-from gpt2.port.step_dump.gradient_comparison import Compared
-from gpt2.port.step_dump.gradient_formulas import GradientReading
-from gpt2.port.step_dump.gradient_stage import GradientExamination
-from gpt2.port.step_dump.layouts import Layouts, Weights, units_of
-from gpt2.port.step_dump.loss_stage import Losses, loss_stage, losses_of, mean_loss, right_losses
-from gpt2.port.step_dump.predictions import Batch, Predictor, rounding
-from gpt2.port.step_dump.recognition import Recogniser, Recorded
-from gpt2.port.step_dump.update_stage import UpdateExamination
-from gpt2.port.training.causes import STAGES
-from gpt2.port.training.gradients import IGNORED, TABLE
-from gpt2.port.training.settings import Settings
-from gpt2.port.training.trained import Stage, concluded
+from gpt2.port.step.causes import STAGES
+from gpt2.port.step.gradient_comparison import Compared
+from gpt2.port.step.gradient_formulas import GradientReading
+from gpt2.port.step.gradient_stage import GradientExamination
+from gpt2.port.step.gradients import IGNORED, TABLE
+from gpt2.port.step.layouts import Layouts, Weights, units_of
+from gpt2.port.step.loss_stage import Losses, loss_stage, losses_of, mean_loss, right_losses
+from gpt2.port.step.predictions import Batch, Predictor, rounding
+from gpt2.port.step.recognition import Recogniser, Recorded
+from gpt2.port.step.settings import Settings
+from gpt2.port.step.trained import Stage, concluded
+from gpt2.port.step.update_stage import UpdateExamination
 
 SAVE = "save the loss, every gradient, and every parameter before and after each step, in the checkpoint's shapes or transposed"
 HIDDEN = (

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from gpt2.errors import InputError
 from gpt2.measure.user_code import logits_of
 from gpt2.port.recording.dispatch import RANDOM, Call, DeterministicMode, tensors
-from gpt2.port.training.records import Backward, Forward, Gradient, Sampler, Update, Watched
+from gpt2.port.step.records import Backward, Forward, Gradient, Sampler, Update, Watched
 
 HALVES = (torch.float16, torch.bfloat16)
 LOSSES = {"_log_softmax", "_softmax", "logsumexp", "exp", "nll_loss_forward"}

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from gpt2.port.dump.tolerance import UNITS
-from gpt2.port.step_dump.layouts import Weights
-from gpt2.port.step_dump.predictions import Predictor
-from gpt2.port.step_dump.recognition import Recorded
-from gpt2.port.training.gradients import TABLE
-from gpt2.port.training.settings import Settings
-from gpt2.port.training.trained import Places
+from gpt2.port.step.gradients import TABLE
+from gpt2.port.step.layouts import Weights
+from gpt2.port.step.predictions import Predictor
+from gpt2.port.step.recognition import Recorded
+from gpt2.port.step.settings import Settings
+from gpt2.port.step.trained import Places
 
 
 @dataclass(frozen=True)

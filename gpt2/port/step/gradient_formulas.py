@@ -12,13 +12,13 @@ from torch import Tensor
 
 from gpt2.port.diagnosis.report import Cause
 from gpt2.port.golden_section import least
-from gpt2.port.step_dump.gradient_comparison import Comparison, combined, multiples
-from gpt2.port.step_dump.gradient_parts import CLOSE, SEEN
-from gpt2.port.step_dump.layouts import Weights
-from gpt2.port.step_dump.predictions import Batch, Predictor
-from gpt2.port.training.causes import cause
-from gpt2.port.training.gradients import Gradients
-from gpt2.port.training.trained import Stage
+from gpt2.port.step.causes import cause
+from gpt2.port.step.gradient_comparison import Comparison, combined, multiples
+from gpt2.port.step.gradient_parts import CLOSE, SEEN
+from gpt2.port.step.gradients import Gradients
+from gpt2.port.step.layouts import Weights
+from gpt2.port.step.predictions import Batch, Predictor
+from gpt2.port.step.trained import Stage
 
 LAST_BIAS = "ln_f.bias"
 ALIKE = 1e-3  # how far the cosine of two gradients of the last bias may be from 1, if a factor of the logits makes them one

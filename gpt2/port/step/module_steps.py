@@ -17,19 +17,19 @@ from gpt2.port.diagnosis.report import Cause, Diagnosis
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.forward import Borrowed
 from gpt2.port.recording.recorder import record_probe
-from gpt2.port.training.backward import accumulation_stage, backward_stage, first_backwards, places, summed, untied_causes
-from gpt2.port.training.causes import STAGES, cause
-from gpt2.port.training.clip_causes import clip_stage
-from gpt2.port.training.clipping import passages, read_clipping
-from gpt2.port.training.gradients import Roles, expected_gradients
-from gpt2.port.training.losses import logits_gradients, read_loss
-from gpt2.port.training.optimizer import update_stage
-from gpt2.port.training.records import Sampler, Update, Watched
-from gpt2.port.training.sessions import Batch, Batches, Change, MakeStep, StepError, Subject, scaled
-from gpt2.port.training.settings import Settings
-from gpt2.port.training.stepping import Movement, read_movement, updates_of
-from gpt2.port.training.trained import Stage, concluded, dropout_stage, loss_stage, padding_stage
-from gpt2.port.training.tying import join_tied
+from gpt2.port.step.backward import accumulation_stage, backward_stage, first_backwards, places, summed, untied_causes
+from gpt2.port.step.causes import STAGES, cause
+from gpt2.port.step.clip_causes import clip_stage
+from gpt2.port.step.clipping import passages, read_clipping
+from gpt2.port.step.gradients import Roles, expected_gradients
+from gpt2.port.step.losses import logits_gradients, read_loss
+from gpt2.port.step.optimizer import update_stage
+from gpt2.port.step.records import Sampler, Update, Watched
+from gpt2.port.step.sessions import Batch, Batches, Change, MakeStep, StepError, Subject, scaled
+from gpt2.port.step.settings import Settings
+from gpt2.port.step.stepping import Movement, read_movement, updates_of
+from gpt2.port.step.trained import Stage, concluded, dropout_stage, loss_stage, padding_stage
+from gpt2.port.step.tying import join_tied
 
 CALLS, CALLS_LARGE = 6, 4  # of the first session; of a large module's
 HUGE, TINY = 100.0, 1e-8  # factors of the last norm (and, for TINY, of the token embedding) that change the gradients' size

@@ -10,12 +10,12 @@ from statistics import median
 
 import numpy as np
 
-from gpt2.port.training.clipping import Clip
-from gpt2.port.training.inside import FITS, RuleSearch, share_of, times, tracks
-from gpt2.port.training.records import Gradient, Update, Watched
-from gpt2.port.training.rules import Array, Correction, Eps, Fit, Kind, Moments, Rule, Track, directions, fit
-from gpt2.port.training.settings import Settings
-from gpt2.port.training.updates import ROUNDED, Found, Search
+from gpt2.port.step.clipping import Clip
+from gpt2.port.step.inside import FITS, RuleSearch, share_of, times, tracks
+from gpt2.port.step.records import Gradient, Update, Watched
+from gpt2.port.step.rules import Array, Correction, Eps, Fit, Kind, Moments, Rule, Track, directions, fit
+from gpt2.port.step.settings import Settings
+from gpt2.port.step.updates import ROUNDED, Found, Search
 
 STEADY, STEADY_NOISY = 1e-4, 1e-2  # relative spread of rates that are meant to be one; where the parameters are rounded
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from gpt2.port.deadline import Deadline
 from gpt2.port.golden_section import least
-from gpt2.port.step_dump.layouts import Weights
-from gpt2.port.training.clipping import LIMITS, Clip, ClipKind, Norms, clipped
-from gpt2.port.training.gradients import role_of
-from gpt2.port.training.rules import Array, Fit, Rule, Track, fit
-from gpt2.port.training.settings import Settings
-from gpt2.port.training.stepping import plainest
-from gpt2.port.training.updates import EXACT, EXPLAINED, SINGLE, USUAL, Found, Search
+from gpt2.port.step.clipping import LIMITS, Clip, ClipKind, Norms, clipped
+from gpt2.port.step.gradients import role_of
+from gpt2.port.step.layouts import Weights
+from gpt2.port.step.rules import Array, Fit, Rule, Track, fit
+from gpt2.port.step.settings import Settings
+from gpt2.port.step.stepping import plainest
+from gpt2.port.step.updates import EXACT, EXPLAINED, SINGLE, USUAL, Found, Search
 
 ENTRIES = 256  # of each parameter that are compared
 SAME = 1.001  # times the least error

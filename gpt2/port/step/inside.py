@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from gpt2.port.golden_section import least
-from gpt2.port.training.clipping import LIMITS, Clip, ClipKind, Norms, clipped
-from gpt2.port.training.records import Update
-from gpt2.port.training.rules import Kind, Rule, Track, fit
-from gpt2.port.training.settings import Settings
-from gpt2.port.training.updates import EPSILONS, EXACT, ROUNDED, USUAL, Found, Search
+from gpt2.port.step.clipping import LIMITS, Clip, ClipKind, Norms, clipped
+from gpt2.port.step.records import Update
+from gpt2.port.step.rules import Kind, Rule, Track, fit
+from gpt2.port.step.settings import Settings
+from gpt2.port.step.updates import EPSILONS, EXACT, ROUNDED, USUAL, Found, Search
 
 FITS = 1e-6  # relative error of changes that a known rule explains
 KINDS = (ClipKind.NORM, ClipKind.PARAMETER, ClipKind.ENTRY, ClipKind.LARGEST)

@@ -13,8 +13,8 @@ from gpt2.checkpoint.checkpoint import model_with
 from gpt2.checkpoint.keys import head_name
 from gpt2.config import GPT2Config
 from gpt2.port.deadline import Deadline
-from gpt2.port.training.gradients import IGNORED, Gradients, two_shares
-from gpt2.port.training.trained import SUMMED, wrong_averages
+from gpt2.port.step.gradients import IGNORED, Gradients, two_shares
+from gpt2.port.step.trained import SUMMED, wrong_averages
 
 MAX_WORK = 2e10  # parameters times tokens, of one more backward pass than needed
 END_OF_TEXT = 50_256  # in GPT-2's vocabulary; people take it for padding
@@ -33,7 +33,7 @@ class Batch:
 
 
 def factors_of(batch: Batch, parts: int | None) -> list[tuple[float, str, str]]:
-    """Return what a wrong average multiplies the mean by, as :func:`gpt2.port.training.trained.wrong_averages` does."""
+    """Return what a wrong average multiplies the mean by, as :func:`gpt2.port.step.trained.wrong_averages` does."""
     count, (rows, length) = batch.count, batch.targets.shape
     return [
         *wrong_averages(count, count / rows, parts or 1),

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from gpt2.port.diagnosis.report import Cause
-from gpt2.port.step_dump.gradient_comparison import Comparison, total_norm
-from gpt2.port.step_dump.layouts import LETTERS, Weights
-from gpt2.port.training.backward import UNREACHED, uneven, wrong_tables
-from gpt2.port.training.causes import cause
-from gpt2.port.training.gradients import TABLE, Gradients
-from gpt2.port.training.trained import Places
+from gpt2.port.step.backward import UNREACHED, uneven, wrong_tables
+from gpt2.port.step.causes import cause
+from gpt2.port.step.gradient_comparison import Comparison, total_norm
+from gpt2.port.step.gradients import TABLE, Gradients
+from gpt2.port.step.layouts import LETTERS, Weights
+from gpt2.port.step.trained import Places
 
 SEEN = "the dump's gradients are these, at the parameters that it has before the step"
 CLOSE = 2e-3  # relative difference of factors that are meant to be equal

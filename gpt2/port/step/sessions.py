@@ -17,10 +17,10 @@ from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.user_code import error_line
 from gpt2.port.recording.forward import plain_attention
-from gpt2.port.training.gradients import IGNORED
-from gpt2.port.training.records import Sampler, Watched
-from gpt2.port.training.settings import Settings
-from gpt2.port.training.watching import Casts, Watch
+from gpt2.port.step.gradients import IGNORED
+from gpt2.port.step.records import Sampler, Watched
+from gpt2.port.step.settings import Settings
+from gpt2.port.step.watching import Casts, Watch
 
 Step = Callable[[Tensor, Tensor], Any]
 MakeStep = Callable[[nn.Module], Step]
