@@ -1,9 +1,8 @@
-"""Read how a step changes the gradient between its last backward pass and the update: clipping, unscaling, other factors."""
+"""The clipping of a gradient: its kinds, how it is read from gradients before and after it, and what is wrong with it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from statistics import median
@@ -11,7 +10,8 @@ from statistics import median
 import numpy as np
 from torch import Tensor
 
-from gpt2.port.step.records import Gradient, Watched
+from gpt2.port.step.causes import Stage, cause
+from gpt2.port.step.records import Gradient, Update
 from gpt2.port.step.rules import Array, Track
 
 BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
@@ -23,8 +23,8 @@ class ClipKind(Enum):
     """What must not exceed the limit: a measure of the whole gradient, of each parameter or array, or each entry."""
 
     NORM = "norm"
-    SUM = "sum of absolute values"
     LARGEST = "largest absolute value"
+    SUM = "sum of absolute values"
     SQUARES = "sum of squares, without the root,"
     MATRICES = "norm without biases and norms"
     PARAMETER = "norm of each parameter"
@@ -39,59 +39,93 @@ class Clip:
     kind: ClipKind
     limit: float
 
+    @property
+    def usual(self) -> bool:
+        return any(abs(self.limit / limit - 1) < 1e-3 for limit in LIMITS)
 
-NORMS = (ClipKind.NORM, ClipKind.LARGEST, ClipKind.SUM)
+
+@dataclass(frozen=True)
+class Norms:
+    """The norms of K gradients, (K,) each: of all parameters together by kind, of each parameter's own, and of its stack."""
+
+    whole: dict[ClipKind, Array]
+    own: dict[str, Array]
+    stack: dict[str, Array] = field(default_factory=dict)  # where several parameters are one array
+
+    @classmethod
+    def of(cls, gradients: Sequence[Gradient], large: Collection[str] = (), stacks: Collection[Sequence[str]] = ()) -> Norms:
+        """Measure gradients; ``large``: matrices and embeddings. ``stacks``: the parameters that are one array of a dump."""
+        names = list(dict.fromkeys(name for each in gradients for name in each.sizes))
+        blank = np.zeros((len(gradients), 3))
+        sizes = {n: np.array([each.sizes.get(n, (0.0, 0.0, 0.0)) for each in gradients]) for n in names}
+        own = {name: size[:, 0] for name, size in sizes.items()}
+
+        def together(chosen: Collection[str]) -> Array:
+            return np.sqrt(sum((own[name] ** 2 for name in chosen if name in own), blank[:, 0]))
+
+        whole = {
+            ClipKind.NORM: together(names),
+            ClipKind.LARGEST: np.max([blank[:, 2], *(size[:, 2] for size in sizes.values())], axis=0),
+            ClipKind.SUM: sum((size[:, 1] for size in sizes.values()), blank[:, 1]),
+            ClipKind.SQUARES: together(names) ** 2,
+            ClipKind.MATRICES: together(large),
+        }
+        stack = (own if stacks else {}) | {name: together(stacked) for stacked in stacks for name in stacked if name in own}
+        return cls(whole, own, stack)
+
+    def of_kind(self, kind: ClipKind, name: str) -> Array:
+        """Return what clipping of a kind compares with its limit, for one parameter."""
+        if kind is ClipKind.PARAMETER or kind is ClipKind.STACK:
+            return (self.own if kind is ClipKind.PARAMETER else self.stack)[name]
+        return self.whole[kind]
+
+
+def clipped(track: Track, clip: Clip | None, norms: Norms) -> Track:
+    """Return a parameter's track with gradients as clipping makes them."""
+    if clip is None:
+        return track
+    if clip.kind is ClipKind.ENTRY:
+        return replace(track, gradient=np.clip(track.gradient, -clip.limit, clip.limit))
+    factors = np.minimum(1.0, clip.limit / (norms.of_kind(clip.kind, track.name) + 1e-6))
+    return replace(track, gradient=track.gradient * factors[:, None])
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A gradient after the last backward pass (``held``), and at the update (``used``).
+    """A gradient after the last backward pass (``held``), and at the update.
 
     ``ratios`` by parameter, where one is a multiple of the other; ``clamped``: the others, if their entries are cut at one value.
     """
 
     held: Gradient
-    used: Gradient
     ratios: dict[str, float]
     clamped: dict[str, float]
     odd: tuple[str, ...]  # parameters that are explained by neither
 
 
-def passage(held: Gradient, used: Gradient) -> Passage:
-    """Compare two gradients, parameter by parameter."""
+def passage(held: Gradient, used: Gradient, same: float = SAME) -> Passage:
+    """Compare two gradients, parameter by parameter, up to a relative difference of ``same``."""
+
+    def near(one: Tensor, other: Tensor) -> bool:
+        return float((one - other).norm()) <= same * float(one.norm())
+
     ratios, clamped, odd = {}, {}, []
     for name, before in held.samples.items():
         after = used.samples.get(name)
-        if after is None or held.two[name] == 0:
+        if after is None or held.sizes[name].two == 0:
             continue
         ratio = float(before @ after / (before @ before)) if bool((before != 0).any()) else 1.0
-        if _near(after, ratio * before):
+        if near(after, ratio * before):
             ratios[name] = ratio
             continue
         limit = float(after.abs().max())
-        inside = (after.abs() < limit * (1 - SAME)) & (before != 0)
+        inside = (after.abs() < limit * (1 - same)) & (before != 0)
         slope = float((after[inside] / before[inside]).median()) if bool(inside.any()) else 1.0
-        if _near(after, (slope * before).clamp(-limit, limit)):
+        if near(after, (slope * before).clamp(-limit, limit)):
             clamped[name] = limit
         else:
             odd.append(name)
-    return Passage(held, used, ratios, clamped, tuple(odd))
-
-
-def passages(calls: Sequence[Watched]) -> list[Passage]:
-    """Compare the gradient after the last backward pass before each update with the gradient at the update."""
-    found = []
-    for call in calls:
-        for update in call.updates:
-            if update.gradient.samples and 0 < update.backwards <= len(call.backwards):
-                held = call.backwards[update.backwards - 1].held
-                if held.samples:
-                    found.append(passage(held, update.gradient))
-    return found
-
-
-def _near(one: Tensor, other: Tensor) -> bool:
-    return float((one - other).norm()) <= SAME * float(one.norm())
+    return Passage(held, ratios, clamped, tuple(odd))
 
 
 @dataclass
@@ -112,45 +146,60 @@ class ClipReading:
     passed: tuple[float, ...] = ()
 
 
-def read_clipping(groups: Sequence[Sequence[Passage]], unscaled: float) -> ClipReading:
-    """Return what happens to the gradients of several sessions; in the last, gradients are so small that no clipping bites.
+def read_clipping(sessions: Sequence[Sequence[Update]], factor: float | None = None, same: float = SAME) -> ClipReading:
+    """Return what happens to the gradients of several sessions.
 
-    ``unscaled`` is what a GradScaler multiplied them by, if one was seen.
+    ``factor``: what they are always multiplied by; None: to be read from the last session, whose gradients are so small that no
+    clipping bites. ``same``: the relative rounding of the gradients.
     """
-    reading = ClipReading(odd=tuple(dict.fromkeys(name for group in groups for one in group for name in one.odd)))
+    groups = [[passage(one.held, one.gradient, same) for one in session if one.held.samples] for session in sessions]
     passages = [one for group in groups for one in group if one.ratios or one.clamped]
+    reading = ClipReading(odd=tuple(dict.fromkeys(name for group in groups for one in group for name in one.odd)))
     if not passages:
         return reading
-    reading.outliers = _outliers(passages)
-    reading.factor = unscaled if unscaled != 1 else _factor(groups, reading.outliers)
-    u = reading.factor
-    reading.largest = max(u * _norm(one, ClipKind.NORM, reading.outliers) for one in passages)
-    limits = [limit for one in passages for limit in one.clamped.values()]
-    if limits:
+    outliers = reading.outliers = _outliers(passages)
+
+    def shares(one: Passage) -> dict[str, float]:
+        return {name: ratio / outliers.get(name, 1.0) for name, ratio in one.ratios.items()}
+
+    def norm(one: Passage, kind: ClipKind) -> float:
+        """Return a norm of the gradient over all parameters that a ratio is known of, with the outliers' own factors."""
+        sizes = {name: one.held.sizes[name].times(abs(outliers.get(name, 1.0))) for name in one.ratios}
+        return float(Norms.of([Gradient(one.held.samples, sizes)]).whole[kind][0])
+
+    if factor is None:
+        last: list[Passage] = next((group for group in reversed(groups) if group), [])
+        small = [median(shares(one).values()) for one in last if one.ratios]
+        steady = bool(small) and max(small) - min(small) <= same * max(map(abs, small))
+        factor = small[-1] if steady and abs(small[-1] - 1) > same else 1.0
+    reading.factor = factor
+    reading.largest = max(factor * norm(one, ClipKind.NORM) for one in passages)
+    if limits := [limit for one in passages for limit in one.clamped.values()]:
         reading.clip = Clip(ClipKind.ENTRY, median(limits))
         return reading
-    shares = [_shares(one, reading.outliers) for one in passages]
-    biting = [(one, share) for one, share in zip(passages, shares, strict=True) if share and min(share.values()) < u * (1 - SAME)]
-    if not biting:
+    pairs = [(one, shares(one)) for one in passages]
+    biting = [(one, share) for one, share in pairs if share and min(share.values()) < factor * (1 - same)]
+    grown = [name for _, share in pairs for name, ratio in share.items() if ratio > factor * (1 + same)]
+    if grown or not biting:
+        reading.odd += tuple(dict.fromkeys(grown))
         return reading
-    scalar = all(max(share.values()) - min(share.values()) <= SAME * max(share.values()) for _, share in biting)
-    if not scalar:
-        bounds = [r * one.held.two[n] for one, share in biting for n, r in share.items() if r < u * (1 - SAME)]
+    if any(max(share.values()) - min(share.values()) > same * max(share.values()) for _, share in biting):
+        cut = [(n, r * one.held.sizes[n].two) for one, share in biting for n, r in share.items() if r < factor * (1 - same)]
+        bounds = [bound for _, bound in cut]
         reading.clip = Clip(ClipKind.PARAMETER, median(bounds))
-        if max(bounds) - min(bounds) > 1e-3 * max(bounds):
-            reading.odd = tuple(dict.fromkeys(n for _, share in biting for n, r in share.items() if r < u * (1 - SAME)))
+        if max(bounds) - min(bounds) > max(1e-3, 2 * same) * max(bounds):
+            reading.odd = tuple(dict.fromkeys(name for name, _ in cut))
         return reading
-    best = (math.inf, ClipKind.NORM, math.inf)
-    for kind in NORMS:
-        limits = [median(share.values()) * _norm(one, kind, reading.outliers) for one, share in biting]
-        spread = (max(limits) - min(limits)) / max(limits)
-        if spread < best[0] / 10:
-            best = (spread, kind, max(limits))
-    spread, kind, limit = best
-    reading.clip = Clip(kind, limit)
-    norms = [_norm(one, kind, reading.outliers) * u for one, share in zip(passages, shares, strict=True)]
-    bitten = [any(one is other for other, _ in biting) for one in passages]
-    reading.passed = tuple(norm for norm, bit in zip(norms, bitten, strict=True) if not bit and norm > BITES * limit)
+    found = []
+    for kind in (ClipKind.NORM, ClipKind.LARGEST, ClipKind.SUM):
+        limits = [median(share.values()) * norm(one, kind) for one, share in biting]
+        found.append(((max(limits) - min(limits)) / max(limits), Clip(kind, max(limits))))
+    spread = min(one for one, _ in found)
+    steadiest = [clip for one, clip in found if one <= max(10 * spread, same)]
+    clip = reading.clip = next((clip for clip in steadiest if clip.usual), steadiest[0])
+    bitten = [one for one, _ in biting]
+    norms = [norm(one, clip.kind) * factor for one in passages if not any(one is other for other in bitten)]
+    reading.passed = tuple(norm for norm in norms if norm > BITES * clip.limit)
     if spread > 1e-3:
         reading.odd = ("the gradient",)
     return reading
@@ -160,63 +209,61 @@ def _outliers(passages: Sequence[Passage]) -> dict[str, float]:
     """Return the few parameters whose factor is always the same multiple of the others'."""
     found: dict[str, float] = {}
     first = passages[0].ratios
+    middles = [median(one.ratios.values()) if one.ratios else 0.0 for one in passages]
     for name in first:
-        factors = [one.ratios[name] / median(one.ratios.values()) for one in passages if name in one.ratios and _middle(one)]
+        factors = [one.ratios[name] / mid for one, mid in zip(passages, middles, strict=True) if mid and name in one.ratios]
         if factors and abs(factors[0] - 1) > 1e-3 and max(factors) - min(factors) <= SAME * abs(factors[0]):
             found[name] = factors[0]
     return found if len(found) * 2 < len(first) and len(passages) > 1 else {}
 
 
-def _middle(one: Passage) -> bool:
-    return bool(one.ratios) and median(one.ratios.values()) != 0
+def clip_stage(reading: ClipReading, wanted: float | None, odd: str) -> Stage:
+    """Return the causes in a reading of the clipping.
 
-
-def _shares(one: Passage, outliers: dict[str, float]) -> dict[str, float]:
-    return {name: ratio / outliers.get(name, 1.0) for name, ratio in one.ratios.items()}
-
-
-def _norm(one: Passage, kind: ClipKind, outliers: dict[str, float]) -> float:
-    """Return a norm of the gradient over all parameters that a ratio is known of, with the outliers' own factors."""
-    held = {ClipKind.NORM: one.held.two, ClipKind.LARGEST: one.held.largest, ClipKind.SUM: one.held.one}[kind]
-    values = [held[name] * outliers.get(name, 1.0) for name in one.ratios]
-    return math.hypot(*values) if kind is ClipKind.NORM else max(values) if kind is ClipKind.LARGEST else sum(values)
-
-
-def _factor(groups: Sequence[Sequence[Passage]], outliers: dict[str, float]) -> float:
-    """Return the factor that is no clipping: that of the smallest gradients, unless these are clipped too."""
-    last = [one for one in groups[-1] if one.ratios]
-    if not last:
-        return 1.0
-    ratios = [median(_shares(one, outliers).values()) for one in last]
-    if max(ratios) - min(ratios) <= SAME * max(map(abs, ratios)):
-        return ratios[-1] if abs(ratios[-1] - 1) > SAME else 1.0
-    return 1.0
-
-
-@dataclass(frozen=True)
-class Norms:
-    """The norms of K gradients, (K,) each: of all parameters together by kind, of each parameter's own, and of its stack."""
-
-    whole: dict[ClipKind, Array]
-    own: dict[str, Array]
-    stack: dict[str, Array] = field(default_factory=dict)  # where several parameters are one array
-
-    @classmethod
-    def of(cls, gradients: Sequence[Gradient]) -> Norms:
-        two, one, largest = (np.zeros(len(gradients)) for _ in range(3))
-        for k, each in enumerate(gradients):
-            two[k], one[k], largest[k] = each.total, sum(each.one.values()), max(each.largest.values(), default=0.0)
-        names = {name for each in gradients for name in each.two}
-        own = {name: np.array([each.two.get(name, 0.0) for each in gradients]) for name in names}
-        return cls({ClipKind.NORM: two, ClipKind.SUM: one, ClipKind.LARGEST: largest}, own)
-
-
-def clipped(track: Track, clip: Clip | None, norms: Norms) -> Track:
-    """Return a parameter's track with gradients as clipping makes them."""
+    ``wanted``: the norm to clip to; 0 for no clipping, None where nothing is said. ``odd``: words for the parameters whose
+    gradients change in an unknown way.
+    """
+    stage = Stage()
+    if reading.odd:
+        stage.leave_open(f"the gradient of {odd} is changed before the update in a way that is not known")
+        return stage
+    clip, factor = reading.clip, reading.factor
+    found: list[tuple[str, str]] = []
+    if reading.passed:
+        detail = f"in {len(reading.passed)} of the updates norms up to {max(reading.passed):.4g} are left as they are"
+        if wanted is None:
+            stage.notes.append(f"read off: {detail}")
+        elif wanted:
+            found.append(("clip-missing", detail))
     if clip is None:
-        return track
-    if clip.kind is ClipKind.ENTRY:
-        return replace(track, gradient=np.clip(track.gradient, -clip.limit, clip.limit))
-    apart = {ClipKind.PARAMETER: norms.own, ClipKind.STACK: norms.stack}
-    size = apart[clip.kind][track.name] if clip.kind in apart else norms.whole[clip.kind]
-    return track.times(np.minimum(1.0, clip.limit / (size + 1e-6)))
+        if wanted and reading.largest > wanted * BITES:
+            found.append(("clip-missing", f"norms up to {reading.largest:.4g} are left as they are"))
+        elif wanted is None:
+            stage.notes.append(f"read off: no clipping (norms up to {reading.largest:.3g})")
+    elif wanted == 0:
+        found.append(("clip-unwanted", f"it is clipped to {clip.limit:.6g}"))
+    elif clip.kind is ClipKind.ENTRY:
+        found.append(("clip-by-value", f"entries beyond {clip.limit:.6g} are cut"))
+    elif clip.kind in (ClipKind.PARAMETER, ClipKind.STACK):
+        whose = "parameter" if clip.kind is ClipKind.PARAMETER else "stack of parameters"
+        found.append(("clip-per-tensor", f"that of each {whose} is clipped to {clip.limit:.6g}"))
+    elif clip.kind is not ClipKind.NORM:
+        found.append(("clip-norm", f"its {clip.kind.value} is clipped to {clip.limit:.6g}"))
+    elif _before_unscaling(clip, factor, wanted):
+        detail = f"the gradient, still multiplied by {1 / factor:g}, is clipped to {clip.limit / factor:.6g}"
+        found.append(("clip-before-unscaling", detail))
+    elif wanted is None:
+        stage.notes.append(f"read off: gradients are clipped to a norm of {clip.limit:.4g}")
+    elif abs(clip.limit / wanted - 1) > 1e-3:
+        found.append(("clip-threshold", f"the norm is clipped to {clip.limit:.6g}, not {wanted:g}"))
+    evidence = f"gradients of norms up to {reading.largest:.3g}, before and after"
+    stage.causes = [cause(id, "gradient", detail, evidence) for id, detail in found]
+    stage.error = float(bool(found))
+    return stage
+
+
+def _before_unscaling(clip: Clip, factor: float, wanted: float | None) -> bool:
+    """Return whether the limit is a usual one for the gradient as a GradScaler has multiplied it."""
+    before = Clip(clip.kind, clip.limit / factor)  # in units of the gradient before unscaling
+    usual = abs(before.limit / wanted - 1) < 1e-3 if wanted else before.usual
+    return factor < 0.02 and usual and not (wanted and abs(clip.limit / wanted - 1) < 1e-3)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import nn
@@ -13,26 +14,28 @@ from gpt2.errors import InputError
 from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
-from gpt2.port.diagnosis.report import Cause, Diagnosis
+from gpt2.port.diagnosis.places import Place, listed
+from gpt2.port.diagnosis.report import Diagnosis
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.forward import Borrowed
 from gpt2.port.recording.recorder import record_probe
-from gpt2.port.step.backward import accumulation_stage, backward_stage, first_backwards, places, summed, untied_causes
-from gpt2.port.step.causes import STAGES, cause
-from gpt2.port.step.clip_causes import clip_stage
-from gpt2.port.step.clipping import passages, read_clipping
-from gpt2.port.step.gradients import Roles, expected_gradients
-from gpt2.port.step.losses import logits_gradients, read_loss
+from gpt2.port.step.causes import STAGES, Stage, cause, concluded
+from gpt2.port.step.clipping import clip_stage, read_clipping
+from gpt2.port.step.expected import Roles, expected_gradients
+from gpt2.port.step.gradients import Comparison, Parts, accumulation_stage, part_causes, total_norm, untied_causes
+from gpt2.port.step.losses import dropout_stage, loss_stage, padding_causes, read_loss
+from gpt2.port.step.movement import exact_movement, runs_of
 from gpt2.port.step.optimizer import update_stage
-from gpt2.port.step.records import Sampler, Update, Watched
-from gpt2.port.step.sessions import Batch, Batches, Change, MakeStep, StepError, Subject, scaled
+from gpt2.port.step.records import Gradient, Sampler, Update, Watched
+from gpt2.port.step.sessions import Batches, Change, MakeStep, StepError, Subject, scaled
 from gpt2.port.step.settings import Settings
-from gpt2.port.step.stepping import Movement, read_movement, updates_of
-from gpt2.port.step.trained import Stage, concluded, dropout_stage, loss_stage, padding_stage
 from gpt2.port.step.tying import join_tied
 
 CALLS, CALLS_LARGE = 6, 4  # of the first session; of a large module's
 HUGE, TINY = 100.0, 1e-8  # factors of the last norm (and, for TINY, of the token embedding) that change the gradients' size
+EQUAL, NOISE = 1e-8, 1e-11  # error of a parameter's gradient, relative to it (constants in float32), and to the whole gradient
+BACKWARD = "from your own gradient of the logits, our model in float64 gives other gradients"
+OPERATORS = "seen in its operators"
 
 
 class StepExamination:
@@ -50,21 +53,22 @@ class StepExamination:
         self.module, self.ours, self.settings, self.forward = module, ours, settings, forward
         self.config = ours.config
         self.subject = Subject(module, make_step, ours.config.vocab_size, watch)
+        self.batches = Batches(self.config, settings)
         self.notes: list[str] = []
         self.stages: dict[str, Stage] = {name: Stage() for name in STAGES}
 
     def diagnosis(self) -> Diagnosis:
         """Run the sessions, draw the conclusions of each stage, and sum them up."""
         self.roles = Roles(self.module, self._mapping())
-        self.batches = Batches(self.config, self.settings)
-        count = CALLS_LARGE if self.subject.large else CALLS
-        self.calls, self.sampler = self._session([self.batches.batch(seed) for seed in range(count)])
+        self.calls, self.sampler = self._session(range(CALLS_LARGE if self.subject.large else CALLS))
         self._require_training()
         self.huge, self.tiny = self._scaled_sessions()
-        join_tied([self.calls, self.huge, self.tiny], self._untied(), self.sampler)
-        self._read_update()
-        self._loss_and_gradients()
-        self._update()
+        self.untied = self._untied()
+        join_tied([self.calls, self.huge, self.tiny], self.untied, self.sampler)
+        self.untied = self._untied()
+        self._clip_and_update()
+        self._loss()
+        self._gradients()
         self._as_written()
         return concluded(self.stages, self.forward, self.notes, self.forward.module)
 
@@ -75,15 +79,24 @@ class StepExamination:
         except (NotGPT2, InputError):
             return None
 
+    def _places(self, names: Sequence[str]) -> str:
+        """Return the checkpoint's names for parameters."""
+        return listed((Place.of(where) for name in names for where in self.roles.where(name)), self.config.n_layer)
+
+    def _cause(self, stage: str, id: str, where: str, detail: str, evidence: str = "") -> None:
+        self.stages[stage].causes.append(cause(id, where, detail, evidence))
+
     # Sessions
 
-    def _session(self, batches: list[Batch], change: Change | None = None) -> tuple[list[Watched], Sampler]:
-        calls, sampler = self.subject.session(batches, change)
+    def _session(self, seeds: Sequence[int], change: Change | None = None) -> tuple[list[Watched], Sampler]:
+        calls, sampler = self.subject.session([self.batches.batch(seed) for seed in seeds], change)
         for call in calls:
             if not math.isfinite(call.loss):
                 raise InputError(
                     f"the step returns a loss of {call.loss}; look where it comes from (a mask, a label, a division)"
                 )
+            if change is not None:
+                call.forwards.clear()  # the gradients of the parameters alone are compared
         return calls, sampler
 
     def _scaled_sessions(self) -> tuple[list[Watched], list[Watched]]:
@@ -92,13 +105,7 @@ class StepExamination:
         if not last or not table:
             self.notes.append("the parts of your module were not recognised: clipping was judged with one size of gradients only")
             return [], []
-        batches = [self.batches.batch(100 + seed) for seed in range(2)]
-        huge, _ = self._session(batches, scaled(last, HUGE))
-        for call in huge:
-            call.forwards.clear()  # their gradients alone are compared
-        tiny, _ = self._session(batches, scaled([*last, *table], TINY))
-        for call in tiny:
-            call.forwards.clear()
+        huge, tiny = (self._session((100, 101), scaled(*how))[0] for how in ((last, HUGE), ([*last, *table], TINY)))
         return huge, tiny
 
     def _require_training(self) -> None:
@@ -106,143 +113,140 @@ class StepExamination:
         updates = [update for call in self.calls for update in call.updates]
         if any(bool(value.isnan().any()) for update in updates for value in update.after.values()):
             raise InputError("the step sets parameters to NaN; look at its rate, and at divisions by zero")
-        changed = any(not torch.equal(update.before[name], value) for update in updates for name, value in update.after.items())
-        if not changed:
+        if not any(update.changes for update in updates):
             why = "does it train another module than the one that make_step is given, or never call optimizer.step()?"
             raise InputError(f"no parameter of your module changes in {len(self.calls)} calls of the step: {why}")
 
-    # The stages
+    def _untied(self) -> list[str]:
+        """Return the parameters that hold the token embedding and the head, if these are two in the step."""
+        own = [self.roles.names_of(part) for part in ("wte", "head") if self.config.tie_word_embeddings]
+        for aliases in (*self.roles.aliases.values(), [found[0] for found in own if len(found) == 1]):
+            apart = [name for name in aliases if name in self.sampler.parameters]
+            if len(apart) > 1:
+                return apart
+        return []
 
-    def _loss_and_gradients(self) -> None:
-        first, batch = self.calls[0], self.batches.batch(0)
-        factor = self.clip.factor
-        reading = read_loss(first, batch.ids)
-        if reading is None:
+    # The stages, the last ones first: what the update multiplies the gradients by tells what the loss was meant to be
+
+    def _clip_and_update(self) -> None:
+        sessions = [found for calls in (self.calls, self.huge, self.tiny) if (found := updates_of(calls))]
+        unscaled = math.prod({call.unscaled for call in self.calls})
+        clip = self.clip = read_clipping(sessions, None if unscaled == 1 else unscaled)
+        roles = {name: self.roles.role(name, parameter) for name, parameter in self.sampler.parameters.items()}
+        large = [name for name, role in roles.items() if role in ("matrix", "embedding")]
+        parts = max(update.summed for session in sessions for update in session)
+        shares = (
+            [1 / parts, 1.0] if parts > 1 else [1.0]
+        )  # of gradients that ``.grad`` never holds, which may be averaged or summed
+        variants = [runs_of(_times(sessions, share), large) for share in shares]
+        movement = exact_movement(variants, self.settings, roles, parts > 0)
+        stage = self.stages["update"] = update_stage(movement, self.settings, self._places, [one.call for one in sessions[0]])
+        if movement.answer is not None:
+            share = shares[movement.answer.variant]
+            clip.factor *= share
+            hidden = [update.gradient.total for session in sessions for update in session if update.summed]
+            if hidden and not movement.odd:
+                clip.largest = max(hidden) * share
+        many = next((call for call in self.calls if len(call.updates) > 1), None)
+        if many is not None:
+            detail = f"the parameters are updated {len(many.updates)} times in a step, after each part of its batch"
+            stage.causes.insert(0, cause("step-per-micro-batch", "optimizer", detail, OPERATORS))
+        silent = [call for call in self.calls if not any(update.changes for update in call.updates)]
+        if movement.rules and not movement.odd:  # parameters that are written to, and stay, have a rate of zero
+            silent = [call for call in silent if not call.updates]
+        if 0 < len(silent) < len(self.calls):
+            detail = f"{len(silent)} of {len(self.calls)} calls change no parameter"
+            self._cause("update", "update-skipped", "optimizer", detail)
+        arrived, updates = self.calls[0].arrived(), [update for call in self.calls for update in call.updates]
+        reached = [name for name in self.sampler.parameters if name in arrived and bool((arrived[name] != 0).any())]
+        still = [name for name in reached if not any(update.moves(name) for update in updates)]
+        if still and movement.rules:
+            detail = "these have gradients, and never change"
+            self._cause("update", "parameter-missing", self._places(still), detail, "their values after each step")
+        inside = movement.answer.clip if movement.answer else None
+        odd = [name for name in clip.odd if name in self.sampler.parameters]
+        read = clip if inside is None else replace(clip, clip=inside)
+        self.stages["clip"] = clip_stage(read, self.settings.clip, self._places(odd) if odd else "the gradient")
+
+    def _loss(self) -> None:
+        stage, factor = self.stages["loss"], self.clip.factor
+        readings = [read_loss(call.forwards, self.batches.batch(number)) for number, call in enumerate(self.calls)]
+        self.read = readings[0] is not None
+        if not self.read:
             self.notes.append("the logits of your step were not seen (does it call the module?), so its loss was not judged")
-            self.stages["loss"].explained = False
-        else:
-            self.stages["loss"] = loss_stage(batch, reading, factor)
-            self._later_losses(factor)
-            self._padded(factor)
-        gradient = accumulation_stage([*self.calls, *self.huge])
-        gradient.causes += untied_causes(self._untied())
-        if self.roles.mapping is None or not self.forward.ok:
-            self.notes.append("your forward pass is not ours, so the gradients of your parameters were not compared with ours")
-        if reading is not None and self.roles.mapping is not None and self.forward.ok:
-            state = {name: tensor.detach().cpu().double() for name, tensor in self.ours.state_dict().items()}
-            passes = logits_gradients(first)
-            passes = passes[: first_backwards(first)] if len(first.updates) > 1 else passes
-            expected = expected_gradients(self.config, state, self.roles, self.sampler, passes)
-            layers = self.config.n_layer
-            gradient.absorb(backward_stage(first, expected, self.roles, layers, self._untied()))
-        for name, value in self.clip.outliers.items():
-            where = places([name], self.roles, self.config.n_layer)
-            doubled = self.roles.role(name, self.sampler.parameters[name]) == "embedding" and abs(value - 2) < 1e-6
-            detail = f"after the backward pass its gradient is multiplied by {value:.6g}"
-            gradient.causes.append(cause("tied-gradient-doubled" if doubled else "gradient-scaled", where, detail))
-        self.stages["gradient"] = gradient
-        if self.settings.dropout is not None or any(call.dropouts for call in self.calls):
-            dropout = dropout_stage([p for call in self.calls for p in call.dropouts], self.settings.dropout)
-            self.stages["loss"].causes += dropout.causes
-            self.notes += dropout.notes
-        if any(call.half for call in self.calls):
-            detail = "the logits are rounded to half precision before the softmax"
-            self.stages["loss"].causes.append(cause("logits-half-precision", "loss", detail, "seen in its operators"))
-
-    def _later_losses(self, factor: float) -> None:
-        """Add the causes that show in a later call only."""
-        known = {one.id for one in self.stages["loss"].causes}
-        for number, call in enumerate(self.calls[1:], 1):
-            batch = self.batches.batch(number)
-            reading = read_loss(call, batch.ids)
-            call.forwards.clear()
+            stage.explained = False
+        for number, reading in enumerate(readings if self.read else []):
             if reading is None:
                 continue
-            stage = loss_stage(batch, reading, factor)
-            self.stages["loss"].causes += [one for one in stage.causes if one.id not in known]
-            known |= {one.id for one in stage.causes}
+            if number:
+                self.calls[number].forwards.clear()
+            found = loss_stage(self.batches.batch(number), reading, factor)
+            known = {one.id for one in stage.causes}
+            if number == 0:
+                stage.absorb(found)
+            else:  # what shows in a later call only
+                stage.causes += [one for one in found.causes if one.id not in known]
+        if self.read and (self.settings.padded or not stage.causes):
+            self._padded(factor)
+        dropouts = [p for call in self.calls for p in call.dropouts]
+        if self.settings.dropout is not None or dropouts:
+            stage.absorb(dropout_stage(dropouts, self.settings.dropout))
+        if any(call.half for call in self.calls):
+            detail = "the logits are rounded to half precision before the softmax"
+            self._cause("loss", "logits-half-precision", "loss", detail, OPERATORS)
 
     def _padded(self, factor: float) -> None:
         """Try a batch in which some targets are -100; a step that refuses it is not faulty."""
-        if self.stages["loss"].causes and not self.settings.padded:
-            return
         batch = self.batches.batch(50, ignored=True)
         try:
             (call,), _ = self.subject.session([batch])
         except InputError:
             return
-        reading = read_loss(call, batch.ids)
-        if reading is None or not math.isfinite(call.loss):
-            return
-        found = padding_stage(batch, reading, factor)
+        reading = read_loss(call.forwards, batch)
+        found = padding_causes(batch, reading, factor) if reading is not None and math.isfinite(call.loss) else []
         if self.settings.padded:
             self.stages["loss"].causes += found
         else:
             self.notes += [f"where targets are -100 (yours need not be): {one.detail} ({one.id})" for one in found]
 
-    def _untied(self) -> list[str]:
-        """Return the parameters that hold the token embedding and the head, if these are two in the step."""
-        names = set(self.sampler.parameters)
-        own = [self.roles.names_of(part) for part in ("wte", "head") if self.config.tie_word_embeddings]
-        for aliases in (*self.roles.aliases.values(), [found[0] for found in own if len(found) == 1]):
-            apart = [name for name in aliases if name in names]
-            if len(apart) > 1:
-                return apart
-        return []
+    def _gradients(self) -> None:
+        stage = self.stages["gradient"] = accumulation_stage([*self.calls, *self.huge])
+        stage.causes += untied_causes(self.untied)
+        if self.roles.mapping is None or not self.forward.ok:
+            self.notes.append("your forward pass is not ours, so the gradients of your parameters were not compared with ours")
+        elif self.read:
+            self._backward(stage)
+        for name, value in self.clip.outliers.items():
+            doubled = self.roles.role(name, self.sampler.parameters[name]) == "embedding" and abs(value - 2) < 1e-6
+            detail = f"after the backward pass its gradient is multiplied by {value:.6g}"
+            self._cause("gradient", "tied-gradient-doubled" if doubled else "gradient-scaled", self._places([name]), detail)
 
-    def _read_update(self) -> None:
-        """Read the clipping, and how each parameter moves."""
-        groups = [passages(calls) for calls in (self.calls, self.huge, self.tiny)]
-        unscaled = math.prod({call.unscaled for call in self.calls}) if any(call.unscaled != 1 for call in self.calls) else 1.0
-        self.clip = read_clipping([group for group in groups if group], unscaled)
-        self.sessions = [found for calls in (self.calls, self.huge, self.tiny) if (found := updates_of(calls))]
-        self.movement = read_movement(self.sessions, self.settings, self._role)
-        self.clip.factor *= self.movement.share
-        hidden = [update.gradient.total for session in self.sessions for update in session if update.summed]
-        if hidden and self.movement.rules and not self.movement.odd:
-            self.clip.largest = max(hidden) * self.movement.share
-
-    def _update(self) -> None:
-        movement, layers = self.movement, self.config.n_layer
-        many = [call for call in self.calls if len(call.updates) > 1]
-        if many:
-            detail = f"the parameters are updated {len(many[0].updates)} times in a step, after each part of its batch"
-            self.stages["update"].causes.append(cause("step-per-micro-batch", "optimizer", detail, "seen in its operators"))
-        silent = [number for number, call in enumerate(self.calls) if not any(_moved(update) for update in call.updates)]
-        numbers = [update.call for update in self.sessions[0]]
-        stage = update_stage(movement, self.settings, lambda names: places(names, self.roles, layers), numbers)
-        stage.causes = [*self.stages["update"].causes, *stage.causes]
-        if movement.rules and not movement.odd:  # parameters that are written to, and stay, have a rate of zero
-            silent = [number for number in silent if not self.calls[number].updates]
-        if silent and len(silent) < len(self.calls):
-            detail = f"{len(silent)} of {len(self.calls)} calls change no parameter"
-            stage.causes.append(cause("update-skipped", "optimizer", detail))
-        stage.causes += self._left_out(movement)
-        self.stages["update"] = stage
-        clip = self.clip if movement.clip is None else replace(self.clip, clip=movement.clip)
-        odd = [name for name in clip.odd if name in self.sampler.parameters]
-        self.stages["clip"] = clip_stage(clip, self.settings.clip, places(odd, self.roles, layers) if odd else "the gradient")
-
-    def _role(self, name: str) -> str:
-        return self.roles.role(name, self.sampler.parameters[name])
-
-    def _left_out(self, movement: Movement) -> list[Cause]:
-        """Return the cause for parameters with a gradient that never change."""
-        updates = [update for call in self.calls for update in call.updates]
-        arrived = summed(self.calls[0])
-        still = [
-            name
-            for name in self.sampler.parameters
-            if name in arrived
-            and bool((arrived[name] != 0).any())
-            and all(torch.equal(update.before[name], update.after[name]) for update in updates)
+    def _backward(self, stage: Stage) -> None:
+        """Compare the first call's gradients with those that our model gives from the same gradient of the logits."""
+        first = self.calls[0]
+        state = {name: tensor.detach().cpu().double() for name, tensor in self.ours.state_dict().items()}
+        passes = [one for one in first.forwards if one.gradient is not None]
+        made = expected_gradients(self.config, state, self.roles, self.sampler, passes[: len(first.first_backwards)])
+        arrived, got = first.arrived(), {}
+        for name, right in made.whole.items():  # the checkpoint has no entry for some, as an unused bias
+            unknown = right.isnan()
+            got[name] = arrived.get(name, torch.zeros_like(right)).masked_fill(unknown, 0.0)
+            for share in (made.whole, made.head, made.table):
+                share |= {name: share[name].masked_fill(unknown, 0.0)} if name in share else {}
+        whole = total_norm(made.whole)
+        allowed = {name: NOISE * whole / max(right.numel(), 1) ** 0.5 for name, right in made.whole.items()}
+        comparison = Comparison(allowed, EQUAL, 0.0, 1e-6, BACKWARD)
+        wrong = [name for name, right in made.whole.items() if not comparison.same(name, got[name], right)]
+        errors = [
+            float((got[name] - made.whole[name]).norm()) / max(float(made.whole[name].norm()), NOISE * whole) for name in wrong
         ]
-        if not still or not movement.rules:
-            return []
-        detail = "these have gradients, and never change"
-        return [
-            cause("parameter-missing", places(still, self.roles, self.config.n_layer), detail, "their values after each step")
-        ]
+        stage.error = max([stage.error, *errors])
+        frozen = [name for name in wrong if name not in first.trains]
+        positions = [name for name in wrong if any(part == "wpe" for _, part in self.roles.parts.get(name, []))]
+        still = "requires_grad is False for these parameters"
+        parts = Parts(comparison, self._places, frozen, still, positions)
+        own = [name for name in wrong if name not in self.untied or name in frozen]
+        stage.causes += part_causes(got, own, 1.0, made, parts)
 
     def _as_written(self) -> None:
         """Run the step once as it is, in its own dtypes: it may skip updates, overflow, or compute its loss in half precision."""
@@ -254,17 +258,35 @@ class StepExamination:
             return
         if any(call.half for call in calls) and not narrow and not any(call.half for call in self.calls):
             detail = "as written, in your own dtypes, the softmax of the loss reads logits in half precision"
-            self.stages["loss"].causes.append(cause("logits-half-precision", "loss", detail, "seen in its operators"))
-        still = [not any(_moved(update) for update in call.updates) for call in calls]
-        exact = [not any(_moved(update) for update in call.updates) for call in self.calls[:2]]
-        if any(a and not b for a, b in zip(still, exact, strict=True)):
+            self._cause("loss", "logits-half-precision", "loss", detail, OPERATORS)
+        moved = [[any(update.changes for update in call.updates) for call in some[:2]] for some in (calls, self.calls)]
+        if any(exact and not written for written, exact in zip(*moved, strict=True)):
             detail = "as written, in your own dtypes, a step changes no parameter; in float64 it does"
-            self.stages["update"].causes.append(
-                cause("update-skipped", "optimizer", detail, "parameters before and after the step")
-            )
+            self._cause("update", "update-skipped", "optimizer", detail, "parameters before and after the step")
         elif not all(math.isfinite(call.loss) for call in calls):
             raise InputError("the step returns NaN as written, and a number in float64; an overflow in half precision?")
 
 
-def _moved(update: Update) -> bool:
-    return any(not torch.equal(before, update.after[name]) for name, before in update.before.items())
+def updates_of(calls: Sequence[Watched]) -> list[Update]:
+    """Return all updates of some calls, each with the gradient that it used: ``.grad``, or else the sum of what arrived."""
+    found = []
+    for number, call in enumerate(calls):
+        done = 0
+        for update in call.updates:
+            update.call = number
+            passes = call.backwards[done : update.backwards]
+            done = update.backwards
+            if not update.gradient.samples and passes:
+                update.gradient, update.held = update.held, Gradient()
+                if not update.gradient.samples:
+                    update.summed = len(passes)
+                    update.gradient = reduce(Gradient.plus, (one.arrived for one in passes))
+            found.append(update)
+    return found
+
+
+def _times(sessions: Sequence[Sequence[Update]], share: float) -> Sequence[Sequence[Update]]:
+    """Return updates whose gradients are multiplied by ``share``."""
+    if share == 1.0:
+        return sessions
+    return [[replace(one, gradient=one.gradient.times(share)) for one in session] for session in sessions]

@@ -1,8 +1,10 @@
-"""What is seen of one call of a training step: gradients, backward passes and updates, at a sample of the entries."""
+"""What is seen of training steps: gradients, backward passes and updates, at a sample of the entries."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,52 +13,67 @@ SAMPLE = 4096  # entries of each parameter that are kept; all of them in a small
 Samples = dict[str, Tensor]
 
 
+class Sizes(NamedTuple):
+    """Norms of one parameter's gradient: the Euclidean one, the sum of absolute values, and the largest of them."""
+
+    two: float
+    one: float
+    largest: float
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Sizes:
+        """Return the norms of a tensor, without a copy of it."""
+        if not tensor.numel():
+            return cls(0.0, 0.0, 0.0)
+        dtype = torch.float64 if tensor.dtype.itemsize < 8 else None
+        two, one = (float(torch.linalg.vector_norm(tensor, order, dtype=dtype)) for order in (2, 1))
+        low, high = tensor.aminmax()
+        return cls(two, one, max(-float(low), float(high)))
+
+    def times(self, factor: float) -> Sizes:
+        return Sizes(*(factor * size for size in self))
+
+
 @dataclass
 class Gradient:
-    """A gradient of the parameters at one moment: the sampled entries by parameter, and norms of the whole."""
+    """A gradient of the parameters at one moment: by parameter, the sampled entries, and the norms of all of them."""
 
     samples: Samples = field(default_factory=dict)
-    two: dict[str, float] = field(default_factory=dict)
-    one: dict[str, float] = field(default_factory=dict)
-    largest: dict[str, float] = field(default_factory=dict)
+    sizes: dict[str, Sizes] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Gradient:
+        """Return a gradient of which every entry is kept."""
+        return cls({name: t.reshape(-1) for name, t in tensors.items()}, {name: Sizes.of(t) for name, t in tensors.items()})
 
     @property
     def total(self) -> float:
         """The Euclidean norm over all parameters."""
-        return sum(value**2 for value in self.two.values()) ** 0.5
+        return sum(size.two**2 for size in self.sizes.values()) ** 0.5
+
+    def add(self, name: str, sample: Tensor, sizes: Sizes) -> None:
+        """Add to one parameter's gradient; a sum's norms are those of the sampled entries, which are all in a small model."""
+        if name in self.samples:
+            sample = self.samples[name] + sample
+            sizes = Sizes.of(sample)
+        self.samples[name], self.sizes[name] = sample, sizes
 
     def plus(self, other: Gradient) -> Gradient:
-        """Return the sum; its norms are those of the sampled entries, which are all in a small model."""
-        total = Gradient(dict(self.samples), dict(self.two), dict(self.one), dict(self.largest))
+        """Return the sum."""
+        total = Gradient(dict(self.samples), dict(self.sizes))
         for name, sample in other.samples.items():
-            if name not in total.samples:
-                total.set(name, sample, other.two[name], other.one[name], other.largest[name])
-                continue
-            both = total.samples[name] + sample
-            total.set(name, both, float(both.norm()), float(both.abs().sum()), float(both.abs().max()))
+            total.add(name, sample, other.sizes[name])
         return total
 
     def times(self, factor: float) -> Gradient:
         """Return the gradient multiplied by a positive number."""
-        samples = {name: sample * factor for name, sample in self.samples.items()}
-        norms = ({name: value * factor for name, value in norm.items()} for norm in (self.two, self.one, self.largest))
-        return Gradient(samples, *norms)
-
-    def only(self, name: str) -> Gradient:
-        """Return the gradient of one parameter; nothing, if it has none."""
-        found = Gradient()
-        if name in self.samples:
-            found.set(name, self.samples[name], self.two[name], self.one[name], self.largest[name])
-        return found
+        sizes = {name: size.times(factor) for name, size in self.sizes.items()}
+        return Gradient({name: sample * factor for name, sample in self.samples.items()}, sizes)
 
     def remove(self, name: str) -> None:
         """Remove a parameter's gradient, if it has one."""
-        for values in (self.samples, self.two, self.one, self.largest):
-            values.pop(name, None)
-
-    def set(self, name: str, samples: Tensor, two: float, one: float, largest: float) -> None:
-        """Write the samples and norms of one parameter."""
-        self.samples[name], self.two[name], self.one[name], self.largest[name] = samples, two, one, largest
+        self.samples.pop(name, None)
+        self.sizes.pop(name, None)
 
 
 @dataclass
@@ -69,14 +86,27 @@ class Backward:
 
 @dataclass
 class Update:
-    """One update of the parameters: their values before and after, and ``.grad`` as it was at the first write."""
+    """One update of the parameters: their values before and after, and the gradient that it used.
+
+    ``held``: the gradient after the last backward pass before it, where that is known too.
+    """
 
     before: Samples = field(default_factory=dict)
     after: Samples = field(default_factory=dict)
     gradient: Gradient = field(default_factory=Gradient)
+    held: Gradient = field(default_factory=Gradient)
     backwards: int = 0  # backward passes of this call before it
     call: int = 0  # the number of the call in its session
     summed: int = 0  # the backward passes whose gradients were added up here, because ``.grad`` does not hold them
+
+    def moves(self, name: str) -> bool:
+        """Whether a parameter changes."""
+        return not torch.equal(self.before[name], self.after[name])
+
+    @property
+    def changes(self) -> bool:
+        """Whether any parameter changes."""
+        return any(map(self.moves, self.before))
 
 
 @dataclass
@@ -90,10 +120,8 @@ class Forward:
 
 @dataclass
 class Watched:
-    """What was seen in one call of a step on ``x`` and ``y`` (B, T)."""
+    """What was seen in one call of a step."""
 
-    x: Tensor
-    y: Tensor
     loss: float = float("nan")
     start: Gradient = field(default_factory=Gradient)  # ``.grad`` as the call before left it
     trains: set[str] = field(default_factory=set)  # the parameters that require gradients
@@ -103,6 +131,18 @@ class Watched:
     unscaled: float = 1.0  # what a GradScaler multiplied the gradients by
     half: bool = False  # the loss was computed from logits in half precision
     dropouts: set[float] = field(default_factory=set)
+
+    @property
+    def first_backwards(self) -> list[Backward]:
+        """The backward passes before the first update: all of them, as a rule."""
+        return self.backwards[: self.updates[0].backwards] if len(self.updates) > 1 else self.backwards
+
+    def arrived(self) -> Samples:
+        """Return the sum of what arrived at each parameter before the first update."""
+        total = Gradient()
+        for backward in self.first_backwards:
+            total = total.plus(backward.arrived)
+        return total.samples
 
 
 class Sampler:
@@ -125,17 +165,14 @@ class Sampler:
     def values(self) -> Samples:
         return {name: self.take(name, parameter) for name, parameter in self.parameters.items()}
 
-    def add(self, gradient: Gradient, name: str, tensor: Tensor) -> None:
-        """Write a parameter's gradient into ``gradient``; its norms are taken without a copy of it."""
+    def write(self, gradient: Gradient, name: str, tensor: Tensor) -> None:
+        """Write a parameter's gradient into ``gradient``."""
         tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-        dtype = torch.float64 if tensor.dtype.itemsize < 8 else None
-        two, one = (float(torch.linalg.vector_norm(tensor, order, dtype=dtype)) for order in (2, 1))
-        low, high = tensor.aminmax() if tensor.numel() else (0.0, 0.0)
-        gradient.set(name, self.take(name, tensor), two, one, max(-float(low), float(high)))
+        gradient.samples[name], gradient.sizes[name] = self.take(name, tensor), Sizes.of(tensor)
 
     def gradients(self) -> Gradient:
         gradient = Gradient()
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
-                self.add(gradient, name, parameter.grad)
+                self.write(gradient, name, parameter.grad)
         return gradient

@@ -205,6 +205,8 @@ def update(w, g, state, step, s, faults):
     if "betas-default" in faults:
         b1, b2 = 0.9, 0.999
     rate = s["lr"] * (2 if "rate-doubled" in faults else 1)
+    if "warmup-from-zero" in faults:
+        rate *= min(1, (step - 1) / s["warmup"])
     eps = 1e-4 if "eps-1e-4" in faults else 1e-8
     for name, p in w.items():
         if "norms-left-out" in faults and "ln_" in name:

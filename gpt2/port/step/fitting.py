@@ -13,9 +13,8 @@ from gpt2.port.step.rules import Array, Correction, Eps, Kind, Rule, Track, dire
 from gpt2.port.step.settings import Settings
 
 EXACT = 1e-8  # relative error of changes that a rule explains
-EXPLAINED = 1.0  # the same of changes with noise, in units of it
-USUAL, SINGLE = 7, 24  # the first structures of rules: those people use; those with one departure from AdamW
 ROUNDED = 1e-4  # the same, where the author keeps moments or constants in float32
+EXPLAINED = 1.0  # the same of changes with noise, in units of it
 PART = 192  # entries of each parameter that the search uses
 BETAS1 = (0.9, 0.95, 0.8, 0.99, 0.0, 0.999, 0.98, 0.5)
 BETAS2 = (0.999, 0.95, 0.99, 0.9, 0.98, 0.995, 0.8)
@@ -57,9 +56,9 @@ class Search:
             return np.max(np.stack(errors), axis=0)
         return np.sqrt(np.tensordot(self.sizes, np.stack(errors) ** 2, axes=1) / self.size)
 
-    def best(self) -> Found:
-        """Return the first rule, the usual before the rare, that explains the changes; else the one with the least error."""
-        *_, best = self.improving()
+    def best(self, most: int | None = None) -> Found:
+        """Return the first of ``most`` structures that explains the changes, else the rule with the least error."""
+        *_, best = itertools.islice(self.improving(), most)
         return best
 
     def improving(self) -> Iterator[Found]:
