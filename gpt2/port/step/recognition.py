@@ -235,9 +235,9 @@ class Recogniser:
         for units, group in by_units(gradients).items():
             values = [self._taken(piece.view, units) for piece in group]
             taken = [[self._taken(one, units) for one in ways] for ways in options]
-            likeness = [[max(abs(cosine(value, one)) for one in ways) for ways in taken] for value in values]
+            likeness = [[max(alike(value, one) for one in ways) for ways in taken] for value in values]
             placed = assigned(likeness, len(options))
-            order = sorted(range(len(group)), key=lambda number: -float(values[number].norm()))
+            order = sorted(range(len(group)), key=lambda number: -total_norm(group[number].view))  # clipping may cut one entry
             for step in range(len(raw)):
                 here = [group[number].view for number in order if placed[number] == step]
                 for sets, view in zip((raw, used), here, strict=False):
@@ -283,6 +283,11 @@ def is_clipped(raw: list[Weights], used: list[Weights]) -> bool:
         return False
     norms = [total_norm(sets[0]) for sets in (raw, used)]
     return not any(abs(norms[1] / (share * limit) - 1) < 2e-3 for share in (0.1, 0.05) for limit in (norms[0], 1.0))
+
+
+def alike(one: Tensor, other: Tensor) -> float:
+    """Return how much a gradient is like another; entries that are cut off have changed its direction, but not their signs."""
+    return max(abs(cosine(one, other)), abs(cosine(one.sign(), other.sign())))
 
 
 def cosine(one: Tensor, other: Tensor) -> float:

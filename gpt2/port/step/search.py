@@ -111,7 +111,9 @@ class RuleSearch:
         rules = [usual, *coupled, Rule(kind=Kind.SGD, beta1=0.0)]
         kinds = [ClipKind.NORM, ClipKind.PARAMETER, ClipKind.ENTRY, ClipKind.LARGEST]
         if self.hidden:
-            yield self._side_by_side(tries, USUAL)
+            answer = self._side_by_side(tries, USUAL)
+            if self._explains(answer, EXACT):
+                yield answer
             yield from self._limited(kinds, rules, search=False)
         plain = self._side_by_side(tries if self.hidden else tries[:1], None)
         yield plain
