@@ -97,7 +97,7 @@ class UpdateExamination:
         if variant.id:
             self.found["gradient"].causes.append(cause(variant.id, variant.where, variant.detail, SEEN))
             self.gradients = list(variant.gradients)
-            run = self._run(self.gradients, [n for n in known if all(n in one.samples for one in self.gradients)])
+            run = self._run(self.gradients, known)
         roles = {name: role_of(name) for name in recorded.parameters[0]}
         movement = self._movement(answer, run, roles)
         self._clip(answer)

@@ -81,15 +81,6 @@ class Search:
             best = lost if lost.error <= max(self.enough, 2 * best.error) else best
         return best
 
-    def quick(self, near: Rule) -> Found:
-        """Return the best of the rules that people write most often, and of ``near``."""
-        best = Found(near, self.error(near))
-        for rule in (Rule(), Rule(kind=Kind.SGD, beta1=0.0), *(replace(Rule(), coupled=decay) for decay in self.decays[:2])):
-            if best.error <= self.enough:
-                break
-            best = min(best, self._from_grid(rule), key=lambda one: one.error)
-        return best
-
     def _structures(self) -> Iterator[Rule]:
         adam, momentum = Rule(), Rule(kind=Kind.SGD, beta1=0.9)
         coupled = [replace(adam, coupled=decay) for decay in self.decays]

@@ -160,11 +160,8 @@ class Recogniser:
             for one in [arrays[piece.name]]
         )
         found.stacks = {piece.units for piece in pieces if 1 < len(piece.units) < len(self.state)}
-        still = [
-            n
-            for n, p in units_of(self.state).items()
-            if found.steps and all(n in one and _unmoved(one[n], p) for one in map(units_of, found.parameters[1:]))
-        ]
+        later = [units_of(one) for one in found.parameters[1:]]
+        still = [n for n, p in units_of(self.state).items() if later and all(n in one and _unmoved(one[n], p) for one in later)]
         # of c_attn, all three thirds: a key's bias has no gradient
         found.unchanged = [n for n in self.state if n in still or all(f"{n}:{one}" in still for one in LETTERS)]
         self._place(found, gradients, predicted, batches)

@@ -117,12 +117,6 @@ class RuleSearch:
             yield from self._limited(kinds, rules, search=False)
         plain = self._side_by_side(tries if self.hidden else tries[:1], None)
         yield plain
-        for kind, limit in itertools.product(kinds, dict.fromkeys(limit for limit in (self.settings.clip, *LIMITS) if limit)):
-            clip = Clip(kind, limit)
-            quick = Search(self.tracks((0, clip)), self.settings).quick(plain.rule)
-            answer = Answer(quick.rule, clip, quick.error)
-            if self._explains(answer, FITS):
-                yield answer
         yield from self._limited(kinds, [*rules, plain.rule], search=True)
 
     def _noisy(self) -> Iterator[Answer]:
