@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 import torch.nn.functional as F
@@ -70,7 +71,7 @@ def loss_stage(
     ``reading``: of the gradients, which tell what was trained; ``known``: the causes that were found there. ``exact``: computed
     in float64. ``asked``: the dump is one of steps, so that some array must be a loss.
     """
-    whole = [weights for weights in parameters if weights.keys() == parameters[0].keys()]
+    whole = list(takewhile(lambda weights: weights.keys() == parameters[0].keys(), parameters))
     steps = range(len(whole))
     first = predictor.logits(whole[0], predictor.batch(0).ids)
     logits = (first if step == 0 else predictor.logits(whole[step], predictor.batch(step).ids) for step in steps)
