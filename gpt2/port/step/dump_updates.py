@@ -89,6 +89,7 @@ class UpdateExamination:
             stage.leave_open("no entry's gradient is known well enough; dump gradients and parameters in float32")
             return self.found
         chosen, variants = self._chosen(list(run.tracks.values())), self._variants()
+        self.shares = [one for one in variants if one.where == "wte"]
         runs = [[run], *([self._run(one.gradients, chosen)] for one in variants[1:])]
         likely = 2 if len(variants) > 1 and variants[1].id == "gradient-not-zeroed" else 1
         self.search = RuleSearch(runs, chosen, self.settings, False, not self._is_clipped, likely, self.predictor.deadline)
@@ -224,7 +225,7 @@ class UpdateExamination:
         movement, fitted = noisy_movement(answer, run.clipped(answer.clip, list(run.tracks)), self.settings, roles)
         if TABLE not in movement.odd:
             return movement
-        for variant in [one for one in self._variants() if one.where == "wte"]:
+        for variant in self.shares:
             track = self._track(TABLE, variant.gradients)
             rule, found = fitted(clipped(track, answer.clip, run.norms)) if track is not None else (None, None)
             if rule is not None and found is not None and found.error <= ALLOWED:
