@@ -20,7 +20,7 @@ import torch
 from support import forks
 from support.commands import ASSET, mistake
 from support.random_models import write_checkpoint
-from support.step import logged_steps
+from support.training import logged_steps
 
 import gpt2
 from gpt2.cli import generate_command

@@ -19,7 +19,7 @@ from gpt2.errors import InputError
 from gpt2.train import feed, loop, parallel
 from gpt2.train.loop import train
 from gpt2.train.recipe import Recipe
-from support.step import forkserver, logged_steps
+from support.training import forkserver, logged_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.commands import refusal
-from support.step import flip, metrics, outcome, stop_at, stored
+from support.training import flip, metrics, outcome, stop_at, stored
 
 import gpt2
 from gpt2.checkpoint.peft_files import is_adapter

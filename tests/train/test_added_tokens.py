@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import refusal
-from support.step import outcome, stop_at
+from support.training import outcome, stop_at
 
 import gpt2
 from gpt2.checkpoint.export import export

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.ranks import job
-from support.step import logged_steps, metrics, outcome, start
+from support.training import logged_steps, metrics, outcome, start
 
 from gpt2.config import GPT2Config
 from gpt2.data.batches import FILLER, READ, SCORED, UNSCORED, documents

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.step import outcome, stop_at
+from support.training import outcome, stop_at
 
 import gpt2
 from gpt2.data import from_directory

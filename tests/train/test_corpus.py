@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.commands import refusal
-from support.step import outcome, stop_at
+from support.training import outcome, stop_at
 
 from gpt2.data import from_directory, tokenizing
 from gpt2.data.batches import batch

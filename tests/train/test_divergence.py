@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.commands import refusal
-from support.step import metrics, outcome
+from support.training import metrics, outcome
 
 from gpt2.checkpoint.loading import load_path
 from gpt2.model import GPT2

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.step import stored
+from support.training import stored
 
 from gpt2.config import GPT2Config
 from gpt2.model import GPT2

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.commands import ASSET, alive, refusal
-from support.step import forkserver
+from support.training import forkserver
 
 from gpt2.data import documents, from_directory, tokenizing
 from gpt2.train.corpus import Corpus, corpus

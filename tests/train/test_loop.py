@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.commands import refusal
-from support.step import metrics, outcome, stop_at
+from support.training import metrics, outcome, stop_at
 
 from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.saving import save

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from support.commands import refusal
-from support.step import metrics
+from support.training import metrics
 
 from gpt2.train.loop import Evaluated, train
 from gpt2.train.metrics import Pace

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.ranks import Run, command, job, one, reached, said
-from support.step import metrics, outcome
+from support.training import metrics, outcome
 
 from gpt2.errors import InputError
 from gpt2.train import clock, state

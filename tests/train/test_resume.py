@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import refusal
-from support.step import flip, forkserver, logged_steps, metrics, outcome, start, stop_at
+from support.training import flip, forkserver, logged_steps, metrics, outcome, start, stop_at
 
 from gpt2.checkpoint.saving import safetensors_file
 from gpt2.errors import InputError

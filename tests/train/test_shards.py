@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load, save, save_file
 from support.ranks import ROOT, Run, job, toml
-from support.step import flip, outcome
+from support.training import flip, outcome
 
 import gpt2
 from gpt2.checkpoint.containers.row_shards import RowShards

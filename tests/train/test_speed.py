@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from support.step import outcome, stored
+from support.training import outcome, stored
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpt2.config import GPT2Config
