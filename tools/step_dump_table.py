@@ -3,7 +3,7 @@
     python tools/step_dump_table.py                          # every fault, at each level of dump
     python tools/step_dump_table.py --levels usual --dtype float16 --layout flat
     python tools/step_dump_table.py --drawn 20 --seed 1      # two or three faults, drawn at random
-    python tools/step_dump_table.py --language c --levels usual    # a program in C; javascript: in JavaScript
+    python tools/step_dump_table.py --language c --levels usual    # a program in C
     python tools/step_dump_table.py --second                 # the second set, which was not used to develop it
 
 A fault counts at the levels whose arrays show it; a dump that shows none must be equal. A line for each flaw on stderr, then a

@@ -172,7 +172,7 @@ def _diagnosis(args: argparse.Namespace) -> "Diagnosis":
         if args.step is not None:
             raise InputError("--step and --run: a training step is diagnosed in Python; give FILE.py:build in place of --run")
         return _program(args)
-    from gpt2.port.training.settings import Settings
+    from gpt2.port.step.settings import Settings
 
     Settings.parse(args.set)  # a misspelt key is refused before anything is read or built
     given = {"revision": args.revision, "offline": args.offline}

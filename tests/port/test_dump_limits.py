@@ -20,7 +20,7 @@ from gpt2.port.dump.fits.library import Library
 from gpt2.port.dump.fits.linear import Linear
 from gpt2.port.dump.fits.observed import Observed
 from gpt2.port.dump.tolerance import measured
-from gpt2.port.step_dump.examination import batches_of
+from gpt2.port.step.dump_steps import batches_of
 
 FEW = ("ln_1", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.act", "mlp.c_proj")
 

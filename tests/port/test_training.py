@@ -9,9 +9,9 @@ from support.steps import our_model
 
 import gpt2
 from gpt2.errors import InputError
-from gpt2.port.training.rules import Correction, Rule, Track, directions, fit
-from gpt2.port.training.settings import Settings
-from gpt2.port.training.updates import Search
+from gpt2.port.step.fitting import Search
+from gpt2.port.step.rules import Correction, Rule, Track, directions, fit
+from gpt2.port.step.settings import Settings
 
 
 def make_step(model):

@@ -80,7 +80,7 @@ def diagnose(
             diagnosis = Examination(what, ours, fill, progress or silent).diagnosis()
     else:
         from gpt2.port.dump.examination import exact_weights, examine
-        from gpt2.port.training.settings import Settings
+        from gpt2.port.step.settings import Settings
 
         given = Settings.of(settings) if isinstance(settings, Mapping) else Settings.parse(settings) if settings else None
         state = exact_weights(ours)

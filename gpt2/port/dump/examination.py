@@ -27,8 +27,8 @@ from gpt2.port.dump.arrays import find_output
 from gpt2.port.dump.attempt import Attempt
 from gpt2.port.dump.dumped import Dumped
 from gpt2.port.dump.tolerance import HALVES, SLACK, measured
-from gpt2.port.step_dump.examination import StepExamination
-from gpt2.port.training.settings import Settings
+from gpt2.port.step.dump_steps import StepExamination
+from gpt2.port.step.settings import Settings
 
 SECONDS = {True: 45.0, False: 240.0}  # for the whole search, by whether the model is small
 QUICK = 1.25  # the part of the time for what is likely, where little time is enough for the rest

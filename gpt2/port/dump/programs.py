@@ -30,7 +30,7 @@ from gpt2.port.diagnosis.report import Diagnosis
 from gpt2.port.diagnosis.runner import watch
 from gpt2.port.diagnosis.worker import write_official
 from gpt2.port.dump.examination import exact_weights, examine
-from gpt2.port.training.settings import Settings
+from gpt2.port.step.settings import Settings
 
 TOKENS = 16  # of the one row that the program runs
 SHOWN_LINES, READ_BYTES = 20, 65_536  # of what the program printed last

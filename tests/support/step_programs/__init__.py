@@ -73,7 +73,7 @@ class Dumped:
         weights = {name: t.numpy() for name, t in our_model().state_dict().items()}
         batches = batches_of(self)
         if self.language != "numpy":
-            arrays = native.run(self.language, self.line, CONFIG, weights, batches, self.given)
+            arrays = native.run(self.line, CONFIG, weights, batches, self.given)
             return renamed(self, batches, {name: t for name, t in arrays.items() if name[0] in LEVELS[self.level]})
         records = numpy_steps.train(weights, CONFIG.n_head, batches, set(self.words), self.given, np.dtype(self.compute).type)
         return dumped(self, weights, batches, records)

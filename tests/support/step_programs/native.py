@@ -1,6 +1,6 @@
-"""Training programs in C and JavaScript: their faults, and running them. Written after the engine, and not used to develop it.
+"""A training program in C, `loop_steps.c`, with gradients by hand over flat buffers: its faults, and running it.
 
-`loop_steps.c` has its gradients written by hand, over flat buffers; `tape_steps.js` records matrices on a tape.
+It was written after the engine, and not used to develop it.
 """
 
 from __future__ import annotations
@@ -54,40 +54,6 @@ FAULTS = {
         "decay-after": ("decay-after-update", "p"),
         "moments-lost": ("momentum-lost", "p"),
     },
-    "javascript": {
-        "unshifted": ("labels-not-shifted", "lgp"),
-        "shifted-twice": ("labels-shifted-twice labels-wrong", "lgp"),
-        "summed": ("loss-not-averaged", "lg"),
-        "summed-by-row": ("loss-not-averaged", "lg"),
-        "smoothed": ("label-smoothing", "lg"),
-        "temperature": ("logits-scaled", "lg"),
-        "parts-summed": ("accumulation-not-averaged", "lg"),
-        "last-part": ("accumulation-last-only", "gp"),
-        "not-zeroed": ("gradient-not-zeroed", "p"),
-        "tied-lost": ("tied-gradient-lost", "gp"),
-        "rows-detached": ("tied-gradient-lost", "gp"),
-        "repeats-lost": ("gradient-detached", "g"),
-        "keys-detached": ("gradient-detached backward-wrong", "g"),
-        "tape-overwrites": ("backward-wrong", "g"),
-        "norm-without-statistics": ("backward-wrong", "g"),
-        "softmax-derivative": ("backward-wrong", "g"),
-        "gelu-slope-approximate": ("backward-wrong", "g"),
-        "unclipped": ("clip-missing", "p"),
-        "clipped-by-value": ("clip-by-value", "p"),
-        "clipped-by-tensor": ("clip-per-tensor", "p"),
-        "matrices-in-norm-only": ("clip-threshold clip-norm", "q"),
-        "betas-default": ("betas-wrong", "p"),
-        "rate-not-set": ("rate-wrong", "p"),
-        "counted-per-tensor": ("bias-correction-step", "p"),
-        "uncorrected": ("bias-correction-missing", "p"),
-        "norms-left-out": ("parameter-missing", "p"),
-        "decay-on-all": ("decay-on-all", "p"),
-        "decay-tenth": ("decay-wrong", "p"),
-        "decay-missing": ("decay-missing", "p"),
-        "decay-without-rate": ("decay-without-rate", "p"),
-        "eps-inside": ("eps-inside-root", "p"),
-        "sgd": ("optimizer-sgd", "p"),
-    },
 }
 
 
@@ -102,7 +68,7 @@ def _compiled() -> Path:
 
 
 def run(
-    language: str, line: str, config: GPT2Config, weights: Mapping[str, np.ndarray], batches: list, s: Mapping[str, float]
+    line: str, config: GPT2Config, weights: Mapping[str, np.ndarray], batches: list, s: Mapping[str, float]
 ) -> dict[str, np.ndarray]:
     """Train on batches of (ids, next ids), one a step. Returns arrays by name: l, g, c, b or p, the step, the tensor."""
     head = np.frombuffer(flat_weights(config, weights)[:24], "<i4")
@@ -113,6 +79,5 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         path, out = Path(folder) / "run.bin", Path(folder) / "out"
         path.write_bytes(content + b"".join(ids))
-        command = [str(_compiled())] if language == "c" else ["node", str(HERE / "tape_steps.js")]
-        subprocess.run([*command, str(path), str(out), line], check=True, capture_output=True, timeout=120)
+        subprocess.run([str(_compiled()), str(path), str(out), line], check=True, capture_output=True, timeout=120)
         return {file.stem: np.load(file) for file in sorted(out.glob("*.npy"))}

@@ -205,6 +205,8 @@ def update(w, g, state, step, s, faults):
     if "betas-default" in faults:
         b1, b2 = 0.9, 0.999
     rate = s["lr"] * (2 if "rate-doubled" in faults else 1)
+    if "warmup-from-zero" in faults:
+        rate *= min(1, (step - 1) / s["warmup"])
     eps = 1e-4 if "eps-1e-4" in faults else 1e-8
     for name, p in w.items():
         if "norms-left-out" in faults and "ln_" in name:
@@ -218,12 +220,14 @@ def update(w, g, state, step, s, faults):
             continue
         if "moments-lost" in faults:
             state.pop(name, None)
+        if "counted-per-tensor" in faults:
+            state["count"] = state.get("count", 0) + 1
         m, v, most, t = state.get(name, (np.zeros_like(p), np.zeros_like(p), np.zeros_like(p), 0))
         m = (b1 * m + (1 - b1) * d).astype(p.dtype)
         v = (b2 * v + (1 - b2) * d * d).astype(p.dtype)
         most, t = np.maximum(most, v), t + 1
         state[name] = m, v, most, t
-        at = t + ("corrected-late" in faults)
+        at = state.get("count", t + ("corrected-late" in faults))
         c1, c2 = (1, 1) if "uncorrected" in faults else (1 - b1**at, 1 - b2**at)
         second = (most if "amsgrad" in faults else v) / p.dtype.type(c2)
         root = np.sqrt(second + p.dtype.type(eps)) if "eps-inside" in faults else np.sqrt(second) + p.dtype.type(eps)

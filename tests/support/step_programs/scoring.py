@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import gpt2
-from gpt2.port.training.causes import STAGE, STAGES
+from gpt2.port.step.causes import STAGE, STAGES
 from support.step_programs import CONFIG, FAULTS, SETTINGS, Dumped, batches_of, second
 from support.steps import our_model
 

@@ -1,4 +1,4 @@
-"""Training steps that are almost right, in four styles, and right ones of many kinds, to test `diagnose_step`.
+"""Training steps that are almost right, in three styles, and right ones of many kinds, to test `diagnose_step`.
 
 A style is a file with `make(has, settings)`, which returns its author's `make_step(model)`; `has` is the set of its faults
 (`faults.py` says what the words mean). `right.py` has the steps without a fault. tests/port/test_steps.py proves, by the
@@ -39,7 +39,6 @@ MakeStep = Callable[[nn.Module], Callable[[Tensor, Tensor], object]]
 # Style -> the module that it trains, and what it is.
 STYLES = {
     "loop": ("nano", "a loop over micro-batches, two groups, a cosine schedule"),
-    "tutorial": ("ours", "one function with its own cross-entropy"),
     "handmade": ("mha", "a class with AdamW written by hand"),
     "trainer": ("ours", "an object with autocast, a scaler and a scheduler"),
 }
@@ -48,7 +47,6 @@ STYLES = {
 # The second set: written apart from the engine, and not used to develop it.
 SECOND = {
     "functional": ("vmapped", "pure functions, explicit state, gradients by torch.func"),
-    "per_parameter": ("kv_joint", "loops over parameters by name, updates of .data"),
 }
 # The third set: written after the engine was mended on the second, run once before anything was mended on it.
 THIRD = {
@@ -151,15 +149,6 @@ COMBINED = {
         "block-detached amsgrad",
         "temperature positions-frozen schedule-late",
         "half-logits decay-on-norms",
-    ),
-    "tutorial": (
-        "shifted-twice unclipped",
-        "summed-by-row betas-default",
-        "head-detached decay-on-all",
-        "not-zeroed clipped-by-tensor",
-        "rolled blocks-frozen rate-doubled",
-        "smoothed clipped-by-value adam",
-        "branch-detached decay-tenth",
     ),
     "handmade": (
         "unshifted decay-coupled",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import math
 from collections.abc import Callable, Mapping
@@ -93,8 +92,6 @@ for _kind in ("ours", "nano", "mha", "encoder_layer", "kqv"):
     right(f"groups, {_kind}", _kind)(plain)
 for _option in ("fused", "foreach"):
     right(_option, "nano")(lambda s, option=_option: plain(s, lambda model, s: adamw(model, s, **{option: True})))
-right("for-loop", "mha")(lambda s: plain(s, lambda model, s: adamw(model, s, foreach=False)))
-right("amsgrad false, maximize false")(lambda s: plain(s, lambda model, s: adamw(model, s, amsgrad=False, maximize=False)))
 right("no clipping", "nano", clip=0.0)(plain)
 right("prompts left out", "nano", prompt="prompt")(plain)
 right("no decay", "mha", weight_decay=0.0)(plain)
@@ -102,15 +99,6 @@ right("no decay, no clipping", weight_decay=0.0, clip=0.0)(plain)
 right("clipping that never bites", clip=1e6)(plain)
 right("other betas and rate", "nano", lr=6e-4, min_lr=6e-4, beta1=0.8, beta2=0.999, weight_decay=0.01)(plain)
 right("clipping with foreach", clip=0.5)(lambda s: plain(s, clip=lambda ps, c: nn.utils.clip_grad_norm_(ps, c, foreach=True)))
-
-
-@right("a group for each parameter", "mha")
-def each_a_group(s):
-    def optimizer(model, s):
-        each = [{"params": [p], "weight_decay": s.weight_decay * (p.ndim > 1)} for p in model.parameters()]
-        return torch.optim.AdamW(each, lr=s.lr, betas=(s.beta1, s.beta2))
-
-    return plain(s, optimizer)
 
 
 @right("Adam, decay outside")
@@ -140,15 +128,6 @@ def clip_by_hand(s):
     return plain(s, clip=clip)
 
 
-@right("gather, no -100 allowed")
-def gather(s):
-    def loss(model, x, y):
-        log_p = F.log_softmax(model(x), -1)
-        return -log_p.gather(2, y[..., None]).mean()
-
-    return plain(s, loss_of=loss)
-
-
 @right("one-hot targets", "mha")
 def one_hot(s):
     def loss(model, x, y):
@@ -161,16 +140,6 @@ def one_hot(s):
 @right("the model's own loss", "nano")
 def own_loss(s):
     return plain(s, loss_of=lambda model, x, y: model(x, y)[1])
-
-
-@right("nll per row", "kqv")
-def per_row(s):
-    def loss(model, x, y):
-        return torch.stack(
-            [F.nll_loss(F.log_softmax(row, -1), it) for row, it in zip(logits(model, x, V), y, strict=True)]
-        ).mean()
-
-    return plain(s, loss_of=loss)
 
 
 @right("shifts by itself, over one more token")
@@ -229,19 +198,6 @@ def compiled_eager(s):
     return plain(s, prepare=lambda model: torch.compile(model, backend="aot_eager"))
 
 
-@right("a copy in DataParallel's place")
-def wrapped(s):
-    class Wrapper(nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-        def forward(self, *args):
-            return self.module(*args)
-
-    return plain(s, prepare=Wrapper)
-
-
 @right("gradient checkpointing")
 def checkpointing(s):
     from torch.utils.checkpoint import checkpoint
@@ -253,24 +209,6 @@ def checkpointing(s):
         return model
 
     return plain(s, prepare=prepare)
-
-
-@right("average of weights beside")
-def averaged(s):
-    def make_step(model):
-        own, average = plain(s)(model), copy.deepcopy(model)
-
-        @torch.no_grad()
-        def step(x, y):
-            with torch.enable_grad():
-                loss = own(x, y)
-            for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
-                slow.lerp_(fast, 0.01)
-            return float(loss)
-
-        return step
-
-    return make_step
 
 
 for _style in STYLES:

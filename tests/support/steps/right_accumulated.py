@@ -107,25 +107,3 @@ right("cosine", "nano", steps=6, min_lr=0.0)(
 right("warm-up, then cosine", "mha", **SCHEDULE)(
     scheduled(lambda optimizer, s: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: factor(n, s)))
 )
-
-
-@right("rate set by hand", **SCHEDULE)
-def rate_by_hand(s):
-    def make_step(model):
-        optimizer, n = adamw(model.train(), s), 0
-
-        def step(x, y):
-            nonlocal n
-            for group in optimizer.param_groups:
-                group["lr"] = s.lr * factor(n, s)
-            n += 1
-            optimizer.zero_grad()
-            loss = loss_of(model, x, y)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), s.clip)
-            optimizer.step()
-            return loss
-
-        return step
-
-    return make_step

@@ -202,61 +202,6 @@ def functional(s):
     return make_step
 
 
-@right("a closure for the optimizer", "nano")
-def closure(s):
-    def make_step(model):
-        optimizer = adamw(model.train(), s)
-
-        def step(x, y):
-            def compute():
-                optimizer.zero_grad()
-                loss = loss_of(model, x, y)
-                loss.backward()
-                nn.utils.clip_grad_norm_(model.parameters(), s.clip)
-                return loss
-
-            return optimizer.step(compute)
-
-        return step
-
-    return make_step
-
-
-@right("Lightning-like")
-def lightning(s):
-    """An adapter as one is written for a module with training_step and configure_optimizers."""
-
-    class Lit(nn.Module):
-        def __init__(self, net):
-            super().__init__()
-            self.net = net
-
-        def training_step(self, batch, batch_idx):
-            ids, targets = batch
-            return {"loss": F.cross_entropy(self.net(ids).mT, targets)}
-
-        def configure_optimizers(self):
-            return {"optimizer": adamw(self.net, s)}
-
-    def make_step(model):
-        lit = Lit(model).train()
-        optimizer, n = lit.configure_optimizers()["optimizer"], 0
-
-        def step(x, y):
-            nonlocal n
-            loss = lit.training_step((x, y), n)["loss"]
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(lit.parameters(), s.clip)
-            optimizer.step()
-            n += 1
-            return loss.detach()
-
-        return step
-
-    return make_step
-
-
 @right("Trainer-like", "nano", grad_accum=2)
 def trainer(s):
     """Labels equal to ids, shifted by the model; sums divided by the number of targets in the whole batch."""

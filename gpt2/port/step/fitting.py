@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gpt2.port.training.rules import Array, Correction, Eps, Kind, Rule, Track, directions, errors_of, fit
-from gpt2.port.training.settings import Settings
+from gpt2.port.step.rules import Array, Correction, Eps, Kind, Rule, Track, directions, errors_of, fit
+from gpt2.port.step.settings import Settings
 
 EXACT = 1e-8  # relative error of changes that a rule explains
-EXPLAINED = 1.0  # the same of changes with noise, in units of it
-USUAL, SINGLE = 7, 24  # the first structures of rules: those people use; those with one departure from AdamW
 ROUNDED = 1e-4  # the same, where the author keeps moments or constants in float32
+EXPLAINED = 1.0  # the same of changes with noise, in units of it
+PLAIN = (Correction.FULL, Eps.OUTSIDE)
 PART = 192  # entries of each parameter that the search uses
 BETAS1 = (0.9, 0.95, 0.8, 0.99, 0.0, 0.999, 0.98, 0.5)
 BETAS2 = (0.999, 0.95, 0.99, 0.9, 0.98, 0.995, 0.8)
@@ -57,9 +57,9 @@ class Search:
             return np.max(np.stack(errors), axis=0)
         return np.sqrt(np.tensordot(self.sizes, np.stack(errors) ** 2, axes=1) / self.size)
 
-    def best(self) -> Found:
-        """Return the first rule, the usual before the rare, that explains the changes; else the one with the least error."""
-        *_, best = self.improving()
+    def best(self, most: int | None = None) -> Found:
+        """Return the first of ``most`` structures that explains the changes, else the rule with the least error."""
+        *_, best = itertools.islice(self.improving(), most)
         return best
 
     def improving(self) -> Iterator[Found]:
@@ -81,39 +81,25 @@ class Search:
             best = lost if lost.error <= max(self.enough, 2 * best.error) else best
         return best
 
-    def quick(self, near: Rule) -> Found:
-        """Return the best of the rules that people write most often, and of ``near``."""
-        best = Found(near, self.error(near))
-        for rule in (Rule(), Rule(kind=Kind.SGD, beta1=0.0), *(replace(Rule(), coupled=decay) for decay in self.decays[:2])):
-            if best.error <= self.enough:
-                break
-            best = min(best, self._from_grid(rule), key=lambda one: one.error)
-        return best
-
     def _structures(self) -> Iterator[Rule]:
-        adam = Rule()
-        yield adam
-        yield replace(adam, lost=True)
-        yield Rule(kind=Kind.SGD, beta1=0.0)
-        yield replace(adam, lost=True, counted=True)
-        yield Rule(kind=Kind.SGD, beta1=0.9)
-        for decay in self.decays[:2]:
-            yield replace(adam, coupled=decay)
-        for correction, place in itertools.product(Correction, Eps):
-            if (correction, place) != (Correction.FULL, Eps.OUTSIDE):
-                yield replace(adam, correction=correction, place=place)
-        yield replace(adam, amsgrad=True)
-        yield Rule(kind=Kind.SGD, beta1=0.9, nesterov=True)
-        yield Rule(kind=Kind.SIGN)
+        adam, momentum = Rule(), Rule(kind=Kind.SGD, beta1=0.9)
+        coupled = [replace(adam, coupled=decay) for decay in self.decays]
+        yield from (
+            adam,
+            replace(adam, lost=True),
+            Rule(kind=Kind.SGD, beta1=0.0),
+            replace(adam, lost=True, counted=True),
+            momentum,
+        )
+        yield from coupled[:2]
+        yield from (replace(adam, correction=c, place=p) for c, p in itertools.product(Correction, Eps) if (c, p) != PLAIN)
+        yield from (replace(adam, amsgrad=True), replace(momentum, nesterov=True), Rule(kind=Kind.SIGN))
         yield replace(adam, amsgrad=True, place=Eps.INSIDE)
         yield replace(adam, amsgrad=True, correction=Correction.NONE)
-        for decay in self.decays:
-            yield replace(adam, coupled=decay)
-            yield replace(adam, coupled=decay, correction=Correction.NONE)
-            yield replace(adam, coupled=decay, correction=Correction.LATE)
-            yield replace(adam, coupled=decay, place=Eps.INSIDE)
-            yield replace(adam, coupled=decay, amsgrad=True)
-            yield Rule(kind=Kind.SGD, beta1=0.9, coupled=decay)  # with momentum, decay is in the gradient
+        for one in coupled:
+            yield from (one, replace(one, correction=Correction.NONE), replace(one, correction=Correction.LATE))
+            yield from (replace(one, place=Eps.INSIDE), replace(one, amsgrad=True))
+            yield replace(momentum, coupled=one.coupled)  # with momentum, decay is in the gradient
 
     def _from_grid(self, rule: Rule) -> Found:
         """Return the best of the usual constants for a structure."""
@@ -195,22 +181,15 @@ class Search:
 
 
 def _numbers(rule: Rule) -> Array:
-    x = [_logit(rule.beta1), _logit(rule.beta2), math.log(max(rule.eps, 1e-30))]
-    return np.array([*x, math.log(rule.coupled)] if rule.coupled else x)
+    """Return the logarithms of what may be fitted: 1 - beta1, 1 - beta2, eps, and a coupled decay."""
+    x = [1 - rule.beta1, 1 - rule.beta2, rule.eps, *([rule.coupled] if rule.coupled else [])]
+    return np.log(np.maximum(x, 1e-30))
 
 
 def _rule(rule: Rule, x: Array) -> Rule:
-    changed = replace(rule, beta1=_sigmoid(x[0]), beta2=_sigmoid(x[1]), eps=math.exp(min(0.0, x[2])))
-    return replace(changed, coupled=math.exp(min(5.0, x[3]))) if rule.coupled else changed
-
-
-def _logit(value: float) -> float:
-    value = min(max(value, 1e-9), 1 - 1e-9)
-    return math.log(value / (1 - value))
-
-
-def _sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-min(max(x, -25.0), 25.0)))
+    """Return the rule with constants of these logarithms."""
+    one, two, eps, *coupled = np.exp(np.minimum(x, [0.0, 0.0, 0.0, 5.0][: len(x)])).tolist()
+    return replace(rule, beta1=1 - one, beta2=1 - two, eps=eps, coupled=coupled[0] if coupled else rule.coupled)
 
 
 def _tidy(rule: Rule) -> Rule:

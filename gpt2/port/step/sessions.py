@@ -6,7 +6,6 @@ import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.user_code import error_line
 from gpt2.port.recording.forward import plain_attention
-from gpt2.port.training.gradients import IGNORED
-from gpt2.port.training.records import Sampler, Watched
-from gpt2.port.training.settings import Settings
-from gpt2.port.training.watching import Casts, Watch
+from gpt2.port.step.labels import Batch
+from gpt2.port.step.records import Sampler, Watched
+from gpt2.port.step.settings import Settings
+from gpt2.port.step.watching import Casts, Watch
 
 Step = Callable[[Tensor, Tensor], Any]
 MakeStep = Callable[[nn.Module], Step]
@@ -30,23 +29,6 @@ ATTRIBUTES = ("_parameters", "_buffers", "_modules")
 MAX_TOKENS = 512  # of one batch, where nothing is said of its size
 MAX_WORK = 4e10  # parameters times tokens of one batch
 MANY = 30e6  # parameters; above it memory is given back after each call
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Token ``ids`` (B, T + 1): a step is called with all but the last, and all but the first, of each row."""
-
-    ids: Tensor
-    ignored: Tensor | None = None  # (B, T), bool: targets that are -100
-
-    @property
-    def x(self) -> Tensor:
-        return self.ids[:, :-1]
-
-    @property
-    def y(self) -> Tensor:
-        y = self.ids[:, 1:]
-        return y if self.ignored is None else y.masked_fill(self.ignored, IGNORED)
 
 
 class Batches:
@@ -79,7 +61,7 @@ class Batches:
                 ids[row, place] = id
         if not ignored:
             return Batch(ids)
-        mask = torch.zeros(ids[:, 1:].shape, dtype=torch.bool)
+        mask = torch.zeros_like(ids[:, 1:], dtype=torch.bool)
         for row in range(self.rows):  # another number in each row
             count = (row * (width - 2)) // (2 * self.rows) + (row == 0)
             if count:
@@ -179,9 +161,9 @@ class Subject:
         return step
 
     def _call(self, step: Step, batch: Batch, sampler: Sampler, device: torch.device, as_written: bool) -> Watched:
-        x, y = batch.x.to(device), batch.y.to(device)
+        x, y = batch.ids.to(device), batch.targets.to(device)
         casts = Casts.ALL if as_written else self.casts
-        watch = Watch(self.module, sampler, Watched(x, y), casts, self.vocabulary, keep_random=as_written)
+        watch = Watch(self.module, sampler, Watched(), casts, self.vocabulary, keep_random=as_written)
         try:
             self.note_stage("step")
             with watch, torch.enable_grad():

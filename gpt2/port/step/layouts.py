@@ -6,18 +6,20 @@ A *unit* is a parameter by the checkpoint's name, or a third of ``attn.c_attn`` 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gpt2.checkpoint.containers.llmc_file import order
 from gpt2.config import GPT2Config
+from gpt2.port.step.gradients import LETTERS
 
 MAX_PADDED_ROWS = 128  # of the token embedding
-LETTERS = "qkv"
 View = dict[str, Tensor]  # arrays by unit, in the checkpoint's layout
-Weights = dict[str, Tensor]  # of one model, by the checkpoint's names
+Units = tuple[str, ...]
 
 
 def units_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -110,3 +112,55 @@ def _oriented(array: Tensor, shape: tuple[int, ...]) -> Iterator[Tensor]:
         yield array.reshape(shape)
     if squeezed.ndim != 2 or tuple(squeezed.shape) == shape[::-1]:
         yield array.reshape(shape[::-1]).t()
+
+
+@dataclass(eq=False)
+class Piece:
+    """An array in one view. A parameter's ``score`` is its distance from the checkpoint's, a gradient's its likeness."""
+
+    name: str
+    view: View
+    score: float
+    dtype: torch.dtype
+    label: str | None = None  # of a gradient: of the predicted one that is most like it
+    size: float = 1.0  # of a gradient: its norm over that of this one
+
+    @property
+    def units(self) -> Units:
+        return tuple(self.view)
+
+
+def by_units(pieces: Iterable[Piece]) -> dict[Units, list[Piece]]:
+    found: dict[Units, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.units, []).append(piece)
+    return found
+
+
+def mode(counts: Sequence[int]) -> int:
+    return Counter(counts).most_common(1)[0][0] if counts else 0
+
+
+def most(groups: Iterable[Sequence[Piece]]) -> int:
+    """Return how many pieces most groups have."""
+    return mode([len(group) for group in groups])
+
+
+def shared_out(candidates: Sequence[Sequence[Piece]]) -> list[Piece]:
+    """Return one piece for each array, so that parameters of one shape get equally many: the most alike first."""
+    arrays: Counter[int] = Counter()
+    units: dict[int, set[frozenset[str]]] = {}
+    for group in candidates:
+        size = sum(tensor.numel() for tensor in group[0].view.values())
+        arrays[size] += 1
+        units.setdefault(size, set()).update(frozenset(piece.units) for piece in group)
+    # how many gradients of one parameter the dump may hold: of each step, before and after clipping
+    each = max((math.ceil(arrays[size] / len(own)) for size, own in units.items()), default=0)
+    room = {one: each for own in units.values() for one in own}
+    given: dict[int, Piece] = {}
+    order = ((piece.score, number, piece) for number, group in enumerate(candidates) for piece in group)
+    for _, number, piece in sorted(order, key=lambda one: -one[0]):
+        if number not in given and room[frozenset(piece.units)] > 0:
+            given[number] = piece
+            room[frozenset(piece.units)] -= 1
+    return [given[number] for number in sorted(given)]

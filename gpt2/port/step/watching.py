@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from gpt2.errors import InputError
 from gpt2.measure.user_code import logits_of
 from gpt2.port.recording.dispatch import RANDOM, Call, DeterministicMode, tensors
-from gpt2.port.training.records import Backward, Forward, Gradient, Sampler, Update, Watched
+from gpt2.port.step.records import Backward, Forward, Gradient, Sampler, Update, Watched
 
 HALVES = (torch.float16, torch.bfloat16)
 LOSSES = {"_log_softmax", "_softmax", "logsumexp", "exp", "nll_loss_forward"}
@@ -78,8 +79,7 @@ class Watch(DeterministicMode):
                 gradient = self.seen.backwards[-1].held if self.seen.backwards else Gradient()
                 left = self.sampler.gradients()
                 gradient = left if left.total > 0 else gradient
-                update = Update(self._start, after, gradient, len(self.seen.backwards))
-                self.seen.updates.append(update)
+                self.seen.updates.append(replace(self._update(), before=self._start, after=after, gradient=gradient))
 
     def handle(self, call: Call) -> Any:
         if call.name == UNSCALE:
@@ -115,13 +115,18 @@ class Watch(DeterministicMode):
     def _note(self, names: Iterable[str]) -> None:
         """Note the parameters' values and gradients before their first write since the last backward pass."""
         if self._open is None:
-            self._open = Update(backwards=len(self.seen.backwards))
+            self._open = self._update()
         for name in names:
             if name not in self._open.before:
                 parameter = self.sampler.parameters[name]
                 self._open.before[name] = self.sampler.take(name, parameter)
                 if parameter.grad is not None:
-                    self.sampler.add(self._open.gradient, name, parameter.grad)
+                    self.sampler.write(self._open.gradient, name, parameter.grad)
+
+    def _update(self) -> Update:
+        """Return an update after the last backward pass."""
+        backwards = self.seen.backwards
+        return Update(held=backwards[-1].held if backwards else Gradient(), backwards=len(backwards))
 
     def _close(self) -> None:
         if self._open is not None:
@@ -150,7 +155,7 @@ class Watch(DeterministicMode):
     def _arrival(self, name: str) -> Any:
         def hook(gradient: Tensor) -> None:
             with torch.no_grad():
-                self.sampler.add(self._backward(name, "arrived").arrived, name, _plain(gradient))
+                self.sampler.write(self._backward(name, "arrived").arrived, name, _plain(gradient))
 
         return hook
 
@@ -158,7 +163,7 @@ class Watch(DeterministicMode):
         def hook(parameter: Tensor) -> None:
             with torch.no_grad():
                 if parameter.grad is not None:
-                    self.sampler.add(self._backward(name, "held").held, name, parameter.grad)
+                    self.sampler.write(self._backward(name, "held").held, name, parameter.grad)
 
         return hook
 

@@ -60,9 +60,9 @@ def diagnose_step(
     from gpt2.port.deadline import few_threads
     from gpt2.port.diagnosis import diagnose
     from gpt2.port.mapping import load_into
-    from gpt2.port.training.examination import StepExamination
-    from gpt2.port.training.sessions import takes_model
-    from gpt2.port.training.settings import Settings
+    from gpt2.port.step.module_steps import StepExamination
+    from gpt2.port.step.sessions import takes_model
+    from gpt2.port.step.settings import Settings
 
     known = Settings.of(settings) if isinstance(settings, Mapping) else Settings.parse(settings)
     if not callable(make_step):

@@ -70,7 +70,7 @@ class Track:
     """One parameter over K updates: values before, gradients, and changes, each (K, n); ``seen``: whether it had a gradient.
 
     ``noise``: the error (K, n) that rounding may make in the changes; None where they are exact. ``small``: a norm or bias, which
-    a coupled decay may leave out.
+    a coupled decay may leave out. ``calls``: the number of the step that each update belongs to.
     """
 
     name: str
@@ -80,16 +80,13 @@ class Track:
     seen: NDArray[np.bool_]
     noise: Array | None = None
     small: bool = False
+    calls: tuple[int, ...] = ()
 
     def part(self, index: NDArray[np.int64]) -> Track:
         noise = None if self.noise is None else self.noise[:, index]
         return replace(
             self, before=self.before[:, index], gradient=self.gradient[:, index], change=self.change[:, index], noise=noise
         )
-
-    def times(self, factors: Array) -> Track:
-        """Return the track with gradients multiplied by ``factors``, (K,)."""
-        return replace(self, gradient=self.gradient * factors[:, None])
 
 
 @dataclass
@@ -101,6 +98,11 @@ class Moments:
     most: Array
     step: int = 0
 
+    @classmethod
+    def none(cls, n: int) -> Moments:
+        """Return the moments (n,) before the first step."""
+        return cls(np.zeros(n), np.zeros(n), np.zeros(n))
+
 
 def directions(rule: Rule, track: Track, state: Moments | None = None, constants: Constants | None = None) -> Array:
     """Return the directions (K, n) in which ``rule`` moves a parameter, from its own values and gradients; ``state`` goes on.
@@ -108,7 +110,7 @@ def directions(rule: Rule, track: Track, state: Moments | None = None, constants
     ``constants``: R values each, (R, 1), of beta1, beta2 and eps in place of the rule's; the directions are (R, K, n) then.
     """
     n = track.before.shape[1]
-    state = Moments(np.zeros(n), np.zeros(n), np.zeros(n)) if state is None else state
+    state = Moments.none(n) if state is None else state
     b1, b2, eps = (rule.beta1, rule.beta2, rule.eps) if constants is None else constants
     out = np.zeros((*np.shape(b1)[:-1], *track.before.shape))
     for t in range(len(track.before)):
@@ -159,6 +161,21 @@ class Fit:
     decays: Array
     error: float
     doubts: Array
+
+    @property
+    def decays_much(self) -> bool:
+        """Whether the parameter decays by more than a rounding of its rate."""
+        known = self.decays[~np.isnan(self.decays)]
+        return len(known) > 0 and float(np.abs(known).max()) > 1e-6 * float(np.abs(self.rates).max())
+
+    @property
+    def decay(self) -> float | None:
+        """The decay over the rate; None if it cannot be known."""
+        known = ~np.isnan(self.decays) & (np.abs(self.rates) > 0)
+        if not bool(known.any()):
+            return None
+        value = float(np.median(self.decays[known] / self.rates[known]))
+        return 0.0 if abs(value) < 1e-6 else value
 
 
 def fit(track: Track, rule: Rule, rates: Array | None = None, decays: Array | None = None, state: Moments | None = None) -> Fit:

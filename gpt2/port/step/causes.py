@@ -1,11 +1,18 @@
-"""The table of every cause that ``gpt2 diagnose --step`` can name, with its corrected line. The ids are a contract."""
+"""The table of every cause that ``gpt2 diagnose --step`` can name, with its corrected line; the ids are a contract.
+
+What each stage of a step shows is collected in a :class:`Stage`, and :func:`concluded` makes the diagnosis of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
 from gpt2.port.diagnosis.causes import KnownCause
-from gpt2.port.diagnosis.report import SURE, Cause
+from gpt2.port.diagnosis.report import SURE, Cause, Diagnosis, Divergence
 
 STAGES = ("loss", "gradient", "clip", "update")  # in the order of a step
+Places = Callable[[Sequence[str]], str]  # the checkpoint's names for parameters, in words
 SHIFTED = "F.cross_entropy(model(x).flatten(0, 1), y.flatten())  # y[:, t] is the token after x[:, t]"
 MEAN = 'F.cross_entropy(logits, targets)  # reduction="mean": over all tokens of the batch'
 PARTS = "(loss / grad_accum).backward(), for each of grad_accum equal parts"
@@ -103,3 +110,37 @@ def ranked(causes: list[Cause]) -> list[Cause]:
     """Return the causes by confidence, then by their stage in a step; each id once at each place."""
     once = list({(one.id, one.where): one for one in causes}.values())
     return sorted(once, key=lambda one: (-round(one.confidence, 2), STAGES.index(STAGE[one.id])))
+
+
+@dataclass
+class Stage:
+    """What one stage of a step gave: causes, notes, whether they explain all of it, and how far it is from the reference's."""
+
+    causes: list[Cause] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    explained: bool = True
+    error: float = 0.0
+
+    def leave_open(self, why: str) -> None:
+        """Say that not all of this stage is explained, and why."""
+        self.explained = False
+        self.notes.append(why)
+
+    def absorb(self, more: Stage) -> None:
+        """Add what another comparison of this stage gave."""
+        self.causes += more.causes
+        self.notes += more.notes
+        self.explained, self.error = self.explained and more.explained, max(self.error, more.error)
+
+
+def concluded(stages: Mapping[str, Stage], forward: Diagnosis | None, notes: Iterable[str], source: str) -> Diagnosis:
+    """Return the diagnosis of a step by its ``stages``; ``forward`` is that of its forward pass, whose causes come first."""
+    causes = ranked([one for stage in stages.values() for one in stage.causes])
+    earlier, first, said = ((), None, ()) if forward is None else (forward.causes, forward.first_divergence, forward.notes)
+    right = all(stage.explained for stage in stages.values()) and (forward is None or forward.ok)
+    verdict = "mismatch" if causes or earlier else "equal" if right else "undetermined"
+    if verdict != "equal" and first is None:
+        early = [n for n in STAGES if any(STAGE[one.id] == n for one in causes) or not stages[n].explained]
+        first = Divergence(early[0] if early else "update", None, max(stage.error for stage in stages.values()))
+    notes = dict.fromkeys([*said, *notes, *(note for name in STAGES for note in stages[name].notes)])
+    return Diagnosis(verdict, first if verdict != "equal" else None, (*earlier, *causes), tuple(notes), source)

@@ -1,0 +1,269 @@
+"""The clipping of a gradient: its kinds, how it is read from gradients before and after it, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from statistics import median
+
+import numpy as np
+from torch import Tensor
+
+from gpt2.port.step.causes import Stage, cause
+from gpt2.port.step.records import Gradient, Update
+from gpt2.port.step.rules import Array, Track
+
+BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
+SAME = 1e-6  # relative difference of numbers that are meant to be equal; torch adds 1e-6 to the norm before it divides
+LIMITS = (1.0, 0.5, 0.25, 2.0, 5.0, 0.1, 10.0)  # norms that people clip to
+
+
+class ClipKind(Enum):
+    """What must not exceed the limit: a measure of the whole gradient, of each parameter or array, or each entry."""
+
+    NORM = "norm"
+    LARGEST = "largest absolute value"
+    SUM = "sum of absolute values"
+    SQUARES = "sum of squares, without the root,"
+    MATRICES = "norm without biases and norms"
+    PARAMETER = "norm of each parameter"
+    STACK = "norm of each stack of parameters"
+    ENTRY = "each entry"
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One way of clipping: all that is beyond ``limit`` is scaled down to it, or, of ``ENTRY``, cut off."""
+
+    kind: ClipKind
+    limit: float
+
+    @property
+    def usual(self) -> bool:
+        return any(abs(self.limit / limit - 1) < 1e-3 for limit in LIMITS)
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The norms of K gradients, (K,) each: of all parameters together by kind, of each parameter's own, and of its stack."""
+
+    whole: dict[ClipKind, Array]
+    own: dict[str, Array]
+    stack: dict[str, Array] = field(default_factory=dict)  # where several parameters are one array
+
+    @classmethod
+    def of(cls, gradients: Sequence[Gradient], large: Collection[str] = (), stacks: Collection[Sequence[str]] = ()) -> Norms:
+        """Measure gradients; ``large``: matrices and embeddings. ``stacks``: the parameters that are one array of a dump."""
+        names = list(dict.fromkeys(name for each in gradients for name in each.sizes))
+        blank = np.zeros((len(gradients), 3))
+        sizes = {n: np.array([each.sizes.get(n, (0.0, 0.0, 0.0)) for each in gradients]) for n in names}
+        own = {name: size[:, 0] for name, size in sizes.items()}
+
+        def together(chosen: Collection[str]) -> Array:
+            return np.sqrt(sum((own[name] ** 2 for name in chosen if name in own), blank[:, 0]))
+
+        whole = {
+            ClipKind.NORM: together(names),
+            ClipKind.LARGEST: np.max([blank[:, 2], *(size[:, 2] for size in sizes.values())], axis=0),
+            ClipKind.SUM: sum((size[:, 1] for size in sizes.values()), blank[:, 1]),
+            ClipKind.SQUARES: together(names) ** 2,
+            ClipKind.MATRICES: together(large),
+        }
+        stack = (own if stacks else {}) | {name: together(stacked) for stacked in stacks for name in stacked if name in own}
+        return cls(whole, own, stack)
+
+    def of_kind(self, kind: ClipKind, name: str) -> Array:
+        """Return what clipping of a kind compares with its limit, for one parameter."""
+        if kind is ClipKind.PARAMETER or kind is ClipKind.STACK:
+            return (self.own if kind is ClipKind.PARAMETER else self.stack)[name]
+        return self.whole[kind]
+
+
+def clipped(track: Track, clip: Clip | None, norms: Norms) -> Track:
+    """Return a parameter's track with gradients as clipping makes them."""
+    if clip is None:
+        return track
+    if clip.kind is ClipKind.ENTRY:
+        return replace(track, gradient=np.clip(track.gradient, -clip.limit, clip.limit))
+    factors = np.minimum(1.0, clip.limit / (norms.of_kind(clip.kind, track.name) + 1e-6))
+    return replace(track, gradient=track.gradient * factors[:, None])
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A gradient after the last backward pass (``held``), and at the update.
+
+    ``ratios`` by parameter, where one is a multiple of the other; ``clamped``: the others, if their entries are cut at one value.
+    """
+
+    held: Gradient
+    ratios: dict[str, float]
+    clamped: dict[str, float]
+    odd: tuple[str, ...]  # parameters that are explained by neither
+
+
+def passage(held: Gradient, used: Gradient, same: float = SAME) -> Passage:
+    """Compare two gradients, parameter by parameter, up to a relative difference of ``same``."""
+
+    def near(one: Tensor, other: Tensor) -> bool:
+        return float((one - other).norm()) <= same * float(one.norm())
+
+    ratios, clamped, odd = {}, {}, []
+    for name, before in held.samples.items():
+        after = used.samples.get(name)
+        if after is None or held.sizes[name].two == 0:
+            continue
+        ratio = float(before @ after / (before @ before)) if bool((before != 0).any()) else 1.0
+        if near(after, ratio * before):
+            ratios[name] = ratio
+            continue
+        limit = float(after.abs().max())
+        inside = (after.abs() < limit * (1 - same)) & (before != 0)
+        slope = float((after[inside] / before[inside]).median()) if bool(inside.any()) else 1.0
+        if near(after, (slope * before).clamp(-limit, limit)):
+            clamped[name] = limit
+        else:
+            odd.append(name)
+    return Passage(held, ratios, clamped, tuple(odd))
+
+
+@dataclass
+class ClipReading:
+    """What happens to the gradient before the update.
+
+    ``factor``: what it is always multiplied by (1/scale of a GradScaler, 1/parts). ``clip``: how it is clipped, in units of the
+    gradient after ``factor``; None where nothing is. ``largest``: the largest norm that went through. ``outliers``: parameters
+    with another factor than the rest. ``odd``: what this does not explain. ``passed``: longer norms than the limit that went
+    through as they were.
+    """
+
+    factor: float = 1.0
+    clip: Clip | None = None
+    largest: float = 0.0
+    outliers: dict[str, float] = field(default_factory=dict)
+    odd: tuple[str, ...] = ()
+    passed: tuple[float, ...] = ()
+
+
+def read_clipping(sessions: Sequence[Sequence[Update]], factor: float | None = None, same: float = SAME) -> ClipReading:
+    """Return what happens to the gradients of several sessions.
+
+    ``factor``: what they are always multiplied by; None: to be read from the last session, whose gradients are so small that no
+    clipping bites. ``same``: the relative rounding of the gradients.
+    """
+    groups = [[passage(one.held, one.gradient, same) for one in session if one.held.samples] for session in sessions]
+    passages = [one for group in groups for one in group if one.ratios or one.clamped]
+    reading = ClipReading(odd=tuple(dict.fromkeys(name for group in groups for one in group for name in one.odd)))
+    if not passages:
+        return reading
+    outliers = reading.outliers = _outliers(passages)
+
+    def shares(one: Passage) -> dict[str, float]:
+        return {name: ratio / outliers.get(name, 1.0) for name, ratio in one.ratios.items()}
+
+    def norm(one: Passage, kind: ClipKind) -> float:
+        """Return a norm of the gradient over all parameters that a ratio is known of, with the outliers' own factors."""
+        sizes = {name: one.held.sizes[name].times(abs(outliers.get(name, 1.0))) for name in one.ratios}
+        return float(Norms.of([Gradient(one.held.samples, sizes)]).whole[kind][0])
+
+    if factor is None:
+        last: list[Passage] = next((group for group in reversed(groups) if group), [])
+        small = [median(shares(one).values()) for one in last if one.ratios]
+        steady = bool(small) and max(small) - min(small) <= same * max(map(abs, small))
+        factor = small[-1] if steady and abs(small[-1] - 1) > same else 1.0
+    reading.factor = factor
+    reading.largest = max(factor * norm(one, ClipKind.NORM) for one in passages)
+    if limits := [limit for one in passages for limit in one.clamped.values()]:
+        reading.clip = Clip(ClipKind.ENTRY, median(limits))
+        return reading
+    pairs = [(one, shares(one)) for one in passages]
+    biting = [(one, share) for one, share in pairs if share and min(share.values()) < factor * (1 - same)]
+    grown = [name for _, share in pairs for name, ratio in share.items() if ratio > factor * (1 + same)]
+    if grown or not biting:
+        reading.odd += tuple(dict.fromkeys(grown))
+        return reading
+    if any(max(share.values()) - min(share.values()) > same * max(share.values()) for _, share in biting):
+        cut = [(n, r * one.held.sizes[n].two) for one, share in biting for n, r in share.items() if r < factor * (1 - same)]
+        bounds = [bound for _, bound in cut]
+        reading.clip = Clip(ClipKind.PARAMETER, median(bounds))
+        if max(bounds) - min(bounds) > max(1e-3, 2 * same) * max(bounds):
+            reading.odd = tuple(dict.fromkeys(name for name, _ in cut))
+        return reading
+    found = []
+    for kind in (ClipKind.NORM, ClipKind.LARGEST, ClipKind.SUM):
+        limits = [median(share.values()) * norm(one, kind) for one, share in biting]
+        found.append(((max(limits) - min(limits)) / max(limits), Clip(kind, max(limits))))
+    spread = min(one for one, _ in found)
+    steadiest = [clip for one, clip in found if one <= max(10 * spread, same)]
+    clip = reading.clip = next((clip for clip in steadiest if clip.usual), steadiest[0])
+    bitten = [one for one, _ in biting]
+    norms = [norm(one, clip.kind) * factor for one in passages if not any(one is other for other in bitten)]
+    reading.passed = tuple(norm for norm in norms if norm > BITES * clip.limit)
+    if spread > 1e-3:
+        reading.odd = ("the gradient",)
+    return reading
+
+
+def _outliers(passages: Sequence[Passage]) -> dict[str, float]:
+    """Return the few parameters whose factor is always the same multiple of the others'."""
+    found: dict[str, float] = {}
+    first = passages[0].ratios
+    middles = [median(one.ratios.values()) if one.ratios else 0.0 for one in passages]
+    for name in first:
+        factors = [one.ratios[name] / mid for one, mid in zip(passages, middles, strict=True) if mid and name in one.ratios]
+        if factors and abs(factors[0] - 1) > 1e-3 and max(factors) - min(factors) <= SAME * abs(factors[0]):
+            found[name] = factors[0]
+    return found if len(found) * 2 < len(first) and len(passages) > 1 else {}
+
+
+def clip_stage(reading: ClipReading, wanted: float | None, odd: str) -> Stage:
+    """Return the causes in a reading of the clipping.
+
+    ``wanted``: the norm to clip to; 0 for no clipping, None where nothing is said. ``odd``: words for the parameters whose
+    gradients change in an unknown way.
+    """
+    stage = Stage()
+    if reading.odd:
+        stage.leave_open(f"the gradient of {odd} is changed before the update in a way that is not known")
+        return stage
+    clip, factor = reading.clip, reading.factor
+    found: list[tuple[str, str]] = []
+    if reading.passed:
+        detail = f"in {len(reading.passed)} of the updates norms up to {max(reading.passed):.4g} are left as they are"
+        if wanted is None:
+            stage.notes.append(f"read off: {detail}")
+        elif wanted:
+            found.append(("clip-missing", detail))
+    if clip is None:
+        if wanted and reading.largest > wanted * BITES:
+            found.append(("clip-missing", f"norms up to {reading.largest:.4g} are left as they are"))
+        elif wanted is None:
+            stage.notes.append(f"read off: no clipping (norms up to {reading.largest:.3g})")
+    elif wanted == 0:
+        found.append(("clip-unwanted", f"it is clipped to {clip.limit:.6g}"))
+    elif clip.kind is ClipKind.ENTRY:
+        found.append(("clip-by-value", f"entries beyond {clip.limit:.6g} are cut"))
+    elif clip.kind in (ClipKind.PARAMETER, ClipKind.STACK):
+        whose = "parameter" if clip.kind is ClipKind.PARAMETER else "stack of parameters"
+        found.append(("clip-per-tensor", f"that of each {whose} is clipped to {clip.limit:.6g}"))
+    elif clip.kind is not ClipKind.NORM:
+        found.append(("clip-norm", f"its {clip.kind.value} is clipped to {clip.limit:.6g}"))
+    elif _before_unscaling(clip, factor, wanted):
+        detail = f"the gradient, still multiplied by {1 / factor:g}, is clipped to {clip.limit / factor:.6g}"
+        found.append(("clip-before-unscaling", detail))
+    elif wanted is None:
+        stage.notes.append(f"read off: gradients are clipped to a norm of {clip.limit:.4g}")
+    elif abs(clip.limit / wanted - 1) > 1e-3:
+        found.append(("clip-threshold", f"the norm is clipped to {clip.limit:.6g}, not {wanted:g}"))
+    evidence = f"gradients of norms up to {reading.largest:.3g}, before and after"
+    stage.causes = [cause(id, "gradient", detail, evidence) for id, detail in found]
+    stage.error = float(bool(found))
+    return stage
+
+
+def _before_unscaling(clip: Clip, factor: float, wanted: float | None) -> bool:
+    """Return whether the limit is a usual one for the gradient as a GradScaler has multiplied it."""
+    before = Clip(clip.kind, clip.limit / factor)  # in units of the gradient before unscaling
+    usual = abs(before.limit / wanted - 1) < 1e-3 if wanted else before.usual
+    return factor < 0.02 and usual and not (wanted and abs(clip.limit / wanted - 1) < 1e-3)

@@ -1,0 +1,292 @@
+"""Examine one training step: run it from the checkpoint's weights in a few sessions, and compare it stage by stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import reduce
+
+import torch
+from torch import nn
+
+from gpt2.errors import InputError
+from gpt2.model import GPT2
+from gpt2.port.anatomy.anatomy import Anatomy
+from gpt2.port.anatomy.stream import NotGPT2
+from gpt2.port.diagnosis.places import Place, listed
+from gpt2.port.diagnosis.report import Diagnosis
+from gpt2.port.mapping.mapping import Mapping
+from gpt2.port.recording.forward import Borrowed
+from gpt2.port.recording.recorder import record_probe
+from gpt2.port.step.causes import STAGES, Stage, cause, concluded
+from gpt2.port.step.clipping import clip_stage, read_clipping
+from gpt2.port.step.expected import Roles, expected_gradients
+from gpt2.port.step.gradients import Comparison, Parts, accumulation_stage, part_causes, total_norm, untied_causes
+from gpt2.port.step.losses import dropout_stage, loss_stage, padding_causes, read_loss
+from gpt2.port.step.movement import exact_movement, runs_of
+from gpt2.port.step.optimizer import update_stage
+from gpt2.port.step.records import Gradient, Sampler, Update, Watched
+from gpt2.port.step.sessions import Batches, Change, MakeStep, StepError, Subject, scaled
+from gpt2.port.step.settings import Settings
+from gpt2.port.step.tying import join_tied
+
+CALLS, CALLS_LARGE = 6, 4  # of the first session; of a large module's
+HUGE, TINY = 100.0, 1e-8  # factors of the last norm (and, for TINY, of the token embedding) that change the gradients' size
+EQUAL, NOISE = 1e-8, 1e-11  # error of a parameter's gradient, relative to it (constants in float32), and to the whole gradient
+BACKWARD = "from your own gradient of the logits, our model in float64 gives other gradients"
+OPERATORS = "seen in its operators"
+
+
+class StepExamination:
+    """The checks of one step; :meth:`diagnosis` runs them. Raises InputError as :func:`gpt2.diagnose_step` does."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        make_step: MakeStep,
+        ours: GPT2,
+        settings: Settings,
+        forward: Diagnosis,
+        watch: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        self.module, self.ours, self.settings, self.forward = module, ours, settings, forward
+        self.config = ours.config
+        self.subject = Subject(module, make_step, ours.config.vocab_size, watch)
+        self.batches = Batches(self.config, settings)
+        self.notes: list[str] = []
+        self.stages: dict[str, Stage] = {name: Stage() for name in STAGES}
+
+    def diagnosis(self) -> Diagnosis:
+        """Run the sessions, draw the conclusions of each stage, and sum them up."""
+        self.roles = Roles(self.module, self._mapping())
+        self.calls, self.sampler = self._session(range(CALLS_LARGE if self.subject.large else CALLS))
+        self._require_training()
+        self.huge, self.tiny = self._scaled_sessions()
+        self.untied = self._untied()
+        join_tied([self.calls, self.huge, self.tiny], self.untied, self.sampler)
+        self.untied = self._untied()
+        self._clip_and_update()
+        self._loss()
+        self._gradients()
+        self._as_written()
+        return concluded(self.stages, self.forward, self.notes, self.forward.module)
+
+    def _mapping(self) -> Mapping | None:
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), Borrowed(self.module):
+                return Mapping(Anatomy(record_probe(self.module, self.config, "your module")), self.config)
+        except (NotGPT2, InputError):
+            return None
+
+    def _places(self, names: Sequence[str]) -> str:
+        """Return the checkpoint's names for parameters."""
+        return listed((Place.of(where) for name in names for where in self.roles.where(name)), self.config.n_layer)
+
+    def _cause(self, stage: str, id: str, where: str, detail: str, evidence: str = "") -> None:
+        self.stages[stage].causes.append(cause(id, where, detail, evidence))
+
+    # Sessions
+
+    def _session(self, seeds: Sequence[int], change: Change | None = None) -> tuple[list[Watched], Sampler]:
+        calls, sampler = self.subject.session([self.batches.batch(seed) for seed in seeds], change)
+        for call in calls:
+            if not math.isfinite(call.loss):
+                raise InputError(
+                    f"the step returns a loss of {call.loss}; look where it comes from (a mask, a label, a division)"
+                )
+            if change is not None:
+                call.forwards.clear()  # the gradients of the parameters alone are compared
+        return calls, sampler
+
+    def _scaled_sessions(self) -> tuple[list[Watched], list[Watched]]:
+        """Return two calls with huge gradients, and two with tiny ones; empty where the parts of the module are unknown."""
+        last, table = self.roles.names_of("ln_f", "ln_f.weight", "ln_f.bias"), self.roles.names_of("wte", "head")
+        if not last or not table:
+            self.notes.append("the parts of your module were not recognised: clipping was judged with one size of gradients only")
+            return [], []
+        huge, tiny = (self._session((100, 101), scaled(*how))[0] for how in ((last, HUGE), ([*last, *table], TINY)))
+        return huge, tiny
+
+    def _require_training(self) -> None:
+        """Raise InputError for a step that changes nothing, or gives NaN."""
+        updates = [update for call in self.calls for update in call.updates]
+        if any(bool(value.isnan().any()) for update in updates for value in update.after.values()):
+            raise InputError("the step sets parameters to NaN; look at its rate, and at divisions by zero")
+        if not any(update.changes for update in updates):
+            why = "does it train another module than the one that make_step is given, or never call optimizer.step()?"
+            raise InputError(f"no parameter of your module changes in {len(self.calls)} calls of the step: {why}")
+
+    def _untied(self) -> list[str]:
+        """Return the parameters that hold the token embedding and the head, if these are two in the step."""
+        own = [self.roles.names_of(part) for part in ("wte", "head") if self.config.tie_word_embeddings]
+        for aliases in (*self.roles.aliases.values(), [found[0] for found in own if len(found) == 1]):
+            apart = [name for name in aliases if name in self.sampler.parameters]
+            if len(apart) > 1:
+                return apart
+        return []
+
+    # The stages, the last ones first: what the update multiplies the gradients by tells what the loss was meant to be
+
+    def _clip_and_update(self) -> None:
+        sessions = [found for calls in (self.calls, self.huge, self.tiny) if (found := updates_of(calls))]
+        unscaled = math.prod({call.unscaled for call in self.calls})
+        clip = self.clip = read_clipping(sessions, None if unscaled == 1 else unscaled)
+        roles = {name: self.roles.role(name, parameter) for name, parameter in self.sampler.parameters.items()}
+        large = [name for name, role in roles.items() if role in ("matrix", "embedding")]
+        parts = max(update.summed for session in sessions for update in session)
+        shares = (
+            [1 / parts, 1.0] if parts > 1 else [1.0]
+        )  # of gradients that ``.grad`` never holds, which may be averaged or summed
+        variants = [runs_of(_times(sessions, share), large) for share in shares]
+        movement = exact_movement(variants, self.settings, roles, parts > 0)
+        stage = self.stages["update"] = update_stage(movement, self.settings, self._places, [one.call for one in sessions[0]])
+        if movement.answer is not None:
+            share = shares[movement.answer.variant]
+            clip.factor *= share
+            hidden = [update.gradient.total for session in sessions for update in session if update.summed]
+            if hidden and not movement.odd:
+                clip.largest = max(hidden) * share
+        many = next((call for call in self.calls if len(call.updates) > 1), None)
+        if many is not None:
+            detail = f"the parameters are updated {len(many.updates)} times in a step, after each part of its batch"
+            stage.causes.insert(0, cause("step-per-micro-batch", "optimizer", detail, OPERATORS))
+        silent = [call for call in self.calls if not any(update.changes for update in call.updates)]
+        if movement.rules and not movement.odd:  # parameters that are written to, and stay, have a rate of zero
+            silent = [call for call in silent if not call.updates]
+        if 0 < len(silent) < len(self.calls):
+            detail = f"{len(silent)} of {len(self.calls)} calls change no parameter"
+            self._cause("update", "update-skipped", "optimizer", detail)
+        arrived, updates = self.calls[0].arrived(), [update for call in self.calls for update in call.updates]
+        reached = [name for name in self.sampler.parameters if name in arrived and bool((arrived[name] != 0).any())]
+        still = [name for name in reached if not any(update.moves(name) for update in updates)]
+        if still and movement.rules:
+            detail = "these have gradients, and never change"
+            self._cause("update", "parameter-missing", self._places(still), detail, "their values after each step")
+        inside = movement.answer.clip if movement.answer else None
+        odd = [name for name in clip.odd if name in self.sampler.parameters]
+        read = clip if inside is None else replace(clip, clip=inside)
+        self.stages["clip"] = clip_stage(read, self.settings.clip, self._places(odd) if odd else "the gradient")
+
+    def _loss(self) -> None:
+        stage, factor = self.stages["loss"], self.clip.factor
+        readings = [read_loss(call.forwards, self.batches.batch(number)) for number, call in enumerate(self.calls)]
+        self.read = readings[0] is not None
+        if not self.read:
+            self.notes.append("the logits of your step were not seen (does it call the module?), so its loss was not judged")
+            stage.explained = False
+        for number, reading in enumerate(readings if self.read else []):
+            if reading is None:
+                continue
+            if number:
+                self.calls[number].forwards.clear()
+            found = loss_stage(self.batches.batch(number), reading, factor)
+            known = {one.id for one in stage.causes}
+            if number == 0:
+                stage.absorb(found)
+            else:  # what shows in a later call only
+                stage.causes += [one for one in found.causes if one.id not in known]
+        if self.read and (self.settings.padded or not stage.causes):
+            self._padded(factor)
+        dropouts = [p for call in self.calls for p in call.dropouts]
+        if self.settings.dropout is not None or dropouts:
+            stage.absorb(dropout_stage(dropouts, self.settings.dropout))
+        if any(call.half for call in self.calls):
+            detail = "the logits are rounded to half precision before the softmax"
+            self._cause("loss", "logits-half-precision", "loss", detail, OPERATORS)
+
+    def _padded(self, factor: float) -> None:
+        """Try a batch in which some targets are -100; a step that refuses it is not faulty."""
+        batch = self.batches.batch(50, ignored=True)
+        try:
+            (call,), _ = self.subject.session([batch])
+        except InputError:
+            return
+        reading = read_loss(call.forwards, batch)
+        found = padding_causes(batch, reading, factor) if reading is not None and math.isfinite(call.loss) else []
+        if self.settings.padded:
+            self.stages["loss"].causes += found
+        else:
+            self.notes += [f"where targets are -100 (yours need not be): {one.detail} ({one.id})" for one in found]
+
+    def _gradients(self) -> None:
+        stage = self.stages["gradient"] = accumulation_stage([*self.calls, *self.huge])
+        stage.causes += untied_causes(self.untied)
+        if self.roles.mapping is None or not self.forward.ok:
+            self.notes.append("your forward pass is not ours, so the gradients of your parameters were not compared with ours")
+        elif self.read:
+            self._backward(stage)
+        for name, value in self.clip.outliers.items():
+            doubled = self.roles.role(name, self.sampler.parameters[name]) == "embedding" and abs(value - 2) < 1e-6
+            detail = f"after the backward pass its gradient is multiplied by {value:.6g}"
+            self._cause("gradient", "tied-gradient-doubled" if doubled else "gradient-scaled", self._places([name]), detail)
+
+    def _backward(self, stage: Stage) -> None:
+        """Compare the first call's gradients with those that our model gives from the same gradient of the logits."""
+        first = self.calls[0]
+        state = {name: tensor.detach().cpu().double() for name, tensor in self.ours.state_dict().items()}
+        passes = [one for one in first.forwards if one.gradient is not None]
+        made = expected_gradients(self.config, state, self.roles, self.sampler, passes[: len(first.first_backwards)])
+        arrived, got = first.arrived(), {}
+        for name, right in made.whole.items():  # the checkpoint has no entry for some, as an unused bias
+            unknown = right.isnan()
+            got[name] = arrived.get(name, torch.zeros_like(right)).masked_fill(unknown, 0.0)
+            for share in (made.whole, made.head, made.table):
+                share |= {name: share[name].masked_fill(unknown, 0.0)} if name in share else {}
+        whole = total_norm(made.whole)
+        allowed = {name: NOISE * whole / max(right.numel(), 1) ** 0.5 for name, right in made.whole.items()}
+        comparison = Comparison(allowed, EQUAL, 0.0, 1e-6, BACKWARD)
+        wrong = [name for name, right in made.whole.items() if not comparison.same(name, got[name], right)]
+        errors = [
+            float((got[name] - made.whole[name]).norm()) / max(float(made.whole[name].norm()), NOISE * whole) for name in wrong
+        ]
+        stage.error = max([stage.error, *errors])
+        frozen = [name for name in wrong if name not in first.trains]
+        positions = [name for name in wrong if any(part == "wpe" for _, part in self.roles.parts.get(name, []))]
+        still = "requires_grad is False for these parameters"
+        parts = Parts(comparison, self._places, frozen, still, positions)
+        own = [name for name in wrong if name not in self.untied or name in frozen]
+        stage.causes += part_causes(got, own, 1.0, made, parts)
+
+    def _as_written(self) -> None:
+        """Run the step once as it is, in its own dtypes: it may skip updates, overflow, or compute its loss in half precision."""
+        narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.module.parameters())
+        try:
+            calls, _ = self.subject.session([self.batches.batch(seed) for seed in range(2)], as_written=True)
+        except StepError as error:
+            self.notes.append(f"in float64 your step runs; as written it does not: {error}")
+            return
+        if any(call.half for call in calls) and not narrow and not any(call.half for call in self.calls):
+            detail = "as written, in your own dtypes, the softmax of the loss reads logits in half precision"
+            self._cause("loss", "logits-half-precision", "loss", detail, OPERATORS)
+        moved = [[any(update.changes for update in call.updates) for call in some[:2]] for some in (calls, self.calls)]
+        if any(exact and not written for written, exact in zip(*moved, strict=True)):
+            detail = "as written, in your own dtypes, a step changes no parameter; in float64 it does"
+            self._cause("update", "update-skipped", "optimizer", detail, "parameters before and after the step")
+        elif not all(math.isfinite(call.loss) for call in calls):
+            raise InputError("the step returns NaN as written, and a number in float64; an overflow in half precision?")
+
+
+def updates_of(calls: Sequence[Watched]) -> list[Update]:
+    """Return all updates of some calls, each with the gradient that it used: ``.grad``, or else the sum of what arrived."""
+    found = []
+    for number, call in enumerate(calls):
+        done = 0
+        for update in call.updates:
+            update.call = number
+            passes = call.backwards[done : update.backwards]
+            done = update.backwards
+            if not update.gradient.samples and passes:
+                update.gradient, update.held = update.held, Gradient()
+                if not update.gradient.samples:
+                    update.summed = len(passes)
+                    update.gradient = reduce(Gradient.plus, (one.arrived for one in passes))
+            found.append(update)
+    return found
+
+
+def _times(sessions: Sequence[Sequence[Update]], share: float) -> Sequence[Sequence[Update]]:
+    """Return updates whose gradients are multiplied by ``share``."""
+    if share == 1.0:
+        return sessions
+    return [[replace(one, gradient=one.gradient.times(share)) for one in session] for session in sessions]
