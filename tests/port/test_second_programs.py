@@ -84,8 +84,8 @@ def test_the_program_in_rust_is_right_but_for_its_faults(tmp_path: Path) -> None
 @pytest.mark.parametrize("program", fifth.FAULTS)
 def test_each_program_of_the_fifth_set_is_right_but_for_its_faults(program: str, tmp_path: Path) -> None:
     """As above, for the fifth set; and what makes no difference makes none."""
-    if program == "java" and fifth.missing():
-        pytest.skip(f"the Java program was not run: {fifth.missing()}")
+    if reason := fifth.missing(program):
+        pytest.skip(f"the Java program was not run: {reason}")
     bed = fifth.FifthBed(tmp_path / "bed", fifth.SHAPES[2])
     check(bed, program, fifth.FAULTS[program])
     for harmless in fifth.sixty.HARMLESS if program == "sixty" else ():
@@ -150,8 +150,8 @@ def test_a_fault_of_the_fifth_set_is_named(
     program: str, fault: str, level: str, dtype: str, shape: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """A cache that only later tokens see, integers in Java, an own mask, fused activations: no cause, or another one first."""
-    if program == "java" and fifth.missing():
-        pytest.skip(f"the Java program was not run: {fifth.missing()}")
+    if reason := fifth.missing(program):
+        pytest.skip(f"the Java program was not run: {reason}")
     bed = fifth.FifthBed(tmp_path_factory.mktemp("fifth") / "bed", fifth.SHAPES[shape])
     said = gpt2.diagnose(str(bed.dump(program, [fault], level, dtype, seed=1)), gpt2.load(str(bed.model)))
     assert said.causes, said.notes

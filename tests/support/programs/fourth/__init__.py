@@ -102,6 +102,11 @@ def compiler() -> str | None:
     return None
 
 
+def missing(program: str) -> str | None:
+    """What the machine lacks for ``program``, or None."""
+    return None if compiler() else "no rustc that runs on this machine"
+
+
 class RustBed(Bed):
     """A random model and ids, as :class:`Bed` has them, for the program in Rust; it computes in float32 or float64."""
 

@@ -69,6 +69,11 @@ SHAPES = (
 )
 
 
+def missing(program: str) -> str | None:
+    """What the machine lacks for ``program``, or None."""
+    return None if program != "nested" or shutil.which("node") else "no node on this machine"
+
+
 class Bed:
     """A random model of trained size in a folder, in the official layout, and ids for the programs to run on."""
 

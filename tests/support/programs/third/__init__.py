@@ -17,6 +17,10 @@ FAULTS: dict[str, dict[str, tuple[str, ...]]] = {"lists": lists.FAULTS}
 SHAPES = (Shape(3, 24, 2, 61, 16, 9, 81), Shape(2, 30, 5, 53, 14, 11, 82), Shape(4, 20, 4, 47, 15, 8, 83))
 
 
+def missing(program: str) -> None:
+    """Python needs nothing else."""
+
+
 class ListBed(Bed):
     """A random model and ids, as :class:`Bed` has them, for the program over lists; it computes in float64."""
 
