@@ -51,7 +51,7 @@ from support.programs.scoring import score_dump
 import gpt2
 from gpt2.port import deadline
 
-BEDS = {"first": "Bed", "second": "Bed", "third": "ListBed", "fourth": "RustBed", "fifth": "FifthBed", "sixth": "SixthBed"}
+BEDS = {"first": "Bed", "second": "SecondBed", "third": "ListBed", "fourth": "RustBed", "fifth": "FifthBed", "sixth": "SixthBed"}
 BEDS |= {"seventh": "SeventhBed", "eighth": "EighthBed", "ninth": "NinthBed", "tenth": "TenthBed", "eleventh": "EleventhBed"}
 BEDS |= {"twelfth": "TwelfthBed", "thirteenth": "ThirteenthBed", "ports": "Bed"}
 SETS = {name: importlib.import_module("support.faulty.bed" if name == "ports" else f"support.programs.{name}") for name in BEDS}
@@ -128,12 +128,12 @@ def pairs(name: str, program: str) -> Iterable[tuple[str, ...]]:
 
 def dumps(options: argparse.Namespace) -> list[Answer]:
     """Return the dumps that are asked for, the first of each set and level first."""
-    ranked: list[tuple[int, Answer]] = []
+    ranked, lacking = list[tuple[int, Answer]](), set[str]()
     for name, level in itertools.product(options.set, options.level):
         module, found = SETS[name], list[Answer]()
         for program in module.FAULTS if level in getattr(module, "LEVELS", LEVELS) or level == "pairs" else ():
             if lacks := module.missing(program):
-                print(f"{name}/{program} is not run: {lacks}", file=sys.stderr)
+                lacking.add(f"{name}/{program} is not run: {lacks}")
                 continue
             faults = pairs(name, program) if level == "pairs" else [(fault,) for fault in module.FAULTS[program]]
             found += [Answer(name, program, tuple(some), level) for some in faults if not options.right]
@@ -141,6 +141,7 @@ def dumps(options: argparse.Namespace) -> list[Answer]:
         wanted = [(one, " + ".join(one.faults)) for one in found if one.program in (options.program or [one.program])]
         found = [one for one, word in wanted if any(word == name or fnmatchcase(word, name) for name in options.fault)]
         ranked += enumerate(sorted(found, key=lambda one: one.drawn)[: options.sample])
+    print("".join(f"{line}\n" for line in sorted(lacking)), end="", file=sys.stderr)
     return [one for _, one in sorted(ranked, key=lambda each: each[0])]
 
 

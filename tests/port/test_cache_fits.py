@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 from support.programs import caching
-from support.programs.second import Bed, Shape
+from support.programs.bed import Bed, Shape
 
 import gpt2
 from gpt2.port.dump.fits.bank import Bank

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.programs import eighth
-from support.programs.second import Bed
+from support.programs.bed import Bed
 
 import gpt2
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from support.programs import fifth, fourth, seventh, sixth, third
-from support.programs.second import FAULTS, SHAPES, Bed
+from support.programs.bed import Bed
+from support.programs.second import FAULTS, SHAPES, SecondBed
 
 import gpt2
 from gpt2.port.dump import examination
@@ -52,7 +53,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def bed(tmp_path_factory: pytest.TempPathFactory) -> Bed:
-    return Bed(tmp_path_factory.mktemp("second") / "bed", SHAPES[0])
+    return SecondBed(tmp_path_factory.mktemp("second") / "bed", SHAPES[0])
 
 
 def need(program: str) -> None:
@@ -160,6 +161,6 @@ def test_a_fault_of_the_fifth_set_is_named(
 
 def test_scores_multiplied_by_two_are_diagnosed_without_a_traceback(tmp_path: Path) -> None:
     """The walk kept a value of one head where GPT-2 has several, and comparing the two ended the diagnosis."""
-    bed = Bed(tmp_path / "bed", SHAPES[2])
+    bed = SecondBed(tmp_path / "bed", SHAPES[2])
     dump = bed.dump("cached", ["by 2"], "full", "float64", seed=1)
     assert gpt2.diagnose(str(dump), gpt2.load(str(bed.model))).verdict == "mismatch"

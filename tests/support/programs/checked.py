@@ -10,7 +10,7 @@ import torch
 
 import gpt2
 
-from .second import Bed
+from .bed import Bed
 
 MODULES = {  # a block's modules: the names of what they return, and of what they are given
     "ln_1": ("ln_1", None),

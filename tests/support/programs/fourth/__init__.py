@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..second import Bed, Shape
+from ..bed import Bed, Shape
 
 RUST = {
     "erf": ("gelu-variant",),

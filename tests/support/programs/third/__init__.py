@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ..second import Bed, Shape
+from ..bed import Bed, Shape
 from . import lists
 
 FAULTS: dict[str, dict[str, tuple[str, ...]]] = {"lists": lists.FAULTS}
