@@ -3,7 +3,7 @@
     python tools/sets.py new.jsonl --sample 6 --against tools/sets.jsonl  # six of each set and level, beside older answers
     python tools/sets.py new.jsonl --set eighth --level full --processes 2  # one set with most values
     python tools/sets.py new.jsonl --set first --program numpy --fault 'gelu-erf*' --show  # and each diagnosis in full
-    python tools/sets.py new.jsonl --right                                # programs without a fault: all must be equal
+    python tools/sets.py new.jsonl --fault ''                             # programs without a fault: all must be equal
     python tools/sets.py tools/sets.jsonl --processes 2                   # whatever that file does not answer yet
 
 The file of answers has a line of JSON per dump; its first line names the columns. An answer that is there is not made again, so
@@ -24,7 +24,6 @@ import importlib
 import itertools
 import json
 import math
-import multiprocessing
 import random
 import signal
 import sys
@@ -32,10 +31,11 @@ import tempfile
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +103,7 @@ class Answer:
     @property
     def worth(self) -> tuple[int, bool, bool]:
         """What makes an answer better than another one."""
-        return (2 if self.first else self.outcome == "no cause"), self.complete, self.placed is not False
-
-    def line(self) -> str:
-        return json.dumps([int(one) if isinstance(one, bool) else one for one in asdict(self).values()], separators=(",", ":"))
+        return (2 if self.first else self.outcome == "no cause"), self.complete, self.placed in (None, True)
 
 
 def read(path: Path) -> dict[str, Answer]:
@@ -114,6 +111,14 @@ def read(path: Path) -> dict[str, Answer]:
     rows = [json.loads(line) for line in path.read_text().splitlines()[1:]] if path.exists() else []
     answers = [Answer(*(tuple(one) if isinstance(one, list) else one for one in row)) for row in rows]
     return {answer.key: answer for answer in answers}
+
+
+def add(path: Path, answer: Answer) -> None:
+    """Write a line at the end of a file of answers; first the names of the columns, if it is new."""
+    head = "" if path.exists() else json.dumps([field.name for field in fields(Answer)]) + "\n"
+    row = [int(one) if isinstance(one, bool) else one for one in asdict(answer).values()]
+    with path.open("a") as file:
+        file.write(head + json.dumps(row, separators=(",", ":")) + "\n")
 
 
 def pairs(name: str, program: str) -> Iterable[tuple[str, ...]]:
@@ -136,7 +141,7 @@ def dumps(options: argparse.Namespace) -> list[Answer]:
                 lacking.add(f"{name}/{program} is not run: {lacks}")
                 continue
             faults = pairs(name, program) if level == "pairs" else [(fault,) for fault in module.FAULTS[program]]
-            found += [Answer(name, program, tuple(some), level) for some in faults if not options.right]
+            found += [Answer(name, program, tuple(some), level) for some in faults]
             found += [Answer(name, program, (), level, dtype) for dtype in DTYPES if level != "pairs"]
         wanted = [(one, " + ".join(one.faults)) for one in found if one.program in (options.program or [one.program])]
         found = [one for one, word in wanted if any(word == name or fnmatchcase(word, name) for name in options.fault)]
@@ -220,6 +225,13 @@ def answered(dump: Answer) -> tuple[Answer | None, str]:
     return dump, f"{dump.key} [{dump.dtype}]\n{text}\n"
 
 
+def answers(todo: list[Answer], processes: int) -> Iterator[tuple[Answer | None, str]]:
+    """Yield what :func:`answered` returns, as it comes."""
+    if todo:
+        with tempfile.TemporaryDirectory() as folder, get_context("spawn").Pool(processes, prepare, [folder]) as pool:
+            yield from pool.imap_unordered(answered, todo)
+
+
 def judged(dump: Answer, level: str, said: Any) -> Answer:
     """Return ``dump`` with its verdict, its causes, and whether they are right: the first one, all of them, their blocks."""
     dump = replace(dump, verdict=said.verdict, ids=tuple(dict.fromkeys(cause.id for cause in said.causes)))
@@ -232,11 +244,9 @@ def judged(dump: Answer, level: str, said: Any) -> Answer:
         placed = score_dump(Program(dump.program, " ".join(dump.faults), level), said, config, 0, 0).located
     elif hasattr(module, "LISTS"):
         places = [module.LISTS[dump.program][fault][1].replace("h.-1", f"h.{config.n_layer - 1}") for fault in dump.faults]
-        wheres = [[cause.where for cause in causes] for causes in found]
         if all(place.startswith("h.") for place in places):
-            placed = all(
-                blocks([one], config.n_layer) == blocks(many, config.n_layer) for one, many in zip(places, wheres, strict=True)
-            )
+            named = [blocks([cause.where for cause in causes], config.n_layer) for causes in found]
+            placed = named == [blocks([place], config.n_layer) for place in places]
     begins = bool(said.causes) and any(said.causes[0] in causes for causes in found)
     return replace(dump, first=begins, complete=all(found), placed=placed)
 
@@ -256,11 +266,9 @@ def compare(now: dict[str, Answer], before: dict[str, Answer]) -> None:
 
 def counted(answers: list[Answer]) -> dict[str, float]:
     outcomes = Counter(one.outcome for one in answers)
-    counts: dict[str, float] = {name: outcomes[name] for name in OUTCOMES}
-    counts |= {
-        "complete": sum(one.complete for one in answers),
-        "placed": sum(one.complete and one.placed is not False for one in answers),
-    }
+    complete = [one for one in answers if one.complete]
+    counts = {name: outcomes[name] for name in OUTCOMES} | {"complete": len(complete)}
+    counts["placed"] = sum(one.placed in (None, True) for one in complete)
     return counts | {"s each": round(sum(one.seconds for one in answers) / len(answers), 1)}
 
 
@@ -288,8 +296,9 @@ def main() -> int:
     parser.add_argument("--set", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--level", nargs="+", choices=LEVELS, default=list(LEVELS))
     parser.add_argument("--program", nargs="+", metavar="NAME", help="only these programs")
-    parser.add_argument("--fault", nargs="+", metavar="NAME", default=["*"], help="only these faults (* for anything)")
-    parser.add_argument("--right", action="store_true", help="only programs without a fault")
+    parser.add_argument(
+        "--fault", nargs="+", metavar="NAME", default=["*"], help="only these faults (* for anything, '' for none)"
+    )
     parser.add_argument("--sample", type=int, metavar="N", help="the first N dumps of each set and level")
     parser.add_argument("--against", type=Path, metavar="FILE", help="older answers: run only those dumps, and show what changed")
     parser.add_argument("--show", action="store_true", help="print each diagnosis in full")
@@ -301,22 +310,14 @@ def main() -> int:
     asked = [one for one in dumps(options) if not before or one.key in before]
     todo = [one for one in asked if one.key not in now]
     print(f"{len(asked)} dumps are asked for, {len(asked) - len(todo)} are answered", file=sys.stderr)
-    if not now:
-        options.answers.write_text(json.dumps([field.name for field in fields(Answer)]) + "\n")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        multiprocessing.get_context("spawn").Pool(options.processes, prepare, [folder]) as pool,
-        options.answers.open("a") as file,
-    ):
-        for answer, text in pool.imap_unordered(answered, todo):
-            if answer is not None:
-                now[answer.key] = answer
-                file.write(answer.line() + "\n")
-                file.flush()
-                said = f"{answer.outcome:13} {answer.key} [{answer.dtype}]  {' | '.join(answer.ids)}"
-                print(f"{answer.seconds:5.1f} s  {said}", file=sys.stderr)
-            if answer is None or options.show:
-                print(text, file=sys.stderr)
+    for answer, text in answers(todo, options.processes):
+        if answer is not None:
+            said = f"{answer.outcome:13} {answer.key} [{answer.dtype}]  {' | '.join(answer.ids)}"
+            print(f"{answer.seconds:5.1f} s  {said}", file=sys.stderr)
+            now[answer.key] = answer
+            add(options.answers, answer)
+        if answer is None or options.show:
+            print(text, file=sys.stderr)
     now = {one.key: now[one.key] for one in asked if one.key in now}
     if before:
         compare(now, before)
