@@ -72,7 +72,8 @@ class Bed:
         if level == "logits":
             kept = {"logits": kept["logits"]}
         draw = np.random.default_rng(seed)
-        arrays = [array.astype(dtype) for array in kept.values()]
+        with np.errstate(over="ignore"):  # a mask of -1e9 in float16
+            arrays = [array.astype(dtype) for array in kept.values()]
         tokens = self.shape.tokens
         arrays += [np.tri(tokens), draw.standard_normal((tokens, 7)), np.arange(tokens), draw.standard_normal(5).astype(dtype)]
         names = [f"t{number:03d}" for number in range(len(arrays))]
