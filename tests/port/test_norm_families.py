@@ -84,7 +84,7 @@ CAUSES = {
     "embedding again": "layer-missing",
     "norm added as well": "residual-from-normed",
     "positions go on": "position-offset",
-    **{words: step.id for words, step in STEPS.items() if step.id == "logits-scaled"},
+    **dict.fromkeys([words for words, step in STEPS.items() if step.id == "logits-scaled"][::4], "logits-scaled"),
 }
 FIRST = ("", "each token's mean logit is taken off")
 
