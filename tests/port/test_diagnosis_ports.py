@@ -5,6 +5,7 @@ tools/diagnose_table.py measures the whole confusion table, also at official sha
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -16,6 +17,7 @@ from support.ports import PORTS
 
 import gpt2
 from gpt2.config import OFFICIAL_SIZES
+from gpt2.port import deadline
 from gpt2.port.diagnosis import diagnose
 
 # Each cause once, in alternating architectures, a few ports with several faults, and a sample of the others.
@@ -140,20 +142,21 @@ def test_a_fault_that_logits_do_not_show_is_named(name, model):
 def test_faults_drawn_at_random_are_named(directory, model):
     """diagnose was developed on the ports above, so these combinations, drawn at random, are the fairer test.
 
-    15 of 16 must be right; `tools/diagnose_table.py --drawn 100 --seed N` draws others. Known misses: post-norm in one block
+    All must be right, and complete but for one; `tools/diagnose_table.py --drawn 100 --seed N` draws others. Known misses: post-norm in one block
     alone; a wrong matrix in a checkpoint that was rounded as well.
     """
     rows = [
         score(port, diagnose(port.build(CONFIG, directory), model), CONFIG, 0.0, 0.0) for port in draw(16, 1, CONFIG, directory)
     ]
     assert all(row.verdict == "mismatch" for row in rows)
-    assert sum(row.first for row in rows) >= 15, [row for row in rows if not row.first]
+    assert all(row.first for row in rows), [row for row in rows if not row.first]
     assert sum(not row.missed for row in rows) >= 15, [row for row in rows if row.missed]
 
 
 @pytest.mark.slow
-def test_official_shape(tmp_path):
+def test_official_shape(tmp_path, monkeypatch):
     """Some faults coincide at a tiny size, or have too small an effect. (More: tools/diagnose_table.py --shape gpt2)"""
+    monkeypatch.setattr(deadline, "SLOWEST", math.inf)  # of CPU time there is enough, by the clock not always
     config, folder = OFFICIAL_SIZES["gpt2"], write(tmp_path, OFFICIAL_SIZES["gpt2"])
     port, model = FAULTY["einsum3d: mask-multiplied not-normalising@f"], gpt2.load(str(folder))
     module = port.build(config, folder)
