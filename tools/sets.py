@@ -51,7 +51,7 @@ from support.programs.scoring import score_dump
 import gpt2
 from gpt2.port import deadline
 
-BEDS = {"first": "Bed", "second": "SecondBed", "third": "ListBed", "fourth": "RustBed", "fifth": "FifthBed", "sixth": "SixthBed"}
+BEDS = {"first": "Bed", "second": "SecondBed", "fourth": "RustBed", "fifth": "FifthBed", "sixth": "SixthBed"}
 BEDS |= {"seventh": "SeventhBed", "eighth": "EighthBed", "ninth": "NinthBed", "tenth": "TenthBed", "eleventh": "EleventhBed"}
 BEDS |= {"twelfth": "TwelfthBed", "thirteenth": "ThirteenthBed", "ports": "Bed"}
 SETS = {name: importlib.import_module("support.faulty.bed" if name == "ports" else f"support.programs.{name}") for name in BEDS}

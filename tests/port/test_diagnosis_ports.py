@@ -142,8 +142,8 @@ def test_a_fault_that_logits_do_not_show_is_named(name, model):
 def test_faults_drawn_at_random_are_named(directory, model):
     """diagnose was developed on the ports above, so these combinations, drawn at random, are the fairer test.
 
-    All must be right, and complete but for one; `tools/diagnose_table.py --drawn 100 --seed N` draws others. Known misses: post-norm in one block
-    alone; a wrong matrix in a checkpoint that was rounded as well.
+    Each must have a right cause first, and all but one have all. `tools/diagnose_table.py --drawn 100 --seed N` draws others.
+    Known misses: post-norm in one block alone; a wrong matrix in a checkpoint that was rounded as well.
     """
     rows = [
         score(port, diagnose(port.build(CONFIG, directory), model), CONFIG, 0.0, 0.0) for port in draw(16, 1, CONFIG, directory)

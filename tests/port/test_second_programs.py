@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.programs import fifth, fourth, seventh, sixth, third
+from support.programs import fifth, fourth, seventh, sixth
 from support.programs.bed import Bed
 from support.programs.second import FAULTS, SHAPES, SecondBed
 
@@ -34,11 +34,6 @@ def test_each_program_is_right_but_for_its_faults(program: str, bed: Bed) -> Non
     """A mistake in a program, or a switch that does nothing, would be counted as the engine's."""
     need(program)
     check(bed, program, FAULTS[program])
-
-
-def test_the_program_over_lists_is_right_but_for_its_faults(tmp_path: Path) -> None:
-    """As above, for the third set."""
-    check(third.ListBed(tmp_path / "bed", third.SHAPES[1]), "lists", third.FAULTS["lists"])
 
 
 def test_the_program_in_rust_is_right_but_for_its_faults(tmp_path: Path) -> None:
