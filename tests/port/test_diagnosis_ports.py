@@ -5,6 +5,7 @@ tools/diagnose_table.py measures the whole confusion table, also at official sha
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -16,6 +17,7 @@ from support.ports import PORTS
 
 import gpt2
 from gpt2.config import OFFICIAL_SIZES
+from gpt2.port import deadline
 from gpt2.port.diagnosis import diagnose
 
 # Each cause once, in alternating architectures, a few ports with several faults, and a sample of the others.
@@ -39,7 +41,7 @@ def one_of_each_cause() -> list[str]:
 
 
 EACH_CAUSE = one_of_each_cause()
-SAMPLE = random.Random(1).sample([name for name in FAULTY if name not in (*EACH_CAUSE, *SEVERAL)], 50)
+SAMPLE = random.Random(1).sample([name for name in FAULTY if name not in (*EACH_CAUSE, *SEVERAL)], 16)
 DEFAULT = {*EACH_CAUSE[::6], *SEVERAL[::3]}
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 ONLY_IN_FLOAT32 = ("pinyin", "letters")  # these mix float32 into their computation, and torch refuses
@@ -140,32 +142,23 @@ def test_a_fault_that_logits_do_not_show_is_named(name, model):
 def test_faults_drawn_at_random_are_named(directory, model):
     """diagnose was developed on the ports above, so these combinations, drawn at random, are the fairer test.
 
-    38 of 40 must be right; `tools/diagnose_table.py --drawn 100 --seed N` draws others. Known misses: post-norm in one block
-    alone; a wrong matrix in a checkpoint that was rounded as well.
+    Each must have a right cause first, and all but one have all. `tools/diagnose_table.py --drawn 100 --seed N` draws others.
+    Known misses: post-norm in one block alone; a wrong matrix in a checkpoint that was rounded as well.
     """
     rows = [
-        score(port, diagnose(port.build(CONFIG, directory), model), CONFIG, 0.0, 0.0) for port in draw(40, 1, CONFIG, directory)
+        score(port, diagnose(port.build(CONFIG, directory), model), CONFIG, 0.0, 0.0) for port in draw(16, 1, CONFIG, directory)
     ]
     assert all(row.verdict == "mismatch" for row in rows)
-    assert sum(row.first for row in rows) >= 38, [row for row in rows if not row.first]
-    assert sum(not row.missed for row in rows) >= 38, [row for row in rows if row.missed]
-
-
-HANDFUL = (
-    "heads: no-qkv-bias gelu-erf residual-from-normed",
-    "einsum3d: mask-multiplied not-normalising@f",
-    "conv1d: transposed-proj@1",
-)
+    assert all(row.first for row in rows), [row for row in rows if not row.first]
+    assert sum(not row.missed for row in rows) >= 15, [row for row in rows if row.missed]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HANDFUL)
-def test_official_shape(name, tmp_path_factory):
-    """Some faults coincide at a tiny size, or have too small an effect. (Times: tools/diagnose_table.py --shape gpt2)"""
-    config, folder = OFFICIAL_SIZES["gpt2"], tmp_path_factory.getbasetemp() / "official-faulty"
-    if not folder.exists():
-        write(folder, config)
-    port, model = FAULTY[name], gpt2.load(str(folder))
+def test_official_shape(tmp_path, monkeypatch):
+    """Some faults coincide at a tiny size, or have too small an effect. (More: tools/diagnose_table.py --shape gpt2)"""
+    monkeypatch.setattr(deadline, "SLOWEST", math.inf)  # of CPU time there is enough, by the clock not always
+    config, folder = OFFICIAL_SIZES["gpt2"], write(tmp_path, OFFICIAL_SIZES["gpt2"])
+    port, model = FAULTY["einsum3d: mask-multiplied not-normalising@f"], gpt2.load(str(folder))
     module = port.build(config, folder)
     row = score(port, diagnose(module, model), config, 0.0, 0.0)
     assert row.first and row.top_three and row.located, row  # noqa: PT018

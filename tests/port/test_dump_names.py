@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 
 import pytest
 import torch
 from port.test_dump import MODEL, causes, dump
 from port.test_walk import IDS
-from support.programs import eleventh, tenth
-from support.programs.files import FileBed
 from torch import Tensor
 
 import gpt2
@@ -153,51 +150,6 @@ def test_streams_of_several_programs_pass_each_variant() -> None:
         if program is not None:
             SIMULATION.on(program)  # sees whether the rows of several streams change one another
     PairRunner(lens, [one.program(row) or Program() for one in wholes], Deadline()).alone()  # rows of a state, which is no dict
-
-
-MET = [  # what the engine said when it met these sets first
-    (tenth, "prefill", "heads without transpose", "logits", "float32", "an exception"),
-    (tenth, "prefill", "heads without transpose", "block", "float32", "undetermined"),
-    (tenth, "prefill", "blocks popped", "logits", "float64", "wrong-tensor"),
-    (tenth, "prefill", "j > i + 1", "full", "float32", "mask-missing"),
-    (tenth, "prefill", "row not in the cache's offset", "logits", "float16", "undetermined"),
-    (tenth, "kvcache", "t <= pos + 1", "logits", "float32", "mask-multiplied"),
-    (tenth, "kvcache", "b before g", "full", "float32", "norms-swapped"),
-    (tenth, "kvcache", "layers' caches overlap", "logits", "float16", "undetermined"),
-    (tenth, "modules", "softmax over the matrix", "full", "float16", "softmax-missing"),
-    (tenth, "modules", "sum written into wpe", "logits", "float16", "undetermined"),
-    (tenth, "modules", "dropout left on", "block", "float16", "undetermined"),
-    (eleventh, "batch", "keys without b * T", "logits", "float32", "undetermined"),
-    (eleventh, "batch", "qkvw in steps of C * C", "full", "float64", "undetermined"),
-    (eleventh, "stream", "masked with Number.MIN_VALUE", "full", "float64", "cache-inconsistent"),
-    (eleventh, "stream", "fill shares one past", "logits", "float32", "undetermined"),
-    (eleventh, "stream", "mask from the chunk's index", "block", "float16", "undetermined"),
-    (eleventh, "stream", "scratch pushed into the past", "block", "float64", "undetermined"),
-]
-QUICK = ("softmax over the matrix", "row not in the cache's offset", "b before g", "j > i + 1", "masked with Number.MIN_VALUE")
-BEDS = {tenth: tenth.TenthBed, eleventh: eleventh.EleventhBed}
-
-
-@pytest.fixture(scope="module")
-def beds(tmp_path_factory: pytest.TempPathFactory) -> dict[ModuleType, FileBed]:
-    folder = tmp_path_factory.mktemp("beds")
-    return {one: make(folder / one.__name__, one.SHAPES[1]) for one, make in BEDS.items()}
-
-
-@pytest.mark.parametrize(
-    ("where", "program", "fault", "level", "dtype", "before"),
-    [pytest.param(*one, marks=[pytest.mark.slow] * (one[2] not in QUICK)) for one in MET],
-)
-def test_what_unseen_sets_showed(
-    beds: dict[ModuleType, FileBed], where: ModuleType, program: str, fault: str, level: str, dtype: str, before: str
-) -> None:
-    if reason := where.missing(program):
-        pytest.skip(f"this program was not run: {reason}")
-    dumped = beds[where].dump(program, (fault,), level, dtype, 1)
-    ids = [cause.id for cause in gpt2.diagnose(str(dumped), str(beds[where].model)).causes]
-    assert ids
-    assert ids[0] in where.FAULTS[program][fault]
-    assert before not in ids
 
 
 @pytest.mark.parametrize("label", [label for label in ALLOWED if label != "right"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.programs.second import Bed, Shape
+from support.programs.bed import Bed, Shape
 from torch import Tensor
 
 import gpt2

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.programs.second import Bed, Shape
+from support.programs.bed import Bed, Shape
 
 import gpt2
 from gpt2.config import GPT2Config

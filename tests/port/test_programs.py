@@ -132,7 +132,7 @@ def test_there_are_enough() -> None:
         assert len(words) >= 25, language
 
 
-# What is diagnosed here of all that tools/dump_table.py diagnoses: in each language a few faults of different kinds.
+# What is diagnosed here of all that tools/sets.py diagnoses: in each language a few faults of different kinds.
 DIAGNOSED = {
     "numpy": "gelu-erf@1 heads-split-wrongly position-offset post-norm qkv-kvq",
     "c": "mask-strict rmsnorm residual-from-normed@1 no-fc-bias@1",

@@ -253,7 +253,6 @@ def test_every_fault_shows_in_the_logits_and_has_one_cause(
 @pytest.mark.parametrize(
     ("labels", "causes"),
     [
-        ({"act no cubic": (0, 1), "mid branch sum 0.5": (0,)}, {"gelu-variant", "residual-scaled"}),
         ({"heads layer norm": (0, 1), "act square": (1,)}, {"extra-norm", "gelu-variant"}),
         ({"attn.c_proj.weight is transposed": (0, 1), "embed right 1 words after rms": (None,)}, {"transposed", "extra-norm"}),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .second import Bed
+from .bed import Bed
 
 PROMPT = 4
 FAULTS = {

@@ -1,4 +1,4 @@
-"""How a set's programs are checked: right but for their faults, at each value they show (tenth to thirteenth sets)."""
+"""How a set's programs are checked: right but for their faults, at each value they show."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import gpt2
 
-from .second import Bed
+from .bed import Bed
 
 MODULES = {  # a block's modules: the names of what they return, and of what they are given
     "ln_1": ("ln_1", None),
@@ -31,10 +31,12 @@ class Dump:
     absent: tuple[str, ...] = ()  # parts of ours that the program does not show
     heads_in_width: bool = True  # q, k and v are (B, T, D), not (B, H, T, d)
     heads_after_tokens: bool = False  # scores and weights are (B, T, H, T), not (B, H, T, T)
+    least: float = 1e-3  # what each fault changes of the logits, over their norm
+    tokens_first: bool = False  # all but the logits begin with (T, B) or (H, B), not (B, T) or (B, H)
 
 
 def check(bed: Bed, program: str, faults: Iterable[str], dump: Dump) -> None:
-    """Raise unless ``program`` is right at each value it shows, and each of ``faults`` changes its logits by more than 1e-3."""
+    """Raise unless ``program`` is right at each value it shows, and each of ``faults`` changes its logits by ``dump.least``."""
     ids, right = bed.run(program)
     truth, compared = values(bed, np.atleast_2d(ids)), set()
     for name, value in right.items():
@@ -44,6 +46,8 @@ def check(bed: Bed, program: str, faults: Iterable[str], dump: Dump) -> None:
         ours = dump.names.get(part, part)
         name = f"{where} {ours}".strip()
         own, expected = value if ids.ndim == 2 else value[None], truth[name]
+        if dump.tokens_first and part:
+            own = own.swapaxes(0, 1)
         if dump.heads_after_tokens and ours in ("scores", "weights"):
             own = own.swapaxes(1, 2)  # (B, T, H, T)
         if dump.heads_in_width and ours in ("q", "k", "v"):
@@ -57,7 +61,7 @@ def check(bed: Bed, program: str, faults: Iterable[str], dump: Dump) -> None:
     for fault in faults:
         wrong = bed.run(program, [fault], "float32")[1]["logits"]
         assert np.isfinite(wrong).all(), fault
-        assert wrong.shape != right["logits"].shape or np.linalg.norm(wrong - right["logits"]) > 1e-3 * size, fault
+        assert wrong.shape != right["logits"].shape or np.linalg.norm(wrong - right["logits"]) > dump.least * size, fault
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 from safetensors.numpy import save_file
 
-from .second import Bed, Shape
+from .bed import Bed, Shape
 
 Arrays = dict[str, np.ndarray]
 

@@ -11,8 +11,8 @@ import random
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..bed import Shape
 from ..files import FileBed
-from ..second import Shape
 from . import notebook
 
 OUTSIDE = ("layernorm-unbiased-variance", "layernorm-eps")  # n - 1 and an epsilon beside the root: two mistakes in one expression

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..second import Bed, Shape
+from ..bed import Bed, Shape
 from . import sixty
 
 JAVA = {
@@ -64,9 +64,9 @@ ONE_A_BLOCK = {
 KINDS = {"ln1": "ln_1", "qkv": "attn.c_attn", "proj": "attn.c_proj", "ln2": "ln_2", "fc": "mlp.c_fc", "fcproj": "mlp.c_proj"}
 
 
-def missing() -> str | None:
-    """What the machine lacks for the program in Java, or None."""
-    return None if shutil.which("javac") and shutil.which("java") else "no java and javac on this machine"
+def missing(program: str) -> str | None:
+    """What the machine lacks for ``program``, or None."""
+    return None if program != "java" or (shutil.which("javac") and shutil.which("java")) else "no java and javac on this machine"
 
 
 def read_arrays(path: Path, dtype: str) -> dict[str, np.ndarray]:

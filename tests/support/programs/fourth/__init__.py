@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..second import Bed, Shape
+from ..bed import Bed, Shape
 
 RUST = {
     "erf": ("gelu-variant",),
@@ -100,6 +100,11 @@ def compiler() -> str | None:
     if rustc and shutil.which("cc") and subprocess.run([rustc, "--version"], capture_output=True, timeout=60).returncode == 0:
         return rustc
     return None
+
+
+def missing(program: str) -> str | None:
+    """What the machine lacks for ``program``, or None."""
+    return None if compiler() else "no rustc that runs on this machine"
 
 
 class RustBed(Bed):

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ..bed import Shape
 from ..files import FileBed
-from ..second import Shape
 from . import batched
 
 THIRDS = ("head-layout", "qkv-order")  # q, k, v inside each head: one permutation of c_attn's columns

@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from ..bed import Shape
 from ..files import FileBed
-from ..second import Shape
 from . import student
 
 STUDENT = {

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from ..bed import Bed, Shape
 from ..fifth import FifthBed, read_arrays
-from ..second import Bed, Shape
 
 SCAN = {
     "exact gelu": ("gelu-variant",),  # nntile#370, jax#4428, gemma_pytorch#33

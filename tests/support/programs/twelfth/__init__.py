@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ..bed import Shape
 from ..files import FileBed, pairs
-from ..second import Shape
 from . import lecture
 
 QKV_OR_HEADS = ("qkv-order", "head-layout")  # q, k, v cut inside each head: one permutation of c_attn's columns

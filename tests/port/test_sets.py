@@ -1,0 +1,106 @@
+"""tools/sets.py: a worse answer is listed, an answer is not made twice, and a dump is really diagnosed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.commands import load_script
+
+from gpt2.port import deadline
+
+sets = load_script("sets")
+DUMP = sets.Answer("first", "numpy", ("gelu-erf@1",), "full")
+COMMITTED = sets.read(Path(sets.__file__).with_name("sets.jsonl"))
+QUICK = [one for one in COMMITTED.values() if one.first and one.complete and one.seconds < 5]
+SAMPLE = [  # of each set that stays in the tree: eight faults, and three right programs
+    one.key
+    for name in ("first", "eighth", "eleventh", "twelfth", "thirteenth")
+    for faulty, most in ((True, 8), (False, 3))
+    for one in [one for one in QUICK if one.set == name and bool(one.faults) == faulty][:most]
+]
+RIGHT = replace(
+    DUMP, dtype="float32", verdict="mismatch", ids=("gelu-variant",), first=True, complete=True, placed=True, seconds=2.0
+)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    asked = ["--set", "first", "--program", "numpy", "--fault", "gelu-erf@1", "--level", "full"]
+    monkeypatch.setattr(sys, "argv", ["sets.py", *map(str, arguments), *asked])
+    assert sets.main() == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "word"),
+    [
+        (replace(RIGHT, ids=("layernorm-eps",), first=False, complete=False), "worse"),
+        (replace(RIGHT, verdict="undetermined", ids=(), first=False, complete=False), "worse"),
+        (replace(RIGHT, placed=False), "worse"),
+        (replace(RIGHT, ids=("gelu-variant", "missing-bias")), "other"),
+        (replace(RIGHT, seconds=9.0), None),
+    ],
+)
+def test_an_answer_that_changed_is_listed(
+    answer: object, word: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A yardstick that misses a worse answer, or runs a dump again that is answered, would pass any engine."""
+    new, old = tmp_path / "new.jsonl", tmp_path / "old.jsonl"
+    sets.add(new, answer)
+    sets.add(old, RIGHT)
+    monkeypatch.setattr(sets, "answers", lambda todo, processes: [(None, f"run again: {one}") for one in todo])
+    run(monkeypatch, new, "--against", old)
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines() if DUMP.key in line] == ([word] if word else [])
+    assert f"of 1 answers: {int(word == 'worse')} worse, {int(word == 'other')} other, 0 better" in out
+    assert json.loads(out.splitlines()[-1])["full"]["right first"] == answer.first
+    assert "run again" not in err
+    run(monkeypatch, old, "--against", new)
+    assert word != "worse" or f"better  {DUMP.key}" in capsys.readouterr().out
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What ``prepare`` sets, until the test ends."""
+    monkeypatch.setattr(deadline, "SLOWEST", deadline.SLOWEST)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    sets.prepare(str(tmp_path))
+    return tmp_path
+
+
+def test_an_answer_says_what_the_diagnosis_says(bench: Path) -> None:
+    """Otherwise the answers could come from anything; a file of answers gives back what was written."""
+    found, text = sets.answered(DUMP)
+    assert (found.verdict, found.ids, found.first, found.complete, found.placed) == (
+        "mismatch",
+        ("gelu-variant",),
+        True,
+        True,
+        True,
+    )
+    assert "gelu-variant" in text
+    sets.add(bench / "answers.jsonl", found)
+    assert sets.read(bench / "answers.jsonl") == {DUMP.key: found}
+
+
+@pytest.mark.parametrize("key", [pytest.param(key, marks=[pytest.mark.slow] * (number > 0)) for number, key in enumerate(SAMPLE)])
+def test_a_sample_of_dumps_is_answered_as_well_as_before(key: str, bench: Path) -> None:
+    """Recall is what the yardstick measures; this is the part of it that each change runs."""
+    before = COMMITTED[key]
+    asked = sets.Answer(before.set, before.program, before.faults, before.level, "" if before.faults else before.dtype)
+    if reason := sets.SETS[before.set].missing(before.program):
+        pytest.skip(f"this program was not run: {reason}")
+    found, text = sets.answered(asked)
+    assert found is not None, text
+    assert found.worth >= before.worth, text
+
+
+def test_a_committed_answer_is_of_a_dump_that_can_be_run_again() -> None:
+    """A fault of another name would be asked for again and again, and its older answer compared with nothing."""
+    for answer in COMMITTED.values():
+        if answer.set in sets.SETS:
+            assert set(answer.faults) <= set(sets.SETS[answer.set].FAULTS[answer.program]), answer.key
+            assert answer.verdict
