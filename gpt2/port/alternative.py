@@ -48,6 +48,31 @@ def changed(change: Callable[[Tensor], Tensor], *nodes: str) -> dict[str, Formul
     return {node: Changed(node, lambda c, y: change(y)) for node in nodes}
 
 
+class Weighing:
+    """A formula of the attention weights that takes each query by itself, so that it computes several calls at once.
+
+    ``weigh``: from scores (B, H, t, S), the queries' numbers (t, 1), and the first token and the one behind the last of the call:
+    of all queries, or of each (t, 1).
+    """
+
+    def __init__(self, weigh: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
+        self.weigh = weigh
+
+    def __call__(self, c: Site, s: State) -> Tensor:
+        return self.weigh(s["attn.scores"], c.tokens, torch.tensor(c.begin), torch.tensor(c.end))
+
+    def in_calls(self, calls: Calls) -> Formula:
+        """Return the formula for a text that is read in these calls."""
+
+        def formula(c: Site, s: State) -> Tensor:
+            some = within(calls, c.end)
+            lengths = torch.tensor([end - begin for begin, end in some])
+            begins, ends = (torch.tensor(one).repeat_interleave(lengths)[:, None] for one in zip(*some, strict=True))
+            return self.weigh(s["attn.scores"], c.tokens, begins, ends)
+
+        return formula
+
+
 def rerouted(node: str, slot: str, source: str) -> Formula:
     """Return a node's formula where it reads the value ``source`` in the place of ``slot``."""
     return lambda c, s: c.right(node, {**s, slot: s[source]})
@@ -184,7 +209,10 @@ def in_calls(calls: Calls, edits: Edits) -> dict[str, Formula]:
         node: _by_token(calls, formula) for node, formula in edits.items() if node not in ATTENTION and node != "head"
     }
     out |= {node: edits[node] for node in ("head",) if node in edits}
-    if inner := {node: formula for node, formula in edits.items() if node in ATTENTION}:
+    inner = {node: formula for node, formula in edits.items() if node in ATTENTION}
+    if inner.keys() == {"attn.weights"} and isinstance(weighing := inner["attn.weights"], Weighing):
+        return {**out, "attn.weights": weighing.in_calls(calls)}
+    if inner:
         pieces = partial(_pieces, calls, inner)
         out |= {node: Shown(partial(_piece, pieces, node)) for node in ("attn.scores", "attn.weights", "attn.mixed")}
         out["attn.heads"] = partial(_piece, pieces, "attn.heads")

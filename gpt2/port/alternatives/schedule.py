@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpt2.port.alternative import Alternative, Schedule, family
-from gpt2.port.alternatives.attention import lengths
+from gpt2.port.alternatives.masks import lengths
 from gpt2.port.graph import ROWS, TEXT, Calls, Edits, Formula, Model, Site, State, embedding, run, split
 
 PARTS = {"kv": "keys and values", "k": "keys", "v": "values"}

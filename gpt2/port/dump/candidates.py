@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from gpt2.port import graph
-from gpt2.port.alternative import Alternative, Schedule, in_calls, merged, scheduled
+from gpt2.port.alternative import Alternative, Schedule, Weighing, in_calls, merged, scheduled
 from gpt2.port.alternatives import table
 from gpt2.port.alternatives.outside import orders, standing
 from gpt2.port.alternatives.precision import integers
@@ -158,7 +158,8 @@ class Table:
     @classmethod
     def of(cls, simulation: Simulation) -> Table:
         every = table(simulation)
-        steps = [scheduled(one, how) for how in prompts(simulation) for one in every if one.steps]
+        some = [one for one in every if one.steps and (simulation.small or isinstance(one.edits.get("attn.weights"), Weighing))]
+        steps = [scheduled(one, how) for how in prompts(simulation) for one in some if not (one.crosses and not simulation.small)]
         plain = [one for one in every if not one.steps and one.run is None]
         around = [one for one in plain if not one.edits]
         return cls(
@@ -228,8 +229,8 @@ class Table:
         how = Schedule(IN_STEPS.format(token), stepped(token, simulation.ids.shape[1]), "later")
         for one in (*self.embeddings, *standing(simulation)) if is_first else ():
             if not one.rare:
-                yield Candidate(((scheduled(one, how), None),))
-        for one in (scheduled(one, how) for one in self.blocks if not (one.rare or one.shared)):
+                yield Candidate(((_in_some(one, how), None),))
+        for one in (_in_some(one, how) for one in self.blocks if not (one.rare or one.shared)):
             yield Candidate(tuple((one, n) for n in range(first, last)))
         later = [one for one in self.blocks if one.calls == how.calls and "empty place" in one.words]
         counted = [one for one in self.embeddings if one.calls == how.calls and "one too far" in one.words]
@@ -242,7 +243,13 @@ class Table:
         for token in tokens:
             how = Schedule(IN_PROMPT.format(token), stepped(token, end), "first")
             for one in some:
-                yield Candidate(tuple((scheduled(one, how), n) for n in range(first, last)))
+                yield Candidate(tuple((_in_some(one, how), n) for n in range(first, last)))
+
+
+def _in_some(one: Alternative, how: Schedule) -> Alternative:
+    """Return an alternative in some calls; where it is the same in calls of any length, the later ones are one."""
+    (_, end), (_, last) = how.calls[0], how.calls[-1]
+    return scheduled(one, how if one.sees else replace(how, calls=((0, end), (end, last))))
 
 
 def _is_end(one: Alternative) -> bool:

@@ -24,6 +24,7 @@ MAX_CONFIRMED_LARGE = 12
 LATE_CONFIRMED = 3  # the nearest, which are computed even after the deadline
 SIEVED = 5e-5  # the largest error of a fit in float32, on few tokens, beside the tolerance
 LATER = 2  # the least token from which on faults of later tokens alone are tried: to the first, many faults change nothing
+LAG = 2  # tokens behind the first call, until which a fault of later calls shows
 FEW_LEFT = 8  # faults in calls that are run whole
 FIRSTS = 120  # faults that pairs are built on
 RARER = 30  # faults beside which rare ones are tried
@@ -52,6 +53,11 @@ class Search:
                 segment.from_start,
             )
         )
+        wrong = segment.wrong_tokens()
+        # a fault of later calls alone shows soon behind the first one: others of them cannot be the only fault
+        self.waiting = {
+            one.key for one in self.singles if wrong and not any(begins(one, t) for t in range(wrong[0] - LAG, wrong[0] + 1))
+        }
         self.complete = True
         # how far a candidate that is run in float32 may be from the program
         self.limit = (2 * segment.allowed(segment.end) + SIEVED) * float(segment.shown[segment.end].square().mean().sqrt())
@@ -62,7 +68,9 @@ class Search:
     def fits(self, several: bool = True) -> list[Fit]:
         """Return the candidates that explain the segment, the simplest first; single faults only, unless ``several``."""
         if self.sieve.small:
-            ranked = self._rank([Candidate(), *self.singles], None, "single faults")
+            ranked = self._rank(
+                [Candidate(), *(one for one in self.singles if one.key not in self.waiting)], None, "single faults"
+            )
             fits = self._confirmed(ranked)
         else:  # most faults are in all blocks, or outside them
             local = [one for one in self.singles if one.is_local]
@@ -72,7 +80,12 @@ class Search:
                 ranked += self._rank(local, None, "faults in one block")
                 fits = self._confirmed(sorted(ranked, key=lambda one: one[0].fit))
         fits = fits or self._since() or self._in_calls() or self._fitted() or self._quantised()
-        return fits if fits or self.late() or not several else self._several(ranked)
+        if fits or self.late() or not several:
+            return fits
+        if self.sieve.small:
+            waiting = [one for one in self.singles if one.key in self.waiting]
+            ranked = sorted([*ranked, *self._rank(waiting, None, "faults of later calls")], key=lambda one: one[0].fit)
+        return self._several(ranked)
 
     def _since(self) -> list[Fit]:
         """Return the faults of later tokens alone that explain the segment, if those before them are right."""
@@ -242,6 +255,12 @@ class Search:
             if fits := [fit for fit in fits if self.segment.needs(fit, firsts[replace(fit.candidate, head=()).key])]:
                 return fits
         return []
+
+
+def begins(one: Candidate, token: int) -> bool:
+    """Return whether a fault may first show in the call that begins with a token; one that is not of calls may at any."""
+    calls = next((two.calls for two, _ in one.sites if two.calls is not None), None)
+    return calls is None or calls[0][1] == token
 
 
 def _interleaved(ranked: Ranked) -> list[Candidate]:
