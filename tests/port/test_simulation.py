@@ -19,13 +19,10 @@ from gpt2.port.alternatives import loading, schedule, table
 from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.trail import sequence_faults
 from gpt2.port.dump import matching
-from gpt2.port.dump.batches import Batches
 from gpt2.port.dump.candidates import Candidate, Table
 from gpt2.port.dump.explaining import Explanation, explain
 from gpt2.port.dump.segments import Segment
-from gpt2.port.dump.sieve import Lens
 from gpt2.port.dump.simulation import Entrance, Program, Simulation
-from gpt2.port.dump.spans import Span
 from gpt2.port.graph import Model
 
 CONFIG = GPT2Config(vocab_size=29, n_positions=11, n_embd=12, n_layer=2, n_head=3, n_inner=20, bos_token_id=0, eos_token_id=0)
@@ -177,49 +174,6 @@ def test_faults_in_several_blocks_are_found_one_after_the_other(model: GPT2, ids
         ("final-norm-missing", "ln_f"),
     ]
     assert (explanation.last_right, explanation.first_wrong) == ("logits", "h.0")
-
-
-@torch.no_grad()
-def logits_of_all(model: GPT2, ids: Tensor) -> tuple[list[Candidate], Tensor]:
-    """Every single fault with an effect, and its logits (N, B, T, V)."""
-    simulation = Simulation(model.state_dict(), CONFIG, ids)
-    candidates = list(Table.of(simulation).singles(0, CONFIG.n_layer, True, True))
-    programs = [(one, program) for one in candidates if (program := one.program(simulation)) is not None]
-    lens = Lens(simulation, Span(0, CONFIG.n_layer, "logits", None, model(ids)))
-    values = torch.empty(len(programs), *ids.shape, CONFIG.vocab_size, dtype=torch.float64)
-    for number, end in Batches(simulation).outputs([program for _, program in programs]):
-        values[number] = lens.ended(programs[number][1], end)
-    return [one for one, _ in programs], values
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("tolerance", "share", "hidden"), [(1e-9, 0.97, 0.02), (1e-5, 0.93, 0.15)])
-def test_every_fault_shows_in_the_logits_and_has_one_cause(
-    model: GPT2, ids: Tensor, tolerance: float, share: float, hidden: float
-) -> None:
-    """Two causes with the same logits must be rare, or logits alone say nothing; each fault must change them.
-
-    Some epsilons and constants differ by less than float32's rounding.
-    """
-    candidates, values = logits_of_all(model, ids)
-    values = values.flatten(1).nan_to_num(1e9)
-    with torch.no_grad():
-        right = model(ids).flatten()
-    size = values.square().mean(1).sqrt()
-    shows = (values - right).abs().amax(1) > tolerance * size
-    causes = [{fault.id for fault in one.faults(CONFIG.n_layer)} for one in candidates]
-    silent = {next(iter(one.labels)) for one, seen in zip(candidates, shows.tolist(), strict=True) if not seen}
-    assert len(silent) <= hidden * len({next(iter(one.labels)) for one in candidates}), (len(silent), silent)
-    order = values[:, 0].argsort().tolist()
-    alone, counted = 0, 0
-    for place, number in enumerate(order):
-        if not bool(shows[number]):
-            continue
-        counted += 1
-        near = [order[at] for at in range(max(place - 40, 0), min(place + 40, len(order)))]
-        same = [one for one in near if float((values[one] - values[number]).abs().max()) <= tolerance * float(size[number])]
-        alone += all(causes[one] & causes[number] for one in same)
-    assert alone / counted > share, alone / counted
 
 
 @pytest.mark.slow

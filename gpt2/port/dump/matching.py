@@ -53,7 +53,7 @@ class Search:
                 segment.from_start,
             )
         )
-        wrong = segment.wrong_tokens()
+        wrong = segment.wrong_tokens() if self.sieve.small else []
         # a fault of later calls alone shows soon behind the first one: others of them cannot be the only fault
         self.waiting = {
             one.key for one in self.singles if wrong and not any(begins(one, t) for t in range(wrong[0] - LAG, wrong[0] + 1))
