@@ -86,9 +86,10 @@ class Alternative:
     default, that of each node. ``also``: further causes with words, if it is several mistakes at once. ``fix``: the corrected
     line, if not the cause's. ``rare``: tried behind what is not. ``shared``: of code that all blocks share, so not in one alone.
     ``sees``: what a token's value may depend on beside earlier tokens: TEXT or ROWS. ``silent``: whether it changes nothing in a
-    block, by its number. ``calls``: the text is read so. ``steps``: it shows only where a text is read in several calls.
-    ``run``: the stream of the whole program, if it is no change of formulas; ``crosses``: it takes something from block to block.
-    ``key``: what tells it from another one of the same words. ``fitted``: it has a number that was fitted.
+    block, by its number. ``calls``: the text is read so. ``steps``: it is one of a text that is read in several calls;
+    ``at_once``: it shows in the first of them as well. ``run``: the stream of the whole program, if it is no change of formulas;
+    ``crosses``: it takes something from block to block. ``key``: what tells it from another one of the same words. ``fitted``: it
+    has a number that was fitted.
     """
 
     id: str
@@ -104,6 +105,7 @@ class Alternative:
     silent: Callable[[int], bool] | None = None
     calls: Calls | None = None
     steps: bool = False
+    at_once: bool = False
     run: Callable[[Model], Tensor] | None = None
     crosses: bool = False
     key: str = ""

@@ -127,6 +127,14 @@ def test_each_alternative_shows_and_is_finite() -> None:
     assert not endless
 
 
+def test_alternatives_of_later_calls_change_nothing_at_once() -> None:
+    """They are not tried where an earlier token is wrong: one that shows at once must say so."""
+    right = logits(None)
+    late = [one for one in alternatives() if one.steps and not one.at_once]
+    assert len(late) > 30
+    assert {one.label for one in late if not apart(logits(one), right) < NOTHING} == set()
+
+
 def test_an_alternative_says_what_its_values_depend_on() -> None:
     """A search for pairs looks at the first tokens of the first row: a fault by which these depend on others is never found."""
     few, swapped = ids()[:1, :3], torch.stack([ids()[0], ids()[1].flip(0)])

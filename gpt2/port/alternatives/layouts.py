@@ -55,7 +55,7 @@ def layouts(model: Model) -> Iterator[Alternative]:
             yield Alternative("head-layout", words, _cut(layout, letters), rare=True, shared=True, sees=sees)
         behind = {**_cut(layout, "q"), "attn.ks": _behind_cache(layout, "k"), "attn.vs": _behind_cache(layout, "v")}
         words = f"behind the cache: {layout.value}"
-        yield Alternative("head-layout", words, behind, rare=True, shared=True, steps=True, sees=sees)
+        yield Alternative("head-layout", words, behind, rare=True, shared=True, steps=True, at_once=True, sees=sees)
     words = "heads are put side by side in reverse order"
     yield Alternative("head-layout", words, {"attn.heads": lambda c, s: merge(s["attn.mixed"].flip(1))})
 

@@ -140,7 +140,8 @@ def masks(model: Model) -> Iterator[Alternative]:
 def masks_in_calls(model: Model) -> Iterator[Alternative]:
     """Yield masks that go wrong in later calls, with every number in the place of hidden scores."""
     for words, (id, mask) in IN_CALLS.items():
-        yield _weighed(id, words, Weighing(partial(_masked, mask, -math.inf)), steps=True)
+        one = _weighed(id, words, Weighing(partial(_masked, mask, -math.inf)), steps=True)
+        yield replace(one, at_once=ahead(mask))
     words = "the softmax divides by one more than the sum, as if an empty place of a cache, with a key of zeros, were seen"
     late = Weighing(partial(_emptied, lambda t, a: (t >= 0) & (a > 0)))
     yield _weighed("cache-inconsistent", f"in later calls, {words}", late, steps=True)

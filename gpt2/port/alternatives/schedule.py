@@ -176,7 +176,7 @@ def shared_memories(model: Model) -> Iterator[Alternative]:
         yield Alternative("cache-inconsistent", words, edits, "attn", steps=True, crosses=True)
     words = "all blocks append their keys and values to one list, and read all of it"
     listed = {**_memories(_listed, "kv"), "attn.weights": _causal_from_behind}
-    yield Alternative("cache-inconsistent", words, listed, "attn", steps=True, crosses=True, sees=TEXT)
+    yield Alternative("cache-inconsistent", words, listed, "attn", steps=True, at_once=True, crosses=True, sees=TEXT)
     words = "the caches of the blocks overlap: each begins one token behind the one before it"
     yield Alternative("cache-inconsistent", words, _memories(_overlapping, "kv"), "attn", steps=True, crosses=True)
 
@@ -231,7 +231,10 @@ def positions_in_calls(model: Model) -> Iterator[Alternative]:
     }
     for words, which in rows.items():
         embed: Formula = lambda c, s, which=which: embedding(c, which(c))  # noqa: E731
-        yield Alternative("position-offset", f"positions {words}", where="wpe", outside={"embed": embed}, steps=True)
+        shows = "later" not in words and "anew" not in words
+        yield Alternative(
+            "position-offset", f"positions {words}", where="wpe", outside={"embed": embed}, steps=True, at_once=shows
+        )
 
 
 # Texts that a program runs

@@ -259,7 +259,7 @@ class Search:
 
 def begins(one: Candidate, token: int) -> bool:
     """Return whether a fault may first show in the call that begins with a token; one that is not of calls may at any."""
-    calls = next((two.calls for two, _ in one.sites if two.calls is not None), None)
+    calls = next((two.calls for two, _ in one.sites if two.calls is not None and not two.at_once), None)
     return calls is None or calls[0][1] == token
 
 
