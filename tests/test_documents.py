@@ -17,7 +17,7 @@ import pytest
 
 import gpt2
 from gpt2.cli.main import COMMANDS, parser
-from gpt2.port.diagnosis.causes import CAUSES
+from gpt2.port.causes import document
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -170,10 +170,9 @@ def test_the_comparison_sees_a_difference() -> None:
     assert holds(output, "end\n...\nbest 3.3490 at step 200\n")
 
 
-def test_the_table_of_causes_lists_each_with_its_title() -> None:
-    table = (Path(gpt2.__file__).parent / "port/CAUSES.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", table, re.MULTILINE)
-    assert listed == [(id, cause.title) for id, cause in CAUSES.items()]
+def test_the_table_of_causes_is_the_one_that_is_printed() -> None:
+    """A cause without a row, or with another title. ``python -m gpt2.port.causes`` writes it."""
+    assert (Path(gpt2.__file__).parent / "port/CAUSES.md").read_text(encoding="utf-8") == document()
 
 
 def test_ci_runs_the_readme_s_test_command() -> None:

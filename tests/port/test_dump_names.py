@@ -18,12 +18,12 @@ from gpt2.port.dump.examination import computed_in
 from gpt2.port.dump.fits.partial import looks_dropped
 from gpt2.port.dump.pairs import PairRunner
 from gpt2.port.dump.sieve import Lens
-from gpt2.port.dump.simulation import Program, Simulation, State
+from gpt2.port.dump.simulation import Program, Simulation
 from gpt2.port.dump.spans import Span
+from gpt2.port.graph import Formula, Site, State
 
 LAYERS = MODEL.config.n_layer
 SIMULATION = Simulation(MODEL.state_dict(), MODEL.config, IDS)
-Stage = Callable[[State], Tensor]
 LEVELS: dict[str, Callable[[str], bool]] = {
     "full": lambda point: not point.endswith(("attn.mixed", "ln_1")),
     "mid": lambda point: point.endswith(".mid"),
@@ -31,12 +31,12 @@ LEVELS: dict[str, Callable[[str], bool]] = {
 }
 
 
-def everywhere(stage: str, make: Callable[[int], Stage]) -> Program:
+def everywhere(stage: str, make: Callable[[int], Formula]) -> Program:
     return Program({n: {stage: make(n)} for n in range(LAYERS)})
 
 
 def skipped(layer: int) -> Program:
-    return Program({layer: {"": lambda s: s["x"]}})
+    return Program({layer: {"": lambda c, s: s["x"]}})
 
 
 def shown(program: Program, level: str) -> dict[str, Tensor]:
@@ -46,14 +46,18 @@ def shown(program: Program, level: str) -> dict[str, Tensor]:
     return kept | {"logits": traced["logits"]}
 
 
-def zero_scores(layer: int) -> Stage:
-    return lambda s: SIMULATION.right(layer)["attn.scores"](s) * 0.0
+def wide_scores(c: Site, s: State) -> Tensor:
+    return s["attn.qh"] @ s["attn.ks"].mT * MODEL.config.n_embd**-0.5
 
 
-def first_columns(layer: int) -> Stage:
+def zero_scores(layer: int) -> Formula:
+    return lambda c, s: SIMULATION.stages_of(layer)["attn.scores"](s) * 0.0
+
+
+def first_columns(layer: int) -> Formula:
     bias = SIMULATION.weights(layer)["mlp.c_fc.bias"].clone()
     bias[:10] = 0.0
-    return lambda s: SIMULATION.right(layer)["mlp.c_fc"](s) - bias
+    return lambda c, s: SIMULATION.stages_of(layer)["mlp.c_fc"](s) - bias
 
 
 @pytest.mark.parametrize("level", ["full", "mid", "logits"])
@@ -84,13 +88,13 @@ def test_a_bias_of_some_columns_is_missing() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_factor_is_named_by_what_it_is(dtype: torch.dtype) -> None:
     """Where the walk had no time, a fit gave the number of a factor that has a name."""
-    wide = everywhere("attn.scores", lambda n: lambda s: SIMULATION.scores(s, n, factor=MODEL.config.n_embd**-0.5))
+    wide = everywhere("attn.scores", lambda n: wide_scores)
     assert causes(gpt2.diagnose(dump(shown(wide, "full"), dtype), MODEL)) == [("scale-by-width", "h.*.attn")]
 
 
 def test_the_logits_of_a_token_may_be_moved_beside_another_fault() -> None:
     """Logits with their mean taken off were compared as they are, so that no fault before them came near."""
-    relu = everywhere("mlp.act", lambda n: lambda s: s["mlp.c_fc"].relu())
+    relu = everywhere("mlp.act", lambda n: lambda c, s: s["mlp.c_fc"].relu())
     logits = SIMULATION.trace(relu)["logits"]
     centred = {"logits": logits - logits.mean(-1, keepdim=True)}
     assert {one for one, _ in causes(gpt2.diagnose(dump(centred, torch.float32), MODEL))} == {"gelu-variant", "logits-softmaxed"}
@@ -108,23 +112,23 @@ def test_a_few_arrays_of_more_digits_are_no_sign_of_float64() -> None:
 HALF_TO_DOUBLE = (torch.float16, torch.float32, torch.float64)
 
 
-def first_queries(layer: int) -> Stage:
-    right = SIMULATION.right(layer)["attn.scores"]
+def first_queries(layer: int) -> Formula:
+    right = SIMULATION.stages_of(layer)["attn.scores"]
 
-    def scores(s: State) -> Tensor:
+    def scores(c: Site, s: State) -> Tensor:
         q = s["attn.q"].unflatten(-1, (MODEL.config.n_head, -1))
         return right(s | {"attn.q": q[:, :, :1].expand_as(q).flatten(2)})
 
     return scores
 
 
-def early_bias(layer: int) -> Stage:
+def early_bias(layer: int) -> Formula:
     weight, bias = (SIMULATION.weights(layer)[f"ln_1.{leaf}"] for leaf in ("weight", "bias"))
-    return lambda s: SIMULATION.right(layer)["ln_1"](s) - bias + bias * weight
+    return lambda c, s: SIMULATION.stages_of(layer)["ln_1"](s) - bias + bias * weight
 
 
-def branch_alone(layer: int) -> Stage:
-    return lambda s: SIMULATION.norm(f"h.{layer}.ln_2", s["attn.c_proj"])
+def branch_alone(layer: int) -> Formula:
+    return lambda c, s: SIMULATION.norm(f"h.{layer}.ln_2", s["attn.c_proj"])
 
 
 @pytest.mark.slow

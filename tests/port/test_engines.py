@@ -9,15 +9,10 @@ import numpy as np
 import pytest
 import torch
 from port.test_simulation import CONFIG, model  # noqa: F401
-from torch import Tensor
 
 from gpt2.model import GPT2
 from gpt2.port.deadline import Deadline
-from gpt2.port.dump.candidates import Candidate, Table
 from gpt2.port.dump.explaining import explain
-from gpt2.port.dump.sieve import Lens
-from gpt2.port.dump.simulation import Program, Simulation
-from gpt2.port.dump.spans import Span
 
 IDS = np.random.default_rng(5).integers(0, CONFIG.vocab_size, (2, 5))
 PROMPT, HEADS, WIDTH = 3, CONFIG.n_head, CONFIG.n_embd
@@ -122,24 +117,3 @@ def test_a_fault_of_an_engine_is_found_from_logits_alone(model: GPT2, fault: str
     said = explain(model, torch.from_numpy(IDS), {"logits": logits}, {"logits": 1e-9}, Deadline())
     assert said.right == (not fault)
     assert {one.faults[0].id for one in said.hypotheses} == ({cause} if fault else set())
-
-
-def test_a_run_of_rows_after_each_other_says_that_it_mixes_them(model: GPT2) -> None:  # noqa: F811
-    """A large model is ranked on the first row alone, where a cache that rows share shows nothing."""
-    ids = torch.from_numpy(IDS)
-    other = torch.stack([ids[1], ids[0]])
-
-    def values(rows: Tensor) -> tuple[list[bool], list[Tensor]]:
-        simulation = Simulation(model.state_dict(), CONFIG, rows)
-        runs = Table.of(simulation).runs
-        with torch.no_grad():
-            lens = Lens(simulation, Span(0, CONFIG.n_layer, "logits", None, model(rows)))
-            programs = [Candidate(((one, None),)).program(simulation) or Program() for one in runs]
-            ends = dict(lens.span.ends(simulation, programs))
-        return [one.mixes_rows for one in runs], [ends[number] for number in range(len(runs))]
-
-    mixes, one = values(ids)
-    for mixed, here, there in zip(mixes, one, values(other)[1], strict=True):
-        assert mixed == (float((here - there.flip(0)).abs().max()) > 1e-9)
-    assert any(mixes)
-    assert not all(mixes)

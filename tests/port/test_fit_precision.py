@@ -10,6 +10,7 @@ from support.programs.bed import Bed, Shape
 from torch import Tensor
 
 import gpt2
+from gpt2.port.alternative import Changed
 from gpt2.port.diagnosis.norms import layer_norm
 from gpt2.port.dump import examination
 from gpt2.port.dump.fits.mixtures import each_token, tiled
@@ -18,9 +19,10 @@ from gpt2.port.dump.fits.observed import Fit, Observed
 from gpt2.port.dump.fits.partial import dropped, left_out
 from gpt2.port.dump.fits.precision import products, rounded_fit
 from gpt2.port.dump.fits.softmaxes import Softmaxes
-from gpt2.port.dump.simulation import Program, Simulation, State
+from gpt2.port.dump.simulation import Program, Simulation
+from gpt2.port.graph import Formula
 
-Change = Callable[[Simulation, int], dict[str, Callable[[State], Tensor]]]
+Change = Callable[[Simulation, int], dict[str, Formula]]
 
 
 def seen(value: Tensor, right: Tensor) -> tuple[Observed, Tensor]:
@@ -133,9 +135,8 @@ SHAPE = Shape(2, 24, 3, 41, 16, 9, 17)
 
 
 def everywhere(stages: dict[str, Callable[[Tensor], Tensor]]) -> Change:
-    def change(simulation: Simulation, layer: int) -> dict[str, Callable[[State], Tensor]]:
-        right = simulation.right(layer)
-        return {stage: lambda s, stage=stage, after=after: after(right[stage](s)) for stage, after in stages.items()}
+    def change(simulation: Simulation, layer: int) -> dict[str, Formula]:
+        return {stage: Changed(stage, lambda c, y, after=after: after(y)) for stage, after in stages.items()}
 
     return change
 
@@ -144,13 +145,13 @@ def kept(x: Tensor) -> Tensor:
     return torch.where(torch.rand(x.shape, generator=torch.Generator().manual_seed(3)) < 0.9, x / 0.9, 0.0)
 
 
-def narrow(simulation: Simulation, layer: int) -> dict[str, Callable[[State], Tensor]]:
+def narrow(simulation: Simulation, layer: int) -> dict[str, Formula]:
     """All linear layers on operands in bfloat16."""
     w = simulation.weights(layer)
 
-    def product(source: str, part: str, share: slice) -> Callable[[State], Tensor]:
+    def product(source: str, part: str, share: slice) -> Formula:
         weight, bias = w[f"{part}.weight"][:, share].bfloat16().double(), w[f"{part}.bias"][share]
-        return lambda s: s[source].bfloat16().double() @ weight + bias
+        return lambda c, s: s[source].bfloat16().double() @ weight + bias
 
     thirds = {f"attn.{n}": product("ln_1", "attn.c_attn", slice(24 * i, 24 * i + 24)) for i, n in enumerate("qkv")}
     whole = {"attn.c_proj": "attn.heads", "mlp.c_fc": "ln_2", "mlp.c_proj": "mlp.act"}
@@ -165,11 +166,11 @@ DUMPS: dict[str, tuple[str, str, Change]] = {
     ),
     "operands in bfloat16": ("reduced-precision", "the operands of products are rounded to 7 bits", narrow),
     "the last features": ("not-loaded", "features 92 to 95", everywhere({"mlp.c_fc": lambda x: x * (torch.arange(96) < 92)})),
-    "a batch norm": ("layernorm-axis", "over batch and positions", lambda m, n: {"ln_1": lambda s: _batch(m, n, s["x"])}),
+    "a batch norm": ("layernorm-axis", "over batch and positions", lambda m, n: {"ln_1": lambda c, s: _batch(m, n, s["x"])}),
     "heads merged across the batch": (
         "head-layout",
         "axes in the order H, B, T, D",
-        lambda m, n: {"attn.c_proj": lambda s: _merged(m, n, s["attn.mixed"].permute(1, 0, 2, 3))},
+        lambda m, n: {"attn.c_proj": lambda c, s: _merged(m, n, s["attn.mixed"].permute(1, 0, 2, 3))},
     ),
 }
 

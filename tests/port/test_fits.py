@@ -13,9 +13,10 @@ from gpt2.port.dump.fits.contents import softmax
 from gpt2.port.dump.fits.library import Library
 from gpt2.port.dump.fits.linear import Linear
 from gpt2.port.dump.fits.observed import Observed
-from gpt2.port.dump.simulation import Program, Simulation, State
+from gpt2.port.dump.simulation import Program, Simulation
+from gpt2.port.graph import Formula, Site, State
 
-Change = Callable[[Simulation, int], dict[str, Callable[[State], torch.Tensor]]]
+Change = Callable[[Simulation, int], dict[str, Formula]]
 SHAPE = Shape(2, 24, 3, 41, 16, 9, 11)
 
 
@@ -27,18 +28,18 @@ def groups(weight: torch.Tensor) -> torch.Tensor:
 
 
 def linear(part: str, source: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    def stages(simulation: Simulation, layer: int) -> dict[str, Callable[[State], torch.Tensor]]:
+    def stages(simulation: Simulation, layer: int) -> dict[str, Formula]:
         w = simulation.weights(layer)
-        return {part: lambda s: s[source] @ change(w[f"{part}.weight"]) + w[f"{part}.bias"]}
+        return {part: lambda c, s: s[source] @ change(w[f"{part}.weight"]) + w[f"{part}.bias"]}
 
     return stages
 
 
-def half(simulation: Simulation, layer: int) -> dict[str, Callable[[State], torch.Tensor]]:
+def half(simulation: Simulation, layer: int) -> dict[str, Formula]:
     """Variances over the first half of the features."""
     w = simulation.weights(layer)
 
-    def norm(s: State) -> torch.Tensor:
+    def norm(c: Site, s: State) -> torch.Tensor:
         x = s["x"]
         deviation = (x[..., :12].var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
         return (x - x.mean(-1, keepdim=True)) / deviation * w["ln_1.weight"] + w["ln_1.bias"]
@@ -57,35 +58,37 @@ FAULTS: dict[str, tuple[str, str, Change]] = {
     "sums of two scales": (
         "residual-scaled",
         "0.7 times the block's input",
-        lambda m, n: {"mid": lambda s: 0.7 * s["x"] + 0.3 * s["attn.c_proj"]},
+        lambda m, n: {"mid": lambda c, s: 0.7 * s["x"] + 0.3 * s["attn.c_proj"]},
     ),
     "norm in place": (
         "residual-from-normed",
         "without weight and bias",
-        lambda m, n: {"mid": lambda s: torch.nn.functional.layer_norm(s["x"], (24,), eps=1e-5) + s["attn.c_proj"]},
+        lambda m, n: {"mid": lambda c, s: torch.nn.functional.layer_norm(s["x"], (24,), eps=1e-5) + s["attn.c_proj"]},
     ),
     "values assigned, not added": (
         "value-projection-wrong",
         "only the value of the token itself",
-        lambda m, n: {"attn.mixed": lambda s: s["attn.weights"].diagonal(dim1=-2, dim2=-1)[..., None] * heads(s["attn.v"])},
+        lambda m, n: {"attn.mixed": lambda c, s: s["attn.weights"].diagonal(dim1=-2, dim2=-1)[..., None] * heads(s["attn.v"])},
     ),
-    "attention dropped": ("residual-missing", "attention's result is dropped", lambda m, n: {"mid": lambda s: s["x"]}),
-    "feed-forward dropped": ("residual-missing", "not added", lambda m, n: {"": lambda s: s["mid"]}),
+    "attention dropped": ("residual-missing", "attention's result is dropped", lambda m, n: {"mid": lambda c, s: s["x"]}),
+    "feed-forward dropped": ("residual-missing", "not added", lambda m, n: {"": lambda c, s: s["mid"]}),
     "activation behind a projection": (
         "gelu-variant",
         "cut off",
-        lambda m, n: {"attn.c_proj": lambda s: m.right(n)["attn.c_proj"](s).relu()},
+        lambda m, n: {"attn.c_proj": lambda c, s: m.stages_of(n)["attn.c_proj"](s).relu()},
     ),
     "softmax twice": (
         "softmax-missing",
         "the softmax runs twice",
-        lambda m, n: {"attn.weights": lambda s: softmax(m.right(n)["attn.weights"](s))},
+        lambda m, n: {"attn.weights": lambda c, s: softmax(m.stages_of(n)["attn.weights"](s))},
     ),
     "temperature in steps": (
         "scale-wrong",
         "from token 5 on",
         lambda m, n: {
-            "attn.scores": lambda s: m.right(n)["attn.scores"](s) * torch.where(torch.arange(9) < 5, 1.0, 0.6).double()[:, None],
+            "attn.scores": lambda c, s: (
+                m.stages_of(n)["attn.scores"](s) * torch.where(torch.arange(9) < 5, 1.0, 0.6).double()[:, None]
+            ),
         },
     ),
 }

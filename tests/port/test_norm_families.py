@@ -9,15 +9,14 @@ from support.programs.bed import Bed, Shape
 import gpt2
 from gpt2.config import GPT2Config
 from gpt2.model import GPT2
+from gpt2.port.alternative import Alternative
+from gpt2.port.alternatives.moments import WAYS, readings
+from gpt2.port.alternatives.norms import normed, of_moments
 from gpt2.port.diagnosis.last_step import STEPS
-from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.fits.normalising import Norm
 from gpt2.port.dump.fits.observed import Observed
-from gpt2.port.dump.moments import WAYS, readings
-from gpt2.port.dump.norm_variants import moved
 from gpt2.port.dump.simulation import Program, Simulation
-from gpt2.port.dump.variants import Variant
 
 D = 24
 
@@ -120,8 +119,7 @@ def test_a_last_norm_over_other_axes_runs_over_each_stream_of_a_batch_by_itself(
     simulation = Simulation(GPT2(config).state_dict(), config, torch.randint(0, 31, (2, 7)))
     streams = torch.randn(3, 2, 7, 12).double()
     for words, reading in readings((2, 7, 12), 2).items():
-        variant = moved("ln_f", words, reading, WAYS[0], 1e-5)
-        program = Program(outside=variant.replaced(simulation, 0))
+        program = Program(outside={"ln_f": normed("ln_f", of_moments(reading, WAYS[0], 1e-5))})
         alone = torch.stack([simulation.normed(program, one) for one in streams])
         assert torch.equal(simulation.normed(program, streams), alone), words
 
@@ -130,8 +128,7 @@ def test_of_two_equal_explanations_the_commoner_mistake_comes_first() -> None:
     """They came in the order of trying. An explanation with fewer faults still comes before a common one with more."""
 
     def candidate(*ids: str) -> Candidate:
-        faults = [Fault(id, "ln_1", id) for id in ids]
-        return Candidate(((Variant.of(" ".join(ids), faults, lambda simulation, layer: {}), 0),))
+        return Candidate(((Alternative(ids[0], ids[0], where="ln_1", also=tuple((id, id) for id in ids[1:])), 0),))
 
     common, rare, both = candidate("layernorm-axis"), candidate("parallel-block"), candidate("gelu-variant", "layernorm-axis")
     assert sorted([rare, both, common], key=lambda one: one.order_of_naming) == [common, rare, both]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpt2.measure.tracing import point_at
-from gpt2.port.diagnosis.hypotheses import attention_weights, right_scale
+from gpt2.port.diagnosis.hypotheses import attention_weights
 from gpt2.port.diagnosis.norms import RMS, layer_norm
 from gpt2.port.diagnosis.projecting import HEADS, Projected, added, affine
 from gpt2.port.diagnosis.scores import Layout, Scoring
@@ -21,6 +21,7 @@ from gpt2.port.diagnosis.search import Choice, Fault, Option
 from gpt2.port.diagnosis.trail import Trail
 from gpt2.port.diagnosis.weighing import MIXED, Heads, Weighing
 from gpt2.port.diagnosis.wiring import streams
+from gpt2.port.graph import right_scale
 
 MAX_HIDDEN = 60  # combinations of weights to try, in each way to merge heads, where neither weights nor heads are recorded
 MERGED = "heads are put side by side without transposing back, which mixes positions and heads"

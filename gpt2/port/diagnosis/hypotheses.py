@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -13,11 +13,13 @@ from torch import Tensor
 
 from gpt2.config import GPT2Config
 from gpt2.port.diagnosis.search import Fault, Formula, Kind, Option
+from gpt2.port.graph import ROWS, TEXT, right_scale
 
 OFFICIAL_SIZE = 64  # of a head, in all official models
 IN_PROMPT = "in the first {} tokens alone, as in a prompt before single steps"
 IN_STEPS = "from token {} on, as in steps after a prompt"
 SHOWN = 8  # tokens that a message names
+MOST_SPANS = 32  # tokens after which positions may begin again
 
 # Which keys (columns) a query (row) may attend to, of T tokens; by label.
 ALLOWED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -209,12 +211,6 @@ def attention_weights(scores: Tensor, factor: float, cost: float = 0.0) -> Itera
             yield Option(one.label, make, one.faults, kind=kind, cost=cost + one.cost, factor=factor)
 
 
-def right_scale(config: GPT2Config, layer: int) -> float:
-    """Return GPT-2's factor of the scores in a block."""
-    root = 1 / math.sqrt(config.head_dim) if config.scale_attn_weights else 1.0
-    return root / (layer + 1 if config.scale_attn_by_inverse_layer_idx else 1)
-
-
 def scale_faults(
     config: GPT2Config, layer: int, factor: float, inverse_first: bool = False, exact: bool = False
 ) -> tuple[Fault, ...]:
@@ -285,6 +281,33 @@ SCALES: dict[str, Callable[[GPT2Config, int], float]] = {
 def likely_scales(config: GPT2Config, layer: int) -> list[float]:
     """Return factors to try if the scores are not recorded, the right one first."""
     return list(dict.fromkeys([right_scale(config, layer), *(scale(config, layer) for scale in SCALES.values())]))
+
+
+def position_rows(ids: Tensor, room: int, shifts: Iterable[int], tokens: int) -> Iterator[tuple[str, Tensor, str]]:
+    """Yield other rows of a position table of ``room`` rows, (T,) or (B, T), for ids (B, T); in words, and what they depend on.
+
+    ``shifts``: by how many rows positions are tried to be off; ``tokens``: of the whole text, of which ``ids`` may be the first.
+    """
+    batch, at = len(ids), torch.arange(ids.shape[1])
+    for n in sorted(set(shifts)):
+        if n <= room - tokens:
+            yield f"positions begin at row {n}, not at 0", at + n, ""
+        if n <= tokens:
+            yield f"positions begin at row -{n}, the end of the table", (at - n) % room, ""
+            yield f"positions lag by {n}", (at - n).clamp(min=0), ""
+    yield "positions count backwards", at.flip(0), TEXT
+    yield "every token is given position 0", 0 * at, ""
+    words = "rows of the position table are taken by token id, not by position"
+    yield words, ids.clamp(max=room - 1), ""
+    yield f"{words}, modulo its length", ids % room, ""
+    words = "rows of the position table are taken by the row of the batch, not by position"
+    yield words, torch.arange(batch)[:, None].expand_as(ids).clamp(max=room - 1), ROWS
+    yield "positions go on from one row of the batch to the next", torch.arange(ids.numel()).view(ids.shape) % room, ROWS
+    yield "positions go up by 2 from one token to the next", (2 * at).clamp(max=room - 1), ""
+    yield "two tokens share each position", at // 2, ""
+    yield "positions run ahead by 1, and the last two are one", (at + 1).clamp(max=min(len(at), room) - 1), TEXT
+    for n in range(2, min(tokens, MOST_SPANS)):
+        yield f"positions begin again after each {n} tokens", at % n, ""
 
 
 def sinusoids(tokens: int, width: int) -> Iterator[tuple[str, Tensor]]:

@@ -8,11 +8,12 @@ from torch import Tensor
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import point_at
 from gpt2.model import ACTIVATIONS, GPT2
-from gpt2.port.diagnosis.hypotheses import attention_weights, right_scale
+from gpt2.port.diagnosis.hypotheses import attention_weights
 from gpt2.port.diagnosis.norms import Norms
 from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.diagnosis.trail import Trail
+from gpt2.port.graph import right_scale
 
 NO_CHANGE = 1e-13  # the largest relative error, in float64, of a value that a correction does not change
 

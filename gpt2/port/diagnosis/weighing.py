@@ -19,7 +19,6 @@ from gpt2.port.diagnosis.hypotheses import (
     attention_weights,
     likely_scales,
     mask_faults,
-    right_scale,
     scale_faults,
 )
 from gpt2.port.diagnosis.projecting import HEADS, Projected
@@ -28,6 +27,7 @@ from gpt2.port.diagnosis.scores import Layout, Scoring, right_scorings, wrong_sc
 from gpt2.port.diagnosis.screen import Mixture, recorded_products, stacked
 from gpt2.port.diagnosis.search import Choice, Fault, Option, Recorded, against_right
 from gpt2.port.diagnosis.trail import Trail
+from gpt2.port.graph import right_scale
 
 GRID = (1, 0)  # axes of (B, H, T, T) that a port may split
 SATURATED = 1e-6  # the error of values against their mixture, below which each token sees only itself

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.port.diagnosis.hypotheses import sinusoids
+from gpt2.port.diagnosis.hypotheses import position_rows, sinusoids
 from gpt2.port.diagnosis.norms import Norms
 from gpt2.port.diagnosis.search import Fault, Formula, Kind, Option
 from gpt2.port.recording.pool import Pool
@@ -37,9 +37,6 @@ def streams(pool: Pool, ids: Tensor, width: int) -> Iterator[Tensor]:
             yield entry.transpose(0, 1)
         elif entry.ndim <= 3:
             yield entry.reshape(batch, tokens, width)
-
-
-MOST_SPANS = 32  # tokens after which positions may begin again
 
 
 class Embeddings:
@@ -75,15 +72,6 @@ class Embeddings:
         kept.sort(key=lambda option: option.price)
         return [right, *kept, *(more for option in (right, *kept[:3]) for more in self._normed(option))]
 
-    def unrecorded(self, shifts: Collection[int]) -> Iterator[Option]:
-        """Yield what may enter the first block if nothing is recorded, the right one first; positions are off by ``shifts``."""
-        factors = [1.0, *_others([*self.pool.factors(self.words, 0), math.sqrt(self.width)])]
-        for option in self._sums(list(dict.fromkeys(factors)), shifts):
-            if len(option.faults) < 2 or not any(fault.fitted for fault in option.faults):
-                yield option
-            if not option.faults:
-                yield from self._normed(option)
-
     def _normed(self, stream: Option) -> Iterator[Option]:
         words = "the embeddings are normalised before the first block"
         yield from self.norms.after(("h.0.ln_1", "ln_f"), "embed", stream, words)
@@ -93,10 +81,10 @@ class Embeddings:
         root = f" (sqrt(n_embd) = {math.sqrt(self.width):.6g})" if is_root else ""
         return Fault("embedding-scaled", "wte", f"{what} are multiplied by {factor:.6g}{root}", fitted=not is_root)
 
-    def _sums(self, factors: list[float], shifts: Collection[int] = ()) -> Iterator[Option]:
+    def _sums(self, factors: list[float]) -> Iterator[Option]:
         """Yield sums of token embeddings (perhaps scaled) and positions (perhaps from other rows)."""
         for factor in factors:
-            for label, rows, faults in self._positions(shifts):
+            for label, rows, faults in self._positions():
                 values = {"wte": self.words * factor, "wpe": rows.expand(1, self.tokens, self.width) if rows.ndim < 3 else rows}
                 sums = [("words", self.words * factor + rows, [self._scaled(factor, "token embeddings")])]
                 sums.append(("both", (self.words + rows) * factor, [self._scaled(factor, BOTH)]))
@@ -106,34 +94,12 @@ class Embeddings:
                     name = f"{label} {factor:g} {what}"
                     yield Option.known(name, value, *first, *faults, silent=label == "none", values=values)
 
-    def _positions(self, shifts: Collection[int]) -> Iterator[tuple[str, Tensor, list[Fault]]]:
-        """Yield label, rows (T, D) or (B, T, D), and faults; positions are off by ``shifts``, by any number if there are none."""
-        wpe, tokens, rows = self.wpe, self.tokens, torch.arange(self.tokens)
+    def _positions(self) -> Iterator[tuple[str, Tensor, list[Fault]]]:
+        """Yield label, rows (T, D) or (B, T, D), and faults; positions are off by any number."""
+        wpe, tokens = self.wpe, self.tokens
         yield "right", wpe[:tokens], []
-        shifts = [*shifts, tokens, len(wpe) - tokens] if shifts else range(1, len(wpe) + 1)
-        shifts = sorted({n for n in shifts if n > 0})
-        ahead = (n for n in shifts if n <= len(wpe) - tokens)
-        others = [(f"shift {n}", rows + n, f"positions begin at row {n}, not at 0") for n in ahead]
-        for n in (n for n in shifts if n <= tokens):
-            others.append((f"shift -{n}", (rows - n) % len(wpe), f"positions begin at row -{n}, the end of the table"))
-            others.append((f"clamped {n}", (rows - n).clamp(min=0), f"positions lag by {n}"))
-        others.append(("reversed", rows.flip(0), "positions count backwards"))
-        others.append(("constant", rows * 0, "every token is given position 0"))
-        words = "rows of the position table are taken by token id, not by position"
-        others.append(("by token", self.ids.clamp(max=len(wpe) - 1), words))
-        others.append(("by token around", self.ids % len(wpe), f"{words}, modulo its length"))
-        row = torch.arange(len(self.ids))[:, None].expand_as(self.ids).clamp(max=len(wpe) - 1)
-        others.append(("by row", row, "rows of the position table are taken by the row of the batch, not by position"))
-        last = len(wpe) - 1
-        counted = torch.arange(self.ids.numel()).view(self.ids.shape)
-        others.append(("over rows", counted % len(wpe), "positions go on from one row of the batch to the next"))
-        others.append(("doubled", (2 * rows).clamp(max=last), "positions go up by 2 from one token to the next"))
-        others.append(("halved", rows // 2, "two tokens share each position"))
-        others.append(("next row", (rows + 1).clamp(max=tokens - 1), "positions run ahead by 1, and the last two are one"))
-        for n in range(2, min(tokens, MOST_SPANS)):
-            others.append((f"again {n}", rows % n, f"positions begin again after each {n} tokens"))
-        for label, taken, words in others:
-            yield label, wpe[taken], [Fault("position-offset", "wpe", words)]
+        for words, rows, _ in position_rows(self.ids, len(wpe), range(1, len(wpe) + 1), tokens):
+            yield words, wpe[rows], [Fault("position-offset", "wpe", words)]
         for label, table in sinusoids(tokens, self.width):
             yield f"sines {label}", table, [replace(self.sine, detail=f"{self.sine.detail} ({label})")]
         for factor in _others(self.pool.factors(wpe[:tokens])):

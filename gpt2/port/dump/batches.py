@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gpt2.port.dump.simulation import NEEDS, ORDER, Program, Simulation, Stages, State
+from gpt2.port.dump.simulation import Program, Simulation
+from gpt2.port.graph import NODES, ORDER, READS, Edits, State
 
 MAX_ELEMENTS = 1 << 22  # of the widest tensor of a batch of programs
 MAX_WORK = 1 << 34  # multiplications in the blocks' matrices for a batch: seconds, after which a caller looks at the clock
@@ -51,7 +52,7 @@ class Batches:
         streams: dict[int, Tensor] = {}  # those that differ from the right model's
         for number in numbers:
             if "embed" in programs[number].outside:
-                streams[number] = programs[number].outside["embed"]({}).to(self.simulation.dtype)
+                streams[number] = self.simulation.embed(programs[number])
         natural = [number for number in numbers if programs[number].order is None]
         shared = self.simulation if start is None else _From(self.simulation, first, start)
         for layer in range(first, last):
@@ -88,34 +89,29 @@ class Batches:
             stacked = [same] if self.simulation.stacks else [[number] for number in same]
             for numbers in filter(None, stacked):
                 state = {"x": torch.cat([streams[number] for number in numbers])}
-                for stage, formula in self.simulation.right(layer).items():
-                    if ORDER[stage] < begin:
-                        state[stage] = formula(state)
+                state = self.simulation.run_block(layer, state, {}, until=begin - 1)
                 parts = {stage: tensor.split(len(self.simulation.ids)) for stage, tensor in state.items()}
                 for place, number in enumerate(numbers):
                     yield number, begin, {stage: tensors[place] for stage, tensors in parts.items()}
 
-    def _edited(self, layer: int, state: State, stages: Stages, begin: int) -> tuple[int, State]:
-        """Run a block from stage number ``begin`` to the last replaced one."""
-        end = max(ORDER[stage] for stage in stages)
-        for stage, formula in self.simulation.right(layer).items():
-            if begin <= ORDER[stage] <= end:
-                state[stage] = stages.get(stage, formula)(state)
-        return end, state
+    def _edited(self, layer: int, state: State, edits: Edits, begin: int) -> tuple[int, State]:
+        """Run a block from node number ``begin`` to the last replaced one."""
+        end = max(ORDER[node] for node in edits)
+        return end, self.simulation.run_block(layer, state, edits, begin - 1, end)
 
     def _finish(self, layer: int, states: dict[int, tuple[int, State]], streams: dict[int, Tensor]) -> None:
         """Run the rest of a block, in one batch for all programs with as many heads that were replaced up to the same stage."""
         alike: dict[tuple[int, int], list[int]] = {}
         for number, (end, state) in states.items():
-            alike.setdefault((end, state["attn.scores"].shape[1] if "attn.scores" in state else 0), []).append(number)
+            alike.setdefault((end, state["attn.qh"].shape[1] if "attn.qh" in state else 0), []).append(number)
         for (end, _), same in alike.items():
-            later = [stage for stage in NEEDS if ORDER[stage] > end]
+            later = NODES[end + 1 :]
             if not later:
                 streams |= {number: states[number][1][""] for number in same}
                 continue
-            live = {need for stage in later for need in NEEDS[stage] if ORDER.get(need, -1) <= end}
+            live = {need for node in later for need in READS[node] if ORDER.get(need, -1) <= end}
             if not self.simulation.base.blocks.get(layer, {}).keys().isdisjoint(later):
-                live = {"x", *(stage for stage in NEEDS if ORDER[stage] <= end)}
+                live = {"x", *NODES[: end + 1]}
             if not self.simulation.stacks:
                 for number in same:
                     streams[number] = self.simulation.run_block(layer, states[number][1], {}, after=end)[""]

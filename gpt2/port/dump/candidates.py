@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
+from gpt2.port import graph
+from gpt2.port.alternative import Alternative, Schedule, Weighing, in_calls, merged, scheduled
+from gpt2.port.alternatives import table
+from gpt2.port.alternatives.outside import orders, standing
+from gpt2.port.alternatives.precision import integers
+from gpt2.port.alternatives.schedule import prompts, stepped
+from gpt2.port.diagnosis.hypotheses import IN_PROMPT, IN_STEPS
 from gpt2.port.diagnosis.places import Place, collapsed
 from gpt2.port.diagnosis.search import Fault
-from gpt2.port.diagnosis.trail import post_norms, sequence_faults
-from gpt2.port.dump.attention_variants import attention_variants
-from gpt2.port.dump.branch_variants import branch_variants
+from gpt2.port.diagnosis.trail import sequence_faults
 from gpt2.port.dump.commonness import rarity
-from gpt2.port.dump.faults import SHIFTS, block_variants, embedding_variants, norm_variants, standing
-from gpt2.port.dump.misloading import loading_variants
-from gpt2.port.dump.misloading_outside import end_variants, outside_variants, rounded_outside
-from gpt2.port.dump.misloading_strided import strided_variants
-from gpt2.port.dump.narrowing import narrow_variants, quantised_variants
-from gpt2.port.dump.runs import run_variants
-from gpt2.port.dump.simulation import Program, Simulation, Stage, Stages
-from gpt2.port.dump.variants import Variant, early, late, on_top
+from gpt2.port.dump.simulation import Program, Simulation
+from gpt2.port.graph import Formula
 
 FITTED = 0.5  # the price of many fitted numbers: a known formula that gives the same is preferred
-MOST_ROWS = 64  # of the position table, that steps are tried to begin at or to stay at
-BLOCKS: tuple[Callable[[Simulation], Iterable[Variant]], ...]
-BLOCKS = (block_variants, loading_variants, strided_variants, attention_variants, branch_variants)
 FREE = ("extra-bias", "untied-head")  # faults of the head with fitted numbers
+Site = tuple[Alternative, int | None]  # an alternative, and the block that has it; None outside the blocks
 
 
 @dataclass(frozen=True)
@@ -43,9 +40,9 @@ class Found:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Faults switched on: variants with the number of their block (None outside), and perhaps another order of blocks."""
+    """Faults switched on: alternatives with the number of their block (None outside), and perhaps another order of blocks."""
 
-    sites: tuple[tuple[Variant, int | None], ...] = ()
+    sites: tuple[Site, ...] = ()
     order: tuple[int, ...] | None = None
     head: tuple[Fault, ...] = ()  # what is seen in the logits alone
 
@@ -61,7 +58,7 @@ class Candidate:
 
     @property
     def labels(self) -> frozenset[str]:
-        return frozenset(variant.label for variant, _ in self.sites) | ({str(self.order)} if self.order else set())
+        return frozenset(one.label for one, _ in self.sites) | ({str(self.order)} if self.order else set())
 
     @cached_property
     def price(self) -> float:
@@ -72,7 +69,7 @@ class Candidate:
 
     @property
     def rare(self) -> bool:
-        return any(variant.rare for variant, _ in self.sites)
+        return any(one.rare for one, _ in self.sites)
 
     @cached_property
     def order_of_naming(self) -> tuple[float, bool, int, bool]:
@@ -90,40 +87,48 @@ class Candidate:
 
     @property
     def key(self) -> tuple[object, ...]:
-        return (frozenset((variant.label, layer) for variant, layer in self.sites), self.order, self.head)
+        return (frozenset((one.label, layer) for one, layer in self.sites), self.order, self.head)
 
     def program(self, simulation: Simulation) -> Program | None:
-        """Return the program, None if nothing is replaced or one stage is replaced twice."""
-        blocks: dict[int, dict[str, Stage]] = {}
-        outside: dict[str, Stage] = {}
-        for variant, layer in sorted(self.sites, key=lambda site: site[0].top is not None):
-            stages: Stages = variant.replaced(simulation, layer or 0)
-            target = outside if layer is None else blocks.setdefault(layer, {})
-            twice = target.keys() & stages.keys()
-            tops = variant.top(simulation, layer or 0) if variant.top and twice else {}
-            if twice - tops.keys():
+        """Return the program, None if nothing is replaced, one node is replaced twice, or the text is read in two ways."""
+        blocks: dict[int, dict[str, Formula]] = {}
+        outside: dict[str, Formula] = {}
+        for one, layer in self.sites:
+            both = merged(outside if layer is None else blocks.get(layer, {}), one.at(layer))
+            if both is None:
                 return None
-            target.update({stage: on_top(tops[stage], target[stage]) if stage in twice else stages[stage] for stage in stages})
-        runs = [variant.run for variant, _ in self.sites if variant.run is not None]
-        if len(runs) + (self.order is not None) > 1 or not (outside or any(blocks.values()) or self.order or runs):
+            if layer is None:
+                outside = both
+            elif both:
+                blocks[layer] = both
+        calls = {one.calls for one, _ in self.sites if one.calls is not None}
+        runs = {one.run for one, _ in self.sites if one.run is not None}
+        if len(calls) > 1 or len(runs) + (self.order is not None) > 1:
             return None
-        return Program({layer: stages for layer, stages in blocks.items() if stages}, outside, self.order, *runs)
+        if not (outside or blocks or self.order or runs):
+            return None
+        if calls and any(one.crosses for one, _ in self.sites):
+            return Program(blocks, outside, run=partial(graph.run, calls=next(iter(calls))))
+        for pieces in calls:
+            blocks = {layer: in_calls(pieces, edits) for layer, edits in blocks.items()}
+            outside = in_calls(pieces, outside)
+        return Program(blocks, outside, self.order, *runs)
 
     def allows(self, other: Candidate) -> bool:
         """Return whether ``other`` is another fault, or elsewhere; :meth:`program` says whether both can be switched on."""
         if self.order is not None and other.order is not None:
             return False
-        mine = {(variant.label, layer) for variant, layer in self.sites}
-        return mine.isdisjoint((variant.label, layer) for variant, layer in other.sites)
+        mine = {(one.label, layer) for one, layer in self.sites}
+        return mine.isdisjoint((one.label, layer) for one, layer in other.sites)
 
     def with_(self, other: Candidate) -> Candidate:
         """Return both candidates' faults together."""
         return Candidate((*self.sites, *other.sites), self.order or other.order, (*self.head, *other.head))
 
     def faults(self, layers: int) -> list[Fault]:
-        faults = [fault for variant, layer in self.sites for fault in variant.faults(layer)]
+        faults = [fault for one, layer in self.sites for fault in one.faults(layer)]
         sequence = [] if self.order is None else sequence_faults(self.order, layers)
-        return [*post_norms(faults), *sequence, *self.head]
+        return [*faults, *sequence, *self.head]
 
     def found(self, layers: int) -> tuple[Found, ...]:
         """Return the faults with all places of each, in order of appearance."""
@@ -138,23 +143,31 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Table:
-    """Every known variant: of a block, of the embeddings, of the last norm and the head, of the sequence; and narrow numbers."""
+    """Every known alternative: of blocks, of the embeddings, of the last norm and the head, and of whole programs.
 
-    blocks: tuple[Variant, ...]
-    embeddings: tuple[Variant, ...]
-    ends: tuple[Variant, ...]
-    runs: tuple[Variant, ...]
-    narrow: tuple[tuple[Variant, Variant | None], ...]  # in all blocks, and what is outside them
+    ``steps``: those that show only in several calls; with a prompt and single tokens, they are among the others too.
+    """
+
+    blocks: tuple[Alternative, ...]
+    embeddings: tuple[Alternative, ...]
+    ends: tuple[Alternative, ...]
+    runs: tuple[Alternative, ...]
+    steps: tuple[Alternative, ...]
     layers: int
 
     @classmethod
     def of(cls, simulation: Simulation) -> Table:
+        every = table(simulation)
+        some = [one for one in every if one.steps and (simulation.small or isinstance(one.edits.get("attn.weights"), Weighing))]
+        steps = [scheduled(one, how) for how in prompts(simulation) for one in some if not (one.crosses and not simulation.small)]
+        plain = [one for one in every if not one.steps and one.run is None]
+        around = [one for one in plain if not one.edits]
         return cls(
-            tuple(one for make in BLOCKS for one in make(simulation)),
-            (*embedding_variants(simulation), *outside_variants(simulation)),
-            (*norm_variants(simulation, "ln_f"), *end_variants(simulation)),
-            tuple(run_variants(simulation)),
-            tuple(narrow_variants(simulation)),
+            (*(one for one in plain if one.edits), *(one for one in steps if one.edits and not one.crosses)),
+            (*(one for one in around if "embed" in one.outside), *(one for one in steps if not one.edits)),
+            tuple(one for one in around if "embed" not in one.outside),
+            (*(one for one in every if one.run is not None), *(one for one in steps if one.crosses)),
+            tuple(one for one in every if one.steps),
             simulation.config.n_layer,
         )
 
@@ -174,104 +187,74 @@ class Table:
         blocks = range(first, last)
         whole = is_first and is_last
         if is_first:
-            yield from (Candidate(((variant, None),)) for variant in self.embeddings)
+            yield from (Candidate(((one, None),)) for one in self.embeddings)
         if is_last:
-            yield from (Candidate(((variant, None),)) for variant in self.ends)
+            yield from (Candidate(((one, None),)) for one in self.ends)
+            yield from (Candidate(((one, None),)) for one in self.blocks if _is_end(one))
         if all_blocks or whole:
-            yield from (Candidate(order=order) for order in self._orders())
+            yield from (Candidate(order=order) for order in orders(self.layers))
         if whole or (all_blocks and from_start):
-            yield from (Candidate(((variant, None),)) for variant in self.runs if rare or not variant.rare)
-        if len(blocks) > 1:
-            yield from (Candidate(tuple((variant, n) for n in blocks)) for variant in self.blocks)
-            yield from (Candidate(sites) for sites in self._both_norms(blocks, is_last, True))
-        if whole:
-            yield from self._everywhere()
-        yield from (self._narrowed(pair, blocks, whole) for pair in self.narrow if blocks and (whole or pair[1] is None))
+            yield from (Candidate(self._everywhere(one)) for one in self.runs if rare or not one.rare)
+        for one in self.blocks if len(blocks) > 1 else ():
+            everywhere = tuple((one, n) for n in blocks)
+            yield Candidate(everywhere)
+            if (whole and one.outside) or (is_last and _is_end(one)):
+                yield Candidate((*everywhere, (one, None)))
         if whole and rare:
             yield from (Candidate(tuple((one, n) for n in some)) for some in _parts(self.layers) for one in self._in(some))
         for n in blocks:
-            variants = (one for one in self.blocks if (rare or not one.rare) and (len(blocks) == 1 or not one.shared))
-            yield from (Candidate(((variant, n),)) for variant in variants)
-            yield from (
-                Candidate(sites) for sites in self._both_norms(range(n, n + 1), is_last and n == last - 1, len(blocks) == 1)
-            )
+            some = (one for one in self.blocks if (rare or not one.rare) and (len(blocks) == 1 or not one.shared))
+            yield from (Candidate(((one, n),)) for one in some)
 
-    def _in(self, blocks: tuple[int, ...]) -> Iterator[Variant]:
-        """Yield the variants that are tried in some blocks; in one alone, those of shared code: others are tried anyway."""
-        return (one for one in self.blocks if one.shared or (len(blocks) > 1 and not one.rare))
+    def _everywhere(self, one: Alternative) -> tuple[Site, ...]:
+        return (*((one, n) for n in range(self.layers) if one.edits), *[(one, None)] * (not one.edits))
 
-    def _narrowed(self, pair: tuple[Variant, Variant | None], blocks: range, whole: bool) -> Candidate:
-        inside, outside = pair
-        sites: list[tuple[Variant, int | None]] = [(inside, n) for n in blocks]
-        return Candidate((*sites, (outside, None)) if whole and outside is not None else tuple(sites))
+    def _in(self, blocks: tuple[int, ...]) -> Iterator[Alternative]:
+        """Yield the alternatives that are tried in some blocks; in one alone, those of shared code: others are tried anyway.
+
+        How a text is read in calls is the same in all blocks.
+        """
+        return (one for one in self.blocks if (one.shared and one.calls is None) or (len(blocks) > 1 and not one.rare))
 
     def quantised(self, simulation: Simulation, first: int, last: int, whole: bool) -> Iterator[Candidate]:
         """Yield the matrices of blocks ``first`` to ``last`` (excluded) in integers; ``whole``: and the token table's as well."""
-        for pair in quantised_variants(simulation):
-            yield self._narrowed(pair, range(first, last), False)
+        for one in integers(simulation):
+            inside = tuple((one, n) for n in range(first, last))
+            yield Candidate(inside)
             if whole:
-                yield self._narrowed(pair, range(first, last), True)
+                yield Candidate((*inside, (one, None)))
 
     def since(self, simulation: Simulation, token: int, first: int, last: int, is_first: bool) -> Iterator[Candidate]:
         """Yield every fault of a formula in the tokens from ``token`` on: in blocks ``first`` to ``last``, or the embeddings."""
-        rows = range(min(simulation.config.n_positions, MOST_ROWS) if simulation.small else 1)  # where steps may begin
-        shifts = tuple(sorted({*SHIFTS, token, *rows[1:]}))
-        for variant in embedding_variants(simulation, shifts) if is_first else ():
-            if not variant.rare:
-                yield Candidate(((late(variant, token), None),))
-        for row in rows[1:] if is_first else ():
-            yield Candidate(((late(standing(row), token), None),))
-        unbiased = (one for one in self.blocks if {fault.id for fault in one.blame(0)} == {"missing-bias"})
-        every = (*block_variants(simulation), *unbiased, *branch_variants(simulation))
-        formulas = {one.label: one for one in every if not one.rare}
-        for variant in (late(one, token) for one in formulas.values()):
-            yield Candidate(tuple((variant, n) for n in range(first, last)))
-        slot = next((one for one in self.blocks if one.label == f"late slot {token}"), None)
-        for variant in embedding_variants(simulation, (1,)) if is_first and slot else ():
-            if variant.label == "embed shift 1 1 words":  # the empty place of a cache is counted
-                sites: list[tuple[Variant, int | None]] = [(slot, n) for n in range(first, last) if slot]
-                yield Candidate(((late(variant, token), None), *sites))
+        how = Schedule(IN_STEPS.format(token), stepped(token, simulation.ids.shape[1]), "later")
+        for one in (*self.embeddings, *standing(simulation)) if is_first else ():
+            if not one.rare:
+                yield Candidate(((_in_some(one, how), None),))
+        for one in (_in_some(one, how) for one in self.blocks if not (one.rare or one.shared)):
+            yield Candidate(tuple((one, n) for n in range(first, last)))
+        later = [one for one in self.blocks if one.calls == how.calls and "empty place" in one.words]
+        counted = [one for one in self.embeddings if one.calls == how.calls and "one too far" in one.words]
+        for one, far in zip(later, counted, strict=False) if is_first else ():  # the empty place of a cache is counted
+            yield Candidate(((far, None), *((one, n) for n in range(first, last))))
 
-    def until(self, tokens: Iterable[int], labels: Container[str], first: int, last: int) -> Iterator[Candidate]:
-        """Yield the faults of blocks ``first`` to ``last`` with these ``labels`` in a prompt of so many ``tokens`` alone."""
-        variants = [one for one in self.blocks if one.label in labels]
-        for variant in (early(one, token) for token in tokens for one in variants):
-            yield Candidate(tuple((variant, n) for n in range(first, last)))
+    def until(self, tokens: Iterable[int], labels: Container[str], first: int, last: int, end: int) -> Iterator[Candidate]:
+        """Yield the faults of blocks ``first`` to ``last`` with these ``labels`` in a prompt of so many ``tokens`` of ``end``."""
+        some = [one for one in self.blocks if one.label in labels]
+        for token in tokens:
+            how = Schedule(IN_PROMPT.format(token), stepped(token, end), "first")
+            for one in some:
+                yield Candidate(tuple((_in_some(one, how), n) for n in range(first, last)))
 
-    def _both_norms(self, blocks: range, ending: bool, shared: bool) -> Iterator[tuple[tuple[Variant, int | None], ...]]:
-        """Yield the same fault in both norms of ``blocks``; ``ending``: also with the last norm.
 
-        ``shared``: faults of shared code too.
-        """
-        seconds = {variant.label.removeprefix("ln_2 "): variant for variant in self.blocks if variant.label.startswith("ln_2 ")}
-        lasts = {variant.label.removeprefix("ln_f "): variant for variant in self.ends}
-        for variant in self.blocks:
-            label = variant.label.removeprefix("ln_1 ")
-            if (
-                label == variant.label
-                or label not in seconds
-                or (variant.shared and len(blocks) == 1 < self.layers and not ending)
-            ):
-                continue
-            both = tuple((one, n) for n in blocks for one in (variant, seconds[label]))
-            yield both
-            if ending and label in lasts:
-                yield (*both, (lasts[label], None))
+def _in_some(one: Alternative, how: Schedule) -> Alternative:
+    """Return an alternative in some calls; where it is the same in calls of any length, the later ones are one."""
+    (_, end), (_, last) = how.calls[0], how.calls[-1]
+    return scheduled(one, how if one.sees else replace(how, calls=((0, end), (end, last))))
 
-    def _everywhere(self) -> Iterator[Candidate]:
-        """Yield roundings of all weights."""
-        for variant in self.blocks:
-            if variant.label.startswith(" rounded to "):
-                outside = rounded_outside(variant.label.removeprefix(" rounded to "))
-                yield Candidate((*((variant, n) for n in range(self.layers)), (outside, None)))
 
-    def _orders(self) -> Iterator[tuple[int, ...]]:
-        """Yield the usual wrong sequences of blocks; one that is skipped, or runs again, is a fault of that block."""
-        right = tuple(range(self.layers))
-        out = [right[::-1], *((*right[:n], n + 1, n, *right[n + 2 :]) for n in right[:-1])]
-        out += [tuple(sorted(right, key=str)), (*right[1:], 0), (right[-1], *right[:-1]), right + right]
-        out += [(n,) * self.layers for n in (right[0], right[-1])]
-        yield from (order for order in dict.fromkeys(out) if order != right and order)
+def _is_end(one: Alternative) -> bool:
+    """Return whether an alternative of the blocks also is one of what follows them."""
+    return bool(one.outside) and "embed" not in one.outside
 
 
 def _parts(layers: int) -> list[tuple[int, ...]]:

@@ -14,7 +14,8 @@ from torch import Tensor
 from gpt2.port.deadline import Deadline
 from gpt2.port.dump.batches import Batches
 from gpt2.port.dump.sieve import Lens
-from gpt2.port.dump.simulation import ORDER, STAGES, Program, State
+from gpt2.port.dump.simulation import Program
+from gpt2.port.graph import NODES, ORDER, State
 
 MAX_ELEMENTS = 1 << 20  # of the widest tensor of the pairs that are run together
 COLUMNS = 48  # vocabulary entries that are compared
@@ -72,9 +73,7 @@ class Cut:
                     return
                 yield [number], self._ended(streams, program)[None, :, : self.tokens]
             return
-        state: State = {"x": streams}
-        for stage, formula in self.simulation.right(self.layer).items():
-            state[stage] = formula(state)
+        state = self.simulation.run_block(self.layer, {"x": streams}, {})
         step = max(1, MAX_ELEMENTS // (streams.shape[:-1].numel() * self.simulation.config.inner))
         for begin in range(0, len(programs), step):
             if self.deadline.passed:
@@ -92,7 +91,7 @@ class Cut:
         replaced = program.blocks[self.layer]
         first = min(ORDER[stage] for stage in replaced)
         try:
-            begun = {name: state[name] for name in ("x", *STAGES[:first])}
+            begun = {name: state[name] for name in ("x", *NODES[:first])}
             x = self.simulation.run_block(self.layer, begun, replaced, after=first - 1)[""]
         except (IndexError, RuntimeError):
             return None

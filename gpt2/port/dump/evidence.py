@@ -19,8 +19,9 @@ from gpt2.port.diagnosis.places import Place
 from gpt2.port.diagnosis.report import LIKELY, Divergence
 from gpt2.port.diagnosis.trail import sequence_faults
 from gpt2.port.dump.pool import DumpPool
-from gpt2.port.dump.simulation import ORDER, Simulation, stage_of
+from gpt2.port.dump.simulation import Simulation, stage_of
 from gpt2.port.dump.tolerance import UNITS
+from gpt2.port.graph import ORDER
 
 RECORDED: tuple[tuple[str, ...], ...] = (
     ("",),

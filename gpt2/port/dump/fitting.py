@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from gpt2.config import GPT2Config
 from gpt2.model import ACTIVATIONS
+from gpt2.port.alternative import Alternative, Changed
+from gpt2.port.alternatives.moments import OWN, WAYS, Divided, Reading, every_reading
+from gpt2.port.alternatives.norms import in_norms, moved, of_moments
+from gpt2.port.alternatives.wiring import summed
 from gpt2.port.deadline import Deadline
-from gpt2.port.diagnosis.hypotheses import right_scale, scale_faults
-from gpt2.port.diagnosis.search import Fault
-from gpt2.port.dump.branch_variants import BRANCHES
+from gpt2.port.diagnosis.hypotheses import scale_faults
 from gpt2.port.dump.candidates import Candidate
-from gpt2.port.dump.moments import OWN, WAYS, Divided, Reading, every_reading
-from gpt2.port.dump.norm_variants import moved
 from gpt2.port.dump.sieve import Lens
-from gpt2.port.dump.simulation import Program, Simulation, Stage, Stages
-from gpt2.port.dump.variants import Variant, joined
+from gpt2.port.dump.simulation import Program, Simulation
 from gpt2.port.golden_section import least
+from gpt2.port.graph import Edits, Site, State, right_scale
 
 STEPS = 60  # of the search around the best of the numbers that are tried first
 DIGITS = 3  # of a number that a program has
@@ -31,6 +31,7 @@ NEAR = 1e-4  # how far a fitted number may be from such a short one
 NEAREST = 6  # families that are searched closer
 TANH = math.sqrt(2 / math.pi)
 Values = Sequence[float]
+PLACES = {("mid",): "attention's", ("",): "the feed-forward's", ("mid", ""): "each branch's"}
 
 
 def _grid(low: float, high: float, count: int) -> list[float]:
@@ -46,31 +47,28 @@ EPSILONS = _grid(1e-7, 3.0, 8)
 class Family:
     """A formula with one number: of the blocks, if it replaces the ``stage`` there, or outside them, if that is ``embed``.
 
-    ``variant``: the fault with a number. ``values``: those that are tried first, in order, of one sign. ``ending``: what is
-    replaced behind the blocks as well, where these go on to the logits; ``whole``: tried in all blocks together alone.
+    ``one``: the fault with a number. ``values``: those that are tried first, in order, of one sign. ``ending``: what it replaces
+    behind the blocks counts, where these go on to the logits; ``whole``: tried in all blocks together alone.
     """
 
     stage: str
-    variant: Callable[[float], Variant]
+    one: Callable[[float], Alternative]
     values: Values = tuple(FEWER)
-    ending: Callable[[float], Variant] | None = None
+    ending: bool = False
     whole: bool = False
 
     def candidate(self, value: float, blocks: Sequence[int]) -> Candidate:
-        one = self.variant(value)
-        last = ((self.ending(value), None),) if self.ending else ()
-        return Candidate(((one, None),)) if one.outside else Candidate((*((one, n) for n in blocks), *last))
+        one = self.one(value)
+        sites = tuple((one, n) for n in blocks) if one.edits else ()
+        return Candidate((*sites, *[(one, None)] * (self.ending or not one.edits)))
 
 
-def scaled(config: GPT2Config, layer: int, times: float) -> Variant:
-    """Return the variant whose scores are multiplied by ``times`` what GPT-2 multiplies them with; the words are of ``layer``."""
-
-    def replaced(simulation: Simulation, layer: int) -> Stages:
-        factor = times * right_scale(config, layer)
-        return {"attn.scores": lambda s: simulation.scores(s, layer, factor=factor)}
-
+def scaled(config: GPT2Config, layer: int, times: float) -> Alternative:
+    """Return the alternative whose scores are multiplied by ``times`` GPT-2's factor; the words are of ``layer``."""
     shown = layer if config.scale_attn_by_inverse_layer_idx else 0  # a fitted factor has nothing to do with the layer
-    return Variant.of(f"scale times {times:.6g}", scale_faults(config, shown, times * right_scale(config, shown)), replaced)
+    faults = scale_faults(config, shown, times * right_scale(config, shown))
+    id, words = (faults[0].id, faults[0].detail) if faults else ("scale-wrong", "the scores have another factor")
+    return Alternative(id, words, {"attn.scores": Changed("attn.scores", lambda c, y: times * y)}, key=f"{times:.6g}")
 
 
 def families(simulation: Simulation, layer: int) -> Iterator[Family]:
@@ -78,30 +76,27 @@ def families(simulation: Simulation, layer: int) -> Iterator[Family]:
     yield Family("attn.scores", partial(scaled, simulation.config, layer), FACTORS)
     for sign in (1, -1):
         some = [sign * one for one in FEWER]
-        for stages, what in (
-            (("mid",), "attention's result is"),
-            (("",), "the feed-forward's result is"),
-            (("mid", ""), "each branch's result is"),
-        ):
-            words = f"{what} multiplied by {{:.6g}} before it is added"
-            yield Family(stages[-1], partial(_blocks, "residual-scaled", stages[-1], words, partial(_branch, stages)), some)
-    for stages, what in ((("mid",), "attention's"), (("",), "the feed-forward's"), (("mid", ""), "each branch's")):
+        for nodes, what in PLACES.items():
+            words = f"{what} result is multiplied by {{:.6g}} before it is added"
+            branch = partial(_numbered, "residual-scaled", nodes[-1], words, partial(_sum, nodes, 1))
+            yield Family(nodes[-1], branch, some)
+    for nodes, what in PLACES.items():
         words = f"the stream is multiplied by {{:.6g}} before {what} result is added"
-        yield Family(stages[-1], partial(_blocks, "residual-scaled", stages[-1], words, partial(_stream, stages)))
+        yield Family(nodes[-1], partial(_numbered, "residual-scaled", nodes[-1], words, partial(_sum, nodes, 0)))
     for parts, what in (((1, 0), "token embeddings"), ((0, 1), "position embeddings"), ((1, 1), "the embeddings, both,")):
         words = f"{what} are multiplied by {{:.6g}}"
         place = "wpe" if parts == (0, 1) else "wte"
         for sign in (1, -1):
             yield Family("embed", partial(_embedded, place, words, parts), [sign * one for one in FEWER])
-    for words, masked in (
-        ("scores of later tokens are {:.6g}, not minus infinity", _filled),
-        ("{:.6g} is added to scores of later tokens, not minus infinity", _added),
+    for words, added in (
+        ("scores of later tokens are {:.6g}, not minus infinity", False),
+        ("{:.6g} is added to scores of later tokens, not minus infinity", True),
     ):
-        variant = partial(_blocks, "mask-multiplied", "attn", words, masked)
-        yield Family("attn.weights", variant, [-one for one in _grid(0.1, 100.0, 12)])
+        masked = partial(_numbered, "mask-multiplied", "attn", words, partial(_masked, added))
+        yield Family("attn.weights", masked, [-one for one in _grid(0.1, 100.0, 12)])
     for words, (usual, formula) in ACTIVE.items():
-        variant = partial(_blocks, "gelu-variant", "mlp.act", words, partial(_active, formula))
-        yield Family("mlp.act", variant, [usual * one for one in FEWER])
+        active = partial(_numbered, "gelu-variant", "mlp.act", words, partial(_active, formula))
+        yield Family("mlp.act", active, [usual * one for one in FEWER])
     yield from _moved_norms(simulation)
 
 
@@ -110,15 +105,15 @@ def _moved_norms(simulation: Simulation) -> Iterator[Family]:
     given = simulation.config.layer_norm_epsilon
     every = every_reading((*simulation.ids.shape, simulation.config.n_embd), simulation.config.n_head)
 
-    def one(words: str, reading: Reading, way: Divided, parts: Sequence[str], eps: float) -> Variant:
-        return joined(f"{words} {way} {eps}", *(moved(part, words, reading, way, eps, given) for part in parts))
+    def one(words: str, reading: Reading, way: Divided, number: int, eps: float) -> Alternative:
+        norm = moved(words, way, eps, given)
+        return list(in_norms(replace(norm, key=f"{eps}"), of_moments(reading, way, eps)))[number]
 
     for (words, reading), way in itertools.product(every.items(), WAYS):
         if words == OWN or words.startswith("the norm runs"):
-            for parts in (("ln_1", "ln_2"), ("ln_1",), ("ln_2",)):
-                ending = partial(moved, "ln_f", words, reading, way, given=given) if len(parts) == 2 else None
-                for last in dict.fromkeys((ending, None)):
-                    yield Family(parts[-1], partial(one, words, reading, way, parts), EPSILONS, last, True)
+            for number, part in enumerate(("ln_2", "ln_1", "ln_2")):  # both, and one of them
+                for ending in dict.fromkeys((number == 0, False)):
+                    yield Family(part, partial(one, words, reading, way, number), EPSILONS, ending, True)
 
 
 Activation = Callable[[Tensor], Tensor]
@@ -138,49 +133,35 @@ def _tanh(root: float, cubic: float, x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh(root * (x + cubic * x**3)))
 
 
-Numbered = Callable[[float, Simulation, int], Stages]
+def _numbered(id: str, part: str, words: str, edits: Callable[[float], Edits], value: float) -> Alternative:
+    return Alternative(id, words.format(value), edits(value), part, fitted=True)
 
 
-def _blocks(id: str, part: str, words: str, replaced: Numbered, value: float) -> Variant:
-    detail = words.format(value)
-    return Variant.of(detail, [Fault(id, part, detail, fitted=True)], partial(replaced, value))
+def _sum(nodes: tuple[str, ...], which: int, value: float) -> Edits:
+    """Return sums whose stream (0) or branch (1) is multiplied."""
+    factors = (value, 1.0) if which == 0 else (1.0, value)
+    return {node: summed(node, lambda c, t, n: factors[0] * t[0] + factors[1] * t[1]) for node in nodes}
 
 
-def _branch(stages: tuple[str, ...], value: float, simulation: Simulation, layer: int) -> Stages:
-    def summed(branch: str, stream: str) -> Stage:
-        return lambda s: s[stream] + value * s[branch]
+def _masked(added: bool, value: float) -> Edits:
+    def weights(c: Site, s: State) -> Tensor:
+        scores, hidden = s["attn.scores"], ~c.visible(s["attn.scores"].shape[-1])
+        return (scores + value * hidden if added else scores.masked_fill(hidden, value)).softmax(-1)
 
-    return {stage: summed(*BRANCHES[stage][:2]) for stage in stages}
-
-
-def _stream(stages: tuple[str, ...], value: float, simulation: Simulation, layer: int) -> Stages:
-    def summed(branch: str, stream: str) -> Stage:
-        return lambda s: value * s[stream] + s[branch]
-
-    return {stage: summed(*BRANCHES[stage][:2]) for stage in stages}
+    return {"attn.weights": weights}
 
 
-def _filled(value: float, simulation: Simulation, layer: int) -> Stages:
-    return {"attn.weights": lambda s: s["attn.scores"].masked_fill(~simulation.seen, value).softmax(-1)}
+def _active(formula: Callable[[Activation, float, Tensor], Tensor], value: float) -> Edits:
+    return {"mlp.act": lambda c, s: formula(ACTIVATIONS[c.config.activation_function], value, s["mlp.c_fc"])}
 
 
-def _added(value: float, simulation: Simulation, layer: int) -> Stages:
-    return {"attn.weights": lambda s: (s["attn.scores"] + value * ~simulation.seen).softmax(-1)}
-
-
-def _active(formula: Callable[[Activation, float, Tensor], Tensor], value: float, simulation: Simulation, layer: int) -> Stages:
-    own = ACTIVATIONS[simulation.config.activation_function]
-    return {"mlp.act": lambda s: formula(own, value, s["mlp.c_fc"])}
-
-
-def _embedded(part: str, words: str, parts: tuple[int, int], value: float) -> Variant:
-    def replaced(simulation: Simulation, layer: int) -> Stages:
-        tables = simulation.state["wte.weight"][simulation.ids], simulation.state["wpe.weight"][: simulation.ids.shape[1]]
+def _embedded(part: str, words: str, parts: tuple[int, int], value: float) -> Alternative:
+    def embed(c: Site, s: State) -> Tensor:
+        tables = c.model.state["wte.weight"][c.model.ids[:, c.begin : c.end]], c.model.state["wpe.weight"][c.begin : c.end]
         token, position = (table * (value if one else 1.0) for table, one in zip(tables, parts, strict=True))
-        return {"embed": lambda s: token + position}
+        return token + position
 
-    fault = Fault("embedding-scaled", part, words.format(value), fitted=True)
-    return Variant(fault.detail, lambda layer: (fault,), replaced, outside=True)
+    return Alternative("embedding-scaled", words.format(value), where=part, outside={"embed": embed}, fitted=True)
 
 
 def fitted(lens: Lens, blocks: Sequence[int], deadline: Deadline) -> Iterator[Candidate]:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from gpt2.measure.metrics import Progress
+from gpt2.port.alternative import Alternative, scheduled
+from gpt2.port.alternatives.schedule import is_prompt, schedules
 from gpt2.port.deadline import Deadline
-from gpt2.port.dump.attention_variants import lengths
 from gpt2.port.dump.candidates import Candidate, Table
 from gpt2.port.dump.fitting import fitted
 from gpt2.port.dump.pairing import Pairing
 from gpt2.port.dump.pairs import PairRunner
 from gpt2.port.dump.segments import BETTER, Fit, Segment
-from gpt2.port.dump.sieve import WIDE, Nearness, Sieve
+from gpt2.port.dump.sieve import Nearness, Sieve
 from gpt2.port.dump.simulation import Program
+from gpt2.port.graph import ROWS
 
 MAX_CONFIRMED = 40  # candidates that are computed exactly
 MAX_CONFIRMED_LARGE = 12
 LATE_CONFIRMED = 3  # the nearest, which are computed even after the deadline
 SIEVED = 5e-5  # the largest error of a fit in float32, on few tokens, beside the tolerance
 LATER = 2  # the least token from which on faults of later tokens alone are tried: to the first, many faults change nothing
+LAG = 2  # tokens behind the first call, until which a fault of later calls shows
+FEW_LEFT = 8  # faults in calls that are run whole
 FIRSTS = 120  # faults that pairs are built on
 RARER = 30  # faults beside which rare ones are tried
 CLOSE = 8.0  # times the tolerance: an error that a fitted number may take away by chance
@@ -49,6 +53,11 @@ class Search:
                 segment.from_start,
             )
         )
+        wrong = segment.wrong_tokens() if self.sieve.small else []
+        # a fault of later calls alone shows soon behind the first one: others of them cannot be the only fault
+        self.waiting = {
+            one.key for one in self.singles if wrong and not any(begins(one, t) for t in range(wrong[0] - LAG, wrong[0] + 1))
+        }
         self.complete = True
         # how far a candidate that is run in float32 may be from the program
         self.limit = (2 * segment.allowed(segment.end) + SIEVED) * float(segment.shown[segment.end].square().mean().sqrt())
@@ -59,7 +68,9 @@ class Search:
     def fits(self, several: bool = True) -> list[Fit]:
         """Return the candidates that explain the segment, the simplest first; single faults only, unless ``several``."""
         if self.sieve.small:
-            ranked = self._rank([Candidate(), *self.singles], None, "single faults")
+            ranked = self._rank(
+                [Candidate(), *(one for one in self.singles if one.key not in self.waiting)], None, "single faults"
+            )
             fits = self._confirmed(ranked)
         else:  # most faults are in all blocks, or outside them
             local = [one for one in self.singles if one.is_local]
@@ -68,8 +79,13 @@ class Search:
             if not fits:
                 ranked += self._rank(local, None, "faults in one block")
                 fits = self._confirmed(sorted(ranked, key=lambda one: one[0].fit))
-        fits = fits or self._since() or self._until() or self._fitted() or self._quantised()
-        return fits if fits or self.late() or not several else self._several(ranked)
+        fits = fits or self._since() or self._in_calls() or self._fitted() or self._quantised()
+        if fits or self.late() or not several:
+            return fits
+        if self.sieve.small:
+            waiting = [one for one in self.singles if one.key in self.waiting]
+            ranked = sorted([*ranked, *self._rank(waiting, None, "faults of later calls")], key=lambda one: one[0].fit)
+        return self._several(ranked)
 
     def _since(self) -> list[Fit]:
         """Return the faults of later tokens alone that explain the segment, if those before them are right."""
@@ -79,46 +95,68 @@ class Search:
         late = self.table.since(segment.simulation, token, segment.first, segment.last, segment.entrance is None)
         return self._confirmed(self._rank(list(late), None, f"faults from token {token} on"), Candidate())
 
-    def _until(self) -> list[Fit]:
-        """Return the faults of a prompt alone that explain the segment: of the first tokens, which are computed in one piece.
+    def _in_calls(self) -> list[Fit]:
+        """Return the faults that explain the segment in a text that is read in several calls: in all of them, or in the first.
 
-        A fault by which no token depends on later ones gives the prompt's values where it is in all tokens; others are tried
-        with each length of a prompt, or with the one after which all is right.
+        What a call computes does not depend on later ones. So a fault must give the first call's tokens, then the first two's.
         """
         segment, simulation = self.segment, self.segment.simulation
-        if not self.sieve.small or self.late() or segment.shown[segment.end].shape[1] != simulation.ids.shape[1]:
+        blocks, tokens = range(segment.first, segment.last), simulation.ids.shape[1]
+        whole = segment.shown[segment.end].shape[1] == tokens
+        if not (self.sieve.small and whole and PairRunner.takes(self.sieve.row)) or self.late():
             return []
-        blocks = range(segment.first, segment.last)
-        mixing = {one.label for one in self.table.blocks if any(fault.id in WIDE for fault in one.blame(0))}
-        tokens = lengths(simulation)
-        if (wrong := segment.wrong_tokens()) and wrong[-1] + 1 in tokens:
-            tokens = [wrong[-1] + 1]
+        wrong = segment.wrong_tokens()
+        first = wrong[0] if wrong else tokens
+        plain = (one for one in (*self.table.blocks, *self.table.embeddings) if one.calls is None and one.sees != ROWS)
+        every = {one.label: one for one in (*plain, *self.table.steps) if one.edits or segment.entrance is None}
+        mixing = {label: one for label, one in every.items() if (one.sees or one.steps) and not one.crosses}
+        crossing = [one for one in every.values() if one.crosses] if segment.all_blocks and segment.from_start else []
         some: list[Candidate] = []
-        for token in tokens:
-            if token > 1:
-                some += self.table.until([token], self._of_prompt(token, mixing), blocks.start, blocks.stop)
-        others = [one for one in self.table.blocks if one.label not in mixing]
-        wholes = [Candidate(tuple((one, n) for n in blocks)) for one in others]
-        programs = [one.program(simulation) for one in wholes]
+        for how in schedules(simulation):
+            if self.late():
+                break
+            end = how.calls[0][1]
+            near = self._giving(end, mixing) if end > 1 else mixing
+            if end > first and is_prompt(how) and end >= LATER:
+                some += self.table.until([end], near, blocks.start, blocks.stop, tokens)
+            inside = [scheduled(one, how) for one in near.values() if not (one.steps and is_prompt(how))]
+            for count in (2, 3):
+                if count < len(how.calls) and len(inside) > FEW_LEFT:
+                    inside = [*self._giving(how.calls[count - 1][1], {one.label: one for one in inside}).values()]
+            inside += [scheduled(one, how) for one in crossing if not is_prompt(how)]
+            some += [self._everywhere(one) for one in inside]
+        some += self._until([one for one in every.values() if one.edits and not (one.sees or one.steps)], wrong)
+        return self._confirmed(self._rank(some, Candidate(), "faults of a text in several calls"), Candidate())
+
+    def _everywhere(self, one: Alternative) -> Candidate:
+        blocks = range(self.segment.first, self.segment.last)
+        return Candidate(tuple((one, n) for n in blocks) if one.edits else ((one, None),))
+
+    def _giving(self, tokens: int, some: Mapping[str, Alternative]) -> dict[str, Alternative]:
+        """Return those of ``some`` that give the first row's first ``tokens`` as a text of their own."""
+        lens = self.sieve.first(tokens)
+        programs = [self._everywhere(one).program(lens.simulation) or Program() for one in some.values()]
+        runner = PairRunner(lens, programs, self.deadline)
+        off = (runner.alone()[1:] - lens.wanted[0]).abs().amax((1, 2))
+        return {label: one for (label, one), near in zip(some.items(), (off <= self.limit).tolist(), strict=True) if near}
+
+    def _until(self, some: Sequence[Alternative], wrong: Sequence[int]) -> list[Candidate]:
+        """Return faults of a prompt alone by which no token depends on later ones: of as many tokens as they give.
+
+        ``wrong``: the tokens whose value is not GPT-2's.
+        """
+        segment, lens = self.segment, self.sieve.whole
+        wholes = [self._everywhere(one) for one in some]
+        programs = [one.program(segment.simulation) for one in wholes]
         numbers = [number for number, program in enumerate(programs) if program is not None]
-        lens, bound = self.sieve.whole, segment.allowed(segment.end)
+        bound, out = segment.allowed(segment.end), list[Candidate]()
         for group, values in lens.values([programs[number] or Program() for number in numbers], self.deadline):
             right = (values - lens.wanted).abs().amax((1, 3)) <= 2 * bound * lens.wanted.square().mean().sqrt()  # (N, T)
             for number, length in zip(group, right.cumprod(1).sum(1).tolist(), strict=True):
                 if LATER <= length < right.shape[1] and length > (wrong[0] if wrong else 0):
-                    some += self.table.until([length], {others[numbers[number]].label}, blocks.start, blocks.stop)
-        return self._confirmed(self._rank(some, Candidate(), "faults of a prompt"), Candidate())
-
-    def _of_prompt(self, tokens: int, labels: Collection[str]) -> Collection[str]:
-        """Return those of ``labels``, faults of blocks, that give the first row's first ``tokens`` as a text of their own."""
-        lens = self.sieve.first(tokens)
-        if not PairRunner.takes(lens):
-            return labels
-        variants = [one for one in self.table.blocks if one.label in labels]
-        wholes = [Candidate(tuple((one, n) for n in range(self.segment.first, self.segment.last))) for one in variants]
-        runner = PairRunner(lens, [one.program(lens.simulation) or Program() for one in wholes], self.deadline)
-        off = (runner.alone()[1:] - lens.wanted[0]).abs().amax((1, 2))
-        return {one.label for one, near in zip(variants, (off <= self.limit).tolist(), strict=True) if near}
+                    label = some[numbers[number]].label
+                    out += self.table.until([length], {label}, segment.first, segment.last, right.shape[1])
+        return out
 
     def _fitted(self) -> list[Fit]:
         """Return the faults with one fitted number that explain the segment, such as a factor of the scores or of a branch."""
@@ -217,6 +255,12 @@ class Search:
             if fits := [fit for fit in fits if self.segment.needs(fit, firsts[replace(fit.candidate, head=()).key])]:
                 return fits
         return []
+
+
+def begins(one: Candidate, token: int) -> bool:
+    """Return whether a fault may first show in the call that begins with a token; one that is not of calls may at any."""
+    calls = next((two.calls for two, _ in one.sites if two.calls is not None and not two.at_once), None)
+    return calls is None or calls[0][1] == token
 
 
 def _interleaved(ranked: Ranked) -> list[Candidate]:

@@ -20,8 +20,9 @@ from gpt2.port.diagnosis.trail import SEQUENCE
 from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.cut import Cut
 from gpt2.port.dump.pairs import PairRunner
-from gpt2.port.dump.sieve import WIDE, Lens, Nearness, Sieve
+from gpt2.port.dump.sieve import Lens, Nearness, Sieve
 from gpt2.port.dump.simulation import Program
+from gpt2.port.graph import ROWS
 
 PREFIXES = (1, 2, 4)  # tokens
 FEW = 4  # tokens by which faults that the first one does not show are told apart
@@ -142,13 +143,11 @@ class Pairing:
 
         A fault that does so everywhere does so in one block.
         """
-        variants = {id(variant): variant for one in self.faults for variant, _ in one.sites}
-        may = {key for key, one in variants.items() if one.all_tokens or any(fault.id in WIDE for fault in one.blame(0))}
-        suspects = [n for n, one in enumerate(self.faults) if self.everywhere[n] and any(id(v) in may for v, _ in one.sites)]
+        suspects = [n for n, one in enumerate(self.faults) if self.everywhere[n] and any(two.sees for two, _ in one.sites)]
         few, all = (self._runner(suspects, tokens).alone()[1:, :2] for tokens in (min(2, self.tokens), self.tokens))
         differ = ~((few - all).abs().amax((1, 2)) <= self.limit)
         do = {id(one) for n, other in zip(suspects, differ.tolist(), strict=True) if other for one, _ in self.faults[n].sites}
-        return torch.tensor([any(id(variant) in do for variant, _ in one.sites) for one in self.faults])
+        return torch.tensor([any(id(two) in do for two, _ in one.sites) for one in self.faults])
 
     def _growing(self, pairs: Tensor) -> list[Pair]:
         """Return the pairs that give the first tokens, the first few, and so on."""
@@ -204,10 +203,10 @@ def _combined(some: Tensor) -> Tensor:
 
 def _needs_rows(one: Candidate) -> bool:
     """Return whether a fault cannot be tried on the first row alone, or replaces no stages."""
-    return any(variant.mixes_rows or variant.run is not None for variant, _ in one.sites)
+    return any(two.sees == ROWS or two.crosses for two, _ in one.sites)
 
 
 def _is_outside(one: Candidate) -> bool:
     """Return whether a fault is outside the blocks, or in which of them run."""
-    ids = {fault.id for variant, layer in one.sites if layer is not None for fault in variant.blame(layer)}
+    ids = {fault.id for two, layer in one.sites if layer is not None for fault in two.faults(layer)}
     return one.order is not None or ids <= set(SEQUENCE)

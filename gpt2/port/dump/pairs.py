@@ -7,6 +7,7 @@ makes of the first token shows whether it may be the program's.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -15,13 +16,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from gpt2.port.alternative import Shown
 from gpt2.port.deadline import Deadline
 from gpt2.port.dump.sieve import Lens
-from gpt2.port.dump.simulation import LAST, STAGES, Program, Stage, State
+from gpt2.port.dump.simulation import Program
+from gpt2.port.graph import LAST, NODES, OUTSIDE, Formula, Site, State
 
 MAX_ELEMENTS = 1 << 23  # of the widest tensor of the pairs that are run together
 NOTHING = -1  # in a sequence of blocks
-OUTSIDE = ("embed", "ln_f", "head")
+HEADS = ("attn.qh", "attn.kh", "attn.vh")
 
 
 class PairRunner:
@@ -35,7 +38,7 @@ class PairRunner:
         self.programs = [Program(), *programs]
         span, config = lens.span, lens.simulation.config
         self.blocks = range(span.first, span.last)
-        self.tables: dict[tuple[int | None, str], dict[int, Stage]] = defaultdict(dict)
+        self.tables: dict[tuple[int | None, str], dict[int, Formula]] = defaultdict(dict)
         for number, program in enumerate(self.programs):
             for layer, stages in program.blocks.items():
                 for stage, formula in stages.items():
@@ -66,10 +69,10 @@ class PairRunner:
     def _other_heads(self) -> Tensor:
         """Return (P,) whether a program has another number of heads than GPT-2."""
         out = torch.zeros(len(self.programs), dtype=torch.bool)
-        for layer in self.blocks:
+        for layer, node in itertools.product(self.blocks, HEADS):
             state = self.simulation.right_state(layer)
-            for number, formula in self.tables.get((layer, "attn.scores"), {}).items():
-                value = _tried(formula, state)
+            for number, formula in self.tables.get((layer, node), {}).items():
+                value = _tried(formula, self.simulation.site(layer), state)
                 out[number] |= value is not None and value.shape[1] != self.simulation.config.n_head
         return out
 
@@ -106,7 +109,7 @@ class PairRunner:
     def _run(self, pairs: Tensor) -> Tensor:
         entrance, simulation = self.lens.span.entrance, self.simulation
         x = simulation.embed() if entrance is None else entrance.state["x"].to(simulation.dtype)
-        x = self._stage(None, "embed", pairs, {"x": x.expand(len(pairs), -1, -1)}, lambda s: s["x"])
+        x = self._stage(None, "embed", pairs, {"x": x.expand(len(pairs), -1, -1)}, lambda c, s: s["x"])
         for layers in self._sequence(pairs).T:
             if bool((layers == layers[0]).all()):
                 x = self._block(int(layers[0]), pairs, x)
@@ -118,10 +121,11 @@ class PairRunner:
         span, columns = self.lens.span, self.lens.columns
         if span.end not in ("ln_f", "logits"):
             return x
-        x = self._stage(None, "ln_f", pairs, {"x": x}, lambda s: simulation.norm("ln_f", s["x"]))
+        x = self._stage(None, "ln_f", pairs, {"x": x}, simulation.outside(Program(), "ln_f"))
         if span.end == "logits":
             own = simulation.table[columns]
-            heads = {number: made({})[columns].to(x.dtype) for number, made in self.tables.get((None, "head"), {}).items()}
+            held = self.tables.get((None, "head"), {})
+            heads = {number: made(simulation.site(0), {})[columns].to(x.dtype) for number, made in held.items()}
             parts = _groups(heads, pairs)
             x = _placed([(rows, x[rows] @ heads.get(number, own).T) for number, rows in parts], len(pairs))
         return x - x.mean(-1, keepdim=True) if span.softmaxed else x
@@ -140,30 +144,32 @@ class PairRunner:
 
     def _block(self, layer: int, pairs: Tensor, x: Tensor) -> Tensor:
         state, right = {"x": x}, self.simulation.right(layer)
-        for stage in STAGES:
+        for stage in NODES:
             state[stage] = self._stage(layer, stage, pairs, state, right[stage])
         return state[""]
 
-    def _stage(self, layer: int | None, stage: str, pairs: Tensor, state: State, right: Stage) -> Tensor:
+    def _stage(self, layer: int | None, stage: str, pairs: Tensor, state: State, right: Formula) -> Tensor:
         """Return a stage of all pairs: by the formula of the fault that replaces it, or by GPT-2's."""
-        table = self.tables.get((layer, stage), {})
+        found = self.tables.get((layer, stage), {})
+        table = {number: formula for number, formula in found.items() if not isinstance(formula, Shown)}
+        site = self.simulation.site(layer or 0)
         if not table:
-            return right(state)
+            return right(site, state)
         groups = list(_groups(table, pairs))
-        value = right(state) if any(number < 0 and 2 * len(rows) > len(pairs) for number, rows in groups) else None
+        value = right(site, state) if any(number < 0 and 2 * len(rows) > len(pairs) for number, rows in groups) else None
         shape = None  # of one program's alone it may be another
         if value is not None:  # most pairs', so no rows are picked for it
             value, shape = value.clone(), value.shape[1:]
         elif len(groups) > 1:
-            shape = right(_some(state, torch.tensor([0]))).shape[1:]
+            shape = right(site, _some(state, torch.tensor([0]))).shape[1:]
         parts = []
         for number, rows in groups:
             if number < 0 and value is not None:
                 continue
             some = _some(state, rows)
-            one = right(some) if number < 0 else _tried(table[number], some)
+            one = right(site, some) if number < 0 else _tried(table[number], site, some)
             if one is None or (shape is not None and one.shape[1:] != shape):
-                one = torch.full((1, *(shape or right(state).shape[1:])), torch.nan)
+                one = torch.full((1, *(shape or right(site, state).shape[1:])), torch.nan)
             parts.append((rows, one.to(self.simulation.dtype).expand(len(rows), *one.shape[1:])))
         return _placed(parts, len(pairs), value)
 
@@ -206,9 +212,9 @@ def _placed(parts: Sequence[tuple[Tensor, Tensor]], count: int, out: Tensor | No
     return out
 
 
-def _tried(formula: Stage, state: State) -> Tensor | None:
+def _tried(formula: Formula, site: Site, state: State) -> Tensor | None:
     """Return what a formula gives; None, if it cannot be computed for many rows."""
     try:
-        return formula(state)
+        return formula(site, state)
     except (IndexError, RuntimeError):
         return None

@@ -16,8 +16,9 @@ from gpt2.port.diagnosis.last_step import STEPS, last_steps
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.sieve import MIN_ROWS
-from gpt2.port.dump.simulation import LAST, STAGES, Entrance, Program, Simulation
+from gpt2.port.dump.simulation import Entrance, Program, Simulation
 from gpt2.port.dump.spans import Span
+from gpt2.port.graph import LAST, NODES
 
 ROW_SUM_BOUND = 1e-3  # of probabilities that a program stored in float16
 NEARLY = 10.0  # times the tolerance: logits of one token, by their own size
@@ -80,10 +81,11 @@ class Segment:
 
     def left(self) -> Entrance:
         """Return where the next segment begins."""
-        values, until, layer = self.values(self.candidate), self.span.until, self.last - 1
+        program, until, layer = self.candidate.program(self.simulation) or Program(), self.span.until, self.last - 1
+        values = self.simulation.stages(program, self.first, self.last, self.entrance, until)
         if until == LAST:  # the embeddings, or a block's result
             return Entrance(layer + 1, {"x": values["end"]})
-        before = {name: values[point_at(layer, name)] for name in STAGES[: until + 1]}
+        before = {name: values[point_at(layer, name)] for name in NODES[: until + 1]}
         return Entrance(layer, {"x": values["x"], **before}, until)
 
     def values(self, candidate: Candidate) -> dict[str, Tensor]:

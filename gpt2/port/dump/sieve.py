@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from gpt2.port.deadline import Deadline
-from gpt2.port.diagnosis.causes import FUTURE
 from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.simulation import Program, Simulation
 from gpt2.port.dump.spans import Span
+from gpt2.port.graph import ROWS, TEXT
 
 COLUMNS = 256  # vocabulary entries that are compared
 TOKENS = 4  # of a large model, where a token's values depend on earlier tokens alone
 MIN_ROWS = 4  # positions from which a bias of the head can be fitted
-WIDE = {*FUTURE, "layernorm-axis", "position-offset"}  # faults by which a token's values may depend on later tokens
 BATCH = 256  # candidates that are ranked together
 MAX_ELEMENTS = 1 << 26  # of the streams that are compared together
 
@@ -152,10 +151,8 @@ class Sieve:
     def lens(self, candidate: Candidate) -> Lens:
         if self.small:
             return self.whole
-        if any(one.mixes_rows for one, _ in candidate.sites):
-            return self.whole
-        wide = any(fault.id in WIDE for fault in candidate.faults(0)) or any(one.all_tokens for one, _ in candidate.sites)
-        return self.row if wide else self.few
+        sees = {one.sees for one, _ in candidate.sites}
+        return self.whole if ROWS in sees else self.row if TEXT in sees else self.few
 
     def ranked(
         self, candidates: Iterable[Candidate], base: Candidate | None, deadline: Deadline

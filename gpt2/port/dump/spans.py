@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gpt2.measure.tracing import point_at
 from gpt2.port.dump.batches import Batches
-from gpt2.port.dump.simulation import LAST, ORDER, STAGES, Entrance, Program, Simulation, stage_of
+from gpt2.port.dump.simulation import Entrance, Program, Simulation, stage_of
+from gpt2.port.graph import LAST, NODES, ORDER
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,6 @@ class Span:
             else:
                 layer, stage = begin
                 state = {"x": x if layer == self.first else right[point_at(layer - 1, "")]}
-                state |= {name: right[point_at(layer, name)] for name in STAGES[:stage]}
+                state |= {name: right[point_at(layer, name)] for name in NODES[:stage]}
                 begun = Entrance(layer, state, stage - 1)
                 yield number, simulation.stages(program, layer, self.last, begun, self.until)["end"]

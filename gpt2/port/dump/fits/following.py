@@ -16,6 +16,7 @@ from torch import Tensor
 from gpt2.config import GPT2Config
 from gpt2.measure.metrics import Progress, worst_relative_error
 from gpt2.measure.tracing import point_at
+from gpt2.port.alternatives import loading, precision, table
 from gpt2.port.deadline import TimeUp
 from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.places import Place, collapsed, forward_rank
@@ -30,7 +31,6 @@ from gpt2.port.dump.fits.partial import dropped
 from gpt2.port.dump.fits.placing import placed
 from gpt2.port.dump.fits.recorded import Arrays
 from gpt2.port.dump.fits.wiring import embedding_fit
-from gpt2.port.dump.misloading import loading_variants
 from gpt2.port.dump.pool import DumpPool
 from gpt2.port.dump.simulation import LINEAR, NEEDS, STAGES, Simulation, State
 from gpt2.port.dump.tolerance import UNITS
@@ -129,7 +129,7 @@ class Following:
         """Return whether the first stages of block ``layer`` are recorded as they follow from the stream ``x``."""
         state: State = {"x": x}
         for stage in BEHIND:
-            state[stage] = self.simulation.right(layer)[stage](state)
+            state[stage] = self.simulation.stages_of(layer)[stage](state)
         return any(self.arrays.shows(stage, state[stage]) for stage in BEHIND)
 
     def _kept(self, layer: int | None, stage: str, seen: Observed, fit: Fit) -> Tensor:
@@ -184,7 +184,7 @@ class Following:
         """Return the stages of a block, and those that are known: recorded or fitted, or what enters such a one."""
         state: State = {"x": x}
         known: set[str] = set()
-        for stage, formula in self.simulation.right(layer).items():
+        for stage, formula in self.simulation.stages_of(layer).items():
             value = fixed[stage] if stage in fixed else formula(state)
             own = None if stage in fixed or stage == "attn.scores" else self.arrays.recorded(stage, value)
             state[stage] = value if own is None else own
@@ -271,9 +271,9 @@ class Following:
             read("reduced-precision", f"holds the checkpoint's values {words}", make) for words, make in linear.roundings()
         )
         yield from itertools.islice(rounded, 1 if self.library.rounding else 0)
-        for variant in loading_variants(self.simulation):
-            if (wrong := variant.replaced(self.simulation, layer).get(stage)) is not None:
-                yield variant.faults(layer), "", wrong(state)
+        for one in table(self.simulation, loading, precision):
+            if (wrong := one.at(layer).get(stage)) is not None:
+                yield one.faults(layer), "", wrong(self.simulation.site(layer, state), state)
         yield from (read("wrong-tensor", words, make) for words, make in linear.elsewhere(layer))
         yield from rounded
 
@@ -286,10 +286,10 @@ class Following:
         for later in STAGES[STAGES.index(stage) + 1 :]:
             if changed.isdisjoint(NEEDS[later]) or later == "attn.scores":
                 if later == "attn.scores" and not changed.isdisjoint(NEEDS[later]):
-                    after[later] = self.simulation.right(layer)[later](after)
+                    after[later] = self.simulation.stages_of(layer)[later](after)
                     changed.add(later)
                 continue
-            after[later] = self.simulation.right(layer)[later](after)
+            after[later] = self.simulation.stages_of(layer)[later](after)
             changed.add(later)
             is_sum = number == -1 and later in ("mid", "")  # of which the candidate is a difference
             if not is_sum and self.arrays.shows(later, after[later], number):

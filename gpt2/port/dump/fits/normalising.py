@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gpt2.port.alternatives.moments import OWN, WAYS, Moments, every_reading
 from gpt2.port.diagnosis.norms import EPSILONS, layer_norm
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.fits.axes import first_features
 from gpt2.port.dump.fits.library import permutation, place_of
 from gpt2.port.dump.fits.observed import Fit, Observed, distinct, nice
 from gpt2.port.dump.fits.rounding import roundings
-from gpt2.port.dump.moments import OWN, WAYS, Moments, every_reading
 
 SAME = 1e-3  # relative difference of factors that are one
 MOST_PAIRS = 2**22  # of tokens that are compared at once

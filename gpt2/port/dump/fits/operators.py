@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.measure.tracing import point_at
-from gpt2.port.diagnosis.hypotheses import right_scale
 from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.fits.attention import Weights
@@ -32,6 +31,7 @@ from gpt2.port.dump.fits.weighings import weighed
 from gpt2.port.dump.fits.wiring import activation_fit, sum_fit
 from gpt2.port.dump.simulation import LINEAR, NEEDS, Simulation, State
 from gpt2.port.dump.tolerance import SLACK
+from gpt2.port.graph import right_scale
 
 NAMES = {"q": "queries", "k": "keys", "v": "values"}
 BRANCHES = ("mid", "")  # the sums of stream and branch

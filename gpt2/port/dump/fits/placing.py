@@ -53,5 +53,5 @@ def _staged(simulation: Simulation, stage: str, x: Tensor) -> Tensor:
     """Return the first block's stage as GPT-2 computes it from embeddings ``x``."""
     state: State = {"x": x}
     for name in dict.fromkeys(("ln_1", stage)):
-        state[name] = simulation.right(0)[name](state)
+        state[name] = simulation.stages_of(0)[name](state)
     return state[stage]

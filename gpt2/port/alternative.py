@@ -1,0 +1,269 @@
+"""What a program may do in place of GPT-2: an alternative replaces formulas of the graph, under the id of a cause.
+
+A fault has one place in the code: a line of a table in :mod:`.alternatives`, or a function there that :func:`family` marks. How a
+text is read in calls is a factor of its own: :func:`scheduled` makes of any alternative one that is seen in such calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt2.port.diagnosis.search import Fault
+from gpt2.port.graph import ATTENTION, TEXT, Calls, Edits, Formula, Memory, Model, Site, State
+
+Family = Callable[[Model], Iterator["Alternative"]]
+FAMILIES: list[Family] = []
+# The part that a report names for a fault of a node, if it is not the node's own name.
+PARTS = {**dict.fromkeys(ATTENTION, "attn"), "embed": "wte", "head": "logits"}
+READ = ("x", "ln_1", "attn.q", "attn.k", "attn.v")  # what attention may read
+
+
+def family(make: Family) -> Family:
+    """Add a function that yields alternatives to the table."""
+    FAMILIES.append(make)
+    return make
+
+
+class Changed:
+    """A formula that changes what a node has in any case, so that it may stand on top of another fault of that node."""
+
+    def __init__(self, node: str, change: Callable[[Site, Tensor], Tensor]) -> None:
+        self.node, self.change = node, change
+
+    def __call__(self, c: Site, s: State) -> Tensor:
+        return self.change(c, c.right(self.node, s))
+
+    def over(self, formula: Formula) -> Formula:
+        return lambda c, s: self.change(c, formula(c, s))
+
+
+def changed(change: Callable[[Tensor], Tensor], *nodes: str) -> dict[str, Formula]:
+    """Return the edits that apply ``change`` to the values of ``nodes``."""
+    return {node: Changed(node, lambda c, y: change(y)) for node in nodes}
+
+
+class Weighing:
+    """A formula of the attention weights that takes each query by itself, so that it computes several calls at once.
+
+    ``weigh``: from scores (B, H, t, S), the queries' numbers (t, 1), and the first token and the one behind the last of the call:
+    of all queries, or of each (t, 1).
+    """
+
+    def __init__(self, weigh: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
+        self.weigh = weigh
+
+    def __call__(self, c: Site, s: State) -> Tensor:
+        return self.weigh(s["attn.scores"], c.tokens, torch.tensor(c.begin), torch.tensor(c.end))
+
+    def in_calls(self, calls: Calls) -> Formula:
+        """Return the formula for a text that is read in these calls."""
+
+        def formula(c: Site, s: State) -> Tensor:
+            some = within(calls, c.end)
+            lengths = torch.tensor([end - begin for begin, end in some])
+            begins, ends = (torch.tensor(one).repeat_interleave(lengths)[:, None] for one in zip(*some, strict=True))
+            return self.weigh(s["attn.scores"], c.tokens, begins, ends)
+
+        return formula
+
+
+def rerouted(node: str, slot: str, source: str) -> Formula:
+    """Return a node's formula where it reads the value ``source`` in the place of ``slot``."""
+    return lambda c, s: c.right(node, {**s, slot: s[source]})
+
+
+@dataclass(frozen=True, eq=False)
+class Alternative:
+    """Other formulas of some nodes, under the ``id`` of a cause, in ``words``.
+
+    ``edits``: of the nodes of a block; ``outside``: of those around the blocks. ``where``: the part that a report names; by
+    default, that of each node. ``also``: further causes with words, if it is several mistakes at once. ``fix``: the corrected
+    line, if not the cause's. ``rare``: tried behind what is not. ``shared``: of code that all blocks share, so not in one alone.
+    ``sees``: what a token's value may depend on beside earlier tokens: TEXT or ROWS. ``silent``: whether it changes nothing in a
+    block, by its number. ``calls``: the text is read so. ``steps``: it is one of a text that is read in several calls;
+    ``at_once``: it shows in the first of them as well. ``run``: the stream of the whole program, if it is no change of formulas;
+    ``crosses``: it takes something from block to block. ``key``: what tells it from another one of the same words. ``fitted``: it
+    has a number that was fitted.
+    """
+
+    id: str
+    words: str
+    edits: Edits = field(default_factory=dict)
+    where: str | tuple[str, ...] | None = None
+    outside: Edits = field(default_factory=dict)
+    also: tuple[tuple[str, str], ...] = ()
+    fix: str | None = None
+    rare: bool = False
+    shared: bool = False
+    sees: str = ""
+    silent: Callable[[int], bool] | None = None
+    calls: Calls | None = None
+    steps: bool = False
+    at_once: bool = False
+    run: Callable[[Model], Tensor] | None = None
+    crosses: bool = False
+    key: str = ""
+    fitted: bool = False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alternative) and self.label == other.label
+
+    def __hash__(self) -> int:
+        return hash(self.label)
+
+    @cached_property
+    def label(self) -> str:
+        """A name that no other alternative has."""
+        nodes = " ".join(node or "out" for node in (*self.edits, *self.outside))
+        words = "; ".join((self.words, *(words for _, words in self.also)))
+        return f"{nodes or 'run'} {self.id}: {words}{f' [{self.key}]' if self.key else ''}"
+
+    def parts(self, layer: int | None) -> tuple[str, ...]:
+        """Return the parts of a block that a report names; of what is outside the blocks, if ``layer`` is None."""
+        if self.where is not None and (layer is not None or not self.edits):
+            return (self.where,) if isinstance(self.where, str) else self.where
+        nodes = self.outside if layer is None else self.edits
+        return tuple(dict.fromkeys(PARTS.get(node, node) for node in nodes)) or ("attn",)
+
+    def faults(self, layer: int | None) -> tuple[Fault, ...]:
+        """Return the faults in a block, or outside the blocks; none where it changes nothing."""
+        if layer is not None and self.silent is not None and self.silent(layer):
+            return ()
+        causes = ((self.id, self.words), *self.also)
+        fixes = {self.id: self.fix}
+        return tuple(
+            Fault(id, part, words, fitted=self.fitted, layer=layer, fix=fixes.get(id))
+            for part in self.parts(layer)
+            for id, words in causes
+        )
+
+    def at(self, layer: int | None) -> Edits:
+        """Return the edits in a block, or outside the blocks; none where it changes nothing."""
+        if layer is None:
+            return self.outside
+        return {} if self.silent is not None and self.silent(layer) else self.edits
+
+
+def merged(one: Edits, other: Edits) -> dict[str, Formula] | None:
+    """Return the edits of two faults together; None if both replace a node, and neither changes what the other gives."""
+    out = dict(one)
+    for node, formula in other.items():
+        before = out.get(node)
+        if before is None:
+            out[node] = formula
+        elif isinstance(formula, Changed):
+            out[node] = formula.over(before)
+        elif isinstance(before, Changed):
+            out[node] = before.over(formula)
+        else:
+            return None
+    return out
+
+
+# How a text is read
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A text that is read in ``calls``; a fault is in ``which`` of them: in all, in the first alone, or in later ones alone."""
+
+    words: str
+    calls: Calls
+    which: str = "all"
+
+
+def scheduled(alternative: Alternative, schedule: Schedule) -> Alternative:
+    """Return an alternative in a program that reads its text by a schedule."""
+
+    def gated(node: str, formula: Formula) -> Formula:
+        if schedule.which == "all":
+            return formula
+        return lambda c, s: formula(c, s) if (c.begin == 0) == (schedule.which == "first") else c.right(node, s)
+
+    return replace(
+        alternative,
+        words=": ".join(filter(None, (schedule.words, alternative.words))),
+        also=tuple((id, f"{schedule.words}: {words}") for id, words in alternative.also),
+        edits={node: gated(node, formula) for node, formula in alternative.edits.items()},
+        outside={node: gated(node, formula) for node, formula in alternative.outside.items()},
+        where=alternative.parts(0) if alternative.edits else alternative.where,
+        calls=schedule.calls,
+        rare=True,
+        shared=True,
+        sees=alternative.sees or TEXT,
+    )
+
+
+def within(calls: Calls, tokens: int) -> Calls:
+    """Return the calls for the first ``tokens`` alone."""
+    return tuple((begin, min(end, tokens)) for begin, end in calls if begin < tokens)
+
+
+def in_calls(calls: Calls, edits: Edits) -> dict[str, Formula]:
+    """Return formulas that give, from a whole text at once, what ``edits`` give in these calls."""
+    out: dict[str, Formula] = {
+        node: _by_token(calls, formula) for node, formula in edits.items() if node not in ATTENTION and node != "head"
+    }
+    out |= {node: edits[node] for node in ("head",) if node in edits}
+    inner = {node: formula for node, formula in edits.items() if node in ATTENTION}
+    if inner.keys() == {"attn.weights"} and isinstance(weighing := inner["attn.weights"], Weighing):
+        return {**out, "attn.weights": weighing.in_calls(calls)}
+    if inner:
+        pieces = partial(_pieces, calls, inner)
+        out |= {node: Shown(partial(_piece, pieces, node)) for node in ("attn.scores", "attn.weights", "attn.mixed")}
+        out["attn.heads"] = partial(_piece, pieces, "attn.heads")
+    return out
+
+
+class Shown:
+    """A formula whose value nothing reads, but which a program may show."""
+
+    def __init__(self, formula: Formula) -> None:
+        self.formula = formula
+
+    def __call__(self, c: Site, s: State) -> Tensor:
+        return self.formula(c, s)
+
+
+def _sites(calls: Calls, c: Site) -> Iterator[Site]:
+    memory: Memory = {}
+    for begin, end in within(calls, c.end):
+        yield c.call(begin, end, memory)
+
+
+def _cut(c: Site, s: State) -> State:
+    """Return the values of the tokens of a call."""
+    return {node: x[:, c.begin : c.end] if x.ndim == 3 else x[:, :, c.begin : c.end] for node, x in s.items()}
+
+
+def _by_token(calls: Calls, formula: Formula) -> Formula:
+    return lambda c, s: torch.cat([formula(site, _cut(site, s)) for site in _sites(calls, c)], 1)
+
+
+def _pieces(calls: Calls, edits: Edits, c: Site, s: State) -> State:
+    """Return attention's values for a whole text, computed call by call."""
+    parts: list[State] = []
+    given = {node: s[node] for node in READ}
+    right = c.rights
+    for site in _sites(calls, c):
+        state = _cut(site, given)
+        for node in ATTENTION:
+            state[node] = (edits.get(node) or right[node])(site, state)
+        parts.append(state)
+    out = {"attn.heads": torch.cat([part["attn.heads"] for part in parts], 1)}
+    for node in ("attn.mixed", "attn.scores", "attn.weights"):
+        heads, widest = (max(part[node].shape[axis] for part in parts) for axis in (1, -1))  # of calls, they may differ
+        padded = [F.pad(y, (0, widest - y.shape[-1], 0, 0, 0, heads - y.shape[1])) for y in (part[node] for part in parts)]
+        out[node] = torch.cat(padded, 2)
+    return out
+
+
+def _piece(pieces: Callable[[Site, State], State], node: str, c: Site, s: State) -> Tensor:
+    q = s["attn.q"]  # kept beside the values, so that no other tensor takes its number
+    return c.model.once((pieces, c.layer, id(q)), lambda: (q, pieces(c, s)))[1][node]

@@ -1,0 +1,18 @@
+"""The table of what programs may do in place of GPT-2: a file for each kind of edit."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from gpt2.port.alternative import FAMILIES, Alternative
+from gpt2.port.alternatives import activations, attention, layouts, loading, masks, norms, outside, precision, schedule, wiring
+from gpt2.port.graph import Model
+
+KINDS = (activations, norms, attention, masks, layouts, wiring, loading, outside, precision, schedule)
+
+
+def table(model: Model, *kinds: ModuleType) -> list[Alternative]:
+    """Return every alternative for a model, or those of some files; no two have one label."""
+    names = {kind.__name__ for kind in kinds or KINDS}
+    made = (one for make in FAMILIES if make.__module__ in names for one in make(model))
+    return list({one.label: one for one in made}.values())

@@ -1,0 +1,107 @@
+"""Other attention: factors of the scores, and what is compared with what."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt2.port.alternative import Alternative, Changed, changed, family
+from gpt2.port.diagnosis.causes import SCORES
+from gpt2.port.diagnosis.hypotheses import SCALES, scale_faults
+from gpt2.port.diagnosis.norms import layer_norm
+from gpt2.port.diagnosis.scores import PAIRS
+from gpt2.port.graph import ROWS, Formula, Model, Site, right_scale, split
+
+LETTERS = {"q": "queries", "k": "keys", "v": "values"}
+VALUES = {"attn.k": "the keys are mixed, not the values", "attn.q": "the queries are mixed"}
+VALUES |= {"ln_1": "attention's input itself is mixed: there is no projection to values"}
+VALUES |= {"x": "the stream is mixed as it is: there is no norm and no projection to values"}
+
+
+@family
+def scales(model: Model) -> Iterator[Alternative]:
+    """Yield other factors of the scores."""
+    config = model.config
+    for label, scale in SCALES.items():
+        by_layer = label == "by the layer" or config.scale_attn_by_inverse_layer_idx
+        shown = 1 if by_layer and config.n_layer > 1 else 0
+        found = scale_faults(config, shown, scale(config, shown), inverse_first=label == "by the layer")
+        if not found:
+            continue
+        edit = Changed("attn.scores", lambda c, y, scale=scale: y * (scale(config, c.layer) / right_scale(config, c.layer)))
+        words = [one.detail.partition(", 2")[0] if by_layer else one.detail for one in found]
+        also = tuple((one.id, detail) for one, detail in zip(found[1:], words[1:], strict=True))
+        same = lambda layer, scale=scale: math.isclose(scale(config, layer), right_scale(config, layer))  # noqa: E731
+        yield Alternative(found[0].id, words[0], {"attn.scores": edit}, also=also, silent=same)
+
+
+@family
+def comparisons(model: Model) -> Iterator[Alternative]:
+    """Yield other pairs of what is compared, and q and k that are normed, turned or shared."""
+    config, heads = model.config, model.config.n_head
+    for one, other in itertools.product("qkv", repeat=2):
+        if (one, other) == ("q", "k"):
+            continue
+        words = PAIRS.get((one, other), f"the {LETTERS[one]} are compared with the {LETTERS[other]}")
+        edits = {f"attn.{slot}h": _cut(source) for slot, source in (("q", one), ("k", other)) if slot != source}
+        rare = (one, other) not in PAIRS
+        yield Alternative("qkv-order", words, edits, fix=SCORES, rare=rare, shared=rare)
+    for source, words in VALUES.items():
+        yield Alternative("value-projection-wrong", words, {"attn.vh": _cut(source)})
+    norms: Mapping[str, Callable[[Tensor], Tensor]] = {
+        "scaled to length one (cosine attention)": lambda x: F.normalize(x, dim=-1),
+        "normalised by a layer norm for each head": layer_norm,
+        "normalised by an RMS norm for each head": partial(layer_norm, centred=False, square=True),
+    }
+    for (how, norm), scaled in itertools.product(norms.items(), (True, False)):
+        words = f"queries and keys are {how} before they are compared" + (", and the scores are not scaled" if not scaled else "")
+        edits = changed(norm, "attn.qh", "attn.kh")
+        if not scaled:
+            edits["attn.scores"] = Changed("attn.scores", lambda c, y: y / right_scale(config, c.layer))
+        yield Alternative("extra-norm", words, edits, fix=SCORES, rare=True, shared=True)
+    for head in range(heads if heads > 1 else 0):
+        words = f"every head compares its queries with the keys of head {head}"
+        fix = f"k = k.view(B, T, {heads}, head_size).transpose(1, 2)  # keys of its own for each head"
+        edits = {"attn.kh": Changed("attn.kh", lambda c, y, head=head: y[:, [head]].expand_as(y))}
+        yield Alternative("head-layout", words, edits, "attn.c_attn", fix=fix)
+        words = f"every head weighs its values with the weights of head {head}"
+        edits = {"attn.weights": Changed("attn.weights", lambda c, w, head=head: w[:, [min(head, w.shape[1] - 1)]].expand_as(w))}
+        yield Alternative("head-layout", words, edits, rare=True, shared=True)
+    if len(model.ids) > 1:
+        words = "every row of the batch compares its queries with the keys of the first row (axis 0)"
+        edits = {"attn.kh": Changed("attn.kh", lambda c, y: y[:1].expand_as(y))}
+        yield Alternative("batch-dependent", words, edits, sees=ROWS)
+    for halves, what in ((False, "neighbouring numbers"), (True, "the halves of a head")) if config.head_dim > 1 else ():
+        words = f"queries and keys are turned by their position, {what} as pairs"
+        edits = {node: Changed(node, lambda c, y, halves=halves: rotated(y, c.tokens, halves)) for node in ("attn.qh", "attn.kh")}
+        yield Alternative("rotary-positions", words, edits, "attn", shared=True)
+    words = "a number that grows with the distance of two tokens is taken from the scores (as in ALiBi)"
+    yield Alternative("scale-wrong", words, {"attn.scores": Changed("attn.scores", _distant)}, shared=True)
+
+
+def _cut(source: str) -> Formula:
+    node = source if "_" in source or source == "x" or "." in source else f"attn.{source}"
+    return lambda c, s: split(s[node], c.config.n_head)
+
+
+def rotated(x: Tensor, tokens: Tensor, halves: bool) -> Tensor:
+    """Return x (B, H, T, K) turned by the positions ``tokens`` (T, 1), as rotary embedding with a base of 10,000 does."""
+    pairs = x.shape[-1] // 2
+    turning, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    one, other = turning.chunk(2, -1) if halves else (turning[..., ::2], turning[..., 1::2])
+    angle = tokens / 10000.0 ** (torch.arange(pairs) / max(pairs, 1))
+    cos, sin = angle.to(x).cos(), angle.to(x).sin()
+    parts = one * cos - other * sin, one * sin + other * cos
+    return torch.cat([torch.cat(parts, -1) if halves else torch.stack(parts, -1).flatten(-2), rest], -1)
+
+
+def _distant(c: Site, scores: Tensor) -> Tensor:
+    heads = scores.shape[1]
+    slopes = 2.0 ** (-8.0 * (torch.arange(heads) + 1) / heads)
+    return scores - (slopes[:, None, None] * (c.tokens - torch.arange(scores.shape[-1]))).to(scores)

@@ -1,0 +1,169 @@
+"""Values that are read by another index: how heads are cut and merged, other rows, heads and tokens, fewer heads."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gpt2.port.alternative import Alternative, Changed, family
+from gpt2.port.diagnosis.attending import MERGED
+from gpt2.port.diagnosis.scores import Layout
+from gpt2.port.graph import ROWS, TEXT, Edits, Formula, Model, Site, State, merge, right_scale, split
+
+PARTS = {"kv": "keys and values are", "v": "the values are", "k": "the keys are", "q": "the queries are"}
+AXES = {"batch": 0, "head": 1, "token": 2, "unit": 3}  # of the heads' results (B, H, T, K)
+SUBSETS = ("q", "k", "v", "qk", "kv", "qv")
+# Which row, head or token is read in the place of each, of n.
+INDICES: dict[str, Callable[[int], Tensor]] = {
+    "the first {}": lambda n: torch.zeros(n, dtype=torch.long),
+    "the last {}": lambda n: torch.full((n,), n - 1),
+    "the {} before": lambda n: (torch.arange(n) - 1).clamp(min=0),
+    "the next {}": lambda n: (torch.arange(n) + 1).clamp(max=n - 1),
+    "the {} of the same number from the end": lambda n: torch.arange(n - 1, -1, -1),
+}
+ID_OF_AXIS = {0: ("row", "batch-dependent"), 1: ("head", "head-layout"), 2: ("token", "cache-inconsistent")}
+
+
+def _cut(layout: Layout, letters: str) -> dict[str, Formula]:
+    def formula(letter: str) -> Formula:
+        return lambda c, s: layout.split(s[f"attn.{letter}"], c.config.n_head)
+
+    return {f"attn.{letter}h": formula(letter) for letter in letters}
+
+
+@family
+def layouts(model: Model) -> Iterator[Alternative]:
+    """Yield other ways to cut the width into heads and to merge them."""
+    for layout in Layout:
+        if layout is Layout.RIGHT:
+            continue
+        sees = ROWS if layout is Layout.TIME_FIRST else "" if layout is Layout.INTERLEAVED else TEXT
+        merging: Edits = {"attn.heads": lambda c, s, layout=layout: layout.merge(s["attn.mixed"])}
+        yield Alternative("head-layout", layout.value, _cut(layout, "qkv"), sees=sees)
+        yield Alternative(
+            "head-layout", MERGED if layout is Layout.VIEWED else f"merged as if {layout.value}", merging, sees=sees
+        )
+        words = f"{layout.value}, and merged in the same way"
+        yield Alternative("head-layout", words, {**_cut(layout, "qkv"), **merging}, sees=sees)
+        for letters in SUBSETS:
+            words = f"of {', '.join(letters)}: {layout.value}"
+            yield Alternative("head-layout", words, _cut(layout, letters), rare=True, shared=True, sees=sees)
+        behind = {**_cut(layout, "q"), "attn.ks": _behind_cache(layout, "k"), "attn.vs": _behind_cache(layout, "v")}
+        words = f"behind the cache: {layout.value}"
+        yield Alternative("head-layout", words, behind, rare=True, shared=True, steps=True, at_once=True, sees=sees)
+    words = "heads are put side by side in reverse order"
+    yield Alternative("head-layout", words, {"attn.heads": lambda c, s: merge(s["attn.mixed"].flip(1))})
+
+
+def _behind_cache(layout: Layout, letter: str) -> Formula:
+    """Return keys or values that are kept as (B, T, D), and cut into heads when they are read."""
+
+    def formula(c: Site, s: State) -> Tensor:
+        flat = c.keep((letter, c.layer, "flat"), s[f"attn.{letter}"][:, None])[:, 0]
+        return layout.split(flat, c.config.n_head)
+
+    return formula
+
+
+@family
+def merges(model: Model) -> Iterator[Alternative]:
+    """Yield heads whose results are put together with their axes in another order, by a view of other memory."""
+    rows, heads = len(model.ids), model.config.n_head
+    shape = (rows, heads, model.ids.shape[1], model.config.head_dim)
+    numbers = torch.arange(math.prod(shape)).reshape(shape)
+    known = [layout.merge(numbers) for layout in Layout]  # GPT-2's own, and those above
+    for order, exchanged in itertools.product(itertools.permutations(AXES), (False, True)):
+        way = partial(_in_memory, order, exchanged)
+        made = way(numbers)
+        if any(torch.equal(made, other) for other in known):
+            continue
+        known.append(made)
+        words = "rows and heads, which are one axis, are taken for heads and rows, and " if exchanged else ""
+        words += f"the heads' results are viewed as (B, T, D) while they lie in memory as ({', '.join(order)})"
+        edits: Edits = {"attn.heads": lambda c, s, way=way: way(s["attn.mixed"])}
+        yield Alternative("head-layout", words, edits, rare=True, sees=ROWS if rows > 1 else TEXT)
+
+
+def _in_memory(order: tuple[str, ...], exchanged: bool, mixed: Tensor) -> Tensor:
+    rows, heads, tokens, size = mixed.shape
+    mixed = mixed.reshape(heads, rows, tokens, size).transpose(0, 1) if exchanged else mixed
+    return mixed.permute([AXES[one] for one in order]).reshape(rows, tokens, -1)
+
+
+@family
+def head_counts(model: Model) -> Iterator[Alternative]:
+    """Yield other numbers of heads, with their own factor of the scores and with GPT-2's."""
+    own, width = model.config.n_head, model.config.n_embd
+    for heads in (n for n in range(1, width + 1) if width % n == 0 and n != own):
+        words = f"attention has {heads} heads, the checkpoint {own}"
+        if heads == 1:
+            words = f"attention has one head, as wide as the stream, and no split into heads; the checkpoint has {own}"
+        fix = f"n_head={own}  # each {model.config.head_dim} wide"
+        cut: dict[str, Formula] = {f"attn.{one}h": _split(one, heads) for one in "qkv"}
+        factor = Changed("attn.scores", lambda c, y, heads=heads: y * (heads / width) ** 0.5 / right_scale(c.config, c.layer))
+        rare = heads not in (1, 2 * own)
+        yield Alternative("head-layout", words, {**cut, "attn.scores": factor}, fix=fix, rare=rare)
+        yield Alternative("head-layout", f"{words}, with the factor of {own} heads", cut, fix=fix, rare=rare)
+
+
+def _split(letter: str, heads: int) -> Formula:
+    return lambda c, s: split(s[f"attn.{letter}"], heads)
+
+
+@family
+def fewer_heads(model: Model) -> Iterator[Alternative]:
+    """Yield queries, keys or values of fewer heads than there are, of one head, and heads that are lost."""
+    heads = model.config.n_head
+    for few in (n for n in range(1, heads) if heads % n == 0):
+        ways = {"neighbouring heads share": torch.arange(heads) * few // heads, "in turn": torch.arange(heads) % few}
+        for (how, which), (letters, what) in itertools.product(
+            itertools.islice(ways.items(), 1 if few == 1 else 2), PARTS.items()
+        ):
+            whose = f"the first {few} heads alone, {how}" if few > 1 else "the first head alone"
+            yield Alternative("head-layout", f"{what} those of {whose}", _indexed(letters, 1, which), rare=True, shared=True)
+    for head in range(heads if heads > 1 else 0):
+        words = f"the result of head {head} is zero, as if the loop over heads left it out"
+        lost = Changed("attn.mixed", partial(_without, head))
+        yield Alternative("head-layout", words, {"attn.mixed": lost}, rare=True, shared=True)
+    for masked, words in ((True, ", each those before it and itself"), (False, "")) if heads > 1 else ():
+        detail = f"the heads of one token attend to each other{words}, not the tokens"
+        yield Alternative("head-layout", detail, {"attn.heads": partial(_across, masked)}, rare=True, shared=True)
+
+
+def _indexed(letters: str, axis: int, which: Tensor) -> dict[str, Formula]:
+    return {node: Changed(node, lambda c, y: y.index_select(axis, which)) for node in (f"attn.{letter}h" for letter in letters)}
+
+
+def _without(head: int, c: Site, mixed: Tensor) -> Tensor:
+    kept = torch.ones(mixed.shape[1], 1, 1, dtype=mixed.dtype)
+    kept[min(head, len(kept) - 1)] = 0.0
+    return mixed * kept
+
+
+def _across(masked: bool, c: Site, s: State) -> Tensor:
+    q, k, v = (split(s[f"attn.{one}"], c.config.n_head).transpose(1, 2) for one in "qkv")
+    scores = q @ k.mT * right_scale(c.config, c.layer)  # (B, T, H, H)
+    if masked:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    return (scores.softmax(-1) @ v).flatten(2)
+
+
+@family
+def indices(model: Model) -> Iterator[Alternative]:
+    """Yield queries, keys or values of another row, head or token."""
+    sizes = (len(model.ids), model.config.n_head, model.ids.shape[1])
+    for (axis, (name, id)), (words, index), (letters, what) in itertools.product(
+        ID_OF_AXIS.items(), INDICES.items(), PARTS.items()
+    ):
+        if sizes[axis] > 1 and not (axis == 1 and words.startswith("the first")):  # which is fewer heads
+            edits = {
+                node: Changed(node, lambda c, y, a=axis, i=index: y.index_select(a, i(y.shape[a])))
+                for node in (f"attn.{letter}h" for letter in letters)
+            }
+            sees = ROWS if axis == 0 else TEXT if axis == 2 else ""
+            yield Alternative(id, f"{what} those of {words.format(name)}", edits, rare=True, shared=True, sees=sees)

@@ -1,0 +1,242 @@
+"""Other masks and softmaxes: which keys a query sees, what is put in the place of hidden scores, and over what is summed.
+
+A mask says which key j a query t sees; ``a`` and ``e`` are the first token of the call and the one behind it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gpt2.port.alternative import Alternative, Changed, Weighing, family
+from gpt2.port.diagnosis.causes import MASKED
+from gpt2.port.diagnosis.hypotheses import TOGETHER
+from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site, State
+
+Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # from t (T, 1) and j (S) to the visible keys (T, S)
+MOST_TOKENS, MOST_WINDOW = 24, 64  # up to which every length of a prompt, and of a window, is tried on a small model
+CAUSAL: Mask = lambda t, j, a, e: j <= t  # noqa: E731
+MASKS: dict[str, tuple[str, Mask]] = {
+    "every token sees the whole sequence, the future too": ("mask-missing", lambda t, j, a, e: j >= 0 * t),
+    "a token sees only what came before it, and not itself": ("mask-strict", lambda t, j, a, e: j < t),
+    "a token sees only what came before it, but for the first, which sees itself": (
+        "mask-strict",
+        lambda t, j, a, e: (j < t) | ((t == 0) & (j == 0)),
+    ),
+    "a token sees the one after it": ("mask-off-by-one", lambda t, j, a, e: j <= t + 1),
+    "the mask is the wrong way round: a token sees itself and the future, not the past": (
+        "mask-missing",
+        lambda t, j, a, e: j >= t,
+    ),
+    "the mask is the wrong way round: a token sees the future alone, not itself or the past": (
+        "mask-missing",
+        lambda t, j, a, e: j > t,
+    ),
+}
+FILLED = ("", *list(MASKS)[1:2], list(MASKS)[3])  # masks whose hidden scores are tried with other numbers
+FILLS = (0.0, 1e-9, -1e-9, -1e-5, -1.0, 1.0, -10.0, -100.0, -1000.0, 1e-20, 1e9)
+# What shows only where a text is read in several calls.
+IN_CALLS: dict[str, tuple[str, Mask]] = {
+    "the mask begins anew in each call": ("cache-inconsistent", lambda t, j, a, e: j <= t - a),
+    "a token sees those of its own call alone": ("cache-inconsistent", lambda t, j, a, e: (j <= t) & (j >= a)),
+    "a token sees those of its own call alone, later ones too": ("cache-inconsistent", lambda t, j, a, e: (j >= a) & (t >= 0)),
+    "in later calls, a token sees itself alone": ("cache-inconsistent", lambda t, j, a, e: (j <= t) & ((a == 0) | (j == t))),
+    "in later calls, a token sees the first of all alone, as with a mask that begins anew in each step": (
+        "cache-inconsistent",
+        lambda t, j, a, e: (j <= t) & ((a == 0) | (j == 0)),
+    ),
+    "a token does not see the last one before its call": ("cache-inconsistent", lambda t, j, a, e: (j <= t) & (j != a - 1)),
+}
+AXES = {-2: "over the queries", 1: "over the heads", 0: "over the batch"}
+
+
+def _masked(mask: Mask, fill: float, scores: Tensor, t: Tensor, a: Tensor, e: Tensor, axis: int = -1) -> Tensor:
+    """Return the weights; where nothing is seen, they are 0 if ``fill`` is minus infinity."""
+    keys = torch.arange(scores.shape[-1])
+    weights = scores.masked_fill(~mask(t, keys, a, e), fill).masked_fill(keys >= e, -math.inf).softmax(axis)
+    return weights.nan_to_num(0.0) if fill == -math.inf else weights
+
+
+def _added(mask: Mask, scores: Tensor, t: Tensor, a: Tensor, e: Tensor) -> Tensor:
+    """Return the weights if a large number is added to hidden scores: a token that may see nothing sees everything."""
+    keys = torch.arange(scores.shape[-1])
+    empty = ~(mask(t, keys, a, e) & (keys < e)).any(-1)
+    return torch.where(
+        empty[:, None], scores.masked_fill(keys >= e, -math.inf).softmax(-1), _masked(mask, -1e30, scores, t, a, e)
+    )
+
+
+def _after(mask: Mask, scores: Tensor, t: Tensor, a: Tensor, e: Tensor) -> Tensor:
+    keys = torch.arange(scores.shape[-1])
+    return scores.masked_fill(keys >= e, -math.inf).softmax(-1) * mask(t, keys, a, e)
+
+
+def _softmax(mask: Mask, fill: float, axis: int, c: Site, s: State) -> Tensor:
+    """Return the weights of a softmax over an axis of a call."""
+    return _masked(mask, fill, s["attn.scores"], c.tokens, torch.tensor(c.begin), torch.tensor(c.end), axis)
+
+
+def _over_after(mask: Mask, axis: int, c: Site, s: State) -> Tensor:
+    keys = torch.arange(s["attn.scores"].shape[-1])
+    return s["attn.scores"].softmax(axis) * mask(c.tokens, keys, torch.tensor(c.begin), torch.tensor(c.end))
+
+
+def _weighed(
+    id: str,
+    words: str,
+    formula: Formula,
+    *also: tuple[str, str],
+    sees: str = TEXT,
+    rare: bool = False,
+    shared: bool = False,
+    steps: bool = False,
+    fix: str | None = None,
+) -> Alternative:
+    edits = {"attn.weights": formula}
+    return Alternative(id, words, edits, also=also, fix=fix, rare=rare, shared=shared, sees=sees, steps=steps)
+
+
+def ahead(mask: Mask) -> bool:
+    """Return whether a token sees a later one."""
+    every = torch.arange(3)
+    return bool(mask(every[:, None], every, every[:1], every[-1:] + 1).triu(1).any())
+
+
+def lengths(model: Model, most: int = MOST_TOKENS) -> list[int]:
+    """Return the lengths of a prompt, or of a window, that are tried: all of up to ``most`` tokens."""
+    tokens = model.ids.shape[1]
+    if tokens <= most and model.small:
+        return list(range(1, tokens))
+    return [1 << n for n in range(tokens.bit_length()) if 1 << n < tokens]
+
+
+@family
+def masks(model: Model) -> Iterator[Alternative]:
+    """Yield every mask with every number in the place of hidden scores, and the mask behind the softmax."""
+    every = torch.arange(model.ids.shape[1])
+    for words, (id, mask) in {"": ("", CAUSAL), **MASKS}.items():
+        why = ((id, words),) if id else ()
+        if id:
+            yield _weighed(id, words, Weighing(partial(_masked, mask, -math.inf)), sees=TEXT if ahead(mask) else "")
+        if not bool(mask(every[:, None], every, every[:1], every[-1:] + 1).any(-1).all()):  # a token sees nothing
+            yield _weighed(id, f"{words}; one that sees nothing sees all alike", Weighing(partial(_masked, mask, -1e30)))
+            yield _weighed(id, f"{words}; one that sees nothing sees all", Weighing(partial(_added, mask)))
+        for fill in FILLS if words in FILLED else ():
+            number = "zero" if fill == 0 else f"{fill:g}"
+            detail = f"masked scores become {number}, which softmax gives a share, instead of minus infinity"
+            yield _weighed("mask-multiplied", detail, Weighing(partial(_masked, mask, fill)), *why, rare=bool(why))
+        if words in FILLED:
+            detail = "the mask is multiplied in after softmax, so the weights no longer sum to one"
+            yield _weighed("mask-multiplied", detail, Weighing(partial(_after, mask)), *why, rare=bool(why))
+
+
+@family
+def masks_in_calls(model: Model) -> Iterator[Alternative]:
+    """Yield masks that go wrong in later calls, with every number in the place of hidden scores."""
+    for words, (id, mask) in IN_CALLS.items():
+        one = _weighed(id, words, Weighing(partial(_masked, mask, -math.inf)), steps=True)
+        yield replace(one, at_once=ahead(mask))
+    words = "the softmax divides by one more than the sum, as if an empty place of a cache, with a key of zeros, were seen"
+    late = Weighing(partial(_emptied, lambda t, a: (t >= 0) & (a > 0)))
+    yield _weighed("cache-inconsistent", f"in later calls, {words}", late, steps=True)
+
+
+@family
+def softmaxes(model: Model) -> Iterator[Alternative]:
+    """Yield softmaxes over other axes, with every mask, and none at all."""
+    sizes = {1: model.config.n_head, 0: len(model.ids)}
+    for (axis, over), (why, (id, mask)) in itertools.product(AXES.items(), {"": ("", CAUSAL), **MASKS}.items()):
+        if sizes.get(axis, 2) == 1:
+            continue
+        words, also = f"the softmax runs {over} (dim={axis}), not over the keys", ((id, why),) if id else ()
+        sees = ROWS if axis == 0 else TEXT
+        for fill, how in ((-math.inf, ""), (-1e30, "; where nothing is seen, all is alike")):
+            formula = partial(_softmax, mask, fill, axis)
+            yield _weighed("softmax-axis", words + how, formula, *also, sees=sees, rare=bool(also))
+        if not id:
+            multiplied = "mask-multiplied", "masked scores become zero, which softmax gives a share, instead of minus infinity"
+            yield _weighed("softmax-axis", words, partial(_softmax, mask, 0.0, axis), multiplied, sees=sees, rare=True)
+            yield _weighed("softmax-axis", f"{words}, and the mask behind it", partial(_over_after, mask, axis), sees=sees)
+    for together, over in TOGETHER.items():
+        yield _weighed(
+            "softmax-axis", f"the softmax runs over {over}", partial(_over, together), sees=ROWS if 0 in together else TEXT
+        )
+    words = "the mask is added to the scores as zeros and ones, which hides nothing"
+    yield _weighed("mask-missing", words, lambda c, s: (s["attn.scores"] + _causal(c, s)).softmax(-1))
+    words = "ones are taken from the scores of later tokens, which hides nothing"
+    yield _weighed("mask-missing", words, lambda c, s: (s["attn.scores"] - (~_causal(c, s)).to(s["attn.scores"])).softmax(-1))
+    none = "scores weigh the values as they are, without a softmax"
+    yield _weighed("softmax-missing", none, lambda c, s: s["attn.scores"] * _causal(c, s), sees="")
+    words = "the scores take the place of the weights, divided by the number of tokens, without a softmax"
+    yield _weighed("softmax-missing", words, lambda c, s: s["attn.scores"] * _causal(c, s) / s["attn.scores"].shape[-1])
+    words = "the exponentials of the scores are not divided by their sum"
+    yield _weighed("softmax-missing", words, lambda c, s: s["attn.scores"].exp() * _causal(c, s), sees="")
+    largest = lambda c, s: (s["attn.scores"] - _hidden(c, s).amax(-1, keepdim=True)).exp() * _causal(c, s)  # noqa: E731
+    yield _weighed("softmax-missing", f"{words}; the largest score is taken off", largest, sees="")
+    words = "the softmax runs twice, the second time over its own result"
+    yield _weighed("softmax-missing", words, _twice, sees="", rare=True)
+    words = "the terms of the sum over tokens are assigned, not added: the last value alone counts, with its weight"
+    alone = Changed("attn.weights", lambda c, w: w * (torch.arange(w.shape[-1]) == c.tokens))
+    yield _weighed("value-projection-wrong", words, alone, sees="", rare=True, shared=True)
+
+
+def _causal(c: Site, s: State) -> Tensor:
+    return c.visible(s["attn.scores"].shape[-1])
+
+
+def _hidden(c: Site, s: State) -> Tensor:
+    return s["attn.scores"].masked_fill(~_causal(c, s), -math.inf)
+
+
+def _twice(c: Site, s: State) -> Tensor:
+    return _hidden(c, {"attn.scores": _hidden(c, s).softmax(-1)}).softmax(-1)
+
+
+def _over(axes: tuple[int, ...], c: Site, s: State) -> Tensor:
+    scores = _hidden(c, s)
+    some = (scores - scores.amax(axes, keepdim=True)).exp()
+    return some / some.sum(axes, keepdim=True)
+
+
+@family
+def windows(model: Model) -> Iterator[Alternative]:
+    """Yield masks that hide earlier tokens, and softmaxes over empty places."""
+    fix = f"{MASKED}  # no window: a token sees all tokens before it"
+
+    def hides(words: str, visible: Mask) -> Alternative:
+        mask: Mask = lambda t, j, a, e: (j <= t) & visible(t, j, a, e)  # noqa: E731
+        formula = Weighing(partial(_masked, mask, -math.inf))
+        return _weighed("mask-strict", words, formula, sees="", fix=fix, rare=True, shared=True)
+
+    yield replace(
+        hides("a token sees the first one never, but for the first itself", lambda t, j, a, e: (j > 0) | (t == 0)), fix=None
+    )
+    for size in lengths(model, MOST_WINDOW):
+        see = f"a token sees the last {size} tokens alone, itself among them" if size > 1 else "a token sees itself alone"
+        yield hides(see, lambda t, j, a, e, n=size: j > t - n)
+        yield hides(f"{see}, and the first of all", lambda t, j, a, e, n=size: (j > t - n) | (j == 0))
+        if size > 1:
+            words = f"a token sees those of its own {size} alone: attention runs in pieces"
+            yield hides(words, lambda t, j, a, e, n=size: t // n == j // n)
+            words = f"a token sees every one that is {size} before another, itself first"
+            yield hides(words, lambda t, j, a, e, n=size: (t - j) % n == 0)
+    words = "the softmax divides by one more than the sum, as if an empty place of a cache, with a key of zeros, were seen"
+    yield _weighed("cache-inconsistent", words, Weighing(partial(_emptied, lambda t, a: t >= 0)), sees="", rare=True, shared=True)
+    for size in sorted({model.ids.shape[1], model.config.n_positions}):
+        words = f"the softmax runs over a buffer for {size} tokens, zero behind the last one, which takes a share"
+        formula = Weighing(partial(_emptied, lambda t, a, size=size: size - 1 - t))
+        yield _weighed("mask-multiplied", words, formula, rare=True, shared=True)
+
+
+def _emptied(count: Callable[[Tensor, Tensor], Tensor], scores: Tensor, t: Tensor, a: Tensor, e: Tensor) -> Tensor:
+    """Return the weights if as many keys and values of zero are seen as ``count`` gives for each query (T, 1)."""
+    scores = scores.masked_fill(torch.arange(scores.shape[-1]) > t, -math.inf)
+    level = scores.amax(-1, keepdim=True).clamp(min=0)
+    some = (scores - level).exp()
+    return some / (some.sum(-1, keepdim=True) + count(t, a).to(scores) * (-level).exp())

@@ -1,0 +1,185 @@
+"""What surrounds the blocks: tokens, positions, embeddings, the head's table, and the sequence of blocks.
+
+What a program does to its logits in the end is in ``diagnosis/last_step.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gpt2.port.alternative import Alternative, Changed, family
+from gpt2.port.alternatives.wiring import usual_factors
+from gpt2.port.diagnosis.hypotheses import position_rows, sinusoids
+from gpt2.port.diagnosis.norms import RMS, layer_norm
+from gpt2.port.graph import TEXT, Formula, Model, Site, State, embedding
+
+MOST_SHIFTS = 33  # by how much positions are tried to be off, on a small model
+SHIFTS = (1, 2, 3)  # the same on a large one
+MOST_ROWS = 64  # of the position table, that steps are tried to stay at
+Rows = Callable[[Site], Tensor]  # the rows of the position table (t,) or (B, t)
+SINES = "positions are sines and cosines, not the checkpoint's learned ones"
+BOTH = "the embeddings, tokens and positions together,"
+
+
+def _ids(c: Site) -> Tensor:
+    return c.model.ids[:, c.begin : c.end]
+
+
+def shifts_of(model: Model) -> set[int]:
+    """Return by how many rows positions are tried to be off."""
+    tokens, room = model.ids.shape[1], model.config.n_positions
+    usual = range(1, min(room, MOST_SHIFTS)) if model.small else SHIFTS
+    return {n for n in (*usual, tokens, room - tokens) if n > 0}
+
+
+Pieces = Callable[[Site], tuple[Tensor, Tensor]]  # the embeddings of tokens, and of positions
+
+
+def _tokens(c: Site) -> Tensor:
+    return c.model.state["wte.weight"][_ids(c)]
+
+
+def positioned(model: Model) -> Iterator[tuple[str, str, Pieces, str]]:
+    """Yield an id, words, what is added for tokens and for positions, and what it depends on."""
+    table = model.state["wpe.weight"]
+    shifts = shifts_of(model)
+
+    def rows_of(ids: Tensor) -> Iterator[tuple[str, Tensor, str]]:
+        return position_rows(ids, model.config.n_positions, shifts, model.ids.shape[1])
+
+    def taken(c: Site, words: str) -> Tensor:
+        every = c.model.always("positions", lambda: {words: rows for words, rows, _ in rows_of(c.model.ids)})
+        return table[every[words][..., c.begin : c.end]]
+
+    for words, _, sees in rows_of(model.ids):
+        yield "position-offset", words, lambda c, words=words: (_tokens(c), taken(c, words)), sees
+    for label, waves in sinusoids(model.ids.shape[1], model.config.n_embd):
+        waves = waves.to(model.dtype)
+        yield "position-sinusoidal", f"{SINES} ({label})", lambda c, w=waves: (_tokens(c), w[c.begin : c.end]), ""
+    for factor in usual_factors(model):
+        words = f"position embeddings are multiplied by {factor:.6g}"
+        yield "embedding-scaled", words, lambda c, f=factor: (_tokens(c), f * table[c.begin : c.end]), ""
+    yield "position-missing", "no positions are added", lambda c: (_tokens(c), 0 * table[c.begin : c.end]), ""
+
+
+@family
+def positions(model: Model) -> Iterator[Alternative]:
+    """Yield other positions; also beside token embeddings that are multiplied by the root of the width, as people do."""
+    root = math.sqrt(model.config.n_embd)
+    for id, words, pieces, sees in positioned(model):
+        plain: Formula = lambda c, s, p=pieces: sum_of(p(c), 1.0, False)  # noqa: E731
+        yield Alternative(id, words, where="wpe", outside={"embed": plain}, sees=sees)
+        for what, both in (("token embeddings", False), (BOTH, True)):
+            scaled: Formula = lambda c, s, p=pieces, both=both: sum_of(p(c), root, both)  # noqa: E731
+            also = (("embedding-scaled", f"{what} are multiplied by {root:.6g} (sqrt(n_embd) = {root:.6g})"),)
+            yield Alternative(id, words, where="wpe", outside={"embed": scaled}, sees=sees, rare=True, also=also)
+
+
+def sum_of(pieces: tuple[Tensor, Tensor], factor: float, both: bool) -> Tensor:
+    """Return tokens and positions together; the tokens are multiplied by a factor, or ``both`` are."""
+    tokens, rows = pieces
+    return factor * (tokens + rows) if both else factor * tokens + rows
+
+
+def standing(model: Model) -> Iterator[Alternative]:
+    """Yield one position for all tokens: any row of the table. They are many, and tried where positions stay in later calls."""
+    for row in range(1, min(model.config.n_positions, MOST_ROWS) if model.small else 1):
+        stay: Formula = lambda c, s, row=row: embedding(c, torch.full((c.end - c.begin,), row))  # noqa: E731
+        yield Alternative("position-offset", f"every token is given position {row}", where="wpe", outside={"embed": stay})
+
+
+@family
+def embeddings(model: Model) -> Iterator[Alternative]:
+    """Yield embeddings that are multiplied or normed."""
+    root = math.sqrt(model.config.n_embd)
+    for factor in dict.fromkeys((root, *usual_factors(model))):
+        named = f" (sqrt(n_embd) = {root:.6g})" if math.isclose(factor, root) else ""
+        alone: Formula = lambda c, s, f=factor: embedding(c) + (f - 1) * _tokens(c)  # noqa: E731
+        words = f"token embeddings are multiplied by {factor:.6g}{named}"
+        yield Alternative("embedding-scaled", words, outside={"embed": alone})
+        both = Changed("embed", lambda c, y, f=factor: f * y)
+        yield Alternative("embedding-scaled", f"{BOTH} are multiplied by {factor:.6g}{named}", outside={"embed": both})
+    norms: dict[str, Callable[[Site, Tensor], Tensor]] = {
+        "the first block's ln_1": lambda c, y: c.norm(y, "h.0.ln_1"),
+        "ln_f": lambda c, y: c.norm(y, "ln_f"),
+        "a norm without weight and bias": lambda c, y: layer_norm(y, eps=c.config.layer_norm_epsilon),
+        "an RMS norm without weight": lambda c, y: layer_norm(y, **RMS),
+    }
+    for which, norm in norms.items():
+        words = f"the embeddings are normalised before the first block, by {which}"
+        yield Alternative("extra-norm", words, where="embed", outside={"embed": Changed("embed", norm)})
+
+
+@family
+def tokens(model: Model) -> Iterator[Alternative]:
+    """Yield embeddings of other tokens, tables that are moved or reshaped, and ids in too few bits."""
+    largest, vocabulary = int(model.ids.max()), len(model.state["wte.weight"])
+    for bits, signed in itertools.product((8, 16), (False, True)):
+        if largest >= 1 << (bits - signed):
+            name = f"{'' if signed else 'u'}int{bits}"
+            words = f"ids are stored as {name}, which has no room for all tokens"
+            narrow = partial(_narrow, bits, signed, vocabulary)
+            yield _tokens_of(words, narrow, fix="store token ids as int32 or int64")
+    for by in (1, -1, 2, -2):
+        words = f"token t reads the checkpoint's row t {'-' if by > 0 else '+'} {abs(by)}"
+        moved = partial(_moved, by, vocabulary)
+        rolled: Formula = lambda c, s, by=by: c.right("head", s).roll(by, 0)  # noqa: E731
+        both = {"embed": _of_ids(moved), "head": rolled}
+        yield Alternative("wrong-tensor", words, where="wte", outside=both)
+        yield _tokens_of(f"{words}, in the embedding and not in the head", moved)
+        if abs(by) == 1:
+            words = f"the head's row of token t is the checkpoint's row t {'-' if by > 0 else '+'} 1"
+            yield Alternative("wrong-tensor", words, outside={"head": rolled})
+    firsts: dict[str, Callable[[Tensor], Tensor]] = {
+        "its own id": lambda ids: ids[:, :1],
+        "id 0": lambda ids: 0 * ids[:, :1],
+        "the last token's id": lambda ids: ids[:, -1:],
+    }
+    for first, start in firsts.items():
+        words = f"each token is given the embedding of the token before it, the first that of {first}"
+        late = lambda c, start=start: torch.cat([start(c.model.ids), c.model.ids[:, :-1]], 1)[:, c.begin : c.end]  # noqa: E731
+        yield _tokens_of(words, late, sees=TEXT if "last" in first else "")
+    words = "the position table was reshaped where it had to be transposed"
+    reshaped: Formula = lambda c, s: _tokens(c) + _reshaped(c.model.state["wpe.weight"])[c.begin : c.end]  # noqa: E731
+    yield Alternative("transposed", words, where="wpe", outside={"embed": reshaped})
+    words = "the head's table was reshaped where it had to be transposed"
+    yield Alternative("transposed", words, outside={"head": lambda c, s: _reshaped(c.right("head", s))})
+
+
+def _tokens_of(words: str, ids: Rows, sees: str = "", fix: str | None = None) -> Alternative:
+    return Alternative("wrong-tensor", words, where="wte", outside={"embed": _of_ids(ids)}, sees=sees, fix=fix)
+
+
+def _of_ids(ids: Rows) -> Formula:
+    def formula(c: Site, s: State) -> Tensor:
+        return embedding(c, ids=ids(c))
+
+    return formula
+
+
+def _narrow(bits: int, signed: bool, vocabulary: int, c: Site) -> Tensor:
+    ids = _ids(c) % (1 << bits)
+    return torch.where(signed & (ids >= 1 << (bits - 1)), ids - (1 << bits), ids) % vocabulary
+
+
+def _moved(by: int, vocabulary: int, c: Site) -> Tensor:
+    return (_ids(c) - by) % vocabulary
+
+
+def _reshaped(table: Tensor) -> Tensor:
+    return table.reshape(table.shape[::-1]).t()
+
+
+def orders(layers: int) -> list[tuple[int, ...]]:
+    """Return the usual wrong sequences of blocks; one that is skipped, or runs again, is a fault of that block."""
+    right = tuple(range(layers))
+    out = [right[::-1], *((*right[:n], n + 1, n, *right[n + 2 :]) for n in right[:-1])]
+    out += [tuple(sorted(right, key=str)), (*right[1:], 0), (right[-1], *right[:-1]), right + right]
+    out += [(n,) * layers for n in (right[0], right[-1])]
+    return [order for order in dict.fromkeys(out) if order != right and order]

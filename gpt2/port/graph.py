@@ -1,0 +1,285 @@
+"""GPT-2 as a graph of named nodes: what each node reads, its right formula, and where it is computed.
+
+A block is :data:`READS`. A text is read in *calls*, one or several pieces; a cache is a node with a memory, which keeps what
+earlier calls have left. Wrong programs are this graph with other formulas at some nodes (:mod:`.alternative`).
+
+A node has the name of its traced point within a block (``attn.scores``, ``mlp.act``, "" for the block's output); five nodes
+between the projections and the scores have no traced point.
+
+Shapes: streams (B, T, D); heads (B, H, T, K); scores and weights (B, H, T, S).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from copy import copy
+from typing import Self, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt2.checkpoint.keys import head_name
+from gpt2.config import GPT2Config
+from gpt2.model import ACTIVATIONS
+
+State = dict[str, Tensor]
+Formula = Callable[["Site", State], Tensor]
+Edits = Mapping[str, Formula]
+Calls = tuple[tuple[int, int], ...]  # the text is read in these pieces; one piece: at once
+Memory = dict[Hashable, Tensor]
+Made = TypeVar("Made")
+
+# Each node of a block, in order, with the nodes that GPT-2 reads there; "x" is the block's input.
+READS: dict[str, tuple[str, ...]] = {
+    "ln_1": ("x",),
+    "attn.q": ("ln_1",),
+    "attn.k": ("ln_1",),
+    "attn.v": ("ln_1",),
+    "attn.qh": ("attn.q",),  # cut into heads
+    "attn.kh": ("attn.k",),
+    "attn.vh": ("attn.v",),
+    "attn.ks": ("attn.kh",),  # with those that earlier calls have left
+    "attn.vs": ("attn.vh",),
+    "attn.scores": ("attn.qh", "attn.ks"),
+    "attn.weights": ("attn.scores",),
+    "attn.mixed": ("attn.weights", "attn.vs"),
+    "attn.heads": ("attn.mixed",),
+    "attn.c_proj": ("attn.heads",),
+    "mid": ("x", "attn.c_proj"),
+    "ln_2": ("mid",),
+    "mlp.c_fc": ("ln_2",),
+    "mlp.act": ("mlp.c_fc",),
+    "mlp.c_proj": ("mlp.act",),
+    "": ("mid", "mlp.c_proj"),
+}
+NODES = tuple(READS)
+ORDER = {node: number for number, node in enumerate(NODES)}
+LAST = ORDER[""]
+HIDDEN = ("attn.qh", "attn.kh", "attn.vh", "attn.ks", "attn.vs")  # nodes without a traced point
+ATTENTION = NODES[ORDER["attn.qh"] : ORDER["attn.c_proj"]]  # nodes whose values depend on how the text is cut into calls
+OUTSIDE = ("embed", "ln_f", "head")  # nodes outside the blocks; "head" is the table (V, D) that the last norm is compared with
+THIRDS = {"attn.q": 0, "attn.k": 1, "attn.v": 2}
+# Each linear node with the checkpoint's module.
+MODULES = {"attn.q": "attn.c_attn", "attn.k": "attn.c_attn", "attn.v": "attn.c_attn", "attn.c_proj": "attn.c_proj"}
+MODULES |= {"mlp.c_fc": "mlp.c_fc", "mlp.c_proj": "mlp.c_proj"}
+SMALL = 1 << 24  # parameters of the blocks times tokens of a small model
+TEXT, ROWS = "text", "rows"  # what else than the tokens before it a token's value may depend on: later tokens, other rows
+KEPT = 4  # values that a model remembers
+
+
+class Model:
+    """The checkpoint's tensors ``state`` in ``dtype``, its config, and ids (B, T)."""
+
+    def __init__(self, state: Mapping[str, Tensor], config: GPT2Config, ids: Tensor, dtype: torch.dtype = torch.float64) -> None:
+        self.state = {name: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
+        self.config, self.ids, self.dtype = config, ids.cpu(), dtype
+        self.table = self.state[head_name(self.state)]  # (V, D), of the head
+        self._kept: OrderedDict[Hashable, object] = OrderedDict()
+        self._tables: dict[Hashable, object] = {}
+
+    @property
+    def small(self) -> bool:
+        """Whether thousands of programs can be run whole, on all tokens and in float64."""
+        parameters = sum(tensor.numel() for name, tensor in self.state.items() if name.startswith("h."))
+        return parameters * self.ids.numel() <= SMALL
+
+    def right(self, layer: int) -> Edits:
+        """Return the formula of every node of a block."""
+        return RIGHT
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """Return what ``make`` makes; of the last few keys, what was made before."""
+        if key not in self._kept:
+            self._kept[key] = make()
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return cast(Made, self._kept[key])
+
+    def on_ids(self, ids: Tensor) -> Self:
+        """Return this model on other ids (B, T)."""
+        other = copy(self)
+        other.ids, other._kept, other._tables = ids, OrderedDict(), {}
+        return other
+
+    def always(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """Return what ``make`` makes, once for this model: a table of small things."""
+        if key not in self._tables:
+            self._tables[key] = make()
+        return cast(Made, self._tables[key])
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        """Return GPT-2's norm ``name`` (``h.0.ln_1``, ``ln_f``) of x (..., D)."""
+        weight, bias = self.state[f"{name}.weight"], self.state[f"{name}.bias"]
+        return F.layer_norm(x, weight.shape, weight, bias, self.config.layer_norm_epsilon)
+
+
+class Site:
+    """Where a node is computed: a block of a model, the tokens ``begin`` to ``end`` of this call, the memory of earlier calls.
+
+    ``plain``: faults that a model has already are not seen here, because a formula of theirs is computed.
+    """
+
+    __slots__ = ("begin", "config", "end", "layer", "memory", "model", "plain")
+
+    def __init__(self, model: Model, layer: int, begin: int, end: int, memory: Memory, plain: bool = False) -> None:
+        self.model, self.config, self.layer, self.begin, self.end = model, model.config, layer, begin, end
+        self.memory, self.plain = memory, plain
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a tensor by its name in the block, such as ``attn.c_attn.weight``."""
+        return self.model.state[f"h.{self.layer}.{name}"]
+
+    @property
+    def rights(self) -> Edits:
+        """The formula of every node here."""
+        return RIGHT if self.plain else self.model.right(self.layer)
+
+    def right(self, node: str, s: State) -> Tensor:
+        """Return what the model computes at a node from ``s``."""
+        return (self.rights.get(node) or RIGHT_OUTSIDE[node])(self, s)
+
+    def at(self, layer: int) -> Site:
+        """Return the same place in another block."""
+        return Site(self.model, layer, self.begin, self.end, self.memory, self.plain)
+
+    def call(self, begin: int, end: int, memory: Memory) -> Site:
+        """Return the same block in a call."""
+        return Site(self.model, self.layer, begin, end, memory, self.plain)
+
+    def full(self, part: str) -> str:
+        """Return the checkpoint's name of the norm ``part``: ``ln_1`` -> ``h.3.ln_1``, ``ln_f`` -> ``ln_f``."""
+        return part if part == "ln_f" or part.startswith("h.") else f"h.{self.layer}.{part}"
+
+    def numbers(self, part: str) -> tuple[Tensor, Tensor]:
+        """Return weight and bias (D,) of the norm ``part``."""
+        return self.model.state[f"{self.full(part)}.weight"], self.model.state[f"{self.full(part)}.bias"]
+
+    def norm(self, x: Tensor, part: str) -> Tensor:
+        return self.model.norm(self.full(part), x)
+
+    def linear(self, node: str) -> tuple[Tensor, Tensor]:
+        """Return weight (I, O) and bias (O,) of a linear node; of q, k and v, their third of c_attn."""
+        weight, bias = self[f"{MODULES[node]}.weight"], self[f"{MODULES[node]}.bias"]
+        if node in THIRDS:
+            return weight.chunk(3, 1)[THIRDS[node]], bias.chunk(3)[THIRDS[node]]
+        return weight, bias
+
+    def embedded(self, like: Tensor) -> Tensor:
+        """Return the embeddings of the tokens of this call, for as many rows as ``like`` (B, t, D) has."""
+        rows = self.right("embed", {})
+        return rows.repeat(max(1, len(like) // len(rows)), 1, 1)[:, : like.shape[1]]
+
+    def keep(self, part: Hashable, new: Tensor) -> Tensor:
+        """Append (B, H, t, K) to what earlier calls have left in a memory, perhaps with other heads, and return all of it."""
+        old = self.memory.get(part) if self.begin else None
+        if old is not None and old.shape[1] != new.shape[1]:
+            old = split(merge(old), new.shape[1])
+        self.memory[part] = new if old is None else torch.cat([old, new], 2)
+        return self.memory[part]
+
+    @property
+    def tokens(self) -> Tensor:
+        """The numbers of this call's tokens (t, 1)."""
+        return torch.arange(self.begin, self.end)[:, None]
+
+    def visible(self, keys: int) -> Tensor:
+        """Return (t, S): a token sees itself and all before it."""
+        return torch.arange(keys) <= self.tokens
+
+
+def right_scale(config: GPT2Config, layer: int) -> float:
+    """Return GPT-2's factor of the scores in a block."""
+    root = 1 / math.sqrt(config.head_dim) if config.scale_attn_weights else 1.0
+    return root / (layer + 1 if config.scale_attn_by_inverse_layer_idx else 1)
+
+
+def split(y: Tensor, heads: int) -> Tensor:
+    """Split (B, T, D) into heads (B, H, T, K)."""
+    return y.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merge(y: Tensor) -> Tensor:
+    """Merge heads (B, H, T, K) into (B, T, D)."""
+    return y.transpose(1, 2).flatten(2)
+
+
+def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return ``x @ weight + bias`` for (..., I), (I, O) and (O,)."""
+    return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
+
+
+def _linear(node: str) -> Formula:
+    (source,) = READS[node]
+    return lambda c, s: affine(s[source], *c.linear(node))
+
+
+def _heads(node: str) -> Formula:
+    (source,) = READS[node]
+    return lambda c, s: split(s[source], c.config.n_head)
+
+
+RIGHT: dict[str, Formula] = {
+    "ln_1": lambda c, s: c.norm(s["x"], "ln_1"),
+    **{node: _linear(node) for node in THIRDS},
+    **{node: _heads(node) for node in ("attn.qh", "attn.kh", "attn.vh")},
+    "attn.ks": lambda c, s: c.keep(("k", c.layer), s["attn.kh"]),
+    "attn.vs": lambda c, s: c.keep(("v", c.layer), s["attn.vh"]),
+    "attn.scores": lambda c, s: (s["attn.qh"] * right_scale(c.config, c.layer)) @ s["attn.ks"].mT,
+    "attn.weights": lambda c, s: s["attn.scores"].masked_fill(~c.visible(s["attn.scores"].shape[-1]), -math.inf).softmax(-1),
+    "attn.mixed": lambda c, s: s["attn.weights"] @ s["attn.vs"],
+    "attn.heads": lambda c, s: merge(s["attn.mixed"]),
+    "attn.c_proj": _linear("attn.c_proj"),
+    "mid": lambda c, s: s["x"] + s["attn.c_proj"],
+    "ln_2": lambda c, s: c.norm(s["mid"], "ln_2"),
+    "mlp.c_fc": _linear("mlp.c_fc"),
+    "mlp.act": lambda c, s: ACTIVATIONS[c.config.activation_function](s["mlp.c_fc"]),
+    "mlp.c_proj": _linear("mlp.c_proj"),
+    "": lambda c, s: s["mid"] + s["mlp.c_proj"],
+}
+
+
+def embedding(c: Site, rows: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
+    """Return token embeddings and rows (t,) of the position table; GPT-2's own if None. ``ids`` (B, t) of other tokens."""
+    ids = c.model.ids[:, c.begin : c.end] if ids is None else ids
+    table = c.model.state["wpe.weight"]
+    return c.model.state["wte.weight"][ids] + (table[c.begin : c.end] if rows is None else table[rows])
+
+
+def plain(formula: Formula) -> Formula:
+    """Return the formula of a fault that a model has already."""
+    return lambda c, s: formula(Site(c.model, c.layer, c.begin, c.end, c.memory, True), s)
+
+
+RIGHT_OUTSIDE: dict[str, Formula] = {
+    "embed": lambda c, s: embedding(c),
+    "ln_f": lambda c, s: c.norm(s["x"], "ln_f"),
+    "head": lambda c, s: c.model.table,
+}
+
+
+def run_block(c: Site, state: State, edits: Edits, after: int = -1, until: int = LAST) -> State:
+    """Return ``state`` with the nodes beyond number ``after`` computed, up to number ``until``."""
+    state, right = dict(state), c.rights
+    for node in NODES[after + 1 : until + 1]:
+        state[node] = (edits.get(node) or right[node])(c, state)
+    return state
+
+
+def run(model: Model, blocks: Mapping[int, Edits] | None = None, embed: Formula | None = None, calls: Calls = ()) -> Tensor:
+    """Return the stream (B, T, D) behind the last block of a program that reads its text in ``calls``, at once if there are none.
+
+    ``blocks``: other formulas, by the block's number; ``embed``: of the embeddings.
+    """
+    memory: Memory = {}
+    out = []
+    for begin, end in calls or ((0, model.ids.shape[1]),):
+        first = Site(model, 0, begin, end, memory)
+        x = (first.right("embed", {}) if embed is None else embed(first, {})).to(model.dtype)
+        for layer in range(model.config.n_layer):
+            edits = {} if blocks is None else blocks.get(layer, {})
+            x = run_block(Site(model, layer, begin, end, memory), {"x": x}, edits)[""]
+        out.append(x)
+    return torch.cat(out, 1)

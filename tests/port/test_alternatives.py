@@ -1,0 +1,249 @@
+"""Tests that come from the table of alternatives itself: each changes something, is named, and has a name of its own.
+
+A program with a fault is our own model with that alternative. This shows that the search finds what the table has, not that
+people's code computes what the table says: for that are the programs of tests/support/programs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import pytest
+import torch
+from support.faulty.loading import weights
+from support.random_models import model_of
+from torch import Tensor
+
+import gpt2
+from gpt2.config import GPT2Config
+from gpt2.model import GPT2
+from gpt2.port import graph
+from gpt2.port.alternative import FAMILIES, Alternative, Changed, Schedule, in_calls, merged, scheduled
+from gpt2.port.alternatives import KINDS, table
+from gpt2.port.alternatives.schedule import schedules
+from gpt2.port.diagnosis.causes import CAUSES
+from gpt2.port.dump.candidates import Candidate
+from gpt2.port.dump.simulation import Program, Simulation
+from gpt2.port.graph import ROWS, TEXT, Calls, Model, Site
+
+SIZES = {"vocab_size": 29, "bos_token_id": 0, "eos_token_id": 0}
+CONFIG = GPT2Config(n_positions=15, n_embd=12, n_layer=2, n_head=3, n_inner=20, **SIZES)
+TOKENS = 9
+CALLS: tuple[Calls, ...] = (((0, TOKENS),), ((0, 4), (4, 8), (8, 9)), tuple((n, n + 1) for n in range(TOKENS)))
+NOTHING = 1e-9  # a change of logits that is none
+# Alternatives that change nothing, by a part of their label: why.
+SILENT = {
+    "rounded (0.797": "the constant has enough digits",
+    "become -100,": "the exponential of so small a score is zero",
+    "become -1000,": "the exponential of so small a score is zero",
+    f"the last {TOKENS - 1} tokens alone, itself among them, and the first": "so many tokens are all",
+}
+# Causes that are one computation in some alternatives of theirs.
+SAME = {
+    frozenset(one)
+    for one in (
+        ("qkv-order", "head-layout"),
+        ("qkv-order", "value-projection-wrong"),
+        ("qkv-order", "wrong-tensor"),
+        ("norms-swapped", "wrong-tensor"),
+        ("mask-strict", "cache-inconsistent"),
+        ("mask-missing", "cache-inconsistent"),
+        ("mask-strict", "value-projection-wrong"),  # a token sees itself alone: its own value
+        ("gelu-variant", "not-loaded"),  # an activation of zero, and a second matrix of zeros
+        ("scale-wrong", "cache-inconsistent"),  # all scores alike
+        ("scale-wrong", "not-loaded"),
+        ("cache-inconsistent", "not-loaded"),
+    )
+}
+
+
+@cache
+def model() -> GPT2:
+    return model_of(CONFIG, {name: tensor.double() for name, tensor in weights(CONFIG).items()})
+
+
+@cache
+def ids() -> Tensor:
+    return torch.randint(CONFIG.vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(3))
+
+
+@cache
+def alternatives() -> tuple[Alternative, ...]:
+    return tuple(table(Model(model().state_dict(), CONFIG, ids())))
+
+
+@torch.no_grad()
+def logits(one: Alternative | None, calls: Calls = CALLS[0], given: Tensor | None = None) -> Tensor:
+    """What a program gives that has the alternative everywhere, and reads its text in these calls."""
+    m = Model(model().state_dict(), CONFIG, ids() if given is None else given)
+    outside = {} if one is None else one.outside
+    if one is not None and one.run is not None:
+        x = one.run(m)
+    else:
+        blocks = {} if one is None else {n: one.at(n) for n in range(CONFIG.n_layer)}
+        x = graph.run(m, blocks, outside.get("embed"), tuple((a, min(e, m.ids.shape[1])) for a, e in calls if a < m.ids.shape[1]))
+    site = Site(m, 0, 0, m.ids.shape[1], {})
+    normed = (outside.get("ln_f") or graph.RIGHT_OUTSIDE["ln_f"])(site, {"x": x})
+    return normed @ (outside.get("head") or graph.RIGHT_OUTSIDE["head"])(site, {}).T
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max())
+
+
+@pytest.mark.parametrize("calls", CALLS)
+def test_without_an_alternative_the_graph_is_the_model(calls: Calls) -> None:
+    """A node that differs from our model, in any schedule, would make every program faulty."""
+    with torch.no_grad():
+        assert apart(logits(None, calls), model()(ids())) < 1e-13
+
+
+def test_every_file_adds_to_the_table_and_every_cause_is_known() -> None:
+    """A file that is not imported adds nothing, and a cause without a row ends a report with an exception."""
+    assert {make.__module__ for make in FAMILIES} == {kind.__name__ for kind in KINDS}
+    ids_of = {id for one in alternatives() for id, _ in ((one.id, ""), *one.also)}
+    assert ids_of <= CAUSES.keys()
+    labels = [one.label for make in FAMILIES for one in make(Model(model().state_dict(), CONFIG, ids()))]
+    assert len(labels) - len(set(labels)) < 5, "two alternatives of one label, of which one is never tried"
+
+
+def test_each_alternative_shows_and_is_finite() -> None:
+    """An alternative that changes nothing is offered for right logits; one that is NaN at once is never the program's."""
+    right = [logits(None, calls) for calls in CALLS]
+    silent, endless = set(), []
+    for one in alternatives():
+        for calls, expected in zip(CALLS, right, strict=True):
+            made = logits(one, calls)
+            assert made.shape == expected.shape, one.label
+            if not bool(made.isfinite().all()) and calls == CALLS[0]:
+                endless.append(one.label)
+            if not apart(made, expected) < NOTHING:
+                break
+        else:
+            silent.add(one.label)
+    unexplained = {label for label in silent if not any(part in label for part in SILENT)}
+    assert not unexplained
+    assert not endless
+
+
+def test_alternatives_of_later_calls_change_nothing_at_once() -> None:
+    """They are not tried where an earlier token is wrong: one that shows at once must say so."""
+    right = logits(None)
+    late = [one for one in alternatives() if one.steps and not one.at_once]
+    assert len(late) > 30
+    assert {one.label for one in late if not apart(logits(one), right) < NOTHING} == set()
+
+
+def test_an_alternative_says_what_its_values_depend_on() -> None:
+    """A search for pairs looks at the first tokens of the first row: a fault by which these depend on others is never found."""
+    few, swapped = ids()[:1, :3], torch.stack([ids()[0], ids()[1].flip(0)])
+    for one in alternatives():
+        whole = logits(one)
+        later = one.run is None and one.sees != ROWS and not apart(whole[:1, :3], logits(one, given=few)) < NOTHING
+        rows = not apart(whole[0], logits(one, given=swapped)[0]) < NOTHING
+        assert not later or one.sees in (TEXT, ROWS), one.label
+        assert not rows or one.sees == ROWS, one.label
+
+
+@torch.no_grad()
+def test_calls_give_what_a_program_computes_that_reads_its_text_so() -> None:
+    """Attention that is computed call by call from a whole text must be what the graph gives call by call."""
+    calls = CALLS[1]
+    m = Model(model().state_dict(), CONFIG, ids())
+    compared = 0
+    for one in alternatives()[::3]:
+        if one.crosses or one.run is not None:
+            continue
+        outside = in_calls(calls, one.outside)
+        there = graph.run(m, {n: in_calls(calls, one.at(n)) for n in range(CONFIG.n_layer)}, outside.get("embed"))
+        here = graph.run(m, {n: one.at(n) for n in range(CONFIG.n_layer)}, one.outside.get("embed"), calls)
+        compared += 1
+        assert torch.allclose(here, there, atol=1e-9, equal_nan=True), one.label
+    assert compared > 500
+
+
+def test_a_fault_of_some_calls_is_in_these_alone() -> None:
+    """Steps after a prompt may have the fault, or the prompt alone."""
+    relu = next(one for one in alternatives() if "is ReLU;" in one.words)
+    calls = ((0, 4), *((n, n + 1) for n in range(4, TOKENS)))
+    right, wrong = logits(None), logits(relu)
+    for which, tokens in (("first", slice(0, 4)), ("later", slice(4, None))):
+        made = logits(scheduled(relu, Schedule("", calls, which)), calls)
+        assert apart(made[:, tokens], right[:, tokens]) > 1e-3
+    first = logits(scheduled(relu, Schedule("", calls, "first")), calls)
+    assert apart(first[:, :4], wrong[:, :4]) < NOTHING
+
+
+def test_two_edits_of_one_node_are_merged_if_one_changes_what_is_there() -> None:
+    """A factor of the scores beside another comparison is two faults; two comparisons at once cannot be."""
+    double, compared = Changed("attn.scores", lambda c, y: 2 * y), {"attn.scores": lambda c, s: s["attn.kh"] @ s["attn.ks"].mT}
+    both = merged(compared, {"attn.scores": double})
+    assert both is not None
+    assert merged(compared, dict(compared)) is None
+    simulation = Simulation(model().state_dict(), CONFIG, ids())
+    one, two = (simulation.trace(Program({0: edits}))["h.0.attn.scores"] for edits in (compared, both))
+    assert torch.allclose(2 * one, two)
+
+
+@pytest.mark.slow
+def test_two_causes_of_one_computation_stand_together() -> None:
+    """If two causes give the same numbers, the report must say so; a new alternative that repeats an old one is useless."""
+    values = {one.label: (one.id, logits(one).flatten()) for one in alternatives() if not one.steps and not one.also}
+    order = sorted(values, key=lambda label: float(values[label][1].sum()))
+    right, twins = logits(None).flatten(), set()
+    for label, other in itertools.chain.from_iterable(zip(order, order[step:], strict=False) for step in (1, 2, 3)):
+        (id, one), (other_id, two) = values[label], values[other]
+        if id != other_id and apart(one, two) < NOTHING and apart(one, right) > NOTHING:
+            twins.add((frozenset((id, other_id)), label, other))
+    assert {pair for pair, *_ in twins} <= SAME, [one for one in twins if one[0] not in SAME]
+
+
+def drawn(count: int, seed: int) -> list[tuple[Alternative, Calls, str]]:
+    """Alternatives with the calls in which their program reads its text, and what it dumps."""
+    generator = torch.Generator().manual_seed(seed)
+    right, out = [logits(None, calls) for calls in CALLS], []
+    ways = [one.calls for one in schedules(Model(model().state_dict(), CONFIG, ids()))]
+    for number in torch.randperm(len(alternatives()), generator=generator).tolist():
+        one = alternatives()[number]
+        calls = ways[int(torch.randint(len(ways), (1,), generator=generator))] if one.steps else CALLS[0]
+        made = logits(one, calls)
+        size = float(right[0].square().mean().sqrt())
+        if bool(made.isfinite().all()) and apart(made, right[0]) > 1e-2 * size:
+            out.append((one, calls, ("block", "logits")[len(out) % 2]))
+        if len(out) == count:
+            break
+    return out
+
+
+def name(value: object) -> str:
+    return value.label if isinstance(value, Alternative) else str(value)
+
+
+def named(one: Alternative, calls: Calls, level: str) -> None:
+    """Diagnose our own model with an alternative: the cause must be the first, or one of the same computation."""
+    m = Model(model().state_dict(), CONFIG, ids())
+    shown = {"logits": logits(one, calls)}
+    if level == "block" and one.run is None and not one.crosses and calls == CALLS[0]:
+        sites = (*((one, n) for n in range(CONFIG.n_layer) if one.edits), *[(one, None)] * bool(one.outside))
+        program = Candidate(sites).program(Simulation(m.state, CONFIG, ids()))
+        assert program is not None
+        values = Simulation(m.state, CONFIG, ids()).trace(program)
+        shown |= {f"t{n}": values[f"h.{n}"] for n in range(CONFIG.n_layer)}
+    said = gpt2.diagnose({"ids": ids().numpy(), **{key: value.float().numpy() for key, value in shown.items()}}, model())
+    first = said.causes[0].id if said.causes else said.verdict
+    accepted = {id for id, _ in ((one.id, ""), *one.also)}
+    assert first in accepted or any({first, id} in SAME for id in accepted), (one.label, calls, [str(c) for c in said.causes])
+
+
+@pytest.mark.parametrize(("one", "calls", "level"), drawn(6, 1), ids=name)
+def test_a_mutant_of_our_model_is_named(one: Alternative, calls: Calls, level: str) -> None:
+    """Every line of the table must be found by the search, in any schedule and from few values."""
+    named(one, calls, level)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("one", "calls", "level"), drawn(30, 2), ids=name)
+def test_more_mutants_of_our_model_are_named(one: Alternative, calls: Calls, level: str) -> None:
+    """As above, with others."""
+    named(one, calls, level)
