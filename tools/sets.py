@@ -53,7 +53,7 @@ from gpt2.port import deadline
 
 BEDS = {"first": "Bed", "second": "SecondBed", "fourth": "RustBed", "fifth": "FifthBed", "sixth": "SixthBed"}
 BEDS |= {"seventh": "SeventhBed", "eighth": "EighthBed", "ninth": "NinthBed", "tenth": "TenthBed", "eleventh": "EleventhBed"}
-BEDS |= {"twelfth": "TwelfthBed", "thirteenth": "ThirteenthBed", "ports": "Bed"}
+BEDS |= {"twelfth": "TwelfthBed", "thirteenth": "ThirteenthBed", "fourteenth": "FourteenthBed", "ports": "Bed"}
 SETS = {name: importlib.import_module("support.faulty.bed" if name == "ports" else f"support.programs.{name}") for name in BEDS}
 LEVELS = ("full", "block", "logits", "pairs")
 DTYPES = ("float32", "float16", "float64")

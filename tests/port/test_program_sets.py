@@ -1,11 +1,11 @@
-"""The eighth and the eleventh to thirteenth sets of programs: right but for their faults, at each value that they show."""
+"""The eighth and the eleventh to fourteenth sets of programs: right but for their faults, at each value that they show."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from support.programs import eighth, eleventh, thirteenth, twelfth
+from support.programs import eighth, eleventh, fourteenth, thirteenth, twelfth
 from support.programs.checked import Dump, check
 
 SETS = {
@@ -13,6 +13,7 @@ SETS = {
     eleventh: eleventh.EleventhBed,
     twelfth: twelfth.TwelfthBed,
     thirteenth: thirteenth.ThirteenthBed,
+    fourteenth: fourteenth.FourteenthBed,
 }
 BATCH = {"encoded": "embedded", "ln1": "ln_1", "preatt": "scores", "att": "weights", "atty": "mixed", "attproj": "attended"}
 BATCH |= {"residual2": "middle", "ln2": "ln_2", "fch": "up", "fch_gelu": "act", "fcproj": "fed", "residual3": "result"}
@@ -30,6 +31,13 @@ OPS |= {"KQ_soft_max": "weights", "KQV_merged": "mixed", "attn_proj": "attended"
 OPS |= {"fc": "up", "ffn_out": "fed", "inpL": "result", "result_norm": "final"}
 CLOSURES = {"norm1": "ln_1", "joined": "mixed", "norm2": "ln_2", "down": "fed", "out": "result", "normed": "final"}
 EIGHTH = {"both": "qkv", "merged": "mixed", "keys": "k", "values": "v"}
+FLATTENED = {"h0": "embedded", "N1": "ln_1", "Q": "q", "K": "k", "U": "v", "S": "scores", "P": "weights", "Y": "mixed"}
+FLATTENED |= {"A": "attended", "mid": "middle", "N2": "ln_2", "F": "up", "G": "act", "M": "fed", "h": "result", "hf": "final"}
+CHUNKED = {"in": "embedded", "norm_a": "ln_1", "dots": "scores", "probs": "weights", "blend": "mixed", "attn_out": "attended"}
+CHUNKED |= {"mid": "middle", "norm_m": "ln_2", "fc": "up", "fc_act": "act", "mlp_out": "fed", "out": "result", "last": "final"}
+SESSION = {"start": "embedded", "first": "ln_1", "queries": "q", "keys": "k", "values": "v", "pattern": "weights"}
+SESSION |= {"heads": "mixed", "attention": "attended", "between": "middle", "second": "ln_2", "wide": "up", "bent": "act"}
+SESSION |= {"narrow": "fed", "end": "result", "normed": "final"}
 STATISTICS = ("ln1_mean", "ln1_rstd", "ln2_mean", "ln2_rstd")
 DUMPS = {
     "notebook": Dump(names=EIGHTH, heads_in_width=False, tokens_first=True, least=1e-4),
@@ -44,6 +52,9 @@ DUMPS = {
     "hooked": Dump(names=HOOKED, without=("embed", "pos_embed", "ln1.scale", "ln2.scale", "ln_final.scale"), absent=("qkv",)),
     "ops": Dump(names=OPS),
     "closures": Dump(names=CLOSURES, heads_in_width=False),
+    "flattened": Dump(names=FLATTENED, absent=("qkv",), heads_in_width=False),
+    "chunked": Dump(names=CHUNKED, absent=("q", "k", "v")),
+    "session": Dump(names=SESSION, absent=("qkv",)),
 }
 CASES = [
     pytest.param(where, program, marks=[] if program == "notebook" else pytest.mark.slow)
