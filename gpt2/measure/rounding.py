@@ -270,7 +270,7 @@ def attention_in_steps(
     masks = [None] * len(heads[0]) if attn_mask is None else attn_mask.expand(*q.shape[:3], keys).flatten(0, 1).split(few)
 
     def some(start: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        part, end = q[:, start : start + rows], min(start + rows, queries) if is_causal else keys
+        part, end = q[:, start : start + rows], min(start + rows, keys) if is_causal else keys
         if is_causal:  # no query sees a later key
             mask = torch.ones(part.size(1), end, dtype=torch.bool).tril(start)
         elif mask is not None:

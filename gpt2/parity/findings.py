@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -70,11 +70,21 @@ class Findings:
         ratio = TRAINING_RATIO if PLAN[id][2] else FORWARD_RATIO
         self.points[id].append(Point(name, ours, ratio * explained, explained, reference))
 
-    @property
-    def only_rounding(self) -> bool:
-        """Whether nothing but rounding errors, ours or transformers', is over its bound."""
-        doubtful = [point for points in self.points.values() for point in points if not point.ok or point.imprecise]
-        return bool(doubtful) and all(point.explained is not None for point in doubtful)
+    def only_rounding(self, before: Findings) -> bool:
+        """Whether, of the points since ``before``, nothing but what random errors bound does not hold."""
+        since = {id: points[len(before.points[id]) :] for id, points in self.points.items()}
+        doubtful = [
+            (id, point)
+            for id, points in since.items()
+            for point in points
+            if not point.ok or (point.imprecise and id == "rounding")
+        ]
+        return bool(doubtful) and all(id == "text" or point.explained is not None for id, point in doubtful)
+
+    def copy(self) -> Findings:
+        """Return these findings, as they are now."""
+        points = {id: list(found) for id, found in self.points.items()}
+        return replace(self, points=points, finished=set(self.finished))
 
     def settle(self, *finished: str) -> None:
         """End a step, and the checks that it ``finished``. Raises DifferenceFound: a point does not hold."""

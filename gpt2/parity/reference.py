@@ -124,7 +124,8 @@ def reference_tokenizer(path: Path) -> Any:
     """Return transformers' tokenizer of that directory, with the class that the directory names."""
     library, config = _transformers(), _transformers_config(read_config(path))
     name = config.tokenizer_class = class_name(path)
-    known = hasattr(library, name) or hasattr(library, f"{name}Fast")
+    with _opening(path, "repair the files"):  # a name may stand for a module whose own imports fail
+        known = hasattr(library, name) or hasattr(library, f"{name}Fast")
     copy = (
         'in a copy, write "tokenizer_class": "GPT2Tokenizer" into tokenizer_config.json if it is one, else add its tokenizer.json'
     )
