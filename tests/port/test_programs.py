@@ -174,7 +174,7 @@ def test_a_right_program_is_equal(language: str, level: str, home: Home) -> None
 @pytest.mark.slow
 def test_a_large_model_is_ranked_in_float32(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream in float64 that enters blocks in float32 would end in an error; other tests have small models."""
-    monkeypatch.setattr("gpt2.port.dump.simulation.SMALL", 0)
+    monkeypatch.setattr("gpt2.port.graph.SMALL", 0)
     program = Program("numpy", "gelu-relu@1", "block")
     diagnosis = gpt2.diagnose(str(home.dump(program)), str(home.model))
     assert [(cause.id, cause.where) for cause in diagnosis.causes] == [("gelu-variant", "h.1.mlp.act")]

@@ -6,6 +6,7 @@ point.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
@@ -143,7 +144,7 @@ class Simulation(Model):
         """Return this simulation with ``base`` in place of GPT-2: further programs are run on top of its faults."""
         other = copy(self)
         other.base = base
-        other._rights, other._inputs, other._states = {}, [], {}
+        other._rights, other._inputs, other._states, other._kept = {}, [], {}, OrderedDict()
         other.stacks = all(other._stacks(layer) for layer in base.blocks)
         return other
 

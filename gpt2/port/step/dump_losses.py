@@ -88,13 +88,14 @@ def loss_stage(
         if made is None:
             continue
         named, smoothing, factor = made
-        stage = LossStage(error=abs(value / expected[0] - 1), judged=True, smoothing=smoothing, factor=factor)
+        stage = LossStage(judged=True, smoothing=smoothing, factor=factor)
         unknown = [(id, words) for id, words in named if id not in known]
         if reading is not None and reading.explained and reading.clipped is None and len(unknown) == len(named):
             said = ", ".join(words for _, words in named)
             stage.notes.append(f"the loss that is dumped is not the one that is trained ({said}); the gradients are of the mean")
         else:
             stage.causes = [cause(id, "loss", f"{words}: {value:.6g}", SEEN) for id, words in unknown]
+            stage.error = abs(value / expected[0] - 1)
         return stage
     stage = LossStage()
     if not {"label-smoothing", "logits-scaled"} & set(known) and (len(losses) == 1 or asked):

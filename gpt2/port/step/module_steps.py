@@ -226,7 +226,9 @@ class StepExamination:
         first = self.calls[0]
         state = {name: tensor.detach().cpu().double() for name, tensor in self.ours.state_dict().items()}
         passes = [one for one in first.forwards if one.gradient is not None]
-        made = expected_gradients(self.config, state, self.roles, self.sampler, passes[: len(first.first_backwards)])
+        if len(first.updates) > 1:  # then there is a backward pass for each
+            passes = passes[: len(first.first_backwards)]
+        made = expected_gradients(self.config, state, self.roles, self.sampler, passes)
         arrived, got = first.arrived(), {}
         for name, right in made.whole.items():  # the checkpoint has no entry for some, as an unused bias
             unknown = right.isnan()

@@ -19,12 +19,16 @@ def accumulated(parts, divide, rows=None):
             optimizer = adamw(model.train(), s)
 
             def step(x, y):
-                total = 0.0
+                total, losses = 0.0, []
                 count = (rows and len(x) // rows) or parts
                 for xb, yb in zip(x.chunk(count), y.chunk(count), strict=True):
                     loss = loss_of(model, xb, yb)
                     total += loss.item() / count
-                    (loss / count if divide == "loss" else loss).backward()
+                    losses.append(loss / count if divide in ("loss", "sum") else loss)
+                    if divide != "sum":
+                        losses.pop().backward()
+                if divide == "sum":
+                    sum(losses).backward()
                 if divide == "gradients":
                     for p in model.parameters():
                         p.grad /= count
@@ -43,6 +47,7 @@ def accumulated(parts, divide, rows=None):
 
 right("accumulated, loss divided", "nano", grad_accum=2)(accumulated(2, "loss"))
 right("accumulated, gradients divided", "mha", grad_accum=2)(accumulated(2, "gradients"))
+right("losses of two parts summed, one backward pass", "nano", grad_accum=2)(accumulated(2, "sum"))
 right("accumulated by row", grad_accum=4, clip=0.0)(accumulated(4, "loss"))
 right("ranks averaged")(accumulated(2, "gradients"))
 
