@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2.checkpoint import card
-from gpt2.checkpoint.cache import Declared
+from gpt2.checkpoint.cache import Declared, digest_of
 from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.containers import read_json
 from gpt2.checkpoint.describe import File
@@ -41,6 +41,7 @@ REFUSALS = {
     401: "the token is not valid; run `hf auth login`, or correct HF_TOKEN",
     402: "{said}; see the plan at {hub}/settings/billing",
     403: "the token may not write to {owner}; make one that may at {hub}/settings/tokens",
+    404: "the repository is gone or renamed; look at {hub}/{owner}",
     **dict.fromkeys((409, 412), "the repository changed meanwhile; run it again"),
     408: DOWN,
     413: "too large for the Hub; split the weights into shards, or ask the Hub for more room",
@@ -96,7 +97,8 @@ def plan(folder: str | Path, repo: str | None = None, record: card.Record | None
     Raises InputError: not OWNER/NAME, no such folder, its model does not load or computes no numbers, its weights are in another
     format, a file is a link that leads out of it, or its card claims what its record does not have.
     """
-    _require_name(repo or "OWNER/NAME")
+    if repo is not None:
+        _require_name(repo)
     given, folder = Path(folder), Path(folder).expanduser().resolve()
     if not folder.is_dir():
         raise InputError(f"{given}: not a folder; give the one that gpt2 export or gpt2 train made, such as out/run/best")
@@ -198,8 +200,10 @@ def _arrived(file: File, sent: bytes | Path, stored: Declared | None) -> bool:
 
     if stored is None or len(stored.digest) == 64:
         return stored is not None and stored.digest == file.sha256
-    content = sent if isinstance(sent, bytes) else sent.read_bytes()
-    return hashlib.sha256(content).hexdigest() == file.sha256 and git_hash(content) == stored.digest
+    if isinstance(sent, bytes):
+        return hashlib.sha256(sent).hexdigest() == file.sha256 and git_hash(sent) == stored.digest
+    with sent.open("rb") as stream:
+        return digest_of(stream, stored.digest, sent) == stored.digest and sha256(sent) == file.sha256
 
 
 def _api() -> HfApi:

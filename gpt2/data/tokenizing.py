@@ -77,7 +77,9 @@ def prepared(
     from huggingface_hub.utils import WeakFileLock
 
     try:
-        with WeakFileLock(folder / ".lock"):  # until no other process writes there
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # a file system without locks
+                stack.enter_context(WeakFileLock(folder / ".lock"))  # waits until no other process writes there
             if not (folder / MANIFEST).is_file():
                 _write(folder, paths, task, made_of, say)
     except OSError as error:
