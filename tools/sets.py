@@ -4,7 +4,7 @@
     python tools/sets.py new.jsonl --set eighth --level full --processes 2  # one set with most values
     python tools/sets.py new.jsonl --set first --program numpy --fault 'gelu-erf*' --show  # and each diagnosis in full
     python tools/sets.py new.jsonl --fault ''                             # programs without a fault: all must be equal
-    python tools/sets.py tools/sets.jsonl --processes 2                   # whatever that file does not answer yet
+    python tools/sets.py copy.jsonl --processes 2  # whatever a copy of tools/sets.jsonl does not answer yet
 
 The file of answers has a line of JSON per dump; its first line names the columns. An answer that is there is not made again, so
 a run may be stopped at any time. Another engine needs another file. `--against` runs only what the older file answers, and
