@@ -43,6 +43,7 @@ SAMPLE = (
     "handmade: last-missing not-zeroed corrected-late",
 )
 RIGHT_SAMPLE = (
+    "losses of two parts summed, one backward pass",
     "groups, kqv",
     "written over lists",
     "shifts by itself, over one more token",
