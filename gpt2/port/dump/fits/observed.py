@@ -54,6 +54,18 @@ class Observed:
         size = predicted.square().mean().sqrt()
         return (predicted - self.value).abs() <= self.slack + self.bound * size
 
+    def at(self, begin: int, end: int) -> Observed:
+        """Return the value of these tokens alone."""
+
+        def cut(y: Tensor) -> Tensor:
+            return y[:, begin:end] if y.ndim == 3 else y[:, :, begin:end]
+
+        return replace(self, value=cut(self.value), slack=cut(self.slack), right=cut(self.right))
+
+    def matches(self, predicted: Tensor) -> bool:
+        """Return whether a prediction is the recorded value."""
+        return predicted.shape == self.value.shape and bool(self.agrees(predicted).all())
+
     def wrong_rows(self) -> Tensor:
         """Return (B, T): the tokens whose value is not GPT-2's."""
         agrees = self.agrees(self.right)

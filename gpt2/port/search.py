@@ -1,0 +1,523 @@
+"""Walk through the values that a program shows, block by block, and find which alternatives give its own numbers.
+
+From the embeddings on, each node is computed from the program's numbers where these are found, by value. A block is explained
+if its result is found, or what the next block makes of it. Where GPT-2's formulas do not explain a block, every alternative is
+computed from the node that it changes; then those in texts that are read in calls. The one with which most is found is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from gpt2.measure.metrics import Progress, silent, worst_relative_error
+from gpt2.measure.tracing import point_at
+from gpt2.port import graph
+from gpt2.port.alternative import Alternative, Schedule, in_calls, merged, scheduled
+from gpt2.port.alternatives import table
+from gpt2.port.alternatives.outside import standing
+from gpt2.port.alternatives.schedule import is_prompt, schedules, stepped
+from gpt2.port.deadline import TimeUp
+from gpt2.port.diagnosis.causes import PlacedCause
+from gpt2.port.diagnosis.ending import Ending
+from gpt2.port.diagnosis.hypotheses import IN_PROMPT, IN_STEPS
+from gpt2.port.diagnosis.report import SURE, Divergence
+from gpt2.port.diagnosis.search import Fault
+from gpt2.port.dump.candidates import Candidate, Site
+from gpt2.port.dump.fits.observed import Observed
+from gpt2.port.dump.simulation import Simulation
+from gpt2.port.graph import ATTENTION, HIDDEN, LAST, NODES, ORDER, READS, ROWS, Edits, Memory, State, run_block
+from gpt2.port.observe import Observation, Seen
+
+FIRST = ("ln_1", "attn.q", "attn.k", "attn.v")  # nodes that show a block's input
+MOST_FAULTS = 4  # alternatives of one block
+MOST_ARRAYS = 3  # that may be the value of a node, the likest first
+TARGETS = 3  # nodes that are not found, the first ones
+WHOLE = "attn.scores"  # a node whose program's numbers are not taken: what it hides is written in many ways
+
+
+def _descendants() -> dict[str, frozenset[str]]:
+    """Return the nodes that depend on each node."""
+    out: dict[str, frozenset[str]] = {}
+    for node in reversed(NODES):
+        readers = [reader for reader in NODES if node in READS[reader]]
+        out[node] = frozenset(readers).union(*(out[reader] for reader in readers))
+    return out
+
+
+BEHIND = _descendants()
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A block as some alternatives compute it: its nodes, with the program's own numbers where they are ``seen``."""
+
+    layer: int
+    state: State
+    seen: Mapping[str, Seen]
+    alternatives: tuple[Alternative, ...] = ()
+    edits: Edits = field(default_factory=dict)
+
+    @property
+    def price(self) -> tuple[float, bool, int, bool]:
+        """What says which of several explanations of a block is likelier, the least first."""
+        return Candidate(tuple((one, self.layer) for one in self.alternatives)).order_of_naming
+
+
+@dataclass(frozen=True)
+class Walked:
+    """What a walk found: the faults, whether they explain the logits, and the first place that is not GPT-2's.
+
+    ``values``: the program's own numbers by traced point.
+    """
+
+    causes: tuple[PlacedCause, ...]
+    explained: bool
+    first: Divergence | None
+    values: Mapping[str, Tensor]
+    timed_out: bool = False
+
+
+class Search:
+    """A walk through an ``observation`` with the checkpoint in ``model``; ``exact``: GPT-2's own values by traced point."""
+
+    def __init__(
+        self, observation: Observation, model: Simulation, exact: Mapping[str, Tensor], progress: Progress = silent
+    ) -> None:
+        self.observation, self.model, self.exact, self.progress = observation, model, exact, progress
+        self.layers = model.config.n_layer
+        every = [one for one in table(model) if one.run is None and not one.crosses]
+        self.inner = [one for one in every if one.edits and not one.steps]
+        self.in_steps = [one for one in every if one.edits and one.steps]
+        self.embeddings = [one for one in every if "embed" in one.outside and not one.edits]
+        self.ends = [one for one in every if one.outside and "embed" not in one.outside]
+        self.ending = Ending(observation.pool, model.table)
+        self.known: list[tuple[Alternative, ...]] = []  # of blocks so far, the last first
+        self.sites: list[Site] = []
+        self.faults: list[Fault] = []  # of no alternative
+        self.ran: list[int] = []
+        self.states: list[State] = []
+        self.evidence: dict[str, tuple[float, float]] = {}  # by label: the error of what is found, and of GPT-2's formula
+        self.first: Divergence | None = None
+        self.values: dict[str, Tensor] = {}
+
+    def run(self) -> Walked:
+        """Walk as far as the observed values are explained, or to the observation's limit of time."""
+        explained = timed_out = False
+        try:
+            explained = self._walk()
+        except TimeUp:
+            timed_out = True
+        return Walked(tuple(self._causes()), explained, self.first, self.values, timed_out)
+
+    def _walk(self) -> bool:
+        x = self._embedded()
+        while len(self.ran) <= 2 * self.layers:
+            self.progress(f"following your values, in block {len(self.ran)}")
+            if len(self.ran) >= self.layers and self._ended(x):
+                return True
+            trial = self._next(x)
+            if trial is None:
+                return len(self.ran) < self.layers and bool(self.ran) and self._ended(x)
+            self._settle(trial)
+            x = trial.state[""]
+        return False
+
+    # The embeddings
+
+    def _embedded(self) -> Tensor:
+        site = self.model.site(0)
+        right = site.right("embed", {})
+        if (seen := self._found("embed", right)) is not None:
+            self.values["embed"] = seen.own
+            return seen.own
+        if self._shown_in(0, right):
+            return right
+        best: tuple[tuple[object, ...], Alternative, Tensor] | None = None
+        for one in self._embedding_alternatives():
+            x = one.at(None)["embed"](site, {}).to(self.model.dtype)
+            if x.shape != right.shape or torch.equal(x, right):
+                continue
+            seen = self._found("embed", x, fault=True)
+            own = x if seen is None else seen.own
+            shown = self._shown_in(0, own)
+            key = (not shown, seen is None, Candidate(((one, None),)).order_of_naming)
+            if (shown or seen is not None) and (best is None or key < best[0]):
+                best = key, one, own
+        if best is None:
+            return right
+        _, one, x = best
+        self._blame(one, None, "embed", x, right)
+        return x
+
+    def _embedding_alternatives(self) -> Iterator[Alternative]:
+        """Yield other embeddings: at once, in calls, and from each token on."""
+        tokens = self.model.ids.shape[1]
+        yield from (one for one in self.embeddings if not one.steps)
+        for how in schedules(self.model):
+            for one in self.embeddings:
+                if one.steps:
+                    yield _in(one, how)
+        for start in range(1, tokens):
+            how = Schedule(IN_STEPS.format(start), stepped(start, tokens), "later")
+            yield from (_in(one, how) for one in (*self.embeddings, *standing(self.model)) if not (one.rare or one.steps))
+
+    # From block to block
+
+    def _next(self, x: Tensor) -> Trial | None:
+        """Return the block that runs next on the stream ``x``, as the program computes it; None if nothing known explains it."""
+        expected = self.ran[-1] + 1 if self.ran else 0
+        if expected < self.layers:
+            base = self._block(expected, x)
+            if self._goes_on(base):
+                return base
+            entered = any(node in base.seen for node in FIRST[1:])
+        else:
+            base, entered = None, False
+        if not entered:
+            for layer in range(self.layers):
+                other = self._block(layer, x, ORDER["attn.v"]) if layer != expected else None
+                if other is not None and sum(node in other.seen for node in FIRST[1:]) >= 2:
+                    whole = self._block(layer, x)
+                    return whole if self._goes_on(whole) else self._explained(whole)
+            if self.ran and self._ended(x, quick=True):
+                return None
+            if base is not None and (stream := self._earlier(expected)) is not None:
+                base = self._block(expected, stream)
+                if self._goes_on(base):
+                    return base
+        return None if base is None else self._explained(base)
+
+    def _earlier(self, layer: int) -> Tensor | None:
+        """Return an earlier stream that block ``layer`` takes, if its first nodes show it."""
+        for number in reversed(range(len(self.states))):
+            for node in ("mid", "x"):
+                stream = self.states[number][node]
+                if not self._shown_in(layer, stream):
+                    continue
+                if node == "mid":
+                    words = "a later block takes the stream behind attention: the feed-forward's result has no effect"
+                    self.faults.append(Fault("residual-missing", "", words, layer=number))
+                words = "a later block takes an earlier stream, so what this block gives has no effect"
+                later = range(number if node == "x" else number + 1, layer)
+                self.faults += [Fault("layer-missing", "", words, layer=one) for one in later]
+                self._note(point_at(layer, "ln_1"), math.inf)
+                return stream
+        return None
+
+    def _settle(self, trial: Trial) -> None:
+        """Take a block as a trial computes it."""
+        number = len(self.ran)
+        self.ran.append(trial.layer)
+        self.states.append(trial.state)
+        self.observation.take(trial.seen.values())
+        for node, seen in trial.seen.items():
+            self.values[point_at(number, node)] = seen.own
+        if trial.alternatives:
+            self.known = [trial.alternatives, *(one for one in self.known if one != trial.alternatives)]
+        right = run_block(self.model.site(trial.layer, trial.state), {"x": trial.state["x"]}, {}) if trial.alternatives else {}
+        for one in trial.alternatives:
+            node = next(iter(one.edits))
+            before = {n: trial.state[n] for n in ("x", *NODES[: ORDER[node]]) if n in trial.state}
+            expected = graph.RIGHT[node](self.model.site(trial.layer, before), before) if node not in HIDDEN else right[node]
+            self._blame(one, trial.layer, node, trial.state.get(node, expected), expected, trial.seen)
+
+    def _blame(
+        self,
+        one: Alternative,
+        layer: int | None,
+        node: str,
+        value: Tensor,
+        right: Tensor,
+        seen: Mapping[str, Seen] | None = None,
+    ) -> None:
+        self.sites.append((one, layer))
+        missed = worst_relative_error(value, right) if value.shape == right.shape else math.inf
+        shown = next((each.error for name, each in (seen or {}).items() if ORDER[name] >= ORDER[node]), 0.0)
+        error, other = self.evidence.get(one.label, (0.0, 0.0))
+        self.evidence[one.label] = max(error, shown), max(other, missed)
+        point = node if layer is None else point_at(len(self.ran) - 1, _traced(node))
+        self._note(point, missed)
+
+    def _note(self, point: str, error: float) -> None:
+        if self.first is None:
+            place = point.split(".")
+            self.first = Divergence(point, int(place[1]) if place[0] == "h" else None, error)
+
+    # In a block
+
+    def _found(self, node: str, value: Tensor, fault: bool = False) -> Seen | None:
+        return self.observation.find(node, value, fault)
+
+    def _block(self, layer: int, x: Tensor, until: int = LAST) -> Trial:
+        """Return GPT-2's own nodes of a block, with the program's numbers where they are found."""
+        site, state, seen = self.model.site(layer, {"x": x}), {"x": x}, dict[str, Seen]()
+        for node in NODES[: until + 1]:
+            state[node] = site.right(node, state)
+            self._look(node, state, seen)
+        return Trial(layer, state, seen)
+
+    def _look(self, node: str, state: State, seen: dict[str, Seen], fault: bool = False) -> None:
+        """Find a node's value, and take the program's numbers for it."""
+        value = state[node]
+        if node in HIDDEN or any(
+            one is value or (one.shape == value.shape and torch.equal(one, value)) for name, one in state.items() if name != node
+        ):
+            return  # it is found in any case
+        if (found := self._found(node, value, fault)) is not None:
+            seen[node] = found
+            if node != WHOLE:
+                state[node] = found.own
+
+    def _goes_on(self, trial: Trial) -> bool:
+        """Return whether a block is explained: its result is found, or what follows from it."""
+        return "" in trial.seen or self._shown_behind(trial.state[""])
+
+    def _shown_behind(self, x: Tensor) -> bool:
+        following = len(self.ran) + 1
+        if following < self.layers and self._shown_in(following, x):
+            return True
+        return following >= self.layers and self._gives(x)
+
+    def _shown_in(self, layer: int, x: Tensor) -> bool:
+        """Return whether the first nodes of a block are found as they follow from the stream ``x``."""
+        site, state = self.model.site(layer, {"x": x}), {"x": x}
+        for node in FIRST:
+            state[node] = site.right(node, state)
+            if self._found(node, state[node]) is not None:
+                return True
+        return False
+
+    def _explained(self, base: Trial) -> Trial | None:
+        """Return a block with the alternatives that explain it, the likeliest; None if none do."""
+        for known in self.known:
+            trial: Trial | None = base
+            for one in known:
+                trial = None if trial is None else self._tried(trial, one)
+            if trial is not None and self._goes_on(trial):
+                return trial
+        for _ in range(MOST_FAULTS):
+            whole, part = self._best(base, self.inner)
+            whole = whole or self._in_calls(base)
+            if whole is not None or part is None:
+                return whole
+            base = part
+        return None
+
+    def _best(self, base: Trial, some: Iterable[Alternative]) -> tuple[Trial | None, Trial | None]:
+        """Return the best trial that explains a block, and the best of those that explain more of it than ``base``."""
+        whole: tuple[tuple[object, ...], Trial] | None = None
+        part: tuple[tuple[object, ...], Trial] | None = None
+        for one in some:
+            self.observation.check()
+            if one in base.alternatives or all(not BEHIND[node].isdisjoint(base.seen) for node in one.edits):
+                continue
+            if (trial := self._tried(base, one)) is None:
+                continue
+            key = (-len(trial.seen), trial.price)
+            if (whole is None or key < whole[0]) and self._goes_on(trial):
+                whole = key, trial
+            if len(trial.seen) > len(base.seen) and (part is None or key < part[0]):
+                part = key, trial
+        return whole and whole[1], part and part[1]
+
+    def _tried(self, base: Trial, one: Alternative) -> Trial | None:
+        """Return ``base`` with one more alternative; None if it changes nothing, or nothing that it changes is found."""
+        edits = one.at(base.layer)
+        if not edits:
+            return None
+        if one.calls is not None:
+            edits = in_calls(one.calls, edits)
+        both = merged(base.edits, edits)
+        if both is None:
+            return None
+        begin = min(ORDER[node] for node in edits)
+        state = {node: value for node, value in base.state.items() if ORDER.get(node, -1) < begin}
+        seen = {node: each for node, each in base.seen.items() if ORDER[node] < begin}
+        site = self.model.site(base.layer, state)
+        changed, found = set[str](), False
+        for node in NODES[begin:]:
+            if node not in both and changed.isdisjoint(READS[node]):
+                state[node] = base.state[node]
+                if node in base.seen:
+                    seen[node] = base.seen[node]
+                continue
+            value = (both.get(node) or site.rights[node])(site, state)
+            old = base.state[node]
+            if value.shape == old.shape and torch.equal(value, old):
+                state[node] = old
+                if node in base.seen:
+                    seen[node] = base.seen[node]
+                continue
+            if not bool(value.isfinite().any()) or (node == "" and value.shape != old.shape):
+                return None
+            state[node] = value
+            changed.add(node)
+            self._look(node, state, seen, fault=node in edits)
+            found |= node in seen
+        if not changed:
+            return None
+        trial = Trial(base.layer, state, seen, (*base.alternatives, one), both)
+        return trial if found or self._shown_behind(state[""]) else None
+
+    # In texts that are read in calls
+
+    def _in_calls(self, base: Trial) -> Trial | None:
+        """Return a block with an alternative in some calls that explains it; None if there is none."""
+        best: tuple[tuple[object, ...], Trial] | None = None
+        for node, seen in self._targets(base):
+            rows = seen.wrong_rows().any(0)
+            for one in (*self._since(base, node, seen, rows), *self._by_call(base, node, seen)):
+                trial = self._tried(base, one)
+                if trial is None or not self._goes_on(trial):
+                    continue
+                key = (-len(trial.seen), trial.price)
+                if best is None or key < best[0]:
+                    best = key, trial
+            if best is not None:
+                return best[1]
+        return None
+
+    def _targets(self, base: Trial) -> Iterator[tuple[str, Observed]]:
+        """Yield the first nodes that are not found with arrays that may be their values."""
+        nodes = [node for node in NODES if node not in (*HIDDEN, WHOLE) and node not in base.seen]
+        nodes = [node for node in nodes if BEHIND[node].isdisjoint(base.seen)]
+        for node in nodes[:TARGETS]:
+            arrays = self.observation.unexplained(node, base.state[node], base.seen.values())
+            yield from ((node, seen) for seen in itertools.islice(arrays, MOST_ARRAYS) if bool(seen.wrong_rows().any()))
+
+    def _since(self, base: Trial, node: str, seen: Observed, wrong: Tensor) -> Iterator[Alternative]:
+        """Yield the alternatives that are ``seen`` at the wrong tokens alone: from one on, or up to one."""
+        tokens = len(wrong)
+        first, last = int(wrong.nonzero()[0]), int(wrong.nonzero()[-1])
+        ways = [Schedule(IN_STEPS.format(first), stepped(first, tokens), "later")] if first else []
+        if 1 < last + 1 < tokens:
+            ways.append(Schedule(IN_PROMPT.format(last + 1), stepped(last + 1, tokens), "first"))
+        for one in self.inner if ways else ():
+            self.observation.check()
+            edits = one.at(base.layer)
+            if not edits or min(ORDER[name] for name in edits) > ORDER[node] or one.sees == ROWS:
+                continue
+            begin = min(ORDER[name] for name in edits)
+            state = {name: value for name, value in base.state.items() if ORDER.get(name, -1) < begin}
+            value = run_block(self.model.site(base.layer, state), state, edits, begin - 1, ORDER[node])[node]
+            if value.shape != seen.value.shape or not bool(value.isfinite().any()):
+                continue
+            agrees = _by_token(seen.agrees(value))
+            for how in ways:
+                inside = slice(how.calls[0][1], None) if how.which == "later" else slice(0, how.calls[0][1])
+                if bool(agrees[:, inside].all()):
+                    yield _in(one, how)
+
+    def _by_call(self, base: Trial, node: str, seen: Observed) -> Iterator[Alternative]:
+        """Yield the alternatives that give what is ``seen`` in a text that is read in calls, each as far as it holds."""
+        mixing = [one for one in (*self.in_steps, *self.inner) if not set(one.edits).isdisjoint(ATTENTION) and one.sees != ROWS]
+        mixing += [one for one in self.in_steps if one.sees == ROWS]
+        if ORDER[node] < ORDER["attn.weights"]:
+            return
+        for how in schedules(self.model):
+            whichs = ("all", "first", "later") if is_prompt(how) and how.calls[0][1] > 1 else ("all",)
+            for one, which in itertools.product(mixing, whichs):
+                self.observation.check()
+                if (which != "all" and one.steps) or not one.at(base.layer):
+                    continue
+                alternative = scheduled(one, replace(how, which=which))
+                if self._holds(base, node, seen, alternative):
+                    yield alternative
+
+    def _holds(self, base: Trial, node: str, seen: Observed, one: Alternative) -> bool:
+        """Return whether an alternative in calls gives what is seen, call by call."""
+        memory: Memory = {}
+        begin_node = ORDER["attn.qh"] if set(one.edits) <= set(NODES[ORDER["attn.qh"] :]) else 0
+        names = ("x", *NODES[:begin_node])
+        edits = one.at(base.layer)
+        for begin, end in one.calls or ():
+            site = graph.Site(self.model, base.layer, begin, end, memory)
+            state = {name: base.state[name][:, begin:end] for name in names}
+            value = run_block(site, state, edits, begin_node - 1, ORDER[node])[node]
+            if value.ndim == 4 and node == "attn.weights":
+                value = torch.nn.functional.pad(value, (0, max(0, seen.value.shape[-1] - value.shape[-1])))
+            if not seen.at(begin, end).matches(value):
+                return False
+        return True
+
+    # To the logits
+
+    def _gives(self, x: Tensor) -> bool:
+        """Return whether the logits follow from the last stream."""
+        normed = self.model.norm("ln_f", x)
+        return self._found("ln_f", normed) is not None or self.observation.are_logits(normed, self.model.table)
+
+    def _ended(self, x: Tensor, quick: bool = False) -> bool:
+        """Return whether the logits follow from the last stream, perhaps by another norm, head or last step."""
+        site, state = self.model.site(0, {"x": x}), {"x": x}
+        right = self.model.norm("ln_f", x)
+        seen = self._found("ln_f", right)
+        normed = right if seen is None else seen.own
+        if self.observation.are_logits(normed, self.model.table) or self.observation.are_logits(right, self.model.table):
+            return True
+        if quick:
+            return False
+        known = [one for some in self.known for one in some if one.outside]
+        best: tuple[tuple[object, ...], Alternative, Tensor] | None = None
+        for one in (*known, *self.ends):
+            self.observation.check()
+            value = one.outside["ln_f"](site, state) if "ln_f" in one.outside else normed
+            if value.shape != right.shape:
+                continue
+            found = self._found("ln_f", value, fault=True) if "ln_f" in one.outside else None
+            head = one.outside["head"](site, state) if "head" in one.outside else self.model.table
+            if self.observation.are_logits(value if found is None else found.own, head):
+                key = (one not in known, found is None, Candidate(((one, None),)).order_of_naming)
+                if best is None or key < best[0]:
+                    best = key, one, value
+        if best is not None:
+            _, one, value = best
+            self._blame(one, None, "ln_f" if "ln_f" in one.outside else "logits", value, right)
+            return True
+        ended = self.ending.logits(normed)
+        if ended is None:
+            return False
+        self.faults += ended.faults
+        self._note("logits", math.inf if ended.error is None else ended.error)
+        return True
+
+    # What was found
+
+    def _causes(self) -> Iterator[PlacedCause]:
+        order = None if self.ran == list(range(self.layers)) or len(self.ran) < 1 else tuple(self.ran)
+        whole = Candidate(tuple(self.sites), order if self._is_whole else None, tuple(self.faults))
+        for found in whole.found(self.layers):
+            labels = [one.label for one, _ in self.sites if found.id in (one.id, *(id for id, _ in one.also))]
+            error, missed = map(max, zip(*(self.evidence[label] for label in labels), strict=True)) if labels else (0.0, 0.0)
+            evidence = f"computed so from your own values, it is what you have there, to {error:.0e}"
+            evidence += f"; GPT-2's formula is off by {missed:.0e}" if math.isfinite(missed) and missed else ""
+            evidence += "; with all causes here, the walk ends at your own logits" if self._is_whole else ""
+            yield PlacedCause(found.id, found.places, found.detail, evidence, SURE, found.fix)
+
+    _is_whole = True
+
+
+def _in(one: Alternative, how: Schedule) -> Alternative:
+    """Return an alternative in calls, whose formulas give a whole text at once."""
+    made = scheduled(one, how)
+    outside = in_calls(how.calls, made.outside) if made.outside else made.outside
+    return replace(made, outside=outside)
+
+
+def _by_token(agrees: Tensor) -> Tensor:
+    """Return (B, T): whether all entries of a token agree, of (B, T, D) or (B, H, T, ...)."""
+    return agrees.all(-1) if agrees.ndim == 3 else agrees.all(-1).all(1)
+
+
+def _traced(node: str) -> str:
+    """Return the traced point that shows a node first."""
+    return {"attn.qh": "attn.q", "attn.kh": "attn.k", "attn.vh": "attn.v", "attn.ks": "attn.scores", "attn.vs": "attn.mixed"}.get(
+        node, node
+    )
+
