@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.measure.metrics import Progress, silent, worst_relative_error
@@ -29,7 +32,12 @@ from gpt2.port.diagnosis.hypotheses import IN_PROMPT, IN_STEPS
 from gpt2.port.diagnosis.report import SURE, Divergence
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.candidates import Candidate, Site
+from gpt2.port.dump.fits.ending import Ending as FittedEnding
+from gpt2.port.dump.fits.library import Library
 from gpt2.port.dump.fits.observed import Observed
+from gpt2.port.dump.fits.operators import Operators
+from gpt2.port.dump.fits.partial import dropped
+from gpt2.port.dump.fits.wiring import embedding_fit
 from gpt2.port.dump.simulation import Simulation
 from gpt2.port.graph import ATTENTION, HIDDEN, LAST, NODES, ORDER, READS, ROWS, Edits, Memory, State, run_block
 from gpt2.port.observe import Observation, Seen
@@ -37,7 +45,9 @@ from gpt2.port.observe import Observation, Seen
 FIRST = ("ln_1", "attn.q", "attn.k", "attn.v")  # nodes that show a block's input
 MOST_FAULTS = 4  # alternatives of one block
 MOST_ARRAYS = 3  # that may be the value of a node, the likest first
+LAG = 2  # tokens behind the beginning of a call, until which a fault of later calls shows
 TARGETS = 3  # nodes that are not found, the first ones
+MIXED = (*NODES[ORDER["attn.weights"] :],)  # nodes that depend on how a text is read in calls
 WHOLE = "attn.scores"  # a node whose program's numbers are not taken: what it hides is written in many ways
 
 
@@ -62,11 +72,12 @@ class Trial:
     seen: Mapping[str, Seen]
     alternatives: tuple[Alternative, ...] = ()
     edits: Edits = field(default_factory=dict)
+    faults: tuple[Fault, ...] = ()  # that were fitted
 
     @property
     def price(self) -> tuple[float, bool, int, bool]:
         """What says which of several explanations of a block is likelier, the least first."""
-        return Candidate(tuple((one, self.layer) for one in self.alternatives)).order_of_naming
+        return Candidate(tuple((one, self.layer) for one in self.alternatives), head=self.faults).order_of_naming
 
 
 @dataclass(frozen=True)
@@ -97,11 +108,15 @@ class Search:
         self.embeddings = [one for one in every if "embed" in one.outside and not one.edits]
         self.ends = [one for one in every if one.outside and "embed" not in one.outside]
         self.ending = Ending(observation.pool, model.table)
+        self.library = Library(model.state, model.config)
+        self.library.in_time = observation.check
+        self.operators = Operators(model, self.library, observation.arrays)
+        self.states = self.operators.earlier
+        self.fitted_ending = FittedEnding(model, self.library, observation.arrays, self.states)
         self.known: list[tuple[Alternative, ...]] = []  # of blocks so far, the last first
         self.sites: list[Site] = []
         self.faults: list[Fault] = []  # of no alternative
         self.ran: list[int] = []
-        self.states: list[State] = []
         self.evidence: dict[str, tuple[float, float]] = {}  # by label: the error of what is found, and of GPT-2's formula
         self.first: Divergence | None = None
         self.values: dict[str, Tensor] = {}
@@ -138,8 +153,9 @@ class Search:
             return seen.own
         if self._shown_in(0, right):
             return right
-        best: tuple[tuple[object, ...], Alternative, Tensor] | None = None
+        best: tuple[tuple[object, ...], Alternative, Tensor, bool] | None = None
         for one in self._embedding_alternatives():
+            self.observation.check()
             x = one.at(None)["embed"](site, {}).to(self.model.dtype)
             if x.shape != right.shape or torch.equal(x, right):
                 continue
@@ -148,12 +164,28 @@ class Search:
             shown = self._shown_in(0, own)
             key = (not shown, seen is None, Candidate(((one, None),)).order_of_naming)
             if (shown or seen is not None) and (best is None or key < best[0]):
-                best = key, one, own
+                best = key, one, own, seen is not None
         if best is None:
-            return right
-        _, one, x = best
+            return self._embedding_fitted(right)
+        _, one, x, found = best
+        if not found and not self._goes_on(self._block(0, x)) and self._explained(self._block(0, right)) is not None:
+            return right  # one fault of the block, and not two
         self._blame(one, None, "embed", x, right)
         return x
+
+    def _embedding_fitted(self, right: Tensor) -> Tensor:
+        """Return embeddings as what an array shows was computed; GPT-2's own if nothing fits."""
+        wte, wpe = (self.model.state[f"{name}.weight"] for name in ("wte", "wpe"))
+        for seen in itertools.islice(self.observation.unexplained("embed", right, ()), MOST_ARRAYS):
+            self.observation.check()
+            rows = seen.wrong_rows()
+            fit = dropped(seen, rows, "embed") or embedding_fit(seen, self.model.ids, wte, wpe, rows)
+            if fit is not None:
+                self.faults += fit.faults
+                self._note("embed", worst_relative_error(fit.value, right))
+                own = self._found("embed", fit.value)
+                return fit.value if own is None else own.own
+        return right
 
     def _embedding_alternatives(self) -> Iterator[Alternative]:
         """Yield other embeddings: at once, in calls, and from each token on."""
@@ -221,6 +253,9 @@ class Search:
         if trial.alternatives:
             self.known = [trial.alternatives, *(one for one in self.known if one != trial.alternatives)]
         right = run_block(self.model.site(trial.layer, trial.state), {"x": trial.state["x"]}, {}) if trial.alternatives else {}
+        self.faults += trial.faults
+        if trial.faults:
+            self._note(point_at(number, trial.faults[0].part), math.inf)
         for one in trial.alternatives:
             node = next(iter(one.edits))
             before = {n: trial.state[n] for n in ("x", *NODES[: ORDER[node]]) if n in trial.state}
@@ -301,11 +336,18 @@ class Search:
                 trial = None if trial is None else self._tried(trial, one)
             if trial is not None and self._goes_on(trial):
                 return trial
+        if any(fault.layer is not None for fault in self.faults):
+            again = self._fitted(base)
+            if again is not None and self._goes_on(again):
+                return again
         for _ in range(MOST_FAULTS):
             whole, part = self._best(base, self.inner)
             whole = whole or self._in_calls(base)
-            if whole is not None or part is None:
+            if whole is not None:
                 return whole
+            part = part or self._fitted(base)
+            if part is None or self._goes_on(part):
+                return part
             base = part
         return None
 
@@ -315,7 +357,7 @@ class Search:
         part: tuple[tuple[object, ...], Trial] | None = None
         for one in some:
             self.observation.check()
-            if one in base.alternatives or all(not BEHIND[node].isdisjoint(base.seen) for node in one.edits):
+            if one in base.alternatives or self._is_refuted(base, one):
                 continue
             if (trial := self._tried(base, one)) is None:
                 continue
@@ -325,6 +367,10 @@ class Search:
             if len(trial.seen) > len(base.seen) and (part is None or key < part[0]):
                 part = key, trial
         return whole and whole[1], part and part[1]
+
+    def _is_refuted(self, base: Trial, one: Alternative) -> bool:
+        """Return whether what follows from each node that an alternative changes is found as it is."""
+        return all(not BEHIND[node].isdisjoint(base.seen) for node in one.edits)
 
     def _tried(self, base: Trial, one: Alternative) -> Trial | None:
         """Return ``base`` with one more alternative; None if it changes nothing, or nothing that it changes is found."""
@@ -340,6 +386,7 @@ class Search:
         state = {node: value for node, value in base.state.items() if ORDER.get(node, -1) < begin}
         seen = {node: each for node, each in base.seen.items() if ORDER[node] < begin}
         site = self.model.site(base.layer, state)
+        shown = [base.state[node] for node in base.seen]  # they are found in any case
         changed, found = set[str](), False
         for node in NODES[begin:]:
             if node not in both and changed.isdisjoint(READS[node]):
@@ -358,7 +405,8 @@ class Search:
                 return None
             state[node] = value
             changed.add(node)
-            self._look(node, state, seen, fault=node in edits)
+            if not any(value.shape == own.shape and torch.equal(value, own) for own in shown):
+                self._look(node, state, seen, fault=node in edits)
             found |= node in seen
         if not changed:
             return None
@@ -369,18 +417,13 @@ class Search:
 
     def _in_calls(self, base: Trial) -> Trial | None:
         """Return a block with an alternative in some calls that explains it; None if there is none."""
-        best: tuple[tuple[object, ...], Trial] | None = None
-        for node, seen in self._targets(base):
-            rows = seen.wrong_rows().any(0)
-            for one in (*self._since(base, node, seen, rows), *self._by_call(base, node, seen)):
-                trial = self._tried(base, one)
-                if trial is None or not self._goes_on(trial):
-                    continue
-                key = (-len(trial.seen), trial.price)
-                if best is None or key < best[0]:
-                    best = key, trial
-            if best is not None:
-                return best[1]
+        targets = list(self._targets(base))
+        found = (one for node, seen in targets for one in self._since(base, node, seen))
+        for some in (found, self._by_call(base, [(node, seen) for node, seen in targets if node in MIXED])):
+            tried = (self._tried(base, one) for one in some)
+            trials = [trial for trial in tried if trial is not None and self._goes_on(trial)]
+            if trials:
+                return min(trials, key=lambda trial: (-len(trial.seen), trial.price))
         return None
 
     def _targets(self, base: Trial) -> Iterator[tuple[str, Observed]]:
@@ -391,17 +434,17 @@ class Search:
             arrays = self.observation.unexplained(node, base.state[node], base.seen.values())
             yield from ((node, seen) for seen in itertools.islice(arrays, MOST_ARRAYS) if bool(seen.wrong_rows().any()))
 
-    def _since(self, base: Trial, node: str, seen: Observed, wrong: Tensor) -> Iterator[Alternative]:
+    def _since(self, base: Trial, node: str, seen: Observed) -> Iterator[Alternative]:
         """Yield the alternatives that are ``seen`` at the wrong tokens alone: from one on, or up to one."""
-        tokens = len(wrong)
-        first, last = int(wrong.nonzero()[0]), int(wrong.nonzero()[-1])
+        wrong = seen.wrong_rows().any(0)
+        tokens, (first, *_, last) = len(wrong), [*wrong.nonzero().flatten().tolist()] * 2
         ways = [Schedule(IN_STEPS.format(first), stepped(first, tokens), "later")] if first else []
         if 1 < last + 1 < tokens:
             ways.append(Schedule(IN_PROMPT.format(last + 1), stepped(last + 1, tokens), "first"))
         for one in self.inner if ways else ():
             self.observation.check()
             edits = one.at(base.layer)
-            if not edits or min(ORDER[name] for name in edits) > ORDER[node] or one.sees == ROWS:
+            if not edits or min(ORDER[name] for name in edits) > ORDER[node] or one.sees == ROWS or self._is_refuted(base, one):
                 continue
             begin = min(ORDER[name] for name in edits)
             state = {name: value for name, value in base.state.items() if ORDER.get(name, -1) < begin}
@@ -414,37 +457,69 @@ class Search:
                 if bool(agrees[:, inside].all()):
                     yield _in(one, how)
 
-    def _by_call(self, base: Trial, node: str, seen: Observed) -> Iterator[Alternative]:
-        """Yield the alternatives that give what is ``seen`` in a text that is read in calls, each as far as it holds."""
-        mixing = [one for one in (*self.in_steps, *self.inner) if not set(one.edits).isdisjoint(ATTENTION) and one.sees != ROWS]
-        mixing += [one for one in self.in_steps if one.sees == ROWS]
-        if ORDER[node] < ORDER["attn.weights"]:
-            return
-        for how in schedules(self.model):
-            whichs = ("all", "first", "later") if is_prompt(how) and how.calls[0][1] > 1 else ("all",)
-            for one, which in itertools.product(mixing, whichs):
-                self.observation.check()
-                if (which != "all" and one.steps) or not one.at(base.layer):
-                    continue
-                alternative = scheduled(one, replace(how, which=which))
-                if self._holds(base, node, seen, alternative):
-                    yield alternative
+    def _by_call(self, base: Trial, targets: Sequence[tuple[str, Observed]]) -> Iterator[Alternative]:
+        """Yield the alternatives that give one of ``targets`` in a text that is read in calls.
 
-    def _holds(self, base: Trial, node: str, seen: Observed, one: Alternative) -> bool:
-        """Return whether an alternative in calls gives what is seen, call by call."""
+        What a call computes does not depend on later ones, so an alternative is left at the first call whose tokens it misses.
+        """
+        mixing = [one for one in self.inner if not set(one.edits).isdisjoint(ATTENTION) and one.sees != ROWS]
+        mixing = [one for one in (*mixing, *self.in_steps) if one.at(base.layer) and not self._is_refuted(base, one)]
+        wrong = [seen.wrong_rows().any(0).nonzero().flatten().tolist() for _, seen in targets]
+        firsts: dict[int, list[Alternative]] = {}  # those that give the first call, by its length
+        for how in schedules(self.model) if targets else ():
+            end, second = how.calls[0][1], how.calls[min(1, len(how.calls) - 1)][1]
+            if end not in firsts:
+                alone = replace(how, calls=how.calls[:1])
+                firsts[end] = [one for one in mixing if not one.steps and self._gives_all(base, targets, one, alone)]
+            later = any(end <= some[0] < second + LAG for some in wrong)
+            some = [one for one in mixing if one.steps and (later or one.at_once)]
+            tried = [(one, "all") for one in (*firsts[end], *some)]
+            if is_prompt(how) and end > 1:
+                tried += [(one, "first") for one in firsts[end] if any(each[-1] < end <= each[-1] + LAG for each in wrong)]
+                if any(end <= each[0] < end + LAG for each in wrong):
+                    tried += [(one, "later") for one in mixing if not one.steps]
+            for one, which in tried:
+                seen_in = replace(how, which=which)
+                if self._gives_all(base, targets, one, seen_in):
+                    yield scheduled(one, seen_in)
+
+    def _gives_all(self, base: Trial, targets: Sequence[tuple[str, Observed]], one: Alternative, how: Schedule) -> bool:
+        """Return whether an alternative in calls gives one of ``targets``, call by call."""
+        self.observation.check()
         memory: Memory = {}
-        begin_node = ORDER["attn.qh"] if set(one.edits) <= set(NODES[ORDER["attn.qh"] :]) else 0
-        names = ("x", *NODES[:begin_node])
-        edits = one.at(base.layer)
-        for begin, end in one.calls or ():
+        before = ORDER["attn.qh"] if set(one.edits) <= set(NODES[ORDER["attn.qh"] :]) else 0
+        until = max(ORDER[node] for node, _ in targets)
+        edits, alive = one.at(base.layer), list(targets)
+        for begin, end in how.calls:
             site = graph.Site(self.model, base.layer, begin, end, memory)
-            state = {name: base.state[name][:, begin:end] for name in names}
-            value = run_block(site, state, edits, begin_node - 1, ORDER[node])[node]
-            if value.ndim == 4 and node == "attn.weights":
-                value = torch.nn.functional.pad(value, (0, max(0, seen.value.shape[-1] - value.shape[-1])))
-            if not seen.at(begin, end).matches(value):
+            state = {name: base.state[name][:, begin:end] for name in ("x", *NODES[:before])}
+            changes = how.which == "all" or (begin == 0) == (how.which == "first")
+            state = run_block(site, state, edits if changes else {}, before - 1, until)
+            alive = [(node, seen) for node, seen in alive if seen.at(begin, end).matches(_widened(state[node], node, seen))]
+            if not alive:
                 return False
         return True
+
+    # Free numbers
+
+    def _fitted(self, base: Trial) -> Trial | None:
+        """Return ``base`` with one more node as what its array shows was computed; None if nothing fits."""
+        for node, seen in self._targets(base):
+            self.observation.check()
+            fit = self.operators.fit(base.layer, node, base.state, seen, seen.wrong_rows())
+            if fit is None:
+                continue
+            given = Alternative("", "", {node: partial(_given, fit.value)})
+            if (trial := self._tried(base, given)) is not None:
+                faults = tuple(self._as_before(replace(fault, layer=base.layer)) for fault in fit.faults)
+                return replace(trial, alternatives=base.alternatives, faults=(*base.faults, *faults))
+        return None
+
+    def _as_before(self, fault: Fault) -> Fault:
+        """Return a fault in the words of one that an earlier block has, if they differ in a fitted number alone."""
+        alike = (one for one in self.faults if (one.id, one.part) == (fault.id, fault.part))
+        same = (one for one in alike if _plain(one.detail) == _plain(fault.detail))
+        return replace(fault, detail=next((one.detail for one in same), fault.detail))
 
     # To the logits
 
@@ -480,11 +555,18 @@ class Search:
             _, one, value = best
             self._blame(one, None, "ln_f" if "ln_f" in one.outside else "logits", value, right)
             return True
-        ended = self.ending.logits(normed)
-        if ended is None:
-            return False
-        self.faults += ended.faults
-        self._note("logits", math.inf if ended.error is None else ended.error)
+        if (given := self.ending.logits(normed)) is not None:
+            self.faults += given.faults
+            self._note("logits", math.inf)
+            return True
+        if (ended := self.fitted_ending.read(x)) is None:
+            if seen is None or self.sites or self.faults:
+                return False
+            self.faults.append(Fault("untied-head", "logits", "the head has weights other than wte's"))
+            self._note("logits", math.inf)
+            return True
+        self.faults += ended.fit.faults
+        self._note(ended.stage or "ln_f", worst_relative_error(ended.fit.value, ended.right))
         return True
 
     # What was found
@@ -508,6 +590,19 @@ def _in(one: Alternative, how: Schedule) -> Alternative:
     made = scheduled(one, how)
     outside = in_calls(how.calls, made.outside) if made.outside else made.outside
     return replace(made, outside=outside)
+
+
+def _given(value: Tensor, c: graph.Site, s: State) -> Tensor:
+    return value
+
+
+def _plain(words: str) -> str:
+    return re.sub(r"[0-9][0-9.e+-]*", "", words)
+
+
+def _widened(value: Tensor, node: str, seen: Observed) -> Tensor:
+    """Return weights (B, H, t, S) for as many keys as are ``seen``, zero for those of later calls."""
+    return F.pad(value, (0, max(0, seen.value.shape[-1] - value.shape[-1]))) if node == "attn.weights" else value
 
 
 def _by_token(agrees: Tensor) -> Tensor:

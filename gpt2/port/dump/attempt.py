@@ -16,7 +16,6 @@ from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.places import Place
 from gpt2.port.diagnosis.report import LIKELY, Divergence
 from gpt2.port.dump.dumped import Dumped
-from gpt2.port.dump.fits.following import Following
 from gpt2.port.dump.fits.partial import looks_dropped
 from gpt2.port.dump.simulating import Simulating, sequence_of
 from gpt2.port.dump.simulation import Simulation
@@ -45,10 +44,12 @@ class Attempt:
     def examine(self, deadline: Deadline) -> None:
         """Look for causes, until ``deadline``; the first step that returns True is the last one."""
         self.deadline = deadline
-        walk: tuple[Callable[[], bool], ...] = (self._search, self._search_narrowly, self._fit)
+        walk: tuple[Callable[[], bool], ...] = (self._search, self._search_narrowly)
         rest = (self._accept, self._simulate) if self.dumped.is_walkable else (self._accept, self._order, self._simulate)
         steps = (self._nothing, *(walk if self.dumped.is_walkable else ()), *rest)
-        next((step for step in steps if step()), None)
+        done = next((step for step in steps if step()), None)
+        import os, sys
+        if os.environ.get("STAGE"): print("STAGE", done and done.__name__, file=sys.stderr)
         self.settled |= self.equal
 
     @property
@@ -92,18 +93,6 @@ class Attempt:
     def _seems_right(self) -> bool:
         """Whether the walk takes each stage for right."""
         return self.walked is not None and self.walked.explained
-
-    def _fit(self) -> bool:
-        """Read off from the recorded values what the program computed, where no known formula does."""
-        if self.right:
-            return False
-        pool = self.dumped.pool
-        pool.deadline = self.deadline.part(2)
-        found = Following(pool, self.dumped.reference.state_dict(), self.dumped.config, self.dumped.ids, self.progress).run()
-        pool.deadline = Deadline()
-        if found.explained and found.causes:
-            self.causes, self.first, self.settled = list(found.causes), found.first or self.first, True
-        return self.settled
 
     def _accept(self) -> bool:
         """End if the logits are right, which nothing contradicts, or each stage is: a walk that misses arrays can only guess."""
