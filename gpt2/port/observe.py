@@ -9,9 +9,9 @@ from torch import Tensor
 
 from gpt2.port.dump.fits.observed import Observed
 from gpt2.port.dump.fits.recorded import Arrays
-from gpt2.port.dump.pool import DumpPool
 from gpt2.port.dump.simulation import Simulation
 from gpt2.port.graph import merge, split
+from gpt2.port.recording.pool import Pool
 
 HEADED = ("attn.q", "attn.k", "attn.v", "attn.heads")  # streams that may be recorded by heads
 AXES = {**dict.fromkeys((*HEADED, "attn.mixed"), (1, 0, 2)), **dict.fromkeys(("attn.weights", "attn.scores"), (1, 0))}
@@ -29,7 +29,7 @@ class Seen(NamedTuple):
 class Observation:
     """The arrays of ``pool``, which a program on the ids of ``model`` has computed."""
 
-    def __init__(self, pool: DumpPool, model: Simulation) -> None:
+    def __init__(self, pool: Pool, model: Simulation) -> None:
         self.pool, self.model, self.heads = pool, model, model.config.n_head
         self.arrays = Arrays(pool, model)
 

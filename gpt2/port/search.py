@@ -18,19 +18,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2.measure.metrics import Progress, silent, worst_relative_error
-from gpt2.measure.tracing import point_at
+from gpt2.checkpoint.keys import HEAD
+from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent, worst_relative_error
+from gpt2.measure.tracing import layer_of, point_at, points, trace
+from gpt2.model import GPT2
 from gpt2.port import graph
 from gpt2.port.alternative import Alternative, Schedule, in_calls, merged, scheduled
 from gpt2.port.alternatives import table
 from gpt2.port.alternatives.outside import standing
 from gpt2.port.alternatives.schedule import is_prompt, schedules, stepped
 from gpt2.port.deadline import TimeUp
+from gpt2.port.diagnosis.activations import SAME
 from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.ending import Ending
 from gpt2.port.diagnosis.hypotheses import IN_PROMPT, IN_STEPS
-from gpt2.port.diagnosis.report import SURE, Divergence
+from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
 from gpt2.port.diagnosis.search import Fault
+from gpt2.port.diagnosis.trail import SEQUENCE, sequence_faults
 from gpt2.port.dump.candidates import Candidate, Site
 from gpt2.port.dump.fits.ending import Ending as FittedEnding
 from gpt2.port.dump.fits.library import Library
@@ -41,6 +45,7 @@ from gpt2.port.dump.fits.wiring import embedding_fit
 from gpt2.port.dump.simulation import Simulation
 from gpt2.port.graph import ATTENTION, HIDDEN, LAST, NODES, ORDER, READS, ROWS, Edits, Memory, State, run_block
 from gpt2.port.observe import Observation, Seen
+from gpt2.port.recording.pool import LOOSE, Pool
 
 FIRST = ("ln_1", "attn.q", "attn.k", "attn.v")  # nodes that show a block's input
 MOST_FAULTS = 4  # alternatives of one block
@@ -84,23 +89,64 @@ class Trial:
 class Walked:
     """What a walk found: the faults, whether they explain the logits, and the first place that is not GPT-2's.
 
-    ``values``: the program's own numbers by traced point.
+    ``values``: the program's own numbers by traced point. ``lost``: the first point that is not explained, None if all are.
+    ``timed_out``: the walk ended at its limit of time.
     """
 
     causes: tuple[PlacedCause, ...]
     explained: bool
     first: Divergence | None
     values: Mapping[str, Tensor]
+    lost: str | None = None
     timed_out: bool = False
+
+    def edge(self, layers: int) -> str:
+        """Say which point is the last that was recognised, and which is the first that was not."""
+        order = points(layers)
+        known = [point for point in order[: order.index(self.lost)] if point in self.values] if self.lost in order else []
+        last = f"{known[-1]} is the last stage that was recognised" if known else "no stage was recognised"
+        return f"{last}; {self.lost} is the first that was not"
+
+
+@torch.no_grad()
+def search(
+    pool: Pool,
+    own: Mapping[str, Tensor],
+    ids: Tensor,
+    reference: GPT2,
+    head: Tensor | None = None,
+    progress: Progress = silent,
+) -> Walked:
+    """Walk through the tensors in ``pool``, which a program computed on ``ids`` (B, T), B and T at least 2.
+
+    ``own``: the program's weights by the checkpoint's names. ``reference``: our model in float64. ``head`` (V, D): a head that is
+    not the token embedding. At the pool's deadline the walk ends with what it has found.
+    """
+    weights = {name: tensor.detach().double() for name, tensor in own.items()}
+    if not bool(weights["wpe.weight"].any()):  # no positions: it may add the checkpoint's, others, or none
+        weights["wpe.weight"] = reference.wpe.weight.detach().double()
+    if head is not None:
+        weights[HEAD] = head.double()
+    model = Simulation(weights, reference.config, ids)
+    return Search(Observation(pool, model), model, trace(reference, ids), progress, weights_seen=True).run()
 
 
 class Search:
-    """A walk through an ``observation`` with the checkpoint in ``model``; ``exact``: GPT-2's own values by traced point."""
+    """A walk through an ``observation`` with the weights in ``model``; ``exact``: GPT-2's own values by traced point.
+
+    ``weights_seen``: these weights are the program's own.
+    """
 
     def __init__(
-        self, observation: Observation, model: Simulation, exact: Mapping[str, Tensor], progress: Progress = silent
+        self,
+        observation: Observation,
+        model: Simulation,
+        exact: Mapping[str, Tensor],
+        progress: Progress = silent,
+        weights_seen: bool = False,
     ) -> None:
         self.observation, self.model, self.exact, self.progress = observation, model, exact, progress
+        self.weights_seen = weights_seen
         self.layers = model.config.n_layer
         every = [one for one in table(model) if one.run is None and not one.crosses]
         self.inner = [one for one in every if one.edits and not one.steps]
@@ -120,6 +166,8 @@ class Search:
         self.evidence: dict[str, tuple[float, float]] = {}  # by label: the error of what is found, and of GPT-2's formula
         self.first: Divergence | None = None
         self.values: dict[str, Tensor] = {}
+        self.computed: dict[str, Tensor] = {}  # whether found or not
+        self.lost: str | None = None
 
     def run(self) -> Walked:
         """Walk as far as the observed values are explained, or to the observation's limit of time."""
@@ -128,7 +176,21 @@ class Search:
             explained = self._walk()
         except TimeUp:
             timed_out = True
-        return Walked(tuple(self._causes()), explained, self.first, self.values, timed_out)
+        first = self._first()
+        lost = None if explained else self.lost or (point_at(len(self.ran), "") if len(self.ran) < self.layers else "logits")
+        return Walked(tuple(self._causes(explained)), explained, first, self.values, lost, timed_out)
+
+    def _first(self) -> Divergence | None:
+        """Return the first point whose value is not GPT-2's."""
+        pool, narrow = self.observation.pool, self.observation.pool.narrow
+        least = LOOSE if narrow and not pool.allowance else FLOAT64_BOUND
+        for point in points(self.layers):
+            if point in self.computed and point in self.exact:
+                value, right = self.computed[point], self.exact[point]
+                error = worst_relative_error(value, right) if value.shape == right.shape else math.inf
+                if error > max(pool.allowance.get(point, 0.0), least):
+                    return Divergence(point, layer_of(point), error)
+        return self.first
 
     def _walk(self) -> bool:
         x = self._embedded()
@@ -149,7 +211,7 @@ class Search:
         site = self.model.site(0)
         right = site.right("embed", {})
         if (seen := self._found("embed", right)) is not None:
-            self.values["embed"] = seen.own
+            self.values["embed"] = self.computed["embed"] = seen.own
             return seen.own
         if self._shown_in(0, right):
             return right
@@ -171,6 +233,7 @@ class Search:
         if not found and not self._goes_on(self._block(0, x)) and self._explained(self._block(0, right)) is not None:
             return right  # one fault of the block, and not two
         self._blame(one, None, "embed", x, right)
+        self.computed["embed"] = x
         return x
 
     def _embedding_fitted(self, right: Tensor) -> Tensor:
@@ -223,7 +286,13 @@ class Search:
                 base = self._block(expected, stream)
                 if self._goes_on(base):
                     return base
-        return None if base is None else self._explained(base)
+        if base is None or (trial := self._explained(base)) is not None:
+            return None if base is None else trial
+        number = len(self.ran)
+        self.values |= {point_at(number, node): seen.own for node, seen in base.seen.items()}
+        nodes = [node for node in NODES if node not in (*HIDDEN, WHOLE)]
+        self.lost = point_at(number, next(node for node in nodes if node not in base.seen and BEHIND[node].isdisjoint(base.seen)))
+        return None
 
     def _earlier(self, layer: int) -> Tensor | None:
         """Return an earlier stream that block ``layer`` takes, if its first nodes show it."""
@@ -248,8 +317,8 @@ class Search:
         self.ran.append(trial.layer)
         self.states.append(trial.state)
         self.observation.take(trial.seen.values())
-        for node, seen in trial.seen.items():
-            self.values[point_at(number, node)] = seen.own
+        self.values |= {point_at(number, node): seen.own for node, seen in trial.seen.items()}
+        self.computed |= {point_at(number, node): x for node, x in trial.state.items() if node not in ("x", WHOLE, *HIDDEN)}
         if trial.alternatives:
             self.known = [trial.alternatives, *(one for one in self.known if one != trial.alternatives)]
         right = run_block(self.model.site(trial.layer, trial.state), {"x": trial.state["x"]}, {}) if trial.alternatives else {}
@@ -534,6 +603,8 @@ class Search:
         right = self.model.norm("ln_f", x)
         seen = self._found("ln_f", right)
         normed = right if seen is None else seen.own
+        if seen is not None:
+            self.values["ln_f"] = normed
         if self.observation.are_logits(normed, self.model.table) or self.observation.are_logits(right, self.model.table):
             return True
         if quick:
@@ -571,18 +642,29 @@ class Search:
 
     # What was found
 
-    def _causes(self) -> Iterator[PlacedCause]:
-        order = None if self.ran == list(range(self.layers)) or len(self.ran) < 1 else tuple(self.ran)
-        whole = Candidate(tuple(self.sites), order if self._is_whole else None, tuple(self.faults))
+    def _causes(self, explained: bool) -> Iterator[PlacedCause]:
+        ran = self._holders()
+        sequence = sequence_faults(ran, self.layers, self.weights_seen) if explained else []
+        whole = Candidate(tuple(self.sites), head=(*self.faults, *sequence))
         for found in whole.found(self.layers):
             labels = [one.label for one, _ in self.sites if found.id in (one.id, *(id for id, _ in one.also))]
             error, missed = map(max, zip(*(self.evidence[label] for label in labels), strict=True)) if labels else (0.0, 0.0)
             evidence = f"computed so from your own values, it is what you have there, to {error:.0e}"
             evidence += f"; GPT-2's formula is off by {missed:.0e}" if math.isfinite(missed) and missed else ""
-            evidence += "; with all causes here, the walk ends at your own logits" if self._is_whole else ""
-            yield PlacedCause(found.id, found.places, found.detail, evidence, SURE, found.fix)
+            evidence += "; with all causes here, the walk ends at your own logits" if explained else ""
+            if found.id in SEQUENCE:
+                evidence = "your run holds each block's projections, with the weights of these blocks and in this order"
+            fix = found.fix
+            config = self.model.config
+            if found.id == "layernorm-eps":
+                fix = f"nn.LayerNorm(n_embd, eps={config.layer_norm_epsilon:g})"
+            elif found.id == "gelu-variant" and SAME.get(config.activation_function, config.activation_function) != "gelu_new":
+                fix = f"the checkpoint's activation is {config.activation_function}"
+            yield PlacedCause(found.id, found.places, found.detail, evidence, SURE if explained else LIKELY, fix)
 
-    _is_whole = True
+    def _holders(self) -> list[int]:
+        """Return the blocks that ran, by the checkpoint's weights that they hold; comparing a few rows is enough."""
+        return list(self.ran)
 
 
 def _in(one: Alternative, how: Schedule) -> Alternative:

@@ -32,10 +32,7 @@ class DumpPool(Pool):
         self._bound = tolerance.stage
         self.narrow = tolerance.dtype != torch.float64
         self.rows, self.tokens = shape
-        self.dtypes: list[torch.dtype] = []
-        self.names: list[str] = []
         self.whole: list[bool] = []  # by entry: an array of the dump, and not a part of one
-        self.logits_dtype = torch.float64
         width, root = config.n_embd, math.sqrt(config.head_dim)
         self._round = [1.0, 1 / root, root, math.sqrt(width), 1 / math.sqrt(width), 1 / width, 1 / config.head_dim]
         self._round += [value / n for n in range(2, config.n_layer + 1) for value in (1 / root, 1.0)]
@@ -45,18 +42,10 @@ class DumpPool(Pool):
         """Add arrays by name, with their parts, and the logits (B, T', V)."""
         for name, array in arrays:
             for part, tensor in parts(name, array, self.config, self.rows, self.tokens):
-                self.names.append(part)
                 self.whole.append(part == name)
-                self.dtypes.append(array.dtype)
-                self.add(tensor)
+                self.add(tensor, part, array.dtype)
         self.logits_dtype = logits.dtype
         self.logits = logits.double()
-
-    def again(self, number: int) -> set[int]:
-        """Return the entries with the same numbers as one of them: programs write a block's result and the next one's input."""
-        mine = self.entries[number].flatten()
-        alike = ((n, entry.flatten()) for n, entry in enumerate(self.entries) if entry.numel() == len(mine))
-        return {n for n, entry in alike if n == number or torch.equal(entry, mine)}
 
     @property
     def bound(self) -> float:
@@ -102,7 +91,6 @@ class DumpPool(Pool):
         self._bound = self.tolerance.stage
 
     def tolerance_at(self, place: str) -> float:
-        """Return the allowed relative error of a stage's value, from exact inputs."""
         return self._at(place)
 
     def _at(self, place: str) -> float:

@@ -40,7 +40,10 @@ class Pool:
 
     def __init__(self) -> None:
         self.entries: list[Tensor] = []
+        self.names: list[str] = []  # by entry
+        self.dtypes: list[torch.dtype] = []  # in which they are stored
         self.logits = torch.empty(0)
+        self.logits_dtype = torch.float64
         self.narrow = False
         self.deadline = Deadline()
         self._by_size: dict[int, list[int]] = {}
@@ -59,7 +62,10 @@ class Pool:
         pool.logits = logits.detach().to("cpu", torch.float64)
         return pool
 
-    def add(self, tensor: Tensor) -> None:
+    def add(self, tensor: Tensor, name: str = "", dtype: torch.dtype = torch.float64) -> None:
+        """Add a tensor under its name, perhaps stored in a narrower dtype."""
+        self.names.append(name or f"tensor {len(self.entries)}")
+        self.dtypes.append(dtype)
         entry = tensor.detach().to("cpu", torch.float64, copy=True).contiguous()
         self._by_size.setdefault(entry.numel(), []).append(len(self.entries))
         self._tables.pop(entry.numel(), None)
@@ -94,6 +100,15 @@ class Pool:
     def logits_error(self, value: Tensor, logits: Tensor) -> float:
         """Return the relative error of ``value`` as the origin of ``logits``, a part of this pool's."""
         return worst_relative_error(value, logits)
+
+    def again(self, number: int) -> set[int]:
+        """Return the entries with the same numbers as one of them: programs write a block's result and the next one's input."""
+        mine, alike = self.entries[number].flatten(), self._by_size[self.entries[number].numel()]
+        return {n for n in alike if n == number or torch.equal(self.entries[n].flatten(), mine)}
+
+    def tolerance_at(self, place: str) -> float:
+        """Return the allowed relative error of a stage's value, from exact inputs."""
+        return self.bound
 
     def of_size(self, numel: int) -> list[Tensor]:
         return [self.entries[number] for number in self._by_size.get(numel, [])]

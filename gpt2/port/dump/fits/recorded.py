@@ -12,10 +12,9 @@ from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.weighing import GRID
 from gpt2.port.diagnosis.wiring import STREAM
 from gpt2.port.dump.fits.observed import Observed, laid
-from gpt2.port.dump.pool import DumpPool
 from gpt2.port.dump.simulation import Simulation
 from gpt2.port.dump.tolerance import UNITS
-from gpt2.port.recording.pool import Match
+from gpt2.port.recording.pool import Match, Pool
 
 HEADED = ("attn.q", "attn.k", "attn.v", "attn.heads")  # streams that may be recorded by heads
 
@@ -25,7 +24,7 @@ LIKE = 0.5  # the least cosine of a value and GPT-2's
 class Arrays:
     """The arrays of ``pool`` as values of stages; ``used``: the numbers of those that are known."""
 
-    def __init__(self, pool: DumpPool, simulation: Simulation) -> None:
+    def __init__(self, pool: Pool, simulation: Simulation) -> None:
         self.pool, self.simulation, self.config, self.ids = pool, simulation, simulation.config, simulation.ids
         self.used: set[int] = set()
         self.by_heads = (*self.ids.shape, self.config.n_head, self.config.head_dim)
