@@ -14,13 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2.port.diagnosis.search import Fault
+from gpt2.port.fault import Fault
 from gpt2.port.graph import ATTENTION, TEXT, Calls, Edits, Formula, Memory, Model, Site, State
 
 Family = Callable[[Model], Iterator["Alternative"]]
 FAMILIES: list[Family] = []
 # The part that a report names for a fault of a node, if it is not the node's own name.
 PARTS = {**dict.fromkeys(ATTENTION, "attn"), "embed": "wte", "head": "logits"}
+IN_PROMPT = "in the first {} tokens alone, as in a prompt before single steps"
+IN_STEPS = "from token {} on, as in steps after a prompt"
 READ = ("x", "ln_1", "attn.q", "attn.k", "attn.v")  # what attention may read
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,26 +24,22 @@ from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent, worst_relative
 from gpt2.measure.tracing import layer_of, point_at, points, trace
 from gpt2.model import GPT2
 from gpt2.port import graph
-from gpt2.port.alternative import Alternative, Schedule, in_calls, merged, scheduled
+from gpt2.port.alternative import IN_PROMPT, IN_STEPS, Alternative, Schedule, in_calls, merged, scheduled
 from gpt2.port.alternatives import table
-from gpt2.port.alternatives.outside import standing
+from gpt2.port.alternatives.activations import SAME
+from gpt2.port.alternatives.outside import SEQUENCE, sequence_faults, standing
 from gpt2.port.alternatives.schedule import is_prompt, schedules, stepped
 from gpt2.port.deadline import TimeUp
-from gpt2.port.diagnosis.activations import SAME
 from gpt2.port.diagnosis.causes import PlacedCause
-from gpt2.port.diagnosis.ending import Ending
-from gpt2.port.diagnosis.hypotheses import IN_PROMPT, IN_STEPS
 from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
-from gpt2.port.diagnosis.search import Fault
-from gpt2.port.diagnosis.trail import SEQUENCE, sequence_faults
 from gpt2.port.dump.candidates import Candidate, Site
-from gpt2.port.dump.fits.ending import Ending as FittedEnding
-from gpt2.port.dump.fits.library import Library
-from gpt2.port.dump.fits.observed import Observed
-from gpt2.port.dump.fits.operators import Operators
-from gpt2.port.dump.fits.partial import dropped
-from gpt2.port.dump.fits.wiring import embedding_fit
 from gpt2.port.dump.simulation import Simulation
+from gpt2.port.fault import Fault
+from gpt2.port.fits import Fits
+from gpt2.port.fits.ending import Ending
+from gpt2.port.fits.observed import Observed
+from gpt2.port.fits.partial import dropped
+from gpt2.port.fits.wiring import embedding_fit
 from gpt2.port.graph import ATTENTION, HIDDEN, LAST, NODES, ORDER, READS, ROWS, Edits, Memory, State, run_block
 from gpt2.port.observe import Observation, Seen
 from gpt2.port.recording.pool import LOOSE, Pool
@@ -78,6 +75,7 @@ class Trial:
     alternatives: tuple[Alternative, ...] = ()
     edits: Edits = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()  # that were fitted
+    ties: tuple[Alternative, ...] = ()  # that explain as much as the only alternative
 
     @property
     def price(self) -> tuple[float, bool, int, bool]:
@@ -153,14 +151,12 @@ class Search:
         self.in_steps = [one for one in every if one.edits and one.steps]
         self.embeddings = [one for one in every if "embed" in one.outside and not one.edits]
         self.ends = [one for one in every if one.outside and "embed" not in one.outside]
-        self.ending = Ending(observation.pool, model.table)
-        self.library = Library(model.state, model.config)
-        self.library.in_time = observation.check
-        self.operators = Operators(model, self.library, observation.arrays)
-        self.states = self.operators.earlier
-        self.fitted_ending = FittedEnding(model, self.library, observation.arrays, self.states)
+        self.states: list[State] = []
+        self.fits = Fits(model, self.states, observation.check)
+        self.ending = Ending(observation, model, self.fits.library, self.states)
         self.known: list[tuple[Alternative, ...]] = []  # of blocks so far, the last first
         self.sites: list[Site] = []
+        self.ties: list[tuple[Alternative, ...]] = []  # by block: what explains it alike
         self.faults: list[Fault] = []  # of no alternative
         self.ran: list[int] = []
         self.evidence: dict[str, tuple[float, float]] = {}  # by label: the error of what is found, and of GPT-2's formula
@@ -325,6 +321,7 @@ class Search:
         self.faults += trial.faults
         if trial.faults:
             self._note(point_at(number, trial.faults[0].part), math.inf)
+        self.ties.append(trial.ties or trial.alternatives)
         for one in trial.alternatives:
             node = next(iter(one.edits))
             before = {n: trial.state[n] for n in ("x", *NODES[: ORDER[node]]) if n in trial.state}
@@ -422,20 +419,22 @@ class Search:
 
     def _best(self, base: Trial, some: Iterable[Alternative]) -> tuple[Trial | None, Trial | None]:
         """Return the best trial that explains a block, and the best of those that explain more of it than ``base``."""
-        whole: tuple[tuple[object, ...], Trial] | None = None
-        part: tuple[tuple[object, ...], Trial] | None = None
+        wholes, parts = list[Trial](), list[Trial]()
         for one in some:
             self.observation.check()
             if one in base.alternatives or self._is_refuted(base, one):
                 continue
             if (trial := self._tried(base, one)) is None:
                 continue
-            key = (-len(trial.seen), trial.price)
-            if (whole is None or key < whole[0]) and self._goes_on(trial):
-                whole = key, trial
-            if len(trial.seen) > len(base.seen) and (part is None or key < part[0]):
-                part = key, trial
-        return whole and whole[1], part and part[1]
+            if self._goes_on(trial):
+                wholes.append(trial)
+            elif len(trial.seen) > len(base.seen):
+                parts.append(trial)
+        whole, part = (min(some, key=_likelihood, default=None) for some in (wholes, parts))
+        if whole is not None and not base.alternatives:
+            ties = tuple(one.alternatives[0] for one in wholes if len(one.seen) == len(whole.seen))
+            whole = replace(whole, ties=ties)
+        return whole, part
 
     def _is_refuted(self, base: Trial, one: Alternative) -> bool:
         """Return whether what follows from each node that an alternative changes is found as it is."""
@@ -492,7 +491,7 @@ class Search:
             tried = (self._tried(base, one) for one in some)
             trials = [trial for trial in tried if trial is not None and self._goes_on(trial)]
             if trials:
-                return min(trials, key=lambda trial: (-len(trial.seen), trial.price))
+                return min(trials, key=_likelihood)
         return None
 
     def _targets(self, base: Trial) -> Iterator[tuple[str, Observed]]:
@@ -575,7 +574,7 @@ class Search:
         """Return ``base`` with one more node as what its array shows was computed; None if nothing fits."""
         for node, seen in self._targets(base):
             self.observation.check()
-            fit = self.operators.fit(base.layer, node, base.state, seen, seen.wrong_rows())
+            fit = self.fits.fit(base.layer, node, base.state, seen)
             if fit is None:
                 continue
             given = Alternative("", "", {node: partial(_given, fit.value)})
@@ -626,18 +625,14 @@ class Search:
             _, one, value = best
             self._blame(one, None, "ln_f" if "ln_f" in one.outside else "logits", value, right)
             return True
-        if (given := self.ending.logits(normed)) is not None:
-            self.faults += given.faults
-            self._note("logits", math.inf)
-            return True
-        if (ended := self.fitted_ending.read(x)) is None:
+        if (ended := self.ending.read(x)) is None:
             if seen is None or self.sites or self.faults:
                 return False
             self.faults.append(Fault("untied-head", "logits", "the head has weights other than wte's"))
             self._note("logits", math.inf)
             return True
         self.faults += ended.fit.faults
-        self._note(ended.stage or "ln_f", worst_relative_error(ended.fit.value, ended.right))
+        self._note(ended.stage, worst_relative_error(ended.fit.value, ended.right))
         return True
 
     # What was found
@@ -645,9 +640,10 @@ class Search:
     def _causes(self, explained: bool) -> Iterator[PlacedCause]:
         ran = self._holders()
         sequence = sequence_faults(ran, self.layers, self.weights_seen) if explained else []
-        whole = Candidate(tuple(self.sites), head=(*self.faults, *sequence))
+        whole = Candidate(tuple(self._widest()), head=(*self.faults, *sequence))
         for found in whole.found(self.layers):
             labels = [one.label for one, _ in self.sites if found.id in (one.id, *(id for id, _ in one.also))]
+            labels = labels or [one.label for one, _ in self.sites]
             error, missed = map(max, zip(*(self.evidence[label] for label in labels), strict=True)) if labels else (0.0, 0.0)
             evidence = f"computed so from your own values, it is what you have there, to {error:.0e}"
             evidence += f"; GPT-2's formula is off by {missed:.0e}" if math.isfinite(missed) and missed else ""
@@ -662,9 +658,21 @@ class Search:
                 fix = f"the checkpoint's activation is {config.activation_function}"
             yield PlacedCause(found.id, found.places, found.detail, evidence, SURE if explained else LIKELY, fix)
 
+    def _widest(self) -> Iterator[Site]:
+        """Yield the sites; of several alternatives that explain a block alike, that which explains most blocks."""
+        blocks = Counter(one for some in self.ties for one in some)
+        for one, layer in self.sites:
+            alike = self.ties[self.ran.index(layer)] if layer is not None else ()
+            yield max((one, *alike), key=lambda other: blocks[other]) if one in alike else one, layer
+
     def _holders(self) -> list[int]:
         """Return the blocks that ran, by the checkpoint's weights that they hold; comparing a few rows is enough."""
         return list(self.ran)
+
+
+def _likelihood(trial: Trial) -> tuple[object, ...]:
+    """Return what says which of several trials of a block is likelier, the least first."""
+    return -len(trial.seen), trial.price
 
 
 def _in(one: Alternative, how: Schedule) -> Alternative:
@@ -697,4 +705,3 @@ def _traced(node: str) -> str:
     return {"attn.qh": "attn.q", "attn.kh": "attn.k", "attn.vh": "attn.v", "attn.ks": "attn.scores", "attn.vs": "attn.mixed"}.get(
         node, node
     )
-

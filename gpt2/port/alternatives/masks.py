@@ -16,10 +16,15 @@ from torch import Tensor
 
 from gpt2.port.alternative import Alternative, Changed, Weighing, family
 from gpt2.port.diagnosis.causes import MASKED
-from gpt2.port.diagnosis.hypotheses import TOGETHER
 from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site, State
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # from t (T, 1) and j (S) to the visible keys (T, S)
+# Axes that a softmax runs over together, with words for a message.
+TOGETHER = {
+    (-2, -1): "the queries and keys of a head together (dim=(-2, -1)), not over the keys of each query",
+    (1, -2, -1): "all heads, queries and keys of a row together, not over the keys of each query",
+    (0, 1, -2, -1): "the whole array, as without an axis, not over the keys of each query",
+}
 MOST_TOKENS, MOST_WINDOW = 24, 64  # up to which every length of a prompt, and of a window, is tried on a small model
 CAUSAL: Mask = lambda t, j, a, e: j <= t  # noqa: E731
 MASKS: dict[str, tuple[str, Mask]] = {

@@ -13,10 +13,11 @@ from functools import partial
 from torch import Tensor
 
 from gpt2.port.alternative import Alternative, changed, family, rerouted
-from gpt2.port.diagnosis.attending import NO_PROJECTION
-from gpt2.port.diagnosis.norms import RMS, layer_norm
+from gpt2.port.alternatives.norm_formulas import RMS, layer_norm
+from gpt2.port.fault import Fault
 from gpt2.port.graph import ORDER, READS, Formula, Model, Site, State, run_block
 
+NO_PROJECTION = Fault("output-projection-missing", "attn", "the heads are added to the stream as they are")
 LETTERS = {"q": "queries", "k": "keys", "v": "values"}
 # Each sum with the stream, the branch, its normed input, the norm, what it adds, and the branch's part.
 SUMS = {

@@ -16,10 +16,10 @@ from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.places import Place
 from gpt2.port.diagnosis.report import LIKELY, Divergence
 from gpt2.port.dump.dumped import Dumped
-from gpt2.port.dump.fits.partial import looks_dropped
 from gpt2.port.dump.simulating import Simulating, sequence_of
 from gpt2.port.dump.simulation import Simulation
 from gpt2.port.dump.tolerance import HALVES
+from gpt2.port.fits.partial import looks_dropped
 from gpt2.port.observe import Observation
 from gpt2.port.search import Search, Walked
 
@@ -48,8 +48,11 @@ class Attempt:
         rest = (self._accept, self._simulate) if self.dumped.is_walkable else (self._accept, self._order, self._simulate)
         steps = (self._nothing, *(walk if self.dumped.is_walkable else ()), *rest)
         done = next((step for step in steps if step()), None)
-        import os, sys
-        if os.environ.get("STAGE"): print("STAGE", done and done.__name__, file=sys.stderr)
+        import os
+        import sys
+
+        if os.environ.get("STAGE"):
+            print("STAGE", done and done.__name__, file=sys.stderr)
         self.settled |= self.equal
 
     @property

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gpt2.port.diagnosis.activations import FUNCTIONS
-from gpt2.port.diagnosis.search import Fault
-from gpt2.port.dump.fits.observed import SHOWN, Fit, Observed, combined, formula, nice
-from gpt2.port.dump.fits.rounding import quantised
+from gpt2.port.alternatives.activations import FUNCTIONS
+from gpt2.port.fault import Fault
+from gpt2.port.fits.observed import SHOWN, Fit, Observed, combined, formula, nice
+from gpt2.port.fits.rounding import quantised
 
 MOST_PAIRS = 2**22  # pairs of an id and a position that are tried
 NEAR = 0.5  # mean square of what rounding does to embeddings, of their own
