@@ -123,5 +123,5 @@ class Fits:
         return {
             words: value
             for words, value in terms.items()
-            if value.shape == state["x"].shape and bool(torch.isfinite(value).all())
+            if value.shape == state["x"].shape and bool(value.isfinite().all())
         }
