@@ -45,7 +45,7 @@ class Deadline:
     def __init__(self, seconds: float = math.inf, within: Deadline | None = None) -> None:
         self.seconds, self.within = seconds, within
         self._clock, self._cpu = time.monotonic(), time.thread_time()
-        self._asked = self._clock
+        self._asked, self._passed = self._clock, False
 
     @property
     def left(self) -> float:
@@ -57,16 +57,17 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        return self.left <= 0
+        """Whether the limit is over; the CPU time, which is slow to ask for, is asked for every PAUSE seconds."""
+        now = time.monotonic()
+        if now - self._asked >= PAUSE or self.seconds <= 0:
+            self._asked, self._passed = now, self.left <= 0
+        return self._passed
 
     def part(self, share: float, most: float = math.inf) -> Deadline:
         """Return a limit of 1 of ``share`` parts of what is left, and of ``most`` seconds."""
         return Deadline(min(self.left / share, most), self)
 
     def check(self) -> None:
-        """Raise TimeUp behind the deadline; the CPU time, which is slow to ask for, is asked for every PAUSE seconds."""
-        now = time.monotonic()
-        if now - self._asked >= PAUSE or self.seconds <= 0:
-            self._asked = now
-            if self.passed:
-                raise TimeUp
+        """Raise TimeUp behind the deadline."""
+        if self.passed:
+            raise TimeUp

@@ -6,7 +6,6 @@ give them, *fits* read off what was computed. What is not recorded is *simulated
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from gpt2.checkpoint import containers
@@ -24,7 +23,6 @@ from gpt2.port.observe import Observation
 from gpt2.port.search import Search, Walked
 
 CHANCE = 3  # faults of one branch that do not explain the logits
-SEARCHED = 1.5  # the part of the time for the walk
 DRAWN = 4  # the part of the time for simulations of what seems to be drawn at random
 SHOWN = 3  # arrays that a cause names
 
@@ -41,18 +39,20 @@ class Attempt:
         self.settled = False
         self.walked: Walked | None = None
 
-    def examine(self, deadline: Deadline) -> None:
-        """Look for causes, until ``deadline``; the first step that returns True is the last one."""
+    def walk(self, deadline: Deadline) -> None:
+        """Walk through the recorded values, if there are enough of them, until ``deadline``."""
         self.deadline = deadline
-        walk: tuple[Callable[[], bool], ...] = (self._search, self._search_narrowly)
-        rest = (self._accept, self._simulate) if self.dumped.is_walkable else (self._accept, self._order, self._simulate)
-        steps = (self._nothing, *(walk if self.dumped.is_walkable else ()), *rest)
-        done = next((step for step in steps if step()), None)
-        import os
-        import sys
+        if self.dumped.is_constant:
+            self.notes.append("each array of your dump is one number throughout: nothing was computed, or it is other memory")
+        self.settled = self.right or self.dumped.is_constant
+        if not self.settled and self.dumped.is_walkable:
+            self._searched() or self._searched_narrowly()
 
-        if os.environ.get("STAGE"):
-            print("STAGE", done and done.__name__, file=sys.stderr)
+    def simulate(self, deadline: Deadline) -> None:
+        """Look for causes of what the walk does not explain, until ``deadline``; the first step that returns True is the last."""
+        self.deadline = deadline
+        steps = (self._accept, self._simulate) if self.dumped.is_walkable else (self._accept, self._order, self._simulate)
+        next((step for step in steps if step()), None)
         self.settled |= self.equal
 
     @property
@@ -61,19 +61,9 @@ class Attempt:
 
     # Steps
 
-    def _nothing(self) -> bool:
-        """End if nothing was computed."""
-        if self.dumped.is_constant:
-            self.notes.append("each array of your dump is one number throughout: nothing was computed, or it is other memory")
-        return self.dumped.is_constant
-
-    def _search(self) -> bool:
-        """Walk through the recorded values, if the logits are wrong."""
-        return not self.right and self._searched()
-
-    def _search_narrowly(self) -> bool:
+    def _searched_narrowly(self) -> bool:
         """Walk with narrow tolerances, if every stage seems right and the logits are not: a fault near the tolerance."""
-        if not self._seems_right or self.right:
+        if not self._seems_right:
             return False
         with self.dumped.pool.narrowed():
             return self._searched()
@@ -81,7 +71,7 @@ class Attempt:
     def _searched(self) -> bool:
         dumped, pool = self.dumped, self.dumped.pool
         model = Simulation(dumped.reference.state_dict(), dumped.config, dumped.ids)
-        pool.deadline = self.deadline.part(SEARCHED)
+        pool.deadline = self.deadline
         search = Search(Observation(pool, model), model, dumped.exact, self.progress)
         walked = search.run()
         pool.deadline = Deadline()

@@ -26,6 +26,7 @@ FEW = 16  # places that are compared whole
 LEAST_MATCHED = 0.4  # of the columns of a weight, to say where they come from
 LEAST_ANGLES = 8  # different tokens that show whether angles between them are kept
 MOST_BENT = 0.4  # one minus the correlation of these angles
+UNKNOWN = "the weight is not the checkpoint's in any known way"
 ALIKE = 0.5  # cosine of a result and GPT-2's, from which on the weight may be a rounded one
 
 
@@ -269,7 +270,8 @@ class Linear:
             if not bool(seen.agrees(seen.right.masked_scatter(rows[..., None], made))[rows].all()):
                 return None
         like = f"its results are like GPT-2's with a cosine of {self.likeness(seen, rows):.2f}"
-        fault = self.fault("not-loaded", f"the weight is not the checkpoint's in any known way: {like}")
+        id, words = ("untied-head", "the head has weights other than wte's") if self.part == "logits" else ("not-loaded", UNKNOWN)
+        fault = self.fault(id, f"{words}: {like}")
         return seen.fitted(seen.value, rows, fault)
 
     def likeness(self, seen: Observed, rows: Tensor) -> float:
