@@ -32,8 +32,19 @@ def family(make: Family) -> Family:
     return make
 
 
-class Changed:
-    """A formula that changes what a node has in any case, so that it may stand on top of another fault of that node."""
+class OnTop:
+    """A formula that may stand on top of another fault of its node."""
+
+    def __call__(self, c: Site, s: State) -> Tensor:
+        raise NotImplementedError
+
+    def over(self, formula: Formula) -> Formula:
+        """Return the formula of both faults."""
+        raise NotImplementedError
+
+
+class Changed(OnTop):
+    """A formula that changes what a node has in any case."""
 
     def __init__(self, node: str, change: Callable[[Site, Tensor], Tensor]) -> None:
         self.node, self.change = node, change
@@ -75,9 +86,17 @@ class Weighing:
         return formula
 
 
-def rerouted(node: str, slot: str, source: str) -> Formula:
-    """Return a node's formula where it reads the value ``source`` in the place of ``slot``."""
-    return lambda c, s: c.right(node, {**s, slot: s[source]})
+class Rerouted(OnTop):
+    """A node's formula where it reads the value ``source`` in the place of ``slot``."""
+
+    def __init__(self, node: str, slot: str, source: str) -> None:
+        self.node, self.slot, self.source = node, slot, source
+
+    def __call__(self, c: Site, s: State) -> Tensor:
+        return c.right(self.node, {**s, self.slot: s[self.source]})
+
+    def over(self, formula: Formula) -> Formula:
+        return lambda c, s: formula(c, {**s, self.slot: s[self.source]})
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,9 +178,9 @@ def merged(one: Edits, other: Edits) -> dict[str, Formula] | None:
         before = out.get(node)
         if before is None:
             out[node] = formula
-        elif isinstance(formula, Changed):
+        elif isinstance(formula, OnTop):
             out[node] = formula.over(before)
-        elif isinstance(before, Changed):
+        elif isinstance(before, OnTop):
             out[node] = before.over(formula)
         else:
             return None

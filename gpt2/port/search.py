@@ -31,14 +31,15 @@ from gpt2.port.alternatives.outside import SEQUENCE, sequence_faults, standing
 from gpt2.port.alternatives.schedule import is_prompt, schedules, stepped
 from gpt2.port.deadline import TimeUp
 from gpt2.port.diagnosis.causes import PlacedCause
+from gpt2.port.diagnosis.places import OUTSIDE
 from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
 from gpt2.port.dump.candidates import Candidate, Site
 from gpt2.port.dump.simulation import Simulation
 from gpt2.port.fault import Fault
 from gpt2.port.fits import Fits
 from gpt2.port.fits.ending import Ending
+from gpt2.port.fits.lacking import dropped
 from gpt2.port.fits.observed import Observed
-from gpt2.port.fits.partial import dropped
 from gpt2.port.fits.wiring import embedding_fit
 from gpt2.port.graph import ATTENTION, HIDDEN, LAST, NODES, ORDER, READS, ROWS, Edits, Memory, State, run_block
 from gpt2.port.observe import Observation, Seen
@@ -46,7 +47,7 @@ from gpt2.port.recording.pool import LOOSE, Pool
 
 FIRST = ("ln_1", "attn.q", "attn.k", "attn.v")  # nodes that show a block's input
 MOST_FAULTS = 4  # alternatives of one block
-MOST_ARRAYS = 3  # that may be the value of a node, the likest first
+MOST_ARRAYS, MOST_TRIED = 3, 24  # that may be the value of a node, the likest first
 LAG = 2  # tokens behind the beginning of a call, until which a fault of later calls shows
 TARGETS = 3  # nodes that are not found, the first ones
 MIXED = (*NODES[ORDER["attn.weights"] :],)  # nodes that depend on how a text is read in calls
@@ -178,6 +179,8 @@ class Search:
 
     def _first(self) -> Divergence | None:
         """Return the first point whose value is not GPT-2's."""
+        if self.first is not None and self.first.point in ("wte", "wpe"):
+            return self.first
         pool, narrow = self.observation.pool, self.observation.pool.narrow
         least = LOOSE if narrow and not pool.allowance else FLOAT64_BOUND
         for point in points(self.layers):
@@ -192,11 +195,10 @@ class Search:
         x = self._embedded()
         while len(self.ran) <= 2 * self.layers:
             self.progress(f"following your values, in block {len(self.ran)}")
-            if len(self.ran) >= self.layers and self._ended(x):
+            if len(self.ran) >= self.layers and self._ended(x, quick=True):
                 return True
-            trial = self._next(x)
-            if trial is None:
-                return len(self.ran) < self.layers and bool(self.ran) and self._ended(x)
+            if (trial := self._next(x)) is None:
+                return len(self.ran) >= self.layers and self._ended(x)
             self._settle(trial)
             x = trial.state[""]
         return False
@@ -206,45 +208,50 @@ class Search:
     def _embedded(self) -> Tensor:
         site = self.model.site(0)
         right = site.right("embed", {})
-        if (seen := self._found("embed", right)) is not None:
-            self.values["embed"] = self.computed["embed"] = seen.own
-            return seen.own
-        if self._shown_in(0, right):
-            return right
+        seen = self._found("embed", right)
+        own = right if seen is None else seen.own
+        if self._shown_in(0, own):
+            self.computed["embed"] = own
+            return own
         best: tuple[tuple[object, ...], Alternative, Tensor, bool] | None = None
         for one in self._embedding_alternatives():
             self.observation.check()
             x = one.at(None)["embed"](site, {}).to(self.model.dtype)
             if x.shape != right.shape or torch.equal(x, right):
                 continue
-            seen = self._found("embed", x, fault=True)
-            own = x if seen is None else seen.own
-            shown = self._shown_in(0, own)
-            key = (not shown, seen is None, Candidate(((one, None),)).order_of_naming)
-            if (shown or seen is not None) and (best is None or key < best[0]):
-                best = key, one, own, seen is not None
-        if best is None:
-            return self._embedding_fitted(right)
-        _, one, x, found = best
-        if not found and not self._goes_on(self._block(0, x)) and self._explained(self._block(0, right)) is not None:
+            found = self._found("embed", x, fault=True)
+            theirs = x if found is None else found.own
+            shown = self._shown_in(0, theirs)
+            key = (not shown, found is None, Candidate(((one, None),)).order_of_naming)
+            if (shown or (found is not None and seen is None)) and (best is None or key < best[0]):
+                best = key, one, theirs, found is not None
+        if best is None or best[0][0]:  # what is found may be something else's
+            fitted = self._embedding_fitted(right)
+            if fitted is not None or best is None or seen is not None:
+                return own if fitted is None else fitted
+        _, one, x, was_found = best
+        if not was_found and not self._goes_on(self._block(0, x)) and self._explained(self._block(0, right)) is not None:
             return right  # one fault of the block, and not two
         self._blame(one, None, "embed", x, right)
         self.computed["embed"] = x
         return x
 
-    def _embedding_fitted(self, right: Tensor) -> Tensor:
-        """Return embeddings as what an array shows was computed; GPT-2's own if nothing fits."""
+    def _embedding_fitted(self, right: Tensor) -> Tensor | None:
+        """Return embeddings as what an array shows was computed; None if nothing fits that the first block shows."""
         wte, wpe = (self.model.state[f"{name}.weight"] for name in ("wte", "wpe"))
         for seen in itertools.islice(self.observation.unexplained("embed", right, ()), MOST_ARRAYS):
             self.observation.check()
             rows = seen.wrong_rows()
             fit = dropped(seen, rows, "embed") or embedding_fit(seen, self.model.ids, wte, wpe, rows)
-            if fit is not None:
+            own = None if fit is None else self._found("embed", fit.value)
+            x = right if fit is None else fit.value if own is None else own.own
+            if fit is not None and self._shown_in(0, x):
                 self.faults += fit.faults
-                self._note("embed", worst_relative_error(fit.value, right))
-                own = self._found("embed", fit.value)
-                return fit.value if own is None else own.own
-        return right
+                part = fit.faults[0].part if fit.faults else "embed"
+                self._note(part if part in OUTSIDE else "embed", worst_relative_error(x, right))
+                self.computed["embed"] = x
+                return x
+        return None
 
     def _embedding_alternatives(self) -> Iterator[Alternative]:
         """Yield other embeddings: at once, in calls, and from each token on."""
@@ -314,14 +321,15 @@ class Search:
         self.states.append(trial.state)
         self.observation.take(trial.seen.values())
         self.values |= {point_at(number, node): seen.own for node, seen in trial.seen.items()}
-        self.computed |= {point_at(number, node): x for node, x in trial.state.items() if node not in ("x", WHOLE, *HIDDEN)}
+        self.computed |= {point_at(number, node): x for node, x in trial.state.items() if node not in ("x", *HIDDEN)}
+        self.computed[point_at(number, WHOLE)] = trial.state[WHOLE].tril()  # as our trace has them
         if trial.alternatives:
             self.known = [trial.alternatives, *(one for one in self.known if one != trial.alternatives)]
         right = run_block(self.model.site(trial.layer, trial.state), {"x": trial.state["x"]}, {}) if trial.alternatives else {}
         self.faults += trial.faults
         if trial.faults:
             self._note(point_at(number, trial.faults[0].part), math.inf)
-        self.ties.append(trial.ties or trial.alternatives)
+        self.ties.append(trial.ties)
         for one in trial.alternatives:
             node = next(iter(one.edits))
             before = {n: trial.state[n] for n in ("x", *NODES[: ORDER[node]]) if n in trial.state}
@@ -342,7 +350,8 @@ class Search:
         shown = next((each.error for name, each in (seen or {}).items() if ORDER[name] >= ORDER[node]), 0.0)
         error, other = self.evidence.get(one.label, (0.0, 0.0))
         self.evidence[one.label] = max(error, shown), max(other, missed)
-        point = node if layer is None else point_at(len(self.ran) - 1, _traced(node))
+        part = next(iter(one.parts(None)), node)
+        point = (part if part in OUTSIDE else node) if layer is None else point_at(len(self.ran) - 1, _traced(node))
         self._note(point, missed)
 
     def _note(self, point: str, error: float) -> None:
@@ -454,7 +463,7 @@ class Search:
         state = {node: value for node, value in base.state.items() if ORDER.get(node, -1) < begin}
         seen = {node: each for node, each in base.seen.items() if ORDER[node] < begin}
         site = self.model.site(base.layer, state)
-        shown = [base.state[node] for node in base.seen]  # they are found in any case
+        shown = list(base.seen.values())
         changed, found = set[str](), False
         for node in NODES[begin:]:
             if node not in both and changed.isdisjoint(READS[node]):
@@ -473,8 +482,11 @@ class Search:
                 return None
             state[node] = value
             changed.add(node)
-            if not any(value.shape == own.shape and torch.equal(value, own) for own in shown):
-                self._look(node, state, seen, fault=node in edits)
+            same = next((one for one in shown if one.own.shape == value.shape and torch.equal(value, one.own)), None)
+            if same is not None:
+                seen[node] = same  # it is found in any case
+                continue
+            self._look(node, state, seen, fault=node in edits)
             found |= node in seen
         if not changed:
             return None
@@ -494,13 +506,13 @@ class Search:
                 return min(trials, key=_likelihood)
         return None
 
-    def _targets(self, base: Trial) -> Iterator[tuple[str, Observed]]:
+    def _targets(self, base: Trial, most: int = MOST_ARRAYS) -> Iterator[tuple[str, Observed]]:
         """Yield the first nodes that are not found with arrays that may be their values."""
         nodes = [node for node in NODES if node not in (*HIDDEN, WHOLE) and node not in base.seen]
         nodes = [node for node in nodes if BEHIND[node].isdisjoint(base.seen)]
         for node in nodes[:TARGETS]:
             arrays = self.observation.unexplained(node, base.state[node], base.seen.values())
-            yield from ((node, seen) for seen in itertools.islice(arrays, MOST_ARRAYS) if bool(seen.wrong_rows().any()))
+            yield from ((node, seen) for seen in itertools.islice(arrays, most) if bool(seen.wrong_rows().any()))
 
     def _since(self, base: Trial, node: str, seen: Observed) -> Iterator[Alternative]:
         """Yield the alternatives that are ``seen`` at the wrong tokens alone: from one on, or up to one."""
@@ -572,7 +584,8 @@ class Search:
 
     def _fitted(self, base: Trial) -> Trial | None:
         """Return ``base`` with one more node as what its array shows was computed; None if nothing fits."""
-        for node, seen in self._targets(base):
+        first: Trial | None = None
+        for node, seen in self._likeliest(base):
             self.observation.check()
             fit = self.fits.fit(base.layer, node, base.state, seen)
             if fit is None:
@@ -580,8 +593,24 @@ class Search:
             given = Alternative("", "", {node: partial(_given, fit.value)})
             if (trial := self._tried(base, given)) is not None:
                 faults = tuple(self._as_before(replace(fault, layer=base.layer)) for fault in fit.faults)
-                return replace(trial, alternatives=base.alternatives, faults=(*base.faults, *faults))
-        return None
+                trial = replace(trial, alternatives=base.alternatives, faults=(*base.faults, *faults))
+                if self._goes_on(trial):
+                    return trial
+                first = first or trial
+        return first
+
+    def _likeliest(self, base: Trial) -> Iterator[tuple[str, Observed]]:
+        """Yield the targets that what follows confirms, or the likest of a node that has none such."""
+        for node, some in itertools.groupby(self._targets(base, MOST_TRIED), key=lambda target: target[0]):
+            arrays = [seen for _, seen in some]
+            sure = [seen for seen in arrays if self._is_confirmed(base, node, seen)]
+            yield from ((node, seen) for seen in sure or arrays[:MOST_ARRAYS])
+
+    def _is_confirmed(self, base: Trial, node: str, seen: Observed) -> bool:
+        """Return whether what follows is found as an array gives it, if it is the value of a node."""
+        self.observation.check()
+        trial = self._tried(base, Alternative("", "", {node: partial(_given, seen.value)}))
+        return trial is not None and (not BEHIND[node].isdisjoint(trial.seen.keys() - base.seen.keys()) or self._goes_on(trial))
 
     def _as_before(self, fault: Fault) -> Fault:
         """Return a fault in the words of one that an earlier block has, if they differ in a fitted number alone."""

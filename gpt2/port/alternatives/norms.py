@@ -132,7 +132,7 @@ def numbers(model: Model) -> Iterator[Alternative]:
     yield from in_norms(first, _applied(lambda c, part: (c.numbers(part)[0], c.numbers(part)[0] * c.numbers(part)[1]), (1,)))
     words = "the parameters of ln_1 and ln_2 have changed places"
     exchanged = {part: normed(part, _applied(lambda c, p: c.numbers(OTHERS[p]), (0, 1))) for part in OTHERS}
-    yield Alternative("norms-swapped", words, exchanged, "ln_1")
+    yield Alternative("norms-swapped", words, exchanged)
 
 
 def _each(change: Callable[[Tensor], Tensor]) -> Callable[[Site, str], Numbers]:

@@ -18,7 +18,7 @@ from gpt2.port.dump.dumped import Dumped
 from gpt2.port.dump.simulating import Simulating, sequence_of
 from gpt2.port.dump.simulation import Simulation
 from gpt2.port.dump.tolerance import HALVES
-from gpt2.port.fits.partial import looks_dropped
+from gpt2.port.fits.lacking import looks_dropped
 from gpt2.port.observe import Observation
 from gpt2.port.search import Search, Walked
 

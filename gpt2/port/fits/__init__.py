@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gpt2.port.fault import Fault
 from gpt2.port.fits.attention import weights_fit
+from gpt2.port.fits.lacking import clipped, dropped, left_out
 from gpt2.port.fits.linear import Library, Linear
 from gpt2.port.fits.norm import Norm
 from gpt2.port.fits.observed import Fit, Observed
-from gpt2.port.fits.partial import clipped, dropped, left_out
 from gpt2.port.fits.rounding import roundings
 from gpt2.port.fits.wiring import activation_fit, sum_fit
 from gpt2.port.graph import ATTENTION, MODULES, READS, THIRDS, Model, State, split
@@ -121,7 +121,5 @@ class Fits:
             terms |= {"the embeddings": self.earlier[0]["x"]}
             terms |= {f"the {name} of the block before": before[part] for name, part in names.items()}
         return {
-            words: value
-            for words, value in terms.items()
-            if value.shape == state["x"].shape and bool(value.isfinite().all())
+            words: value for words, value in terms.items() if value.shape == state["x"].shape and bool(value.isfinite().all())
         }

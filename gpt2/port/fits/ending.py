@@ -15,10 +15,10 @@ from gpt2.port.diagnosis.last_step import last_steps
 from gpt2.port.dump.simulation import Simulation
 from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.fault import Fault, Function
+from gpt2.port.fits.lacking import left_out
 from gpt2.port.fits.linear import Library, Linear
 from gpt2.port.fits.norm import Norm
 from gpt2.port.fits.observed import Fit, Observed
-from gpt2.port.fits.partial import left_out
 from gpt2.port.graph import State
 from gpt2.port.observe import Observation
 

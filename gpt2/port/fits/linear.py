@@ -15,8 +15,8 @@ from torch import Tensor
 
 from gpt2.config import GPT2Config
 from gpt2.port.fault import Fault
+from gpt2.port.fits.lacking import ranges
 from gpt2.port.fits.observed import Fit, Observed, combined, distinct, formula
-from gpt2.port.fits.partial import ranges
 from gpt2.port.fits.rounding import quantised
 
 MOST = 2**29  # products of columns that are compared
