@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor
 
+from gpt2.measure.metrics import worst_relative_error
 from gpt2.port.dump.simulation import Simulation
 from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.fits.observed import Observed, laid
@@ -81,3 +83,9 @@ class Observation:
             return False
         made = (normed @ head.T)[:, -given.shape[1] :]
         return made.shape == given.shape and pool.logits_error(made, given) <= bound
+
+    def logits_error(self, normed: Tensor, head: Tensor) -> float:
+        """Return how far the logits are from those that the head gives; infinity if they cannot be compared."""
+        given = self.pool.logits[..., : len(head)]
+        made = (normed @ head.T)[:, -given.shape[1] :]
+        return worst_relative_error(given, made) if made.shape == given.shape else math.inf

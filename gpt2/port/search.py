@@ -34,7 +34,7 @@ from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.places import OUTSIDE
 from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
 from gpt2.port.dump.candidates import Candidate, Site
-from gpt2.port.dump.simulation import Simulation
+from gpt2.port.dump.simulation import Simulation, stage_of
 from gpt2.port.fault import Fault
 from gpt2.port.fits import Fits
 from gpt2.port.fits.ending import Ending
@@ -96,6 +96,7 @@ class Walked:
     explained: bool
     first: Divergence | None
     values: Mapping[str, Tensor]
+    blocks: tuple[int, ...] = ()  # that run
     lost: str | None = None
     timed_out: bool = False
 
@@ -173,32 +174,33 @@ class Search:
             explained = self._walk()
         except TimeUp:
             timed_out = True
-        first = self._first()
         lost = None if explained else self.lost or (point_at(len(self.ran), "") if len(self.ran) < self.layers else "logits")
-        return Walked(tuple(self._causes(explained)), explained, first, self.values, lost, timed_out)
+        causes, first = tuple(self._causes(explained)), self._first(explained)
+        return Walked(causes, explained, first, self.values, tuple(self.ran), lost, timed_out)
 
-    def _first(self) -> Divergence | None:
+    def _first(self, explained: bool) -> Divergence | None:
         """Return the first point whose value is not GPT-2's."""
         if self.first is not None and self.first.point in ("wte", "wpe"):
             return self.first
         pool, narrow = self.observation.pool, self.observation.pool.narrow
         least = LOOSE if narrow and not pool.allowance else FLOAT64_BOUND
         for point in points(self.layers):
-            if point in self.computed and point in self.exact:
+            if point in self.computed and point in self.exact and self._found(_node(point), self.exact[point]) is None:
                 value, right = self.computed[point], self.exact[point]
                 error = worst_relative_error(value, right) if value.shape == right.shape else math.inf
                 if error > max(pool.allowance.get(point, 0.0), least):
                     return Divergence(point, layer_of(point), error)
-        return self.first
+        point = self.lost or "logits"
+        return self.first or (None if explained else Divergence(point, layer_of(point), math.inf))
 
     def _walk(self) -> bool:
         x = self._embedded()
         while len(self.ran) <= 2 * self.layers:
             self.progress(f"following your values, in block {len(self.ran)}")
             if len(self.ran) >= self.layers and self._ended(x, quick=True):
-                return True
+                return self.lost is None
             if (trial := self._next(x)) is None:
-                return len(self.ran) >= self.layers and self._ended(x)
+                return len(self.ran) >= self.layers and self._ended(x) and self.lost is None
             self._settle(trial)
             x = trial.state[""]
         return False
@@ -294,7 +296,17 @@ class Search:
         number = len(self.ran)
         self.values |= {point_at(number, node): seen.own for node, seen in base.seen.items()}
         nodes = [node for node in NODES if node not in (*HIDDEN, WHOLE)]
-        self.lost = point_at(number, next(node for node in nodes if node not in base.seen and BEHIND[node].isdisjoint(base.seen)))
+        lost = next(node for node in nodes if node not in base.seen and BEHIND[node].isdisjoint(base.seen))
+        self.lost = self.lost or point_at(number, lost)
+        return self._resumed(base)
+
+    def _resumed(self, base: Trial) -> Trial | None:
+        """Return a block that nothing explains with its result as an array that the next block confirms; None if none is."""
+        if len(self.ran) + 1 < self.layers:
+            for seen in self.observation.unexplained("", base.state[""], base.seen.values()):
+                self.observation.check()
+                if self._shown_behind(seen.value):
+                    return replace(base, state={**base.state, "": seen.value})
         return None
 
     def _earlier(self, layer: int) -> Tensor | None:
@@ -661,7 +673,8 @@ class Search:
             self._note("logits", math.inf)
             return True
         self.faults += ended.fit.faults
-        self._note(ended.stage, worst_relative_error(ended.fit.value, ended.right))
+        missed = worst_relative_error(ended.fit.value, ended.right)
+        self._note(ended.stage, missed or self.observation.logits_error(normed, self.model.table))
         return True
 
     # What was found
@@ -727,6 +740,12 @@ def _widened(value: Tensor, node: str, seen: Observed) -> Tensor:
 def _by_token(agrees: Tensor) -> Tensor:
     """Return (B, T): whether all entries of a token agree, of (B, T, D) or (B, H, T, ...)."""
     return agrees.all(-1) if agrees.ndim == 3 else agrees.all(-1).all(1)
+
+
+def _node(point: str) -> str:
+    """Return the node of a traced point."""
+    stage = stage_of(point)
+    return point if stage is None else stage
 
 
 def _traced(node: str) -> str:

@@ -62,7 +62,7 @@ FAULTS: dict[str, tuple[str, str, Change]] = {
     ),
     "norm in place": (
         "residual-from-normed",
-        "without weight and bias",
+        "without that norm's weight and bias",
         lambda m, n: {"mid": lambda c, s: torch.nn.functional.layer_norm(s["x"], (24,), eps=1e-5) + s["attn.c_proj"]},
     ),
     "values assigned, not added": (
@@ -74,15 +74,13 @@ FAULTS: dict[str, tuple[str, str, Change]] = {
     "feed-forward dropped": ("residual-missing", "not added", lambda m, n: {"": lambda c, s: s["mid"]}),
     "activation behind a projection": (
         "gelu-variant",
-        "cut off",
+        "ReLU",
         lambda m, n: {"attn.c_proj": lambda c, s: m.stages_of(n)["attn.c_proj"](s).relu()},
     ),
     "softmax twice": (
         "softmax-missing",
         "the softmax runs twice",
-        lambda m, n: {
-            "attn.weights": lambda c, s: softmax(m.stages_of(n)["attn.weights"](s), PAST)
-        },
+        lambda m, n: {"attn.weights": lambda c, s: softmax(m.stages_of(n)["attn.weights"](s), PAST)},
     ),
     "temperature in steps": (
         "scale-wrong",
@@ -102,8 +100,8 @@ FIRST = {
     "variance of a half": "h.0.ln_1",
     "sums of two scales": "h.0.mid",
     "norm in place": "h.0.mid",
-    "values assigned, not added": "h.0.attn.mixed",
-    "attention dropped": "h.0.ln_2",  # the sum is no array of its own
+    "values assigned, not added": "h.0.attn.heads",
+    "attention dropped": "h.0.mid",
     "feed-forward dropped": "h.0",
     "activation behind a projection": "h.0.attn.c_proj",
     "softmax twice": "h.0.attn.weights",

@@ -100,6 +100,8 @@ def readings(shape: Sequence[int], heads: int) -> dict[str, Reading]:
             if dims != (0,) and (rows > 1 or 0 not in dims):
                 found[f"the mean is taken {words}, the variance {OWN}"] = partial(_mixed, dims, (2,))
                 found[f"the mean is taken {OWN}, the variance {words}"] = partial(_mixed, (2,), dims)
+    for half, which in ((0, "first"), (1, "second")):
+        found[f"the variance is that of the {which} half of the features"] = partial(_half, half)
     found["it is divided by the mean absolute deviation"] = partial(_away, lambda away: away.mean(-1, keepdim=True))
     found["it is divided by the largest deviation"] = partial(_away, lambda away: away.amax(-1, keepdim=True))
     found["it is divided by the span of the features"] = _span
@@ -136,6 +138,11 @@ def _moved(step: int, mean: bool, variance: bool, x: Tensor) -> Moments:
         for one, other in zip(moved, own[:2], strict=True):
             one[:, 0] = other[:, 0]
     return Moments(moved[0] if mean else own.mean, moved[1] if variance else own.variance, own.size)
+
+
+def _half(number: int, x: Tensor) -> Moments:
+    variance = over((2,), x.chunk(2, -1)[number] if x.shape[-1] > 1 else x).variance
+    return Moments(x.mean(-1, keepdim=True), variance, x.shape[-1] // 2)
 
 
 def _away(size: Callable[[Tensor], Tensor], x: Tensor) -> Moments:

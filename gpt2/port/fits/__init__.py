@@ -13,13 +13,15 @@ from torch import Tensor
 
 from gpt2.port.fault import Fault
 from gpt2.port.fits.attention import weights_fit
+from gpt2.port.fits.bank import Bank
 from gpt2.port.fits.lacking import clipped, dropped, left_out
 from gpt2.port.fits.linear import Library, Linear
 from gpt2.port.fits.norm import Norm
 from gpt2.port.fits.observed import Fit, Observed
 from gpt2.port.fits.rounding import roundings
+from gpt2.port.fits.slots import Slots
 from gpt2.port.fits.wiring import activation_fit, sum_fit
-from gpt2.port.graph import ATTENTION, MODULES, READS, THIRDS, Model, State, split
+from gpt2.port.graph import ATTENTION, MODULES, READS, THIRDS, Model, State, right_scale, split
 
 # The cause where some features of a node are not computed; not-loaded for a linear layer.
 LEFT_OUT = {
@@ -41,6 +43,7 @@ class Fits:
     def __init__(self, model: Model, earlier: Sequence[State], check: Callable[[], None]) -> None:
         self.model, self.config, self.earlier, self.check = model, model.config, earlier, check
         self.library = Library(model.state)
+        self.slots: dict[int, Slots] = {}  # by block
 
     def fit(self, layer: int, node: str, state: State, seen: Observed) -> Fit | None:
         """Return what ``node`` computes from those in ``state`` to give ``seen``; None if nothing fits."""
@@ -76,6 +79,12 @@ class Fits:
         elif node == "attn.weights":
             q, k = (split(state[f"attn.{letter}"], self.config.n_head) for letter in "qk")
             yield from weights_fit(seen, q, k, self.config, layer, rows)
+            slots = self.slots[layer] = self._slots(layer, state)
+            yield from filter(None, [slots.fit(seen, rows)])
+        elif node == "attn.mixed":
+            slots = self.slots.get(layer)
+            slots = self._slots(layer, state) if slots is None or slots.taken is None else slots
+            yield from filter(None, [slots.mixed(seen, rows)])
         elif node == "mlp.act":
             yield from filter(None, [activation_fit(seen, state["mlp.c_fc"], rows)])
         elif node in SUMS:
@@ -92,6 +101,13 @@ class Fits:
         bias = self.linear(layer, node, state).bias if node in MODULES else None
         part = "attn" if node in ATTENTION else node
         yield from (one.fit for one in left_out(seen, rows, part, LEFT_OUT.get(node, "not-loaded"), bias))
+
+    def _slots(self, layer: int, state: State) -> Slots:
+        """Return the slots of a cache, which may hold keys and values of this block and of those before."""
+        found = {layer: state, **dict(enumerate(self.earlier))}
+        keys, values = ([split(one[f"attn.{letter}"], self.config.n_head) for one in found.values()] for letter in "kv")
+        bank = Bank(keys, values, [*found], [0.0] * len(found))
+        return Slots(split(state["attn.q"], self.config.n_head), bank, right_scale(self.config, layer), self.check)
 
     def linear(self, layer: int, node: str, state: State) -> Linear:
         """Return the linear layer of a node."""
