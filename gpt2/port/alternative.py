@@ -103,8 +103,8 @@ class Rerouted(OnTop):
 class Alternative:
     """Other formulas of some nodes, under the ``id`` of a cause, in ``words``.
 
-    ``edits``: of the nodes of a block; ``outside``: of those around the blocks. ``where``: the part that a report names; by
-    default, that of each node. ``also``: further causes with words, if it is several mistakes at once. ``fix``: the corrected
+    ``edits``: of the nodes of a block; ``outside``: of those around the blocks. ``where``: the parts that a report names, with
+    " q", " k" or " v" behind one for a third of c_attn; by default, that of each node. ``also``: further causes with words, if it is several mistakes at once. ``fix``: the corrected
     line, if not the cause's. ``rare``: tried behind what is not. ``shared``: of code that all blocks share, so not in one alone.
     ``sees``: what a token's value may depend on beside earlier tokens: TEXT or ROWS. ``silent``: whether it changes nothing in a
     block, by its number. ``calls``: the text is read so. ``steps``: it is one of a text that is read in several calls;
@@ -158,9 +158,10 @@ class Alternative:
             return ()
         causes = ((self.id, self.words), *self.also)
         fixes = {self.id: self.fix}
+        parts = (part.partition(" ") for part in self.parts(layer))
         return tuple(
-            Fault(id, part, words, fitted=self.fitted, layer=layer, fix=fixes.get(id))
-            for part in self.parts(layer)
+            Fault(id, part, words, fitted=self.fitted, layer=layer, fix=fixes.get(id), share=share)
+            for part, _, share in parts
             for id, words in causes
         )
 

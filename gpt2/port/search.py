@@ -185,6 +185,8 @@ class Search:
         pool, narrow = self.observation.pool, self.observation.pool.narrow
         least = LOOSE if narrow and not pool.allowance else FLOAT64_BOUND
         for point in points(self.layers):
+            if point == self.lost:
+                return Divergence(point, layer_of(point), math.inf)
             if point in self.computed and point in self.exact and self._found(_node(point), self.exact[point]) is None:
                 value, right = self.computed[point], self.exact[point]
                 error = worst_relative_error(value, right) if value.shape == right.shape else math.inf
@@ -483,7 +485,10 @@ class Search:
                 if node in base.seen:
                     seen[node] = base.seen[node]
                 continue
-            value = (both.get(node) or site.rights[node])(site, state)
+            try:
+                value = (both.get(node) or site.rights[node])(site, state)
+            except RuntimeError:  # two alternatives that do not fit together, as of other numbers of heads
+                return None
             old = base.state[node]
             if value.shape == old.shape and torch.equal(value, old):
                 state[node] = old

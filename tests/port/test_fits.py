@@ -67,7 +67,7 @@ FAULTS: dict[str, tuple[str, str, Change]] = {
     ),
     "values assigned, not added": (
         "value-projection-wrong",
-        "only the value of the token itself",
+        "the last value alone counts",
         lambda m, n: {"attn.mixed": lambda c, s: s["attn.weights"].diagonal(dim1=-2, dim2=-1)[..., None] * heads(s["attn.v"])},
     ),
     "attention dropped": ("residual-missing", "attention's result is dropped", lambda m, n: {"mid": lambda c, s: s["x"]}),

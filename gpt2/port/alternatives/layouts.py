@@ -154,7 +154,9 @@ def fewer_heads(model: Model) -> Iterator[Alternative]:
             itertools.islice(ways.items(), 1 if few == 1 else 2), PARTS.items()
         ):
             whose = f"the first {few} heads alone, {how}" if few > 1 else "the first head alone"
-            yield Alternative("head-layout", f"{what} those of {whose}", _indexed(letters, 1, which), rare=True, shared=True)
+            where = tuple(f"attn.c_attn {letter}" for letter in letters)
+            edits = _indexed(letters, 1, which)
+            yield Alternative("head-layout", f"{what} those of {whose}", edits, where, rare=True, shared=True)
     for head in range(heads if heads > 1 else 0):
         words = f"the result of head {head} is zero, as if the loop over heads left it out"
         lost = Changed("attn.mixed", partial(_without, head))

@@ -79,11 +79,11 @@ class Fits:
         elif node == "attn.weights":
             q, k = (split(state[f"attn.{letter}"], self.config.n_head) for letter in "qk")
             yield from weights_fit(seen, q, k, self.config, layer, rows)
-            slots = self.slots[layer] = self._slots(layer, state)
-            yield from filter(None, [slots.fit(seen, rows)])
+            self.slots[layer] = self._slots(layer, state)
+            yield from filter(None, [self.slots[layer].fit(seen, rows)])
         elif node == "attn.mixed":
-            slots = self.slots.get(layer)
-            slots = self._slots(layer, state) if slots is None or slots.taken is None else slots
+            known = self.slots.get(layer)
+            slots = self._slots(layer, state) if known is None or known.taken is None else known
             yield from filter(None, [slots.mixed(seen, rows)])
         elif node == "mlp.act":
             yield from filter(None, [activation_fit(seen, state["mlp.c_fc"], rows)])
