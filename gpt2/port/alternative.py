@@ -104,8 +104,9 @@ class Alternative:
     """Other formulas of some nodes, under the ``id`` of a cause, in ``words``.
 
     ``edits``: of the nodes of a block; ``outside``: of those around the blocks. ``where``: the parts that a report names, with
-    " q", " k" or " v" behind one for a third of c_attn; by default, that of each node. ``also``: further causes with words, if it is several mistakes at once. ``fix``: the corrected
-    line, if not the cause's. ``rare``: tried behind what is not. ``shared``: of code that all blocks share, so not in one alone.
+    " q", " k" or " v" behind one for a third of c_attn; by default, that of each node. ``also``: further causes with words, if it
+    is several mistakes at once. ``fix``: the corrected line, if not the cause's. ``rare``: tried behind what is not. ``shared``:
+    of code that all blocks share, so not in one alone.
     ``sees``: what a token's value may depend on beside earlier tokens: TEXT or ROWS. ``silent``: whether it changes nothing in a
     block, by its number. ``calls``: the text is read so. ``steps``: it is one of a text that is read in several calls;
     ``at_once``: it shows in the first of them as well. ``run``: the stream of the whole program, if it is no change of formulas;

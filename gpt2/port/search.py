@@ -29,14 +29,15 @@ from gpt2.port.alternatives import table
 from gpt2.port.alternatives.activations import SAME
 from gpt2.port.alternatives.outside import SEQUENCE, sequence_faults, standing
 from gpt2.port.alternatives.schedule import is_prompt, schedules, stepped
-from gpt2.port.deadline import TimeUp
+from gpt2.port.deadline import Deadline, TimeUp
 from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.places import OUTSIDE
 from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
 from gpt2.port.dump.candidates import Candidate, Site
 from gpt2.port.dump.simulation import Simulation, stage_of
+from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.fault import Fault
-from gpt2.port.fits import Fits
+from gpt2.port.fits import ROUNDING, Fits
 from gpt2.port.fits.ending import Ending
 from gpt2.port.fits.lacking import dropped
 from gpt2.port.fits.observed import Observed
@@ -48,6 +49,7 @@ from gpt2.port.recording.pool import LOOSE, Pool
 FIRST = ("ln_1", "attn.q", "attn.k", "attn.v")  # nodes that show a block's input
 MOST_FAULTS = 4  # alternatives of one block
 MOST_ARRAYS, MOST_TRIED = 3, 24  # that may be the value of a node, the likest first
+LIKE = 0.5  # the least cosine of keys or values of a later block and GPT-2's
 LAG = 2  # tokens behind the beginning of a call, until which a fault of later calls shows
 TARGETS = 3  # nodes that are not found, the first ones
 MIXED = (*NODES[ORDER["attn.weights"] :],)  # nodes that depend on how a text is read in calls
@@ -154,7 +156,7 @@ class Search:
         self.embeddings = [one for one in every if "embed" in one.outside and not one.edits]
         self.ends = [one for one in every if one.outside and "embed" not in one.outside]
         self.states: list[State] = []
-        self.fits = Fits(model, self.states, observation.check)
+        self.fits = Fits(model, self.states, observation.check, self._later)
         self.ending = Ending(observation, model, self.fits.library, self.states)
         self.known: list[tuple[Alternative, ...]] = []  # of blocks so far, the last first
         self.sites: list[Site] = []
@@ -175,6 +177,7 @@ class Search:
         except TimeUp:
             timed_out = True
         lost = None if explained else self.lost or (point_at(len(self.ran), "") if len(self.ran) < self.layers else "logits")
+        self.observation.pool.deadline = Deadline()  # what is left is soon done
         causes, first = tuple(self._causes(explained)), self._first(explained)
         return Walked(causes, explained, first, self.values, tuple(self.ran), lost, timed_out)
 
@@ -616,6 +619,21 @@ class Search:
                 first = first or trial
         return first
 
+    def _later(self, layer: int) -> State | None:
+        """Return the arrays that are most like GPT-2's keys and values in a later block, and their rounding."""
+        state: State = {}
+        for node in ("attn.k", "attn.v"):
+            right = self.exact[point_at(layer, node)]
+            right = right if right.ndim == 3 else graph.merge(right)
+            if (seen := self._found(node, right)) is not None:
+                state[node] = seen.own
+            elif (some := next(self.observation.unexplained(node, right, ()), None)) is not None and _alike(some):
+                state[node], unit = some.value, UNITS[self.observation.pool.dtypes[some.number]][0]
+                state[ROUNDING] = torch.tensor(max(unit, float(state.get(ROUNDING, 0.0))))
+            else:
+                return None
+        return state
+
     def _likeliest(self, base: Trial) -> Iterator[tuple[str, Observed]]:
         """Yield the targets that what follows confirms, or the likest of a node that has none such."""
         for node, some in itertools.groupby(self._targets(base, MOST_TRIED), key=lambda target: target[0]):
@@ -735,6 +753,10 @@ def _given(value: Tensor, c: graph.Site, s: State) -> Tensor:
 
 def _plain(words: str) -> str:
     return re.sub(r"[0-9][0-9.e+-]*", "", words)
+
+
+def _alike(seen: Observed) -> bool:
+    return float(torch.cosine_similarity(seen.value.flatten(), seen.right.flatten(), 0)) >= LIKE
 
 
 def _widened(value: Tensor, node: str, seen: Observed) -> Tensor:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from gpt2 import GPT2
 from gpt2.config import GPT2Config
-from gpt2.measure.tracing import points
 from gpt2.port.diagnosis.places import joined
 from gpt2.port.recording.collecting import collect
 from gpt2.port.recording.pool import Pool

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.port.fault import Fault
 from gpt2.port.fits.attention import weights_fit
 from gpt2.port.fits.bank import Bank
+from gpt2.port.fits.contents import Contents, changed, softmax
 from gpt2.port.fits.lacking import clipped, dropped, left_out
 from gpt2.port.fits.linear import Library, Linear
 from gpt2.port.fits.norm import Norm
@@ -34,14 +36,24 @@ LEFT_OUT = {
     "mlp.act": "gelu-variant",
     "": "residual-missing",
 }
+ROUNDING, NONE = "rounding", torch.zeros(())  # of the keys and values of a later block
 SUMS = ("mid", "")  # of stream and branch
 
 
 class Fits:
-    """The fits of all nodes of a ``model``; ``earlier``: the nodes of the blocks before. ``check`` raises TimeUp."""
+    """The fits of all nodes of a ``model``; ``earlier``: the nodes of the blocks before. ``check`` raises TimeUp.
 
-    def __init__(self, model: Model, earlier: Sequence[State], check: Callable[[], None]) -> None:
-        self.model, self.config, self.earlier, self.check = model, model.config, earlier, check
+    ``later``: keys and values of a later block by its number, if they are recorded, with their relative rounding.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        earlier: Sequence[State],
+        check: Callable[[], None],
+        later: Callable[[int], State | None] = lambda layer: None,
+    ) -> None:
+        self.model, self.config, self.earlier, self.check, self.later = model, model.config, earlier, check, later
         self.library = Library(model.state)
         self.slots: dict[int, Slots] = {}  # by block
 
@@ -79,12 +91,17 @@ class Fits:
         elif node == "attn.weights":
             q, k = (split(state[f"attn.{letter}"], self.config.n_head) for letter in "qk")
             yield from weights_fit(seen, q, k, self.config, layer, rows)
+            for fault, scores, _ in changed(q, k):
+                self.check()
+                yield from seen.fits(softmax(scores * right_scale(self.config, layer)), rows, fault)
             self.slots[layer] = self._slots(layer, state)
             yield from filter(None, [self.slots[layer].fit(seen, rows)])
         elif node == "attn.mixed":
             known = self.slots.get(layer)
             slots = self._slots(layer, state) if known is None or known.taken is None else known
             yield from filter(None, [slots.mixed(seen, rows)])
+            held = Contents(slots, state["attn.weights"], split(state["attn.v"], self.config.n_head))
+            yield from filter(None, [held.fit(seen, rows)])
         elif node == "mlp.act":
             yield from filter(None, [activation_fit(seen, state["mlp.c_fc"], rows)])
         elif node in SUMS:
@@ -104,9 +121,10 @@ class Fits:
 
     def _slots(self, layer: int, state: State) -> Slots:
         """Return the slots of a cache, which may hold keys and values of this block and of those before."""
-        found = {layer: state, **dict(enumerate(self.earlier))}
+        found: dict[int, State] = {layer: state, **dict(enumerate(self.earlier))}
+        found |= {n: later for n in range(layer + 1, self.config.n_layer) if (later := self.later(n)) is not None}
         keys, values = ([split(one[f"attn.{letter}"], self.config.n_head) for one in found.values()] for letter in "kv")
-        bank = Bank(keys, values, [*found], [0.0] * len(found))
+        bank = Bank(keys, values, [*found], [float(one.get(ROUNDING, NONE)) for one in found.values()])
         return Slots(split(state["attn.q"], self.config.n_head), bank, right_scale(self.config, layer), self.check)
 
     def linear(self, layer: int, node: str, state: State) -> Linear:
