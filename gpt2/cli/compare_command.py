@@ -37,8 +37,8 @@ EXAMPLES = """\
   gpt2 compare gpt2 model-Q8_0.gguf --fail-if 'beyond_rounding>0'    gpt2, rounded, and nothing else? (the model first)
 
 METRIC of --fail-if: kl, kl_max, js (nats a token), same_top (a fraction), perplexity_ratio (B over A), weights (norm of the
-change over the norm), beyond_rounding (tensors of B that are not A's, rounded to one type), activation (the largest
-relative error), logit (that of the logits). OP: >, >=, <, <=. A metric with a 95 % interval is judged by its far end (the upper
+change over the norm), beyond_rounding (tensors of B that are not A's, rounded to one type, and settings that differ), activation
+(the largest relative error), logit (that of the logits). OP: >, >=, <, <=. A metric with a 95 % interval is judged by its far end (the upper
 one for >, the lower one for <), so a build passes only if the whole interval does. Where GITHUB_STEP_SUMMARY is set, a table is
 appended there.
 

@@ -51,9 +51,10 @@ def _beyond_rounding(comparison: Comparison) -> Measured:
     weights = comparison.weights
     if weights is None:
         return None
+    program = len(comparison.compatibility.departures)
     if weights.same_numbers or weights.rounded_to:
-        return 0.0
-    return float(len(weights.beyond) or len(weights.tensors) - len(weights.unchanged))
+        return float(program)
+    return float(program + (len(weights.beyond) or len(weights.tensors) - len(weights.unchanged)))
 
 
 def _errors(*points: str) -> Callable[[Comparison], Measured]:
@@ -78,7 +79,10 @@ METRICS: dict[str, tuple[str, Callable[[Comparison], Measured]]] = {
     ),
     "perplexity_ratio": ("perplexity of b over that of a", _of_both(lambda both: both.ratio, lambda bounds: bounds.ratio)),
     "weights": ("norm of the weights' change over their norm", _weights),
-    "beyond_rounding": ("number of tensors of b that are not a's, rounded to one type", _beyond_rounding),
+    "beyond_rounding": (
+        "number of tensors of b that are not a's, rounded to one type, and of settings that differ",
+        _beyond_rounding,
+    ),
     "activation": ("largest relative error of a traced point", _errors()),
     "logit": ("relative error of the logits on the traced tokens", _errors("logits")),
 }

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from gpt2.checkpoint.keys import expected
 from gpt2.comparison.checkpoints import with_checkpoints
-from gpt2.comparison.compatibility import Compatibility, compatibility, parameters_of_both
+from gpt2.comparison.compatibility import Compatibility, compatibility, on_text, parameters_of_both
 from gpt2.comparison.distributions import Language, gain, language, perplexity_ratio
 from gpt2.comparison.floor import Floor, measure_floor
 from gpt2.comparison.many_results import Against, Candidate, Comparisons, Pairs
 from gpt2.comparison.paper import paper_figures
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, beginning, open_passage, token_bytes
 from gpt2.comparison.scratch import Scratch
-from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule, readers
 from gpt2.comparison.sides.engine import EngineSide
 from gpt2.comparison.sides.opening import open_sides
 from gpt2.comparison.sides.side import Running, Shown, Side, environment_of
@@ -75,10 +75,12 @@ def compare_many(
     own = [side.tokenizer() for side in sides]
     fits = [compatibility(sides[0].config, side.config, own[0], tokenizer) for side, tokenizer in zip(sides, own, strict=True)]
     passage = open_passage(on, tokens, sides, own, seed, offline=offline)
+    fits = [on_text(fit, own[0], tokenizer, passage.ids) for fit, tokenizer in zip(fits, own, strict=True)]
     shared = own[0] or next((tokenizer for tokenizer in own if tokenizer is not None), None)
-    together = [side for side, fit in zip(sides, fits, strict=True) if fit.vocabularies.comparable]
-    sizes = [side.vocab_size for side in together if side.vocab_size is not None]
-    run = _Run(passage, min([*sizes, shared.n_vocab] if shared else sizes), shared, seed, progress)
+    together = [number for number, fit in enumerate(fits) if fit.vocabularies.comparable]
+    sizes = [size for number in together if (size := sides[number].vocab_size) is not None]
+    sizes += [tokenizer.n_vocab for number in together if (tokenizer := own[number] or shared) is not None]
+    run = _Run(passage, min(sizes), shared, seed, progress)
     measured = [
         run.measure(side, tokenizer, first=number == 0, apart=not fit.vocabularies.comparable)
         for number, (side, tokenizer, fit) in enumerate(zip(sides, own, fits, strict=True))
@@ -273,7 +275,7 @@ def _moved(sides: Sequence[Side], fits: Sequence[Compatibility], progress: Progr
         if "weights" in fit.impossible or not (isinstance(first, CheckpointSide) and isinstance(side, CheckpointSide)):
             moved.append(None)
             continue
-        names, read = parameters_of_both(first.config, side.config), first.reader(mapped=True)
-        norm = weights_norm(expected(first.config), read) if norm is None else norm
-        moved.append(distance(names, read, side.reader(mapped=True), norm, progress=progress))
+        names, (read, other) = parameters_of_both(first.config, side.config), readers(first, side, mapped=True)
+        norm = weights_norm(expected(first.config), first.reader(mapped=True)) if norm is None else norm
+        moved.append(distance(names, read, other, norm, progress=progress))
     return moved

@@ -22,9 +22,8 @@ from gpt2.comparison.bounds import measure_bounds
 from gpt2.comparison.bounds_result import Bounds
 from gpt2.comparison.compatibility import (
     Compatibility,
-    Vocabularies,
     compatibility,
-    first_parting,
+    on_text,
     parameters_of_both,
     require_same_function,
 )
@@ -33,7 +32,7 @@ from gpt2.comparison.floor import Floor, measure_floor
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, beginning, open_passage, token_bytes
 from gpt2.comparison.results import Comparison, Numerics
 from gpt2.comparison.saving import TRACED, Keep, saving
-from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule, readers
 from gpt2.comparison.sides.opening import open_sides
 from gpt2.comparison.sides.port import RunningPort
 from gpt2.comparison.sides.side import Running, Shown, Side, environment_of
@@ -73,11 +72,11 @@ def compare(
     tokenizers = sides[0].tokenizer(), sides[1].tokenizer()
     compatible = compatibility(sides[0].config, sides[1].config, *tokenizers)
     compatible = replace(compatible, impossible=_not_shown(sides) | compatible.impossible)
-    if blame:
-        require_same_function(compatible)
     passage = open_passage(on, tokens, sides, tokenizers, seed, offline=offline)
     ids, windows, text = passage.ids, passage.windows, passage.text
-    compatible = replace(compatible, vocabularies=_on_text(compatible.vocabularies, tokenizers, ids))
+    compatible = on_text(compatible, *tokenizers, ids)
+    if blame:
+        require_same_function(compatible)
     weights = None if "weights" in compatible.impossible else _weights(sides, progress)
     activations = numerics = distributions = words = bounds = None
     alone: tuple[LanguageScore, ...] = ()
@@ -151,14 +150,6 @@ class _Loaded(NamedTuple):
         return self.running.logits
 
 
-def _on_text(vocabularies: Vocabularies, tokenizers: tuple[Tokenizer | None, Tokenizer | None], ids: Tensor) -> Vocabularies:
-    """Add the first token of the text, ids (N,) of a's tokenizer, in which the tokenizers differ."""
-    a, b = tokenizers
-    if a is None or b is None or vocabularies.verdict == "equal":
-        return vocabularies
-    return replace(vocabularies, parting=first_parting(a, b, a.decode(ids.tolist())))
-
-
 def _not_shown(sides: tuple[Side, Side]) -> dict[str, str]:
     """Return the parts of a comparison that a side's nature rules out, each with the reason."""
     needs = {"weights": Shown.WEIGHTS, "activations": Shown.ACTIVATIONS, "distributions": Shown.LOGITS}
@@ -172,7 +163,7 @@ def _weights(sides: tuple[Side, Side], progress: Progress) -> WeightChanges | No
     names = [
         (name, re.sub(r"^h\.\d+", "h.{}", name), layer(name)) for name in parameters_of_both(sides[0].config, sides[1].config)
     ]
-    a, b = sides[0].reader(), sides[1].reader()
+    a, b = readers(*sides)
     changes = compare_weights(names, a, b, progress=progress)
     if changes.same_numbers:
         return changes
@@ -210,13 +201,16 @@ def _numerics(sides: tuple[Side, Side], running: tuple[Running, Running], ids: T
     walks = trace_blocks(finer.load(torch.float64), ids), running[0].blocks(ids), running[1].blocks(ids)
     for exact, block_a, block_b in zip(*walks, strict=True):
         progress(f"numerics: {next(reversed(exact))}")
+        if "logits" in exact:  # the vocabularies may be padded to different lengths
+            width = min(block["logits"].size(-1) for block in (exact, block_a, block_b))
+            exact, block_a, block_b = ({**block, "logits": block["logits"][..., :width]} for block in (exact, block_a, block_b))
         points += [(name, relative_error(block_a[name], x), relative_error(block_b[name], x)) for name, x in exact.items()]
     rows = []
     for side, loaded in zip(sides, running, strict=True):
         if isinstance(loaded, RunningModule) and isinstance(model := loaded.module, GPT2):
             for kind, attend in (("fused", sdpa_attention), ("spelt out", eager_attention)):
                 with attending(model, attend):
-                    error = relative_error(model(ids), exact["logits"])
+                    error = relative_error(model(ids)[..., : exact["logits"].size(-1)], exact["logits"])
                 rows.append((f"{side.name}, attention {kind}", error))
     return Numerics(tuple(points), tuple(rows))
 
@@ -257,8 +251,9 @@ def _blame(pair: list[_Loaded], ids: Tensor, windows: Windows, seed: int, progre
     a, b = (each.side for each in pair)
     if not (isinstance(a, CheckpointSide) and isinstance(b, CheckpointSide)):
         return None
-    names, vocab = list(expected(a.config)), _vocabulary(pair)
-    return find_blame(a.config, a.reader(), b.reader(), ids, windows, names=names, vocab=vocab, seed=seed, progress=progress)
+    config = replace(a.config, vocab_size=min(a.config.vocab_size, b.config.vocab_size))
+    names, vocab = list(expected(config)), _vocabulary(pair)
+    return find_blame(config, *readers(a, b), ids, windows, names=names, vocab=vocab, seed=seed, progress=progress)
 
 
 def _floor(pair: list[_Loaded], ids: Tensor, progress: Progress) -> Floor | None:

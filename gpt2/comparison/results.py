@@ -107,7 +107,8 @@ class Comparison(Printed):
         weights = self.weights is None or self.weights.total.unchanged == 1.0
         activations = self.activations is None or all(point.max_abs == 0 for point in self.activations.points)
         distributions = self.distributions is not None and self.distributions.js.max == 0
-        return weights and activations and distributions and not self.compatibility.architecture
+        program = not self.compatibility.architecture and not self.compatibility.departures
+        return weights and activations and distributions and program
 
     @property
     def protocol(self) -> str:
@@ -169,8 +170,8 @@ class Comparison(Printed):
         yield f"\n[bold]{escape(self.a.name)}[/bold]  →  [bold]{escape(self.b.name)}[/bold]"
         yield f"[dim]{escape(self._subjects())}[/dim]\n"
         yield self._summary()
-        for field, a, b in self.compatibility.architecture:
-            yield f"[yellow]differs[/yellow]  {field}: {a} → {b}"
+        for field, a, b in (*self.compatibility.architecture, *self.compatibility.vocabularies.rules):
+            yield f"[yellow]differs[/yellow]  {field}: {escape(f'{a} → {b}')}"
         if (parting := self.compatibility.vocabularies.parting) is not None:
             yield f"[yellow]differs[/yellow]  tokenizers: {escape(str(parting))}"
         for finding in self.bounds.findings if self.bounds else ():
@@ -198,12 +199,20 @@ class Comparison(Printed):
 
     def _subjects(self) -> str:
         vocabularies = self.compatibility.vocabularies
-        kind = {"equal": "one tokenizer", "merges": vocabularies.on_the_text, "none": "one tokenizer for both"}
+        kind = {"equal": "one tokenizer", "none": "one tokenizer for both"}
+        kind |= dict.fromkeys(("merges", "extended"), vocabularies.on_the_text)
         tokenizer = kind.get(vocabularies.verdict, f"tokenizers differ in {vocabularies.differing:,} entries")
         known = [each.parameters for each in (self.a, self.b) if each.parameters is not None]
         sizes = " → ".join(f"{size:,}" for size in dict.fromkeys(known)) + " parameters" if known else ""
         dtypes = " → ".join(dict.fromkeys(each.dtype for each in (self.a, self.b) if each.dtype))
         return f"{' · '.join(filter(None, (sizes, dtypes, tokenizer)))}\n{self.text.name}: {self.protocol}"
+
+    @property
+    def _else(self) -> str:
+        """What is different beside rounded weights, in words."""
+        return (
+            f"another program: see {', '.join(departures)}" if (departures := self.compatibility.departures) else "nothing else"
+        )
 
     def _summary(self) -> Table:
         from rich.table import Table
@@ -250,9 +259,9 @@ class Comparison(Printed):
             total, most = self.weights.total, self.weights.most_changed(1)
             if most and self.weights.same_numbers:
                 coarser = max(self.a.dtype, self.b.dtype, key=["float64", "float32", "float16", "bfloat16", "int8"].index)
-                table.add_row("weights", "the same", f"rounded to {coarser}, and nothing else")
+                table.add_row("weights", "the same", f"rounded to {coarser}, and {self._else}")
             elif self.weights.rounded_to:
-                moved_by = f"which moves them by {total.distance:.2%}, and nothing else"
+                moved_by = f"which moves them by {total.distance:.2%}, and {self._else}"
                 table.add_row("weights", f"a's, in {self.weights.rounded_to}", moved_by)
             elif self.weights.nearly:
                 table.add_row(

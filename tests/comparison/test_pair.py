@@ -166,7 +166,35 @@ def test_a_padded_vocabulary_is_compared_over_the_tokens_there_are(base: Path, t
     gpt2.save(padded, gpt2.load_tokenizer(str(base)), tmp_path)
     found = run(base, tmp_path, text)
     assert found.distributions.js.max < 1e-12
-    assert "weights" in found.compatibility.impossible
+    assert found.weights.same_numbers  # on the rows that both have
+
+
+def with_token(base: Path, folder: Path, token: str) -> Path:
+    """The model with one more token, its row, and noise in one matrix, as a fine-tune has it."""
+    model, tokenizer = load(str(base)), gpt2.load_tokenizer(str(base)).with_tokens([token])
+    model.with_tables(lambda rows: torch.cat((rows, rows[:1])))
+    with torch.no_grad():
+        model.h[1].mlp.c_fc.weight.mul_(1.1)
+    return gpt2.save(model, tokenizer, folder)
+
+
+def test_a_vocabulary_that_another_extends(base: Path, text: str, tmp_path: Path) -> None:
+    """A fine-tune with one more token, which is not in the text, was said to read other tokens: no KL, no weights, no gate."""
+    tuned = with_token(base, tmp_path / "pad", "[PAD]")
+    plain = changed(base, tmp_path / "plain", lambda model: model.h[1].mlp.c_fc.weight.mul_(1.1))
+    found, without = run(base, tuned, text, blame=True), run(base, plain, text)
+    assert [tensor.name for tensor in found.weights.most_changed()] == ["h.1.mlp.c_fc.weight"]
+    assert found.distributions.kl_ab.mean.value == pytest.approx(without.distributions.kl_ab.mean.value, rel=1e-9)
+    assert found.blame.whole.value == pytest.approx(found.distributions.kl_ab.mean.value, rel=1e-4)
+    assert found.activations.first_past.point == "h.1.mlp.c_fc"
+    assert "B's vocabulary has 1 more, '[PAD]' (300)" in found.table(200)
+    assert "A's vocabulary has 1 more, '[PAD]' (300)" in run(tuned, base, text).table(200)
+    several = gpt2.compare(str(base), str(tuned), str(plain), on=text, tokens=200).candidates
+    assert several[1].against.kl.value == pytest.approx(several[2].against.kl.value, rel=1e-6)
+    assert several[1].weights == several[2].weights > 0
+    apart = run(base, with_token(base, tmp_path / "word", "thunder"), text)  # a token that the text does hold
+    assert apart.distributions is None
+    assert "distributions" in apart.compatibility.impossible
 
 
 def test_random_models_are_compared_on_random_ids(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,15 +67,16 @@ class CheckpointSide(Side):
         """The dtype in which the model runs."""
         return self.checkpoint.dtype
 
-    def reader(self, *, mapped: bool = False) -> Callable[[str], Tensor]:
+    def reader(self, *, rows: int | None = None, mapped: bool = False) -> Callable[[str], Tensor]:
         """Return a function that reads one parameter, in the dtype in which it runs; into new memory, unless ``mapped``.
 
-        A tied head's matrix is the token embedding.
+        A tied head's matrix is the token embedding. Of both tables only the first ``rows`` are read, those that two models have.
         """
         stored = self.checkpoint.reader(mapped=mapped)
 
         def read(name: str, dtype: torch.dtype) -> Tensor:
-            return stored("wte.weight" if name == HEAD and self.config.tie_word_embeddings else name, dtype)
+            tensor = stored("wte.weight" if name == HEAD and self.config.tie_word_embeddings else name, dtype)
+            return tensor[:rows] if name in ("wte.weight", HEAD) else tensor
 
         if self.dtype == torch.int8:
             return lambda name: rounded_parameter(name, read(name, torch.float32))
@@ -107,6 +108,12 @@ class CheckpointSide(Side):
         official = official_files(files, self.checkpoint.name) if files else None
         dtype, parameters = dtype_label(self.dtype), config.num_parameters()
         return Model(self.name, implementation, dtype, revision, parameters, asdict(config), files, official)
+
+
+def readers(*sides: CheckpointSide, mapped: bool = False) -> tuple[Callable[[str], Tensor], ...]:
+    """Return a reader of each model's parameters, of the tables as many rows as all have."""
+    rows = min(side.config.vocab_size for side in sides)
+    return tuple(side.reader(rows=rows, mapped=mapped) for side in sides)
 
 
 @dataclass(frozen=True)
