@@ -69,7 +69,10 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
     notes = ["matrices are stored [out, in], as in nn.Linear; they are read as transposed views"] if assignment.transposed else []
     if isinstance(checkpoint, AdaptedCheckpoint):
         adapter = checkpoint.adapter
-        notes.append(f"a LoRA adapter of {adapter.base}, merged into {len(adapter.factors)} of its matrices as it is read")
+        whole = f", which replaces {listed(list(adapter.whole))}" if adapter.whole else ""
+        notes.append(f"a LoRA adapter of {adapter.base}, merged into {len(adapter.factors)} of its matrices as it is read{whole}")
+        if checkpoint.base.config.tie_word_embeddings and not checkpoint.config.tie_word_embeddings:
+            notes.append("the head is untied: the adapter changes the embedding and the head each for itself")
     notes += [checkpoint.assumed] if checkpoint.assumed else []
     notes += [*assignment.notes, *(note for file in dict.fromkeys(assignment.files.values()) for note in file.notes)]
     notes += ["no biases are stored; zeros are used"] if assignment.absent else []

@@ -38,9 +38,9 @@ EXAMPLES = """\
 
 METRIC of --fail-if: kl, kl_max, js (nats a token), same_top (a fraction), perplexity_ratio (B over A), weights (norm of the
 change over the norm), beyond_rounding (tensors of B that are not A's, rounded to one type, and settings that differ), activation
-(the largest relative error), logit (that of the logits). OP: >, >=, <, <=. A metric with a 95 % interval is judged by its far end (the upper
-one for >, the lower one for <), so a build passes only if the whole interval does. Where GITHUB_STEP_SUMMARY is set, a table is
-appended there.
+(the largest relative error), logit (that of the logits). OP: >, >=, <, <=. A metric with a 95 % interval is judged by its far
+end (the upper one for >, the lower one for <), so a build passes only if the whole interval does. Where GITHUB_STEP_SUMMARY is
+set, a table is appended there.
 
 A server gets the key in OPENAI_API_KEY, only over https or on this machine. Before more than 10,000 tokens are sent to another
 machine, their cost is shown and you are asked; without a terminal, the exit code is 2. GPT2_SEND_LIMIT=N allows N tokens for one

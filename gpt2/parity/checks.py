@@ -196,8 +196,8 @@ class Subject:
 
     @property
     def adapted(self) -> frozenset[str]:
-        """The parameters that have a LoRA adapter merged into them."""
-        return frozenset(self.checkpoint.adapter.factors if isinstance(self.checkpoint, AdaptedCheckpoint) else ())
+        """The parameters that a LoRA adapter changed."""
+        return self.checkpoint.changed if isinstance(self.checkpoint, AdaptedCheckpoint) else frozenset()
 
 
 def hidden_of(model: nn.Module, ids: Tensor) -> Tensor:
