@@ -25,6 +25,7 @@ from gpt2.data import from_directory, holds_tokenizer
 from gpt2.errors import CheckpointError, InputError
 from gpt2.int8 import Int8GPT2
 from gpt2.model import GPT2
+from gpt2.sampling import not_finite
 
 if TYPE_CHECKING:
     from gpt2.data import Tokenizer
@@ -64,6 +65,11 @@ class Checkpoint(ABC):
             model = model_with(self.config, ((name, read(name, dtype).to(device)) for name in names))
         model.name = self.name
         return model
+
+    def not_finite(self) -> dict[str, int]:
+        """Return how many values of each parameter are NaN or infinite, by the names of those that have some."""
+        read = self.reader()
+        return not_finite((name, read(name, self.stored)) for name in expected(self.config))
 
     def own_tokenizer(self) -> Tokenizer | None:
         """Return :meth:`tokenizer`, or None if the checkpoint has none. Raises InputError: it is damaged."""

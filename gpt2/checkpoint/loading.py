@@ -97,11 +97,11 @@ def require_finite(model: GPT2, name: str) -> None:
     """Raise InputError if a parameter, or a logit of the first ids, is NaN or infinite."""
     ids = torch.arange(min(16, model.config.n_positions, model.config.vocab_size), device=model.wte.weight.device)[None]
     with torch.inference_mode():
-        for parameter in model.parameters():
+        if counts := sampling.not_finite(model.state_dict().items()):
             require_whole_files()
-            sampling.require_finite(parameter, name)
+            raise InputError(f"{name}: holds {sampling.broken(counts)}; fetch the file again, or train it anew")
         require_whole_files()
-        sampling.require_finite(model(ids), name)
+        sampling.require_finite(model(ids), name, model)
 
 
 def require_device(asked: str | torch.device, dtype: torch.dtype | None = None) -> torch.device:

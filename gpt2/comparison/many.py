@@ -27,7 +27,7 @@ from gpt2.comparison.scratch import Scratch
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule, readers
 from gpt2.comparison.sides.engine import EngineSide
 from gpt2.comparison.sides.opening import open_sides
-from gpt2.comparison.sides.side import Running, Shown, Side, environment_of
+from gpt2.comparison.sides.side import Running, Shown, Side, environment_of, require_head
 from gpt2.comparison.weights import distance, weights_norm
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
@@ -80,7 +80,7 @@ def compare_many(
     together = [number for number, fit in enumerate(fits) if fit.vocabularies.comparable]
     sizes = [size for number in together if (size := sides[number].vocab_size) is not None]
     sizes += [tokenizer.n_vocab for number in together if (tokenizer := own[number] or shared) is not None]
-    run = _Run(passage, min(sizes), shared, seed, progress)
+    run = _Run(passage, min(sizes), shared, seed, progress, sides)
     measured = [
         run.measure(side, tokenizer, first=number == 0, apart=not fit.vocabularies.comparable)
         for number, (side, tokenizer, fit) in enumerate(zip(sides, own, fits, strict=True))
@@ -137,6 +137,7 @@ class _Run:
     tokenizer: Tokenizer | None
     seed: int
     progress: Progress
+    sides: Sequence[Side] = ()
     first: Scratch = field(default_factory=Scratch)
     first_sums: list[Tensor] = field(default_factory=list)  # of its exponentials, their logs, a window's rows at a time
     floor: Floor | None = None  # of the first model, in its own dtype
@@ -179,6 +180,7 @@ class _Run:
             output = running.logits(inputs)
             seconds += time.perf_counter() - began
             inputs_run += inputs.numel()
+            require_head(output.size(-1), side, self.sides)
             if output.size(-1) < self.vocab:
                 sizes = f"knows {output.size(-1):,} tokens and the text's tokenizer {self.vocab:,}"
                 raise InputError(f"{side.name}: {sizes}; use models of one tokenizer, or compare it with one model at a time")

@@ -35,7 +35,7 @@ from gpt2.comparison.saving import TRACED, Keep, saving
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule, readers
 from gpt2.comparison.sides.opening import open_sides
 from gpt2.comparison.sides.port import RunningPort
-from gpt2.comparison.sides.side import Running, Shown, Side, environment_of
+from gpt2.comparison.sides.side import Running, Shown, Side, environment_of, require_head
 from gpt2.comparison.ways import attending
 from gpt2.comparison.weights import WeightChanges, compare_weights
 from gpt2.comparison.words import Words, compare_words
@@ -69,6 +69,8 @@ def compare(
     started = time.perf_counter()
     first, second = open_sides(a, b, offline=offline, dtype=dtype, device=device)
     sides = first, second
+    for side in sides:
+        require_head(side.vocab_size or 0, side, sides)  # of a recording
     tokenizers = sides[0].tokenizer(), sides[1].tokenizer()
     compatible = compatibility(sides[0].config, sides[1].config, *tokenizers)
     compatible = replace(compatible, impossible=_not_shown(sides) | compatible.impossible)
@@ -98,12 +100,12 @@ def compare(
             )
             if weights is not None and weights.same_numbers and a != b:
                 numerics = _numerics(sides, running, start, progress)
-        own = [_Loaded(*each) for each in zip(sides, running, tokenizers, strict=True)]
+        own = [_Loaded(*each, sides) for each in zip(sides, running, tokenizers, strict=True)]
         if weights is None and all(isinstance(each, RunningPort | RunningModule) for each in running):
             compatible, readable = _read_modules(own, compatible)
             weights = None if "weights" in compatible.impossible else _weights(readable, progress)
         if "distributions" not in compatible.impossible:
-            kept: Logits = running[0].logits
+            kept: Logits = own[0].logits
             if save is not None:
                 kept = stack.enter_context(saving(save, sides[0], running[0], tokenizers[0] or tokenizers[1], passage))
             distributions, words = _distributions(own, kept, passage, seed, progress)
@@ -144,10 +146,13 @@ class _Loaded(NamedTuple):
     side: Side
     running: Running
     tokenizer: Tokenizer | None
+    sides: tuple[Side, ...]
 
-    @property
-    def logits(self) -> Logits:
-        return self.running.logits
+    def logits(self, ids: Tensor) -> Tensor:
+        """Return the side's logits (B, T, V). Raises InputError: they are hidden states."""
+        logits = self.running.logits(ids)
+        require_head(logits.size(-1), self.side, self.sides)
+        return logits
 
 
 def _not_shown(sides: tuple[Side, Side]) -> dict[str, str]:

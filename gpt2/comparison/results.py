@@ -256,6 +256,9 @@ class Comparison(Printed):
             ratio = f"× {interval(change.ratio, '.3f')} per word"
             table.add_row("their perplexity", f"{first.perplexity.value:.2f} → {second.perplexity.value:.2f}", ratio)
         if self.weights is not None:
+            for letter, damage in zip("ab", self.weights.damage, strict=True):
+                if damage:
+                    table.add_row("[bold red]DAMAGED[/bold red]", letter, damage)
             total, most = self.weights.total, self.weights.most_changed(1)
             if most and self.weights.same_numbers:
                 coarser = max(self.a.dtype, self.b.dtype, key=["float64", "float32", "float16", "bfloat16", "int8"].index)

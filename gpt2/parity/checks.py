@@ -31,6 +31,7 @@ from gpt2.model import GPT2
 from gpt2.parity import reference
 from gpt2.parity.findings import Findings
 from gpt2.parity.streaming import Converted, Receive, Streamed
+from gpt2.sampling import not_finite
 
 log = logging.getLogger("gpt2")
 SEQUENCES = 16  # whose gradients' rounding is judged
@@ -221,6 +222,8 @@ def weights(subject: Subject) -> None:
     parameters = {name: tensor for name, tensor in subject.ours.state_dict().items() if name not in subject.adapted}
     require_whole_files()
     add, found, absent = partial(subject.findings.exact, "weights"), set(), subject.checkpoint.assignment.absent
+    for name, count in not_finite(subject.ours.state_dict().items()).items():
+        add(f"{name} (NaN or infinite)", count)  # no two models can be equal on them
     for key, stored in _stored(subject.checkpoint):
         name, third = share(from_file(key))
         ours = parameters.get(name, parameters["wte.weight"] if name == HEAD else None)

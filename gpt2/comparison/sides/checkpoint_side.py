@@ -126,7 +126,7 @@ class RunningModule(Running):
     def logits(self, ids: Tensor) -> Tensor:
         output = self.module(ids)
         logits: Tensor = output if isinstance(output, Tensor) else output.logits
-        require_finite(logits, self.name)
+        require_finite(logits, self.name, self.module)
         return logits
 
     def blocks(self, ids: Tensor) -> Iterator[Recorded]:
