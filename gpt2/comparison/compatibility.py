@@ -118,10 +118,9 @@ def compare_vocabularies(a: Tokenizer | None, b: Tokenizer | None) -> Vocabulari
 def _rules(a: Tokenizer, b: Tokenizer) -> tuple[tuple[str, str, str], ...]:
     """Return what two tokenizers do differently beside their entries; ends are compared where both say them."""
     rules = [(name, a.elsewhere.get(name, "gpt-2"), b.elsewhere.get(name, "gpt-2")) for name in {**a.elsewhere, **b.elsewhere}]
-    around = [", ".join(map(each.shown, each.encode_prompt(""))) or "nothing" for each in (a, b)]
-    rules.append(("around a prompt", *around))
-    if a.ends and b.ends:
-        rules.append(("a text ends at", *(", ".join(map(each.shown, sorted(each.ends))) for each in (a, b))))
+    for what, ids in (("around a prompt", [each.encode_prompt("") for each in (a, b)]), ("a text ends at", [a.ends, b.ends])):
+        words = [", ".join(map(each.shown, sorted(own))) or "nothing" for each, own in zip((a, b), ids, strict=True)]
+        rules += [(what, words[0], words[1])] if all(ids) or what == "around a prompt" else []
     return tuple(row for row in rules if row[1] != row[2])
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from xml.etree import ElementTree
 
 from gpt2.comparison.bounds_result import Bounds
+from gpt2.comparison.cases import Cases
 from gpt2.comparison.distributions import Distributions
 from gpt2.comparison.many_results import Candidate, Comparisons
 from gpt2.comparison.results import Comparison
@@ -41,6 +42,10 @@ def _of_both(
         return None if comparison.bounds is None else bounded(comparison.bounds)
 
     return of
+
+
+def _of_cases(read: Callable[[Cases], float | Estimate]) -> Callable[[Comparison], Measured]:
+    return lambda comparison: None if comparison.cases is None else read(comparison.cases)
 
 
 def _weights(comparison: Comparison) -> Measured:
@@ -84,6 +89,9 @@ METRICS: dict[str, tuple[str, Callable[[Comparison], Measured]]] = {
         _beyond_rounding,
     ),
     "activation": ("largest relative error of a traced point", _errors()),
+    "exact_match": ("fraction of the --cases that b has right", _of_cases(lambda cases: cases.right_b)),
+    "lost_cases": ("number of the --cases that a has right and b wrong", _of_cases(lambda cases: float(len(cases.lost)))),
+    "answer_ratio": ("probability of an expected text under b over that under a", _of_cases(lambda cases: cases.likelier)),
     "logit": ("relative error of the logits on the traced tokens", _errors("logits")),
 }
 

@@ -20,6 +20,7 @@ from gpt2.comparison.blame import beyond_rounding, find_blame, quantisation
 from gpt2.comparison.blame_result import Blame
 from gpt2.comparison.bounds import measure_bounds
 from gpt2.comparison.bounds_result import Bounds
+from gpt2.comparison.cases import compare_cases
 from gpt2.comparison.compatibility import (
     Compatibility,
     compatibility,
@@ -63,6 +64,7 @@ def compare(
     offline: bool = False,
     blame: bool = False,
     save: Keep | None = None,
+    cases: str | None = None,
     progress: Progress = silent,
 ) -> Comparison:
     """Compare two models by name; arguments and errors are those of :func:`gpt2.comparison.run.compare`."""
@@ -115,6 +117,7 @@ def compare(
             raise InputError(f"{a}: was not run over the text beside {b}, so it is not saved; save it alone")
         elif text is not None and not compatible.vocabularies.comparable:
             alone = _alone(own, text, ids)
+        on_cases = None if cases is None else compare_cases(cases, _asked(own, cases), seed=seed, progress=progress)
         last_words = _last_words(own, text.passages, seed, progress) if text is not None and text.passages else None
         floor = None if distributions is None and bounds is None else _floor(own, ids, progress)
     blamed = _blame(own, ids, windows, seed, progress) if blame else None
@@ -137,6 +140,7 @@ def compare(
         blame=blamed,
         floor=floor,
         bounds=bounds,
+        cases=on_cases,
     )
 
 
@@ -168,7 +172,7 @@ def _weights(sides: tuple[Side, Side], progress: Progress) -> WeightChanges | No
     names = [
         (name, re.sub(r"^h\.\d+", "h.{}", name), layer(name)) for name in parameters_of_both(sides[0].config, sides[1].config)
     ]
-    a, b = readers(*sides)
+    a, b = readers(sides[0], sides[1])
     changes = compare_weights(names, a, b, progress=progress)
     if changes.same_numbers:
         return changes
@@ -305,21 +309,20 @@ def _alone(pair: list[_Loaded], text: Text, ids: Tensor) -> tuple[LanguageScore,
     return tuple(scores)
 
 
+def _asked(pair: list[_Loaded], what: str) -> list[tuple[Logits, Tokenizer, int]]:
+    """Return each model's logits, tokenizer (its partner's if it has none) and context. Raises InputError: it cannot be asked."""
+    shared = next((each.tokenizer for each in pair if each.tokenizer is not None), None)
+    if cannot := next((each for each in pair if Shown.LOGITS not in each.side.shows or each.side.recording or not shared), None):
+        raise InputError(f"{cannot.side.name}: cannot be asked {what}; give a model that runs here, with a tokenizer")
+    return [(each.logits, each.tokenizer or shared, each.side.n_positions or DEFAULT_CONTEXT) for each in pair if shared]
+
+
 def _last_words(pair: list[_Loaded], passages: Sequence[str], seed: int, progress: Progress) -> LastWords | None:
     """Score the last word of each passage, if both models have tokenizers."""
-    runs = all(Shown.LOGITS in each.side.shows and each.side.recording is None for each in pair)
-    if not runs or any(each.tokenizer is None for each in pair):
+    if any(each.tokenizer is None or Shown.LOGITS not in each.side.shows or each.side.recording for each in pair):
         return None
     a, b = (
-        score_last_words(
-            each.logits,
-            each.tokenizer,
-            passages,
-            context=each.side.n_positions or DEFAULT_CONTEXT,
-            seed=seed,
-            progress=progress,
-        )
-        for each in pair
-        if each.tokenizer is not None
+        score_last_words(logits, tokenizer, passages, context=context, seed=seed, progress=progress)
+        for logits, tokenizer, context in _asked(pair, "passages")
     )
     return LastWords(a, b, last_words_change(a, b, seed=seed))

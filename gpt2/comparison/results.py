@@ -12,6 +12,7 @@ from gpt2.checkpoint.official_files import Official
 from gpt2.comparison.activations import Activations
 from gpt2.comparison.blame_result import Blame
 from gpt2.comparison.bounds_result import Bounds
+from gpt2.comparison.cases import Cases
 from gpt2.comparison.compatibility import Compatibility
 from gpt2.comparison.distributions import Distributions
 from gpt2.comparison.floor import Floor
@@ -99,6 +100,7 @@ class Comparison(Printed):
     gates: tuple[Judgement, ...] = ()  # of --fail-if
     blame: Blame | None = None
     floor: Floor | None = None
+    cases: Cases | None = None  # of --cases
     bounds: Bounds | None = None  # where one side shows only the likeliest tokens
 
     @property
@@ -193,6 +195,10 @@ class Comparison(Printed):
             yield from titled("Words", "where they disagree most, and what each expected instead", table)
         if self.words is not None and self.words.continuations:
             yield continuations_table(self.words)
+        if self.cases is not None and (self.cases.lost or self.cases.gained):
+            yield from titled(
+                "Cases", "that one has right and the other wrong, with the answer's probability", self.cases.table()
+            )
         if self.blame is not None:
             yield from titled("Blame", "KL that each part of b brings into a, in nats a token", *self.blame.rows(self.a.name))
         yield f"[dim]in {self.seconds:.1f} s[/dim]\n"
@@ -255,6 +261,11 @@ class Comparison(Printed):
             table.add_row("last words right", f"{first.accuracy.value:.1%} → {second.accuracy.value:.1%}", gain)
             ratio = f"× {interval(change.ratio, '.3f')} per word"
             table.add_row("their perplexity", f"{first.perplexity.value:.2f} → {second.perplexity.value:.2f}", ratio)
+        if (cases := self.cases) is not None:
+            right = f"{cases.right_a.value:.1%} → {cases.right_b.value:.1%}"
+            turned = f"{len(cases.lost):,} lost, {len(cases.gained):,} gained of {len(cases.cases):,}"
+            table.add_row("cases right", right, f"{turned}: {interval(cases.change.accuracy, '+.1%')}")
+            table.add_row("expected text", "", f"× {interval(cases.likelier, '.3g')} as likely")
         if self.weights is not None:
             for letter, damage in zip("ab", self.weights.damage, strict=True):
                 if damage:

@@ -31,6 +31,7 @@ def compare(
     offline: bool = ...,
     blame: bool = ...,
     save: Keep | None = ...,
+    cases: str | None = ...,
     progress: Progress = ...,
 ) -> Comparison: ...
 
@@ -65,6 +66,7 @@ def compare(
     offline: bool = False,
     blame: bool = False,
     save: Keep | None = None,
+    cases: str | None = None,
     progress: Progress = silent,
 ) -> Comparison | Comparisons:
     """Compare two models by name: weights, activations, distributions over a text, and generated words.
@@ -86,12 +88,13 @@ def compare(
         device: where checkpoints run, as for :func:`gpt2.load`; float64 runs, and what other engines run, stay on the CPU.
         blame: also put parts of b into a and measure what each carries, for models of one shape (:mod:`gpt2.comparison.blame`).
         save: keep what ``a`` shows in a file, for the side ``trace:FILE``.
+        cases: a table of the user's own questions, on which both are scored too (:mod:`gpt2.comparison.cases`).
 
     Raises:
-        InputError: no such model or text; threshold, blame or save with more than two models.
+        InputError: no such model or text; threshold, blame, save or cases with more than two models.
         CheckpointError: a checkpoint whose tensors do not fit its config.
     """
-    of_two: dict[str, Any] = {"threshold": threshold, "blame": blame, "save": save}
+    of_two: dict[str, Any] = {"threshold": threshold, "blame": blame, "save": save, "cases": cases}
     shared: dict[str, Any] = {"on": on, "tokens": tokens, "seed": seed, "dtype": dtype, "device": device}
     shared |= {"offline": offline, "progress": progress}
     return compare_named((a, b, *others), **of_two, **shared)
@@ -103,13 +106,14 @@ def compare_named(
     threshold: float = THRESHOLD,
     blame: bool = False,
     save: Keep | None = None,
+    cases: str | None = None,
     hashes: bool = True,
     **shared: Any,
 ) -> Comparison | Comparisons:
     """Compare models as :func:`compare` does, from a list of names; of several without the ``hashes`` of their files."""
     each = [saved.name for name in names for saved in with_checkpoints(name)]
     if len(each) == 2:
-        return pair.compare(*each, threshold=threshold, blame=blame, save=save, **shared)
-    if threshold != THRESHOLD or blame or save is not None:
-        raise InputError("threshold, blame and save are for two models; leave them or the other models out")
+        return pair.compare(*each, threshold=threshold, blame=blame, save=save, cases=cases, **shared)
+    if threshold != THRESHOLD or blame or save is not None or cases is not None:
+        raise InputError("threshold, blame, save and cases are for two models; leave them or the other models out")
     return compare_many(names, hashes=hashes, **shared)

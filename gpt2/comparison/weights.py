@@ -94,9 +94,9 @@ class WeightChanges:
     @property
     def damage(self) -> tuple[str, str]:
         """What of a's and of b's weights is NaN or infinite, in words; "" where nothing is."""
-        counts = ({each.name: each.not_finite[side] for each in self.most_changed(len(self.tensors)) if each.not_finite[side]}
-                  for side in (0, 1))  # fmt: skip
-        return tuple(broken(found) if found else "" for found in counts)
+        found = self.most_changed(len(self.tensors))
+        a, b = ({each.name: count for each in found if (count := each.not_finite[side])} for side in (0, 1))
+        return broken(a) if a else "", broken(b) if b else ""
 
     @property
     def same_numbers(self) -> bool:
@@ -216,7 +216,7 @@ def _compare(name: str, family: str, layer: int | None, a: Tensor, b: Tensor) ->
         ulp_mean=total.ulp_sum / a.numel(),
         rank=rank,
         effective_rank=effective,
-        not_finite=tuple(not_finite([("", each)]).get("", 0) for each in (a, b)),
+        not_finite=(sum(not_finite([(name, a)]).values()), sum(not_finite([(name, b)]).values())),
     )
     return change, total
 

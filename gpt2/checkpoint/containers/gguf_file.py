@@ -231,15 +231,11 @@ def tokenizer_of(file: GGUFFile) -> LibraryTokenizer:
     eos = metadata.get("tokenizer.ggml.eos_token_id")
     special = [token for token, i in vocab.items() if types[i] in (CONTROL, UNUSED) or i == eos]
     matched = [token for token, i in vocab.items() if types[i] == USER_DEFINED and i != eos]
-    last = tokens[eos] if isinstance(eos, int) and 0 <= eos < len(vocab) else None
-    around = []
-    for end, default in (("bos", 11), ("eos", 11)):  # llama.cpp's, of a file that names none
-        token = metadata.get(f"tokenizer.ggml.{end}_token_id", default)
-        named = metadata.get(f"tokenizer.ggml.add_{end}_token") is True and type(token) is int and 0 <= token < len(vocab)
-        around.append(tokens[token] if named else None)
-    tokenizer = bpe.made_bpe(
-        vocab, bpe.as_pairs(merges, where), special, matched, eos=last, around=(around[0], around[1]), where=where
-    )
+    bos = metadata.get("tokenizer.ggml.bos_token_id", 11)  # llama.cpp's, of a file that names none
+    first, last = (tokens[i] if isinstance(i, int) and 0 <= i < len(vocab) else None for i in (bos, eos))
+    before, behind = (metadata.get(f"tokenizer.ggml.add_{end_of}_token") is True for end_of in ("bos", "eos"))
+    around = first if before else None, last if behind else None
+    tokenizer = bpe.made_bpe(vocab, bpe.as_pairs(merges, where), special, matched, eos=last, around=around, where=where)
     tokenizer.elsewhere = {} if pre == "gpt-2" else {PRE: str(pre)}
     return tokenizer
 

@@ -26,6 +26,8 @@ from gpt2.pages.reports import dtype_label
 from gpt2.parity import reference
 from gpt2.sampling import require_finite
 
+Read = Callable[[str], Tensor]  # parameter's name -> its tensor
+
 HF_PREFIX = "hf/"  # prefix of a name: transformers' implementation of the checkpoint
 
 
@@ -67,7 +69,7 @@ class CheckpointSide(Side):
         """The dtype in which the model runs."""
         return self.checkpoint.dtype
 
-    def reader(self, *, rows: int | None = None, mapped: bool = False) -> Callable[[str], Tensor]:
+    def reader(self, *, rows: int | None = None, mapped: bool = False) -> Read:
         """Return a function that reads one parameter, in the dtype in which it runs; into new memory, unless ``mapped``.
 
         A tied head's matrix is the token embedding. Of both tables only the first ``rows`` are read, those that two models have.
@@ -110,10 +112,10 @@ class CheckpointSide(Side):
         return Model(self.name, implementation, dtype, revision, parameters, asdict(config), files, official)
 
 
-def readers(*sides: CheckpointSide, mapped: bool = False) -> tuple[Callable[[str], Tensor], ...]:
-    """Return a reader of each model's parameters, of the tables as many rows as all have."""
-    rows = min(side.config.vocab_size for side in sides)
-    return tuple(side.reader(rows=rows, mapped=mapped) for side in sides)
+def readers(a: CheckpointSide, b: CheckpointSide, *, mapped: bool = False) -> tuple[Read, Read]:
+    """Return a reader of each model's parameters, of the tables as many rows as both have."""
+    rows = min(a.config.vocab_size, b.config.vocab_size)
+    return a.reader(rows=rows, mapped=mapped), b.reader(rows=rows, mapped=mapped)
 
 
 @dataclass(frozen=True)
