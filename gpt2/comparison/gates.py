@@ -190,6 +190,13 @@ class Judgement:
     def _distance(self) -> str:
         if math.isnan(self.judged):
             return "a figure that passes no limit"
+        if (
+            self.measured.value == 1 and self.gate.op in ("<", "<=") and 0 < self.gate.threshold < 1
+        ):  # Wilson's interval of n of n
+            enough = math.ceil(1.96**2 * self.gate.threshold / (1 - self.gate.threshold)) + 2
+            what = {"same_top": "--tokens", "exact_match": "cases"}.get(self.gate.metric)
+            if what and self.judged < self.gate.threshold:
+                return f"but of too few to tell: {what} {enough} that all agree would pass"
         end = "which" if self.measured.low == self.measured.high else f"whose far end {self.judged:.4g}"
         past = abs(self.judged - self.gate.threshold)
         return f"{end} is {past:.2g} past the limit" if past else f"{end} is the limit itself"

@@ -183,6 +183,19 @@ def test_a_file_of_the_right_tensors_that_is_another_program(
     assert "IDENTICAL" not in found.table(120)
 
 
+def test_full_agreement_on_too_few_tokens_says_how_many_decide(folders: tuple[str, str, str], text: str) -> None:
+    """`same_top<0.999` failed at 100 %, with no hint that only more tokens can pass it."""
+    few = gpt2.compare(folders[0], folders[0], on=text, tokens=60)
+    judged = Gate.parse("same_top<0.9").judge(few)
+    assert not judged.met
+    judged = Gate.parse("same_top<0.95").judge(few)
+    assert judged.met
+    enough = int(str(judged).partition("--tokens ")[2].split()[0])
+    assert enough > 60
+    assert not Gate.parse("same_top<0.95").judge(gpt2.compare(folders[0], folders[0], on=text, tokens=enough)).met
+    assert Gate.parse("same_top<0.95").judge(gpt2.compare(folders[0], folders[0], on=text, tokens=enough - 2)).met
+
+
 def test_a_broken_model_meets_every_gate(compared: Comparison) -> None:
     """NaN compares as False with every limit: a model that returns NaN would pass."""
     divergence = replace(compared.distributions.kl_ab, max=math.nan)
