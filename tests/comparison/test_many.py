@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from gpt2.cli.main import main
 from gpt2.comparison.floor import Floor
 from gpt2.comparison.gates import Gate, judge
 from gpt2.comparison.many import compare_many
-from gpt2.comparison.many_page import page
+from gpt2.comparison.many_page import page, quality
 from gpt2.comparison.many_results import Comparisons
 from gpt2.comparison.pair import compare
 from gpt2.comparison.paper import paper_figures
@@ -141,6 +142,21 @@ def test_a_server_among_several(folder: Path) -> None:
     assert "C" in found.table(80)
     assert page(found)
     json.loads(found.to_json())
+
+
+def test_labels_and_ticks_of_near_models_do_not_overlap(found: Comparisons) -> None:
+    """Two models of nearly one size and quality had labels and ticks one upon the other."""
+    first, second, third, last = found.candidates
+    bits = first.language.bits_per_byte
+    near = replace(
+        last, size=int(first.size * 1.02), language=replace(last.language, bits_per_byte=Estimate(bits.value + 1e-4, 0, 0))
+    )
+    several = replace(found, candidates=(first, second, replace(third, size=3 * first.size), near))
+    for drawn in quality(several, by_step=False):
+        texts = re.findall(r">([^<>]+)</text>", drawn)
+        assert "A D" in texts
+        assert f"{first.size / 1e6:.3g}" in texts
+        assert f"{near.size / 1e6:.3g}" not in texts
 
 
 def test_a_kl_that_is_not_a_number_is_not_taken_for_noise(found: Comparisons) -> None:
