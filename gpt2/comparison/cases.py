@@ -17,7 +17,7 @@ from gpt2.data import Tokenizer
 from gpt2.data.documents import READERS
 from gpt2.errors import InputError
 from gpt2.measure.estimates import Bootstrap, Estimate
-from gpt2.measure.last_words import LastWordChange, last_words_change, score_pairs
+from gpt2.measure.last_words import last_words_change, score_pairs
 from gpt2.measure.metrics import Logits, Progress
 from gpt2.pages.rendering import visible
 from gpt2.pages.reports import add_texts, data_table
@@ -43,16 +43,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Cases:
-    """Two models on the same cases: the fraction that each has right, and the change with 95 % intervals, paired by case.
+    """Two models on the same cases, with 95 % intervals, paired by case: the fraction that each has right and B's gain.
 
-    ``change.ratio`` is A's probability of an expected text over B's, the geometric mean.
+    ``likelier`` is B's probability of an expected text over A's, the geometric mean.
     """
 
     file: str
     cases: tuple[Case, ...]
     right_a: Estimate
     right_b: Estimate
-    change: LastWordChange
+    gain: Estimate
+    likelier: Estimate
 
     @property
     def lost(self) -> tuple[Case, ...]:
@@ -62,13 +63,6 @@ class Cases:
     @property
     def gained(self) -> tuple[Case, ...]:
         return tuple(case for case in self.cases if case.right_b and not case.right_a)
-
-    @property
-    def likelier(self) -> Estimate:
-        """B's probability of an expected text over A's, the geometric mean."""
-        ratio = self.change.ratio
-        value, low, high = (1 / x if x else math.inf for x in (ratio.value, ratio.high, ratio.low))
-        return Estimate(value, low, high)
 
     def table(self) -> Table:
         """Return the cases that changed, those that were lost first."""
@@ -115,7 +109,8 @@ def compare_cases(path: str, models: Sequence[tuple[Logits, Tokenizer, int]], *,
         Case(prompt, expected, a.right[i], b.right[i], math.exp(-a.losses[i]), math.exp(-b.losses[i]))
         for i, (prompt, expected) in enumerate(cases)
     )
-    return Cases(path, rows, a.accuracy, b.accuracy, last_words_change(a, b, bootstrap=bootstrap))
+    gain, likelier = (last_words_change(*pair, bootstrap=bootstrap) for pair in ((a, b), (b, a)))
+    return Cases(path, rows, a.accuracy, b.accuracy, gain.accuracy, likelier.ratio)
 
 
 def _encoded(cases: Sequence[tuple[str, str]], tokenizer: Tokenizer, context: int) -> Iterator[tuple[list[int], int]]:

@@ -264,7 +264,7 @@ class Comparison(Printed):
         if (cases := self.cases) is not None:
             right = f"{cases.right_a.value:.1%} → {cases.right_b.value:.1%}"
             turned = f"{len(cases.lost):,} lost, {len(cases.gained):,} gained of {len(cases.cases):,}"
-            table.add_row("cases right", right, f"{turned}: {interval(cases.change.accuracy, '+.1%')}")
+            table.add_row("cases right", right, f"{turned}: {interval(cases.gain, '+.1%')}")
             table.add_row("expected text", "", f"× {interval(cases.likelier, '.3g')} as likely")
         if self.weights is not None:
             for letter, damage in zip("ab", self.weights.damage, strict=True):

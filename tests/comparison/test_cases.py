@@ -70,7 +70,7 @@ def test_each_case_is_what_greedy_decoding_says(sides: tuple[str, str], file: Pa
     logs = torch.tensor([[a[1], b[1]] for a, b in expected], dtype=torch.float64).log()
     assert found.likelier.value == pytest.approx(float((logs[:, 1] - logs[:, 0]).mean().exp()), rel=1e-4)
     assert found.likelier.low < found.likelier.value < found.likelier.high  # few cases: one block would have no width
-    assert found.change.accuracy.low < found.change.accuracy.high
+    assert found.gain.low < found.gain.high
 
 
 def test_the_command_lists_what_turned_and_gates_on_it(
