@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gpt2.checkpoint.configs import config_of
 from gpt2.checkpoint.containers import gguf_file
+from gpt2.checkpoint.containers.mapped_file import whole
 from gpt2.checkpoint.files import files_of, folder_of, open_weights
 from gpt2.checkpoint.hub import resolve
 from gpt2.checkpoint.keys import HEAD, expected
@@ -69,7 +70,7 @@ class Checkpoint(ABC):
     def not_finite(self) -> dict[str, int]:
         """Return how many values of each parameter are NaN or infinite, by the names of those that have some."""
         read = self.reader()
-        return not_finite((name, read(name, self.stored)) for name in expected(self.config))
+        return not_finite(whole((name, read(name, self.stored)) for name in expected(self.config)))
 
     def own_tokenizer(self) -> Tokenizer | None:
         """Return :meth:`tokenizer`, or None if the checkpoint has none. Raises InputError: it is damaged."""

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, StoredCheckpoint
-from gpt2.checkpoint.containers.mapped_file import require_whole_files
+from gpt2.checkpoint.containers.mapped_file import require_whole_files, whole
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.keys import HEAD, PREFIX, from_file, layer, share, to_file
 from gpt2.checkpoint.loading import rows_note
@@ -222,8 +222,8 @@ def weights(subject: Subject) -> None:
     parameters = {name: tensor for name, tensor in subject.ours.state_dict().items() if name not in subject.adapted}
     require_whole_files()
     add, found, absent = partial(subject.findings.exact, "weights"), set(), subject.checkpoint.assignment.absent
-    for name, count in not_finite(subject.ours.state_dict().items()).items():
-        add(f"{name} (NaN or infinite)", count)  # no two models can be equal on them
+    for name, count in not_finite(whole(subject.ours.state_dict().items())).items():
+        add(f"{name} (not finite)", count)  # no two models can be equal on them
     for key, stored in _stored(subject.checkpoint):
         name, third = share(from_file(key))
         ours = parameters.get(name, parameters["wte.weight"] if name == HEAD else None)

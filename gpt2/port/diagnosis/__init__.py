@@ -61,6 +61,7 @@ def diagnose(
     """
     import torch
 
+    from gpt2.checkpoint.containers.mapped_file import whole
     from gpt2.checkpoint.loading import load
     from gpt2.int8 import require_float
     from gpt2.measure.metrics import silent
@@ -75,7 +76,7 @@ def diagnose(
         raise InputError("settings are of training steps: give diagnose a dump of some, or use diagnose_step")
     ours = load(model, revision=revision, offline=offline) if isinstance(model, str) else model
     config = ours.config
-    if counts := not_finite(ours.state_dict().items()):
+    if counts := not_finite(whole(ours.state_dict().items())):
         raise InputError(f"{ours.name or 'model'}: the right model holds {broken(counts)}; give intact weights")
     if isinstance(what, torch.nn.Module):
         require_float(ours, "diagnose")
