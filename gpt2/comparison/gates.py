@@ -84,10 +84,7 @@ METRICS: dict[str, tuple[str, Callable[[Comparison], Measured]]] = {
     ),
     "perplexity_ratio": ("perplexity of b over that of a", _of_both(lambda both: both.ratio, lambda bounds: bounds.ratio)),
     "weights": ("norm of the weights' change over their norm", _weights),
-    "beyond_rounding": (
-        "number of tensors of b that are not a's, rounded to one type, and of settings that differ",
-        _beyond_rounding,
-    ),
+    "beyond_rounding": ("number of tensors of b that are not a's, rounded to one type, and of other settings", _beyond_rounding),
     "activation": ("largest relative error of a traced point", _errors()),
     "exact_match": ("fraction of the --cases that b has right", _of_cases(lambda cases: cases.right_b)),
     "lost_cases": ("number of the --cases that a has right and b wrong", _of_cases(lambda cases: float(len(cases.lost)))),
@@ -190,13 +187,10 @@ class Judgement:
     def _distance(self) -> str:
         if math.isnan(self.judged):
             return "a figure that passes no limit"
-        if (
-            self.measured.value == 1 and self.gate.op in ("<", "<=") and 0 < self.gate.threshold < 1
-        ):  # Wilson's interval of n of n
+        more = {"same_top": "--tokens", "exact_match": "cases"}.get(self.gate.metric)
+        if more and self.measured.value == 1 and self.judged < self.gate.threshold < 1:  # Wilson's interval of n of n
             enough = math.ceil(1.96**2 * self.gate.threshold / (1 - self.gate.threshold)) + 2
-            what = {"same_top": "--tokens", "exact_match": "cases"}.get(self.gate.metric)
-            if what and self.judged < self.gate.threshold:
-                return f"but of too few to tell: {what} {enough} that all agree would pass"
+            return f"but of too few to tell: {more} {enough} that all agree would pass"
         end = "which" if self.measured.low == self.measured.high else f"whose far end {self.judged:.4g}"
         past = abs(self.judged - self.gate.threshold)
         return f"{end} is {past:.2g} past the limit" if past else f"{end} is the limit itself"

@@ -244,7 +244,7 @@ class _Run:
         bits = Estimate(*(a.bits_per_byte.value + each for each in more))
         perplexity = Estimate(*(a.perplexity.value * x for x in (ratio.value, ratio.low, ratio.high)))
         score = replace(a.score, loss=a.score.loss + math.log(ratio.value))
-        against = Against(ratio, Estimate(*more), bounds.kl, math.nan, bounds.same_top)
+        against = Against(ratio, Estimate(*more), bounds.kl, None, bounds.same_top)
         return _Measured(Language(score, perplexity, bits), None, math.nan, math.nan, None, None, None, Scratch(), against)
 
     def against(self, first: _Measured, other: _Measured) -> Against | None:
@@ -317,17 +317,20 @@ def _ranking(measured: Sequence[_Measured], seed: int) -> tuple[Ranked, ...]:
 def _made_of(sides: Sequence[Side], progress: Progress) -> list[str]:
     """Say of each model whether its weights are another one's, rounded to a type or as they are: "A in q8_0"; "" if not."""
     letters, made = letters_of(len(sides)), [""] * len(sides)
-    for b, a in itertools.permutations(range(len(sides)), 2):
+    matrix = "h.0.attn.c_proj.weight"  # read of each model once: those far apart there are not looked at further
+    seen = {n: side.reader(mapped=True)(matrix).float() for n, side in enumerate(sides) if isinstance(side, CheckpointSide)}
+    for b, a in itertools.permutations(seen, 2):
         whole, rounded = sides[a], sides[b]
-        if made[b] or not (isinstance(whole, CheckpointSide) and isinstance(rounded, CheckpointSide)):
+        if made[b] or seen[a].shape != seen[b].shape or (seen[a] - seen[b]).norm() > 0.05 * seen[a].norm():
             continue
-        if (names := expected(whole.config)) != expected(rounded.config):
-            continue
-        progress(f"weights: is {letters[b]} made of {letters[a]}?")
-        read = readers(whole, rounded, mapped=True)
-        if all((type := quantisation(*read, some)) is not None for some in (["h.0.attn.c_proj.weight"], names)):
-            same = all(torch.equal(read[0](name), read[1](name)) for name in names)
-            made[b] = f"{letters[a]}, the same weights" * (a < b) if same else f"{letters[a]} in {type}"
+        assert isinstance(whole, CheckpointSide)
+        assert isinstance(rounded, CheckpointSide)
+        if (names := expected(whole.config)) == expected(rounded.config):
+            progress(f"weights: is {letters[b]} made of {letters[a]}?")
+            read = readers(whole, rounded, mapped=True)
+            if all((type := quantisation(*read, some)) is not None for some in ([matrix], names)):
+                same = all(torch.equal(read[0](name), read[1](name)) for name in names)
+                made[b] = f"{letters[a]}, the same weights" * (a < b) if same else f"{letters[a]} in {type}"
     return made
 
 

@@ -32,7 +32,7 @@ class Against:
     ratio: Estimate  # its perplexity over the first one's
     bits: Estimate  # its bits per byte minus the first one's
     kl: Estimate
-    kl_max: float
+    kl_max: float | None  # None of a side that shows only the likeliest tokens
     same_top: Estimate
 
 
@@ -165,7 +165,7 @@ class Comparisons(Printed):
         if all(each.step is None for each in self.candidates):
             names.columns[2].header = ""
         for letter, each in zip(self.letters, self.candidates, strict=True):
-            speed = f"{each.tokens_per_second:,.0f}"
+            speed = "" if math.isnan(each.tokens_per_second) else f"{each.tokens_per_second:,.0f}"
             step = "" if each.step is None else str(each.step)
             add_texts(names, letter, each.model.name, step, each.size_text, speed, each.weights_text)
         yield names
@@ -186,7 +186,7 @@ class Comparisons(Printed):
                 continue
             ratio = f"{found.ratio.value:.3f}", between(found.ratio, ".3f")
             add_texts(table, letter, perplexity, *ratio, bits, f"{found.bits.value:+.4f}", between(found.bits, "+.4f"))
-            kl = f"{found.kl.value:.3g}", between(found.kl, ".2g"), f"{found.kl_max:.3g}"
+            kl = f"{found.kl.value:.3g}", between(found.kl, ".2g"), "" if found.kl_max is None else f"{found.kl_max:.3g}"
             add_texts(far, letter, *kl, f"{found.same_top.value:.1%}", between(found.same_top, ".1%"))
         yield table
         yield far

@@ -196,9 +196,7 @@ class Comparison(Printed):
         if self.words is not None and self.words.continuations:
             yield continuations_table(self.words)
         if self.cases is not None and (self.cases.lost or self.cases.gained):
-            yield from titled(
-                "Cases", "that one has right and the other wrong, with the answer's probability", self.cases.table()
-            )
+            yield from titled("Cases", "right in one, wrong in the other; probability of the answer", self.cases.table())
         if self.blame is not None:
             yield from titled("Blame", "KL that each part of b brings into a, in nats a token", *self.blame.rows(self.a.name))
         yield f"[dim]in {self.seconds:.1f} s[/dim]\n"
@@ -213,19 +211,14 @@ class Comparison(Printed):
         dtypes = " → ".join(dict.fromkeys(each.dtype for each in (self.a, self.b) if each.dtype))
         return f"{' · '.join(filter(None, (sizes, dtypes, tokenizer)))}\n{self.text.name}: {self.protocol}"
 
-    @property
-    def _else(self) -> str:
-        """What is different beside rounded weights, in words."""
-        return (
-            f"another program: see {', '.join(departures)}" if (departures := self.compatibility.departures) else "nothing else"
-        )
-
     def _summary(self) -> Table:
         from rich.table import Table
 
         table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 3, 0, 0))
         for _ in range(3):
             table.add_column(overflow="fold")
+        departures = ", ".join(self.compatibility.departures)
+        beside = f"another program: see {departures}" if departures else "nothing else"
         both = self.distributions
         perplexities = " → ".join(f"{score.perplexity:.2f}" for score in self.scores)
         bits = " → ".join(f"{score.bits_per_byte:.4f}" for score in self.scores)
@@ -273,9 +266,9 @@ class Comparison(Printed):
             total, most = self.weights.total, self.weights.most_changed(1)
             if most and self.weights.same_numbers:
                 coarser = max(self.a.dtype, self.b.dtype, key=["float64", "float32", "float16", "bfloat16", "int8"].index)
-                table.add_row("weights", "the same", f"rounded to {coarser}, and {self._else}")
+                table.add_row("weights", "the same", f"rounded to {coarser}, and {beside}")
             elif self.weights.rounded_to:
-                moved_by = f"which moves them by {total.distance:.2%}, and {self._else}"
+                moved_by = f"which moves them by {total.distance:.2%}, and {beside}"
                 table.add_row("weights", f"a's, in {self.weights.rounded_to}", moved_by)
             elif self.weights.nearly:
                 table.add_row(

@@ -13,6 +13,7 @@ from gpt2.cli.main import main
 from gpt2.comparison.cases import read_cases
 from gpt2.comparison.pair import compare
 from gpt2.measure.estimates import Bootstrap
+from gpt2.testing import assert_same
 
 PROMPTS = ("To be, or not to", "I pray", "O, my good", "DUKE ORSINO:\n", "The", "What is", "My lord,", "Good")
 
@@ -87,6 +88,9 @@ def test_the_command_lists_what_turned_and_gates_on_it(
     assert "Your own questions" in page.read_text()
     assert main([*command[:3], sides[0], *command[3:]]) == 2
     assert "for two models" in capsys.readouterr().err
+    assert_same(*sides, on=str(text), tokens=40, cases=str(file), exact_match=0.01, lost_cases=8)
+    with pytest.raises(AssertionError, match="the --cases that b has right"):
+        assert_same(*sides, on=str(text), tokens=40, cases=str(file), exact_match=0.9)
 
 
 @pytest.mark.parametrize(
