@@ -51,6 +51,11 @@ comparison without a question (default: up to 100,000, with the question).
 exit code: 0 whatever the models are, but 1 if a --fail-if is met; 2 for bad input, also if the metric of a --fail-if cannot be
 measured between these models, or a file is not whole; then no --junit is written"""
 DEFAULTS = {"on": None, "tokens": None, "threshold": 1e-3, "seed": 0}  # options that --attention does not use
+UNUSED = {  # of a mode, the options that have no effect in it
+    "--attention": (*DEFAULTS, "blame", "fail_if", "junit", "save", "cases"),
+    "--noise": ("b", "attention", "blame", "fail_if", "junit", "save", "cases", "threshold", "device"),
+    "--save and one model": ("fail_if", "junit", "html", "json", "blame", "cases", "threshold"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,14 +124,7 @@ def run(args: argparse.Namespace) -> int:
         instead = "or --noise, --save FILE or --attention TEXT"
         raise InputError(f"compare needs a second model, such as the one that {args.a} was made from, {instead}")
     if args.attention is not None:
-        if unused := [name for name in DEFAULTS if getattr(args, name) != DEFAULTS[name]]:
-            raise InputError(f"--{unused[0]} has no effect with --attention, which has a text of its own; leave it out")
-        if args.blame:
-            raise InputError("--blame has no effect with --attention, which measures only attention; leave it out")
-        if args.fail_if or args.junit or args.save or args.cases:
-            raise InputError(
-                "--fail-if, --junit, --save and --cases have no effect with --attention, which measures nothing else"
-            )
+        _require_used(args, "--attention")
         return _attention(args)
     from gpt2.comparison.cases import read_cases
     from gpt2.comparison.gates import Gate
@@ -197,19 +195,21 @@ def _noise(args: argparse.Namespace) -> int:
     from gpt2.cli.terminal import Terminal
     from gpt2.comparison.noise import measure_noise
 
-    others = {"B": args.b, "--attention": args.attention, "--blame": args.blame, "--fail-if": args.fail_if, "--junit": args.junit}
-    others |= {"--save": args.save, "--cases": args.cases}
-    if given := next((name for name, value in others.items() if value), None):
-        raise InputError(f"--noise runs one model against itself, without {given}; leave it out")
-    if args.threshold != DEFAULTS["threshold"]:
-        raise InputError("--threshold has no effect with --noise; leave it out")
-    if args.device != "cpu":
-        raise InputError("--noise runs on every device that is here; leave --device out")
+    _require_used(args, "--noise")
     with Status() as status:
         found = measure_noise(args.a, on=args.on, tokens=args.tokens, seed=args.seed, offline=args.offline, progress=status)
     save_page(args.html, found.save_html)
     write_result(args.json, found.to_json, lambda: found.print(Terminal()))
     return 0
+
+
+def _require_used(args: argparse.Namespace, mode: str) -> None:
+    """Raise InputError if an option is given that has no effect in this mode."""
+    usual = {**DEFAULTS, "device": "cpu"}
+    for name in UNUSED[mode]:
+        if getattr(args, name) not in (usual.get(name), None, False, []):
+            option = "B" if name == "b" else f"--{name.replace('_', '-')}"
+            raise InputError(f"use {mode} without {option}, which has no effect with {mode}; leave it out")
 
 
 def _names(args: argparse.Namespace) -> list[str]:
@@ -242,17 +242,7 @@ def _save(args: argparse.Namespace, keep: "Keep | None") -> int:
     """Save one side; nothing is compared."""
     from gpt2.comparison.saving import save_reference
 
-    if (
-        args.fail_if
-        or args.junit
-        or args.html
-        or args.json
-        or args.blame
-        or args.cases
-        or args.threshold != DEFAULTS["threshold"]
-    ):
-        flags = "--fail-if, --junit, --html, --json, --blame, --cases and --threshold"
-        raise InputError(f"a single model is saved, not compared; leave out {flags}")
+    _require_used(args, "--save and one model")
     assert keep is not None
     with Status() as status:
         options = {name: getattr(args, name) for name in ("on", "tokens", "seed", "device", "offline")}
