@@ -38,7 +38,6 @@ from gpt2.port.recording.dispatch import RandomMask, random_masks, run_determini
 from gpt2.port.recording.forward import Borrowed, ForwardError, plain_attention
 from gpt2.port.recording.pool import Pool
 from gpt2.port.recording.recorder import give_shapes, record_probe
-from gpt2.sampling import broken
 
 LENGTHS = (8, 1, 32)  # token sequences; the walk uses the first
 MAX_WORK = 2e9  # parameters times tokens: above it, the full context is not tried
@@ -64,11 +63,9 @@ class Examination:
         tensors = [*self.module.parameters(), *self.module.buffers()]
         give_shapes(self.module, self.config, self.who)
         self.device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        named = [*self.module.named_parameters(), *self.module.named_buffers()]
-        if counts := {
-            name: n for name, t in named if t.is_floating_point() and (n := int(t.isnan().sum()))
-        }:  # masks are infinite
-            raise InputError(f"{self.who}: its {next(iter(counts))} holds NaN: {broken(counts)}; look where its values come from")
+        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
+            if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                raise InputError(f"{self.who}: its {name} holds NaN; look where its values come from")
         with torch.random.fork_rng(devices=[]), plain_attention(), Borrowed(self.module) as borrowed:
             self.module.eval()  # some modules override it
             return self._examine(borrowed)
