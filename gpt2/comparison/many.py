@@ -91,7 +91,7 @@ def compare_many(
         else:
             measured.append(run.bounded(side, measured[0]))
     env = environment_of(sides)
-    moved, made = _moved(sides, fits, progress), _made_of(sides, progress)
+    moved, made = _moved(sides, fits, progress), _made_of(sides, own, progress)
     candidates = tuple(
         Candidate(
             model=side.describe(env.versions, hashes=hashes),
@@ -314,8 +314,8 @@ def _ranking(measured: Sequence[_Measured], seed: int) -> tuple[Ranked, ...]:
     return tuple(ranked)
 
 
-def _made_of(sides: Sequence[Side], progress: Progress) -> list[str]:
-    """Say of each model whether its weights are another one's, rounded to a type or as they are: "A in q8_0"; "" if not."""
+def _made_of(sides: Sequence[Side], own: Sequence[Tokenizer | None], progress: Progress) -> list[str]:
+    """Say of each model whether it is another one, rounded to a type or as it is: "A in q8_0"; "" if not."""
     letters, made = letters_of(len(sides)), [""] * len(sides)
     matrix = "h.0.attn.c_proj.weight"  # read of each model once: those far apart there are not looked at further
     seen = {n: side.reader(mapped=True)(matrix).float() for n, side in enumerate(sides) if isinstance(side, CheckpointSide)}
@@ -325,7 +325,9 @@ def _made_of(sides: Sequence[Side], progress: Progress) -> list[str]:
             continue
         assert isinstance(whole, CheckpointSide)
         assert isinstance(rounded, CheckpointSide)
-        if (names := expected(whole.config)) == expected(rounded.config):
+        if (names := expected(whole.config)) != expected(rounded.config):
+            continue
+        if not compatibility(whole.config, rounded.config, own[a], own[b]).departures:
             progress(f"weights: is {letters[b]} made of {letters[a]}?")
             read = readers(whole, rounded, mapped=True)
             if all((type := quantisation(*read, some)) is not None for some in ([matrix], names)):

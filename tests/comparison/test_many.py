@@ -127,6 +127,16 @@ def test_which_is_best_and_which_are_equal(found: Comparisons, names: list[str],
     assert "B is A in bfloat16." in page(found)
 
 
+def test_another_program_is_not_called_a_rounding(names: list[str], folder: Path, tmp_path: Path) -> None:
+    """The same tensors with another epsilon are another model, however equal the weights."""
+    shutil.copytree(names[0], tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 1e-3}))
+    found = gpt2.compare(names[0], names[1], str(tmp_path / "other"), on=str(folder / "text.txt"), tokens=40)
+    assert [each.made_of for each in found.candidates] == ["", "A in bfloat16", ""]
+    assert found.candidates[2].weights == 0
+
+
 def test_a_server_among_several(folder: Path) -> None:
     """It had to be compared alone: its KL is bounded, its perplexity is the first one's times the ratio."""
     server = Standin(gpt2.load("shakespeare-mini:int8"), gpt2.load_tokenizer("shakespeare-mini"))
