@@ -80,7 +80,7 @@ def stream(
             logits = decoder.decode(text[:, -1:], cache, real)[:, 0]
         else:
             logits = decoder.prefill(text, cache, real)
-        logits = _candidates(logits, rows, decoder.model.name)
+        logits = _candidates(logits, rows, decoder.model)
         if seen is not None:
             logits = penalise(logits, seen, repetition_penalty)
         chosen = sampling.next_ids(logits, generator)
@@ -98,9 +98,9 @@ def rows_with_tokens(tokenizer: Tokenizer, config: GPT2Config) -> Tensor | None:
     return None if bool(rows.all()) else rows
 
 
-def _candidates(logits: Tensor, rows: Tensor | None, name: str) -> Tensor:
+def _candidates(logits: Tensor, rows: Tensor | None, model: GPT2) -> Tensor:
     """Return logits (..., V) with -inf where ``rows`` is false. Raises InputError: they are not finite."""
-    require_finite(logits, name)
+    require_finite(logits, model.name, model)
     return logits if rows is None else logits.masked_fill(~rows.to(logits.device), -math.inf)
 
 
@@ -133,10 +133,10 @@ def _stream_speculatively(
         known, proposals = text.size(1), []
         if caches[0].length > 0:  # the prompt is read without proposals, so that the first token comes sooner
             for _ in range(min(DRAFT_TOKENS, left - 1, min(limit, draft.model.config.n_positions) - known)):
-                proposals.append(sampling.probabilities(_candidates(_read(draft, text, caches[1])[-1:], rows, draft.model.name)))
+                proposals.append(sampling.probabilities(_candidates(_read(draft, text, caches[1])[-1:], rows, draft.model)))
                 text = torch.cat((text, torch.multinomial(proposals[-1], 1, generator=generator)), dim=1)
         logits = _read(target, text, caches[0])[-len(proposals) - 1 :]
-        wanted = sampling.probabilities(_candidates(logits, rows, target.model.name))  # (N + 1, V)
+        wanted = sampling.probabilities(_candidates(logits, rows, target.model))  # (N + 1, V)
         proposed = torch.cat(proposals or [wanted[:0]])  # (N, V)
         accepted, chosen = accept_draft(text[0, known:], proposed, wanted, generator)
         new = torch.cat((text[0, known : known + accepted], chosen))

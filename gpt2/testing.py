@@ -13,14 +13,16 @@ if TYPE_CHECKING:
     from gpt2.comparison.results import Comparison
 
 
-def assert_same(a: str, b: str, *, on: str | None = None, tokens: int | None = None, **limits: float) -> Comparison:
+def assert_same(
+    a: str, b: str, *, on: str | None = None, tokens: int | None = None, cases: str | None = None, **limits: float
+) -> Comparison:
     """Compare two models by name, and raise AssertionError where a limit is passed; return the comparison.
 
     Args:
-        a, b, on, tokens: as for :func:`gpt2.compare`.
+        a, b, on, tokens, cases: as for :func:`gpt2.compare`.
         limits: the largest ``kl``, ``kl_max`` or ``js`` (nats), ``perplexity_ratio``, ``weights``, ``activation`` or ``logit``
-            (relative errors) or ``beyond_rounding`` (tensors) that passes, or the smallest ``same_top`` (a fraction). At
-            least one.
+            (relative errors) or ``beyond_rounding`` (tensors) that passes, or the smallest ``same_top`` (a fraction); of
+            the cases the largest ``lost_cases``, or the smallest ``exact_match`` or ``answer_ratio``. At least one.
 
     A metric with a 95 % interval passes only if the whole interval does, as with ``gpt2 compare --fail-if``.
 
@@ -35,8 +37,9 @@ def assert_same(a: str, b: str, *, on: str | None = None, tokens: int | None = N
 
     if not limits:
         raise InputError(f"assert_same needs a limit, such as kl=1e-3; there are {', '.join(METRICS)}")
-    gates = [Gate.parse(f"{metric}{'<' if metric == 'same_top' else '>'}{limit!r}") for metric, limit in limits.items()]
-    comparison = compare(a, b, on=on, tokens=tokens)
+    least = ("same_top", "exact_match", "answer_ratio")
+    gates = [Gate.parse(f"{metric}{'<' if metric in least else '>'}{limit!r}") for metric, limit in limits.items()]
+    comparison = compare(a, b, on=on, tokens=tokens, cases=cases)
     judged = [gate.judge(comparison) for gate in gates]
     if met := [str(each) for each in judged if each.met]:
         raise AssertionError(f"{a} and {b} differ: " + "; ".join(met))

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from gpt2.checkpoint.configs import config_of
 from gpt2.checkpoint.containers import gguf_file
+from gpt2.checkpoint.containers.mapped_file import whole
 from gpt2.checkpoint.files import files_of, folder_of, open_weights
 from gpt2.checkpoint.hub import resolve
-from gpt2.checkpoint.keys import expected
+from gpt2.checkpoint.keys import HEAD, expected
 from gpt2.checkpoint.match import Assignment, match, require_names
 from gpt2.checkpoint.names import ModelName, RandomWeights
 from gpt2.checkpoint.peft_files import Adapter, base_of, is_adapter, read_adapter
@@ -25,6 +26,7 @@ from gpt2.data import from_directory, holds_tokenizer
 from gpt2.errors import CheckpointError, InputError
 from gpt2.int8 import Int8GPT2
 from gpt2.model import GPT2
+from gpt2.sampling import not_finite
 
 if TYPE_CHECKING:
     from gpt2.data import Tokenizer
@@ -64,6 +66,11 @@ class Checkpoint(ABC):
             model = model_with(self.config, ((name, read(name, dtype).to(device)) for name in names))
         model.name = self.name
         return model
+
+    def not_finite(self) -> dict[str, int]:
+        """Return how many values of each parameter are NaN or infinite, by the names of those that have some."""
+        read = self.reader()
+        return not_finite(whole((name, read(name, self.stored)) for name in expected(self.config)))
 
     def own_tokenizer(self) -> Tokenizer | None:
         """Return :meth:`tokenizer`, or None if the checkpoint has none. Raises InputError: it is damaged."""
@@ -108,9 +115,17 @@ class AdaptedCheckpoint(StoredCheckpoint):
     adapter: Adapter
     base: StoredCheckpoint
 
+    @property
+    def changed(self) -> frozenset[str]:
+        """The parameters that are not the base's: added to, replaced, or a head that the base ties and the adapter does not."""
+        untied = {HEAD} if self.base.config.tie_word_embeddings and not self.config.tie_word_embeddings else set[str]()
+        return frozenset({*self.adapter.factors, *self.adapter.whole, *untied})
+
     def reader(self, *, mapped: bool = True) -> Reader:
         read = self.base.reader(mapped=mapped)
-        return lambda name, dtype: self.adapter.merge(name, lambda wide: read(name, wide), dtype)
+        tied = self.base.config.tie_word_embeddings
+        source = {HEAD: "wte.weight"} if tied else {}  # the base's, before the adapter
+        return lambda name, dtype: self.adapter.merge(name, lambda wide: read(source.get(name, name), wide), dtype)
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer beside the adapter, else the base's."""
@@ -177,10 +192,11 @@ def open_path(
         base = open_path(base_of(adapter, offline=offline), name=adapter.base, activation=activation)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: a LoRA adapter; its base model cannot be opened: {error}") from None
-    adapter.require_fit(base.assignment.shapes)
+    config = adapter.config_of(base.config, base.reader())
+    adapter.require_fit(config)
     stored = base.stored
     return AdaptedCheckpoint(
-        name, revision, base.config, dtype or stored, stored, path, base.assignment, adapter, base, assumed=base.assumed
+        name, revision, config, dtype or stored, stored, path, base.assignment, adapter, base, assumed=base.assumed
     )
 
 

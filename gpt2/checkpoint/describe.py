@@ -13,6 +13,7 @@ from gpt2.checkpoint.names import DEFAULT, EXPORTS, ModelName
 from gpt2.checkpoint.official_files import Official, official_files
 from gpt2.checkpoint.saving import sha256
 from gpt2.config import GPT2Config
+from gpt2.sampling import broken
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Description:
     dropped: tuple[str, ...]
     files: tuple[File, ...]
     official: Official | None
+    not_finite: dict[str, int]  # parameter -> how many of its values are NaN or infinite
 
     @property
     def weights_bytes(self) -> int:
@@ -64,12 +66,19 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
     checkpoint = open_checkpoint(ModelName.parse(name, EXPORTS, revision=revision), offline=offline)
     dtype = str(checkpoint.dtype).removeprefix("torch.")
     if not isinstance(checkpoint, StoredCheckpoint):
-        return Description(checkpoint.name, None, None, checkpoint.config, dtype, "none", (), (), (), None)
+        return Description(checkpoint.name, None, None, checkpoint.config, dtype, "none", (), (), (), None, {})
     path, assignment = checkpoint.path, checkpoint.assignment
-    notes = ["matrices are stored [out, in], as in nn.Linear; they are read as transposed views"] if assignment.transposed else []
+    counts = checkpoint.not_finite()
+    notes = [f"DAMAGED: holds {broken(counts)}"] if counts else []
+    notes += (
+        ["matrices are stored [out, in], as in nn.Linear; they are read as transposed views"] if assignment.transposed else []
+    )
     if isinstance(checkpoint, AdaptedCheckpoint):
         adapter = checkpoint.adapter
-        notes.append(f"a LoRA adapter of {adapter.base}, merged into {len(adapter.factors)} of its matrices as it is read")
+        whole = f", which replaces {listed(list(adapter.whole))}" if adapter.whole else ""
+        notes.append(f"a LoRA adapter of {adapter.base}, merged into {len(adapter.factors)} of its matrices as it is read{whole}")
+        if checkpoint.base.config.tie_word_embeddings and not checkpoint.config.tie_word_embeddings:
+            notes.append("the head is untied: the adapter changes the embedding and the head each for itself")
     notes += [checkpoint.assumed] if checkpoint.assumed else []
     notes += [*assignment.notes, *(note for file in dict.fromkeys(assignment.files.values()) for note in file.notes)]
     notes += ["no biases are stored; zeros are used"] if assignment.absent else []
@@ -87,4 +96,5 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
         dropped=assignment.dropped,
         files=files,
         official=official_files({file.name: file.sha256 for file in files}, checkpoint.name),
+        not_finite=counts,
     )

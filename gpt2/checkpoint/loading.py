@@ -10,7 +10,7 @@ import torch
 
 from gpt2 import sampling
 from gpt2.checkpoint.checkpoint import open_checkpoint, open_path, tokenizer_of
-from gpt2.checkpoint.containers.mapped_file import require_whole_files
+from gpt2.checkpoint.containers.mapped_file import require_whole_files, whole
 from gpt2.checkpoint.hub import resolve
 from gpt2.checkpoint.names import DEFAULT, RUNS, ModelName
 from gpt2.config import GPT2Config, quoted
@@ -97,11 +97,10 @@ def require_finite(model: GPT2, name: str) -> None:
     """Raise InputError if a parameter, or a logit of the first ids, is NaN or infinite."""
     ids = torch.arange(min(16, model.config.n_positions, model.config.vocab_size), device=model.wte.weight.device)[None]
     with torch.inference_mode():
-        for parameter in model.parameters():
-            require_whole_files()
-            sampling.require_finite(parameter, name)
+        if counts := sampling.not_finite(whole(model.state_dict().items())):
+            raise InputError(f"{name}: holds {sampling.broken(counts)}; fetch the file again, or train it anew")
         require_whole_files()
-        sampling.require_finite(model(ids), name)
+        sampling.require_finite(model(ids), name, model)
 
 
 def require_device(asked: str | torch.device, dtype: torch.dtype | None = None) -> torch.device:

@@ -26,7 +26,7 @@ CAUSES = {
         "quantised weights (GPTQ, AWQ, bitsandbytes or the like), which are not read; give the model that they were made from"
     ),
     r"\.(lora_[AB]|lora_embedding_[AB]|base_layer|original_module|modules_to_save)\b": (
-        "PEFT's parts beside the weights; save the model that merge_and_unload() returns, or the adapter alone (save_pretrained)"
+        "PEFT's parts beside the weights; save the adapter alone (save_pretrained of the PEFT model) and give that folder"
     ),
     r"\.(crossattention|ln_cross_attn)\.": "cross-attention to an encoder, which GPT-2 lacks; give a model without it",
     r"\.(weight_(orig|mask)$|parametrizations\.)": (

@@ -1,7 +1,11 @@
 """Read and write LoRA adapters in PEFT's files: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
 Tensors have nn.Linear's orientation: A is (r, in), B (out, r). ``fan_in_fan_out`` tells PEFT that the base is a Conv1D, as in
-GPT-2, so PEFT transposes their product before it adds it.
+GPT-2, so PEFT transposes their product before it adds it. An embedding's A is (r, rows). Parameters that were trained whole
+(``modules_to_save``, ``bias``, tables with new rows) stand in the same file.
+
+PEFT adapts the embedding and the head each for itself, also where the base ties them: then the result has an untied head. Its
+own merge_and_unload() adds both to the one matrix, which is another model.
 """
 
 from __future__ import annotations
@@ -11,7 +15,8 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,47 +27,70 @@ from gpt2.checkpoint.containers import Container, listed, read_json
 from gpt2.checkpoint.files import ADAPTER as CONFIG
 from gpt2.checkpoint.files import LAYOUTS, open_file
 from gpt2.checkpoint.hub import resolve
-from gpt2.checkpoint.keys import from_file, layer, to_file
+from gpt2.checkpoint.keys import HEAD, expected, from_file, is_parameter, layer, to_file
 from gpt2.checkpoint.names import DEFAULT, OFFICIAL, REPOSITORY, ModelName
 from gpt2.checkpoint.saving import safetensors_file, write_file, write_json
-from gpt2.config import quoted
+from gpt2.config import GPT2Config, quoted
 from gpt2.errors import CheckpointError, InputError
 from gpt2.lora import PROJECTIONS, adapters, merge_into
 
 if TYPE_CHECKING:
     from gpt2.model import GPT2
 
+Reader = Callable[[str, torch.dtype], Tensor]
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # attributes of PeftModel and LoraModel
-TENSOR = re.compile(r"(h\.\d{1,5}\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj))\.lora_([AB])(?:\.weight)?", re.ASCII)
+TABLES = ("wte", "wpe")
+MODULES = r"h\.\d{1,5}\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)|wte|wpe|lm_head"
+TENSOR = re.compile(rf"({MODULES})\.lora_(embedding_)?([AB])(?:\.weight)?", re.ASCII)
+WHOLE = re.compile(r"\.(base_layer|modules_to_save)(?=\.)")  # in the keys of parameters that are stored whole
 # Config keys that do not change what A and B mean. Any other key with a value is refused.
 WITHOUT_EFFECT = {
     *("peft_type", "peft_version", "task_type", "inference_mode", "auto_mapping", "runtime_config", "lora_dropout"),
     *("base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "eva_config", "ensure_weight_tying"),
-    *("megatron_core", "qalora_group_size", "init_lora_weights", "bias"),
+    *("megatron_core", "qalora_group_size", "init_lora_weights", "bias", "modules_to_save"),
 }
 # Other initialisations (pissa, olora, loftq, corda ...) change the base's weights.
 INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 # Kinds that do not change the base's weights, so that PEFT cannot merge them.
 NOT_MERGED = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT", "POLY", "XLORA")
 MERGE_WITH_PEFT = "merge it with PEFT (merge_and_unload, save_pretrained) and load what that writes"
+UNTIE_FIRST = (
+    "untie the base's head in transformers (model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone()), "
+    "model.config.tie_word_embeddings = False), open the adapter on that, "
+)
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The checked content of a PEFT directory: which factors are added to which weights of the base."""
+    """The checked content of a PEFT directory: which factors are added to which weights of the base, and what replaces them."""
 
     path: Path
     base: str | None
     revision: str | None
     file: Container
     factors: Mapping[str, tuple[str, str, float]]  # parameter ("h.0.attn.c_attn.weight") -> names of A and B, scale
+    whole: Mapping[str, str] = field(default_factory=dict)  # parameter -> name of the tensor that replaces the base's
 
-    def require_fit(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise CheckpointError if the base's ``shapes`` are not those that the adapter needs."""
+    def config_of(self, base: GPT2Config, read: Reader) -> GPT2Config:
+        """Return the config of ``base`` with the adapter, from the base's parameters: more rows, a head of its own."""
+        rows = self.file.entries[self.whole["wte.weight"]].shape[0] if "wte.weight" in self.whole else base.vocab_size
+        tied = base.tie_word_embeddings
+        if tied and {HEAD, "wte.weight"} & {*self.factors, *self.whole}:
+            both = (self.merge(name, partial(read, "wte.weight"), torch.float32) for name in ("wte.weight", HEAD))
+            tied = torch.equal(*both)
+        return replace(base, vocab_size=rows, tie_word_embeddings=tied)
+
+    def require_fit(self, config: GPT2Config) -> None:
+        """Raise CheckpointError if the parameters of the adapted model are not of the shapes that the adapter needs."""
         entries = self.file.entries
-        made_for = {name: (entries[a].shape[1], entries[b].shape[0]) for name, (a, b, _) in self.factors.items()}
+        shapes = expected(replace(config, tie_word_embeddings=False))
+        made_for: dict[str, tuple[int, ...]] = {
+            name: (entries[a].shape[1], entries[b].shape[0]) for name, (a, b, _) in self.factors.items()
+        }
+        made_for |= {HEAD: made_for[HEAD][::-1]} if HEAD in made_for else {}  # an nn.Linear, [out, in]
+        made_for |= {name: entries[key].shape for name, key in self.whole.items()}
         odd = [
             f"{name} is {list(shapes[name]) if name in shapes else 'not there'}, the adapter's {list(shape)}"
             for name, shape in made_for.items()
@@ -75,11 +103,16 @@ class Adapter:
 
     def merge(self, name: str, read: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Tensor:
         """Return one parameter with the adapter added, summed in float64 and rounded once; ``read`` reads the base's."""
+        if name in self.whole:
+            read = partial(self.file.read, self.whole[name])
         if name not in self.factors:
             return read(dtype)
         key_a, key_b, scale = self.factors[name]
         a, b = (self.file.read(key, torch.float64) for key in (key_a, key_b))
-        return merge_into(read(torch.float64), a, b, scale).to(dtype)
+        weight = read(torch.float64)
+        if name == HEAD:
+            return merge_into(weight.t(), a, b, scale).t().to(dtype).contiguous()
+        return merge_into(weight, a, b, scale).to(dtype)
 
 
 def is_adapter(path: Path) -> bool:
@@ -92,32 +125,49 @@ def read_adapter(path: Path) -> Adapter:
     where, config = path / CONFIG, read_json(path / CONFIG)
     if (kind := config.get("peft_type")) != "LORA":
         beside = "it works beside the base's weights in every call, so run it with PEFT, or give its base model alone"
-        advice = beside if kind in NOT_MERGED else MERGE_WITH_PEFT
+        advice = beside if kind in NOT_MERGED else _merging(config)
         raise CheckpointError(f"{where}: peft_type is {quoted(str(kind))}, not LORA; {advice}")
+    advice = _merging(config)
     more = [key for key, value in config.items() if key not in WITHOUT_EFFECT and value not in (None, False, {}, [], "")]
-    more += ["bias"] if config.get("bias", "none") != "none" else []
     more += ["init_lora_weights"] if config.get("init_lora_weights") not in INITIALISATIONS else []
     if more:
-        raise CheckpointError(f"{where}: uses {listed(more)}, which is more than LoRA; {MERGE_WITH_PEFT}")
+        raise CheckpointError(f"{where}: uses {listed(more)}, which is more than LoRA; {advice}")
     if (weights := next((path / name for name in (WEIGHTS, PICKLED) if (path / name).is_file()), None)) is None:
         raise CheckpointError(f"{path}: has no {WEIGHTS} beside {CONFIG}; fetch the adapter again")
     file = open_file(weights)
     pairs: dict[str, dict[str, str]] = {}
+    whole: dict[str, str] = {}
     strange = []
     for key, entry in file.entries.items():
-        match = TENSOR.fullmatch(from_file(key.removeprefix(PREFIX)))
-        if match is None or len(entry.shape) != 2:
-            strange.append(key)
+        if ".original_module." in key:
+            continue  # the base's, beside the module that was trained in its place
+        name = from_file(WHOLE.sub("", key.removeprefix(PREFIX)))
+        match = TENSOR.fullmatch(name)
+        if match and len(entry.shape) == 2 and bool(match[2]) == (match[1] in TABLES):
+            pairs.setdefault(match[1], {})[match[3]] = key
+        elif is_parameter(name) and entry.dtype.is_floating_point:
+            whole[name] = key
         else:
-            pairs.setdefault(match[1], {})[match[2]] = key
+            strange.append(key)
     strange += [key for pair in pairs.values() if len(pair) < 2 for key in pair.values()]
-    if strange or not pairs:
+    if strange or not (pairs or whole):
         what = f"holds {listed(strange)}, no A and B of a projection" if strange else "holds no adapter"
-        raise CheckpointError(f"{weights}: {what}; {MERGE_WITH_PEFT}")
+        raise CheckpointError(f"{weights}: {what}; {advice}")
+    trained = [*(config.get("modules_to_save") or ()), *(["bias"] if config.get("bias", "none") != "none" else [])]
+    if absent := [name for name in trained if not any(f".{name}." in f".{held}." for held in whole)]:
+        raise CheckpointError(f"{weights}: holds nothing of {listed(absent)}, which {CONFIG} says was trained; fetch it again")
     factors = {f"{name}.weight": (pair["A"], pair["B"], _scale(config, file, pair, where)) for name, pair in pairs.items()}
     names = (config.get(key) for key in ("base_model_name_or_path", "revision"))
     base, revision = (name if isinstance(name, str) and name else None for name in names)
-    return Adapter(path, base, revision, file, factors)
+    return Adapter(path, base, revision, file, factors, whole)
+
+
+def _merging(config: Mapping[str, Any]) -> str:
+    """Say how PEFT merges an adapter; of one on a matrix that may be tied, how its result keeps two."""
+    targets = [config.get(key) or () for key in ("target_modules", "modules_to_save")]
+    names = [name for each in targets for name in ([each] if isinstance(each, str) else each)]
+    tied = any(isinstance(name, str) and re.search(r"wte|lm_head|all-linear", name) for name in names)
+    return UNTIE_FIRST + MERGE_WITH_PEFT if tied else MERGE_WITH_PEFT
 
 
 def base_of(adapter: Adapter, *, offline: bool = False) -> Path:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -116,8 +117,9 @@ class Status:
         self.clear()
 
     def __call__(self, what: str) -> None:
-        if self.live:
-            print(f"\r\x1b[2K{printable(what, one_line=True)} …", end="", file=sys.stderr, flush=True)
+        if self.live:  # a line that wraps could not be overwritten
+            room = max(1, shutil.get_terminal_size().columns - 3)
+            print(f"\r\x1b[2K{printable(what, one_line=True)[:room]} …", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         if self.live:

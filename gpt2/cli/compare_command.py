@@ -25,6 +25,7 @@ EXAMPLES = """\
   gpt2 compare shakespeare-mini --attention "To be, or not to be" --html heads.html
   gpt2 compare out/step-1000 out/step-2000 --on my.txt --json -
   gpt2 compare shakespeare-mini shakespeare-mini:int8 --blame --tokens 200      which parts carry the difference
+  gpt2 compare shakespeare-mini out/macbeth/best --cases mine.jsonl   your own questions: which answers turned right, which wrong
   gpt2 compare shakespeare-mini --noise --tokens 200         how far rounding alone moves the logits, and which tokens hang on it
   gpt2 compare shakespeare-mini --save ref.safetensors       keep what it shows; later, or on another machine:
   gpt2 compare trace:ref.safetensors out/macbeth/best
@@ -37,10 +38,11 @@ EXAMPLES = """\
   gpt2 compare gpt2 model-Q8_0.gguf --fail-if 'beyond_rounding>0'    gpt2, rounded, and nothing else? (the model first)
 
 METRIC of --fail-if: kl, kl_max, js (nats a token), same_top (a fraction), perplexity_ratio (B over A), weights (norm of the
-change over the norm), beyond_rounding (tensors of B that are not A's, rounded to one type), activation (the largest
-relative error), logit (that of the logits). OP: >, >=, <, <=. A metric with a 95 % interval is judged by its far end (the upper
-one for >, the lower one for <), so a build passes only if the whole interval does. Where GITHUB_STEP_SUMMARY is set, a table is
-appended there.
+change over the norm), beyond_rounding (tensors of B that are not A's, rounded to one type, and settings that differ), activation
+(the largest relative error), logit (that of the logits); of --cases exact_match (the fraction that B has right), lost_cases (that
+A has right and B wrong), answer_ratio (probability of the answers, B over A). OP: >, >=, <, <=. A metric with a 95 % interval is
+judged by its far end (the upper one for >, the lower one for <), so a build passes only if the whole interval does. Where
+GITHUB_STEP_SUMMARY is set, a table is appended there.
 
 A server gets the key in OPENAI_API_KEY, only over https or on this machine. Before more than 10,000 tokens are sent to another
 machine, their cost is shown and you are asked; without a terminal, the exit code is 2. GPT2_SEND_LIMIT=N allows N tokens for one
@@ -49,6 +51,11 @@ comparison without a question (default: up to 100,000, with the question).
 exit code: 0 whatever the models are, but 1 if a --fail-if is met; 2 for bad input, also if the metric of a --fail-if cannot be
 measured between these models, or a file is not whole; then no --junit is written"""
 DEFAULTS = {"on": None, "tokens": None, "threshold": 1e-3, "seed": 0}  # options that --attention does not use
+UNUSED = {  # of a mode, the options that have no effect in it
+    "--attention": (*DEFAULTS, "blame", "fail_if", "junit", "save", "cases"),
+    "--noise": ("b", "attention", "blame", "fail_if", "junit", "save", "cases", "threshold", "device"),
+    "--save and one model": ("fail_if", "junit", "html", "json", "blame", "cases", "threshold"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_set(parser)
     parser.add_argument("--junit", metavar="FILE", help="write what --fail-if found as a JUnit report")
     parser.add_argument("--blame", action="store_true", help="also put parts of B into A, and measure what each carries")
+    parser.add_argument("--cases", metavar="FILE", help="also score both on your own questions: a .jsonl of prompt and expected")
     parser.add_argument(
         "--noise", action="store_true", help="run only A, in other batches, caches, kernels and dtypes: how far rounding moves it"
     )
@@ -116,13 +124,9 @@ def run(args: argparse.Namespace) -> int:
         instead = "or --noise, --save FILE or --attention TEXT"
         raise InputError(f"compare needs a second model, such as the one that {args.a} was made from, {instead}")
     if args.attention is not None:
-        if unused := [name for name in DEFAULTS if getattr(args, name) != DEFAULTS[name]]:
-            raise InputError(f"--{unused[0]} has no effect with --attention, which has a text of its own; leave it out")
-        if args.blame:
-            raise InputError("--blame has no effect with --attention, which measures only attention; leave it out")
-        if args.fail_if or args.junit or args.save:
-            raise InputError("--fail-if, --junit and --save have no effect with --attention, which measures nothing else")
+        _require_used(args, "--attention")
         return _attention(args)
+    from gpt2.comparison.cases import read_cases
     from gpt2.comparison.gates import Gate
     from gpt2.comparison.run import compare_named
     from gpt2.measure.allocator import keep_freed_memory
@@ -133,13 +137,15 @@ def run(args: argparse.Namespace) -> int:
     if args.junit and not args.fail_if:
         raise InputError("--junit reports what --fail-if found; add a --fail-if, such as --fail-if 'kl>1e-3'")
     require_writable("--junit", args.junit)
+    if args.cases is not None:
+        read_cases(args.cases)  # before anything is downloaded
     gates = [Gate.parse(text) for text in args.fail_if]
     if len(names) > 2:
         for gate in gates:
             gate.require_of_many()
     keep_freed_memory()
     with Status() as status:
-        options = {name: getattr(args, name) for name in (*DEFAULTS, "device", "offline", "blame")}
+        options = {name: getattr(args, name) for name in (*DEFAULTS, "device", "offline", "blame", "cases")}
         shown = bool(args.json or args.html)
         result = compare_named(_given(args), **options, save=keep, hashes=shown, progress=status)
     _say_saved(keep)
@@ -189,19 +195,21 @@ def _noise(args: argparse.Namespace) -> int:
     from gpt2.cli.terminal import Terminal
     from gpt2.comparison.noise import measure_noise
 
-    others = {"B": args.b, "--attention": args.attention, "--blame": args.blame, "--fail-if": args.fail_if, "--junit": args.junit}
-    others |= {"--save": args.save}
-    if given := next((name for name, value in others.items() if value), None):
-        raise InputError(f"--noise runs one model against itself, without {given}; leave it out")
-    if args.threshold != DEFAULTS["threshold"]:
-        raise InputError("--threshold has no effect with --noise; leave it out")
-    if args.device != "cpu":
-        raise InputError("--noise runs on every device that is here; leave --device out")
+    _require_used(args, "--noise")
     with Status() as status:
         found = measure_noise(args.a, on=args.on, tokens=args.tokens, seed=args.seed, offline=args.offline, progress=status)
     save_page(args.html, found.save_html)
     write_result(args.json, found.to_json, lambda: found.print(Terminal()))
     return 0
+
+
+def _require_used(args: argparse.Namespace, mode: str) -> None:
+    """Raise InputError if an option is given that has no effect in this mode."""
+    usual = {**DEFAULTS, "device": "cpu"}
+    for name in UNUSED[mode]:
+        if getattr(args, name) not in (usual.get(name), None, False, []):
+            option = "B" if name == "b" else f"--{name.replace('_', '-')}"
+            raise InputError(f"use {mode} without {option}, which has no effect with {mode}; leave it out")
 
 
 def _names(args: argparse.Namespace) -> list[str]:
@@ -234,9 +242,7 @@ def _save(args: argparse.Namespace, keep: "Keep | None") -> int:
     """Save one side; nothing is compared."""
     from gpt2.comparison.saving import save_reference
 
-    if args.fail_if or args.junit or args.html or args.json or args.blame or args.threshold != DEFAULTS["threshold"]:
-        flags = "--fail-if, --junit, --html, --json, --blame and --threshold"
-        raise InputError(f"a single model is saved, not compared; leave out {flags}")
+    _require_used(args, "--save and one model")
     assert keep is not None
     with Status() as status:
         options = {name: getattr(args, name) for name in ("on", "tokens", "seed", "device", "offline")}

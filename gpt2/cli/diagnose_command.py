@@ -49,13 +49,15 @@ optim.), steps, batch_size, context, grad_accum, dropout. What is not set is rea
 Trainer (it needs accelerate):
 
   def make_step(model):                              # model: GPT2LMHeadModel; args: TrainingArguments
-      trainer = Trainer(model, args); trainer.create_optimizer_and_scheduler(num_training_steps=1000)
+      trainer = Trainer(model, args)
+      trainer.create_optimizer_and_scheduler(num_training_steps=1000)
       trainer.current_gradient_accumulation_steps = 1   # trainer.train() would set it
       def step(x, y):
           ids = torch.cat([x, y[:, -1:]], 1)         # it shifts the labels itself
           loss = trainer.training_step(model, {"input_ids": ids, "labels": ids})
           torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-          trainer.optimizer.step(); trainer.lr_scheduler.step(); model.zero_grad()
+          trainer.optimizer.step(); trainer.lr_scheduler.step()
+          model.zero_grad()
           return loss
       return step
 
@@ -82,11 +84,13 @@ In C (./port {text} {out}), for each array, as in dump(argv[2], "after block 3",
   #include <stdio.h>
   #include <sys/stat.h>
 
-  void dump(const char *folder, const char *name, const float *x, int rows, int columns) {
+  void dump(const char *folder, const char *name,
+            const float *x, int rows, int columns) {
       char path[4096], shape[128];
       mkdir(folder, 0777);
       snprintf(path, sizeof path, "%s/%s.npy", folder, name);
-      snprintf(shape, sizeof shape, "{'descr': '<f4', 'fortran_order': False, 'shape': (%d, %d)}", rows, columns);
+      snprintf(shape, sizeof shape, "{'descr': '<f4', 'fortran_order': False,"
+               " 'shape': (%d, %d)}", rows, columns);
       FILE *file = fopen(path, "wb");
       if (!file) { perror(path); return; }
       fprintf(file, "\\x93NUMPY\\x01%c\\x76%c%-117s\\n", 0, 0, shape);  // 10 bytes, then a header of 118
@@ -97,12 +101,15 @@ In C (./port {text} {out}), for each array, as in dump(argv[2], "after block 3",
 In JavaScript (node port.js {text} {out}), for a Float32Array, as in dump(process.argv[3], "after block 3", x, [T, C]):
 
   const fs = require("fs");
-  const ids = fs.readFileSync(process.argv[2], "utf8").trim().split(" ").map(Number); // (T,)
+  const text = fs.readFileSync(process.argv[2], "utf8");
+  const ids = text.trim().split(" ").map(Number); // (T,)
 
   function dump(folder, name, x, shape) {
     fs.mkdirSync(folder, { recursive: true });
-    const header = `{'descr': '<f4', 'fortran_order': False, 'shape': (${shape.join(", ")},)}`;
-    const start = Buffer.from("\\x93NUMPY\\x01\\x00\\x76\\x00" + header.padEnd(117) + "\\n", "latin1");
+    const header = `{'descr': '<f4', 'fortran_order': False, ` +
+      `'shape': (${shape.join(", ")},)}`;
+    const magic = "\\x93NUMPY\\x01\\x00\\x76\\x00";
+    const start = Buffer.from(magic + header.padEnd(117) + "\\n", "latin1");
     const values = Buffer.from(x.buffer, x.byteOffset, x.byteLength);
     fs.writeFileSync(`${folder}/${name}.npy`, Buffer.concat([start, values]));
   }

@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", metavar="TEXT", help=prompt)
     chat = "answer questions in the format that the model was fine-tuned on; without --prompt, each line of stdin is one"
     special = "read the text of a special token in the prompt, such as <|endoftext|>, as that token"
+    parser.add_argument("--no-prompt", action="store_true", help="show only what the model writes, without the prompt before it")
     parser.add_argument("--special", action="store_true", help=special)
     parser.add_argument("--chat", action="store_true", help=chat)
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="(default: %(default)s)")
@@ -156,12 +157,13 @@ def _continue(text: str, writer: _Writer) -> tuple[dict[str, Any], int]:
     ids = writer.tokenizer.encode_prompt(text, special=special)
     if not ids:
         raise InputError("--prompt is empty; give at least one character, such as a new line")
+    shown = "" if writer.args.no_prompt else text
     if samples == 1:
-        writer.show(text)
+        writer.show(shown)
     rows = writer(ids, samples)
     texts = [writer.tokenizer.decode(new) for new in rows]
     for number, sample in enumerate(texts if samples > 1 else (), 1):
-        writer.show(f"--- {number}\n{text}{sample}", "\n")
+        writer.show(f"--- {number}\n{shown}{sample}", "\n")
     body = {"prompt": text, "text": texts[0], "prompt_ids": ids, "ids": rows[0]}
     body["samples"] = [{"text": new, "ids": row} for new, row in zip(texts, rows, strict=True)]
     return body, sum(map(len, rows))

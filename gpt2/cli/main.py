@@ -4,7 +4,9 @@ import argparse
 import gc
 import io
 import os
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
@@ -14,6 +16,32 @@ from gpt2.errors import InputError, out_of_memory
 
 NAMES = ("info", "verify", "compare", "explore", "diagnose", "trace", "generate", "train", "export", "publish", "bench")
 COMMANDS = tuple(import_module(f"gpt2.cli.{name}_command") for name in NAMES)
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Fits the examples to the terminal: prose is wrapped, and a comment without room beside its example stands below it."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines, prose = list[str](), list[str]()
+        for line in [*text.splitlines(), ""]:
+            if line and not line.startswith(" "):
+                prose.append(line)
+                continue
+            lines += textwrap.wrap(" ".join(prose), width)
+            prose.clear()
+            parted = re.fullmatch(r"( *\S.*?) {2,}(\S.*)", line) if len(line) > width else None
+            command, comment = parted.groups() if parted else (line, "")
+            if comment and len(f"{command}  {comment}") <= width:
+                command, comment = f"{command}  {comment}", ""
+            row, *options = re.split(r" (?=--)", command) if command.startswith("  gpt2 ") else [command]
+            for option in options:
+                if len(f"{row} {option}") > width - 2:
+                    lines.append(f"{row} \\")
+                    row = f"    {option}"
+                else:
+                    row = f"{row} {option}"
+            lines += [row, *textwrap.wrap(comment, width, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+        return "\n".join(lines).rstrip()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,6 +56,8 @@ def parser() -> argparse.ArgumentParser:
         "Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted.",
     )
     top.add_argument("--version", action="version", version=f"gpt2-toolkit {__version__}")
+    help = 'print what makes the Tab key complete gpt2\'s commands, as in: eval "$(gpt2 --completion bash)"'
+    top.add_argument("--completion", choices=("bash", "zsh", "fish"), help=help)
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     for name, command in zip(NAMES, COMMANDS, strict=True):
         parser = commands.add_parser(
@@ -35,13 +65,23 @@ def parser() -> argparse.ArgumentParser:
             help=command.HELP,
             description=f"{command.HELP[0].upper()}{command.HELP[1:]}.",
             epilog=f"examples:\n{command.EXAMPLES}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=Help,
         )
         command.add_arguments(parser)
         help = "write the result as JSON to FILE; - is stdout, and nothing else goes there"
         parser.add_argument("--json", metavar="FILE", help=help)
         parser.set_defaults(run=command.run)
     return top
+
+
+def complete(top: argparse.ArgumentParser, shell: str) -> int:
+    """Print a shell's script for the Tab key. Raises InputError: the package that writes it is missing."""
+    try:
+        shtab = import_module("shtab")
+    except ModuleNotFoundError:
+        raise InputError("needs the package shtab; install it with pip install 'gpt2-toolkit[completion]'") from None
+    print(shtab.complete(top, shell))
+    return 0
 
 
 def share_cores() -> None:
@@ -63,17 +103,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     top = parser()
     args = top.parse_args(argv)
-    if args.command is None:
+    if args.command is None and args.completion is None:
         top.print_help()
         return 0
     try:
+        if args.completion is not None:
+            return complete(top, args.completion)
         require_writable("--json", args.json)
         require_writable("--html", getattr(args, "html", None))
         name_activation(args)
         run: Callable[[argparse.Namespace], int] = args.run
         return run(args)
     except InputError as error:
-        print(f"gpt2 {args.command}: {error}", file=sys.stderr)
+        print(f"gpt2 {args.command or '--completion'}: {error}", file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):

@@ -7,6 +7,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gpt2.errors import InputError
@@ -85,5 +86,5 @@ def serve(application: Callable[[str], Starlette], listening: socket.socket) -> 
     )
     address = f"http://{HOST}:{listening.getsockname()[1]}/{token}/"
     print(f"open {address} in a browser; Ctrl-C ends it", file=sys.stderr, flush=True)
-    uvicorn.Server(config).run(sockets=[listening])
-    raise KeyboardInterrupt  # only Ctrl-C ends the server; uvicorn does not always raise it again
+    with suppress(KeyboardInterrupt):  # the announced end, which uvicorn does not always raise again
+        uvicorn.Server(config).run(sockets=[listening])

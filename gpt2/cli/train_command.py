@@ -161,7 +161,9 @@ def show(event: Started | Logged | Evaluated | Estimated | Diverged) -> None:
     at = f"step {event.step:6}  "
     match event:
         case Logged():
-            share = f"  {event.mfu:.0%} of peak" if 0 < event.mfu <= 1 else ""  # more: the peak was measured on a busy machine
+            share = (
+                f"  {event.mfu:.0%} of peak speed" if 0 < event.mfu <= 1 else ""
+            )  # more: the peak was measured on a busy machine
             text = f"{at}loss {event.loss:.4f}  lr {event.lr:.1e}  |g| {event.grad_norm:5.2f}  "
             text += f"{event.tokens_per_second:7,.0f} tok/s{share}  {_duration(event.seconds_left)} left"
             text += f"  ({slower})" if (slower := slowest(event.rank_tokens_per_second)) else ""

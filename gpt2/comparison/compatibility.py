@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
+from gpt2.checkpoint.gguf_writer import TANH_GELU
 from gpt2.checkpoint.keys import expected
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
@@ -22,6 +25,7 @@ FUNCTION = (
     "reorder_and_upcast_attn",
     "tie_word_embeddings",
 )
+ROUNDING = ("reorder_and_upcast_attn", "tie_word_embeddings")  # the same function, or what the tensors themselves say
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,10 @@ class Parting:
 class Vocabularies:
     """The differences of two tokenizers, entry by entry.
 
-    ``verdict`` is "equal" (every text gets the same ids), "merges" (same entries, different merges), "different", or "none" if
-    a model has no tokenizer. ``differing`` counts ids that mean different bytes or exist in one tokenizer only; ``examples``
-    are the first five, as (id, a, b).
+    ``verdict`` is "equal" (every text gets the same ids), "merges" (same entries, different merges), "extended" (one has all
+    entries of the other, and more), "different", or "none" if a model has no tokenizer. ``differing`` counts ids that mean
+    different bytes or exist in one tokenizer only; ``examples`` are the first five, as (id, a, b). ``rules`` are the other
+    differences, as (what, a, b): what is put around a prompt, where a text ends, how another program splits a text.
     """
 
     verdict: str
@@ -52,16 +57,24 @@ class Vocabularies:
     differing: int
     examples: tuple[tuple[int, str | None, str | None], ...]
     parting: Parting | None = None  # on the scored text
+    rules: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def on_the_text(self) -> str:
-        """In words, for tokenizers with the same entries and different rules: what they make of the scored text."""
-        return "one vocabulary, other ids of this text" if self.parting else "one vocabulary, the same ids of this text"
+        """In words, for tokenizers that share entries: what they make of the scored text."""
+        same = "other ids of this text" if self.parting else "the same ids of this text"
+        if self.verdict != "extended":
+            return f"one vocabulary, {same}"
+        more = "B" if self.examples[0][1] is None else "A"
+        tokens = ", ".join(f"{a or b} ({index})" for index, a, b in self.examples) + ", ..." * (
+            self.differing > len(self.examples)
+        )
+        return f"{more}'s vocabulary has {self.differing:,} more, {tokens}; {same}"
 
     @property
     def comparable(self) -> bool:
         """Whether both models' distributions are over the same vocabulary."""
-        return self.verdict in ("equal", "merges", "none")
+        return self.verdict in ("equal", "merges", "none") or (self.verdict == "extended" and self.parting is None)
 
 
 @dataclass(frozen=True)
@@ -76,6 +89,17 @@ class Compatibility:
     def same_shape(self) -> bool:
         return not {field for field, *_ in self.architecture} & {"n_layer", "n_embd", "n_head", "n_inner"}
 
+    @property
+    def departures(self) -> tuple[str, ...]:
+        """What makes b another program than a, whatever the weights: settings that change the function, and the tokenizer."""
+        fields = [
+            field
+            for field, a, b in self.architecture
+            if field in FUNCTION and field not in ROUNDING and not (a in TANH_GELU and b in TANH_GELU)
+        ]
+        tokenizer = [] if self.vocabularies.verdict in ("equal", "none") else ["the tokenizer"]
+        return (*fields, *(what for what, *_ in self.vocabularies.rules), *tokenizer)
+
 
 def compare_vocabularies(a: Tokenizer | None, b: Tokenizer | None) -> Vocabularies:
     """Compare two tokenizers entry by entry; a model without a tokenizer is assumed to use that of its partner."""
@@ -83,8 +107,21 @@ def compare_vocabularies(a: Tokenizer | None, b: Tokenizer | None) -> Vocabulari
         return Vocabularies("none", a.n_vocab if a else None, b.n_vocab if b else None, 0, ())
     differing = [index for index in range(max(a.n_vocab, b.n_vocab)) if _entry(a, index) != _entry(b, index)]
     examples = tuple((index, _text(_entry(a, index)), _text(_entry(b, index))) for index in differing[:5])
-    verdict = "different" if differing else "equal" if a.fingerprint == b.fingerprint else "merges"
-    return Vocabularies(verdict, a.n_vocab, b.n_vocab, len(differing), examples)
+    if differing:
+        held = {(a.holds(index), b.holds(index)) for index in differing}
+        verdict = "extended" if len(held) == 1 and held != {(True, True)} else "different"
+    else:
+        verdict = "equal" if a.fingerprint == b.fingerprint else "merges"
+    return Vocabularies(verdict, a.n_vocab, b.n_vocab, len(differing), examples, rules=_rules(a, b))
+
+
+def _rules(a: Tokenizer, b: Tokenizer) -> tuple[tuple[str, str, str], ...]:
+    """Return what two tokenizers do differently beside their entries; ends are compared where both say them."""
+    rules = [(name, a.elsewhere.get(name, "gpt-2"), b.elsewhere.get(name, "gpt-2")) for name in {**a.elsewhere, **b.elsewhere}]
+    for what, ids in (("around a prompt", [each.encode_prompt("") for each in (a, b)]), ("a text ends at", [a.ends, b.ends])):
+        words = [", ".join(map(each.shown, sorted(own))) or "nothing" for each, own in zip((a, b), ids, strict=True)]
+        rules += [(what, words[0], words[1])] if all(ids) or what == "around a prompt" else []
+    return tuple(row for row in rules if row[1] != row[2])
 
 
 def first_parting(a: Tokenizer, b: Tokenizer, text: str) -> Parting | None:
@@ -112,12 +149,26 @@ def compatibility(
             "cannot be matched; give models with the same vocabulary, or with their tokenizers"
         )
     impossible = {}
-    if shapes := [field for field, *_ in differing if field in SHAPE]:
+    rows = () if vocabularies.verdict == "different" else ("vocab_size",)  # those that both have are compared
+    if shapes := [field for field, *_ in differing if field in SHAPE and field not in rows]:
         impossible["weights"] = f"the models differ in {', '.join(shapes)}"
-    if not vocabularies.comparable:
-        reason = f"the tokenizers differ in {vocabularies.differing:,} entries"
-        impossible |= {"activations": reason, "distributions": f"{reason}; the report has each model's bits per byte instead"}
-    return Compatibility(differing, vocabularies, impossible)
+    return Compatibility(differing, vocabularies, impossible | _of_other_tokens(vocabularies))
+
+
+def on_text(compatible: Compatibility, a: Tokenizer | None, b: Tokenizer | None, ids: Tensor) -> Compatibility:
+    """Add the first token of the text, ids (N,) of a's tokenizer, in which the tokenizers differ, and what that rules out."""
+    if a is None or b is None or compatible.vocabularies.verdict == "equal":
+        return compatible
+    vocabularies = replace(compatible.vocabularies, parting=first_parting(a, b, a.decode(ids.tolist())))
+    return replace(compatible, vocabularies=vocabularies, impossible=_of_other_tokens(vocabularies) | compatible.impossible)
+
+
+def _of_other_tokens(vocabularies: Vocabularies) -> dict[str, str]:
+    """Return the parts of a comparison that need the same ids of the text, with the reason; {} if both have them."""
+    if vocabularies.comparable:
+        return {}
+    reason = f"the tokenizers differ in {vocabularies.differing:,} entries"
+    return {"activations": reason, "distributions": f"{reason}; the report has each model's bits per byte instead"}
 
 
 def parameters_of_both(a: GPT2Config, b: GPT2Config) -> list[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from xml.etree import ElementTree
 
 from gpt2.comparison.bounds_result import Bounds
+from gpt2.comparison.cases import Cases
 from gpt2.comparison.distributions import Distributions
 from gpt2.comparison.many_results import Candidate, Comparisons
 from gpt2.comparison.results import Comparison
@@ -43,6 +44,10 @@ def _of_both(
     return of
 
 
+def _of_cases(read: Callable[[Cases], float | Estimate]) -> Callable[[Comparison], Measured]:
+    return lambda comparison: None if comparison.cases is None else read(comparison.cases)
+
+
 def _weights(comparison: Comparison) -> Measured:
     return None if comparison.weights is None else comparison.weights.total.distance
 
@@ -51,9 +56,10 @@ def _beyond_rounding(comparison: Comparison) -> Measured:
     weights = comparison.weights
     if weights is None:
         return None
+    program = len(comparison.compatibility.departures)
     if weights.same_numbers or weights.rounded_to:
-        return 0.0
-    return float(len(weights.beyond) or len(weights.tensors) - len(weights.unchanged))
+        return float(program)
+    return float(program + (len(weights.beyond) or len(weights.tensors) - len(weights.unchanged)))
 
 
 def _errors(*points: str) -> Callable[[Comparison], Measured]:
@@ -78,8 +84,11 @@ METRICS: dict[str, tuple[str, Callable[[Comparison], Measured]]] = {
     ),
     "perplexity_ratio": ("perplexity of b over that of a", _of_both(lambda both: both.ratio, lambda bounds: bounds.ratio)),
     "weights": ("norm of the weights' change over their norm", _weights),
-    "beyond_rounding": ("number of tensors of b that are not a's, rounded to one type", _beyond_rounding),
+    "beyond_rounding": ("number of tensors of b that are not a's, rounded to one type, and of other settings", _beyond_rounding),
     "activation": ("largest relative error of a traced point", _errors()),
+    "exact_match": ("fraction of the --cases that b has right", _of_cases(lambda cases: cases.right_b)),
+    "lost_cases": ("number of the --cases that a has right and b wrong", _of_cases(lambda cases: float(len(cases.lost)))),
+    "answer_ratio": ("probability of an expected text under b over that under a", _of_cases(lambda cases: cases.likelier)),
     "logit": ("relative error of the logits on the traced tokens", _errors("logits")),
 }
 
@@ -178,6 +187,10 @@ class Judgement:
     def _distance(self) -> str:
         if math.isnan(self.judged):
             return "a figure that passes no limit"
+        more = {"same_top": "--tokens", "exact_match": "cases"}.get(self.gate.metric)
+        if more and self.measured.value == 1 and self.judged < self.gate.threshold < 1:  # Wilson's interval of n of n
+            enough = math.ceil(1.96**2 * self.gate.threshold / (1 - self.gate.threshold)) + 2
+            return f"but of too few to tell: {more} {enough} that all agree would pass"
         end = "which" if self.measured.low == self.measured.high else f"whose far end {self.judged:.4g}"
         past = abs(self.judged - self.gate.threshold)
         return f"{end} is {past:.2g} past the limit" if past else f"{end} is the limit itself"

@@ -6,6 +6,7 @@ the others, logits of an eighth of the tokens (:data:`SAMPLE`) of each are kept.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -15,24 +16,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.keys import expected
+from gpt2.comparison.bounds import measure_bounds
 from gpt2.comparison.checkpoints import with_checkpoints
-from gpt2.comparison.compatibility import Compatibility, compatibility, parameters_of_both
+from gpt2.comparison.compatibility import compatibility, on_text
 from gpt2.comparison.distributions import Language, gain, language, perplexity_ratio
 from gpt2.comparison.floor import Floor, measure_floor
-from gpt2.comparison.many_results import Against, Candidate, Comparisons, Pairs
+from gpt2.comparison.many_results import Against, Candidate, Comparisons, Pairs, Ranked
+from gpt2.comparison.many_weights import made_of, moved_from_first, size_of
 from gpt2.comparison.paper import paper_figures
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, beginning, open_passage, token_bytes
 from gpt2.comparison.scratch import Scratch
-from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
-from gpt2.comparison.sides.engine import EngineSide
+from gpt2.comparison.sides.checkpoint_side import RunningModule
 from gpt2.comparison.sides.opening import open_sides
-from gpt2.comparison.sides.side import Running, Shown, Side, environment_of
-from gpt2.comparison.weights import distance, weights_norm
+from gpt2.comparison.sides.side import Running, Shown, Side, environment_of, require_head
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.measure.divergence import divergences, log_sums
-from gpt2.measure.estimates import Bootstrap
+from gpt2.measure.estimates import Bootstrap, Estimate
 from gpt2.measure.last_words import LastWord, score_last_words
 from gpt2.measure.metrics import Progress, silent
 from gpt2.model import GPT2
@@ -69,34 +69,38 @@ def compare_many(
     if len(saved) < 2:
         raise InputError(f"{' '.join(names)}: one model has nothing to be compared with; give two or more")
     sides = open_sides(*(each.name for each in saved), offline=offline, dtype=dtype, device=device)
-    for side in sides:
-        if Shown.LOGITS not in side.shows:
-            raise InputError(f"{side.name}: shows only {' and '.join(sorted(side.shows))}; compare it with one model at a time")
+    if Shown.LOGITS not in sides[0].shows:
+        raise InputError(f"{sides[0].name}: shows only {' and '.join(sorted(sides[0].shows))}; name another model first")
     own = [side.tokenizer() for side in sides]
     fits = [compatibility(sides[0].config, side.config, own[0], tokenizer) for side, tokenizer in zip(sides, own, strict=True)]
     passage = open_passage(on, tokens, sides, own, seed, offline=offline)
+    fits = [on_text(fit, own[0], tokenizer, passage.ids) for fit, tokenizer in zip(fits, own, strict=True)]
     shared = own[0] or next((tokenizer for tokenizer in own if tokenizer is not None), None)
-    together = [side for side, fit in zip(sides, fits, strict=True) if fit.vocabularies.comparable]
-    sizes = [side.vocab_size for side in together if side.vocab_size is not None]
-    run = _Run(passage, min([*sizes, shared.n_vocab] if shared else sizes), shared, seed, progress)
-    measured = [
-        run.measure(side, tokenizer, first=number == 0, apart=not fit.vocabularies.comparable)
-        for number, (side, tokenizer, fit) in enumerate(zip(sides, own, fits, strict=True))
-    ]
+    together = [number for number, fit in enumerate(fits) if fit.vocabularies.comparable]
+    sizes = [size for number in together if (size := sides[number].vocab_size) is not None]
+    sizes += [tokenizer.n_vocab for number in together if (tokenizer := own[number] or shared) is not None]
+    run = _Run(passage, min(sizes), shared, seed, progress, sides)
+    measured = [run.measure(sides[0], own[0], first=True, apart=False)]
+    for side, tokenizer, fit in zip(sides[1:], own[1:], fits[1:], strict=True):
+        if Shown.LOGITS in side.shows:
+            measured.append(run.measure(side, tokenizer, first=False, apart=not fit.vocabularies.comparable))
+        else:
+            measured.append(run.bounded(side, measured[0]))
     env = environment_of(sides)
-    moved = _moved(sides, fits, progress)
+    moved, made = moved_from_first(sides, fits, progress), made_of(sides, own, progress)
     candidates = tuple(
         Candidate(
             model=side.describe(env.versions, hashes=hashes),
             step=each.step,
-            size=_size(side),
+            size=size_of(side),
             tokens_per_second=found.speed,
             language=found.language,
             last_words=found.last_words,
-            against=run.against(measured[0], found) if number else None,
+            against=found.against or (run.against(measured[0], found) if number else None),
             weights=moved[number],
             left_out=fit.impossible,
             paper=paper_figures(side.name, passage.scored.name),
+            made_of=made[number],
         )
         for number, (each, side, found, fit) in enumerate(zip(saved, sides, measured, fits, strict=True))
     )
@@ -108,7 +112,8 @@ def compare_many(
         seed=seed,
         seconds=time.perf_counter() - started,
         floor=run.floor,
-        forward_seconds=sum(found.seconds for found in measured),
+        ranking=_ranking(measured, seed),
+        forward_seconds=sum(found.seconds for found in measured if not math.isnan(found.seconds)),
         scratch_bytes=sum(found.sample.bytes for found in measured) + run.first.bytes,
     )
 
@@ -124,6 +129,7 @@ class _Measured(NamedTuple):
     kl: Tensor | None  # (M,) KL(first||this)
     top: Tensor | None  # (M,) its likeliest tokens
     sample: Scratch
+    against: Against | None = None  # of a side that shows only the likeliest tokens
 
 
 @dataclass
@@ -135,6 +141,7 @@ class _Run:
     tokenizer: Tokenizer | None
     seed: int
     progress: Progress
+    sides: Sequence[Side] = ()
     first: Scratch = field(default_factory=Scratch)
     first_sums: list[Tensor] = field(default_factory=list)  # of its exponentials, their logs, a window's rows at a time
     floor: Floor | None = None  # of the first model, in its own dtype
@@ -177,6 +184,7 @@ class _Run:
             output = running.logits(inputs)
             seconds += time.perf_counter() - began
             inputs_run += inputs.numel()
+            require_head(output.size(-1), side, self.sides)
             if output.size(-1) < self.vocab:
                 sizes = f"knows {output.size(-1):,} tokens and the text's tokenizer {self.vocab:,}"
                 raise InputError(f"{side.name}: {sizes}; use models of one tokenizer, or compare it with one model at a time")
@@ -219,6 +227,22 @@ class _Run:
         own = _Run(passage, min(tokenizer.n_vocab, side.vocab_size or tokenizer.n_vocab), tokenizer, self.seed, self.progress)
         return own._together(side, running, words, first=False, alone=True)._replace(logp=None, kl=None, top=None)
 
+    def bounded(self, side: Side, first: _Measured) -> _Measured:
+        """Ask a side that shows only the likeliest tokens, beside the first model: its figures are the first's times a ratio."""
+        own = self.sides[0]
+        with own.running() as full, side.running() as part:
+            bounds = measure_bounds(
+                full.logits, part, self.passage.ids, self.passage.windows, vocab=self.vocab, full_is_a=True,
+                recorded=own.recording is not None, tokenizer=self.tokenizer, seed=self.seed, progress=self.progress,
+            )  # fmt: skip
+        ratio, a = bounds.ratio, first.language
+        more = [math.log2(x) * a.score.tokens / a.score.bytes for x in (ratio.value, ratio.low, ratio.high)]
+        bits = Estimate(*(a.bits_per_byte.value + each for each in more))
+        perplexity = Estimate(*(a.perplexity.value * x for x in (ratio.value, ratio.low, ratio.high)))
+        score = replace(a.score, loss=a.score.loss + math.log(ratio.value))
+        against = Against(ratio, Estimate(*more), bounds.kl, None, bounds.same_top)
+        return _Measured(Language(score, perplexity, bits), None, math.nan, math.nan, None, None, None, Scratch(), against)
+
     def against(self, first: _Measured, other: _Measured) -> Against | None:
         """Return a model's distance from the first, token by token; None with another tokenizer."""
         if first.logp is None or other.logp is None or other.kl is None or first.top is None or other.top is None:
@@ -256,24 +280,20 @@ class _Run:
         return Pairs(count, tuple(map(tuple, kl)))
 
 
-def _size(side: Side) -> int | None:
-    """Return a model's bytes, as :class:`Candidate` says."""
-    if isinstance(side, CheckpointSide):
-        checkpoint = side.checkpoint
-        stored = sum(path.stat().st_size for path in checkpoint.files().values())
-        return stored if stored and side.dtype == checkpoint.stored else side.config.num_parameters() * side.dtype.itemsize
-    return sum(path.stat().st_size for path in side.files) if isinstance(side, EngineSide) else None
-
-
-def _moved(sides: Sequence[Side], fits: Sequence[Compatibility], progress: Progress) -> list[float | None]:
-    """Return the norm of each model's change of weights over the first one's norm; None where they cannot be compared."""
-    first, norm = sides[0], None
-    moved: list[float | None] = [None]
-    for side, fit in zip(sides[1:], fits[1:], strict=True):
-        if "weights" in fit.impossible or not (isinstance(first, CheckpointSide) and isinstance(side, CheckpointSide)):
-            moved.append(None)
-            continue
-        names, read = parameters_of_both(first.config, side.config), first.reader(mapped=True)
-        norm = weights_norm(expected(first.config), read) if norm is None else norm
-        moved.append(distance(names, read, side.reader(mapped=True), norm, progress=progress))
-    return moved
+def _ranking(measured: Sequence[_Measured], seed: int) -> tuple[Ranked, ...]:
+    """Return the models from the best on, by what the text asks, each with its distance from the one before."""
+    words = [found.last_words for found in measured]
+    if asked := all(words):
+        losses = [torch.tensor(each.losses, dtype=torch.float64) for each in words if each]
+    else:
+        losses = [torch.empty(0) if found.logp is None else -found.logp for found in measured]
+    bits = [
+        float(each.mean()) if asked else found.language.bits_per_byte.value for each, found in zip(losses, measured, strict=True)
+    ]
+    order = sorted(range(len(measured)), key=lambda number: (math.isnan(bits[number]), bits[number]))
+    ranked = [Ranked(order[0], None)]
+    for before, number in itertools.pairwise(order):
+        paired = len(losses[before]) and len(losses[number])
+        bootstrap = Bootstrap(len(losses[number]), seed) if paired else None
+        ranked.append(Ranked(number, perplexity_ratio(-losses[before], -losses[number], bootstrap) if bootstrap else None))
+    return tuple(ranked)

@@ -44,33 +44,43 @@ def quality(comparisons: Comparisons, *, by_step: bool) -> list[str]:
     """
     first = comparisons.candidates[0].language.bits_per_byte.value
     points = []
-    labels: dict[tuple[float, str], str] = {}  # models at one place have one label
     for letter, each in zip(comparisons.letters, comparisons.candidates, strict=True):
         place, bits = (each.step if by_step else each.size), each.language.bits_per_byte.value
         if place is not None and math.isfinite(bits):
             x = place if by_step else place / 1e6
             span = (bits, bits) if each.against is None else (first + each.against.bits.low, first + each.against.bits.high)
             points.append((letter, x, bits, span))
-            labels[x, f"{bits:.3f}"] = f"{labels.get((x, f'{bits:.3f}'), '')} {letter}".strip()
     if len(points) < 2:
         return []
+    across = {x: x if by_step else math.log(x) for _, x, *_ in points}
+    width = max(across.values()) - min(across.values()) or 1.0
+    height = max(bits for _, _, bits, _ in points) - min(bits for _, _, bits, _ in points) or 1.0
+    labels: list[tuple[float, float, str]] = []  # models near one another have one label
+    for letter, x, bits, _ in points:
+        near = [at for at in labels if abs(across[at[0]] - across[x]) < 0.05 * width and abs(at[1] - bits) < 0.07 * height]
+        if near:
+            labels[labels.index(near[0])] = (*near[0][:2], f"{near[0][2]} {letter}")
+        else:
+            labels.append((x, bits, letter))
 
     def draw(figure: Figure) -> None:
         axes: Axes = figure.subplots()
-        unplaced = dict(labels)
         for letter, place, bits, span in reversed(points):  # the first one on top
             colour = A if letter == comparisons.letters[0] else B
             if all(map(math.isfinite, span)):
                 axes.plot([place, place], span, color=colour, linewidth=1.2, alpha=0.6)
             axes.plot([place], [bits], "o", color=colour, markersize=6)
-            label = unplaced.pop((place, f"{bits:.3f}"), "")
-            axes.annotate(label, (place, bits), xytext=(7, 4), textcoords="offset points", color=INK)
+        for place, bits, text in labels:
+            axes.annotate(text, (place, bits), xytext=(7, 4), textcoords="offset points", color=INK)
         if by_step:
             axes.plot([place for _, place, *_ in points], [bits for _, _, bits, _ in points], color=B, linewidth=1, alpha=0.5)
         else:
             axes.set_xscale("log")
-            ticks = {f"{place:.3g}": place for _, place, *_ in points}  # files of nearly one size have one label
-            axes.set_xticks(list(ticks.values()), labels=list(ticks))
+            ticks: list[float] = []
+            for place in sorted(across):
+                if not ticks or across[place] - across[ticks[-1]] > 0.6 / figure.get_figwidth() * width:
+                    ticks.append(place)
+            axes.set_xticks(ticks, labels=[f"{place:.3g}" for place in ticks])
             axes.xaxis.set_minor_locator(_no_ticks())
         axes.margins(x=0.12, y=0.15)
         axes.set(xlabel="training step" if by_step else "size, MB", ylabel=comparisons.bits_per)

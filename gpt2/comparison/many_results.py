@@ -32,7 +32,7 @@ class Against:
     ratio: Estimate  # its perplexity over the first one's
     bits: Estimate  # its bits per byte minus the first one's
     kl: Estimate
-    kl_max: float
+    kl_max: float | None  # None of a side that shows only the likeliest tokens
     same_top: Estimate
 
 
@@ -40,9 +40,9 @@ class Against:
 class Candidate:
     """One of the models.
 
-    ``size`` is in bytes: of its files, or where it runs in another dtype than they hold, of its parameters in that dtype. It is
-    None where a side has no files here. ``tokens_per_second`` are of the forward passes over the text. ``weights`` is the norm of
-    the change from the first model over the norm. ``left_out`` says why parts are None.
+    ``size`` is of its weights alone, in bytes as they are stored, or of the dtype in which it runs; of an engine, of its files.
+    It is None where a side has no files here. ``tokens_per_second`` are of the forward passes over the text. ``weights`` is the
+    norm of the change from the first model over the norm. ``left_out`` says why parts are None.
     """
 
     model: Model
@@ -55,6 +55,7 @@ class Candidate:
     weights: float | None
     left_out: dict[str, str]
     paper: tuple[PaperFigure, ...]
+    made_of: str = ""  # "A in q8_0": another one's weights, rounded
 
     @property
     def size_text(self) -> str:
@@ -66,6 +67,13 @@ class Candidate:
         if self.weights is None:
             return ""
         return "equal" if self.weights == 0 else f"{self.weights:.2%}"
+
+
+class Ranked(NamedTuple):
+    """A model's place: the number of the candidate, and its perplexity over that of the one before, paired; None if unknown."""
+
+    candidate: int
+    behind: Estimate | None
 
 
 @dataclass(frozen=True)
@@ -98,14 +106,25 @@ class Comparisons(Printed):
     seconds: float
     forward_seconds: float  # of them in the models' forward passes
     scratch_bytes: int  # written to a temporary file
+    ranking: tuple[Ranked, ...] = ()  # from the best on
     floor: Floor | None = None  # of noise, of the first model in its own dtype
     gates: tuple[tuple[Judgement, ...], ...] = ()  # of --fail-if, for each candidate but the first
 
     @property
     def letters(self) -> tuple[str, ...]:
         """A short name for each model: A, B, C ... and numbers after Z."""
-        count = len(self.candidates)
-        return tuple(LETTERS[:count]) if count <= len(LETTERS) else tuple(str(number + 1) for number in range(count))
+        return letters_of(len(self.candidates))
+
+    @property
+    def best(self) -> str:
+        """The models in their order, best first, in words; equal ones have an interval that holds 1."""
+        words = [self.letters[number] for number, _ in self.ranking[:1]]
+        for number, behind in self.ranking[1:]:
+            how = "" if behind is None else "equal" if behind.low <= 1 <= behind.high else "worse"
+            by = "" if behind is None else f" {how} (x {behind.value:.3f}, {between(behind, '.3f') or 'exactly'})"
+            words.append(f"{self.letters[number]}{by}")
+        asked = "last words" if all(each.last_words for each in self.candidates) else self.bits_per.replace("/", " per ")
+        return f"best by {asked}: {'; '.join(words)}; perplexity beside the one before" if len(words) > 1 else ""
 
     @property
     def bits_per(self) -> str:
@@ -146,10 +165,15 @@ class Comparisons(Printed):
         if all(each.step is None for each in self.candidates):
             names.columns[2].header = ""
         for letter, each in zip(self.letters, self.candidates, strict=True):
-            speed = f"{each.tokens_per_second:,.0f}"
+            speed = "" if math.isnan(each.tokens_per_second) else f"{each.tokens_per_second:,.0f}"
             step = "" if each.step is None else str(each.step)
             add_texts(names, letter, each.model.name, step, each.size_text, speed, each.weights_text)
         yield names
+        if made := [
+            f"{letter} is {each.made_of}" for letter, each in zip(self.letters, self.candidates, strict=True) if each.made_of
+        ]:
+            yield Text("; ".join(made))
+        yield Text(self.best, style="bold")
         protocol = f"{self.text.tokens:,} tokens, context {self.text.context}, stride {self.text.stride}"
         yield Text(f"{self.text.name}: {protocol}; intervals are 95 %, paired with A's tokens", style="dim")
         yield ""
@@ -162,7 +186,7 @@ class Comparisons(Printed):
                 continue
             ratio = f"{found.ratio.value:.3f}", between(found.ratio, ".3f")
             add_texts(table, letter, perplexity, *ratio, bits, f"{found.bits.value:+.4f}", between(found.bits, "+.4f"))
-            kl = f"{found.kl.value:.3g}", between(found.kl, ".2g"), f"{found.kl_max:.3g}"
+            kl = f"{found.kl.value:.3g}", between(found.kl, ".2g"), "" if found.kl_max is None else f"{found.kl_max:.3g}"
             add_texts(far, letter, *kl, f"{found.same_top.value:.1%}", between(found.same_top, ".1%"))
         yield table
         yield far
@@ -227,6 +251,11 @@ class Comparisons(Printed):
                 cells = ("" if value is None else "0" if value == 0 else f"{value:.3g}" for value in row[part])
                 add_texts(table, letter, *cells)
             yield table
+
+
+def letters_of(count: int) -> tuple[str, ...]:
+    """Return a short name for each of several models."""
+    return tuple(LETTERS[:count]) if count <= len(LETTERS) else tuple(str(number + 1) for number in range(count))
 
 
 def between(interval: Estimate, form: str) -> str:

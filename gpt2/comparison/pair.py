@@ -20,11 +20,11 @@ from gpt2.comparison.blame import beyond_rounding, find_blame, quantisation
 from gpt2.comparison.blame_result import Blame
 from gpt2.comparison.bounds import measure_bounds
 from gpt2.comparison.bounds_result import Bounds
+from gpt2.comparison.cases import compare_cases
 from gpt2.comparison.compatibility import (
     Compatibility,
-    Vocabularies,
     compatibility,
-    first_parting,
+    on_text,
     parameters_of_both,
     require_same_function,
 )
@@ -33,10 +33,10 @@ from gpt2.comparison.floor import Floor, measure_floor
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, beginning, open_passage, token_bytes
 from gpt2.comparison.results import Comparison, Numerics
 from gpt2.comparison.saving import TRACED, Keep, saving
-from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule, readers
 from gpt2.comparison.sides.opening import open_sides
 from gpt2.comparison.sides.port import RunningPort
-from gpt2.comparison.sides.side import Running, Shown, Side, environment_of
+from gpt2.comparison.sides.side import Running, Shown, Side, environment_of, require_head
 from gpt2.comparison.ways import attending
 from gpt2.comparison.weights import WeightChanges, compare_weights
 from gpt2.comparison.words import Words, compare_words
@@ -64,20 +64,23 @@ def compare(
     offline: bool = False,
     blame: bool = False,
     save: Keep | None = None,
+    cases: str | None = None,
     progress: Progress = silent,
 ) -> Comparison:
     """Compare two models by name; arguments and errors are those of :func:`gpt2.comparison.run.compare`."""
     started = time.perf_counter()
     first, second = open_sides(a, b, offline=offline, dtype=dtype, device=device)
     sides = first, second
+    for side in sides:
+        require_head(side.vocab_size or 0, side, sides)  # of a recording
     tokenizers = sides[0].tokenizer(), sides[1].tokenizer()
     compatible = compatibility(sides[0].config, sides[1].config, *tokenizers)
     compatible = replace(compatible, impossible=_not_shown(sides) | compatible.impossible)
-    if blame:
-        require_same_function(compatible)
     passage = open_passage(on, tokens, sides, tokenizers, seed, offline=offline)
     ids, windows, text = passage.ids, passage.windows, passage.text
-    compatible = replace(compatible, vocabularies=_on_text(compatible.vocabularies, tokenizers, ids))
+    compatible = on_text(compatible, *tokenizers, ids)
+    if blame:
+        require_same_function(compatible)
     weights = None if "weights" in compatible.impossible else _weights(sides, progress)
     activations = numerics = distributions = words = bounds = None
     alone: tuple[LanguageScore, ...] = ()
@@ -99,12 +102,12 @@ def compare(
             )
             if weights is not None and weights.same_numbers and a != b:
                 numerics = _numerics(sides, running, start, progress)
-        own = [_Loaded(*each) for each in zip(sides, running, tokenizers, strict=True)]
+        own = [_Loaded(*each, sides) for each in zip(sides, running, tokenizers, strict=True)]
         if weights is None and all(isinstance(each, RunningPort | RunningModule) for each in running):
             compatible, readable = _read_modules(own, compatible)
             weights = None if "weights" in compatible.impossible else _weights(readable, progress)
         if "distributions" not in compatible.impossible:
-            kept: Logits = running[0].logits
+            kept: Logits = own[0].logits
             if save is not None:
                 kept = stack.enter_context(saving(save, sides[0], running[0], tokenizers[0] or tokenizers[1], passage))
             distributions, words = _distributions(own, kept, passage, seed, progress)
@@ -114,6 +117,7 @@ def compare(
             raise InputError(f"{a}: was not run over the text beside {b}, so it is not saved; save it alone")
         elif text is not None and not compatible.vocabularies.comparable:
             alone = _alone(own, text, ids)
+        on_cases = None if cases is None else compare_cases(cases, _asked(own, cases), seed=seed, progress=progress)
         last_words = _last_words(own, text.passages, seed, progress) if text is not None and text.passages else None
         floor = None if distributions is None and bounds is None else _floor(own, ids, progress)
     blamed = _blame(own, ids, windows, seed, progress) if blame else None
@@ -136,6 +140,7 @@ def compare(
         blame=blamed,
         floor=floor,
         bounds=bounds,
+        cases=on_cases,
     )
 
 
@@ -145,18 +150,13 @@ class _Loaded(NamedTuple):
     side: Side
     running: Running
     tokenizer: Tokenizer | None
+    sides: tuple[Side, ...]
 
-    @property
-    def logits(self) -> Logits:
-        return self.running.logits
-
-
-def _on_text(vocabularies: Vocabularies, tokenizers: tuple[Tokenizer | None, Tokenizer | None], ids: Tensor) -> Vocabularies:
-    """Add the first token of the text, ids (N,) of a's tokenizer, in which the tokenizers differ."""
-    a, b = tokenizers
-    if a is None or b is None or vocabularies.verdict == "equal":
-        return vocabularies
-    return replace(vocabularies, parting=first_parting(a, b, a.decode(ids.tolist())))
+    def logits(self, ids: Tensor) -> Tensor:
+        """Return the side's logits (B, T, V). Raises InputError: they are hidden states."""
+        logits = self.running.logits(ids)
+        require_head(logits.size(-1), self.side, self.sides)
+        return logits
 
 
 def _not_shown(sides: tuple[Side, Side]) -> dict[str, str]:
@@ -172,7 +172,7 @@ def _weights(sides: tuple[Side, Side], progress: Progress) -> WeightChanges | No
     names = [
         (name, re.sub(r"^h\.\d+", "h.{}", name), layer(name)) for name in parameters_of_both(sides[0].config, sides[1].config)
     ]
-    a, b = sides[0].reader(), sides[1].reader()
+    a, b = readers(sides[0], sides[1])
     changes = compare_weights(names, a, b, progress=progress)
     if changes.same_numbers:
         return changes
@@ -210,13 +210,16 @@ def _numerics(sides: tuple[Side, Side], running: tuple[Running, Running], ids: T
     walks = trace_blocks(finer.load(torch.float64), ids), running[0].blocks(ids), running[1].blocks(ids)
     for exact, block_a, block_b in zip(*walks, strict=True):
         progress(f"numerics: {next(reversed(exact))}")
+        if "logits" in exact:  # the vocabularies may be padded to different lengths
+            width = min(block["logits"].size(-1) for block in (exact, block_a, block_b))
+            exact, block_a, block_b = ({**block, "logits": block["logits"][..., :width]} for block in (exact, block_a, block_b))
         points += [(name, relative_error(block_a[name], x), relative_error(block_b[name], x)) for name, x in exact.items()]
     rows = []
     for side, loaded in zip(sides, running, strict=True):
         if isinstance(loaded, RunningModule) and isinstance(model := loaded.module, GPT2):
             for kind, attend in (("fused", sdpa_attention), ("spelt out", eager_attention)):
                 with attending(model, attend):
-                    error = relative_error(model(ids), exact["logits"])
+                    error = relative_error(model(ids)[..., : exact["logits"].size(-1)], exact["logits"])
                 rows.append((f"{side.name}, attention {kind}", error))
     return Numerics(tuple(points), tuple(rows))
 
@@ -257,8 +260,9 @@ def _blame(pair: list[_Loaded], ids: Tensor, windows: Windows, seed: int, progre
     a, b = (each.side for each in pair)
     if not (isinstance(a, CheckpointSide) and isinstance(b, CheckpointSide)):
         return None
-    names, vocab = list(expected(a.config)), _vocabulary(pair)
-    return find_blame(a.config, a.reader(), b.reader(), ids, windows, names=names, vocab=vocab, seed=seed, progress=progress)
+    config = replace(a.config, vocab_size=min(a.config.vocab_size, b.config.vocab_size))
+    names, vocab = list(expected(config)), _vocabulary(pair)
+    return find_blame(config, *readers(a, b), ids, windows, names=names, vocab=vocab, seed=seed, progress=progress)
 
 
 def _floor(pair: list[_Loaded], ids: Tensor, progress: Progress) -> Floor | None:
@@ -305,21 +309,20 @@ def _alone(pair: list[_Loaded], text: Text, ids: Tensor) -> tuple[LanguageScore,
     return tuple(scores)
 
 
+def _asked(pair: list[_Loaded], what: str) -> list[tuple[Logits, Tokenizer, int]]:
+    """Return each model's logits, tokenizer (its partner's if it has none) and context. Raises InputError: it cannot be asked."""
+    shared = next((each.tokenizer for each in pair if each.tokenizer is not None), None)
+    if cannot := next((each for each in pair if Shown.LOGITS not in each.side.shows or each.side.recording or not shared), None):
+        raise InputError(f"{cannot.side.name}: cannot be asked {what}; give a model that runs here, with a tokenizer")
+    return [(each.logits, each.tokenizer or shared, each.side.n_positions or DEFAULT_CONTEXT) for each in pair if shared]
+
+
 def _last_words(pair: list[_Loaded], passages: Sequence[str], seed: int, progress: Progress) -> LastWords | None:
     """Score the last word of each passage, if both models have tokenizers."""
-    runs = all(Shown.LOGITS in each.side.shows and each.side.recording is None for each in pair)
-    if not runs or any(each.tokenizer is None for each in pair):
+    if any(each.tokenizer is None or Shown.LOGITS not in each.side.shows or each.side.recording for each in pair):
         return None
     a, b = (
-        score_last_words(
-            each.logits,
-            each.tokenizer,
-            passages,
-            context=each.side.n_positions or DEFAULT_CONTEXT,
-            seed=seed,
-            progress=progress,
-        )
-        for each in pair
-        if each.tokenizer is not None
+        score_last_words(logits, tokenizer, passages, context=context, seed=seed, progress=progress)
+        for logits, tokenizer, context in _asked(pair, "passages")
     )
     return LastWords(a, b, last_words_change(a, b, seed=seed))

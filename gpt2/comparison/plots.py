@@ -90,6 +90,8 @@ def _by_point(axes: Axes, errors: Errors, colour: str, wide: bool, name: str | N
         )
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(_power)
+    low, high = axes.get_ylim()
+    axes.yaxis.set_minor_formatter(_power if high < 10 * low else lambda value, at: "")  # else its own are formulas for TeX
     layers: dict[int, list[int]] = {}
     for point, place in places.items():
         if (layer := layer_of(point)) is not None:

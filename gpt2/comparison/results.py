@@ -12,6 +12,7 @@ from gpt2.checkpoint.official_files import Official
 from gpt2.comparison.activations import Activations
 from gpt2.comparison.blame_result import Blame
 from gpt2.comparison.bounds_result import Bounds
+from gpt2.comparison.cases import Cases
 from gpt2.comparison.compatibility import Compatibility
 from gpt2.comparison.distributions import Distributions
 from gpt2.comparison.floor import Floor
@@ -99,6 +100,7 @@ class Comparison(Printed):
     gates: tuple[Judgement, ...] = ()  # of --fail-if
     blame: Blame | None = None
     floor: Floor | None = None
+    cases: Cases | None = None  # of --cases
     bounds: Bounds | None = None  # where one side shows only the likeliest tokens
 
     @property
@@ -107,7 +109,8 @@ class Comparison(Printed):
         weights = self.weights is None or self.weights.total.unchanged == 1.0
         activations = self.activations is None or all(point.max_abs == 0 for point in self.activations.points)
         distributions = self.distributions is not None and self.distributions.js.max == 0
-        return weights and activations and distributions and not self.compatibility.architecture
+        program = not self.compatibility.architecture and not self.compatibility.departures
+        return weights and activations and distributions and program
 
     @property
     def protocol(self) -> str:
@@ -169,8 +172,8 @@ class Comparison(Printed):
         yield f"\n[bold]{escape(self.a.name)}[/bold]  →  [bold]{escape(self.b.name)}[/bold]"
         yield f"[dim]{escape(self._subjects())}[/dim]\n"
         yield self._summary()
-        for field, a, b in self.compatibility.architecture:
-            yield f"[yellow]differs[/yellow]  {field}: {a} → {b}"
+        for field, a, b in (*self.compatibility.architecture, *self.compatibility.vocabularies.rules):
+            yield f"[yellow]differs[/yellow]  {field}: {escape(f'{a} → {b}')}"
         if (parting := self.compatibility.vocabularies.parting) is not None:
             yield f"[yellow]differs[/yellow]  tokenizers: {escape(str(parting))}"
         for finding in self.bounds.findings if self.bounds else ():
@@ -192,13 +195,16 @@ class Comparison(Printed):
             yield from titled("Words", "where they disagree most, and what each expected instead", table)
         if self.words is not None and self.words.continuations:
             yield continuations_table(self.words)
+        if self.cases is not None and (self.cases.lost or self.cases.gained):
+            yield from titled("Cases", "right in one, wrong in the other; probability of the answer", self.cases.table())
         if self.blame is not None:
             yield from titled("Blame", "KL that each part of b brings into a, in nats a token", *self.blame.rows(self.a.name))
         yield f"[dim]in {self.seconds:.1f} s[/dim]\n"
 
     def _subjects(self) -> str:
         vocabularies = self.compatibility.vocabularies
-        kind = {"equal": "one tokenizer", "merges": vocabularies.on_the_text, "none": "one tokenizer for both"}
+        kind = {"equal": "one tokenizer", "none": "one tokenizer for both"}
+        kind |= dict.fromkeys(("merges", "extended"), vocabularies.on_the_text)
         tokenizer = kind.get(vocabularies.verdict, f"tokenizers differ in {vocabularies.differing:,} entries")
         known = [each.parameters for each in (self.a, self.b) if each.parameters is not None]
         sizes = " → ".join(f"{size:,}" for size in dict.fromkeys(known)) + " parameters" if known else ""
@@ -211,6 +217,8 @@ class Comparison(Printed):
         table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 3, 0, 0))
         for _ in range(3):
             table.add_column(overflow="fold")
+        departures = ", ".join(self.compatibility.departures)
+        beside = f"another program: see {departures}" if departures else "nothing else"
         both = self.distributions
         perplexities = " → ".join(f"{score.perplexity:.2f}" for score in self.scores)
         bits = " → ".join(f"{score.bits_per_byte:.4f}" for score in self.scores)
@@ -246,13 +254,21 @@ class Comparison(Printed):
             table.add_row("last words right", f"{first.accuracy.value:.1%} → {second.accuracy.value:.1%}", gain)
             ratio = f"× {interval(change.ratio, '.3f')} per word"
             table.add_row("their perplexity", f"{first.perplexity.value:.2f} → {second.perplexity.value:.2f}", ratio)
+        if (cases := self.cases) is not None:
+            right = f"{cases.right_a.value:.1%} → {cases.right_b.value:.1%}"
+            turned = f"{len(cases.lost):,} lost, {len(cases.gained):,} gained of {len(cases.cases):,}"
+            table.add_row("cases right", right, f"{turned}: {interval(cases.gain, '+.1%')}")
+            table.add_row("expected text", "", f"× {interval(cases.likelier, '.3g')} as likely")
         if self.weights is not None:
+            for letter, damage in zip("ab", self.weights.damage, strict=True):
+                if damage:
+                    table.add_row("[bold red]DAMAGED[/bold red]", letter, damage)
             total, most = self.weights.total, self.weights.most_changed(1)
             if most and self.weights.same_numbers:
                 coarser = max(self.a.dtype, self.b.dtype, key=["float64", "float32", "float16", "bfloat16", "int8"].index)
-                table.add_row("weights", "the same", f"rounded to {coarser}, and nothing else")
+                table.add_row("weights", "the same", f"rounded to {coarser}, and {beside}")
             elif self.weights.rounded_to:
-                moved_by = f"which moves them by {total.distance:.2%}, and nothing else"
+                moved_by = f"which moves them by {total.distance:.2%}, and {beside}"
                 table.add_row("weights", f"a's, in {self.weights.rounded_to}", moved_by)
             elif self.weights.nearly:
                 table.add_row(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.comparison import pair
@@ -14,59 +14,39 @@ from gpt2.comparison.many_results import Comparisons
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.saving import Keep
 from gpt2.errors import InputError
-from gpt2.measure.metrics import Progress, silent
+from gpt2.measure.metrics import Progress
+
+
+class Options(TypedDict, total=False):
+    """What :func:`compare` takes, however many the models are."""
+
+    on: str | None
+    tokens: int | None
+    seed: int
+    dtype: str | None
+    device: str
+    offline: bool
+    progress: Progress
+
+
+class PairOptions(Options, total=False):
+    """What it takes of two models alone."""
+
+    threshold: float
+    blame: bool
+    save: Keep | None
+    cases: str | None
 
 
 @overload
-def compare(
-    a: str = ...,
-    b: str = ...,
-    *,
-    on: str | None = ...,
-    tokens: int | None = ...,
-    threshold: float = ...,
-    seed: int = ...,
-    dtype: str | None = ...,
-    device: str = ...,
-    offline: bool = ...,
-    blame: bool = ...,
-    save: Keep | None = ...,
-    progress: Progress = ...,
-) -> Comparison: ...
+def compare(a: str = ..., b: str = ..., **options: Unpack[PairOptions]) -> Comparison: ...
 
 
 @overload
-def compare(
-    a: str,
-    b: str,
-    c: str,
-    /,
-    *others: str,
-    on: str | None = ...,
-    tokens: int | None = ...,
-    seed: int = ...,
-    dtype: str | None = ...,
-    device: str = ...,
-    offline: bool = ...,
-    progress: Progress = ...,
-) -> Comparisons: ...
+def compare(a: str, b: str, c: str, /, *others: str, **options: Unpack[Options]) -> Comparisons: ...
 
 
-def compare(
-    a: str = DEFAULT,
-    b: str = f"hf/{DEFAULT}",
-    *others: str,
-    on: str | None = None,
-    tokens: int | None = None,
-    threshold: float = THRESHOLD,
-    seed: int = 0,
-    dtype: str | None = None,
-    device: str = "cpu",
-    offline: bool = False,
-    blame: bool = False,
-    save: Keep | None = None,
-    progress: Progress = silent,
-) -> Comparison | Comparisons:
+def compare(a: str = DEFAULT, b: str = f"hf/{DEFAULT}", *others: str, **options: Unpack[PairOptions]) -> Comparison | Comparisons:
     """Compare two models by name: weights, activations, distributions over a text, and generated words.
 
     If both have the same weights and differ in dtype or implementation, each is also compared with a float64 run. With more than
@@ -80,36 +60,26 @@ def compare(
         on: the text: a file, ``-`` for stdin, or a name that :func:`gpt2.measure.texts.open_text` knows, with options.
         tokens: use this many tokens from the beginning; 0 means all. Default: 8192, or the whole text if its protocol needs it,
             as for published figures on WikiText-2.
-        threshold: a relative error of an activation; the result names the first point above it.
+        threshold: a relative error of an activation (default: 1e-3); the result names the first point above it.
         seed: seeds the bootstrap, sampled continuations, and random ids if neither model has a tokenizer.
         dtype: the dtype of a model whose name gives none; default: as stored.
         device: where checkpoints run, as for :func:`gpt2.load`; float64 runs, and what other engines run, stay on the CPU.
         blame: also put parts of b into a and measure what each carries, for models of one shape (:mod:`gpt2.comparison.blame`).
         save: keep what ``a`` shows in a file, for the side ``trace:FILE``.
+        cases: a table of the user's own questions, on which both are scored too (:mod:`gpt2.comparison.cases`).
 
     Raises:
-        InputError: no such model or text; threshold, blame or save with more than two models.
+        InputError: no such model or text; threshold, blame, save or cases with more than two models.
         CheckpointError: a checkpoint whose tensors do not fit its config.
     """
-    of_two: dict[str, Any] = {"threshold": threshold, "blame": blame, "save": save}
-    shared: dict[str, Any] = {"on": on, "tokens": tokens, "seed": seed, "dtype": dtype, "device": device}
-    shared |= {"offline": offline, "progress": progress}
-    return compare_named((a, b, *others), **of_two, **shared)
+    return compare_named((a, b, *others), **options)
 
 
-def compare_named(
-    names: Sequence[str],
-    *,
-    threshold: float = THRESHOLD,
-    blame: bool = False,
-    save: Keep | None = None,
-    hashes: bool = True,
-    **shared: Any,
-) -> Comparison | Comparisons:
+def compare_named(names: Sequence[str], *, hashes: bool = True, **options: Any) -> Comparison | Comparisons:
     """Compare models as :func:`compare` does, from a list of names; of several without the ``hashes`` of their files."""
     each = [saved.name for name in names for saved in with_checkpoints(name)]
     if len(each) == 2:
-        return pair.compare(*each, threshold=threshold, blame=blame, save=save, **shared)
-    if threshold != THRESHOLD or blame or save is not None:
-        raise InputError("threshold, blame and save are for two models; leave them or the other models out")
-    return compare_many(names, hashes=hashes, **shared)
+        return pair.compare(*each, **options)
+    if any([options.pop("threshold", THRESHOLD) != THRESHOLD, *(options.pop(name, None) for name in ("blame", "save", "cases"))]):
+        raise InputError("threshold, blame, save and cases are for two models; leave them or the other models out")
+    return compare_many(names, hashes=hashes, **options)

@@ -32,9 +32,9 @@ def titled(title: str, what: str, *tables: RenderableType) -> Iterator[Renderabl
 
 
 def weights_table(weights: WeightChanges) -> Table:
-    table = data_table("tensor", "moved", "max", "cosine", "unchanged", "rank (effective)")
+    table = data_table("tensor", "moved", "max", "cosine", "unchanged", "rank of change")
     for tensor in weights.most_changed():
-        rank = "" if tensor.rank is None else f"{tensor.rank}/{tensor.full_rank} ({tensor.effective_rank:.0f})"
+        rank = "" if tensor.rank is None else f"{tensor.rank} of {tensor.full_rank}"
         sizes = f"{tensor.max_abs:.2g}", f"{tensor.cosine:.5f}", f"{tensor.unchanged:.1%}"
         add_texts(table, tensor.name, moved(tensor.distance), *sizes, rank)
     return table
@@ -89,10 +89,10 @@ def words_table(words: Words) -> Table:
 
 
 def continuations_table(words: Words) -> Table:
-    table = data_table("prompt", "a goes on", "b goes on", "parts", wrap=True)
+    table = data_table("prompt", "a goes on", "b goes on", "they differ", wrap=True)
     for row in words.continuations:
         sampling = "greedy" if row.temperature == 0 else f"T = {row.temperature:g}"
-        parts = "nowhere" if row.parts_at is None else f"token {row.parts_at + 1}"
+        parts = "not at all" if row.parts_at is None else f"from token {row.parts_at + 1}"
         add_texts(table, f"{row.prompt}\n({sampling})", row.a, row.b, parts)
         table.add_section()
     return table

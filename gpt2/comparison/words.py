@@ -69,8 +69,12 @@ class Words:
 
 
 def passages(js: Tensor, count: int = 5, length: int = PASSAGE) -> list[tuple[int, float]]:
-    """Find the ``count`` windows of ``length`` tokens with the largest mean of ``js`` (N,), without overlap: (start, mean)."""
+    """Find ``count`` windows of ``length`` tokens with the largest mean of ``js`` (N,), in as many places: (start, mean).
+
+    Two of them are at least a tenth of the text apart, so that one odd scene does not fill the list.
+    """
     length = min(length, len(js))
+    apart = max(length, len(js) // 10)
     if length == 0:
         return []
     means = js.double().unfold(0, length, 1).mean(-1)
@@ -81,7 +85,7 @@ def passages(js: Tensor, count: int = 5, length: int = PASSAGE) -> list[tuple[in
         if means[start] <= 0:
             break
         worst.append((start, float(means[start])))
-        free[max(0, start - length + 1) : start + length] = False
+        free[max(0, start - apart + 1) : start + apart] = False
     return worst
 
 

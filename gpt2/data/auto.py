@@ -21,7 +21,7 @@ from gpt2.config import quoted
 from gpt2.data.bpe import as_pairs, byte_level_pipeline
 from gpt2.data.byte_level import N_BYTES, Merges, byte_alphabet, state
 from gpt2.data.files import END_OF_TEXT, TOKENIZER_FILES, link_to_nothing, read, read_json, read_text, warn_once
-from gpt2.data.library import ROLES, LibraryTokenizer, library, text_of
+from gpt2.data.library import ROLES, LibraryTokenizer, library, template_around, text_of
 from gpt2.data.pieces import PiecesTokenizer, pieces_of
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import InputError
@@ -121,10 +121,7 @@ def _around(first: str, last: str) -> Template:
     """Return a template that puts the tokens of two roles before and behind every text; "" for none."""
 
     def template(roles: Mapping[str, str], pipeline: Pipeline) -> Any:
-        before, behind = ([roles[role]] if role else [] for role in (first, last))
-        single = " ".join([*(f"{token}:0" for token in before), "$A:0", *(f"{token}:0" for token in behind)])
-        special = [(token, pipeline.token_to_id(token)) for token in dict.fromkeys([*before, *behind])]
-        return processors.TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=special)
+        return template_around(roles[first] if first else None, roles[last] if last else None, pipeline)
 
     return template
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from gpt2.config import quoted
 from gpt2.data.byte_level import N_BYTES, Merges, byte_alphabet, openai_byte_order
 from gpt2.data.files import END_OF_TEXT
-from gpt2.data.library import LibraryTokenizer, library
+from gpt2.data.library import LibraryTokenizer, library, template_around
 from gpt2.data.tokenizer import refuse_surrogates
 from gpt2.errors import InputError
 
@@ -41,9 +41,12 @@ def made_bpe(
     matched: Sequence[str] = (),
     *,
     eos: str | None = None,
+    around: tuple[str | None, str | None] = (None, None),
     where: str = "the vocabulary",
 ) -> LibraryTokenizer:
     """Return a byte-level BPE with GPT-2's own settings. ``matched`` tokens are one id in every text, ``special`` if asked for.
+
+    ``around`` are the tokens that its template puts before and behind a prompt.
 
     Raises InputError: what the library refuses.
     """
@@ -54,6 +57,8 @@ def made_bpe(
         backend.post_processor = processors.ByteLevel(trim_offsets=False)
         backend.add_tokens([AddedToken(token, normalized=True, special=True) for token in special])
         backend.add_tokens([AddedToken(token, normalized=True) for token in matched])
+        if any(around):
+            backend.post_processor = template_around(*around, backend)
     roles = {} if eos is None else dict.fromkeys(("bos_token", "eos_token", "unk_token"), eos)
     return LibraryTokenizer(backend, roles=roles, merges=merges)
 

@@ -43,6 +43,15 @@ def text_of(token: Any) -> str:
     return str(token["content"] if isinstance(token, dict) else getattr(token, "content", token))
 
 
+def template_around(before: str | None, behind: str | None, pipeline: "Backend") -> Any:
+    """Return a post-processor that puts a token before and one behind every prompt."""
+    from tokenizers import processors
+
+    single = " ".join(f"{part}:0" for part in (before, "$A", behind) if part)
+    special = [(token, pipeline.token_to_id(token)) for token in dict.fromkeys(filter(None, (before, behind)))]
+    return processors.TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=special)
+
+
 class LibraryTokenizer(Tokenizer):
     """A pipeline of the `tokenizers` library, with the bytes of the files that it was read from.
 
@@ -85,8 +94,8 @@ class LibraryTokenizer(Tokenizer):
     def fingerprint(self) -> str:
         content: list[object] = [list(self.vocab), self.merges, sorted(self.special_tokens.values())]
         content += [sorted(self.matched)] if self.matched else []
-        if not self.exact or self.template:
-            content = [self.definition()]
+        content += [self.template] if self.template else []
+        content = content if self.exact else [self.definition()]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def definition(self) -> dict[str, Any]:

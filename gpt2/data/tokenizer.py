@@ -26,6 +26,7 @@ class Tokenizer(ABC):
     special_tokens: Mapping[str, int] = {}
     added: Mapping[int, Any] = {}  # the ids of tokens that stand outside the model's own vocabulary
     exact = True  # the bytes of a text's ids, joined, are the text
+    elsewhere: Mapping[str, str] = {}  # entries of the file by which the program that it is made for splits a text otherwise
     chat: ChatFormat | None = None
 
     def __init__(self, tokens: Sequence[bytes | None]) -> None:

@@ -61,22 +61,35 @@ def score_last_words(
     if not passages:
         raise InputError("there are no passages to score the last words of; give at least one")
     pairs = [_encode(tokenizer, passage, i, context) for i, passage in enumerate(passages)]
+    return score_pairs(model, pairs, Bootstrap(len(pairs), seed), context=context, progress=progress)
+
+
+@torch.inference_mode()
+def score_pairs(
+    model: Logits,
+    pairs: Sequence[tuple[list[int], int]],
+    bootstrap: Bootstrap,
+    *,
+    context: int,
+    what: tuple[str, str] = ("last words", "passages"),
+    progress: Progress = silent,
+) -> LastWord:
+    """Return how well a model predicts the last tokens of each row, pairs of (ids, number of tokens to predict)."""
     losses, right, done = torch.zeros(len(pairs), dtype=torch.float64), torch.zeros(len(pairs), dtype=torch.bool), 0
     for batch in _batches([len(ids) - 1 for ids, _ in pairs]):
         for i, (loss, likeliest) in zip(batch, score_targets(model, [pairs[i] for i in batch]), strict=True):
             losses[i], right[i] = loss, likeliest
         done += len(batch)
-        progress(f"last words: {done:,} of {len(pairs):,} passages")
-    bootstrap = Bootstrap(len(pairs), seed)
+        progress(f"{what[0]}: {done:,} of {len(pairs):,} {what[1]}")
     perplexity = bootstrap.interval(exp_or_inf(losses.mean().item()), bootstrap.means(losses).exp())
     losses_and_right = tuple(losses.tolist()), tuple(right.tolist())
     return LastWord(bootstrap.fraction(right), perplexity, len(pairs), context, *losses_and_right)
 
 
-def last_words_change(a: LastWord, b: LastWord, *, seed: int = 0) -> LastWordChange:
+def last_words_change(a: LastWord, b: LastWord, *, seed: int = 0, bootstrap: Bootstrap | None = None) -> LastWordChange:
     if a.n != b.n:
         raise InputError(f"one model was scored on {a.n} passages, the other on {b.n}; score both on the same passages")
-    bootstrap = Bootstrap(a.n, seed)
+    bootstrap = bootstrap or Bootstrap(a.n, seed)
     gained = torch.tensor(b.right).double() - torch.tensor(a.right).double()
     lost = torch.tensor(b.losses, dtype=torch.float64) - torch.tensor(a.losses, dtype=torch.float64)
     return LastWordChange(bootstrap.mean(gained), bootstrap.interval(exp_or_inf(lost.mean().item()), bootstrap.means(lost).exp()))

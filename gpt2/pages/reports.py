@@ -128,13 +128,32 @@ class Printed(ABC):
 
     def save_html(self, path: str | Path) -> None:
         """Write the report as one self-contained HTML file. Raises InputError: it cannot be written."""
-        from rich.console import Console
+        from gpt2.pages.rendering import render, write
 
-        from gpt2.pages.rendering import write
+        parts = list(map(_page_part, self.parts()))
+        verdict = [
+            part for part in parts if re.search(r"bold (green|red|yellow)", " ".join(kind for _, kind in part.get("text", ())))
+        ]
+        title = getattr(self, "model", "a report")
+        write(path, render("printed", title=title, verdict=verdict, parts=[x for x in parts if x not in verdict], data={}))
 
-        console = Console(file=io.StringIO(), width=110, record=True, force_jupyter=False)
-        self.print(console)
-        write(path, console.export_html())
+
+def _page_part(part: RenderableType) -> dict[str, Any]:
+    """Return a table's header and rows, or a text, for a page: each text as spans of (characters, styles)."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=io.StringIO(), force_jupyter=False)
+
+    def spans(text: Any) -> list[tuple[str, str]]:
+        rendered = Text.from_markup(text, end="") if isinstance(text, str) else text
+        return [(segment.text, str(segment.style or "")) for segment in rendered.render(console)]
+
+    if not isinstance(part, Table):
+        return {"text": spans(part)}
+    rows = zip(*(map(spans, column.cells) for column in part.columns), strict=True)
+    return {"header": [spans(column.header) for column in part.columns] if part.show_header else [], "rows": list(rows)}
 
 
 class Interrupted(KeyboardInterrupt):

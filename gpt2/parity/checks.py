@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, StoredCheckpoint
-from gpt2.checkpoint.containers.mapped_file import require_whole_files
+from gpt2.checkpoint.containers.mapped_file import require_whole_files, whole
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.keys import HEAD, PREFIX, from_file, layer, share, to_file
 from gpt2.checkpoint.loading import rows_note
@@ -31,6 +31,7 @@ from gpt2.model import GPT2
 from gpt2.parity import reference
 from gpt2.parity.findings import Findings
 from gpt2.parity.streaming import Converted, Receive, Streamed
+from gpt2.sampling import not_finite
 
 log = logging.getLogger("gpt2")
 SEQUENCES = 16  # whose gradients' rounding is judged
@@ -196,8 +197,8 @@ class Subject:
 
     @property
     def adapted(self) -> frozenset[str]:
-        """The parameters that have a LoRA adapter merged into them."""
-        return frozenset(self.checkpoint.adapter.factors if isinstance(self.checkpoint, AdaptedCheckpoint) else ())
+        """The parameters that a LoRA adapter changed."""
+        return self.checkpoint.changed if isinstance(self.checkpoint, AdaptedCheckpoint) else frozenset()
 
 
 def hidden_of(model: nn.Module, ids: Tensor) -> Tensor:
@@ -221,6 +222,8 @@ def weights(subject: Subject) -> None:
     parameters = {name: tensor for name, tensor in subject.ours.state_dict().items() if name not in subject.adapted}
     require_whole_files()
     add, found, absent = partial(subject.findings.exact, "weights"), set(), subject.checkpoint.assignment.absent
+    for name, count in not_finite(whole(subject.ours.state_dict().items())).items():
+        add(f"{name} (not finite)", count)  # no two models can be equal on them
     for key, stored in _stored(subject.checkpoint):
         name, third = share(from_file(key))
         ours = parameters.get(name, parameters["wte.weight"] if name == HEAD else None)

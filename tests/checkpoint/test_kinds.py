@@ -244,7 +244,7 @@ CAUSES: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "bitsandbytes": (quantised(".weight.quant_state.bitsandbytes__nf4"), ("quantised weights",)),
     "8 bits": (quantised(".SCB"), ("quantised weights",)),
     "a quantised config": (with_config(quantization_config={"quant_method": "awq"}), ("'awq'", "quantised weights are not read")),
-    "an unmerged adapter": (pickled(lambda s: s | {LORA: torch.ones(2, 12)}), ("PEFT's parts", "merge_and_unload()")),
+    "an unmerged adapter": (pickled(lambda s: s | {LORA: torch.ones(2, 12)}), ("PEFT's parts", "save the adapter alone")),
     "FSDP's": (pickled(lambda s: {"_fsdp_wrapped_module._flat_param": torch.ones(9)} | s), ("FSDP's flat", "FULL_STATE_DICT")),
     "names of its own": (pickled(lambda s: {f"net.{n}": t for n, t in enumerate(s.values())}), ("none of its", "FILE.py:build")),
     "only FSDP's": (pickled(lambda s: {"_fsdp_wrapped_module._flat_param": torch.ones(9)}), ("FSDP's flat",)),

@@ -37,8 +37,8 @@ def draw(module: torch.nn.Module) -> torch.nn.Module:
     """Adapters as if trained: B of zeros would hide every bug."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if "lora_" in name:
+        for parameter in module.parameters():
+            if parameter.requires_grad:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     return module
 
@@ -85,9 +85,15 @@ def theirs(peft, base: Path, adapter: Path) -> torch.Tensor:
 
 def written_by_peft(peft, base: Path, folder: Path, **settings) -> torch.Tensor:
     """Save an adapter with PEFT; return the logits of PEFT's model, in float64."""
-    settings = {"r": 4, "lora_alpha": 12, "target_modules": ALL, "task_type": "CAUSAL_LM", "fan_in_fan_out": True} | settings
+    method = getattr(peft, settings.pop("method", "LoraConfig"))
+    lora = {"r": 4, "lora_alpha": 12, "fan_in_fan_out": True} if method is peft.LoraConfig else {}
+    settings = {"target_modules": ALL, "task_type": "CAUSAL_LM", **lora} | settings
+    grown = settings.pop("rows", TINY.vocab_size)
     with quiet():
-        model = draw(peft.get_peft_model(reference(base), peft.LoraConfig(**settings)))
+        model = reference(base)
+        if grown != TINY.vocab_size:
+            model.resize_token_embeddings(grown, mean_resizing=False)
+        model = draw(peft.get_peft_model(model, method(**settings)))
         model.save_pretrained(folder)
         edit(folder, base_model_name_or_path=str(base))
         return model.double().eval()(IDS).logits
@@ -101,14 +107,64 @@ SETTINGS = {
     "one layer": {"layers_to_transform": [1]},
     "by expression": {"target_modules": r".*\.h\.0\..*c_(fc|attn)"},
     "fan_in_fan_out left to PEFT": {"fan_in_fan_out": False},
+    "the head": {"target_modules": ["c_attn", "lm_head"]},
+    "the embedding": {"target_modules": ["c_attn", "wte"]},
+    "embedding and head": {"target_modules": ["wte", "lm_head"], "use_rslora": True},
+    "embedding and head together": {"target_modules": ["wte", "lm_head"], "ensure_weight_tying": True},
+    "positions": {"target_modules": ["wpe"]},
+    "a whole head": {"modules_to_save": ["lm_head"]},
+    "a whole embedding": {"modules_to_save": ["wte"]},
+    "whole modules": {"modules_to_save": ["wte", "lm_head", "ln_1", "ln_f"]},
+    "biases": {"bias": "all"},
+    "a new row": {"rows": TINY.vocab_size + 1},
+    "a new row of an adapted embedding": {"target_modules": ["wte"], "rows": TINY.vocab_size + 1},
+    "a new row of a whole embedding": {"modules_to_save": ["wte"], "rows": TINY.vocab_size + 1},
 }
+REFUSED = {  # what is refused with advice
+    "DoRA": {"use_dora": True},
+    "DoRA of the head": {"use_dora": True, "target_modules": ["lm_head"]},
+    "DoRA of the embedding": {"use_dora": True, "target_modules": ["c_attn", "wte"]},
+    "single tokens": {"trainable_token_indices": [3, 4]},
+    "LoHa of the head": {"method": "LoHaConfig", "r": 4, "alpha": 12, "target_modules": ["lm_head"]},
+    "IA3": {"method": "IA3Config", "target_modules": ["c_attn"], "feedforward_modules": [], "fan_in_fan_out": True},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_the_advice_of_a_refusal_leads_to_the_model_that_peft_computes(peft, base: Path, tmp_path: Path, what: str) -> None:
+    """Merging, as was advised, added an adapter of the tied head to the embedding too: another model, without a word."""
+    expected = written_by_peft(peft, base, tmp_path / "adapter", **REFUSED[what])
+    with pytest.raises(InputError, match="merge it with PEFT") as refusal:
+        gpt2.load(str(tmp_path / "adapter"))
+    with quiet():
+        model = reference(base)
+        if "untie the base's head" in str(refusal.value):
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+            model.config.tie_word_embeddings = False
+        merged = peft.PeftModel.from_pretrained(model, str(tmp_path / "adapter")).double().merge_and_unload()
+        merged.save_pretrained(tmp_path / "merged")
+    assert apart(ours(tmp_path / "merged"), expected) < 1e-10
+
+
+def test_the_adapter_alone_is_what_a_file_with_peft_inside_is_told_to_be(peft, base: Path, tmp_path: Path) -> None:
+    """The state dict of a PEFT model holds the base and the adapter's parts: the advice is its save_pretrained."""
+    with quiet():
+        model = draw(peft.get_peft_model(reference(base), peft.LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM")))
+        expected = model.double().eval()(IDS).logits
+        (tmp_path / "whole").mkdir()
+        torch.save(model.state_dict(), tmp_path / "whole" / "pytorch_model.bin")
+        model.config.save_pretrained(tmp_path / "whole")
+        refused(lambda: gpt2.load(str(tmp_path / "whole")), "save the adapter alone (save_pretrained of the PEFT model)")
+        model.save_pretrained(tmp_path / "alone")
+    edit(tmp_path / "alone", base_model_name_or_path=str(base))
+    assert apart(ours(tmp_path / "alone"), expected) < 1e-10
 
 
 @pytest.mark.parametrize("what", SETTINGS)
 def test_what_peft_writes_opens_here(peft, base: Path, tmp_path: Path, what: str) -> None:
     expected = written_by_peft(peft, base, tmp_path, **SETTINGS[what])
     assert apart(ours(tmp_path), expected) < 1e-10
-    assert apart(ours(base), expected) > 1e-2  # negative control: without the adapter the logits differ
+    assert apart(ours(base), expected[..., : TINY.vocab_size]) > 1e-2  # negative control: without it the logits differ
 
 
 @pytest.mark.parametrize("targets", [("c_attn", "c_proj", "c_fc"), ("attn.c_proj",), ("mlp.c_proj", "c_attn")])
@@ -212,8 +268,9 @@ CONFIGS = {
     "a base without weights": ({"base_model_name_or_path": "/usr"}, "its base model cannot be opened: /usr: no model.safe"),
     "another method": ({"peft_type": "IA3"}, "peft_type is 'IA3', not LORA; merge it with PEFT"),
     "DoRA": ({"use_dora": True}, "uses use_dora, which is more than LoRA; merge it with PEFT"),
-    "biases": ({"bias": "all"}, "uses bias, which"),
-    "whole modules": ({"modules_to_save": ["wte"]}, "uses modules_to_save, which"),
+    "biases that are not there": ({"bias": "all"}, "holds nothing of bias, which adapter_config.json says was trained"),
+    "whole modules that are not there": ({"modules_to_save": ["wte"]}, "holds nothing of wte, which"),
+    "DoRA of the head": ({"use_dora": True, "target_modules": ["lm_head"]}, "more than LoRA; untie the base's head"),
     "what is not invented yet": ({"use_lora_9": 1}, "uses use_lora_9, which"),
     "a base that it changed": ({"init_lora_weights": "pissa_niter_4"}, "uses init_lora_weights, which"),
     "another rank": ({"r": 8}, "says rank 8 for transformer.h.0.attn.c_attn, the tensors 4 and 4"),

@@ -243,6 +243,17 @@ def test_generate_streams_what_the_api_returns(capsys: pytest.CaptureFixture) ->
     assert body["prompt_ids"] + body["ids"] == ids
 
 
+def test_generate_without_its_prompt(capsys: pytest.CaptureFixture) -> None:
+    """A script that wants the answer alone had to cut the prompt off by itself."""
+    command = ["generate", "--prompt", "ROMEO:", "--temperature", "0", "--max-new-tokens", "5"]
+    assert main(command) == 0
+    whole = capsys.readouterr().out
+    assert main([*command, "--no-prompt"]) == 0
+    assert f"ROMEO:{capsys.readouterr().out}" == whole
+    assert main([*command, "--no-prompt", "--samples", "2"]) == 0
+    assert "ROMEO:" not in capsys.readouterr().out
+
+
 def test_generate_ends_each_of_several_samples_at_the_stop_text(capsys: pytest.CaptureFixture) -> None:
     """The first row that stops must not end the others, nor get the ids that the batch still computes for it."""
     argv = ["generate", "--prompt", "ROMEO:\n", "--max-new-tokens", "80", "--seed", "5", "--stop", "the", "--samples", "4"]

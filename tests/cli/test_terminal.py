@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 
@@ -12,7 +14,9 @@ import torch
 
 import gpt2
 from gpt2.bench import Bench, Row, Spread
+from gpt2.cli.common import Status
 from gpt2.cli.main import COMMANDS, main
+from gpt2.cli.main import NAMES as COMMAND_NAMES
 from gpt2.comparison.pair import compare
 from gpt2.comparison.results import Comparison, Numerics
 from gpt2.data.chars import Chars
@@ -150,6 +154,55 @@ def test_lists_fit(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyt
     if not argv:  # the command alone prints its help; it gave an error about a missing argument
         assert all(command.__name__.rpartition(".")[2].removesuffix("_command") in out for command in COMMANDS)
     assert [line for line in lines if len(line) > 80 and "/" not in line] == []  # paths are not wrapped
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+@pytest.mark.parametrize("name", COMMAND_NAMES)
+def test_help_fits(name: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Examples and their comments were up to 129 columns wide; a wrapped command must still be one that can be copied."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    out = capsys.readouterr().out
+    if columns == 80:
+        assert [line for line in out.splitlines() if len(line) > 80] == []
+    joined = out.replace(" \\\n   ", "")
+    command = COMMANDS[COMMAND_NAMES.index(name)]
+    examples = [re.split(r" {2,}", line.strip())[0] for line in command.EXAMPLES.splitlines() if line.startswith("  gpt2 ")]
+    assert [example for example in examples if example not in joined] == []
+    assert not any(line.endswith("\\") and not line.startswith("  gpt2") and "--" not in line for line in out.splitlines())
+
+
+def test_progress_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line of progress that wraps cannot be overwritten: each step left its remains on a terminal of 50 columns."""
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with Status() as status:
+        status("blame: variant 12 of 30, windows 3 of 8, and so on for a long time")
+    lines = [line.removeprefix("\x1b[2K") for line in capsys.readouterr().err.split("\r")]
+    assert max(map(len, lines)) == 49
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_tab_key_completes(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Options had to be looked up in the help."""
+    pytest.importorskip("shtab")
+    assert main(["--completion", shell]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in COMMAND_NAMES)
+    assert "fail-if" in out
+    if shell == "bash":
+        typed = "COMP_WORDS=(gpt2 compare --fai); COMP_CWORD=2; _shtab_gpt2; echo ${COMPREPLY[@]}"
+        completed = subprocess.run(["bash", "-c", f"{out}\n{typed}"], capture_output=True, text=True, check=True)
+        assert completed.stdout == "--fail-if\n"
+
+
+def test_without_its_package_completion_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["--completion", "fish"]) == 2
+    assert capsys.readouterr().err.startswith("gpt2 --completion: needs the package shtab; install it with pip install")
 
 
 def test_reports_of_two_machines_can_be_compared(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

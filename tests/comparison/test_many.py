@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from support.completions_standin import Standin, completions
 from support.pages import assert_whole_by_itself
 from support.random_models import TEXT, write_checkpoint
 
@@ -18,7 +20,7 @@ from gpt2.cli.main import main
 from gpt2.comparison.floor import Floor
 from gpt2.comparison.gates import Gate, judge
 from gpt2.comparison.many import compare_many
-from gpt2.comparison.many_page import page
+from gpt2.comparison.many_page import page, quality
 from gpt2.comparison.many_results import Comparisons
 from gpt2.comparison.pair import compare
 from gpt2.comparison.paper import paper_figures
@@ -84,7 +86,7 @@ def test_all_pairs_in_both_directions(found: Comparisons, names: list[str], fold
 def test_the_size_is_of_the_files_or_of_the_dtype(found: Comparisons, names: list[str]) -> None:
     """A picture in which int8 and float32 have one size shows nothing."""
     files = sum(path.stat().st_size for path in Path(names[0]).iterdir())
-    assert found.candidates[0].size == pytest.approx(files, rel=0.2)
+    assert found.candidates[0].size == 4 * found.candidates[0].model.parameters < files  # its tokenizer is no weight
     assert found.candidates[1].size == 2 * found.candidates[1].model.parameters
 
 
@@ -107,6 +109,64 @@ def test_table_json_and_page(found: Comparisons) -> None:
     assert_whole_by_itself(text)
     assert 'id="quality"' in text
     assert 'id="pairs"' in text
+
+
+def test_which_is_best_and_which_are_equal(found: Comparisons, names: list[str], folder: Path) -> None:
+    """Five rows and no answer: an order, with intervals paired between neighbours; a copy is equal, and said to be one."""
+    order = [number for number, _ in found.ranking]
+    assert order == sorted(range(4), key=lambda number: found.candidates[number].language.bits_per_byte.value)
+    for (before, _), (number, behind) in zip(found.ranking, found.ranking[1:], strict=False):
+        alone = compare(names[before], names[number], on=str(folder / "text.txt"), tokens=200).distributions.ratio
+        assert (behind.value, behind.low, behind.high) == pytest.approx((alone.value, alone.low, alone.high), rel=1e-6)
+    assert found.best.startswith(f"best by bits per byte: {found.letters[order[0]]}; ")
+    assert "D equal (x 1.000, exactly)" in found.best
+    apart = replace(found, ranking=(found.ranking[0], found.ranking[1]._replace(behind=Estimate(1.02, 1.01, 1.03))))
+    assert apart.best.count("worse (x 1.020, 1.010 .. 1.030)") == 1
+    assert [each.made_of for each in found.candidates] == ["", "A in bfloat16", "", "A, the same weights"]
+    assert "B is A in bfloat16; D is A, the same weights" in " ".join(found.table(80).split())
+    assert "B is A in bfloat16." in page(found)
+
+
+def test_another_program_is_not_called_a_rounding(names: list[str], folder: Path, tmp_path: Path) -> None:
+    """The same tensors with another epsilon are another model, however equal the weights."""
+    shutil.copytree(names[0], tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 1e-3}))
+    found = gpt2.compare(names[0], names[1], str(tmp_path / "other"), on=str(folder / "text.txt"), tokens=40)
+    assert [each.made_of for each in found.candidates] == ["", "A in bfloat16", ""]
+    assert found.candidates[2].weights == 0
+
+
+def test_a_server_among_several(folder: Path) -> None:
+    """It had to be compared alone: its KL is bounded, its perplexity is the first one's times the ratio."""
+    server = Standin(gpt2.load("shakespeare-mini:int8"), gpt2.load_tokenizer("shakespeare-mini"))
+    with completions(server) as url:
+        found = gpt2.compare("shakespeare-mini", "shakespeare-mini:bf16", url, on=str(folder / "text.txt"), tokens=60)
+        alone = compare("shakespeare-mini", url, on=str(folder / "text.txt"), tokens=60).bounds
+    one, windows = found.candidates[2], found.text.context
+    assert windows == 254  # what a request holds
+    assert (one.against.ratio, one.against.kl, one.against.same_top) == (alone.ratio, alone.kl, alone.same_top)
+    exact = compare("shakespeare-mini", "shakespeare-mini:int8", on=str(folder / "text.txt"), tokens=60).distributions
+    assert one.language.perplexity.value == pytest.approx(exact.b.perplexity.value, rel=1e-3)
+    assert found.ranking[-1].candidate == 2
+    assert "C" in found.table(80)
+    assert page(found)
+    json.loads(found.to_json())
+
+
+def test_labels_and_ticks_of_near_models_do_not_overlap(found: Comparisons) -> None:
+    """Two models of nearly one size and quality had labels and ticks one upon the other."""
+    first, second, third, last = found.candidates
+    bits = first.language.bits_per_byte
+    near = replace(
+        last, size=int(first.size * 1.02), language=replace(last.language, bits_per_byte=Estimate(bits.value + 1e-4, 0, 0))
+    )
+    several = replace(found, candidates=(first, second, replace(third, size=3 * first.size), near))
+    for drawn in quality(several, by_step=False):
+        texts = re.findall(r">([^<>]+)</text>", drawn)
+        assert "A D" in texts
+        assert f"{first.size / 1e6:.3g}" in texts
+        assert f"{near.size / 1e6:.3g}" not in texts
 
 
 def test_a_kl_that_is_not_a_number_is_not_taken_for_noise(found: Comparisons) -> None:

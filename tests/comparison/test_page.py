@@ -18,12 +18,13 @@ from support.browser import Browser, in_a_browser
 from support.pages import ATTACK, Parts, assert_whole_by_itself
 from support.random_models import TEXT, write_checkpoint
 
+from gpt2.comparison.activations import ActivationChange
 from gpt2.comparison.blame_result import Blame, Kept, Part, Precision
 from gpt2.comparison.bounds_result import Bounds, Finding
 from gpt2.comparison.gates import Gate, Judgement
 from gpt2.comparison.page import page, preference
 from gpt2.comparison.pair import compare
-from gpt2.comparison.plots import heat_scale, heat_shade
+from gpt2.comparison.plots import divergence_by_layer, heat_scale, heat_shade
 from gpt2.comparison.results import Comparison, Numerics
 from gpt2.comparison.words import Choice, Word
 from gpt2.measure.estimates import Estimate
@@ -282,3 +283,12 @@ def test_pointing_at_a_token_shows_what_both_models_expected(found: Comparison, 
         assert all(url.startswith("file:") for url in browser.asked)
     finally:
         browser.close()
+
+
+def test_an_axis_within_one_power_of_ten_has_numbers() -> None:
+    """Its labels were formulas for TeX, $\\mathdefault{6\\times10^{-1}}$, which nobody draws."""
+    errors = {"embed": 0.3, "h.0.mid": 0.5, "h.0": 0.4, "h.1.mid": 0.7, "h.1": 0.6}
+    points = [ActivationChange(point, None if point == "embed" else int(point[2]), e, e, 1, 1) for point, e in errors.items()]
+    for drawn in divergence_by_layer(points, 1e-3):
+        assert "mathdefault" not in drawn
+        assert "0.4" in re.findall(r">([^<>]+)</text>", drawn)

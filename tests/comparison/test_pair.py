@@ -92,8 +92,40 @@ def test_a_model_that_broke_is_refused(base: Path, text: str, tmp_path: Path) ->
     """Of a diverged run every figure would be NaN, or look right and be worth nothing: one line names the model."""
     broken = changed(base, tmp_path / "nan", lambda model: model.h[1].mlp.c_fc.weight[3, 3].fill_(math.nan))
     for sides in ((base, broken), (broken, base)):
-        with pytest.raises(InputError, match=r"nan: the logits are not finite numbers"):
+        with pytest.raises(InputError, match=r"nan: the logits are not finite numbers.*1 of h\.1\.mlp\.c_fc\.weight"):
             run(*sides, text)
+
+
+def test_every_command_names_the_weights_that_are_not_finite(
+    base: Path, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A position that the text does not reach: compare's table named other tensors, verify an activation, info nothing."""
+
+    def damage(model: GPT2) -> None:
+        model.wpe.weight[31, :2] = math.nan
+        model.h[0].ln_1.bias.mul_(1.5)
+
+    broken = str(changed(base, tmp_path / "broken", damage))
+    port = tmp_path / "port.py"
+    port.write_text(f"import gpt2\n\ndef build():\n    return gpt2.load({broken!r})\n")
+    said = "not finite: NaN or infinite in 1 tensor (2 of wpe.weight)"
+    found = compare(str(base), broken, on=text, tokens=20)
+    assert found.weights.most_changed()[0].name == "wpe.weight"
+    assert said in found.table(120)
+    page = tmp_path / "page.html"
+    found.save_html(page)
+    assert said in page.read_text()
+    commands = {
+        f"info {broken}": (0, f"DAMAGED: holds values that are {said}"),
+        f"verify {broken} --quick": (1, "wpe.weight (not finite): 2"),
+        f"export {broken} {tmp_path / 'out'}": (2, said),
+        f"diagnose {port}:build --model {broken}": (2, said),
+        f"generate {broken} --prompt a --max-new-tokens 40": (2, said),
+    }
+    for command, (code, words) in commands.items():
+        assert main(command.split()) == code, command
+        out, err = capsys.readouterr()
+        assert words in " ".join((out + err).split()), command
 
 
 def test_what_was_zero_did_not_move_by_inf_percent(base: Path, text: str, tmp_path: Path) -> None:
@@ -166,7 +198,35 @@ def test_a_padded_vocabulary_is_compared_over_the_tokens_there_are(base: Path, t
     gpt2.save(padded, gpt2.load_tokenizer(str(base)), tmp_path)
     found = run(base, tmp_path, text)
     assert found.distributions.js.max < 1e-12
-    assert "weights" in found.compatibility.impossible
+    assert found.weights.same_numbers  # on the rows that both have
+
+
+def with_token(base: Path, folder: Path, token: str) -> Path:
+    """The model with one more token, its row, and noise in one matrix, as a fine-tune has it."""
+    model, tokenizer = load(str(base)), gpt2.load_tokenizer(str(base)).with_tokens([token])
+    model.with_tables(lambda rows: torch.cat((rows, rows[:1])))
+    with torch.no_grad():
+        model.h[1].mlp.c_fc.weight.mul_(1.1)
+    return gpt2.save(model, tokenizer, folder)
+
+
+def test_a_vocabulary_that_another_extends(base: Path, text: str, tmp_path: Path) -> None:
+    """A fine-tune with one more token, which is not in the text, was said to read other tokens: no KL, no weights, no gate."""
+    tuned = with_token(base, tmp_path / "pad", "[PAD]")
+    plain = changed(base, tmp_path / "plain", lambda model: model.h[1].mlp.c_fc.weight.mul_(1.1))
+    found, without = run(base, tuned, text, blame=True), run(base, plain, text)
+    assert [tensor.name for tensor in found.weights.most_changed()] == ["h.1.mlp.c_fc.weight"]
+    assert found.distributions.kl_ab.mean.value == pytest.approx(without.distributions.kl_ab.mean.value, rel=1e-9)
+    assert found.blame.whole.value == pytest.approx(found.distributions.kl_ab.mean.value, rel=1e-4)
+    assert found.activations.first_past.point == "h.1.mlp.c_fc"
+    assert "B's vocabulary has 1 more, '[PAD]' (300)" in found.table(200)
+    assert "A's vocabulary has 1 more, '[PAD]' (300)" in run(tuned, base, text).table(200)
+    several = gpt2.compare(str(base), str(tuned), str(plain), on=text, tokens=200).candidates
+    assert several[1].against.kl.value == pytest.approx(several[2].against.kl.value, rel=1e-6)
+    assert several[1].weights == several[2].weights > 0
+    apart = run(base, with_token(base, tmp_path / "word", "thunder"), text)  # a token that the text does hold
+    assert apart.distributions is None
+    assert "distributions" in apart.compatibility.impossible
 
 
 def test_random_models_are_compared_on_random_ids(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Passages and continuations, on models with known answers."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -26,6 +28,15 @@ def test_passages_are_the_worst_that_do_not_overlap(seed: int) -> None:
     found = passages(js, 4, 7)
     assert [start for start, _ in found] == brute(js.tolist(), 4, 7)
     assert found[0][1] == pytest.approx(float(js.unfold(0, 7, 1).mean(-1).max()))
+
+
+def test_the_worst_passages_are_from_five_places() -> None:
+    """One scene that a model does not know filled the list of the largest disagreements."""
+    js = torch.rand(2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    js[600:700] += 5
+    starts = sorted(start for start, _ in passages(js))
+    assert len(starts) == 5
+    assert min(b - a for a, b in itertools.pairwise(starts)) >= 200
 
 
 def test_no_passage_where_nothing_differs() -> None:

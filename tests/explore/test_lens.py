@@ -143,6 +143,14 @@ def test_the_page_carries_the_same_figures(found: Exploration) -> None:
     assert rank == reading.rank
 
 
+def test_the_map_of_a_head_names_its_tokens(found: Exploration) -> None:
+    """Which square is which pair of tokens had to be counted."""
+    tokens = len(found.lenses[0].tokens)
+    for side in ("from", "to"):
+        labels = page(found).split(f'<div class="{side}" aria-hidden="true">')[1].split("</div>")[0]
+        assert labels.count("<span>") == tokens
+
+
 def test_the_page_is_whole_by_itself_and_the_same_each_time(found: Exploration) -> None:
     """Users mail the page and open it offline."""
     text = page(found)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from support import imprecise
 from support.commands import load_script
 from support.hf_layouts import TINY, weights
+from support.pages import assert_whole_by_itself
 from support.random_models import write_checkpoint
 from torch import nn
 
@@ -423,7 +424,10 @@ def test_the_report_says_what_it_takes_to_rerun_it(report: gpt2.Report, tmp_path
     assert torch.__version__.startswith(body["environment"]["versions"]["torch"])  # without a local suffix +cu130
     assert {check["id"] for check in body["checks"]} >= {"weights", "activations", "rounding", "gradients", "tokens"}
     report.save_html(tmp_path / "report.html")
-    assert "EQUAL" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert page.index("EQUAL") < page.index("<td>")  # the verdict first, then the tables
+    assert page.count("<table>") == 2
+    assert_whole_by_itself(page)  # it was a terminal's text, without the dark colours of the others
     assert "h.1" in report.table(width=80)
     with pytest.raises(gpt2.InputError, match="cannot be written"):
         report.save_html(tmp_path / "no" / "such" / "folder.html")

@@ -91,7 +91,7 @@ def test_it_follows_a_run_on_loopback(tmp_path: Path) -> None:
     finally:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=20)
-    assert (out, err, process.returncode) == ("", "gpt2 train: interrupted\n", 130)
+    assert (out, err, process.returncode) == ("", "", 0)
 
 
 @in_a_browser

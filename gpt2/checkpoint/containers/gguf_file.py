@@ -67,6 +67,9 @@ CONFIG_KEYS = {
     "layer_norm_epsilon": "gpt2.attention.layer_norm_epsilon",
 }
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
+# How llama.cpp splits a text before the merges. Files from before April 2024 have no entry, for which it takes "default", which
+# splits runs of digits and signs otherwise than GPT-2 (llama-vocab.cpp); the weights were trained on GPT-2's tokens, read here.
+PRE, MISSING = "tokenizer.ggml.pre", "missing, which llama.cpp reads as default"
 
 
 @dataclass(frozen=True)
@@ -206,10 +209,10 @@ def tokenizer_of(file: GGUFFile) -> LibraryTokenizer:
     from gpt2.data import bpe, byte_level
 
     metadata, where = file.metadata, f"{file.path}"
-    model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "gpt-2")
+    model, pre = metadata.get("tokenizer.ggml.model"), metadata.get(PRE, MISSING)
     if model in (None, "none", "no_vocab"):
         raise NoTokenizer(f"{where}: carries no tokenizer; use the one of the checkpoint that it was made from")
-    if model != "gpt2" or pre not in ("gpt-2", "default"):
+    if model != "gpt2" or pre not in ("gpt-2", "default", MISSING):
         kind = f"{quoted(model)}, {quoted(pre)}"
         raise NoTokenizer(f"{where}: its tokenizer is {kind}, not GPT-2's byte-level BPE; pass ids instead")
     tokens, merges = _texts(file, "tokens"), _texts(file, "merges")
@@ -228,8 +231,13 @@ def tokenizer_of(file: GGUFFile) -> LibraryTokenizer:
     eos = metadata.get("tokenizer.ggml.eos_token_id")
     special = [token for token, i in vocab.items() if types[i] in (CONTROL, UNUSED) or i == eos]
     matched = [token for token, i in vocab.items() if types[i] == USER_DEFINED and i != eos]
-    last = tokens[eos] if isinstance(eos, int) and 0 <= eos < len(vocab) else None
-    return bpe.made_bpe(vocab, bpe.as_pairs(merges, where), special, matched, eos=last, where=where)
+    bos = metadata.get("tokenizer.ggml.bos_token_id", 11)  # llama.cpp's, of a file that names none
+    first, last = (tokens[i] if isinstance(i, int) and 0 <= i < len(vocab) else None for i in (bos, eos))
+    before, behind = (metadata.get(f"tokenizer.ggml.add_{end_of}_token") is True for end_of in ("bos", "eos"))
+    around = first if before else None, last if behind else None
+    tokenizer = bpe.made_bpe(vocab, bpe.as_pairs(merges, where), special, matched, eos=last, around=around, where=where)
+    tokenizer.elsewhere = {} if pre == "gpt-2" else {PRE: str(pre)}
+    return tokenizer
 
 
 def _texts(file: GGUFFile, name: str) -> list[str]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import mmap
 import weakref
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from torch import Tensor
 from gpt2.data.files import link_to_nothing
 from gpt2.errors import CheckpointError
 
+T = TypeVar("T")
 PIECE = 1 << 21  # bytes converted at a time
 _MAPPINGS: weakref.WeakKeyDictionary[mmap.mmap, Path] = weakref.WeakKeyDictionary()  # all mappings of this process
 
@@ -27,6 +30,13 @@ def require_whole_files() -> None:
     """Raise CheckpointError if a mapped file was truncated: reading the missing part would end the process."""
     for mapping, path in list(_MAPPINGS.items()):
         _require_whole(mapping, path)
+
+
+def whole(tensors: Iterable[T]) -> Iterator[T]:
+    """Yield tensors, with :func:`require_whole_files` before each."""
+    for each in tensors:
+        require_whole_files()
+        yield each
 
 
 def _require_whole(mapping: mmap.mmap, path: Path) -> None:

@@ -26,6 +26,8 @@ from gpt2.pages.reports import dtype_label
 from gpt2.parity import reference
 from gpt2.sampling import require_finite
 
+Read = Callable[[str], Tensor]  # parameter's name -> its tensor
+
 HF_PREFIX = "hf/"  # prefix of a name: transformers' implementation of the checkpoint
 
 
@@ -67,15 +69,16 @@ class CheckpointSide(Side):
         """The dtype in which the model runs."""
         return self.checkpoint.dtype
 
-    def reader(self, *, mapped: bool = False) -> Callable[[str], Tensor]:
+    def reader(self, *, rows: int | None = None, mapped: bool = False) -> Read:
         """Return a function that reads one parameter, in the dtype in which it runs; into new memory, unless ``mapped``.
 
-        A tied head's matrix is the token embedding.
+        A tied head's matrix is the token embedding. Of both tables only the first ``rows`` are read, those that two models have.
         """
         stored = self.checkpoint.reader(mapped=mapped)
 
         def read(name: str, dtype: torch.dtype) -> Tensor:
-            return stored("wte.weight" if name == HEAD and self.config.tie_word_embeddings else name, dtype)
+            tensor = stored("wte.weight" if name == HEAD and self.config.tie_word_embeddings else name, dtype)
+            return tensor[:rows] if name in ("wte.weight", HEAD) else tensor
 
         if self.dtype == torch.int8:
             return lambda name: rounded_parameter(name, read(name, torch.float32))
@@ -109,6 +112,12 @@ class CheckpointSide(Side):
         return Model(self.name, implementation, dtype, revision, parameters, asdict(config), files, official)
 
 
+def readers(a: CheckpointSide, b: CheckpointSide, *, mapped: bool = False) -> tuple[Read, Read]:
+    """Return a reader of each model's parameters, of the tables as many rows as both have."""
+    rows = min(a.config.vocab_size, b.config.vocab_size)
+    return a.reader(rows=rows, mapped=mapped), b.reader(rows=rows, mapped=mapped)
+
+
 @dataclass(frozen=True)
 class RunningModule(Running):
     """Our model or transformers', in memory."""
@@ -119,7 +128,7 @@ class RunningModule(Running):
     def logits(self, ids: Tensor) -> Tensor:
         output = self.module(ids)
         logits: Tensor = output if isinstance(output, Tensor) else output.logits
-        require_finite(logits, self.name)
+        require_finite(logits, self.name, self.module)
         return logits
 
     def blocks(self, ids: Tensor) -> Iterator[Recorded]:

@@ -55,7 +55,9 @@ class PortSide(Side):
         return self.ask(call, f"gpt2 diagnose {self.name} finds out why")
 
     def _build(self, folder: Path) -> nn.Module:
-        build, takes_directory = builder(function_of(self.target.path, self.target.name), self.target.path, self.target.name)
+        path, name = self.target.path, self.target.name
+        advice = f"the file does not import; mend it (python {path.name} shows where it fails)"
+        build, takes_directory = builder(self.ask(lambda: function_of(path, name), advice), path, name)
         return module_of(build(self._folder(folder)) if takes_directory else build(), self.target).eval()
 
     def _folder(self, temporary: Path) -> str:

@@ -156,6 +156,18 @@ class Side(ABC):
         """Return everything needed to run this side again; without ``hashes``, its files are not read."""
 
 
+def require_head(width: int, side: Side, sides: Iterable[Side]) -> None:
+    """Raise InputError if the columns that ``side`` gives as logits are as many as the models are wide: hidden states."""
+    for config in (each.config for each in sides if each.config is not None):
+        if width == config.n_embd < config.vocab_size and (side.config is None or side.config.vocab_size != width):
+            what = (
+                f"gives {width:,} columns, as wide as the model: hidden states, and no logits over {config.vocab_size:,} tokens"
+            )
+            raise InputError(
+                f"{side.name}: {what}; export it with the head (logits = x @ wte.T; of ONNX: --task text-generation)"
+            )
+
+
 def environment_of(sides: Iterable[Side]) -> Environment:
     """Return this process's environment, with the dtypes of the sides, and the device where their checkpoints ran."""
     sides = list(sides)

@@ -156,9 +156,13 @@ class DumpExamination:
 
     def _without_logits(self) -> InputError:
         """Return the error of a dump without logits, which says what an array of this name has instead."""
-        shape, todo = (*self.dump.ids.shape, self.config.vocab_size), "; save them as well"
-        if (name := next((name for name in self.dump.arrays if "logits" in name.lower()), None)) is not None:
-            todo = f": the array {shown(name)} has {tuple(self.dump.arrays[name].shape)}; "
+        shape, arrays, width = (*self.dump.ids.shape, self.config.vocab_size), self.dump.arrays, self.config.n_embd
+        name, todo = next((name for name in arrays if "logits" in name.lower()), None), "; save them as well"
+        if any(array.shape[-1:] == (width,) for array in (arrays.values() if name is None else [arrays[name]])):
+            what = "arrays" if name is None else shown(name)
+            todo = f"; {what} of {width:,} columns are hidden states: save x @ wte.T, the head's"
+        elif name is not None:
+            todo = f": the array {shown(name)} has {tuple(arrays[name].shape)}; "
             todo += "save the logits of these ids, or give the checkpoint that the program has loaded (--model)"
         return InputError(f"{self.dump.source}: holds no logits {shape}, with a batch dimension or none{todo}")
 

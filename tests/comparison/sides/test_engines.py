@@ -198,6 +198,31 @@ def test_a_port(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             compare(MODEL, str(large), on=text, tokens=60)
 
 
+def test_hidden_states_are_told_from_logits(folder: Path, text: str, tmp_path: Path) -> None:
+    """A model without its head gives the stream: it was said to know 160 tokens, or compared column by column."""
+    port = tmp_path / "port.py"
+    port.write_text(PORT.format(scale=1).replace("return model", "model.head = lambda x: x\n    return model"))
+    model, ids = gpt2.load(MODEL), torch.arange(5, 25)[None]
+    arrays = {"ids": ids.numpy(), "logits": model.hidden(ids).detach().numpy()}
+    np.savez(tmp_path / "dump.npz", **arrays)
+    for side, where in ((str(port), {"on": text, "tokens": 60}), (f"trace:{tmp_path / 'dump.npz'}", {})):
+        with pytest.raises(InputError, match=r"160 columns, as wide as the model: hidden states"):
+            compare(MODEL, side, **where)
+    with pytest.raises(InputError, match=r"160 columns, as wide as the model: hidden states"):
+        gpt2.compare(MODEL, MODEL, str(port), on=text, tokens=60)
+    for name in ("logits", "stream"):
+        with pytest.raises(InputError, match=r"160 columns are hidden states: save x @ wte\.T"):
+            gpt2.diagnose({"ids": arrays["ids"], name: arrays["logits"]}, MODEL)
+
+
+def test_a_port_that_does_not_import_is_told_so(tmp_path: Path) -> None:
+    """ "gpt2 diagnose finds out why" was the advice for a file that no program can import."""
+    (tmp_path / "port.py").write_text("import no_such_module\n\ndef build():\n    pass\n")
+    says = r"No module named 'no_such_module'; the file does not import; mend it \(python port\.py shows"
+    with pytest.raises(InputError, match=says):
+        compare(MODEL, f"{tmp_path / 'port.py'}:build", tokens=60)
+
+
 def test_the_activations_of_a_port(text: str, tmp_path: Path) -> None:
     """Its points are found by its modules' names: the first wrong one must be named, and what has no name be left out, aloud."""
     port = """
