@@ -319,7 +319,7 @@ class Search:
         for number in reversed(range(len(self.states))):
             for node in ("mid", "x"):
                 stream = self.states[number][node]
-                if not self._shown_in(layer, stream):
+                if not self._shown_with(layer, stream, {}):
                     continue
                 if node == "mid":
                     words = "a later block takes the stream behind attention: the feed-forward's result has no effect"
@@ -403,20 +403,34 @@ class Search:
 
     def _goes_on(self, trial: Trial) -> bool:
         """Return whether a block is explained: its result is found, or what follows from it."""
-        return "" in trial.seen or self._shown_behind(trial.state[""])
+        return "" in trial.seen or self._shown_behind(trial.state[""], trial.alternatives)
 
-    def _shown_behind(self, x: Tensor) -> bool:
+    def _shown_behind(self, x: Tensor, own: Sequence[Alternative] = ()) -> bool:
+        """Return whether the next block or the logits show the stream ``x``, perhaps with faults of this block (``own``)."""
         following = len(self.ran) + 1
-        if following < self.layers and self._shown_in(following, x):
-            return True
-        return following >= self.layers and self._gives(x)
+        if following < self.layers:
+            return self._shown_in(following, x, own)
+        return self._gives(x, own)
 
-    def _shown_in(self, layer: int, x: Tensor) -> bool:
+    def _shown_in(self, layer: int, x: Tensor, own: Sequence[Alternative] = ()) -> bool:
         """Return whether the first nodes of a block are found as they follow from the stream ``x``."""
+        return any(self._shown_with(layer, x, edits) for edits in self._as_elsewhere(layer, own))
+
+    def _as_elsewhere(self, layer: int | None, own: Sequence[Alternative]) -> Iterator[Edits]:
+        """Yield no edits, and those of this block's faults and of earlier blocks' in a block, or outside the blocks."""
+        yield {}
+        wanted = FIRST if layer is not None else ("ln_f",)
+        for some in dict.fromkeys((tuple(own), *self.known)):
+            every = (one.at(layer) for one in some if one.calls is None)
+            edits = {node: formula for one in every for node, formula in one.items() if node in wanted}
+            if edits:
+                yield edits
+
+    def _shown_with(self, layer: int, x: Tensor, edits: Edits) -> bool:
         site, state = self.model.site(layer, {"x": x}), {"x": x}
         for node in FIRST:
-            state[node] = site.right(node, state)
-            if self._found(node, state[node]) is not None:
+            state[node] = (edits.get(node) or site.rights[node])(site, state)
+            if self._found(node, state[node], fault=node in edits) is not None:
                 return True
         return False
 
@@ -655,10 +669,14 @@ class Search:
 
     # To the logits
 
-    def _gives(self, x: Tensor) -> bool:
+    def _gives(self, x: Tensor, own: Sequence[Alternative] = ()) -> bool:
         """Return whether the logits follow from the last stream."""
-        normed = self.model.norm("ln_f", x)
-        return self._found("ln_f", normed) is not None or self.observation.are_logits(normed, self.model.table)
+        site, state = self.model.site(0, {"x": x}), {"x": x}
+        for edits in self._as_elsewhere(None, own):
+            normed = edits["ln_f"](site, state) if edits else self.model.norm("ln_f", x)
+            if self._found("ln_f", normed, bool(edits)) is not None or self.observation.are_logits(normed, self.model.table):
+                return True
+        return False
 
     def _ended(self, x: Tensor, quick: bool = False) -> bool:
         """Return whether the logits follow from the last stream, perhaps by another norm, head or last step."""
