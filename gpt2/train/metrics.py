@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -124,7 +124,8 @@ class Metrics:
 
     def __exit__(self, *raised: object) -> None:
         if self.file is not None:
-            self.file.close()
+            with suppress(OSError):  # a line that a full disk did not take: the write has reported it
+                self.file.close()
         for board in self.boards:
             board.close()
 
