@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gpt2.checkpoint.cache import COMMIT, storage
 from gpt2.checkpoint.names import DEFAULT, OFFICIAL, REPOSITORY, ModelName
 from gpt2.checkpoint.official_files import official_name
-from gpt2.checkpoint.saving import sha256
+from gpt2.checkpoint.saving import CARD, sha256
 from gpt2.data.files import write
 from gpt2.errors import InputError, printable
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gpt2.checkpoint.export import Export
     from gpt2.config import GPT2Config
 
-CARD, RECORD, CURVES = "README.md", "gpt2-record.json", "curves.png"
+RECORD, CURVES = "gpt2-record.json", "curves.png"
 LICENCES = {name: "mit" for name in OFFICIAL} | {"distilgpt2": "apache-2.0", DEFAULT: "mit"}
 STORED = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # GGUF's and llm.c's types
 PARTS = ("base", "training", "export", "measured")  # of a record, each an object or nothing

@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 DTYPE_NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 FORMAT_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+CARD, MANIFEST = "README.md", "manifest.json"
 PIECE = 1 << 20  # bytes
 ALIGNMENT = 64  # bytes, a cache line: the files can be mapped in place
 
@@ -90,6 +92,28 @@ def write_file(path: Path, content: bytes | Iterable[bytes | memoryview]) -> Non
 def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def unlike_manifest(directory: Path, needed: Iterable[str] = ()) -> str:
+    """Return in which file ``directory`` is not what its manifest (name -> sha256) states, or which ``needed`` one that does not
+    list; "" if in none. The card is not compared, because people edit it.
+    """
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+        for name in needed:
+            if name not in manifest:
+                return f"{MANIFEST} does not list {name}"
+        names = [name for name in manifest if name != CARD]
+        with ThreadPoolExecutor() as pool:
+            found = pool.map(lambda name: sha256(directory / name), names)
+            differ = [name for name, actual in zip(names, found, strict=True) if actual != manifest[name]]
+        if differ:
+            return f"{differ[0]} does not have the sha256 that {MANIFEST} states"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        return f"unreadable ({error})"
+    return ""
 
 
 def _plain(model: GPT2) -> dict[str, Tensor]:

@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,17 +24,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from gpt2.checkpoint.card import CARD, edited_card
+from gpt2.checkpoint.card import edited_card
 from gpt2.checkpoint.containers.safetensors_file import NAME
 from gpt2.checkpoint.files import ADAPTER, open_weights
 from gpt2.checkpoint.peft_files import WEIGHTS
-from gpt2.checkpoint.saving import safetensors_file, sha256, write_file, write_json
+from gpt2.checkpoint.saving import CARD, MANIFEST, safetensors_file, unlike_manifest, write_file, write_json
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.model import GPT2
 from gpt2.train import models
 from gpt2.train.bigram import Bigram
-from gpt2.train.folders import MANIFEST, appearing, writing
+from gpt2.train.folders import appearing, writing
 from gpt2.train.recipe import Recipe, build
 from gpt2.train.runs import METRICS, RECIPE
 
@@ -196,7 +195,7 @@ def model_of(folder: Path, checkpoint: Path) -> Path:
     if not (checkpoint / ADAPTER).is_file():
         return checkpoint
     base = folder / BASE
-    if fault := _fault(base, needed=()):
+    if fault := unlike_manifest(base):
         raise InputError(f"{base}: {fault}, and the adapters of this run need it; restore it, or start anew with --fresh")
     return base
 
@@ -207,13 +206,30 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_intact(folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint whose files all match its manifest, and a line for each newer one that was skipped."""
-    skipped: list[str] = []
+    """Return the newest checkpoint whose files all match its manifest, and a line for each newer one that was skipped.
+
+    If those of ``best/`` do not match, a checkpoint before it is taken, from which it is made again. Raises InputError: there is
+    none.
+    """
+    best, skipped, after = folder / BEST, list[str](), False
+    lost = unlike_manifest(best) if best.exists() else ""
     for path in checkpoints(folder):
-        if not (fault := _fault(path)):
+        fault = _fault(path)
+        if not fault and lost and _step(path) >= _best_step(best):
+            fault, after = f"not before {best.name}/, in which {lost}", True
+        if not fault:
             return path, skipped
         skipped.append(f"{path}: {fault}; skipped")
+    if after:
+        raise InputError(f"{best}: {lost}, and no checkpoint is before it; restore it from a copy, or start anew with --fresh")
     return None, skipped
+
+
+def _best_step(best: Path) -> int:
+    """Return the step of the model in a damaged ``best/``; 0 if unknown, so that no checkpoint is before it."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        return int(json.loads((best / "progress.json").read_text())["step"])
+    return 0
 
 
 def stored(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
@@ -250,24 +266,10 @@ def _write_whole(target: Path, model: GPT2 | Bigram, tokenizer: Tokenizer, files
             write_file(aside / name, content)
 
 
-def _fault(path: Path, needed: tuple[str, ...] = RESUME_FILES) -> str:
+def _fault(path: Path) -> str:
     """Return what is wrong with a checkpoint directory; "" if nothing."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        if any(map(NAME.fullmatch, manifest)):
-            needed = (*MODEL_FILES[:1], *RESUME_FILES[1:])
-        else:
-            needed = (*(ADAPTER_FILES if ADAPTER in manifest else MODEL_FILES), *needed)
-        for name in needed:
-            if name not in manifest:
-                return f"{MANIFEST} does not list {name}"
-        with ThreadPoolExecutor() as pool:
-            found = pool.map(lambda name: sha256(path / name), manifest)
-            differ = [name for name, actual in zip(manifest, found, strict=True) if actual != manifest[name]]
-        if differ:
-            return f"{differ[0]} does not have the sha256 that {MANIFEST} states"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        return f"unreadable ({error})"
-    return ""
+    if any(NAME.fullmatch(file.name) for file in path.glob("*")):
+        needed: tuple[str, ...] = MODEL_FILES[:1] + RESUME_FILES[1:]
+    else:
+        needed = (ADAPTER_FILES if (path / ADAPTER).exists() else MODEL_FILES) + RESUME_FILES
+    return unlike_manifest(path, needed)

@@ -1,5 +1,6 @@
 """A run that is stopped, killed or damaged ends with the same bits as an undisturbed run."""
 
+import json
 import os
 import random
 import shutil
@@ -163,6 +164,30 @@ def test_damaged_newer_checkpoints_do_not_push_out_whole_ones(recipe, tmp_path):
     train(recipe, run, report=stop_at(5))
     assert state.newest_intact(run)[0] == run / "step-5"
     assert [path.name for path in state.checkpoints(run)] == ["step-99", "step-98", "step-5", "step-4"]
+
+
+def test_a_damaged_best_model_is_made_again_from_a_checkpoint_before_it(recipe, run, undisturbed):
+    """The best model's hashes were never read: a flipped bit in it was kept, and published."""
+    train(recipe, run)
+    assert state.newest_intact(run) == (run / "step-12", [])
+    (run / "best" / "README.md").write_text("my own words")  # it is in no manifest
+    flip(run / "best" / "model.safetensors")
+    events = []
+    assert train(recipe, run, report=events.append).stopped == "finished"
+    best = json.loads((run / "best" / "progress.json").read_text())["step"]
+    assert events[0].step == 10 < best
+    assert any("step-12: not before best/, in which model.safetensors does not have" in note for note in events[0].notes)
+    assert outcome(run) == undisturbed
+
+
+def test_a_damaged_best_model_that_no_checkpoint_can_make_again_is_said(recipe, run):
+    """Training on would end with the damaged model as the best one."""
+    files = state.checkpoints(run)
+    for path in ("model.safetensors", "progress.json"):
+        flip(run / "best" / path)
+    assert "no checkpoint is before it; restore it from a copy, or start anew with --fresh" in refusal(train, recipe, run)
+    assert state.checkpoints(run) == files
+    assert train(recipe, run, fresh=True).stopped == "finished"
 
 
 def test_leftovers_of_a_kill_are_cleared(recipe, run, undisturbed):
