@@ -18,6 +18,7 @@ import gpt2
 from gpt2.checkpoint import card
 from gpt2.checkpoint.card import CARD, base_of, read_record, render
 from gpt2.checkpoint.publish import plan
+from gpt2.checkpoint.saving import unlike_manifest
 from gpt2.cli.main import main, parser
 from gpt2.train import state, watch
 from gpt2.train.card import command, write_card
@@ -124,6 +125,8 @@ def test_what_a_person_wrote_is_kept(run: Path) -> None:
     model = gpt2.load(str(run / "best"))
     state.save_best(run, model, gpt2.load_tokenizer(str(run / "best")), Progress(step=9))  # as a resumed run does
     assert path.read_text() == "Mine alone.\n"
+    path.write_text("Mine, again.\n")
+    assert unlike_manifest(run / "best") == ""
     path.unlink()
     write_card(run)
     state.save_best(run, model, gpt2.load_tokenizer(str(run / "best")), Progress(step=9))
