@@ -41,6 +41,7 @@ class Corpus:
     end: int | None = None  # the id at which attention and positions end with a document; None: they do not
     tally: Mapping[str, int] = field(default_factory=dict)  # of documents (:func:`gpt2.data.packing.lay_out`)
     mapped: bool = False  # from token files; else in memory
+    held_out: str = ""  # in words, what of the text is validation
 
     def beginning(self) -> np.ndarray:
         """Return the first validation tokens, which a sample continues: a document's prompt, or eight."""
@@ -65,12 +66,12 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, scratch: bool 
         tokenizer = tokenizer or _tokenizer_of(folder, data.tokenizer)
         train_ids, val_ids = token_files.read(folder, tokenizer.n_vocab, check=check)
         sha256 = token_files.fingerprint(train_ids, val_ids) if check else ""
-        train, val = (train_ids, None), (val_ids[: recipe.eval_tokens or None], None)
+        train, val = (train_ids, None), (val_ids, None)
     elif (data.tokenizer == "gpt2" or (tokenizer and not scratch)) and _is_large(recipe):  # others are made from a text in memory
         tokenizer = tokenizer or load_tokenizer("gpt2").with_tokens(data.add_tokens)
         train, val, sha256, tally, notes = _of_token_files(recipe, tokenizer, check)
     else:
-        mapped = False
+        mapped, sha256 = False, ""
         found = _documents(recipe, tally) if data.path else []
         if len(found) > 1 or data.prompt or data.padded:
             tokenizer, train, val, notes = _of_documents(recipe, tokenizer, found, tally)
@@ -79,14 +80,18 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, scratch: bool 
             tokenizer = tokenizer or _new_tokenizer(recipe, train_text, val_text)
             train, val = ((np.array(tokenizer.encode(text), dtype=np.int32), None) for text in (train_text, val_text))
         notes += _about(recipe, tally)
-        val = _first(val, recipe)
+    what = "rows" if data.padded else "tokens"
+    share = f"{len(val[0]) / max(1, len(train[0]) + len(val[0])):.1%} of the {what}, never trained on"
+    if tally["documents"] > 1:
+        share = (f"{tally['held_out']:,}" if tally["held_out"] else "some") + f" of {tally['documents']:,} documents, {share}"
+    val = _first(val, recipe)
+    if not mapped:
         sha256 = _sha256(train, val)
     if data.reset and tokenizer.eot is None:
         raise InputError("data.reset: this tokenizer has no end-of-text token to tell documents apart; --set data.reset=false")
     _require_enough(recipe, train, val)
-    return Corpus(
-        tokenizer, train[0], val[0], sha256, train[1], val[1], tuple(notes), tokenizer.eot if data.reset else None, tally, mapped
-    )
+    end = tokenizer.eot if data.reset else None
+    return Corpus(tokenizer, train[0], val[0], sha256, train[1], val[1], tuple(notes), end, tally, mapped, share)
 
 
 def _is_large(recipe: Recipe) -> bool:
@@ -104,11 +109,10 @@ def _of_token_files(recipe: Recipe, tokenizer: Tokenizer, check: bool) -> tuple[
     say = partial(print, file=sys.stderr, flush=True)
     arrays, tally = tokenizing.prepared(data.path, files(data.path), task, say, check=check)
     train_marks, val_marks = arrays[2:] or (None, None)
-    val = _first((arrays[1], val_marks), recipe)
     many = tally["documents"] > 1
     held = "some, chosen by their text" if many else "the last part"
     notes += [f"token files of {tally['documents']:,} document{'s' * many}; held out: {held}", *_about(recipe, tally)]
-    return (arrays[0], train_marks), val, token_files.fingerprint(*arrays) if check else "", tally, notes
+    return (arrays[0], train_marks), (arrays[1], val_marks), token_files.fingerprint(*arrays) if check else "", tally, notes
 
 
 def _end(tokenizer: Tokenizer, notes: list[str]) -> int:
@@ -158,6 +162,7 @@ def _of_documents(
     if tokenizer is None:
         joined = ("".join(f"{each.prompt}{each.text}\n" for each in part) for part in parts)  # a line end may part documents
         tokenizer = _new_tokenizer(recipe, *joined)
+    tally["held_out"] = len(parts[1])
     notes = [f"{len(found):,} documents: {len(parts[0]):,} to train on, {len(parts[1]):,} held out (split by their text)"]
     end = _end(tokenizer, notes)
     streams = []

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import time
@@ -102,6 +103,41 @@ def test_a_run_that_ended_stays_as_it_is(recipe, tmp_path, patience):
     assert train(recipe, run, report=events.append) == first
     assert [type(event) for event in events] == [Started]
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
+
+
+@pytest.mark.parametrize(("at", "min_lr"), [(5, 1e-2), (None, 1e-2), (6, 1e-3)], ids=["stopped", "finished", "falling rate"])
+def test_more_steps_go_on_with_the_same_run(recipe, tmp_path, at, min_lr):
+    """They were refused as another recipe. With a rate that does not depend on the end, the bits are those of the longer run."""
+    run, events, recipe = tmp_path / "run", [], replace(recipe, optim=replace(recipe.optim, min_lr=min_lr))
+    longer = replace(recipe, steps=24)
+    train(recipe, run, report=stop_at(at) if at else lambda event: None)
+    assert train(longer, run, report=events.append).step == 24
+    assert events[0].step == (at or 12)
+    (said,) = [note for note in events[0].notes if "now ends at step 24, not 12" in note]
+    train(longer, tmp_path / "whole")
+    same = min_lr == recipe.optim.lr
+    assert (outcome(run) == outcome(tmp_path / "whole")) == same == ("bit for bit" in said)
+    assert ("falls to 1.0e-03 at the later end: 9.6e-03 from here on, where it was 7.8e-03" in said) != same
+    assert "steps 24 there, 12 here" in refusal(train, recipe, run)
+    assert json.loads((run / "recipe.json").read_text())["steps"] == 24
+
+
+@pytest.mark.parametrize("rank", [0, 2], ids=["weights", "adapters"])
+def test_another_recipe_may_begin_from_the_weights(recipe, init, tmp_path, rank):
+    """The refusal must name what works: its advice is followed here. A model of another shape cannot begin from them."""
+    recipe = replace(recipe, lora=Lora(r=rank), name="run")
+    init = str(init) if rank else None
+    train(recipe, tmp_path / "run", init=init)
+    other = replace(recipe, optim=replace(recipe.optim, lr=5e-3))
+    (tmp_path / "run-2").mkdir()
+    words = shlex.split(refusal(train, other, tmp_path / "run", init=init).rpartition("add to the command: ")[2])
+    assert words == ["--init", str(tmp_path / "run" / "step-12"), "--out", str(tmp_path / "run-3")]
+    events = []
+    train(other, words[3], init=words[1], report=events.append)
+    last = [row["val_loss"] for row in metrics(tmp_path / "run") if "val_loss" in row][-1]
+    assert next(event for event in events if isinstance(event, Evaluated)).val.loss == pytest.approx(last, abs=1e-6)
+    says = refusal(train, replace(other, model=replace(other.model, n_layer=2)), tmp_path / "run", init=init)
+    assert says.endswith("start anew with --fresh")
 
 
 @pytest.mark.parametrize("rank", [0, 2], ids=["weights", "adapters"])
