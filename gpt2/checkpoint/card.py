@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from gpt2.checkpoint.names import DEFAULT, OFFICIAL, REPOSITORY, ModelName
 from gpt2.checkpoint.official_files import official_name
 from gpt2.checkpoint.saving import CARD as CARD
 from gpt2.checkpoint.saving import sha256
+from gpt2.data.chat import ChatFormat
 from gpt2.data.files import write
 from gpt2.errors import InputError, printable
 
@@ -50,6 +52,7 @@ def facts(folder: Path, format: str, dtype: str, config: GPT2Config, weights: Ma
         "weights": weights,
         "dtype": dtype,
         "parameters": config.num_parameters(),
+        "chat": (found := ChatFormat.read(folder)) and asdict(found),
         "config": {key: getattr(config, key) for key in sizes},
     }
 
@@ -88,6 +91,12 @@ def of_export(done: Export, revision: str | None, command: str) -> Record:
         "training": run and run | {"curves": False},
         "export": {"command": command, "notes": list(done.notes), "rounded": rounded},
     }
+
+
+def never_improved(record: Record) -> bool:
+    """Return whether the weights are those that the training began with, because no evaluation of later steps was better."""
+    run = record.get("training") or {}
+    return run.get("best_step") == 0 and len(run.get("evaluations") or ()) > 1
 
 
 def figures(record: Record) -> dict[str, dict[str, float]]:
@@ -139,7 +148,7 @@ def render(record: Record, where: Path = Path(RECORD)) -> str:
     environment.filters |= {"line": _line, "code": _code, "fenced": _fenced, "named": _named}
     environment.filters |= {"json": lambda value: json.dumps(value, indent=1)}
     template = environment.from_string(Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8"))
-    values = {"repo": "OWNER/NAME", "license": None, **record} | {part: record.get(part) or {} for part in PARTS}
+    values = {"repo": "OWNER/NAME", "license": None, "chat": None, **record} | {part: record.get(part) or {} for part in PARTS}
     try:
         found = results(record)
         data = ModelCardData(
@@ -154,7 +163,7 @@ def render(record: Record, where: Path = Path(RECORD)) -> str:
             pipeline_tag="text-generation",
             tags=["gpt2", "gpt2-toolkit"] + (["lora"] if values["training"].get("lora") else []),
         )
-        return template.render(values, metadata=data.to_yaml(), figures=figures(record))
+        return template.render(values, metadata=data.to_yaml(), figures=figures(record), unchanged=never_improved(record))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, jinja2.UndefinedError):
         raise InputError(f"{where}: lacks a part that the card needs; remove it, or write the folder again") from None
 
@@ -259,6 +268,8 @@ def check(folder: Path, hashes: Mapping[str, str]) -> Iterator[str]:
     if record is None:
         yield f"there is no {RECORD}" + (", so nothing supports the figures of the card" if claims else "")
         return
+    if never_improved(record):
+        yield "the weights are the initial ones, unchanged: no step of the run was better than they are"
     for name, digest in (record.get("weights") or {}).items():
         if hashes.get(name) != digest:
             raise InputError(f"{folder}: {RECORD} is of another {name}; remove it and {CARD}, or write the model again")

@@ -18,7 +18,7 @@ from gpt2.train.folders import writing
 from gpt2.train.plot import plot
 from gpt2.train.recipe import Recipe, build, names, read
 from gpt2.train.runs import METRICS, RECIPE
-from gpt2.train.state import BEST, TEXT
+from gpt2.train.state import BEST, HELD_OUT, TEXT
 
 NOT_SHOWN = ("name", "description", "expect", "takes")
 # data.source -> its name in a card, and its id on the Hub.
@@ -48,10 +48,11 @@ def record_of(folder: Path) -> Record | None:
         raw = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
         rows = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
         init = raw.pop("init")
-        text_sha256 = raw.pop(TEXT)
+        text_sha256, held_out = raw.pop(TEXT), raw.pop(HELD_OUT, "")
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{folder}: not the folder of a run ({error}); give one that gpt2 train made") from None
     recipe = build(raw, f"{folder}/{RECIPE}")
+    held_out = held_out or f"about {recipe.data.held_out:.0%}, never trained on"  # an older run did not record it
     if recipe.model.kind == "bigram":
         return None
     evaluations = [
@@ -71,7 +72,8 @@ def record_of(folder: Path) -> Record | None:
     english = recipe.data.source in SOURCES or recipe.data.source.startswith("play:")
     dtype = str(checkpoint.dtype).removeprefix("torch.")
     return {
-        **card.facts(folder, "hf", dtype, checkpoint.config, weights),
+        **card.facts(folder / BEST, "hf", dtype, checkpoint.config, weights),
+        "title": folder.resolve().name,
         "base": base,
         "license": (base or {}).get("license"),
         "language": "en" if english and not (recipe.data.path or recipe.data.tokens) else None,
@@ -82,7 +84,7 @@ def record_of(folder: Path) -> Record | None:
             "text": text,
             "text_sha256": text_sha256,
             "datasets": [dataset] if dataset else None,
-            "held_out": "the file val.bin" if recipe.data.tokens else f"{recipe.data.held_out:.0%}, never trained on",
+            "held_out": f"the file val.bin, {held_out}" if recipe.data.tokens else held_out,
             "context": recipe.context,
             "protocol": _protocol(recipe),
             "evaluations": evaluations,

@@ -58,7 +58,8 @@ def start(recipe: Recipe, folder: Path, init: str | None, fresh: bool, ranks: Ra
     elif init is not None:
         model, tokenizer = models.with_tokens(load(init, dtype="float32"), load_tokenizer(init), recipe)
     text = corpus(recipe, tokenizer, scratch=init is None)
-    text.tokenizer.chat = ChatFormat.of_template(recipe.data.prompt) or text.tokenizer.chat
+    if text.tokenizer.eot is not None:  # else an answer has no end
+        text.tokenizer.chat = ChatFormat.of_template(recipe.data.prompt) or text.tokenizer.chat
     model = model or models.new(recipe, text.tokenizer)
     models.check(model, text, recipe, init or "the recipe's model")
     notes.append(models.added(text.tokenizer, text.train_ids, recipe))

@@ -151,6 +151,7 @@ MISTAKES = [
     ("generate --repetition-penalty 0", "repetition_penalty"),
     ("generate random:distilgpt2", "without a tokenizer"),
     ("generate --prompt O --draft random:distilgpt2", "50257 tokens, the model 2048"),
+    ("generate run", "run: no model.safetensors there; it is the folder of a training run, give run/best"),
     ("train", "which recipe"),
     ("train shakespere-mini", "did you mean shakespeare-mini"),
     ("train shakespeare-mini --set optim.lrr=1", "did you mean optim.lr"),
@@ -197,8 +198,10 @@ def test_mistakes_are_one_line_and_exit_2(command: str, says: str, tmp_path: Pat
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "file").write_text("mine")
     (tmp_path / "port.py").write_text("def build(): ...")
+    (tmp_path / "run" / "best").mkdir(parents=True)
+    (tmp_path / "run" / "best" / "model.safetensors").touch()
     assert says in mistake(capsys, *shlex.split(command))
-    assert {path.name for path in tmp_path.iterdir()} - {"cache", "out"} == {"file", "port.py"}
+    assert {path.name for path in tmp_path.iterdir()} - {"cache", "out"} == {"file", "port.py", "run"}
 
 
 def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,6 +257,13 @@ def test_generate_ends_each_of_several_samples_at_the_stop_text(capsys: pytest.C
     assert all(text.find("the") == text.rfind("the") >= len(text) - 8 for text in texts if "the" in text)
     assert main(argv) == 0
     assert capsys.readouterr().out == "".join(f"--- {n}\nROMEO:\n{text}\n" for n, text in enumerate(texts, 1))
+
+
+def test_generate_says_which_of_a_long_prompt_it_dropped(capsys: pytest.CaptureFixture) -> None:
+    """The beginning of a prompt longer than the context was dropped in silence. Control: one that just fits."""
+    for prompt, said in (("\n" * 256, ""), ("\n" * 300, "note: the first 44 of 300 tokens are dropped; the model reads 256\n")):
+        assert main(["generate", "--prompt", prompt, "--max-new-tokens", "1", "--json", "-"]) == 0
+        assert capsys.readouterr().err == said
 
 
 def test_generate_takes_a_draft(capsys: pytest.CaptureFixture) -> None:
