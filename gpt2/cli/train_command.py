@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc > 1:
         from gpt2.train.launch import launch
 
-        read(args.recipe, args.set)
+        read(args.recipe, args.set).check(args.init)
         return launch(_words(args), args.nproc)
     from gpt2.train.launch import leave
     from gpt2.train.parallel import PeerLost, own_rank

@@ -57,6 +57,7 @@ def train(
         InputError: text, model, recipe or folder do not work together, the run diverged, or the disk is full.
         PeerLost: another process of the job died.
     """
+    recipe.check(init)
     recipe, folder = recipe.resolved(init), Path(folder)
     keep_freed_memory()
     rewind: Rewind | None = None

@@ -138,6 +138,7 @@ class Recipe:
       "skip" (the step), or "rewind" to the newest checkpoint, with other windows.
     - ``device`` is "cpu", "cuda", "mps", "xpu", or "auto": the accelerator if there is one. ``parallel`` is "ddp" (each process
       has the whole model) or "fsdp" (each has a shard).
+    - ``needs_init``: the recipe is made for a model that it starts from, and is refused without one.
     - ``expect`` is the validation loss that the recipe reaches on its own text, in nats per token (0: not stated), and
       ``takes`` is the time and the machine. ``tensorboard`` and ``wandb`` also send the
       metrics to TensorBoard and Weights & Biases (:mod:`gpt2.train.boards`).
@@ -166,6 +167,7 @@ class Recipe:
     on_divergence: str = "stop"
     tensorboard: bool = False
     wandb: bool = False
+    needs_init: bool = False
     expect: float = 0.0
     takes: str = ""
     data: Data = field(default_factory=Data)
@@ -203,11 +205,16 @@ class Recipe:
 
     def resolved(self, init: str | None) -> Self:
         """Return this recipe with its open settings decided, for a run from scratch or from the model named ``init``."""
+        return self if self.patience >= 0 else replace(self, patience=0 if init is None else FINE_TUNE_PATIENCE)
+
+
+    def check(self, init: str | None) -> None:
+        """Raise InputError if the recipe cannot start from the model named ``init``, or, with None, from scratch."""
         if init is not None and self.model.kind == "bigram":
             raise InputError(f"--init {init}: a bigram is trained from scratch; leave --init out, or choose another recipe")
-        if init is None and self.lora.r:
-            raise InputError(f"{self.name}: adapters need a pretrained model; name one with --init")
-        return self if self.patience >= 0 else replace(self, patience=0 if init is None else FINE_TUNE_PATIENCE)
+        if init is None and (self.needs_init or self.lora.r):
+            scratch = "" if self.lora.r else ", or train from scratch with --set needs_init=false"
+            raise InputError(f"{self.name}: starts from a model; name it, as in --init gpt2 or --init shakespeare-mini{scratch}")
 
 
 def names() -> list[str]:
@@ -293,8 +300,10 @@ def _build(kind: type, raw: Mapping[str, Any], where: str, prefix: str = "") -> 
         key = prefix + name
         if key not in _types() or "." in name:
             known = [prefix + field.name for field in fields(kind)]
-            close = difflib.get_close_matches(key, known if prefix else _types(), n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]}?" if close else f"keys are {', '.join(known)}"
+            every = known if prefix else [*_types()]
+            meant = {each.rpartition(".")[2]: each for each in every} | {each: each for each in every}  # lr is optim.lr
+            close = difflib.get_close_matches(key, meant, n=1, cutoff=0.5)
+            hint = f"did you mean {meant[close[0]]}?" if close else f"keys are {', '.join(known)}"
             raise InputError(f"{where}: unknown key {quoted(key)}; {hint}")
         values[name] = _converted(value, _types()[key], where, key)
     return kind(**values)

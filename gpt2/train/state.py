@@ -57,7 +57,7 @@ TEXT, HELD_OUT = "text_sha256", "held_out"  # in recipe.json, beside the recipe'
 CLEARING = "clearing"  # the same, while --fresh removes the run that was there before
 # Keys of a recipe that do not change what it computes, or only how sums are rounded.
 SHAPE = ("init ", "model.", "data.tokenizer ", "data.vocab_size ", "data.add_tokens ")  # what decides the model itself
-NOT_COMPARED = ("name", "description", "expect", "takes", "tensorboard", "wandb", "device", "parallel")
+NOT_COMPARED = ("name", "description", "expect", "takes", "needs_init", "tensorboard", "wandb", "device", "parallel")
 
 
 Files = Mapping[str, bytes | Iterable[bytes | memoryview]]  # name -> content, or its pieces in order

@@ -104,7 +104,7 @@ def test_an_export_of_other_weights_claims_nothing(run: Path, tmp_path: Path) ->
 def test_the_command_of_the_card_trains_the_same_recipe(init: str | None) -> None:
     """A command that leaves out one setting trains another model."""
     changes = ["optim.lr=2e-3", "dropout=0.0", "data.path=my own.txt", "model.n_layer=2", "tensorboard=true", "seed=7"]
-    changes += ["lora.r=4", "lora.targets=c_attn,c_fc"] if init else ['data.add_tokens=["a,b"]']
+    changes += ["lora.r=4", "lora.targets=c_attn,c_fc"] if init else ['data.add_tokens=["a,b"]', "needs_init=false"]
     recipe = read("finetune-shakespeare", changes).resolved(init)
     args = parser().parse_args(shlex.split(command(recipe, init))[1:])
     assert (args.recipe, args.init) == ("finetune-shakespeare", init)
