@@ -62,7 +62,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.list:
         recipes = {name: read(name) for name in names()}
-        body = {n: {"description": r.description, "expect": r.expect or None, "takes": r.takes} for n, r in recipes.items()}
+        body = {
+            name: {"description": each.description, "expect": each.expect or None, "takes": each.takes, "needs": each.data.needs}
+            for name, each in recipes.items()
+        }
         write_result(args.json, lambda: json.dumps(body, indent=2), lambda: print(_list(recipes)))
         return 0
     if args.recipe == "plot":
@@ -108,11 +111,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(recipes: dict[str, Recipe]) -> str:
-    """List each recipe's name, description, expected loss and duration, wrapped to the terminal."""
+    """List each recipe's name, description, expected loss and duration, and what it needs, wrapped to the terminal."""
     width = max(min(shutil.get_terminal_size((80, 24)).columns, 100), 60) - 25
     rows = []
     for name, recipe in recipes.items():
-        lines = [*textwrap.wrap(recipe.description, width), *textwrap.wrap(_promise(recipe), width)]
+        needs = f"needs {recipe.data.needs}" if recipe.data.needs else ""
+        lines = [line for text in (recipe.description, _promise(recipe), needs) for line in textwrap.wrap(text, width)]
         rows += [f"{head:24} {line}" for head, line in zip([name, *[""] * len(lines)], lines, strict=False)]
     return "\n".join(rows)
 

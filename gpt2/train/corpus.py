@@ -20,7 +20,7 @@ from gpt2.data.files import END_OF_TEXT
 from gpt2.data.packing import HASHED, held_out, lay_out
 from gpt2.data.words import Words
 from gpt2.errors import InputError
-from gpt2.train.recipe import Recipe
+from gpt2.train.recipe import PLAYS, Recipe
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,10 @@ def texts(recipe: Recipe) -> tuple[str, str]:
     elif data.source.startswith("play:"):
         text = shakespeare.play(data.source.removeprefix("play:"))
     elif data.source == "tinyshakespeare":
-        text = shakespeare.tiny_shakespeare()
+        try:
+            text = shakespeare.tiny_shakespeare()
+        except InputError as error:
+            raise InputError(f"{error}, or {PLAYS}") from None
     else:
         raise InputError(
             f"recipe: data.source is {data.source!r}; give plays, all-plays, play:NAME or tinyshakespeare, "

@@ -17,6 +17,7 @@ from gpt2.errors import InputError
 
 FOLDER = Path(__file__).parent / "recipes"
 NAME = re.compile(r"[^/\\:\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,100}")  # a run's name: one component of a path on any system
+PLAYS = "--set data.source=all-plays, with the extra plays"  # instead of tiny Shakespeare
 FINE_TUNE_PATIENCE = 5  # evaluations without improvement
 
 # Keys, their minimum, their exclusive upper bound, and the advice for the error.
@@ -77,6 +78,15 @@ class Data:
     add_tokens: tuple[str, ...] = ()
     padded: bool = False
     reset: bool = False
+
+    @property
+    def needs(self) -> str:
+        """What the text needs that is not in this package, and the way without a network; "" for a text of one's own."""
+        if self.path or self.tokens:
+            return ""
+        if self.source == "tinyshakespeare":
+            return f"tiny Shakespeare, downloaded once; without a network: {PLAYS}"
+        return "the extra plays: pip install 'gpt2-toolkit[plays]'"
 
 
 @dataclass(frozen=True)
