@@ -1,9 +1,11 @@
 """Functions shared by the commands: common arguments, progress on stderr, and output of results."""
 
 import argparse
+import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -99,6 +101,46 @@ def save_page(target: str | None, save: Callable[[str], object]) -> None:
     if target:
         save(target)
         print(f"wrote {target}", file=sys.stderr)
+
+
+class _Outlasting(io.FileIO):
+    """A standard stream whose reader may leave, as head does: the rest goes to nobody."""
+
+    left = False
+
+    def write(self, data: bytes) -> int | None:  # type: ignore[override]
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.left = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            if not isinstance(error, BrokenPipeError):
+                raise InputError(f"the output cannot be written ({error.strerror}); make room, or send it elsewhere") from None
+            return len(data)
+
+
+@contextmanager
+def outlasting_readers() -> Iterator[None]:
+    """Let stdout and stderr outlast their readers, so that a command goes on to its end and its exit code."""
+    before = sys.stdout, sys.stderr
+    for name, stream in zip(("stdout", "stderr"), before, strict=True):
+        buffer = getattr(stream, "buffer", None)
+        if type(stream) is io.TextIOWrapper and isinstance(getattr(buffer, "raw", buffer), io.FileIO):  # not a notebook's
+            stream.flush()
+            file = io.BufferedWriter(_Outlasting(stream.fileno(), "w", closefd=False))
+            how = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+            setattr(sys, name, io.TextIOWrapper(file, stream.encoding, **how))
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before
+
+
+def nobody_reads() -> bool:
+    """Return whether the reader of stdout has left."""
+    return getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "left", False)
 
 
 class Status:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from gpt2.cli.common import Status, add_device, add_model, say, seed, write_result
+from gpt2.cli.common import Status, add_device, add_model, nobody_reads, say, seed, write_result
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class _Writer:
                     new.append(token)
                     if samples == 1:  # only one text can be shown while it is made
                         self.show(text.decode(self.tokenizer.token_bytes(token)))
-            if all(end.ended for end in ends):
+            if all(end.ended for end in ends) or nobody_reads():
                 break
         if samples == 1:
             self.show(text.decode(b"", final=True), "\n")

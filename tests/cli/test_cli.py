@@ -349,6 +349,35 @@ def test_help_has_examples(command, capsys: pytest.CaptureFixture) -> None:
     assert "--json" in out
 
 
+TINY = "--set data.tokenizer=chars --set context=8 --set batch_size=1 --set model.n_layer=1 --set eval_tokens=9"
+TINY += " --set model.n_embd=16 --set model.n_head=2 --set sample_tokens=0 --set steps=2"
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [("stdout", "compare MODEL MODEL:bf16 --tokens 9"), ("stderr", f"train shakespeare-mini --out run --set data.path=text {TINY}")],
+)
+def test_a_command_outlasts_its_reader(name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `| head`, a comparison exited 1 as a failed check does, and a training run stopped."""
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "MODEL")
+    (tmp_path / "text").write_text("To be, or not to be: that is the question.\n" * 30)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with monkeypatch.context() as patch, open(writer, "wb") as pipe:
+        patch.setattr(sys, name, io.TextIOWrapper(pipe))
+        assert main(shlex.split(command)) == 0
+    assert (tmp_path / "run" / "step-2").is_dir() == ("train" in command)
+
+
+def test_a_full_disk_behind_stdout_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """The exit code was 120, beside a part of a traceback."""
+    with monkeypatch.context() as patch, open("/dev/full", "wb") as full:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(full))
+        assert main(["train", "--list"]) == 2
+    assert capsys.readouterr().err == "gpt2 train: the output cannot be written (No space left on device); make room, or send it elsewhere\n"
+
+
 def test_a_closed_pipe_is_no_error() -> None:
     """`gpt2 info | head -1` must not end in a traceback."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
