@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from gpt2.config import ACTIVATIONS
 from gpt2.errors import InputError, printable
@@ -108,7 +108,7 @@ class _Outlasting(io.FileIO):
 
     left = False
 
-    def write(self, data: bytes) -> int | None:  # type: ignore[override]
+    def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
@@ -128,8 +128,8 @@ def outlasting_readers() -> Iterator[None]:
         if type(stream) is io.TextIOWrapper and isinstance(getattr(buffer, "raw", buffer), io.FileIO):  # not a notebook's
             stream.flush()
             file = io.BufferedWriter(_Outlasting(stream.fileno(), "w", closefd=False))
-            how = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-            setattr(sys, name, io.TextIOWrapper(file, stream.encoding, **how))
+            lines, through = stream.line_buffering, stream.write_through
+            setattr(sys, name, io.TextIOWrapper(file, stream.encoding, line_buffering=lines, write_through=through))
     try:
         yield
     finally:

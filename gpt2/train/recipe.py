@@ -217,7 +217,6 @@ class Recipe:
         """Return this recipe with its open settings decided, for a run from scratch or from the model named ``init``."""
         return self if self.patience >= 0 else replace(self, patience=0 if init is None else FINE_TUNE_PATIENCE)
 
-
     def check(self, init: str | None) -> None:
         """Raise InputError if the recipe cannot start from the model named ``init``, or, with None, from scratch."""
         if init is not None and self.model.kind == "bigram":

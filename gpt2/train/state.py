@@ -293,5 +293,5 @@ def _fault(path: Path) -> str:
     if any(NAME.fullmatch(file.name) for file in path.glob("*")):
         needed: tuple[str, ...] = MODEL_FILES[:1] + RESUME_FILES[1:]
     else:
-        needed = (ADAPTER_FILES if (path / ADAPTER).exists() else MODEL_FILES) + RESUME_FILES
+        needed = (ADAPTER_FILES if any((path / name).exists() for name in ADAPTER_FILES) else MODEL_FILES) + RESUME_FILES
     return unlike_manifest(path, needed)

@@ -355,7 +355,10 @@ TINY += " --set model.n_embd=16 --set model.n_head=2 --set sample_tokens=0 --set
 
 @pytest.mark.parametrize(
     ("name", "command"),
-    [("stdout", "compare MODEL MODEL:bf16 --tokens 9"), ("stderr", f"train shakespeare-mini --out run --set data.path=text {TINY}")],
+    [
+        ("stdout", "compare MODEL MODEL:bf16 --tokens 9"),
+        ("stderr", f"train shakespeare-mini --out run --set data.path=text {TINY}"),
+    ],
 )
 def test_a_command_outlasts_its_reader(name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `| head`, a comparison exited 1 as a failed check does, and a training run stopped."""
@@ -375,7 +378,10 @@ def test_a_full_disk_behind_stdout_is_one_line(monkeypatch: pytest.MonkeyPatch, 
     with monkeypatch.context() as patch, open("/dev/full", "wb") as full:
         patch.setattr(sys, "stdout", io.TextIOWrapper(full))
         assert main(["train", "--list"]) == 2
-    assert capsys.readouterr().err == "gpt2 train: the output cannot be written (No space left on device); make room, or send it elsewhere\n"
+    assert (
+        capsys.readouterr().err
+        == "gpt2 train: the output cannot be written (No space left on device); make room, or send it elsewhere\n"
+    )
 
 
 def test_a_closed_pipe_is_no_error() -> None:

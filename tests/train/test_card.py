@@ -193,7 +193,15 @@ def test_the_card_of_a_chat_model_shows_how_to_ask(init: Path, recipe, tmp_path:
     """It showed how to continue "The "; and it gave the share that was asked for, not the one that was held out."""
     pairs = [{"q": f"Who is {'abcdefgh'[n % 8]}?", "a": "Romeo"} for n in range(36)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    data = replace(recipe.data, path=str(tmp_path / "pairs.jsonl"), prompt="Q: {q}\nA:", field="a", held_out=0.4, tokenizer="bpe", vocab_size=262)
+    data = replace(
+        recipe.data,
+        path=str(tmp_path / "pairs.jsonl"),
+        prompt="Q: {q}\nA:",
+        field="a",
+        held_out=0.4,
+        tokenizer="bpe",
+        vocab_size=262,
+    )
     train(replace(recipe, data=data), tmp_path / "chat")
     write_card(tmp_path / "chat")
     text = (tmp_path / "chat" / "best" / CARD).read_text()

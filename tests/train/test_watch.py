@@ -73,8 +73,7 @@ def get(address: str, **headers: str) -> tuple[int, str]:
 
 
 def test_it_follows_a_run_on_loopback(tmp_path: Path) -> None:
-    """The page must show a line that was written after it was opened, and to nobody without the address. Opened before the run, it
-    was refused."""
+    """The page must show a line that was written after it was opened, to nobody without the address, and wait for the run."""
     folder = tmp_path / "run"
     process = forks.start("-m", "gpt2", "train", "watch", folder, "--port", "0", strict=True)
     assert process.error_line() == f"{folder}: no run there yet; waiting for gpt2 train to begin it\n"
