@@ -34,7 +34,13 @@ RECORD, CURVES = "gpt2-record.json", "curves.png"
 LICENCES = {name: "mit" for name in OFFICIAL} | {"distilgpt2": "apache-2.0", DEFAULT: "mit"}
 STORED = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # GGUF's and llm.c's types
 PARTS = ("base", "training", "export", "measured")  # of a record, each an object or nothing
-METRICS = {"perplexity": "perplexity per token", "loss": "cross-entropy, nats per token", "bits_per_byte": "bits per UTF-8 byte"}
+METRICS = {
+    "accuracy": "accuracy",
+    "perplexity": "perplexity per token",
+    "loss": "cross-entropy, nats per token",
+    "bits_per_byte": "bits per UTF-8 byte",
+}
+TASKS = ("text-generation", "text-classification")  # without classes, and with
 # The parts that are rewritten in a card that a person has edited. They are no part of a fenced block.
 BLOCK = re.compile(
     r"^(?P<fence>```+)[\s\S]*?\n(?P=fence)$|^<!-- (?P<name>figures|measured) -->\n[\s\S]*?\n<!-- /(?P=name) -->", re.MULTILINE
@@ -81,6 +87,8 @@ def of_export(done: Export, revision: str | None, command: str) -> Record:
     source = ModelName.parse(done.model, revision=revision)
     kept = _own_record(Path(source.base).expanduser()) if source.local and source.base != DEFAULT else {}
     run = kept.get("training")
+    if run and run.get("classes"):  # an export is the language model, without the head for classes
+        run = None
     base = kept.get("base") if run else base_of(done.model if revision is None else f"{done.model}@{revision}")
     weights = {file.name: file.sha256 for file in done.files if file.name.endswith((".safetensors", ".gguf", ".bin"))}
     rounded = bool(run) and STORED.get(done.type, done.type) != kept["dtype"]
@@ -104,13 +112,12 @@ def figures(record: Record) -> dict[str, dict[str, float]]:
     run = record.get("training") or {}
     rows = run.get("evaluations") or []
     best = next((row for row in rows if row["step"] == run.get("best_step")), None)
-    chosen = {"this": best, "base": rows[0] if rows and record.get("base") and rows[0]["step"] == 0 else None}
+    begins = bool(rows and record.get("base") and rows[0]["step"] == 0 and not run.get("classes"))  # without a head for classes
+    chosen = {"this": best, "base": rows[0] if begins else None}
     return {
-        who: {
-            "loss": round(row["loss"], 4),
-            "perplexity": round(math.exp(min(row["loss"], 700)), 2),
-            "bits_per_byte": round(row["bits_per_byte"], 4),
-        }
+        who: {"loss": round(row["loss"], 4)}
+        | ({} if "accuracy" in row else {"perplexity": round(math.exp(min(row["loss"], 700)), 2)})
+        | {kind: round(row[kind], 4) for kind in ("accuracy", "bits_per_byte") if kind in row}
         for who, row in chosen.items()
         if row
     }
@@ -126,7 +133,7 @@ def results(record: Record) -> list[EvalResult]:
     protocol = {key: run[name] for key, name in (("context", "context"), ("protocol", "protocol"), ("tokens", "val_tokens"))}
     return [
         EvalResult(
-            task_type="text-generation",
+            task_type=TASKS[bool(run.get("classes"))],
             dataset_type=run["datasets"][0] if run.get("datasets") else "text",
             dataset_name=run["text"],
             dataset_split="held out",
@@ -136,6 +143,7 @@ def results(record: Record) -> list[EvalResult]:
             metric_args={key: value for key, value in protocol.items() if value},
         )
         for kind, name in METRICS.items()
+        if kind in ours
     ]
 
 
@@ -159,8 +167,8 @@ def render(record: Record, where: Path = Path(RECORD)) -> str:
             language=record.get("language"),
             library_name={"hf": "transformers", "gguf": "gguf"}.get(record["format"]),
             license=record.get("license"),
-            metrics=["perplexity"] if found else None,
-            pipeline_tag="text-generation",
+            metrics=[found[0].metric_type] if found else None,
+            pipeline_tag=TASKS[bool(values["training"].get("classes"))],
             tags=["gpt2", "gpt2-toolkit"] + (["lora"] if values["training"].get("lora") else []),
         )
         return template.render(values, metadata=data.to_yaml(), figures=figures(record), unchanged=never_improved(record))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -35,12 +36,14 @@ PIECE = 1 << 20  # bytes
 ALIGNMENT = 64  # bytes, a cache line: the files can be mapped in place
 
 
-def save(model: GPT2, tokenizer: Tokenizer | None, directory: str | Path) -> Path:
+def save(
+    model: GPT2, tokenizer: Tokenizer | None, directory: str | Path, more: Mapping[str, Tensor] = MappingProxyType({})
+) -> Path:
     """Write ``model`` and ``tokenizer`` to ``directory`` in Hugging Face's layout; return the directory.
 
     Weights keep their dtype and Conv1D orientation, under transformers' names, without the tied head and without a second copy
     in memory. The same weights give the same bytes. All files are written and synced aside, then renamed: a full disk changes
-    nothing, and a reader never sees a half-written file.
+    nothing, and a reader never sees a half-written file. ``more`` are tensors of another head, by their names in the file.
 
     Raises:
         InputError: the directory cannot be written, or ``model`` is not a plain GPT2 (wrapped, quantised, adapters unmerged).
@@ -48,7 +51,8 @@ def save(model: GPT2, tokenizer: Tokenizer | None, directory: str | Path) -> Pat
     directory = Path(directory)
     tensors = _plain(model)
     with writing(directory), tempfile.TemporaryDirectory(prefix=".partial-", dir=directory, ignore_cleanup_errors=True) as aside:
-        write_file(Path(aside, WEIGHTS), safetensors_file({to_file(name): tensor for name, tensor in tensors.items()}))
+        written = {**{to_file(name): tensor for name, tensor in tensors.items()}, **more}
+        write_file(Path(aside, WEIGHTS), safetensors_file(written))
         save_config(model.config, tensors["wte.weight"].dtype, Path(aside), tokenizer.stated if tokenizer else None)
         if tokenizer is not None:
             tokenizer.save(directory, n_positions=model.config.n_positions)

@@ -175,6 +175,8 @@ def show(event: Started | Logged | Evaluated | Estimated | Diverged) -> None:
             text += f"  ({slower})" if (slower := slowest(event.rank_tokens_per_second)) else ""
         case Evaluated(val=val):
             text = f"{at}validation loss {val.loss:.4f}  perplexity {val.perplexity:.2f}  {val.bits_per_byte:.4f} bits/byte"
+            if event.accuracy is not None:
+                text = f"{at}validation loss {val.loss:.4f}  accuracy {event.accuracy:.1%} of {val.tokens:,} documents"
             text += f"  (all tokens {event.val_all.loss:.4f})" if event.val_all else ""
             text += "  best so far" if event.best else ""
             text += f"  ({slower})" if (slower := slowest(event.rank_tokens_per_second)) else ""

@@ -11,10 +11,12 @@ from gpt2 import __version__
 from gpt2.checkpoint import card
 from gpt2.checkpoint.card import CURVES, Record
 from gpt2.checkpoint.checkpoint import open_path
+from gpt2.checkpoint.containers import read_json
 from gpt2.checkpoint.files import WEIGHTS
 from gpt2.checkpoint.saving import sha256
 from gpt2.errors import InputError
 from gpt2.train.folders import writing
+from gpt2.train.metrics import accuracy
 from gpt2.train.plot import plot
 from gpt2.train.recipe import Recipe, build, names, read
 from gpt2.train.runs import METRICS, RECIPE
@@ -56,7 +58,8 @@ def record_of(folder: Path) -> Record | None:
     if recipe.model.kind == "bigram":
         return None
     evaluations = [
-        {"step": row["step"], "loss": row["val_loss"], "bits_per_byte": row["val_bits_per_byte"]}
+        {"step": row["step"], "loss": row["val_loss"]}
+        | ({"accuracy": accuracy(table)} if (table := row.get("confusion")) else {"bits_per_byte": row["val_bits_per_byte"]})
         for row in rows
         if "val_loss" in row
     ]
@@ -92,6 +95,9 @@ def record_of(folder: Path) -> Record | None:
             "steps_done": rows[-1]["step"],
             "last_loss": evaluations[-1]["loss"],
             "val_tokens": at_best.get("val_tokens"),
+            "val_documents": at_best.get("val_documents"),
+            "classes": [*read_json(folder / BEST / "config.json")["id2label"].values()] if "confusion" in at_best else None,
+            "confusion": at_best.get("confusion"),
             "sample": at_best.get("sample", ""),
             "lora": bool(recipe.lora.r),
             "curves": True,
@@ -128,6 +134,8 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _protocol(recipe: Recipe) -> str:
     """Return how held-out tokens are scored, in words."""
     data, context = recipe.data, recipe.context
+    if data.label:
+        return f"the class of {data.label}, after at most the first {context - 1} tokens"
     told = f"documents cut off at {context} tokens" if data.padded else f"windows of {context} tokens without overlap"
     told += ", attention within a document" if data.reset else ""
     return told + (", prompts read and not scored" if data.prompt else "")

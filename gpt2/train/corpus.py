@@ -20,6 +20,7 @@ from gpt2.data.files import END_OF_TEXT
 from gpt2.data.packing import HASHED, held_out, lay_out
 from gpt2.data.words import Words
 from gpt2.errors import InputError
+from gpt2.train.classify import classes_of
 from gpt2.train.recipe import PLAYS, Recipe
 
 
@@ -42,6 +43,7 @@ class Corpus:
     tally: Mapping[str, int] = field(default_factory=dict)  # of documents (:func:`gpt2.data.packing.lay_out`)
     mapped: bool = False  # from token files; else in memory
     held_out: str = ""  # in words, what of the text is validation
+    classes: tuple[str, ...] = ()  # of ``data.label``; the scored token behind a text is the number of its class
 
     def beginning(self) -> np.ndarray:
         """Return the first validation tokens, which a sample continues: a document's prompt, or eight."""
@@ -58,7 +60,7 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, scratch: bool 
     ``scratch``: the tokenizer is of a run from scratch, which reads its text again as it did when it made the tokenizer. Without
     ``check``, token files are mapped only, and their ``sha256`` is "".
     """
-    data, notes, tally, mapped = recipe.data, list[str](), Counter[str](), True
+    data, notes, tally, mapped, classes = recipe.data, list[str](), Counter[str](), True, tuple[str, ...]()
     train: Stream
     val: Stream
     if data.tokens:
@@ -74,7 +76,7 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, scratch: bool 
         mapped, sha256 = False, ""
         found = _documents(recipe, tally) if data.path else []
         if len(found) > 1 or data.prompt or data.padded:
-            tokenizer, train, val, notes = _of_documents(recipe, tokenizer, found, tally)
+            tokenizer, train, val, notes, classes = _of_documents(recipe, tokenizer, found, tally)
         else:
             train_text, val_text = shakespeare.split(found[0].text, 1 - data.held_out) if found else texts(recipe)
             tokenizer = tokenizer or _new_tokenizer(recipe, train_text, val_text)
@@ -91,11 +93,11 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, scratch: bool 
         raise InputError("data.reset: this tokenizer has no end-of-text token to tell documents apart; --set data.reset=false")
     _require_enough(recipe, train, val)
     end = tokenizer.eot if data.reset else None
-    return Corpus(tokenizer, train[0], val[0], sha256, train[1], val[1], tuple(notes), end, tally, mapped, share)
+    return Corpus(tokenizer, train[0], val[0], sha256, train[1], val[1], tuple(notes), end, tally, mapped, share, classes)
 
 
 def _is_large(recipe: Recipe) -> bool:
-    return bool(recipe.data.path) and size(files(recipe.data.path)) > tokenizing.LARGE
+    return bool(recipe.data.path) and not recipe.data.label and size(files(recipe.data.path)) > tokenizing.LARGE
 
 
 def _of_token_files(recipe: Recipe, tokenizer: Tokenizer, check: bool) -> tuple[Stream, Stream, str, Counter[str], list[str]]:
@@ -143,7 +145,13 @@ def _about(recipe: Recipe, tally: Counter[str]) -> list[str]:
 def _documents(recipe: Recipe, tally: Counter[str]) -> list[Document]:
     """Read all documents of ``data.path``."""
     paths = files(recipe.data.path)
-    found = list(documents(paths, recipe.data.field, recipe.data.prompt, tally=tally))
+    data = recipe.data
+    if data.label:  # the class is the text, and the text is read before it
+        found = list(documents(paths, data.label, data.prompt or data.field, tally=tally, key="label"))
+        texts = [document for document in found if document.prompt.strip()]
+        tally["empty"] += len(found) - len(texts)
+        return texts
+    found = list(documents(paths, data.field, data.prompt, tally=tally))
     if not found:
         raise InputError(f"{recipe.data.path}: no text in {len(paths)} files but whitespace; give a text")
     return found
@@ -151,8 +159,8 @@ def _documents(recipe: Recipe, tally: Counter[str]) -> list[Document]:
 
 def _of_documents(
     recipe: Recipe, tokenizer: Tokenizer | None, found: Sequence[Document], tally: Counter[str]
-) -> tuple[Tokenizer, Stream, Stream, list[str]]:
-    """Split documents and lay out their tokens; return tokenizer, training and validation stream, and lines for the log."""
+) -> tuple[Tokenizer, Stream, Stream, list[str], tuple[str, ...]]:
+    """Split documents and lay out their tokens; return tokenizer, training and validation stream, lines for the log, classes."""
     data = recipe.data
     chosen = held_out(found, data.held_out, data.split_seed)
     parts = [[document for document, out in zip(found, chosen, strict=True) if out == held] for held in (False, True)]
@@ -165,24 +173,25 @@ def _of_documents(
     tally["held_out"] = len(parts[1])
     notes = [f"{len(found):,} documents: {len(parts[0]):,} to train on, {len(parts[1]):,} held out (split by their text)"]
     end = _end(tokenizer, notes)
+    classes = classes_of([each.text.strip() for each in found], tokenizer.n_vocab) if data.label else ()
+    notes += [f"{len(classes)} classes in the field {data.label}: {', '.join(classes[:9])}"] if classes else []
     streams = []
     for part in parts:
-        laid = [
-            lay_out(
-                _encode(tokenizer, each.prompt, each),
-                _encode(tokenizer, each.text, each),
-                end,
-                recipe.context,
-                padded=data.padded,
-                tally=tally,
-            )
-            for each in part
-        ]
+        laid = []
+        for each in part:
+            before = _encode(tokenizer, each.prompt, each)
+            if classes:
+                own, before = [classes.index(each.text.strip())], before[: recipe.context - 1]
+            else:
+                own = _encode(tokenizer, each.text, each)
+            laid.append(lay_out(before, own, end, recipe.context, padded=data.padded, tally=tally))
+            if classes:  # the end behind the class is not scored
+                laid[-1][1][len(before) + 1 :] = FILLER
         ids, marks = (np.concatenate(arrays) for arrays in zip(*laid, strict=True))
         if data.padded:  # the target of the last row's last token
             ids, marks = np.append(ids, np.int32(end)), np.append(marks, np.uint8(FILLER))
         streams.append((ids, marks if data.prompt or data.padded else None))
-    return tokenizer, streams[0], streams[1], notes
+    return tokenizer, streams[0], streams[1], notes, classes
 
 
 def _encode(tokenizer: Tokenizer, text: str, document: Document) -> list[int]:

@@ -82,6 +82,17 @@ class Evaluated:
     warning: str = ""
     val_all: LanguageScore | None = None
     rank_tokens_per_second: tuple[float, ...] = ()
+    confusion: list[list[int]] | None = None  # of each class, how often each was said
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share of a classifier's documents whose class was said."""
+        return None if self.confusion is None else accuracy(self.confusion)
+
+
+def accuracy(confusion: list[list[int]]) -> float:
+    """Return the share on the diagonal of a confusion table: rows are the true classes, columns those that were said."""
+    return sum(row[i] for i, row in enumerate(confusion)) / sum(map(sum, confusion))
 
 
 @dataclass(frozen=True)

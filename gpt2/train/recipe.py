@@ -57,6 +57,9 @@ class Data:
     ``tokenizer`` is "bpe" or "words" (made from the training text, ``vocab_size`` entries), "chars", or "gpt2" (the official
     vocabulary); fine-tuning always uses the tokenizer of the initial model.
 
+    ``label`` is a table's field with the class of its ``field``, which a head on the last token learns
+    (:mod:`gpt2.train.classify`); with ``padded``.
+
     ``add_tokens`` are new tokens of a byte-level BPE: each is one id wherever it stands in a text, also after training
     (:func:`gpt2.train.models.with_tokens` has how they begin).
 
@@ -69,6 +72,7 @@ class Data:
     path: str = ""
     field: str = "text"
     prompt: str = ""
+    label: str = ""
     tokens: str = ""
     held_out: float = 0.1
     split_seed: int = 0
@@ -206,6 +210,8 @@ class Recipe:
             raise InputError(f"recipe: data.add_tokens and {'data.tokens' if self.data.tokens else 'lora.r'}: {why}")
         if (self.data.prompt or self.data.padded) and not self.data.path:
             raise InputError("recipe: data.prompt and data.padded are for documents; name them with data.path")
+        if self.data.label and (not self.data.padded or self.data.reset or self.lora.r or self.parallel == "fsdp"):
+            raise InputError("recipe: data.label is learnt with data.padded, and without data.reset, lora.r and parallel=fsdp")
         if self.data.padded and self.data.stride:
             raise InputError("recipe: data.padded and data.stride are both given; give one of them")
         if self.optim.lr < self.optim.min_lr:

@@ -14,6 +14,7 @@ from gpt2.lora import chosen_projections
 from gpt2.model import GPT2
 from gpt2.train import models, state
 from gpt2.train.bigram import Bigram, BigramConfig, load_model
+from gpt2.train.classify import classifier
 from gpt2.train.corpus import Corpus, corpus
 from gpt2.train.optim import learning_rate
 from gpt2.train.parallel import Ranks
@@ -58,9 +59,11 @@ def start(recipe: Recipe, folder: Path, init: str | None, fresh: bool, ranks: Ra
     elif init is not None:
         model, tokenizer = models.with_tokens(load(init, dtype="float32"), load_tokenizer(init), recipe)
     text = corpus(recipe, tokenizer, scratch=init is None)
-    if text.tokenizer.eot is not None:  # else an answer has no end
+    if text.tokenizer.eot is not None and not text.classes:  # else an answer has no end
         text.tokenizer.chat = ChatFormat.of_template(recipe.data.prompt) or text.tokenizer.chat
     model = model or models.new(recipe, text.tokenizer)
+    if text.classes and isinstance(model, GPT2):
+        model = classifier(model, text.classes, recipe.seed, checkpoint or (Path(init).expanduser() if init else None))
     models.check(model, text, recipe, init or "the recipe's model")
     notes.append(models.added(text.tokenizer, text.train_ids, recipe))
     recipe, why = decide_precision(resumed or recipe, model.config, ranks)
