@@ -139,7 +139,7 @@ def results(record: Record) -> list[EvalResult]:
             dataset_split="held out",
             metric_type=kind,
             metric_value=ours[kind],
-            metric_name=f"{name}, {run['protocol']}",
+            metric_name=f"{name.replace('token', 'document') if run.get('classes') else name}, {run['protocol']}",
             metric_args={key: value for key, value in protocol.items() if value},
         )
         for kind, name in METRICS.items()

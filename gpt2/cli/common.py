@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,9 @@ from typing import Any, Self
 
 from gpt2.config import ACTIVATIONS
 from gpt2.errors import InputError, printable
+
+
+JSON_VERSION = 1  # rises when a key is removed or changes its meaning (AGENTS.md)
 
 
 def seed(text: str) -> int:
@@ -84,13 +88,17 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def write_result(target: str | None, to_json: Callable[[], str], show: Callable[[], None]) -> None:
-    """Write the JSON of ``--json``; show the result unless the JSON goes to stdout."""
+    """Write the JSON of ``--json``, an object, with the version of its keys; show the result unless the JSON goes to stdout."""
+
+    def versioned() -> str:
+        return json.dumps({"json_version": JSON_VERSION, **json.loads(to_json())}, indent=2)
+
     if target == "-":
-        say(to_json())
+        say(versioned())
         return
     if target:
         try:
-            Path(target).write_text(to_json() + "\n", encoding="utf-8")
+            Path(target).write_text(versioned() + "\n", encoding="utf-8")
         except OSError as error:
             raise InputError(f"--json {target}: cannot be written ({error.strerror}); choose another file") from None
     show()
