@@ -163,7 +163,7 @@ def test_patience_counts_evaluations_without_a_better_one(recipe, tmp_path, monk
     """The run must not stop one evaluation early or late, and a better score must reset the count."""
     losses = iter([5.0, 4.0, 4.0, 4.5, 3.0, 3.1, 3.2, 3.3])
     real = loop.scores
-    monkeypatch.setattr(loop, "scores", lambda *a: (replace(real(*a)[0], loss=next(losses)), None, ()))
+    monkeypatch.setattr(loop, "scores", lambda *a: (found := real(*a))._replace(val=replace(found.val, loss=next(losses))))
     result = train(replace(recipe, eval_every=1, patience=3, save_every=5), tmp_path / "run")
     assert (result.stopped, result.step, result.best_step, result.best_loss) == ("early", 7, 4, 3.0)
     assert (tmp_path / "run" / "step-7").is_dir()  # else the next start would repeat the last steps
