@@ -69,6 +69,17 @@ CHANGES = {
         "h.0.mlp.c_fc.bias, h.2.mlp.c_fc.bias",
     ),
     "norms": (exchanged(f"{H}1.ln_1.weight", f"{H}1.ln_2.weight"), "norms-swapped", "h.1.ln_1.weight"),
+    "by head": (
+        changed(f"{H}1.attn.c_attn.weight", lambda w: w.view(3, -1, K, D).transpose(0, 1).reshape(w.shape)),
+        "head-layout",
+        "h.1.attn.c_attn",
+    ),
+    "by unit": (
+        changed(f"{H}1.attn.c_attn.weight", lambda w: w.view(3, -1, K, D).permute(1, 2, 0, 3).reshape(w.shape)),
+        "head-layout",
+        "h.1.attn.c_attn",
+    ),
+    "shuffled": (changed(f"{H}1.attn.c_attn.weight", lambda w: w.roll(1, 0)), "head-layout", "h.1.attn.c_attn"),
     "k first": (changed(f"{H}2.attn.c_attn.weight", lambda w: w.roll(D, 0)), "qkv-order", "h.2.attn.c_attn"),
     "rounded": (changed(f"{H}1.mlp.c_fc.weight", lambda w: w.bfloat16().float()), "reduced-precision", "h.1.mlp.c_fc.weight"),
     "one place": (changed("transformer.wpe.weight", lambda w: w.roll(-1, 0)), "position-offset", "wpe"),
@@ -91,6 +102,31 @@ def test_a_wrong_weight_is_named(name: str, model: gpt2.GPT2) -> None:
     assert all(torch.equal(tensor, module.state_dict()[key]) for key, tensor in before.items()), (
         "the module must be given back unchanged"
     )
+
+
+@torch.no_grad()
+def folded(module: nn.Module) -> nn.Module:
+    """Put each block's norm into the layer that reads it, in float32: the same function, and other weights."""
+    for block in module.transformer.h:
+        for norm, layer in ((block.ln_1, block.attn.c_attn), (block.ln_2, block.mlp.c_fc)):
+            layer.bias += layer.weight @ norm.bias
+            layer.weight *= norm.weight
+            norm.weight.fill_(1.0)
+            norm.bias.zero_()
+    return module
+
+
+def test_a_right_module_with_other_weights_is_right(model: gpt2.GPT2) -> None:
+    """Norms that were folded into the next layers, in float32, were called parameters drawn at random."""
+    found = diagnose(folded(port(model)), model)
+    assert (found.ok, found.causes) == (True, ()), found.table()
+    assert "compute the same" in found.notes[0]
+    last = diagnose(Around(folded(port(model)), lambda x: x - x.mean(-1, keepdim=True)), model)
+    assert [one.id for one in last.causes] == ["logits-softmaxed"], last.table()
+    wrong = folded(port(model))
+    with torch.no_grad():
+        wrong.transformer.h[1].mlp.c_proj.bias[3] += 1e-3
+    assert diagnose(wrong, model).verdict == "mismatch"
 
 
 def test_a_single_entry_is_enough(model: gpt2.GPT2) -> None:

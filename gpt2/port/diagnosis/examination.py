@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping as MappingType
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +22,15 @@ from gpt2.port.anatomy.stream import NotGPT2
 from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.behaviour import Behaviour
 from gpt2.port.diagnosis.causes import PlacedCause, ranked
+from gpt2.port.diagnosis.last_step import last_steps
 from gpt2.port.diagnosis.logits import Reference, padding_causes, require_logits
-from gpt2.port.diagnosis.places import Place
+from gpt2.port.diagnosis.places import Place, listed
 from gpt2.port.diagnosis.report import SURE, Diagnosis, Divergence
 from gpt2.port.diagnosis.structure import require_size, structural_causes
 from gpt2.port.diagnosis.trail import Walk
 from gpt2.port.diagnosis.walk import walk
 from gpt2.port.diagnosis.weights import WeightComparison
+from gpt2.port.mapping import ROUNDED_CONSTANT
 from gpt2.port.mapping.filling import fill, put
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.mapping.overwritten import overwritten
@@ -80,7 +83,7 @@ class Examination:
         own, blank = self._weights(borrowed)
         self.structural = [] if self.mapping is None else list(structural_causes(self.mapping))
         reference = Reference(self.config, self.state)
-        same = Reference(self.config, own.weights, own.head) if own.placed else reference
+        same = Reference(self.config, own.weights, own.head, own.head_bias) if own.placed else reference
         self.progress("comparing your logits with ours")
         outputs = self._outputs(borrowed, self._probes(anatomy))
         ids, first_logits = outputs[0]
@@ -91,16 +94,27 @@ class Examination:
         self.notes += notes + behaviour.notes
         errors = [reference.error(logits, ids) for ids, logits in outputs]
         worst, others = max(errors), [*padding, *behaviour.causes]
+        rounding, ends, unread = self.bound, list[PlacedCause](), self.weight_causes
+        if self.weight_causes or worst > self.bound:
+            probe = outputs[errors.index(worst)][0]
+            rounding, mine, right = self._rounding(reference, probe), same(probe), reference(probe)
+            unread = [cause for cause in self.weight_causes if blank or _is_unread(cause, own, self.state)]
+            if own.placed and (worst_relative_error(mine, right) <= rounding or (ends := _ends(mine, right, rounding))):
+                if departures := [place for cause in self.weight_causes if cause not in unread for place in cause.places]:
+                    where = listed(departures, self.config.n_layer)
+                    self.notes.append(
+                        f"your weights differ from the checkpoint's ({where}), and compute the same, as folded norms do"
+                    )
+                self.weight_causes, reference = unread, same
         if worst <= self.bound:
-            unseen = [cause for cause in self.weight_causes if blank or cause.places[0].stem in ("wte", "wpe")]  # unused rows
-            return self._diagnosed(worst, [blank or behaviour.divergence], [*unseen, *others])
+            return self._diagnosed(worst, [blank or behaviour.divergence], [*unread, *others])
         wrong = next(number for number, error in enumerate(errors) if error > self.bound)
         if wrong and any(cause.id == "not-deterministic" for cause in behaviour.causes):
             return self._diagnosed(worst, [blank], [*self.weight_causes, *others])
         if wrong:
             self.notes.append(f"your logits are right for {ids.size(1)} tokens; they part at {outputs[wrong][0].size(1)}")
         ids, logits = outputs[wrong]
-        own_error = same.error(logits, ids)
+        exact, own_error = True, same.error(logits, ids)
         if own.placed and own_error <= self.bound:
             expected, traced = trace(reference.model, ids), trace(same.model, ids)
             apart = ((point, worst_relative_error(traced[point], value)) for point, value in expected.items())
@@ -110,8 +124,18 @@ class Examination:
             causes = [_sure(cause, evidence) for cause in [*self.weight_causes, *silent]]
         else:
             mixed = any(cause.id == "batch-dependent" for cause in behaviour.causes)
-            divergence, causes = self._walked(ids, own, reference, mixed)
-        return self._diagnosed(worst, [blank, divergence, behaviour.divergence], [*causes, *others])
+            divergence, causes, exact = self._walked(ids, own, reference, mixed)
+        if worst <= rounding:
+            causes = causes if exact else []
+            self.bound = rounding
+            self.notes.append(f"your logits are right: float32's rounding explains errors up to {rounding:.1e}")
+        return self._diagnosed(worst, [blank, divergence, behaviour.divergence], [*causes, *ends, *others])
+
+    def _rounding(self, reference: Reference, ids: Tensor) -> float:
+        """Return the error of logits that rounding to float32 explains, as of weights that were folded in that dtype."""
+        return max(
+            self.bound, WORST_RATIO * explained_errors(reference.model, ids, torch.float32, worst_relative_error)["logits"]
+        )
 
     def _diagnosed(self, error: float, divergences: list[Divergence | None], causes: list[PlacedCause]) -> Diagnosis:
         """Build the diagnosis; its place is the first of these divergences in the forward pass."""
@@ -256,8 +280,10 @@ class Examination:
 
     # The module's computation
 
-    def _walked(self, ids: Tensor, own: Own, reference: Reference, mixed: bool) -> tuple[Divergence | None, list[PlacedCause]]:
-        """Walk through GPT-2's stages with the module's own weights and recorded tensors.
+    def _walked(
+        self, ids: Tensor, own: Own, reference: Reference, mixed: bool
+    ) -> tuple[Divergence | None, list[PlacedCause], bool]:
+        """Walk through GPT-2's stages with the module's own weights and tensors; return also if all is explained in float64.
 
         ``mixed``: rows of a batch change one another. What else is wrong shows in a batch of equal rows, unless it leaves
         nothing of them: a mean over the batch, subtracted, makes equal rows zero.
@@ -265,7 +291,8 @@ class Examination:
         weights = dict(own.weights)
         if own.placed and not bool(own.placed["wpe.weight"].any()):  # the walk finds what is added in place of positions
             weights["wpe.weight"] = self.state["wpe.weight"]
-        walked = self._best_walk(self._pool(ids), ids, reference, weights, own)
+        pool = self._pool(ids)
+        walked = self._best_walk(pool, ids, reference, weights, own)
         if mixed and not walked.explained:
             alike = ids[:1].expand_as(ids).contiguous()
             pool = self._pool(alike)
@@ -278,7 +305,7 @@ class Examination:
             self.notes.append(limit + walked.edge(self.config.n_layer))
         if walked.explained:
             held = [cause for cause in self.weight_causes if cause.id != "extra-bias"]  # the walk has measured its effect
-            return walked.first_divergence, [*walked.causes, *(_sure(cause) for cause in held)]
+            return walked.first_divergence, [*walked.causes, *(_sure(cause) for cause in held)], not pool.narrow
         is_lost = not walked.timed_out and all(layer_of(point) is None for point in walked.points)
         if self.not_gpt2 and not walked.causes and is_lost:
             hint = "; if it is one, load its weights yourself: build(checkpoint_dir), or no fill=True" if self.fill else ""
@@ -288,7 +315,7 @@ class Examination:
         causes = [*walked.causes, *structural, *self.weight_causes]
         if causes:
             self.notes.append("these causes do not explain all of the difference; fix them and run the diagnosis again")
-        return walked.first_divergence, causes
+        return walked.first_divergence, causes, False
 
     def _pool(self, ids: Tensor) -> Pool:
         """Return the module's recorded tensors."""
@@ -324,6 +351,22 @@ def _refuted(cause: PlacedCause, walked: Walk) -> bool:
     """Return whether the walk was at a place of this structural cause, and its formula did not give the port's values."""
     reached = [Place.of(point) for point in walked.points]
     return any(place.part and place.contains(point) for place in cause.places for point in reached)
+
+
+def _is_unread(cause: PlacedCause, own: Own, state: MappingType[str, Tensor]) -> bool:
+    """Return whether a cause is of rows of an embedding that no probe has read, and not of their means, which norms remove."""
+    if (stem := cause.places[0].stem) not in ("wte", "wpe"):
+        return False
+    mine, ours = (table[f"{stem}.weight"] - table[f"{stem}.weight"].mean(-1, keepdim=True) for table in (own.weights, state))
+    return worst_relative_error(mine, ours) > ROUNDED_CONSTANT
+
+
+def _ends(mine: Tensor, right: Tensor, bound: float) -> list[PlacedCause]:
+    """Return what the port's weights do to right logits (B, T, V), if a known step gives ``mine``."""
+    found = (fault for fault, formula in last_steps() if worst_relative_error(formula(right), mine) <= bound)
+    same = worst_relative_error(mine.softmax(-1), right.softmax(-1)) <= bound
+    evidence = f"with your weights our model gives that, to {bound:.0e}{'; the softmax of it is right' if same else ''}"
+    return [PlacedCause(one.id, (one.place,), one.detail, evidence, SURE) for one in islice(found, 1)]
 
 
 def _sure(cause: PlacedCause, evidence: str = "") -> PlacedCause:

@@ -167,6 +167,8 @@ class WeightComparison:
                 attention = replace(whole, place=replace(whole.place, part=whole.place.stem))
                 if self._misread(attention, entries.misread_c_attn(whole.ours, self.config)):
                     return
+                if not all(entries.fingerprint(piece.held) in self._holders for piece in pieces):  # mixed, across q, k and v
+                    pieces = [attention]
         for piece in pieces:
             if bool(piece.placed.any()) and not torch.equal(piece.held[piece.placed], piece.ours[piece.placed]):
                 self._piece(piece)
