@@ -174,6 +174,16 @@ def test_behaviour(after: Callable[[Tensor], Tensor], id: str, model: gpt2.GPT2)
     assert diagnose(Around(port(model), after), model).causes[0].id == id
 
 
+def test_training_mode_is_said_first(model: gpt2.GPT2) -> None:
+    """Somebody who forgot eval() saw other logits in each call, and was told that the module is right."""
+    module = port(model).train()
+    found = diagnose(module, model)
+    assert found.ok
+    assert "training mode" in found.notes[0]
+    assert module.training
+    assert diagnose(module.eval(), model).notes == ()
+
+
 @pytest.mark.parametrize(
     "after",
     [

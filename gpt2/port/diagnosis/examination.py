@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Mapping as MappingType
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -71,7 +73,18 @@ class Examination:
                 raise InputError(f"{self.who}: its {name} holds NaN; look where its values come from")
         with torch.random.fork_rng(devices=[]), plain_attention(), Borrowed(self.module) as borrowed:
             self.module.eval()  # some modules override it
-            return self._examine(borrowed)
+            diagnosis = self._examine(borrowed)
+            return replace(diagnosis, notes=(*self._training(borrowed), *diagnosis.notes))
+
+    def _training(self, borrowed: Borrowed) -> Iterator[str]:
+        """Yield a note on a module that came in training mode, and is random there."""
+        ids = self._probes(None)[0]
+        with suppress(Exception), borrowed.as_given() as training:
+            first, second = (logits_of(self.module(ids.to(self.device)), ids) if training else ids for _ in range(2))
+            if not torch.equal(first, second):
+                error = worst_relative_error(second, first)
+                words = f"it gives other logits in each call there (by {error:.1e}), by dropout or the like"
+                yield f"your module came in training mode, and was judged in eval mode: {words}; call .eval() before you use it"
 
     def _examine(self, borrowed: Borrowed) -> Diagnosis:
         self.progress("recording one forward pass of your module")
