@@ -138,6 +138,13 @@ def test_a_fault_that_logits_do_not_show_is_named(name, model):
     assert [cause.id for cause in found.causes] == [FAULTY_AFTER_ALL[name]]
 
 
+def test_positions_that_count_padding_are_said(directory, model):
+    """A row of a padded batch has other logits than alone: right where positions are given as well, and else a surprise."""
+    found = diagnose(SOUND["conv1d: padding-counted"].build(CONFIG, directory), model)
+    assert found.ok
+    assert "positions count the padding" in found.notes[0]
+
+
 @pytest.mark.slow
 def test_faults_drawn_at_random_are_named(directory, model):
     """diagnose was developed on the ports above, so these combinations, drawn at random, are the fairer test.

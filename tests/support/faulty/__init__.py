@@ -191,8 +191,9 @@ LINES = {
         softmax-queries@2 value-from-key@0 residual-from-normed residual-missing-mlp@2 transposed-proj@1 qkv-kqv
         head-interleaved@2 not-loaded-wpe not-loaded-fc untied-head bf16-on-the-way dropout-active ffn-dropout@2
         cache-positions cache-mask cache-unscaled cache-forgets cache-of-the-call-before padding-ignored
-        padding-inverted padding-positions padding-queries
+        padding-inverted padding-positions padding-queries cache-padding-ignored cache-padding-counted
         """,
+        "cache-single cache-positions",
         "gelu-relu cache-positions",
         "scale-by-width@1 padding-ignored",
     ),
@@ -270,6 +271,7 @@ SOUND |= {
             "dropout-in-training idle-norm logits-flattened hidden-first",
         ),
         ("functions", "key-bias-missing heads-permuted"),
+        ("conv1d", "cache-single padding-counted"),
         ("heads", "heads-permuted"),
         ("italiano", "heads-permuted"),
     )

@@ -173,12 +173,16 @@ MEANINGS: dict[str, Meaning] = {
     "padding-inverted": _mean("padding-wrong"),
     "padding-positions": _mean("padding-wrong"),
     "padding-queries": _mean("padding-wrong"),
+    "cache-padding-ignored": _mean("padding-wrong"),
+    "cache-padding-counted": _mean("padding-wrong"),
 }
 
 
 # Differences without effect, which must not be called faults.
 HARMLESS = {
     "mask-1e4": "masked scores are -10,000, whose exponential is zero",
+    "cache-single": "a cache that takes one token at a time",
+    "padding-counted": "positions count the padding, as in the Hub's models if they are given no positions",
     "masked-first": "scores are masked before they are scaled",
     "scale-split": "queries and keys are each divided by the fourth root",
     "key-bias-missing": "softmax does not see what is added to all keys alike",
