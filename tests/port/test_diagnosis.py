@@ -215,6 +215,27 @@ def test_a_module_that_cannot_be_diagnosed_is_refused_in_one_line(module: nn.Mod
     assert said in str(caught.value)
 
 
+def test_nan_is_followed_to_its_first_array_and_the_author_s_line(model: gpt2.GPT2) -> None:
+    """'Your logits are NaN' leaves the author with a thousand operators to look at."""
+    module = port(model)
+    with torch.no_grad():
+        module.transformer.h[1].mlp.c_fc.bias[2] = torch.nan
+    with pytest.raises(
+        gpt2.InputError, match=rf"its {H}1.mlp.c_fc.bias holds NaN; the first array .* addmm of NaN.*nano.py, line"
+    ):
+        diagnose(module, model)
+    with pytest.raises(
+        gpt2.InputError, match=r"are NaN from position 0 on; .* result of log, of shape .*test_diagnosis.py, line"
+    ):
+        diagnose(Around(port(model), lambda x: (-x.square() - 1).log()), model)
+
+
+def test_a_forward_that_fails_names_the_author_s_line(model: gpt2.GPT2) -> None:
+    """A message of torch alone does not say which of a hundred lines has the wrong shape."""
+    with pytest.raises(gpt2.InputError, match=r"RuntimeError: shape .*test_diagnosis.py, line \d+: .*lambda x: x.view\(3, 5\)"):
+        diagnose(Around(port(model), lambda x: x.view(3, 5)), model)
+
+
 # Parts of the diagnosis.
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import layer_of, trace
-from gpt2.measure.user_code import error_line, logits_of
+from gpt2.measure.user_code import error_at, logits_of
 from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.logits import Reference
 from gpt2.port.diagnosis.places import EVERY, Place, collapsed
@@ -157,7 +157,7 @@ class Behaviour:
             try:
                 alone = self._logits(ids[row : row + 1])
             except Exception as failure:
-                words = f"your forward fails on a batch of one ({error_line(failure)})"
+                words = f"your forward fails on a batch of one ({error_at(failure)})"
                 self._add("batch-dependent", words, "the same ids in a batch of two pass")
                 return
             if error := self._differ(both[row : row + 1], alone):
@@ -200,7 +200,7 @@ class Behaviour:
                 try:
                     logits = self._in_pieces(ids, pieces, masks, of_all)
                 except Exception as error:
-                    failures.setdefault(words, f"a call fails ({error_line(error)})")
+                    failures.setdefault(words, f"a call fails ({error_at(error)})")
                     continue
                 n = min(logits.size(1), rest)
                 error = worst_relative_error(logits[: len(whole), -n:], whole[:, -n:])
@@ -247,7 +247,7 @@ class Behaviour:
                 padded, refilled, full = (self._logits(x, **{name: m}) for x, m in ((ids, mask), (filled, mask), (ids, ones)))
                 break
             except Exception as failure:
-                why = error_line(failure)
+                why = error_at(failure)
         else:
             self.notes.append(f"padding was not tried: your forward does not take {name} of shape (B, T) ({why})")
             return

@@ -17,7 +17,7 @@ from gpt2.errors import InputError
 from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent, worst_relative_error
 from gpt2.measure.rounding import WORST_RATIO, explained_errors
 from gpt2.measure.tracing import layer_of, points, trace
-from gpt2.measure.user_code import error_line, logits_of
+from gpt2.measure.user_code import error_at, logits_of
 from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
@@ -39,7 +39,7 @@ from gpt2.port.mapping.overwritten import overwritten
 from gpt2.port.mapping.reading import Own, own_weights
 from gpt2.port.recording.collecting import collect
 from gpt2.port.recording.dataflow import Use
-from gpt2.port.recording.dispatch import RandomMask, random_masks, run_deterministically
+from gpt2.port.recording.dispatch import FirstNaN, RandomMask, random_masks, run_deterministically
 from gpt2.port.recording.forward import Borrowed, ForwardError, plain_attention
 from gpt2.port.recording.pool import Pool
 from gpt2.port.recording.recorder import give_shapes, record_probe
@@ -68,11 +68,9 @@ class Examination:
         tensors = [*self.module.parameters(), *self.module.buffers()]
         give_shapes(self.module, self.config, self.who)
         self.device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
-            if tensor.is_floating_point() and bool(tensor.isnan().any()):
-                raise InputError(f"{self.who}: its {name} holds NaN; look where its values come from")
         with torch.random.fork_rng(devices=[]), plain_attention(), Borrowed(self.module) as borrowed:
             self.module.eval()  # some modules override it
+            self._require_numbers(borrowed)
             diagnosis = self._examine(borrowed)
             return replace(diagnosis, notes=(*self._training(borrowed), *diagnosis.notes))
 
@@ -171,7 +169,7 @@ class Examination:
         except NotGPT2 as reason:
             self.not_gpt2 = str(reason)
         except Exception as error:
-            why = error_line(error)
+            why = error_at(error)
             self.notes.append(f"the parts of your module were not recognised ({why}); its weights were not compared")
         return None
 
@@ -255,10 +253,10 @@ class Examination:
                 borrowed.to_own_dtype()
                 failure, logits = logits, self._run(ids)
                 if isinstance(logits, Exception):
-                    raise ForwardError(f"{self.who}: its forward fails on ids of shape {tuple(ids.shape)}: {error_line(logits)}")
+                    raise ForwardError(f"{self.who}: its forward fails on ids of shape {tuple(ids.shape)}: {error_at(logits)}")
                 self._allow_rounding(logits, failure)
             if isinstance(logits, Exception):
-                self.notes.append(f"your forward fails on ids of shape {tuple(ids.shape)} ({error_line(logits)})")
+                self.notes.append(f"your forward fails on ids of shape {tuple(ids.shape)} ({error_at(logits)})")
             else:
                 outputs.append((ids, logits))
         return outputs
@@ -280,7 +278,26 @@ class Examination:
             self.notes.append(f"your forward casts to {', '.join(sorted(mode.casts))}; it was measured with float64 there")
         elif mode.casts:
             self._allow_rounding(output, None)
-        return require_logits(output.detach().cpu(), ids, self.config, self.who)
+        logits = require_logits(output.detach().cpu(), ids, self.config, self.who)
+        if bool(logits.isnan().any()):
+            position = int(logits.isnan().any(-1).any(0).nonzero()[0])
+            why = "look for a division by zero, or a softmax over nothing but -inf"
+            raise InputError(f"{self.who}: its logits are NaN from position {position} on{self._first_nan(ids)}; {why}")
+        return logits
+
+    def _first_nan(self, ids: Tensor) -> str:
+        with suppress(Exception), FirstNaN() as mode:
+            self.module(ids.to(self.device))
+        return f"; the first array with NaN is the result of {mode.words}" if mode.words else ""
+
+    def _require_numbers(self, borrowed: Borrowed) -> None:
+        """Raise InputError if a parameter or buffer holds NaN."""
+        held = [name for name, x in borrowed.tensors.items() if x.is_floating_point() and bool(x.isnan().any())]
+        if held:
+            more = f", as do {len(held) - 1} more" if held[1:] else ""
+            stored = [name for name, tensor in self.ours.state_dict().items() if bool(tensor.isnan().any())]
+            why = f"the checkpoint's own {stored[0]} does" if stored else "look where its values come from"
+            raise InputError(f"{self.who}: its {held[0]} holds NaN{more}{self._first_nan(self._probes(None)[0])}; {why}")
 
     def _allow_rounding(self, output: Tensor, failure: Exception | None) -> None:
         """For a module without float64, allow the errors that rounding to its dtype explains."""
@@ -288,7 +305,7 @@ class Examination:
         model = Reference(self.config, self.state).model
         explained = explained_errors(model, self._probes(None)[0], dtype, worst_relative_error)["logits"]
         self.bound = max(self.bound, WORST_RATIO * explained)
-        why = f" (in float64 it fails: {error_line(failure)})" if failure else ""
+        why = f" (in float64 it fails: {error_at(failure)})" if failure else ""
         self.notes.append(f"your forward was measured in {_name(dtype)}, and may be off by {self.bound:.1e}{why}")
 
     # The module's computation

@@ -19,7 +19,7 @@ from gpt2.checkpoint.names import DEFAULT
 from gpt2.errors import InputError
 from gpt2.int8 import require_float
 from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
-from gpt2.measure.user_code import error_line, logits_of
+from gpt2.measure.user_code import error_at, logits_of
 from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
@@ -181,7 +181,7 @@ class Check:
                 outputs.append(output if self.hidden_only else output[..., : self.vocabulary])
             except Exception as error:
                 outputs.append(None)
-                failures.append(error_line(error))
+                failures.append(error_at(error))
         return outputs, failures
 
 
