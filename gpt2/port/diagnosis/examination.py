@@ -331,7 +331,7 @@ class Examination:
                 if again.explained or len(again.points) > len(walked.points):
                     walked = replace(again, first_divergence=walked.first_divergence or again.first_divergence)
         if walked.lost:
-            limit = f"the search ended at its limit of {self.deadline.seconds:g} s; " if walked.timed_out else ""
+            limit = f"the search ended at its limit of {self.deadline.words}; " if walked.timed_out else ""
             self.notes.append(limit + walked.edge(self.config.n_layer))
         if walked.explained:
             held = [cause for cause in self.weight_causes if cause.id != "extra-bias"]  # the walk has measured its effect
