@@ -18,7 +18,8 @@ SIZES = {
     DepartureKind.FEED_FORWARD_WIDTH: "feed-forward width",
     DepartureKind.VOCABULARY: "vocabulary",
 }
-# The cause's id by departure. A padded vocabulary and weights in a buffer are not faults, and missing here.
+# The cause's id by departure. A padded vocabulary and weights in a buffer are not faults, and missing here; the comparison of
+# weights has shared heads.
 CAUSES = {
     DepartureKind.BLOCK_COUNT: "layer-missing",
     DepartureKind.HEAD_COUNT: "head-layout",

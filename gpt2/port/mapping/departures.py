@@ -32,6 +32,10 @@ class DepartureKind(Enum):
     VOCABULARY_PADDED = "your vocabulary is padded from {checkpoint_size:,} to {port_size:,} entries: the rest is zero"
     REPEATED = "your {subject} runs {port_size} times"
     HEADS_MIXED = "your {subject} mixes up heads and positions: view as (B, T, heads, size), transpose, and so back"
+    HEADS_SHARED = (
+        "your {subject} has {port_size} head{plural} of keys or values, which its {checkpoint_size} of queries share (grouped-query "
+        "attention); the checkpoint has keys and values for each head"
+    )
     POST_NORM = "your norms stand after the branches, GPT-2's before them; they are filled in running order"
     EXTRA_NORM = "a norm that GPT-2 does not have"
     POSITIONS_SHIFTED = "your positions begin at row {port_size} of their table, the checkpoint's at 0"
@@ -93,6 +97,9 @@ def _connections(anatomy: Anatomy, mapping: Mapping) -> Iterator[Departure]:
             )
     for layer in sorted(anatomy.mixed_layers):
         yield Departure(DepartureKind.HEADS_MIXED, layer, "attn", module=module_name(anatomy, "attn", layer))
+    for layer, count in anatomy.shared_heads.items():
+        heads, module = len(anatomy.attentions[0].heads), module_name(anatomy, "attn", layer)
+        yield Departure(DepartureKind.HEADS_SHARED, layer, "attn", port_size=count, checkpoint_size=heads, module=module)
     if anatomy.post_norm:
         yield Departure(DepartureKind.POST_NORM)
     for norm in anatomy.extra_norms:

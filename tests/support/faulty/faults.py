@@ -56,6 +56,7 @@ MEANINGS: dict[str, Meaning] = {
     "gelu-relu": _mean("gelu-variant", MLP),
     "gelu-silu": _mean("gelu-variant", MLP),
     "gelu-none": _mean("gelu-variant", MLP),
+    "fed-activated": _mean("gelu-variant", MLP, END),
     "ffn-dropout": _mean("ffn-dropout dropout-active", MLP, END),
     # Attention.
     "scale-missing": _mean("scale-missing", SCORES),
@@ -93,6 +94,9 @@ MEANINGS: dict[str, Meaning] = {
     "scores-of-queries": _mean("wrong-tensor qkv-order", SCORES),
     "scores-of-keys": _mean("wrong-tensor qkv-order", SCORES),
     "scores-cosine": _mean("extra-norm", SCORES),
+    "heads-grouped": _mean("head-layout", SCORES),
+    "weights-scaled": _mean("softmax-missing", SCORES),
+    "scores-relative": _mean("extra-bias scale-wrong", SCORES),
     "heads-split-wrongly": _mean("head-layout", HEADS),  # view(B, H, T, K) without a transpose
     "heads-merged-wrongly": _mean("head-layout", HEADS),  # view(B, T, D) without a transpose
     # Positions and embeddings.
@@ -101,6 +105,7 @@ MEANINGS: dict[str, Meaning] = {
     "position-sinusoidal": _mean("position-sinusoidal", "wpe", "embed"),
     "rotary": _mean("rotary-positions", SCORES),
     "rotary-halves": _mean("rotary-positions", SCORES),
+    "kind-embedded": _mean("extra-bias", "embed"),
     "embedding-scaled": _mean("embedding-scaled", "wte", "embed"),
     # Wiring.
     "residual-missing": _mean("residual-missing", MID),
@@ -115,6 +120,7 @@ MEANINGS: dict[str, Meaning] = {
     "extra-norm-end": _mean("extra-norm", END, "h.1.ln_1"),
     "layer-reversed": _mean("layer-order", "h.{}"),
     "layer-swapped": _mean("layer-order", "h.{}", first_layer=1),  # the last two
+    "blocks-identity": _mean("layer-missing", "h.{}"),
     "layer-missing": _mean("layer-missing", "h.{}", "ln_f"),
     "layer-repeated": _mean("layer-repeated", "h.{}", "h.1", "h.2", "ln_f"),
     "logits-scaled": _mean("logits-scaled", "logits"),
