@@ -61,14 +61,19 @@ class Anatomy:
         self._place_norms(reader.norms(end)[0])
 
     def _layers(self) -> list[int]:
-        """Number the blocks as they run; if some blocks' parameters are unused, use the numbers in the parameters' names."""
+        """Number the blocks as they run; if some are unused, or have no parameters, use the numbers in the parameters' names."""
         order = list(range(max(len(self.attentions), len(self.feed_forwards))))
         names = [self.recording.name(branch.weight) for branch in self.attentions]
         pattern = re.sub(r"\d+", "#", names[0])
         unused = [source.name for source in self.recording.sources if source.storage not in self.recording.uses]
         idle = [name for name in unused if re.sub(r"\d+", "#", name) == pattern]
-        if not idle or any(re.sub(r"\d+", "#", name) != pattern for name in names):
+        if any(re.sub(r"\d+", "#", name) != pattern for name in names):
             return order
+        if not idle:  # an attention and the feed-forward of its block have one number
+            others = [self.recording.name(branch.weight) for branch in self.feed_forwards]
+            beside = _numbers(others) if len({re.sub(r"\d+", "#", name) for name in others}) == 1 else []
+            gaps = (list(runs) for runs in _numbers(names) if runs[0] == 0 and list(runs) == sorted(set(runs)) and runs in beside)
+            return next(gaps, order)
         for runs, left in zip(_numbers(names), _numbers(idle), strict=True):  # try each number in the names
             first = min(*runs, *left)
             if list(runs) == sorted(set(runs)) and sorted(runs + left) == list(range(first, first + len(runs + left))):

@@ -22,6 +22,7 @@ from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
 from gpt2.port.deadline import Deadline
+from gpt2.port.diagnosis import entries
 from gpt2.port.diagnosis.behaviour import Behaviour
 from gpt2.port.diagnosis.causes import PlacedCause, ranked
 from gpt2.port.diagnosis.last_step import last_steps
@@ -61,7 +62,7 @@ class Examination:
         self.weight_causes: list[PlacedCause] = []
         self.notes: list[str] = []
         self.bound = FLOAT64_BOUND
-        self.not_gpt2 = ""
+        self.not_gpt2, self.holds = "", True  # why the parts are not recognised; whether some tensor is the checkpoint's
         self.masked: MappingType[int, RandomMask] = {}  # dropouts made by hand, as random_masks numbers them
 
     def diagnosis(self) -> Diagnosis:
@@ -189,6 +190,11 @@ class Examination:
     def _weights(self, borrowed: Borrowed) -> tuple[Own, Divergence | None]:
         """Compare and return the module's weights; fill it if it holds none of the checkpoint's, which is the divergence."""
         if self.mapping is None:
+            ours, held = (
+                {entries.fingerprint(x.detach().double()) for x in some.values() if x.ndim > 1 and x.is_floating_point()}
+                for some in (self.state, borrowed.tensors)
+            )
+            self.holds = bool(ours & held)
             return Own(self.state, {}, {}), None
         require_size(self.mapping, self.who)
         divergence = None
@@ -338,8 +344,13 @@ class Examination:
             return walked.first_divergence, [*walked.causes, *(_sure(cause) for cause in held)], not pool.narrow
         is_lost = not walked.timed_out and all(layer_of(point) is None for point in walked.points)
         if self.not_gpt2 and not walked.causes and is_lost:
-            hint = "; if it is one, load its weights yourself: build(checkpoint_dir), or no fill=True" if self.fill else ""
-            raise InputError(f"{self.who}: {self.not_gpt2}; this is another kind of model, and gpt2 diagnose needs a GPT-2{hint}")
+            if not self.holds:
+                hint = (
+                    "; if it is a GPT-2, load its weights yourself: build(checkpoint_dir), or no fill=True" if self.fill else ""
+                )
+                words = "and it holds no tensor of the checkpoint: this is another kind of model"
+                raise InputError(f"{self.who}: {self.not_gpt2}, {words}{hint}")
+            self.notes.append(f"the parts of your module were not recognised ({self.not_gpt2}); its weights were not compared")
         known = {cause.id for cause in walked.causes}
         structural = [cause for cause in self.structural if cause.id not in known and not _refuted(cause, walked)]
         causes = [*walked.causes, *structural, *self.weight_causes]

@@ -33,8 +33,8 @@ class DepartureKind(Enum):
     REPEATED = "your {subject} runs {port_size} times"
     HEADS_MIXED = "your {subject} mixes up heads and positions: view as (B, T, heads, size), transpose, and so back"
     HEADS_SHARED = (
-        "your {subject} has {port_size} head{plural} of keys or values, which its {checkpoint_size} of queries share (grouped-query "
-        "attention); the checkpoint has keys and values for each head"
+        "your {subject} has {port_size} head{plural} of keys or values, which its {checkpoint_size} of queries share (grouped "
+        "heads); the checkpoint has keys and values for each head"
     )
     POST_NORM = "your norms stand after the branches, GPT-2's before them; they are filled in running order"
     EXTRA_NORM = "a norm that GPT-2 does not have"

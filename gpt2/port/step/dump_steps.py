@@ -163,9 +163,9 @@ class StepExamination:
         units = [piece.units for piece in parameters]
         twice = len(units) - len(set(units)) > len(set(units)) / 2
         if not recorded.narrow and (twice or (not any(recorded.raw) and self.asked)):
-            raise InputError(
-                f"{self.dump.source}: no parameter changes; dump copies of the parameters after the step too, and a step whose rate is not 0"
-            )
+            what = "copies of the parameters after the step too, and a step whose rate is not 0"
+            raise InputError(f"{self.dump.source}: no parameter changes; dump {what}")
+
         if recorded.narrow and twice:  # half precision may hide every change
             self.stages["update"].leave_open(HIDDEN)
 
