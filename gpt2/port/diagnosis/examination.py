@@ -195,6 +195,11 @@ class Examination:
                 for some in (self.state, borrowed.tensors)
             )
             self.holds = bool(ours & held)
+            if self.fill and not self.holds:
+                words = (
+                    "so its weights cannot be put in for you; load them yourself, in build(checkpoint_dir), or without fill=True"
+                )
+                raise InputError(f"{self.who}: {self.not_gpt2 or 'its parts are not recognised'}, {words}")
             return Own(self.state, {}, {}), None
         require_size(self.mapping, self.who)
         divergence = None
@@ -339,18 +344,15 @@ class Examination:
         if walked.lost:
             limit = f"the search ended at its limit of {self.deadline.words}; " if walked.timed_out else ""
             self.notes.append(limit + walked.edge(self.config.n_layer))
+        if self.not_gpt2 and self.holds:
+            self.notes.append(f"the parts of your module were not recognised ({self.not_gpt2}); its weights were not compared")
         if walked.explained:
             held = [cause for cause in self.weight_causes if cause.id != "extra-bias"]  # the walk has measured its effect
             return walked.first_divergence, [*walked.causes, *(_sure(cause) for cause in held)], not pool.narrow
         is_lost = not walked.timed_out and all(layer_of(point) is None for point in walked.points)
-        if self.not_gpt2 and not walked.causes and is_lost:
-            if not self.holds:
-                hint = (
-                    "; if it is a GPT-2, load its weights yourself: build(checkpoint_dir), or no fill=True" if self.fill else ""
-                )
-                words = "and it holds no tensor of the checkpoint: this is another kind of model"
-                raise InputError(f"{self.who}: {self.not_gpt2}, {words}{hint}")
-            self.notes.append(f"the parts of your module were not recognised ({self.not_gpt2}); its weights were not compared")
+        if self.not_gpt2 and not walked.causes and is_lost and not self.holds:
+            words = "and it holds no tensor of the checkpoint: this is another kind of model, and gpt2 diagnose needs a GPT-2"
+            raise InputError(f"{self.who}: {self.not_gpt2}, {words}")
         known = {cause.id for cause in walked.causes}
         structural = [cause for cause in self.structural if cause.id not in known and not _refuted(cause, walked)]
         causes = [*walked.causes, *structural, *self.weight_causes]

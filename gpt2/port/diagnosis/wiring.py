@@ -61,7 +61,8 @@ class Embeddings:
         ]
         if (match := self.pool.find(right.value, *STREAM)) is not None:
             right = right.seen_as(self.pool.adopt(right.value, match))
-            return [right, *both, *(more for option in (right, *both) for more in self._normed(option)), *self._shifted(right)]
+            known = [right, *both, *self._shifted(right)]
+            return [*known, *(more for option in known for more in self._normed(option))]
         factors = list(dict.fromkeys([1.0, *_others([*self.pool.factors(words, 0), math.sqrt(self.width)])]))
         kept = []
         for option in self._sums(factors):
@@ -69,7 +70,7 @@ class Embeddings:
                 kept.append(option.seen_as(self.pool.adopt(option.value, match)))
         kept += both
         if all(option.silent for option in kept):
-            kept += [*self._other_tokens(), *self._unknown_positions(factors)]
+            kept += list(self._shifted(right)) or [*self._other_tokens(), *self._unknown_positions(factors)]
         kept.sort(key=lambda option: option.price)
         return [right, *kept, *(more for option in (right, *kept[:3]) for more in self._normed(option))]
 

@@ -70,7 +70,8 @@ def load_into(
         try:
             mapping = Mapping(Anatomy(record_probe(module, config, name)), config)
         except NotGPT2 as reason:
-            raise InputError(f"{name}: {reason}; load_into needs a GPT-2") from None
+            hint = "if it is a GPT-2, fill it yourself; gpt2.diagnose then compares its logits"
+            raise InputError(f"{name}: {reason}; load_into needs a GPT-2 ({hint})") from None
         remarks = Remarks(mapping, state)
         check = Check(mapping, state, remarks.neutral)
         borrowed.to_float64()
