@@ -40,7 +40,7 @@ from gpt2.port.mapping.overwritten import overwritten
 from gpt2.port.mapping.reading import Own, own_weights
 from gpt2.port.recording.collecting import collect
 from gpt2.port.recording.dataflow import Use
-from gpt2.port.recording.dispatch import FirstNaN, RandomMask, random_masks, run_deterministically
+from gpt2.port.recording.dispatch import FirstNaN, RandomMask, random_masks, run_deterministically, tensors
 from gpt2.port.recording.forward import Borrowed, ForwardError, plain_attention
 from gpt2.port.recording.pool import Pool
 from gpt2.port.recording.recorder import give_shapes, record_probe
@@ -66,23 +66,27 @@ class Examination:
         self.masked: MappingType[int, RandomMask] = {}  # dropouts made by hand, as random_masks numbers them
 
     def diagnosis(self) -> Diagnosis:
-        tensors = [*self.module.parameters(), *self.module.buffers()]
         give_shapes(self.module, self.config, self.who)
-        self.device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        held = [*self.module.parameters(), *self.module.buffers()]
+        self.device = next((tensor.device for tensor in held), torch.device("cpu"))
+        training = [part for part in self.module.modules() if part.training]
         with torch.random.fork_rng(devices=[]), plain_attention(), Borrowed(self.module) as borrowed:
             self.module.eval()  # some modules override it
-            self._require_numbers(borrowed)
+            for name, tensor in borrowed.tensors.items():
+                if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                    first = self._first_nan(self._probes(None)[0])
+                    raise InputError(f"{self.who}: its {name} holds NaN{first}; look where its values come from")
             diagnosis = self._examine(borrowed)
-            return replace(diagnosis, notes=(*self._training(borrowed), *diagnosis.notes))
+            return replace(diagnosis, notes=(*self._training(training), *diagnosis.notes))
 
-    def _training(self, borrowed: Borrowed) -> Iterator[str]:
-        """Yield a note on a module that came in training mode, and is random there."""
-        ids = self._probes(None)[0]
-        with suppress(Exception), borrowed.as_given() as training:
-            first, second = (logits_of(self.module(ids.to(self.device)), ids) if training else ids for _ in range(2))
-            if not torch.equal(first, second):
-                error = worst_relative_error(second, first)
-                words = f"it gives other logits in each call there (by {error:.1e}), by dropout or the like"
+    def _training(self, training: list[nn.Module]) -> Iterator[str]:
+        """Yield a note on a module of which some parts came in ``training`` mode, if it is random there; leave it so."""
+        for part in training:
+            part.training = True
+        with suppress(Exception):
+            first, second = (self.module(self._probes(None)[0].to(self.device)) for _ in range(2 if training else 0))
+            if not all(map(torch.equal, tensors(first), tensors(second))):
+                words = "there it gives other logits in each call, by dropout or the like"
                 yield f"your module came in training mode, and was judged in eval mode: {words}; call .eval() before you use it"
 
     def _examine(self, borrowed: Borrowed) -> Diagnosis:
@@ -109,14 +113,17 @@ class Examination:
         rounding, ends, unread = self.bound, list[PlacedCause](), self.weight_causes
         if self.weight_causes or worst > self.bound:
             probe = outputs[errors.index(worst)][0]
-            rounding, mine, right = self._rounding(reference, probe), same(probe), reference(probe)
+            explained, mine, right = (
+                explained_errors(reference.model, probe, torch.float32, worst_relative_error),
+                same(probe),
+                reference(probe),
+            )
+            rounding = max(self.bound, WORST_RATIO * explained["logits"])  # as of weights that were folded in float32
             unread = [cause for cause in self.weight_causes if blank or _is_unread(cause, own, self.state)]
             if own.placed and (worst_relative_error(mine, right) <= rounding or (ends := _ends(mine, right, rounding))):
                 if departures := [place for cause in self.weight_causes if cause not in unread for place in cause.places]:
-                    where = listed(departures, self.config.n_layer)
-                    self.notes.append(
-                        f"your weights differ from the checkpoint's ({where}), and compute the same, as folded norms do"
-                    )
+                    words = f"differ from the checkpoint's ({listed(departures, self.config.n_layer)}), and compute the same"
+                    self.notes.append(f"your weights {words}, as folded norms do")
                 self.weight_causes, reference = unread, same
         if worst <= self.bound:
             return self._diagnosed(worst, [blank or behaviour.divergence], [*unread, *others])
@@ -142,12 +149,6 @@ class Examination:
             self.bound = rounding
             self.notes.append(f"your logits are right: float32's rounding explains errors up to {rounding:.1e}")
         return self._diagnosed(worst, [blank, divergence, behaviour.divergence], [*causes, *ends, *others])
-
-    def _rounding(self, reference: Reference, ids: Tensor) -> float:
-        """Return the error of logits that rounding to float32 explains, as of weights that were folded in that dtype."""
-        return max(
-            self.bound, WORST_RATIO * explained_errors(reference.model, ids, torch.float32, worst_relative_error)["logits"]
-        )
 
     def _diagnosed(self, error: float, divergences: list[Divergence | None], causes: list[PlacedCause]) -> Diagnosis:
         """Build the diagnosis; its place is the first of these divergences in the forward pass."""
@@ -190,11 +191,9 @@ class Examination:
     def _weights(self, borrowed: Borrowed) -> tuple[Own, Divergence | None]:
         """Compare and return the module's weights; fill it if it holds none of the checkpoint's, which is the divergence."""
         if self.mapping is None:
-            ours, held = (
-                {entries.fingerprint(x.detach().double()) for x in some.values() if x.ndim > 1 and x.is_floating_point()}
-                for some in (self.state, borrowed.tensors)
-            )
-            self.holds = bool(ours & held)
+            ours = {entries.fingerprint(tensor) for tensor in self.state.values() if tensor.ndim > 1}
+            held = (x.detach().double() for x in borrowed.tensors.values() if x.is_floating_point())
+            self.holds = any(entries.fingerprint(x) in ours for x in held)
             if self.fill and not self.holds:
                 words = (
                     "so its weights cannot be put in for you; load them yourself, in build(checkpoint_dir), or without fill=True"
@@ -291,24 +290,14 @@ class Examination:
             self._allow_rounding(output, None)
         logits = require_logits(output.detach().cpu(), ids, self.config, self.who)
         if bool(logits.isnan().any()):
-            position = int(logits.isnan().any(-1).any(0).nonzero()[0])
-            why = "look for a division by zero, or a softmax over nothing but -inf"
-            raise InputError(f"{self.who}: its logits are NaN from position {position} on{self._first_nan(ids)}; {why}")
+            at, why = int(logits.isnan().any(-1).any(0).nonzero()[0]), "a division by zero, or a softmax over nothing but -inf"
+            raise InputError(f"{self.who}: its logits are NaN from position {at} on{self._first_nan(ids)}; look for {why}")
         return logits
 
     def _first_nan(self, ids: Tensor) -> str:
         with suppress(Exception), FirstNaN() as mode:
             self.module(ids.to(self.device))
         return f"; the first array with NaN is the result of {mode.words}" if mode.words else ""
-
-    def _require_numbers(self, borrowed: Borrowed) -> None:
-        """Raise InputError if a parameter or buffer holds NaN."""
-        held = [name for name, x in borrowed.tensors.items() if x.is_floating_point() and bool(x.isnan().any())]
-        if held:
-            more = f", as do {len(held) - 1} more" if held[1:] else ""
-            stored = [name for name, tensor in self.ours.state_dict().items() if bool(tensor.isnan().any())]
-            why = f"the checkpoint's own {stored[0]} does" if stored else "look where its values come from"
-            raise InputError(f"{self.who}: its {held[0]} holds NaN{more}{self._first_nan(self._probes(None)[0])}; {why}")
 
     def _allow_rounding(self, output: Tensor, failure: Exception | None) -> None:
         """For a module without float64, allow the errors that rounding to its dtype explains."""

@@ -59,17 +59,6 @@ class Borrowed:
             part.training = False
         return self
 
-    @contextmanager
-    def as_given(self) -> Iterator[bool]:
-        """Let the module be in the modes in which it came; yield whether any part of it is in training mode."""
-        for part, training in self._modes:
-            part.training = training
-        try:
-            yield any(training for _, training in self._modes)
-        finally:
-            for part, _ in self._modes:
-                part.training = False
-
     def to_float64(self) -> None:
         """Replace parameters and floating-point buffers by float64 copies; keep the originals."""
         self._buffers = [(buffer, before) for buffer, before in self._buffers if not torch.equal(buffer, before)]
