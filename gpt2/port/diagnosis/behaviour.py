@@ -27,7 +27,6 @@ NO_PAST = re.compile(r"use|return|reset|pos|len|index|idx|implementation")
 SWITCHES = ("use_cache", "use_kv_cache", "return_cache", "return_past")
 STARTS = ("start_pos", "start", "offset", "pos_offset", "past_len", "past_length", "position_offset")
 RESETS = ("reset_cache", "reset_kv_cache", "clear_cache")
-WAYS = {"token by token": True, "in one piece": False}  # to give the second half of a text, through a cache
 # Names of mask arguments, and the value of a real token.
 MASKS = {"attention_mask": 1, "padding_mask": 1, "pad_mask": 1, "key_padding_mask": 0, "src_key_padding_mask": 0}
 
@@ -168,44 +167,31 @@ class Behaviour:
     # Cached
 
     def _cached(self, ids: Tensor) -> None:
-        argument = self.past or self.switch or self.start
-        if argument is None:
+        if not (self.past or self.switch or self.start):
             return
-        whole = self._logits(ids)
-        errors, failures = self._piecewise(ids, whole)
-        if len(failures) == len(WAYS):
-            why = next(iter(failures.values()))
-            self.notes.append(f"your cache was not tried: {argument} is an argument of forward, and {why}")
-        elif failures:
-            self.notes += [f"your cache was not tried {words}: {why}" for words, why in failures.items()]
+        errors = self._piecewise(ids, self._logits(ids))
         wrong = [words for words, error in errors.items() if not error <= self.bound]
         self.has_right_cache = bool(errors) and not wrong
         if wrong:
             only = "; single tokens are right, so the mask of several new tokens is wrong"
             hint = only if wrong == ["in one piece"] and len(errors) > 1 else ""
-            evidence = f"{self._split(errors)}; the whole text in one call gives others"
-            self._add("cache-inconsistent", f"with your cache the logits are others than without{hint}", evidence)
+            self._add("cache-inconsistent", f"with your cache the logits are others than without{hint}", _split(errors))
 
-    def _split(self, errors: Mapping[str, float]) -> str:
-        differ = " and ".join(f"{error:.1e} {words}" for words, error in errors.items())
-        return f"half of the tokens, then the rest through the cache: they differ by {differ}"
-
-    def _piecewise(self, ids: Tensor, whole: Tensor, **masks: Tensor) -> tuple[dict[str, float], dict[str, str]]:
-        """Return by how much logits (B, T, V) of text in pieces differ from those of the ``whole``, and why a way fails."""
-        half = ids.size(1) // 2
-        rest, errors, failures = ids.size(1) - half, dict[str, float](), dict[str, str]()
-        for words, one_by_one in WAYS.items():
-            pieces = [half, *[1] * rest] if one_by_one else [half, rest]
+    def _piecewise(self, ids: Tensor, whole: Tensor, **masks: Tensor) -> dict[str, float]:
+        """Return by how much logits of a text in pieces differ from those of the ``whole`` (B, T, V), in each way that works."""
+        half, errors = ids.size(1) // 2, dict[str, float]()
+        rest = ids.size(1) - half
+        for words, pieces in {"token by token": [half, *[1] * rest], "in one piece": [half, rest]}.items():
+            why = ""
             for of_all in (True, False) if masks else (True,):  # the mask, of the tokens before too, or of the new ones alone
                 try:
-                    logits = self._in_pieces(ids, pieces, masks, of_all)
+                    logits = self._in_pieces(ids, pieces, masks, of_all)[: len(whole), -rest:]
+                    error = worst_relative_error(logits, whole[:, -logits.size(1) :])
+                    errors[words] = min(error, errors.get(words, math.inf))
                 except Exception as error:
-                    failures.setdefault(words, f"a call fails ({error_at(error)})")
-                    continue
-                n = min(logits.size(1), rest)
-                error = worst_relative_error(logits[: len(whole), -n:], whole[:, -n:])
-                errors[words] = min(error, errors.get(words, math.inf))
-        return errors, {words: why for words, why in failures.items() if words not in errors}
+                    why = f"your cache was not tried {words}: a call fails ({error_at(error)})"
+            self.notes += [why] if why and words not in errors else []
+        return errors
 
     def _in_pieces(self, ids: Tensor, pieces: list[int], masks: Mapping[str, Tensor], of_all: bool) -> Tensor:
         """Return the logits of all pieces but the first, one call each. Raises ValueError: the forward returns no cache."""
@@ -263,21 +249,24 @@ class Behaviour:
         elif error := self._differ(padded[1:], unmasked[1:]):
             words, evidence = "a row without padding changes where another is padded", f"by {error:.1e}"
         else:
-            errors = self._piecewise(ids, padded[:1], **{name: mask})[0] if self.has_right_cache else {}
-            if apart:
-                words = f"by {apart:.1e}, unless it is given other positions, as with position_ids"
-                self.notes.append(
-                    f"your positions count the padding: a row padded on the left gives other logits than alone, {words}"
-                )
+            errors = self._piecewise(ids, padded[:1], **{name: mask}) if self.has_right_cache else {}
+            if apart and not self._differ(alone, self.expected(ids[:1, gap:])):
+                words = f"a row padded on the left gives other logits than alone, by {apart:.1e}, unless position_ids are given"
+                self.notes.append(f"your positions count the padding: {words}")
             if all(error <= self.bound for error in errors.values()):
                 return
             words = "with your cache, a row that is padded on the left gives other logits than without"
-            evidence = self._split(errors)
+            evidence = _split(errors)
         self._add("padding-wrong", words, evidence)
 
     def _counts_padding(self, ids: Tensor, gap: int, padded: Tensor, alone: Tensor) -> bool:
         """Return whether positions count the padding; assume so if the port departs from GPT-2 even without padding."""
         return bool(self._differ(alone, self.expected(ids))) or not self._differ(padded, self.expected(ids, gap))
+
+
+def _split(errors: Mapping[str, float]) -> str:
+    differ = " and ".join(f"{error:.1e} {words}" for words, error in errors.items())
+    return f"half of the tokens, then the rest through the cache: they differ by {differ}"
 
 
 def _is_past(name: str) -> bool:
