@@ -20,14 +20,12 @@ MIN_SHARE = 1e-9  # a smaller share of the probability is rounding
 
 
 class Reference:
-    """A GPT-2 with the weights ``state``, perhaps with its own head (V, D), or a bias (V,) there: maps ids (B, T) to logits."""
+    """A GPT-2 with the weights ``state``, perhaps with its own head (V, D) and ``bias`` (V,): maps ids (B, T) to logits."""
 
-    def __init__(
-        self, config: GPT2Config, state: Mapping[str, Tensor], head: Tensor | None = None, bias: Tensor | None = None
-    ) -> None:
+    def __init__(self, config: GPT2Config, state: Mapping[str, Tensor], head: Tensor | None = None) -> None:
         self.model = model_with(config, ((name, tensor.double()) for name, tensor in state.items()))
         self.model.requires_grad_(False)
-        self.own_head, self.bias = head, bias
+        self.own_head, self.bias = head, torch.zeros(())
 
     def __call__(self, ids: Tensor, offset: int = 0) -> Tensor:
         """Return the logits, with positions counted from ``offset``."""
@@ -36,7 +34,7 @@ class Reference:
         hidden = self.model.hidden(ids.cpu())
         self.model.wpe.weight = wpe
         logits = self.model.head(hidden) if self.own_head is None else F.linear(hidden, self.own_head.to(hidden))
-        return logits if self.bias is None else logits + self.bias
+        return logits + self.bias
 
     def error(self, logits: Tensor, ids: Tensor) -> float:
         """Return the worst relative error of a port's logits, for the columns and positions that it returns."""

@@ -18,13 +18,13 @@ SIZES = {
     DepartureKind.FEED_FORWARD_WIDTH: "feed-forward width",
     DepartureKind.VOCABULARY: "vocabulary",
 }
-# The cause's id by departure. A padded vocabulary and weights in a buffer are not faults, and missing here; the comparison of
-# weights has shared heads.
+# The cause's id by departure. A padded vocabulary and weights in a buffer are not faults, and missing here.
 CAUSES = {
     DepartureKind.BLOCK_COUNT: "layer-missing",
     DepartureKind.HEAD_COUNT: "head-layout",
     DepartureKind.REPEATED: "layer-repeated",
     DepartureKind.HEADS_MIXED: "head-layout",
+    DepartureKind.HEADS_SHARED: "head-layout",
     DepartureKind.POST_NORM: "post-norm",
     DepartureKind.EXTRA_NORM: "extra-norm",
     DepartureKind.POSITIONS_SHIFTED: "position-offset",

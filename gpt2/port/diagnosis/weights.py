@@ -21,7 +21,6 @@ from gpt2.port.mapping.reading import Own
 
 NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
 MAX_KINDS = 4  # merge causes of one id in more kinds of parameters
-WORDS = {"q": "queries", "k": "keys", "v": "values"}
 EXACT = 0.95  # the confidence if all entries are equal
 
 
@@ -47,7 +46,6 @@ class WeightComparison:
         self._rounded: dict[str, list[Place]] = {}  # by dtype
         self._likeness: dict[tuple[Place, ...], str] = {}  # a description of values that are not the checkpoint's
         self._exchanged: dict[str, list[tuple[Piece, Place]]] = {}  # shares of c_attn that hold another share
-        self._grouped: dict[str, list[tuple[Place, int]]] = {}  # shares of c_attn of fewer heads, and how many
         self._compare()
 
     def _compare(self) -> None:
@@ -67,14 +65,6 @@ class WeightComparison:
             place = Place.of(name.rpartition(".")[0])
             words = f"queries, keys and values have changed places: {got}"
             self._add("qkv-order", words, self._holder_evidence(*pieces[0]), place)
-        for same in self._grouped.values():
-            (place, heads), what = same[0], " and ".join(WORDS[one.share] for one, _ in same)
-            words = f"your {what} have {heads} head{'s' * (heads > 1)}, which several heads of queries share (grouped heads)"
-            evidence = (
-                f"in the forward pass one parameter serves several heads; the checkpoint has {self.config.n_head} heads of each"
-            )
-            share = place.share if len(same) == 1 else ""
-            self._add("head-layout", words, evidence, replace(place, part=place.stem, share=share), kind="grouped")
         self._head()
         for dtype, places in self._rounded.items():
             some, many = replace(places[0], others=len(places) - 1), len(places) > 1
@@ -193,7 +183,7 @@ class WeightComparison:
     def _piece(self, piece: Piece) -> None:
         name, place, held, ours = piece.place.name, piece.place, piece.held, piece.ours
         if (name, place.share) in self.own.shared:
-            self._shared(piece)
+            self._shared(name, place)
         elif self._is_rounded(place, held[piece.placed], ours[piece.placed]):
             pass
         elif name == "wpe.weight" and (by := entries.moved_rows(held, ours)):
@@ -222,20 +212,14 @@ class WeightComparison:
             self._rounded.setdefault(dtype, []).append(place)
         return dtype is not None
 
-    def _shared(self, piece: Piece) -> None:
-        """Add the cause that one parameter is used as two shares, or for several heads."""
-        place = piece.place
-        if not place.name.endswith("weight"):
-            return
-        parameter, other = self.own.shared[place.name, place.share]
-        if other == place.share:
-            heads = len(piece.held.unflatten(-1, (self.config.n_head, -1)).transpose(0, 1).flatten(1).unique(dim=0))
-            self._grouped.setdefault(place.name, []).append((place, heads))
-            return
-        id = "value-projection-wrong" if place.share == "v" else "wrong-tensor"
-        words = f"your {parameter} serves as {place.share} and as {other} at once"
-        evidence = "in the forward pass one parameter is multiplied into both"
-        self._add(id, words, evidence, Place(place.layer, f"attn.{place.share}"), kind="shared")
+    def _shared(self, name: str, place: Place) -> None:
+        """Add the cause that one parameter is used as two shares; its use for several heads is a departure."""
+        parameter, other = self.own.shared[name, place.share]
+        if name.endswith("weight") and other != place.share:
+            id = "value-projection-wrong" if place.share == "v" else "wrong-tensor"
+            words = f"your {parameter} serves as {place.share} and as {other} at once"
+            evidence = "in the forward pass one parameter is multiplied into both"
+            self._add(id, words, evidence, Place(place.layer, f"attn.{place.share}"), kind="shared")
 
     @cached_property
     def _holders(self) -> dict[tuple[int, int], Place]:

@@ -22,9 +22,9 @@ class Own:
     """A port's own ``weights`` in float64, by the checkpoint's names; ``placed`` (bool) marks the entries that it has.
 
     Elsewhere a vector has no effect (zero bias, scale one), and a matrix holds the checkpoint's values. ``names``: the port's
-    first parameter for each tensor. ``head`` (V, D): a head that is not the token embedding; ``head_name``: its name;
-    ``head_bias`` (V,): what it adds. ``extra``: norms of parameters that are added where GPT-2 adds nothing. ``shared``: for
-    (tensor, share) without a parameter of its own: the parameter used, and its main role.
+    first parameter for each tensor. ``head`` (V, D): a head that is not the token embedding; ``head_name``: its name. ``extra``:
+    norms of parameters that are added where GPT-2 adds nothing. ``shared``: for (tensor, share) without a parameter of its own:
+    the parameter used, and its main role.
     """
 
     weights: dict[str, Tensor]
@@ -32,7 +32,6 @@ class Own:
     names: dict[str, str]
     head: Tensor | None = None
     head_name: str = ""
-    head_bias: Tensor | None = None
     extra: dict[str, float] = field(default_factory=dict)
     shared: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
 
@@ -42,7 +41,6 @@ def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: Mapp
     """Read the weights out of ``tensors``, the port's parameters and buffers by name; ``state`` is the checkpoint."""
     filled, head, head_name = _Filled(mapping, state), _Filled(mapping, ["wte.weight"]), ""
     names: dict[str, str] = {}
-    head_bias: Tensor | None = None
     extra: dict[str, float] = {}
     shared: dict[tuple[str, str], tuple[str, str]] = {}
     recording = mapping.anatomy.recording
@@ -58,13 +56,6 @@ def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: Mapp
                 continue
             if (norm := float(value[entries == ZERO].norm())) > 0:
                 extra[source.name] = norm
-                for part in (part for part in parts if part.part == "head.bias"):
-                    region, size = source.region, len(mapping.placed["wte.weight"])
-                    held = value.new_zeros(region.last - region.start + 1)
-                    held[region.ids() - region.start] = value
-                    head_bias = value.new_zeros(size) if head_bias is None else head_bias
-                    inside = part.columns < size
-                    head_bias[part.columns[inside]] = held[part.column_ids[inside] - region.start]
         for name in filled.take(entries, value):
             names.setdefault(name, source.name)
     for conflict in mapping.conflicts:  # one parameter is used as two parts
@@ -77,7 +68,7 @@ def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: Mapp
                 one, other = (_share(mapping, int(entries[0])) for entries in (conflict.refused, conflict.taken))
                 shared[name, one] = conflict.source, other
     weights = {name: _completed(name, filled.weight(name), filled.placed[name], tensor) for name, tensor in state.items()}
-    return Own(weights, filled.placed, names, head.weights.get("wte.weight"), head_name, head_bias, extra, shared)
+    return Own(weights, filled.placed, names, head.weights.get("wte.weight"), head_name, extra, shared)
 
 
 def _completed(name: str, weight: Tensor, placed: Tensor, ours: Tensor) -> Tensor:
