@@ -85,8 +85,8 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
     except InputError as error:
         if failure is not None and isinstance(error, ForwardError):  # the first call's error names the user's line
             return json.dumps({"error": _one_line(failure, file, name)})
-        place = error_place(error)
-        return json.dumps({"error": str(error) + (place if place not in str(error) else "")})
+        at = error_place(error)
+        return json.dumps({"error": str(error) + (at if at not in str(error) else "")})
     except BaseException as error:  # the port may raise anything
         return json.dumps({"error": _one_line(error, file, name)})
 
