@@ -24,8 +24,8 @@ class Anatomy:
 
     ``layers``: the blocks' numbers in the checkpoint. ``head``: ids of the logits, None if the forward returns hidden states.
     ``post_norm``: norms come after the branches. ``extra_norms``: norms that GPT-2 does not have. ``mixed_layers``: layers where
-    attention mixes heads and positions. ``shared_heads``: by layer, of how many heads the keys or values are, where several heads
-    of queries share them. For the others, see :class:`Stream` and :class:`Branches`.
+    attention mixes heads and positions. ``shared_heads``: by layer, of how many heads the keys ("k") or values ("v") are, where
+    several heads of queries share them. For the others, see :class:`Stream` and :class:`Branches`.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -36,7 +36,7 @@ class Anatomy:
         self.attentions, self.feed_forwards, self.adapters = reader.attentions, reader.feed_forwards, reader.adapters
         self.branches: list[Branch] = []
         self.mixed_layers: set[int] = set()
-        self.shared_heads: dict[int, int] = {}
+        self.shared_heads: dict[int, dict[str, int]] = {}
         self.parts: list[Part] = [*self.words, *([] if self.positions is None else [self.positions])]
         self.layers = self._layers()
         for layer, branches in zip(self.layers, itertools.zip_longest(self.attentions, self.feed_forwards), strict=False):
@@ -118,13 +118,13 @@ class Anatomy:
 
     def _place_attention(self, branch: Branch) -> None:
         units = {part: torch.cat([getattr(head, part) for head in branch.heads]) for part in ("q", "k", "v", "mixed")}
-        shared = {len({tuple(getattr(head, part).tolist()) for head in branch.heads}) for part in "kv"}
-        one_to_one = all(len(x) == len(units["q"]) for x in units.values()) and all(
-            len(x.unique()) == len(x)
-            for x in (units["q"], units["mixed"], *(x for head in branch.heads for x in (head.k, head.v)))
-        )
-        if one_to_one and min(shared) < len(branch.heads):
-            self.shared_heads[branch.layer] = min(shared)
+        whole = [units["q"], units["mixed"], *(getattr(head, part) for head in branch.heads for part in "kv")]
+        one_to_one = all(len(x) == len(units["q"]) for x in units.values()) and all(len(x.unique()) == len(x) for x in whole)
+        counts = {part: len({tuple(getattr(head, part).tolist()) for head in branch.heads}) for part in "kv"}
+        fewer = {part: count for part, count in counts.items() if count < len(branch.heads)}
+        one_to_one &= not fewer or all(head.alone for head in branch.heads)
+        if one_to_one and fewer:
+            self.shared_heads[branch.layer] = fewer
         if not one_to_one or any(number in self.flow.mixes_places for number in branch.downs):
             self.mixed_layers.add(branch.layer)
         for part in "qkv":

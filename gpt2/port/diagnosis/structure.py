@@ -61,5 +61,7 @@ def _places(departure: Departure) -> tuple[Place, ...]:
         return tuple(Place.of(name) for name in departure.names)
     if departure.kind is DepartureKind.EXTRA_NORM:
         return tuple(Place(None, name) for name in departure.names)
+    if departure.kind is DepartureKind.HEADS_SHARED:
+        return tuple(Place(departure.layer, "attn.c_attn", share) for share in departure.names)
     layer = EVERY if departure.kind in (DepartureKind.POST_NORM, DepartureKind.HEAD_COUNT) else departure.layer
     return (Place.at(layer, "" if departure.kind is DepartureKind.REPEATED else departure.part),)

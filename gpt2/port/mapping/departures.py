@@ -49,8 +49,8 @@ class DepartureKind(Enum):
 class Departure:
     """One departure in ``part`` of block ``layer``, with its size in the port and in the checkpoint.
 
-    ``names``: parameters of an extra norm, the buffer of a part, or the checkpoint's blocks that do not run. ``module``: dotted
-    name.
+    ``names``: parameters of an extra norm, the buffer of a part, the checkpoint's blocks that do not run, or shares of c_attn.
+    ``module``: dotted name.
     """
 
     kind: DepartureKind
@@ -97,9 +97,9 @@ def _connections(anatomy: Anatomy, mapping: Mapping) -> Iterator[Departure]:
             )
     for layer in sorted(anatomy.mixed_layers):
         yield Departure(DepartureKind.HEADS_MIXED, layer, "attn", module=module_name(anatomy, "attn", layer))
-    for layer, count in anatomy.shared_heads.items():
-        heads, module = len(anatomy.attentions[0].heads), module_name(anatomy, "attn", layer)
-        yield Departure(DepartureKind.HEADS_SHARED, layer, "attn", port_size=count, checkpoint_size=heads, module=module)
+    for layer, counts in anatomy.shared_heads.items():
+        heads, module, fewest = len(anatomy.attentions[0].heads), module_name(anatomy, "attn", layer), min(counts.values())
+        yield Departure(DepartureKind.HEADS_SHARED, layer, "attn", fewest, heads, tuple(counts), module)
     if anatomy.post_norm:
         yield Departure(DepartureKind.POST_NORM)
     for norm in anatomy.extra_norms:
