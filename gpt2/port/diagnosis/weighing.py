@@ -81,9 +81,13 @@ class Weighing:
     def _rotary(self) -> Scoring | None:
         """Return the comparison of queries and keys after rotary position embedding, if that is recorded."""
         q, k = (Layout.RIGHT.split(self.parts[name].value, self.config.n_head) for name in "qk")
-        if (turned := turned_pair(self.pool, q, k)) is None:
+        like = [next(i for i in range(n + 1) if torch.allclose(k[:, i], k[:, n])) for n in range(k.size(1))]
+        firsts = sorted(set(like))  # keys that several heads share may be turned before they are repeated
+        turned = turned_pair(self.pool, q, k) or (turned_pair(self.pool, q, k[:, firsts]) if len(firsts) < len(like) else None)
+        if turned is None:
             return None
-        queries, keys = (Layout.RIGHT.merge(part) for part in turned)
+        keys = turned[1] if turned[1].shape == k.shape else turned[1][:, [firsts.index(i) for i in like]]
+        queries, keys = (Layout.RIGHT.merge(part) for part in (turned[0], keys))
         return Scoring(queries, keys, Layout.RIGHT, self.config.n_head, (ROTARY,))
 
     def scaled(self, scoring: Scoring, factor: float) -> Tensor:
