@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Mapping as MappingType
@@ -49,6 +50,7 @@ LENGTHS = (8, 1, 32)  # token sequences; the walk uses the first
 MAX_WORK = 2e9  # parameters times tokens: above it, the full context is not tried
 SMALL = 20_000_000  # parameters of a model whose diagnosis must be quick
 SECONDS = {True: 25.0, False: 150.0}  # for all walks through a module, by whether the model is small
+PATIENCE = 20.0  # seconds for the logits of one probe; the first takes as long as it takes
 NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -194,9 +196,12 @@ class Examination:
     def _weights(self, borrowed: Borrowed) -> tuple[Own, Divergence | None]:
         """Compare and return the module's weights; fill it if it holds none of the checkpoint's, which is the divergence."""
         if self.mapping is None:
-            ours = {entries.fingerprint(tensor) for tensor in self.state.values() if tensor.ndim > 1}
-            held = (x.detach().double() for x in borrowed.tensors.values() if x.is_floating_point())
-            self.holds = any(entries.fingerprint(x) in ours for x in held)
+            held = {entries.fingerprint(x.detach().double()) for x in borrowed.tensors.values() if x.is_floating_point()}
+            ours = [Place.of(name) for name, x in self.state.items() if x.ndim > 1]
+            absent = [place for place in ours if entries.fingerprint(self.state[place.name]) not in held]
+            self.holds = len(absent) < len(ours)
+            if absent and 2 * len(absent) < len(ours):
+                self.notes.append(f"no tensor of yours has the entries of {listed(absent, self.config.n_layer)}")
             if self.fill and not self.holds:
                 words = (
                     "so its weights cannot be put in for you; load them yourself, in build(checkpoint_dir), or without fill=True"
@@ -242,8 +247,16 @@ class Examination:
     def _outputs(self, borrowed: Borrowed, probes: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return ids and logits of each probe, in float64 if possible, else in the module's dtype; later probes may fail."""
         outputs: list[tuple[Tensor, Tensor]] = []
+        rate = 0.0  # seconds for a pair of tokens
         for ids in probes:
+            if outputs and rate * ids.size(1) ** 2 > PATIENCE:
+                self.notes.append(
+                    f"your forward takes long, as one that goes number by number: {ids.size(1)} tokens were not tried"
+                )
+                continue
+            begin = time.thread_time()
             logits = self._run(ids)
+            rate = (time.thread_time() - begin) / ids.size(1) ** 2 if not outputs else rate
             if not outputs and self._is_random(ids, logits):
                 self.masked = random_masks(partial(self.module, ids.to(self.device)))
                 logits = self._run(ids)
