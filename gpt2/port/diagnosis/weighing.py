@@ -115,7 +115,7 @@ class Weighing:
             right = next(attention_weights(scoring.value.mT * factor, factor))
             yield Option.known("exchanged", right.value, EXCHANGED, factor=factor, cost=1.0)
             yield from self._shared(scoring, factor)
-            yield from self._changed(scoring, factor)
+            yield from self._changed(scoring, factor) if not self.pool.allowance else ()
             yield from self._as_masked(scoring, factor, masks)
 
     def _as_masked(self, scoring: Scoring, factor: float, masks: list[tuple[Tensor, Fault]]) -> Iterator[Option]:

@@ -79,9 +79,9 @@ class Embeddings:
         yield from self.norms.after(("h.0.ln_1", "ln_f"), "embed", stream, words)
 
     def _shifted(self, right: Option) -> Iterator[Option]:
-        """Yield a tensor that is the right embeddings plus one vector for all tokens."""
+        """Yield a module's tensor that is the right embeddings plus one vector for all tokens."""
         words = "one vector is added to the embedding of every token, as of token types; GPT-2 has none"
-        for x in streams(self.pool, self.ids, self.width):
+        for x in streams(self.pool, self.ids, self.width) if not self.pool.allowance else ():
             more = x - right.value
             if bool(more.any()) and self.pool.error(right.value + more[:1, :1], x) <= self.pool.bound:
                 yield Option.known("shifted", x, Fault("extra-bias", "embed", words), values=right.values)
@@ -233,7 +233,7 @@ def residuals(norms: Norms, pool: Pool, layer: int, branch: Branch, result: Opti
             yield from after(names, x=normed, words="the sum is normalised")
         for one in after(names, x=result, words=f"{subject} is normalised before it is added", expected=bare):
             yield one.then(f"x + {one.label}", _plus(x), kind=Kind.NORM_AFTER)
-        for name, (words, formula) in FUNCTIONS.items():
+        for name, (words, formula) in FUNCTIONS.items() if not pool.allowance else ():
             words = f"{subject} goes through an activation before it is added: {words}"
             if name not in ("none", "zero"):
                 active = result.then(name, formula, Fault("gelu-variant", part or "mlp.c_proj", words))
