@@ -236,6 +236,33 @@ def test_a_forward_that_fails_names_the_author_s_line(model: gpt2.GPT2) -> None:
         diagnose(Around(port(model), lambda x: x.view(3, 5)), model)
 
 
+class Bigrams(nn.Module):
+    """The embedding and the head, and nothing between."""
+
+    def __init__(self, wte: Tensor) -> None:
+        super().__init__()
+        self.wte = nn.Parameter(wte.detach().clone())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.wte[ids] @ self.wte.t()
+
+
+def test_a_module_that_holds_the_checkpoint_s_weights_is_no_other_kind_of_model(model: gpt2.GPT2) -> None:
+    """A GPT-2 whose blocks were replaced by nn.Identity was refused."""
+    found = diagnose(Bigrams(model.wte.weight), model)
+    assert {"layer-missing", "final-norm-missing"} <= {one.id for one in found.causes}, found.table()
+    with pytest.raises(gpt2.InputError, match="weights cannot be put in for you; load them yourself"):
+        diagnose(Bigrams(torch.randn_like(model.wte.weight)), model, fill=True)
+
+
+def test_a_slow_module_is_tried_on_few_tokens(model: gpt2.GPT2, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that goes through attention number by number took hours for the full context."""
+    monkeypatch.setattr("gpt2.port.diagnosis.examination.PATIENCE", 0.0)
+    found = diagnose(port(model), model)
+    assert found.ok
+    assert "23 tokens were not tried" in found.notes[-1]
+
+
 # Parts of the diagnosis.
 
 

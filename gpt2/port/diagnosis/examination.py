@@ -64,6 +64,7 @@ class Examination:
         self.weight_causes: list[PlacedCause] = []
         self.notes: list[str] = []
         self.bound = FLOAT64_BOUND
+        self.exact = True  # all is explained in float64
         self.not_gpt2, self.holds = "", True  # why the parts are not recognised; whether some tensor is the checkpoint's
         self.masked: MappingType[int, RandomMask] = {}  # dropouts made by hand, as random_masks numbers them
 
@@ -119,12 +120,7 @@ class Examination:
         rounding, ends, unread = self.bound, list[PlacedCause](), self.weight_causes
         if self.weight_causes or worst > self.bound:
             probe = outputs[errors.index(worst)][0]
-            explained, mine, right = (
-                explained_errors(reference.model, probe, torch.float32, worst_relative_error),
-                same(probe),
-                reference(probe),
-            )
-            rounding = max(self.bound, WORST_RATIO * explained["logits"])  # as of weights that were folded in float32
+            rounding, mine, right = self._explained(probe, torch.float32), same(probe), reference(probe)  # as of folded weights
             unread = [cause for cause in self.weight_causes if blank or _is_unread(cause, own, self.state)]
             if own.placed and (worst_relative_error(mine, right) <= rounding or (ends := _ends(mine, right, rounding))):
                 if departures := [place for cause in self.weight_causes if cause not in unread for place in cause.places]:
@@ -139,7 +135,7 @@ class Examination:
         if wrong:
             self.notes.append(f"your logits are right for {ids.size(1)} tokens; they part at {outputs[wrong][0].size(1)}")
         ids, logits = outputs[wrong]
-        exact, own_error = True, same.error(logits, ids)
+        own_error = same.error(logits, ids)
         if own.placed and own_error <= self.bound:
             expected, traced = trace(reference.model, ids), trace(same.model, ids)
             apart = ((point, worst_relative_error(traced[point], value)) for point, value in expected.items())
@@ -149,10 +145,9 @@ class Examination:
             causes = [_sure(cause, evidence) for cause in [*self.weight_causes, *silent]]
         else:
             mixed = any(cause.id == "batch-dependent" for cause in behaviour.causes)
-            divergence, causes, exact = self._walked(ids, own, reference, mixed)
+            divergence, causes = self._walked(ids, own, reference, mixed)
         if worst <= rounding:
-            causes = causes if exact else []
-            self.bound = rounding
+            causes, self.bound = causes if self.exact else [], rounding
             self.notes.append(f"your logits are right: float32's rounding explains errors up to {rounding:.1e}")
         return self._diagnosed(worst, [blank, divergence, behaviour.divergence], [*causes, *ends, *others])
 
@@ -300,21 +295,22 @@ class Examination:
             self.module(ids.to(self.device))
         return f"; the first array with NaN is the result of {mode.words}" if mode.words else ""
 
+    def _explained(self, ids: Tensor, dtype: torch.dtype) -> float:
+        """Return the largest error of right logits that rounding to ``dtype`` explains, or the bound if that is larger."""
+        model = Reference(self.config, self.state).model
+        return max(self.bound, WORST_RATIO * explained_errors(model, ids, dtype, worst_relative_error)["logits"])
+
     def _allow_rounding(self, output: Tensor, failure: Exception | None) -> None:
         """For a module without float64, allow the errors that rounding to its dtype explains."""
         dtype = output.dtype if output.dtype != torch.float64 else torch.float32
-        model = Reference(self.config, self.state).model
-        explained = explained_errors(model, self._probes(None)[0], dtype, worst_relative_error)["logits"]
-        self.bound = max(self.bound, WORST_RATIO * explained)
+        self.bound = self._explained(self._probes(None)[0], dtype)
         why = f" (in float64 it fails: {error_at(failure)})" if failure else ""
         self.notes.append(f"your forward was measured in {_name(dtype)}, and may be off by {self.bound:.1e}{why}")
 
     # The module's computation
 
-    def _walked(
-        self, ids: Tensor, own: Own, reference: Reference, mixed: bool
-    ) -> tuple[Divergence | None, list[PlacedCause], bool]:
-        """Walk through GPT-2's stages with the module's own weights and tensors; return also if all is explained in float64.
+    def _walked(self, ids: Tensor, own: Own, reference: Reference, mixed: bool) -> tuple[Divergence | None, list[PlacedCause]]:
+        """Walk through GPT-2's stages with the module's own weights and recorded tensors.
 
         ``mixed``: rows of a batch change one another. What else is wrong shows in a batch of equal rows, unless it leaves
         nothing of them: a mean over the batch, subtracted, makes equal rows zero.
@@ -338,7 +334,8 @@ class Examination:
             self.notes.append(f"the parts of your module were not recognised ({self.not_gpt2}); its weights were not compared")
         if walked.explained:
             held = [cause for cause in self.weight_causes if cause.id != "extra-bias"]  # the walk has measured its effect
-            return walked.first_divergence, [*walked.causes, *(_sure(cause) for cause in held)], not pool.narrow
+            self.exact = not pool.narrow
+            return walked.first_divergence, [*walked.causes, *(_sure(cause) for cause in held)]
         is_lost = not walked.timed_out and all(layer_of(point) is None for point in walked.points)
         if self.not_gpt2 and not walked.causes and is_lost and not self.holds:
             words = "and it holds no tensor of the checkpoint: this is another kind of model, and gpt2 diagnose needs a GPT-2"
@@ -348,7 +345,8 @@ class Examination:
         causes = [*walked.causes, *structural, *self.weight_causes]
         if causes:
             self.notes.append("these causes do not explain all of the difference; fix them and run the diagnosis again")
-        return walked.first_divergence, causes, False
+        self.exact = False
+        return walked.first_divergence, causes
 
     def _pool(self, ids: Tensor) -> Pool:
         """Return the module's recorded tensors."""
