@@ -6,7 +6,6 @@ GPT-2 computes the same when they are permuted consistently.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterator
 
@@ -38,11 +37,12 @@ class Anatomy:
         self.mixed_layers: set[int] = set()
         self.shared_heads: dict[int, dict[str, int]] = {}
         self.parts: list[Part] = [*self.words, *([] if self.positions is None else [self.positions])]
-        self.layers = self._layers()
-        for layer, branches in zip(self.layers, itertools.zip_longest(self.attentions, self.feed_forwards), strict=False):
-            for branch in filter(None, branches):
+        for branches, layers in zip((self.attentions, self.feed_forwards), self._layers(), strict=True):
+            for branch, layer in zip(branches, layers, strict=False):
                 branch.layer = layer
                 self.branches.append(branch)
+        self.branches.sort(key=lambda branch: (branch.layer, branch.part))
+        self.layers = sorted({branch.layer for branch in self.branches})
         end = recording.output[self.flow.at(self.flow.place, recording.output) == self.flow.here]
         if not len(end):
             raise NotGPT2("its output is not made of the last token")
@@ -60,25 +60,27 @@ class Anatomy:
         self.final_norm = self.flow.state_of(end) is State.NORMED
         self._place_norms(reader.norms(end)[0])
 
-    def _layers(self) -> list[int]:
-        """Number the blocks as they run; if some are unused, or have no parameters, use the numbers in the parameters' names."""
+    def _layers(self) -> tuple[list[int], list[int]]:
+        """Number the attentions and the feed-forwards as they run, or by the parameters' names, if some are unused or absent."""
         order = list(range(max(len(self.attentions), len(self.feed_forwards))))
-        names = [self.recording.name(branch.weight) for branch in self.attentions]
+        names, others = ([self.recording.name(one.weight) for one in some] for some in (self.attentions, self.feed_forwards))
         pattern = re.sub(r"\d+", "#", names[0])
         unused = [source.name for source in self.recording.sources if source.storage not in self.recording.uses]
         idle = [name for name in unused if re.sub(r"\d+", "#", name) == pattern]
         if any(re.sub(r"\d+", "#", name) != pattern for name in names):
-            return order
-        if not idle:  # an attention and the feed-forward of its block have one number
-            others = [self.recording.name(branch.weight) for branch in self.feed_forwards]
-            beside = _numbers(others) if len({re.sub(r"\d+", "#", name) for name in others}) == 1 else []
-            gaps = (list(runs) for runs in _numbers(names) if runs[0] == 0 and list(runs) == sorted(set(runs)) and runs in beside)
-            return next(gaps, order)
-        for runs, left in zip(_numbers(names), _numbers(idle), strict=True):  # try each number in the names
+            return order, order
+        for runs, left in zip(_numbers(names), _numbers(idle), strict=True) if idle else ():  # try each number in the names
             first = min(*runs, *left)
             if list(runs) == sorted(set(runs)) and sorted(runs + left) == list(range(first, first + len(runs + left))):
-                return [number - first for number in runs]
-        return order
+                layers = [number - first for number in runs]
+                return layers, layers
+        prefix = re.split(r"\d", names[0])[0]
+        if not idle and others and all(re.match(rf"{re.escape(prefix)}\d", name) for name in others):
+            both = [[int(re.findall(r"\d+", name)[0]) for name in some] for some in (names, others)]
+            rising = all(some == sorted(set(some)) for some in both)
+            if rising and set(both[0]) & set(both[1]) and min(both[0] + both[1]) == 0:  # a block has one number
+                return both[0], both[1]
+        return order, order
 
     def _place(
         self, part: str, layer: int | None, results: Tensor, outputs: Tensor, number: Callable[[Tensor], Tensor] | None = None

@@ -101,7 +101,8 @@ class Examination:
         self.mapping = None if anatomy is None else Mapping(anatomy, self.config)
         own, blank = self._weights(borrowed)
         every = [] if self.mapping is None else list(structural_causes(self.mapping))
-        self.structural = [cause for cause in every if not cause.kind.startswith(DepartureKind.HEADS_SHARED.name)]
+        sure = (DepartureKind.HEADS_SHARED.name, DepartureKind.BRANCH_MISSING.name)
+        self.structural = [cause for cause in every if not cause.kind.startswith(sure)]
         self.weight_causes += [cause for cause in every if cause not in self.structural]
         reference = Reference(self.config, self.state)
         same = Reference(self.config, own.weights, own.head) if own.placed else reference

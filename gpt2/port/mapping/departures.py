@@ -41,6 +41,7 @@ class DepartureKind(Enum):
     POSITIONS_SHIFTED = "your positions begin at row {port_size} of their table, the checkpoint's at 0"
     IN_BUFFER = "your {part} ({name}) is a buffer and no parameter: it is left as it is"
     POSITIONS_MISSING = "your module has no learned positions; the checkpoint's wpe.weight is left out"
+    BRANCH_MISSING = "your forward has no {subject} in one block: {norm} does not run"
     NORM_MISSING = "your {subject} has no norm before it; the checkpoint has {norm}"
     FINAL_NORM_MISSING = "your module has no last norm; the checkpoint has ln_f"
 
@@ -95,6 +96,9 @@ def _connections(anatomy: Anatomy, mapping: Mapping) -> Iterator[Departure]:
             yield Departure(
                 DepartureKind.REPEATED, branch.layer, branch.part, port_size=branch.times, checkpoint_size=1, module=module
             )
+    for layer, part in itertools.product(anatomy.layers, ("attn", "mlp")):
+        if all((branch.layer, branch.part) != (layer, part) for branch in anatomy.branches):
+            yield Departure(DepartureKind.BRANCH_MISSING, layer, part)
     for layer in sorted(anatomy.mixed_layers):
         yield Departure(DepartureKind.HEADS_MIXED, layer, "attn", module=module_name(anatomy, "attn", layer))
     for layer, counts in anatomy.shared_heads.items():

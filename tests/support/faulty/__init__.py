@@ -219,7 +219,7 @@ LINES = {
         heads-unsplit heads-one@1 heads-halved heads-share-keys heads-share-values@2 weights-of-one-head weights-averaged@0
         scores-of-queries scores-of-keys@1 scores-cosine@2 mask-inverted@1 mask-strict-but-first logits-rounded
         scale-rounded@1 gelu-misplaced@2 gelu-constants gelu-erf-rounded heads-grouped weights-scaled scores-relative
-        kind-embedded fed-activated blocks-identity@1 blocks-identity
+        kind-embedded fed-activated blocks-identity@1 blocks-identity attention-identity@1
         """,
         "heads-grouped rotary",
         "weights-scaled scale-by-width",

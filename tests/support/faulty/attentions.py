@@ -92,7 +92,8 @@ class Block(nn.Module):
     def __init__(self, config, wrong):
         super().__init__()
         self.before_attention, self.before_feeding = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
-        self.wrong, self.attention = wrong, Attention(config, wrong)
+        self.wrong = wrong
+        self.attention = nn.Identity() if "attention-identity" in wrong else Attention(config, wrong)
         self.up, self.down = nn.Linear(config.n_embd, config.inner), nn.Linear(config.inner, config.n_embd)
 
     def forward(self, x):
@@ -145,7 +146,10 @@ def fill(model, state):
         if isinstance(block, nn.Identity):
             continue
         names = {"before_attention": "ln_1", "before_feeding": "ln_2", "up": "mlp.c_fc.T", "down": "mlp.c_proj.T"}
-        put(block, state, names | {"attention.to_out": "attn.c_proj.T"}, f"h.{layer}.")
+        put(block, state, names, f"h.{layer}.")
+        if isinstance(block.attention, nn.Identity):
+            continue
+        put(block, state, {"attention.to_out": "attn.c_proj.T"}, f"h.{layer}.")
         put(block.attention, state, {"to_q": "q.T"}, f"h.{layer}.")
         for letter, part in (("k", block.attention.to_k), ("v", block.attention.to_v)):  # of grouped heads, the first ones
             part.weight.copy_(state[f"h.{layer}.{letter}.weight"].t()[: part.out_features])

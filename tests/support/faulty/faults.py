@@ -120,6 +120,7 @@ MEANINGS: dict[str, Meaning] = {
     "extra-norm-end": _mean("extra-norm", END, "h.1.ln_1"),
     "layer-reversed": _mean("layer-order", "h.{}"),
     "layer-swapped": _mean("layer-order", "h.{}", first_layer=1),  # the last two
+    "attention-identity": _mean("layer-missing", "h.{}.attn", "h.{}.mid"),
     "blocks-identity": _mean("layer-missing", "h.{}", "ln_f"),
     "layer-missing": _mean("layer-missing", "h.{}", "ln_f"),
     "layer-repeated": _mean("layer-repeated", "h.{}", "h.1", "h.2", "ln_f"),
