@@ -96,9 +96,9 @@ def _connections(anatomy: Anatomy, mapping: Mapping) -> Iterator[Departure]:
             yield Departure(
                 DepartureKind.REPEATED, branch.layer, branch.part, port_size=branch.times, checkpoint_size=1, module=module
             )
-    for layer, part in itertools.product(anatomy.layers, ("attn", "mlp")):
-        if all((branch.layer, branch.part) != (layer, part) for branch in anatomy.branches):
-            yield Departure(DepartureKind.BRANCH_MISSING, layer, part)
+    for layer, stem in itertools.product(anatomy.layers, ("attn", "mlp")):
+        if all((branch.layer, branch.part) != (layer, stem) for branch in anatomy.branches):
+            yield Departure(DepartureKind.BRANCH_MISSING, layer, stem)
     for layer in sorted(anatomy.mixed_layers):
         yield Departure(DepartureKind.HEADS_MIXED, layer, "attn", module=module_name(anatomy, "attn", layer))
     for layer, counts in anatomy.shared_heads.items():
