@@ -45,6 +45,7 @@ MASKS: dict[str, tuple[str, Mask]] = {
     ),
 }
 FILLED = ("", *list(MASKS)[1:2], list(MASKS)[3])  # masks whose hidden scores are tried with other numbers
+FEW = (-1e4, -1e5, -1e9)  # which hide nothing where scores are as low
 FILLS = (0.0, 1e-9, -1e-9, -1e-5, -1.0, 1.0, -10.0, -100.0, -1000.0, 1e-20, 1e9)
 # What shows only where a text is read in several calls.
 IN_CALLS: dict[str, tuple[str, Mask]] = {
@@ -80,6 +81,12 @@ def _added(mask: Mask, scores: Tensor, t: Tensor, a: Tensor, e: Tensor) -> Tenso
 def _after(mask: Mask, scores: Tensor, t: Tensor, a: Tensor, e: Tensor) -> Tensor:
     keys = torch.arange(scores.shape[-1])
     return scores.masked_fill(keys >= e, -math.inf).softmax(-1) * mask(t, keys, a, e)
+
+
+def _lowered(by: float, scores: Tensor, t: Tensor, a: Tensor, e: Tensor) -> Tensor:
+    """Return the weights of scores of which hidden ones have a number added."""
+    keys = torch.arange(scores.shape[-1])
+    return (scores + by * (keys > t)).masked_fill(keys >= e, -math.inf).softmax(-1)
 
 
 def _softmax(mask: Mask, fill: float, axis: int, c: Site, s: State) -> Tensor:
@@ -132,6 +139,10 @@ def masks(model: Model) -> Iterator[Alternative]:
         if not bool(mask(every[:, None], every, every[:1], every[-1:] + 1).any(-1).all()):  # a token sees nothing
             yield _weighed(id, f"{words}; one that sees nothing sees all alike", Weighing(partial(_masked, mask, -1e30)))
             yield _weighed(id, f"{words}; one that sees nothing sees all", Weighing(partial(_added, mask)))
+        for fill in FEW if mask is CAUSAL else ():
+            few = f"{fill:g} is {{}} masked scores, and other scores are as low: the future is seen"
+            yield _weighed("mask-multiplied", few.format("put in place of"), Weighing(partial(_masked, mask, fill)))
+            yield _weighed("mask-multiplied", few.format("added to"), Weighing(partial(_lowered, fill)))
         for fill in FILLS if words in FILLED else ():
             number = "zero" if fill == 0 else f"{fill:g}"
             detail = f"masked scores become {number}, which softmax gives a share, instead of minus infinity"

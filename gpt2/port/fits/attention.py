@@ -13,12 +13,14 @@ from torch import Tensor
 
 from gpt2.config import GPT2Config
 from gpt2.port.alternatives.attention import scale_faults
+from gpt2.port.diagnosis.causes import SCORES
 from gpt2.port.fault import Fault
 from gpt2.port.fits.observed import SHOWN, Fit, Observed, nice
 from gpt2.port.graph import right_scale
 
 CLEAR = 100.0  # times the rounding of a weight: those whose logarithm is fitted
 LEAST = 1e-4  # the least weight whose logarithm is fitted
+SCALED = "weights = scores.softmax(-1)  # divided by nothing: dropout divides by 1 - p while training only"
 LEAST_SEEN = 4  # differences of scores that show a factor
 
 
@@ -38,6 +40,8 @@ def weights_fit(seen: Observed, q: Tensor, k: Tensor, config: GPT2Config, layer:
         for value, words in _hidden(factor * scores, log, clear & ~visible, visible, seen.loose):
             fault = Fault("mask-multiplied", "attn", f"{words}: the softmax gives them a share")
             yield from seen.fits(value.softmax(-1), rows, *scaled, fault)
+    yield from _multiplied(seen, rows)
+    yield from _placed(seen, scores, log, clear & visible, visible, rows)
     heads = torch.tensor(
         [nice(_slope(scores[:, [h]], log[:, [h]], (clear & visible)[:, [h]]), 10 * seen.loose) for h in range(q.shape[1])],
         dtype=scores.dtype,
@@ -46,6 +50,27 @@ def weights_fit(seen: Observed, q: Tensor, k: Tensor, config: GPT2Config, layer:
         shown = ", ".join(f"{float(one):.4g}" for one in heads[:SHOWN])
         words = f"each head multiplies its scores by another factor: {shown} times GPT-2's"
         yield from seen.fits(softmax(scores * heads[:, None, None], visible), rows, Fault("head-layout", "attn", words))
+
+
+def _multiplied(seen: Observed, rows: Tensor) -> Iterator[Fit]:
+    """Yield GPT-2's weights times a number; the first query has one weight, which is a multiple of any other."""
+    if not bool(rows[:, 1:].any()):
+        return
+    factor = (seen.value.sum(-1) / seen.right.sum(-1)).transpose(1, 2)[rows]
+    times = nice(float(factor.mean()), seen.loose)
+    fault = Fault("softmax-missing", "attn", f"the weights are multiplied by {times:.6g} after the softmax", fix=SCALED)
+    if math.isfinite(times):
+        yield from seen.fits(seen.right * times, rows, fault)
+
+
+def _placed(seen: Observed, scores: Tensor, log: Tensor, clear: Tensor, visible: Tensor, rows: Tensor) -> Iterator[Fit]:
+    """Yield scores to which the same number is added in every row of the batch, by head, query and key."""
+    if len(scores) < 2 or not bool(rows.all(0)[1:].any()):
+        return
+    more = torch.where(clear, log - scores, 0.0)
+    more = torch.where(clear, more - more[..., :1], 0.0).mean(0, keepdim=True)
+    words = "a number that depends on the two positions is added to each score (as in ALiBi)"
+    yield from seen.fits(softmax(scores + more, visible), rows, Fault("extra-bias", "attn", words, fix=SCORES))
 
 
 def _hidden(scores: Tensor, log: Tensor, clear: Tensor, visible: Tensor, loose: float) -> Iterator[tuple[Tensor, str]]:

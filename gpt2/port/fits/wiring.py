@@ -123,6 +123,10 @@ def embedding_fit(seen: Observed, ids: Tensor, wte: Tensor, wpe: Tensor, rows: T
         return seen.fitted(
             fit.value, rows, Fault(id, "wpe" if id == "position-missing" else "embed", f"the embedding is {formula(factors)}")
         )
+    more = (seen.value - seen.right)[rows].mean(0)
+    words_of = "one vector is added to the embedding of every token, as of token types; GPT-2 has none"
+    if int(rows.sum()) > 1 and (shifted := seen.fitted(seen.right + more, rows, Fault("extra-bias", "embed", words_of))):
+        return shifted
     apart, size = ((one[rows]).square().mean() for one in (seen.value - seen.right, seen.right))
     near = wte.numel() <= MOST_PAIRS and bool(apart < NEAR * size)  # thousands of roundings, which leave embeddings near
     both = dict(quantised(wpe)) if near else {}
