@@ -430,6 +430,8 @@ class Search:
         site, state = self.model.site(layer, {"x": x}), {"x": x}
         for node in FIRST:
             state[node] = (edits.get(node) or site.rights[node])(site, state)
+            if torch.equal(state[node], x):
+                continue  # it is found in any case
             if self._found(node, state[node], fault=node in edits) is not None:
                 return True
         return False
