@@ -168,6 +168,7 @@ class Search:
         self.values: dict[str, Tensor] = {}
         self.computed: dict[str, Tensor] = {}  # whether found or not
         self.lost: str | None = None
+        self.finished = False  # the logits follow from a stream before the last block
 
     def run(self) -> Walked:
         """Walk as far as the observed values are explained, or to the observation's limit of time."""
@@ -202,10 +203,10 @@ class Search:
         x = self._embedded()
         while len(self.ran) <= 2 * self.layers:
             self.progress(f"following your values, in block {len(self.ran)}")
-            if len(self.ran) >= self.layers and self._ended(x, quick=True):
+            if len(self.ran) >= self.layers and self._ended(x, known=False):
                 return self.lost is None
             if (trial := self._next(x)) is None:
-                return len(self.ran) >= self.layers and self._ended(x) and self.lost is None
+                return (self.finished or (len(self.ran) >= self.layers and self._ended(x))) and self.lost is None
             self._settle(trial)
             x = trial.state[""]
         return False
@@ -217,6 +218,7 @@ class Search:
         right = site.right("embed", {})
         seen = self._found("embed", right)
         own = right if seen is None else seen.own
+        self.observation.take([] if seen is None else [seen])
         if self._shown_in(0, own):
             self.computed["embed"] = own
             return own
@@ -290,7 +292,8 @@ class Search:
                 if other is not None and sum(node in other.seen for node in FIRST[1:]) >= 2:
                     whole = self._block(layer, x)
                     return whole if self._goes_on(whole) else self._explained(whole)
-            if self.ran and self._ended(x, quick=True):
+            if self._ended(x, fitted=False):
+                self.finished = True
                 return None
             if base is not None and (stream := self._earlier(expected)) is not None:
                 base = self._block(expected, stream)
@@ -519,8 +522,9 @@ class Search:
             state[node] = value
             changed.add(node)
             same = next((one for one in shown if one.own.shape == value.shape and torch.equal(value, one.own)), None)
-            if same is not None:
-                seen[node] = same  # it is found in any case
+            if same is not None:  # it is found in any case, and shows nothing of what follows
+                if node != "":
+                    seen[node] = same
                 continue
             self._look(node, state, seen, fault=node in edits)
             found |= node in seen
@@ -680,8 +684,8 @@ class Search:
                 return True
         return False
 
-    def _ended(self, x: Tensor, quick: bool = False) -> bool:
-        """Return whether the logits follow from the last stream, perhaps by another norm, head or last step."""
+    def _ended(self, x: Tensor, known: bool = True, fitted: bool = True) -> bool:
+        """Return whether the logits follow from the last stream, by a ``known`` other norm or head, or by a ``fitted`` one."""
         site, state = self.model.site(0, {"x": x}), {"x": x}
         right = self.model.norm("ln_f", x)
         seen = self._found("ln_f", right)
@@ -690,11 +694,11 @@ class Search:
             self.values["ln_f"] = normed
         if self.observation.are_logits(normed, self.model.table) or self.observation.are_logits(right, self.model.table):
             return True
-        if quick:
+        if not known:
             return False
-        known = [one for some in self.known for one in some if one.outside]
+        earlier = [one for some in self.known for one in some if one.outside]
         best: tuple[tuple[object, ...], Alternative, Tensor] | None = None
-        for one in (*known, *self.ends):
+        for one in (*earlier, *self.ends):
             self.observation.check()
             value = one.outside["ln_f"](site, state) if "ln_f" in one.outside else normed
             if value.shape != right.shape:
@@ -702,13 +706,15 @@ class Search:
             found = self._found("ln_f", value, fault=True) if "ln_f" in one.outside else None
             head = one.outside["head"](site, state) if "head" in one.outside else self.model.table
             if self.observation.are_logits(value if found is None else found.own, head):
-                key = (one not in known, found is None, Candidate(((one, None),)).order_of_naming)
+                key = (one not in earlier, found is None, Candidate(((one, None),)).order_of_naming)
                 if best is None or key < best[0]:
                     best = key, one, value
         if best is not None:
             _, one, value = best
             self._blame(one, None, "ln_f" if "ln_f" in one.outside else "logits", value, right)
             return True
+        if not fitted:
+            return False
         if (ended := self.ending.read(x)) is None:
             if seen is None or self.sites or self.faults:
                 return False

@@ -59,7 +59,7 @@ def _multiplied(seen: Observed, rows: Tensor) -> Iterator[Fit]:
     factor = (seen.value.sum(-1) / seen.right.sum(-1)).transpose(1, 2)[rows]
     times = nice(float(factor.mean()), seen.loose)
     fault = Fault("softmax-missing", "attn", f"the weights are multiplied by {times:.6g} after the softmax", fix=SCALED)
-    if math.isfinite(times):
+    if math.isfinite(times) and times:
         yield from seen.fits(seen.right * times, rows, fault)
 
 
