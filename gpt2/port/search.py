@@ -78,6 +78,7 @@ class Trial:
     alternatives: tuple[Alternative, ...] = ()
     edits: Edits = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()  # that were fitted
+    again: int = 0  # whether the block's result is found, as another value's
     ties: tuple[Alternative, ...] = ()  # that explain as much as the only alternative
 
     @property
@@ -477,7 +478,7 @@ class Search:
                 parts.append(trial)
         whole, part = (min(some, key=_likelihood, default=None) for some in (wholes, parts))
         if whole is not None and not base.alternatives:
-            ties = tuple(one.alternatives[0] for one in wholes if len(one.seen) == len(whole.seen))
+            ties = tuple(one.alternatives[0] for one in wholes if _likelihood(one)[0] == _likelihood(whole)[0])
             whole = replace(whole, ties=ties)
         return whole, part
 
@@ -500,7 +501,7 @@ class Search:
         seen = {node: each for node, each in base.seen.items() if ORDER[node] < begin}
         site = self.model.site(base.layer, state)
         shown = list(base.seen.values())
-        changed, found = set[str](), False
+        changed, found, again = set[str](), False, 0
         for node in NODES[begin:]:
             if node not in both and changed.isdisjoint(READS[node]):
                 state[node] = base.state[node]
@@ -523,14 +524,16 @@ class Search:
             changed.add(node)
             same = next((one for one in shown if one.own.shape == value.shape and torch.equal(value, one.own)), None)
             if same is not None:  # it is found in any case, and shows nothing of what follows
-                if node != "":
+                if node == "":
+                    again = 1
+                else:
                     seen[node] = same
                 continue
             self._look(node, state, seen, fault=node in edits)
             found |= node in seen
         if not changed:
             return None
-        trial = Trial(base.layer, state, seen, (*base.alternatives, one), both)
+        trial = Trial(base.layer, state, seen, (*base.alternatives, one), both, again=again)
         return trial if found or self._shown_behind(state[""]) else None
 
     # In texts that are read in calls
@@ -763,7 +766,7 @@ class Search:
 
 def _likelihood(trial: Trial) -> tuple[object, ...]:
     """Return what says which of several trials of a block is likelier, the least first."""
-    return -len(trial.seen), trial.price
+    return -len(trial.seen) - trial.again, trial.price
 
 
 def _in(one: Alternative, how: Schedule) -> Alternative:
