@@ -16,25 +16,19 @@ Function = Callable[[Tensor], Tensor]
 class Fault:
     """One fault: a cause's id, the part of the block (or the point outside the blocks), and what the port does.
 
-    Faults of one id and ``kind`` are one fault in several places, for a ``detail`` that names a block. ``norm_after``: the norm
-    ("ln_1", "ln_2") that may have moved from before the branch to after it. ``fitted``: a factor was fitted. ``layer``: the
-    running block's number, None outside. ``error``: of the match that shows the fault. ``fix``: the corrected line, if it is not
-    that of the table. ``share``: "q", "k" or "v", if only that third of c_attn is concerned. ``leaf``: "bias", if only a
-    layer's bias is. ``head``: the one that stands for all heads.
+    Faults of one id and ``kind`` are one fault in several places, for a ``detail`` that names a block. ``fitted``: a factor was
+    fitted. ``layer``: the running block's number, None outside. ``fix``: the corrected line, if it is not that of the table.
+    ``share``: "q", "k" or "v", if only that third of c_attn is concerned.
     """
 
     id: str
     part: str
     detail: str
     kind: str = ""
-    norm_after: str = ""
     fitted: bool = False
     layer: int | None = None
-    error: float | None = None
     fix: str | None = None
     share: str = ""
-    leaf: str = ""
-    head: int | None = None
 
     @property
     def place(self) -> Place:

@@ -82,10 +82,6 @@ class DumpPool(Pool):
         finally:
             self.tolerance, self._bound = whole, whole.stage
 
-    def loosen(self, least: float) -> None:
-        """Allow ``least`` at each stage from now on: what is computed from arrays of a narrow dtype is not exact."""
-        self._allow({part: max(error, least) for part, error in self.tolerance.stages.items()})
-
     def _allow(self, stages: dict[str, float]) -> None:
         self.tolerance = replace(self.tolerance, stages=stages)
         self._bound = self.tolerance.stage
@@ -150,9 +146,6 @@ class DumpPool(Pool):
         short = [float(f"{size:.{digits}g}") for digits in (1, 2, 3)]
         near = (one for one in [*self._round, *short] if math.isclose(one, size, rel_tol=loose))
         return sign * next(near, size)
-
-    def _margins(self, n: int) -> Tensor:
-        return torch.tensor([self.bound + self.unit(number) for number in self._by_size[n]], dtype=torch.float64)
 
 
 def parts(name: str, array: Tensor, config: GPT2Config, rows: int, tokens: int) -> list[tuple[str, Tensor]]:

@@ -103,7 +103,7 @@ class Linear:
         yield from filter(None, [self.unknown(seen, x, rows)])
 
     def fault(self, id: str, words: str, leaf: str = "") -> Fault:
-        return Fault(id, self.where.replace(".weight", f".{leaf}") if leaf else self.where, words, leaf=leaf)
+        return Fault(id, self.where.replace(".weight", f".{leaf}") if leaf else self.where, words)
 
     def _scaled(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         product, bias = x @ self.weight, self.bias.expand_as(seen.value)

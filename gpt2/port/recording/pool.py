@@ -48,7 +48,6 @@ class Pool:
         self.deadline = Deadline()
         self._by_size: dict[int, list[int]] = {}
         self._sums: list[tuple[float, float]] = []  # by entry: sum and sum of squares of the finite elements
-        self._tables: dict[int, Tensor] = {}  # by size: the sums of all entries
         self._ranked: dict[int, list[tuple[float, int]]] = {}  # by size: sum and number of the entries, by their sums
         self._sorted: dict[int, Tensor] = {}
 
@@ -68,7 +67,6 @@ class Pool:
         self.dtypes.append(dtype)
         entry = tensor.detach().to("cpu", torch.float64, copy=True).contiguous()
         self._by_size.setdefault(entry.numel(), []).append(len(self.entries))
-        self._tables.pop(entry.numel(), None)
         self._ranked.pop(entry.numel(), None)
         self._sums.append(_sums(entry))
         self.entries.append(entry)
@@ -194,37 +192,6 @@ class Pool:
             if found:
                 break
         return found
-
-    def near(self, n: int, first: Tensor, second: Tensor) -> Tensor:
-        """Return (N, entries): whether each entry of ``n`` elements has the sum ``first`` (N,) and squares ``second`` (N,)."""
-        self.deadline.check()
-        if n not in self._by_size:
-            return torch.zeros(len(first), 0, dtype=torch.bool)
-        sums, squares = self._table(n)
-        first, second, margins = first[:, None], second[:, None], self._margins(n)
-        near = (sums - first).abs() <= margins * (second / n).sqrt().clamp(min=1e-300) * n + 1e-290
-        return near & ((squares - second).abs() <= 2.2 * margins * second + 1e-290)
-
-    def may_be_near(self, n: int, first: Tensor) -> Tensor:
-        """Return (N, entries): where :meth:`near` can be true for sums ``first`` (N,), whatever the squares are."""
-        self.deadline.check()
-        if n not in self._by_size:
-            return torch.zeros(len(first), 0, dtype=torch.bool)
-        sums, squares = self._table(n)
-        margins = self._margins(n)
-        largest = squares / (1 - 2.2 * margins).clamp(min=1e-300)  # the largest squares that are near enough
-        return (sums - first[:, None]).abs() <= 1.01 * margins * (largest / n).sqrt().clamp(min=1e-300) * n + 1e-290
-
-    def _table(self, n: int) -> tuple[Tensor, Tensor]:
-        """Return the sums and the sums of squares of all entries of ``n`` elements."""
-        if n not in self._tables:
-            self._tables[n] = torch.tensor([self._sums[number] for number in self._by_size[n]], dtype=torch.float64)
-        sums, squares = self._tables[n].unbind(1)
-        return sums, squares
-
-    def _margins(self, n: int) -> Tensor:
-        """Return the largest relative error of a sum, for each entry of ``n`` elements."""
-        return torch.full((len(self._by_size[n]),), self.bound + 1e-14, dtype=torch.float64)
 
     def _find(self, value: Tensor) -> tuple[float, int] | None:
         """Return the error and number of the best entry for a whole value; sums are compared first, because that is fast."""
