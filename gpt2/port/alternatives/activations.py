@@ -114,6 +114,10 @@ FUNCTIONS: dict[str, tuple[str, Function]] = {
         for cubic in (0.44715, 0.0044715, 0.04715, 0.044, 0.0447, 0.044175)
     },
     "root 0.8": ("the tanh GELU with 0.8 for sqrt(2/pi)", _tanh_gelu(0.8)),
+    "exclusive or": (
+        "the tanh GELU with an exclusive or for the cube, as x ^ 3 is in C and JavaScript",
+        lambda x: 0.5 * x * (1 + torch.tanh(_TANH * (x + 0.044715 * (x.nan_to_num(0, 0, 0).long() ^ 3).to(x)))),
+    ),
     "square": ("the tanh GELU with x^2 for x^3", _tanh_gelu(power=2)),
     **MISPLACED,
     "twice": ("the tanh GELU of the tanh GELU", lambda x: _tanh_gelu()(_tanh_gelu()(x))),
