@@ -236,6 +236,7 @@ def position_rows(ids: Tensor, room: int, shifts: Iterable[int], tokens: int) ->
     yield "positions go on from one row of the batch to the next", torch.arange(ids.numel()).view(ids.shape) % room, ROWS
     yield "positions go up by 2 from one token to the next", (2 * at).clamp(max=room - 1), ""
     yield "two tokens share each position", at // 2, ""
+    yield "the positions of neighbouring tokens have changed places", (at ^ 1).clamp(max=len(at) - 1), TEXT
     yield "positions run ahead by 1, and the last two are one", (at + 1).clamp(max=min(len(at), room) - 1), TEXT
     for n in range(2, min(tokens, MOST_SPANS)):
         yield f"positions begin again after each {n} tokens", at % n, ""
