@@ -103,6 +103,7 @@ def readings(shape: Sequence[int], heads: int) -> dict[str, Reading]:
     for half, which in ((0, "first"), (1, "second")):
         found[f"the variance is that of the {which} half of the features"] = partial(_half, half)
     found["it is divided by the mean absolute deviation"] = partial(_away, lambda away: away.mean(-1, keepdim=True))
+    found["the median of the features is taken for their mean"] = _median
     found["it is divided by the largest deviation"] = partial(_away, lambda away: away.amax(-1, keepdim=True))
     found["it is divided by the span of the features"] = _span
     found["it is divided by the length of the vector"] = partial(_away, lambda away: away.square().sum(-1, keepdim=True).sqrt())
@@ -148,6 +149,10 @@ def _half(number: int, x: Tensor) -> Moments:
 def _away(size: Callable[[Tensor], Tensor], x: Tensor) -> Moments:
     mean = x.mean(-1, keepdim=True)
     return Moments(mean, size((x - mean).abs()).square(), 0)
+
+
+def _median(x: Tensor) -> Moments:
+    return over((2,), x)._replace(mean=x.median(-1, keepdim=True).values)
 
 
 def _span(x: Tensor) -> Moments:
