@@ -83,6 +83,7 @@ def _sums(model: Model) -> Iterator[tuple[str, str, Adding, bool]]:
         yield "residual-scaled", f"the sum of the stream and {{}} is multiplied by {factor:.6g}", _scaled(factor), False
     yield "residual-scaled", "{} is subtracted, not added", lambda c, t, n: t[0] - t[1], True
     yield "residual-scaled", "{} is multiplied with the stream, not added", lambda c, t, n: t[0] * t[1], True
+    yield "residual-scaled", "of the stream and {} the larger is kept, not the sum", lambda c, t, n: t[0].maximum(t[1]), True
     for how, norm in NORMS.items():
         rare = not how.startswith(("its own", "a norm"))
         words = f"{{}} is added and the sum normalised, by {how}"
