@@ -117,6 +117,14 @@ def scales(model: Model) -> Iterator[Alternative]:
 
 
 @family
+def capped(model: Model) -> Iterator[Alternative]:
+    """Yield scores with a soft cap, as Gemma 2 has."""
+    for cap in (50.0, 30.0, 20.0):
+        edit = Changed("attn.scores", lambda c, y, cap=cap: cap * (y / cap).tanh())
+        yield Alternative("scale-wrong", f"the scores have a soft cap: {cap:g} tanh(score / {cap:g})", {"attn.scores": edit}, rare=True)
+
+
+@family
 def comparisons(model: Model) -> Iterator[Alternative]:
     """Yield other pairs of what is compared, and q and k that are normed, turned or shared."""
     config, heads = model.config, model.config.n_head
