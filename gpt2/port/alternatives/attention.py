@@ -121,7 +121,9 @@ def capped(model: Model) -> Iterator[Alternative]:
     """Yield scores with a soft cap, as Gemma 2 has."""
     for cap in (50.0, 30.0, 20.0):
         edit = Changed("attn.scores", lambda c, y, cap=cap: cap * (y / cap).tanh())
-        yield Alternative("scale-wrong", f"the scores have a soft cap: {cap:g} tanh(score / {cap:g})", {"attn.scores": edit}, rare=True)
+        yield Alternative(
+            "scale-wrong", f"the scores have a soft cap: {cap:g} tanh(score / {cap:g})", {"attn.scores": edit}, rare=True
+        )
 
 
 @family

@@ -34,7 +34,10 @@ MASKS: dict[str, tuple[str, Mask]] = {
         "mask-strict",
         lambda t, j, a, e: (j < t) | ((t == 0) & (j == 0)),
     ),
-    "a token sees every second one before it, as with a stride of 2": ("mask-strict", lambda t, j, a, e: (j <= t) & ((t - j) % 2 == 0)),
+    "a token sees every second one before it, as with a stride of 2": (
+        "mask-strict",
+        lambda t, j, a, e: (j <= t) & ((t - j) % 2 == 0),
+    ),
     "a token sees the one after it": ("mask-off-by-one", lambda t, j, a, e: j <= t + 1),
     "the mask is the wrong way round: a token sees itself and the future, not the past": (
         "mask-missing",
