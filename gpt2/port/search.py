@@ -169,6 +169,7 @@ class Search:
         self.values: dict[str, Tensor] = {}
         self.computed: dict[str, Tensor] = {}  # whether found or not
         self.lost: str | None = None
+        self.guessed = False  # the head is blamed, because all before it is right
         self.finished = False  # the logits follow from a stream before the last block
 
     def run(self) -> Walked:
@@ -179,26 +180,33 @@ class Search:
         except TimeUp:
             timed_out = True
         lost = None if explained else self.lost or (point_at(len(self.ran), "") if len(self.ran) < self.layers else "logits")
-        self.observation.pool.deadline = Deadline()  # what is left is soon done
-        causes, first = tuple(self._causes(explained)), self._first(explained)
+        pool, limit = self.observation.pool, self.observation.pool.deadline
+        pool.deadline = Deadline()  # what is left is soon done
+        causes, first = tuple(self._causes(explained)), self._first(lost)
+        pool.deadline = limit
         return Walked(causes, explained, first, self.values, tuple(self.ran), lost, timed_out)
 
-    def _first(self, explained: bool) -> Divergence | None:
+    def _first(self, lost: str | None) -> Divergence | None:
         """Return the first point whose value is not GPT-2's."""
         if self.first is not None and self.first.point in ("wte", "wpe"):
             return self.first
         pool, narrow = self.observation.pool, self.observation.pool.narrow
         least = LOOSE if narrow and not pool.allowance else FLOAT64_BOUND
         for point in points(self.layers):
-            if point == self.lost:
-                return Divergence(point, layer_of(point), math.inf)
+            if point == lost and lost != "logits":
+                return Divergence(point, layer_of(point), self._departure(point))
             if point in self.computed and point in self.exact and self._found(_node(point), self.exact[point]) is None:
                 value, right = self.computed[point], self.exact[point]
                 error = worst_relative_error(value, right) if value.shape == right.shape else math.inf
                 if error > max(pool.allowance.get(point, 0.0), least):
                     return Divergence(point, layer_of(point), error)
-        point = self.lost or "logits"
-        return self.first or (None if explained else Divergence(point, layer_of(point), math.inf))
+        return self.first
+
+    def _departure(self, point: str) -> float:
+        """Return how far the array that is most like GPT-2's value at a point is from it."""
+        right = self.exact.get(point)
+        seen = None if right is None else next(self.observation.unexplained(_node(point), right, ()), None)
+        return math.inf if seen is None else worst_relative_error(seen.value, seen.right)
 
     def _walk(self) -> bool:
         x = self._embedded()
@@ -221,6 +229,9 @@ class Search:
         own = right if seen is None else seen.own
         self.observation.take([] if seen is None else [seen])
         if self._shown_in(0, own):
+            self.computed["embed"] = own
+            return own
+        if seen is not None and self._explained(self._block(0, own)) is not None:
             self.computed["embed"] = own
             return own
         best: tuple[tuple[object, ...], Alternative, Tensor, bool] | None = None
@@ -306,15 +317,15 @@ class Search:
         self.values |= {point_at(number, node): seen.own for node, seen in base.seen.items()}
         nodes = [node for node in NODES if node not in (*HIDDEN, WHOLE)]
         lost = next(node for node in nodes if node not in base.seen and BEHIND[node].isdisjoint(base.seen))
-        self.lost = self.lost or point_at(number, lost)
+        self.lost = self.lost or point_at(min(number, self.layers - 1), _traced(lost))
         return self._resumed(base)
 
     def _resumed(self, base: Trial) -> Trial | None:
         """Return a block that nothing explains with its result as an array that the next block confirms; None if none is."""
-        if len(self.ran) + 1 < self.layers:
+        if base.layer + 1 < self.layers:
             for seen in self.observation.unexplained("", base.state[""], base.seen.values()):
                 self.observation.check()
-                if self._shown_behind(seen.value):
+                if self._shown_behind(base.layer, seen.value):
                     return replace(base, state={**base.state, "": seen.value})
         return None
 
@@ -407,11 +418,11 @@ class Search:
 
     def _goes_on(self, trial: Trial) -> bool:
         """Return whether a block is explained: its result is found, or what follows from it."""
-        return "" in trial.seen or self._shown_behind(trial.state[""], trial.alternatives)
+        return "" in trial.seen or self._shown_behind(trial.layer, trial.state[""], trial.alternatives)
 
-    def _shown_behind(self, x: Tensor, own: Sequence[Alternative] = ()) -> bool:
-        """Return whether the next block or the logits show the stream ``x``, perhaps with faults of this block (``own``)."""
-        following = len(self.ran) + 1
+    def _shown_behind(self, layer: int, x: Tensor, own: Sequence[Alternative] = ()) -> bool:
+        """Return whether what follows block ``layer`` shows its result ``x``, perhaps with faults of this block (``own``)."""
+        following = layer + 1
         if following < self.layers:
             return self._shown_in(following, x, own)
         return self._gives(x, own)
@@ -534,7 +545,7 @@ class Search:
         if not changed:
             return None
         trial = Trial(base.layer, state, seen, (*base.alternatives, one), both, again=again)
-        return trial if found or self._shown_behind(state[""]) else None
+        return trial if found or self._shown_behind(base.layer, state[""]) else None
 
     # In texts that are read in calls
 
@@ -571,7 +582,10 @@ class Search:
                 continue
             begin = min(ORDER[name] for name in edits)
             state = {name: value for name, value in base.state.items() if ORDER.get(name, -1) < begin}
-            value = run_block(self.model.site(base.layer, state), state, edits, begin - 1, ORDER[node])[node]
+            try:
+                value = run_block(self.model.site(base.layer, state), state, edits, begin - 1, ORDER[node])[node]
+            except RuntimeError:  # it does not fit to what is there
+                continue
             if value.shape != seen.value.shape or not bool(value.isfinite().any()):
                 continue
             agrees = _by_token(seen.agrees(value))
@@ -617,7 +631,10 @@ class Search:
             site = graph.Site(self.model, base.layer, begin, end, memory)
             state = {name: base.state[name][:, begin:end] for name in ("x", *NODES[:before])}
             changes = how.which == "all" or (begin == 0) == (how.which == "first")
-            state = run_block(site, state, edits if changes else {}, before - 1, until)
+            try:
+                state = run_block(site, state, edits if changes else {}, before - 1, until)
+            except RuntimeError:  # it does not fit to what is there
+                return False
             alive = [(node, seen) for node, seen in alive if seen.at(begin, end).matches(_widened(state[node], node, seen))]
             if not alive:
                 return False
@@ -630,7 +647,10 @@ class Search:
         first: Trial | None = None
         for node, seen in self._likeliest(base):
             self.observation.check()
-            fit = self.fits.fit(base.layer, node, base.state, seen)
+            try:
+                fit = self.fits.fit(base.layer, node, base.state, seen)
+            except RuntimeError:  # of a block with another number of heads
+                fit = None
             if fit is None:
                 continue
             given = Alternative("", "", {node: partial(_given, fit.value)})
@@ -668,7 +688,10 @@ class Search:
         """Return whether what follows is found as an array gives it, if it is the value of a node."""
         self.observation.check()
         trial = self._tried(base, Alternative("", "", {node: partial(_given, seen.value)}))
-        return trial is not None and (not BEHIND[node].isdisjoint(trial.seen.keys() - base.seen.keys()) or self._goes_on(trial))
+        if trial is None:
+            return False
+        shown = trial.seen.keys() - base.seen.keys()
+        return not BEHIND[node].isdisjoint(shown) or self._goes_on(replace(trial, alternatives=base.alternatives))
 
     def _as_before(self, fault: Fault) -> Fault:
         """Return a fault in the words of one that an earlier block has, if they differ in a fitted number alone."""
@@ -719,8 +742,10 @@ class Search:
         if not fitted:
             return False
         if (ended := self.ending.read(x)) is None:
-            if seen is None or self.sites or self.faults:
+            asked = self.ending.logits.shape[:2] == x.shape[:2] and bool(self.ending.logits.isfinite().all())
+            if seen is None or self.sites or self.faults or not asked:
                 return False
+            self.guessed = True
             self.faults.append(Fault("untied-head", "logits", "the head has weights other than wte's"))
             self._note("logits", math.inf)
             return True
@@ -732,16 +757,18 @@ class Search:
     # What was found
 
     def _causes(self, explained: bool) -> Iterator[PlacedCause]:
-        ran = self._holders()
-        sequence = sequence_faults(ran, self.layers, self.weights_seen) if explained else []
+        sequence = sequence_faults(self.ran, self.layers, self.weights_seen) if explained else []
         whole = Candidate(tuple(self._widest()), head=(*self.faults, *sequence))
         for found in whole.found(self.layers):
             labels = [one.label for one, _ in self.sites if found.id in (one.id, *(id for id, _ in one.also))]
             labels = labels or [one.label for one, _ in self.sites]
             error, missed = map(max, zip(*(self.evidence[label] for label in labels), strict=True)) if labels else (0.0, 0.0)
-            evidence = f"computed so from your own values, it is what you have there, to {error:.0e}"
+            evidence = "computed so from your own values, it is what you have there"
+            evidence += f", to {error:.0e}" if error else ""
             evidence += f"; GPT-2's formula is off by {missed:.0e}" if math.isfinite(missed) and missed else ""
             evidence += "; with all causes here, the walk ends at your own logits" if explained else ""
+            if self.guessed and found.id == "untied-head":
+                evidence = "what enters the head is right, and no known formula of the head gives your logits"
             if found.id in SEQUENCE:
                 evidence = "your run holds each block's projections, with the weights of these blocks and in this order"
             fix = found.fix
@@ -750,7 +777,9 @@ class Search:
                 fix = f"nn.LayerNorm(n_embd, eps={config.layer_norm_epsilon:g})"
             elif found.id == "gelu-variant" and SAME.get(config.activation_function, config.activation_function) != "gelu_new":
                 fix = f"the checkpoint's activation is {config.activation_function}"
-            yield PlacedCause(found.id, found.places, found.detail, evidence, SURE if explained else LIKELY, fix)
+            yield PlacedCause(
+                found.id, found.places, found.detail, evidence, SURE if explained and not self.guessed else LIKELY, fix
+            )
 
     def _widest(self) -> Iterator[Site]:
         """Yield the sites; of several alternatives that explain a block alike, that which explains most blocks."""
@@ -758,10 +787,6 @@ class Search:
         for one, layer in self.sites:
             alike = self.ties[self.ran.index(layer)] if layer is not None else ()
             yield max((one, *alike), key=lambda other: blocks[other]) if one in alike else one, layer
-
-    def _holders(self) -> list[int]:
-        """Return the blocks that ran, by the checkpoint's weights that they hold; comparing a few rows is enough."""
-        return list(self.ran)
 
 
 def _likelihood(trial: Trial) -> tuple[object, ...]:
@@ -805,7 +830,6 @@ def _node(point: str) -> str:
 
 
 def _traced(node: str) -> str:
-    """Return the traced point that shows a node first."""
-    return {"attn.qh": "attn.q", "attn.kh": "attn.k", "attn.vh": "attn.v", "attn.ks": "attn.scores", "attn.vs": "attn.mixed"}.get(
-        node, node
-    )
+    """Return the traced point of a block that shows a node first."""
+    heads = {"attn.qh": "attn.q", "attn.kh": "attn.k", "attn.vh": "attn.v", "attn.ks": "attn.scores"}
+    return {**heads, "attn.vs": "attn.heads", "attn.mixed": "attn.heads"}.get(node, node)

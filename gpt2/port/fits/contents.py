@@ -129,7 +129,7 @@ class Contents:
             sums = (self.slots.scale * torch.einsum("hk,shk->hs", self.slots.q[row, :, token], keys)).exp().sum(1)
             own, right = seen.value[row, :, token], seen.right[row, :, token]
             part = (own * right).sum(1) / right.square().sum(1).clamp(min=1e-300)  # of the whole softmax, by head
-            count = int((sums * (1 / part - 1)).median().round()) if bool((part > 0).all()) else 0
+            count = int((sums * (1 / part - 1)).median().round()) if bool((part > 0).all() & sums.isfinite().all()) else 0
             if not 0 < count <= MOST_EMPTY:
                 return
             value[row, :, token] = right * (sums / (sums + count))[:, None]

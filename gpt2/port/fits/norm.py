@@ -55,6 +55,8 @@ class Norm:
             if plain and other == "missing-bias":
                 other = ""
             faults += [self._fault(one, text) for one, text in ((id, gain[0]), (other, shift[0])) if one]
+            if not faults:
+                continue
             for values in ((gain[1], shift[1]), (weight, bias)):
                 if (fit := seen.fitted(normed * values[0] + values[1], rows, *faults)) is not None:
                     yield fit

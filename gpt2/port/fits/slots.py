@@ -233,7 +233,7 @@ class Slots:
         error = loose.sum(1)
         if bool(((1 - total).abs() <= error + 1e-6).all()):
             return Found(sources)
-        if bool((total >= 1).any()):
+        if bool((total >= 1).any()) or not bool(sums.isfinite().all()):
             return None
         needed = sums * (1 - total) / total  # exponentials behind
         error = 3 * sums * error / total.square() + 1e-6 * needed
