@@ -231,9 +231,6 @@ class Search:
         if self._shown_in(0, own):
             self.computed["embed"] = own
             return own
-        if seen is not None and self._explained(self._block(0, own)) is not None:
-            self.computed["embed"] = own
-            return own
         best: tuple[tuple[object, ...], Alternative, Tensor, bool] | None = None
         for one in self._embedding_alternatives():
             self.observation.check()
@@ -283,8 +280,10 @@ class Search:
                 if one.steps:
                     yield _in(one, how)
         for start in range(1, tokens):
-            how = Schedule(IN_STEPS.format(start), stepped(start, tokens), "later")
-            yield from (_in(one, how) for one in (*self.embeddings, *standing(self.model)) if not (one.rare or one.steps))
+            for one in (*self.embeddings, *standing(self.model)):
+                if not (one.rare or one.steps):
+                    calls = stepped(start, tokens) if one.sees else ((0, start), (start, tokens))
+                    yield _in(one, Schedule(IN_STEPS.format(start), calls, "later"))
 
     # From block to block
 
