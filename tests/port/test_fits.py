@@ -114,7 +114,7 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Bed:
     return Bed(Path(tmp_path_factory.mktemp("fits")) / "one", SHAPE)
 
 
-SLOW = ("softmax twice", "columns backwards", "sums of two scales")
+SLOW = ("softmax twice", "columns backwards", "sums of two scales", "norm in place", "feed-forward dropped", "attention dropped")
 
 
 @pytest.mark.parametrize("fault", [None, *(pytest.param(f, marks=[pytest.mark.slow] * (f in SLOW)) for f in FAULTS)])

@@ -397,9 +397,8 @@ POINTS = {
 # Tried by default, beside those of POINTS; all others are slow, run by .ci/run. By default, tests below and of
 # test_diagnosis_ports.py name erf, rms, post-norm, sines, by width and mask multiplied.
 QUICK = (
-    *("annotated", "over time", "swapped", "unknown", "strict mask cleared", "heads merged by view", "no output projection"),
-    *("positions run on", "last norm twice", "last position", "from the normed", "parallel", "norm on the embeddings"),
-    *("one twice", *POINTS),
+    *("swapped", "unknown", "strict mask cleared", "positions run on", "last norm twice", "norm on the embeddings", "one twice"),
+    *POINTS,
 )
 
 
