@@ -11,13 +11,16 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2.checkpoint.cache import COMMIT, storage
 from gpt2.checkpoint.names import DEFAULT, OFFICIAL, REPOSITORY, ModelName
 from gpt2.checkpoint.official_files import official_name
+from gpt2.checkpoint.saving import CARD as CARD
 from gpt2.checkpoint.saving import sha256
+from gpt2.data.chat import ChatFormat
 from gpt2.data.files import write
 from gpt2.errors import InputError, printable
 
@@ -27,11 +30,17 @@ if TYPE_CHECKING:
     from gpt2.checkpoint.export import Export
     from gpt2.config import GPT2Config
 
-CARD, RECORD, CURVES = "README.md", "gpt2-record.json", "curves.png"
+RECORD, CURVES = "gpt2-record.json", "curves.png"
 LICENCES = {name: "mit" for name in OFFICIAL} | {"distilgpt2": "apache-2.0", DEFAULT: "mit"}
 STORED = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # GGUF's and llm.c's types
 PARTS = ("base", "training", "export", "measured")  # of a record, each an object or nothing
-METRICS = {"perplexity": "perplexity per token", "loss": "cross-entropy, nats per token", "bits_per_byte": "bits per UTF-8 byte"}
+METRICS = {
+    "accuracy": "accuracy",
+    "perplexity": "perplexity per token",
+    "loss": "cross-entropy, nats per token",
+    "bits_per_byte": "bits per UTF-8 byte",
+}
+TASKS = ("text-generation", "text-classification")  # without classes, and with
 # The parts that are rewritten in a card that a person has edited. They are no part of a fenced block.
 BLOCK = re.compile(
     r"^(?P<fence>```+)[\s\S]*?\n(?P=fence)$|^<!-- (?P<name>figures|measured) -->\n[\s\S]*?\n<!-- /(?P=name) -->", re.MULTILINE
@@ -49,6 +58,7 @@ def facts(folder: Path, format: str, dtype: str, config: GPT2Config, weights: Ma
         "weights": weights,
         "dtype": dtype,
         "parameters": config.num_parameters(),
+        "chat": (found := ChatFormat.read(folder)) and asdict(found),
         "config": {key: getattr(config, key) for key in sizes},
     }
 
@@ -77,6 +87,8 @@ def of_export(done: Export, revision: str | None, command: str) -> Record:
     source = ModelName.parse(done.model, revision=revision)
     kept = _own_record(Path(source.base).expanduser()) if source.local and source.base != DEFAULT else {}
     run = kept.get("training")
+    if run and run.get("classes"):  # an export is the language model, without the head for classes
+        run = None
     base = kept.get("base") if run else base_of(done.model if revision is None else f"{done.model}@{revision}")
     weights = {file.name: file.sha256 for file in done.files if file.name.endswith((".safetensors", ".gguf", ".bin"))}
     rounded = bool(run) and STORED.get(done.type, done.type) != kept["dtype"]
@@ -89,18 +101,23 @@ def of_export(done: Export, revision: str | None, command: str) -> Record:
     }
 
 
+def never_improved(record: Record) -> bool:
+    """Return whether the weights are those that the training began with, because no evaluation of later steps was better."""
+    run = record.get("training") or {}
+    return run.get("best_step") == 0 and len(run.get("evaluations") or ()) > 1
+
+
 def figures(record: Record) -> dict[str, dict[str, float]]:
     """Return the held-out figures of the model ("this") and of its base ("base"), where the record has them."""
     run = record.get("training") or {}
     rows = run.get("evaluations") or []
     best = next((row for row in rows if row["step"] == run.get("best_step")), None)
-    chosen = {"this": best, "base": rows[0] if rows and record.get("base") and rows[0]["step"] == 0 else None}
+    begins = bool(rows and record.get("base") and rows[0]["step"] == 0 and not run.get("classes"))  # without a head for classes
+    chosen = {"this": best, "base": rows[0] if begins else None}
     return {
-        who: {
-            "loss": round(row["loss"], 4),
-            "perplexity": round(math.exp(min(row["loss"], 700)), 2),
-            "bits_per_byte": round(row["bits_per_byte"], 4),
-        }
+        who: {"loss": round(row["loss"], 4)}
+        | ({} if "accuracy" in row else {"perplexity": round(math.exp(min(row["loss"], 700)), 2)})
+        | {kind: round(row[kind], 4) for kind in ("accuracy", "bits_per_byte") if kind in row}
         for who, row in chosen.items()
         if row
     }
@@ -116,16 +133,17 @@ def results(record: Record) -> list[EvalResult]:
     protocol = {key: run[name] for key, name in (("context", "context"), ("protocol", "protocol"), ("tokens", "val_tokens"))}
     return [
         EvalResult(
-            task_type="text-generation",
+            task_type=TASKS[bool(run.get("classes"))],
             dataset_type=run["datasets"][0] if run.get("datasets") else "text",
             dataset_name=run["text"],
             dataset_split="held out",
             metric_type=kind,
             metric_value=ours[kind],
-            metric_name=f"{name}, {run['protocol']}",
+            metric_name=f"{name.replace('token', 'document') if run.get('classes') else name}, {run['protocol']}",
             metric_args={key: value for key, value in protocol.items() if value},
         )
         for kind, name in METRICS.items()
+        if kind in ours
     ]
 
 
@@ -138,7 +156,7 @@ def render(record: Record, where: Path = Path(RECORD)) -> str:
     environment.filters |= {"line": _line, "code": _code, "fenced": _fenced, "named": _named}
     environment.filters |= {"json": lambda value: json.dumps(value, indent=1)}
     template = environment.from_string(Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8"))
-    values = {"repo": "OWNER/NAME", "license": None, **record} | {part: record.get(part) or {} for part in PARTS}
+    values = {"repo": "OWNER/NAME", "license": None, "chat": None, **record} | {part: record.get(part) or {} for part in PARTS}
     try:
         found = results(record)
         data = ModelCardData(
@@ -149,11 +167,11 @@ def render(record: Record, where: Path = Path(RECORD)) -> str:
             language=record.get("language"),
             library_name={"hf": "transformers", "gguf": "gguf"}.get(record["format"]),
             license=record.get("license"),
-            metrics=["perplexity"] if found else None,
-            pipeline_tag="text-generation",
+            metrics=[found[0].metric_type] if found else None,
+            pipeline_tag=TASKS[bool(values["training"].get("classes"))],
             tags=["gpt2", "gpt2-toolkit"] + (["lora"] if values["training"].get("lora") else []),
         )
-        return template.render(values, metadata=data.to_yaml(), figures=figures(record))
+        return template.render(values, metadata=data.to_yaml(), figures=figures(record), unchanged=never_improved(record))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, jinja2.UndefinedError):
         raise InputError(f"{where}: lacks a part that the card needs; remove it, or write the folder again") from None
 
@@ -258,6 +276,8 @@ def check(folder: Path, hashes: Mapping[str, str]) -> Iterator[str]:
     if record is None:
         yield f"there is no {RECORD}" + (", so nothing supports the figures of the card" if claims else "")
         return
+    if never_improved(record):
+        yield "the weights are the initial ones, unchanged: no step of the run was better than they are"
     for name, digest in (record.get("weights") or {}).items():
         if hashes.get(name) != digest:
             raise InputError(f"{folder}: {RECORD} is of another {name}; remove it and {CARD}, or write the model again")

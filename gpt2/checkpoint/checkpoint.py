@@ -213,6 +213,7 @@ def tokenizer_of(path: Path, *, offline: bool = False) -> Tokenizer:
     except InputError as error:
         if holds_tokenizer(folder_of(path)):
             raise
+        open_weights(path)  # raises for what is no model either, such as the folder of a run
         raise gguf_file.NoTokenizer(str(error)) from None
 
 

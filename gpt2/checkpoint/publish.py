@@ -21,7 +21,7 @@ from gpt2.checkpoint.hub_api import explained, list_files, one_line, request_hea
 from gpt2.checkpoint.loading import require_finite, rows_note
 from gpt2.checkpoint.names import REPOSITORY
 from gpt2.checkpoint.peft_files import WEIGHTS as ADAPTER_WEIGHTS
-from gpt2.checkpoint.saving import sha256
+from gpt2.checkpoint.saving import MANIFEST, sha256, unlike_manifest
 from gpt2.config import quoted
 from gpt2.errors import InputError
 
@@ -118,6 +118,8 @@ def plan(folder: str | Path, repo: str | None = None, record: card.Record | None
         base = str(read_json(folder / name).get("base_model_name_or_path")) if name.endswith(ADAPTER) else ""
         notes += [f"{name} names {base}, a path of this machine"] if base.startswith(("/", "~", ".")) else []
     notes += card.check(folder, {name: file.sha256 for name, file in files.items()})
+    if MANIFEST in present and (damage := unlike_manifest(folder)):
+        raise InputError(f"{given}: {damage}; restore it from a copy, or, if you changed it yourself, remove {MANIFEST}")
     record, written = record or card.read_record(folder), dict[str, bytes]()
     if repo and record and card.CARD in files:
         written, _ = card.contents(folder, record | {"repo": repo})

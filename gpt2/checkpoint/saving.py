@@ -7,8 +7,10 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -29,16 +31,19 @@ if TYPE_CHECKING:
 
 DTYPE_NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 FORMAT_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+CARD, MANIFEST = "README.md", "manifest.json"
 PIECE = 1 << 20  # bytes
 ALIGNMENT = 64  # bytes, a cache line: the files can be mapped in place
 
 
-def save(model: GPT2, tokenizer: Tokenizer | None, directory: str | Path) -> Path:
+def save(
+    model: GPT2, tokenizer: Tokenizer | None, directory: str | Path, more: Mapping[str, Tensor] = MappingProxyType({})
+) -> Path:
     """Write ``model`` and ``tokenizer`` to ``directory`` in Hugging Face's layout; return the directory.
 
     Weights keep their dtype and Conv1D orientation, under transformers' names, without the tied head and without a second copy
     in memory. The same weights give the same bytes. All files are written and synced aside, then renamed: a full disk changes
-    nothing, and a reader never sees a half-written file.
+    nothing, and a reader never sees a half-written file. ``more`` are tensors of another head, by their names in the file.
 
     Raises:
         InputError: the directory cannot be written, or ``model`` is not a plain GPT2 (wrapped, quantised, adapters unmerged).
@@ -46,7 +51,8 @@ def save(model: GPT2, tokenizer: Tokenizer | None, directory: str | Path) -> Pat
     directory = Path(directory)
     tensors = _plain(model)
     with writing(directory), tempfile.TemporaryDirectory(prefix=".partial-", dir=directory, ignore_cleanup_errors=True) as aside:
-        write_file(Path(aside, WEIGHTS), safetensors_file({to_file(name): tensor for name, tensor in tensors.items()}))
+        written = {**{to_file(name): tensor for name, tensor in tensors.items()}, **more}
+        write_file(Path(aside, WEIGHTS), safetensors_file(written))
         save_config(model.config, tensors["wte.weight"].dtype, Path(aside), tokenizer.stated if tokenizer else None)
         if tokenizer is not None:
             tokenizer.save(directory, n_positions=model.config.n_positions)
@@ -90,6 +96,28 @@ def write_file(path: Path, content: bytes | Iterable[bytes | memoryview]) -> Non
 def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def unlike_manifest(directory: Path, needed: Iterable[str] = ()) -> str:
+    """Return in which file ``directory`` is not what its manifest (name -> sha256) states, or which ``needed`` one that does not
+    list; "" if in none. The card is not compared, because people edit it.
+    """
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+        for name in needed:
+            if name not in manifest:
+                return f"{MANIFEST} does not list {name}"
+        names = [name for name in manifest if name != CARD]
+        with ThreadPoolExecutor() as pool:
+            found = pool.map(lambda name: sha256(directory / name), names)
+            differ = [name for name, actual in zip(names, found, strict=True) if actual != manifest[name]]
+        if differ:
+            return f"{differ[0]} does not have the sha256 that {MANIFEST} states"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        return f"unreadable ({error})"
+    return ""
 
 
 def _plain(model: GPT2) -> dict[str, Tensor]:

@@ -1,15 +1,20 @@
 """Functions shared by the commands: common arguments, progress on stderr, and output of results."""
 
 import argparse
+import io
+import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from gpt2.config import ACTIVATIONS
 from gpt2.errors import InputError, printable
+
+JSON_VERSION = 1  # rises when a key is removed or changes its meaning (AGENTS.md)
 
 
 def seed(text: str) -> int:
@@ -83,13 +88,17 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def write_result(target: str | None, to_json: Callable[[], str], show: Callable[[], None]) -> None:
-    """Write the JSON of ``--json``; show the result unless the JSON goes to stdout."""
+    """Write the JSON of ``--json``, an object, with the version of its keys; show the result unless the JSON goes to stdout."""
+
+    def versioned() -> str:
+        return json.dumps({"json_version": JSON_VERSION, **json.loads(to_json())}, indent=2)
+
     if target == "-":
-        say(to_json())
+        say(versioned())
         return
     if target:
         try:
-            Path(target).write_text(to_json() + "\n", encoding="utf-8")
+            Path(target).write_text(versioned() + "\n", encoding="utf-8")
         except OSError as error:
             raise InputError(f"--json {target}: cannot be written ({error.strerror}); choose another file") from None
     show()
@@ -100,6 +109,46 @@ def save_page(target: str | None, save: Callable[[str], object]) -> None:
     if target:
         save(target)
         print(f"wrote {target}", file=sys.stderr)
+
+
+class _Outlasting(io.FileIO):
+    """A standard stream whose reader may leave, as head does: the rest goes to nobody."""
+
+    left = False
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.left = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            if not isinstance(error, BrokenPipeError):
+                raise InputError(f"the output cannot be written ({error.strerror}); make room, or send it elsewhere") from None
+            return len(data)
+
+
+@contextmanager
+def outlasting_readers() -> Iterator[None]:
+    """Let stdout and stderr outlast their readers, so that a command goes on to its end and its exit code."""
+    before = sys.stdout, sys.stderr
+    for name, stream in zip(("stdout", "stderr"), before, strict=True):
+        buffer = getattr(stream, "buffer", None)
+        if type(stream) is io.TextIOWrapper and isinstance(getattr(buffer, "raw", buffer), io.FileIO):  # not a notebook's
+            stream.flush()
+            file = io.BufferedWriter(_Outlasting(stream.fileno(), "w", closefd=False))
+            lines, through = stream.line_buffering, stream.write_through
+            setattr(sys, name, io.TextIOWrapper(file, stream.encoding, line_buffering=lines, write_through=through))
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before
+
+
+def nobody_reads() -> bool:
+    """Return whether the reader of stdout has left."""
+    return getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "left", False)
 
 
 class Status:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from gpt2.cli.common import Status, add_device, add_model, say, seed, write_result
+from gpt2.cli.common import Status, add_device, add_model, nobody_reads, say, seed, write_result
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)  # before loading
 
         tokenizer = load_tokenizer(args.model, revision=args.revision, offline=args.offline)
-        if args.chat and (tokenizer.chat is None or tokenizer.eot is None):
+        answers = tokenizer.chat is not None and tokenizer.eot is not None
+        if args.chat and not answers:
             raise InputError(
                 f"{args.model} knows no chat format; fine-tune it on questions and answers (gpt2 train finetune-chat --init "
                 f"{args.model}), or leave --chat out"
@@ -90,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
             check_draft(draft, model, torch.zeros(args.samples, 1))
     for note in rows_note(tokenizer, model.config, args.model):
         print(f"note: {note}; a prompt with one is refused", file=sys.stderr)
+    if answers and not args.chat:
+        print(f"note: {args.model} was fine-tuned on questions and answers; --chat asks it in their format", file=sys.stderr)
     settings = {**asdict(sampling), "seed": args.seed}
     writer = _Writer(args, tokenizer, Decoder(model), {**settings, "draft": draft})
     started = time.perf_counter()
@@ -127,6 +130,8 @@ class _Writer:
         from gpt2.generation import Ending, stream
 
         require_rows(ids, self.tokenizer, self.decoder.model.config, "--prompt")
+        if (dropped := len(ids) - (limit := self.decoder.model.config.n_positions)) > 0:
+            print(f"note: the first {dropped:,} of {len(ids):,} tokens are dropped; the model reads {limit:,}", file=sys.stderr)
         prompt = torch.tensor([ids] * samples, dtype=torch.long, device=self.decoder.model.wte.weight.device)
         text = codecs.getincrementaldecoder("utf-8")("replace")
         ends: list[Ending] = [Ending(self.stop) for _ in prompt]
@@ -142,7 +147,7 @@ class _Writer:
                     new.append(token)
                     if samples == 1:  # only one text can be shown while it is made
                         self.show(text.decode(self.tokenizer.token_bytes(token)))
-            if all(end.ended for end in ends):
+            if all(end.ended for end in ends) or nobody_reads():
                 break
         if samples == 1:
             self.show(text.decode(b"", final=True), "\n")

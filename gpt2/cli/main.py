@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from gpt2 import __version__
-from gpt2.cli.common import name_activation, require_writable
+from gpt2.cli.common import name_activation, outlasting_readers, require_writable
 from gpt2.errors import InputError, out_of_memory
 
 NAMES = ("info", "verify", "compare", "explore", "diagnose", "trace", "generate", "train", "export", "publish", "bench")
@@ -94,6 +94,7 @@ def share_cores() -> None:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
+@outlasting_readers()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, or print the help without one; return the exit code. Bad input prints one line on stderr."""
     share_cores()
@@ -113,7 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_writable("--html", getattr(args, "html", None))
         name_activation(args)
         run: Callable[[argparse.Namespace], int] = args.run
-        return run(args)
+        code = run(args)
+        sys.stdout.flush()
+        return code
     except InputError as error:
         print(f"gpt2 {args.command or '--completion'}: {error}", file=sys.stderr)
         return 2
@@ -125,6 +128,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"gpt2 {args.command}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader closed the pipe, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0

@@ -62,7 +62,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.list:
         recipes = {name: read(name) for name in names()}
-        body = {n: {"description": r.description, "expect": r.expect or None, "takes": r.takes} for n, r in recipes.items()}
+        body = {
+            name: {"description": each.description, "expect": each.expect or None, "takes": each.takes, "needs": each.data.needs}
+            for name, each in recipes.items()
+        }
         write_result(args.json, lambda: json.dumps(body, indent=2), lambda: print(_list(recipes)))
         return 0
     if args.recipe == "plot":
@@ -91,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc > 1:
         from gpt2.train.launch import launch
 
-        read(args.recipe, args.set)
+        read(args.recipe, args.set).check(args.init)
         return launch(_words(args), args.nproc)
     from gpt2.train.launch import leave
     from gpt2.train.parallel import PeerLost, own_rank
@@ -108,11 +111,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(recipes: dict[str, Recipe]) -> str:
-    """List each recipe's name, description, expected loss and duration, wrapped to the terminal."""
+    """List each recipe's name, description, expected loss and duration, and what it needs, wrapped to the terminal."""
     width = max(min(shutil.get_terminal_size((80, 24)).columns, 100), 60) - 25
     rows = []
     for name, recipe in recipes.items():
-        lines = [*textwrap.wrap(recipe.description, width), *textwrap.wrap(_promise(recipe), width)]
+        needs = f"needs {recipe.data.needs}" if recipe.data.needs else ""
+        lines = [line for text in (recipe.description, _promise(recipe), needs) for line in textwrap.wrap(text, width)]
         rows += [f"{head:24} {line}" for head, line in zip([name, *[""] * len(lines)], lines, strict=False)]
     return "\n".join(rows)
 
@@ -145,6 +149,10 @@ def _train(args: argparse.Namespace) -> int:
         body = {**asdict(result), "folder": str(result.folder), "best": str(best)}
         text = f"{_ENDS[result.stopped]} at step {result.step}\nbest validation loss {result.best_loss:.4f} at step "
         text += f"{result.best_step}: {printable(str(best), one_line=True)}"
+        if not result.best_step and result.step >= min(recipe.eval_every, recipe.steps):
+            text += (
+                "\nit holds the initial weights, unchanged: training never improved on them; lower optim.lr, or give more text"
+            )
         write_result(args.json, lambda: json.dumps(body, indent=2), lambda: print(text))
     return 130 if result.stopped == "interrupted" else 0
 
@@ -169,6 +177,8 @@ def show(event: Started | Logged | Evaluated | Estimated | Diverged) -> None:
             text += f"  ({slower})" if (slower := slowest(event.rank_tokens_per_second)) else ""
         case Evaluated(val=val):
             text = f"{at}validation loss {val.loss:.4f}  perplexity {val.perplexity:.2f}  {val.bits_per_byte:.4f} bits/byte"
+            if event.accuracy is not None:
+                text = f"{at}validation loss {val.loss:.4f}  accuracy {event.accuracy:.1%} of {val.tokens:,} documents"
             text += f"  (all tokens {event.val_all.loss:.4f})" if event.val_all else ""
             text += "  best so far" if event.best else ""
             text += f"  ({slower})" if (slower := slowest(event.rank_tokens_per_second)) else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from gpt2.cli.common import save_page
 from gpt2.cli.serving import HEADERS, listen, refusal, routed, serve
-from gpt2.errors import InputError
+from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -24,6 +25,7 @@ PORT, REFRESH = 8643, 5  # seconds
 def watch(args: argparse.Namespace) -> int:
     """Serve or write the page of the runs ``args.runs``."""
     from gpt2.pages.rendering import write
+    from gpt2.train.runs import METRICS
     from gpt2.train.watch import page
 
     if args.html:
@@ -32,7 +34,10 @@ def watch(args: argparse.Namespace) -> int:
         text = page(args.runs)
         save_page(args.html, lambda target: write(target, text))
         return 0
-    page(args.runs)  # reports a folder that is no run before a browser asks
+    page(args.runs, REFRESH)  # reports what is wrong before a browser asks
+    for folder in args.runs:
+        if not (Path(folder) / METRICS).exists():
+            print(f"{printable(folder, one_line=True)}: no run there yet; waiting for gpt2 train to begin it", file=sys.stderr)
     with listen(PORT if args.port is None else args.port) as listening:
         serve(partial(application, args.runs), listening)
     return 0
@@ -52,8 +57,9 @@ def application(folders: Sequence[str], token: str) -> Starlette:
     drawn: dict[tuple[object, ...], bytes] = {}  # the newest page, by the state of the files
 
     def stamps() -> tuple[object, ...]:
-        found = [(Path(folder) / METRICS).stat() for folder in folders]
-        return tuple((stat.st_size, stat.st_mtime_ns, time.time() - stat.st_mtime < ALIVE) for stat in found)
+        paths = [Path(folder) / METRICS for folder in folders]
+        found = [path.stat() if path.exists() else None for path in paths]
+        return tuple(stat and (stat.st_size, stat.st_mtime_ns, time.time() - stat.st_mtime < ALIVE) for stat in found)
 
     async def answer(request: Request) -> HTMLResponse:
         if refused := refusal(request, token, "gpt2 train watch"):

@@ -97,13 +97,20 @@ def size(paths: Iterable[Path]) -> int:
 
 
 def documents(
-    paths: Iterable[Path], field: str = "text", prompt: str = "", *, tally: Counter[str], streamed: bool = False
+    paths: Iterable[Path],
+    field: str = "text",
+    prompt: str = "",
+    *,
+    tally: Counter[str],
+    streamed: bool = False,
+    key: str = "field",
 ) -> Iterator[Document]:
     """Yield the documents of files, in order. ``field`` is a table's field of text.
 
     ``prompt`` is the field of the text before it, or, with braces, a template over fields: ``"Q: {question}\\nA: "``.
     ``<|endoftext|>`` in a text ends a document; documents of nothing but whitespace are left out. ``tally`` counts both, as
-    "boundaries" and "empty". ``streamed`` reads text files in pieces, which tokenize as the whole does.
+    "boundaries" and "empty". ``streamed`` reads text files in pieces, which tokenize as the whole does. ``key`` is the setting
+    that names ``field``; a number or truth value may be a "label".
 
     Raises InputError: what cannot be read, with its file and line.
     """
@@ -118,7 +125,7 @@ def documents(
             before = prompted(record, where)
             if END_OF_TEXT in before:
                 raise InputError(f"{where}: {END_OF_TEXT} within a prompt, where no document can end; remove it")
-            texts = BOUNDARY.split(_text(record, field, where, "field"))
+            texts = BOUNDARY.split(_text(record, field, where, key))
             tally["boundaries"] += len(texts) - 1
             for index, text in enumerate(texts):
                 if text.strip():
@@ -181,8 +188,8 @@ def _template(prompt: str) -> Callable[[Record, str], str]:
 def _text(record: Record, field: str, where: str, key: str) -> str:
     """Return a field's text. Raises InputError: it is missing, or not text; ``key`` is the setting that names it."""
     value = record.get(field)
-    if isinstance(value, str):
-        return value
+    if isinstance(value, str) or (key == "label" and isinstance(value, int)):
+        return str(value)
     if field in record:
         raise InputError(
             f"{where}: the field {quoted(field)} is not text: {quoted(value)}; correct it, or choose another data.{key}"

@@ -255,6 +255,7 @@ def _tokenize(group: list[Piece]) -> tuple[list[bytes], Counter[str]]:
             raise InputError(f"{document.where}: {error}") from None
         end = None if document.more and not layout.padded else _task.end
         ids, marks = lay_out(prompt, text, end, layout.context or 1 << 62, padded=layout.padded, tally=tally)
+        tally["held_out"] += held and end is not None
         parts[held].append(ids.astype("<u2").tobytes())
         if layout.prompt or layout.padded:
             parts[2 + held].append(marks.tobytes())

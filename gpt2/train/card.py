@@ -11,14 +11,16 @@ from gpt2 import __version__
 from gpt2.checkpoint import card
 from gpt2.checkpoint.card import CURVES, Record
 from gpt2.checkpoint.checkpoint import open_path
+from gpt2.checkpoint.containers import read_json
 from gpt2.checkpoint.files import WEIGHTS
 from gpt2.checkpoint.saving import sha256
 from gpt2.errors import InputError
 from gpt2.train.folders import writing
+from gpt2.train.metrics import accuracy
 from gpt2.train.plot import plot
 from gpt2.train.recipe import Recipe, build, names, read
 from gpt2.train.runs import METRICS, RECIPE
-from gpt2.train.state import BEST, TEXT
+from gpt2.train.state import BEST, HELD_OUT, TEXT
 
 NOT_SHOWN = ("name", "description", "expect", "takes")
 # data.source -> its name in a card, and its id on the Hub.
@@ -48,14 +50,16 @@ def record_of(folder: Path) -> Record | None:
         raw = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
         rows = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
         init = raw.pop("init")
-        text_sha256 = raw.pop(TEXT)
+        text_sha256, held_out = raw.pop(TEXT), raw.pop(HELD_OUT, "")
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{folder}: not the folder of a run ({error}); give one that gpt2 train made") from None
     recipe = build(raw, f"{folder}/{RECIPE}")
+    held_out = held_out or f"about {recipe.data.held_out:.0%}, never trained on"  # an older run did not record it
     if recipe.model.kind == "bigram":
         return None
     evaluations = [
-        {"step": row["step"], "loss": row["val_loss"], "bits_per_byte": row["val_bits_per_byte"]}
+        {"step": row["step"], "loss": row["val_loss"]}
+        | ({"accuracy": accuracy(table)} if (table := row.get("confusion")) else {"bits_per_byte": row["val_bits_per_byte"]})
         for row in rows
         if "val_loss" in row
     ]
@@ -71,7 +75,8 @@ def record_of(folder: Path) -> Record | None:
     english = recipe.data.source in SOURCES or recipe.data.source.startswith("play:")
     dtype = str(checkpoint.dtype).removeprefix("torch.")
     return {
-        **card.facts(folder, "hf", dtype, checkpoint.config, weights),
+        **card.facts(folder / BEST, "hf", dtype, checkpoint.config, weights),
+        "title": folder.resolve().name,
         "base": base,
         "license": (base or {}).get("license"),
         "language": "en" if english and not (recipe.data.path or recipe.data.tokens) else None,
@@ -82,7 +87,7 @@ def record_of(folder: Path) -> Record | None:
             "text": text,
             "text_sha256": text_sha256,
             "datasets": [dataset] if dataset else None,
-            "held_out": "the file val.bin" if recipe.data.tokens else f"{recipe.data.held_out:.0%}, never trained on",
+            "held_out": f"the file val.bin, {held_out}" if recipe.data.tokens else held_out,
             "context": recipe.context,
             "protocol": _protocol(recipe),
             "evaluations": evaluations,
@@ -90,6 +95,9 @@ def record_of(folder: Path) -> Record | None:
             "steps_done": rows[-1]["step"],
             "last_loss": evaluations[-1]["loss"],
             "val_tokens": at_best.get("val_tokens"),
+            "val_documents": at_best.get("val_documents"),
+            "classes": [*read_json(folder / BEST / "config.json")["id2label"].values()] if "confusion" in at_best else None,
+            "confusion": at_best.get("confusion"),
             "sample": at_best.get("sample", ""),
             "lora": bool(recipe.lora.r),
             "curves": True,
@@ -126,6 +134,8 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _protocol(recipe: Recipe) -> str:
     """Return how held-out tokens are scored, in words."""
     data, context = recipe.data, recipe.context
+    if data.label:
+        return f"the class of {data.label}, after at most the first {context - 1} tokens"
     told = f"documents cut off at {context} tokens" if data.padded else f"windows of {context} tokens without overlap"
     told += ", attention within a document" if data.reset else ""
     return told + (", prompts read and not scored" if data.prompt else "")

@@ -20,7 +20,8 @@ from gpt2.data.files import END_OF_TEXT
 from gpt2.data.packing import HASHED, held_out, lay_out
 from gpt2.data.words import Words
 from gpt2.errors import InputError
-from gpt2.train.recipe import Recipe
+from gpt2.train.classify import classes_of
+from gpt2.train.recipe import PLAYS, Recipe
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Corpus:
     end: int | None = None  # the id at which attention and positions end with a document; None: they do not
     tally: Mapping[str, int] = field(default_factory=dict)  # of documents (:func:`gpt2.data.packing.lay_out`)
     mapped: bool = False  # from token files; else in memory
+    held_out: str = ""  # in words, what of the text is validation
+    classes: tuple[str, ...] = ()  # of ``data.label``; the scored token behind a text is the number of its class
 
     def beginning(self) -> np.ndarray:
         """Return the first validation tokens, which a sample continues: a document's prompt, or eight."""
@@ -57,7 +60,7 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, scratch: bool 
     ``scratch``: the tokenizer is of a run from scratch, which reads its text again as it did when it made the tokenizer. Without
     ``check``, token files are mapped only, and their ``sha256`` is "".
     """
-    data, notes, tally, mapped = recipe.data, list[str](), Counter[str](), True
+    data, notes, tally, mapped, classes = recipe.data, list[str](), Counter[str](), True, tuple[str, ...]()
     train: Stream
     val: Stream
     if data.tokens:
@@ -65,32 +68,36 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, scratch: bool 
         tokenizer = tokenizer or _tokenizer_of(folder, data.tokenizer)
         train_ids, val_ids = token_files.read(folder, tokenizer.n_vocab, check=check)
         sha256 = token_files.fingerprint(train_ids, val_ids) if check else ""
-        train, val = (train_ids, None), (val_ids[: recipe.eval_tokens or None], None)
+        train, val = (train_ids, None), (val_ids, None)
     elif (data.tokenizer == "gpt2" or (tokenizer and not scratch)) and _is_large(recipe):  # others are made from a text in memory
         tokenizer = tokenizer or load_tokenizer("gpt2").with_tokens(data.add_tokens)
         train, val, sha256, tally, notes = _of_token_files(recipe, tokenizer, check)
     else:
-        mapped = False
+        mapped, sha256 = False, ""
         found = _documents(recipe, tally) if data.path else []
         if len(found) > 1 or data.prompt or data.padded:
-            tokenizer, train, val, notes = _of_documents(recipe, tokenizer, found, tally)
+            tokenizer, train, val, notes, classes = _of_documents(recipe, tokenizer, found, tally)
         else:
             train_text, val_text = shakespeare.split(found[0].text, 1 - data.held_out) if found else texts(recipe)
             tokenizer = tokenizer or _new_tokenizer(recipe, train_text, val_text)
             train, val = ((np.array(tokenizer.encode(text), dtype=np.int32), None) for text in (train_text, val_text))
         notes += _about(recipe, tally)
-        val = _first(val, recipe)
+    what = "rows" if data.padded else "tokens"
+    share = f"{len(val[0]) / max(1, len(train[0]) + len(val[0])):.1%} of the {what}, never trained on"
+    if tally["documents"] > 1:
+        share = (f"{tally['held_out']:,}" if tally["held_out"] else "some") + f" of {tally['documents']:,} documents, {share}"
+    val = _first(val, recipe)
+    if not mapped:
         sha256 = _sha256(train, val)
     if data.reset and tokenizer.eot is None:
         raise InputError("data.reset: this tokenizer has no end-of-text token to tell documents apart; --set data.reset=false")
     _require_enough(recipe, train, val)
-    return Corpus(
-        tokenizer, train[0], val[0], sha256, train[1], val[1], tuple(notes), tokenizer.eot if data.reset else None, tally, mapped
-    )
+    end = tokenizer.eot if data.reset else None
+    return Corpus(tokenizer, train[0], val[0], sha256, train[1], val[1], tuple(notes), end, tally, mapped, share, classes)
 
 
 def _is_large(recipe: Recipe) -> bool:
-    return bool(recipe.data.path) and size(files(recipe.data.path)) > tokenizing.LARGE
+    return bool(recipe.data.path) and not recipe.data.label and size(files(recipe.data.path)) > tokenizing.LARGE
 
 
 def _of_token_files(recipe: Recipe, tokenizer: Tokenizer, check: bool) -> tuple[Stream, Stream, str, Counter[str], list[str]]:
@@ -104,11 +111,10 @@ def _of_token_files(recipe: Recipe, tokenizer: Tokenizer, check: bool) -> tuple[
     say = partial(print, file=sys.stderr, flush=True)
     arrays, tally = tokenizing.prepared(data.path, files(data.path), task, say, check=check)
     train_marks, val_marks = arrays[2:] or (None, None)
-    val = _first((arrays[1], val_marks), recipe)
     many = tally["documents"] > 1
     held = "some, chosen by their text" if many else "the last part"
     notes += [f"token files of {tally['documents']:,} document{'s' * many}; held out: {held}", *_about(recipe, tally)]
-    return (arrays[0], train_marks), val, token_files.fingerprint(*arrays) if check else "", tally, notes
+    return (arrays[0], train_marks), (arrays[1], val_marks), token_files.fingerprint(*arrays) if check else "", tally, notes
 
 
 def _end(tokenizer: Tokenizer, notes: list[str]) -> int:
@@ -139,7 +145,13 @@ def _about(recipe: Recipe, tally: Counter[str]) -> list[str]:
 def _documents(recipe: Recipe, tally: Counter[str]) -> list[Document]:
     """Read all documents of ``data.path``."""
     paths = files(recipe.data.path)
-    found = list(documents(paths, recipe.data.field, recipe.data.prompt, tally=tally))
+    data = recipe.data
+    if data.label:  # the class is the text, and the text is read before it
+        found = list(documents(paths, data.label, data.prompt or data.field, tally=tally, key="label"))
+        texts = [document for document in found if document.prompt.strip()]
+        tally["empty"] += len(found) - len(texts)
+        return texts
+    found = list(documents(paths, data.field, data.prompt, tally=tally))
     if not found:
         raise InputError(f"{recipe.data.path}: no text in {len(paths)} files but whitespace; give a text")
     return found
@@ -147,8 +159,8 @@ def _documents(recipe: Recipe, tally: Counter[str]) -> list[Document]:
 
 def _of_documents(
     recipe: Recipe, tokenizer: Tokenizer | None, found: Sequence[Document], tally: Counter[str]
-) -> tuple[Tokenizer, Stream, Stream, list[str]]:
-    """Split documents and lay out their tokens; return tokenizer, training and validation stream, and lines for the log."""
+) -> tuple[Tokenizer, Stream, Stream, list[str], tuple[str, ...]]:
+    """Split documents and lay out their tokens; return tokenizer, training and validation stream, lines for the log, classes."""
     data = recipe.data
     chosen = held_out(found, data.held_out, data.split_seed)
     parts = [[document for document, out in zip(found, chosen, strict=True) if out == held] for held in (False, True)]
@@ -158,26 +170,28 @@ def _of_documents(
     if tokenizer is None:
         joined = ("".join(f"{each.prompt}{each.text}\n" for each in part) for part in parts)  # a line end may part documents
         tokenizer = _new_tokenizer(recipe, *joined)
+    tally["held_out"] = len(parts[1])
     notes = [f"{len(found):,} documents: {len(parts[0]):,} to train on, {len(parts[1]):,} held out (split by their text)"]
     end = _end(tokenizer, notes)
+    classes = classes_of([each.text.strip() for each in found], tokenizer.n_vocab) if data.label else ()
+    notes += [f"{len(classes)} classes in the field {data.label}: {', '.join(classes[:9])}"] if classes else []
     streams = []
     for part in parts:
-        laid = [
-            lay_out(
-                _encode(tokenizer, each.prompt, each),
-                _encode(tokenizer, each.text, each),
-                end,
-                recipe.context,
-                padded=data.padded,
-                tally=tally,
-            )
-            for each in part
-        ]
+        laid = []
+        for each in part:
+            before = _encode(tokenizer, each.prompt, each)
+            if classes:
+                own, before = [classes.index(each.text.strip())], before[: recipe.context - 1]
+            else:
+                own = _encode(tokenizer, each.text, each)
+            laid.append(lay_out(before, own, end, recipe.context, padded=data.padded, tally=tally))
+            if classes:  # the end behind the class is not scored
+                laid[-1][1][len(before) + 1 :] = FILLER
         ids, marks = (np.concatenate(arrays) for arrays in zip(*laid, strict=True))
         if data.padded:  # the target of the last row's last token
             ids, marks = np.append(ids, np.int32(end)), np.append(marks, np.uint8(FILLER))
         streams.append((ids, marks if data.prompt or data.padded else None))
-    return tokenizer, streams[0], streams[1], notes
+    return tokenizer, streams[0], streams[1], notes, classes
 
 
 def _encode(tokenizer: Tokenizer, text: str, document: Document) -> list[int]:
@@ -256,7 +270,10 @@ def texts(recipe: Recipe) -> tuple[str, str]:
     elif data.source.startswith("play:"):
         text = shakespeare.play(data.source.removeprefix("play:"))
     elif data.source == "tinyshakespeare":
-        text = shakespeare.tiny_shakespeare()
+        try:
+            text = shakespeare.tiny_shakespeare()
+        except InputError as error:
+            raise InputError(f"{error}, or {PLAYS}") from None
     else:
         raise InputError(
             f"recipe: data.source is {data.source!r}; give plays, all-plays, play:NAME or tinyshakespeare, "

@@ -15,6 +15,7 @@ from gpt2.measure.metrics import LanguageScore, language_scores
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
 from gpt2.train.bigram import Bigram
+from gpt2.train.classify import Classifier, confusion
 from gpt2.train.corpus import Corpus
 from gpt2.train.parallel import Ranks
 from gpt2.train.recipe import Recipe
@@ -26,6 +27,7 @@ class Scores(NamedTuple):
     val: LanguageScore
     every: LanguageScore | None
     by_rank: tuple[float, ...]
+    confusion: list[list[int]] | None = None  # of a classifier (:func:`gpt2.train.classify.confusion`)
 
 
 def scores(model: GPT2 | Bigram, text: Corpus, recipe: Recipe, ranks: Ranks) -> Scores:
@@ -34,6 +36,9 @@ def scores(model: GPT2 | Bigram, text: Corpus, recipe: Recipe, ranks: Ranks) -> 
     The windows are those of training: with ``data.reset`` documents do not see each other. The end-of-text token counts as no
     bytes, because it is no text.
     """
+    if isinstance(model, Classifier) and text.val_marks is not None:
+        loss, table = confusion(model, text.val_ids, text.val_marks, recipe.context, recipe.batch_size)
+        return Scores(LanguageScore(loss, sum(map(sum, table)), 0, recipe.context, recipe.context), None, (), table)
     end = text.end
     lengths = torch.tensor(text.tokenizer.bytes_by_id())
     if text.tokenizer.eot is not None:

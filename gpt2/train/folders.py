@@ -6,10 +6,8 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from gpt2.checkpoint.saving import sha256, write_json
+from gpt2.checkpoint.saving import MANIFEST, sha256, write_json
 from gpt2.errors import InputError
-
-MANIFEST = "manifest.json"
 
 
 @contextlib.contextmanager

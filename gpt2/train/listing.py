@@ -67,6 +67,7 @@ class Listing:
 
 def list_data(recipe: Recipe, init: str | None = None) -> Listing:
     """Read the data of ``recipe``, with the tokenizer of the model named ``init`` if given, and train nothing."""
+    recipe.check(init)
     tokenizer = load_tokenizer(init).with_tokens(recipe.data.add_tokens) if init is not None else None
     text = corpus(recipe, tokenizer)
     batch = Feed(text.train_ids, marks=text.train_marks, end=text.end)(recipe, 0)

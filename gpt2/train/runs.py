@@ -31,7 +31,7 @@ class Run:
     colour: str
     recipe: dict[str, Any]
     rows: list[dict[str, Any]]
-    age: float  # seconds since the last line
+    age: float  # seconds since the last line; inf: not begun
 
     def points(self, key: str) -> Points:
         """Return (step, value) of the finite values under ``key``."""
@@ -65,6 +65,8 @@ class Run:
 
     @property
     def state(self) -> str:
+        if self.age == math.inf:
+            return "waiting for the run to begin"
         steps, patience = self.setting("steps"), self.setting("patience")
         if steps is not None and self.step >= steps:
             return "finished"
@@ -87,8 +89,11 @@ class Run:
         return found[::-1][:SHOWN_SAMPLES]
 
 
-def read(folders: Sequence[str | Path]) -> list[Run]:
-    """Read the runs, each without an incomplete last line. Raises InputError: none given, or a folder without metrics."""
+def read(folders: Sequence[str | Path], *, waits: bool = False) -> list[Run]:
+    """Read the runs, each without an incomplete last line; with ``waits``, one that has not begun is a run without lines.
+
+    Raises InputError: none given, or a folder without metrics.
+    """
     if not folders:
         raise InputError("no runs: give the folders that gpt2 train wrote, such as out/mini out/chars")
     names = [Path(folder).resolve().name for folder in folders]
@@ -99,9 +104,10 @@ def read(folders: Sequence[str | Path]) -> list[Run]:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             age = max(0.0, time.time() - path.stat().st_mtime)
         except OSError as error:
-            raise InputError(
-                f"{path}: cannot be read ({error.strerror}); give the folder of a run, as gpt2 train --out made it"
-            ) from None
+            if not (waits and isinstance(error, FileNotFoundError)):
+                why = f"cannot be read ({error.strerror}); give the folder of a run, as gpt2 train --out made it"
+                raise InputError(f"{path}: {why}") from None
+            lines, age = [], math.inf
         with suppress(OSError, UnicodeDecodeError):
             recipe = _parsed((Path(folder) / RECIPE).read_text(encoding="utf-8"))
         name = printable(names[index] if names.count(names[index]) == 1 else str(folder), one_line=True)

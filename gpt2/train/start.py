@@ -14,7 +14,9 @@ from gpt2.lora import chosen_projections
 from gpt2.model import GPT2
 from gpt2.train import models, state
 from gpt2.train.bigram import Bigram, BigramConfig, load_model
+from gpt2.train.classify import classifier
 from gpt2.train.corpus import Corpus, corpus
+from gpt2.train.optim import learning_rate
 from gpt2.train.parallel import Ranks
 from gpt2.train.recipe import Recipe
 from gpt2.train.speed import decide_precision
@@ -57,18 +59,33 @@ def start(recipe: Recipe, folder: Path, init: str | None, fresh: bool, ranks: Ra
     elif init is not None:
         model, tokenizer = models.with_tokens(load(init, dtype="float32"), load_tokenizer(init), recipe)
     text = corpus(recipe, tokenizer, scratch=init is None)
-    text.tokenizer.chat = ChatFormat.of_template(recipe.data.prompt) or text.tokenizer.chat
+    if text.tokenizer.eot is not None and not text.classes:  # else an answer has no end
+        text.tokenizer.chat = ChatFormat.of_template(recipe.data.prompt) or text.tokenizer.chat
     model = model or models.new(recipe, text.tokenizer)
+    if text.classes and isinstance(model, GPT2):
+        model = classifier(model, text.classes, recipe.seed, checkpoint or (Path(init).expanduser() if init else None))
     models.check(model, text, recipe, init or "the recipe's model")
     notes.append(models.added(text.tokenizer, text.train_ids, recipe))
     recipe, why = decide_precision(resumed or recipe, model.config, ranks)
     notes.append(why)
-    state.claim(folder, recipe, init, text.sha256, fresh)
+    before = state.claim(folder, recipe, init, text, fresh)
     if recipe.lora.r:
         assert isinstance(model, GPT2), "a bigram with adapters is refused when the recipe is read"
         if not checkpoint:
             state.save_base(folder, model, text.tokenizer)
         notes.append(models.adapt(model, recipe, checkpoint))
     moments, progress = state.stored(checkpoint) if checkpoint else ({}, None)
+    if progress and before < recipe.steps:
+        notes.append(_later_end(progress.step, before, recipe))
     config, about = model.config, (*filter(None, notes), *skipped)
     return Start(recipe, config, text.tokenizer, text.sha256, progress, about, model, text, moments)
+
+
+def _later_end(step: int, before: int, recipe: Recipe) -> str:
+    """Return a line for the log about a run that goes on to a later end, and what this changes in its rate."""
+    optim, end = recipe.optim, f"the run now ends at step {recipe.steps:,}, not {before:,}"
+    if step <= optim.warmup or optim.lr == optim.min_lr:
+        return f"{end}; its rate so far does not depend on the end, so this is the run of {recipe.steps:,} steps, bit for bit"
+    rates = [learning_rate(step, steps, optim) for steps in (before, recipe.steps)]
+    falls = f"falls to {optim.min_lr:.1e} at the later end: {rates[1]:.1e} from here on, where it was {rates[0]:.1e}"
+    return f"{end}; its rate {falls}, so it is not the run of {recipe.steps:,} steps from the beginning"

@@ -14,10 +14,11 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,18 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from gpt2.checkpoint.card import CARD, edited_card
+from gpt2.checkpoint.card import edited_card
 from gpt2.checkpoint.containers.safetensors_file import NAME
 from gpt2.checkpoint.files import ADAPTER, open_weights
 from gpt2.checkpoint.peft_files import WEIGHTS
-from gpt2.checkpoint.saving import safetensors_file, sha256, write_file, write_json
+from gpt2.checkpoint.saving import CARD, safetensors_file, unlike_manifest, write_file, write_json
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.model import GPT2
 from gpt2.train import models
 from gpt2.train.bigram import Bigram
-from gpt2.train.folders import MANIFEST, appearing, writing
+from gpt2.train.corpus import Corpus
+from gpt2.train.folders import appearing, writing
 from gpt2.train.recipe import Recipe, build
 from gpt2.train.runs import METRICS, RECIPE
 
@@ -51,10 +53,11 @@ ASIDE = re.compile(r"\.(step-\d+|best|base)\.(partial|old)|\.seen-\w+")  # what 
 MODEL_FILES, ADAPTER_FILES = ("config.json", "model.safetensors"), (ADAPTER, WEIGHTS)
 RESUME_FILES = ("optimizer.safetensors", "progress.json")  # beside the model or its adapters
 OPTIMIZER = "optimizer"  # folder of the ranks' parts of the moments; their parts of the model are beside it
-TEXT = "text_sha256"  # in recipe.json, beside the recipe's own keys and `init`
+TEXT, HELD_OUT = "text_sha256", "held_out"  # in recipe.json, beside the recipe's own keys and `init`
 CLEARING = "clearing"  # the same, while --fresh removes the run that was there before
 # Keys of a recipe that do not change what it computes, or only how sums are rounded.
-NOT_COMPARED = ("name", "description", "expect", "takes", "tensorboard", "wandb", "device", "parallel")
+SHAPE = ("init ", "model.", "data.tokenizer ", "data.vocab_size ", "data.add_tokens ")  # what decides the model itself
+NOT_COMPARED = ("name", "description", "expect", "takes", "needs_init", "tensorboard", "wandb", "device", "parallel")
 
 
 Files = Mapping[str, bytes | Iterable[bytes | memoryview]]  # name -> content, or its pieces in order
@@ -97,7 +100,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def resumable(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> Recipe | None:
-    """Return ``recipe`` with the precision of the run in ``folder``, or None if new; raise InputError for another run there."""
+    """Return ``recipe`` with the precision of the run in ``folder``, or None if new; raise InputError for another run there.
+
+    More steps than there are the same run, with a later end.
+    """
     try:
         raw = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -115,13 +121,24 @@ def resumable(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> Re
     there, here = _comparable(raw, f"{folder}/{RECIPE}"), _comparable({"init": init, **asdict(recipe)}, "recipe")
     if recipe.precision == "auto":  # a new measurement might decide otherwise
         here["precision"] = there["precision"]
+    if there["steps"] < here["steps"]:
+        there["steps"] = here["steps"]
     if differ := [f"{key} {there.get(key)!r} there, {here.get(key)!r} here" for key in here if there.get(key) != here[key]]:
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
         raise InputError(
             f"{folder}: holds a run of another recipe ({'; '.join(differ[:3])}{more}); "
-            "choose another --out, or start anew with --fresh"
+            f"choose another --out, or start anew with --fresh{_from_its_weights(folder, differ)}"
         )
     return None if CLEARING in raw else replace(recipe, precision=here["precision"])
+
+
+def _from_its_weights(folder: Path, differ: Iterable[str]) -> str:
+    """Return the advice to begin another run from the weights in ``folder``; "" if ``differ`` decides the model's shape."""
+    newest = next((path for path in checkpoints(folder) if not _fault(path)), None)
+    if newest is None or any(each.startswith(SHAPE) for each in differ):
+        return ""
+    other = next(out for n in count(2) if not (out := folder.with_name(f"{folder.name}-{n}")).exists())
+    return f"; to begin from its weights, add to the command: {shlex.join(['--init', str(newest), '--out', str(other)])}"
 
 
 def recover(folder: Path) -> None:
@@ -132,13 +149,15 @@ def recover(folder: Path) -> None:
                 os.rename(old, whole)
 
 
-def claim(folder: Path, recipe: Recipe, init: str | None, text: str, fresh: bool) -> None:
-    """Write the recipe and the tokens' sha256 into ``folder``; remove what a killed process left (everything if ``fresh``).
+def claim(folder: Path, recipe: Recipe, init: str | None, text: Corpus, fresh: bool) -> int:
+    """Write the recipe and what is known of the text into ``folder``; return the steps of the run that was there before, or 0.
+
+    What a killed process left is removed; everything if ``fresh``.
 
     With ``fresh``, the new recipe replaces the old one first. If this process is killed while it clears the folder, the next
     start goes on clearing, and never resumes what is left of the old run.
     """
-    path, run = folder / RECIPE, {"init": init, TEXT: text, **asdict(recipe)}
+    path, run = folder / RECIPE, {"init": init, TEXT: text.sha256, HELD_OUT: text.held_out, **asdict(recipe)}
     with writing(folder):
         there = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         if there is not None and (fresh or CLEARING in there):
@@ -153,13 +172,15 @@ def claim(folder: Path, recipe: Recipe, init: str | None, text: str, fresh: bool
             there = None
         for aside in [p for p in folder.iterdir() if ASIDE.fullmatch(p.name)]:
             shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
-        if there is None:
-            write_json(path, run)
-        elif there.get(TEXT, text) != text:
+        if there is not None and there.get(TEXT, text.sha256) != text.sha256:
             raise InputError(
                 f"{folder}: the text is not the one this run began with; "
                 "restore that text, choose another --out, or start anew with --fresh"
             )
+        before = there["steps"] if there else 0
+        if before != recipe.steps:
+            write_json(path, run)
+    return before
 
 
 def save(
@@ -196,7 +217,7 @@ def model_of(folder: Path, checkpoint: Path) -> Path:
     if not (checkpoint / ADAPTER).is_file():
         return checkpoint
     base = folder / BASE
-    if fault := _fault(base, needed=()):
+    if fault := unlike_manifest(base):
         raise InputError(f"{base}: {fault}, and the adapters of this run need it; restore it, or start anew with --fresh")
     return base
 
@@ -207,13 +228,30 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_intact(folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint whose files all match its manifest, and a line for each newer one that was skipped."""
-    skipped: list[str] = []
+    """Return the newest checkpoint whose files all match its manifest, and a line for each newer one that was skipped.
+
+    If those of ``best/`` do not match, a checkpoint before it is taken, from which it is made again. Raises InputError: there is
+    none.
+    """
+    best, skipped, after = folder / BEST, list[str](), False
+    lost = unlike_manifest(best) if best.exists() else ""
     for path in checkpoints(folder):
-        if not (fault := _fault(path)):
+        fault = _fault(path)
+        if not fault and lost and _step(path) >= _best_step(best):
+            fault, after = f"not before {best.name}/, in which {lost}", True
+        if not fault:
             return path, skipped
         skipped.append(f"{path}: {fault}; skipped")
+    if after:
+        raise InputError(f"{best}: {lost}, and no checkpoint is before it; restore it from a copy, or start anew with --fresh")
     return None, skipped
+
+
+def _best_step(best: Path) -> int:
+    """Return the step of the model in a damaged ``best/``; 0 if unknown, so that no checkpoint is before it."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        return int(json.loads((best / "progress.json").read_text())["step"])
+    return 0
 
 
 def stored(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
@@ -230,7 +268,7 @@ def stored(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
 
 def _comparable(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a run's ``init`` and recipe as one flat table; keys missing in an older file take their defaults."""
-    known = {key: value for key, value in raw.items() if key not in ("init", TEXT, CLEARING, *NOT_COMPARED)}
+    known = {key: value for key, value in raw.items() if key not in ("init", TEXT, HELD_OUT, CLEARING, *NOT_COMPARED)}
     table = {"init": raw["init"]}
     for key, value in asdict(build(known, where)).items():
         table |= {f"{key}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {key: value}
@@ -250,24 +288,10 @@ def _write_whole(target: Path, model: GPT2 | Bigram, tokenizer: Tokenizer, files
             write_file(aside / name, content)
 
 
-def _fault(path: Path, needed: tuple[str, ...] = RESUME_FILES) -> str:
+def _fault(path: Path) -> str:
     """Return what is wrong with a checkpoint directory; "" if nothing."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        if any(map(NAME.fullmatch, manifest)):
-            needed = (*MODEL_FILES[:1], *RESUME_FILES[1:])
-        else:
-            needed = (*(ADAPTER_FILES if ADAPTER in manifest else MODEL_FILES), *needed)
-        for name in needed:
-            if name not in manifest:
-                return f"{MANIFEST} does not list {name}"
-        with ThreadPoolExecutor() as pool:
-            found = pool.map(lambda name: sha256(path / name), manifest)
-            differ = [name for name, actual in zip(manifest, found, strict=True) if actual != manifest[name]]
-        if differ:
-            return f"{differ[0]} does not have the sha256 that {MANIFEST} states"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        return f"unreadable ({error})"
-    return ""
+    if any(NAME.fullmatch(file.name) for file in path.glob("*")):
+        needed: tuple[str, ...] = MODEL_FILES[:1] + RESUME_FILES[1:]
+    else:
+        needed = (ADAPTER_FILES if any((path / name).exists() for name in ADAPTER_FILES) else MODEL_FILES) + RESUME_FILES
+    return unlike_manifest(path, needed)

@@ -17,6 +17,7 @@ from support import forks
 from support.checks import content
 from support.commands import mistake
 from support.hub_standin import HubStandIn
+from support.training import flip
 
 import gpt2
 from gpt2.checkpoint.publish import look, plan, send
@@ -234,6 +235,13 @@ def other_weights(scale: float) -> Callable[[Path], None]:
     return change
 
 
+def flipped_and_no_record(folder: Path) -> None:
+    """A small weight of another sign: only the hashes show it."""
+    flip(folder / "model.safetensors")
+    (folder / "gpt2-record.json").unlink()
+    (folder / "README.md").unlink()
+
+
 def to_a_link(folder: Path) -> None:
     shutil.move(folder / "config.json", folder.parent / "private.json")
     (folder / "config.json").symlink_to("../private.json")
@@ -251,6 +259,8 @@ def to_a_link(folder: Path) -> None:
         (edit("README.md", "tags:\n", "tags: [\n"), "metadata cannot be read"),
         (edit("config.json", '"n_embd": 16', '"n_embd": 17'), "n_embd"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
+        (flipped_and_no_record, "model.safetensors does not have the sha256 that manifest.json states"),
+        (edit("tokenizer_config.json", "{", "{ "), "tokenizer_config.json does not have the sha256"),
     ],
 )
 def test_a_folder_that_does_not_load_or_claims_too_much_is_refused(model: Path, change: Callable, says: str) -> None:

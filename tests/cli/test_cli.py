@@ -151,6 +151,7 @@ MISTAKES = [
     ("generate --repetition-penalty 0", "repetition_penalty"),
     ("generate random:distilgpt2", "without a tokenizer"),
     ("generate --prompt O --draft random:distilgpt2", "50257 tokens, the model 2048"),
+    ("generate run", "run: no model.safetensors there; it is the folder of a training run, give run/best"),
     ("train", "which recipe"),
     ("train shakespere-mini", "did you mean shakespeare-mini"),
     ("train shakespeare-mini --set optim.lrr=1", "did you mean optim.lr"),
@@ -197,8 +198,10 @@ def test_mistakes_are_one_line_and_exit_2(command: str, says: str, tmp_path: Pat
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "file").write_text("mine")
     (tmp_path / "port.py").write_text("def build(): ...")
+    (tmp_path / "run" / "best").mkdir(parents=True)
+    (tmp_path / "run" / "best" / "model.safetensors").touch()
     assert says in mistake(capsys, *shlex.split(command))
-    assert {path.name for path in tmp_path.iterdir()} - {"cache", "out"} == {"file", "port.py"}
+    assert {path.name for path in tmp_path.iterdir()} - {"cache", "out"} == {"file", "port.py", "run"}
 
 
 def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,6 +268,13 @@ def test_generate_ends_each_of_several_samples_at_the_stop_text(capsys: pytest.C
     assert all(text.find("the") == text.rfind("the") >= len(text) - 8 for text in texts if "the" in text)
     assert main(argv) == 0
     assert capsys.readouterr().out == "".join(f"--- {n}\nROMEO:\n{text}\n" for n, text in enumerate(texts, 1))
+
+
+def test_generate_says_which_of_a_long_prompt_it_dropped(capsys: pytest.CaptureFixture) -> None:
+    """The beginning of a prompt longer than the context was dropped in silence. Control: one that just fits."""
+    for prompt, said in (("\n" * 256, ""), ("\n" * 300, "note: the first 44 of 300 tokens are dropped; the model reads 256\n")):
+        assert main(["generate", "--prompt", prompt, "--max-new-tokens", "1", "--json", "-"]) == 0
+        assert capsys.readouterr().err == said
 
 
 def test_generate_takes_a_draft(capsys: pytest.CaptureFixture) -> None:
@@ -348,6 +358,41 @@ def test_help_has_examples(command, capsys: pytest.CaptureFixture) -> None:
     assert "examples:" in out
     assert f"gpt2 {name}" in out
     assert "--json" in out
+
+
+TINY = "--set data.tokenizer=chars --set context=8 --set batch_size=1 --set model.n_layer=1 --set eval_tokens=9"
+TINY += " --set model.n_embd=16 --set model.n_head=2 --set sample_tokens=0 --set steps=2"
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("stdout", "compare MODEL MODEL:bf16 --tokens 9"),
+        ("stderr", f"train shakespeare-mini --out run --set data.path=text {TINY}"),
+    ],
+)
+def test_a_command_outlasts_its_reader(name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `| head`, a comparison exited 1 as a failed check does, and a training run stopped."""
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "MODEL")
+    (tmp_path / "text").write_text("To be, or not to be: that is the question.\n" * 30)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with monkeypatch.context() as patch, open(writer, "wb") as pipe:
+        patch.setattr(sys, name, io.TextIOWrapper(pipe))
+        assert main(shlex.split(command)) == 0
+    assert (tmp_path / "run" / "step-2").is_dir() == ("train" in command)
+
+
+def test_a_full_disk_behind_stdout_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """The exit code was 120, beside a part of a traceback."""
+    with monkeypatch.context() as patch, open("/dev/full", "wb") as full:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(full))
+        assert main(["train", "--list"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "gpt2 train: the output cannot be written (No space left on device); make room, or send it elsewhere\n"
+    )
 
 
 def test_a_closed_pipe_is_no_error() -> None:

@@ -63,7 +63,18 @@ def test_json_has_every_field_and_stdout_nothing_else(tmp_path: Path, capsys: py
     """Other programs rely on the keys' names."""
     assert main(["export", "shakespeare-mini:bf16", str(tmp_path), "--json", "-"]) == 0
     body = json.loads(capsys.readouterr().out)
-    assert list(body) == ["model", "directory", "format", "type", "config", "files", "notes", "keep", "parameters"]
+    assert list(body) == [
+        "json_version",
+        "model",
+        "directory",
+        "format",
+        "type",
+        "config",
+        "files",
+        "notes",
+        "keep",
+        "parameters",
+    ]
     assert (body["model"], body["directory"]) == ("shakespeare-mini:bf16", str(tmp_path))
     assert (body["format"], body["type"], body["parameters"]) == ("hf", "bfloat16", 1_915_360)
     assert body["config"]["n_embd"] == 160

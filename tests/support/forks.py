@@ -70,11 +70,11 @@ class Fork:
         return out, err
 
     def error_line(self) -> str:
-        """Wait for the first line on stderr, and return it."""
-        while b"\n" not in (text := os.pread(self._files[1].fileno(), 10_000, 0)) and self.poll() is None:
+        """Wait for the next line on stderr, and return it."""
+        while b"\n" not in (text := os.pread(self._files[1].fileno(), 10_000, self._told)) and self.poll() is None:
             time.sleep(0.01)
         line = text[: text.find(b"\n") + 1]
-        self._told = len(line)
+        self._told += len(line)
         return line.decode()
 
     def __del__(self) -> None:

@@ -147,7 +147,9 @@ def test_a_table_that_makes_no_sense_is_refused(lora, init, tmp_path, settings, 
 
 def test_adapters_need_a_model(lora, tmp_path):
     """Adapters beside random frozen weights learn next to nothing."""
-    assert "lora: adapters need a pretrained model; name one with --init" in refusal(train, lora, tmp_path / "run")
+    assert "lora: starts from a model; name it, as in --init gpt2 or --init shakespeare-mini" in refusal(
+        train, lora, tmp_path / "run"
+    )
     assert not (tmp_path / "run").exists()
 
 

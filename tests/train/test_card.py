@@ -13,14 +13,18 @@ import pytest
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from support.commands import refusal
+from support.ranks import toml
 
 import gpt2
 from gpt2.checkpoint import card
 from gpt2.checkpoint.card import CARD, base_of, read_record, render
 from gpt2.checkpoint.publish import plan
+from gpt2.checkpoint.saving import unlike_manifest
 from gpt2.cli.main import main, parser
 from gpt2.train import state, watch
 from gpt2.train.card import command, write_card
+from gpt2.train.corpus import corpus
+from gpt2.train.loop import train
 from gpt2.train.recipe import build, read
 from gpt2.train.state import Progress
 
@@ -100,7 +104,7 @@ def test_an_export_of_other_weights_claims_nothing(run: Path, tmp_path: Path) ->
 def test_the_command_of_the_card_trains_the_same_recipe(init: str | None) -> None:
     """A command that leaves out one setting trains another model."""
     changes = ["optim.lr=2e-3", "dropout=0.0", "data.path=my own.txt", "model.n_layer=2", "tensorboard=true", "seed=7"]
-    changes += ["lora.r=4", "lora.targets=c_attn,c_fc"] if init else ['data.add_tokens=["a,b"]']
+    changes += ["lora.r=4", "lora.targets=c_attn,c_fc"] if init else ['data.add_tokens=["a,b"]', "needs_init=false"]
     recipe = read("finetune-shakespeare", changes).resolved(init)
     args = parser().parse_args(shlex.split(command(recipe, init))[1:])
     assert (args.recipe, args.init) == ("finetune-shakespeare", init)
@@ -124,6 +128,8 @@ def test_what_a_person_wrote_is_kept(run: Path) -> None:
     model = gpt2.load(str(run / "best"))
     state.save_best(run, model, gpt2.load_tokenizer(str(run / "best")), Progress(step=9))  # as a resumed run does
     assert path.read_text() == "Mine alone.\n"
+    path.write_text("Mine, again.\n")
+    assert unlike_manifest(run / "best") == ""
     path.unlink()
     write_card(run)
     state.save_best(run, model, gpt2.load_tokenizer(str(run / "best")), Progress(step=9))
@@ -149,8 +155,6 @@ def test_an_export_s_card_claims_no_figures_of_rounded_weights(run: Path, tmp_pa
 
 def test_a_fine_tune_names_its_base_and_shows_both(whole: Path, recipe, tmp_path: Path, monkeypatch) -> None:
     """The base's licence and id come from what is known, and its loss is the one before the first step."""
-    from gpt2.train.loop import train
-
     (whole / "best" / "gpt2-record.json").unlink(missing_ok=True)
     train(replace(recipe, steps=3, name="finetune-shakespeare"), tmp_path / "tuned", init=str(whole / "best"))
     write_card(tmp_path / "tuned")
@@ -172,10 +176,53 @@ def test_a_fine_tune_names_its_base_and_shows_both(whole: Path, recipe, tmp_path
     assert base_of("org/name@v1") == {"name": "org/name@v1", "id": "org/name", "revision": "v1"}
 
 
+def test_a_run_that_never_improved_says_so(init: Path, recipe, tmp_path: Path, capsys) -> None:
+    """best/ held the base model's weights, and its card called them fine-tuned. Control: the same run, improving."""
+    file, said = toml(recipe, tmp_path / "tiny.toml"), []
+    for name, rate in (("worse", "optim.lr=0"), ("better", "optim.lr=0.001")):
+        words = ["train", str(file), "--init", str(init), "--out", str(tmp_path / name), "--set", "optim.min_lr=0"]
+        assert main([*words, "--set", rate]) == 0
+        best = tmp_path / name / "best"
+        last, text = capsys.readouterr().out.splitlines()[-1], (best / CARD).read_text()
+        said.append(("initial weights, unchanged" in last, "initial weights, unchanged" in text))
+        said[-1] += (any("initial ones, unchanged" in note for note in plan(best).notes),)
+    assert said == [(True,) * 3, (False,) * 3]
+
+
+def test_the_card_of_a_chat_model_shows_how_to_ask(init: Path, recipe, tmp_path: Path, capsys) -> None:
+    """It showed how to continue "The "; and it gave the share that was asked for, not the one that was held out."""
+    pairs = [{"q": f"Who is {'abcdefgh'[n % 8]}?", "a": "Romeo"} for n in range(36)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    data = replace(
+        recipe.data,
+        path=str(tmp_path / "pairs.jsonl"),
+        prompt="Q: {q}\nA:",
+        field="a",
+        held_out=0.4,
+        tokenizer="bpe",
+        vocab_size=262,
+    )
+    train(replace(recipe, data=data), tmp_path / "chat")
+    write_card(tmp_path / "chat")
+    text = (tmp_path / "chat" / "best" / CARD).read_text()
+    documents = corpus(replace(recipe, data=data))
+    share = len(documents.val_ids) / (len(documents.val_ids) + len(documents.train_ids))
+    held = documents.tally["held_out"]
+    assert f"held out: {held} of 36 documents, {share:.1%} of the tokens, never trained on" in text
+    assert "gpt2 generate OWNER/NAME --chat" in text
+    assert "```text\nQ: {question}\nA:\n```" in text
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1].replace("OWNER/NAME", str(tmp_path / "chat" / "best"))
+    code = code.replace("Who is there?", "Who is a?")
+    exec(code, {})
+    assert '("text-generation", "OWNER/NAME")([{"role": "user"' in text
+    capsys.readouterr()
+    for words, said in (([], True), (["--chat"], False)):
+        assert main(["generate", str(tmp_path / "chat" / "best"), "--prompt", "Who is a?", "--max-new-tokens", "2", *words]) == 0
+        assert ("--chat asks it in their format" in capsys.readouterr().err) == said
+
+
 def test_a_bigram_has_no_card(recipe, tmp_path: Path) -> None:
     """No other program opens a table of bigrams, and publish refuses it."""
-    from gpt2.train.loop import train
-
     raw = {"steps": 2, "model": {"kind": "bigram"}, "eval_every": 2, "context": 16, "device": "cpu"}
     bigram = replace(build(raw, "test"), data=recipe.data, name="pairs")
     train(bigram, tmp_path / "pairs")

@@ -163,7 +163,7 @@ def test_patience_counts_evaluations_without_a_better_one(recipe, tmp_path, monk
     """The run must not stop one evaluation early or late, and a better score must reset the count."""
     losses = iter([5.0, 4.0, 4.0, 4.5, 3.0, 3.1, 3.2, 3.3])
     real = loop.scores
-    monkeypatch.setattr(loop, "scores", lambda *a: (replace(real(*a)[0], loss=next(losses)), None, ()))
+    monkeypatch.setattr(loop, "scores", lambda *a: (found := real(*a))._replace(val=replace(found.val, loss=next(losses))))
     result = train(replace(recipe, eval_every=1, patience=3, save_every=5), tmp_path / "run")
     assert (result.stopped, result.step, result.best_step, result.best_loss) == ("early", 7, 4, 3.0)
     assert (tmp_path / "run" / "step-7").is_dir()  # else the next start would repeat the last steps
@@ -335,16 +335,19 @@ def test_a_file_in_the_folders_place(recipe, tmp_path):
     assert "cannot write there (File exists)" in refusal(train, recipe, tmp_path / "file")
 
 
-def test_full_disk_is_one_line_and_leaves_the_last_checkpoint(recipe, tmp_path):
-    """A full disk must not leave a half-written checkpoint under a final name, nor delete the old one too early."""
+@pytest.mark.parametrize(("file", "at"), [("step-12/optimizer.safetensors", 8), ("metrics.jsonl", 5)])
+def test_full_disk_is_one_line_and_leaves_the_last_checkpoint(recipe, tmp_path, file, at):
+    """A full disk must not leave a half-written checkpoint under a final name, nor delete the old one too early. If it did not
+    take a line of the log, closing the log was a traceback."""
     wide = replace(recipe, model=replace(recipe.model, n_embd=32))
     train(wide, tmp_path / "undisturbed")
     run, soft_hard = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
-    size = (tmp_path / "undisturbed" / "step-12" / "optimizer.safetensors").stat().st_size
 
     def fill(event):
-        if isinstance(event, Logged) and event.step == 8:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, soft_hard[1]))
+        if isinstance(event, Logged) and event.step == at:
+            full = run / file if file == "metrics.jsonl" else tmp_path / "undisturbed" / file
+            limit = full.stat().st_size + (9 if file == "metrics.jsonl" else -1)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, soft_hard[1]))
 
     try:
         says = refusal(train, wide, run, report=fill)

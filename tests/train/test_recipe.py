@@ -2,13 +2,19 @@
 
 import json
 from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 from support.commands import refusal
 
+from gpt2.data import shakespeare
 from gpt2.data.chars import Chars
 from gpt2.train import models
 from gpt2.train import recipe as recipes
+from gpt2.train.corpus import texts
+from gpt2.train.listing import list_data
+from gpt2.train.loop import train
 from gpt2.train.recipe import Recipe, build, read
 
 
@@ -49,6 +55,8 @@ def test_recipe_by_path_has_defaults_for_what_it_does_not_say(mine):
         ("step=5", "unknown key 'step'; did you mean steps?"),
         ("optim.warm_up=5", "unknown key 'optim.warm_up'; did you mean optim.warmup?"),
         ("warmup=5", "unknown key 'warmup'; did you mean optim.warmup?"),
+        ("lr=1", "unknown key 'lr'; did you mean optim.lr?"),  # it was lora
+        ("n_layers=1", "unknown key 'n_layers'; did you mean model.n_layer?"),
         ("zzz=1", "unknown key 'zzz'; keys are name, description"),
         ("steps=many", "steps must be int, found 'many'"),
         ("steps=1.5", "steps must be int, found 1.5"),
@@ -119,6 +127,38 @@ def test_unknown_recipe_names_the_nearest(tmp_path):
 def test_two_texts_at_once_are_refused(mine):
     path = mine('[data]\npath = "x.txt"\n')
     assert "data.path and data.tokens are both given" in refusal(read, path, ["data.tokens=here"])
+
+
+@pytest.mark.parametrize("name", [name for name in recipes.names() if name.startswith("finetune")])
+def test_a_recipe_that_starts_from_a_model_is_refused_without_one(name, tmp_path):
+    """A forgotten --init trained from scratch in silence, or said that vocab_size is too large."""
+    for call in (partial(train, read(name), tmp_path / "run"), partial(list_data, read(name))):
+        assert "starts from a model; name it, as in --init gpt2" in refusal(call)
+    assert not (tmp_path / "run").exists()
+    text = tmp_path / "text.txt"
+    text.write_text("To be, or not to be: that is the question. " * 20)
+    scratch = [
+        "needs_init=false",
+        "lora.r=0",
+        f"data.path={text}",
+        "data.tokenizer=chars",
+        "context=8",
+        "data.prompt=",
+        "data.label=",
+        "data.padded=false",
+    ]
+    assert list_data(read(name, [*scratch, "data.field=text"])).train_tokens == 774
+
+
+def test_a_recipe_that_needs_a_network_names_the_way_without(monkeypatch):
+    """Its first run ended at a download that nobody had announced. The way is tried for each that needs one."""
+    monkeypatch.setattr(shakespeare, "tiny_shakespeare", partial(shakespeare.tiny_shakespeare, Path("/nowhere"), offline=True))
+    online = [name for name in recipes.names() if "downloaded once" in read(name).data.needs]
+    assert {"bigram", "tutorial-char", "shakespeare-char", "shakespeare-char-cpu"} < {*online}
+    for name in online:
+        assert refusal(texts, read(name)).endswith("or --set data.source=all-plays, with the extra plays")
+        assert sum(map(len, texts(read(name, ["data.source=all-plays"])))) > 4e6
+    assert read("finetune-chat").data.needs == ""
 
 
 def test_a_fine_tune_stops_early_unless_told_otherwise():

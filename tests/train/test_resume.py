@@ -1,7 +1,9 @@
 """A run that is stopped, killed or damaged ends with the same bits as an undisturbed run."""
 
+import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import time
@@ -103,6 +105,41 @@ def test_a_run_that_ended_stays_as_it_is(recipe, tmp_path, patience):
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
 
 
+@pytest.mark.parametrize(("at", "min_lr"), [(5, 1e-2), (None, 1e-2), (6, 1e-3)], ids=["stopped", "finished", "falling rate"])
+def test_more_steps_go_on_with_the_same_run(recipe, tmp_path, at, min_lr):
+    """They were refused as another recipe. With a rate that does not depend on the end, the bits are those of the longer run."""
+    run, events, recipe = tmp_path / "run", [], replace(recipe, optim=replace(recipe.optim, min_lr=min_lr))
+    longer = replace(recipe, steps=24)
+    train(recipe, run, report=stop_at(at) if at else lambda event: None)
+    assert train(longer, run, report=events.append).step == 24
+    assert events[0].step == (at or 12)
+    (said,) = [note for note in events[0].notes if "now ends at step 24, not 12" in note]
+    train(longer, tmp_path / "whole")
+    same = min_lr == recipe.optim.lr
+    assert (outcome(run) == outcome(tmp_path / "whole")) == same == ("bit for bit" in said)
+    assert ("falls to 1.0e-03 at the later end: 9.6e-03 from here on, where it was 7.8e-03" in said) != same
+    assert "steps 24 there, 12 here" in refusal(train, recipe, run)
+    assert json.loads((run / "recipe.json").read_text())["steps"] == 24
+
+
+@pytest.mark.parametrize("rank", [0, 2], ids=["weights", "adapters"])
+def test_another_recipe_may_begin_from_the_weights(recipe, init, tmp_path, rank):
+    """The refusal must name what works: its advice is followed here. A model of another shape cannot begin from them."""
+    recipe = replace(recipe, lora=Lora(r=rank), name="run")
+    init = str(init) if rank else None
+    train(recipe, tmp_path / "run", init=init)
+    other = replace(recipe, optim=replace(recipe.optim, lr=5e-3))
+    (tmp_path / "run-2").mkdir()
+    words = shlex.split(refusal(train, other, tmp_path / "run", init=init).rpartition("add to the command: ")[2])
+    assert words == ["--init", str(tmp_path / "run" / "step-12"), "--out", str(tmp_path / "run-3")]
+    events = []
+    train(other, words[3], init=words[1], report=events.append)
+    last = [row["val_loss"] for row in metrics(tmp_path / "run") if "val_loss" in row][-1]
+    assert next(event for event in events if isinstance(event, Evaluated)).val.loss == pytest.approx(last, abs=1e-6)
+    says = refusal(train, replace(other, model=replace(other.model, n_layer=2)), tmp_path / "run", init=init)
+    assert says.endswith("start anew with --fresh")
+
+
 @pytest.mark.parametrize("rank", [0, 2], ids=["weights", "adapters"])
 def test_a_fine_tune_goes_on_without_the_model_it_began_with(recipe, init, tmp_path, rank):
     """The folder holds all that a resume needs: moving or changing --init must not change or stop the run."""
@@ -163,6 +200,29 @@ def test_damaged_newer_checkpoints_do_not_push_out_whole_ones(recipe, tmp_path):
     train(recipe, run, report=stop_at(5))
     assert state.newest_intact(run)[0] == run / "step-5"
     assert [path.name for path in state.checkpoints(run)] == ["step-99", "step-98", "step-5", "step-4"]
+
+
+def test_a_damaged_best_model_is_made_again_from_a_checkpoint_before_it(recipe, run, undisturbed):
+    """The best model's hashes were never read: a flipped bit in it was kept, and published."""
+    train(recipe, run)
+    assert state.newest_intact(run) == (run / "step-12", [])
+    flip(run / "best" / "model.safetensors")
+    events = []
+    assert train(recipe, run, report=events.append).stopped == "finished"
+    best = json.loads((run / "best" / "progress.json").read_text())["step"]
+    assert events[0].step == 10 < best
+    assert any("step-12: not before best/, in which model.safetensors does not have" in note for note in events[0].notes)
+    assert outcome(run) == undisturbed
+
+
+def test_a_damaged_best_model_that_no_checkpoint_can_make_again_is_said(recipe, run):
+    """Training on would end with the damaged model as the best one."""
+    files = state.checkpoints(run)
+    for path in ("model.safetensors", "progress.json"):
+        flip(run / "best" / path)
+    assert "no checkpoint is before it; restore it from a copy, or start anew with --fresh" in refusal(train, recipe, run)
+    assert state.checkpoints(run) == files
+    assert train(recipe, run, fresh=True).stopped == "finished"
 
 
 def test_leftovers_of_a_kill_are_cleared(recipe, run, undisturbed):

@@ -73,11 +73,14 @@ def get(address: str, **headers: str) -> tuple[int, str]:
 
 
 def test_it_follows_a_run_on_loopback(tmp_path: Path) -> None:
-    """The page must show a line that was written after it was opened, and to nobody without the address."""
-    folder = write(tmp_path / "run", [3.0, 2.5])
+    """The page must show a line that was written after it was opened, to nobody without the address, and wait for the run."""
+    folder = tmp_path / "run"
     process = forks.start("-m", "gpt2", "train", "watch", folder, "--port", "0", strict=True)
+    assert process.error_line() == f"{folder}: no run there yet; waiting for gpt2 train to begin it\n"
     address = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{22}/", process.error_line())[0]
     try:
+        assert "waiting for the run to begin: step 0" in get(address)[1]
+        write(folder, [3.0, 2.5])
         assert "step 10 of 100" in get(address)[1]
         write(folder, [3.0, 2.5, 2.4])
         status, text = get(address)
@@ -86,8 +89,6 @@ def test_it_follows_a_run_on_loopback(tmp_path: Path) -> None:
         assert get(address[:-3] + "xx/")[0] == 404
         assert get(address, Host="evil.example")[0] == 400
         assert get(address, Sec_Fetch_Site="cross-site")[0] == 403
-        (folder / "metrics.jsonl").unlink()
-        assert get(address)[0] == 404
     finally:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=20)
