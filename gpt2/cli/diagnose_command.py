@@ -1,8 +1,10 @@
 """``gpt2 diagnose``: show where a user's implementation differs from GPT-2, and why."""
 
 import argparse
+import dataclasses
 import json
 import math
+import re
 import shutil
 import sys
 from typing import TYPE_CHECKING
@@ -18,6 +20,7 @@ EXAMPLES = """\
   gpt2 diagnose port.py:build                        against the embedded checkpoint
   gpt2 diagnose port.py:build --model gpt2           against the official weights
   gpt2 diagnose port.py --model ./my-model           FILE.py alone means FILE.py:build
+  gpt2 diagnose ./my-model --model gpt2              two checkpoints: what in the one is not the other's
   gpt2 diagnose port.py:build --json -               for programs: verdict, first_divergence, causes
   gpt2 diagnose port.py:build --step train.py:make_step --set optim.lr=3e-4 --set optim.clip=1.0
   gpt2 diagnose dump.npz --model gpt2                what a program in any language wrote
@@ -122,7 +125,7 @@ exit code: 0 equal, 1 it differs, 2 it could not be built or run"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    help = "a Python file and the function in it that returns the module, or a dump of arrays"
+    help = "a Python file and the function in it that returns the module, a dump of arrays, or another checkpoint"
     parser.add_argument("what", nargs="?", metavar="WHAT", help=help)
     parser.add_argument("--step", metavar="FILE.py:make_step", help="diagnose a training step of the module that WHAT builds")
     help = "with --step, or a dump of steps (also of --run): what a step should do, as in optim.lr=3e-4; may be repeated"
@@ -188,10 +191,25 @@ def _diagnosis(args: argparse.Namespace) -> "Diagnosis":
 
         with Status(f"reading {args.what}") as status:
             return gpt2.diagnose(args.what, args.model, settings=args.set or None, **given, progress=status)
+    if args.step is None and not re.search(r"\.py(:\w*)?$", args.what):
+        return _checkpoint(args)
     from gpt2.port.diagnosis.runner import run
 
     with Status(f"running {args.step or args.what}") as status:
         return run(args.what, args.model, step=args.step, settings=args.set, timeout=args.timeout, **given, progress=status)
+
+
+def _checkpoint(args: argparse.Namespace) -> "Diagnosis":
+    """Diagnose another checkpoint, as the module that it is."""
+    import gpt2
+
+    try:
+        theirs = gpt2.load(args.what, offline=args.offline).float()
+    except InputError as error:
+        raise InputError(f"{error}; or give a module, as port.py:build, or a dump, as dump.npz") from None
+    with Status(f"reading {args.what}") as status:
+        found = gpt2.diagnose(theirs, args.model, revision=args.revision, offline=args.offline, progress=status)
+    return dataclasses.replace(found, module=args.what)
 
 
 def _program(args: argparse.Namespace) -> "Diagnosis":

@@ -9,7 +9,8 @@ import math
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.containers import shown
-from gpt2.checkpoint.containers.llmc_file import HEADER, STATE, is_matrix, order, padded_rows
+from gpt2.checkpoint.containers.llmc_file import HEADER, STATE, is_matrix, magic_of, order, padded_rows
 from gpt2.checkpoint.containers.mapped_file import MappedFile
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.config import GPT2Config
@@ -52,9 +53,17 @@ class Dump:
 
 
 def is_dump(text: str) -> bool:
-    """Return whether WHAT of the command line is meant as a dump, not as ``FILE.py:build``."""
+    """Return whether WHAT of the command line is meant as a dump, not as ``FILE.py:build`` or as a checkpoint."""
     path = Path(text).expanduser()
-    return path.suffix.lower() in SUFFIXES or path.is_dir()
+    if path.is_dir():
+        return not (path / "config.json").is_file()
+    if path.suffix.lower() == ".safetensors" and path.is_file():
+        with suppress(InputError):
+            names = list(SafetensorsFile(path).entries)
+            return not any(name.endswith("wte.weight") for name in names) or _ids_name(names) is not None
+    if path.suffix.lower() == ".bin" and path.is_file():
+        return magic_of(path) == STATE
+    return path.suffix.lower() in SUFFIXES
 
 
 def read(path: str | Path, config: GPT2Config, ids: Tensor | None = None, *, several: bool = False) -> Dump:
@@ -110,7 +119,7 @@ def dump_of(
     return Dump(source, ids, floats, tuple(name for name in tensors if name not in floats), batches, integers)
 
 
-def _ids_name(tensors: Mapping[str, Tensor]) -> str | None:
+def _ids_name(tensors: Iterable[str]) -> str | None:
     for wanted in IDS:
         for name in tensors:
             if PurePosixPath(name).name.lower() == wanted:

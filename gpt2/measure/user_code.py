@@ -7,15 +7,21 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from gpt2.errors import InputError
+
+OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent))  # torch, and this package
+PYTHON = sysconfig.get_paths()["stdlib"]
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,29 @@ def logits_of(output: Any, ids: Tensor, vocabulary: int | None = None) -> Tensor
     return logits
 
 
+def place_in(frames: Iterable[traceback.FrameSummary]) -> str:
+    """Return the innermost line of the user's own code among ``frames``, in brackets, else of a library but torch; or ""."""
+    others = [frame for frame in frames if not frame.filename.startswith(("<", *OURS))]
+    own = [frame for frame in others if "-packages" not in frame.filename and not frame.filename.startswith(PYTHON)]
+    libraries = [frame for frame in others if "-packages" in frame.filename]
+    return next((f" ({Path(one.filename).name}, line {one.lineno}: {one.line})" for one in reversed(own or libraries)), "")
+
+
+def error_place(error: BaseException | None) -> str:
+    """Return the user's line that led to an error, or to one that it follows from, as :func:`place_in` does."""
+    while error is not None:
+        if place := place_in(traceback.extract_tb(error.__traceback__)):
+            return place
+        error = error.__cause__ or error.__context__
+    return ""
+
+
 def error_line(error: BaseException) -> str:
     """Return an exception of the user's code in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
+
+
+def error_at(error: BaseException) -> str:
+    """Return an exception of the user's code in one line, with the user's line of code."""
+    return error_line(error) + error_place(error)

@@ -1,4 +1,4 @@
-"""The limit of time of every search: CPU time of the thread that searches, and little more by the clock."""
+"""The limit of time of every search: CPU time of the thread that searches, and by the clock where the machine is very busy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SLOWEST = 1.1  # seconds by the clock that count as one at least, on however busy a machine
+SLOWEST = 3.0  # seconds by the clock that count as one at least, on however busy a machine
 FEW = 4_000_000  # parameters of a model whose operators are too small to be shared between threads
 
 
@@ -52,6 +52,13 @@ class Deadline:
         if self.within is not None:
             return min(self.seconds - cpu, self.within.left)
         return self.seconds - max(cpu, (time.monotonic() - self._clock) / SLOWEST)
+
+    @property
+    def words(self) -> str:
+        """The limit in words; whether it is the clock's is told of a search that has just ended."""
+        cpu = time.thread_time() - self._cpu
+        clock = f", reached by the clock after {cpu:.0f} s on the processor: other programs have the rest"
+        return f"{self.seconds:g} s{clock if cpu < 0.95 * self.seconds else ''}"
 
     @property
     def passed(self) -> bool:

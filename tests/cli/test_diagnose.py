@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -11,11 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from support import forks
 from support.commands import alive
 from support.faulty import CONFIG, write
 from support.faulty.exits import HOSTILE
 
+import gpt2
 from gpt2.cli.main import main
 from gpt2.errors import InputError
 from gpt2.port.diagnosis import runner
@@ -105,6 +109,25 @@ def test_json_to_a_file_and_the_table_to_the_terminal(tmp_path: Path, monkeypatc
     assert "MISMATCH  first at h.0.ln_1" in capsys.readouterr().out
     body = json.loads((tmp_path / "out.json").read_text())
     assert body["first_divergence"] == {"point": "h.0.ln_1", "layer": 0, "error": 0.5}
+
+
+@pytest.mark.parametrize("name", ["", "model.safetensors"])
+def test_another_checkpoint_is_diagnosed_without_a_port(
+    name: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """To compare two checkpoints, a port had to be written that loads the one."""
+    theirs = gpt2.load(str(checkpoint))
+    with torch.no_grad():
+        theirs.h[1].attn.c_proj.weight.copy_(theirs.h[1].attn.c_proj.weight.t().clone())
+    save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    assert main(["diagnose", str(tmp_path / name), "--model", str(checkpoint), "--json", "-"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["id"], one["where"]) for one in found["causes"]] == [("transposed", "h.1.attn.c_proj.weight")]
+    assert found["module"] == str(tmp_path / name)
+    assert main(["diagnose", str(checkpoint), "--model", str(checkpoint)]) == 0
+    assert main(["diagnose", "gtp2"]) == 2
+    assert "unknown model 'gtp2'" in capsys.readouterr().err
 
 
 def test_nothing_of_the_process_is_left(tmp_path: Path) -> None:

@@ -280,7 +280,10 @@ class OnlyFloat32(GPT2):
             "Embedding: cannot become a GPT-2 checkpoint: nothing in its forward weighs projections of",
         ),
         (nn.Linear(4, 4, device="meta"), "Linear: its parameters are on the meta device and hold nothing; build it on the cpu"),
-        (OnlyFloat32(CONFIG), "OnlyFloat32: its forward fails in float64 (TypeError: float32, please); use the dtype of its"),
+        (
+            OnlyFloat32(CONFIG),
+            "OnlyFloat32: its forward fails in float64 (TypeError: float32, please (test_checkpoint_of.py, line ",
+        ),
         (broken(torch.nan), "GPT2: cannot become a GPT-2 checkpoint: h.1.mlp.c_fc.weight (h.1.mlp.c_fc.weight) holds NaN or inf"),
         (broken(torch.inf), "GPT2: cannot become a GPT-2 checkpoint: h.1.mlp.c_fc.weight (h.1.mlp.c_fc.weight) holds NaN or inf"),
         (

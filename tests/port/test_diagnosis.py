@@ -69,6 +69,17 @@ CHANGES = {
         "h.0.mlp.c_fc.bias, h.2.mlp.c_fc.bias",
     ),
     "norms": (exchanged(f"{H}1.ln_1.weight", f"{H}1.ln_2.weight"), "norms-swapped", "h.1.ln_1.weight"),
+    "by head": (
+        changed(f"{H}1.attn.c_attn.weight", lambda w: w.view(3, -1, K, D).transpose(0, 1).reshape(w.shape)),
+        "head-layout",
+        "h.1.attn.c_attn",
+    ),
+    "by unit": (
+        changed(f"{H}1.attn.c_attn.weight", lambda w: w.view(3, -1, K, D).permute(1, 2, 0, 3).reshape(w.shape)),
+        "head-layout",
+        "h.1.attn.c_attn",
+    ),
+    "shuffled": (changed(f"{H}1.attn.c_attn.weight", lambda w: w.roll(1, 0)), "head-layout", "h.1.attn.c_attn"),
     "k first": (changed(f"{H}2.attn.c_attn.weight", lambda w: w.roll(D, 0)), "qkv-order", "h.2.attn.c_attn"),
     "rounded": (changed(f"{H}1.mlp.c_fc.weight", lambda w: w.bfloat16().float()), "reduced-precision", "h.1.mlp.c_fc.weight"),
     "one place": (changed("transformer.wpe.weight", lambda w: w.roll(-1, 0)), "position-offset", "wpe"),
@@ -91,6 +102,31 @@ def test_a_wrong_weight_is_named(name: str, model: gpt2.GPT2) -> None:
     assert all(torch.equal(tensor, module.state_dict()[key]) for key, tensor in before.items()), (
         "the module must be given back unchanged"
     )
+
+
+@torch.no_grad()
+def folded(module: nn.Module) -> nn.Module:
+    """Put each block's norm into the layer that reads it, in float32: the same function, and other weights."""
+    for block in module.transformer.h:
+        for norm, layer in ((block.ln_1, block.attn.c_attn), (block.ln_2, block.mlp.c_fc)):
+            layer.bias += layer.weight @ norm.bias
+            layer.weight *= norm.weight
+            norm.weight.fill_(1.0)
+            norm.bias.zero_()
+    return module
+
+
+def test_a_right_module_with_other_weights_is_right(model: gpt2.GPT2) -> None:
+    """Norms that were folded into the next layers, in float32, were called parameters drawn at random."""
+    found = diagnose(folded(port(model)), model)
+    assert (found.ok, found.causes) == (True, ()), found.table()
+    assert "compute the same" in found.notes[0]
+    last = diagnose(Around(folded(port(model)), lambda x: x - x.mean(-1, keepdim=True)), model)
+    assert [one.id for one in last.causes] == ["logits-softmaxed"], last.table()
+    wrong = folded(port(model))
+    with torch.no_grad():
+        wrong.transformer.h[1].mlp.c_proj.bias[3] += 1e-3
+    assert diagnose(wrong, model).verdict == "mismatch"
 
 
 def test_a_single_entry_is_enough(model: gpt2.GPT2) -> None:
@@ -138,6 +174,16 @@ def test_behaviour(after: Callable[[Tensor], Tensor], id: str, model: gpt2.GPT2)
     assert diagnose(Around(port(model), after), model).causes[0].id == id
 
 
+def test_training_mode_is_said_first(model: gpt2.GPT2) -> None:
+    """Somebody who forgot eval() saw other logits in each call, and was told that the module is right."""
+    module = port(model).train()
+    found = diagnose(module, model)
+    assert found.ok
+    assert "training mode" in found.notes[0]
+    assert module.training
+    assert diagnose(module.eval(), model).notes == ()
+
+
 @pytest.mark.parametrize(
     "after",
     [
@@ -167,6 +213,54 @@ def test_a_module_that_cannot_be_diagnosed_is_refused_in_one_line(module: nn.Mod
     with pytest.raises(gpt2.InputError) as caught:
         diagnose(module, model)
     assert said in str(caught.value)
+
+
+def test_nan_is_followed_to_its_first_array_and_the_author_s_line(model: gpt2.GPT2) -> None:
+    """'Your logits are NaN' leaves the author with a thousand operators to look at."""
+    module = port(model)
+    with torch.no_grad():
+        module.transformer.h[1].mlp.c_fc.bias[2] = torch.nan
+    with pytest.raises(
+        gpt2.InputError, match=rf"its {H}1.mlp.c_fc.bias holds NaN; the first array .* addmm of NaN.*nano.py, line"
+    ):
+        diagnose(module, model)
+    with pytest.raises(
+        gpt2.InputError, match=r"are NaN from position 0 on; .* result of log, of shape .*test_diagnosis.py, line"
+    ):
+        diagnose(Around(port(model), lambda x: (-x.square() - 1).log()), model)
+
+
+def test_a_forward_that_fails_names_the_author_s_line(model: gpt2.GPT2) -> None:
+    """A message of torch alone does not say which of a hundred lines has the wrong shape."""
+    with pytest.raises(gpt2.InputError, match=r"RuntimeError: shape .*test_diagnosis.py, line \d+: .*lambda x: x.view\(3, 5\)"):
+        diagnose(Around(port(model), lambda x: x.view(3, 5)), model)
+
+
+class Bigrams(nn.Module):
+    """The embedding and the head, and nothing between."""
+
+    def __init__(self, wte: Tensor) -> None:
+        super().__init__()
+        self.wte = nn.Parameter(wte.detach().clone())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.wte[ids] @ self.wte.t()
+
+
+def test_a_module_that_holds_the_checkpoint_s_weights_is_no_other_kind_of_model(model: gpt2.GPT2) -> None:
+    """A GPT-2 whose blocks were replaced by nn.Identity was refused."""
+    found = diagnose(Bigrams(model.wte.weight), model)
+    assert {"layer-missing", "final-norm-missing"} <= {one.id for one in found.causes}, found.table()
+    with pytest.raises(gpt2.InputError, match="weights cannot be put in for you; load them yourself"):
+        diagnose(Bigrams(torch.randn_like(model.wte.weight)), model, fill=True)
+
+
+def test_a_slow_module_is_tried_on_few_tokens(model: gpt2.GPT2, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that goes through attention number by number took hours for the full context."""
+    monkeypatch.setattr("gpt2.port.diagnosis.examination.PATIENCE", 0.0)
+    found = diagnose(port(model), model)
+    assert found.ok
+    assert "23 tokens were not tried" in found.notes[-1]
 
 
 # Parts of the diagnosis.

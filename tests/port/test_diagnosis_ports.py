@@ -138,6 +138,33 @@ def test_a_fault_that_logits_do_not_show_is_named(name, model):
     assert [cause.id for cause in found.causes] == [FAULTY_AFTER_ALL[name]]
 
 
+def test_positions_that_count_padding_are_said(directory, model):
+    """A row of a padded batch has other logits than alone: right where positions are given as well, and else a surprise."""
+    found = diagnose(SOUND["conv1d: padding-counted"].build(CONFIG, directory), model)
+    assert found.ok
+    assert "positions count the padding" in found.notes[0]
+
+
+@pytest.mark.parametrize("name", ["attentions: heads-grouped", "attentions: heads-grouped rotary"])
+def test_heads_that_share_keys_are_filled(name, directory, model):
+    """With rotary positions, half of the rows of queries and keys were left as they were, which is random."""
+    report = gpt2.load_into(FAULTY[name].build(CONFIG, directory), model)
+    assert (report.unfilled, report.unused, report.ambiguous) == ({}, {}, ())
+    assert any("2 heads of keys or values, which its 4 of queries share" in problem for problem in report.problems)
+
+
+def test_a_finite_mask_that_scores_reach_is_named(directory):
+    """Training drove scores below a mask of -1e4, so that the future was seen: the cause was undetermined, at a known place."""
+    module, right = SOUND["fused: mask-1e4"].build(CONFIG, directory), gpt2.load(str(directory))
+    assert diagnose(module, right).ok
+    with torch.no_grad():
+        for bias in (module.blocks[1].attn.qkv.bias, right.h[1].attn.c_attn.bias):
+            bias[: CONFIG.n_embd] += 300
+            bias[CONFIG.n_embd : 2 * CONFIG.n_embd] -= 300
+    found = diagnose(module, right)
+    assert [(cause.id, cause.where) for cause in found.causes] == [("mask-multiplied", "h.1.attn")], found.table()
+
+
 @pytest.mark.slow
 def test_faults_drawn_at_random_are_named(directory, model):
     """diagnose was developed on the ports above, so these combinations, drawn at random, are the fairer test.

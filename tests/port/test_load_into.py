@@ -519,7 +519,7 @@ def test_a_module_that_refuses_float64_is_judged_by_its_rounding(fault: str) -> 
     assert report.logits_error is None
     assert report.ok == (fault == "")
     assert "in float32" in report.logits_note
-    assert "(in float64 yours fails: TypeError: float32, please)" in report.logits_note
+    assert "(in float64 yours fails: TypeError: float32, please (test_load_into.py, line" in report.logits_note
 
 
 class Rounded(Faulty):

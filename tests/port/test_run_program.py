@@ -346,6 +346,15 @@ def test_ids_are_those_given_unless_the_dump_has_others(tmp_path: Path, home: Ho
         diagnose_program(script(tmp_path, code), str(home.model), timeout=30)
 
 
+def test_a_program_that_draws_random_numbers_is_told_so_first(tmp_path: Path, home: Home) -> None:
+    """Its numbers follow from no formula: the search took a minute, and named a fault that was not there."""
+    code = "import os, numpy as np; noise = np.frombuffer(os.urandom(16 * 67), np.uint8).reshape(16, 67) / 99.0\n"
+    command = script(tmp_path, f"{code}np.savez(out, embed=np.ones((16, 8)), logits=noise)")
+    found = diagnose_program(command, str(home.model), timeout=30)
+    assert [one.id for one in found.causes] == ["not-deterministic"]
+    assert found.causes[0].evidence.startswith("logits is the first array that differs, of 1 in 2")
+
+
 def test_training_steps_that_a_program_dumps_are_judged(tmp_path: Path, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     """`--run` compared the forward pass alone: a wrong loss in the same dump was called equal."""
     ids = given_ids(home.config)

@@ -113,16 +113,21 @@ def test_a_parameter_that_the_first_step_does_not_move_keeps_its_place() -> None
     assert score_second("root-of-sum").right
 
 
-@pytest.mark.parametrize("level", ["usual", "all"])
-def test_a_first_step_at_a_rate_of_zero_is_a_step(level: str) -> None:
-    """A warm-up from 0 moves nothing in the first step: its gradients were taken for clipped ones, and called detached."""
-    run = Dumped("", level, settings={"warmup": 2})
+@pytest.mark.parametrize(
+    ("level", "steps", "same"), [("usual", 2, False), ("all", 2, False), ("usual", 3, True), ("parameters", 3, True)]
+)
+def test_a_first_step_at_a_rate_of_zero_is_a_step(level: str, steps: int, same: bool) -> None:
+    """A warm-up from 0 moves nothing in the first step: its gradients were taken for clipped ones, and called detached.
+
+    With one batch for all steps, only the losses say how many there are, and gradients of two steps differ little.
+    """
+    run = Dumped("", level, steps=steps, same=same, settings={"warmup": 2})
     weights = {name: t.numpy() for name, t in our_model().state_dict().items()}
     batches = batches_of(run)
     records = numpy_steps.train(weights, CONFIG.n_head, batches, {"warmup-from-zero"}, run.given)
     diagnosis = gpt2.diagnose(dumped(run, weights, batches, records), our_model(), settings=run.overrides())
     assert [cause.id for cause in diagnosis.causes] == ["schedule-wrong"], diagnosis.table()
-    assert "2 steps" in diagnosis.notes[0]
+    assert f"{steps} steps" in diagnosis.notes[0]
 
 
 def test_an_update_that_cannot_be_examined_is_no_equality() -> None:

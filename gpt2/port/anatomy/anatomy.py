@@ -6,7 +6,6 @@ GPT-2 computes the same when they are permuted consistently.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterator
 
@@ -24,7 +23,8 @@ class Anatomy:
 
     ``layers``: the blocks' numbers in the checkpoint. ``head``: ids of the logits, None if the forward returns hidden states.
     ``post_norm``: norms come after the branches. ``extra_norms``: norms that GPT-2 does not have. ``mixed_layers``: layers where
-    attention mixes heads and positions. For the others, see :class:`Stream` and :class:`Branches`.
+    attention mixes heads and positions. ``shared_heads``: by layer, of how many heads the keys ("k") or values ("v") are, where
+    several heads of queries share them. For the others, see :class:`Stream` and :class:`Branches`.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -35,12 +35,14 @@ class Anatomy:
         self.attentions, self.feed_forwards, self.adapters = reader.attentions, reader.feed_forwards, reader.adapters
         self.branches: list[Branch] = []
         self.mixed_layers: set[int] = set()
+        self.shared_heads: dict[int, dict[str, int]] = {}
         self.parts: list[Part] = [*self.words, *([] if self.positions is None else [self.positions])]
-        self.layers = self._layers()
-        for layer, branches in zip(self.layers, itertools.zip_longest(self.attentions, self.feed_forwards), strict=False):
-            for branch in filter(None, branches):
+        for branches, layers in zip((self.attentions, self.feed_forwards), self._layers(), strict=True):
+            for branch, layer in zip(branches, layers, strict=False):
                 branch.layer = layer
                 self.branches.append(branch)
+        self.branches.sort(key=lambda branch: (branch.layer, branch.part))
+        self.layers = sorted({branch.layer for branch in self.branches})
         end = recording.output[self.flow.at(self.flow.place, recording.output) == self.flow.here]
         if not len(end):
             raise NotGPT2("its output is not made of the last token")
@@ -58,20 +60,27 @@ class Anatomy:
         self.final_norm = self.flow.state_of(end) is State.NORMED
         self._place_norms(reader.norms(end)[0])
 
-    def _layers(self) -> list[int]:
-        """Number the blocks as they run; if some blocks' parameters are unused, use the numbers in the parameters' names."""
+    def _layers(self) -> tuple[list[int], list[int]]:
+        """Number the attentions and the feed-forwards as they run, or by the parameters' names, if some are unused or absent."""
         order = list(range(max(len(self.attentions), len(self.feed_forwards))))
-        names = [self.recording.name(branch.weight) for branch in self.attentions]
+        names, others = ([self.recording.name(one.weight) for one in some] for some in (self.attentions, self.feed_forwards))
         pattern = re.sub(r"\d+", "#", names[0])
         unused = [source.name for source in self.recording.sources if source.storage not in self.recording.uses]
         idle = [name for name in unused if re.sub(r"\d+", "#", name) == pattern]
-        if not idle or any(re.sub(r"\d+", "#", name) != pattern for name in names):
-            return order
-        for runs, left in zip(_numbers(names), _numbers(idle), strict=True):  # try each number in the names
+        if any(re.sub(r"\d+", "#", name) != pattern for name in names):
+            return order, order
+        for runs, left in zip(_numbers(names), _numbers(idle), strict=True) if idle else ():  # try each number in the names
             first = min(*runs, *left)
             if list(runs) == sorted(set(runs)) and sorted(runs + left) == list(range(first, first + len(runs + left))):
-                return [number - first for number in runs]
-        return order
+                layers = [number - first for number in runs]
+                return layers, layers
+        prefix = re.split(r"\d", names[0])[0]
+        if not idle and others and all(re.match(rf"{re.escape(prefix)}\d", name) for name in others):
+            both = [[int(re.findall(r"\d+", name)[0]) for name in some] for some in (names, others)]
+            rising = all(some == sorted(set(some)) for some in both)
+            if rising and set(both[0]) & set(both[1]) and min(both[0] + both[1]) == 0:  # a block has one number
+                return both[0], both[1]
+        return order, order
 
     def _place(
         self, part: str, layer: int | None, results: Tensor, outputs: Tensor, number: Callable[[Tensor], Tensor] | None = None
@@ -111,7 +120,13 @@ class Anatomy:
 
     def _place_attention(self, branch: Branch) -> None:
         units = {part: torch.cat([getattr(head, part) for head in branch.heads]) for part in ("q", "k", "v", "mixed")}
-        one_to_one = all(len(x.unique()) == len(x) == len(units["q"]) for x in units.values())
+        whole = [units["q"], units["mixed"], *(getattr(head, part) for head in branch.heads for part in "kv")]
+        one_to_one = all(len(x) == len(units["q"]) for x in units.values()) and all(len(x.unique()) == len(x) for x in whole)
+        counts = {part: len({tuple(getattr(head, part).tolist()) for head in branch.heads}) for part in "kv"}
+        fewer = {part: count for part, count in counts.items() if count < len(branch.heads)}
+        one_to_one &= not fewer or all(head.alone for head in branch.heads)
+        if one_to_one and fewer:
+            self.shared_heads[branch.layer] = fewer
         if not one_to_one or any(number in self.flow.mixes_places for number in branch.downs):
             self.mixed_layers.add(branch.layer)
         for part in "qkv":

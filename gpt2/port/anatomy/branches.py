@@ -20,13 +20,17 @@ from gpt2.port.anatomy.stream import NotGPT2, Stream
 
 @dataclass(frozen=True)
 class Head:
-    """One attention head: ids (K,) of its queries, keys, values and weighted sums; ``all_places`` has them for all tokens."""
+    """One attention head: ids (K,) of its queries, keys, values and weighted sums; ``all_places`` has them for all tokens.
+
+    ``alone``: it has one key for the last token, and not those of other heads beside it.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     mixed: Tensor
     all_places: dict[str, Tensor] = field(repr=False)
+    alone: bool
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class Branches:
             is_here = self.flow.at(self.flow.place, values[node.place(mixed)]) == self.flow.here
             if not bool(is_here.any()):
                 continue  # the last token is not mixed here
-            own = is_here.int().argmax(-1, keepdim=True)
+            own, alone = is_here.int().argmax(-1, keepdim=True), bool((is_here.sum(-1) == 1).all())
             scored, value, mixed = scored.gather(-1, own)[:, 0], value.gather(-1, own)[:, 0], self._first_part(mixed)
             for score in dict.fromkeys(scored.tolist()):
                 product, mine = self.flow.nodes[self.recording.owner(score)], scored == score
@@ -132,7 +136,7 @@ class Branches:
                 factors = (a, b) if (self.flow.votes[number] or all_votes) >= 0 else (b, a)
                 q, k = (self._each_of_pairs(factor[product.place(torch.tensor(score))]) for factor in factors)
                 if self.flow.is_projection(self.flow.owner(q)):
-                    yield Head(q, k, value[mine], mixed[mine], dict(zip("qkv", (*factors, values), strict=True)))
+                    yield Head(q, k, value[mine], mixed[mine], dict(zip("qkv", (*factors, values), strict=True)), alone)
 
     def _each_of_pairs(self, ids: Tensor) -> Tensor:
         """Return the origins of queries or keys ``ids`` (K,), each once, although rotary positions mix them in pairs.

@@ -50,9 +50,10 @@ def diagnose(
         fill: first load the weights as :func:`gpt2.load_into` does, for a module that has none yet.
         progress: called with a short text at each stage.
 
-    The verdict on a module is "equal" if the logits agree with our model's to 1e-10 in float64, at several lengths, and the
-    module behaves the same in every call. The search in a module ends after 25 s, in one of more than 20 million parameters after
-    150 s, with what is known by then. A dump is "equal" if its logits are right up to the rounding that our model shows in
+    The verdict on a module is "equal" if the logits agree with our model's to 1e-10 in float64, at several lengths, or within the
+    rounding of float32 where no known fault explains the rest (as where norms are folded into the next layers), and the module
+    behaves the same in every call. The search in a module ends after 25 s of CPU time, in one of more than 20 million parameters
+    after 150 s, with what is known by then. A dump is "equal" if its logits are right up to the rounding that our model shows in
     the same precision, and none of its arrays shows a fault.
 
     Raises:

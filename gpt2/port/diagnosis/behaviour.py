@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import layer_of, trace
-from gpt2.measure.user_code import error_line, logits_of
+from gpt2.measure.user_code import error_at, logits_of
 from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.logits import Reference
 from gpt2.port.diagnosis.places import EVERY, Place, collapsed
@@ -20,8 +22,8 @@ from gpt2.port.recording.dispatch import DeterministicMode, Dropout, RandomMask,
 from gpt2.port.recording.pool import Pool
 
 MIN_BOUND = 1e-9  # relative, in float64: other shapes change the order of sums
-# transformers logs a warning where its output is asked for an older name than "cache".
-PASTS = ("cache", "past_key_values", "past_key_value", "past", "layer_past", "kv_cache", "past_kv", "kv_caches", "caches")
+PAST = re.compile(r"past|cache|kv|present")  # in the name of an argument, or of a part of the output
+NO_PAST = re.compile(r"use|return|reset|pos|len|index|idx|implementation")
 SWITCHES = ("use_cache", "use_kv_cache", "return_cache", "return_past")
 STARTS = ("start_pos", "start", "offset", "pos_offset", "past_len", "past_length", "position_offset")
 RESETS = ("reset_cache", "reset_kv_cache", "clear_cache")
@@ -45,11 +47,13 @@ class Behaviour:
         self.causes: list[PlacedCause] = []
         self.notes: list[str] = []
         self.divergence: Divergence | None = None
+        self.has_right_cache = False
         try:
-            self.arguments = set(inspect.signature(module.forward).parameters)
+            self.arguments = list(inspect.signature(module.forward).parameters)
         except (TypeError, ValueError):
-            self.arguments = set()
-        self.past, self.switch, self.start = self._argument(*PASTS), self._argument(*SWITCHES), self._argument(*STARTS)
+            self.arguments = []
+        self.past = next((name for name in self.arguments if _is_past(name)), None)
+        self.switch, self.start = self._argument(*SWITCHES), self._argument(*STARTS)
 
     @torch.no_grad()
     def test(self, ids: Tensor) -> None:
@@ -152,7 +156,7 @@ class Behaviour:
             try:
                 alone = self._logits(ids[row : row + 1])
             except Exception as failure:
-                words = f"your forward fails on a batch of one ({error_line(failure)})"
+                words = f"your forward fails on a batch of one ({error_at(failure)})"
                 self._add("batch-dependent", words, "the same ids in a batch of two pass")
                 return
             if error := self._differ(both[row : row + 1], alone):
@@ -163,32 +167,34 @@ class Behaviour:
     # Cached
 
     def _cached(self, ids: Tensor) -> None:
-        argument = self.past or self.switch or self.start
-        if argument is None:
+        if not (self.past or self.switch or self.start):
             return
-        whole, half = self._logits(ids), ids.size(1) // 2
-        rest, errors = ids.size(1) - half, {}
-        for words, pieces in (("token by token", [half, *[1] * rest]), ("in one piece", [half, rest])):
-            try:
-                logits = self._in_pieces(ids, pieces)
-            except Exception as error:
-                self.notes.append(f"your cache was not tried: it is not clear how to call it ({error_line(error)})")
-                return
-            if logits is None:
-                self.notes.append(f"your cache was not tried: forward takes {argument}, and returned no cache")
-                return
-            n = min(logits.size(1), rest)
-            errors[words] = worst_relative_error(logits[:, -n:], whole[:, -n:])
+        errors = self._piecewise(ids, self._logits(ids))
         wrong = [words for words, error in errors.items() if not error <= self.bound]
+        self.has_right_cache = bool(errors) and not wrong
         if wrong:
             only = "; single tokens are right, so the mask of several new tokens is wrong"
-            hint = only if wrong == ["in one piece"] else ""
-            differ = " and ".join(f"{error:.1e} {words}" for words, error in errors.items())
-            evidence = f"{half} tokens, then the rest through the cache: they differ by {differ}"
-            self._add("cache-inconsistent", f"with your cache the logits are others than without{hint}", evidence)
+            hint = only if wrong == ["in one piece"] and len(errors) > 1 else ""
+            self._add("cache-inconsistent", f"with your cache the logits are others than without{hint}", _split(errors))
 
-    def _in_pieces(self, ids: Tensor, pieces: list[int]) -> Tensor | None:
-        """Return the logits of all pieces but the first, one call each; None if the forward returns no cache."""
+    def _piecewise(self, ids: Tensor, whole: Tensor, **masks: Tensor) -> dict[str, float]:
+        """Return by how much logits of a text in pieces differ from those of the ``whole`` (B, T, V), in each way that works."""
+        half, errors = ids.size(1) // 2, dict[str, float]()
+        rest = ids.size(1) - half
+        for words, pieces in {"token by token": [half, *[1] * rest], "in one piece": [half, rest]}.items():
+            why = ""
+            for of_all in (True, False) if masks else (True,):  # the mask, of the tokens before too, or of the new ones alone
+                try:
+                    logits = self._in_pieces(ids, pieces, masks, of_all)[: len(whole), -rest:]
+                    error = worst_relative_error(logits, whole[:, -logits.size(1) :])
+                    errors[words] = min(error, errors.get(words, math.inf))
+                except Exception as error:
+                    why = f"your cache was not tried {words}: a call fails ({error_at(error)})"
+            self.notes += [why] if why and words not in errors else []
+        return errors
+
+    def _in_pieces(self, ids: Tensor, pieces: list[int], masks: Mapping[str, Tensor], of_all: bool) -> Tensor:
+        """Return the logits of all pieces but the first, one call each. Raises ValueError: the forward returns no cache."""
         past, switch, start = self.past, self.switch, self.start
         new_cache: Callable[[int], Any] | None = getattr(self.module, "new_cache", None)
         given = cache = new_cache(len(ids)) if new_cache and past and not switch and not start else None
@@ -200,6 +206,7 @@ class Behaviour:
             arguments: dict[str, Any] = {switch: True} if switch else {}
             arguments |= {past: cache} if past and cache is not None else {}
             arguments |= {start: at} if start else {}
+            arguments |= {name: mask[:, 0 if of_all else at : at + piece] for name, mask in masks.items()}
             some = ids[:, at : at + piece]
             output = self._output(some, **arguments)
             at += piece
@@ -207,7 +214,7 @@ class Behaviour:
             if past and given is None:
                 cache = _cache_of(output)
                 if cache is None:
-                    return None
+                    raise ValueError("it returns no cache")
         return torch.cat(logits[1:], 1)
 
     # Padded
@@ -220,10 +227,15 @@ class Behaviour:
         mask, filled = ones.clone(), ids.clone()
         mask[0, :gap] = 1 - MASKS[name]
         filled[0, :gap] = ids[1, :gap]
-        try:
-            padded, refilled, full = (self._masked(x, name, one) for x, one in ((ids, mask), (filled, mask), (ids, ones)))
-        except Exception as failure:
-            self.notes.append(f"padding was not tried: your forward does not take {name} of shape (B, T) ({error_line(failure)})")
+        for kind in (mask.dtype, torch.bool):
+            mask, ones = mask.to(kind), ones.to(kind)
+            try:
+                padded, refilled, full = (self._logits(x, **{name: m}) for x, m in ((ids, mask), (filled, mask), (ids, ones)))
+                break
+            except Exception as failure:
+                why = error_at(failure)
+        else:
+            self.notes.append(f"padding was not tried: your forward does not take {name} of shape (B, T) ({why})")
             return
         unmasked, alone, first = self._logits(ids), self._logits(ids[:1, gap:]), padded[:1, gap:]
         if error := self._differ(full, unmasked):
@@ -231,36 +243,41 @@ class Behaviour:
         elif error := self._differ(refilled[:1, gap:], first):
             words = "what stands at padded positions changes the logits of real ones"
             evidence = f"other ids under the padding change them by {error:.1e}"
-        elif (error := self._differ(first, alone)) and not self._counts_padding(ids[:1, gap:], gap, first, alone):
+        elif (apart := self._differ(first, alone)) and not self._counts_padding(ids[:1, gap:], gap, first, alone):
             words = "a row that is padded on the left gives other logits than the same row alone"
-            evidence = f"they differ by {error:.1e}, and are not those of positions counted with the padding either"
+            evidence = f"they differ by {apart:.1e}, and are not those of positions counted with the padding either"
         elif error := self._differ(padded[1:], unmasked[1:]):
             words, evidence = "a row without padding changes where another is padded", f"by {error:.1e}"
         else:
-            return
+            errors = self._piecewise(ids, padded[:1], **{name: mask}) if self.has_right_cache else {}
+            if apart and not self._differ(alone, self.expected(ids[:1, gap:])):
+                words = f"a row padded on the left gives other logits than alone, by {apart:.1e}, unless position_ids are given"
+                self.notes.append(f"your positions count the padding: {words}")
+            if all(error <= self.bound for error in errors.values()):
+                return
+            words = "with your cache, a row that is padded on the left gives other logits than without"
+            evidence = _split(errors)
         self._add("padding-wrong", words, evidence)
-
-    def _masked(self, ids: Tensor, name: str, mask: Tensor) -> Tensor:
-        """Return the logits with an integer mask, or with a boolean one if that fails."""
-        try:
-            return self._logits(ids, **{name: mask})
-        except Exception as error:
-            try:
-                return self._logits(ids, **{name: mask.bool()})
-            except Exception:
-                raise error from None
 
     def _counts_padding(self, ids: Tensor, gap: int, padded: Tensor, alone: Tensor) -> bool:
         """Return whether positions count the padding; assume so if the port departs from GPT-2 even without padding."""
         return bool(self._differ(alone, self.expected(ids))) or not self._differ(padded, self.expected(ids, gap))
 
 
+def _split(errors: Mapping[str, float]) -> str:
+    differ = " and ".join(f"{error:.1e} {words}" for words, error in errors.items())
+    return f"half of the tokens, then the rest through the cache: they differ by {differ}"
+
+
+def _is_past(name: str) -> bool:
+    return bool(PAST.search(name)) and not NO_PAST.search(name)
+
+
 def _cache_of(output: Any) -> Any:
     """Return the forward's output without the logits."""
-    for name in PASTS:
-        cache = output.get(name) if isinstance(output, dict) else getattr(output, name, None)
-        if cache is not None:
-            return cache
+    named = output if isinstance(output, dict) else getattr(output, "_asdict", lambda: getattr(output, "__dict__", {}))()
+    if (cache := next((part for name, part in named.items() if part is not None and _is_past(name)), None)) is not None:
+        return cache
     if isinstance(output, tuple):
         losses = [isinstance(part, Tensor) and part.is_floating_point() and part.ndim < 2 for part in output]
         rest = [part for part, is_loss in zip(output, losses, strict=True) if part is not None and not is_loss]

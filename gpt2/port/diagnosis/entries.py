@@ -104,9 +104,12 @@ def orders_of_c_attn(config: GPT2Config) -> Iterator[Order]:
         got = ", ".join(f"{'qkv'[i]} from {'qkv'[j]}" for i, j in enumerate(order) if i != j)
         yield Order(torch.cat([thirds[j] for j in order]), "qkv-order", f"has its thirds in another order ({got})")
     sizes = {"q|k|v": 3, "head": config.n_head, "unit": config.head_dim}
+    natural = f"({', '.join(sizes)})"
     for axes in itertools.permutations(sizes):
-        words = f"has its columns read as ({', '.join(axes)}); the checkpoint has (q|k|v, head, unit)"
-        yield Order(reading(sizes, axes), "head-layout", words)
+        read, other = reading(sizes, axes), f"({', '.join(axes)})"
+        yield Order(read, "head-layout", f"has its columns read as {other}; the checkpoint has {natural}")
+        if not torch.equal(read, held := read.argsort()):
+            yield Order(held, "head-layout", f"holds its columns in the order {other}; GPT-2 reads them as {natural}")
     heads = columns.view(3, config.n_head, -1)
     for head in range(config.n_head):
         one = heads[:, head, None].expand_as(heads).flatten()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Mapping as MappingType
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -14,27 +18,30 @@ from gpt2.errors import InputError
 from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent, worst_relative_error
 from gpt2.measure.rounding import WORST_RATIO, explained_errors
 from gpt2.measure.tracing import layer_of, points, trace
-from gpt2.measure.user_code import error_line, logits_of
+from gpt2.measure.user_code import error_at, logits_of
 from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
 from gpt2.port.deadline import Deadline
+from gpt2.port.diagnosis import entries
 from gpt2.port.diagnosis.behaviour import Behaviour
 from gpt2.port.diagnosis.causes import PlacedCause, ranked
+from gpt2.port.diagnosis.last_step import last_steps
 from gpt2.port.diagnosis.logits import Reference, padding_causes, require_logits
-from gpt2.port.diagnosis.places import Place
+from gpt2.port.diagnosis.places import Place, listed
 from gpt2.port.diagnosis.report import SURE, Diagnosis, Divergence
 from gpt2.port.diagnosis.structure import require_size, structural_causes
 from gpt2.port.diagnosis.trail import Walk
 from gpt2.port.diagnosis.walk import walk
 from gpt2.port.diagnosis.weights import WeightComparison
-from gpt2.port.mapping.filling import fill, put
+from gpt2.port.mapping import ROUNDED_CONSTANT
+from gpt2.port.mapping.departures import DepartureKind
+from gpt2.port.mapping.filling import fill
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.mapping.overwritten import overwritten
 from gpt2.port.mapping.reading import Own, own_weights
 from gpt2.port.recording.collecting import collect
-from gpt2.port.recording.dataflow import Use
-from gpt2.port.recording.dispatch import RandomMask, random_masks, run_deterministically
+from gpt2.port.recording.dispatch import FirstNaN, RandomMask, random_masks, run_deterministically, tensors
 from gpt2.port.recording.forward import Borrowed, ForwardError, plain_attention
 from gpt2.port.recording.pool import Pool
 from gpt2.port.recording.recorder import give_shapes, record_probe
@@ -43,6 +50,7 @@ LENGTHS = (8, 1, 32)  # token sequences; the walk uses the first
 MAX_WORK = 2e9  # parameters times tokens: above it, the full context is not tried
 SMALL = 20_000_000  # parameters of a model whose diagnosis must be quick
 SECONDS = {True: 25.0, False: 150.0}  # for all walks through a module, by whether the model is small
+PATIENCE = 20.0  # seconds for the logits of one probe; the first takes as long as it takes
 NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -56,19 +64,33 @@ class Examination:
         self.weight_causes: list[PlacedCause] = []
         self.notes: list[str] = []
         self.bound = FLOAT64_BOUND
-        self.not_gpt2 = ""
+        self.exact = True  # all is explained in float64
+        self.not_gpt2, self.holds = "", True  # why the parts are not recognised; whether some tensor is the checkpoint's
         self.masked: MappingType[int, RandomMask] = {}  # dropouts made by hand, as random_masks numbers them
 
     def diagnosis(self) -> Diagnosis:
-        tensors = [*self.module.parameters(), *self.module.buffers()]
         give_shapes(self.module, self.config, self.who)
-        self.device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
-            if tensor.is_floating_point() and bool(tensor.isnan().any()):
-                raise InputError(f"{self.who}: its {name} holds NaN; look where its values come from")
+        held = [*self.module.parameters(), *self.module.buffers()]
+        self.device = next((tensor.device for tensor in held), torch.device("cpu"))
+        training = [part for part in self.module.modules() if part.training]
         with torch.random.fork_rng(devices=[]), plain_attention(), Borrowed(self.module) as borrowed:
             self.module.eval()  # some modules override it
-            return self._examine(borrowed)
+            for name, tensor in borrowed.tensors.items():
+                if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                    first = self._first_nan(self._probes(None)[0])
+                    raise InputError(f"{self.who}: its {name} holds NaN{first}; look where its values come from")
+            diagnosis = self._examine(borrowed)
+            return replace(diagnosis, notes=(*self._training(training), *diagnosis.notes))
+
+    def _training(self, training: list[nn.Module]) -> Iterator[str]:
+        """Yield a note on a module of which some parts came in ``training`` mode, if it is random there; leave it so."""
+        for part in training:
+            part.training = True
+        with suppress(Exception):
+            first, second = (self.module(self._probes(None)[0].to(self.device)) for _ in range(2 if training else 0))
+            if not all(map(torch.equal, tensors(first), tensors(second))):
+                words = "there it gives other logits in each call, by dropout or the like"
+                yield f"your module came in training mode, and was judged in eval mode: {words}; call .eval() before you use it"
 
     def _examine(self, borrowed: Borrowed) -> Diagnosis:
         self.progress("recording one forward pass of your module")
@@ -78,12 +100,17 @@ class Examination:
         borrowed.to_float64()
         self.mapping = None if anatomy is None else Mapping(anatomy, self.config)
         own, blank = self._weights(borrowed)
-        self.structural = [] if self.mapping is None else list(structural_causes(self.mapping))
+        every = [] if self.mapping is None else list(structural_causes(self.mapping))
+        sure = (DepartureKind.HEADS_SHARED.name, DepartureKind.BRANCH_MISSING.name)
+        self.structural = [cause for cause in every if not cause.kind.startswith(sure)]
+        self.weight_causes += [cause for cause in every if cause not in self.structural]
         reference = Reference(self.config, self.state)
         same = Reference(self.config, own.weights, own.head) if own.placed else reference
         self.progress("comparing your logits with ours")
         outputs = self._outputs(borrowed, self._probes(anatomy))
         ids, first_logits = outputs[0]
+        if own.extra:  # perhaps a bias of the head
+            same.bias = (first_logits[..., : self.config.vocab_size] - same(ids)[:, -first_logits.shape[1] :]).mean((0, 1))
         padding, notes = padding_causes(first_logits, self.config)
         behaviour = Behaviour(self.module, same, self.bound, self.masked)
         self.progress("trying your module alone, repeated, cached and padded")
@@ -91,9 +118,18 @@ class Examination:
         self.notes += notes + behaviour.notes
         errors = [reference.error(logits, ids) for ids, logits in outputs]
         worst, others = max(errors), [*padding, *behaviour.causes]
+        rounding, ends, unread = self.bound, list[PlacedCause](), self.weight_causes
+        if self.weight_causes or worst > self.bound:
+            probe = outputs[errors.index(worst)][0]
+            rounding, mine, right = self._explained(probe, torch.float32), same(probe), reference(probe)  # as of folded weights
+            unread = [cause for cause in self.weight_causes if blank or _is_unread(cause, own, self.state)]
+            if own.placed and (worst_relative_error(mine, right) <= rounding or (ends := _ends(mine, right, rounding))):
+                if departures := [place for cause in self.weight_causes if cause not in unread for place in cause.places]:
+                    words = f"differ from the checkpoint's ({listed(departures, self.config.n_layer)}), and compute the same"
+                    self.notes.append(f"your weights {words}, as folded norms do")
+                self.weight_causes, reference = unread, same
         if worst <= self.bound:
-            unseen = [cause for cause in self.weight_causes if blank or cause.places[0].stem in ("wte", "wpe")]  # unused rows
-            return self._diagnosed(worst, [blank or behaviour.divergence], [*unseen, *others])
+            return self._diagnosed(worst, [blank or behaviour.divergence], [*unread, *others])
         wrong = next(number for number, error in enumerate(errors) if error > self.bound)
         if wrong and any(cause.id == "not-deterministic" for cause in behaviour.causes):
             return self._diagnosed(worst, [blank], [*self.weight_causes, *others])
@@ -111,7 +147,10 @@ class Examination:
         else:
             mixed = any(cause.id == "batch-dependent" for cause in behaviour.causes)
             divergence, causes = self._walked(ids, own, reference, mixed)
-        return self._diagnosed(worst, [blank, divergence, behaviour.divergence], [*causes, *others])
+        if worst <= rounding:
+            causes, self.bound = causes if self.exact else [], rounding
+            self.notes.append(f"your logits are right: float32's rounding explains errors up to {rounding:.1e}")
+        return self._diagnosed(worst, [blank, divergence, behaviour.divergence], [*causes, *ends, *others])
 
     def _diagnosed(self, error: float, divergences: list[Divergence | None], causes: list[PlacedCause]) -> Diagnosis:
         """Build the diagnosis; its place is the first of these divergences in the forward pass."""
@@ -134,13 +173,12 @@ class Examination:
         except NotGPT2 as reason:
             self.not_gpt2 = str(reason)
         except Exception as error:
-            why = error_line(error)
+            why = error_at(error)
             self.notes.append(f"the parts of your module were not recognised ({why}); its weights were not compared")
         return None
 
     def _read_checkpoint(self, borrowed: Borrowed) -> None:
         """Set ``state`` to the checkpoint in float64, rounded first to the module's dtype if that is narrower."""
-        self.dtypes = {name: tensor.dtype for name, tensor in borrowed.tensors.items()}
         sizes: Counter[torch.dtype] = Counter()
         for tensor in borrowed.tensors.values():
             sizes[tensor.dtype] += tensor.numel() if tensor.is_floating_point() else 0
@@ -154,11 +192,21 @@ class Examination:
     def _weights(self, borrowed: Borrowed) -> tuple[Own, Divergence | None]:
         """Compare and return the module's weights; fill it if it holds none of the checkpoint's, which is the divergence."""
         if self.mapping is None:
+            held = {entries.fingerprint(x.detach().double()) for x in borrowed.tensors.values() if x.is_floating_point()}
+            ours = [Place.of(name) for name, x in self.state.items() if x.ndim > 1 and ".c_attn." not in name]  # many cut that
+            absent = [place for place in ours if entries.fingerprint(self.state[place.name]) not in held]
+            self.holds = len(absent) < len(ours)
+            if absent and 2 * len(absent) < len(ours):
+                self.notes.append(f"no tensor of yours has the entries of {listed(absent, self.config.n_layer)}")
+            if self.fill and not self.holds:
+                words = (
+                    "so its weights cannot be put in for you; load them yourself, in build(checkpoint_dir), or without fill=True"
+                )
+                raise InputError(f"{self.who}: {self.not_gpt2 or 'its parts are not recognised'}, {words}")
             return Own(self.state, {}, {}), None
         require_size(self.mapping, self.who)
         divergence = None
         if not self.fill:
-            self._restore_rounded(self.mapping, borrowed)
             own, comparison = self._compared(self.mapping, borrowed)
             if not comparison.blank:
                 return own, None
@@ -178,20 +226,6 @@ class Examination:
             self.notes += comparison.notes
         return own, comparison
 
-    def _restore_rounded(self, mapping: Mapping, borrowed: Borrowed) -> None:
-        """Set parameters that are used scaled or shifted to exact values, if they hold the checkpoint's up to rounding."""
-        recording = mapping.anatomy.recording
-        for source in recording.sources:
-            uses = recording.uses.get(source.storage, {Use()})
-            if Use() in uses or not source.is_parameter:
-                continue
-            use, tensor = min(uses), borrowed.tensors[source.name]
-            exact = tensor.clone()
-            put(exact, mapping.entries(source), mapping, self.state, use)
-            near = 4 * torch.finfo(self.dtypes[source.name]).eps * (exact.abs() + abs(use.shift / use.scale))
-            if bool(((exact - tensor).abs() <= near).all()):
-                tensor.copy_(exact)
-
     # The module's output
 
     def _probes(self, anatomy: Anatomy | None) -> list[Tensor]:
@@ -209,8 +243,16 @@ class Examination:
     def _outputs(self, borrowed: Borrowed, probes: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return ids and logits of each probe, in float64 if possible, else in the module's dtype; later probes may fail."""
         outputs: list[tuple[Tensor, Tensor]] = []
+        rate = 0.0  # seconds for a pair of tokens
         for ids in probes:
+            if outputs and rate * ids.size(1) ** 2 > PATIENCE:
+                self.notes.append(
+                    f"your forward takes long, as one that goes number by number: {ids.size(1)} tokens were not tried"
+                )
+                continue
+            begin = time.thread_time()
             logits = self._run(ids)
+            rate = (time.thread_time() - begin) / ids.size(1) ** 2 if not outputs else rate
             if not outputs and self._is_random(ids, logits):
                 self.masked = random_masks(partial(self.module, ids.to(self.device)))
                 logits = self._run(ids)
@@ -218,10 +260,10 @@ class Examination:
                 borrowed.to_own_dtype()
                 failure, logits = logits, self._run(ids)
                 if isinstance(logits, Exception):
-                    raise ForwardError(f"{self.who}: its forward fails on ids of shape {tuple(ids.shape)}: {error_line(logits)}")
+                    raise ForwardError(f"{self.who}: its forward fails on ids of shape {tuple(ids.shape)}: {error_at(logits)}")
                 self._allow_rounding(logits, failure)
             if isinstance(logits, Exception):
-                self.notes.append(f"your forward fails on ids of shape {tuple(ids.shape)} ({error_line(logits)})")
+                self.notes.append(f"your forward fails on ids of shape {tuple(ids.shape)} ({error_at(logits)})")
             else:
                 outputs.append((ids, logits))
         return outputs
@@ -243,15 +285,27 @@ class Examination:
             self.notes.append(f"your forward casts to {', '.join(sorted(mode.casts))}; it was measured with float64 there")
         elif mode.casts:
             self._allow_rounding(output, None)
-        return require_logits(output.detach().cpu(), ids, self.config, self.who)
+        logits = require_logits(output.detach().cpu(), ids, self.config, self.who)
+        if bool(logits.isnan().any()):
+            at, why = int(logits.isnan().any(-1).any(0).nonzero()[0]), "a division by zero, or a softmax over nothing but -inf"
+            raise InputError(f"{self.who}: its logits are NaN from position {at} on{self._first_nan(ids)}; look for {why}")
+        return logits
+
+    def _first_nan(self, ids: Tensor) -> str:
+        with suppress(Exception), FirstNaN() as mode:
+            self.module(ids.to(self.device))
+        return f"; the first array with NaN is the result of {mode.words}" if mode.words else ""
+
+    def _explained(self, ids: Tensor, dtype: torch.dtype) -> float:
+        """Return the largest error of right logits that rounding to ``dtype`` explains, or the bound if that is larger."""
+        model = Reference(self.config, self.state).model
+        return max(self.bound, WORST_RATIO * explained_errors(model, ids, dtype, worst_relative_error)["logits"])
 
     def _allow_rounding(self, output: Tensor, failure: Exception | None) -> None:
         """For a module without float64, allow the errors that rounding to its dtype explains."""
         dtype = output.dtype if output.dtype != torch.float64 else torch.float32
-        model = Reference(self.config, self.state).model
-        explained = explained_errors(model, self._probes(None)[0], dtype, worst_relative_error)["logits"]
-        self.bound = max(self.bound, WORST_RATIO * explained)
-        why = f" (in float64 it fails: {error_line(failure)})" if failure else ""
+        self.bound = self._explained(self._probes(None)[0], dtype)
+        why = f" (in float64 it fails: {error_at(failure)})" if failure else ""
         self.notes.append(f"your forward was measured in {_name(dtype)}, and may be off by {self.bound:.1e}{why}")
 
     # The module's computation
@@ -265,7 +319,8 @@ class Examination:
         weights = dict(own.weights)
         if own.placed and not bool(own.placed["wpe.weight"].any()):  # the walk finds what is added in place of positions
             weights["wpe.weight"] = self.state["wpe.weight"]
-        walked = self._best_walk(self._pool(ids), ids, reference, weights, own)
+        pool = self._pool(ids)
+        walked = self._best_walk(pool, ids, reference, weights, own)
         if mixed and not walked.explained:
             alike = ids[:1].expand_as(ids).contiguous()
             pool = self._pool(alike)
@@ -274,20 +329,24 @@ class Examination:
                 if again.explained or len(again.points) > len(walked.points):
                     walked = replace(again, first_divergence=walked.first_divergence or again.first_divergence)
         if walked.lost:
-            limit = f"the search ended at its limit of {self.deadline.seconds:g} s; " if walked.timed_out else ""
+            limit = f"the search ended at its limit of {self.deadline.words}; " if walked.timed_out else ""
             self.notes.append(limit + walked.edge(self.config.n_layer))
+        if self.not_gpt2 and self.holds:
+            self.notes.append(f"the parts of your module were not recognised ({self.not_gpt2}); its weights were not compared")
         if walked.explained:
             held = [cause for cause in self.weight_causes if cause.id != "extra-bias"]  # the walk has measured its effect
+            self.exact = not pool.narrow
             return walked.first_divergence, [*walked.causes, *(_sure(cause) for cause in held)]
         is_lost = not walked.timed_out and all(layer_of(point) is None for point in walked.points)
-        if self.not_gpt2 and not walked.causes and is_lost:
-            hint = "; if it is one, load its weights yourself: build(checkpoint_dir), or no fill=True" if self.fill else ""
-            raise InputError(f"{self.who}: {self.not_gpt2}; this is another kind of model, and gpt2 diagnose needs a GPT-2{hint}")
+        if self.not_gpt2 and not walked.causes and is_lost and not self.holds:
+            words = "and it holds no tensor of the checkpoint: this is another kind of model, and gpt2 diagnose needs a GPT-2"
+            raise InputError(f"{self.who}: {self.not_gpt2}, {words}")
         known = {cause.id for cause in walked.causes}
         structural = [cause for cause in self.structural if cause.id not in known and not _refuted(cause, walked)]
         causes = [*walked.causes, *structural, *self.weight_causes]
         if causes:
             self.notes.append("these causes do not explain all of the difference; fix them and run the diagnosis again")
+        self.exact = False
         return walked.first_divergence, causes
 
     def _pool(self, ids: Tensor) -> Pool:
@@ -324,6 +383,22 @@ def _refuted(cause: PlacedCause, walked: Walk) -> bool:
     """Return whether the walk was at a place of this structural cause, and its formula did not give the port's values."""
     reached = [Place.of(point) for point in walked.points]
     return any(place.part and place.contains(point) for place in cause.places for point in reached)
+
+
+def _is_unread(cause: PlacedCause, own: Own, state: MappingType[str, Tensor]) -> bool:
+    """Return whether a cause is of rows of an embedding that no probe has read, and not of their means, which norms remove."""
+    if (stem := cause.places[0].stem) not in ("wte", "wpe"):
+        return False
+    mine, ours = (table[f"{stem}.weight"] - table[f"{stem}.weight"].mean(-1, keepdim=True) for table in (own.weights, state))
+    return worst_relative_error(mine, ours) > ROUNDED_CONSTANT
+
+
+def _ends(mine: Tensor, right: Tensor, bound: float) -> list[PlacedCause]:
+    """Return what the port's weights do to right logits (B, T, V), if a known step gives ``mine``."""
+    found = (fault for fault, formula in last_steps() if worst_relative_error(formula(right), mine) <= bound)
+    same = worst_relative_error(mine.softmax(-1), right.softmax(-1)) <= bound
+    evidence = f"with your weights our model gives that, to {bound:.0e}{'; the softmax of it is right' if same else ''}"
+    return [PlacedCause(one.id, (one.place,), one.detail, evidence, SURE) for one in islice(found, 1)]
 
 
 def _sure(cause: PlacedCause, evidence: str = "") -> PlacedCause:

@@ -111,6 +111,10 @@ def _added(label: str) -> Formula:
     return formula
 
 
+def _lowered(by: float) -> Formula:
+    return lambda scores: (scores + by * ~allowed("right", scores)).softmax(-1)
+
+
 def _after(label: str, axis: int = -1) -> Formula:
     return lambda scores: scores.softmax(axis) * allowed(label, scores)
 
@@ -151,8 +155,10 @@ def weighings() -> tuple[Weighing, ...]:
             add(f"{label} filled", _masked(label, -1e30), *why)
             add(f"{label} cleared", _cleared(label), *why)
             add(f"{label} added", _added(label), *why)
-    for fill in (-1e4, -1e9, torch.finfo(torch.float32).min):  # the same weights, unless scores are this large
-        add(f"filled {fill:g}", _masked("right", fill), cost=0.1)
+    few = "{:g} is {} masked scores, and other scores are as low: the future is seen"
+    for fill in (-1e4, -1e5, -1e9):  # GPT-2's own weights, unless scores are this large
+        add(f"filled {fill:g}", _masked("right", fill), fault("mask-multiplied", few.format(fill, "put in place of")))
+        add(f"added {fill:g}", _lowered(fill), fault("mask-multiplied", few.format(fill, "added to")))
     multiplied = "masked scores become {}, which softmax gives a share, instead of minus infinity"
     after = fault("mask-multiplied", "the mask is multiplied in after softmax, so the weights no longer sum to one")
     for label in ("right", "strict", "ahead"):

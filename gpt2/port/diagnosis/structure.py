@@ -22,8 +22,10 @@ SIZES = {
 CAUSES = {
     DepartureKind.BLOCK_COUNT: "layer-missing",
     DepartureKind.HEAD_COUNT: "head-layout",
+    DepartureKind.BRANCH_MISSING: "layer-missing",
     DepartureKind.REPEATED: "layer-repeated",
     DepartureKind.HEADS_MIXED: "head-layout",
+    DepartureKind.HEADS_SHARED: "head-layout",
     DepartureKind.POST_NORM: "post-norm",
     DepartureKind.EXTRA_NORM: "extra-norm",
     DepartureKind.POSITIONS_SHIFTED: "position-offset",
@@ -60,5 +62,9 @@ def _places(departure: Departure) -> tuple[Place, ...]:
         return tuple(Place.of(name) for name in departure.names)
     if departure.kind is DepartureKind.EXTRA_NORM:
         return tuple(Place(None, name) for name in departure.names)
+    if departure.kind is DepartureKind.HEADS_SHARED:
+        return tuple(Place(departure.layer, "attn.c_attn", share) for share in departure.names)
+    if departure.kind is DepartureKind.BRANCH_MISSING:
+        return tuple(Place(departure.layer, part) for part in (departure.part, {"attn": "ln_1", "mlp": "ln_2"}[departure.part]))
     layer = EVERY if departure.kind in (DepartureKind.POST_NORM, DepartureKind.HEAD_COUNT) else departure.layer
     return (Place.at(layer, "" if departure.kind is DepartureKind.REPEATED else departure.part),)

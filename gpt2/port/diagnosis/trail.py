@@ -210,7 +210,7 @@ def sequence_faults(ran: Sequence[int], layers: int, weights_seen: bool = False)
     """
     if list(ran) == list(range(layers)):
         return []
-    names = ", ".join(f"h.{block}" for block in ran)
+    names = ", ".join(f"h.{block}" for block in ran) or "none"
     if len(set(ran)) == 1 < len(ran) and layers > 1:
         if weights_seen or len(ran) != layers:
             return [Fault("layer-repeated", "", f"it runs {len(ran)} times, in place of every block", layer=ran[0])]

@@ -100,7 +100,7 @@ class Walker:
                 streams_in = kept if quick or layer == expected else kept[:6]
                 if (choice := self._enter(layer, streams_in, narrow=layer != expected)) is not None:
                     return layer, choice
-            if self.blocks and self._end(options, quick):
+            if self._end(options, quick):
                 return None
         if expected in self.blocks:
             return None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
+from gpt2.port.diagnosis.causes import SCORES
 from gpt2.port.diagnosis.hypotheses import (
     MASK_FAULTS,
     allowed,
@@ -41,6 +42,7 @@ MIXED = {
     "stream": "the stream itself is mixed, not the values",
 }
 OWN_WEIGHTS = "y = weights @ v  # weights (B, n_head, T, T), v (B, n_head, T, head_size): each head its own"
+SCALED = "weights = scores.softmax(-1)  # divided by nothing: dropout divides by 1 - p while training only"
 EXCHANGED = Fault("qkv-order", "attn", "queries and keys have changed places")
 TURNED = "queries and keys are turned by an angle that depends on the position (rotary position embedding)"
 ROTARY = Fault("rotary-positions", "attn", TURNED)
@@ -79,9 +81,13 @@ class Weighing:
     def _rotary(self) -> Scoring | None:
         """Return the comparison of queries and keys after rotary position embedding, if that is recorded."""
         q, k = (Layout.RIGHT.split(self.parts[name].value, self.config.n_head) for name in "qk")
-        if (turned := turned_pair(self.pool, q, k)) is None:
+        like = [next(i for i in range(n + 1) if torch.allclose(k[:, i], k[:, n])) for n in range(k.size(1))]
+        firsts = sorted(set(like))  # keys that several heads share may be turned before they are repeated
+        turned = turned_pair(self.pool, q, k) or (turned_pair(self.pool, q, k[:, firsts]) if len(firsts) < len(like) else None)
+        if turned is None:
             return None
-        queries, keys = (Layout.RIGHT.merge(part) for part in turned)
+        keys = turned[1] if turned[1].shape == k.shape else turned[1][:, [firsts.index(i) for i in like]]
+        queries, keys = (Layout.RIGHT.merge(part) for part in (turned[0], keys))
         return Scoring(queries, keys, Layout.RIGHT, self.config.n_head, (ROTARY,))
 
     def scaled(self, scoring: Scoring, factor: float) -> Tensor:
@@ -109,6 +115,7 @@ class Weighing:
             right = next(attention_weights(scoring.value.mT * factor, factor))
             yield Option.known("exchanged", right.value, EXCHANGED, factor=factor, cost=1.0)
             yield from self._shared(scoring, factor)
+            yield from self._changed(scoring, factor) if not self.pool.allowance else ()
             yield from self._as_masked(scoring, factor, masks)
 
     def _as_masked(self, scoring: Scoring, factor: float, masks: list[tuple[Tensor, Fault]]) -> Iterator[Option]:
@@ -144,6 +151,30 @@ class Weighing:
                 "head-layout", "attn", "every head mixes its values with the mean of all heads' weights", fix=OWN_WEIGHTS
             )
             yield Option.known("mean", right.mean(1, keepdim=True).expand_as(right), fault, factor=factor, cost=cost)
+
+    def _changed(self, scoring: Scoring, factor: float) -> Iterator[Option]:
+        """Yield right weights times a number, and the weights of scores to which the same is added in every row of the batch."""
+        cost, scores = 1.0 + len(self.scale_faults(scoring, factor)), self.scaled(scoring, factor)
+        right = next(attention_weights(scores, factor)).value
+        for times in self.pool.factors(right, *GRID):
+            if not math.isclose(times, 1.0):
+                words = f"the weights are multiplied by {times:.6g} after the softmax"
+                fault = Fault("softmax-missing", "attn", words, words, fix=SCALED)
+                yield Option.known("multiplied", right * times, fault, factor=factor, cost=cost)
+        seen, words = allowed("right", scores), "a number that depends on the two positions is added to each score (as in ALiBi)"
+        added = (
+            (one, (one - scores).masked_fill(~seen, 0.0))
+            for one in self.pool.of_size(scores.numel())
+            if one.shape == scores.shape
+        )
+        for entry, more in added if not self._same_in_rows(scores) else ():
+            if bool(more.isfinite().all()) and bool(more.any()) and self._same_in_rows(more):
+                weights = entry.masked_fill(~seen, -math.inf).softmax(-1)
+                yield Option.known("added", weights, Fault("extra-bias", "attn", words, fix=SCORES), factor=factor, cost=cost)
+
+    def _same_in_rows(self, values: Tensor) -> bool:
+        """Return whether each row of the batch has the same."""
+        return worst_relative_error(values, values[:1].expand_as(values)) <= self.pool.bound
 
     def mixtures(self, scoring: Scoring) -> list[tuple[Mixture, tuple[Fault, ...]]]:
         """Return what the weights may mix, the most likely first."""

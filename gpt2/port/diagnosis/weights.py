@@ -167,6 +167,8 @@ class WeightComparison:
                 attention = replace(whole, place=replace(whole.place, part=whole.place.stem))
                 if self._misread(attention, entries.misread_c_attn(whole.ours, self.config)):
                     return
+                if not all(entries.fingerprint(piece.held) in self._holders for piece in pieces):  # mixed, across q, k and v
+                    pieces = [attention]
         for piece in pieces:
             if bool(piece.placed.any()) and not torch.equal(piece.held[piece.placed], piece.ours[piece.placed]):
                 self._piece(piece)
@@ -211,9 +213,9 @@ class WeightComparison:
         return dtype is not None
 
     def _shared(self, name: str, place: Place) -> None:
-        """Add the cause that one parameter is used as two shares."""
-        if name.endswith("weight"):
-            parameter, other = self.own.shared[name, place.share]
+        """Add the cause that one parameter is used as two shares; its use for several heads is a departure."""
+        parameter, other = self.own.shared[name, place.share]
+        if name.endswith("weight") and other != place.share:
             id = "value-projection-wrong" if place.share == "v" else "wrong-tensor"
             words = f"your {parameter} serves as {place.share} and as {other} at once"
             evidence = "in the forward pass one parameter is multiplied into both"

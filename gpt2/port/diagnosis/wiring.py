@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
+from gpt2.port.diagnosis.activations import FUNCTIONS
 from gpt2.port.diagnosis.hypotheses import position_rows, sinusoids
 from gpt2.port.diagnosis.norms import Norms
 from gpt2.port.diagnosis.search import Fault, Formula, Kind, Option
@@ -60,7 +61,8 @@ class Embeddings:
         ]
         if (match := self.pool.find(right.value, *STREAM)) is not None:
             right = right.seen_as(self.pool.adopt(right.value, match))
-            return [right, *both, *(more for option in (right, *both) for more in self._normed(option))]
+            known = [right, *both, *self._shifted(right)]
+            return [*known, *(more for option in known for more in self._normed(option))]
         factors = list(dict.fromkeys([1.0, *_others([*self.pool.factors(words, 0), math.sqrt(self.width)])]))
         kept = []
         for option in self._sums(factors):
@@ -68,13 +70,21 @@ class Embeddings:
                 kept.append(option.seen_as(self.pool.adopt(option.value, match)))
         kept += both
         if all(option.silent for option in kept):
-            kept += [*self._other_tokens(), *self._unknown_positions(factors)]
+            kept += list(self._shifted(right)) or [*self._other_tokens(), *self._unknown_positions(factors)]
         kept.sort(key=lambda option: option.price)
         return [right, *kept, *(more for option in (right, *kept[:3]) for more in self._normed(option))]
 
     def _normed(self, stream: Option) -> Iterator[Option]:
         words = "the embeddings are normalised before the first block"
         yield from self.norms.after(("h.0.ln_1", "ln_f"), "embed", stream, words)
+
+    def _shifted(self, right: Option) -> Iterator[Option]:
+        """Yield a module's tensor that is the right embeddings plus one vector for all tokens."""
+        words = "one vector is added to the embedding of every token, as of token types; GPT-2 has none"
+        for x in streams(self.pool, self.ids, self.width) if not self.pool.allowance else ():
+            more = x - right.value
+            if bool(more.any()) and self.pool.error(right.value + more[:1, :1], x) <= self.pool.bound:
+                yield Option.known("shifted", x, Fault("extra-bias", "embed", words), values=right.values)
 
     def _scaled(self, factor: float, what: str) -> Fault:
         is_root = math.isclose(factor, math.sqrt(self.width), rel_tol=1e-6)
@@ -223,6 +233,11 @@ def residuals(norms: Norms, pool: Pool, layer: int, branch: Branch, result: Opti
             yield from after(names, x=normed, words="the sum is normalised")
         for one in after(names, x=result, words=f"{subject} is normalised before it is added", expected=bare):
             yield one.then(f"x + {one.label}", _plus(x), kind=Kind.NORM_AFTER)
+        for name, (words, formula) in FUNCTIONS.items() if not pool.allowance else ():
+            words = f"{subject} goes through an activation before it is added: {words}"
+            if name not in ("none", "zero"):
+                active = result.then(name, formula, Fault("gelu-variant", part or "mlp.c_proj", words))
+                yield active.then(f"x + {name}", _plus(x), cost=0.5)
     yield from after(names[:1], x=alone, words=f"{subject} is normalised, and replaces the stream", expected=bare)
 
 

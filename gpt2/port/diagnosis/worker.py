@@ -10,7 +10,6 @@ import faulthandler
 import json
 import os
 import re
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import nn
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.names import VERIFIES, ModelName
 from gpt2.errors import InputError, out_of_memory
-from gpt2.measure.user_code import Target, builder, error_line, function_of, module_of
+from gpt2.measure.user_code import Target, builder, error_line, error_place, function_of, module_of
 from gpt2.model import GPT2
 from gpt2.port.diagnosis import diagnose
 from gpt2.port.diagnosis.runner import PROGRESS
@@ -86,7 +85,8 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
     except InputError as error:
         if failure is not None and isinstance(error, ForwardError):  # the first call's error names the user's line
             return json.dumps({"error": _one_line(failure, file, name)})
-        return json.dumps({"error": str(error) + _where(error, file)})
+        at = error_place(error)
+        return json.dumps({"error": str(error) + (at if at not in str(error) else "")})
     except BaseException as error:  # the port may raise anything
         return json.dumps({"error": _one_line(error, file, name)})
 
@@ -153,7 +153,7 @@ def _one_line(error: BaseException, file: Path, name: str) -> str:
     """Return one line: the error, the user's line of code, and what to do."""
     if isinstance(error, SyntaxError):
         return f"{Path(error.filename or file).name}, line {error.lineno}: {error.msg}; Python cannot read it"
-    at, shown = _where(error, file), str(error)
+    at, shown = error_place(error), str(error)
     words = error_line(error) if isinstance(error, Exception) else type(error).__name__
     if isinstance(error, SystemExit):
         what = f"it calls sys.exit({error.code if error.code is not None else ''}){at}; {name} has to return the module"
@@ -170,13 +170,3 @@ def _one_line(error: BaseException, file: Path, name: str) -> str:
     else:
         what = f"{words}{at}"
     return f"{file.name}: {what}"
-
-
-def _where(error: BaseException | None, file: Path) -> str:
-    """Return the user's innermost line that led to an error."""
-    while error is not None:
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == file.parent]
-        if own:
-            return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line})"
-        error = error.__cause__ or error.__context__
-    return ""

@@ -6,6 +6,7 @@ The command is split into words as a POSIX shell would split it, then the placeh
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -20,18 +21,20 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
+from gpt2.checkpoint.containers import shown
 from gpt2.checkpoint.names import VERIFIES, ModelName
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
-from gpt2.measure.dumps import read
-from gpt2.measure.metrics import Progress, silent
+from gpt2.measure.dumps import Dump, read
+from gpt2.measure.metrics import Progress, relative_error, silent
 from gpt2.model import GPT2
-from gpt2.port.diagnosis.report import Diagnosis
+from gpt2.port.diagnosis.report import SURE, Cause, Diagnosis
 from gpt2.port.diagnosis.runner import watch
 from gpt2.port.diagnosis.worker import write_official
 from gpt2.port.dump.examination import exact_weights, examine
 from gpt2.port.step.settings import Settings
 
+DIFFERS = 1e-2  # relative difference of two runs, above what threads that add in another order give in any precision
 TOKENS = 16  # of the one row that the program runs
 SHOWN_LINES, READ_BYTES = 20, 65_536  # of what the program printed last
 PLACEHOLDERS = {
@@ -82,15 +85,34 @@ def diagnose_program(
     given = Settings.parse(settings) if settings else None
     checkpoint = open_checkpoint(ModelName.parse(model, VERIFIES, revision=revision), offline=offline)
     state = exact_weights(checkpoint.load())
-    with run_program(command, checkpoint, timeout=timeout) as left:
-        try:
-            dump = read(left.path, checkpoint.config, left.ids, several=True)
-        except InputError as error:  # the file is gone before the message is read
-            raise InputError(f"--run: {str(error).replace(str(left.path.with_suffix('')), '{out}')}") from None
+    dumps = []
+    for _ in range(1 if given else 2):  # training may be random
+        with run_program(command, checkpoint, timeout=timeout) as left:
+            try:
+                dumps.append(read(left.path, checkpoint.config, left.ids, several=True))
+            except InputError as error:  # the file is gone before the message is read
+                raise InputError(f"--run: {str(error).replace(str(left.path.with_suffix('')), '{out}')}") from None
+    dump = dumps[0]
+    if (random := _random(dump, dumps[-1])) is not None:
+        return Diagnosis("mismatch", None, (random,), (), command, model, seen="dump")
     diagnosis = examine(replace(dump, source=command), checkpoint.config, state, given, progress)
     others = not torch.equal(dump.ids, left.ids)
     note = ("the ids in the dump are not those that the program was given: the dump's count",) if others else ()
     return replace(diagnosis, checkpoint=model, notes=(*diagnosis.notes, *note))
+
+
+def _random(first: Dump, second: Dump) -> Cause | None:
+    """Return the cause of two runs with the same ids that give other numbers; None if they give the same."""
+    both = ((name, a, second.arrays.get(name)) for name, a in first.arrays.items())
+    errors = {name: relative_error(b, a) for name, a, b in both if b is not None and a.shape == b.shape}
+    others = [shown(name) for name, error in errors.items() if error > DIFFERS]
+    if not others:
+        return None
+    words = "two runs with the same ids give other numbers: dropout is active, or random numbers are drawn"
+    error = max(error for error in errors.values() if math.isfinite(error))
+    evidence = f"{others[0]} is the first array that differs, of {len(others)} in {len(errors)}; they differ by up to {error:.1e}"
+    fix = "model.eval(), or no dropout and no random numbers; then run the diagnosis again: until then nothing else can be told"
+    return Cause("not-deterministic", "logits", words, evidence, SURE, fix)
 
 
 def split(command: str) -> list[str]:

@@ -19,7 +19,7 @@ from gpt2.checkpoint.names import DEFAULT
 from gpt2.errors import InputError
 from gpt2.int8 import require_float
 from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
-from gpt2.measure.user_code import error_line, logits_of
+from gpt2.measure.user_code import error_at, logits_of
 from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
@@ -70,7 +70,8 @@ def load_into(
         try:
             mapping = Mapping(Anatomy(record_probe(module, config, name)), config)
         except NotGPT2 as reason:
-            raise InputError(f"{name}: {reason}; load_into needs a GPT-2") from None
+            hint = "if it is a GPT-2, fill it yourself; gpt2.diagnose then compares its logits"
+            raise InputError(f"{name}: {reason}; load_into needs a GPT-2 ({hint})") from None
         remarks = Remarks(mapping, state)
         check = Check(mapping, state, remarks.neutral)
         borrowed.to_float64()
@@ -181,7 +182,7 @@ class Check:
                 outputs.append(output if self.hidden_only else output[..., : self.vocabulary])
             except Exception as error:
                 outputs.append(None)
-                failures.append(error_line(error))
+                failures.append(error_at(error))
         return outputs, failures
 
 

@@ -127,6 +127,8 @@ class _Reading:
         self.borrowed, self.anatomy, self.name = borrowed, anatomy, name
         order = {layer: number for number, layer in enumerate(anatomy.layers)}  # blocks that do not run are left out
         anatomy.parts = [part if part.layer is None else replace(part, layer=order[part.layer]) for part in anatomy.parts]
+        for branch in anatomy.branches:
+            branch.layer = order[branch.layer]
         anatomy.layers = list(order.values())
         self.mapping = Mapping(anatomy, _sizes(anatomy), from_buffers=True)
         for departure in find_departures(self.mapping):

@@ -32,11 +32,16 @@ class DepartureKind(Enum):
     VOCABULARY_PADDED = "your vocabulary is padded from {checkpoint_size:,} to {port_size:,} entries: the rest is zero"
     REPEATED = "your {subject} runs {port_size} times"
     HEADS_MIXED = "your {subject} mixes up heads and positions: view as (B, T, heads, size), transpose, and so back"
+    HEADS_SHARED = (
+        "your {subject} has {port_size} head{plural} of keys or values, which its {checkpoint_size} of queries share (grouped "
+        "heads); the checkpoint has keys and values for each head"
+    )
     POST_NORM = "your norms stand after the branches, GPT-2's before them; they are filled in running order"
     EXTRA_NORM = "a norm that GPT-2 does not have"
     POSITIONS_SHIFTED = "your positions begin at row {port_size} of their table, the checkpoint's at 0"
     IN_BUFFER = "your {part} ({name}) is a buffer and no parameter: it is left as it is"
     POSITIONS_MISSING = "your module has no learned positions; the checkpoint's wpe.weight is left out"
+    BRANCH_MISSING = "your forward has no {subject} in one block: {norm} does not run"
     NORM_MISSING = "your {subject} has no norm before it; the checkpoint has {norm}"
     FINAL_NORM_MISSING = "your module has no last norm; the checkpoint has ln_f"
 
@@ -45,8 +50,8 @@ class DepartureKind(Enum):
 class Departure:
     """One departure in ``part`` of block ``layer``, with its size in the port and in the checkpoint.
 
-    ``names``: parameters of an extra norm, the buffer of a part, or the checkpoint's blocks that do not run. ``module``: dotted
-    name.
+    ``names``: parameters of an extra norm, the buffer of a part, the checkpoint's blocks that do not run, or shares of c_attn.
+    ``module``: dotted name.
     """
 
     kind: DepartureKind
@@ -91,8 +96,14 @@ def _connections(anatomy: Anatomy, mapping: Mapping) -> Iterator[Departure]:
             yield Departure(
                 DepartureKind.REPEATED, branch.layer, branch.part, port_size=branch.times, checkpoint_size=1, module=module
             )
+    for layer, stem in itertools.product(anatomy.layers, ("attn", "mlp")):
+        if all((branch.layer, branch.part) != (layer, stem) for branch in anatomy.branches):
+            yield Departure(DepartureKind.BRANCH_MISSING, layer, stem)
     for layer in sorted(anatomy.mixed_layers):
         yield Departure(DepartureKind.HEADS_MIXED, layer, "attn", module=module_name(anatomy, "attn", layer))
+    for layer, counts in anatomy.shared_heads.items():
+        heads, module, fewest = len(anatomy.attentions[0].heads), module_name(anatomy, "attn", layer), min(counts.values())
+        yield Departure(DepartureKind.HEADS_SHARED, layer, "attn", fewest, heads, tuple(counts), module)
     if anatomy.post_norm:
         yield Departure(DepartureKind.POST_NORM)
     for norm in anatomy.extra_norms:

@@ -33,7 +33,7 @@ LACKS = {
     "ln_f.weight": ("", "no scale in its last norm"),
     "ln_f.bias": ("", "no shift in its last norm"),
 }
-TOGETHER = (DepartureKind.NORM_MISSING, DepartureKind.HEADS_MIXED)  # one sentence for all blocks
+TOGETHER = (DepartureKind.NORM_MISSING, DepartureKind.HEADS_MIXED, DepartureKind.HEADS_SHARED)  # one sentence for all blocks
 SUBJECTS = {"attn": "attention", "mlp": "feed-forward", "ln_1": "attention", "ln_2": "feed-forward", "": "module"}
 SHARES = {"q": "queries", "k": "keys", "v": "values"}
 
@@ -132,6 +132,8 @@ class Remarks:
         for conflict in self.mapping.conflicts:
             if not torch.equal(self._values(conflict.taken), self._values(conflict.refused)):
                 one_part, other = (self._label(int(entries[0])) for entries in (conflict.taken, conflict.refused))
+                if one_part == other:  # of another head: a departure
+                    continue
                 words = f"{conflict.source} serves as {one_part} and as {other}, which differ; it holds the first"
                 alike.setdefault(re.sub(r"\d+", "#", words), []).append(words)
         self.ambiguous += [words + (f"; so do {len(rest)} more" if rest else "") for words, *rest in alike.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +13,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from gpt2.measure.user_code import place_in
 
 T = TypeVar("T")
 FUSED_ATTENTION = {
@@ -106,6 +109,22 @@ def plain_attention_kernel(call: Call) -> tuple[Any, ...]:
         named["query"], named["key"], named["value"], mask, dropout, named.get("is_causal", False), scale=named.get("scale")
     )
     return (out, weights, *[None] * (len(call.func._schema.returns) - 2))
+
+
+class FirstNaN(OperatorMode):
+    """While entered, looks for the first result with NaN: ``words`` say which operator made it, of which shape, and where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = ""
+
+    def handle(self, call: Call) -> Any:
+        result = call.run()
+        made = next((x for x in tensors(result) if bool(x.isnan().any())), None)
+        if made is not None and not self.words and "empty" not in call.name:
+            held = " of NaN" * any(bool(x.isnan().any()) for x in call.inputs)
+            self.words = f"{call.name.strip('_')}{held}, of shape {tuple(made.shape)}{place_in(traceback.extract_stack())}"
+        return result
 
 
 class Dropout(NamedTuple):

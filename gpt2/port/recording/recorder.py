@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
-from gpt2.measure.user_code import error_line, logits_of
+from gpt2.measure.user_code import error_at, logits_of
 from gpt2.port.recording.dataflow import NO_ID, Kind, Recording
 from gpt2.port.recording.dispatch import Call, OperatorMode, tensors
 from gpt2.port.recording.forward import ForwardError, plain_attention
@@ -165,7 +165,7 @@ def give_shapes(module: nn.Module, config: GPT2Config, name: str) -> None:
         try:
             module(_probe(config.vocab_size, 2, min(5, config.n_positions)))
         except Exception as error:
-            reason = error_line(error)
+            reason = error_at(error)
             raise ForwardError(f"{name}: its parameters have no shapes yet, and its forward fails ({reason})") from None
 
 
@@ -180,7 +180,7 @@ def record_probe(module: nn.Module, config: GPT2Config, name: str) -> Recording:
         try:
             return record(module, _probe(vocabulary, batch, length).to(device), config.vocab_size)
         except Exception as error:
-            failures.append(error_line(error))
+            failures.append(error_at(error))
     raise ForwardError(f"{name}: its forward fails on ids of shape (2, {short}): {failures[0]}")
 
 

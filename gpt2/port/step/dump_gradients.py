@@ -99,7 +99,8 @@ class GradientExamination:
             right = reading.predicted[0].whole
             reading.explained = False
             reading.stage.error = max(float((g - right[n]).norm() / right[n].norm().clamp(min=1e-300)) for n, g in got.items())
-            late = "the search ended at its time limit: " if self.predictor.deadline.passed else ""
+            deadline = self.predictor.deadline
+            late = f"the search ended at its limit of {deadline.words}: " if deadline.passed else ""
             words = "the gradients are those of no known mistake in the loss; dump the gradient of the logits as well"
             reading.stage.leave_open(late + words)
         else:

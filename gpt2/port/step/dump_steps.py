@@ -110,7 +110,9 @@ class StepExamination:
             if sure and not bool(array.isfinite().all()):
                 words = "holds NaN or infinity; look which step of the program makes it"
                 raise InputError(f"{self.dump.source}: {shown(name)} {words}")
-        recorded = recogniser.recorded(parameters, gradients, fitting, self._options, len(batches))
+        rows = [len(loss.values) for loss in losses]
+        counts = [len(batches), *([max(rows, default=1), rows.count(1)] if len(batches) == 1 else [])]
+        recorded = recogniser.recorded(parameters, gradients, fitting, self._options, counts)
         self._zeros(recorded, rest, layouts)
         self._require_change(recorded, parameters)
         for loss in losses:
@@ -161,7 +163,9 @@ class StepExamination:
         units = [piece.units for piece in parameters]
         twice = len(units) - len(set(units)) > len(set(units)) / 2
         if not recorded.narrow and (twice or (not any(recorded.raw) and self.asked)):
-            raise InputError(f"{self.dump.source}: no parameter changes; dump copies of the parameters after the step too")
+            what = "copies of the parameters after the step too, and a step whose rate is not 0"
+            raise InputError(f"{self.dump.source}: no parameter changes; dump {what}")
+
         if recorded.narrow and twice:  # half precision may hide every change
             self.stages["update"].leave_open(HIDDEN)
 

@@ -147,10 +147,13 @@ class Recogniser:
         gradients: Sequence[Piece],
         arrays: Mapping[str, Tensor],
         predicted: Predicted,
-        batches: int,
+        counts: Sequence[int],
     ) -> Recorded:
-        """Put the arrays in the order of their steps. ``predicted``: gradients that a step from some weights may have."""
-        found = Recorded(self._sets(parameters, most(by_units(gradients).values()), batches))
+        """Put the arrays in the order of their steps, of which there may be ``counts``, the likeliest first.
+
+        ``predicted``: gradients that a step from some weights may have.
+        """
+        found = Recorded(self._sets(parameters, most(by_units(gradients).values()), counts))
         found.parameter_dtypes, found.gradient_dtypes = ({piece.dtype for piece in some} for some in (parameters, gradients))
         pieces = [*parameters, *gradients]
         found.names = {piece.name for piece in pieces}
@@ -164,12 +167,12 @@ class Recogniser:
         still = [n for n, p in units_of(self.state).items() if later and all(n in one and _unmoved(one[n], p) for one in later)]
         # of c_attn, all three thirds: a key's bias has no gradient
         found.unchanged = [n for n in self.state if n in still or all(f"{n}:{one}" in still for one in LETTERS)]
-        self._place(found, gradients, predicted, batches)
+        self._place(found, gradients, predicted, counts[0])
         if self._has_squares(arrays, found.raw[0] if found.raw else {}):
             found.used = [{} for _ in found.raw]
         return found
 
-    def _sets(self, parameters: Sequence[Piece], gradients: int, batches: int) -> list[Weights]:
+    def _sets(self, parameters: Sequence[Piece], gradients: int, counts: Sequence[int]) -> list[Weights]:
         """Return the parameters before the first step and after each; ``gradients``: so many are dumped of most parameters.
 
         Copies that are equal to the checkpoint are those before, or of first steps that moved nothing: of a few parameters, as
@@ -186,8 +189,9 @@ class Recogniser:
         moved = most(group for group in changed.values() if group)
         usual = mode([equal[units] for units, group in changed.items() if len(group) == moved and moved])
         copies = usual + moved
-        steps = batches if batches > 1 and copies in (batches, batches + 1) else copies - 1
-        known = copies == batches + 1 > 2 or gradients >= steps > 0
+        count = next((n for n in counts if n > 1 and copies in (n, n + 1)), 1)
+        steps = count if count > 1 else copies - 1
+        known = copies == count + 1 > 2 or gradients >= steps > 0
         resting = max(steps - moved, 0) if moved and known else 0  # first steps, at a rate of 0
         sets: list[Weights] = [{} for _ in range(resting + moved)]
         for units, group in changed.items():
@@ -232,9 +236,11 @@ class Recogniser:
         for units, group in by_units(gradients).items():
             values = [self._taken(piece.view, units) for piece in group]
             taken = [[self._taken(one, units) for one in ways] for ways in options]
-            likeness = [[max(alike(value, one) for one in ways) for ways in taken] for value in values]
+            # where all steps have the same signs, the direction decides
+            likeness = [[max(alike(x, one) + 1e-3 * cosine(x, one) for one in ways) for ways in taken] for x in values]
             placed = assigned(likeness, len(options))
-            order = sorted(range(len(group)), key=lambda number: -total_norm(group[number].view))  # clipping may cut one entry
+            order = sorted(range(len(group)), key=lambda number: -max(likeness[number]))[: 2 * len(raw)]  # no later step's
+            order.sort(key=lambda number: -total_norm(group[number].view))  # clipping may cut one entry
             for step in range(len(raw)):
                 here = [group[number].view for number in order if placed[number] == step]
                 for sets, view in zip((raw, used), here, strict=False):

@@ -191,8 +191,9 @@ LINES = {
         softmax-queries@2 value-from-key@0 residual-from-normed residual-missing-mlp@2 transposed-proj@1 qkv-kqv
         head-interleaved@2 not-loaded-wpe not-loaded-fc untied-head bf16-on-the-way dropout-active ffn-dropout@2
         cache-positions cache-mask cache-unscaled cache-forgets cache-of-the-call-before padding-ignored
-        padding-inverted padding-positions padding-queries
+        padding-inverted padding-positions padding-queries cache-padding-ignored cache-padding-counted
         """,
+        "cache-single cache-positions",
         "gelu-relu cache-positions",
         "scale-by-width@1 padding-ignored",
     ),
@@ -217,8 +218,12 @@ LINES = {
         """
         heads-unsplit heads-one@1 heads-halved heads-share-keys heads-share-values@2 weights-of-one-head weights-averaged@0
         scores-of-queries scores-of-keys@1 scores-cosine@2 mask-inverted@1 mask-strict-but-first logits-rounded
-        scale-rounded@1 gelu-misplaced@2 gelu-constants gelu-erf-rounded
+        scale-rounded@1 gelu-misplaced@2 gelu-constants gelu-erf-rounded heads-grouped weights-scaled scores-relative
+        kind-embedded fed-activated blocks-identity@1 blocks-identity attention-identity@1
         """,
+        "heads-grouped rotary",
+        "weights-scaled scale-by-width",
+        "kind-embedded gelu-constants",
         "weights-of-one-head@0 heads-unsplit@2",
     ),
 }
@@ -270,6 +275,7 @@ SOUND |= {
             "dropout-in-training idle-norm logits-flattened hidden-first",
         ),
         ("functions", "key-bias-missing heads-permuted"),
+        ("conv1d", "cache-single padding-counted"),
         ("heads", "heads-permuted"),
         ("italiano", "heads-permuted"),
     )

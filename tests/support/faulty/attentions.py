@@ -1,11 +1,13 @@
 """Unusual attention: one head for all, no split into heads, queries with queries; separate q, k, v."""
 
 import math
+from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from support.faulty.fused import turned
 from support.faulty.loading import put
 
 
@@ -14,6 +16,10 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.wrong = config.n_head, wrong
         self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(config.n_embd, config.n_embd) for _ in range(4))
+        if "heads-grouped" in wrong:
+            self.to_k, self.to_v = (nn.Linear(config.n_embd, 2 * config.head_dim) for _ in range(2))
+        if "scores-relative" in wrong:
+            self.distances = nn.Embedding(config.n_positions, config.n_head)
         self.register_buffer("past", torch.ones(config.n_positions, config.n_positions).tril().bool(), persistent=False)
         self.register_buffer("slopes", 2.0 ** -torch.arange(1, config.n_head + 1)[:, None, None], persistent=False)
 
@@ -21,6 +27,9 @@ class Attention(nn.Module):
         (b, t, d), wrong = x.shape, self.wrong
         if "heads-unsplit" in wrong:
             return x
+        if "heads-grouped" in wrong:  # keys and values of two heads, each for half of the queries' heads
+            size = self.to_q.out_features // self.n_head
+            return x.view(b, t, -1, size).transpose(1, 2).repeat_interleave(self.n_head * size // d, 1)
         heads = 1 if "heads-one" in wrong else 2 if "heads-halved" in wrong else self.n_head
         return x.view(b, t, heads, d // heads).transpose(1, 2)
 
@@ -35,6 +44,11 @@ class Attention(nn.Module):
         scores = q @ k.transpose(-2, -1) / math.sqrt(size)
         if "scale-rounded" in wrong:
             scores = q @ k.transpose(-2, -1) * (1 / torch.sqrt(torch.tensor(float(size)))).item()
+        if "scale-by-width" in wrong:
+            scores = q @ k.transpose(-2, -1) / math.sqrt(self.to_q.in_features)
+        if "scores-relative" in wrong:
+            apart = (torch.arange(t)[:, None] - torch.arange(t)).clamp(min=0)
+            scores = scores + self.distances(apart).permute(2, 0, 1)
         if "scores-by-distance" in wrong:
             return scores - self.slopes * (torch.arange(t)[:, None] - torch.arange(t))
         return scores
@@ -46,6 +60,8 @@ class Attention(nn.Module):
             k = k[:, :1]
         if "heads-share-values" in wrong:
             v = v[:, :1]
+        if "rotary" in wrong:
+            q, k = (turned(part, halves=False) for part in (q, k))
         past = self.past[: x.size(1), : x.size(1)]
         if "mask-inverted" in wrong:
             past = past.mT & ~torch.eye(x.size(1), dtype=torch.bool)
@@ -57,6 +73,8 @@ class Attention(nn.Module):
             weights = weights[:, 1].unsqueeze(1)
         if "weights-averaged" in wrong:
             weights = weights.mean(1, keepdim=True)
+        if "weights-scaled" in wrong:  # dropout's factor, and no dropout
+            weights = weights / 0.9
         if "weights-rounded" in wrong:
             weights = weights.round(decimals=2)
         if "weights-turned" in wrong:
@@ -74,12 +92,14 @@ class Block(nn.Module):
     def __init__(self, config, wrong):
         super().__init__()
         self.before_attention, self.before_feeding = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
-        self.wrong, self.attention = wrong, Attention(config, wrong)
+        self.wrong = wrong
+        self.attention = nn.Identity() if "attention-identity" in wrong else Attention(config, wrong)
         self.up, self.down = nn.Linear(config.n_embd, config.inner), nn.Linear(config.inner, config.n_embd)
 
     def forward(self, x):
         x = x + self.attention(self.before_attention(x))
-        return x + self.down(self.activation(self.up(self.before_feeding(x))))
+        y = self.down(self.activation(self.up(self.before_feeding(x))))
+        return x + (F.gelu(y, approximate="tanh") if "fed-activated" in self.wrong else y)
 
     def activation(self, x):
         wrong, root = self.wrong, math.sqrt(2 / math.pi)
@@ -97,11 +117,17 @@ class Model(nn.Module):
         super().__init__()
         self.faults = faults
         self.words, self.places = nn.Embedding(config.vocab_size, config.n_embd), nn.Embedding(config.n_positions, config.n_embd)
-        self.blocks = nn.ModuleList(Block(config, faults.at(layer)) for layer in range(config.n_layer))
+        self.kinds = nn.Embedding(2, config.n_embd) if "kind-embedded" in faults else None
+        kinds = (
+            nn.Identity if "blocks-identity" in faults.at(layer) else partial(Block, config) for layer in range(config.n_layer)
+        )
+        self.blocks = nn.ModuleList(kind(faults.at(layer)) for layer, kind in enumerate(kinds))
         self.last = nn.LayerNorm(config.n_embd)
 
     def forward(self, ids):
         x = self.words(ids) + self.places.weight[: ids.size(1)]
+        if self.kinds is not None:
+            x = x + self.kinds(torch.zeros_like(ids))
         for block in self.blocks:
             x = block(x)
         logits = self.last(x) @ self.words.weight.t()
@@ -117,6 +143,14 @@ def build(config, faults):
 def fill(model, state):
     put(model, state, {"words": "wte", "places": "wpe", "last": "ln_f"})
     for layer, block in enumerate(model.blocks):
+        if isinstance(block, nn.Identity):
+            continue
         names = {"before_attention": "ln_1", "before_feeding": "ln_2", "up": "mlp.c_fc.T", "down": "mlp.c_proj.T"}
-        put(block, state, names | {"attention.to_out": "attn.c_proj.T"}, f"h.{layer}.")
-        put(block.attention, state, {"to_q": "q.T", "to_k": "k.T", "to_v": "v.T"}, f"h.{layer}.")
+        put(block, state, names, f"h.{layer}.")
+        if isinstance(block.attention, nn.Identity):
+            continue
+        put(block, state, {"attention.to_out": "attn.c_proj.T"}, f"h.{layer}.")
+        put(block.attention, state, {"to_q": "q.T"}, f"h.{layer}.")
+        for letter, part in (("k", block.attention.to_k), ("v", block.attention.to_v)):  # of grouped heads, the first ones
+            part.weight.copy_(state[f"h.{layer}.{letter}.weight"].t()[: part.out_features])
+            part.bias.copy_(state[f"h.{layer}.{letter}.bias"][: part.out_features])

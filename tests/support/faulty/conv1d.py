@@ -114,14 +114,19 @@ class Model(nn.Module):
         if "cache-of-the-call-before" in faults:  # the fault: a text of one token reuses the previous call's cache
             past_key_values = self.remembered if input_ids.size(1) == 1 and past_key_values is None else past_key_values
         start = 0 if past_key_values is None else past_key_values[0][0].size(2)
+        if start and input_ids.size(1) > 1 and "cache-single" in faults:
+            raise ValueError("one token at a time")
         if "cache-positions" in faults:
             start = 0
+        if start and "cache-padding-ignored" in faults:  # the fault: steps after the prompt see its padding
+            attention_mask = None if attention_mask is None else torch.ones_like(attention_mask)
         positions = torch.arange(start, start + input_ids.size(1), device=input_ids.device)[None]
         seen = None
         if attention_mask is not None and "padding-ignored" not in faults:
             real = attention_mask.bool()
             seen = (~real if "padding-inverted" in faults else real)[:, None, None, :]
-            positions = (real.cumsum(1) - 1).clamp(min=0)[:, -input_ids.size(1) :]
+            if not ("padding-counted" in faults or (start and "cache-padding-counted" in faults)):
+                positions = (real.cumsum(1) - 1).clamp(min=0)[:, -input_ids.size(1) :]
             if "padding-positions" in faults:  # the fault: positions count from one if a mask is given
                 positions = positions + 1
         x = self.wte(input_ids) + self.wpe(positions.clamp(max=self.wpe.num_embeddings - 1))

@@ -56,6 +56,7 @@ MEANINGS: dict[str, Meaning] = {
     "gelu-relu": _mean("gelu-variant", MLP),
     "gelu-silu": _mean("gelu-variant", MLP),
     "gelu-none": _mean("gelu-variant", MLP),
+    "fed-activated": _mean("gelu-variant", MLP, END),
     "ffn-dropout": _mean("ffn-dropout dropout-active", MLP, END),
     # Attention.
     "scale-missing": _mean("scale-missing", SCORES),
@@ -93,6 +94,9 @@ MEANINGS: dict[str, Meaning] = {
     "scores-of-queries": _mean("wrong-tensor qkv-order", SCORES),
     "scores-of-keys": _mean("wrong-tensor qkv-order", SCORES),
     "scores-cosine": _mean("extra-norm", SCORES),
+    "heads-grouped": _mean("head-layout", SCORES),
+    "weights-scaled": _mean("softmax-missing", SCORES),
+    "scores-relative": _mean("extra-bias scale-wrong", SCORES),
     "heads-split-wrongly": _mean("head-layout", HEADS),  # view(B, H, T, K) without a transpose
     "heads-merged-wrongly": _mean("head-layout", HEADS),  # view(B, T, D) without a transpose
     # Positions and embeddings.
@@ -101,6 +105,7 @@ MEANINGS: dict[str, Meaning] = {
     "position-sinusoidal": _mean("position-sinusoidal", "wpe", "embed"),
     "rotary": _mean("rotary-positions", SCORES),
     "rotary-halves": _mean("rotary-positions", SCORES),
+    "kind-embedded": _mean("extra-bias", "embed"),
     "embedding-scaled": _mean("embedding-scaled", "wte", "embed"),
     # Wiring.
     "residual-missing": _mean("residual-missing", MID),
@@ -115,6 +120,8 @@ MEANINGS: dict[str, Meaning] = {
     "extra-norm-end": _mean("extra-norm", END, "h.1.ln_1"),
     "layer-reversed": _mean("layer-order", "h.{}"),
     "layer-swapped": _mean("layer-order", "h.{}", first_layer=1),  # the last two
+    "attention-identity": _mean("layer-missing", "h.{}.attn", "h.{}.mid"),
+    "blocks-identity": _mean("layer-missing", "h.{}", "ln_f"),
     "layer-missing": _mean("layer-missing", "h.{}", "ln_f"),
     "layer-repeated": _mean("layer-repeated", "h.{}", "h.1", "h.2", "ln_f"),
     "logits-scaled": _mean("logits-scaled", "logits"),
@@ -173,12 +180,16 @@ MEANINGS: dict[str, Meaning] = {
     "padding-inverted": _mean("padding-wrong"),
     "padding-positions": _mean("padding-wrong"),
     "padding-queries": _mean("padding-wrong"),
+    "cache-padding-ignored": _mean("padding-wrong"),
+    "cache-padding-counted": _mean("padding-wrong"),
 }
 
 
 # Differences without effect, which must not be called faults.
 HARMLESS = {
     "mask-1e4": "masked scores are -10,000, whose exponential is zero",
+    "cache-single": "a cache that takes one token at a time",
+    "padding-counted": "positions count the padding, as in the Hub's models if they are given no positions",
     "masked-first": "scores are masked before they are scaled",
     "scale-split": "queries and keys are each divided by the fourth root",
     "key-bias-missing": "softmax does not see what is added to all keys alike",
