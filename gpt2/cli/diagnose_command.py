@@ -191,7 +191,7 @@ def _diagnosis(args: argparse.Namespace) -> "Diagnosis":
 
         with Status(f"reading {args.what}") as status:
             return gpt2.diagnose(args.what, args.model, settings=args.set or None, **given, progress=status)
-    if args.step is None and not re.search(r"\.py(:\w*)?$", args.what):
+    if args.step is None and not re.search(r"\.py(:.*)?$", args.what):
         return _checkpoint(args)
     from gpt2.port.diagnosis.runner import run
 
