@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -260,7 +261,7 @@ class Examination:
     def _outputs(self, borrowed: Borrowed, probes: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return ids and logits of each probe, in float64 if possible, else in the module's dtype; later probes may fail."""
         outputs: list[tuple[Tensor, Tensor]] = []
-        rate = 0.0  # seconds for a pair of tokens
+        rate = math.inf  # seconds for a pair of tokens, the least of all calls: the first one also prepares what later ones need
         for ids in probes:
             if outputs and rate * ids.size(1) ** 2 > PATIENCE:
                 self.notes.append(
@@ -269,7 +270,7 @@ class Examination:
                 continue
             begin = time.thread_time()
             logits = self._run(ids)
-            rate = (time.thread_time() - begin) / ids.size(1) ** 2 if not outputs else rate
+            rate = min(rate, (time.thread_time() - begin) / ids.size(1) ** 2)
             if not outputs and self._is_random(ids, logits):
                 self.masked = random_masks(partial(self.module, ids.to(self.device)))
                 logits = self._run(ids)
