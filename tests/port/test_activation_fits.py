@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt2.port.fits.observed import Observed
-from gpt2.port.fits.wiring import activation_fit
+from gpt2.port.dump.fits.observed import Observed
+from gpt2.port.dump.fits.wiring import activation_fit
 
 MUTANTS = {
     "another power of the root": lambda x: 0.5 * x * (1 + torch.tanh(0.6 * (x + 0.06 * x**3))),

@@ -14,9 +14,36 @@ from gpt2.port.alternatives.moments import WAYS, readings
 from gpt2.port.alternatives.norms import normed, of_moments
 from gpt2.port.diagnosis.last_step import STEPS
 from gpt2.port.dump.candidates import Candidate
+from gpt2.port.dump.fits.normalising import Norm
+from gpt2.port.dump.fits.observed import Observed
 from gpt2.port.dump.simulation import Program, Simulation
 
 D = 24
+
+
+def observed(value: torch.Tensor, right: torch.Tensor) -> Observed:
+    return Observed(value, 1e-7 * value.abs(), 1e-6, right, 0)
+
+
+def test_a_norm_over_any_axis_is_read_off_with_its_divisor_and_epsilon() -> None:
+    """Norms over other axes were read off with the checkpoint's epsilon and a biased variance alone: one that divides by n - 1
+    as well ended undetermined. A result that is no norm of its input must stay unknown."""
+    torch.manual_seed(3)
+    x, weight, bias = 2 * torch.randn(2, 9, D).double() + 0.5, 1 + 0.3 * torch.randn(D).double(), 0.2 * torch.randn(D).double()
+    norm = Norm("ln_1", weight, bias, 1e-5, {}, {}, 3)
+    right, rows = torch.layer_norm(x, (D,), weight, bias, 1e-5), torch.ones(2, 9, dtype=torch.bool)
+    found = readings(x.shape, 3)
+    assert len(found) > 20
+    for words, reading in found.items():
+        for way in WAYS:
+            value = way.normed(x, reading(x), 1e-3) * weight + bias
+            if float((value - right).abs().max()) < 1e-3:
+                continue
+            fit = norm.fit(observed(value, right), x, rows)
+            assert fit is not None, (words, way)
+            assert "layernorm-axis" in [fault.id for fault in fit.faults], (words, way)
+            assert torch.allclose(fit.value, value, atol=1e-4), (words, way)
+    assert norm.fit(observed(torch.randn(2, 9, D).double(), right), x, rows) is None
 
 
 def program(w: dict[str, torch.Tensor], ids: torch.Tensor, heads: int, layers: int, fault: str) -> dict[str, torch.Tensor]:

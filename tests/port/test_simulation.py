@@ -16,8 +16,8 @@ from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
 from gpt2.port.alternatives import loading, schedule, table
-from gpt2.port.alternatives.outside import sequence_faults
 from gpt2.port.deadline import Deadline
+from gpt2.port.diagnosis.trail import sequence_faults
 from gpt2.port.dump import matching
 from gpt2.port.dump.candidates import Candidate, Table
 from gpt2.port.dump.explaining import Explanation, explain

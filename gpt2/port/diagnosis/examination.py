@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -31,19 +32,21 @@ from gpt2.port.diagnosis.logits import Reference, padding_causes, require_logits
 from gpt2.port.diagnosis.places import Place, listed
 from gpt2.port.diagnosis.report import SURE, Diagnosis, Divergence
 from gpt2.port.diagnosis.structure import require_size, structural_causes
+from gpt2.port.diagnosis.trail import Walk
+from gpt2.port.diagnosis.walk import walk
 from gpt2.port.diagnosis.weights import WeightComparison
 from gpt2.port.mapping import ROUNDED_CONSTANT
 from gpt2.port.mapping.departures import DepartureKind
-from gpt2.port.mapping.filling import fill
+from gpt2.port.mapping.filling import fill, put
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.mapping.overwritten import overwritten
 from gpt2.port.mapping.reading import Own, own_weights
 from gpt2.port.recording.collecting import collect
+from gpt2.port.recording.dataflow import Use
 from gpt2.port.recording.dispatch import FirstNaN, RandomMask, random_masks, run_deterministically, tensors
 from gpt2.port.recording.forward import Borrowed, ForwardError, plain_attention
 from gpt2.port.recording.pool import Pool
 from gpt2.port.recording.recorder import give_shapes, record_probe
-from gpt2.port.search import Walked, search
 
 LENGTHS = (8, 1, 32)  # token sequences; the walk uses the first
 MAX_WORK = 2e9  # parameters times tokens: above it, the full context is not tried
@@ -178,6 +181,7 @@ class Examination:
 
     def _read_checkpoint(self, borrowed: Borrowed) -> None:
         """Set ``state`` to the checkpoint in float64, rounded first to the module's dtype if that is narrower."""
+        self.dtypes = {name: tensor.dtype for name, tensor in borrowed.tensors.items()}
         sizes: Counter[torch.dtype] = Counter()
         for tensor in borrowed.tensors.values():
             sizes[tensor.dtype] += tensor.numel() if tensor.is_floating_point() else 0
@@ -206,6 +210,7 @@ class Examination:
         require_size(self.mapping, self.who)
         divergence = None
         if not self.fill:
+            self._restore_rounded(self.mapping, borrowed)
             own, comparison = self._compared(self.mapping, borrowed)
             if not comparison.blank:
                 return own, None
@@ -225,6 +230,20 @@ class Examination:
             self.notes += comparison.notes
         return own, comparison
 
+    def _restore_rounded(self, mapping: Mapping, borrowed: Borrowed) -> None:
+        """Set parameters that are used scaled or shifted to exact values, if they hold the checkpoint's up to rounding."""
+        recording = mapping.anatomy.recording
+        for source in recording.sources:
+            uses = recording.uses.get(source.storage, {Use()})
+            if Use() in uses or not source.is_parameter:
+                continue
+            use, tensor = min(uses), borrowed.tensors[source.name]
+            exact = tensor.clone()
+            put(exact, mapping.entries(source), mapping, self.state, use)
+            near = 4 * torch.finfo(self.dtypes[source.name]).eps * (exact.abs() + abs(use.shift / use.scale))
+            if bool(((exact - tensor).abs() <= near).all()):
+                tensor.copy_(exact)
+
     # The module's output
 
     def _probes(self, anatomy: Anatomy | None) -> list[Tensor]:
@@ -242,7 +261,7 @@ class Examination:
     def _outputs(self, borrowed: Borrowed, probes: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return ids and logits of each probe, in float64 if possible, else in the module's dtype; later probes may fail."""
         outputs: list[tuple[Tensor, Tensor]] = []
-        rate = 0.0  # seconds for a pair of tokens
+        rate = math.inf  # seconds for a pair of tokens, the least of all calls: the first one also prepares what later ones need
         for ids in probes:
             if outputs and rate * ids.size(1) ** 2 > PATIENCE:
                 self.notes.append(
@@ -251,7 +270,7 @@ class Examination:
                 continue
             begin = time.thread_time()
             logits = self._run(ids)
-            rate = (time.thread_time() - begin) / ids.size(1) ** 2 if not outputs else rate
+            rate = min(rate, (time.thread_time() - begin) / ids.size(1) ** 2)
             if not outputs and self._is_random(ids, logits):
                 self.masked = random_masks(partial(self.module, ids.to(self.device)))
                 logits = self._run(ids)
@@ -325,8 +344,8 @@ class Examination:
             pool = self._pool(alike)
             if not _same_at_every_position(pool.logits):
                 again = self._best_walk(pool, alike, reference, weights, own)
-                if again.explained or len(again.values) > len(walked.values):
-                    walked = replace(again, first=walked.first or again.first)
+                if again.explained or len(again.points) > len(walked.points):
+                    walked = replace(again, first_divergence=walked.first_divergence or again.first_divergence)
         if walked.lost:
             limit = f"the search ended at its limit of {self.deadline.words}; " if walked.timed_out else ""
             self.notes.append(limit + walked.edge(self.config.n_layer))
@@ -335,8 +354,8 @@ class Examination:
         if walked.explained:
             held = [cause for cause in self.weight_causes if cause.id != "extra-bias"]  # the walk has measured its effect
             self.exact = not pool.narrow
-            return walked.first, [*walked.causes, *(_sure(cause) for cause in held)]
-        is_lost = not walked.timed_out and all(layer_of(point) is None for point in walked.values)
+            return walked.first_divergence, [*walked.causes, *(_sure(cause) for cause in held)]
+        is_lost = not walked.timed_out and all(layer_of(point) is None for point in walked.points)
         if self.not_gpt2 and not walked.causes and is_lost and not self.holds:
             words = "and it holds no tensor of the checkpoint: this is another kind of model, and gpt2 diagnose needs a GPT-2"
             raise InputError(f"{self.who}: {self.not_gpt2}, {words}")
@@ -346,7 +365,7 @@ class Examination:
         if causes:
             self.notes.append("these causes do not explain all of the difference; fix them and run the diagnosis again")
         self.exact = False
-        return walked.first, causes
+        return walked.first_divergence, causes
 
     def _pool(self, ids: Tensor) -> Pool:
         """Return the module's recorded tensors."""
@@ -354,33 +373,33 @@ class Examination:
         pool.narrow, pool.deadline = self.bound > FLOAT64_BOUND, self.deadline
         return pool
 
-    def _best_walk(self, pool: Pool, ids: Tensor, reference: Reference, weights: dict[str, Tensor], own: Own) -> Walked:
+    def _best_walk(self, pool: Pool, ids: Tensor, reference: Reference, weights: dict[str, Tensor], own: Own) -> Walk:
         """Walk with the module's weights; if these do not explain its logits, with the checkpoint's too.
 
         A bias that the anatomy has not found, or blocks that it has taken for others, need not be wrong: if the walk comes
         further with the checkpoint's own, the causes that say so are dropped.
         """
-        best = search(pool, weights, ids, reference.model, own.head, self.progress)
+        best = walk(pool, weights, self.config, ids, reference.model, own.head, self.progress)
         completed = {name: torch.where(placed, weights[name], self.state[name]) for name, placed in own.placed.items()}
         checkpoint = self.state if own.placed else {}
         misread_all = {cause.id for cause in self.weight_causes}
         for others, misread in ((completed, {"missing-bias", "layernorm-without-affine"}), (checkpoint, misread_all)):
             if best.explained or all(torch.equal(tensor, weights[name]) for name, tensor in others.items()):
                 continue
-            walked = search(pool, others, ids, reference.model, own.head, self.progress)
-            if walked.explained or len(walked.values) > len(best.values):
+            walked = walk(pool, others, self.config, ids, reference.model, own.head, self.progress)
+            if walked.explained or len(walked.points) > len(best.points):
                 best = walked
                 self.weight_causes = [cause for cause in self.weight_causes if cause.id not in misread]
         if not best.explained and not pool.narrow:  # float32 constants may be the only obstacle
             pool.narrow = True
-            walked = search(pool, weights, ids, reference.model, own.head, self.progress)
+            walked = walk(pool, weights, self.config, ids, reference.model, own.head, self.progress)
             best = walked if walked.explained else best
         return best
 
 
-def _refuted(cause: PlacedCause, walked: Walked) -> bool:
+def _refuted(cause: PlacedCause, walked: Walk) -> bool:
     """Return whether the walk was at a place of this structural cause, and its formula did not give the port's values."""
-    reached = [Place.of(point) for point in walked.values]
+    reached = [Place.of(point) for point in walked.points]
     return any(place.part and place.contains(point) for place in cause.places for point in reached)
 
 

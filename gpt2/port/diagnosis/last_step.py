@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2.port.fault import Fault
-from gpt2.port.fault import Function as Formula
+from gpt2.port.diagnosis.search import Fault, Formula
 
 
 class Step(NamedTuple):

@@ -32,7 +32,10 @@ class DumpPool(Pool):
         self._bound = tolerance.stage
         self.narrow = tolerance.dtype != torch.float64
         self.rows, self.tokens = shape
+        self.dtypes: list[torch.dtype] = []
+        self.names: list[str] = []
         self.whole: list[bool] = []  # by entry: an array of the dump, and not a part of one
+        self.logits_dtype = torch.float64
         width, root = config.n_embd, math.sqrt(config.head_dim)
         self._round = [1.0, 1 / root, root, math.sqrt(width), 1 / math.sqrt(width), 1 / width, 1 / config.head_dim]
         self._round += [value / n for n in range(2, config.n_layer + 1) for value in (1 / root, 1.0)]
@@ -42,10 +45,18 @@ class DumpPool(Pool):
         """Add arrays by name, with their parts, and the logits (B, T', V)."""
         for name, array in arrays:
             for part, tensor in parts(name, array, self.config, self.rows, self.tokens):
+                self.names.append(part)
                 self.whole.append(part == name)
-                self.add(tensor, part, array.dtype)
+                self.dtypes.append(array.dtype)
+                self.add(tensor)
         self.logits_dtype = logits.dtype
         self.logits = logits.double()
+
+    def again(self, number: int) -> set[int]:
+        """Return the entries with the same numbers as one of them: programs write a block's result and the next one's input."""
+        mine = self.entries[number].flatten()
+        alike = ((n, entry.flatten()) for n, entry in enumerate(self.entries) if entry.numel() == len(mine))
+        return {n for n, entry in alike if n == number or torch.equal(entry, mine)}
 
     @property
     def bound(self) -> float:
@@ -82,11 +93,16 @@ class DumpPool(Pool):
         finally:
             self.tolerance, self._bound = whole, whole.stage
 
+    def loosen(self, least: float) -> None:
+        """Allow ``least`` at each stage from now on: what is computed from arrays of a narrow dtype is not exact."""
+        self._allow({part: max(error, least) for part, error in self.tolerance.stages.items()})
+
     def _allow(self, stages: dict[str, float]) -> None:
         self.tolerance = replace(self.tolerance, stages=stages)
         self._bound = self.tolerance.stage
 
     def tolerance_at(self, place: str) -> float:
+        """Return the allowed relative error of a stage's value, from exact inputs."""
         return self._at(place)
 
     def _at(self, place: str) -> float:
@@ -146,6 +162,9 @@ class DumpPool(Pool):
         short = [float(f"{size:.{digits}g}") for digits in (1, 2, 3)]
         near = (one for one in [*self._round, *short] if math.isclose(one, size, rel_tol=loose))
         return sign * next(near, size)
+
+    def _margins(self, n: int) -> Tensor:
+        return torch.tensor([self.bound + self.unit(number) for number in self._by_size[n]], dtype=torch.float64)
 
 
 def parts(name: str, array: Tensor, config: GPT2Config, rows: int, tokens: int) -> list[tuple[str, Tensor]]:

@@ -40,14 +40,12 @@ class Pool:
 
     def __init__(self) -> None:
         self.entries: list[Tensor] = []
-        self.names: list[str] = []  # by entry
-        self.dtypes: list[torch.dtype] = []  # in which they are stored
         self.logits = torch.empty(0)
-        self.logits_dtype = torch.float64
         self.narrow = False
         self.deadline = Deadline()
         self._by_size: dict[int, list[int]] = {}
         self._sums: list[tuple[float, float]] = []  # by entry: sum and sum of squares of the finite elements
+        self._tables: dict[int, Tensor] = {}  # by size: the sums of all entries
         self._ranked: dict[int, list[tuple[float, int]]] = {}  # by size: sum and number of the entries, by their sums
         self._sorted: dict[int, Tensor] = {}
 
@@ -61,12 +59,10 @@ class Pool:
         pool.logits = logits.detach().to("cpu", torch.float64)
         return pool
 
-    def add(self, tensor: Tensor, name: str = "", dtype: torch.dtype = torch.float64) -> None:
-        """Add a tensor under its name, perhaps stored in a narrower dtype."""
-        self.names.append(name or f"tensor {len(self.entries)}")
-        self.dtypes.append(dtype)
+    def add(self, tensor: Tensor) -> None:
         entry = tensor.detach().to("cpu", torch.float64, copy=True).contiguous()
         self._by_size.setdefault(entry.numel(), []).append(len(self.entries))
+        self._tables.pop(entry.numel(), None)
         self._ranked.pop(entry.numel(), None)
         self._sums.append(_sums(entry))
         self.entries.append(entry)
@@ -98,15 +94,6 @@ class Pool:
     def logits_error(self, value: Tensor, logits: Tensor) -> float:
         """Return the relative error of ``value`` as the origin of ``logits``, a part of this pool's."""
         return worst_relative_error(value, logits)
-
-    def again(self, number: int) -> set[int]:
-        """Return the entries with the same numbers as one of them: programs write a block's result and the next one's input."""
-        mine, alike = self.entries[number].flatten(), self._by_size[self.entries[number].numel()]
-        return {n for n in alike if n == number or torch.equal(self.entries[n].flatten(), mine)}
-
-    def tolerance_at(self, place: str) -> float:
-        """Return the allowed relative error of a stage's value, from exact inputs."""
-        return self.bound
 
     def of_size(self, numel: int) -> list[Tensor]:
         return [self.entries[number] for number in self._by_size.get(numel, [])]
@@ -192,6 +179,37 @@ class Pool:
             if found:
                 break
         return found
+
+    def near(self, n: int, first: Tensor, second: Tensor) -> Tensor:
+        """Return (N, entries): whether each entry of ``n`` elements has the sum ``first`` (N,) and squares ``second`` (N,)."""
+        self.deadline.check()
+        if n not in self._by_size:
+            return torch.zeros(len(first), 0, dtype=torch.bool)
+        sums, squares = self._table(n)
+        first, second, margins = first[:, None], second[:, None], self._margins(n)
+        near = (sums - first).abs() <= margins * (second / n).sqrt().clamp(min=1e-300) * n + 1e-290
+        return near & ((squares - second).abs() <= 2.2 * margins * second + 1e-290)
+
+    def may_be_near(self, n: int, first: Tensor) -> Tensor:
+        """Return (N, entries): where :meth:`near` can be true for sums ``first`` (N,), whatever the squares are."""
+        self.deadline.check()
+        if n not in self._by_size:
+            return torch.zeros(len(first), 0, dtype=torch.bool)
+        sums, squares = self._table(n)
+        margins = self._margins(n)
+        largest = squares / (1 - 2.2 * margins).clamp(min=1e-300)  # the largest squares that are near enough
+        return (sums - first[:, None]).abs() <= 1.01 * margins * (largest / n).sqrt().clamp(min=1e-300) * n + 1e-290
+
+    def _table(self, n: int) -> tuple[Tensor, Tensor]:
+        """Return the sums and the sums of squares of all entries of ``n`` elements."""
+        if n not in self._tables:
+            self._tables[n] = torch.tensor([self._sums[number] for number in self._by_size[n]], dtype=torch.float64)
+        sums, squares = self._tables[n].unbind(1)
+        return sums, squares
+
+    def _margins(self, n: int) -> Tensor:
+        """Return the largest relative error of a sum, for each entry of ``n`` elements."""
+        return torch.full((len(self._by_size[n]),), self.bound + 1e-14, dtype=torch.float64)
 
     def _find(self, value: Tensor) -> tuple[float, int] | None:
         """Return the error and number of the best entry for a whole value; sums are compared first, because that is fast."""

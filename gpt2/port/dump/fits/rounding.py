@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gpt2.port.diagnosis.search import Formula
 from gpt2.port.diagnosis.weights import NARROW
-from gpt2.port.fault import Function as Formula
 
 SCHEMES = (
     "symmetric",

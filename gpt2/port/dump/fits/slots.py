@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2.port.fault import Fault
-from gpt2.port.fits.bank import Bank
-from gpt2.port.fits.observed import Fit, Observed
+from gpt2.port.diagnosis.search import Fault
+from gpt2.port.dump.fits.bank import Bank
+from gpt2.port.dump.fits.observed import Fit, Observed
 
 AMBIGUOUS = 2  # sources that fit a slot, above which none is concluded
 CLEAR = (2000.0, 100.0)  # times its rounding: a weight from which the others are measured
@@ -233,7 +233,7 @@ class Slots:
         error = loose.sum(1)
         if bool(((1 - total).abs() <= error + 1e-6).all()):
             return Found(sources)
-        if bool((total >= 1).any()) or not bool(sums.isfinite().all()):
+        if bool((total >= 1).any()):
             return None
         needed = sums * (1 - total) / total  # exponentials behind
         error = 3 * sums * error / total.square() + 1e-6 * needed

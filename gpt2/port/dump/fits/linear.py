@@ -1,109 +1,113 @@
-"""Read off a linear layer's input and result which weights and which bias it multiplied and added.
+"""Read off a linear layer's input and result which weights, which bias and which input it multiplied.
 
-Shapes: x (B, T, I); the result y (B, T, O); weights W (I, O); biases b (O,). ``rows`` are the tokens that are not GPT-2's.
+Shapes: x (B, T, I); the result y (B, T, O); weights W (I, O); biases b (O,). R are the rows that are not GPT-2's.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
-from typing import NamedTuple
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from gpt2.config import GPT2Config
-from gpt2.port.fault import Fault
-from gpt2.port.fits.lacking import ranges
-from gpt2.port.fits.observed import Fit, Observed, combined, distinct, formula
-from gpt2.port.fits.rounding import quantised
+from gpt2.port.diagnosis import entries
+from gpt2.port.diagnosis.rotary import rotation
+from gpt2.port.diagnosis.scores import Layout
+from gpt2.port.diagnosis.search import Fault
+from gpt2.port.dump.fits.elsewhere import other_input, read_elsewhere, rescaled
+from gpt2.port.dump.fits.library import Library, Source, permutation, place_of
+from gpt2.port.dump.fits.observed import Fit, Observed, combined, distinct, formula, nice
+from gpt2.port.dump.fits.partial import ranges
+from gpt2.port.dump.fits.precision import products, rounded_fit
+from gpt2.port.dump.fits.rounding import quantised
 
 MOST = 2**29  # products of columns that are compared
-MOST_COPIED = 2**24  # entries of matrices whose columns are compared
-PROBED = 64  # entries of a vector that sort out places
-FEW = 16  # places that are compared whole
+MOST_TOKENS = 64  # that a sum of heads is fitted to
 LEAST_MATCHED = 0.4  # of the columns of a weight, to say where they come from
 LEAST_ANGLES = 8  # different tokens that show whether angles between them are kept
 MOST_BENT = 0.4  # one minus the correlation of these angles
-UNKNOWN = "the weight is not the checkpoint's in any known way"
 ALIKE = 0.5  # cosine of a result and GPT-2's, from which on the weight may be a rounded one
-
-
-class Source(NamedTuple):
-    """Where a column of weights is in the checkpoint: a tensor, whether it is one of its rows, and its number."""
-
-    name: str
-    row: bool
-    number: int
-
-
-class Library:
-    """All vectors of a checkpoint ``state`` that a program may hold by mistake."""
-
-    def __init__(self, state: Mapping[str, Tensor]) -> None:
-        self.state = state
-        self.rounding = ""  # that other weights were seen to have
-        self._columns: dict[int, tuple[Tensor, list[tuple[str, bool, int]]]] = {}
-
-    def columns(self, size: int) -> tuple[Tensor, list[tuple[str, bool, int]]]:
-        """Return every column and row of ``size`` entries, (size, M), with the tensors they come from and how many of each."""
-        if size not in self._columns:
-            parts, origins = [], []
-            matrices = {name: tensor for name, tensor in self.state.items() if tensor.ndim == 2 and size in tensor.shape}
-            if sum(tensor.numel() for tensor in matrices.values()) > MOST_COPIED:  # a large model: its first blocks
-                matrices = {name: tensor for name, tensor in matrices.items() if name.startswith(("h.0.", "h.1."))}
-            for name, tensor in matrices.items():
-                for one, row in ((tensor, False), (tensor.t(), True)):
-                    if one.shape[0] == size:
-                        parts.append(one)
-                        origins.append((name, row, one.shape[1]))
-            self._columns[size] = torch.cat(parts, 1), origins
-        return self._columns[size]
-
-    def source(self, size: int, number: int) -> Source:
-        for name, row, count in self.columns(size)[1]:
-            if number < count:
-                return Source(name, row, number)
-            number -= count
-        raise IndexError
-
-    @cached_property
-    def vectors(self) -> dict[str, Tensor]:
-        """Biases and norms' weights, and the thirds of c_attn's biases."""
-        out = {name: tensor for name, tensor in self.state.items() if tensor.ndim == 1}
-        for name, tensor in list(out.items()):
-            if name.endswith("c_attn.bias"):
-                out |= {f"{name} ({letter})": third for letter, third in zip("qkv", tensor.chunk(3), strict=True)}
-        return out
+Family = Callable[[Observed, Tensor, Tensor], Iterator[Fit]]
 
 
 class Linear:
-    """One linear layer: the tensor ``name`` of the checkpoint, of which ``part`` uses ``weight`` and ``bias``."""
+    """One linear layer: the tensor ``name`` of the checkpoint, columns ``first`` to ``first + O`` of it.
+
+    ``inputs``: other tensors that it may have taken by mistake, in words.
+    """
 
     def __init__(
-        self,
-        library: Library,
-        name: str,
-        part: str,
-        weight: Tensor,
-        bias: Tensor,
-        config: GPT2Config,
-        check: Callable[[], None],
+        self, library: Library, name: str, part: str, weight: Tensor, bias: Tensor, inputs: Mapping[str, Tensor]
     ) -> None:
-        self.library, self.name, self.part, self.weight, self.bias = library, name, part, weight, bias
-        self.config, self.check = config, check
+        self.library, self.name, self.part, self.weight, self.bias, self.inputs = library, name, part, weight, bias, inputs
+        self.families = self._scaled, self._inputs, self._bias, self._columns, self._misread, self._heads
         self.where = part if part in ("attn.q", "attn.k", "attn.v") else f"{part}.weight" if part != "logits" else part
 
-    def fits(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
-        """Yield what the layer computed from ``x`` to give ``seen`` at ``rows``."""
-        for family in (self._scaled, self._bias, self._columns, self._rounded, self._part, self._function):
-            self.check()
-            yield from family(seen, x, rows)
-        yield from filter(None, [self.unknown(seen, x, rows)])
+    def fit(self, seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
+        """Return what the layer computed from ``x`` to give ``seen`` at ``rows``."""
+        first: tuple[Family, ...] = (*self.families, self._turned, self._rounded)
+        last: tuple[Family, ...] = (
+            partial(rescaled, self),
+            self._part,
+            self._function,
+            partial(other_input, self),
+            partial(read_elsewhere, self),
+        )
+        for family in (*first, *last):
+            self.library.in_time()
+            if (fit := next(iter(family(seen, x, rows)), None)) is not None:
+                return fit
+        return None
 
     def fault(self, id: str, words: str, leaf: str = "") -> Fault:
-        return Fault(id, self.where.replace(".weight", f".{leaf}") if leaf else self.where, words)
+        return Fault(id, self.where.replace(".weight", f".{leaf}") if leaf else self.where, words, leaf=leaf)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return this layer's share (I, O) of the checkpoint's tensor."""
+        if self.part == "logits":
+            return whole.T
+        share = {"attn.q": 0, "attn.k": 1, "attn.v": 2}.get(self.part)
+        return whole if share is None else whole.chunk(3, 1)[share]
+
+    def roundings(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        """Yield this layer's weight stored in fewer bits, each way in words; the way that other weights have comes first."""
+        every = quantised(self.library.state[self.name])
+        for words, make in sorted(every, key=lambda one: one[0] != self.library.rounding):
+            yield words, partial(self._made, make)
+
+    def _made(self, make: Callable[[], Tensor]) -> Tensor:
+        return self.cut(make())
+
+    def elsewhere(self, layer: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        """Yield weights of this shape from elsewhere, in words: other matrices, or all blocks' read with a wrong stride."""
+        for name, tensor in self.library.state.items():
+            thirds = tensor.chunk(3, 1) if name.endswith("c_attn.weight") else ()
+            for part, one in (
+                (name, tensor),
+                *((f"{name} ({letter})", third) for letter, third in zip("qkv", thirds, strict=False)),
+            ):
+                if one.shape == self.weight.shape and not torch.equal(one, self.weight):
+                    yield f"is the checkpoint's {part}", partial(torch.clone, one)
+        whole, width = self.library.state[self.name], self.library.config.n_embd
+        count, blocks = whole.numel(), self.library.config.n_layer
+        for transposed, stride in itertools.product((False, True), (width, 4 * width, *(n * width**2 for n in (1, 3, 4)))):
+            start = layer * stride
+            if layer and stride != count and start < count * blocks:
+                words = f"is read from all blocks' weights, one after the other, with a stride of {stride}, not {count}"
+                yield words, partial(self._from, start, transposed)
+
+    def _from(self, start: int, transposed: bool) -> Tensor:
+        """Return this layer's weight read from entry ``start`` of those of all blocks, one behind the other."""
+        whole = self.library.state[self.name]
+        pair = next(itertools.islice(self.library.pairs(self.name, transposed), start // whole.numel(), None))
+        read = pair[start % whole.numel() :][: whole.numel()]
+        return self.cut(read.view(whole.shape[::-1]).T if transposed else read.view(whole.shape))
+
+    # Families
 
     def _scaled(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         product, bias = x @ self.weight, self.bias.expand_as(seen.value)
@@ -139,6 +143,16 @@ class Linear:
             )
             fault = self.fault(id, words)
         yield from seen.fits(fit.value, rows, fault, *more)
+
+    def _inputs(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+        for words, other in self.inputs.items():
+            if other.shape == x.shape:
+                for bias in (self.bias, torch.zeros_like(self.bias)):
+                    missing = Fault(
+                        "norm-missing", "ln_1" if self.part.startswith("attn") else "ln_2", f"the layer's input is {words}"
+                    )
+                    fault = missing if "stream" in words else Fault("wrong-tensor", self.part, f"the layer's input is {words}")
+                    yield from seen.fits(other @ self.weight + bias, rows, fault)
 
     def _bias(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         """Another bias: what is added is the same at every token."""
@@ -210,23 +224,77 @@ class Linear:
         words = f"the weight's columns are in another order: {order}{rest}"
         if share is None:
             return self.fault("wrong-tensor", words)
-        width = self.config.n_embd
+        width = self.library.config.n_embd
         thirds = Counter(one.number // width for one in sources)
         if len(thirds) == 1 and share not in thirds:
             return Fault("qkv-order", "attn", f"{self.part} is computed with the columns of {'qkv'[next(iter(thirds))]}")
         return Fault("head-layout", "attn.c_attn", words)
 
+    def _misread(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+        """The checkpoint's tensor reshaped, transposed or cut otherwise, as people do."""
+        whole, config = self.library.state[self.name], self.library.config
+        if self.part == "logits" or distinct(x[rows]) < 2:
+            return
+        own = ((self.where, one, one.tensor) for one in entries.misread(self.name.split(".", 2)[2], self.weight, config))
+        cut = entries.cut_c_attn(whole) if self.name.endswith("c_attn.weight") else ()
+        for where, one, weight in (*own, *(("attn.c_attn.weight", one, self.cut(one.tensor)) for one in cut)):
+            product = x @ weight
+            for bias in (self.bias, (seen.value - product)[rows].mean(0)):
+                yield from seen.fits(product + bias, rows, Fault(one.id, where, f"the weight {one.words}"))
+
+    def _heads(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+        """Rows of the weight in another order, by heads: the result is a sum of heads, each with another's rows."""
+        heads, width = self.library.config.n_head, self.library.config.n_embd
+        if x.shape[-1] != width or self.part != "attn.c_proj":
+            return
+        parts, blocks = x.unflatten(-1, (heads, -1)), self.weight.unflatten(0, (heads, -1))
+        columns = torch.einsum("nhk,gkd->ndhg", parts[rows][:MOST_TOKENS], blocks).flatten(2).flatten(0, 1)
+        wanted = (seen.value - self.bias)[rows][:MOST_TOKENS].flatten()
+        if len(columns) > 2 * columns.shape[1]:
+            factors = torch.linalg.lstsq(columns, wanted[:, None]).solution[:, 0]
+            table = torch.tensor([nice(float(f), seen.loose) for f in factors], dtype=x.dtype).view(heads, heads)
+            value = x @ torch.einsum("hg,gkd->hkd", table, blocks).flatten(0, 1) + self.bias
+            taken = [
+                f"head {h} with "
+                + (
+                    " + ".join(f"{float(table[h, g]):g} rows of head {g}" for g in table[h].nonzero().flatten().tolist())
+                    or "nothing"
+                )
+                for h in range(heads)
+                if not (table[h, h] == 1 and int((table[h] != 0).sum()) == 1)
+            ]
+            fault = Fault("head-layout", "attn.c_proj.weight", f"the projection multiplies {'; '.join(taken[:3])}")
+            yield from seen.fits(value, rows, fault)
+        if x.shape[-1] <= seen.value.shape[-1] and int(rows.sum()) > 1:  # does the result show the input, in another order?
+            solved = torch.linalg.lstsq(self.weight.T, (seen.value - self.bias)[rows].T).solution.T
+            order = torch.cdist(solved.T.contiguous(), x[rows].T.contiguous()).argmin(1)
+            fault = Fault(
+                "head-layout", "attn.c_proj.weight", f"the features that it multiplies are in another order: {permutation(order)}"
+            )
+            yield from seen.fits(x[..., order] @ self.weight + self.bias, rows, fault)
+
     def _rounded(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
-        """A weight in fewer bits, first as other weights are."""
+        """Weights in fewer bits, and numbers on the way."""
         if self.likeness(seen, rows) < ALIKE:
             return
-        every = quantised(self.weight)
-        for words, make in sorted(every, key=lambda one: one[0] != self.library.rounding):
-            self.check()
-            fault = self.fault("reduced-precision", f"the weight holds the checkpoint's values {words}")
-            if (fit := seen.mostly(x @ make() + self.bias, rows, fault)) is not None:
-                self.library.rounding = words
-                yield fit
+        ways = products(self.weight, self.roundings())
+        if self.library.product:
+            ways = chain((way for way in products(self.weight, iter(())) if way.words == self.library.product), ways)
+        if (found := rounded_fit(seen, x, self.bias, rows, ways, self.library.in_time)) is not None:
+            way, fit = found
+            self.library.rounding = way.held or self.library.rounding
+            self.library.product = "" if way.held else way.words
+            where = self.where if way.held else self.part
+            yield fit._replace(faults=(Fault("reduced-precision", where, way.words),))
+
+    def _turned(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+        """Queries or keys that are turned by their position before they are recorded."""
+        if self.part not in ("attn.q", "attn.k"):
+            return
+        own, made = (Layout.RIGHT.split(one, self.library.config.n_head) for one in (seen.right, seen.value))
+        if rotation(own, made, max(seen.bound, 3 * float(seen.slack.max() / seen.value.abs().max()))) is not None:
+            fault = Fault("rotary-positions", "attn", f"{self.part[-1]} is turned by its position, by rotary embedding")
+            yield from seen.fits(seen.value, rows, fault)
 
     def _part(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         """Only the first or the last inputs are multiplied."""
@@ -270,37 +338,13 @@ class Linear:
             if not bool(seen.agrees(seen.right.masked_scatter(rows[..., None], made))[rows].all()):
                 return None
         like = f"its results are like GPT-2's with a cosine of {self.likeness(seen, rows):.2f}"
-        id, words = ("untied-head", "the head has weights other than wte's") if self.part == "logits" else ("not-loaded", UNKNOWN)
-        fault = self.fault(id, f"{words}: {like}")
+        fault = self.fault("not-loaded", f"the weight is not the checkpoint's in any known way: {like}")
         return seen.fitted(seen.value, rows, fault)
 
     def likeness(self, seen: Observed, rows: Tensor) -> float:
         """Return the cosine of the result and GPT-2's, each without its mean."""
         one, other = (value[rows].flatten() - value[rows].mean() for value in (seen.value, seen.right))
         return float(one @ other / (one.norm() * other.norm()).clamp(min=1e-300))
-
-
-def place_of(wanted: Tensor, flat: Tensor, loose: float) -> int | None:
-    """Return where the vector ``wanted`` (n,) begins in ``flat``, to within ``loose``; None if nowhere.
-
-    Places are sorted out entry by entry: to compare all with all entries takes 15 GB for a bias of gpt2.
-    """
-    starts = torch.arange(max(len(flat) - len(wanted) + 1, 0))
-    for offset, value in enumerate(wanted[:PROBED].tolist()):
-        starts = starts[(flat[starts + offset] - value).abs() <= loose]
-    errors = [(float((flat[start : start + len(wanted)] - wanted).abs().max()), start) for start in starts[:FEW].tolist()]
-    error, start = min(errors, default=(float("inf"), 0))
-    return start if error <= loose else None
-
-
-def permutation(order: Tensor) -> str:
-    """Return an order of entries in words: where the first ones come from."""
-    shown = ", ".join(map(str, order[:6].tolist()))
-    if len(order) > 1 and bool((order.diff() == 1).all()):
-        return f"{int(order[0])} to {int(order[-1])}"
-    if len(order) > 1 and bool((order.diff() == -1).all()):
-        return "backwards"
-    return f"the first are {shown}"
 
 
 def _keeps_angles(x: Tensor, y: Tensor) -> bool:

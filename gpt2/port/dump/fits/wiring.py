@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gpt2.port.alternatives.activations import FUNCTIONS
-from gpt2.port.fault import Fault
-from gpt2.port.fits.observed import SHOWN, Fit, Observed, combined, formula, nice
-from gpt2.port.fits.rounding import quantised
+from gpt2.port.diagnosis.activations import FUNCTIONS
+from gpt2.port.diagnosis.search import Fault
+from gpt2.port.dump.fits.observed import SHOWN, Fit, Observed, combined, formula, nice
+from gpt2.port.dump.fits.rounding import quantised
 
 MOST_PAIRS = 2**22  # pairs of an id and a position that are tried
 NEAR = 0.5  # mean square of what rounding does to embeddings, of their own
@@ -76,7 +76,7 @@ def activation_fit(seen: Observed, x: Tensor, rows: Tensor, part: str = "mlp.act
     steps, gaps = y[order].diff(), u[order].diff()
     smooth = steps.abs() <= NEIGHBOURS * span + 4 * gaps * max(span / width, 1.0)
     rough = float(steps.square().mean() / y.var())  # 2 if the arguments tell nothing
-    if not bool(smooth.all()) or rough > ROUGH:
+    if not bool(smooth.all()) or rough > ROUGH or float(torch.corrcoef(torch.stack([u, y]))[0, 1].abs()) < 0.1:
         return None
     at = ", ".join(f"f({float(u[i]):.3g}) = {float(y[i]):.4g}" for i in order[:: max(1, len(order) // SHOWN)][:SHOWN].tolist())
     fault = Fault("gelu-variant", "mlp.act", f"an activation that is none of those known here: {at}")
@@ -123,10 +123,6 @@ def embedding_fit(seen: Observed, ids: Tensor, wte: Tensor, wpe: Tensor, rows: T
         return seen.fitted(
             fit.value, rows, Fault(id, "wpe" if id == "position-missing" else "embed", f"the embedding is {formula(factors)}")
         )
-    more = (seen.value - seen.right)[rows].mean(0)
-    words_of = "one vector is added to the embedding of every token, as of token types; GPT-2 has none"
-    if int(rows.sum()) > 1 and (shifted := seen.fitted(seen.right + more, rows, Fault("extra-bias", "embed", words_of))):
-        return shifted
     apart, size = ((one[rows]).square().mean() for one in (seen.value - seen.right, seen.right))
     near = wte.numel() <= MOST_PAIRS and bool(apart < NEAR * size)  # thousands of roundings, which leave embeddings near
     both = dict(quantised(wpe)) if near else {}

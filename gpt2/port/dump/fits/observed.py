@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2.port.fault import Fault
+from gpt2.port.diagnosis.search import Fault
 
 EQUAL = 1e-5  # relative distance of tokens that are one for a regression
 MOST_TOKENS = 256  # that are counted
@@ -53,18 +53,6 @@ class Observed:
         """Return where a prediction is the recorded value, within rounding; of the value's shape."""
         size = predicted.square().mean().sqrt()
         return (predicted - self.value).abs() <= self.slack + self.bound * size
-
-    def at(self, begin: int, end: int) -> Observed:
-        """Return the value of these tokens alone."""
-
-        def cut(y: Tensor) -> Tensor:
-            return y[:, begin:end] if y.ndim == 3 else y[:, :, begin:end]
-
-        return replace(self, value=cut(self.value), slack=cut(self.slack), right=cut(self.right))
-
-    def matches(self, predicted: Tensor) -> bool:
-        """Return whether a prediction is the recorded value."""
-        return predicted.shape == self.value.shape and bool(self.agrees(predicted).all())
 
     def wrong_rows(self) -> Tensor:
         """Return (B, T): the tokens whose value is not GPT-2's."""

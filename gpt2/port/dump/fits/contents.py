@@ -13,10 +13,11 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from gpt2.port.fault import Fault
-from gpt2.port.fits.observed import Fit, Observed
-from gpt2.port.fits.rounding import SCHEMES, integers, roundings
-from gpt2.port.fits.slots import MOST, Found, Slots
+from gpt2.port.diagnosis.hypotheses import allowed
+from gpt2.port.diagnosis.search import Fault
+from gpt2.port.dump.fits.observed import Fit, Observed
+from gpt2.port.dump.fits.rounding import SCHEMES, integers, roundings
+from gpt2.port.dump.fits.slots import MOST, Found, Slots
 
 SHIFTS = (0, -1, 1, -2, 2)  # tokens between a slot and what it holds
 BASES = (1e4, 5e5, 1e5, 1e6)
@@ -75,7 +76,7 @@ def changed(q: Tensor, k: Tensor) -> Iterator[tuple[Fault, Tensor, Tensor]]:
 
 def softmax(scores: Tensor, visible: Tensor | None = None, axis: int = -1) -> Tensor:
     """Return attention weights of what is ``visible``, GPT-2's tokens if none is given; where nothing is, zeros."""
-    visible = torch.ones_like(scores, dtype=torch.bool).tril() if visible is None else visible
+    visible = allowed("right", scores) if visible is None else visible
     return scores.masked_fill(~visible, -math.inf).softmax(axis).nan_to_num(0.0)
 
 
@@ -129,7 +130,7 @@ class Contents:
             sums = (self.slots.scale * torch.einsum("hk,shk->hs", self.slots.q[row, :, token], keys)).exp().sum(1)
             own, right = seen.value[row, :, token], seen.right[row, :, token]
             part = (own * right).sum(1) / right.square().sum(1).clamp(min=1e-300)  # of the whole softmax, by head
-            count = int((sums * (1 / part - 1)).median().round()) if bool((part > 0).all() & sums.isfinite().all()) else 0
+            count = int((sums * (1 / part - 1)).median().round()) if bool((part > 0).all()) else 0
             if not 0 < count <= MOST_EMPTY:
                 return
             value[row, :, token] = right * (sums / (sums + count))[:, None]

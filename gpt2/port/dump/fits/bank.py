@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gpt2.port.fits.observed import SHOWN
+from gpt2.port.dump.fits.observed import SHOWN
 
 
 class Bank:
