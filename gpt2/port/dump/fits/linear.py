@@ -20,7 +20,7 @@ from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.fits.elsewhere import other_input, read_elsewhere, rescaled
 from gpt2.port.dump.fits.library import Library, Source, permutation, place_of
-from gpt2.port.dump.fits.observed import Fit, Observed, combined, distinct, formula, nice
+from gpt2.port.dump.fits.observed import Fit, Observed, combined, distinct, formula, keeps_angles, nice
 from gpt2.port.dump.fits.partial import ranges
 from gpt2.port.dump.fits.precision import products, rounded_fit
 from gpt2.port.dump.fits.rounding import quantised
@@ -28,8 +28,6 @@ from gpt2.port.dump.fits.rounding import quantised
 MOST = 2**29  # products of columns that are compared
 MOST_TOKENS = 64  # that a sum of heads is fitted to
 LEAST_MATCHED = 0.4  # of the columns of a weight, to say where they come from
-LEAST_ANGLES = 8  # different tokens that show whether angles between them are kept
-MOST_BENT = 0.4  # one minus the correlation of these angles
 ALIKE = 0.5  # cosine of a result and GPT-2's, from which on the weight may be a rounded one
 Family = Callable[[Observed, Tensor, Tensor], Iterator[Fit]]
 
@@ -331,7 +329,7 @@ class Linear:
         if not len(inputs):
             return None
         if distinct(inputs) <= inputs.shape[1]:
-            if abs(self.likeness(seen, rows)) > ALIKE or not _keeps_angles(x[rows], wanted):
+            if abs(self.likeness(seen, rows)) > ALIKE or not keeps_angles(x[rows], wanted):
                 return None
         else:
             made = inputs @ torch.linalg.lstsq(inputs, wanted).solution
@@ -345,18 +343,3 @@ class Linear:
         """Return the cosine of the result and GPT-2's, each without its mean."""
         one, other = (value[rows].flatten() - value[rows].mean() for value in (seen.value, seen.right))
         return float(one @ other / (one.norm() * other.norm()).clamp(min=1e-300))
-
-
-def _keeps_angles(x: Tensor, y: Tensor) -> bool:
-    """Return whether tokens that are similar in ``x`` (N, I) are similar in ``y`` (N, O) too, and others are not."""
-    if distinct(x) < LEAST_ANGLES:
-        return False
-    alike = [(one - one.mean(0)) / (one - one.mean(0)).norm(dim=1, keepdim=True).clamp(min=1e-300) for one in (x, y)]
-    own, other = (one @ one.T for one in alike)
-    pairs = ~torch.eye(len(x), dtype=torch.bool)
-
-    def far(order: Tensor) -> float:
-        return 1 - float(torch.corrcoef(torch.stack([own[order][:, order][pairs], other[pairs]]))[0, 1])
-
-    order = torch.arange(len(x))
-    return far(order) < MOST_BENT and all(far(order) < far(order.roll(n)) / 2 for n in range(1, len(x)))
