@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -34,11 +35,12 @@ from gpt2.port.diagnosis.structure import require_size, structural_causes
 from gpt2.port.diagnosis.weights import WeightComparison
 from gpt2.port.mapping import ROUNDED_CONSTANT
 from gpt2.port.mapping.departures import DepartureKind
-from gpt2.port.mapping.filling import fill
+from gpt2.port.mapping.filling import fill, put
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.mapping.overwritten import overwritten
 from gpt2.port.mapping.reading import Own, own_weights
 from gpt2.port.recording.collecting import collect
+from gpt2.port.recording.dataflow import Use
 from gpt2.port.recording.dispatch import FirstNaN, RandomMask, random_masks, run_deterministically, tensors
 from gpt2.port.recording.forward import Borrowed, ForwardError, plain_attention
 from gpt2.port.recording.pool import Pool
@@ -178,6 +180,7 @@ class Examination:
 
     def _read_checkpoint(self, borrowed: Borrowed) -> None:
         """Set ``state`` to the checkpoint in float64, rounded first to the module's dtype if that is narrower."""
+        self.dtypes = {name: tensor.dtype for name, tensor in borrowed.tensors.items()}
         sizes: Counter[torch.dtype] = Counter()
         for tensor in borrowed.tensors.values():
             sizes[tensor.dtype] += tensor.numel() if tensor.is_floating_point() else 0
@@ -206,6 +209,7 @@ class Examination:
         require_size(self.mapping, self.who)
         divergence = None
         if not self.fill:
+            self._restore_rounded(self.mapping, borrowed)
             own, comparison = self._compared(self.mapping, borrowed)
             if not comparison.blank:
                 return own, None
@@ -225,6 +229,20 @@ class Examination:
             self.notes += comparison.notes
         return own, comparison
 
+    def _restore_rounded(self, mapping: Mapping, borrowed: Borrowed) -> None:
+        """Set parameters that are used scaled or shifted to exact values, if they hold the checkpoint's up to rounding."""
+        recording = mapping.anatomy.recording
+        for source in recording.sources:
+            uses = recording.uses.get(source.storage, {Use()})
+            if Use() in uses or not source.is_parameter:
+                continue
+            use, tensor = min(uses), borrowed.tensors[source.name]
+            exact = tensor.clone()
+            put(exact, mapping.entries(source), mapping, self.state, use)
+            near = 4 * torch.finfo(self.dtypes[source.name]).eps * (exact.abs() + abs(use.shift / use.scale))
+            if bool(((exact - tensor).abs() <= near).all()):
+                tensor.copy_(exact)
+
     # The module's output
 
     def _probes(self, anatomy: Anatomy | None) -> list[Tensor]:
@@ -242,7 +260,7 @@ class Examination:
     def _outputs(self, borrowed: Borrowed, probes: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return ids and logits of each probe, in float64 if possible, else in the module's dtype; later probes may fail."""
         outputs: list[tuple[Tensor, Tensor]] = []
-        rate = 0.0  # seconds for a pair of tokens
+        rate = math.inf  # seconds for a pair of tokens, the least of all calls: the first one also prepares what later ones need
         for ids in probes:
             if outputs and rate * ids.size(1) ** 2 > PATIENCE:
                 self.notes.append(
@@ -251,7 +269,7 @@ class Examination:
                 continue
             begin = time.thread_time()
             logits = self._run(ids)
-            rate = (time.thread_time() - begin) / ids.size(1) ** 2 if not outputs else rate
+            rate = min(rate, (time.thread_time() - begin) / ids.size(1) ** 2)
             if not outputs and self._is_random(ids, logits):
                 self.masked = random_masks(partial(self.module, ids.to(self.device)))
                 logits = self._run(ids)
