@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Mapping as MappingType
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 
 import torch
@@ -17,9 +14,8 @@ from torch import Tensor, nn
 
 from gpt2.errors import InputError
 from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent, worst_relative_error
-from gpt2.measure.rounding import WORST_RATIO, explained_errors
 from gpt2.measure.tracing import layer_of, points, trace
-from gpt2.measure.user_code import error_at, logits_of
+from gpt2.measure.user_code import error_at
 from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
@@ -28,9 +24,10 @@ from gpt2.port.diagnosis import entries
 from gpt2.port.diagnosis.behaviour import Behaviour
 from gpt2.port.diagnosis.causes import PlacedCause, ranked
 from gpt2.port.diagnosis.last_step import last_steps
-from gpt2.port.diagnosis.logits import Reference, padding_causes, require_logits
+from gpt2.port.diagnosis.logits import Reference, padding_causes
 from gpt2.port.diagnosis.places import Place, listed
 from gpt2.port.diagnosis.report import SURE, Diagnosis, Divergence
+from gpt2.port.diagnosis.runs import Runs, named
 from gpt2.port.diagnosis.structure import require_size, structural_causes
 from gpt2.port.diagnosis.weights import WeightComparison
 from gpt2.port.mapping import ROUNDED_CONSTANT
@@ -41,17 +38,14 @@ from gpt2.port.mapping.overwritten import overwritten
 from gpt2.port.mapping.reading import Own, own_weights
 from gpt2.port.recording.collecting import collect
 from gpt2.port.recording.dataflow import Use
-from gpt2.port.recording.dispatch import FirstNaN, RandomMask, random_masks, run_deterministically, tensors
-from gpt2.port.recording.forward import Borrowed, ForwardError, plain_attention
+from gpt2.port.recording.dispatch import run_deterministically, tensors
+from gpt2.port.recording.forward import Borrowed, plain_attention
 from gpt2.port.recording.pool import Pool
 from gpt2.port.recording.recorder import give_shapes, record_probe
 from gpt2.port.search import Walked, search
 
-LENGTHS = (8, 1, 32)  # token sequences; the walk uses the first
-MAX_WORK = 2e9  # parameters times tokens: above it, the full context is not tried
 SMALL = 20_000_000  # parameters of a model whose diagnosis must be quick
 SECONDS = {True: 25.0, False: 150.0}  # for all walks through a module, by whether the model is small
-PATIENCE = 20.0  # seconds for the logits of one probe; the first takes as long as it takes
 NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -64,21 +58,18 @@ class Examination:
         self.who = type(module).__name__
         self.weight_causes: list[PlacedCause] = []
         self.notes: list[str] = []
-        self.bound = FLOAT64_BOUND
+        self.runs = Runs(module, ours.config, self.notes)
         self.exact = True  # all is explained in float64
         self.not_gpt2, self.holds = "", True  # why the parts are not recognised; whether some tensor is the checkpoint's
-        self.masked: MappingType[int, RandomMask] = {}  # dropouts made by hand, as random_masks numbers them
 
     def diagnosis(self) -> Diagnosis:
         give_shapes(self.module, self.config, self.who)
-        held = [*self.module.parameters(), *self.module.buffers()]
-        self.device = next((tensor.device for tensor in held), torch.device("cpu"))
         training = [part for part in self.module.modules() if part.training]
         with torch.random.fork_rng(devices=[]), plain_attention(), Borrowed(self.module) as borrowed:
             self.module.eval()  # some modules override it
             for name, tensor in borrowed.tensors.items():
                 if tensor.is_floating_point() and bool(tensor.isnan().any()):
-                    first = self._first_nan(self._probes(None)[0])
+                    first = self.runs.first_nan(self.runs.probes()[0])
                     raise InputError(f"{self.who}: its {name} holds NaN{first}; look where its values come from")
             diagnosis = self._examine(borrowed)
             return replace(diagnosis, notes=(*self._training(training), *diagnosis.notes))
@@ -88,7 +79,7 @@ class Examination:
         for part in training:
             part.training = True
         with suppress(Exception):
-            first, second = (self.module(self._probes(None)[0].to(self.device)) for _ in range(2 if training else 0))
+            first, second = (self.module(self.runs.probes()[0].to(self.runs.device)) for _ in range(2 if training else 0))
             if not all(map(torch.equal, tensors(first), tensors(second))):
                 words = "there it gives other logits in each call, by dropout or the like"
                 yield f"your module came in training mode, and was judged in eval mode: {words}; call .eval() before you use it"
@@ -108,37 +99,41 @@ class Examination:
         reference = Reference(self.config, self.state)
         same = Reference(self.config, own.weights, own.head) if own.placed else reference
         self.progress("comparing your logits with ours")
-        outputs = self._outputs(borrowed, self._probes(anatomy))
+        outputs = self.runs.outputs(borrowed, self.runs.probes(anatomy))
         ids, first_logits = outputs[0]
         if own.extra:  # perhaps a bias of the head
             same.bias = (first_logits[..., : self.config.vocab_size] - same(ids)[:, -first_logits.shape[1] :]).mean((0, 1))
         padding, notes = padding_causes(first_logits, self.config)
-        behaviour = Behaviour(self.module, same, self.bound, self.masked)
+        behaviour = Behaviour(self.module, same, self.runs.bound, self.runs.masked)
         self.progress("trying your module alone, repeated, cached and padded")
-        behaviour.test(ids.to(self.device))
+        behaviour.test(ids.to(self.runs.device))
         self.notes += notes + behaviour.notes
         errors = [reference.error(logits, ids) for ids, logits in outputs]
         worst, others = max(errors), [*padding, *behaviour.causes]
-        rounding, ends, unread = self.bound, list[PlacedCause](), self.weight_causes
-        if self.weight_causes or worst > self.bound:
+        rounding, ends, unread = self.runs.bound, list[PlacedCause](), self.weight_causes
+        if self.weight_causes or worst > self.runs.bound:
             probe = outputs[errors.index(worst)][0]
-            rounding, mine, right = self._explained(probe, torch.float32), same(probe), reference(probe)  # as of folded weights
+            rounding, mine, right = (
+                self.runs.explained(probe, torch.float32),
+                same(probe),
+                reference(probe),
+            )  # as of folded weights
             unread = [cause for cause in self.weight_causes if blank or _is_unread(cause, own, self.state)]
             if own.placed and (worst_relative_error(mine, right) <= rounding or (ends := _ends(mine, right, rounding))):
                 if departures := [place for cause in self.weight_causes if cause not in unread for place in cause.places]:
                     words = f"differ from the checkpoint's ({listed(departures, self.config.n_layer)}), and compute the same"
                     self.notes.append(f"your weights {words}, as folded norms do")
                 self.weight_causes, reference = unread, same
-        if worst <= self.bound:
+        if worst <= self.runs.bound:
             return self._diagnosed(worst, [blank or behaviour.divergence], [*unread, *others])
-        wrong = next(number for number, error in enumerate(errors) if error > self.bound)
+        wrong = next(number for number, error in enumerate(errors) if error > self.runs.bound)
         if wrong and any(cause.id == "not-deterministic" for cause in behaviour.causes):
             return self._diagnosed(worst, [blank], [*self.weight_causes, *others])
         if wrong:
             self.notes.append(f"your logits are right for {ids.size(1)} tokens; they part at {outputs[wrong][0].size(1)}")
         ids, logits = outputs[wrong]
         own_error = same.error(logits, ids)
-        if own.placed and own_error <= self.bound:
+        if own.placed and own_error <= self.runs.bound:
             expected, traced = trace(reference.model, ids), trace(same.model, ids)
             apart = ((point, worst_relative_error(traced[point], value)) for point, value in expected.items())
             parted = (Divergence(point, layer_of(point), error) for point, error in apart if error > FLOAT64_BOUND)
@@ -149,14 +144,14 @@ class Examination:
             mixed = any(cause.id == "batch-dependent" for cause in behaviour.causes)
             divergence, causes = self._walked(ids, own, reference, mixed)
         if worst <= rounding:
-            causes, self.bound = causes if self.exact else [], rounding
-            self.notes.append(f"your logits are right: float32's rounding explains errors up to {rounding:.1e}")
+            causes, self.runs.bound = causes if self.exact else [], rounding
+            self.notes += [f"your logits are right: float32's rounding explains errors up to {rounding:.1e}"] * (not causes)
         return self._diagnosed(worst, [blank, divergence, behaviour.divergence], [*causes, *ends, *others])
 
     def _diagnosed(self, error: float, divergences: list[Divergence | None], causes: list[PlacedCause]) -> Diagnosis:
         """Build the diagnosis; its place is the first of these divergences in the forward pass."""
         causes = ranked(causes, self.config.n_layer)
-        equal = error <= self.bound and not causes
+        equal = error <= self.runs.bound and not causes
         order = {point: number for number, point in enumerate(points(self.config.n_layer))}
         known = [one for one in divergences if one is not None]
         first = min(known, key=lambda one: order.get(one.point, 0), default=Divergence("logits", None, error))
@@ -187,9 +182,9 @@ class Examination:
         dtype = sizes.most_common(1)[0][0] if sizes else torch.float32
         state = {name: tensor.detach().to("cpu") for name, tensor in self.ours.state_dict().items()}
         if dtype in NARROW and any(tensor.dtype != dtype for tensor in state.values()):
-            self.notes.append(f"your module is in {_name(dtype)}: it is compared with the checkpoint rounded to that, in float64")
+            self.notes.append(f"your module is in {named(dtype)}: it is compared with the checkpoint rounded to that, in float64")
             state = {name: tensor.to(dtype) for name, tensor in state.items()}
-        self.state = {name: tensor.double() for name, tensor in state.items()}
+        self.state = self.runs.state = {name: tensor.double() for name, tensor in state.items()}
 
     def _weights(self, borrowed: Borrowed) -> tuple[Own, Divergence | None]:
         """Compare and return the module's weights; fill it if it holds none of the checkpoint's, which is the divergence."""
@@ -243,88 +238,6 @@ class Examination:
             if bool(((exact - tensor).abs() <= near).all()):
                 tensor.copy_(exact)
 
-    # The module's output
-
-    def _probes(self, anatomy: Anatomy | None) -> list[Tensor]:
-        rows = self.config.n_positions if anatomy is None or anatomy.positions is None else len(anatomy.positions.rows)
-        vocabulary = self.config.vocab_size if anatomy is None else min(self.config.vocab_size, anatomy.stream.vocabulary)
-        context = min(self.config.n_positions, rows)
-        lengths = [min(length, context) for length in LENGTHS]
-        if anatomy is not None and anatomy.recording.ids.size(1) > lengths[0]:  # it refuses shorter sequences
-            lengths = [anatomy.recording.ids.size(1)]
-        if self.config.num_parameters() * context <= MAX_WORK:
-            lengths.append(context)
-        generator = torch.Generator().manual_seed(1)
-        return [torch.randint(vocabulary, (2, length), generator=generator) for length in dict.fromkeys(lengths)]
-
-    def _outputs(self, borrowed: Borrowed, probes: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return ids and logits of each probe, in float64 if possible, else in the module's dtype; later probes may fail."""
-        outputs: list[tuple[Tensor, Tensor]] = []
-        rate = math.inf  # seconds for a pair of tokens, the least of all calls: the first one also prepares what later ones need
-        for ids in probes:
-            if outputs and rate * ids.size(1) ** 2 > PATIENCE:
-                self.notes.append(
-                    f"your forward takes long, as one that goes number by number: {ids.size(1)} tokens were not tried"
-                )
-                continue
-            begin = time.thread_time()
-            logits = self._run(ids)
-            rate = min(rate, (time.thread_time() - begin) / ids.size(1) ** 2)
-            if not outputs and self._is_random(ids, logits):
-                self.masked = random_masks(partial(self.module, ids.to(self.device)))
-                logits = self._run(ids)
-            if isinstance(logits, Exception) and not outputs:
-                borrowed.to_own_dtype()
-                failure, logits = logits, self._run(ids)
-                if isinstance(logits, Exception):
-                    raise ForwardError(f"{self.who}: its forward fails on ids of shape {tuple(ids.shape)}: {error_at(logits)}")
-                self._allow_rounding(logits, failure)
-            if isinstance(logits, Exception):
-                self.notes.append(f"your forward fails on ids of shape {tuple(ids.shape)} ({error_at(logits)})")
-            else:
-                outputs.append((ids, logits))
-        return outputs
-
-    def _is_random(self, ids: Tensor, logits: Tensor | Exception) -> bool:
-        """Return whether another run gives other logits: what is random there is no dropout of torch's."""
-        again = self._run(ids)
-        return isinstance(logits, Tensor) and isinstance(again, Tensor) and not torch.equal(logits, again)
-
-    def _run(self, ids: Tensor) -> Tensor | Exception:
-        """Return the logits of ids (B, T), or the error."""
-        try:
-            output, mode = run_deterministically(
-                lambda: logits_of(self.module(ids.to(self.device)), ids, self.config.vocab_size), masked=self.masked
-            )
-        except Exception as error:
-            return error
-        if mode.casts and not mode.keep_casts:
-            self.notes.append(f"your forward casts to {', '.join(sorted(mode.casts))}; it was measured with float64 there")
-        elif mode.casts:
-            self._allow_rounding(output, None)
-        logits = require_logits(output.detach().cpu(), ids, self.config, self.who)
-        if bool(logits.isnan().any()):
-            at, why = int(logits.isnan().any(-1).any(0).nonzero()[0]), "a division by zero, or a softmax over nothing but -inf"
-            raise InputError(f"{self.who}: its logits are NaN from position {at} on{self._first_nan(ids)}; look for {why}")
-        return logits
-
-    def _first_nan(self, ids: Tensor) -> str:
-        with suppress(Exception), FirstNaN() as mode:
-            self.module(ids.to(self.device))
-        return f"; the first array with NaN is the result of {mode.words}" if mode.words else ""
-
-    def _explained(self, ids: Tensor, dtype: torch.dtype) -> float:
-        """Return the largest error of right logits that rounding to ``dtype`` explains, or the bound if that is larger."""
-        model = Reference(self.config, self.state).model
-        return max(self.bound, WORST_RATIO * explained_errors(model, ids, dtype, worst_relative_error)["logits"])
-
-    def _allow_rounding(self, output: Tensor, failure: Exception | None) -> None:
-        """For a module without float64, allow the errors that rounding to its dtype explains."""
-        dtype = output.dtype if output.dtype != torch.float64 else torch.float32
-        self.bound = self._explained(self._probes(None)[0], dtype)
-        why = f" (in float64 it fails: {error_at(failure)})" if failure else ""
-        self.notes.append(f"your forward was measured in {_name(dtype)}, and may be off by {self.bound:.1e}{why}")
-
     # The module's computation
 
     def _walked(self, ids: Tensor, own: Own, reference: Reference, mixed: bool) -> tuple[Divergence | None, list[PlacedCause]]:
@@ -368,8 +281,10 @@ class Examination:
 
     def _pool(self, ids: Tensor) -> Pool:
         """Return the module's recorded tensors."""
-        pool, _ = run_deterministically(lambda: collect(self.module, ids.to(self.device), self.config), masked=self.masked)
-        pool.narrow, pool.deadline = self.bound > FLOAT64_BOUND, self.deadline
+        pool, _ = run_deterministically(
+            lambda: collect(self.module, ids.to(self.runs.device), self.config), masked=self.runs.masked
+        )
+        pool.narrow, pool.deadline = self.runs.bound > FLOAT64_BOUND, self.deadline
         return pool
 
     def _best_walk(self, pool: Pool, ids: Tensor, reference: Reference, weights: dict[str, Tensor], own: Own) -> Walked:
@@ -421,10 +336,6 @@ def _ends(mine: Tensor, right: Tensor, bound: float) -> list[PlacedCause]:
 def _sure(cause: PlacedCause, evidence: str = "") -> PlacedCause:
     """Return a cause of weights as certain: our model with the port's weights gives the port's logits."""
     return replace(cause, confidence=SURE, evidence=cause.evidence + evidence)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _same_at_every_position(logits: Tensor) -> bool:

@@ -1,0 +1,128 @@
+"""Run a module on ids that are drawn: its logits, in float64 where it can, and the error that its rounding may make."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from gpt2.config import GPT2Config
+from gpt2.errors import InputError
+from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
+from gpt2.measure.rounding import WORST_RATIO, explained_errors
+from gpt2.measure.user_code import error_at, logits_of
+from gpt2.port.anatomy.anatomy import Anatomy
+from gpt2.port.diagnosis.logits import Reference, require_logits
+from gpt2.port.recording.dispatch import FirstNaN, RandomMask, random_masks, run_deterministically
+from gpt2.port.recording.forward import Borrowed, ForwardError
+
+LENGTHS = (8, 1, 32)  # token sequences; the walk uses the first
+MAX_WORK = 2e9  # parameters times tokens: above it, the full context is not tried
+PATIENCE = 20.0  # seconds for the logits of one probe; the first takes as long as it takes
+
+
+class Runs:
+    """The forward passes of one module. ``bound``: the largest error of its logits; ``notes``: what was met, for the report.
+
+    ``state``: the checkpoint in float64, once it is read. ``masked``: dropouts made by hand, by :func:`random_masks`' numbers.
+    """
+
+    def __init__(self, module: nn.Module, config: GPT2Config, notes: list[str]) -> None:
+        self.module, self.config, self.notes = module, config, notes
+        self.who = type(module).__name__
+        self.device = next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
+        self.state: Mapping[str, Tensor] = {}
+        self.bound = FLOAT64_BOUND
+        self.masked: Mapping[int, RandomMask] = {}
+
+    def probes(self, anatomy: Anatomy | None = None) -> list[Tensor]:
+        """Return ids (2, T) of several lengths, drawn from a fixed seed, that a module of this anatomy takes."""
+        rows = self.config.n_positions if anatomy is None or anatomy.positions is None else len(anatomy.positions.rows)
+        vocabulary = self.config.vocab_size if anatomy is None else min(self.config.vocab_size, anatomy.stream.vocabulary)
+        context = min(self.config.n_positions, rows)
+        lengths = [min(length, context) for length in LENGTHS]
+        if anatomy is not None and anatomy.recording.ids.size(1) > lengths[0]:  # it refuses shorter sequences
+            lengths = [anatomy.recording.ids.size(1)]
+        if self.config.num_parameters() * context <= MAX_WORK:
+            lengths.append(context)
+        generator = torch.Generator().manual_seed(1)
+        return [torch.randint(vocabulary, (2, length), generator=generator) for length in dict.fromkeys(lengths)]
+
+    def outputs(self, borrowed: Borrowed, probes: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return ids and logits of each probe, in float64 if possible, else in the module's dtype; later probes may fail."""
+        outputs: list[tuple[Tensor, Tensor]] = []
+        rate = math.inf  # seconds for a pair of tokens, the least of all calls: the first one also prepares what later ones need
+        for ids in probes:
+            if outputs and rate * ids.size(1) ** 2 > PATIENCE:
+                self.notes.append(
+                    f"your forward takes long, as one that goes number by number: {ids.size(1)} tokens were not tried"
+                )
+                continue
+            begin = time.thread_time()
+            logits = self._run(ids)
+            rate = min(rate, (time.thread_time() - begin) / ids.size(1) ** 2)
+            if not outputs and self._is_random(ids, logits):
+                self.masked = random_masks(partial(self.module, ids.to(self.device)))
+                logits = self._run(ids)
+            if isinstance(logits, Exception) and not outputs:
+                borrowed.to_own_dtype()
+                failure, logits = logits, self._run(ids)
+                if isinstance(logits, Exception):
+                    raise ForwardError(f"{self.who}: its forward fails on ids of shape {tuple(ids.shape)}: {error_at(logits)}")
+                self._allow_rounding(logits, failure)
+            if isinstance(logits, Exception):
+                self.notes.append(f"your forward fails on ids of shape {tuple(ids.shape)} ({error_at(logits)})")
+            else:
+                outputs.append((ids, logits))
+        return outputs
+
+    def _is_random(self, ids: Tensor, logits: Tensor | Exception) -> bool:
+        """Return whether another run gives other logits: what is random there is no dropout of torch's."""
+        again = self._run(ids)
+        return isinstance(logits, Tensor) and isinstance(again, Tensor) and not torch.equal(logits, again)
+
+    def _run(self, ids: Tensor) -> Tensor | Exception:
+        """Return the logits of ids (B, T), or the error."""
+        try:
+            output, mode = run_deterministically(
+                lambda: logits_of(self.module(ids.to(self.device)), ids, self.config.vocab_size), masked=self.masked
+            )
+        except Exception as error:
+            return error
+        if mode.casts and not mode.keep_casts:
+            self.notes.append(f"your forward casts to {', '.join(sorted(mode.casts))}; it was measured with float64 there")
+        elif mode.casts:
+            self._allow_rounding(output, None)
+        logits = require_logits(output.detach().cpu(), ids, self.config, self.who)
+        if bool(logits.isnan().any()):
+            at, why = int(logits.isnan().any(-1).any(0).nonzero()[0]), "a division by zero, or a softmax over nothing but -inf"
+            raise InputError(f"{self.who}: its logits are NaN from position {at} on{self.first_nan(ids)}; look for {why}")
+        return logits
+
+    def first_nan(self, ids: Tensor) -> str:
+        """Return words for a message: which result is the first with NaN; "" if none is."""
+        with suppress(Exception), FirstNaN() as mode:
+            self.module(ids.to(self.device))
+        return f"; the first array with NaN is the result of {mode.words}" if mode.words else ""
+
+    def explained(self, ids: Tensor, dtype: torch.dtype) -> float:
+        """Return the largest error of right logits that rounding to ``dtype`` explains, or the bound if that is larger."""
+        model = Reference(self.config, self.state).model
+        return max(self.bound, WORST_RATIO * explained_errors(model, ids, dtype, worst_relative_error)["logits"])
+
+    def _allow_rounding(self, output: Tensor, failure: Exception | None) -> None:
+        """For a module without float64, allow the errors that rounding to its dtype explains."""
+        dtype = output.dtype if output.dtype != torch.float64 else torch.float32
+        self.bound = self.explained(self.probes()[0], dtype)
+        why = f" (in float64 it fails: {error_at(failure)})" if failure else ""
+        self.notes.append(f"your forward was measured in {named(dtype)}, and may be off by {self.bound:.1e}{why}")
+
+
+def named(dtype: torch.dtype) -> str:
+    """Return a dtype as a report says it."""
+    return str(dtype).removeprefix("torch.")
