@@ -56,14 +56,14 @@ def require_finite(logits: Tensor, name: str = "the model", model: nn.Module | N
 
     It names the weights of the ``model`` that are not finite, if there are some.
     """
-    if not_finite([("logits", logits)]):
-        counts = {} if model is None else not_finite(model.state_dict().items())
-        why = (
-            f"the weights hold {broken(counts)}; fetch the file again" if counts else "the dtype is too small; load it in float32"
-        )
-        if model is None:
-            why = "damaged weights, or a dtype too small for them; fetch the file again, or load it in float32"
-        raise InputError(f"{name}: the logits are not finite numbers, but NaN or infinite: {why}")
+    if not not_finite([("logits", logits)]):
+        return
+    why = "damaged weights, or a dtype too small for them; fetch the file again, or load it in float32"
+    if model is not None:
+        counts = not_finite(model.state_dict().items())
+        damaged = f"the weights hold {broken(counts)}; fetch the file again"
+        why = damaged if counts else "the dtype is too small; load it in float32"
+    raise InputError(f"{name}: the logits are not finite numbers, but NaN or infinite: {why}")
 
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
@@ -77,7 +77,7 @@ def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
 
 
 def broken(counts: Mapping[str, int]) -> str:
-    """Say in words what :func:`not_finite` counted: "not finite: NaN or infinite in 1 tensor (3 of wte.weight)"."""
+    """Say in words what :func:`not_finite` counted: "values that are not finite: NaN or infinite in 1 tensor (3 of wte.weight)"."""
     named = ", ".join(f"{count:,} of {name}" for name, count in list(counts.items())[:3])
     more = f", {sum(list(counts.values())[3:]):,} of others" if len(counts) > 3 else ""
     return f"values that are not finite: NaN or infinite in {len(counts)} tensor{'s' * (len(counts) > 1)} ({named}{more})"

@@ -55,8 +55,8 @@ RESUME_FILES = ("optimizer.safetensors", "progress.json")  # beside the model or
 OPTIMIZER = "optimizer"  # folder of the ranks' parts of the moments; their parts of the model are beside it
 TEXT, HELD_OUT = "text_sha256", "held_out"  # in recipe.json, beside the recipe's own keys and `init`
 CLEARING = "clearing"  # the same, while --fresh removes the run that was there before
+SHAPE = ("init ", "model.", "data.tokenizer ", "data.vocab_size ", "data.add_tokens ")  # keys that decide the model itself
 # Keys of a recipe that do not change what it computes, or only how sums are rounded.
-SHAPE = ("init ", "model.", "data.tokenizer ", "data.vocab_size ", "data.add_tokens ")  # what decides the model itself
 NOT_COMPARED = ("name", "description", "expect", "takes", "needs_init", "tensorboard", "wandb", "device", "parallel")
 
 

@@ -165,7 +165,6 @@ class StepExamination:
         if not recorded.narrow and (twice or (not any(recorded.raw) and self.asked)):
             what = "copies of the parameters after the step too, and a step whose rate is not 0"
             raise InputError(f"{self.dump.source}: no parameter changes; dump {what}")
-
         if recorded.narrow and twice:  # half precision may hide every change
             self.stages["update"].leave_open(HIDDEN)
 
