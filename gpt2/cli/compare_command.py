@@ -209,7 +209,7 @@ def _require_used(args: argparse.Namespace, mode: str) -> None:
     for name in UNUSED[mode]:
         if getattr(args, name) not in (usual.get(name), None, False, []):
             option = "B" if name == "b" else f"--{name.replace('_', '-')}"
-            raise InputError(f"use {mode} without {option}, which has no effect with {mode}; leave it out")
+            raise InputError(f"{option} has no effect with {mode}; leave it out")
 
 
 def _names(args: argparse.Namespace) -> list[str]:
