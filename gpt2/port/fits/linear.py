@@ -16,7 +16,7 @@ from torch import Tensor
 from gpt2.config import GPT2Config
 from gpt2.port.fault import Fault
 from gpt2.port.fits.lacking import ranges
-from gpt2.port.fits.observed import Fit, Observed, combined, distinct, formula
+from gpt2.port.fits.observed import Fit, Observed, combined, distinct, formula, keeps_angles
 from gpt2.port.fits.rounding import quantised
 
 MOST = 2**29  # products of columns that are compared
@@ -24,8 +24,6 @@ MOST_COPIED = 2**24  # entries of matrices whose columns are compared
 PROBED = 64  # entries of a vector that sort out places
 FEW = 16  # places that are compared whole
 LEAST_MATCHED = 0.4  # of the columns of a weight, to say where they come from
-LEAST_ANGLES = 8  # different tokens that show whether angles between them are kept
-MOST_BENT = 0.4  # one minus the correlation of these angles
 UNKNOWN = "the weight is not the checkpoint's in any known way"
 ALIKE = 0.5  # cosine of a result and GPT-2's, from which on the weight may be a rounded one
 
@@ -263,7 +261,7 @@ class Linear:
         if not len(inputs):
             return None
         if distinct(inputs) <= inputs.shape[1]:
-            if abs(self.likeness(seen, rows)) > ALIKE or not _keeps_angles(x[rows], wanted):
+            if abs(self.likeness(seen, rows)) > ALIKE or not keeps_angles(x[rows], wanted):
                 return None
         else:
             made = inputs @ torch.linalg.lstsq(inputs, wanted).solution
@@ -301,18 +299,3 @@ def permutation(order: Tensor) -> str:
     if len(order) > 1 and bool((order.diff() == -1).all()):
         return "backwards"
     return f"the first are {shown}"
-
-
-def _keeps_angles(x: Tensor, y: Tensor) -> bool:
-    """Return whether tokens that are similar in ``x`` (N, I) are similar in ``y`` (N, O) too, and others are not."""
-    if distinct(x) < LEAST_ANGLES:
-        return False
-    alike = [(one - one.mean(0)) / (one - one.mean(0)).norm(dim=1, keepdim=True).clamp(min=1e-300) for one in (x, y)]
-    own, other = (one @ one.T for one in alike)
-    pairs = ~torch.eye(len(x), dtype=torch.bool)
-
-    def far(order: Tensor) -> float:
-        return 1 - float(torch.corrcoef(torch.stack([own[order][:, order][pairs], other[pairs]]))[0, 1])
-
-    order = torch.arange(len(x))
-    return far(order) < MOST_BENT and all(far(order) < far(order.roll(n)) / 2 for n in range(1, len(x)))
