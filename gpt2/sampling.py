@@ -77,7 +77,7 @@ def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
 
 
 def broken(counts: Mapping[str, int]) -> str:
-    """Say in words what :func:`not_finite` counted: "values that are not finite: NaN or infinite in 1 tensor (3 of wte.weight)"."""
+    """Say in words what :func:`not_finite` counted: "values that are not finite: ... in 1 tensor (3 of wte.weight)"."""
     named = ", ".join(f"{count:,} of {name}" for name, count in list(counts.items())[:3])
     more = f", {sum(list(counts.values())[3:]):,} of others" if len(counts) > 3 else ""
     return f"values that are not finite: NaN or infinite in {len(counts)} tensor{'s' * (len(counts) > 1)} ({named}{more})"

@@ -129,7 +129,7 @@ def test_flags_without_effect_are_refused(folder: Path, capsys: pytest.CaptureFi
     """A flag that is silently ignored looks as if it had been obeyed."""
     model = str(folder / "model")
     assert "without B" in mistake(capsys, "compare", model, model, "--noise")
-    assert "without --blame" in mistake(capsys, "compare", model, "--noise", "--blame")
+    assert "--blame has no effect with --noise" in mistake(capsys, "compare", model, "--noise", "--blame")
     assert "leave out hf/" in refusal(measure_noise, f"hf/{model}")
     assert "too few" in refusal(measure_noise, model, tokens=1)
 
