@@ -37,7 +37,8 @@ def render(name: str, **values: Any) -> str:
     environment.filters |= {"n": number, "pct": percent, "between": between, "pct_between": percent_between}
     environment.filters |= {"svg": Markup, "visible": visible, "readable": readable}
     environment.globals |= {"levels": LEVELS, "zip": zip}
-    script = "".join(loader.get_source(environment, f"{part}.js")[0] for part in ("shared", name))
+    parts = [part for part in ("shared.js", f"{name}.js") if part in loader.list_templates()]
+    script = "".join(loader.get_source(environment, part)[0] for part in parts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template(f"{name}.html").render(script=Markup(script), script_hash=digest, ramps=RAMPS, **values)
 
