@@ -128,7 +128,7 @@ def test_the_page_is_whole_and_escapes_the_text(found: Noise) -> None:
 def test_flags_without_effect_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A flag that is silently ignored looks as if it had been obeyed."""
     model = str(folder / "model")
-    assert "without B" in mistake(capsys, "compare", model, model, "--noise")
+    assert "B has no effect with --noise; leave it out" in mistake(capsys, "compare", model, model, "--noise")
     assert "--blame has no effect with --noise" in mistake(capsys, "compare", model, "--noise", "--blame")
     assert "leave out hf/" in refusal(measure_noise, f"hf/{model}")
     assert "too few" in refusal(measure_noise, model, tokens=1)
