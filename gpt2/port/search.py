@@ -152,6 +152,7 @@ class Search:
         self.weights_seen = weights_seen
         self.layers = model.config.n_layer
         every = [one for one in table(model) if one.run is None and not one.crosses]
+        every = [one for one in every if not (weights_seen and one.id == "not-loaded")]
         self.inner = [one for one in every if one.edits and not one.steps]
         self.in_steps = [one for one in every if one.edits and one.steps]
         self.embeddings = [one for one in every if "embed" in one.outside and not one.edits]
@@ -410,10 +411,12 @@ class Search:
             one is value or (one.shape == value.shape and torch.equal(one, value)) for name, one in state.items() if name != node
         ):
             return  # it is found in any case
-        if (found := self._found(node, value, fault)) is not None:
-            seen[node] = found
-            if node != WHOLE:
-                state[node] = found.own
+        found = self._found(node, value, fault)
+        if found is None or any(one.own.shape == found.own.shape and torch.equal(one.own, found.own) for one in seen.values()):
+            return  # another node's array shows nothing of this one
+        seen[node] = found
+        if node != WHOLE:
+            state[node] = found.own
 
     def _goes_on(self, trial: Trial) -> bool:
         """Return whether a block is explained: its result is found, or what follows from it."""
@@ -464,13 +467,25 @@ class Search:
                 return again
         for _ in range(MOST_FAULTS):
             whole, part = self._best(base, self.inner)
-            whole = whole or self._in_calls(base)
+            whole = whole or self._beside_known(base) or self._in_calls(base)
             if whole is not None:
                 return whole
             part = part or self._fitted(base)
             if part is None or self._goes_on(part):
                 return part
             base = part
+        return None
+
+    def _beside_known(self, base: Trial) -> Trial | None:
+        """Return a block with the faults of an earlier block and one more, which hides them; None if these do not explain it."""
+        for known in self.known if not base.alternatives else ():
+            trial: Trial | None = base
+            for one in known:
+                trial = None if trial is None else self._tried(trial, one, shown=False)
+            if trial is not None:
+                whole, _ = self._best(trial, self.inner)
+                if whole is not None:
+                    return whole
         return None
 
     def _best(self, base: Trial, some: Iterable[Alternative]) -> tuple[Trial | None, Trial | None]:
@@ -496,8 +511,8 @@ class Search:
         """Return whether what follows from each node that an alternative changes is found as it is."""
         return all(not BEHIND[node].isdisjoint(base.seen) for node in one.edits)
 
-    def _tried(self, base: Trial, one: Alternative) -> Trial | None:
-        """Return ``base`` with one more alternative; None if it changes nothing, or nothing that it changes is found."""
+    def _tried(self, base: Trial, one: Alternative, shown: bool = True) -> Trial | None:
+        """Return ``base`` with one more alternative; None if it changes nothing, or nothing that it changes is ``shown``."""
         edits = one.at(base.layer)
         if not edits:
             return None
@@ -510,7 +525,7 @@ class Search:
         state = {node: value for node, value in base.state.items() if ORDER.get(node, -1) < begin}
         seen = {node: each for node, each in base.seen.items() if ORDER[node] < begin}
         site = self.model.site(base.layer, state)
-        shown = list(base.seen.values())
+        known = list(base.seen.values())
         changed, found, again = set[str](), False, 0
         for node in NODES[begin:]:
             if node not in both and changed.isdisjoint(READS[node]):
@@ -532,7 +547,7 @@ class Search:
                 return None
             state[node] = value
             changed.add(node)
-            same = next((one for one in shown if one.own.shape == value.shape and torch.equal(value, one.own)), None)
+            same = next((one for one in known if one.own.shape == value.shape and torch.equal(value, one.own)), None)
             if same is not None:  # it is found in any case, and shows nothing of what follows
                 if node == "":
                     again = 1
@@ -544,7 +559,7 @@ class Search:
         if not changed:
             return None
         trial = Trial(base.layer, state, seen, (*base.alternatives, one), both, again=again)
-        return trial if found or self._shown_behind(base.layer, state[""]) else None
+        return trial if found or not shown or self._shown_behind(base.layer, state[""]) else None
 
     # In texts that are read in calls
 
