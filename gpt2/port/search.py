@@ -304,10 +304,14 @@ class Search:
                 if other is not None and sum(node in other.seen for node in FIRST[1:]) >= 2:
                     whole = self._block(layer, x)
                     return whole if self._goes_on(whole) else self._explained(whole)
-            if self._ended(x, fitted=False):
+            if self._ended(x, fitted=base is None):
                 self.finished = True
                 return None
-            if base is not None and (stream := self._earlier(expected)) is not None:
+            stream = None if base is None else self._earlier(expected)
+            stream = self._changed_behind() if stream is None else stream
+            if base is None:
+                self.finished = stream is not None and self._ended(stream)
+            elif stream is not None:
                 base = self._block(expected, stream)
                 if self._goes_on(base):
                     return base
@@ -345,6 +349,25 @@ class Search:
                 self._note(point_at(layer, "ln_1"), math.inf)
                 return stream
         return None
+
+    def _changed_behind(self) -> Tensor | None:
+        """Return the last block's result as something changes it behind the recorded sum, if what follows shows it."""
+        best: tuple[tuple[object, ...], Alternative, Tensor] | None = None
+        for one in self.inner if self.ran else ():
+            layer, state = self.ran[-1], self.states[-1]
+            if set(edits := one.at(layer)) != {""}:
+                continue
+            self.observation.check()
+            value = edits[""](self.model.site(layer, state), state)
+            if not torch.equal(value, state[""]) and self._shown_behind(layer, value):
+                key = Candidate(((one, layer),)).order_of_naming
+                best = (key, one, value) if best is None or key < best[0] else best
+        if best is None:
+            return None
+        _, one, value = best
+        self._blame(one, self.ran[-1], "", value, self.states[-1][""])
+        self.states[-1][""] = self.computed[point_at(len(self.ran) - 1, "")] = value
+        return value
 
     def _settle(self, trial: Trial) -> None:
         """Take a block as a trial computes it."""
