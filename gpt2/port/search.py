@@ -307,16 +307,19 @@ class Search:
             if self._ended(x, fitted=base is None):
                 self.finished = True
                 return None
-            stream = None if base is None else self._earlier(expected)
-            stream = self._changed_behind() if stream is None else stream
-            if base is None:
-                self.finished = stream is not None and self._ended(stream)
-            elif stream is not None:
+            if base is not None and (stream := self._earlier(expected)) is not None:
                 base = self._block(expected, stream)
                 if self._goes_on(base):
                     return base
-        if base is None or (trial := self._explained(base)) is not None:
-            return None if base is None else trial
+        trial = None if base is None else self._explained(base)
+        if trial is None and not entered and (stream := self._changed_behind()) is not None:
+            if base is None:
+                self.finished = self._ended(stream)
+            else:
+                base = self._block(expected, stream)
+                trial = base if self._goes_on(base) else self._explained(base)
+        if base is None or trial is not None:
+            return trial
         number = len(self.ran)
         self.values |= {point_at(number, node): seen.own for node, seen in base.seen.items()}
         nodes = [node for node in NODES if node not in (*HIDDEN, WHOLE)]
@@ -478,11 +481,9 @@ class Search:
 
     def _explained(self, base: Trial) -> Trial | None:
         """Return a block with the alternatives that explain it, the likeliest; None if none do."""
-        for known in self.known:
-            trial: Trial | None = base
-            for one in known:
-                trial = None if trial is None else self._tried(trial, one)
-            if trial is not None and self._goes_on(trial):
+        knowns = list(self._with_known(base))
+        for trial in knowns:
+            if self._goes_on(trial):
                 return trial
         if any(fault.layer is not None for fault in self.faults):
             again = self._fitted(base)
@@ -490,7 +491,9 @@ class Search:
                 return again
         for _ in range(MOST_FAULTS):
             whole, part = self._best(base, self.inner)
-            whole = whole or self._beside_known(base) or self._in_calls(base)
+            if whole is None and not base.alternatives:  # one more fault may hide the known ones
+                whole = next(filter(None, (self._best(trial, self.inner)[0] for trial in knowns)), None)
+            whole = whole or self._in_calls(base)
             if whole is not None:
                 return whole
             part = part or self._fitted(base)
@@ -499,17 +502,14 @@ class Search:
             base = part
         return None
 
-    def _beside_known(self, base: Trial) -> Trial | None:
-        """Return a block with the faults of an earlier block and one more, which hides them; None if these do not explain it."""
-        for known in self.known if not base.alternatives else ():
+    def _with_known(self, base: Trial) -> Iterator[Trial]:
+        """Yield a block with the faults of each earlier block, which may hide one another."""
+        for known in self.known:
             trial: Trial | None = base
             for one in known:
                 trial = None if trial is None else self._tried(trial, one, shown=False)
             if trial is not None:
-                whole, _ = self._best(trial, self.inner)
-                if whole is not None:
-                    return whole
-        return None
+                yield trial
 
     def _best(self, base: Trial, some: Iterable[Alternative]) -> tuple[Trial | None, Trial | None]:
         """Return the best trial that explains a block, and the best of those that explain more of it than ``base``."""

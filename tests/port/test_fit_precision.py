@@ -91,7 +91,11 @@ DUMPS: dict[str, tuple[str, str, Change]] = {
     ),
     "operands in bfloat16": ("reduced-precision", "both factors of every product with a matrix are rounded to bfloat16", narrow),
     "the last features": ("not-loaded", "features 92 to 95", everywhere({"mlp.c_fc": lambda x: x * (torch.arange(96) < 92)})),
-    "a batch norm": ("layernorm-axis", "over all tokens, for each feature, as a batch norm", lambda m, n: {"ln_1": lambda c, s: _batch(m, n, s["x"])}),
+    "a batch norm": (
+        "layernorm-axis",
+        "over all tokens, for each feature, as a batch norm",
+        lambda m, n: {"ln_1": lambda c, s: _batch(m, n, s["x"])},
+    ),
     "heads merged across the batch": (
         "head-layout",
         "in memory as (head, batch, token, unit)",
