@@ -185,8 +185,8 @@ def embedding_fit(seen: Observed, ids: Tensor, wte: Tensor, wpe: Tensor, rows: T
             fault = Fault("reduced-precision", part, f"the weight holds the checkpoint's values {text}")
             if (rounded := seen.mostly(taken + other, rows, fault)) is not None:
                 return rounded
-    if (other := _other_positions(seen, words, wpe, rows)) is not None:
-        return other
+    if (elsewhere := _other_positions(seen, words, wpe, rows)) is not None:
+        return elsewhere
     if len(wte) * len(wpe) > MOST_PAIRS:
         return None
     taken, at = torch.zeros_like(ids), torch.arange(tokens).expand_as(ids).clone()

@@ -19,9 +19,7 @@ from gpt2.port.deadline import Deadline
 
 STRICT = 1e-9  # relative to the root mean square; float64 rounding is 1e-15, and a softmax amplifies it
 LOOSE = 1e-5  # if the port computes anything in float32
-EXACT = 1e-13  # stop searching at a match as good as this
 SUMMED = 1e-14  # relative rounding of a sum of float64 numbers
-ROW_SUM_BOUND = 1e-6  # error of a sum of probabilities, in any dtype
 
 
 class Match(NamedTuple):
@@ -77,23 +75,9 @@ class Pool:
         return LOOSE if self.narrow else STRICT
 
     @property
-    def exact(self) -> float:
-        """The error of a match that is as good as any."""
-        return EXACT
-
-    @property
     def allowance(self) -> Mapping[str, float]:
         """The largest error of a right value, by traced point, where it was measured."""
         return {}
-
-    @property
-    def sum_bound(self) -> float:
-        """The largest error of a sum of probabilities in the logits' place."""
-        return ROW_SUM_BOUND
-
-    def error(self, value: Tensor, entry: Tensor) -> float:
-        """Return the relative error of ``value`` as the origin of ``entry``, one of this pool's, in the same layout."""
-        return worst_relative_error(value, entry)
 
     def logits_error(self, value: Tensor, logits: Tensor) -> float:
         """Return the relative error of ``value`` as the origin of ``logits``, a part of this pool's."""
@@ -119,10 +103,6 @@ class Pool:
         """Do :meth:`find` with the bound for a place."""
         return self.find(value, *axes)
 
-    def rounded(self, factor: float, loose: float | None = None) -> float:
-        """Return the number that a fitted factor was meant to be; ``loose``: its relative error."""
-        return factor
-
     def unit(self, number: int) -> float:
         """Return the relative error of the sum of entry ``number`` beside the bound."""
         return SUMMED
@@ -130,10 +110,6 @@ class Pool:
     @property
     def largest_unit(self) -> float:
         return SUMMED
-
-    def loose(self, number: int) -> float:
-        """Return the relative error of a factor that is read off entry ``number``, beside the bound."""
-        return 0.0
 
     def compared(self, number: int, ordered: Tensor) -> float:
         """Return the relative error of ``ordered``, a sorted value, as the origin of entry ``number``."""
@@ -168,30 +144,6 @@ class Pool:
             taken[part.flatten().argsort()] = self._in_order(number)
             own.copy_(taken.view(part.shape))
         return out
-
-    def factors(self, value: Tensor, *axes: int) -> list[float]:
-        """Return all f with an entry equal to f times ``value``, or else to f times its first slice along one of ``axes``."""
-        self.deadline.check()
-        found: list[float] = []
-        for part in [value, *(value.select(axis, 0) for axis in axes)]:
-            first, second = _sums(part)
-            count, ordered = part.numel(), None
-            for number in self._by_size.get(count, []) if second > 0 else ():
-                mine, squares = self._sums[number]
-                size = math.sqrt(squares / second) if squares < math.inf else 0.0
-                loose = self.loose(number)
-                for factor in (size, -size) if size > 0 else ():
-                    if abs(mine - factor * first) > (self.bound + self.unit(number)) * size * math.sqrt(second / count) * count:
-                        continue
-                    factor = self.rounded(factor, max(self.bound, loose))
-                    if any(math.isclose(factor, other, rel_tol=max(min(1e-7, self.bound), loose)) for other in found):
-                        continue
-                    ordered = part.flatten().sort().values if ordered is None else ordered
-                    if self.compared(number, factor * (ordered if factor > 0 else ordered.flip(0))) <= self.bound + loose:
-                        found.append(factor)
-            if found:
-                break
-        return found
 
     def _find(self, value: Tensor) -> tuple[float, int] | None:
         """Return the error and number of the best entry for a whole value; sums are compared first, because that is fast."""
