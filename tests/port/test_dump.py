@@ -35,6 +35,7 @@ def laid_out(traced: dict[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
     for point, value in traced.items():
         if point.endswith(("attn.q", "attn.k", "attn.v", "attn.heads")) and draw.random() < 0.5:
             value = value.unflatten(-1, (heads, -1)).transpose(1, 2)
+            value = draw.choice([value, value.flatten(0, 1), value.mT])  # heads in the batch; keys turned
         elif point != "logits":
             value = draw.choice(
                 [value, value.flatten(), value.flatten(0, 1), value.transpose(0, 1), value.flatten(0, 1).transpose(0, 1)]

@@ -1,4 +1,4 @@
-"""What the seventh to thirteenth sets share: three programs, of which one is compiled and one runs in node, and their files."""
+"""What the sets from the eighth on share: three programs, of which one is compiled and one runs in node, and their files."""
 
 from __future__ import annotations
 
