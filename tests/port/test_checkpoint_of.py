@@ -288,7 +288,7 @@ class OnlyFloat32(GPT2):
         (broken(torch.inf), "GPT2: cannot become a GPT-2 checkpoint: h.1.mlp.c_fc.weight (h.1.mlp.c_fc.weight) holds NaN or inf"),
         (
             adapted(0.1),
-            "GPTModel: cannot become a GPT-2 checkpoint: your module has low-rank adapters (blocks.0.attn.",
+            "GPTModel: cannot become a GPT-2 checkpoint: your module has low-rank adapters (blocks.0.",
         ),
     ],
 )

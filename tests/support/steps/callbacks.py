@@ -12,13 +12,6 @@ WORDS = words("""
     unclipped clipped-harder clipped-after clipped-by-tensor decay-on-norms decay-on-biases betas-default amsgrad adam
     schedule-late schedule-linear
 """)
-COMBINED = (
-    "summed unclipped betas-default",
-    "unshifted clipped-harder",
-    "times-batch decay-on-norms",
-    "zero-ignored not-zeroed",
-    "half-logits schedule-late",
-)
 
 
 class Callback:

@@ -9,7 +9,6 @@ WORDS = words("""
     decay-missing decay-tenth uncorrected corrected-late eps-inside eps-1e-6 betas-swapped rate-doubled moments-lost sgd
     decay-not-on-embeddings
 """)
-COMBINED = ("rolled unclipped", "smoothed eps-inside", "last-missing decay-on-all")
 
 
 def adamw(has, s):

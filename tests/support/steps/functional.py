@@ -13,7 +13,6 @@ WORDS = words("""
     eps-inside uncorrected corrected-late betas-swapped accumulation-summed moments-lost schedule-early smoothed
     decay-without-rate
 """)
-COMBINED = ("unshifted eps-inside", "clipped-by-tensor decay-on-all", "last-missing unclipped uncorrected")
 
 
 class State(NamedTuple):
