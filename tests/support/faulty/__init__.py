@@ -1,4 +1,4 @@
-"""Hundreds of GPT-2s with known faults, in ten architectures, to test `diagnose`.
+"""Hundreds of GPT-2s with known faults, in nine architectures, to test `diagnose`.
 
 An architecture is a file with `build(config, faults)`, in the style of its typical authors, and `fill(module, state)`, the
 author's loading. A port is an architecture and a line of faults (`faults.py` defines the words); faults of the weights are
@@ -33,7 +33,6 @@ ARCHITECTURES = {
     "compiled": "fused, through torch.compile",
     "scanned": "layers stacked in single tensors, time first, bmm",
     "attentions": "attention in forms that no tutorial has; separate projections",
-    "tutorials": "what four kinds of tutorial end with",
 }
 
 
@@ -41,19 +40,16 @@ ARCHITECTURES = {
 class Faulty:
     """A port and its faults.
 
-    ``line`` is the faults, "" for none; ``kind`` the class within tutorials.py. ``filled`` if `load_into` loads the
-    checkpoint, and not the author's own code.
+    ``line`` is the faults, "" for none. ``filled`` if `load_into` loads the checkpoint, and not the author's own code.
     """
 
     architecture: str
     line: str
-    kind: str = ""
     filled: bool = False
 
     @property
     def name(self) -> str:
-        words = self.kind or self.line or "sound"
-        return f"{self.architecture}: {words}{' (load_into)' if self.filled else ''}"
+        return f"{self.architecture}: {self.line or 'sound'}{' (load_into)' if self.filled else ''}"
 
     @property
     def faults(self) -> Faults:
@@ -78,7 +74,7 @@ class Faulty:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             file = importlib.import_module(f"{__name__}.{self.architecture}")
-            module = file.KINDS[self.kind](config) if self.kind else file.build(config, self.faults)
+            module = file.build(config, self.faults)
         if not self.filled:
             with torch.no_grad():
                 file.fill(module, read(directory, config, self.faults))
@@ -88,11 +84,6 @@ class Faulty:
 _FOUND = tomllib.loads(Path(__file__).with_name("lines.toml").read_text())
 _LOADED, _SOUND = _FOUND.pop("load_into"), _FOUND.pop("sound")
 LINES: dict[str, list[str]] = {name: [*one["single"].split(), *one["several"]] for name, one in _FOUND.items()}
-TUTORIALS = {  # filled by their authors, and by `load_into`
-    "lecture": "no-qkv-bias gelu-erf residual-from-normed",
-    "translation": "post-norm gelu-relu scale-by-width",
-    "notation": "not-normalising scale-twice",
-}
 
 
 def _named(*ports: Faulty) -> dict[str, Faulty]:
@@ -101,7 +92,6 @@ def _named(*ports: Faulty) -> dict[str, Faulty]:
 
 FAULTY = _named(
     *(Faulty(name, line) for name, lines in LINES.items() for line in lines),
-    *(Faulty("tutorials", line, kind, filled) for kind, line in TUTORIALS.items() for filled in (False, True)),
     *(Faulty(name, line, filled=True) for name, lines in _LOADED.items() for line in lines),
 )
 # The same architectures without a fault.
