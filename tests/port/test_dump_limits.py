@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -143,3 +144,14 @@ def test_an_attention_is_not_called_another_one(
     said = gpt2.diagnose(dump({name: value for name, value in values.items() if name != "x"}, torch.float64), MODEL)
     assert (said.verdict == "mismatch") == bool(causes_of)
     assert {cause.id for cause in said.causes} == causes_of
+
+
+@pytest.mark.parametrize("moved", [lambda t: 2 * t, lambda t: t + 7 * (t > 4)], ids=["every second row", "a jump"])
+def test_positions_are_named_though_no_embeddings_are_dumped(moved: Callable[[Tensor], Tensor]) -> None:
+    """The first value that was recorded was that of a norm, and no norm gives it from the right embeddings."""
+    wte, wpe, rows = MODEL.wte.weight.detach(), MODEL.wpe.weight.detach(), moved(torch.arange(8))
+    values = Simulation(MODEL.state_dict(), MODEL.config, IDS).trace(
+        Program(outside={"embed": lambda c, s: wte[IDS] + wpe[rows]})
+    )
+    shown = {name: value for name, value in values.items() if name not in ("x", "embed") and "mixed" not in name}
+    assert [one.id for one in gpt2.diagnose(dump(shown, torch.float32), MODEL).causes] == ["position-offset"]
