@@ -152,6 +152,7 @@ class Search:
         self.weights_seen = weights_seen
         self.layers = model.config.n_layer
         every = [one for one in table(model) if one.run is None and not one.crosses]
+        every = [one for one in every if not (weights_seen and one.id == "not-loaded")]
         self.inner = [one for one in every if one.edits and not one.steps]
         self.in_steps = [one for one in every if one.edits and one.steps]
         self.embeddings = [one for one in every if "embed" in one.outside and not one.edits]
@@ -303,15 +304,22 @@ class Search:
                 if other is not None and sum(node in other.seen for node in FIRST[1:]) >= 2:
                     whole = self._block(layer, x)
                     return whole if self._goes_on(whole) else self._explained(whole)
-            if self._ended(x, fitted=False):
+            if self._ended(x, fitted=base is None):
                 self.finished = True
                 return None
             if base is not None and (stream := self._earlier(expected)) is not None:
                 base = self._block(expected, stream)
                 if self._goes_on(base):
                     return base
-        if base is None or (trial := self._explained(base)) is not None:
-            return None if base is None else trial
+        trial = None if base is None else self._explained(base)
+        if trial is None and not entered and (stream := self._changed_behind()) is not None:
+            if base is None:
+                self.finished = self._ended(stream)
+            else:
+                base = self._block(expected, stream)
+                trial = base if self._goes_on(base) else self._explained(base)
+        if base is None or trial is not None:
+            return trial
         number = len(self.ran)
         self.values |= {point_at(number, node): seen.own for node, seen in base.seen.items()}
         nodes = [node for node in NODES if node not in (*HIDDEN, WHOLE)]
@@ -344,6 +352,25 @@ class Search:
                 self._note(point_at(layer, "ln_1"), math.inf)
                 return stream
         return None
+
+    def _changed_behind(self) -> Tensor | None:
+        """Return the last block's result as something changes it behind the recorded sum, if what follows shows it."""
+        best: tuple[tuple[object, ...], Alternative, Tensor] | None = None
+        for one in self.inner if self.ran else ():
+            layer, state = self.ran[-1], self.states[-1]
+            if set(edits := one.at(layer)) != {""}:
+                continue
+            self.observation.check()
+            value = edits[""](self.model.site(layer, state), state)
+            if not torch.equal(value, state[""]) and self._shown_behind(layer, value):
+                key = Candidate(((one, layer),)).order_of_naming
+                best = (key, one, value) if best is None or key < best[0] else best
+        if best is None:
+            return None
+        _, one, value = best
+        self._blame(one, self.ran[-1], "", value, self.states[-1][""])
+        self.states[-1][""] = self.computed[point_at(len(self.ran) - 1, "")] = value
+        return value
 
     def _settle(self, trial: Trial) -> None:
         """Take a block as a trial computes it."""
@@ -410,10 +437,12 @@ class Search:
             one is value or (one.shape == value.shape and torch.equal(one, value)) for name, one in state.items() if name != node
         ):
             return  # it is found in any case
-        if (found := self._found(node, value, fault)) is not None:
-            seen[node] = found
-            if node != WHOLE:
-                state[node] = found.own
+        found = self._found(node, value, fault)
+        if found is None or any(one.own.shape == found.own.shape and torch.equal(one.own, found.own) for one in seen.values()):
+            return  # another node's array shows nothing of this one
+        seen[node] = found
+        if node != WHOLE:
+            state[node] = found.own
 
     def _goes_on(self, trial: Trial) -> bool:
         """Return whether a block is explained: its result is found, or what follows from it."""
@@ -452,11 +481,9 @@ class Search:
 
     def _explained(self, base: Trial) -> Trial | None:
         """Return a block with the alternatives that explain it, the likeliest; None if none do."""
-        for known in self.known:
-            trial: Trial | None = base
-            for one in known:
-                trial = None if trial is None else self._tried(trial, one)
-            if trial is not None and self._goes_on(trial):
+        knowns = list(self._with_known(base))
+        for trial in knowns:
+            if self._goes_on(trial):
                 return trial
         if any(fault.layer is not None for fault in self.faults):
             again = self._fitted(base)
@@ -464,6 +491,8 @@ class Search:
                 return again
         for _ in range(MOST_FAULTS):
             whole, part = self._best(base, self.inner)
+            if whole is None and not base.alternatives:  # one more fault may hide the known ones
+                whole = next(filter(None, (self._best(trial, self.inner)[0] for trial in knowns)), None)
             whole = whole or self._in_calls(base)
             if whole is not None:
                 return whole
@@ -472,6 +501,15 @@ class Search:
                 return part
             base = part
         return None
+
+    def _with_known(self, base: Trial) -> Iterator[Trial]:
+        """Yield a block with the faults of each earlier block, which may hide one another."""
+        for known in self.known:
+            trial: Trial | None = base
+            for one in known:
+                trial = None if trial is None else self._tried(trial, one, shown=False)
+            if trial is not None:
+                yield trial
 
     def _best(self, base: Trial, some: Iterable[Alternative]) -> tuple[Trial | None, Trial | None]:
         """Return the best trial that explains a block, and the best of those that explain more of it than ``base``."""
@@ -496,8 +534,8 @@ class Search:
         """Return whether what follows from each node that an alternative changes is found as it is."""
         return all(not BEHIND[node].isdisjoint(base.seen) for node in one.edits)
 
-    def _tried(self, base: Trial, one: Alternative) -> Trial | None:
-        """Return ``base`` with one more alternative; None if it changes nothing, or nothing that it changes is found."""
+    def _tried(self, base: Trial, one: Alternative, shown: bool = True) -> Trial | None:
+        """Return ``base`` with one more alternative; None if it changes nothing, or nothing that it changes is ``shown``."""
         edits = one.at(base.layer)
         if not edits:
             return None
@@ -510,7 +548,7 @@ class Search:
         state = {node: value for node, value in base.state.items() if ORDER.get(node, -1) < begin}
         seen = {node: each for node, each in base.seen.items() if ORDER[node] < begin}
         site = self.model.site(base.layer, state)
-        shown = list(base.seen.values())
+        known = list(base.seen.values())
         changed, found, again = set[str](), False, 0
         for node in NODES[begin:]:
             if node not in both and changed.isdisjoint(READS[node]):
@@ -532,7 +570,7 @@ class Search:
                 return None
             state[node] = value
             changed.add(node)
-            same = next((one for one in shown if one.own.shape == value.shape and torch.equal(value, one.own)), None)
+            same = next((one for one in known if one.own.shape == value.shape and torch.equal(value, one.own)), None)
             if same is not None:  # it is found in any case, and shows nothing of what follows
                 if node == "":
                     again = 1
@@ -544,7 +582,7 @@ class Search:
         if not changed:
             return None
         trial = Trial(base.layer, state, seen, (*base.alternatives, one), both, again=again)
-        return trial if found or self._shown_behind(base.layer, state[""]) else None
+        return trial if found or not shown or self._shown_behind(base.layer, state[""]) else None
 
     # In texts that are read in calls
 

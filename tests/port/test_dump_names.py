@@ -134,7 +134,7 @@ def branch_alone(layer: int) -> Formula:
 @pytest.mark.parametrize(
     ("program", "cause"),
     [
-        (everywhere("attn.scores", first_queries), ("head-layout", "h.*.attn")),
+        (everywhere("attn.scores", first_queries), ("head-layout", "h.*.attn.c_attn (q)")),
         (everywhere("ln_1", early_bias), ("layernorm-without-affine", "h.*.ln_1")),
         (everywhere("ln_2", branch_alone), ("residual-missing", "h.*.ln_2")),
     ],

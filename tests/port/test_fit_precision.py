@@ -89,12 +89,16 @@ DUMPS: dict[str, tuple[str, str, Change]] = {
         "p = 0.1",
         everywhere(dict.fromkeys(("attn.weights", "mid", "mlp.c_proj"), kept)),
     ),
-    "operands in bfloat16": ("reduced-precision", "the operands of products are rounded to 7 bits", narrow),
+    "operands in bfloat16": ("reduced-precision", "both factors of every product with a matrix are rounded to bfloat16", narrow),
     "the last features": ("not-loaded", "features 92 to 95", everywhere({"mlp.c_fc": lambda x: x * (torch.arange(96) < 92)})),
-    "a batch norm": ("layernorm-axis", "over batch and positions", lambda m, n: {"ln_1": lambda c, s: _batch(m, n, s["x"])}),
+    "a batch norm": (
+        "layernorm-axis",
+        "over all tokens, for each feature, as a batch norm",
+        lambda m, n: {"ln_1": lambda c, s: _batch(m, n, s["x"])},
+    ),
     "heads merged across the batch": (
         "head-layout",
-        "axes in the order H, B, T, D",
+        "in memory as (head, batch, token, unit)",
         lambda m, n: {"attn.c_proj": lambda c, s: _merged(m, n, s["attn.mixed"].permute(1, 0, 2, 3))},
     ),
 }

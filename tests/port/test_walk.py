@@ -313,7 +313,7 @@ PARTS = {
     ),
     "scaled sum": (
         {"embed": lambda port, ids: (port.w["wte.weight"][ids] + port.w["wpe.weight"][:8]) * 1.7},
-        [("embedding-scaled", "wte")],
+        [("embedding-scaled", "embed")],
     ),
     "softmaxed": ({"head": lambda port, x: Port.do_head(port, x).softmax(-1)}, [("logits-softmaxed", "logits")]),
     "log-softmaxed": ({"head": lambda port, x: Port.do_head(port, x).log_softmax(-1)}, [("logits-softmaxed", "logits")]),
@@ -325,7 +325,7 @@ WIRING = {
     "no second norm": ({"block": block(lambda x, l1, a, l2, f: (x := x + a(l1(x))) + f(x))}, [("norm-missing", "h.*.ln_2")]),
     "no residual": (
         {"block": block(lambda x, l1, a, l2, f: f(l2(a(l1(x)))))},
-        [("residual-missing", "h.*"), ("residual-missing", "h.*.mid")],
+        [("residual-missing", "h.*")],
     ),
     "no residual around attention": (
         {"block": block(lambda x, l1, a, l2, f: (x := a(l1(x))) + f(l2(x)), 0)},

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.port.fault import Fault
-from gpt2.port.fits.attention import weights_fit
+from gpt2.port.fits.attention import multiplied, weights_fit
 from gpt2.port.fits.bank import Bank
 from gpt2.port.fits.contents import Contents, changed, softmax
 from gpt2.port.fits.lacking import clipped, dropped, left_out
@@ -74,8 +74,7 @@ class Fits:
             branch = Observed(seen.value - stream, seen.slack, seen.bound, seen.right - stream, seen.number)
             fits = (dropped(branch, rows, part),)
             yield from (fit._replace(value=fit.value + stream) for fit in fits if fit is not None)
-        else:
-            yield from filter(None, [dropped(seen, rows, part)])
+        yield from filter(None, [dropped(seen, rows, part)])
         if node != "attn.weights":
             id = "residual-scaled" if node in SUMS else "gelu-variant" if node in MODULES or node == "mlp.act" else "wrong-tensor"
             yield from filter(None, [clipped(seen, rows, part, id)])
@@ -97,6 +96,7 @@ class Fits:
             self.slots[layer] = self._slots(layer, state)
             yield from filter(None, [self.slots[layer].fit(seen, rows)])
         elif node == "attn.mixed":
+            yield from multiplied(seen, rows)
             known = self.slots.get(layer)
             slots = self._slots(layer, state) if known is None or known.taken is None else known
             yield from filter(None, [slots.mixed(seen, rows)])

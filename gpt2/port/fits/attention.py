@@ -40,7 +40,7 @@ def weights_fit(seen: Observed, q: Tensor, k: Tensor, config: GPT2Config, layer:
         for value, words in _hidden(factor * scores, log, clear & ~visible, visible, seen.loose):
             fault = Fault("mask-multiplied", "attn", f"{words}: the softmax gives them a share")
             yield from seen.fits(value.softmax(-1), rows, *scaled, fault)
-    yield from _multiplied(seen, rows)
+    yield from multiplied(seen, rows)
     yield from _placed(seen, scores, log, clear & visible, visible, rows)
     heads = torch.tensor(
         [nice(_slope(scores[:, [h]], log[:, [h]], (clear & visible)[:, [h]]), 10 * seen.loose) for h in range(q.shape[1])],
@@ -52,12 +52,12 @@ def weights_fit(seen: Observed, q: Tensor, k: Tensor, config: GPT2Config, layer:
         yield from seen.fits(softmax(scores * heads[:, None, None], visible), rows, Fault("head-layout", "attn", words))
 
 
-def _multiplied(seen: Observed, rows: Tensor) -> Iterator[Fit]:
-    """Yield GPT-2's weights times a number; the first query has one weight, which is a multiple of any other."""
+def multiplied(seen: Observed, rows: Tensor) -> Iterator[Fit]:
+    """Yield GPT-2's weights, or the mixtures by them, times a number; the first query's one weight is a multiple of any other."""
     if not bool(rows[:, 1:].any()):
         return
-    factor = (seen.value.sum(-1) / seen.right.sum(-1)).transpose(1, 2)[rows]
-    times = nice(float(factor.mean()), seen.loose)
+    value, right = (one.transpose(1, 2)[rows] for one in (seen.value, seen.right))
+    times = nice(float((value * right).sum() / right.square().sum()), seen.loose)
     fault = Fault("softmax-missing", "attn", f"the weights are multiplied by {times:.6g} after the softmax", fix=SCALED)
     if math.isfinite(times) and times:
         yield from seen.fits(seen.right * times, rows, fault)

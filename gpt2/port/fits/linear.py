@@ -184,6 +184,8 @@ class Linear:
         if float(fits.double().mean()) < LEAST_MATCHED:
             return
         sources = [self.library.source(x.shape[-1], int(n)) for n in numbers[0]]
+        if all(self._is_own(n, one) for n, (one, fit) in enumerate(zip(sources, fits.tolist(), strict=True)) if fit):
+            return
         weight = library[:, numbers[0]]
         unknown = ~fits
         weight = torch.where(unknown, 0.0, weight)
@@ -192,6 +194,11 @@ class Linear:
         value = x @ weight + bias
         value = torch.where(unknown, seen.value, value)
         yield from seen.fits(value, rows, fault)
+
+    def _is_own(self, number: int, one: Source) -> bool:
+        """Return whether a column is the layer's own one of this number."""
+        first = {"attn.k": 1, "attn.v": 2}.get(self.part, 0) * self.weight.shape[1]
+        return one == Source(self.name, self.part == "logits", first + number)
 
     def _described(self, sources: list[Source], unknown: int) -> Fault:
         name, row = Counter((one.name, one.row) for one in sources).most_common(1)[0][0]

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from gpt2.measure.metrics import worst_relative_error
 from gpt2.port.alternatives.activations import FUNCTIONS
 from gpt2.port.fault import Fault
 from gpt2.port.fits.observed import SHOWN, Fit, Observed, combined, formula, nice
@@ -26,6 +27,9 @@ SNAP = 0.01  # relative difference of a fitted constant and the one that was mea
 ROOT, CUBE = math.sqrt(2 / math.pi), 0.044715
 SLOPES = (ROOT, 1.0, 0.5, CUBE, math.sqrt(0.5), 0.851, 0.8, math.sqrt(2) / math.pi, 2 / math.pi, 1.5, 2.0)
 CUBES = (CUBE, 0.0, 1.0, 0.5, 0.044, 0.045, 0.44715, 0.0044715, ROOT)
+LEAST_WAVES = 5  # positions that show whether they are waves
+WAVE_ERROR = 1e-4  # of a table in float32
+BENT = 1.9  # 2 cos(frequency) of the fastest column at most: a straight line has 2
 ROUGH = 0.1  # mean square of the steps from one argument to the next, of the variance of the results
 
 
@@ -112,6 +116,51 @@ def _gated(seen: Observed, x: Tensor, rows: Tensor, half: float, gate: str) -> F
     return None
 
 
+def _other_positions(seen: Observed, words: Tensor, wpe: Tensor, rows: Tensor) -> Fit | None:
+    """Return the fit of tokens, perhaps scaled, with other rows of wpe, or with a table of positions that the batch shares."""
+    value, root = seen.value, math.sqrt(wpe.shape[1])
+    apart = words - words.mean(0)
+    times = nice(float((apart * value).sum() / apart.square().sum().clamp(min=1e-300)), seen.loose, [root])
+    scaled = {
+        one: Fault("embedding-scaled", "wte", f"token embeddings are multiplied by {one:.6g}")
+        for one in (root, times)
+        if one != 1
+    }
+    if len(words) * len(wpe) <= MOST_PAIRS:
+        for factor in dict.fromkeys((1.0, root, times)):
+            at = torch.where(rows, torch.cdist(value - factor * words, wpe).argmin(-1), torch.arange(words.shape[1]))
+            faults = [*_taken("position-offset", "wpe", at), *filter(None, [scaled.get(factor)])]
+            if faults and (fit := seen.fitted(factor * words + wpe[at], rows, *faults)) is not None:
+                return fit
+    if len(value) < 2 or not bool(rows.all()):
+        return None
+    table = (value - times * words).mean(0)
+    id, detail = ("not-loaded", "positions are not the checkpoint's learned ones, and none known here")
+    if are_waves(table):
+        id, detail = "position-sinusoidal", "positions are made of sines and cosines, not of the checkpoint's learned ones"
+    return seen.fitted(times * words + table, rows, Fault(id, "wpe", detail), *filter(None, [scaled.get(times)]))
+
+
+def _taken(id: str, part: str, wrong: Tensor, right: Tensor | None = None) -> list[Fault]:
+    """Return the fault of other rows (B, T) of a table than the ``right`` ones, the tokens' numbers; none if they are right."""
+    right = torch.arange(wrong.shape[1]).expand_as(wrong) if right is None else right
+    if torch.equal(wrong, right):
+        return []
+    row, token = (wrong != right).nonzero()[0].tolist()
+    given, wanted = (", ".join(map(str, one[row, token : token + SHOWN].tolist())) for one in (wrong, right))
+    words = f"from token {token} of row {row} of the batch on, rows {given} of {part} are taken, not {wanted}"
+    return [Fault(id, part, words)]
+
+
+def are_waves(rows: Tensor) -> bool:
+    """Return whether each column of (T, D) is a wave of any frequency and phase: x[t-1] + x[t+1] is 2 cos(frequency) x[t]."""
+    if len(rows) < LEAST_WAVES:
+        return False
+    around, at = rows[2:] + rows[:-2], rows[1:-1]
+    twice = ((around * at).sum(0) / at.square().sum(0).clamp(min=1e-300)).clamp(-2, 2)
+    return float(twice.min()) < BENT and worst_relative_error(twice * at, around) < WAVE_ERROR
+
+
 def embedding_fit(seen: Observed, ids: Tensor, wte: Tensor, wpe: Tensor, rows: Tensor) -> Fit | None:
     """Return which rows of which tables were added, with which factors."""
     tokens = ids.shape[1]
@@ -136,6 +185,8 @@ def embedding_fit(seen: Observed, ids: Tensor, wte: Tensor, wpe: Tensor, rows: T
             fault = Fault("reduced-precision", part, f"the weight holds the checkpoint's values {text}")
             if (rounded := seen.mostly(taken + other, rows, fault)) is not None:
                 return rounded
+    if (other := _other_positions(seen, words, wpe, rows)) is not None:
+        return other
     if len(wte) * len(wpe) > MOST_PAIRS:
         return None
     taken, at = torch.zeros_like(ids), torch.arange(tokens).expand_as(ids).clone()
@@ -144,19 +195,7 @@ def embedding_fit(seen: Observed, ids: Tensor, wte: Tensor, wpe: Tensor, rows: T
         at[row, token], taken[row, token] = divmod(int(apart.argmin()), len(wte))
     taken = torch.where(rows, taken, ids)
     value = wte[taken] + wpe[at]
-    faults = []
-    for part, wrong, right, id in (
-        ("wte", taken, ids, "wrong-tensor"),
-        ("wpe", at, torch.arange(tokens).expand_as(ids), "position-offset"),
-    ):
-        if not torch.equal(wrong, right):
-            row, token = (wrong != right).nonzero()[0].tolist()
-            given, wanted = (", ".join(map(str, one[row, token : token + SHOWN].tolist())) for one in (wrong, right))
-            faults.append(
-                Fault(
-                    id, part, f"from token {token} of row {row} of the batch on, rows {given} of {part} are taken, not {wanted}"
-                )
-            )
+    faults = [*_taken("wrong-tensor", "wte", taken, ids), *_taken("position-offset", "wpe", at)]
     if (moved := seen.fitted(value, rows, *faults)) is not None:
         return moved
     if int(rows.any(0).sum()) < 2:
