@@ -275,10 +275,7 @@ class OnlyFloat32(GPT2):
     [
         ("gpt2", "checkpoint_of reads a torch.nn.Module, and was given str; build the module first"),
         (nn.Linear(4, 4), "Linear: its forward fails on ids of shape (2, 5): RuntimeError"),
-        (
-            nn.Embedding(64, 4),
-            "Embedding: cannot become a GPT-2 checkpoint: nothing in its forward weighs projections of",
-        ),
+        (nn.Embedding(64, 4), "Embedding: cannot become a GPT-2 checkpoint: nothing in its forward weighs projections of"),
         (nn.Linear(4, 4, device="meta"), "Linear: its parameters are on the meta device and hold nothing; build it on the cpu"),
         (
             OnlyFloat32(CONFIG),
@@ -286,10 +283,7 @@ class OnlyFloat32(GPT2):
         ),
         (broken(torch.nan), "GPT2: cannot become a GPT-2 checkpoint: h.1.mlp.c_fc.weight (h.1.mlp.c_fc.weight) holds NaN or inf"),
         (broken(torch.inf), "GPT2: cannot become a GPT-2 checkpoint: h.1.mlp.c_fc.weight (h.1.mlp.c_fc.weight) holds NaN or inf"),
-        (
-            adapted(0.1),
-            "GPTModel: cannot become a GPT-2 checkpoint: your module has low-rank adapters (blocks.0.",
-        ),
+        (adapted(0.1), "GPTModel: cannot become a GPT-2 checkpoint: your module has low-rank adapters (blocks.0."),
     ],
 )
 def test_a_module_that_cannot_be_read_is_refused_in_one_line(module: nn.Module, message: str) -> None:

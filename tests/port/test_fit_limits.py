@@ -108,10 +108,7 @@ SOFTMAXES = {  # from exponentials of scores (B, H, T, T): the cause, and words 
         lambda e: (e.log() - 2 * torch.ones(9, 9).triu(1)).softmax(-1),
         ("mask-multiplied", "-2 is added"),
     ),
-    "each query has a factor": (
-        lambda e: (e.log() * torch.linspace(0.5, 0.8, 9).roll(4)[:, None]).exp().tril(),
-        None,
-    ),
+    "each query has a factor": (lambda e: (e.log() * torch.linspace(0.5, 0.8, 9).roll(4)[:, None]).exp().tril(), None),
 }
 
 

@@ -56,7 +56,7 @@ FAULTS: dict[str, tuple[str, str, str, Change]] = {
         lambda m, n: {
             "attn.scores": lambda c, s: (
                 m.stages_of(n)["attn.scores"](s) * torch.where(torch.arange(9) < 5, 1.0, 0.6).double()[:, None]
-            ),
+            )
         },
     ),
 }

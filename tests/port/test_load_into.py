@@ -91,10 +91,7 @@ FAULTS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
         (".ln_1.",),
     ),
     ("fused", "final-norm-missing"): ("your module has no last norm; the checkpoint has ln_f", ("ln_f",)),
-    ("fused", "position-sinusoidal"): (
-        "your module has no learned positions; the checkpoint's wpe.weight is left out",
-        ("wpe",),
-    ),
+    ("fused", "position-sinusoidal"): ("your module has no learned positions; the checkpoint's wpe.weight is left out", ("wpe",)),
     ("fused", "position-missing"): ("what your module lacks is the only difference from the checkpoint", ("wpe",)),
     ("fused", "layer-missing@1"): ("your forward runs 2 blocks, the checkpoint has 3: h.1 left out", ("blocks.1.",)),
     ("fused", "layer-repeated@1"): ("your attention (blocks.1.attn) runs 2 times", ()),
@@ -553,12 +550,7 @@ def test_every_parameter_has_a_row_that_says_why() -> None:
 @pytest.mark.parametrize(
     ("port", "name", "sources", "words"),
     [
-        (
-            "heads",
-            "all_blocks.1.sa.heads.3.query.weight",
-            "h.1.attn.c_attn.weight",
-            "columns 15:20 (head 3 of q), transposed",
-        ),
+        ("heads", "all_blocks.1.sa.heads.3.query.weight", "h.1.attn.c_attn.weight", "columns 15:20 (head 3 of q), transposed"),
         ("channels", "proj.bias", "", "zeros"),
         ("einsum3d", "blocks.0.attn.W_K", "h.0.attn.c_attn.weight", "columns 20:40 (k), reshaped to (4, 20, 5)"),
         ("interleaved", "layers.0.query_key_value.bias", "h.0.attn.c_attn.bias", "entries by (head, q|k|v, unit)"),

@@ -131,10 +131,7 @@ def test_a_program_that_fails_says_how(
     code: str, words: str, printed: str | None, tmp_path: Path, checkpoint: Checkpoint
 ) -> None:
     """The user needs the traceback of the user's program, not ours."""
-    with (
-        pytest.raises(ProgramError) as error,
-        run_program(script(tmp_path, code), checkpoint, timeout=30),
-    ):
+    with pytest.raises(ProgramError) as error, run_program(script(tmp_path, code), checkpoint, timeout=30):
         pass
     assert words in str(error.value)
     assert printed is None or error.value.printed[-1] == printed

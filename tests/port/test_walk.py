@@ -217,10 +217,7 @@ NORMS: dict[str, tuple[dict[str, Callable], list[tuple[str, str]]]] = {
         {"norm": lambda port, x, name: Port.do_norm(port, x, SWAPPED.get(name, name))},
         [("norms-swapped", "h.1.ln_1, h.1.ln_2")],
     ),
-    "last norm twice": (
-        {"head": lambda port, x: Port.do_head(port, port.do_norm(x, "ln_f"))},
-        [("extra-norm", "ln_f")],
-    ),
+    "last norm twice": ({"head": lambda port, x: Port.do_head(port, port.do_norm(x, "ln_f"))}, [("extra-norm", "ln_f")]),
     "no last norm": ({"head": lambda port, x: x @ port.w["wte.weight"].T}, [("final-norm-missing", "ln_f")]),
 }
 TANH = math.sqrt(2 / math.pi)
@@ -274,10 +271,7 @@ PARTS = {
 }
 WIRING = {
     "post-norm": ({"block": block(post)}, [("post-norm", "h.*")]),
-    "no residual": (
-        {"block": block(lambda x, l1, a, l2, f: f(l2(a(l1(x)))))},
-        [("residual-missing", "h.*")],
-    ),
+    "no residual": ({"block": block(lambda x, l1, a, l2, f: f(l2(a(l1(x)))))}, [("residual-missing", "h.*")]),
     "no residual around attention": (
         {"block": block(lambda x, l1, a, l2, f: (x := a(l1(x))) + f(l2(x)), 0)},
         [("residual-missing", "h.0.mid")],
@@ -286,10 +280,7 @@ WIRING = {
         {"block": block(lambda x, l1, a, l2, f: f(l2(x + a(l1(x)))), 2)},
         [("residual-missing", "h.2")],
     ),
-    "from the normed": (
-        {"block": block(residual_from_normed)},
-        [("residual-from-normed", "h.*")],
-    ),
+    "from the normed": ({"block": block(residual_from_normed)}, [("residual-from-normed", "h.*")]),
     "parallel": ({"block": block(lambda x, l1, a, l2, f: x + a(l1(x)) + f(l2(x)))}, [("parallel-block", "h.*")]),
     "parallel, one norm": ({"block": block(lambda x, l1, a, l2, f: x + a(l1(x)) + f(l1(x)), 1)}, [("parallel-block", "h.1")]),
     "norm on a branch": (

@@ -134,12 +134,7 @@ class SelfAttention(nn.Module):
         return y if "output-projection-missing" in wrong else self.proj(y)
 
 
-ACTIVATIONS = {
-    "gelu-erf": nn.GELU,
-    "gelu-relu": nn.ReLU,
-    "gelu-silu": nn.SiLU,
-    "gelu-none": nn.Identity,
-}
+ACTIVATIONS = {"gelu-erf": nn.GELU, "gelu-relu": nn.ReLU, "gelu-silu": nn.SiLU, "gelu-none": nn.Identity}
 
 
 class FeedForward(nn.Module):

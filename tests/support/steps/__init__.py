@@ -45,9 +45,7 @@ STYLES = {
 
 
 # The second set: written apart from the engine, and not used to develop it.
-SECOND = {
-    "functional": ("vmapped", "pure functions, explicit state, gradients by torch.func"),
-}
+SECOND = {"functional": ("vmapped", "pure functions, explicit state, gradients by torch.func")}
 # The third set: written after the engine was mended on the second, run once before anything was mended on it.
 THIRD = {
     "callbacks": ("ours", "a trainer class with callbacks, gradient hooks, AdamW called with a closure"),
