@@ -35,6 +35,7 @@ def laid_out(traced: dict[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
     for point, value in traced.items():
         if point.endswith(("attn.q", "attn.k", "attn.v", "attn.heads")) and draw.random() < 0.5:
             value = value.unflatten(-1, (heads, -1)).transpose(1, 2)
+            value = draw.choice([value, value.flatten(0, 1), value.mT])  # heads in the batch; keys turned
         elif point != "logits":
             value = draw.choice(
                 [value, value.flatten(), value.flatten(0, 1), value.transpose(0, 1), value.flatten(0, 1).transpose(0, 1)]
@@ -148,40 +149,6 @@ def test_streams_show_the_sequence_of_blocks() -> None:
     assert causes(diagnosis) == [("layer-order", "h.1")]
     assert diagnosis.first_divergence is not None
     assert diagnosis.first_divergence.point == "h.1"
-
-
-LOADED = {  # a fault of loading in block 1, and how the cause is called
-    "transposed": ("attn.c_proj.weight", lambda w: w["h.1.attn.c_proj.weight"].t().clone(), "transposed"),
-    "another block's": ("mlp.c_fc.weight", lambda w: w["h.2.mlp.c_fc.weight"], "wrong-tensor"),
-    "rounded": ("mlp.c_proj.weight", lambda w: w["h.1.mlp.c_proj.weight"].bfloat16().double(), "reduced-precision"),
-    "no bias": ("attn.c_proj.bias", lambda w: torch.zeros_like(w["h.1.attn.c_proj.bias"]), "missing-bias"),
-    "other roles": (
-        "attn.c_attn.weight",
-        lambda w: torch.cat([w["h.1.attn.c_attn.weight"].chunk(3, 1)[n] for n in (1, 2, 0)], 1),
-        "qkv-order",
-    ),
-    "reversed roles": (  # whose masked scores are not those of keys as queries
-        "attn.c_attn.weight",
-        lambda w: torch.cat([w["h.1.attn.c_attn.weight"].chunk(3, 1)[n] for n in (2, 1, 0)], 1),
-        "qkv-order",
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("transposed", "other roles"))) for name in LOADED]
-)
-def test_weights_that_were_misread_are_seen_in_the_products(fault: str) -> None:
-    """The weights are not in a dump: without trying misreadings like formulas, the walk would end at the first product."""
-    name, misread, id = LOADED[fault]
-    model = checkpoint()
-    state = dict(model.state_dict())
-    model.load_state_dict(state | {f"h.1.{name}": misread(state)})
-    diagnosis = gpt2.diagnose(dump(laid_out(trace(model, IDS), seed=1), torch.float32), MODEL)
-    assert (diagnosis.causes[0].id, {cause.where.partition(".attn")[0].partition(".mlp")[0] for cause in diagnosis.causes}) == (
-        id,
-        {"h.1"},
-    )
 
 
 def test_zeros_in_a_dump_are_no_product_of_weights_that_are_zero() -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 from port.test_dump import MODEL, causes, dump, faulty
 from port.test_walk import IDS, checkpoint
+from torch import Tensor
 
 import gpt2
 from gpt2.measure.dumps import dump_of
 from gpt2.measure.tracing import trace
+from gpt2.port.alternative import Changed
 from gpt2.port.diagnosis.report import SURE
+from gpt2.port.dump.simulation import Program, Simulation
 from gpt2.port.dump.tolerance import measured
+from gpt2.port.graph import Formula, Site, State
 from gpt2.port.step.dump_steps import batches_of
 
 FEW = ("ln_1", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.act", "mlp.c_proj")
@@ -114,3 +119,39 @@ def test_a_dump_of_one_token_is_of_a_forward_pass() -> None:
         gpt2.diagnose(wrong, MODEL, settings={"optim.lr": 1e-3})
     batch = batches_of(dump_of({**wrong, "targets": torch.tensor([[3]])}, MODEL.config))[0]
     assert batch.targets.tolist() == [[3]]  # they were not taken: "dump the next ids as targets"
+
+
+def nearly_itself(c: Site, s: State) -> Tensor:
+    """Weights by the distance of the keys, which are near 1 at the token itself: nothing that is known."""
+    k = s["attn.k"].unflatten(-1, (MODEL.config.n_head, -1)).transpose(1, 2)
+    return (-3 * torch.cdist(k, k)).masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "formula", "causes_of"),
+    [
+        ("attn.scores", Changed("attn.scores", lambda c, y: 2 * y), {"scale-wrong"}),
+        pytest.param("attn.weights", nearly_itself, set(), marks=pytest.mark.slow),
+    ],
+)
+def test_an_attention_is_not_called_another_one(
+    stage: str, formula: Formula, causes_of: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value of one head compared with several ended the diagnosis of scores by two; values that are recorded in any case were
+    evidence for an attention in which each token sees itself."""
+    monkeypatch.setattr("gpt2.port.dump.examination.SECONDS", {True: 4.0})
+    values = Simulation(MODEL.state_dict(), MODEL.config, IDS).trace(Program({n: {stage: formula} for n in range(3)}))
+    said = gpt2.diagnose(dump({name: value for name, value in values.items() if name != "x"}, torch.float64), MODEL)
+    assert (said.verdict == "mismatch") == bool(causes_of)
+    assert {cause.id for cause in said.causes} == causes_of
+
+
+@pytest.mark.parametrize("moved", [lambda t: 2 * t, lambda t: t + 7 * (t > 4)], ids=["every second row", "a jump"])
+def test_positions_are_named_though_no_embeddings_are_dumped(moved: Callable[[Tensor], Tensor]) -> None:
+    """The first value that was recorded was that of a norm, and no norm gives it from the right embeddings."""
+    wte, wpe, rows = MODEL.wte.weight.detach(), MODEL.wpe.weight.detach(), moved(torch.arange(8))
+    values = Simulation(MODEL.state_dict(), MODEL.config, IDS).trace(
+        Program(outside={"embed": lambda c, s: wte[IDS] + wpe[rows]})
+    )
+    shown = {name: value for name, value in values.items() if name not in ("x", "embed") and "mixed" not in name}
+    assert [one.id for one in gpt2.diagnose(dump(shown, torch.float32), MODEL).causes] == ["position-offset"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -107,10 +108,7 @@ SOFTMAXES = {  # from exponentials of scores (B, H, T, T): the cause, and words 
         lambda e: (e.log() - 2 * torch.ones(9, 9).triu(1)).softmax(-1),
         ("mask-multiplied", "-2 is added"),
     ),
-    "each query has a factor": (
-        lambda e: (e.log() * torch.linspace(0.5, 0.8, 9).roll(4)[:, None]).exp().tril(),
-        None,
-    ),
+    "each query has a factor": (lambda e: (e.log() * torch.linspace(0.5, 0.8, 9).roll(4)[:, None]).exp().tril(), None),
 }
 
 
@@ -152,6 +150,25 @@ def test_an_activation_is_no_function_of_one_number() -> None:
     fit = activation_fit(observed(x.atan()), x, every(1, 12))  # control
     assert fit is not None
     assert "none of those known" in fit.faults[0].detail
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        lambda x: 0.5 * x * (1 + torch.tanh(0.6 * (x + 0.06 * x**3))),
+        lambda x: 0.5 * x * (1 + torch.tanh(0.044715 * (x + math.sqrt(2 / math.pi) * x**3))),
+        lambda x: 0.5 * x * (1 + torch.erf(1.5 * x)),
+        lambda x: x * torch.sigmoid(1.3 * x),
+    ],
+)
+def test_other_constants_of_gelu_are_read_off_rounded_results(mutant: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The rounded results stood for the function itself, and all that followed from them seemed to be another fault."""
+    x = 1.5 * random(2, 12, 96, seed=1)
+    y, gelu = mutant(x), torch.nn.functional.gelu(x, approximate="tanh")
+    fit = activation_fit(Observed(y.half().double(), 2.0**-11 * y.abs() + 1e-7, 1e-6, gelu, 0), x, every(2, 12))
+    assert fit is not None
+    assert [fault.id for fault in fit.faults] == ["gelu-variant"]
+    assert float((fit.value - y).square().mean()) < 0.1 * float((y.half() - y).square().mean())
 
 
 def test_an_array_is_tried_once_in_each_order_of_its_axes() -> None:
