@@ -150,6 +150,7 @@ class Search:
     ) -> None:
         self.observation, self.model, self.exact, self.progress = observation, model, exact, progress
         self.weights_seen = weights_seen
+        self.widens = weights_seen and not observation.pool.narrow  # constants in float32 may be all that hides a fault
         self.layers = model.config.n_layer
         every = [one for one in table(model) if one.run is None and not one.crosses]
         every = [one for one in every if not (weights_seen and one.id == "not-loaded")]
@@ -493,7 +494,7 @@ class Search:
             whole, part = self._best(base, self.inner)
             if whole is None and not base.alternatives:  # one more fault may hide the known ones
                 whole = next(filter(None, (self._best(trial, self.inner)[0] for trial in knowns)), None)
-            whole = whole or self._in_calls(base)
+            whole = whole or self._widened(base) or self._in_calls(base)
             if whole is not None:
                 return whole
             part = part or self._fitted(base)
@@ -510,6 +511,17 @@ class Search:
                 trial = None if trial is None else self._tried(trial, one, shown=False)
             if trial is not None:
                 yield trial
+
+    def _widened(self, base: Trial) -> Trial | None:
+        """Return a block as explained to the precision of float32, in which a module may keep constants; None if it is not."""
+        if not self.widens:
+            return None
+        self.widens, self.observation.pool.narrow = False, True
+        base = self._block(base.layer, base.state["x"])
+        trials = (trial for trial in (base, *self._with_known(base)) if self._goes_on(trial))
+        whole = next(trials, None) or self._best(base, self.inner)[0]
+        self.observation.pool.narrow = whole is not None
+        return whole
 
     def _best(self, base: Trial, some: Iterable[Alternative]) -> tuple[Trial | None, Trial | None]:
         """Return the best trial that explains a block, and the best of those that explain more of it than ``base``."""
