@@ -29,11 +29,11 @@ import sys
 sys.path.insert(0, {str(ROOT / "tests")!r})
 
 import gpt2
-from support.faulty.tutorials import KINDS
+from support.faulty import Faults, heads
 
 
 def build():
-    return KINDS["lecture"](gpt2.load("shakespeare-mini").config)
+    return heads.build(gpt2.load("shakespeare-mini").config, Faults("no-qkv-bias gelu-erf residual-from-normed"))
 """
 
 RIGHT = """

@@ -4,7 +4,7 @@
     python tools/step_dump_table.py --levels usual --dtype float16 --layout flat
     python tools/step_dump_table.py --drawn 20 --seed 1      # two or three faults, drawn at random
     python tools/step_dump_table.py --language c --levels usual    # a program in C
-    python tools/step_dump_table.py --second                 # the second set, which was not used to develop it
+    python tools/step_dump_table.py --levels moments --layout apart  # stacked, q, k and v apart, with moments: as in JAX
 
 A fault counts at the levels whose arrays show it; a dump that shows none must be equal. A line for each flaw on stderr, then a
 table; the last line of stdout is JSON.
@@ -22,8 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from support.step_programs import FAULTS, LAYOUTS, LEVELS, Dumped, native, second
-from support.step_programs.scoring import draw, score, score_second
+from support.step_programs import FAULTS, LAYOUTS, LEVELS, Dumped, native
+from support.step_programs.scoring import draw, score
 
 
 def runs(options: argparse.Namespace) -> Iterator[Dumped]:
@@ -49,14 +49,11 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="WORD", help="only these faults")
     parser.add_argument("--drawn", type=int, metavar="N", help="instead, so many runs with two or three faults")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--second", action="store_true", help="instead, the second set")
     options = parser.parse_args()
     if lacking := native.missing(options.language):
         sys.exit(f"not run: {lacking}")
     start, found = time.perf_counter(), {}
     rows = ((run.level, score(run)) for run in runs(options))
-    if options.second:
-        rows = (("second", score_second(word)) for word in ("", *second.FAULTS))
     for level, row in rows:
         total = found.setdefault(level, {"runs": 0, "right": 0, "first": 0, "missed": 0, "beside": 0})
         total["runs"] += 1

@@ -14,13 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2.port.diagnosis.search import Fault
+from gpt2.port.fault import Fault
 from gpt2.port.graph import ATTENTION, TEXT, Calls, Edits, Formula, Memory, Model, Site, State
 
 Family = Callable[[Model], Iterator["Alternative"]]
 FAMILIES: list[Family] = []
 # The part that a report names for a fault of a node, if it is not the node's own name.
 PARTS = {**dict.fromkeys(ATTENTION, "attn"), "embed": "wte", "head": "logits"}
+IN_PROMPT = "in the first {} tokens alone, as in a prompt before single steps"
+IN_STEPS = "from token {} on, as in steps after a prompt"
 READ = ("x", "ln_1", "attn.q", "attn.k", "attn.v")  # what attention may read
 
 
@@ -30,8 +32,19 @@ def family(make: Family) -> Family:
     return make
 
 
-class Changed:
-    """A formula that changes what a node has in any case, so that it may stand on top of another fault of that node."""
+class OnTop:
+    """A formula that may stand on top of another fault of its node."""
+
+    def __call__(self, c: Site, s: State) -> Tensor:
+        raise NotImplementedError
+
+    def over(self, formula: Formula) -> Formula:
+        """Return the formula of both faults."""
+        raise NotImplementedError
+
+
+class Changed(OnTop):
+    """A formula that changes what a node has in any case."""
 
     def __init__(self, node: str, change: Callable[[Site, Tensor], Tensor]) -> None:
         self.node, self.change = node, change
@@ -73,18 +86,27 @@ class Weighing:
         return formula
 
 
-def rerouted(node: str, slot: str, source: str) -> Formula:
-    """Return a node's formula where it reads the value ``source`` in the place of ``slot``."""
-    return lambda c, s: c.right(node, {**s, slot: s[source]})
+class Rerouted(OnTop):
+    """A node's formula where it reads the value ``source`` in the place of ``slot``."""
+
+    def __init__(self, node: str, slot: str, source: str) -> None:
+        self.node, self.slot, self.source = node, slot, source
+
+    def __call__(self, c: Site, s: State) -> Tensor:
+        return c.right(self.node, {**s, self.slot: s[self.source]})
+
+    def over(self, formula: Formula) -> Formula:
+        return lambda c, s: formula(c, {**s, self.slot: s[self.source]})
 
 
 @dataclass(frozen=True, eq=False)
 class Alternative:
     """Other formulas of some nodes, under the ``id`` of a cause, in ``words``.
 
-    ``edits``: of the nodes of a block; ``outside``: of those around the blocks. ``where``: the part that a report names; by
-    default, that of each node. ``also``: further causes with words, if it is several mistakes at once. ``fix``: the corrected
-    line, if not the cause's. ``rare``: tried behind what is not. ``shared``: of code that all blocks share, so not in one alone.
+    ``edits``: of the nodes of a block; ``outside``: of those around the blocks. ``where``: the parts that a report names, with
+    " q", " k" or " v" behind one for a third of c_attn; by default, that of each node. ``also``: further causes with words, if it
+    is several mistakes at once. ``fix``: the corrected line, if not the cause's. ``rare``: tried behind what is not. ``shared``:
+    of code that all blocks share, so not in one alone.
     ``sees``: what a token's value may depend on beside earlier tokens: TEXT or ROWS. ``silent``: whether it changes nothing in a
     block, by its number. ``calls``: the text is read so. ``steps``: it is one of a text that is read in several calls;
     ``at_once``: it shows in the first of them as well. ``run``: the stream of the whole program, if it is no change of formulas;
@@ -137,9 +159,10 @@ class Alternative:
             return ()
         causes = ((self.id, self.words), *self.also)
         fixes = {self.id: self.fix}
+        parts = (part.partition(" ") for part in self.parts(layer))
         return tuple(
-            Fault(id, part, words, fitted=self.fitted, layer=layer, fix=fixes.get(id))
-            for part in self.parts(layer)
+            Fault(id, part, words, fitted=self.fitted, layer=layer, fix=fixes.get(id), share=share)
+            for part, _, share in parts
             for id, words in causes
         )
 
@@ -157,9 +180,9 @@ def merged(one: Edits, other: Edits) -> dict[str, Formula] | None:
         before = out.get(node)
         if before is None:
             out[node] = formula
-        elif isinstance(formula, Changed):
+        elif isinstance(formula, OnTop):
             out[node] = formula.over(before)
-        elif isinstance(before, Changed):
+        elif isinstance(before, OnTop):
             out[node] = before.over(formula)
         else:
             return None

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 SLOWEST = 3.0  # seconds by the clock that count as one at least, on however busy a machine
 FEW = 4_000_000  # parameters of a model whose operators are too small to be shared between threads
+PAUSE = 0.005  # seconds between two looks at the CPU time
 
 
 @contextmanager
@@ -44,6 +45,7 @@ class Deadline:
     def __init__(self, seconds: float = math.inf, within: Deadline | None = None) -> None:
         self.seconds, self.within = seconds, within
         self._clock, self._cpu = time.monotonic(), time.thread_time()
+        self._asked, self._passed = self._clock, False
 
     @property
     def left(self) -> float:
@@ -62,7 +64,11 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        return self.left <= 0
+        """Whether the limit is over; the CPU time, which is slow to ask for, is asked for every PAUSE seconds."""
+        now = time.monotonic()
+        if now - self._asked >= PAUSE or self.seconds <= 0:
+            self._asked, self._passed = now, self.left <= 0
+        return self._passed
 
     def part(self, share: float, most: float = math.inf) -> Deadline:
         """Return a limit of 1 of ``share`` parts of what is left, and of ``most`` seconds."""

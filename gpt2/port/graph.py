@@ -65,6 +65,10 @@ THIRDS = {"attn.q": 0, "attn.k": 1, "attn.v": 2}
 # Each linear node with the checkpoint's module.
 MODULES = {"attn.q": "attn.c_attn", "attn.k": "attn.c_attn", "attn.v": "attn.c_attn", "attn.c_proj": "attn.c_proj"}
 MODULES |= {"mlp.c_fc": "mlp.c_fc", "mlp.c_proj": "mlp.c_proj"}
+HEADED = ("attn.q", "attn.k", "attn.v", "attn.heads")  # streams that may be recorded by heads
+# Axes along which a program may write a value in pieces, by node; rows of the batch and tokens, if not here.
+AXES = {**dict.fromkeys((*HEADED, "attn.mixed"), (1, 0, 2)), **dict.fromkeys(("attn.weights", "attn.scores"), (1, 0))}
+PIECES = (0, 1)
 SMALL = 1 << 24  # parameters of the blocks times tokens of a small model
 TEXT, ROWS = "text", "rows"  # what else than the tokens before it a token's value may depend on: later tokens, other rows
 KEPT = 4  # values that a model remembers

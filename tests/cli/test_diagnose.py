@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from support import forks
 from support.commands import alive
 from support.faulty import CONFIG, write
-from support.faulty.exits import HOSTILE
+from support.faulty.exits import HOSTILE, write_hostile
 
 import gpt2
 from gpt2.cli.main import main
@@ -25,7 +25,6 @@ from gpt2.errors import InputError
 from gpt2.port.diagnosis import runner
 from gpt2.port.diagnosis.report import Diagnosis, Divergence
 
-FILES = Path(__file__).parents[1] / "support" / "faulty" / "hostile"
 # Words that the message must contain, for each refused file.
 SAID = {
     "crashes_hard": "killed by SIGABRT in its forward (crashes_hard.py, line 10, in forward)",
@@ -56,11 +55,13 @@ DEFAULT = ("prints", "crashes_hard")
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("checkpoint"), CONFIG)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_hostile(folder.with_name("hostile"))
+    return write(folder, CONFIG)
 
 
 def diagnose(name: str, checkpoint: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    words = ["-m", "gpt2", "diagnose", f"{FILES / name}.py:build", "--model", checkpoint, *args]
+    words = ["-m", "gpt2", "diagnose", f"{checkpoint.with_name('hostile') / name}.py:build", "--model", checkpoint, *args]
     return forks.run(*words, status=HOSTILE[name])
 
 
@@ -224,7 +225,7 @@ def test_an_answer_that_is_none_is_one_line(answer: str, tmp_path: Path, monkeyp
 def test_a_build_without_arguments_is_filled(tmp_path: Path) -> None:
     """`build()` returns a fresh module, and `random:` models have no folder."""
     (tmp_path / "gpt2.py").write_text(  # this name must not hide our module
-        f"import sys; sys.path.insert(0, {str(FILES.parents[2])!r})\nfrom support.ports import PORTS\n"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\nfrom support.ports import PORTS\n"
         "def build():\n    import gpt2\n    return PORTS['nano'].build(gpt2.load('shakespeare-mini').config)\n"
     )
     found = runner.run(str(tmp_path / "gpt2.py"), "shakespeare-mini")

@@ -35,6 +35,7 @@ NOTHING = 1e-9  # a change of logits that is none
 # Alternatives that change nothing, by a part of their label: why.
 SILENT = {
     "rounded (0.797": "the constant has enough digits",
+    "other scores are as low": "scores of a small model are not",
     "become -100,": "the exponential of so small a score is zero",
     "become -1000,": "the exponential of so small a score is zero",
     f"the last {TOKENS - 1} tokens alone, itself among them, and the first": "so many tokens are all",
@@ -210,7 +211,7 @@ def drawn(count: int, seed: int) -> list[tuple[Alternative, Calls, str]]:
         made = logits(one, calls)
         size = float(right[0].square().mean().sqrt())
         if bool(made.isfinite().all()) and apart(made, right[0]) > 1e-2 * size:
-            out.append((one, calls, ("block", "logits")[len(out) % 2]))
+            out.append((one, calls, ("block", "logits", "full")[len(out) % 3]))
         if len(out) == count:
             break
     return out
@@ -224,12 +225,13 @@ def named(one: Alternative, calls: Calls, level: str) -> None:
     """Diagnose our own model with an alternative: the cause must be the first, or one of the same computation."""
     m = Model(model().state_dict(), CONFIG, ids())
     shown = {"logits": logits(one, calls)}
-    if level == "block" and one.run is None and not one.crosses and calls == CALLS[0]:
+    if level != "logits" and one.run is None and not one.crosses and calls == CALLS[0]:
         sites = (*((one, n) for n in range(CONFIG.n_layer) if one.edits), *[(one, None)] * bool(one.outside))
         program = Candidate(sites).program(Simulation(m.state, CONFIG, ids()))
         assert program is not None
         values = Simulation(m.state, CONFIG, ids()).trace(program)
-        shown |= {f"t{n}": values[f"h.{n}"] for n in range(CONFIG.n_layer)}
+        streams = [f"h.{n}" for n in range(CONFIG.n_layer)]
+        shown |= {f"t{n}": values[point] for n, point in enumerate(streams if level == "block" else values) if point != "logits"}
     said = gpt2.diagnose({"ids": ids().numpy(), **{key: value.float().numpy() for key, value in shown.items()}}, model())
     first = said.causes[0].id if said.causes else said.verdict
     accepted = {id for id, _ in ((one.id, ""), *one.also)}

@@ -1,6 +1,5 @@
 """What the slots of a cache hold is read off recorded attention weights, or off attention's result alone."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +10,10 @@ from support.programs import caching
 from support.programs.bed import Bed, Shape
 
 import gpt2
-from gpt2.port.dump.fits.bank import Bank
-from gpt2.port.dump.fits.observed import Observed
-from gpt2.port.dump.fits.rounding import integers, quantised
-from gpt2.port.dump.fits.slots import Slots
+from gpt2.port.fits.rounding import integers, quantised
 
 SHAPE = Shape(3, 24, 3, 61, 30, 9, 21)
-QUICK = (("rows share", True, "float32"), ("read before written", False, "float64"))
+QUICK = (("read before written", False, "float64"),)
 JUMBLED = "heads first, read heads last"  # is not named from weights in float16, nor where they are not recorded
 
 
@@ -35,7 +31,7 @@ CASES = [
     *QUICK,
     *(
         pytest.param(fault, *WAYS[0 if fault == JUMBLED else number % 3], marks=pytest.mark.slow)
-        for number, fault in enumerate(list(caching.FAULTS)[::2])
+        for number, fault in enumerate(list(caching.FAULTS)[::4])
         if fault not in {quick for quick, *_ in QUICK}
     ),
 ]
@@ -58,37 +54,6 @@ def test_a_right_cache_is_equal(bed: Bed) -> None:
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def in_time() -> None:
-    """There is no limit of time."""
-
-
-Weigh = Callable[[torch.Tensor], torch.Tensor]
-FUTURE = torch.ones(6, 6, dtype=torch.bool).triu(1)
-WEIGHTS: dict[str, tuple[Weigh, str | None]] = {
-    "two empty slots": (lambda e: e / (2 + e.sum(-1, keepdim=True)), "the softmax runs over 2 more, of zeros"),
-    "no division": (lambda e: e / 7, None),
-    "half an empty slot": (lambda e: e / (0.5 + e.sum(-1, keepdim=True)), None),
-    "any weights": (lambda e: random(1, 2, 6, 6, seed=9).masked_fill(FUTURE, -torch.inf).softmax(-1), None),
-}
-
-
-@pytest.mark.parametrize("way", WEIGHTS)
-@pytest.mark.parametrize("slack", [1e-9, 2e-4])
-def test_a_softmax_over_empty_slots_is_told_from_none(way: str, slack: float) -> None:
-    """Weights that do not sum to one were `softmax-missing`; what is no whole number of empty slots still has no softmax."""
-    q, k = random(1, 2, 6, 4), random(1, 2, 6, 4, seed=1)
-    scores = 0.5 * q @ k.mT
-    weights = WEIGHTS[way][0](scores.exp().masked_fill(FUTURE, 0.0))
-    seen = Observed(weights, slack * weights.abs(), 1e-9, scores.masked_fill(FUTURE, -torch.inf).softmax(-1), 0)
-    slots = Slots(q, Bank([k], [k], [0], [0.0]), 0.5, in_time)
-    fit = slots.fit(seen, seen.wrong_rows())
-    shown = WEIGHTS[way][1]
-    assert (fit is None) == (shown is None)
-    if fit is not None and shown:
-        assert fit.faults[0].id == "mask-multiplied"
-        assert shown in fit.faults[0].detail
 
 
 def test_groups_begin_anew_in_each_row_of_a_weight() -> None:

@@ -41,7 +41,7 @@ def one_of_each_cause() -> list[str]:
 
 
 EACH_CAUSE = one_of_each_cause()
-SAMPLE = random.Random(1).sample([name for name in FAULTY if name not in (*EACH_CAUSE, *SEVERAL)], 16)
+SAMPLE = random.Random(1).sample([name for name in FAULTY if name not in (*EACH_CAUSE, *SEVERAL)], 8)
 DEFAULT = {*EACH_CAUSE[::6], *SEVERAL[::3]}
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 ONLY_IN_FLOAT32 = ("pinyin", "letters")  # these mix float32 into their computation, and torch refuses
@@ -173,11 +173,11 @@ def test_faults_drawn_at_random_are_named(directory, model):
     Known misses: post-norm in one block alone; a wrong matrix in a checkpoint that was rounded as well.
     """
     rows = [
-        score(port, diagnose(port.build(CONFIG, directory), model), CONFIG, 0.0, 0.0) for port in draw(16, 1, CONFIG, directory)
+        score(port, diagnose(port.build(CONFIG, directory), model), CONFIG, 0.0, 0.0) for port in draw(8, 1, CONFIG, directory)
     ]
     assert all(row.verdict == "mismatch" for row in rows)
     assert all(row.first for row in rows), [row for row in rows if not row.first]
-    assert sum(not row.missed for row in rows) >= 15, [row for row in rows if row.missed]
+    assert sum(not row.missed for row in rows) >= 7, [row for row in rows if row.missed]
 
 
 @pytest.mark.slow

@@ -17,9 +17,7 @@ from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
 from gpt2.port.deadline import Deadline, TimeUp
 from gpt2.port.diagnosis.report import Diagnosis
-from gpt2.port.dump.fits.recorded import Arrays
 from gpt2.port.dump.pool import DumpPool
-from gpt2.port.dump.simulation import Simulation
 from gpt2.port.dump.tolerance import measured
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -37,6 +35,7 @@ def laid_out(traced: dict[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
     for point, value in traced.items():
         if point.endswith(("attn.q", "attn.k", "attn.v", "attn.heads")) and draw.random() < 0.5:
             value = value.unflatten(-1, (heads, -1)).transpose(1, 2)
+            value = draw.choice([value, value.flatten(0, 1), value.mT])  # heads in the batch; keys turned
         elif point != "logits":
             value = draw.choice(
                 [value, value.flatten(), value.flatten(0, 1), value.transpose(0, 1), value.flatten(0, 1).transpose(0, 1)]
@@ -72,7 +71,7 @@ def test_a_fault_near_the_tolerance_is_named() -> None:
     """Every stage was within the tolerance and the logits were not, so a small wrong epsilon was undetermined."""
     arrays = laid_out(trace(faulty(layer_norm_epsilon=1e-6), IDS), seed=1)
     said = gpt2.diagnose(dump(arrays, torch.float32), faulty(layer_norm_epsilon=2.5e-6))
-    assert causes(said) == [("layernorm-eps", "h.0.ln_1")]
+    assert causes(said) == [("layernorm-eps", "h.0.ln_1, h.0.ln_2")]
 
 
 def by_level(traced: dict[str, Tensor], level: str) -> dict[str, Tensor]:
@@ -152,59 +151,12 @@ def test_streams_show_the_sequence_of_blocks() -> None:
     assert diagnosis.first_divergence.point == "h.1"
 
 
-LOADED = {  # a fault of loading in block 1, and how the cause is called
-    "transposed": ("attn.c_proj.weight", lambda w: w["h.1.attn.c_proj.weight"].t().clone(), "transposed"),
-    "another block's": ("mlp.c_fc.weight", lambda w: w["h.2.mlp.c_fc.weight"], "wrong-tensor"),
-    "rounded": ("mlp.c_proj.weight", lambda w: w["h.1.mlp.c_proj.weight"].bfloat16().double(), "reduced-precision"),
-    "no bias": ("attn.c_proj.bias", lambda w: torch.zeros_like(w["h.1.attn.c_proj.bias"]), "missing-bias"),
-    "other roles": (
-        "attn.c_attn.weight",
-        lambda w: torch.cat([w["h.1.attn.c_attn.weight"].chunk(3, 1)[n] for n in (1, 2, 0)], 1),
-        "qkv-order",
-    ),
-    "reversed roles": (  # whose masked scores are not those of keys as queries
-        "attn.c_attn.weight",
-        lambda w: torch.cat([w["h.1.attn.c_attn.weight"].chunk(3, 1)[n] for n in (2, 1, 0)], 1),
-        "qkv-order",
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("transposed", "other roles"))) for name in LOADED]
-)
-def test_weights_that_were_misread_are_seen_in_the_products(fault: str) -> None:
-    """The weights are not in a dump: without trying misreadings like formulas, the walk would end at the first product."""
-    name, misread, id = LOADED[fault]
-    model = checkpoint()
-    state = dict(model.state_dict())
-    model.load_state_dict(state | {f"h.1.{name}": misread(state)})
-    diagnosis = gpt2.diagnose(dump(laid_out(trace(model, IDS), seed=1), torch.float32), MODEL)
-    assert (diagnosis.causes[0].id, {cause.where.partition(".attn")[0].partition(".mlp")[0] for cause in diagnosis.causes}) == (
-        id,
-        {"h.1"},
-    )
-
-
 def test_zeros_in_a_dump_are_no_product_of_weights_that_are_zero() -> None:
     """Where a projection was not dumped and an array of its size is zero, its weight and bias were said to be zero."""
     traced = trace(faulty(activation_function="gelu"), IDS)
     del traced["h.1.attn.c_proj"]
     arrays = dump(traced, torch.float32) | {"cache": torch.zeros(2, 8, CONFIG.n_embd)}
     assert causes(gpt2.diagnose(arrays, MODEL)) == [("gelu-variant", "h.*.mlp.act")]
-
-
-def test_an_array_does_not_confirm_itself_and_is_free_after_a_trial() -> None:
-    """What was tried as a mixture was recorded as its own heads, merged, and then no candidate in the block that holds it."""
-    pool = DumpPool(measured(MODEL, IDS, trace(MODEL, IDS), torch.float32), CONFIG, (2, 8))
-    value = trace(MODEL, IDS)["h.1.attn.heads"]
-    pool.fill([("x", torch.randn_like(value)), ("heads", value)], MODEL(IDS).detach())
-    arrays = Arrays(pool, Simulation(MODEL.state_dict(), CONFIG, IDS))
-    assert arrays.shows("attn.heads", value)
-    assert not arrays.shows("attn.heads", value, but=1)
-    assert arrays.used == set()
-    assert arrays.recorded("attn.heads", value) is not None  # control
-    assert arrays.used == {1}
 
 
 def test_a_dump_without_logits_or_with_nan_in_them_is_refused() -> None:
@@ -261,7 +213,7 @@ def test_a_wrong_norm_is_named_by_the_walk_alone(monkeypatch: pytest.MonkeyPatch
     def never(*_: object) -> None:
         raise AssertionError("operators were fitted")
 
-    monkeypatch.setattr("gpt2.port.dump.fits.following.Following.run", never)
+    monkeypatch.setattr("gpt2.port.fits.Fits.fit", never)
     arrays = two_faults(MODEL, IDS[0])
     assert causes(gpt2.diagnose(dump(arrays, torch.float32, IDS[:1]), MODEL))
 
@@ -272,12 +224,5 @@ def test_every_search_in_a_dump_ends_at_its_deadline() -> None:
     pool = DumpPool(tolerance, CONFIG, (2, 8))
     pool.deadline = Deadline(0)
     pool.fill([("x", torch.randn(2, 8, CONFIG.n_embd))], torch.randn(2, 8, CONFIG.vocab_size))
-    one = torch.ones(1)
-    searches = (
-        lambda: pool.find(torch.randn(2, 8, CONFIG.n_embd)),
-        lambda: pool.near(1, one, one),
-        lambda: pool.may_be_near(1, one),
-    )
-    for search in searches:
-        with pytest.raises(TimeUp):
-            search()
+    with pytest.raises(TimeUp):
+        pool.find(torch.randn(2, 8, CONFIG.n_embd))

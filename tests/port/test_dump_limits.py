@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Callable
 
 import pytest
 import torch
 from port.test_dump import MODEL, causes, dump, faulty
 from port.test_walk import IDS, checkpoint
+from torch import Tensor
 
 import gpt2
 from gpt2.measure.dumps import dump_of
 from gpt2.measure.tracing import trace
-from gpt2.model import GPT2
-from gpt2.port.diagnosis.report import LIKELY, SURE
-from gpt2.port.dump.fits.elsewhere import read_elsewhere
-from gpt2.port.dump.fits.library import Library
-from gpt2.port.dump.fits.linear import Linear
-from gpt2.port.dump.fits.observed import Observed
+from gpt2.port.alternative import Changed
+from gpt2.port.diagnosis.report import SURE
+from gpt2.port.dump.simulation import Program, Simulation
 from gpt2.port.dump.tolerance import measured
+from gpt2.port.graph import Formula, Site, State
 from gpt2.port.step.dump_steps import batches_of
 
 FEW = ("ln_1", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.act", "mlp.c_proj")
 
 
-@pytest.mark.parametrize("share", [1, 10**6])  # of the time, for the walk
-def test_a_norm_is_named_where_neither_projections_nor_heads_are_recorded(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong norm without recorded q, k or v ended the walk, and a search of minutes began.
-
-    Where the walk had too little time, branches times 0.1 were named (a norm's input times 0.1 is the same as another epsilon)
-    that explained one part after the other, and not all of them together.
-    """
-    for name in ("HASTY", "LONGER"):
-        monkeypatch.setattr(f"gpt2.port.dump.attempt.{name}", share)
+def test_a_norm_is_named_where_neither_projections_nor_heads_are_recorded() -> None:
+    """A wrong norm without recorded q, k or v ended the walk, and a search of minutes began."""
     wrong = {point: value for point, value in trace(faulty(layer_norm_epsilon=1e-3), IDS).items() if point.endswith(FEW)}
     wrong |= {"embed": trace(MODEL, IDS)["embed"], "logits": faulty(layer_norm_epsilon=1e-3)(IDS).detach()}
     diagnosis = gpt2.diagnose(dump(wrong, torch.float32), MODEL)
     assert causes(diagnosis) == [("layernorm-eps", "h.*.ln_1, h.*.ln_2, ln_f")]
-    assert diagnosis.causes[0].confidence == (SURE if share == 1 else LIKELY)
+    assert diagnosis.causes[0].confidence == (SURE)
 
 
 def test_arrays_that_were_never_computed_are_no_fault_of_a_formula() -> None:
@@ -117,37 +109,6 @@ def test_a_program_that_computes_in_float16_is_wrong_where_it_is_wrong(monkeypat
     assert diagnosis.first_divergence.point == "h.1.mlp.c_fc"
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_weights_read_from_another_place_are_found_a_block_at_a_time(transposed: bool) -> None:
-    """All blocks' weights were laid out twice and transformed at once: 3 GB more than the rest at gpt2's shape."""
-    state = {name: tensor.detach() for name, tensor in MODEL.state_dict().items()}
-    name, library = "h.1.mlp.c_fc.weight", Library(state, MODEL.config)
-    every = [state[f"h.{layer}.mlp.c_fc.weight"] for layer in (0, 1, 2, 0)]
-    flat = torch.cat([(one.t() if transposed else one).reshape(-1) for one in every])
-    into, out = state[name].shape
-    x, bias, rows = torch.randn(2, 8, into).double(), torch.randn(out).double(), torch.ones(2, 8, dtype=torch.bool)
-    for start in (0, 7, into * out - 1, 3 * into * out - 2):
-        read = flat[start : start + into * out]
-        value = x @ (read.view(out, into).T if transposed else read.view(into, out)) + bias
-        seen = Observed(value, torch.zeros_like(value), 1e-9, torch.randn_like(value), 0)
-        layer = Linear(library, name, "mlp.c_fc", state[name], torch.zeros_like(bias), {})
-        fit = next(iter(read_elsewhere(layer, seen, x, rows)))
-        assert f"entry {start} of the blocks' weights" in fit.faults[0].detail
-
-
-def test_a_stride_that_leaves_no_room_for_a_column_is_skipped() -> None:
-    """Four times the width, in the square matrix of the only block, ended the search with an IndexError."""
-    model = GPT2(replace(MODEL.config, n_layer=1)).double()
-    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    name, library = "h.0.attn.c_proj.weight", Library(state, model.config)
-    into, out = state[name].shape
-    x, rows = torch.randn(2, 8, into).double(), torch.ones(2, 8, dtype=torch.bool)
-    value = torch.randn(2, 8, out).double()
-    seen = Observed(value, torch.zeros_like(value), 1e-9, torch.randn_like(value), 0)
-    layer = Linear(library, name, "attn.c_proj", state[name], torch.zeros(out).double(), {})
-    assert not list(read_elsewhere(layer, seen, x, rows))
-
-
 def test_a_dump_of_one_token_is_of_a_forward_pass() -> None:
     """Its values have the sizes of a norm's parameters: it was refused as training steps in which nothing is learnt."""
     traced = trace(MODEL, IDS[:1, :1])
@@ -158,3 +119,39 @@ def test_a_dump_of_one_token_is_of_a_forward_pass() -> None:
         gpt2.diagnose(wrong, MODEL, settings={"optim.lr": 1e-3})
     batch = batches_of(dump_of({**wrong, "targets": torch.tensor([[3]])}, MODEL.config))[0]
     assert batch.targets.tolist() == [[3]]  # they were not taken: "dump the next ids as targets"
+
+
+def nearly_itself(c: Site, s: State) -> Tensor:
+    """Weights by the distance of the keys, which are near 1 at the token itself: nothing that is known."""
+    k = s["attn.k"].unflatten(-1, (MODEL.config.n_head, -1)).transpose(1, 2)
+    return (-3 * torch.cdist(k, k)).masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "formula", "causes_of"),
+    [
+        ("attn.scores", Changed("attn.scores", lambda c, y: 2 * y), {"scale-wrong"}),
+        pytest.param("attn.weights", nearly_itself, set(), marks=pytest.mark.slow),
+    ],
+)
+def test_an_attention_is_not_called_another_one(
+    stage: str, formula: Formula, causes_of: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value of one head compared with several ended the diagnosis of scores by two; values that are recorded in any case were
+    evidence for an attention in which each token sees itself."""
+    monkeypatch.setattr("gpt2.port.dump.examination.SECONDS", {True: 4.0})
+    values = Simulation(MODEL.state_dict(), MODEL.config, IDS).trace(Program({n: {stage: formula} for n in range(3)}))
+    said = gpt2.diagnose(dump({name: value for name, value in values.items() if name != "x"}, torch.float64), MODEL)
+    assert (said.verdict == "mismatch") == bool(causes_of)
+    assert {cause.id for cause in said.causes} == causes_of
+
+
+@pytest.mark.parametrize("moved", [lambda t: 2 * t, lambda t: t + 7 * (t > 4)], ids=["every second row", "a jump"])
+def test_positions_are_named_though_no_embeddings_are_dumped(moved: Callable[[Tensor], Tensor]) -> None:
+    """The first value that was recorded was that of a norm, and no norm gives it from the right embeddings."""
+    wte, wpe, rows = MODEL.wte.weight.detach(), MODEL.wpe.weight.detach(), moved(torch.arange(8))
+    values = Simulation(MODEL.state_dict(), MODEL.config, IDS).trace(
+        Program(outside={"embed": lambda c, s: wte[IDS] + wpe[rows]})
+    )
+    shown = {name: value for name, value in values.items() if name not in ("x", "embed") and "mixed" not in name}
+    assert [one.id for one in gpt2.diagnose(dump(shown, torch.float32), MODEL).causes] == ["position-offset"]

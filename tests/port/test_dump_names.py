@@ -12,14 +12,13 @@ from torch import Tensor
 
 import gpt2
 from gpt2.port.deadline import Deadline
-from gpt2.port.diagnosis.hypotheses import ALLOWED, MASK_FAULTS, mask_faults
 from gpt2.port.dump.candidates import Candidate, Table
 from gpt2.port.dump.examination import computed_in
-from gpt2.port.dump.fits.partial import looks_dropped
 from gpt2.port.dump.pairs import PairRunner
 from gpt2.port.dump.sieve import Lens
 from gpt2.port.dump.simulation import Program, Simulation
 from gpt2.port.dump.spans import Span
+from gpt2.port.fits.lacking import looks_dropped
 from gpt2.port.graph import Formula, Site, State
 
 LAYERS = MODEL.config.n_layer
@@ -135,7 +134,7 @@ def branch_alone(layer: int) -> Formula:
 @pytest.mark.parametrize(
     ("program", "cause"),
     [
-        (everywhere("attn.scores", first_queries), ("head-layout", "h.*.attn")),
+        (everywhere("attn.scores", first_queries), ("head-layout", "h.*.attn.c_attn (q)")),
         (everywhere("ln_1", early_bias), ("layernorm-without-affine", "h.*.ln_1")),
         (everywhere("ln_2", branch_alone), ("residual-missing", "h.*.ln_2")),
     ],
@@ -154,18 +153,6 @@ def test_streams_of_several_programs_pass_each_variant() -> None:
         if program is not None:
             SIMULATION.on(program)  # sees whether the rows of several streams change one another
     PairRunner(lens, [one.program(row) or Program() for one in wholes], Deadline()).alone()  # rows of a state, which is no dict
-
-
-@pytest.mark.parametrize("label", [label for label in ALLOWED if label != "right"])
-def test_a_mask_of_a_prompt_or_of_its_steps_has_its_name(label: str) -> None:
-    """It was "a mask of its own", and its id that of no mask."""
-    every, wrong = torch.ones(9, 9, dtype=torch.bool), ALLOWED[label]
-    prompt, steps = every.tril(), every.tril()
-    prompt[:5, :5], steps[5:] = wrong(every[:5, :5]), wrong(every)[5:]
-    for seen, words in ((prompt, "first 5 tokens"), (steps, "from token 5 on"), (wrong(every), "")):
-        (fault,) = mask_faults(seen)
-        assert (fault.id, words in fault.detail) == (MASK_FAULTS[label][0].id, True)
-    assert not mask_faults(every.tril())
 
 
 def test_dropout_is_known_by_its_zeros() -> None:

@@ -113,7 +113,7 @@ def test_a_faulty_port_is_faulty(name, checkpoint, reference):
     assert error(module, reference) > 10 * FLOAT64_BOUND if port.points else misbehaves(module)
 
 
-@pytest.mark.parametrize("name", each({name: port for name, port in FAULTY.items() if len(port.causes) > 1 and not port.kind}))
+@pytest.mark.parametrize("name", each({name: port for name, port in FAULTY.items() if len(port.causes) > 1}))
 @torch.no_grad()
 def test_every_one_of_several_faults_counts(name, checkpoint):
     """One fault could hide another completely, and then no diagnosis could find it."""

@@ -149,11 +149,6 @@ def test_no_pair_replaces_one_stage_twice(model: GPT2) -> None:
         pytest.param(
             ("the scores are not scaled", "is ReLU;"), {"scale-missing", "gelu-variant"}, marks=pytest.mark.slow
         ),  # one does not
-        pytest.param(
-            ("the scores are not scaled", "a token sees the one after it"),
-            {"scale-missing", "mask-off-by-one"},
-            marks=pytest.mark.slow,
-        ),  # sees later
     ],
 )
 def test_two_faults_are_found_among_all_pairs(
@@ -177,6 +172,6 @@ def test_of_many_pairs_none_explains_an_unknown_computation(model: GPT2) -> None
     sines = Program({n: {"mlp.act": lambda c, s: (2 * s["mlp.c_fc"]).sin()} for n in range(CONFIG.n_layer)})
     logits = simulation.trace(sines)["logits"]
     with few_threads(0):
-        found = explain(model, IDS, {"logits": logits}, {"logits": 0.01}, Deadline(30))
+        found = explain(model, IDS, {"logits": logits}, {"logits": 0.01}, Deadline(8))
     assert not found.hypotheses
     assert not found.right

@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.programs import DTYPES, LANGUAGES, LEVELS, PROGRAMS, SIZES, Home, Program, missing, read_dump, shuffled
 from support.programs.reference import expected_logits
-from support.programs.scoring import score_dump
 
 import gpt2
 
@@ -130,31 +129,6 @@ def test_there_are_enough() -> None:
     for language in LANGUAGES:
         words = {one.line.partition("@")[0] for one in PROGRAMS.values() if one.language == language}
         assert len(words) >= 25, language
-
-
-# What is diagnosed here of all that tools/sets.py diagnoses: in each language a few faults of different kinds.
-DIAGNOSED = {
-    "numpy": "gelu-erf@1 heads-split-wrongly position-offset post-norm qkv-kvq",
-    "c": "mask-strict rmsnorm residual-from-normed@1 no-fc-bias@1",
-    "javascript": "scale-by-width unbiased@1 value-from-key@1 layer-swapped",
-}
-CASES = [
-    slow_unless(language == "numpy" and number < 2, language, line, DTYPES[number % 3])
-    for language, lines in DIAGNOSED.items()
-    for number, line in enumerate(lines.split())
-]
-
-
-@pytest.mark.parametrize(("language", "line", "dtype"), CASES)
-def test_the_fault_of_a_full_dump_is_named(language: str, line: str, dtype: str, home: Home) -> None:
-    """Names that say nothing, arrays of something else among them, and each dtype: the cause is first, and its place is right."""
-    need(language)
-    program = Program(language, line)
-    path = shuffled(home.dump(program, dtype, "float32", foreign=7), seed=7)
-    row = score_dump(program, gpt2.diagnose(str(path), str(home.model)), home.config, 0, 0)
-    assert row.first, row.causes
-    assert row.located, row.point
-    assert not row.missed
 
 
 @pytest.mark.parametrize(

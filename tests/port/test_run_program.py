@@ -131,10 +131,7 @@ def test_a_program_that_fails_says_how(
     code: str, words: str, printed: str | None, tmp_path: Path, checkpoint: Checkpoint
 ) -> None:
     """The user needs the traceback of the user's program, not ours."""
-    with (
-        pytest.raises(ProgramError) as error,
-        run_program(script(tmp_path, code), checkpoint, timeout=30),
-    ):
+    with pytest.raises(ProgramError) as error, run_program(script(tmp_path, code), checkpoint, timeout=30):
         pass
     assert words in str(error.value)
     assert printed is None or error.value.printed[-1] == printed
@@ -181,89 +178,8 @@ def test_when_time_is_up_its_children_end_too(tmp_path: Path, checkpoint: Checkp
 
 
 PROGRAMS = (Path(gpt2.__file__).parent / "port" / "PROGRAMS.md").read_text()
-# Code around the lines of PROGRAMS.md: it gets the tensors and checks the ids.
-NUMPY_MODEL = """
-import numpy as np
 
-def gpt2(ids, kept):
-    held = dict(np.load({tensors!r}))
-    assert held.pop("ids").tolist() == ids.tolist()
-    logits = held.pop("logits")
-    kept.update(held)
-    return logits
-"""
-C_MAIN = """
-{dump}
-static float x[1 << 20];
-
-int main(int count, char **argv) {{
-    FILE *file = fopen("{tensors}", "rb");
-    int rows, columns, id, ids[99], number = 0;
-    char name[99];
-    if (read_ids(argv[1], ids) != {tokens}) return 2;
-    for (int t = 0; t < {tokens}; t++)
-        if (fread(&id, 4, 1, file) != 1 || id != ids[t]) return 3;
-    while (fread(&rows, 4, 1, file) == 1 && fread(&columns, 4, 1, file) == 1) {{
-        if (fread(x, 4, (size_t)rows * columns, file) != (size_t)rows * columns) return 4;
-        snprintf(name, sizeof name, "tensor %d", number++);
-        dump(argv[2], name, x, rows, columns);
-    }}
-    return count != 3;
-}}
-"""
-JS_MAIN = """
-{dump}
-const bytes = fs.readFileSync("{tensors}");
-ids.forEach((id, t) => {{
-  if (bytes.readInt32LE(4 * t) !== id) process.exit(3);
-}});
-for (let at = 4 * {tokens}, number = 0; at < bytes.length; number++) {{
-  const rows = bytes.readInt32LE(at), columns = bytes.readInt32LE(at + 4);
-  const x = Float32Array.from({{ length: rows * columns }}, (_, i) => bytes.readFloatLE(at + 8 + 4 * i));
-  dump(process.argv[3], `tensor ${{number}}`, x, [rows, columns]);
-  at += 8 + 4 * x.length;
-}}
-"""
-
-RUST_MAIN = """
-{dump}
-fn main() {{
-    let args: Vec<String> = std::env::args().collect();
-    let bytes = std::fs::read("{tensors}").unwrap();
-    let number = |at: usize| i32::from_le_bytes(bytes[at..at + 4].try_into().unwrap()) as usize;
-    assert_eq!(read_ids(&args[1]), (0..{tokens}).map(|t| number(4 * t)).collect::<Vec<_>>());
-    let (mut at, mut count) = (4 * {tokens}, 0);
-    while at < bytes.len() {{
-        let shape = [number(at), number(at + 4)];
-        let end = at + 8 + 4 * shape[0] * shape[1];
-        let x: Vec<f32> = bytes[at + 8..end].chunks(4).map(|v| f32::from_le_bytes(v.try_into().unwrap())).collect();
-        dump(&args[2], &format!("tensor {{count}}"), &x, &shape);
-        (at, count) = (end, count + 1);
-    }}
-}}
-"""
-GO_MAIN = """
-package main
-
-{dump}
-func main() {{
-	file, _ := os.Open("{tensors}")
-	var given [{tokens}]int32
-	binary.Read(file, binary.LittleEndian, &given)
-	for t, id := range readIDs(os.Args[1]) {{
-		if int(given[t]) != id {{
-			panic(id)
-		}}
-	}}
-	var shape [2]int32
-	for number := 0; binary.Read(file, binary.LittleEndian, &shape) == nil; number++ {{
-		x := make([]float32, shape[0]*shape[1])
-		binary.Read(file, binary.LittleEndian, x)
-		dump(os.Args[2], "tensor "+strconv.Itoa(number), x, int(shape[0]), int(shape[1]))
-	}}
-}}
-"""
-MAINS = {"c": C_MAIN, "js": JS_MAIN, "rust": RUST_MAIN, "go": GO_MAIN}
+MAINS = Path(__file__).parents[1] / "support" / "programs" / "mains"
 TOOLS = {"python": sys.executable, "c": "gcc", "js": "node", "rust": "rustc", "go": "go"}
 
 
@@ -290,17 +206,23 @@ def block(language: str) -> str:
     return found[0]
 
 
+def around(language: str, kept: Path, tokens: int) -> str:
+    """A program around the lines of PROGRAMS.md, that gets the tensors and checks the ids."""
+    text = (MAINS / f"{language}.txt").read_text()
+    return text.replace("@dump@", block(language)).replace("@tensors@", str(kept)).replace("@tokens@", str(tokens))
+
+
 def program(language: str, folder: Path, arrays: dict[str, np.ndarray]) -> str:
     """A program around the lines of PROGRAMS.md, and its command."""
     kept, tokens = folder / "tensors", len(arrays["ids"])
     if language == "python":
         np.savez(kept, **arrays)
-        (folder / "my_gpt2.py").write_text(NUMPY_MODEL.format(tensors=str(kept) + ".npz"))
+        (folder / "my_gpt2.py").write_text(around("python", kept, tokens))
         (folder / "port.py").write_text(block("python"))
         return f"{shlex.quote(sys.executable)} {folder / 'port.py'} {{ids}} {{out}}"
     flat(arrays, kept)
     source = folder / f"port.{language}"
-    source.write_text(MAINS[language].format(dump=block(language), tensors=kept, tokens=tokens))
+    source.write_text(around(language, kept, tokens))
     if language == "js":
         return f"node {source} {{text}} {{out}}"
     options = {"c": ["-Wall", "-Werror"], "rust": ["-Dwarnings", "--edition=2021"], "go": ["build"]}[language]

@@ -17,10 +17,10 @@ sets = load_script("sets")
 DUMP = sets.Answer("first", "numpy", ("gelu-erf@1",), "full")
 COMMITTED = sets.read(Path(sets.__file__).with_name("sets.jsonl"))
 QUICK = [one for one in COMMITTED.values() if one.first and one.complete and one.seconds < 5]
-SAMPLE = [  # of each set that stays in the tree: eight faults, and three right programs
+SAMPLE = [  # of each set that stays in the tree: five faults, and two right programs
     one.key
     for name in ("first", "eighth", "eleventh", "twelfth", "thirteenth")
-    for faulty, most in ((True, 8), (False, 3))
+    for faulty, most in ((True, 5), (False, 2))
     for one in [one for one in QUICK if one.set == name and bool(one.faults) == faulty][:most]
 ]
 RIGHT = replace(

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
+from port.test_alternatives import alternatives, logits
+from port.test_alternatives import ids as mutated_ids
+from port.test_alternatives import model as mutated
 from support.faulty.loading import weights
 from support.random_models import model_of
 from torch import Tensor
@@ -15,10 +17,12 @@ from gpt2.config import GPT2Config
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
+from gpt2.port.alternative import Alternative, Schedule, scheduled
 from gpt2.port.alternatives import loading, schedule, table
+from gpt2.port.alternatives.moments import WAYS, readings
+from gpt2.port.alternatives.norms import normed, of_moments
+from gpt2.port.alternatives.outside import sequence_faults
 from gpt2.port.deadline import Deadline
-from gpt2.port.diagnosis.trail import sequence_faults
-from gpt2.port.dump import matching
 from gpt2.port.dump.candidates import Candidate, Table
 from gpt2.port.dump.explaining import Explanation, explain
 from gpt2.port.dump.segments import Segment
@@ -176,30 +180,6 @@ def test_faults_in_several_blocks_are_found_one_after_the_other(model: GPT2, ids
     assert (explanation.last_right, explanation.first_wrong) == ("logits", "h.0")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("labels", "causes"),
-    [
-        ({"the heads are normalised": (0, 1), "with x^2 for x^3": (1,)}, {"extra-norm", "gelu-variant"}),
-        (
-            {"attn.c_proj transposed: the weight is transposed": (0, 1), "first block, by an RMS norm": (None,)},
-            {"transposed", "extra-norm"},
-        ),
-    ],
-)
-def test_pairs_of_faults_are_found_from_logits_alone(
-    model: GPT2, ids: Tensor, monkeypatch: pytest.MonkeyPatch, labels, causes
-) -> None:
-    """Two faults hide each other: none of them alone fits. In float32's tolerance."""
-    monkeypatch.setattr(matching, "FIRSTS", 5)
-    monkeypatch.setattr(matching, "DEEPER", 0)
-    wrong = wrong_by(model, ids, labels)["logits"]
-    with torch.no_grad():
-        easier = (model(ids), *(wrong_by(model, ids, {label: blocks})["logits"] for label, blocks in labels.items()))
-    assert min(worst_relative_error(value, wrong) for value in easier) > 1e-2, "one of them hides the other"
-    assert {fault.id for fault in explained(model, ids, {"logits": wrong}, 1e-6).hypotheses[0].faults} == causes
-
-
 def test_only_the_last_position_and_a_padded_vocabulary(model: GPT2, ids: Tensor) -> None:
     """Programs that generate show the last position only, and many pad the vocabulary."""
     logits = wrong_by(model, ids, {"is ReLU;": (0, 1)})["logits"]
@@ -266,46 +246,36 @@ def test_a_fault_of_the_last_norm_is_no_head_of_its_own(model: GPT2) -> None:
     assert named(explanation)[0] == [("layernorm-without-affine", "ln_f")]
 
 
-def in_pieces(model: GPT2, ids: Tensor, prompt: int, fault: str) -> dict[str, Tensor]:
-    """Return the streams and logits of a program that computes ``prompt`` tokens in one piece, wrongly, then single ones."""
-    state, config = model.state_dict(), model.config
-    cache: dict[tuple[int, str], Tensor] = {}
-    out: dict[str, list[Tensor]] = {}
-    for start, stop in [(0, prompt), *((token, token + 1) for token in range(prompt, ids.shape[1]))]:
-        wrong = fault if start == 0 else ""
-        x = state["wte.weight"][ids[:, start:stop]] + state["wpe.weight"][start:stop]
-        for layer in range(config.n_layer):
-            w = {name.removeprefix(f"h.{layer}."): one for name, one in state.items() if name.startswith(f"h.{layer}.")}
-            y = F.layer_norm(x, x.shape[-1:], w["ln_1.weight"], w["ln_1.bias"])
-            parts = (y @ w["attn.c_attn.weight"] + w["attn.c_attn.bias"]).chunk(3, -1)
-            new = [one.unflatten(-1, (config.n_head, -1)).transpose(1, 2) for one in parts]
-            for name, one in zip("kv", new[1:], strict=True):
-                cache[layer, name] = torch.cat([cache[layer, name], one], 2) if start else one
-            scores = new[0] @ cache[layer, "k"].mT * config.head_dim**-0.5
-            hidden = torch.arange(stop) > torch.arange(start, stop)[:, None]
-            mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ cache[layer, "v"]
-            heads = mixed if wrong == "merged by view" else mixed.transpose(1, 2)
-            x = x + heads.reshape(x.shape) @ w["attn.c_proj.weight"] + w["attn.c_proj.bias"]
-            y = F.layer_norm(x, x.shape[-1:], w["ln_2.weight"], w["ln_2.bias"])
-            y = y @ w["mlp.c_fc.weight"] + w["mlp.c_fc.bias"]
-            y = y.relu() if wrong == "relu" else F.gelu(y, approximate="tanh")
-            x = x + y @ w["mlp.c_proj.weight"] + w["mlp.c_proj.bias"]
-            out.setdefault(f"h.{layer}", []).append(x)
-        x = F.layer_norm(x, x.shape[-1:], state["ln_f.weight"], state["ln_f.bias"])
-        out.setdefault("logits", []).append(x @ state["wte.weight"].T)
-    return {point: torch.cat(pieces, 1) for point, pieces in out.items()}
-
-
-@pytest.mark.parametrize(
-    ("shown", "fault", "id"),
-    [("h.0 h.1 logits", "relu", "gelu-variant"), ("logits", "merged by view", "head-layout"), ("logits", "", "")],
-)
-def test_a_fault_of_the_prompt_alone_is_found(model: GPT2, ids: Tensor, shown: str, fault: str, id: str) -> None:
+@pytest.mark.parametrize(("part", "id"), [("is ReLU;", "gelu-variant"), ("without transposing back", "head-layout"), ("", "")])
+def test_a_fault_of_the_prompt_alone_is_found(part: str, id: str) -> None:
     """A prompt is computed in one piece, and steps after it need no mask and no merging: there, the same code may be right."""
-    values = in_pieces(model, ids, 4, fault)
-    explanation = explained(model, ids, {point: values[point] for point in shown.split()})
-    assert explanation.right == (not fault)
-    if fault:
+    calls = ((0, 4), *((n, n + 1) for n in range(4, 9)))
+    one = next((one for one in alternatives() if part and part in one.label), None)
+    shown = logits(scheduled(one, Schedule("", calls, "first")) if one else None, calls)
+    explanation = explained(mutated(), mutated_ids(), {"logits": shown})
+    assert explanation.right == (not part)
+    if part:
         first = explanation.hypotheses[0].faults
         assert [one.id for one in first] == [id], named(explanation)
         assert "in the first 4 tokens alone" in first[0].detail
+
+
+def test_a_last_norm_over_other_axes_runs_over_each_stream_of_a_batch_by_itself(model: GPT2, ids: Tensor) -> None:
+    """Beside a last norm over the tokens, others were ranked in a batch of streams, whose axes it took for those of one: an
+    exception, or another norm."""
+    simulation = Simulation(model.state_dict(), CONFIG, ids)
+    streams = torch.randn(3, 2, 7, CONFIG.n_embd).double()
+    for words, reading in readings((2, 7, CONFIG.n_embd), CONFIG.n_head).items():
+        program = Program(outside={"ln_f": normed("ln_f", of_moments(reading, WAYS[0], 1e-5))})
+        alone = torch.stack([simulation.normed(program, one) for one in streams])
+        assert torch.equal(simulation.normed(program, streams), alone), words
+
+
+def test_of_two_equal_explanations_the_commoner_mistake_comes_first() -> None:
+    """They came in the order of trying. An explanation with fewer faults still comes before a common one with more."""
+
+    def candidate(*ids: str) -> Candidate:
+        return Candidate(((Alternative(ids[0], ids[0], where="ln_1", also=tuple((id, id) for id in ids[1:])), 0),))
+
+    common, rare, both = candidate("layernorm-axis"), candidate("parallel-block"), candidate("gelu-variant", "layernorm-axis")
+    assert sorted([rare, both, common], key=lambda one: one.order_of_naming) == [common, rare, both]

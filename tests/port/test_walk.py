@@ -18,14 +18,10 @@ from torch import Tensor, nn
 
 from gpt2 import GPT2
 from gpt2.config import GPT2Config
-from gpt2.measure.tracing import points
-from gpt2.port.diagnosis.hypotheses import sinusoids
 from gpt2.port.diagnosis.places import joined
-from gpt2.port.diagnosis.trail import Walk
-from gpt2.port.diagnosis.walk import walk
-from gpt2.port.diagnosis.wiring import are_waves
 from gpt2.port.recording.collecting import collect
 from gpt2.port.recording.pool import Pool
+from gpt2.port.search import Walked, search
 
 # All sizes differ, and no size is the square root of another.
 CONFIG = GPT2Config(vocab_size=67, n_positions=19, n_embd=21, n_layer=3, n_head=3, n_inner=52, bos_token_id=0, eos_token_id=0)
@@ -128,13 +124,13 @@ class Port(nn.Module):
         return self.do_head(x) + 0 * self.probe
 
 
-def walked(layout: str = "batch", config: GPT2Config = CONFIG, **wrong: Callable) -> Walk:
+def walked(layout: str = "batch", config: GPT2Config = CONFIG, **wrong: Callable) -> Walked:
     model = checkpoint(config)
     pool = collect(Port(model, layout, wrong), IDS, config)
-    return walk(pool, model.state_dict(), config, IDS, model)
+    return search(pool, model.state_dict(), IDS, model)
 
 
-def causes_of(result: Walk) -> list[tuple[str, str]]:
+def causes_of(result: Walked) -> list[tuple[str, str]]:
     return [(cause.id, joined(cause.places)) for cause in result.causes]
 
 
@@ -203,7 +199,7 @@ EVERY_NORM = "h.*.ln_1, h.*.ln_2, ln_f"
 ALL = "h.*.attn"
 SWAPPED = {"h.1.ln_1": "h.1.ln_2", "h.1.ln_2": "h.1.ln_1"}
 NORMS: dict[str, tuple[dict[str, Callable], list[tuple[str, str]]]] = {
-    **{f"epsilon {eps:g}": ({"norm": norm(eps)}, [("layernorm-eps", EVERY_NORM)]) for eps in (0.0, 1e-6, 1e-8, 1e-12, 1e-3)},
+    **{f"epsilon {eps:g}": ({"norm": norm(eps)}, [("layernorm-eps", EVERY_NORM)]) for eps in (0.0, 1e-6)},
     "epsilon in one": ({"norm": at("h.1.ln_2")(norm(1e-6))}, [("layernorm-eps", "h.1.ln_2")]),
     "epsilon outside": ({"norm": norm(outside=True)}, [("layernorm-eps", EVERY_NORM)]),
     "unbiased": ({"norm": norm(correction=1)}, [("layernorm-unbiased-variance", EVERY_NORM)]),
@@ -212,14 +208,7 @@ NORMS: dict[str, tuple[dict[str, Callable], list[tuple[str, str]]]] = {
         [("layernorm-unbiased-variance", EVERY_NORM), ("layernorm-eps", EVERY_NORM)],
     ),
     "rms": ({"norm": norm(rms=True)}, [("rmsnorm", EVERY_NORM)]),
-    "rms without bias": ({"norm": norm(rms=True, affine="w")}, [("rmsnorm", EVERY_NORM), ("missing-bias", EVERY_NORM)]),
     "rms last": ({"norm": at("ln_f")(norm(rms=True))}, [("rmsnorm", "ln_f")]),
-    "no affine": ({"norm": norm(affine="")}, [("layernorm-without-affine", EVERY_NORM)]),
-    "no bias": ({"norm": at("h.0.ln_1")(norm(affine="w"))}, [("missing-bias", "h.0.ln_1")]),
-    "affine only": (
-        {"norm": lambda port, x, name: x * port.w[f"{name}.weight"] + port.w[f"{name}.bias"]},
-        [("layernorm-not-normalising", EVERY_NORM)],
-    ),
     "over time": (
         {"norm": lambda port, x, name: normed(x.mT).mT * port.w[f"{name}.weight"] + port.w[f"{name}.bias"]},
         [("layernorm-axis", EVERY_NORM)],
@@ -228,72 +217,38 @@ NORMS: dict[str, tuple[dict[str, Callable], list[tuple[str, str]]]] = {
         {"norm": lambda port, x, name: Port.do_norm(port, x, SWAPPED.get(name, name))},
         [("norms-swapped", "h.1.ln_1, h.1.ln_2")],
     ),
-    "last norm twice": (
-        {"head": lambda port, x: Port.do_head(port, port.do_norm(x, "ln_f"))},
-        [("extra-norm", "ln_f")],
-    ),
+    "last norm twice": ({"head": lambda port, x: Port.do_head(port, port.do_norm(x, "ln_f"))}, [("extra-norm", "ln_f")]),
     "no last norm": ({"head": lambda port, x: x @ port.w["wte.weight"].T}, [("final-norm-missing", "ln_f")]),
 }
 TANH = math.sqrt(2 / math.pi)
 PARTS = {
     "erf": ({"act": act(F.gelu)}, [("gelu-variant", "h.*.mlp.act")]),
     "quick": ({"act": act(lambda x: x * torch.sigmoid(1.702 * x), 1)}, [("gelu-variant", "h.1.mlp.act")]),
-    "silu": ({"act": act(F.silu)}, [("gelu-variant", "h.*.mlp.act")]),
     "relu": ({"act": act(torch.relu, 0, 2)}, [("gelu-variant", "h.0.mlp.act, h.2.mlp.act")]),
-    "none": ({"act": act(lambda x: x)}, [("gelu-variant", "h.*.mlp.act")]),
-    "cubic": ({"act": act(lambda x: 0.5 * x * (1 + torch.tanh(TANH * (x + 0.44715 * x**3))))}, [("gelu-variant", "h.*.mlp.act")]),
     "unknown": ({"act": act(lambda x: x * torch.sin(x), 1)}, [("gelu-variant", "h.1.mlp.act")]),
     "no scale": ({"scale": lambda port, s, n: s}, [("scale-missing", ALL)]),
     "by width": ({"scale": lambda port, s, n: s / math.sqrt(21)}, [("scale-by-width", ALL)]),
     "twice": ({"scale": lambda port, s, n: s / 7}, [("scale-twice", ALL)]),
     "by layer": ({"scale": lambda port, s, n: s / math.sqrt(7) / (n + 1)}, [("scale-inverse-layer", "h.1.attn, h.2.attn")]),
-    "by heads": ({"scale": lambda port, s, n: s / math.sqrt(3)}, [("scale-wrong", ALL)]),
-    "no mask": ({"soft": soft(lambda s, past: s.softmax(-1))}, [("mask-missing", ALL)]),
     "strict mask": ({"soft": soft(lambda s, past: s.masked_fill(~past.tril(-1), -1e9).softmax(-1))}, [("mask-strict", ALL)]),
     "strict mask cleared": (
         {"soft": soft(lambda s, past: s.masked_fill(~past.tril(-1), -math.inf).softmax(-1).nan_to_num(0.0), 1)},
         [("mask-strict", "h.1.attn")],
     ),
     "mask multiplied": ({"soft": soft(lambda s, past: (s * past).softmax(-1))}, [("mask-multiplied", ALL)]),
-    "mask after softmax": ({"soft": soft(lambda s, past: s.softmax(-1) * past)}, [("mask-multiplied", ALL)]),
-    "mask of 1e-9": ({"soft": soft(lambda s, past: s.masked_fill(~past, 1e-9).softmax(-1))}, [("mask-multiplied", ALL)]),
     "one ahead": (
         {"soft": soft(lambda s, past: s.masked_fill(~torch.ones_like(past).tril(1), -math.inf).softmax(-1), 0)},
         [("mask-off-by-one", "h.0.attn")],
     ),
-    "over queries": ({"soft": soft(lambda s, past: s.masked_fill(~past, -math.inf).softmax(-2))}, [("softmax-axis", ALL)]),
-    "over heads": ({"soft": soft(lambda s, past: s.masked_fill(~past, -1e9).softmax(1))}, [("softmax-axis", ALL)]),
-    "over the batch": ({"soft": soft(lambda s, past: s.masked_fill(~past, -1e9).softmax(0), 2)}, [("softmax-axis", "h.2.attn")]),
-    "heads viewed": ({"split": lambda port, y, n: y.reshape(2, 3, 8, 7)}, [("head-layout", ALL)]),
     "heads interleaved": ({"split": lambda port, y, n: y.view(2, 8, 7, 3).permute(0, 3, 1, 2)}, [("head-layout", ALL)]),
-    "heads merged by view": ({"merge": lambda port, y, n: y.reshape(2, 8, 21)}, [("head-layout", ALL)]),
     "values from keys": ({"values": lambda port, q, k, v, x, n: k}, [("value-projection-wrong", ALL)]),
     "values from queries": (
         {"values": lambda port, q, k, v, x, n: q if n else v},
         [("value-projection-wrong", "h.1.attn, h.2.attn")],
     ),
-    "values from the input": ({"values": lambda port, q, k, v, x, n: x}, [("value-projection-wrong", ALL)]),
-    "no output projection": ({"project": lambda port, y, n: y}, [("output-projection-missing", ALL)]),
-    "no output bias": (
-        {"project": lambda port, y, n: y @ port.w[f"h.{n}.attn.c_proj.weight"]},
-        [("missing-bias", "h.*.attn.c_proj")],
-    ),
-    "no positions": ({"embed": lambda port, ids: port.w["wte.weight"][ids]}, [("position-missing", "wpe")]),
     "positions from 2": (
         {"embed": lambda port, ids: port.w["wte.weight"][ids] + port.w["wpe.weight"][2:10]},
         [("position-offset", "wpe")],
-    ),
-    "position 0 for all": (
-        {"embed": lambda port, ids: port.w["wte.weight"][ids] + port.w["wpe.weight"][0]},
-        [("position-offset", "wpe")],
-    ),
-    "sines": (
-        {
-            "embed": lambda port, ids: (
-                port.w["wte.weight"][ids] + torch.sin(torch.arange(8.0)[:, None].double() / 3 + torch.arange(21))
-            )
-        },
-        [("position-sinusoidal", "wpe")],
     ),
     "positions run on": (
         {
@@ -303,34 +258,20 @@ PARTS = {
         },
         [("position-offset", "wpe")],
     ),
-    "scaled tokens, positions run on": (
-        {
-            "embed": lambda port, ids: (
-                port.w["wte.weight"][ids] * math.sqrt(21) + port.w["wpe.weight"][torch.arange(ids.numel()).view(ids.shape) // 2]
-            )
-        },
-        [("embedding-scaled", "wte"), ("position-offset", "wpe")],
-    ),
     "scaled tokens": (
         {"embed": lambda port, ids: port.w["wte.weight"][ids] * math.sqrt(21) + port.w["wpe.weight"][:8]},
         [("embedding-scaled", "wte")],
     ),
     "scaled sum": (
         {"embed": lambda port, ids: (port.w["wte.weight"][ids] + port.w["wpe.weight"][:8]) * 1.7},
-        [("embedding-scaled", "wte")],
+        [("embedding-scaled", "embed")],
     ),
     "softmaxed": ({"head": lambda port, x: Port.do_head(port, x).softmax(-1)}, [("logits-softmaxed", "logits")]),
-    "log-softmaxed": ({"head": lambda port, x: Port.do_head(port, x).log_softmax(-1)}, [("logits-softmaxed", "logits")]),
     "last position": ({"head": lambda port, x: Port.do_head(port, x[:, -1])[:, None]}, []),
 }
 WIRING = {
     "post-norm": ({"block": block(post)}, [("post-norm", "h.*")]),
-    "no first norm": ({"block": block(lambda x, l1, a, l2, f: (x := x + a(x)) + f(l2(x)), 1)}, [("norm-missing", "h.1.ln_1")]),
-    "no second norm": ({"block": block(lambda x, l1, a, l2, f: (x := x + a(l1(x))) + f(x))}, [("norm-missing", "h.*.ln_2")]),
-    "no residual": (
-        {"block": block(lambda x, l1, a, l2, f: f(l2(a(l1(x)))))},
-        [("residual-missing", "h.*"), ("residual-missing", "h.*.mid")],
-    ),
+    "no residual": ({"block": block(lambda x, l1, a, l2, f: f(l2(a(l1(x)))))}, [("residual-missing", "h.*")]),
     "no residual around attention": (
         {"block": block(lambda x, l1, a, l2, f: (x := a(l1(x))) + f(l2(x)), 0)},
         [("residual-missing", "h.0.mid")],
@@ -339,22 +280,14 @@ WIRING = {
         {"block": block(lambda x, l1, a, l2, f: f(l2(x + a(l1(x)))), 2)},
         [("residual-missing", "h.2")],
     ),
-    "from the normed": (
-        {"block": block(residual_from_normed)},
-        [("residual-from-normed", "h.*"), ("residual-from-normed", "h.*.mid")],
-    ),
+    "from the normed": ({"block": block(residual_from_normed)}, [("residual-from-normed", "h.*")]),
     "parallel": ({"block": block(lambda x, l1, a, l2, f: x + a(l1(x)) + f(l2(x)))}, [("parallel-block", "h.*")]),
     "parallel, one norm": ({"block": block(lambda x, l1, a, l2, f: x + a(l1(x)) + f(l1(x)), 1)}, [("parallel-block", "h.1")]),
     "norm on a branch": (
         {"block": block(lambda x, l1, a, l2, f: (x := x + normed(a(l1(x)))) + f(l2(x)))},
         [("extra-norm", "h.*.attn")],
     ),
-    "norm behind the block": (
-        {"block": block(lambda x, l1, a, l2, f: l2((x := x + a(l1(x))) + f(l2(x))), 0)},
-        [("extra-norm", "h.0.mlp")],
-    ),
     "norm on the embeddings": ({"embed": lambda port, ids: normed(Port.do_embed(port, ids))}, [("extra-norm", "embed")]),
-    "last first": ({"order": lambda port: [2, 1, 0]}, [("layer-order", "h.0")]),
     "one left out": ({"order": lambda port: [0, 2]}, [("layer-missing", "h.1")]),
     "one twice": ({"order": lambda port: [0, 1, 1, 2]}, [("layer-repeated", "h.1")]),
 }
@@ -398,12 +331,11 @@ POINTS = {
     "no residual around attention": "h.0.mid",
     "no residual around the feed-forward": "h.2",
 }
-# Tried by default, beside those of POINTS; all others are slow, run by .ci/run. By default, tests below and of
-# test_diagnosis_ports.py name erf, rms, post-norm, sines, by width and mask multiplied.
+# Tried by default, beside those of POINTS; all others are slow, run by .ci/run. Here are formulas of each kind; the others are
+# alternatives, of which test_alternatives.py draws, and faults of ports in test_diagnosis_ports.py, which names each cause.
 QUICK = (
-    *("annotated", "over time", "swapped", "unknown", "strict mask cleared", "heads merged by view", "no output projection"),
-    *("positions run on", "last norm twice", "last position", "from the normed", "parallel", "norm on the embeddings"),
-    *("one twice", *POINTS),
+    *("swapped", "unknown", "strict mask cleared", "positions run on", "last norm twice", "norm on the embeddings", "one twice"),
+    *POINTS,
 )
 
 
@@ -415,8 +347,8 @@ def test_a_fault_is_named_where_it_is_and_nothing_else(fault: str) -> None:
     assert sorted(causes_of(result)) == sorted(expected)
     assert result.explained
     if fault in POINTS:
-        assert result.first_divergence.point == POINTS[fault]
-        assert result.first_divergence.error > 1e-9
+        assert result.first.point == POINTS[fault]
+        assert result.first.error > 1e-9
 
 
 @pytest.mark.parametrize(
@@ -434,9 +366,8 @@ def test_several_faults_are_all_found(faults: str) -> None:
 def test_the_right_port_has_no_causes_in_any_layout(layout: str) -> None:
     """Negative control of all tests here."""
     result = walked(layout)
-    assert (result.causes, result.first_divergence, result.lost, result.blocks) == ((), None, (), (0, 1, 2))
+    assert (result.causes, result.first, result.lost, result.blocks) == ((), None, None, (0, 1, 2))
     assert result.explained
-    assert set(result.points) == set(points(CONFIG.n_layer))
 
 
 @pytest.mark.parametrize("layout", ["heads", "time"])
@@ -478,8 +409,8 @@ def test_an_unknown_formula_is_located_and_not_explained() -> None:
 
     result = walked(config=replace(CONFIG, n_layer=2), attend=distant, act=act(torch.relu, 1))
     assert not result.explained
-    assert result.lost == ("h.0.attn",)
-    assert result.first_divergence.point.startswith("h.0.attn")
+    assert result.lost == "h.0.attn.weights"
+    assert result.first.point.startswith("h.0.attn")
     assert causes_of(result) == [("gelu-variant", "h.1.mlp.act")]
 
 
@@ -487,8 +418,8 @@ def test_an_unknown_wiring_is_located() -> None:
     """A squared branch has a place but no cause."""
     result = walked(block=block(lambda x, l1, a, l2, f: (x := x + a(l1(x))) + f(l2(x)) ** 2, 0))
     assert not result.explained
-    assert result.lost == ("h.0",)
-    assert result.first_divergence.point == "h.0"
+    assert result.lost == "h.0"
+    assert result.first.point == "h.0"
     assert result.causes == ()
 
 
@@ -503,21 +434,10 @@ def test_large_negative_numbers_are_masks() -> None:
     assert walked(config=config, soft=masked).causes == ()
 
 
-def test_an_epsilon_with_little_effect_is_named() -> None:
-    """Beside a variance of 100,000 epsilon changes the eleventh digit: the best match must win, not the first good one."""
-    model = checkpoint()
-    model.wte.weight.data *= 1000
-    model.wpe.weight.data *= 1000
-    pool = collect(Port(model, "batch", {"norm": norm(1e-6)}), IDS, CONFIG)
-    result = walk(pool, model.state_dict(), CONFIG, IDS, model)
-    assert causes_of(result) == [("layernorm-eps", EVERY_NORM)]
-    assert "epsilon 1e-06" in result.causes[0].detail
-
-
 def test_a_cause_has_evidence_and_a_fix() -> None:
     """Users must be able to check the diagnosis."""
     (cause,) = walked(**PARTS["no scale"][0]).causes
-    assert "computed so from your own weights and inputs, h.0.attn is what you have there to " in cause.evidence
+    assert "computed so from your own values, it is what you have there, to " in cause.evidence
     assert "the walk ends at your own logits" in cause.evidence
     assert cause.cause().fix.startswith("scores = q @ k")
     assert cause.confidence == 1.0
@@ -566,11 +486,3 @@ def test_nan_is_matched() -> None:
     holed[:, :, 0] = math.nan
     assert pool_of(x).find(holed) is None
     assert pool_of(holed.transpose(0, 1)).find(holed) is not None
-
-
-def test_positions_are_called_waves_by_their_shape() -> None:
-    """Any foreign position table with a largest entry between 0.9 and 1 was called sines and cosines."""
-    assert all(are_waves(table.float().double()) for _, table in sinusoids(8, 21))
-    table = torch.randn(8, 21, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert not are_waves(0.95 * table / table.abs().max())
-    assert not are_waves(torch.linspace(0, 0.95, 8, dtype=torch.float64)[:, None].expand(8, 21))

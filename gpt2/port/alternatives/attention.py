@@ -11,17 +11,92 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt2.config import GPT2Config
 from gpt2.port.alternative import Alternative, Changed, changed, family
+from gpt2.port.alternatives.norm_formulas import layer_norm
 from gpt2.port.diagnosis.causes import SCORES
-from gpt2.port.diagnosis.hypotheses import SCALES, scale_faults
-from gpt2.port.diagnosis.norms import layer_norm
-from gpt2.port.diagnosis.scores import PAIRS
+from gpt2.port.fault import Fault
 from gpt2.port.graph import ROWS, Formula, Model, Site, right_scale, split
 
+ROUNDED = "rounded to float32"
+OFFICIAL_SIZE = 64  # of a head, in all official models
+PAIRS = {
+    ("q", "k"): "",
+    ("q", "q"): "queries are compared with queries, not with keys",
+    ("k", "k"): "keys are compared with keys: there are no queries",
+}
 LETTERS = {"q": "queries", "k": "keys", "v": "values"}
 VALUES = {"attn.k": "the keys are mixed, not the values", "attn.q": "the queries are mixed"}
 VALUES |= {"ln_1": "attention's input itself is mixed: there is no projection to values"}
 VALUES |= {"x": "the stream is mixed as it is: there is no norm and no projection to values"}
+
+
+def scale_faults(
+    config: GPT2Config, layer: int, factor: float, inverse_first: bool = False, exact: bool = False
+) -> tuple[Fault, ...]:
+    """Return the faults that ``factor`` on the scores shows; ``inverse_first``: try the layer's number first.
+
+    ``exact``: the factor was measured in float64, so that a constant rounded to float32 shows.
+    """
+    width, size, number = config.n_embd, config.head_dim, layer + 1
+    root, right = 1 / math.sqrt(size), right_scale(config, layer)
+
+    def fault(id: str, detail: str) -> Fault:
+        return Fault(id, "attn", detail, "by the layer's number" if id == "scale-inverse-layer" else "")
+
+    def is_factor(value: float) -> bool:
+        return math.isclose(factor, value, rel_tol=1e-7)
+
+    if is_factor(right):
+        if not exact or math.isclose(factor, right, rel_tol=1e-10):
+            return ()
+        return (fault("scale-wrong", f"the factor of the scores is rounded to float32: {factor:.12g} for {right:.12g}"),)
+    inverse = f"the scores are also divided by the number of the layer{f', {number}' if number > 1 else ''}"
+    by_layer = ("scale-inverse-layer", root / number, inverse)
+    if config.scale_attn_by_inverse_layer_idx:
+        by_layer = ("scale-inverse-layer", root, "the scores are not divided by the layer's number, as the config asks")
+    known = [
+        ("scale-missing", 1.0, "the scores are not scaled"),
+        ("scale-by-width", 1 / math.sqrt(width), "the scores are divided by the root of the width n_embd"),
+        ("scale-twice", 1 / size, "the scores are divided by the root of a head's size twice"),
+        ("scale-twice", root / math.sqrt(width), "the scores are divided by the root of the width and of a head's size"),
+        ("scale-by-width", 1 / width, "the scores are divided by the width n_embd"),
+        ("scale-wrong", math.sqrt(size), "the scores are multiplied by the root of a head's size, not divided"),
+        ("scale-wrong", 1 / math.sqrt(config.n_head), "the scores are divided by the root of the number of heads"),
+        ("scale-wrong", 1 / math.sqrt(OFFICIAL_SIZE), f"the scores are divided by 8, as heads of {OFFICIAL_SIZE} need it"),
+    ]
+    known.insert(0 if inverse_first or config.scale_attn_by_inverse_layer_idx else len(known), by_layer)
+    head_size = " (1/sqrt(head size))" if math.isclose(right, root) else ""
+    wanted = f"the checkpoint's attention multiplies them by {right:.6g}{head_size}"
+    if factor == 0:
+        words = "the scores are multiplied by zero, as by 1 / n in integers, so that a token sees all others alike"
+        return (fault("scale-wrong", f"{words}; {wanted}"),)
+    for id, value, words in known:
+        if is_factor(value):
+            return (fault(id, f"{words}; {wanted}"),)
+    for id, value, words in known[:6] if number > 1 else ():
+        if is_factor(value / number):
+            return fault(id, words), fault("scale-inverse-layer", inverse)
+    return (fault("scale-wrong", f"the scores are multiplied by {factor:.6g}; {wanted}"),)
+
+
+# Factors of the scores in a block that ports apply, the right one among them; by label.
+SCALES: dict[str, Callable[[GPT2Config, int], float]] = {
+    "by the head size": lambda config, layer: 1 / math.sqrt(config.head_dim),
+    "none": lambda config, layer: 1.0,
+    "by the width": lambda config, layer: 1 / math.sqrt(config.n_embd),
+    "twice": lambda config, layer: 1 / config.head_dim,
+    "by the layer": lambda config, layer: 1 / math.sqrt(config.head_dim) / (layer + 1),
+    "by both": lambda config, layer: 1 / math.sqrt(config.head_dim * config.n_embd),
+    "by the width, no root": lambda config, layer: 1 / config.n_embd,
+    "multiplied": lambda config, layer: math.sqrt(config.head_dim),
+    "by the heads": lambda config, layer: 1 / math.sqrt(config.n_head),
+    "by 8": lambda config, layer: 1 / math.sqrt(OFFICIAL_SIZE),
+    "doubled": lambda config, layer: 2 / math.sqrt(config.head_dim),
+    "halved": lambda config, layer: 0.5 / math.sqrt(config.head_dim),
+    "zero": lambda config, layer: 0.0,
+    ROUNDED: lambda config, layer: float(torch.tensor(right_scale(config, layer), dtype=torch.float32)),
+}
 
 
 @family
@@ -31,7 +106,7 @@ def scales(model: Model) -> Iterator[Alternative]:
     for label, scale in SCALES.items():
         by_layer = label == "by the layer" or config.scale_attn_by_inverse_layer_idx
         shown = 1 if by_layer and config.n_layer > 1 else 0
-        found = scale_faults(config, shown, scale(config, shown), inverse_first=label == "by the layer")
+        found = scale_faults(config, shown, scale(config, shown), label == "by the layer", exact=label == ROUNDED)
         if not found:
             continue
         edit = Changed("attn.scores", lambda c, y, scale=scale: y * (scale(config, c.layer) / right_scale(config, c.layer)))
@@ -39,6 +114,16 @@ def scales(model: Model) -> Iterator[Alternative]:
         also = tuple((one.id, detail) for one, detail in zip(found[1:], words[1:], strict=True))
         same = lambda layer, scale=scale: math.isclose(scale(config, layer), right_scale(config, layer))  # noqa: E731
         yield Alternative(found[0].id, words[0], {"attn.scores": edit}, also=also, silent=same)
+
+
+@family
+def capped(model: Model) -> Iterator[Alternative]:
+    """Yield scores with a soft cap, as Gemma 2 has."""
+    for cap in (50.0, 30.0, 20.0):
+        edit = Changed("attn.scores", lambda c, y, cap=cap: cap * (y / cap).tanh())
+        yield Alternative(
+            "scale-wrong", f"the scores have a soft cap: {cap:g} tanh(score / {cap:g})", {"attn.scores": edit}, rare=True
+        )
 
 
 @family

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from enum import Enum
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from gpt2.port.alternative import Alternative, Changed, family
-from gpt2.port.diagnosis.attending import MERGED
-from gpt2.port.diagnosis.scores import Layout
 from gpt2.port.graph import ROWS, TEXT, Edits, Formula, Model, Site, State, merge, right_scale, split
 
 PARTS = {"kv": "keys and values are", "v": "the values are", "k": "the keys are", "q": "the queries are"}
@@ -26,7 +25,37 @@ INDICES: dict[str, Callable[[int], Tensor]] = {
     "the next {}": lambda n: (torch.arange(n) + 1).clamp(max=n - 1),
     "the {} of the same number from the end": lambda n: torch.arange(n - 1, -1, -1),
 }
+MERGED = "heads are put side by side without transposing back, which mixes positions and heads"
 ID_OF_AXIS = {0: ("row", "batch-dependent"), 1: ("head", "head-layout"), 2: ("token", "cache-inconsistent")}
+
+
+class Layout(Enum):
+    """How heads are cut out of the width; the value describes the fault."""
+
+    RIGHT = ""
+    VIEWED = "heads are cut out by view(B, H, T, K) without a transpose, which mixes positions and heads"
+    INTERLEAVED = "a head is made of every n_head-th column, not of neighbouring ones"
+    TIME_FIRST = "heads are cut out of (T, B, D) by a view, which mixes positions, rows and heads"
+
+    def split(self, y: Tensor, heads: int) -> Tensor:
+        """Split (B, T, D) into (B, H, T, K)."""
+        batch, tokens, _ = y.shape
+        return {
+            Layout.RIGHT: y.unflatten(-1, (heads, -1)).transpose(1, 2),
+            Layout.VIEWED: y.reshape(batch, heads, tokens, -1),
+            Layout.INTERLEAVED: y.unflatten(-1, (-1, heads)).permute(0, 3, 1, 2),
+            Layout.TIME_FIRST: y.transpose(0, 1).reshape(batch, heads, tokens, -1),
+        }[self]
+
+    def merge(self, y: Tensor) -> Tensor:
+        """Merge (B, H, T, K) into (B, T, D)."""
+        batch, _, tokens, _ = y.shape
+        return {
+            Layout.RIGHT: y.transpose(1, 2).flatten(2),
+            Layout.VIEWED: y.reshape(batch, tokens, -1),
+            Layout.INTERLEAVED: y.permute(0, 2, 3, 1).flatten(2),
+            Layout.TIME_FIRST: y.permute(2, 0, 1, 3).reshape(batch, tokens, -1),
+        }[self]
 
 
 def _cut(layout: Layout, letters: str) -> dict[str, Formula]:
@@ -125,7 +154,9 @@ def fewer_heads(model: Model) -> Iterator[Alternative]:
             itertools.islice(ways.items(), 1 if few == 1 else 2), PARTS.items()
         ):
             whose = f"the first {few} heads alone, {how}" if few > 1 else "the first head alone"
-            yield Alternative("head-layout", f"{what} those of {whose}", _indexed(letters, 1, which), rare=True, shared=True)
+            where = tuple(f"attn.c_attn {letter}" for letter in letters)
+            edits = _indexed(letters, 1, which)
+            yield Alternative("head-layout", f"{what} those of {whose}", edits, where, rare=True, shared=True)
     for head in range(heads if heads > 1 else 0):
         words = f"the result of head {head} is zero, as if the loop over heads left it out"
         lost = Changed("attn.mixed", partial(_without, head))

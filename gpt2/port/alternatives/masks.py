@@ -16,10 +16,15 @@ from torch import Tensor
 
 from gpt2.port.alternative import Alternative, Changed, Weighing, family
 from gpt2.port.diagnosis.causes import MASKED
-from gpt2.port.diagnosis.hypotheses import TOGETHER
 from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site, State
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # from t (T, 1) and j (S) to the visible keys (T, S)
+# Axes that a softmax runs over together, with words for a message.
+TOGETHER = {
+    (-2, -1): "the queries and keys of a head together (dim=(-2, -1)), not over the keys of each query",
+    (1, -2, -1): "all heads, queries and keys of a row together, not over the keys of each query",
+    (0, 1, -2, -1): "the whole array, as without an axis, not over the keys of each query",
+}
 MOST_TOKENS, MOST_WINDOW = 24, 64  # up to which every length of a prompt, and of a window, is tried on a small model
 CAUSAL: Mask = lambda t, j, a, e: j <= t  # noqa: E731
 MASKS: dict[str, tuple[str, Mask]] = {
@@ -28,6 +33,10 @@ MASKS: dict[str, tuple[str, Mask]] = {
     "a token sees only what came before it, but for the first, which sees itself": (
         "mask-strict",
         lambda t, j, a, e: (j < t) | ((t == 0) & (j == 0)),
+    ),
+    "a token sees every second one before it, as with a stride of 2": (
+        "mask-strict",
+        lambda t, j, a, e: (j <= t) & ((t - j) % 2 == 0),
     ),
     "a token sees the one after it": ("mask-off-by-one", lambda t, j, a, e: j <= t + 1),
     "the mask is the wrong way round: a token sees itself and the future, not the past": (
@@ -40,6 +49,7 @@ MASKS: dict[str, tuple[str, Mask]] = {
     ),
 }
 FILLED = ("", *list(MASKS)[1:2], list(MASKS)[3])  # masks whose hidden scores are tried with other numbers
+FEW = (-1e4, -1e5, -1e9)  # which hide nothing where scores are as low
 FILLS = (0.0, 1e-9, -1e-9, -1e-5, -1.0, 1.0, -10.0, -100.0, -1000.0, 1e-20, 1e9)
 # What shows only where a text is read in several calls.
 IN_CALLS: dict[str, tuple[str, Mask]] = {
@@ -75,6 +85,12 @@ def _added(mask: Mask, scores: Tensor, t: Tensor, a: Tensor, e: Tensor) -> Tenso
 def _after(mask: Mask, scores: Tensor, t: Tensor, a: Tensor, e: Tensor) -> Tensor:
     keys = torch.arange(scores.shape[-1])
     return scores.masked_fill(keys >= e, -math.inf).softmax(-1) * mask(t, keys, a, e)
+
+
+def _lowered(by: float, scores: Tensor, t: Tensor, a: Tensor, e: Tensor) -> Tensor:
+    """Return the weights of scores of which hidden ones have a number added."""
+    keys = torch.arange(scores.shape[-1])
+    return (scores + by * (keys > t)).masked_fill(keys >= e, -math.inf).softmax(-1)
 
 
 def _softmax(mask: Mask, fill: float, axis: int, c: Site, s: State) -> Tensor:
@@ -127,6 +143,10 @@ def masks(model: Model) -> Iterator[Alternative]:
         if not bool(mask(every[:, None], every, every[:1], every[-1:] + 1).any(-1).all()):  # a token sees nothing
             yield _weighed(id, f"{words}; one that sees nothing sees all alike", Weighing(partial(_masked, mask, -1e30)))
             yield _weighed(id, f"{words}; one that sees nothing sees all", Weighing(partial(_added, mask)))
+        for fill in FEW if mask is CAUSAL else ():
+            few = f"{fill:g} is {{}} masked scores, and other scores are as low: the future is seen"
+            yield _weighed("mask-multiplied", few.format("put in place of"), Weighing(partial(_masked, mask, fill)))
+            yield _weighed("mask-multiplied", few.format("added to"), Weighing(partial(_lowered, fill)))
         for fill in FILLS if words in FILLED else ():
             number = "zero" if fill == 0 else f"{fill:g}"
             detail = f"masked scores become {number}, which softmax gives a share, instead of minus infinity"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2.port.diagnosis.search import Fault
+from gpt2.port.fault import Fault
 
 OWN = "over each token's features"
 AXES = {
@@ -100,7 +100,10 @@ def readings(shape: Sequence[int], heads: int) -> dict[str, Reading]:
             if dims != (0,) and (rows > 1 or 0 not in dims):
                 found[f"the mean is taken {words}, the variance {OWN}"] = partial(_mixed, dims, (2,))
                 found[f"the mean is taken {OWN}, the variance {words}"] = partial(_mixed, (2,), dims)
+    for half, which in ((0, "first"), (1, "second")):
+        found[f"the variance is that of the {which} half of the features"] = partial(_half, half)
     found["it is divided by the mean absolute deviation"] = partial(_away, lambda away: away.mean(-1, keepdim=True))
+    found["the median of the features is taken for their mean"] = _median
     found["it is divided by the largest deviation"] = partial(_away, lambda away: away.amax(-1, keepdim=True))
     found["it is divided by the span of the features"] = _span
     found["it is divided by the length of the vector"] = partial(_away, lambda away: away.square().sum(-1, keepdim=True).sqrt())
@@ -138,9 +141,18 @@ def _moved(step: int, mean: bool, variance: bool, x: Tensor) -> Moments:
     return Moments(moved[0] if mean else own.mean, moved[1] if variance else own.variance, own.size)
 
 
+def _half(number: int, x: Tensor) -> Moments:
+    variance = over((2,), x.chunk(2, -1)[number] if x.shape[-1] > 1 else x).variance
+    return Moments(x.mean(-1, keepdim=True), variance, x.shape[-1] // 2)
+
+
 def _away(size: Callable[[Tensor], Tensor], x: Tensor) -> Moments:
     mean = x.mean(-1, keepdim=True)
     return Moments(mean, size((x - mean).abs()).square(), 0)
+
+
+def _median(x: Tensor) -> Moments:
+    return over((2,), x)._replace(mean=x.median(-1, keepdim=True).values)
 
 
 def _span(x: Tensor) -> Moments:

@@ -1,6 +1,6 @@
 """Other layer norms: formulas, axes, numbers and repetitions, each in all norms, in one of each block, or in the last.
 
-Formulas with other epsilons, divisors and weights are those of :class:`..diagnosis.norms.Norms`.
+Formulas with other epsilons, divisors and weights are those of :mod:`.norm_formulas`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpt2.port.alternative import Alternative, family
 from gpt2.port.alternatives.moments import AXES, OWN, WAYS, Divided, Reading, readings
-from gpt2.port.diagnosis.norms import Hypothesis, Norms, layer_norm
+from gpt2.port.alternatives.norm_formulas import Hypothesis, known_norms, layer_norm
 from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site
 
 SOURCES = {"ln_1": "x", "ln_2": "mid", "ln_f": "x"}  # what each norm takes
@@ -41,8 +41,7 @@ def in_norms(one: Alternative, make: Made, parts: tuple[str, ...] = tuple(SOURCE
 
 def hypotheses(model: Model, name: str) -> Mapping[str, Hypothesis]:
     """Return the known formulas of the norm ``name`` by their labels."""
-    norms = model.always("norms", lambda: Norms(model.config, model.state))
-    return model.always(("norms", name), lambda: {one.label: one for one in norms.at(name)})
+    return model.always(("norms", name), lambda: {one.label: one for one in known_norms(model.config, model.state, name)})
 
 
 def _known(label: str) -> Made:
@@ -55,7 +54,7 @@ def _known(label: str) -> Made:
 
 @family
 def formulas(model: Model) -> Iterator[Alternative]:
-    """Yield the formulas of the walk's table, and norms that are left out."""
+    """Yield the formulas of that table, and norms that are left out."""
     found: dict[str, list[str]] = {}
     known: dict[str, Hypothesis] = {}
     for part, name in (("ln_1", "h.0.ln_1"), ("ln_2", "h.0.ln_2"), ("ln_f", "ln_f")):
@@ -133,7 +132,7 @@ def numbers(model: Model) -> Iterator[Alternative]:
     yield from in_norms(first, _applied(lambda c, part: (c.numbers(part)[0], c.numbers(part)[0] * c.numbers(part)[1]), (1,)))
     words = "the parameters of ln_1 and ln_2 have changed places"
     exchanged = {part: normed(part, _applied(lambda c, p: c.numbers(OTHERS[p]), (0, 1))) for part in OTHERS}
-    yield Alternative("norms-swapped", words, exchanged, "ln_1")
+    yield Alternative("norms-swapped", words, exchanged)
 
 
 def _each(change: Callable[[Tensor], Tensor]) -> Callable[[Site, str], Numbers]:

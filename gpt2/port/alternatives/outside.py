@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from gpt2.port.alternative import Alternative, Changed, family
+from gpt2.port.alternatives.norm_formulas import RMS, layer_norm
 from gpt2.port.alternatives.wiring import usual_factors
-from gpt2.port.diagnosis.hypotheses import position_rows, sinusoids
-from gpt2.port.diagnosis.norms import RMS, layer_norm
-from gpt2.port.graph import TEXT, Formula, Model, Site, State, embedding
+from gpt2.port.fault import Fault
+from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site, State, embedding
 
 MOST_SHIFTS = 33  # by how much positions are tried to be off, on a small model
 SHIFTS = (1, 2, 3)  # the same on a large one
+MOST_SPANS = 32  # tokens after which positions may begin again
 MOST_ROWS = 64  # of the position table, that steps are tried to stay at
 Rows = Callable[[Site], Tensor]  # the rows of the position table (t,) or (B, t)
+SEQUENCE = ("layer-order", "layer-missing", "layer-repeated")
 SINES = "positions are sines and cosines, not the checkpoint's learned ones"
 BOTH = "the embeddings, tokens and positions together,"
 
@@ -183,3 +185,74 @@ def orders(layers: int) -> list[tuple[int, ...]]:
     out += [tuple(sorted(right, key=str)), (*right[1:], 0), (right[-1], *right[:-1]), right + right]
     out += [(n,) * layers for n in (right[0], right[-1])]
     return [order for order in dict.fromkeys(out) if order != right and order]
+
+
+def sequence_faults(ran: Sequence[int], layers: int, weights_seen: bool = False) -> list[Fault]:
+    """Return the faults of a run of the blocks ``ran``, in a model of ``layers`` blocks.
+
+    If one block takes the place of all, its weights in every block give the same numbers, and are the commoner mistake.
+    ``weights_seen``: they are not in every block.
+    """
+    if list(ran) == list(range(layers)):
+        return []
+    names = ", ".join(f"h.{block}" for block in ran) or "none"
+    if len(set(ran)) == 1 < len(ran) and layers > 1:
+        if weights_seen or len(ran) != layers:
+            return [Fault("layer-repeated", "", f"it runs {len(ran)} times, in place of every block", layer=ran[0])]
+        words = f"it computes with the weights of h.{ran[0]}, or that block runs {len(ran)} times"
+        return [Fault("wrong-tensor", "", words, layer=block) for block in range(layers) if block != ran[0]]
+    faults = []
+    for block in range(layers):
+        if (times := ran.count(block)) > 1:
+            faults.append(Fault("layer-repeated", "", f"it runs {times} times; the blocks run are {names}", layer=block))
+        elif not times:
+            faults.append(Fault("layer-missing", "", f"it does not run; the blocks run are {names}", layer=block))
+    firsts = list(dict.fromkeys(ran))
+    if firsts != sorted(firsts):
+        astray = next(i for i, block in enumerate(firsts) if block != sorted(firsts)[i])
+        faults.append(Fault("layer-order", "", f"the blocks run as {names}", layer=astray))
+    return faults
+
+
+def position_rows(ids: Tensor, room: int, shifts: Iterable[int], tokens: int) -> Iterator[tuple[str, Tensor, str]]:
+    """Yield other rows of a position table of ``room`` rows, (T,) or (B, T), for ids (B, T); in words, and what they depend on.
+
+    ``shifts``: by how many rows positions are tried to be off; ``tokens``: of the whole text, of which ``ids`` may be the first.
+    """
+    batch, at = len(ids), torch.arange(ids.shape[1])
+    for n in sorted(set(shifts)):
+        if n <= room - tokens:
+            yield f"positions begin at row {n}, not at 0", at + n, ""
+        if n <= tokens:
+            yield f"positions begin at row -{n}, the end of the table", (at - n) % room, ""
+            yield f"positions lag by {n}", (at - n).clamp(min=0), ""
+    yield "positions count backwards", at.flip(0), TEXT
+    yield "every token is given position 0", 0 * at, ""
+    words = "rows of the position table are taken by token id, not by position"
+    yield words, ids.clamp(max=room - 1), ""
+    yield f"{words}, modulo its length", ids % room, ""
+    words = "rows of the position table are taken by the row of the batch, not by position"
+    yield words, torch.arange(batch)[:, None].expand_as(ids).clamp(max=room - 1), ROWS
+    yield "positions go on from one row of the batch to the next", torch.arange(ids.numel()).view(ids.shape) % room, ROWS
+    yield "positions go up by 2 from one token to the next", (2 * at).clamp(max=room - 1), ""
+    yield "two tokens share each position", at // 2, ""
+    yield "the positions of neighbouring tokens have changed places", (at ^ 1).clamp(max=len(at) - 1), TEXT
+    yield "positions run ahead by 1, and the last two are one", (at + 1).clamp(max=min(len(at), room) - 1), TEXT
+    for n in range(2, min(tokens, MOST_SPANS)):
+        yield f"positions begin again after each {n} tokens", at % n, ""
+
+
+def sinusoids(tokens: int, width: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the usual (T, D) tables of sines and cosines."""
+    places = torch.arange(tokens, dtype=torch.float64)[:, None]
+    half = torch.arange((width + 1) // 2, dtype=torch.float64)
+    for label, powers in (("2i/D", 2 * half / width), ("i/(D/2 - 1)", half / max(len(half) - 1, 1)), ("4i/D", 4 * half / width)):
+        angles = places / 10000.0**powers
+        for words, waves in (("", (angles.sin(), angles.cos())), (" from the cosine", (angles.cos(), angles.sin()))):
+            yield f"interleaved{words}, {label}", torch.stack(waves, -1).flatten(1)[:, :width]
+            yield f"in halves{words}, {label}", torch.cat(waves, -1)[:, :width]
+    every = torch.arange(width, dtype=torch.float64)
+    for label, powers in (("", every / width), (", 2i/D", 2 * every / width)):
+        angles = places / 10000.0**powers
+        yield f"each column of its own frequency{label}", torch.where((every % 2).bool(), angles.cos(), angles.sin())
+    yield "the sines alone", (places / 10000.0 ** (2 * (every // 2) / width)).sin()

@@ -12,11 +12,12 @@ from functools import partial
 
 from torch import Tensor
 
-from gpt2.port.alternative import Alternative, changed, family, rerouted
-from gpt2.port.diagnosis.attending import NO_PROJECTION
-from gpt2.port.diagnosis.norms import RMS, layer_norm
+from gpt2.port.alternative import Alternative, Rerouted, changed, family
+from gpt2.port.alternatives.norm_formulas import RMS, layer_norm
+from gpt2.port.fault import Fault
 from gpt2.port.graph import ORDER, READS, Formula, Model, Site, State, run_block
 
+NO_PROJECTION = Fault("output-projection-missing", "attn", "the heads are added to the stream as they are")
 LETTERS = {"q": "queries", "k": "keys", "v": "values"}
 # Each sum with the stream, the branch, its normed input, the norm, what it adds, and the branch's part.
 SUMS = {
@@ -82,6 +83,7 @@ def _sums(model: Model) -> Iterator[tuple[str, str, Adding, bool]]:
         yield "residual-scaled", f"the sum of the stream and {{}} is multiplied by {factor:.6g}", _scaled(factor), False
     yield "residual-scaled", "{} is subtracted, not added", lambda c, t, n: t[0] - t[1], True
     yield "residual-scaled", "{} is multiplied with the stream, not added", lambda c, t, n: t[0] * t[1], True
+    yield "residual-scaled", "of the stream and {} the larger is kept, not the sum", lambda c, t, n: t[0].maximum(t[1]), True
     for how, norm in NORMS.items():
         rare = not how.startswith(("its own", "a norm"))
         words = f"{{}} is added and the sum normalised, by {how}"
@@ -123,9 +125,9 @@ def sums(model: Model) -> Iterator[Alternative]:
         words = f"{what} is dropped: it is not added to the stream"
         yield Alternative("residual-missing", words, {node: lambda c, s, stream=stream: s[stream]}, node)
     words = "the feed-forward's result is added to the stream as it was before attention"
-    yield Alternative("residual-missing", words, {"": rerouted("", "mid", "x")}, "mid")
+    yield Alternative("residual-missing", words, {"": Rerouted("", "mid", "x")}, "mid")
     words = "the feed-forward's result is added to what went into attention"
-    yield Alternative("residual-from-normed", words, {"": rerouted("", "mid", "ln_1")})
+    yield Alternative("residual-from-normed", words, {"": Rerouted("", "mid", "ln_1")})
 
 
 @family
@@ -144,7 +146,7 @@ def post_norms(model: Model) -> Iterator[Alternative]:
             rare = nodes != BOTH or how not in ("its own norm", "the block's other norm", "a norm without weight and bias")
             yield Alternative("post-norm", words, edits, where, rare=rare)
     words = "the stream is overwritten by each norm, so that both sums begin with it"
-    edits = {"mid": rerouted("mid", "x", "ln_1"), "": rerouted("", "mid", "ln_2")}
+    edits = {"mid": Rerouted("mid", "x", "ln_1"), "": Rerouted("", "mid", "ln_2")}
     yield Alternative("residual-from-normed", words, edits, "", rare=True)
 
 
@@ -209,14 +211,14 @@ def whole_blocks(model: Model) -> Iterator[Alternative]:
     yield Alternative("layer-missing", "it does not run", {"": lambda c, s: s["x"]})
     yield Alternative("layer-repeated", "it runs twice, on its own result", {"": _again})
     words = "the feed-forward takes the stream before attention"
-    yield Alternative("parallel-block", words, {"ln_2": rerouted("ln_2", "mid", "x")}, "")
+    yield Alternative("parallel-block", words, {"ln_2": Rerouted("ln_2", "mid", "x")}, "")
     words = "attention and feed-forward take the same norm of the same stream"
     yield Alternative("parallel-block", words, {"ln_2": lambda c, s: s["ln_1"]}, "")
     words = "the feed-forward takes the stream before attention, and no norm of its own"
     edits: dict[str, Formula] = {"ln_2": lambda c, s: s["x"]}
     yield Alternative("parallel-block", words, edits, "", also=(("norm-missing", words),), rare=True)
     words = "the feed-forward takes attention's result, normed, not the stream"
-    yield Alternative("residual-missing", words, {"ln_2": rerouted("ln_2", "mid", "attn.c_proj")}, rare=True)
+    yield Alternative("residual-missing", words, {"ln_2": Rerouted("ln_2", "mid", "attn.c_proj")}, rare=True)
 
 
 def _again(c: Site, s: State) -> Tensor:
@@ -230,7 +232,7 @@ def branches(model: Model) -> Iterator[Alternative]:
     yield Alternative(
         NO_PROJECTION.id,
         f"{NO_PROJECTION.detail}; its result is unused",
-        {"mid": rerouted("mid", "attn.c_proj", "attn.heads")},
+        {"mid": Rerouted("mid", "attn.c_proj", "attn.heads")},
         NO_PROJECTION.part,
     )
     around = {
@@ -270,7 +272,7 @@ def thirds(model: Model) -> Iterator[Alternative]:
     for count in (2, 1):
         for letters in itertools.combinations(LETTERS, count):
             words = f"{' and '.join(LETTERS[one] for one in letters)} are computed from the stream before the norm"
-            edits = {f"attn.{one}": rerouted(f"attn.{one}", "ln_1", "x") for one in letters}
+            edits = {f"attn.{one}": Rerouted(f"attn.{one}", "ln_1", "x") for one in letters}
             yield Alternative("norm-missing", words, edits, "ln_1")
 
 
@@ -285,7 +287,7 @@ def reroutes(model: Model) -> Iterator[Alternative]:
                 continue
             id = _named(node, source)
             words = f"{READERS[node]} reads {NAMED[source]} in place of {NAMED[slot]}"
-            yield Alternative(id, words, {node: rerouted(node, slot, source)}, rare=True, shared=True)
+            yield Alternative(id, words, {node: Rerouted(node, slot, source)}, rare=True, shared=True)
 
 
 def _named(node: str, source: str) -> str:

@@ -29,8 +29,6 @@ from gpt2.port.diagnosis.places import Place, listed
 from gpt2.port.diagnosis.report import SURE, Diagnosis, Divergence
 from gpt2.port.diagnosis.runs import Runs, named
 from gpt2.port.diagnosis.structure import require_size, structural_causes
-from gpt2.port.diagnosis.trail import Walk
-from gpt2.port.diagnosis.walk import walk
 from gpt2.port.diagnosis.weights import WeightComparison
 from gpt2.port.mapping import ROUNDED_CONSTANT
 from gpt2.port.mapping.departures import DepartureKind
@@ -44,6 +42,7 @@ from gpt2.port.recording.dispatch import run_deterministically, tensors
 from gpt2.port.recording.forward import Borrowed, plain_attention
 from gpt2.port.recording.pool import Pool
 from gpt2.port.recording.recorder import give_shapes, record_probe
+from gpt2.port.search import Walked, search
 
 SMALL = 20_000_000  # parameters of a model whose diagnosis must be quick
 SECONDS = {True: 25.0, False: 150.0}  # for all walks through a module, by whether the model is small
@@ -257,8 +256,8 @@ class Examination:
             pool = self._pool(alike)
             if not _same_at_every_position(pool.logits):
                 again = self._best_walk(pool, alike, reference, weights, own)
-                if again.explained or len(again.points) > len(walked.points):
-                    walked = replace(again, first_divergence=walked.first_divergence or again.first_divergence)
+                if again.explained or len(again.values) > len(walked.values):
+                    walked = replace(again, first=walked.first or again.first)
         if walked.lost:
             limit = f"the search ended at its limit of {self.deadline.words}; " if walked.timed_out else ""
             self.notes.append(limit + walked.edge(self.config.n_layer))
@@ -267,8 +266,8 @@ class Examination:
         if walked.explained:
             held = [cause for cause in self.weight_causes if cause.id != "extra-bias"]  # the walk has measured its effect
             self.exact = not pool.narrow
-            return walked.first_divergence, [*walked.causes, *(_sure(cause) for cause in held)]
-        is_lost = not walked.timed_out and all(layer_of(point) is None for point in walked.points)
+            return walked.first, [*walked.causes, *(_sure(cause) for cause in held)]
+        is_lost = not walked.timed_out and all(layer_of(point) is None for point in walked.values)
         if self.not_gpt2 and not walked.causes and is_lost and not self.holds:
             words = "and it holds no tensor of the checkpoint: this is another kind of model, and gpt2 diagnose needs a GPT-2"
             raise InputError(f"{self.who}: {self.not_gpt2}, {words}")
@@ -278,7 +277,7 @@ class Examination:
         if causes:
             self.notes.append("these causes do not explain all of the difference; fix them and run the diagnosis again")
         self.exact = False
-        return walked.first_divergence, causes
+        return walked.first, causes
 
     def _pool(self, ids: Tensor) -> Pool:
         """Return the module's recorded tensors."""
@@ -288,33 +287,33 @@ class Examination:
         pool.narrow, pool.deadline = self.runs.bound > FLOAT64_BOUND, self.deadline
         return pool
 
-    def _best_walk(self, pool: Pool, ids: Tensor, reference: Reference, weights: dict[str, Tensor], own: Own) -> Walk:
+    def _best_walk(self, pool: Pool, ids: Tensor, reference: Reference, weights: dict[str, Tensor], own: Own) -> Walked:
         """Walk with the module's weights; if these do not explain its logits, with the checkpoint's too.
 
         A bias that the anatomy has not found, or blocks that it has taken for others, need not be wrong: if the walk comes
         further with the checkpoint's own, the causes that say so are dropped.
         """
-        best = walk(pool, weights, self.config, ids, reference.model, own.head, self.progress)
+        best = search(pool, weights, ids, reference.model, own.head, self.progress)
         completed = {name: torch.where(placed, weights[name], self.state[name]) for name, placed in own.placed.items()}
         checkpoint = self.state if own.placed else {}
         misread_all = {cause.id for cause in self.weight_causes}
         for others, misread in ((completed, {"missing-bias", "layernorm-without-affine"}), (checkpoint, misread_all)):
             if best.explained or all(torch.equal(tensor, weights[name]) for name, tensor in others.items()):
                 continue
-            walked = walk(pool, others, self.config, ids, reference.model, own.head, self.progress)
-            if walked.explained or len(walked.points) > len(best.points):
+            walked = search(pool, others, ids, reference.model, own.head, self.progress)
+            if walked.explained or len(walked.values) > len(best.values):
                 best = walked
                 self.weight_causes = [cause for cause in self.weight_causes if cause.id not in misread]
         if not best.explained and not pool.narrow:  # float32 constants may be the only obstacle
             pool.narrow = True
-            walked = walk(pool, weights, self.config, ids, reference.model, own.head, self.progress)
+            walked = search(pool, weights, ids, reference.model, own.head, self.progress)
             best = walked if walked.explained else best
         return best
 
 
-def _refuted(cause: PlacedCause, walked: Walk) -> bool:
+def _refuted(cause: PlacedCause, walked: Walked) -> bool:
     """Return whether the walk was at a place of this structural cause, and its formula did not give the port's values."""
-    reached = [Place.of(point) for point in walked.points]
+    reached = [Place.of(point) for point in walked.values]
     return any(place.part and place.contains(point) for place in cause.places for point in reached)
 
 

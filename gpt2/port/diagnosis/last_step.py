@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2.port.diagnosis.search import Fault, Formula
+from gpt2.port.fault import Fault
+from gpt2.port.fault import Function as Formula
 
 
 class Step(NamedTuple):
@@ -56,10 +57,3 @@ def last_steps(linear: bool = False) -> Iterator[tuple[Fault, Formula]]:
     for words, (id, formula, is_linear) in STEPS.items():
         if is_linear or not linear:
             yield Fault(id, "logits", words, words), formula
-
-
-def by_token(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Return ``logits`` with the factor and the shift for each token that come nearest to ``wanted``, both (..., V)."""
-    middle = _centred(logits)
-    slope = (middle * wanted).sum(-1, keepdim=True) / middle.square().sum(-1, keepdim=True).clamp(min=1e-300)
-    return slope * middle + wanted.mean(-1, keepdim=True)

@@ -15,12 +15,8 @@ from gpt2.errors import InputError
 from gpt2.measure.dumps import Dump
 from gpt2.measure.metrics import relative_error
 from gpt2.measure.tracing import part_of
-from gpt2.port.diagnosis.projecting import HEADS
-from gpt2.port.diagnosis.scores import Layout
-from gpt2.port.diagnosis.search import Axes
-from gpt2.port.diagnosis.weighing import GRID
-from gpt2.port.diagnosis.wiring import STREAM
 from gpt2.port.dump.pool import DumpPool
+from gpt2.port.graph import AXES, HEADED, PIECES, split
 
 MAX_PADDING = 128  # a vocabulary is padded to a multiple of this at most
 
@@ -102,12 +98,8 @@ def recognised(pool: DumpPool, exact: Mapping[str, Tensor], config: GPT2Config) 
         if point == "logits":
             continue
         part = part_of(point)
-        axes: Axes = STREAM
-        if part in ("attn.q", "attn.k", "attn.v", "attn.heads"):
-            value, axes = Layout.RIGHT.split(value, config.n_head), HEADS
-        elif part in ("attn.scores", "attn.weights"):
-            axes = GRID
-        match = pool.find_within(pool.tolerance.points[point], value, *axes)
+        value = split(value, config.n_head) if part in HEADED else value
+        match = pool.find_within(pool.tolerance.points[point], value, *AXES.get(part, PIECES))
         if match is not None:
             found[point] = tuple(dict.fromkeys(pool.names[number] for number in match.entries))
     return found

@@ -7,17 +7,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from gpt2.port import graph
-from gpt2.port.alternative import Alternative, Schedule, Weighing, in_calls, merged, scheduled
+from gpt2.port.alternative import IN_PROMPT, IN_STEPS, Alternative, Schedule, Weighing, in_calls, merged, scheduled
 from gpt2.port.alternatives import table
-from gpt2.port.alternatives.outside import orders, standing
+from gpt2.port.alternatives.outside import orders, sequence_faults, standing
 from gpt2.port.alternatives.precision import integers
 from gpt2.port.alternatives.schedule import prompts, stepped
-from gpt2.port.diagnosis.hypotheses import IN_PROMPT, IN_STEPS
 from gpt2.port.diagnosis.places import Place, collapsed
-from gpt2.port.diagnosis.search import Fault
-from gpt2.port.diagnosis.trail import sequence_faults
 from gpt2.port.dump.commonness import rarity
 from gpt2.port.dump.simulation import Program, Simulation
+from gpt2.port.fault import Fault
 from gpt2.port.graph import Formula
 
 FITTED = 0.5  # the price of many fitted numbers: a known formula that gives the same is preferred

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gpt2.port.diagnosis.search import Fault
+from gpt2.port.fault import Fault
 
 # By cause, how many reports, and why people make the mistake.
 REPORTS: dict[str, tuple[int, str]] = {

@@ -14,10 +14,10 @@ from torch import Tensor
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import point_at, points
 from gpt2.model import GPT2
+from gpt2.port.alternatives.outside import sequence_faults
 from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.places import Place
 from gpt2.port.diagnosis.report import LIKELY, Divergence
-from gpt2.port.diagnosis.trail import sequence_faults
 from gpt2.port.dump.pool import DumpPool
 from gpt2.port.dump.simulation import Simulation, stage_of
 from gpt2.port.dump.tolerance import UNITS

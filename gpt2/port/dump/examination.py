@@ -32,6 +32,7 @@ from gpt2.port.step.settings import Settings
 
 SECONDS = {True: 45.0, False: 240.0}  # for the whole search, by whether the model is small
 QUICK = 1.25  # the part of the time for what is likely, where little time is enough for the rest
+WALKS = 1  # parts of the time that are left for what follows the walks
 HASTY = 4  # the part of the time for float32, if the program seems to have computed in a half precision
 
 
@@ -105,27 +106,37 @@ class DumpExamination:
             raise self._without_logits()
         exact = trace(self.reference, output.ids)
         arrays = {name: array for name, array in self.dump.arrays.items() if name != output.name}
-        attempts: list[Attempt] = []
         halves = {name: in_half(array) for name, array in arrays.items()}
         half = replace(output, logits=in_half(output.logits))
         dtypes = list(computed_in(half.logits, halves.values()))
-        following: Dumped | None = None
+        exactly = [dtype for dtype in dtypes if dtype not in HALVES]
+        attempts: list[Attempt] = []
+        for number, dtype in enumerate(exactly):
+            attempts.append(Attempt(Dumped.of(arrays, output, exact, self.reference, dtype), self.progress))
+            attempts[-1].walk(self.deadline.part(WALKS + len(exactly) - number))
+            if attempts[-1].settled:
+                return self._diagnosed(attempts[-1])
         for number, dtype in enumerate(dtypes):
-            dumped = following or Dumped.of(arrays, output, exact, self.reference, dtype)
             share: float = len(dtypes) - number
-            if share == 2 and dtypes[-1] in HALVES and not dumped.right:
-                following = Dumped.of(halves, half, exact, self.reference, dtypes[-1])
-                share = HASTY if following.is_likelier(dumped) else QUICK if dumped.has_computed else share
-            elif share > 1 and not dumped.is_walkable:
+            if share == 2 and dtypes[-1] in HALVES:
+                last = Attempt(Dumped.of(halves, half, exact, self.reference, dtypes[-1]), self.progress)
+                first = attempts[number].dumped
+                share = HASTY if last.dumped.is_likelier(first) else QUICK if first.has_computed else share
+                attempts.append(last)
+            elif share > 1 and not attempts[number].dumped.is_walkable:
                 share = QUICK
-            attempts.append(attempt := Attempt(dumped, self.progress))
-            name = str(dtype).removeprefix("torch.")
-            if dtype in HALVES and output.logits.dtype not in HALVES:
-                attempt.notes.append(f"your numbers have no more digits than {name}: they are judged by its rounding")
-            attempt.examine(self.deadline.part(share))
+            if number == len(attempts):
+                attempts.append(Attempt(Dumped.of(halves, half, exact, self.reference, dtype), self.progress))
+            attempt, name = attempts[number], str(dtype).removeprefix("torch.")
+            if dtype in HALVES:
+                if output.logits.dtype not in HALVES:
+                    attempt.notes.append(f"your numbers have no more digits than {name}: they are judged by its rounding")
+                attempt.walk(self.deadline.part(2 * share))
+            if not attempt.settled:
+                attempt.simulate(self.deadline.part(share))
             if dtype in HALVES and output.logits.dtype in HALVES and attempt.equal:
                 words = f"equal for a program that computes in {name}; one that computes in float32 has a mistake"
-                attempt.notes.append(f"{words}, of {dumped.error:.1g}")
+                attempt.notes.append(f"{words}, of {attempt.dumped.error:.1g}")
             if attempt.settled:
                 return self._diagnosed(attempt)
         most = max(attempts, key=lambda one: len(one.dumped.held))  # in another precision rounding looks wrong from the start

@@ -17,11 +17,11 @@ from gpt2.measure.metrics import Progress, silent, worst_relative_error
 from gpt2.measure.tracing import points
 from gpt2.model import GPT2
 from gpt2.port.deadline import Deadline
-from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.candidates import FITTED, Candidate, Found, Table
 from gpt2.port.dump.matching import Search
 from gpt2.port.dump.segments import Fit, Segment
 from gpt2.port.dump.simulation import Program, Simulation, State, stage_of
+from gpt2.port.fault import Fault
 
 SAME = 1e-9  # programs whose values differ by less are one function
 ENDS, STREAMS = ("embed", "logits"), ("", "mid")  # points, and stages of a block, behind which a search begins anew

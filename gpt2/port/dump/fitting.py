@@ -14,11 +14,11 @@ from torch import Tensor
 from gpt2.config import GPT2Config
 from gpt2.model import ACTIVATIONS
 from gpt2.port.alternative import Alternative, Changed
+from gpt2.port.alternatives.attention import scale_faults
 from gpt2.port.alternatives.moments import OWN, WAYS, Divided, Reading, every_reading
 from gpt2.port.alternatives.norms import in_norms, moved, of_moments
 from gpt2.port.alternatives.wiring import summed
 from gpt2.port.deadline import Deadline
-from gpt2.port.diagnosis.hypotheses import scale_faults
 from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.sieve import Lens
 from gpt2.port.dump.simulation import Program, Simulation

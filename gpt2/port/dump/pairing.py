@@ -15,8 +15,8 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
+from gpt2.port.alternatives.outside import SEQUENCE
 from gpt2.port.deadline import Deadline
-from gpt2.port.diagnosis.trail import SEQUENCE
 from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.cut import Cut
 from gpt2.port.dump.pairs import PairRunner

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,31 +31,16 @@ class DumpPool(Pool):
         self._bound = tolerance.stage
         self.narrow = tolerance.dtype != torch.float64
         self.rows, self.tokens = shape
-        self.dtypes: list[torch.dtype] = []
-        self.names: list[str] = []
         self.whole: list[bool] = []  # by entry: an array of the dump, and not a part of one
-        self.logits_dtype = torch.float64
-        width, root = config.n_embd, math.sqrt(config.head_dim)
-        self._round = [1.0, 1 / root, root, math.sqrt(width), 1 / math.sqrt(width), 1 / width, 1 / config.head_dim]
-        self._round += [value / n for n in range(2, config.n_layer + 1) for value in (1 / root, 1.0)]
-        self._round += [1 / root / math.sqrt(width), 1 / math.sqrt(config.n_head), math.sqrt(2.0), math.sqrt(0.5)]
 
     def fill(self, arrays: Iterable[tuple[str, Tensor]], logits: Tensor) -> None:
         """Add arrays by name, with their parts, and the logits (B, T', V)."""
         for name, array in arrays:
             for part, tensor in parts(name, array, self.config, self.rows, self.tokens):
-                self.names.append(part)
                 self.whole.append(part == name)
-                self.dtypes.append(array.dtype)
-                self.add(tensor)
+                self.add(tensor, part, array.dtype)
         self.logits_dtype = logits.dtype
         self.logits = logits.double()
-
-    def again(self, number: int) -> set[int]:
-        """Return the entries with the same numbers as one of them: programs write a block's result and the next one's input."""
-        mine = self.entries[number].flatten()
-        alike = ((n, entry.flatten()) for n, entry in enumerate(self.entries) if entry.numel() == len(mine))
-        return {n for n, entry in alike if n == number or torch.equal(entry, mine)}
 
     @property
     def bound(self) -> float:
@@ -93,16 +77,11 @@ class DumpPool(Pool):
         finally:
             self.tolerance, self._bound = whole, whole.stage
 
-    def loosen(self, least: float) -> None:
-        """Allow ``least`` at each stage from now on: what is computed from arrays of a narrow dtype is not exact."""
-        self._allow({part: max(error, least) for part, error in self.tolerance.stages.items()})
-
     def _allow(self, stages: dict[str, float]) -> None:
         self.tolerance = replace(self.tolerance, stages=stages)
         self._bound = self.tolerance.stage
 
     def tolerance_at(self, place: str) -> float:
-        """Return the allowed relative error of a stage's value, from exact inputs."""
         return self._at(place)
 
     def _at(self, place: str) -> float:
@@ -110,21 +89,8 @@ class DumpPool(Pool):
         return self.tolerance.stages.get(part, self.tolerance.stage)
 
     @property
-    def exact(self) -> float:
-        return self.bound
-
-    @property
     def allowance(self) -> dict[str, float]:
         return self.tolerance.points
-
-    @property
-    def sum_bound(self) -> float:
-        unit, smallest = UNITS[self.logits_dtype]
-        return super().sum_bound + unit + self.logits.shape[-1] * smallest
-
-    def error(self, value: Tensor, entry: Tensor) -> float:
-        dtype = self.dtypes[next((i for i, one in enumerate(self.entries) if one.data_ptr() == entry.data_ptr()), 0)]
-        return excess(entry, value, dtype)
 
     def logits_error(self, value: Tensor, logits: Tensor) -> float:
         return excess(logits, value, self.logits_dtype)
@@ -149,22 +115,8 @@ class DumpPool(Pool):
     def largest_unit(self) -> float:
         return max(UNITS[dtype][0] for dtype in set(self.dtypes))
 
-    def loose(self, number: int) -> float:
-        return max(self.bound, 4 * self.unit(number) / math.sqrt(self.entries[number].numel()))
-
     def compared(self, number: int, ordered: Tensor) -> float:
         return excess(self._in_order(number), ordered, self.dtypes[number])
-
-    def rounded(self, factor: float, loose: float | None = None) -> float:
-        """Return the number that a fitted factor was meant to be, if one is within the error of the fit."""
-        sign, size = math.copysign(1.0, factor), abs(factor)
-        loose = self.bound if loose is None else loose
-        short = [float(f"{size:.{digits}g}") for digits in (1, 2, 3)]
-        near = (one for one in [*self._round, *short] if math.isclose(one, size, rel_tol=loose))
-        return sign * next(near, size)
-
-    def _margins(self, n: int) -> Tensor:
-        return torch.tensor([self.bound + self.unit(number) for number in self._by_size[n]], dtype=torch.float64)
 
 
 def parts(name: str, array: Tensor, config: GPT2Config, rows: int, tokens: int) -> list[tuple[str, Tensor]]:

@@ -13,11 +13,11 @@ from torch import Tensor
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import layer_of, point_at, points
 from gpt2.port.diagnosis.last_step import STEPS, last_steps
-from gpt2.port.diagnosis.search import Fault
 from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.sieve import MIN_ROWS
 from gpt2.port.dump.simulation import Entrance, Program, Simulation
 from gpt2.port.dump.spans import Span
+from gpt2.port.fault import Fault
 from gpt2.port.graph import LAST, NODES
 
 ROW_SUM_BOUND = 1e-3  # of probabilities that a program stored in float16

@@ -19,9 +19,7 @@ from gpt2.port.deadline import Deadline
 
 STRICT = 1e-9  # relative to the root mean square; float64 rounding is 1e-15, and a softmax amplifies it
 LOOSE = 1e-5  # if the port computes anything in float32
-EXACT = 1e-13  # stop searching at a match as good as this
 SUMMED = 1e-14  # relative rounding of a sum of float64 numbers
-ROW_SUM_BOUND = 1e-6  # error of a sum of probabilities, in any dtype
 
 
 class Match(NamedTuple):
@@ -40,12 +38,14 @@ class Pool:
 
     def __init__(self) -> None:
         self.entries: list[Tensor] = []
+        self.names: list[str] = []  # by entry
+        self.dtypes: list[torch.dtype] = []  # in which they are stored
         self.logits = torch.empty(0)
+        self.logits_dtype = torch.float64
         self.narrow = False
         self.deadline = Deadline()
         self._by_size: dict[int, list[int]] = {}
         self._sums: list[tuple[float, float]] = []  # by entry: sum and sum of squares of the finite elements
-        self._tables: dict[int, Tensor] = {}  # by size: the sums of all entries
         self._ranked: dict[int, list[tuple[float, int]]] = {}  # by size: sum and number of the entries, by their sums
         self._sorted: dict[int, Tensor] = {}
 
@@ -59,10 +59,12 @@ class Pool:
         pool.logits = logits.detach().to("cpu", torch.float64)
         return pool
 
-    def add(self, tensor: Tensor) -> None:
+    def add(self, tensor: Tensor, name: str = "", dtype: torch.dtype = torch.float64) -> None:
+        """Add a tensor under its name, perhaps stored in a narrower dtype."""
+        self.names.append(name or f"tensor {len(self.entries)}")
+        self.dtypes.append(dtype)
         entry = tensor.detach().to("cpu", torch.float64, copy=True).contiguous()
         self._by_size.setdefault(entry.numel(), []).append(len(self.entries))
-        self._tables.pop(entry.numel(), None)
         self._ranked.pop(entry.numel(), None)
         self._sums.append(_sums(entry))
         self.entries.append(entry)
@@ -73,27 +75,22 @@ class Pool:
         return LOOSE if self.narrow else STRICT
 
     @property
-    def exact(self) -> float:
-        """The error of a match that is as good as any."""
-        return EXACT
-
-    @property
     def allowance(self) -> Mapping[str, float]:
         """The largest error of a right value, by traced point, where it was measured."""
         return {}
 
-    @property
-    def sum_bound(self) -> float:
-        """The largest error of a sum of probabilities in the logits' place."""
-        return ROW_SUM_BOUND
-
-    def error(self, value: Tensor, entry: Tensor) -> float:
-        """Return the relative error of ``value`` as the origin of ``entry``, one of this pool's, in the same layout."""
-        return worst_relative_error(value, entry)
-
     def logits_error(self, value: Tensor, logits: Tensor) -> float:
         """Return the relative error of ``value`` as the origin of ``logits``, a part of this pool's."""
         return worst_relative_error(value, logits)
+
+    def again(self, number: int) -> set[int]:
+        """Return the entries with the same numbers as one of them: programs write a block's result and the next one's input."""
+        mine, alike = self.entries[number].flatten(), self._by_size[self.entries[number].numel()]
+        return {n for n in alike if n == number or torch.equal(self.entries[n].flatten(), mine)}
+
+    def tolerance_at(self, place: str) -> float:
+        """Return the allowed relative error of a stage's value, from exact inputs."""
+        return self.bound
 
     def of_size(self, numel: int) -> list[Tensor]:
         return [self.entries[number] for number in self._by_size.get(numel, [])]
@@ -106,10 +103,6 @@ class Pool:
         """Do :meth:`find` with the bound for a place."""
         return self.find(value, *axes)
 
-    def rounded(self, factor: float, loose: float | None = None) -> float:
-        """Return the number that a fitted factor was meant to be; ``loose``: its relative error."""
-        return factor
-
     def unit(self, number: int) -> float:
         """Return the relative error of the sum of entry ``number`` beside the bound."""
         return SUMMED
@@ -117,10 +110,6 @@ class Pool:
     @property
     def largest_unit(self) -> float:
         return SUMMED
-
-    def loose(self, number: int) -> float:
-        """Return the relative error of a factor that is read off entry ``number``, beside the bound."""
-        return 0.0
 
     def compared(self, number: int, ordered: Tensor) -> float:
         """Return the relative error of ``ordered``, a sorted value, as the origin of entry ``number``."""
@@ -155,61 +144,6 @@ class Pool:
             taken[part.flatten().argsort()] = self._in_order(number)
             own.copy_(taken.view(part.shape))
         return out
-
-    def factors(self, value: Tensor, *axes: int) -> list[float]:
-        """Return all f with an entry equal to f times ``value``, or else to f times its first slice along one of ``axes``."""
-        self.deadline.check()
-        found: list[float] = []
-        for part in [value, *(value.select(axis, 0) for axis in axes)]:
-            first, second = _sums(part)
-            count, ordered = part.numel(), None
-            for number in self._by_size.get(count, []) if second > 0 else ():
-                mine, squares = self._sums[number]
-                size = math.sqrt(squares / second) if squares < math.inf else 0.0
-                loose = self.loose(number)
-                for factor in (size, -size) if size > 0 else ():
-                    if abs(mine - factor * first) > (self.bound + self.unit(number)) * size * math.sqrt(second / count) * count:
-                        continue
-                    factor = self.rounded(factor, max(self.bound, loose))
-                    if any(math.isclose(factor, other, rel_tol=max(min(1e-7, self.bound), loose)) for other in found):
-                        continue
-                    ordered = part.flatten().sort().values if ordered is None else ordered
-                    if self.compared(number, factor * (ordered if factor > 0 else ordered.flip(0))) <= self.bound + loose:
-                        found.append(factor)
-            if found:
-                break
-        return found
-
-    def near(self, n: int, first: Tensor, second: Tensor) -> Tensor:
-        """Return (N, entries): whether each entry of ``n`` elements has the sum ``first`` (N,) and squares ``second`` (N,)."""
-        self.deadline.check()
-        if n not in self._by_size:
-            return torch.zeros(len(first), 0, dtype=torch.bool)
-        sums, squares = self._table(n)
-        first, second, margins = first[:, None], second[:, None], self._margins(n)
-        near = (sums - first).abs() <= margins * (second / n).sqrt().clamp(min=1e-300) * n + 1e-290
-        return near & ((squares - second).abs() <= 2.2 * margins * second + 1e-290)
-
-    def may_be_near(self, n: int, first: Tensor) -> Tensor:
-        """Return (N, entries): where :meth:`near` can be true for sums ``first`` (N,), whatever the squares are."""
-        self.deadline.check()
-        if n not in self._by_size:
-            return torch.zeros(len(first), 0, dtype=torch.bool)
-        sums, squares = self._table(n)
-        margins = self._margins(n)
-        largest = squares / (1 - 2.2 * margins).clamp(min=1e-300)  # the largest squares that are near enough
-        return (sums - first[:, None]).abs() <= 1.01 * margins * (largest / n).sqrt().clamp(min=1e-300) * n + 1e-290
-
-    def _table(self, n: int) -> tuple[Tensor, Tensor]:
-        """Return the sums and the sums of squares of all entries of ``n`` elements."""
-        if n not in self._tables:
-            self._tables[n] = torch.tensor([self._sums[number] for number in self._by_size[n]], dtype=torch.float64)
-        sums, squares = self._tables[n].unbind(1)
-        return sums, squares
-
-    def _margins(self, n: int) -> Tensor:
-        """Return the largest relative error of a sum, for each entry of ``n`` elements."""
-        return torch.full((len(self._by_size[n]),), self.bound + 1e-14, dtype=torch.float64)
 
     def _find(self, value: Tensor) -> tuple[float, int] | None:
         """Return the error and number of the best entry for a whole value; sums are compared first, because that is fast."""

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from support.faulty.loading import put
+from support.faulty.shared import activation, divisor, ending, entering, normalise, order, sines, wired
 
 
 class LayerNorm(nn.Module):
@@ -12,20 +13,7 @@ class LayerNorm(nn.Module):
         self.w, self.b, self.wrong = nn.Parameter(torch.ones(d)), nn.Parameter(torch.zeros(d)), wrong
 
     def forward(self, residual):
-        wrong, eps = self.wrong, 1e-12 if "eps-1e-12" in self.wrong else 1e-5
-        if "not-normalising" in wrong:
-            return residual * self.w + self.b
-        if "no-affine" in wrong:
-            return (residual - residual.mean(-1, True)) / (residual.var(-1, unbiased=False, keepdim=True) + eps).sqrt()
-        if "rmsnorm" not in wrong:
-            residual = residual - residual.mean(-1, keepdim=True)
-        if "unbiased" in wrong:
-            scale = (residual.var(-1, keepdim=True) + eps).sqrt()
-        elif "eps-outside" in wrong:
-            scale = residual.pow(2).mean(-1, keepdim=True).sqrt() + eps
-        else:
-            scale = (residual.pow(2).mean(-1, keepdim=True) + eps).sqrt()
-        return residual / scale * self.w + self.b
+        return normalise(residual, self.w, self.b, self.wrong)
 
 
 class Attention(nn.Module):
@@ -47,12 +35,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.add(self.layer, k, v, forget="cache-forgets" in wrong)
         scores = torch.einsum("bqnh,bknh->bnqk", q, k)
-        if "scale-missing" not in wrong:
-            scores = scores / (x.size(-1) if "scale-by-width" in wrong else q.size(-1)) ** 0.5
-        if "scale-twice" in wrong:
-            scores = scores / q.size(-1) ** 0.5
-        if "scale-inverse-layer" in wrong:
-            scores = scores / (self.layer + 1)
+        scores = scores / divisor(wrong, x.size(-1), q.size(2), self.layer)
         size, seen = x.size(1), k.size(1)
         if "mask-missing" not in wrong:
             start = 0 if "mask-strict" in wrong else 2 if "mask-off-by-one" in wrong else 1
@@ -81,18 +64,7 @@ class MLP(nn.Module):
 
     def forward(self, x):
         pre = torch.einsum("bpd,df->bpf", x, self.W_in) + self.b_in
-        if "gelu-erf" in self.wrong:
-            post = torch.nn.functional.gelu(pre)
-        elif "gelu-relu" in self.wrong:
-            post = pre.relu()
-        elif "gelu-quick" in self.wrong:
-            post = pre * (1.702 * pre).sigmoid()
-        elif "gelu-silu" in self.wrong:
-            post = torch.nn.functional.silu(pre)
-        elif "gelu-none" in self.wrong:
-            post = pre
-        else:
-            post = torch.nn.functional.gelu(pre, approximate="tanh")
+        post = activation(pre, self.wrong)
         if "ffn-dropout" in self.wrong:
             post = torch.nn.functional.dropout(post, 0.1)
         return torch.einsum("bpf,fd->bpd", post, self.W_out) + self.b_out
@@ -108,23 +80,7 @@ class TransformerBlock(nn.Module):
         self.mlp = MLP(config, self.wrong)
 
     def forward(self, pre, cache=None, real=None):
-        wrong = self.wrong
-        if "parallel" in wrong:
-            return pre + self.attn(self.ln1(pre), cache, real) + self.mlp(self.ln2(pre))
-        if "norms-swapped" in wrong:
-            mid = pre + self.attn(self.ln2(pre), cache, real)
-            return mid + self.mlp(self.ln1(mid))
-        normed = self.ln1(pre)
-        mid = self.attn(pre if "ln_1-missing" in wrong else normed, cache, real)
-        if "extra-norm-branch" in wrong:
-            mid = torch.nn.functional.layer_norm(mid, (mid.size(-1),))
-        if not wrong & {"residual-missing", "residual-missing-attn"}:
-            mid = mid + (normed if "residual-from-normed" in wrong else pre)
-        normed = self.ln2(mid)
-        post = self.mlp(mid if "ln_2-missing" in wrong else normed)
-        if not wrong & {"residual-missing", "residual-missing-mlp"}:
-            post = post + (normed if wrong & {"residual-from-normed", "residual-from-normed-mlp"} else mid)
-        return post
+        return wired(pre, self.ln1, lambda x: self.attn(x, cache, real), self.ln2, self.mlp, self.wrong)
 
 
 class Cache:
@@ -161,30 +117,15 @@ class Clear(nn.Module):
         before = 0 if kv_cache is None or "cache-positions" in self.faults else kv_cache.length
         residual = self.W_E[tokens]
         if "position-sinusoidal" in self.faults:
-            place, half = torch.arange(tokens.size(1)).float(), torch.arange(residual.size(-1) // 2)
-            angles = place[:, None] * 10000.0 ** (-2 * half / residual.size(-1))
-            residual = residual + torch.cat([angles.sin(), angles.cos()], dim=1).to(residual)
+            residual = residual + sines(tokens.size(1), residual.size(-1)).to(residual)
         elif "position-missing" not in self.faults:
             residual = residual + self.W_pos[before : before + tokens.size(1)].unsqueeze(0)
-        if "batch-centred" in self.faults:
-            residual = residual / residual.std()
-        blocks = list(self.blocks)
-        if "layer-swapped" in self.faults:
-            blocks[-1], blocks[-2] = blocks[-2], blocks[-1]
-        for layer in self.faults.layers("layer-missing", len(blocks)):
-            del blocks[layer]
-        for layer in self.faults.layers("layer-repeated", len(blocks)):
-            blocks.insert(layer, blocks[layer])
-        if "extra-norm-embed" in self.faults:
-            residual = torch.nn.functional.layer_norm(residual, (residual.size(-1),))
-        if "noise" in self.faults:
-            residual = residual + torch.normal(0.0, 0.01, residual.shape).to(residual)
-        for block in blocks:
-            residual = block(residual, kv_cache, attention_mask)
+        residual = entering(residual, self.faults)
+        for layer in order(len(self.blocks), self.faults):
+            residual = self.blocks[layer](residual, kv_cache, attention_mask)
         if "final-norm-missing" not in self.faults:
             residual = self.ln_final(residual)
-        logits = torch.einsum("bpd,dv->bpv", residual, self.W_U)
-        return logits.exp() / logits.exp().sum(-1, keepdim=True) if "logits-softmaxed" in self.faults else logits
+        return ending(torch.einsum("bpd,dv->bpv", residual, self.W_U), self.faults)
 
 
 def build(config, faults):

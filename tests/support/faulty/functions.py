@@ -3,43 +3,11 @@
 Matrices have the checkpoint's orientation; query, key and value are separate.
 """
 
-import math
-
 import torch
 from torch import nn
 
 from support.faulty.loading import put
-
-
-def mean_of(x):
-    return x.sum(dim=-1, keepdim=True) / x.shape[-1]
-
-
-def normalise(x, scale, shift, wrong):
-    if "not-normalising" in wrong:
-        return torch.addcmul(shift, x, scale)
-    if "rmsnorm" in wrong:
-        return x / torch.sqrt(mean_of(x**2) + 1e-5) * scale + shift
-    centred = x - mean_of(x)
-    squares = (centred**2).sum(dim=-1, keepdim=True)
-    variance = squares / (x.shape[-1] - (1 if "unbiased" in wrong else 0))
-    eps = {"eps-1e-6": 1e-6, "eps-1e-12": 1e-12, "eps-1e-3": 1e-3, "eps-none": 0.0}
-    z = centred / torch.sqrt(variance + next((eps[word] for word in eps if word in wrong), 1e-5))
-    return z if "no-affine" in wrong else z * scale + shift
-
-
-def bend(x, wrong):
-    if "gelu-erf" in wrong:
-        return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
-    if "gelu-relu" in wrong:
-        return torch.clamp(x, min=0)
-    if "gelu-quick" in wrong:
-        return x / (1 + torch.exp(-1.702 * x))
-    if "gelu-silu" in wrong:
-        return x * torch.sigmoid(x)
-    if "gelu-none" in wrong:
-        return x
-    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3))))
+from support.faulty.shared import activation, divisor, ending, entering, normalise, order, sines, wired
 
 
 def weigh(scores, wrong, real):
@@ -78,13 +46,7 @@ def attend(x, p, heads, layer, wrong, memory):
         before = memory.past[layer]
         k, v = torch.cat((before[0], k), dim=2), torch.cat((before[1], v), dim=2)
     memory.now[layer] = (k, v)
-    if "scale-missing" not in wrong:
-        q = q / math.sqrt(d if "scale-by-width" in wrong else size)
-    if "scale-twice" in wrong:
-        k = k / math.sqrt(size)
-    scores = torch.matmul(q, k.permute(0, 1, 3, 2))
-    if "scale-inverse-layer" in wrong:
-        scores = scores / float(layer + 1)
+    scores = torch.matmul(q / divisor(wrong, d, heads, layer), k.permute(0, 1, 3, 2))
     y = torch.matmul(weigh(scores, wrong, memory.real), v).permute(0, 2, 1, 3).reshape(b, t, d)
     if "output-projection-missing" in wrong:
         return y
@@ -92,7 +54,7 @@ def attend(x, p, heads, layer, wrong, memory):
 
 
 def feed_forward(x, p, wrong):
-    y = bend(torch.matmul(x, p["w1"]) + p["b1"], wrong)
+    y = activation(torch.matmul(x, p["w1"]) + p["b1"], wrong)
     if "ffn-dropout" in wrong:
         y = torch.dropout(y, 0.2, True)
     return torch.matmul(y, p["w2"]) + p["b2"]
@@ -129,28 +91,16 @@ class Functional(nn.Module):
         p = {kind: getattr(self, f"{kind}_{layer}") for kind in self.kinds}
         wrong = self.faults.at(layer)
 
-        def first(y):
-            return y if "ln_1-missing" in wrong else normalise(y, p["ga"], p["ba"], self.faults.at(f"{layer}.ln_1"))
-
-        def second(y):
-            return y if "ln_2-missing" in wrong else normalise(y, p["gb"], p["bb"], self.faults.at(f"{layer}.ln_2"))
-
-        if "norms-swapped" in wrong:
-            first, second = second, first
-        if "post-norm" in wrong:
-            x = first(x + attend(x, p, self.heads, layer, wrong, memory))
-            return second(x + feed_forward(x, p, wrong))
-        if "parallel" in wrong:
-            return attend(first(x), p, self.heads, layer, wrong, memory) + feed_forward(second(x), p, wrong) + x
-        y = first(x)
-        kept = y if "residual-from-normed" in wrong else x
-        x = attend(y, p, self.heads, layer, wrong, memory)
-        if not wrong & {"residual-missing", "residual-missing-attn"}:
-            x = kept + x
-        y = second(x)
-        kept = y if wrong & {"residual-from-normed", "residual-from-normed-mlp"} else x
-        x = feed_forward(y, p, wrong)
-        return x if wrong & {"residual-missing", "residual-missing-mlp"} else kept + x
+        norms = [(p[f"g{x}"], p[f"b{x}"], self.faults.at(f"{layer}.ln_{n}")) for n, x in ((1, "a"), (2, "b"))]
+        ln_1, ln_2 = (lambda y, norm=norm: normalise(y, *norm) for norm in norms)
+        return wired(
+            x,
+            ln_1,
+            lambda y: attend(y, p, self.heads, layer, wrong, memory),
+            ln_2,
+            lambda y: feed_forward(y, p, wrong),
+            wrong,
+        )
 
     def forward(self, ids, past=None, use_cache=False, attention_mask=None):
         faults, t = self.faults, ids.shape[1]
@@ -160,37 +110,18 @@ class Functional(nn.Module):
         if "embedding-scaled" in faults:
             x = x * x.shape[-1] ** 0.5
         if "position-sinusoidal" in faults:
-            x = x + waves(t, x.shape[-1]).to(x)
+            x = x + sines(t, x.shape[-1]).to(x)
         elif "position-missing" not in faults:
             start = before + (1 if "position-offset" in faults else 0)
             x = x + self.places[start : start + t]
-        order = [*range(self.layers)]
-        if "layer-reversed" in faults:
-            order = order[::-1]
-        order = [layer for layer in order if layer not in faults.layers("layer-missing", self.layers)]
-        order = sorted([*order, *faults.layers("layer-repeated", self.layers)]) if "layer-repeated" in faults else order
-        if "noise" in faults:
-            x = x + torch.randn(x.shape, dtype=x.dtype) / 50
-        if "batch-centred" in faults:
-            x = x - 0.1 * x.mean(dim=0)
-        for layer in order:
+        x = entering(x, faults)
+        for layer in order(self.layers, faults):
             x = self.block(x, layer, memory)
-            if "extra-norm-end" in faults.at(layer):
-                x = (x - mean_of(x)) / torch.sqrt(mean_of((x - mean_of(x)) ** 2) + 1e-5)
         if "final-norm-missing" not in faults:
             x = normalise(x, self.g_end, self.b_end, faults.at("f"))
         logits = torch.einsum("btd,vd->btv", x, self.unembed if "untied-head" in faults else self.words)
-        logits = torch.log_softmax(logits, dim=-1) if "logits-log-softmaxed" in faults else logits
+        logits = ending(logits, faults)
         return (logits, memory.now) if use_cache else logits
-
-
-def waves(t, d):
-    """The positions of the first transformer: sines in even columns, cosines in odd ones."""
-    table = torch.zeros(t, d, dtype=torch.float64)
-    for column in range(d):
-        angle = torch.arange(t) / 10000 ** (column // 2 * 2 / d)
-        table[:, column] = torch.sin(angle) if column % 2 == 0 else torch.cos(angle)
-    return table
 
 
 def build(config, faults):

@@ -7,51 +7,37 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from support.faulty.loading import put
+from support.faulty.shared import EPS, activation, divisor, ending, entering, normalise, order, sines, wired
+
+HAND = {
+    "rmsnorm",
+    "not-normalising",
+    "unbiased",
+    "annotated",
+    "eps-outside",
+    "batch-statistics",
+    "norm-upcast",
+    "norm-over-tokens",
+}
 
 
 class HandNorm(nn.Module):
-    def __init__(self, width, kind):
+    def __init__(self, width, wrong):
         super().__init__()
-        self.weight, self.bias, self.kind = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width)), kind
+        self.weight, self.bias, self.wrong = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width)), wrong
 
     def forward(self, x):
-        if self.kind == "norm-upcast":
+        if "norm-upcast" in self.wrong:
             return F.layer_norm(x.float(), self.weight.shape, self.weight.float(), self.bias.float()).type_as(x)
-        if self.kind == "rmsnorm":
-            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight + self.bias
-        if self.kind == "not-normalising":
-            return x * self.weight + self.bias
-        if self.kind == "norm-over-tokens":
-            return (x - x.mean(1, keepdim=True)) / (
-                x.var(1, unbiased=False, keepdim=True) + 1e-5
-            ).sqrt() * self.weight + self.bias
-        if self.kind == "batch-statistics":
-            return (x - x.mean((0, 1))) / (x.var((0, 1), unbiased=False) + 1e-5).sqrt() * self.weight + self.bias
-        x = x - x.mean(-1, keepdim=True)
-        if self.kind == "annotated":
-            return self.weight * x / (x.std(-1, keepdim=True) + 1e-6) + self.bias
-        if self.kind == "eps-outside":
-            return self.weight * x / (x.std(-1, keepdim=True, unbiased=False) + 1e-5) + self.bias
-        variance = x.var(-1, keepdim=True, unbiased=self.kind == "unbiased")
-        return self.weight * (x / torch.sqrt(variance + 1e-5)) + self.bias
+        return normalise(x, self.weight, self.bias, self.wrong)
 
 
 def norm(width, wrong):
-    for kind in (
-        "rmsnorm",
-        "not-normalising",
-        "unbiased",
-        "annotated",
-        "eps-outside",
-        "batch-statistics",
-        "norm-upcast",
-        "norm-over-tokens",
-    ):
-        if kind in wrong:
-            return HandNorm(width, kind)
+    if wrong & HAND:
+        return HandNorm(width, wrong)
     if "rmsnorm-no-bias" in wrong:
         return nn.RMSNorm(width, eps=1e-5)
-    eps = next((float(word[4:]) for word in wrong if word.startswith("eps-1e")), 1e-5)
+    eps = next((EPS[word] for word in EPS if word in wrong), 1e-5)
     return nn.LayerNorm(width, eps=eps, elementwise_affine="no-affine" not in wrong, bias="no-norm-bias" not in wrong)
 
 
@@ -100,18 +86,8 @@ class SelfAttention(nn.Module):
         att = q @ k.transpose(-2, -1)
         if "masked-first" in wrong:
             att = att.masked_fill(self.mask[:t, :t] == 0, -1e20)
-        if "scale-by-width" in wrong:
-            att = att / math.sqrt(c)
-        elif "scale-by-heads" in wrong:
-            att = att / math.sqrt(self.n_head)
-        elif "scale-by-8" in wrong:
-            att = att / 8
-        elif not wrong & {"scale-missing", "scale-split"}:
-            att = att * (1.0 / math.sqrt(k.size(-1)))
-        if "scale-twice" in wrong:
-            att = att / math.sqrt(k.size(-1))
-        if "scale-inverse-layer" in wrong:
-            att = att / (self.layer + 1)
+        if "scale-split" not in wrong:
+            att = att * (1.0 / divisor(wrong, c, self.n_head, self.layer))
         if "mask-multiplied" in wrong:
             att = att * self.mask[:t, :t]
         else:
@@ -134,25 +110,15 @@ class SelfAttention(nn.Module):
         return y if "output-projection-missing" in wrong else self.proj(y)
 
 
-ACTIVATIONS = {
-    "gelu-erf": nn.GELU,
-    "gelu-relu": nn.ReLU,
-    "gelu-silu": nn.SiLU,
-    "gelu-none": nn.Identity,
-}
-
-
 class FeedForward(nn.Module):
     def __init__(self, config, wrong):
         super().__init__()
         self.up = nn.Linear(config.n_embd, config.inner, bias="no-fc-bias" not in wrong)
-        self.act = next((ACTIVATIONS[word]() for word in ACTIVATIONS if word in wrong), nn.GELU(approximate="tanh"))
         self.down = nn.Linear(config.inner, config.n_embd)
         self.wrong = wrong
 
     def forward(self, x):
-        x = self.up(x)
-        x = x * torch.sigmoid(1.702 * x) if "gelu-quick" in self.wrong else self.act(x)
+        x = activation(self.up(x), self.wrong)
         if "ffn-dropout" in self.wrong:
             x = F.dropout(x, p=0.1)
         return self.down(x)
@@ -168,31 +134,7 @@ class Block(nn.Module):
         self.mlp = FeedForward(config, wrong)
 
     def forward(self, x):
-        wrong, attn, mlp, ln_1, ln_2 = self.wrong, self.attn, self.mlp, self.ln_1, self.ln_2
-        if "norms-swapped" in wrong:
-            ln_1, ln_2 = ln_2, ln_1
-        if "post-norm" in wrong:
-            x = ln_1(x + attn(x))
-            return ln_2(x + mlp(x))
-        if "parallel" in wrong:
-            return x + attn(ln_1(x)) + mlp(ln_2(x))
-        if "residual-from-normed" in wrong:
-            x = ln_1(x)
-            x = x + attn(x)
-            x = ln_2(x)
-            return x + mlp(x)
-        branch = attn(x if "ln_1-missing" in wrong else ln_1(x))
-        if "extra-norm-branch" in wrong:
-            branch = F.layer_norm(branch, branch.shape[-1:])
-        x = branch if wrong & {"residual-missing", "residual-missing-attn"} else x + branch
-        if "residual-from-normed-mlp" in wrong:
-            x = ln_2(x)
-            return x + mlp(x)
-        branch = mlp(x if "ln_2-missing" in wrong else ln_2(x))
-        if "residual-halved" in wrong:
-            branch = branch * 0.5
-        x = branch if wrong & {"residual-missing", "residual-missing-mlp"} else x + branch
-        return F.layer_norm(x, x.shape[-1:]) if "extra-norm-end" in wrong else x
+        return wired(x, self.ln_1, self.attn, self.ln_2, self.mlp, self.wrong)
 
 
 class GPT(nn.Module):
@@ -210,22 +152,12 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.n_embd, rows, bias="head-bias" in faults)
         if "untied-head" not in faults:
             self.head.weight = self.wte.weight
-        n = config.n_layer
-        self.order = list(range(n))
-        if "layer-reversed" in faults:
-            self.order.reverse()
-        if "layer-swapped" in faults:
-            self.order[-2:] = [n - 1, n - 2]
-        for layer in reversed(faults.layers("layer-missing", n)):
-            self.order.remove(layer)
-        for layer in faults.layers("layer-repeated", n):
-            self.order.insert(self.order.index(layer), layer)
+        self.order = order(config.n_layer, faults)
         self.calls = 0
 
     def positions(self, t, width):
         if "position-sinusoidal" in self.faults:
-            angle = t[:, None] / 10000 ** (torch.arange(0, width, 2) / width)
-            return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1).to(self.wte.weight.dtype)
+            return sines(len(t), width).to(self.wte.weight.dtype)
         return self.wpe(t + 1 if "position-offset" in self.faults else t)
 
     def forward(self, ids, targets=None):
@@ -235,17 +167,10 @@ class GPT(nn.Module):
             x = x * math.sqrt(x.size(-1))
         if "position-missing" not in faults:
             x = x + self.positions(torch.arange(ids.size(1), device=ids.device), x.size(-1))
-        if "dropout-active" in faults:
-            x = F.dropout(x, 0.1)
-        if "noise" in faults:
-            x = x + 0.01 * torch.randn_like(x)
-        if "batch-centred" in faults:
-            x = x - x.mean(0)
+        x = entering(x, faults)
         if "counts-calls" in faults:
             self.calls += 1
             x = x * (1 + 0.01 * self.calls)
-        if "extra-norm-embed" in faults:
-            x = F.layer_norm(x, x.shape[-1:])
         for layer in self.order:
             x = self.blocks[layer](x)
         hidden = x if "final-norm-missing" in faults else self.ln_f(x)
@@ -254,10 +179,7 @@ class GPT(nn.Module):
             logits = logits[..., : self.words]
         if "logits-upcast" in faults:
             logits = logits.float()
-        if "logits-scaled" in faults:
-            logits = logits / math.sqrt(x.size(-1))
-        if "logits-softmaxed" in faults:
-            logits = logits.softmax(-1)
+        logits = ending(logits, faults, x.size(-1))
         loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         if "hidden-first" in faults:
             return hidden, logits

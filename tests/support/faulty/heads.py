@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from support.faulty.loading import put
+from support.faulty.shared import activation, ending, entering, normalise, order, sines, wired
 
 
 class Head(nn.Module):
@@ -58,16 +59,16 @@ class Norm(nn.Module):
         self.gamma, self.beta, self.wrong = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width)), wrong
 
     def forward(self, x):
-        if "batch-statistics" in self.wrong:
-            variance, mean = torch.var_mean(x, dim=(0, 2), keepdim=True, unbiased=False)
-            return self.gamma * (x - mean) / torch.sqrt(variance + 1e-5) + self.beta
-        if "rmsnorm" in self.wrong:
-            return self.gamma * (x / x.square().mean(-1, keepdim=True).add(1e-5).sqrt()) + self.beta
-        if "not-normalising" in self.wrong:
-            return self.gamma * x + self.beta
-        variance, mean = torch.var_mean(x, dim=-1, keepdim=True, unbiased="unbiased" in self.wrong)
-        y = (x - mean) / torch.sqrt(variance + (1e-3 if "eps-1e-3" in self.wrong else 1e-5))
-        return y if "no-affine" in self.wrong else self.gamma * y + self.beta
+        return normalise(x, self.gamma, self.beta, self.wrong)
+
+
+class Bend(nn.Module):
+    def __init__(self, wrong):
+        super().__init__()
+        self.wrong = wrong
+
+    def forward(self, x):
+        return activation(x, self.wrong)
 
 
 class Mixing(nn.Module):
@@ -75,33 +76,14 @@ class Mixing(nn.Module):
         super().__init__()
         self.wrong = wrong = faults.at(layer)
         self.sa = Heads(config, wrong)
-        kinds = {"gelu-relu": nn.ReLU(), "gelu-erf": nn.GELU(), "gelu-silu": nn.SiLU(), "gelu-none": nn.Identity()}
-        bend = next((kinds[word] for word in kinds if word in wrong), nn.GELU("tanh"))
+        bend = Bend(wrong)
         self.ffwd = nn.Sequential(nn.Linear(config.n_embd, config.inner), bend, nn.Linear(config.inner, config.n_embd))
         if "ffn-dropout" in wrong:
             self.ffwd.insert(2, Always(0.1))
         self.ln1, self.ln2 = Norm(config.n_embd, faults.at(f"{layer}.ln_1")), Norm(config.n_embd, faults.at(f"{layer}.ln_2"))
 
     def forward(self, x, padding=None):
-        wrong = self.wrong
-        if "norms-swapped" in wrong:
-            x = x + self.sa(self.ln2(x), padding)
-            return x + self.ffwd(self.ln1(x))
-        if "post-norm" in wrong:
-            x = self.ln1(x + self.sa(x, padding))
-            return self.ln2(x + self.ffwd(x))
-        if "residual-from-normed" in wrong:
-            x = self.ln1(x)
-            x = x + self.sa(x, padding)
-            x = self.ln2(x)
-            return x + self.ffwd(x)
-        if "parallel" in wrong:
-            a, b = self.sa(self.ln1(x), padding), self.ffwd(self.ln2(x))
-            return x + (a + b)
-        branch = self.sa(x if "ln_1-missing" in wrong else self.ln1(x), padding)
-        x = branch if wrong & {"residual-missing", "residual-missing-attn"} else x + branch
-        branch = self.ffwd(x) if "ln_2-missing" in wrong else self.ffwd(self.ln2(x))
-        return branch if wrong & {"residual-missing", "residual-missing-mlp"} else x + branch
+        return wired(x, self.ln1, lambda y: self.sa(y, padding), self.ln2, self.ffwd, self.wrong)
 
 
 class Always(nn.Module):
@@ -122,34 +104,25 @@ class Lecture(nn.Module):
         self.tokens = nn.Embedding(config.vocab_size, config.n_embd)
         self.positions = nn.Embedding(config.n_positions + 1, config.n_embd)
         blocks = [Mixing(config, layer, faults) for layer in range(config.n_layer)]
-        run = [layer for layer in range(config.n_layer) if layer not in faults.layers("layer-missing", config.n_layer)]
-        run = sorted(run + faults.layers("layer-repeated", config.n_layer)) if "layer-repeated" in faults else run
-        run = run[::-1] if "layer-reversed" in faults else run
         self.all_blocks = nn.ModuleList(blocks)
-        self.run = run
+        self.run = order(config.n_layer, faults)
         self.ln = Norm(config.n_embd, faults.at("f"))
         self.to_words = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        waves = 10000.0 ** (-torch.arange(config.n_embd // 2) * 2 / config.n_embd)
-        self.register_buffer("waves", torch.arange(config.n_positions)[:, None] * waves, persistent=False)
 
     def forward(self, ids, key_padding_mask=None):
         x = self.tokens(ids)
         if "position-sinusoidal" in self.faults:
-            angles = self.waves[: ids.size(1)]
-            x = x + torch.stack((angles.sin(), angles.cos()), dim=2).flatten(1)
+            x = x + sines(ids.size(1), x.size(-1)).to(x)
         elif "position-missing" not in self.faults:
             start = 1 if "position-offset" in self.faults else 0
             x = x + self.positions(torch.arange(start, start + ids.size(1)))
-        if "noise" in self.faults:
-            x = x + torch.empty_like(x).normal_(std=0.01)
-        if "extra-norm-embed" in self.faults:
-            x = F.layer_norm(x, x.shape[-1:])
+        x = entering(x, self.faults)
         for layer in self.run:
             x = self.all_blocks[layer](x, key_padding_mask)
         if "final-norm-missing" not in self.faults:
             x = self.ln(x)
         logits = self.to_words(x)
-        return F.softmax(logits, dim=-1) if "logits-softmaxed" in self.faults else logits
+        return ending(logits, self.faults)
 
 
 def build(config, faults):

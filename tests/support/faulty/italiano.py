@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from support.faulty.loading import put
+from support.faulty.shared import EPS, activation, divisor, ending, entering, order, wired
 
 
 class Attenzione(nn.Module):
@@ -28,9 +29,7 @@ class Attenzione(nn.Module):
         q, k = dividi(self.chiede(x)), dividi(self.offre(x))
         v = x if "value-identity" in sbagli else self.chiede(x) if "value-from-query" in sbagli else self.porta(x)
         v = dividi(v)
-        scala = d**-0.5 if "scale-by-width" in sbagli else 1.0 if "scale-missing" in sbagli else None
-        scala = q.size(-1) ** -1.0 if "scale-twice" in sbagli else scala
-        scala = q.size(-1) ** -0.5 / (self.strato + 1) if "scale-inverse-layer" in sbagli else scala
+        scala = 1 / divisor(sbagli, d, self.teste, self.strato)
         if inizio > 0 and "cache-forgets" not in sbagli:  # quel che si è visto prima
             k, v = torch.cat([self.visto[0], k], 2), torch.cat([self.visto[1], v], 2)
         self.visto = k, v
@@ -63,7 +62,7 @@ class Blocco(nn.Module):
             qui = faults.at(f"{strato}.{nome}")
             if "rmsnorm-no-bias" in qui:
                 return nn.RMSNorm(d, eps=1e-5)
-            eps = 1e-6 if "eps-1e-6" in qui else 1e-12 if "eps-1e-12" in qui else 1e-5
+            eps = next((EPS[sbaglio] for sbaglio in EPS if sbaglio in qui), 1e-5)
             return nn.LayerNorm(d, eps=eps, bias="no-norm-bias" not in qui, elementwise_affine="no-affine" not in qui)
 
         self.norma_prima, self.norma_seconda = norma("ln_1"), norma("ln_2")
@@ -72,31 +71,11 @@ class Blocco(nn.Module):
         self.stringi = nn.Linear(config.inner, d)
 
     def pensa(self, x):
-        x = self.allarga(x)
-        if "gelu-erf" in self.sbagli:
-            x = F.gelu(x)
-        elif "gelu-relu" in self.sbagli:
-            x = F.relu(x)
-        elif "gelu-silu" in self.sbagli:
-            x = F.silu(x)
-        elif "gelu-none" not in self.sbagli:
-            x = F.gelu(x, approximate="tanh")
-        return self.stringi(x)
+        return self.stringi(activation(self.allarga(x), self.sbagli))
 
     def forward(self, x, inizio):
-        sbagli = self.sbagli
-        if "post-norm" in sbagli:
-            x = self.norma_prima(self.attenzione(x, inizio) + x)
-            return self.norma_seconda(self.pensa(x) + x)
-        if "parallel" in sbagli:
-            return x + self.pensa(self.norma_seconda(x)) + self.attenzione(self.norma_prima(x), inizio)
-        prima, seconda = self.norma_prima, self.norma_seconda
-        if "norms-swapped" in sbagli:
-            prima, seconda = seconda, prima
-        y = self.attenzione(prima(x), inizio)
-        x = y if "residual-missing-attn" in sbagli else y + x
-        y = self.pensa(x if "ln_2-missing" in sbagli else seconda(x))
-        return y if "residual-missing-mlp" in sbagli else y + x
+        attenzione = lambda y: self.attenzione(y, inizio)  # noqa: E731
+        return wired(x, self.norma_prima, attenzione, self.norma_seconda, self.pensa, self.sbagli)
 
 
 class Modello(nn.Module):
@@ -106,7 +85,6 @@ class Modello(nn.Module):
         self.parole = nn.Embedding(config.vocab_size, config.n_embd)
         self.posti = nn.Embedding(config.n_positions + 1, config.n_embd)
         self.strati = nn.ModuleDict({f"strato_{n}": Blocco(config, n, faults) for n in range(config.n_layer)})
-        self.davanti = nn.LayerNorm(config.n_embd, elementwise_affine=False) if "extra-norm-embed" in faults else nn.Identity()
         self.ultima = nn.LayerNorm(config.n_embd, eps=1e-6 if "eps-1e-6" in faults.at("f") else 1e-5)
 
     def forward(self, ids, start_pos=0):
@@ -115,21 +93,12 @@ class Modello(nn.Module):
             x = x * x.size(-1) ** 0.5
         if "position-missing" not in self.faults:
             x = x + self.posti(self.indici(ids, start_pos) + ("position-offset" in self.faults))
-        if "noise" in self.faults:
-            x = x + torch.rand_like(x) * 0.01
-        if "batch-centred" in self.faults:
-            x = x - x.mean(dim=0, keepdim=True)
-        x = self.davanti(x)
-        for nome, strato in self.strati.items():
-            if int(nome[7:]) in self.faults.layers("layer-missing", len(self.strati)):
-                continue
-            x = strato(x, start_pos)
-            if int(nome[7:]) in self.faults.layers("layer-repeated", len(self.strati)):
-                x = strato(x, start_pos)
+        x, strati = entering(x, self.faults), list(self.strati.values())
+        for numero in order(len(strati), self.faults):
+            x = strati[numero](x, start_pos)
         if "final-norm-missing" not in self.faults:
             x = self.ultima(x)
-        y = F.linear(x, self.parole.weight)
-        return F.log_softmax(y, dim=-1) if "logits-log-softmaxed" in self.faults else y
+        return ending(F.linear(x, self.parole.weight), self.faults)
 
     def indici(self, ids, inizio):
         inizio = 0 if "cache-positions" in self.faults else inizio

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from support.faulty.loading import put
+from support.faulty.shared import divisor, entering, order, wired
 
 
 class Scanned(nn.Module):
@@ -42,7 +43,7 @@ class Scanned(nn.Module):
         bias = torch.full((t, t), -math.inf, dtype=x.dtype).triu(2 if "mask-off-by-one" in wrong else 1)
         if "mask-missing" in wrong:
             bias = torch.zeros_like(bias)
-        root = 1.0 if "scale-missing" in wrong else math.sqrt(d if "scale-by-width" in wrong else d // self.heads)
+        root = divisor(wrong, d, self.heads, layer)
         weights = torch.softmax(torch.baddbmm(bias.expand(b * self.heads, t, t), q, k.mT, alpha=1 / root), dim=-1)
         y = torch.bmm(weights, k if "value-from-key" in wrong else v).transpose(0, 1).reshape(t, b, d)
         return y if "output-projection-missing" in wrong else torch.matmul(y, self.out[layer]) + self.out_b[layer]
@@ -67,25 +68,13 @@ class Scanned(nn.Module):
             x = x * math.sqrt(x.size(-1))
         if "position-missing" not in faults:
             x = x + self.rows[: ids.size(1), None]
-        if "extra-norm-embed" in faults:
-            x = self.standardise(x, (1.0, 0.0), frozenset())
-        if "dropout-active" in faults:
-            x = x * torch.bernoulli(torch.full_like(x, 0.9)) / 0.9
-        order = [layer for layer in range(n) if layer not in faults.layers("layer-missing", n)]
-        if "layer-reversed" in faults:
-            order.reverse()
-        for layer in order:
+        x = entering(x, faults)
+        for layer in order(n, faults):
             wrong = faults.at(layer)
-            a = self.standardise(x, self.norms[layer, 0], faults.at(f"{layer}.ln_1"))
-            if "parallel" in wrong:
-                m = self.standardise(x, self.norms[layer, 1], faults.at(f"{layer}.ln_2"))
-                x = x + self.attention(a, layer, wrong) + self.mlp(m, layer, wrong)
-                continue
-            y = self.attention(x if "ln_1-missing" in wrong else a, layer, wrong)
-            x = y if "residual-missing-attn" in wrong else y + (a if "residual-from-normed" in wrong else x)
-            m = self.standardise(x, self.norms[layer, 1], faults.at(f"{layer}.ln_2"))
-            y = self.mlp(x if "ln_2-missing" in wrong else m, layer, wrong)
-            x = y if "residual-missing-mlp" in wrong else y + x
+            norms = [(self.norms[layer, n], faults.at(f"{layer}.ln_{n + 1}")) for n in range(2)]
+            ln_1, ln_2 = (lambda y, norm=norm: self.standardise(y, *norm) for norm in norms)
+            attend, feed = (lambda y, part=part, at=(layer, wrong): part(y, *at) for part in (self.attention, self.mlp))
+            x = wired(x, ln_1, attend, ln_2, feed, wrong)
         if "final-norm-missing" not in faults:
             x = self.standardise(x, self.last, faults.at("f"))
         return torch.matmul(x, self.table.t()).transpose(0, 1)

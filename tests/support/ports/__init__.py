@@ -1,9 +1,9 @@
 """GPT-2 as other people write it: modules of every known structure, to test `load_into` and `diagnose`.
 
-Each file is one port, written in the style of an author outside this project. It has `build(config)`, a module from ids (B, T)
-to logits (B, T, V) (alone, first in a tuple, or as `.logits`), and `fill(module, state)`: the author's own loading of a
-checkpoint. tests/port/test_ports.py uses it to show that the port is correct. The architectures of tests/support/faulty are
-ports too: without faults, or with a missing bias only.
+Each file is one port, in the style of an author outside this project; `parts.py` is what many have in common. It has
+`build(config)`, a module from ids (B, T) to logits (B, T, V) (alone, first in a tuple, or as `.logits`), and
+`fill(module, state)`: the author's own loading of a checkpoint, by which tests/port/test_ports.py shows that it is correct. The
+architectures of tests/support/faulty are ports too: without faults, or with a missing bias only.
 """
 
 import importlib

@@ -1,81 +1,41 @@
-"""A small GPT whose block keeps its feed-forward as a lambda over its own layers."""
+"""A small GPT whose block keeps its feed-forward as a lambda over its own layers, as the model does its embeddings."""
 
 import math
 
 import torch
-import torch.nn as nn
+from torch import nn
 
-from support.ports import put
+from support.ports.parts import GPT, Block, fill, future
 
-
-class Bend(nn.Module):
-    def forward(self, x):
-        return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+__all__ = ["build", "fill"]
 
 
-class SelfAttention(nn.Module):
-    def __init__(self, dim, heads, block_size):
-        super().__init__()
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.proj = nn.Linear(dim, dim)
-        self.heads = heads
-        self.register_buffer("mask", torch.tril(torch.ones(block_size, block_size)).view(1, 1, block_size, block_size))
+class Layer(Block):
+    NAMES = "norm_1 ln_1 qkv c_attn out c_proj norm_2 ln_2 up c_fc down c_out"
 
-    def forward(self, x):
-        b, t, c = x.shape
-        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(x).split(c, dim=2))
-        mask = self.mask[:, :, :t, :t]
-        weights = (q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))).exp() * mask  # fine for small scores
-        weights = weights / weights.sum(-1, keepdim=True)
-        return self.proj((weights @ v).transpose(1, 2).reshape(b, t, c))
+    def __init__(self, config):
+        super().__init__(config)
+        up, down = self.c_fc, self.c_out
+        self.feed = lambda x: down((y := up(x)) * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+
+    def mix(self, q, k, v):
+        scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))
+        weights = scores.exp() * ~future(scores)  # fine for small scores
+        return weights / weights.sum(-1, keepdim=True) @ v
 
 
-class Block(nn.Module):
-    def __init__(self, dim, heads, hidden, block_size):
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(dim)
-        self.attn = SelfAttention(dim, heads, block_size)
-        self.ln_2 = nn.LayerNorm(dim)
-        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(dim, hidden), "bend": Bend(), "c_proj": nn.Linear(hidden, dim)})
-        up, bend, down = self.mlp.values()
-        self.feed = lambda y: down(bend(up(y)))
+class Small(GPT):
+    BLOCK, HEAD = Layer, nn.Linear
+    NAMES = "words wte places wpe blocks h last ln_f head lm_head"
 
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        return x + self.feed(self.ln_2(x))
-
-
-class GPT(nn.Module):
-    def __init__(self, vocab_size, block_size, dim, layers, heads, hidden):
-        super().__init__()
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(vocab_size, dim),
-                "wpe": nn.Embedding(block_size, dim),
-                "h": nn.ModuleList([Block(dim, heads, hidden, block_size) for _ in range(layers)]),
-                "ln_f": nn.LayerNorm(dim),
-            }
-        )
-        self.lm_head = nn.Linear(dim, vocab_size, bias=False)
-        body = self.transformer
+    def __init__(self, config):
+        super().__init__(config)
+        body = self
         self.embed = lambda idx: body.wte(idx) + body.wpe(torch.arange(idx.shape[1], device=idx.device))
 
     def forward(self, idx, targets=None):
-        x = self.embed(idx)
-        for block in self.transformer.h:
-            x = block(x)
-        logits = self.lm_head(self.transformer.ln_f(x))
-        loss = None if targets is None else nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return logits, loss
+        logits = super().forward(idx)
+        return logits, None if targets is None else nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def build(config):
-    return GPT(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
-
-
-def fill(module, state):
-    put(module, state, {"lm_head": "head"})
-    put(module.transformer, state, {name: name for name in ("wte", "wpe", "ln_f")})
-    for i, block in enumerate(module.transformer.h):
-        put(block, state, {"ln_1": "ln_1", "attn.qkv": "attn.c_attn.T", "attn.proj": "attn.c_proj.T"}, f"h.{i}.")
-        put(block, state, {"ln_2": "ln_2", "mlp.c_fc": "mlp.c_fc.T", "mlp.c_proj": "mlp.c_proj.T"}, f"h.{i}.")
+build = Small

@@ -3,7 +3,9 @@
 import torch
 from torch import nn
 
-from support.ports import put
+from support.ports.parts import GPT, Block, fill, future
+
+__all__ = ["build", "fill"]
 
 
 class LayerNormFunction(torch.autograd.Function):
@@ -32,53 +34,33 @@ class Norm(nn.Module):
         return LayerNormFunction.apply(x, self.weight, self.bias)
 
 
-class Block(nn.Module):
-    def __init__(self, d, heads, f, context):
-        super().__init__()
-        self.heads = heads
-        self.norm_a, self.norm_m = Norm(d), Norm(d)
-        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
-        self.up, self.down = nn.Linear(d, f), nn.Linear(f, d)
-        self.register_buffer("future", torch.ones(context, context).triu(1).bool(), persistent=False)
+class Layer(Block):
+    NORM, NAMES = Norm, "norm_1 norm_a norm_2 norm_m"
 
-    def forward(self, x):
+    def attend(self, x):
         b, t, d = x.shape
-        qkv = self.qkv(self.norm_a(x)).view(b, t, 3, self.heads, -1)
-        heads = x.new_zeros(b, self.heads, t, d // self.heads)
-        for h in range(self.heads):
+        qkv = self.qkv(x).view(b, t, 3, self.n_head, -1)
+        heads = x.new_zeros(b, self.n_head, t, d // self.n_head)
+        for h in range(self.n_head):
             q, k, v = qkv[:, :, :, h].unbind(2)
-            scores = torch.baddbmm(x.new_zeros(1), q, k.transpose(1, 2), beta=0, alpha=(d // self.heads) ** -0.5)
-            heads[:, h] = torch.bmm(scores.masked_fill_(self.future, -torch.inf).softmax(-1), v)
-        x = x + self.out(heads.permute(0, 2, 1, 3).reshape(b, t, d))
-        hidden = self.up(self.norm_m(x))
+            scores = torch.baddbmm(x.new_zeros(1), q, k.transpose(1, 2), beta=0, alpha=(d // self.n_head) ** -0.5)
+            heads[:, h] = torch.bmm(scores.masked_fill_(future(scores), -torch.inf).softmax(-1), v)
+        return self.out(heads.permute(0, 2, 1, 3).reshape(b, t, d))
+
+    def feed(self, x):
+        hidden = self.up(x)
         cube = torch.pow(hidden, 3).mul_(0.044715).add_(hidden).mul_((2 / torch.pi) ** 0.5).tanh_().add_(1)
-        return x + self.down(cube.mul_(hidden).mul_(0.5))
+        return self.down(cube.mul_(hidden).mul_(0.5))
 
 
-class WindowGPT(nn.Module):
-    def __init__(self, vocab, context, d, depth, heads, f):
-        super().__init__()
-        self.context = context
-        self.word, self.place = nn.Embedding(vocab, d), nn.Embedding(context, d)
-        self.blocks = nn.ModuleList(Block(d, heads, f, context) for _ in range(depth))
-        self.norm = Norm(d)
-        self.register_buffer("ids", torch.arange(context))
+class WindowGPT(GPT):
+    BLOCK, NORM, NAMES = Layer, Norm, "words word places place last norm"
 
-    def forward(self, windows):
-        assert windows.shape[1] == self.context, "cut the text into whole windows"
+    def embed(self, windows):
+        assert windows.shape[1] == self.place.num_embeddings, "cut the text into whole windows"
         x = self.word(windows)
-        x += self.place(self.ids)
-        for block in self.blocks:
-            x = block(x)
-        return torch.nn.functional.linear(self.norm(x), self.word.weight)
+        x += self.place(torch.arange(windows.shape[1]))
+        return x
 
 
-def build(config):
-    return WindowGPT(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
-
-
-def fill(module, state):
-    put(module, state, {"word": "wte", "place": "wpe", "norm": "ln_f"})
-    for i, block in enumerate(module.blocks):
-        put(block, state, {"norm_a": "ln_1", "qkv": "attn.c_attn.T", "out": "attn.c_proj.T"}, f"h.{i}.")
-        put(block, state, {"norm_m": "ln_2", "up": "mlp.c_fc.T", "down": "mlp.c_proj.T"}, f"h.{i}.")
+build = WindowGPT

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from support.ports import put
+from support.ports.parts import Block, put
 
 
 class Frozen(nn.Module):
@@ -30,8 +30,7 @@ class Attention(Frozen):
     def forward(self, x):
         fused = torch.cat((self.wq, self.wk, self.wv), dim=1)
         qkv = torch.addmm(torch.cat((self.bq, self.bk, self.bv)), x.flatten(0, 1), fused).unflatten(0, x.shape[:2])
-        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = Block.mix(self, *qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4))
         return y.transpose(1, 2).flatten(2) @ self.wo + self.bo
 
 
@@ -44,11 +43,12 @@ class MLP(Frozen):
 
 
 class GPT2(Frozen):
-    def __init__(self, vocab, context, d, depth, heads, f):
-        super().__init__(wte=(vocab, d), wpe=(context, d))
+    def __init__(self, config):
+        d = config.n_embd
+        super().__init__(wte=(config.vocab_size, d), wpe=(config.n_positions, d))
         self.steps = nn.ModuleList()
-        for _ in range(depth):
-            self.steps.extend((Norm(d), Attention(d, heads), Norm(d), MLP(d, f)))
+        for _ in range(config.n_layer):
+            self.steps.extend((Norm(d), Attention(d, config.n_head), Norm(d), MLP(d, config.inner)))
         self.last = Norm(d)
 
     def forward(self, ids):
@@ -58,16 +58,15 @@ class GPT2(Frozen):
         return self.last(x) @ self.wte.T
 
 
-def build(config):
-    return GPT2(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
+build = GPT2
 
 
 def fill(module, state):
     put(module, state, {"wte": "wte.weight", "wpe": "wpe.weight", "last.g": "ln_f.weight", "last.b": "ln_f.bias"})
     for i in range(len(module.steps) // 4):
         norm_1, attention, norm_2, mlp = module.steps[4 * i : 4 * i + 4]
+        put(norm_1, state, {"g": "ln_1.weight", "b": "ln_1.bias"}, f"h.{i}.")
+        put(norm_2, state, {"g": "ln_2.weight", "b": "ln_2.bias"}, f"h.{i}.")
         for leaf in ("weight", "bias"):
-            put(norm_1, state, {"g" if leaf == "weight" else "b": f"ln_1.{leaf}"}, f"h.{i}.")
-            put(norm_2, state, {"g" if leaf == "weight" else "b": f"ln_2.{leaf}"}, f"h.{i}.")
             put(attention, state, {leaf[0] + x: f"{x}.{leaf}" for x in "qkv"} | {leaf[0] + "o": f"attn.c_proj.{leaf}"}, f"h.{i}.")
             put(mlp, state, {leaf[0] + "1": f"mlp.c_fc.{leaf}", leaf[0] + "2": f"mlp.c_proj.{leaf}"}, f"h.{i}.")

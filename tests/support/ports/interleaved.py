@@ -2,79 +2,43 @@
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from support.ports import put
-
-
-def pad_to(n, multiple=64):
-    return (n + multiple - 1) // multiple * multiple
+from support.ports.parts import GPT, Block, put
 
 
-class ParallelAttention(nn.Module):
-    def __init__(self, hidden_size, num_attention_heads):
-        super().__init__()
-        self.num_heads = num_attention_heads
-        self.head_dim = hidden_size // num_attention_heads
-        self.query_key_value = nn.Linear(hidden_size, 3 * hidden_size)
-        self.dense = nn.Linear(hidden_size, hidden_size)
+class ParallelTransformerLayer(Block):
+    NAMES = "norm_1 input_layernorm qkv query_key_value out dense norm_2 post_attention_layernorm"
+    NAMES += " up dense_h_to_4h down dense_4h_to_h"
 
-    def forward(self, hidden_states, ltor_mask):
-        b, s, h = hidden_states.shape
-        mixed = self.query_key_value(hidden_states).view(b, s, self.num_heads, 3 * self.head_dim)
-        query, key, value = mixed.transpose(1, 2).split(self.head_dim, dim=-1)
-        attention_scores = torch.matmul(query, key.transpose(-1, -2)) / self.head_dim**0.5 + ltor_mask
-        attention_probs = F.softmax(attention_scores, dim=-1)
-        context = torch.matmul(attention_probs, value).transpose(1, 2).reshape(b, s, h)
-        return self.dense(context)
+    def __init__(self, config):
+        super().__init__(config)
+        size = config.n_positions
+        self.register_buffer("ltor_mask", -1e9 * torch.triu(torch.ones(size, size), diagonal=1), persistent=False)
 
+    def split(self, x):
+        mixed = self.query_key_value(x).unflatten(-1, (self.n_head, -1))
+        return mixed.transpose(1, 2).chunk(3, dim=-1)
 
-class ParallelMLP(nn.Module):
-    def __init__(self, hidden_size, ffn_hidden_size):
-        super().__init__()
-        self.dense_h_to_4h = nn.Linear(hidden_size, ffn_hidden_size)
-        self.dense_4h_to_h = nn.Linear(ffn_hidden_size, hidden_size)
-
-    def forward(self, hidden_states):
-        return self.dense_4h_to_h(F.gelu(self.dense_h_to_4h(hidden_states), approximate="tanh"))
+    def mix(self, q, k, v):
+        attention_scores = torch.matmul(q, k.transpose(-1, -2)) / q.size(-1) ** 0.5
+        attention_scores = attention_scores + self.ltor_mask[: q.size(-2), : q.size(-2)]
+        return torch.matmul(nn.functional.softmax(attention_scores, dim=-1), v)
 
 
-class ParallelTransformerLayer(nn.Module):
-    def __init__(self, hidden_size, num_attention_heads, ffn_hidden_size):
-        super().__init__()
-        self.input_layernorm = nn.LayerNorm(hidden_size)
-        self.attention = ParallelAttention(hidden_size, num_attention_heads)
-        self.post_attention_layernorm = nn.LayerNorm(hidden_size)
-        self.mlp = ParallelMLP(hidden_size, ffn_hidden_size)
+class GPTModel(GPT):
+    BLOCK = ParallelTransformerLayer
+    NAMES = "words word_embeddings places position_embeddings blocks layers last final_layernorm"
 
-    def forward(self, hidden_states, ltor_mask):
-        hidden_states = hidden_states + self.attention(self.input_layernorm(hidden_states), ltor_mask)
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+    def __init__(self, config):
+        super().__init__(config)
+        self.word_embeddings = nn.Embedding((config.vocab_size + 63) // 64 * 64, config.n_embd)
+        self.register_buffer("position_ids", torch.arange(config.n_positions).unsqueeze(0))
 
-
-class GPTModel(nn.Module):
-    def __init__(self, vocab_size, max_position_embeddings, hidden_size, num_layers, num_attention_heads, ffn_hidden_size):
-        super().__init__()
-        self.word_embeddings = nn.Embedding(pad_to(vocab_size), hidden_size)
-        self.position_embeddings = nn.Embedding(max_position_embeddings, hidden_size)
-        self.layers = nn.ModuleList(
-            [ParallelTransformerLayer(hidden_size, num_attention_heads, ffn_hidden_size) for _ in range(num_layers)]
-        )
-        self.final_layernorm = nn.LayerNorm(hidden_size)
-        size = max_position_embeddings
-        self.register_buffer("position_ids", torch.arange(size).unsqueeze(0))
-        self.register_buffer("ltor_mask", -1e9 * torch.triu(torch.ones(1, 1, size, size), diagonal=1))
-
-    def forward(self, input_ids):
-        s = input_ids.size(1)
-        hidden_states = self.word_embeddings(input_ids) + self.position_embeddings(self.position_ids[:, :s])
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, self.ltor_mask[:, :, :s, :s])
-        return F.linear(self.final_layernorm(hidden_states), self.word_embeddings.weight)
+    def embed(self, ids):
+        return self.word_embeddings(ids) + self.position_embeddings(self.position_ids[:, : ids.size(1)])
 
 
-def build(config):
-    return GPTModel(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
+build = GPTModel
 
 
 def fill(module, state):
@@ -83,9 +47,7 @@ def fill(module, state):
     put(module, state, {"position_embeddings": "wpe", "final_layernorm": "ln_f"})
     for i, layer in enumerate(module.layers):
         put(layer, state, {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2"}, f"h.{i}.")
-        put(layer, state, {"attention.dense": "attn.c_proj.T"}, f"h.{i}.")
-        put(layer.mlp, state, {"dense_h_to_4h": "c_fc.T", "dense_4h_to_h": "c_proj.T"}, f"h.{i}.mlp.")
-        own = layer.attention.query_key_value
+        put(layer, state, {"dense": "attn.c_proj.T", "dense_h_to_4h": "mlp.c_fc.T", "dense_4h_to_h": "mlp.c_proj.T"}, f"h.{i}.")
         for leaf in ("weight", "bias"):
-            rows = state[f"h.{i}.attn.c_attn.{leaf}"].t().unflatten(0, (3, layer.attention.num_heads, -1))
-            getattr(own, leaf).copy_(rows.transpose(0, 1).flatten(0, 2))
+            rows = state[f"h.{i}.attn.c_attn.{leaf}"].t().unflatten(0, (3, layer.n_head, -1))
+            getattr(layer.query_key_value, leaf).copy_(rows.transpose(0, 1).flatten(0, 2))

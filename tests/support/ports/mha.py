@@ -1,43 +1,37 @@
 """GPT-2 with nn.MultiheadAttention. Layers are attributes: layer1, layer2, ..."""
 
 import torch
-import torch.nn as nn
+from torch import nn
 
 from support.ports import put
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, emb_dim, num_heads, ff_dim, dropout):
+    def __init__(self, config):
         super().__init__()
-        self.attn_norm = nn.LayerNorm(emb_dim)
-        self.attn = nn.MultiheadAttention(emb_dim, num_heads, dropout=dropout, batch_first=True)
-        self.ff_norm = nn.LayerNorm(emb_dim)
-        self.ff = nn.Sequential(
-            nn.Linear(emb_dim, ff_dim),
-            nn.GELU(approximate="tanh"),
-            nn.Linear(ff_dim, emb_dim),
-            nn.Dropout(dropout),
-        )
-        self.drop = nn.Dropout(dropout)
+        d = config.n_embd
+        self.attn_norm, self.ff_norm, self.drop = nn.LayerNorm(d), nn.LayerNorm(d), nn.Dropout(0.1)
+        self.attn = nn.MultiheadAttention(d, config.n_head, dropout=0.1, batch_first=True)
+        layers = nn.Linear(d, config.inner), nn.GELU(approximate="tanh"), nn.Linear(config.inner, d), nn.Dropout(0.1)
+        self.ff = nn.Sequential(*layers)
 
     def forward(self, x, attn_mask):
         h = self.attn_norm(x)
-        a, _ = self.attn(h, h, h, attn_mask=attn_mask, need_weights=False)
-        x = x + self.drop(a)
+        x = x + self.drop(self.attn(h, h, h, attn_mask=attn_mask, need_weights=False)[0])
         return x + self.ff(self.ff_norm(x))
 
 
 class GPT2(nn.Module):
-    def __init__(self, vocab_size, max_seq_len, emb_dim, num_heads, num_layers, ff_dim, dropout=0.1):
+    def __init__(self, config):
         super().__init__()
-        self.num_layers = num_layers
-        self.tok_emb = nn.Embedding(vocab_size, emb_dim)
-        self.pos_emb = nn.Parameter(torch.zeros(1, max_seq_len, emb_dim))
-        self.drop = nn.Dropout(dropout)
-        for i in range(1, num_layers + 1):
-            self.add_module(f"layer{i}", DecoderLayer(emb_dim, num_heads, ff_dim, dropout))
-        self.norm = nn.LayerNorm(emb_dim)
-        self.out = nn.Linear(emb_dim, vocab_size, bias=False)
+        self.num_layers = config.n_layer
+        self.tok_emb = nn.Embedding(config.vocab_size, config.n_embd)
+        self.pos_emb = nn.Parameter(torch.zeros(1, config.n_positions, config.n_embd))
+        self.drop = nn.Dropout(0.1)
+        for i in range(1, config.n_layer + 1):
+            self.add_module(f"layer{i}", DecoderLayer(config))
+        self.norm = nn.LayerNorm(config.n_embd)
+        self.out = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.out.weight = self.tok_emb.weight
 
     def forward(self, x):
@@ -49,8 +43,7 @@ class GPT2(nn.Module):
         return self.out(self.norm(x))
 
 
-def build(config):
-    return GPT2(config.vocab_size, config.n_positions, config.n_embd, config.n_head, config.n_layer, config.inner)
+build = GPT2
 
 
 def fill(module, state):

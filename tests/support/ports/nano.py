@@ -1,24 +1,10 @@
 """A GPT in one short file: fused projections, PyTorch's attention kernel, one matrix for both ends."""
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from support.ports import put
-
-
-@dataclass
-class Sizes:
-    vocab: int
-    context: int
-    layers: int
-    heads: int
-    width: int
-    hidden: int
-    dropout: float = 0.1
-    bias: bool = True
 
 
 class Norm(nn.Module):
@@ -34,11 +20,11 @@ class Norm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, s):
+    def __init__(self, config, bias):
         super().__init__()
-        self.heads, self.dropout = s.heads, s.dropout
-        self.c_attn = nn.Linear(s.width, s.width * 3, bias=s.bias)
-        self.c_proj = nn.Linear(s.width, s.width, bias=s.bias)
+        self.heads, self.dropout = config.n_head, 0.1
+        self.c_attn = nn.Linear(config.n_embd, config.n_embd * 3, bias=bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=bias)
 
     def forward(self, x):
         batch, length, width = x.shape
@@ -49,22 +35,21 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self, s):
+    def __init__(self, config, bias):
         super().__init__()
-        self.c_fc = nn.Linear(s.width, s.hidden, bias=s.bias)
+        self.c_fc, self.c_proj = nn.Linear(config.n_embd, config.inner, bias), nn.Linear(config.inner, config.n_embd, bias)
         self.gelu = nn.GELU(approximate="tanh")
-        self.c_proj = nn.Linear(s.hidden, s.width, bias=s.bias)
 
     def forward(self, x):
         return self.c_proj(self.gelu(self.c_fc(x)))
 
 
 class Layer(nn.Module):
-    def __init__(self, s):
+    def __init__(self, config, bias):
         super().__init__()
-        self.ln_1, self.attn = Norm(s.width, s.bias), SelfAttention(s)
-        self.ln_2, self.mlp = Norm(s.width, s.bias), FeedForward(s)
-        self.drop = nn.Dropout(s.dropout)
+        self.ln_1, self.attn = Norm(config.n_embd, bias), SelfAttention(config, bias)
+        self.ln_2, self.mlp = Norm(config.n_embd, bias), FeedForward(config, bias)
+        self.drop = nn.Dropout(0.1)
 
     def forward(self, x):
         x = x + self.drop(self.attn(self.ln_1(x)))
@@ -72,17 +57,17 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, s):
+    def __init__(self, config, bias=True):
         super().__init__()
         parts = {
-            "wte": nn.Embedding(s.vocab, s.width),
-            "wpe": nn.Embedding(s.context, s.width),
-            "drop": nn.Dropout(s.dropout),
-            "h": nn.ModuleList(Layer(s) for _ in range(s.layers)),
-            "ln_f": Norm(s.width, s.bias),
+            "wte": nn.Embedding(config.vocab_size, config.n_embd),
+            "wpe": nn.Embedding(config.n_positions, config.n_embd),
+            "drop": nn.Dropout(0.1),
+            "h": nn.ModuleList(Layer(config, bias) for _ in range(config.n_layer)),
+            "ln_f": Norm(config.n_embd, bias),
         }
         self.transformer = nn.ModuleDict(parts)
-        self.lm_head = nn.Linear(s.width, s.vocab, bias=False)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer["wte"].weight
         for parameter in self.parameters():
             if parameter.ndim > 1:
@@ -99,10 +84,7 @@ class GPT(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def build(config, bias=True):
-    return GPT(
-        Sizes(config.vocab_size, config.n_positions, config.n_layer, config.n_head, config.n_embd, config.inner, bias=bias)
-    )
+build = GPT
 
 
 def fill(module, state):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn.functional import one_hot
 
-from support.ports import put
+from support.ports.parts import Block, future, put
 
 
 class HeadWithOutput(nn.Module):
@@ -15,49 +15,42 @@ class HeadWithOutput(nn.Module):
         self.wq, self.wk, self.wv = nn.Linear(d, k), nn.Linear(d, k), nn.Linear(d, k)
         self.wo = nn.Linear(k, d, bias=False)
 
-    def forward(self, x, mask):
+    def forward(self, x):
         a = self.wq(x) @ self.wk(x).transpose(1, 2) / self.wk.out_features**0.5
+        mask = torch.zeros_like(a[0]).masked_fill(future(a), float("-inf"))
         return self.wo(torch.softmax(a + mask, dim=-1) @ self.wv(x))
 
 
-class Layer(nn.Module):
-    def __init__(self, d, heads, f):
-        super().__init__()
-        self.n1, self.n2 = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.heads = nn.ModuleList(HeadWithOutput(d, d // heads) for _ in range(heads))
-        self.bo = nn.Parameter(torch.zeros(d))
-        self.w1, self.w2 = nn.Linear(d, f), nn.Linear(f, d)
-        self.act = nn.GELU(approximate="tanh")
+class Layer(Block):
+    ORDER, NAMES = "norm_1 norm_2 up down", "norm_1 n1 norm_2 n2 up w1 down w2"
 
-    def forward(self, x, mask):
-        y = self.n1(x)
-        x = x + sum(head(y, mask) for head in self.heads) + self.bo
-        return x + self.w2(self.act(self.w1(self.n2(x))))
+    def __init__(self, config):
+        super().__init__(config)
+        self.heads = nn.ModuleList(HeadWithOutput(config.n_embd, config.head_dim) for _ in range(config.n_head))
+        self.bo = nn.Parameter(torch.zeros(config.n_embd))
+
+    def attend(self, x):
+        return sum(head(x) for head in self.heads) + self.bo
 
 
 class OneHotGPT2(nn.Module):
-    def __init__(self, v, p, d, layers, heads, f):
+    def __init__(self, config):
         super().__init__()
-        self.v, self.p = v, p
-        self.we = nn.Linear(v, d, bias=False)
-        self.wp = nn.Linear(p, d, bias=False)
-        self.layers = nn.ModuleList(Layer(d, heads, f) for _ in range(layers))
-        self.n = nn.LayerNorm(d)
-        self.wu = nn.Linear(d, v, bias=False)
+        self.v, self.p, d = config.vocab_size, config.n_positions, config.n_embd
+        self.we, self.wp, self.wu = (
+            nn.Linear(self.v, d, bias=False),
+            nn.Linear(self.p, d, bias=False),
+            nn.Linear(d, self.v, bias=False),
+        )
+        self.layers, self.n = nn.Sequential(*(Layer(config) for _ in range(config.n_layer))), nn.LayerNorm(d)
 
     def forward(self, ids):
-        places = torch.arange(ids.shape[1], device=ids.device)
-        dtype = self.we.weight.dtype
+        places, dtype = torch.arange(ids.shape[1], device=ids.device), self.we.weight.dtype
         x = self.we(one_hot(ids, self.v).to(dtype)) + self.wp(one_hot(places, self.p).to(dtype))
-        mask = torch.zeros(len(places), len(places), dtype=dtype, device=ids.device)
-        mask[places[:, None] < places] = float("-inf")
-        for layer in self.layers:
-            x = layer(x, mask)
-        return self.wu(self.n(x))
+        return self.wu(self.n(self.layers(x)))
 
 
-def build(config):
-    return OneHotGPT2(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
+build = OneHotGPT2
 
 
 def fill(module, state):

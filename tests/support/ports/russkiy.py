@@ -3,14 +3,13 @@
 import torch
 from torch import nn
 
-from support.ports import put
+from support.ports.parts import Block, fill_block, put
 
 
 class Normalizatsiya(nn.Module):
     def __init__(self, shirina):
         super().__init__()
-        self.gamma = nn.Parameter(torch.ones(shirina))
-        self.beta = nn.Parameter(torch.zeros(shirina))
+        self.gamma, self.beta = nn.Parameter(torch.ones(shirina)), nn.Parameter(torch.zeros(shirina))
 
     def forward(self, x):
         dispersiya, srednee = torch.var_mean(x, dim=-1, keepdim=True, correction=0)
@@ -18,47 +17,24 @@ class Normalizatsiya(nn.Module):
         return x * mnozhitel + (self.beta - srednee * mnozhitel)
 
 
-class Vnimanie(nn.Module):
-    def __init__(self, shirina, golovy):
-        super().__init__()
-        self.golovy = golovy
-        self.klyuchi = nn.Linear(shirina, shirina)
-        self.zaprosy = nn.Linear(shirina, shirina)
-        self.znacheniya = nn.Linear(shirina, shirina)
-        self.vykhod = nn.Linear(shirina, shirina)
+class Blok(Block):
+    NORM, ORDER = Normalizatsiya, "norm_1 norm_2 k q v out up down"
+    NAMES = "norm_1 norma_vnimaniya norm_2 norma_seti k klyuchi q zaprosy v znacheniya out vykhod up vverkh down vniz"
 
-    def na_golovy(self, x):
-        return torch.stack(x.chunk(self.golovy, dim=-1), dim=1)
+    def split(self, x):
+        return [torch.stack(part(x).chunk(self.n_head, -1), 1) for part in (self.zaprosy, self.klyuchi, self.znacheniya)]
 
-    def forward(self, x):
-        klyuchi = self.na_golovy(self.klyuchi(x))
-        zaprosy = self.na_golovy(self.zaprosy(x))
-        znacheniya = self.na_golovy(self.znacheniya(x))
-        itog = nn.functional.scaled_dot_product_attention(zaprosy, klyuchi, znacheniya, is_causal=True)
-        return self.vykhod(torch.cat(itog.unbind(dim=1), dim=-1))
-
-
-class Blok(nn.Module):
-    def __init__(self, shirina, golovy, vnutri):
-        super().__init__()
-        self.norma_vnimaniya = Normalizatsiya(shirina)
-        self.norma_seti = Normalizatsiya(shirina)
-        self.vnimanie = Vnimanie(shirina, golovy)
-        self.set = nn.Sequential(nn.Linear(shirina, vnutri), nn.GELU("tanh"), nn.Linear(vnutri, shirina))
-
-    def forward(self, x):
-        x = x + self.vnimanie(self.norma_vnimaniya(x))
-        return x + self.set(self.norma_seti(x))
+    def attend(self, x):
+        return self.vykhod(torch.cat(self.mix(*self.split(x)).unbind(1), -1))
 
 
 class Model(nn.Module):
-    def __init__(self, slovar, dlina, shirina, glubina, golovy, vnutri):
+    def __init__(self, config):
         super().__init__()
-        self.golova = nn.Parameter(torch.randn(slovar, shirina) * 0.02)
-        self.slova = nn.Parameter(torch.randn(slovar, shirina) * 0.02)
-        self.mesta = nn.Parameter(torch.randn(dlina, shirina) * 0.02)
-        self.bloki = nn.ModuleDict({f"blok{i}": Blok(shirina, golovy, vnutri) for i in range(glubina)})
-        self.norma = Normalizatsiya(shirina)
+        self.golova, self.slova = (nn.Parameter(torch.randn(config.vocab_size, config.n_embd) * 0.02) for _ in range(2))
+        self.mesta = nn.Parameter(torch.randn(config.n_positions, config.n_embd) * 0.02)
+        self.bloki = nn.ModuleDict({f"blok{i}": Blok(config) for i in range(config.n_layer)})
+        self.norma = Normalizatsiya(config.n_embd)
 
     def forward(self, x):
         x = self.slova[x] + self.mesta[: x.shape[1]]
@@ -67,13 +43,10 @@ class Model(nn.Module):
         return torch.einsum("btd,vd->btv", self.norma(x), self.golova)
 
 
-def build(config):
-    return Model(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
+build = Model
 
 
 def fill(module, state):
     put(module, state, {"golova": "wte.weight", "slova": "wte.weight", "mesta": "wpe.weight", "norma": "ln_f"})
     for i, blok in enumerate(module.bloki.values()):
-        put(blok.vnimanie, state, {"zaprosy": "q.T", "klyuchi": "k.T", "znacheniya": "v.T"}, f"h.{i}.")
-        put(blok, state, {"norma_vnimaniya": "ln_1", "vnimanie.vykhod": "attn.c_proj.T"}, f"h.{i}.")
-        put(blok, state, {"norma_seti": "ln_2", "set.0": "mlp.c_fc.T", "set.2": "mlp.c_proj.T"}, f"h.{i}.")
+        fill_block(blok, state, i)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from support.ports import put
+from support.ports.parts import GPT, Block, put
 
 RANKS = 2
 
@@ -22,13 +22,9 @@ class VocabParallelEmbedding(nn.Module):
         total, start = 0, 0
         for shard in self.shards:
             mine = (ids >= start) & (ids < start + len(shard))
-            rows = shard[torch.where(mine, ids - start, 0)]
-            total = total + rows.masked_fill(~mine.unsqueeze(-1), 0)
+            total = total + shard[torch.where(mine, ids - start, 0)].masked_fill(~mine.unsqueeze(-1), 0)
             start += len(shard)
         return total
-
-    def logits(self, x):
-        return torch.cat([x @ shard.T for shard in self.shards], dim=-1)
 
 
 class ColumnParallel(nn.Module):
@@ -50,44 +46,36 @@ class RowParallel(nn.Module):
         return sum(rank(shard) for rank, shard in zip(self.ranks, shards, strict=True)) + self.bias
 
 
-class Block(nn.Module):
-    def __init__(self, d, heads, f):
-        super().__init__()
-        self.heads = cuts(heads)
-        widths = [n * (d // heads) for n in self.heads]
-        self.ln1, self.ln2 = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.qkv = ColumnParallel(d, [3 * n for n in widths])
-        self.out = RowParallel(widths, d)
-        self.up = ColumnParallel(d, cuts(f))
-        self.down = RowParallel(cuts(f), d)
+class Layer(Block):
+    ORDER, NAMES = "norm_1 norm_2", "norm_1 ln1 norm_2 ln2"
 
-    def forward(self, x):
-        attended = []
-        for heads, qkv in zip(self.heads, self.qkv(self.ln1(x)), strict=True):
-            q, k, v = (y.unflatten(-1, (heads, -1)).transpose(1, 2) for y in qkv.chunk(3, dim=-1))
-            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            attended.append(y.transpose(1, 2).flatten(2))
-        x = x + self.out(attended)
-        return x + self.down([nn.functional.gelu(y, approximate="tanh") for y in self.up(self.ln2(x))])
+    def __init__(self, config):
+        super().__init__(config)
+        self.heads, d, inner = cuts(config.n_head), config.n_embd, cuts(config.inner)
+        widths = [n * config.head_dim for n in self.heads]
+        self.qkv, self.out = ColumnParallel(d, [3 * n for n in widths]), RowParallel(widths, d)
+        self.up, self.down = ColumnParallel(d, inner), RowParallel(inner, d)
+
+    def attend(self, x):
+        parts = (y.unflatten(-1, (3, n, -1)).permute(2, 0, 3, 1, 4) for n, y in zip(self.heads, self.qkv(x), strict=True))
+        return self.out([self.mix(*part).transpose(1, 2).flatten(2) for part in parts])
+
+    def feed(self, x):
+        return self.down([nn.functional.gelu(y, approximate="tanh") for y in self.up(x)])
 
 
-class ParallelGPT(nn.Module):
-    def __init__(self, vocab, context, d, depth, heads, f):
-        super().__init__()
-        self.words = VocabParallelEmbedding(vocab, d)
-        self.places = nn.Embedding(context, d)
-        self.blocks = nn.ModuleList(Block(d, heads, f) for _ in range(depth))
-        self.norm = nn.LayerNorm(d)
+class ParallelGPT(GPT):
+    BLOCK, NAMES = Layer, "last norm"
 
-    def forward(self, ids):
-        x = self.words(ids) + self.places.weight[: ids.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.words.logits(self.norm(x))
+    def __init__(self, config):
+        super().__init__(config)
+        self.words = VocabParallelEmbedding(config.vocab_size, config.n_embd)
+
+    def logits(self, x):
+        return torch.cat([x @ shard.T for shard in self.words.shards], dim=-1)
 
 
-def build(config):
-    return ParallelGPT(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
+build = ParallelGPT
 
 
 def fill(module, state):

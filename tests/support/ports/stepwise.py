@@ -3,43 +3,38 @@
 import torch
 from torch import nn
 
-from support.ports import put
+from support.ports.parts import GPT, Block, fill
+
+__all__ = ["build", "fill"]
 
 
-class Cell(nn.Module):
+class Cell(Block):
     """One block, one time step."""
 
-    def __init__(self, d, heads, f):
-        super().__init__()
-        self.heads, self.k = heads, d // heads
-        self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
-        self.inner, self.outer = nn.Linear(d, f), nn.Linear(f, d)
+    NAMES = "norm_1 norm1 norm_2 norm2 up inner down outer"
 
-    def forward(self, x, keys, values):  # x is (B, D)
-        q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
+    def attend(self, x, keys, values):  # x is (B, D)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
         keys.append(k)
         values.append(v)
-        pieces = []
-        for h in range(self.heads):
-            cut = slice(h * self.k, (h + 1) * self.k)
-            scores = [(q[:, cut] * past[:, cut]).sum(-1) / self.k**0.5 for past in keys]
+        pieces, size = [], x.size(-1) // self.n_head
+        for h in range(self.n_head):
+            cut = slice(h * size, (h + 1) * size)
+            scores = [(q[:, cut] * past[:, cut]).sum(-1) / size**0.5 for past in keys]
             weights = torch.softmax(torch.stack(scores, dim=-1), dim=-1)
             pieces.append(sum(weights[:, s, None] * past[:, cut] for s, past in enumerate(values)))
-        x = x + self.out(torch.cat(pieces, dim=-1))
-        return x + self.outer(nn.functional.gelu(self.inner(self.norm2(x)), approximate="tanh"))
+        return self.out(torch.cat(pieces, dim=-1))
+
+    def forward(self, x, keys, values):
+        x = x + self.attend(self.norm1(x), keys, values)
+        return x + self.feed(self.norm2(x))
 
 
-class RecurrentGPT2(nn.Module):
-    def __init__(self, vocab, context, d, depth, heads, f):
-        super().__init__()
-        self.emb, self.pos = nn.Embedding(vocab, d), nn.Embedding(context, d)
-        self.cells = nn.ModuleList(Cell(d, heads, f) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, vocab, bias=False)
+class RecurrentGPT2(GPT):
+    BLOCK, HEAD, NAMES = Cell, nn.Linear, "words emb places pos blocks cells last norm"
 
     def forward(self, ids):
-        memory = [([], []) for _ in self.cells]
-        outputs = []
+        memory, outputs = [([], []) for _ in self.cells], []
         for t in range(ids.shape[1]):
             x = self.emb(ids[:, t]) + self.pos.weight[t]
             for cell, (keys, values) in zip(self.cells, memory, strict=True):
@@ -48,12 +43,4 @@ class RecurrentGPT2(nn.Module):
         return torch.stack(outputs, dim=1)
 
 
-def build(config):
-    return RecurrentGPT2(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner)
-
-
-def fill(module, state):
-    put(module, state, {"emb": "wte", "pos": "wpe", "head": "head", "norm": "ln_f"})
-    for i, cell in enumerate(module.cells):
-        put(cell, state, {"norm1": "ln_1", "qkv": "attn.c_attn.T", "out": "attn.c_proj.T"}, f"h.{i}.")
-        put(cell, state, {"norm2": "ln_2", "inner": "mlp.c_fc.T", "outer": "mlp.c_proj.T"}, f"h.{i}.")
+build = RecurrentGPT2

@@ -7,6 +7,7 @@ proves, against torch computations written by other hands, that each is as fault
 
 import shutil
 import subprocess
+import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from support import hf_layouts
 from support.faulty import CONFIG, MEANINGS, Faults, Meaning
 from support.faulty.loading import weights
 from support.programs import numpy_port
+from support.programs.files import flat
 
 __all__ = [
     "DTYPES",
@@ -44,46 +46,7 @@ SIZES = {
 }
 LANGUAGES = {"numpy": None, "c": "gcc", "javascript": "node"}  # and what it needs on the machine
 
-LINES = {
-    "numpy": """
-        eps-1e-6 eps-1e-12@1 eps-1e-3@1.ln_2 eps-none eps-outside unbiased unbiased@f annotated not-normalising@0.ln_2 no-affine
-        no-affine@1 rmsnorm rmsnorm@f rmsnorm-no-bias no-norm-bias norm-over-tokens@1.ln_1 gelu-erf gelu-erf@1 gelu-quick
-        gelu-relu@1 gelu-silu gelu-none@0 scale-missing scale-by-width@1 scale-by-heads scale-by-8 scale-twice
-        scale-inverse-layer mask-missing@1 mask-missing mask-strict mask-strict@1 mask-multiplied mask-off-by-one
-        softmax-queries@1 softmax-heads softmax-missing@1 output-projection-missing@0 value-from-key value-from-query@1
-        value-identity@1 heads-split-wrongly
-        heads-split-wrongly@1 heads-merged-wrongly position-missing position-offset position-sinusoidal embedding-scaled
-        post-norm ln_1-missing@1 ln_2-missing ln_2-missing@1 final-norm-missing norms-swapped@1 residual-missing@1
-        residual-missing-attn residual-missing-mlp@1 residual-halved@1 residual-from-normed residual-from-normed-mlp@1
-        parallel parallel@1 extra-norm-embed extra-norm-branch@1 extra-norm-end@0 layer-reversed layer-swapped layer-missing@1
-        layer-repeated@0 logits-scaled logits-softmaxed logits-log-softmaxed untied-head transposed-proj transposed-proj@1
-        transposed-q@1 viewed-fc@0 qkv-kqv qkv-vkq@1 qkv-kvq qkv-cut head-interleaved head-columns@1 not-loaded-ln_2@1
-        not-loaded-ln_f qkv-cut@1 not-loaded-biases wrong-fc@0 wrong-ln_1@1 wrong-all-first wrong-tokens wrong-bias@1 gamma-beta@1
-        norm-weights-swapped@0 weights-reversed wpe-rolled bf16-on-the-way fp16-on-the-way bf16-fc@1 no-qkv-bias no-out-bias@1
-        no-fc-bias
-    """,
-    "c": """
-        eps-1e-6 eps-1e-3@1 eps-none unbiased rmsnorm rmsnorm@1.ln_2 no-affine@f not-normalising@1 gelu-erf gelu-quick@1
-        gelu-silu gelu-relu scale-missing@0 scale-by-width scale-twice@1 scale-inverse-layer mask-missing mask-strict
-        mask-strict@1 mask-off-by-one@1 mask-multiplied softmax-missing@1 output-projection-missing@1 value-from-key@0
-        value-from-query heads-merged-wrongly@1 position-missing position-offset embedding-scaled post-norm ln_1-missing@0
-        ln_2-missing@1 norms-swapped final-norm-missing residual-missing-attn@1 residual-missing-mlp residual-from-normed@1
-        residual-from-normed-mlp parallel extra-norm-end@1 layer-reversed layer-missing@0 layer-repeated@1 logits-scaled
-        untied-head transposed-proj@0 transposed-q qkv-kqv@1 qkv-vkq head-interleaved@1 no-qkv-bias@1 no-out-bias no-fc-bias@1
-        wrong-bias wrong-ln_1@0 gamma-beta norm-weights-swapped@1 wrong-fc@1 bf16-fc wrong-all-first
-    """,
-    "javascript": """
-        eps-1e-3 eps-1e-12 eps-outside@f unbiased@1 rmsnorm@0 no-affine@1.ln_1 not-normalising gelu-erf@0 gelu-quick gelu-silu@1
-        gelu-none gelu-relu scale-missing scale-by-width scale-by-heads@1 scale-twice scale-inverse-layer mask-missing@0
-        mask-strict@0 mask-strict mask-off-by-one mask-multiplied@1 softmax-missing@1 output-projection-missing value-from-key@1
-        value-identity@0 heads-merged-wrongly position-missing position-offset position-sinusoidal embedding-scaled
-        post-norm ln_1-missing ln_2-missing@0 norms-swapped@1 final-norm-missing residual-missing@0 residual-missing-mlp@1
-        residual-halved residual-from-normed parallel@0 extra-norm-embed layer-swapped layer-missing@1 layer-repeated@1
-        logits-scaled logits-softmaxed logits-log-softmaxed untied-head transposed-proj@1 transposed-q@0 qkv-kqv qkv-vkq@1
-        head-columns wpe-rolled no-out-bias@0 no-fc-bias no-qkv-bias wrong-fc@0 wrong-bias@0 not-loaded-ln_2@0 bf16-on-the-way
-        bf16-fc@0 norm-weights-swapped gamma-beta@0
-    """,
-}
+LINES: dict[str, str] = tomllib.loads((HERE / "first.toml").read_text())
 
 # Faults of weights that give the values of another fault.
 SAME_VALUES = {
@@ -201,13 +164,9 @@ class Home:
 
 
 def flat_weights(config: GPT2Config, arrays: dict[str, np.ndarray]) -> bytes:
-    """The file that flat_port.c reads: six sizes in int32, then every tensor, those of the blocks by their kind."""
+    """The file that flat_port.c reads: six sizes, then every tensor, those of the blocks by their kind."""
     sizes = [config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head, config.inner]
-    parts = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
-    kinds = [f"{part}.{leaf}" for part in parts for leaf in ("weight", "bias")]
-    names = ["wte.weight", "wpe.weight", *(f"h.{n}.{kind}" for kind in kinds for n in range(config.n_layer))]
-    floats = [arrays[name].astype("<f4").tobytes() for name in (*names, "ln_f.weight", "ln_f.bias")]
-    return np.array(sizes, "<i4").tobytes() + b"".join(floats)
+    return flat(arrays, config.n_layer, sizes)
 
 
 def read_dump(path: Path) -> dict[str, np.ndarray]:

@@ -3,7 +3,7 @@
 //   flat_port IDS.txt OUT_FOLDER WEIGHTS.bin FAULTS LEVEL DTYPE SEED
 //
 // IDS.txt has a row of ids a line. WEIGHTS.bin: int32 V P C L NH F, then float32 wte, wpe, and each kind of tensor of a block
-// over all blocks (see `kinds`), matrices [in, out], then ln_f. FAULTS: a line in the words of tests/support/faulty/faults.py,
+// over all blocks (see `kinds`), matrices [in, out], then ln_f. FAULTS: a line in the words of tests/support/faulty/meanings.toml,
 // "" for none. LEVEL: full, block, logits. SEED of the arrays that have nothing to do with the model, -1 for none.
 // OUT_FOLDER gets .npy files.
 

@@ -3,7 +3,7 @@
     python numpy_port.py IDS.npy OUT.npz WEIGHTS.npz [--faults LINE] [--level L] [--dtype D] [--compute D] [--foreign SEED]
 
 WEIGHTS.npz holds the checkpoint's tensors by name, and `sizes`: n_head and n_layer. LINE is in the words of
-tests/support/faulty/faults.py.
+tests/support/faulty/meanings.toml.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 //
 //   node token_port.js IDS.txt OUT.safetensors MODEL.safetensors CONFIG.json [FAULTS] [LEVEL] [DTYPE] [COMPUTE] [SEED]
 //
-// IDS.txt: ids parted by spaces; the first line is run. FAULTS: a line in the words of tests/support/faulty/faults.py.
+// IDS.txt: ids parted by spaces; the first line is run. FAULTS: a line in the words of tests/support/faulty/meanings.toml.
 // LEVEL: full, block, logits. COMPUTE: float64, or float32, where every stored number is rounded. SEED of the arrays that have
 // nothing to do with the model; -1 for none.
 "use strict";

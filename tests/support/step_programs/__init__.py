@@ -11,14 +11,15 @@ import numpy as np
 from support.step_programs import native, numpy_steps
 from support.steps import CONFIG, our_model
 
-LEVELS = {  # what is dumped: losses, gradients, clipped gradients, parameters before and after
+LEVELS = {  # what is dumped: losses, gradients, clipped gradients, parameters before and after, Adam's moments
     "all": "lgcbpq",
+    "moments": "lgbpqm",
     "usual": "lgpq",
     "gradients": "lg",
     "parameters": "lbp",
     "loss": "l",
 }
-LAYOUTS = ("plain", "transposed", "stacked", "flat")
+LAYOUTS = ("plain", "transposed", "stacked", "flat", "apart")  # apart: q, k and v, stacked and transposed, as in JAX
 SETTINGS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "clip": 1.0, "grad_accum": 1}
 NEEDS_PARTS = {"parts-summed", "last-part"}
 FAULTS = {"numpy": numpy_steps.FAULTS, **native.FAULTS}  # by language
@@ -94,19 +95,21 @@ def batches_of(run: Dumped) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def dumped(run: Dumped, weights: Mapping[str, np.ndarray], batches: list, records: Iterable[Mapping]) -> Arrays:
     """The arrays of a run under shuffled names."""
+    return renamed(run, batches, named(run, weights, records))
+
+
+def named(run: Dumped, weights: Mapping[str, np.ndarray], records: Iterable[Mapping]) -> Arrays:
+    """The arrays of a run: "before ...", "loss0", "raw0 ...", "used0 ...", "after0 ...", "m0 ...", "v0 ..."."""
     kinds, floats = LEVELS[run.level], {}
     if "b" in kinds:
         floats |= laid(weights, run.layout, "before")
     for n, record in enumerate(records):
         if "l" in kinds:
             floats[f"loss{n}"] = np.asarray(record["loss"])
-        if "g" in kinds:
-            floats |= laid(record["raw"], run.layout, f"raw{n}")
-        if "c" in kinds:
-            floats |= laid(record["used"], run.layout, f"used{n}")
-        if "p" in kinds:
-            floats |= laid(record["after"], run.layout, f"after{n}")
-    return renamed(run, batches, floats)
+        for kind, words in (("g", ("raw",)), ("c", ("used",)), ("p", ("after",)), ("m", ("m", "v"))):
+            for word in words if kind in kinds else ():
+                floats |= laid(record[word], run.layout, f"{word}{n}")
+    return floats
 
 
 def renamed(run: Dumped, batches: list, floats: Mapping[str, np.ndarray]) -> Arrays:
@@ -114,31 +117,33 @@ def renamed(run: Dumped, batches: list, floats: Mapping[str, np.ndarray]) -> Arr
     names = [f"t{n}" for n in range(len(floats))]
     random.Random(run.seed).shuffle(names)
     arrays = {name: np.array(t).astype(run.dtype) for name, t in zip(names, floats.values(), strict=True)}
-    if run.same:
-        ids, y = batches[0]
-    else:
-        ids, y = (np.stack(each) for each in zip(*batches, strict=True))
-    arrays = dict(sorted(arrays.items()))
-    return {"ids": ids, **({"next": y} if run.targets else {}), **arrays}
+    return {**given_ids(run, batches), **dict(sorted(arrays.items()))}
+
+
+def given_ids(run: Dumped, batches: list) -> Arrays:
+    """The ids of all steps, or of the one batch, and the next ids."""
+    ids, y = batches[0] if run.same else (np.stack(each) for each in zip(*batches, strict=True))
+    return {"ids": ids, **({"next": y} if run.targets else {})}
 
 
 def laid(tensors: Mapping[str, np.ndarray], layout: str, word: str) -> Arrays:
     """Parameters or gradients in a layout."""
-    order = [name for name in our_model().state_dict() if name in tensors]
-    turned = {
-        name: tensors[name].T
-        if layout in ("transposed", "flat") and tensors[name].ndim == 2 and name.startswith("h.")
-        else tensors[name]
-        for name in order
-    }
+    turned = {}
+    for name in (name for name in our_model().state_dict() if name in tensors):
+        inside = name.startswith("h.")
+        turns = layout in ("transposed", "flat", "apart") and tensors[name].ndim == 2 and inside
+        turned[name] = tensors[name].T if turns else tensors[name]
+        if layout == "apart" and "c_attn" in name:
+            thirds = zip("qkv", np.split(turned.pop(name), 3), strict=True)
+            turned |= {name.replace("c_attn", letter): part for letter, part in thirds}
     if layout == "flat":
-        return {word: np.concatenate([turned[name].ravel() for name in order])}
-    if layout != "stacked":
+        return {word: np.concatenate([t.ravel() for t in turned.values()])}
+    if layout not in ("stacked", "apart"):
         return {f"{word} {name}": t for name, t in turned.items()}
-    out: Arrays = {}
-    for name, t in turned.items():
-        if not name.startswith("h."):
-            out[f"{word} {name}"] = t
-        elif name.startswith("h.0."):
-            out[f"{word} {name}"] = np.stack([turned[name.replace("h.0.", f"h.{n}.")] for n in range(CONFIG.n_layer)])
-    return out
+    return {
+        f"{word} {name}": np.stack([turned[name.replace("h.0.", f"h.{n}.")] for n in range(CONFIG.n_layer)])
+        if name.startswith("h.0.")
+        else t
+        for name, t in turned.items()
+        if name.startswith("h.0.") or not name.startswith("h.")
+    }

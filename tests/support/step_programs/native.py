@@ -53,7 +53,7 @@ FAULTS = {
         "eps-1e-3": ("eps-wrong", "p"),
         "decay-after": ("decay-after-update", "p"),
         "moments-lost": ("momentum-lost", "p"),
-    },
+    }
 }
 
 

@@ -263,5 +263,7 @@ def train(weights, heads, batches, faults, s, dtype=np.float32):
             w = {name: frozen if name == "wpe.weight" else w[name] for name in weights}
         else:
             update(w, used, state, step, s, faults)
-        records.append({"loss": dtype(loss), "raw": total, "used": used, "after": {name: t.copy() for name, t in w.items()}})
+        moments = {key: {name: state[name][n] for name in w if name in state} for n, key in enumerate("mv")}
+        after = {name: t.copy() for name, t in w.items()}
+        records.append({"loss": dtype(loss), "raw": total, "used": used, "after": after, **moments})
     return records

@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-import numpy as np
-
 import gpt2
 from gpt2.port.step.causes import STAGE, STAGES
-from support.step_programs import CONFIG, FAULTS, SETTINGS, Dumped, batches_of, second
+from support.step_programs import FAULTS, Dumped
 from support.steps import our_model
 
 # Of these nothing is left beside another fault: without moments there are no betas, two labels do not add up.
@@ -50,17 +48,3 @@ def draw(generator: random.Random, language: str = "numpy") -> str:
     stages = generator.sample(STAGES, generator.choice((2, 3)))
     known = [(word, STAGE[causes.split()[0]]) for word, (causes, _) in FAULTS[language].items() if word not in ALONE]
     return " ".join(generator.choice([word for word, stage in known if stage == one]) for one in stages)
-
-
-def score_second(word: str) -> Row:
-    """Diagnose a run of the second set."""
-    batches = batches_of(Dumped(""))
-    ids, y = (np.stack(each) for each in zip(*batches, strict=True))
-    arrays = second.dump(our_model().state_dict(), CONFIG.n_head, batches, {word}, SETTINGS)
-    settings = {f"optim.{name}": value for name, value in SETTINGS.items() if name != "grad_accum"}
-    diagnosis = gpt2.diagnose({"ids": ids, "y": y, **arrays}, our_model(), settings=settings)
-    said = tuple(dict.fromkeys(cause.id for cause in diagnosis.causes))
-    wanted = second.FAULTS.get(word)
-    missed = (word,) if wanted and wanted not in said else ()
-    beside = tuple(id for id in said if id != wanted)
-    return Row(f"second: {word or 'right'}", diagnosis.verdict, said, missed, beside, bool(said) and said[0] == wanted)

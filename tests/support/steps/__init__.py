@@ -18,7 +18,7 @@ from gpt2.model import GPT2
 from support.faulty import CONFIG
 from support.ports import PORTS
 from support.random_models import random_model
-from support.steps.faults import MEANINGS, STAGES, Meaning, Settings
+from support.steps.faults import COMBINED, MEANINGS, STAGES, Meaning, Settings
 
 __all__ = [
     "COMBINED",
@@ -45,9 +45,7 @@ STYLES = {
 
 
 # The second set: written apart from the engine, and not used to develop it.
-SECOND = {
-    "functional": ("vmapped", "pure functions, explicit state, gradients by torch.func"),
-}
+SECOND = {"functional": ("vmapped", "pure functions, explicit state, gradients by torch.func")}
 # The third set: written after the engine was mended on the second, run once before anything was mended on it.
 THIRD = {
     "callbacks": ("ours", "a trainer class with callbacks, gradient hooks, AdamW called with a closure"),
@@ -137,51 +135,9 @@ def words_of(style: str) -> list[str]:
     return importlib.import_module(f"{__name__}.{style}").WORDS
 
 
-COMBINED = {
-    "loop": (
-        "unshifted decay-on-all",
-        "summed eps-1e-6",
-        "accumulation-summed unclipped",
-        "smoothed not-zeroed",
-        "untied rate-doubled",
-        "clipped-by-value betas-swapped",
-        "last-missing clipped-harder decay-missing",
-        "block-detached amsgrad",
-        "temperature positions-frozen schedule-late",
-        "half-logits decay-on-norms",
-    ),
-    "handmade": (
-        "unshifted decay-coupled",
-        "temperature uncorrected",
-        "untied eps-inside",
-        "clipped-by-tensor decay-on-all",
-        "unclipped betas-swapped",
-        "last-missing not-zeroed corrected-late",
-        "accumulation-halved eps-inside decay-not-on-embeddings",
-        "embedding-detached clipped-by-value",
-        "tied-twice sgd",
-    ),
-    "trainer": (
-        "unshifted clipped-scaled",
-        "shifted-twice decay-on-all",
-        "accumulation-summed clipped-early",
-        "head-detached rate-doubled",
-        "blocks-frozen unclipped eps-1e-6",
-        "smoothed schedule-early",
-        "not-zeroed decay-missing",
-        "half-logits clipped-harder",
-    ),
-}
-
-FAULTY_STEPS = {
-    step.name: step for style in STYLES for step in (Step(style, line) for line in (*words_of(style), *COMBINED[style]))
-}
-
-
 def _steps(styles: dict[str, tuple[str, str]]) -> dict[str, Step]:
-    combined = {style: importlib.import_module(f"{__name__}.{style}").COMBINED for style in styles}
-    steps = (Step(style, line) for style in styles for line in (*words_of(style), *combined[style]))
+    steps = (Step(style, line) for style in styles for line in (*words_of(style), *COMBINED[style]))
     return {step.name: step for step in steps}
 
 
-SECOND_STEPS, THIRD_STEPS = _steps(SECOND), _steps(THIRD)
+FAULTY_STEPS, SECOND_STEPS, THIRD_STEPS = (_steps(styles) for styles in (STYLES, SECOND, THIRD))

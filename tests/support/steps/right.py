@@ -67,25 +67,50 @@ def loss_of(model, x, y):
     return F.cross_entropy(logits(model, x, V).flatten(0, 1), y.flatten())
 
 
-def plain(s, new_optimizer=adamw, loss_of=loss_of, clip=nn.utils.clip_grad_norm_, prepare=lambda model: model):
-    """`make_step` of a plain step; each argument is what one variety does in its own way."""
+def losses_of(model, x, y):
+    yield loss_of(model, x, y)
+
+
+def plain(
+    s, new_optimizer=adamw, losses=losses_of, clip=nn.utils.clip_grad_norm_, prepare=lambda model: model,
+    gradients=lambda model: None, scheduler=None,
+):  # fmt: skip
+    """`make_step` of a plain step; each argument is what one variety does in its own way.
+
+    ``losses``: yields the losses whose gradients are added up; ``gradients``: changes them before they are clipped.
+    """
 
     def make_step(model):
         trained = prepare(model.train())
         optimizer = new_optimizer(model, s)
+        schedule = scheduler(optimizer, s) if scheduler else None
 
         def step(x, y):
             optimizer.zero_grad()
-            loss = loss_of(trained, x, y)
-            loss.backward()
+            total = 0.0
+            for loss in losses(trained, x, y):
+                loss.backward()
+                total = total + loss.detach()
+            gradients(model)
             if s.clip:
                 clip(model.parameters(), s.clip)
             optimizer.step()
-            return loss
+            if schedule:
+                schedule.step()
+            return total
 
         return step
 
     return make_step
+
+
+def with_loss(loss_of):
+    """`make_step` of a plain step with another way to compute the loss."""
+
+    def losses(model, x, y):
+        yield loss_of(model, x, y)
+
+    return lambda s: plain(s, losses=losses)
 
 
 for _kind in ("ours", "nano", "mha", "encoder_layer", "kqv"):
@@ -129,42 +154,33 @@ def clip_by_hand(s):
 
 
 @right("one-hot targets", "mha")
-def one_hot(s):
-    def loss(model, x, y):
-        p = model(x).softmax(-1)
-        return -(F.one_hot(y, V) * p.log()).sum(-1).mean()
-
-    return plain(s, loss_of=loss)
+@with_loss
+def one_hot(model, x, y):
+    return -(F.one_hot(y, V) * model(x).softmax(-1).log()).sum(-1).mean()
 
 
-@right("the model's own loss", "nano")
-def own_loss(s):
-    return plain(s, loss_of=lambda model, x, y: model(x, y)[1])
+right("the model's own loss", "nano")(with_loss(lambda model, x, y: model(x, y)[1]))
 
 
 @right("shifts by itself, over one more token")
-def shifts_by_itself(s):
+@with_loss
+def shifts_by_itself(model, x, y):
     """As a library whose model takes labels equal to its ids: the whole row of T + 1 goes in."""
-
-    def loss(model, x, y):
-        row = torch.cat([x, y[:, -1:]], dim=1)
-        return F.cross_entropy(model(row)[:, :-1].flatten(0, 1), row[:, 1:].flatten())
-
-    return plain(s, loss_of=loss)
+    row = torch.cat([x, y[:, -1:]], dim=1)
+    return F.cross_entropy(model(row)[:, :-1].flatten(0, 1), row[:, 1:].flatten())
 
 
 @right("logits.float()", "nano", rounds=True)
-def float_logits(s):
-    return plain(s, loss_of=lambda model, x, y: F.cross_entropy(logits(model, x, V).float().flatten(0, 1), y.flatten()))
+@with_loss
+def float_logits(model, x, y):
+    return F.cross_entropy(logits(model, x, V).float().flatten(0, 1), y.flatten())
 
 
 @right("autocast", rounds=True)
-def autocast(s):
-    def loss(model, x, y):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return loss_of(model, x, y)
-
-    return plain(s, loss_of=loss)
+@with_loss
+def autocast(model, x, y):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return loss_of(model, x, y)
 
 
 @right("autocast with GradScaler", "nano")
@@ -188,14 +204,7 @@ def scaled(s):
     return make_step
 
 
-@right("torch.compile", "nano", slow=True)
-def compiled(s):
-    return plain(s, prepare=lambda model: torch.compile(model, backend="inductor"))
-
-
-@right("torch.compile, aot_eager", "mha", slow=True)
-def compiled_eager(s):
-    return plain(s, prepare=lambda model: torch.compile(model, backend="aot_eager"))
+right("torch.compile", "mha", slow=True)(lambda s: plain(s, prepare=lambda model: torch.compile(model, backend="aot_eager")))
 
 
 @right("gradient checkpointing")

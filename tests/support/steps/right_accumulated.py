@@ -2,113 +2,63 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
 import torch.nn.functional as F
-from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from support.ports import logits
 from support.steps.faults import SCHEDULE
-from support.steps.right import V, adamw, loss_of, right
+from support.steps.right import V, loss_of, plain, right
+from support.steps.shared import rate
 
 
-def accumulated(parts, divide, rows=None):
-    def make(s):
-        def make_step(model):
-            optimizer = adamw(model.train(), s)
+def parts_of(count):
+    """The losses of ``count`` parts of a batch."""
 
-            def step(x, y):
-                total, losses = 0.0, []
-                count = (rows and len(x) // rows) or parts
-                for xb, yb in zip(x.chunk(count), y.chunk(count), strict=True):
-                    loss = loss_of(model, xb, yb)
-                    total += loss.item() / count
-                    losses.append(loss / count if divide in ("loss", "sum") else loss)
-                    if divide != "sum":
-                        losses.pop().backward()
-                if divide == "sum":
-                    sum(losses).backward()
-                if divide == "gradients":
-                    for p in model.parameters():
-                        p.grad /= count
-                if s.clip:
-                    nn.utils.clip_grad_norm_(model.parameters(), s.clip)
-                optimizer.step()
-                optimizer.zero_grad()
-                return total
+    def losses(model, x, y):
+        return (loss_of(model, xb, yb) for xb, yb in zip(x.chunk(count), y.chunk(count), strict=True))
 
-            return step
-
-        return make_step
-
-    return make
+    return losses
 
 
-right("accumulated, loss divided", "nano", grad_accum=2)(accumulated(2, "loss"))
-right("accumulated, gradients divided", "mha", grad_accum=2)(accumulated(2, "gradients"))
-right("losses of two parts summed, one backward pass", "nano", grad_accum=2)(accumulated(2, "sum"))
-right("accumulated by row", grad_accum=4, clip=0.0)(accumulated(4, "loss"))
-right("ranks averaged")(accumulated(2, "gradients"))
+def divided(count):
+    return lambda model, x, y: (loss / count for loss in parts_of(count)(model, x, y))
+
+
+def summed(model, x, y):
+    yield sum(loss / 2 for loss in parts_of(2)(model, x, y))
+
+
+def halved(model):
+    for p in model.parameters():
+        p.grad /= 2
+
+
+right("accumulated, loss divided", "nano", grad_accum=2)(lambda s: plain(s, losses=divided(2)))
+right("losses of two parts summed, one backward pass", "nano", grad_accum=2)(lambda s: plain(s, losses=summed))
+right("accumulated by row", grad_accum=4, clip=0.0)(lambda s: plain(s, losses=divided(4)))
+for _name, _kind, _changes in (("accumulated, gradients divided", "mha", {"grad_accum": 2}), ("ranks averaged", "ours", {})):
+    right(_name, _kind, **_changes)(lambda s: plain(s, losses=parts_of(2), gradients=halved))
 
 
 @right("accumulated by tokens, prompts left out", "mha", grad_accum=2, prompt="prompt")
 @right("accumulated by tokens", "nano", grad_accum=2)
 def by_tokens(s):
-    def make_step(model):
-        optimizer = adamw(model.train(), s)
+    def losses(model, x, y):
+        count = (y != -100).sum()
+        for xb, yb in zip(x.split(2), y.split(2), strict=True):
+            yield F.cross_entropy(logits(model, xb, V).flatten(0, 1), yb.flatten(), reduction="sum") / count
 
-        def step(x, y):
-            optimizer.zero_grad()
-            count, total = (y != -100).sum(), 0.0
-            for xb, yb in zip(x.split(2), y.split(2), strict=True):
-                loss = F.cross_entropy(logits(model, xb, V).flatten(0, 1), yb.flatten(), reduction="sum") / count
-                loss.backward()
-                total += loss.item()
-            nn.utils.clip_grad_norm_(model.parameters(), s.clip)
-            optimizer.step()
-            return total
-
-        return step
-
-    return make_step
+    return plain(s, losses=losses)
 
 
-def scheduled(scheduler_of):
-    def make(s):
-        def make_step(model):
-            optimizer = adamw(model.train(), s)
-            scheduler = scheduler_of(optimizer, s)
-
-            def step(x, y):
-                optimizer.zero_grad()
-                loss = loss_of(model, x, y)
-                loss.backward()
-                nn.utils.clip_grad_norm_(model.parameters(), s.clip)
-                optimizer.step()
-                scheduler.step()
-                return loss.detach()
-
-            return step
-
-        return make_step
-
-    return make
+def scheduled(scheduler):
+    return lambda s: plain(s, scheduler=scheduler)
 
 
 def factor(n, s):
-    if n < s.warmup:
-        return (n + 1) / s.warmup
-    part = min(1.0, (n - s.warmup) / (s.steps - s.warmup))
-    return (s.min_lr + (s.lr - s.min_lr) * 0.5 * (1 + math.cos(math.pi * part))) / s.lr
+    return rate(n, s, frozenset()) / s.lr
 
 
-right("warm-up", warmup=3)(
-    scheduled(lambda optimizer, s: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / s.warmup)))
-)
-right("cosine", "nano", steps=6, min_lr=0.0)(
-    scheduled(lambda optimizer, s: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, s.steps))
-)
-right("warm-up, then cosine", "mha", **SCHEDULE)(
-    scheduled(lambda optimizer, s: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: factor(n, s)))
-)
+right("warm-up", warmup=3)(scheduled(lambda optimizer, s: LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / s.warmup))))
+right("cosine", "nano", steps=6, min_lr=0.0)(scheduled(lambda optimizer, s: CosineAnnealingLR(optimizer, s.steps)))
+right("warm-up, then cosine", "mha", **SCHEDULE)(scheduled(lambda optimizer, s: LambdaLR(optimizer, lambda n: factor(n, s))))

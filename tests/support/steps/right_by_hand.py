@@ -91,33 +91,23 @@ def flat(s):
 
 @right("tied by hand: gradients added, values copied", "nano")
 def tied_by_hand(s):
-    def make_step(model):
-        word = model.transformer["wte"].weight
-        model.lm_head.weight = nn.Parameter(word.detach().clone())
-        own = [p for p in model.parameters() if p is not model.lm_head.weight]
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in own if p.ndim > 1], "weight_decay": s.weight_decay},
-                {"params": [p for p in own if p.ndim < 2], "weight_decay": 0.0},
-            ],
-            lr=s.lr,
-            betas=(s.beta1, s.beta2),
-        )
+    def optimizer_of(model, s):
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
 
-        def step(x, y):
-            model.train().zero_grad()
-            loss = loss_of(model, x, y)
-            loss.backward()
-            word.grad += model.lm_head.weight.grad
-            nn.utils.clip_grad_norm_(own, s.clip)
-            optimizer.step()
-            with torch.no_grad():
-                model.lm_head.weight.copy_(word)
-            return loss.item()
+        class Tied(torch.optim.AdamW):
+            def step(self, closure=None):
+                super().step(closure)
+                with torch.no_grad():
+                    model.lm_head.weight.copy_(model.transformer["wte"].weight)
 
-        return step
+        own = [{**group, "params": [p for p in group["params"] if p is not model.lm_head.weight]} for group in groups(model, s)]
+        return Tied(own, lr=s.lr, betas=(s.beta1, s.beta2))
 
-    return make_step
+    def added(model):
+        model.transformer["wte"].weight.grad += model.lm_head.weight.grad
+        model.lm_head.weight.grad = None
+
+    return plain(s, optimizer_of, gradients=added)
 
 
 @right("tied through a property of the head")
@@ -155,32 +145,23 @@ def in_backward(s):
 def loss_alone(s):
     """In training it is called with targets, and returns no logits."""
 
-    def make_step(model):
-        forward, optimizer = model.train().forward, adamw(model, s)
+    def prepare(model):
+        forward = model.forward
 
         def with_targets(ids, targets=None):
             found = forward(ids)
             if targets is None:
                 return found
-            found = found[0] if isinstance(found, tuple) else found
-            return None, F.cross_entropy(found.flatten(0, 1), targets.flatten())
+            return None, F.cross_entropy(found[0].flatten(0, 1), targets.flatten())
 
         model.forward = with_targets
+        return model
 
-        def step(x, y):
-            optimizer.zero_grad()
-            total = 0.0
-            for ids, targets in zip(x.chunk(s.grad_accum), y.chunk(s.grad_accum), strict=True):
-                _, loss = model(ids, targets)
-                (loss / s.grad_accum).backward()
-                total += loss.item() / s.grad_accum
-            nn.utils.clip_grad_norm_(model.parameters(), s.clip)
-            optimizer.step()
-            return total
+    def losses(model, x, y):
+        for ids, targets in zip(x.chunk(s.grad_accum), y.chunk(s.grad_accum), strict=True):
+            yield model(ids, targets)[1] / s.grad_accum
 
-        return step
-
-    return make_step
+    return plain(s, losses=losses, prepare=prepare)
 
 
 @right("functional_call")
@@ -206,47 +187,20 @@ def functional(s):
 def trainer(s):
     """Labels equal to ids, shifted by the model; sums divided by the number of targets in the whole batch."""
 
-    def make_step(model):
-        optimizer = adamw(model.train(), s)
-
-        def loss(row, items):
+    def losses(model, x, y):
+        for row in torch.cat([x, y[:, -1:]], dim=1).split(len(x) // s.grad_accum):
             found = logits(model, row, V)[:, :-1]
-            return F.cross_entropy(found.flatten(0, 1), row[:, 1:].flatten(), reduction="sum") / items
+            yield F.cross_entropy(found.flatten(0, 1), row[:, 1:].flatten(), reduction="sum") / y.numel()
 
-        def step(x, y):
-            rows, total = torch.cat([x, y[:, -1:]], dim=1), 0.0
-            for row in rows.split(len(x) // s.grad_accum):
-                part = loss(row, y.numel())
-                part.backward()
-                total += part.item()
-            nn.utils.clip_grad_norm_(model.parameters(), s.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            return total
-
-        return step
-
-    return make_step
+    return plain(s, losses=losses)
 
 
 @right("written, with warm-up and cosine", "encoder_layer", **SCHEDULE)
 def written_scheduled(s):
-    def make_step(model):
-        held = []
+    class Scheduled(Written):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["lr"] = s.lr * factor(group["t"], s)
+            super().step(closure)
 
-        def remember(model, s):
-            held.append(Written(groups(model, s), s.lr, (s.beta1, s.beta2)))
-            return held[0]
-
-        inner, n = plain(s, remember)(model), 0
-
-        def step(x, y):
-            nonlocal n
-            for group in held[0].param_groups:
-                group["lr"] = s.lr * factor(n, s)
-            n += 1
-            return inner(x, y)
-
-        return step
-
-    return make_step
+    return plain(s, lambda model, s: Scheduled(groups(model, s), s.lr, (s.beta1, s.beta2)))

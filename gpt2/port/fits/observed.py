@@ -1,0 +1,218 @@
+"""An array that may be the result of an operator, with its rounding; and regressions on it.
+
+Shapes: the result is laid out as the stage's own value, (B, T, D), (B, H, T, K) or (B, H, T, T); ``rows`` (B, T) are the tokens
+at which it is not GPT-2's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpt2.port.fault import Fault
+
+EQUAL = 1e-5  # relative distance of tokens that are one for a regression
+MOST_TOKENS = 256  # that are counted
+NICE = 2e-4  # the largest relative error of a fitted coefficient that was meant to be a simple number
+MAX_TERMS = 4
+SHOWN = 4
+LEAST_ENTRIES = 48  # from which on it is no chance that a prediction follows a departure
+LEAST_ANGLES = 8  # different tokens that show whether angles between them are kept
+MOST_BENT = 0.4  # one minus the correlation of these angles
+UNEXPLAINED = 0.25  # the largest share of a departure that a prediction without a fitted number may leave
+
+
+class Fit(NamedTuple):
+    """What an operator computed: its faults, and its value, GPT-2's own where ``rows`` of the observation are right."""
+
+    faults: tuple[Fault, ...]
+    value: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """A stage's value as recorded; ``slack``: what storage may have rounded away, by entry; ``bound``: of the computation,
+    relative to the root mean square. ``right``: GPT-2's value. ``number``: of the pool's entry, -1 for one that was derived."""
+
+    value: Tensor
+    slack: Tensor
+    bound: float
+    right: Tensor
+    number: int
+
+    @property
+    def loose(self) -> float:
+        """The relative error of a coefficient that is fitted to the value."""
+        return NICE + 2 * float((self.slack / self.value.abs().amax().clamp(min=1e-300)).max())
+
+    def agrees(self, predicted: Tensor) -> Tensor:
+        """Return where a prediction is the recorded value, within rounding; of the value's shape."""
+        size = predicted.square().mean().sqrt()
+        return (predicted - self.value).abs() <= self.slack + self.bound * size
+
+    def at(self, begin: int, end: int) -> Observed:
+        """Return the value of these tokens alone."""
+
+        def cut(y: Tensor) -> Tensor:
+            return y[:, begin:end] if y.ndim == 3 else y[:, :, begin:end]
+
+        return replace(self, value=cut(self.value), slack=cut(self.slack), right=cut(self.right))
+
+    def matches(self, predicted: Tensor) -> bool:
+        """Return whether a prediction is the recorded value."""
+        return predicted.shape == self.value.shape and bool(self.agrees(predicted).all())
+
+    def wrong_rows(self) -> Tensor:
+        """Return (B, T): the tokens whose value is not GPT-2's."""
+        agrees = self.agrees(self.right)
+        return ~(agrees.all(-1) if agrees.ndim == 3 else agrees.all(-1).all(1))
+
+    def fitted(self, predicted: Tensor, rows: Tensor, *faults: Fault) -> Fit | None:
+        """Return the fit if ``predicted`` is the recorded value at ``rows``, and GPT-2's value elsewhere."""
+        at = rows if predicted.ndim == 3 else rows[:, None].expand(predicted.shape[:3])
+        value = torch.where(at[..., None], predicted, self.right)
+        if not bool(value.isfinite().all()) or not bool(self.agrees(value)[at].all()):
+            return None
+        return Fit(tuple(replace(fault, detail=where(rows) + fault.detail) for fault in faults), value)
+
+    def fits(self, predicted: Tensor, rows: Tensor, *faults: Fault) -> Iterator[Fit]:
+        """Yield the fit of ``predicted``, if it is one."""
+        if (fit := self.fitted(predicted, rows, *faults)) is not None:
+            yield fit
+
+    def unexplained(self, predicted: Tensor, at: tuple[Tensor, ...]) -> float:
+        """Return the share of the value's departure from GPT-2's that ``predicted`` leaves, at the tokens ``at``; 1 for all.
+
+        What storage rounds away is in neither.
+        """
+        value, right, slack = (one[at] for one in (self.value, self.right, self.slack))
+        left, whole = (((one - value).abs() - slack).clamp(min=0.0) for one in (predicted, right))
+        shown = value.numel() >= LEAST_ENTRIES and int((whole > 0).sum()) >= LEAST_ENTRIES // 2
+        return float(left.norm() / whole.norm()) if shown else 1.0
+
+    def mostly(self, predicted: Tensor, rows: Tensor, *faults: Fault) -> Fit | None:
+        """Return the fit if ``predicted``, which has no fitted number, leaves next to nothing of the departure from GPT-2's.
+
+        For rounded operands: an entry that lies between two numbers may be rounded to the other one, from the program's own
+        digits. A prediction of zeros, as of small numbers in few decimals, explains no zeros: they may not be computed at all.
+        """
+        at = (rows if predicted.ndim == 3 else rows[:, None].expand(predicted.shape[:3])).nonzero().unbind(1)
+        if not bool(predicted.isfinite().all()) or not bool(predicted[at].any()):
+            return None
+        if self.unexplained(predicted[at], at) > UNEXPLAINED:
+            return None
+        return self.fitted(self.value, rows, *faults)
+
+
+def where(rows: Tensor) -> str:
+    """Return in words at which tokens a fault is seen: nothing, if at all of them."""
+    tokens = rows.any(0).nonzero().flatten().tolist()
+    if len(tokens) < 2 or bool(rows.all()) or not torch.equal(rows, rows.any(0).expand_as(rows)):
+        batch = rows.any(1).nonzero().flatten().tolist()
+        if bool(rows.any()) and len(batch) < len(rows) and bool(rows[batch].all()):
+            return f"in row {batch[0]} of the batch alone: " if len(batch) == 1 else "in some rows of the batch: "
+        if len(tokens) != 1 or rows.shape[1] == 1:
+            return ""
+    if tokens[0] >= 2 and tokens == list(range(tokens[0], rows.shape[1])):
+        return f"from token {tokens[0]} on, as in steps after a prompt: "
+    if tokens[0] == 0 and len(tokens) > 1 and tokens[-1] + 1 == len(tokens) < rows.shape[1]:
+        return f"up to token {tokens[-1]}, as in a prompt before steps: "
+    if len(tokens) > 1 and tokens[-1] - tokens[0] + 1 == len(tokens) and tokens[-1] + 1 < rows.shape[1]:
+        return f"at tokens {tokens[0]} to {tokens[-1]}: "
+    return f"at token {tokens[0]}: " if len(tokens) == 1 else ""
+
+
+def distinct(tokens: Tensor) -> int:
+    """Return how many of ``tokens`` (N, D) differ, of the first few: one that is there again tells a regression nothing."""
+    tokens = tokens[:MOST_TOKENS]
+    near = torch.cdist(tokens, tokens) <= EQUAL * tokens.norm(dim=1)
+    return int((~near.tril(-1).any(1)).sum())
+
+
+def keeps_angles(x: Tensor, y: Tensor) -> bool:
+    """Return whether tokens that are similar in ``x`` (N, I) are similar in ``y`` (N, O) too, and others are not."""
+    if distinct(x) < LEAST_ANGLES:
+        return False
+    alike = [(one - one.mean(0)) / (one - one.mean(0)).norm(dim=1, keepdim=True).clamp(min=1e-300) for one in (x, y)]
+    own, other = (one @ one.T for one in alike)
+    pairs = ~torch.eye(len(x), dtype=torch.bool)
+
+    def far(order: Tensor) -> float:
+        return 1 - float(torch.corrcoef(torch.stack([own[order][:, order][pairs], other[pairs]]))[0, 1])
+
+    order = torch.arange(len(x))
+    return far(order) < MOST_BENT and all(far(order) < far(order.roll(n)) / 2 for n in range(1, len(x)))
+
+
+def laid(entry: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
+    """Yield ``entry`` in a ``shape``, from every order of these axes that its own shape allows, the natural one first."""
+    own = [size for size in entry.shape if size != 1]
+    if entry.numel() != math.prod(shape):
+        return
+    axes = [axis for axis, size in enumerate(shape) if size != 1]
+    orders = list(itertools.permutations(axes))
+    if len(own) == 1:
+        orders = [order for order in orders if order[-1] == axes[-1]]
+    for order in orders:
+        if _merges([shape[axis] for axis in order], own):
+            yield entry.reshape([shape[axis] for axis in order]).permute([order.index(axis) for axis in axes]).reshape(*shape)
+
+
+def _merges(parts: Sequence[int], own: Sequence[int]) -> bool:
+    """Return whether neighbouring ``parts`` multiply to the sizes ``own``."""
+    parts = list(parts)
+    for size in own:
+        product = 1
+        while parts and product < size:
+            product *= parts.pop(0)
+        if product != size:
+            return False
+    return not parts
+
+
+def nice(value: float, loose: float = NICE, known: Iterable[float] = ()) -> float:
+    """Return the simple or ``known`` number that a coefficient was meant to be, to the relative error ``loose``."""
+    simple = [0.0, *known, *(sign * n / m for n in range(1, 13) for m in (1, 2, 3, 4, 5, 10) for sign in (1, -1))]
+    return next((one for one in simple if abs(value - one) <= loose * max(abs(one), 0.05)), value)
+
+
+def combined(target: Tensor, terms: Mapping[str, Tensor], rows: Tensor, seen: Observed) -> tuple[dict[str, float], Fit] | None:
+    """Return the fewest ``terms`` with the coefficients that sum to ``target`` at ``rows``; None if no four do."""
+    names = list(terms)
+    columns = torch.stack([terms[name].expand_as(target)[rows].flatten() for name in names], 1)
+    wanted = target[rows].flatten()
+    gram, along, total = columns.T @ columns, columns.T @ wanted, float(wanted.square().sum())
+    for count in range(1, min(MAX_TERMS, len(names)) + 1):
+        sets = torch.tensor(list(itertools.combinations(range(len(names)), count)))
+        inner = gram[sets[:, :, None], sets[:, None]]
+        scale = inner.diagonal(dim1=1, dim2=2).clamp(min=1e-300).sqrt()
+        inner = inner / scale[:, :, None] / scale[:, None] + 1e-13 * torch.eye(count, dtype=inner.dtype)
+        ratio = torch.linalg.solve(inner, (along[sets] / scale)[..., None])[..., 0]
+        left = total - (ratio * along[sets] / scale).sum(1)
+        for number in left.argsort()[:3].tolist():
+            if float(left[number]) > 1e-3 * total:
+                break
+            factors = {
+                names[i]: nice(float(f), seen.loose)
+                for i, f in zip(sets[number].tolist(), ratio[number] / scale[number], strict=True)
+            }
+            value = sum((factor * terms[name] for name, factor in factors.items()), torch.zeros_like(target))
+            if 0.0 not in factors.values() and (fit := seen.fitted(value, rows)) is not None:
+                return factors, fit
+    return None
+
+
+def formula(factors: Mapping[str, float]) -> str:
+    """Return a sum in words: ``the block's input + 2 times attention's result``."""
+    parts = []
+    for name, factor in factors.items():
+        sign = "-" if factor < 0 else "+"
+        size = "" if abs(factor) == 1 else f"{abs(factor):.6g} times "
+        parts.append(f"{sign} {size}{name}")
+    return " ".join(parts).removeprefix("+ ")

@@ -1,0 +1,130 @@
+"""List what weights and numbers are after a program has stored them in fewer bits: floats, integers in groups, decimals."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gpt2.port.diagnosis.weights import NARROW
+from gpt2.port.fault import Function as Formula
+
+SCHEMES = (
+    "symmetric",
+    "symmetric, by a power of two",
+    "symmetric, cut off",
+    "by the largest",
+    "with a least value",
+    "with a zero point",
+)
+ANEW = ", anew in each"  # groups of 32, as in Q8_0, where a row is no multiple of them
+GROUPS = (32, 64, 128, 16, 256)
+SCALED = "float8_e4m3fn with scales"
+CUT = "bfloat16, the other digits cut off"
+MANTISSAS = {7: "bfloat16", 10: "float16 or TF32", 3: "float8, e4m3", 2: "float8, e5m2"}
+
+
+def mantissa(bits: int, cut: bool, x: Tensor) -> Tensor:
+    """Return ``x`` with so many bits behind the first one, rounded to nearest or cut off."""
+    part, exponent = x.frexp()
+    scaled = part * 2.0 ** (bits + 1)
+    return torch.ldexp(scaled.trunc() if cut else scaled.round(), exponent - bits - 1)
+
+
+def decimals(places: int, x: Tensor) -> Tensor:
+    return (x * 10.0**places).round() / 10.0**places
+
+
+def roundings() -> Iterator[tuple[str, Formula]]:
+    """Yield ways to round numbers, in words."""
+    for bits in (7, 10, 3, 2, 4, 5, 6, 8, 9, 11, 12):
+        for cut in (False, True):
+            name = f" ({MANTISSAS[bits]})" if bits in MANTISSAS else ""
+            yield f"to {bits} bits of mantissa{name}{', cut off' if cut else ''}", partial(mantissa, bits, cut)
+    for places in range(1, 7):
+        yield f"to {places} decimals", partial(decimals, places)
+
+
+def quantised(weight: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Yield a weight (I, O) in fewer bits, in words: floats, decimals, and integers with a scale for each group."""
+    for words, rounded in roundings():
+        yield f"rounded {words}", partial(rounded, weight)
+    for where, groups, back in _grouped(weight):
+        for bits in (8, 4) if ANEW in where else (4, 8, 5, 6, 3, 2, 7):
+            for words, half in itertools.product(SCHEMES, (False, True)):
+                kind = ", scales in float16" if half else ""
+                yield f"in {bits} bits, {words}{kind}, {where}", partial(_back, back, groups, bits, words, half)
+
+
+def _back(back: Formula, groups: Tensor, bits: int, scheme: str, half: bool) -> Tensor:
+    return back(integers(groups, bits, scheme, half))
+
+
+def _grouped(weight: Tensor) -> Iterator[tuple[str, Tensor, Callable[[Tensor], Tensor]]]:
+    """Yield the weight as rows that share a scale, and how to bring them back."""
+    yield "one scale for all", weight.reshape(1, -1), lambda x: x.view(weight.shape)
+    yield "a scale for each column", weight.T, lambda x: x.T
+    yield "a scale for each row", weight, lambda x: x
+    for size, (words, one), anew in itertools.product(
+        GROUPS, (("along rows", weight), ("along columns", weight.T)), (False, True)
+    ):
+        rows = one if anew else one.reshape(1, -1)  # in the file's order, or beginning anew with each row
+        length = rows.shape[1]
+        if size >= length or (anew and (length % size == 0 or size != GROUPS[0])):
+            continue
+        padded = torch.nn.functional.pad(rows, (0, -length % size)).reshape(-1, size)
+        back = partial(_ungrouped, len(rows), length, one.shape, words == "along columns")
+        yield f"a scale for each {size} {words}{ANEW if anew else ''}", padded, back
+
+
+def _ungrouped(count: int, length: int, shape: torch.Size, turned: bool, x: Tensor) -> Tensor:
+    """Return groups as the weight that they were made of: ``count`` rows of ``length`` each, cut into ``shape``."""
+    flat = x.reshape(count, -1)[:, :length].reshape(shape)
+    return flat.T if turned else flat
+
+
+def in_eight_bits(axes: tuple[int, ...], x: Tensor) -> Tensor:
+    """Return ``x`` in integers of eight bits, with one scale for all along ``axes``; for all of it if there are none."""
+    step = (x.abs().amax(axes, keepdim=True) / 127).clamp(min=1e-30)
+    return (x / step).round() * step
+
+
+def narrowed(dtype: str, x: Tensor) -> Tensor:
+    """Return ``x`` rounded to a narrow dtype; int8 with a scale for each column, or one for all ("int8 a tensor").
+
+    ``SCALED``: float8 with a scale that leaves every value in its range, so that only the mantissa of four bits is seen. ``CUT``:
+    the upper half of a float32's bits.
+    """
+    if dtype.startswith("int8"):
+        return in_eight_bits((0,) if dtype == "int8" and x.ndim > 1 else (), x)
+    return mantissa(7, True, x) if dtype == CUT else mantissa(3, False, x) if dtype == SCALED else x.to(NARROW[dtype]).to(x)
+
+
+def integers(rows: Tensor, bits: int, scheme: str, half: bool) -> Tensor:
+    """Return rows (N, size) in integers of so many bits, each row with its scale; ``half``: which is stored in float16."""
+    top = 2**bits - 1
+    most = top // 2
+    low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
+    largest = torch.where(high > -low, high, low)
+
+    def stored(x: Tensor) -> Tensor:
+        return x.half().to(x) if half else x
+
+    if scheme.startswith("symmetric"):
+        step = _nonzero(stored(largest.abs() / (most + ("power" in scheme))))
+        return ((rows / step).trunc() if "cut" in scheme else (rows / step).round()).clamp(-most - 1, most) * step
+    if scheme == "by the largest":
+        step = _nonzero(stored(largest / -(most + 1)))
+        return ((rows / step + most + 1.5).floor().clamp(0, top) - most - 1) * step
+    step, least = _nonzero(stored((high - low) / top)), stored(low)
+    if scheme == "with a least value":
+        return ((rows - least) / step).round().clamp(0, top) * step + least
+    point = (-low / step).round().clamp(0, top)
+    return (((rows / step).round() + point).clamp(0, top) - point) * step
+
+
+def _nonzero(step: Tensor) -> Tensor:
+    return torch.where(step == 0, 1.0, step)

@@ -1,0 +1,93 @@
+"""Observe a program's values: find, by value, what it has at a node of the graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gpt2.measure.metrics import worst_relative_error
+from gpt2.port.dump.simulation import Simulation
+from gpt2.port.dump.tolerance import UNITS
+from gpt2.port.fits.observed import Observed, laid
+from gpt2.port.graph import AXES, HEADED, PIECES, merge, split
+from gpt2.port.recording.pool import Pool
+
+FAR = 10  # times the tolerance: logits of one token, by their own size
+
+
+class Seen(NamedTuple):
+    """The program's own numbers for a value, laid out like it, and the relative error of the value."""
+
+    own: Tensor
+    error: float
+    entries: tuple[int, ...]
+
+
+class Observation:
+    """The arrays of ``pool``, which a program on the ids of ``model`` has computed."""
+
+    def __init__(self, pool: Pool, model: Simulation) -> None:
+        self.pool, self.model, self.heads = pool, model, model.config.n_head
+        self.used: set[int] = set()
+
+    def check(self) -> None:
+        """Raise :class:`gpt2.port.deadline.TimeUp` behind the limit of time."""
+        self.pool.deadline.check()
+
+    def find(self, node: str, value: Tensor, fault: bool = False) -> Seen | None:
+        """Return the program's numbers for a node's value, if they are among its arrays; ``fault``: with the narrower bound."""
+        given = split(value, self.heads) if node in HEADED and value.shape[-1] % self.heads == 0 else value
+        if node == "attn.scores" and value.shape[-1] == value.shape[-2]:
+            given = value.tril()
+        if bool((value == value[:1, :1]).all() if value.ndim == 3 else not value.any()):
+            return None  # zeros, or a bias at each token, are in any buffer
+        match = self.pool.find_at(node, given, *AXES.get(node, PIECES))
+        if match is None or (fault and match.error > self.pool.fault_bound(node)):
+            return None
+        own = self.pool.adopt(given, match)
+        return Seen(merge(own) if given.ndim == 4 and value.ndim == 3 else own, match.error, match.entries)
+
+    def take(self, seen: Iterable[Seen]) -> None:
+        """Note that these arrays are known."""
+        for number in {number for one in seen for number in one.entries}:
+            self.used |= self.pool.again(number)
+
+    def unexplained(self, node: str, like: Tensor, but: Iterable[Seen]) -> Iterator[Observed]:
+        """Yield the arrays that may be a node's value, laid out like it, those most like it first; none of ``but``."""
+        known = self.used.union(*(one.entries for one in but))
+        config = self.model.config
+        by_heads = like.ndim == 3 and like.shape[-1] == config.n_embd
+        shape = (*self.model.ids.shape, self.heads, config.head_dim) if by_heads else like.shape
+        found: list[tuple[float, int, Observed]] = []
+        for number, entry in enumerate(self.pool.entries):
+            if entry.numel() != like.numel() or number in known or not bool(entry.isfinite().all()):
+                continue
+            if entry.numel() > 1 and float(entry.min()) == float(entry.max()):  # nothing was computed
+                continue
+            unit, smallest = UNITS[self.pool.dtypes[number]]
+            for value in laid(entry, shape):
+                value = value.reshape(like.shape)
+                likeness = float((value * like).sum() / (value.norm() * like.norm()).clamp(min=1e-300))
+                slack = unit * value.abs() + smallest
+                found.append((-abs(likeness), number, Observed(value, slack, self.pool.tolerance_at(node), like, number)))
+        found.sort(key=lambda one: one[:2])
+        yield from (one for _, _, one in found)
+
+    def are_logits(self, normed: Tensor, head: Tensor) -> bool:
+        """Return whether the head (V, D) gives the logits from a normed stream; those of the last token are compared first."""
+        pool = self.pool
+        given = pool.logits[..., : len(head)]
+        bound = pool.tolerance_at("logits")
+        if pool.logits_error(normed[:, -1:] @ head.T, given[:, -1:]) > FAR * bound:
+            return False
+        made = (normed @ head.T)[:, -given.shape[1] :]
+        return made.shape == given.shape and pool.logits_error(made, given) <= bound
+
+    def logits_error(self, normed: Tensor, head: Tensor) -> float:
+        """Return how far the logits are from those that the head gives; infinity if they cannot be compared."""
+        given = self.pool.logits[..., : len(head)]
+        made = (normed @ head.T)[:, -given.shape[1] :]
+        return worst_relative_error(given, made) if made.shape == given.shape else math.inf

@@ -1,7 +1,0 @@
-"""Written on a machine with a GPU."""
-
-import sound
-
-
-def build(checkpoint_dir):
-    return sound.build(checkpoint_dir).cuda()
