@@ -7,24 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gpt2.port.dump.fits.library import permutation, place_of
+from gpt2.port.diagnosis.search import Fault
+from gpt2.port.dump.fits.library import Library, permutation, place_of
 from gpt2.port.dump.fits.observed import NICE, SHOWN, Fit, Observed, distinct
 from gpt2.port.dump.fits.partial import dropped, ranges
 from gpt2.port.dump.fits.rounding import in_eight_bits
-
-if TYPE_CHECKING:
-    from gpt2.port.dump.fits.linear import Linear
 
 LEAST_OVER = 8  # results more than inputs, from which on a result shows its input
 LIKE = 0.25  # cosine of a result and GPT-2's, from which on the weight may have other scales
 
 
-def read_elsewhere(linear: Linear, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+class Layer(Protocol):
+    """A linear layer of the checkpoint, as :class:`gpt2.port.dump.fits.linear.Linear` has it."""
+
+    library: Library
+    name: str
+    part: str
+    weight: Tensor
+    bias: Tensor
+
+    def fault(self, id: str, words: str, leaf: str = "") -> Fault: ...
+
+    def cut(self, whole: Tensor) -> Tensor: ...
+
+    def likeness(self, seen: Observed, rows: Tensor) -> float: ...
+
+
+def read_elsewhere(linear: Layer, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
     """Weights that are read from another place of a file that holds those of all blocks one behind the other."""
     if linear.part == "logits" or distinct(x[rows]) < 2:
         return
@@ -64,7 +78,7 @@ def read_elsewhere(linear: Linear, seen: Observed, x: Tensor, rows: Tensor) -> I
         yield from seen.fits(x @ weight + bias, rows, fault)
 
 
-def rescaled(linear: Linear, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+def rescaled(linear: Layer, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
     """A factor for each column or row of the weight, or of its integers: scales that are taken from elsewhere."""
     inputs, wanted = x[rows], (seen.value - linear.bias)[rows]
     if distinct(inputs) < 4 or linear.likeness(seen, rows) < LIKE:
@@ -96,7 +110,7 @@ def rescaled(linear: Linear, seen: Observed, x: Tensor, rows: Tensor) -> Iterato
             yield from seen.fits(x @ value + linear.bias, rows, fault)
 
 
-def other_input(linear: Linear, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+def other_input(linear: Layer, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
     """Another input, which the result shows where it has more features than the input: it is solved for."""
     width, results = linear.weight.shape
     if linear.part == "logits" or results < width + LEAST_OVER or not bool(rows.any()):
