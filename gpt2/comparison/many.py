@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -78,8 +78,8 @@ def compare_many(
     sizes += [tokenizer.n_vocab for number in together if (tokenizer := own[number] or shared) is not None]
     run = _Run(passage, min(sizes), shared, seed, progress, sides)
     run.first()
-    measured = [run.other(number, own[number], fit) for number, fit in enumerate(fits) if number]
-    measured = [run.of_first(), *measured]
+    others = [run.other(number, own[number], fit) for number, fit in enumerate(fits) if number]
+    measured = [run.of_first(), *others]
     env = environment_of(sides)
     moved, made = moved_from_first(sides, fits, progress), made_of(sides, own, progress)
     candidates = tuple(
@@ -98,16 +98,9 @@ def compare_many(
         )
         for n, side in enumerate(sides)
     )
-    return Comparisons(
-        candidates=candidates,
-        text=passage.scored,
-        environment=env,
-        seed=seed,
-        seconds=time.perf_counter() - started,
-        floor=run.floor,
-        ranking=_ranking(measured, run.words, seed),
-        forward_seconds=sum(run.seconds),
-    )
+    ranking, forward = _ranking(measured, run.words, seed), sum(run.seconds)
+    seconds = time.perf_counter() - started
+    return Comparisons(candidates, passage.scored, env, seed, seconds, forward, ranking=ranking, floor=run.floor)
 
 
 class _Measured(NamedTuple):
@@ -118,29 +111,25 @@ class _Measured(NamedTuple):
     against: Against | None = None
 
 
+@dataclass(eq=False)
 class _Run:
     """The text of a comparison, what the first model gives on it, and the time of each side's forward passes."""
 
-    def __init__(
-        self, passage: Passage, vocab: int, tokenizer: Tokenizer | None, seed: int, progress: Progress, sides: Sequence[Side]
-    ) -> None:
-        if int(passage.ids.max()) >= vocab:
-            raise InputError(f"the text holds the id {int(passage.ids.max())}, and a model knows {vocab:,} tokens; leave it out")
-        self.passage, self.vocab, self.tokenizer, self.seed, self.progress, self.sides = (
-            passage,
-            vocab,
-            tokenizer,
-            seed,
-            progress,
-            sides,
-        )
-        self.words: list[LastWord | None] = [None for _ in sides]
-        self.seconds, self.inputs = [0.0 for _ in sides], [0 for _ in sides]
-        self.kept: list[Tensor] = []  # the first model's logits of each batch; none where they are too many
-        self.of_right: tuple[Tensor, Tensor] | None = (
-            None  # (N,) the first model's log-probabilities of the right tokens, and these
-        )
-        self.floor: Floor | None = None  # of the first model, in its own dtype
+    passage: Passage
+    vocab: int
+    tokenizer: Tokenizer | None
+    seed: int
+    progress: Progress
+    sides: Sequence[Side]
+    kept: list[Tensor] = field(default_factory=list)  # the first model's logits of each batch; none where they are too many
+    of_right: tuple[Tensor, Tensor] | None = None  # (N,) its log-probabilities of the right tokens, and these
+    floor: Floor | None = None  # of the first model, in its own dtype
+
+    def __post_init__(self) -> None:
+        if (largest := int(self.passage.ids.max())) >= self.vocab:
+            raise InputError(f"the text holds the id {largest}, and a model knows {self.vocab:,} tokens; leave it out")
+        self.words: list[LastWord | None] = [None for _ in self.sides]
+        self.seconds, self.inputs = [0.0 for _ in self.sides], [0 for _ in self.sides]
 
     @contextmanager
     def loaded(self, n: int, vocab: int) -> Iterator[tuple[Running, Logits]]:
@@ -153,11 +142,9 @@ class _Run:
             self.seconds[n] += time.perf_counter() - began
             self.inputs[n] += ids.numel()
             require_head(output.size(-1), self.sides[n], self.sides)
-            if output.size(-1) < self.vocab:
-                sizes = f"knows {output.size(-1):,} tokens and the text's tokenizer {self.vocab:,}"
-                raise InputError(
-                    f"{self.sides[n].name}: {sizes}; use models of one tokenizer, or compare it with one model alone"
-                )
+            if output.size(-1) < vocab:
+                sizes = f"knows {output.size(-1):,} tokens and the text's tokenizer {vocab:,}"
+                raise InputError(f"{self.sides[n].name}: {sizes}; use models of one tokenizer, or compare it alone")
             self.progress(f"{self.sides[n].name}: {self.inputs[n]:,} tokens")
             return output[..., :vocab].cpu()
 

@@ -225,6 +225,9 @@ def test_another_tokenizer_has_bits_per_byte_alone(names: list[str], folder: Pat
     assert other.language.score.bytes == pytest.approx(found.candidates[0].language.score.bytes, abs=8)
     assert "left out of C" in found.table(80)
     assert page(found)
+    smaller = compare_many(["shakespeare-mini", names[0]], on=str(folder / "text.txt"), tokens=60).candidates
+    assert smaller[1].against is None  # its 300 tokens were held against the 2,048 of the first
+    assert smaller[1].language.score.bytes == pytest.approx(smaller[0].language.score.bytes, abs=8)
 
 
 def test_the_papers_figures_stand_beside_the_official_names_only() -> None:
