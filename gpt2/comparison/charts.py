@@ -73,7 +73,7 @@ def errors_by_layer(name: str, lines: Sequence[tuple[str, str, Errors]], thresho
         axes.tick_params(axis="x", length=0)
         for inside in layers.values():
             axes.axvline(inside[0] - 0.5, color=RULE, linewidth=0.8)
-        axes.set(xlim=(-1, len(shown[0][2])), yscale="log", ylabel=what)
+        axes.set(xlim=(-1, len(shown[0][2])), yscale="log", ylabel=what.lower())
         low, high = axes.get_ylim()
         if threshold is not None and low / 30 < threshold < high * 30:
             axes.axhline(threshold, color=MUTED, linewidth=1, linestyle=DASHED, label=f"threshold {threshold:g}")
