@@ -30,6 +30,7 @@ COMMANDS = {
     "verify": "verify model --quick",
     "compare": "compare model model:bf16 --tokens 9",
     "compare of several": "compare model model:bf16 model:f16 --tokens 9",
+    "compare --noise": "compare model --noise --tokens 9",
     "diagnose": "diagnose port.py:build --model model",
     "trace": "trace model --tokens 4 --out trace.npz",
     "generate": "generate model --prompt a --max-new-tokens 1",
@@ -59,10 +60,10 @@ def test_the_keys_are_those_of_the_output(tmp_path: Path, monkeypatch: pytest.Mo
     for name, command in COMMANDS.items():
         assert main([*shlex.split(command), "--json", "-"]) == 0
         body = json.loads(capsys.readouterr().out)
-        assert body.pop("json_version") == 1, command
+        assert body.pop("json_version") == 2, command
         assert sorted(body) == listed()[name], command
     assert main(["train", "--list", "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["json_version"] == 1
+    assert json.loads(capsys.readouterr().out)["json_version"] == 2
 
 
 def test_what_is_read_first_is_there() -> None:

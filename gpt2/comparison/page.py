@@ -1,4 +1,4 @@
-"""Build the HTML page of a comparison: the verdict in words, charts, and the data to colour a text."""
+"""Build the HTML pages of comparisons, of two models and of several: the verdict in words, charts, and a coloured text."""
 
 from __future__ import annotations
 
@@ -6,41 +6,48 @@ import math
 import shlex
 from collections.abc import Sequence
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gpt2.comparison import plots
-from gpt2.comparison.bar_plots import part_bars
+from gpt2.comparison import charts
+from gpt2.comparison.distributions import Distributions
+from gpt2.comparison.many_results import Comparisons
 from gpt2.comparison.reference_file import TRACE_PREFIX
+from gpt2.comparison.results import Comparison
+from gpt2.comparison.subjects import Scored
+from gpt2.comparison.weights import TensorChange
+from gpt2.comparison.words import Choice, Passage, Word
 from gpt2.measure.metrics import MAX_JS
 from gpt2.pages import drawing
+from gpt2.pages.drawing import A, B
 from gpt2.pages.rendering import number, percent, render, short_names, visible
+from gpt2.pages.reports import page_of
 
-if TYPE_CHECKING:
-    from gpt2.comparison.distributions import Distributions
-    from gpt2.comparison.results import Comparison, Scored
-    from gpt2.comparison.words import Choice, Passage, Word
-
-CHARTS = ("layers", "cka", "heat", "numerics", "histogram", "position", "confidence", "calibration", "blame", "halves", "tensors")
+CHARTS = ("layers", "numerics", "histogram", "blame", "halves", "tensors")
 
 
+@page_of(Comparison)
 def page(comparison: Comparison) -> str:
-    """Return the page as HTML text."""
+    """Return the page of two models as HTML text."""
     names = short_names(comparison.a.name, comparison.b.name)
     weights, words = comparison.weights, comparison.words
     text, passages = (words.text, words.passages) if words is not None else ((), ())
     scale = js_scale([word.js for word in text]) if words is not None else MAX_JS
     choices = [choice(word) for word in (*text, *(word for passage in passages for word in passage.words))]
+    tensors = weights.tensors if weights is not None and weights.total.unchanged < 1 else ()
     return render(
         "report",
         c=comparison,
         names=names,
         verdict=verdict(comparison),
         command=command(comparison),
-        pictures=charts(comparison, names),
+        pictures=pictures(comparison, names),
         scale=scale,
         shade=lambda word: drawing.shade(math.sqrt(word.js / scale) if word.js > 0 else word.js),
-        heat_shade=plots.heat_shade,
-        heat_scale=plots.heat_scale([tensor.distance for tensor in weights.tensors]) if weights is not None else None,
+        similar=drawing.shade,
+        heat=heat(tensors),
+        heat_shade=heat_shade,
+        heat_scale=heat_scale([tensor.distance for tensor in tensors]),
+        in_percent=in_percent,
         ratio_form=ratio_form,
         preference=preference,
         worst=worst,
@@ -49,30 +56,69 @@ def page(comparison: Comparison) -> str:
     )
 
 
-def charts(comparison: Comparison, names: tuple[str, str]) -> dict[str, Any]:
-    """Draw the page's charts, by name; a list has a wide and a narrow version, None and [] mean that there is nothing to show."""
-    drawn: dict[str, Any] = dict.fromkeys(CHARTS)
+@page_of(Comparisons)
+def page_of_several(comparisons: Comparisons) -> str:
+    """Return the page of several models as HTML text."""
+    by_step = any(each.step is not None for each in comparisons.candidates)
+    return render(
+        "many",
+        c=comparisons,
+        by_step=by_step,
+        picture=charts.quality(comparisons, by_step=by_step),
+        command=again([each.model.name for each in comparisons.candidates], comparisons.text, comparisons.seed),
+        data={},
+    )
+
+
+def pictures(comparison: Comparison, names: tuple[str, str]) -> dict[str, list[str]]:
+    """Draw the page's charts, by name, each wide and narrow; an empty list where there is nothing to show."""
+    drawn: dict[str, list[str]] = {name: [] for name in CHARTS}
     if (activations := comparison.activations) is not None:
-        drawn["layers"] = plots.divergence_by_layer(activations.points, activations.threshold)
-        drawn["cka"] = plots.similarity(activations.cka, names) if activations.cka else None
-    if (weights := comparison.weights) is not None and weights.total.unchanged < 1:
-        drawn["heat"] = plots.weight_heat(weights.tensors)
+        errors = [(point.point, point.error) for point in activations.points]
+        drawn["layers"] = charts.errors_by_layer("layers", [("stream", B, errors)], activations.threshold)
     if (numerics := comparison.numerics) is not None:
-        drawn["numerics"] = plots.numerics_by_layer(numerics.points, names)
+        sides = ([(point, a) for point, a, _ in numerics.points], [(point, b) for point, _, b in numerics.points])
+        drawn["numerics"] = charts.errors_by_layer("numerics", list(zip(names, (A, B), sides, strict=True)))
     if (both := comparison.distributions) is not None:
-        marks = {"median": both.kl_ab.percentiles["50"], "99 %": both.kl_ab.percentiles["99"]}
-        bins = both.kl_ab.histogram, both.kl_ba.histogram
-        drawn["histogram"] = plots.histogram(*bins, marks) if any(bins) else None
-        drawn["position"] = plots.by_position(both.by_position)
-        drawn["confidence"] = plots.by_confidence(both.by_confidence)
-        sides = both.calibration_a, both.calibration_b
-        labels = [f"{name}: off by {percent(side.ece)}" for name, side in zip(names, sides, strict=True)]
-        drawn["calibration"] = plots.calibration(*sides, labels)
+        drawn["histogram"] = charts.kl_by_token(both.kl_ab, both.kl_ba)
     if (blame := comparison.blame) is not None:
-        drawn["blame"] = part_bars(blame.parts)
-        drawn["halves"] = part_bars(blame.halves, "halves") if len(blame.halves) > 1 else None
-        drawn["tensors"] = part_bars(blame.tensors, "tensors") if len(blame.tensors) > 1 else None
+        drawn["blame"] = charts.part_bars(blame.parts)
+        drawn["halves"] = charts.part_bars(blame.halves, "halves") if len(blame.halves) > 1 else []
+        drawn["tensors"] = charts.part_bars(blame.tensors, "tensors") if len(blame.tensors) > 1 else []
     return drawn
+
+
+def heat(tensors: Sequence[TensorChange]) -> tuple[list[int], list[tuple[str, list[float]]]] | None:
+    """Return the layers, and for each family of tensors its relative distances in them; None if no tensor changed."""
+    distances = {(tensor.family, tensor.layer): tensor.distance for tensor in tensors if tensor.layer is not None}
+    families, layers = dict.fromkeys(family for family, _ in distances), sorted({layer for _, layer in distances})
+    rows = [(family.removeprefix("h.{}."), [distances.get((family, layer), 0.0) for layer in layers]) for family in families]
+    return (layers, rows) if tensors else None
+
+
+def heat_scale(distances: Sequence[float]) -> tuple[float, float] | None:
+    """Return both ends of a heat map's logarithmic scale: one to three decades up to the largest finite distance."""
+    positive = sorted(distance for distance in distances if math.isfinite(distance) and distance > 0)
+    if not positive:
+        return None
+    return min(max(positive[0], positive[-1] / 1000), positive[-1] / 10) or positive[-1], positive[-1]
+
+
+def heat_shade(distance: float, scale: tuple[float, float] | None) -> int:
+    """Return the shade of a relative distance; infinity has the darkest shade."""
+    if distance == 0 or scale is None:
+        return 0 if distance == 0 else drawing.LEVELS - 1
+    if not math.isfinite(distance) or scale[0] == scale[1]:
+        return drawing.LEVELS - 1
+    return drawing.shade(max(0.04, math.log(distance / scale[0]) / math.log(scale[1] / scale[0])))
+
+
+def in_percent(distance: float) -> str:
+    """Format a relative distance in percent, without the sign, in a few characters."""
+    if distance == 0 or not math.isfinite(distance):
+        return "=" if distance == 0 else "∞" if distance > 0 else "?"
+    share = 100 * distance
+    return f"{share:.0f}" if share >= 99.5 else f"{share:#.2g}".rstrip(".") if share >= 0.01 else f"{share:.0e}"
 
 
 def verdict(comparison: Comparison) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gpt2.checkpoint.keys import expected, layer
 from gpt2.checkpoint.names import DEFAULT
+from gpt2.comparison import page  # noqa: F401 - gives a Comparison its page
 from gpt2.comparison.activations import THRESHOLD, compare_activations
 from gpt2.comparison.blame import beyond_rounding, find_blame, quantisation
 from gpt2.comparison.blame_result import Blame
@@ -30,14 +31,14 @@ from gpt2.comparison.compatibility import (
 )
 from gpt2.comparison.distributions import Distributions, summarise
 from gpt2.comparison.floor import Floor, measure_floor
-from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, beginning, open_passage, token_bytes
-from gpt2.comparison.results import Comparison, Numerics
+from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, open_passage
+from gpt2.comparison.results import Comparison
 from gpt2.comparison.saving import TRACED, Keep, saving
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule, readers
 from gpt2.comparison.sides.opening import open_sides
 from gpt2.comparison.sides.port import RunningPort
 from gpt2.comparison.sides.side import Running, Shown, Side, environment_of, require_head
-from gpt2.comparison.ways import attending
+from gpt2.comparison.subjects import Numerics
 from gpt2.comparison.weights import WeightChanges, compare_weights
 from gpt2.comparison.words import Words, compare_words
 from gpt2.data import Tokenizer
@@ -45,7 +46,6 @@ from gpt2.errors import InputError
 from gpt2.measure.last_words import LastWords, last_words_change, score_last_words
 from gpt2.measure.metrics import LanguageScore, Logits, Progress, language_score, relative_error, silent
 from gpt2.measure.per_token import measure_pair
-from gpt2.measure.texts import Text
 from gpt2.measure.tracing import trace_blocks
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2, eager_attention, sdpa_attention
@@ -116,7 +116,7 @@ def compare(
         elif save is not None:
             raise InputError(f"{a}: was not run over the text beside {b}, so it is not saved; save it alone")
         elif text is not None and not compatible.vocabularies.comparable:
-            alone = _alone(own, text, ids)
+            alone = _alone(own, passage)
         on_cases = None if cases is None else compare_cases(cases, _asked(own, cases), seed=seed, progress=progress)
         last_words = _last_words(own, text.passages, seed, progress) if text is not None and text.passages else None
         floor = None if distributions is None and bounds is None else _floor(own, ids, progress)
@@ -217,10 +217,11 @@ def _numerics(sides: tuple[Side, Side], running: tuple[Running, Running], ids: T
     rows = []
     for side, loaded in zip(sides, running, strict=True):
         if isinstance(loaded, RunningModule) and isinstance(model := loaded.module, GPT2):
+            own = model.h[0].attn.attend
             for kind, attend in (("fused", sdpa_attention), ("spelt out", eager_attention)):
-                with attending(model, attend):
-                    error = relative_error(model(ids)[..., : exact["logits"].size(-1)], exact["logits"])
-                rows.append((f"{side.name}, attention {kind}", error))
+                logits = model.use_attention(attend)(ids)[..., : exact["logits"].size(-1)]
+                rows.append((f"{side.name}, attention {kind}", relative_error(logits, exact["logits"])))
+            model.use_attention(own)
     return Numerics(tuple(points), tuple(rows))
 
 
@@ -232,9 +233,9 @@ def _distributions(
     tokenizer = a.tokenizer or b.tokenizer
     vocab = _vocabulary(pair)
     measured = measure_pair(logits_a, b.logits, passage.ids, passage.windows, vocab=vocab, progress=progress)
+    found = summarise(measured, passage.token_bytes(tokenizer, vocab), seed=seed)
     if tokenizer is None:
-        lengths = None if passage.recording is None else passage.recording.token_bytes
-        return summarise(measured, torch.ones(vocab, dtype=torch.int64) if lengths is None else lengths, seed=seed), None
+        return found, None
     recorded = passage.recording is not None
     words = compare_words(
         a.logits,
@@ -247,7 +248,7 @@ def _distributions(
         recorded=recorded,
         progress=progress,
     )
-    return summarise(measured, token_bytes(tokenizer, passage.written, passage.ids)[:vocab], seed=seed), words
+    return found, words
 
 
 def _vocabulary(pair: list[_Loaded]) -> int:
@@ -296,16 +297,14 @@ def _bounds(pair: list[_Loaded], passage: Passage, seed: int, progress: Progress
     )
 
 
-def _alone(pair: list[_Loaded], text: Text, ids: Tensor) -> tuple[LanguageScore, ...]:
+def _alone(pair: list[_Loaded], passage: Passage) -> tuple[LanguageScore, ...]:
     """Return each model's loss on the same passage, in tokens of its own tokenizer."""
     tokenizers = [each.tokenizer for each in pair if each.tokenizer is not None]
-    words = beginning(tokenizers[0], text.text, len(ids))
     scores = []
     for each, tokenizer in zip(pair, tokenizers, strict=True):
-        own = torch.tensor(tokenizer.encode(words))
-        windows = text.protocol.windows(each.side.n_positions or DEFAULT_CONTEXT)
+        own = passage.in_tokens_of(tokenizer, tokenizers[0], each.side.n_positions)
         vocab = min(tokenizer.n_vocab, each.side.vocab_size or tokenizer.n_vocab)
-        scores.append(language_score(each.logits, own, token_bytes(tokenizer, words, own), windows, vocab=vocab))
+        scores.append(language_score(each.logits, own.ids, own.token_bytes(tokenizer, vocab), own.windows, vocab=vocab))
     return tuple(scores)
 
 

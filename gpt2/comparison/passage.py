@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from gpt2.comparison.results import Scored
 from gpt2.comparison.sides.side import Recording, Side
+from gpt2.comparison.subjects import Scored
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.measure.texts import RUNNING, Text, open_text
@@ -33,6 +33,20 @@ class Passage:
     def written(self) -> str | None:
         """The text itself, where it is known."""
         return None if self.text is None else self.text.text
+
+    def token_bytes(self, tokenizer: Tokenizer | None, vocab: int) -> Tensor:
+        """Return the bytes that each token of the text stands for, (V,); ones where neither a tokenizer nor a recording tells."""
+        if tokenizer is not None:
+            return token_bytes(tokenizer, self.written, self.ids)[:vocab]
+        known = None if self.recording is None else self.recording.token_bytes
+        return torch.ones(vocab, dtype=torch.int64) if known is None else known
+
+    def in_tokens_of(self, tokenizer: Tokenizer, first: Tokenizer, n_positions: int | None) -> Passage:
+        """Return the same passage, whose ids are those of ``first``, in another tokenizer's. It must be known as text."""
+        assert self.text is not None
+        text = replace(self.text, text=beginning(first, self.text.text, len(self.ids)))
+        windows = text.protocol.windows(n_positions or DEFAULT_CONTEXT)
+        return Passage(torch.tensor(tokenizer.encode(text.text)), windows, text, self.scored)
 
 
 def open_passage(

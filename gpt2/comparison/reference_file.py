@@ -36,7 +36,7 @@ from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.saving import raw_bytes, safetensors_header, write_pieces
 from gpt2.data.files import written_aside
 from gpt2.errors import CheckpointError, InputError
-from gpt2.measure.divergence import log_sums
+from gpt2.measure.per_token import log_sums
 from gpt2.measure.windows import RowWindows, Windows
 from gpt2.pages.reports import as_json
 
@@ -97,7 +97,7 @@ class ReferenceWriter:
         targets = self.targets[self.written : self.written + len(rows)]
         self.written += len(rows)
         if self.top:
-            sums = log_sums(rows)[0][:, None]
+            sums = log_sums(rows)[:, None]
             ids, values = _largest(rows, self.top)
             logp = values - sums
             right = rows.gather(1, targets[:, None]).double() - sums

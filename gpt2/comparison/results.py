@@ -1,14 +1,12 @@
-"""The results of a comparison as frozen dataclasses, with their terminal tables and JSON."""
+"""The result of comparing two models: a frozen dataclass with its terminal tables and JSON."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gpt2.checkpoint.official_files import Official
 from gpt2.comparison.activations import Activations
 from gpt2.comparison.blame_result import Blame
 from gpt2.comparison.bounds_result import Bounds
@@ -16,6 +14,7 @@ from gpt2.comparison.cases import Cases
 from gpt2.comparison.compatibility import Compatibility
 from gpt2.comparison.distributions import Distributions
 from gpt2.comparison.floor import Floor
+from gpt2.comparison.subjects import Model, Numerics, Scored, Verdict
 from gpt2.comparison.tables import (
     activations_table,
     continuations_table,
@@ -31,52 +30,12 @@ from gpt2.comparison.weights import WeightChanges
 from gpt2.comparison.words import Words
 from gpt2.measure.last_words import LastWords
 from gpt2.measure.metrics import LanguageScore
-from gpt2.pages.rendering import number, write
+from gpt2.pages.rendering import number
 from gpt2.pages.reports import Environment, Printed, as_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
-
-    from gpt2.comparison.gates import Judgement
-
-
-@dataclass(frozen=True)
-class Model:
-    """One of the two models, with everything needed to run it again; ``files`` are name -> sha256."""
-
-    name: str
-    implementation: str  # "gpt2" or "transformers 5.23.0"
-    dtype: str  # "" where the side does not tell it
-    revision: str | None
-    parameters: int | None  # None where the side does not tell them
-    config: dict[str, Any]  # empty where the side does not tell it
-    files: dict[str, str]
-    official: Official | None = None
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The scored text: ``sha256`` of the whole text, and the number of ``tokens`` used from its beginning."""
-
-    name: str
-    sha256: str
-    tokens: int
-    context: int
-    stride: int
-    told: str  # the protocol in words
-
-
-@dataclass(frozen=True)
-class Numerics:
-    """Rounding errors of two runs of the same weights, measured against a float64 run of our model.
-
-    ``points`` are (traced point, relative error of a, relative error of b). ``logits`` are (description, relative error) for
-    our model with fused and with eager attention, in each side's dtype.
-    """
-
-    points: tuple[tuple[str, float, float], ...]
-    logits: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)
@@ -97,7 +56,7 @@ class Comparison(Printed):
     environment: Environment
     seed: int
     seconds: float
-    gates: tuple[Judgement, ...] = ()  # of --fail-if
+    gates: tuple[Verdict, ...] = ()  # of --fail-if
     blame: Blame | None = None
     floor: Floor | None = None
     cases: Cases | None = None  # of --cases
@@ -158,12 +117,6 @@ class Comparison(Printed):
             most_changed = [tensor.name for tensor in weights.most_changed()]
             body["weights"] = {**vars(weights), "unchanged": weights.unchanged, "most_changed": most_changed}
         return as_json(body)
-
-    def save_html(self, path: str | Path) -> None:
-        """Write the report as one self-contained page; raises InputError if the file cannot be written."""
-        from gpt2.comparison.page import page
-
-        write(path, page(self))
 
     def parts(self) -> Iterator[RenderableType]:
         """Yield both models, the summary, and a table for each measured part."""

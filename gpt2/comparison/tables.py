@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from gpt2.comparison.activations import Activations
     from gpt2.comparison.distributions import Distributions
-    from gpt2.comparison.results import Numerics
+    from gpt2.comparison.subjects import Numerics
     from gpt2.comparison.weights import WeightChanges
     from gpt2.comparison.words import Words
     from gpt2.measure.estimates import Estimate

@@ -1,24 +1,129 @@
-"""The HTML page of attention weights and its pictures: a row per layer, a column per head."""
+"""Attention weights of one model or two, with their table, their page and its pictures: a row per layer, a column per head."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from gpt2.comparison.subjects import Model
+from gpt2.errors import InputError
 from gpt2.pages.drawing import INK, MUTED, PAPER, RULE, SETTINGS, matplotlib_of_our_own, svg
-from gpt2.pages.rendering import pack_lower, readable, render, visible
+from gpt2.pages.rendering import pack_lower, readable, render, visible, write
+from gpt2.pages.reports import Environment, Printed, as_json, data_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from torch import Tensor
-
-    from gpt2.explore.attention import AttentionReport
+    from rich.console import RenderableType
 
 LIGHT = {INK: "#23211d", MUTED: "#716b61", RULE: "#e6e1d8", PAPER: "#fdfcfa"}
 POSITIVE, NEGATIVE = (0xD8, 0x62, 0x28), (0x3F, 0x7F, 0xC4)  # visible on light and dark pages
 LABELLED = 24  # most tokens that are named along the edges
+VISIBLE = 750_000  # weights of all heads, in a page of less than 3 MB: 72 tokens of gpt2, 25 of gpt2-xl
 MAX_WEIGHTS = 500_000  # above this the page has pictures only, without single weights
+
+
+@dataclass(frozen=True)
+class Head:
+    """Where one head attends, as a mean over all tokens but the first.
+
+    ``distance`` is in tokens, ``entropy`` in nats; ``previous``, ``first`` and ``itself`` are the shares of attention on the
+    token before, the first token and the token itself. ``moved`` is the total variation distance of a's and b's rows, 0 to 1,
+    or None.
+    """
+
+    layer: int
+    head: int
+    distance: float
+    entropy: float
+    previous: float
+    first: float
+    itself: float
+    moved: float | None = None
+
+
+@dataclass(frozen=True)
+class AttentionReport(Printed):
+    """``heads`` are a's, layer by layer, ``heads_b`` b's. ``maps`` (layers, heads, T, T) are a's weights, ``maps_b`` b's."""
+
+    a: str
+    b: str | None
+    tokens: tuple[str, ...]
+    heads: tuple[Head, ...]
+    heads_b: tuple[Head, ...]
+    maps: Tensor = field(repr=False, compare=False)
+    maps_b: Tensor | None = field(default=None, repr=False, compare=False)
+    models: tuple[Model, ...] = ()
+    environment: Environment | None = None
+
+    def to_json(self, *, maps: bool = False) -> str:
+        """Return all figures as JSON; with ``maps`` also all weights, which are many."""
+        weights = {"maps": self.maps.tolist(), "maps_b": None if self.maps_b is None else self.maps_b.tolist()}
+        figures = {name: value for name, value in vars(self).items() if name not in weights}
+        return as_json(figures | weights if maps else figures)
+
+    def parts(self) -> Iterator[RenderableType]:
+        """Yield a table with a row for each notable head, and the reason."""
+        from rich.text import Text
+
+        yield Text(f"\nattention of {self.a}" + (f" → {self.b}" if self.b else ""))
+        total = f"{len(self.heads)} heads, {len(self.tokens)} tokens; shares of attention, on average over the tokens"
+        yield Text(total, style="dim")
+        moved = ["moved"] if self.b else []
+        titles = ["head", "looks back", "entropy", "previous", "first", "itself", *moved, ""]
+        table = data_table(*titles, right=range(1, len(titles) - 1))
+        for head, why in self.notable():
+            cells = [f"h.{head.layer} head {head.head}", f"{head.distance:.1f}", f"{head.entropy:.2f}"]
+            cells += [f"{share:.0%}" for share in (head.previous, head.first, head.itself)]
+            cells += [f"{head.moved:.1%}"] if self.b else []
+            table.add_row(*cells, Text(why, style="dim"))
+        yield table
+
+    def notable(self) -> list[tuple[Head, str]]:
+        """Return the heads with extreme values and the reason, in the order of the layers."""
+        rules: list[tuple[str, Callable[[Head], float]]] = [
+            ("looks at the token before", lambda head: head.previous),
+            ("rests on the first token", lambda head: head.first),
+            ("looks at the token itself", lambda head: head.itself),
+            ("looks farthest back beyond the first", lambda head: head.distance * (1 - head.first)),
+            ("spreads widest", lambda head: head.entropy),
+            ("looks most narrowly", lambda head: -head.entropy),
+        ]
+        chosen = [(max(self.heads, key=key), why) for why, key in rules]
+        if self.b:
+            chosen += [(head, "moved most") for head in sorted(self.heads, key=lambda head: -(head.moved or 0.0))[:5]]
+        reasons = [(head, [why for other, why in chosen if other is head]) for head in self.heads]
+        return [(head, ", ".join(why)) for head, why in reasons if why]
+
+    def html(self) -> str:
+        """Return the pictures and every head's figures as one self-contained page."""
+        self._require_room("a page")
+        return page(self)
+
+    def save_png(self, path: str | Path) -> None:
+        """Write the attention maps as a picture; of two models, their difference."""
+        self._require_room("a picture")
+        write(path, attention_png(self.difference if self.b else self.maps, self.tokens, signed=bool(self.b)))
+
+    def _require_room(self, what: str) -> None:
+        """Raise an InputError if the text has too many tokens for weights to be visible."""
+        most = math.isqrt(VISIBLE // len(self.heads))
+        if len(self.tokens) > most:
+            raise InputError(
+                f"the text makes {len(self.tokens)} tokens, and {what} of {len(self.heads)} heads has room for {most}: "
+                "give a shorter text, or take the weights as --json"
+            )
+
+    @property
+    def difference(self) -> Tensor:
+        """b's weights minus a's; zero for one model."""
+        return torch.zeros_like(self.maps) if self.maps_b is None else self.maps_b - self.maps
 
 
 def page(report: AttentionReport) -> str:

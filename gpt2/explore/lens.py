@@ -8,78 +8,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.loading import require_rows
 from gpt2.checkpoint.names import DEFAULT
-from gpt2.comparison.results import Model
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.side import environment_of, text_tokenizers
+from gpt2.comparison.subjects import Model
 from gpt2.comparison.words import Choice
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
-from gpt2.explore.lens_page import MAX_CHARACTERS, MAX_TOKENS, MAX_WEIGHTS, page
+from gpt2.explore.lens_page import MAX_CHARACTERS, MAX_TOKENS, MAX_WEIGHTS, Exploration, Lens, Reading
 from gpt2.measure.metrics import entropy, log_probabilities
 from gpt2.measure.per_token import likeliest, measure_rows
 from gpt2.measure.tracing import point_at, root_of, trace_blocks
-from gpt2.pages.rendering import write
-from gpt2.pages.reports import Environment, as_json
+from gpt2.pages.reports import Environment
 from gpt2.parity.checks import head_of
 
 PROMPT = "JULIET:\nO Romeo, Romeo! wherefore art"
 TOP = 8  # candidates kept per reading
-
-
-@dataclass(frozen=True)
-class Reading:
-    """The prediction at one position, read from the stream at one point.
-
-    ``top`` are the most likely tokens, in order; ``entropy`` is of the whole distribution, in nats. ``probability`` and
-    ``rank`` (1 is the most likely) are those of the token that comes next; both are None at the end of the prompt.
-    """
-
-    top: tuple[Choice, ...]
-    entropy: float
-    probability: float | None
-    rank: int | None
-
-
-@dataclass(frozen=True)
-class Lens:
-    """One model's pass over ``tokens``: ``readings[p][t]`` is of position t at ``points[p]`` ("embed", "h.0", ...), the last
-    being the model's prediction; ``attention`` is (layers, heads, T, T), float32.
-    """
-
-    model: Model
-    tokens: tuple[str, ...]
-    points: tuple[str, ...]
-    readings: tuple[tuple[Reading, ...], ...]
-    attention: Tensor = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True)
-class Exploration:
-    """One prompt read by one or two models; ``js`` is the divergence of two models' predictions per position, in nats."""
-
-    prompt: str
-    lenses: tuple[Lens, ...]
-    js: tuple[float, ...] | None
-    environment: Environment
-
-    def to_json(self) -> str:
-        """Return everything as JSON; attention weights have four digits."""
-        rounded = [lens.attention.double().mul(1e4).round().div(1e4).tolist() for lens in self.lenses]
-        lenses = [{**vars(lens), "attention": weights} for lens, weights in zip(self.lenses, rounded, strict=True)]
-        return as_json({**vars(self), "lenses": lenses}, indent=None)
-
-    def save_html(self, path: str | Path) -> None:
-        """Write one self-contained page; raises InputError if the file cannot be written."""
-        write(path, page(self))
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,73 @@
-"""The HTML page of a logit lens: one self-contained file or, if served, a page with a field for another prompt."""
+"""What a logit lens saw, and its page: one self-contained file or, if served, one with a field for another prompt."""
 
 from __future__ import annotations
 
 import math
 import shlex
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from torch import Tensor
+
+from gpt2.comparison.subjects import Model
+from gpt2.comparison.words import Choice
 from gpt2.errors import InputError
 from gpt2.measure.metrics import MAX_JS
-from gpt2.pages.rendering import pack_lower, readable, render, short_names, visible
-
-if TYPE_CHECKING:
-    from gpt2.explore.lens import Exploration, Lens, Reading
+from gpt2.pages.rendering import pack_lower, readable, render, short_names, visible, write
+from gpt2.pages.reports import Environment, as_json
 
 MAX_TOKENS = 128  # of a prompt, side by side on a page
 MAX_WEIGHTS = 3_000_000  # attention weights of one model, a page of about 4 MB
 MAX_CHARACTERS = 4_000  # of a prompt, before it is cut into tokens
 UNEXPECTED = 12  # bits of surprise with the darkest colour: one in four thousand
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The prediction at one position, read from the stream at one point.
+
+    ``top`` are the most likely tokens, in order; ``entropy`` is of the whole distribution, in nats. ``probability`` and
+    ``rank`` (1 is the most likely) are those of the token that comes next; both are None at the end of the prompt.
+    """
+
+    top: tuple[Choice, ...]
+    entropy: float
+    probability: float | None
+    rank: int | None
+
+
+@dataclass(frozen=True)
+class Lens:
+    """One model's pass over ``tokens``: ``readings[p][t]`` is of position t at ``points[p]`` ("embed", "h.0", ...), the last
+    being the model's prediction; ``attention`` is (layers, heads, T, T), float32.
+    """
+
+    model: Model
+    tokens: tuple[str, ...]
+    points: tuple[str, ...]
+    readings: tuple[tuple[Reading, ...], ...]
+    attention: Tensor = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """One prompt read by one or two models; ``js`` is the divergence of two models' predictions per position, in nats."""
+
+    prompt: str
+    lenses: tuple[Lens, ...]
+    js: tuple[float, ...] | None
+    environment: Environment
+
+    def to_json(self) -> str:
+        """Return everything as JSON; attention weights have four digits."""
+        rounded = [lens.attention.double().mul(1e4).round().div(1e4).tolist() for lens in self.lenses]
+        lenses = [{**vars(lens), "attention": weights} for lens, weights in zip(self.lenses, rounded, strict=True)]
+        return as_json({**vars(self), "lenses": lenses}, indent=None)
+
+    def save_html(self, path: str | Path) -> None:
+        """Write one self-contained page; raises InputError if the file cannot be written."""
+        write(path, page(self))
 
 
 def page(exploration: Exploration, *, served: bool = False) -> str:

@@ -38,7 +38,7 @@ from gpt2.model import GPT2
 
 Error = Callable[[Tensor, Tensor], float]  # of a tensor and the right one
 
-# How many times what rounding explains a right model's error may be; tools/verify_rounding.py measures right and imprecise ones.
+# How many times what rounding explains a right model's error may be; tests/measure/test_rounding.py has right and imprecise ones.
 FORWARD_RATIO = 2.0
 TRAINING_RATIO = 3.0  # of loss, gradients and AdamW: a near-tie in one softmax may decide a sequence's gradient
 WORST_RATIO = 8.0  # of the worst entry's error: the largest of many errors varies more than their norm

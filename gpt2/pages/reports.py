@@ -9,12 +9,12 @@ import os
 import platform
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
 from importlib.metadata import version
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpt2 import __version__
 
@@ -126,16 +126,35 @@ class Printed(ABC):
         self.print(Console(file=written, width=width, color_system=None, force_jupyter=False))
         return written.getvalue()
 
-    def save_html(self, path: str | Path) -> None:
-        """Write the report as one self-contained HTML file. Raises InputError: it cannot be written."""
-        from gpt2.pages.rendering import render, write
+    command: ClassVar[str] = "gpt2 verify"  # that a page without a renderer of its own names
+
+    def html(self) -> str:
+        """Return the report as one self-contained page: of its own where :func:`page_of` gave it one, else of its parts."""
+        from gpt2.pages.rendering import render
 
         parts = list(map(_page_part, self.parts()))
         verdict = [
             part for part in parts if re.search(r"bold (green|red|yellow)", " ".join(kind for _, kind in part.get("text", ())))
         ]
-        title = getattr(self, "model", "a report")
-        write(path, render("printed", title=title, verdict=verdict, parts=[x for x in parts if x not in verdict], data={}))
+        model = getattr(self, "model", "a report")
+        title, rest = getattr(model, "name", model), [part for part in parts if part not in verdict]
+        return render("printed", command=self.command, title=title, verdict=verdict, parts=rest, data={})
+
+    def save_html(self, path: str | Path) -> None:
+        """Write :meth:`html`. Raises InputError: the file cannot be written."""
+        from gpt2.pages.rendering import write
+
+        write(path, self.html())
+
+
+def page_of(result: type[Printed]) -> Callable[[Callable[[Any], str]], Callable[[Any], str]]:
+    """Return a decorator that makes a function the page of a result, which so need not know it."""
+
+    def attach(render: Callable[[Any], str]) -> Callable[[Any], str]:
+        setattr(result, "html", render)  # noqa: B010 - a method that mypy cannot know
+        return render
+
+    return attach
 
 
 def _page_part(part: RenderableType) -> dict[str, Any]:

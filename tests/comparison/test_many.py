@@ -17,13 +17,16 @@ from support.random_models import TEXT, write_checkpoint
 
 import gpt2
 from gpt2.cli.main import main
+from gpt2.comparison import many
+from gpt2.comparison.charts import quality
 from gpt2.comparison.floor import Floor
 from gpt2.comparison.gates import Gate, judge
 from gpt2.comparison.many import compare_many
-from gpt2.comparison.many_page import page, quality
 from gpt2.comparison.many_results import Comparisons
+from gpt2.comparison.page import page_of_several as page
 from gpt2.comparison.pair import compare
 from gpt2.comparison.paper import paper_figures
+from gpt2.comparison.sides.checkpoint_side import RunningModule
 from gpt2.measure.estimates import Estimate
 
 
@@ -74,13 +77,21 @@ def test_each_figure_is_that_of_two_models_alone(found: Comparisons, names: list
     assert found.candidates[2].against.kl.value > 1e-3
 
 
-def test_all_pairs_in_both_directions(found: Comparisons, names: list[str], folder: Path) -> None:
-    """The matrix has the row's model as reference; on so few tokens it is not sampled."""
-    alone = compare(names[2], names[1], on=str(folder / "text.txt"), tokens=200).distributions
-    assert found.pairs.tokens == 199
-    assert found.pairs.kl[2][1] == pytest.approx(alone.kl_ab.mean.value, rel=3e-6)
-    assert found.pairs.kl[1][2] == pytest.approx(alone.kl_ba.mean.value, rel=3e-6)
-    assert found.pairs.kl[0][3] == found.pairs.kl[2][2] == 0
+def test_the_first_model_runs_once_or_again_where_its_logits_are_too_many(
+    found: Comparisons, names: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gigabytes of logits went to a temporary file, whatever the text's length; a text that does not fit must give the same."""
+    runs = []
+    logits = RunningModule.logits
+    monkeypatch.setattr(RunningModule, "logits", lambda self, ids: (runs.append(self.name), logits(self, ids))[1])
+    options = {"on": str(folder / "text.txt"), "tokens": 200}
+    assert gpt2.compare(*names, **options).ranking == found.ranking
+    once = runs.count(names[0])
+    monkeypatch.setattr(many, "HELD", 0)
+    again = gpt2.compare(*names, **options)
+    assert runs.count(names[0]) - once == once // 2 * 4  # A three times, and D, which is A, once
+    assert again.ranking == found.ranking
+    assert [each.against for each in again.candidates] == [each.against for each in found.candidates]
 
 
 def test_the_size_is_of_the_files_or_of_the_dtype(found: Comparisons, names: list[str]) -> None:
@@ -108,7 +119,7 @@ def test_table_json_and_page(found: Comparisons) -> None:
     assert text == page(judged)
     assert_whole_by_itself(text)
     assert 'id="quality"' in text
-    assert 'id="pairs"' in text
+    assert judged.html() == text
 
 
 def test_which_is_best_and_which_are_equal(found: Comparisons, names: list[str], folder: Path) -> None:
@@ -211,10 +222,12 @@ def test_another_tokenizer_has_bits_per_byte_alone(names: list[str], folder: Pat
     found = compare_many([names[0], names[1], "shakespeare-mini"], on=str(folder / "text.txt"), tokens=100)
     other = found.candidates[2]
     assert other.against is None
-    assert found.pairs.kl[2] == (None, None, None)
     assert other.language.score.bytes == pytest.approx(found.candidates[0].language.score.bytes, abs=8)
     assert "left out of C" in found.table(80)
     assert page(found)
+    smaller = compare_many(["shakespeare-mini", names[0]], on=str(folder / "text.txt"), tokens=60).candidates
+    assert smaller[1].against is None  # its 300 tokens were held against the 2,048 of the first
+    assert smaller[1].language.score.bytes == pytest.approx(smaller[0].language.score.bytes, abs=8)
 
 
 def test_the_papers_figures_stand_beside_the_official_names_only() -> None:

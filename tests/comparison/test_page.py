@@ -18,18 +18,18 @@ from support.browser import Browser, in_a_browser
 from support.pages import ATTACK, Parts, assert_whole_by_itself
 from support.random_models import TEXT, write_checkpoint
 
-from gpt2.comparison.activations import ActivationChange
 from gpt2.comparison.blame_result import Blame, Kept, Part, Precision
 from gpt2.comparison.bounds_result import Bounds, Finding
+from gpt2.comparison.charts import errors_by_layer
 from gpt2.comparison.gates import Gate, Judgement
-from gpt2.comparison.page import page, preference
+from gpt2.comparison.page import heat_scale, heat_shade, page, preference
 from gpt2.comparison.pair import compare
-from gpt2.comparison.plots import divergence_by_layer, heat_scale, heat_shade
-from gpt2.comparison.results import Comparison, Numerics
+from gpt2.comparison.results import Comparison
+from gpt2.comparison.subjects import Numerics
 from gpt2.comparison.words import Choice, Word
 from gpt2.measure.estimates import Estimate
 from gpt2.measure.metrics import LanguageScore
-from gpt2.pages.drawing import shade
+from gpt2.pages.drawing import B, shade
 from gpt2.pages.rendering import RAMPS, number, percent, readable
 
 SECTIONS = [
@@ -68,7 +68,7 @@ def text(found: Comparison) -> str:
 
 def test_the_page_is_whole_by_itself_and_the_same_each_time(found: Comparison, text: str) -> None:
     """A page that needs the network is blank offline; a page that varies cannot be compared with an older version."""
-    assert text == page(found)
+    assert text == page(found) == found.html()  # attached to the result, which does not know it
     assert "blame" not in Parts(text).ids
     assert_whole_by_itself(text)
     assert [name for name in Parts(text).ids if name in SECTIONS] == SECTIONS
@@ -153,6 +153,7 @@ def test_layers_of_other_widths_are_shown_by_their_similarity(found: Comparison)
     activations = replace(found.activations, points=(), cka=((1.0, 0.5, math.nan), (0.25, 0.9, 0.1)))
     text = Parts(page(replace(found, weights=None, activations=activations, numerics=None))).text
     assert "0.25" in text
+    assert "embed" in text
     assert "CKA" in text
 
 
@@ -288,7 +289,9 @@ def test_pointing_at_a_token_shows_what_both_models_expected(found: Comparison, 
 def test_an_axis_within_one_power_of_ten_has_numbers() -> None:
     """Its labels were formulas for TeX, $\\mathdefault{6\\times10^{-1}}$, which nobody draws."""
     errors = {"embed": 0.3, "h.0.mid": 0.5, "h.0": 0.4, "h.1.mid": 0.7, "h.1": 0.6}
-    points = [ActivationChange(point, None if point == "embed" else int(point[2]), e, e, 1, 1) for point, e in errors.items()]
-    for drawn in divergence_by_layer(points, 1e-3):
+    for drawn in errors_by_layer("layers", [("stream", B, list(errors.items()))], 1e-3):
         assert "mathdefault" not in drawn
         assert "0.4" in re.findall(r">([^<>]+)</text>", drawn)
+    for drawn in errors_by_layer("layers", [("stream", B, list(errors.items()))], 0.02):  # the threshold makes the axis longer
+        assert {"0.1", "0.01"} & set(labels := re.findall(r">([^<>]+)</text>", drawn))
+        assert "0.09" not in labels

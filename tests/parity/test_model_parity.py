@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.commands import load_script
+from support.broken_models import CONTROLS
 from support.oracle import assert_same
 from torch import Tensor, nn
 
@@ -226,7 +226,7 @@ def post_norm(model: GPT2) -> None:
 
 
 SPOILS: dict[str, Callable[[GPT2], object]] = {
-    **load_script("verify_parity").CONTROLS,
+    **CONTROLS,
     "head off by 1e-8": head_off_by_1e_8,
     "post-norm": post_norm,
     "eps of one norm": lambda model: setattr(model.h[2].ln_1, "eps", 1e-6),

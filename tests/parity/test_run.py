@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import imprecise
-from support.commands import load_script
+from support.broken_models import CONTROLS
 from support.hf_layouts import TINY, weights
 from support.pages import assert_whole_by_itself
 from support.random_models import write_checkpoint
@@ -33,8 +33,6 @@ from gpt2.model import GPT2, eager_attention, sdpa_attention
 from gpt2.parity import run, training
 from gpt2.parity.checks import Probe, Subject
 from gpt2.parity.run import verify
-
-CONTROLS = load_script("verify_parity").CONTROLS
 
 
 @pytest.fixture(scope="module")

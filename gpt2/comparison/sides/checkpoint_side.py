@@ -15,8 +15,8 @@ from gpt2.checkpoint.loading import require_device
 from gpt2.checkpoint.names import RUNS, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.official_files import official_files
 from gpt2.checkpoint.saving import sha256
-from gpt2.comparison.results import Model
 from gpt2.comparison.sides.side import Running, Shown, Side
+from gpt2.comparison.subjects import Model
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.int8 import rounded_parameter

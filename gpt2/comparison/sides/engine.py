@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from gpt2.checkpoint.saving import sha256
-from gpt2.comparison.results import Model
 from gpt2.comparison.sides.side import Shown, Side
+from gpt2.comparison.subjects import Model
 from gpt2.data import Tokenizer, from_directory, holds_tokenizer
 from gpt2.errors import InputError
 

@@ -17,8 +17,8 @@ from gpt2.checkpoint.containers import listed
 from gpt2.checkpoint.files import open_weights
 from gpt2.checkpoint.keys import WRAPPERS
 from gpt2.checkpoint.saving import save, sha256
-from gpt2.comparison.results import Model
 from gpt2.comparison.sides.side import Running, Shown, Side, T
+from gpt2.comparison.subjects import Model
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.measure.tracing import Recorded, grouped, part_of, points, trace_by_name

@@ -22,9 +22,9 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from gpt2.comparison.results import Model
 from gpt2.comparison.sides.server_request import KEY, post
 from gpt2.comparison.sides.side import Running, Shown, Side, Top
+from gpt2.comparison.subjects import Model
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError, printable
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gpt2.comparison.llama_base import is_llama_base, read_llama_base
 from gpt2.comparison.reference_file import FORMAT, TRACE_PREFIX, Reference, about_of, read_reference
-from gpt2.comparison.results import Model
 from gpt2.comparison.sides.side import Recording, Running, Shown, Side, Top
+from gpt2.comparison.subjects import Model
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import CheckpointError, InputError
