@@ -7,7 +7,7 @@
 
 Parts: `gpt2 verify --device` in every dtype, and on CUDA with TF32 turned on as a control; loading, prompts, decoding and a
 training step beside transformers (float32, and on an accelerator bfloat16 too), and beside nanoGPT where a checkout is given; a
-training run that is killed with SIGKILL twice and resumed, compared with one that was not; generation and a training step repeated,
+training run that is killed with SIGKILL twice and resumed, beside one that was not; generation and a training step repeated,
 compared bit by bit. A part that fails is reported, and the others still run. Exit code: 0 if all hold, else 1. It takes three
 minutes on an H100.
 """

@@ -69,7 +69,8 @@ class Judge:
         """
         named = operator, condition, dtype_label(self.dtype)
         places = [where] if isinstance(where, str) else where
-        self.progress(f"{self.device}: {condition}, {named[2]}")
+        if named not in self.worst:
+            self.progress(f"{self.device}: {', '.join(named)}")
         try:
             got = on_device(self.device, run, [x.to(self.dtype) if x.is_floating_point() else x for x in inputs])
         except (RuntimeError, TypeError, ArithmeticError) as raised:

@@ -89,4 +89,4 @@ def _memory(x: Tensor) -> int:
 
 def _whole(x: Tensor) -> Tensor:
     """Return all of the memory that a tensor is a view of."""
-    return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
