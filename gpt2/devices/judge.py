@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from gpt2.errors import InputError
-from gpt2.measure.metrics import Progress, relative_error, worst_relative_error
-from gpt2.measure.placement import missing_kernel
+from gpt2.measure.metrics import Progress, relative_error, worst_entry, worst_relative_error
+from gpt2.measure.placement import missing_kernel, on_device
 from gpt2.measure.replay import Run
-from gpt2.measure.rounding import WORST_RATIO, Coarser, coarser_arithmetics, flushed, rounding_noise
+from gpt2.measure.rounding import WORST_RATIO, coarser_arithmetics, noisy_results
 from gpt2.pages.reports import dtype_label
 
 FEW = 64  # results with fewer entries may be one unit in the last place off: their error is a matter of luck
@@ -79,40 +79,23 @@ class Judge:
                 raise InputError(f"{self.device} is out of memory at {operator}; judge it with a smaller model") from None
             return self._keep(Verdict(*named, places[0], looks_like=f"it raises: {said}", missing=missing_kernel(raised)))
 
-        @cache
-        def noisy(coarser: Coarser | None) -> Sequence[Tensor]:
-            flush = coarser is not None and coarser.flushes
-            with rounding_noise(self.dtype, coarser=coarser):
-                return run(*(flushed(x, self.dtype) if flush and x.is_floating_point() else x for x in inputs))
-
-        for index, (result, right) in enumerate(zip(got, run(*inputs), strict=True)):
-            place, exact, own = places[index % len(places)], right.detach(), 0.0
-            error, worst = relative_error(result, exact), worst_relative_error(result, exact)
+        noisy = cache(partial(noisy_results, run, inputs, self.dtype))
+        for index, (result, exact) in enumerate(zip(got, (x.detach() for x in run(*inputs)), strict=True)):
+            error, worst, own = relative_error(result, exact), worst_relative_error(result, exact), 0.0
+            verdict = partial(Verdict, *named, places[index % len(places)], error)
             least = torch.finfo(self.dtype).eps if exact.numel() < FEW else 0.0
             for coarser in (None, *coarser_arithmetics(self.dtype, self.device.type)):
-                noise = noisy(coarser)[index].detach().to(result.dtype)
+                noise = noisy(coarser)[index].to(result.dtype)
                 explained, most = max(least, relative_error(noise, exact)), max(least, worst_relative_error(noise, exact))
                 own = own or explained
                 if error <= ratio * explained and worst <= WORST_RATIO * most:
-                    self._keep(Verdict(*named, place, error, explained, *((coarser.name, coarser.off) if coarser else named[2:])))
+                    self._keep(verdict(explained, *((coarser.name, coarser.off) if coarser else named[2:])))
                     break
             else:
-                self._keep(Verdict(*named, place, error, own, looks_like=_difference(result, exact)))
+                self._keep(verdict(own, looks_like=worst_entry(result, exact)))
 
     def _keep(self, verdict: Verdict) -> None:
         key = verdict.operator, verdict.condition, verdict.dtype
-        self.worst[key] = max(self.worst.get(key, verdict), verdict, key=lambda x: float("inf") if x.wrong else x.ratio)
+        before = self.worst.get(key, verdict)
+        self.worst[key] = max(before, verdict, key=lambda x: (2, 0) if x.wrong else (x.arithmetic != x.dtype, x.ratio))
         self.first_wrong = self.first_wrong or (verdict if verdict.wrong else None)
-
-
-def on_device(device: torch.device, run: Run, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return on the CPU what ``run`` gives for copies of the inputs on the device; tests simulate other devices here."""
-    return [result.detach().to("cpu", copy=True) for result in run(*(x.to(device, copy=True) for x in inputs))]
-
-
-def _difference(got: Tensor, exact: Tensor) -> str:
-    if got.shape != exact.shape:
-        return f"its shape is {tuple(got.shape)}, float64 gives {tuple(exact.shape)}"
-    off = torch.where(got == exact, 0, (got.double() - exact).abs()).nan_to_num(float("inf"))
-    worst = tuple(map(int, torch.unravel_index(off.argmax(), off.shape)))
-    return f"entry {list(worst)} is {got[worst]:.5g}, float64 gives {exact[worst]:.5g}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -45,10 +45,8 @@ def verify_device(
 
     ``device`` is "cpu", "cuda:1", "mps" ..., or "auto": the first of cuda, mps and cpu that is here. ``dtypes`` are float32,
     bfloat16 and float16, or some of them; default: the name's ``:dtype`` suffix, else all. ``seed`` draws the token ids.
-
-    Raises:
-        InputError: no such model or device, another dtype, one in which the model overflows, or too little memory there.
-        Interrupted: Ctrl-C; its ``report`` has what was judged before.
+    Raises InputError: no such model or device, another dtype, one in which the model overflows, or too little memory there.
+    Interrupted: Ctrl-C; its ``report`` has what was judged before.
     """
     started = time.perf_counter()
     target = require_device(device)
@@ -70,17 +68,9 @@ def verify_device(
             _whole(rounded, ids, judge)
     except KeyboardInterrupt:
         stopped = "interrupted"
-    report = DeviceReport(
-        model=checkpoint.name,
-        device=device_name(target),
-        coverage=f"{config.n_layer} of {checkpoint.config.n_layer} blocks, {config.num_parameters():,} parameters",
-        verdicts=tuple(judge.worst.values()),
-        first_wrong=judge.first_wrong,
-        environment=environment(kinds, target),
-        seed=seed,
-        seconds=time.perf_counter() - started,
-        stopped=stopped,
-    )
+    size = f"{config.n_layer} of {checkpoint.config.n_layer} blocks, {config.num_parameters():,} parameters"
+    verdicts, env, seconds = tuple(judge.worst.values()), environment(kinds, target), time.perf_counter() - started
+    report = DeviceReport(checkpoint.name, device_name(target), size, verdicts, judge.first_wrong, env, seed, seconds, stopped)
     if stopped:
         raise Interrupted(report)
     return report
@@ -97,17 +87,12 @@ def _first_blocks(model: GPT2, most: float = PARAMETERS) -> GPT2:
 
 def _operators(model: GPT2, ids: Tensor, judge: Judge) -> None:
     """Judge every call of PyTorch under each condition: forwards, backwards, and in AdamW steps."""
-
-    def replay(condition: str, ratio: float = FORWARD_RATIO) -> Replay:
-        return Replay(model, judge.dtype, partial(judge, condition, ratio))
-
-    with torch.no_grad():
-        with replay("one row, attention step by step"):
-            trace(model, ids[:1])
-        for condition, read in _readings(model, ids).items():
-            with replay(condition):
-                read()
-    with replay("training", TRAINING_RATIO) as training:
+    with torch.no_grad(), Replay(model, judge.dtype, partial(judge, "one row, attention step by step", FORWARD_RATIO)):
+        trace(model, ids[:1])
+    for condition, read in _readings(model, ids).items():
+        with torch.no_grad(), Replay(model, judge.dtype, partial(judge, condition, FORWARD_RATIO)):
+            read()
+    with Replay(model, judge.dtype, partial(judge, "training", TRAINING_RATIO)) as training:
         logits = model(ids[:, :-1])
     training(token_losses, logits, ids[:, 1:]).mean().backward()
     for parameter in model.h[0].parameters():
@@ -152,18 +137,15 @@ def _whole(model: GPT2, ids: Tensor, judge: Judge) -> None:
     names, weights = zip(*((name, p.detach()) for name, p in model.named_parameters()), strict=True)
     blocks = list(dict.fromkeys(map(block_of, names)))
 
-    def built(weights: Sequence[Tensor]) -> GPT2:
-        return model_with(model.config, zip(names, weights, strict=True))
-
     @torch.no_grad()
     def forward(ids: Tensor, *weights: Tensor) -> list[Tensor]:
-        model = built(weights)
-        return [*trace(model, ids).values(), *(read() for read in _readings(model, ids).values())]
+        own = model_with(model.config, zip(names, weights, strict=True))
+        return [*trace(own, ids).values(), *(read() for read in _readings(own, ids).values())]
 
     def gradients(ids: Tensor, *weights: Tensor) -> list[Tensor]:
-        model = built(weights)
-        losses = token_losses(model(ids[:, :-1]), ids[:, 1:])
-        found = list(zip(names, torch.autograd.grad(losses.mean(), list(model.parameters())), strict=True))
+        own = model_with(model.config, zip(names, weights, strict=True))
+        losses = token_losses(own(ids[:, :-1]), ids[:, 1:])
+        found = list(zip(names, torch.autograd.grad(losses.mean(), list(own.parameters())), strict=True))
         return [losses, *(torch.cat([g.flatten() for name, g in found if block_of(name) == block]) for block in blocks)]
 
     places, inputs = [*points(model.config.n_layer), *_readings(model, ids)], (ids, *weights)

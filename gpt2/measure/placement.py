@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +38,11 @@ def placed(model: Model, device: torch.device) -> Model:
     model.register_forward_pre_hook(arrive, with_kwargs=True)
     model.register_forward_hook(leave)
     return model
+
+
+def on_device(device: torch.device, run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return on the CPU what ``run`` gives for copies of the inputs on the device."""
+    return [result.detach().to("cpu", copy=True) for result in run(*(x.to(device, copy=True) for x in inputs))]
 
 
 def missing_kernel(raised: Exception) -> str:

@@ -114,6 +114,16 @@ def rounding_noise(dtype: torch.dtype, seed: int = 0, coarser: Coarser | None = 
         yield steps
 
 
+def noisy_results(
+    run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], dtype: torch.dtype, coarser: Coarser | None = None
+) -> list[Tensor]:
+    """Return what ``run`` gives for float64 ``inputs`` (and integers), each operation off by a rounding to ``dtype``."""
+    if coarser is not None and coarser.flushes:
+        inputs = [_flushed(x, dtype) if x.is_floating_point() else x for x in inputs]
+    with rounding_noise(dtype, coarser=coarser):
+        return [result.detach() for result in run(*inputs)]
+
+
 def rounded_weights(model: GPT2, dtype: torch.dtype) -> GPT2:
     """Return a float64 model of the weights of ``model`` rounded to ``dtype``, to run in :func:`rounding_noise`."""
     return model_with(model.config, ((name, value.to(dtype).double()) for name, value in model.state_dict().items()))
@@ -136,7 +146,7 @@ def root_mean_square(values: Sequence[float]) -> float:
     return math.sqrt(sum(value**2 for value in values) / len(values))
 
 
-def flushed(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _flushed(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a copy of ``x`` in which the subnormal numbers of ``dtype`` are zero."""
     return x.masked_fill(x.abs() < torch.finfo(dtype).tiny, 0)
 
@@ -230,7 +240,7 @@ class _Noise(TorchDispatchMode):
     def _underflow(self, part: Tensor) -> None:
         """Give small numbers, which float16 stores at a fixed distance, the error of rounding to the nearest; zeros stay zero."""
         if self.coarser.flushes and self.unit == unit(self.dtype):
-            part.copy_(flushed(part, self.dtype))
+            part.copy_(_flushed(part, self.dtype))
         elif self.spacing and self.unit > self.sums:
             part.add_(self._some(self.normals, part) * (part != 0), alpha=self.spacing / math.sqrt(12))
 

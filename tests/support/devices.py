@@ -14,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2.devices import judge
-from gpt2.measure.rounding import flushed
 
 aten = torch.ops.aten
 Replaced = dict[Any, Callable[..., Any]]  # an ATen operator or a function of torch.nn.functional -> (original, *args, **kwargs)
@@ -77,8 +76,12 @@ def _summed(a: Tensor, b: Tensor, dtype: torch.dtype, step: int) -> Tensor:
 
 
 def _flushed(func: Any, *args: Any, **kwargs: Any) -> Tensor:
-    args = [flushed(x, x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
-    return flushed(result := func(*args, **kwargs), result.dtype)
+    def flush(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        return x.masked_fill(x.abs() < torch.finfo(x.dtype).tiny, 0)
+
+    return flush(func(*map(flush, args), **kwargs))
 
 
 def _in_order(x: Tensor) -> Tensor:
