@@ -22,10 +22,9 @@ EXAMPLES = """\
   gpt2 verify --json report.json --html report.html
   gpt2 verify gpt2 --device cuda     does this GPU compute GPT-2?
 
---device judges the device, not our model: each operator on the model's shapes, in float32, bfloat16 and float16, beside float64
-on the CPU. An error up to 1.5 times what the arithmetic explains is rounding: of float32 in any order of summing, of TF32 or
-16-bit products (named, with the line that turns it off), of flushed subnormals. Any other is a bug, and is described. What
-PyTorch has not implemented for the device is listed as such.
+--device judges the device, not our model: each operator alone, forwards and backwards, and the whole model, in float32, bfloat16
+and float16, beside float64 on the CPU. An error up to twice what rounding explains holds (three times in training). What TF32,
+16-bit sums or flushed subnormals explain is named, with the line that turns it off. Of all else the first wrong point is named.
 
 exit code: 0 equal, 1 different, or a device that is wrong or lacks an operator, 2 bad input, 130 interrupted, with a report"""
 

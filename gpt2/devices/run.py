@@ -1,109 +1,153 @@
-"""``gpt2 verify --device``: judge every operator of a model on a device, in every dtype."""
+"""``gpt2 verify --device``: judge what a device computes of a model, in every dtype."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 import torch
+from torch import Tensor, nn
 
-from gpt2.checkpoint.checkpoint import open_checkpoint
+from gpt2.checkpoint.checkpoint import model_with, open_checkpoint
 from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.checkpoint.loading import require_device
 from gpt2.checkpoint.names import DEFAULT, VERIFIES, ModelName
-from gpt2.devices.arithmetic import PRODUCTS
-from gpt2.devices.case import Case, Material, backward_of
-from gpt2.devices.cases import forward_cases
-from gpt2.devices.judge import Device, Verdict, judge
+from gpt2.decoder import Decoder
+from gpt2.devices.judge import Judge
 from gpt2.devices.report import DeviceReport
-from gpt2.devices.training import adamw_cases, model_cases
 from gpt2.errors import InputError
-from gpt2.measure.metrics import Progress, silent
-from gpt2.pages.reports import Interrupted, dtype_label, environment
+from gpt2.measure.metrics import Progress, silent, token_losses
+from gpt2.measure.placement import device_name
+from gpt2.measure.replay import Replay
+from gpt2.measure.rounding import FORWARD_RATIO, TRAINING_RATIO, rounded_weights
+from gpt2.measure.tracing import block_of, layer_of, points, trace
+from gpt2.model import GPT2
+from gpt2.pages.reports import Interrupted, environment
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOKENS, LONG = 24, 1024
+PARAMETERS = 200e6  # of a larger model, as many blocks are judged as have so many
 
 
 def verify_device(
     name: str = DEFAULT,
-    device: str | torch.device | Device = "auto",
+    device: str | torch.device = "auto",
     *,
     dtypes: Iterable[torch.dtype] | None = None,
-    operators: Iterable[str] | None = None,
     seed: int = 0,
     revision: str | None = None,
     offline: bool = False,
     progress: Progress = silent,
 ) -> DeviceReport:
-    """Judge whether a device computes a model's operators as precisely as its arithmetic allows.
+    """Judge whether a device computes a model as precisely as rounding allows: each operator alone, then the whole model.
 
-    Args:
-        name: a model name as in :func:`gpt2.load`. Its shapes, weights and activations are what the operators run on.
-        device: "cpu", "cuda", "cuda:1", "mps", or "auto": the first of cuda, mps and cpu that is here.
-        dtypes: float32, bfloat16 and float16, or some of them; default: the name's ``:dtype`` suffix, else all.
-        operators: judge only those whose names begin so, such as "attention"; default: all, and a whole model.
-        seed: draws the token ids.
-
-    Raises:
-        InputError: no such model, device or operator, float64, or too little memory there. CheckpointError: it cannot be read.
-        Interrupted: Ctrl-C; its ``report`` has the cases that were judged before.
+    ``device`` is "cpu", "cuda:1", "mps" ..., or "auto": the first of cuda, mps and cpu that is here. ``dtypes`` are float32,
+    bfloat16 and float16, or some of them; default: the name's ``:dtype`` suffix, else all. ``seed`` draws the token ids.
+    Raises InputError: no such model or device, another dtype, one in which the model overflows, or too little memory there.
+    Interrupted: Ctrl-C; its ``report`` has what was judged before.
     """
     started = time.perf_counter()
-    own = device if isinstance(device, Device) else Device.of(require_device(device))
+    target = require_device(device)
     parsed = ModelName.parse(name, VERIFIES, revision=revision)
-    own_dtypes = DTYPES if parsed.dtype is None else (getattr(torch, parsed.dtype),)
-    kinds = own_dtypes if dtypes is None else tuple(dtypes)
+    kinds = tuple(dtypes or (DTYPES if parsed.dtype is None else (getattr(torch, parsed.dtype),)))
     if not set(kinds) <= set(DTYPES):
-        raise InputError(
-            f"{name}: a device is judged in float32, bfloat16 or float16, beside float64 on the CPU; choose one of them"
-        )
+        raise InputError(f"{name}: a device is judged in float32, bfloat16 or float16; choose one of them, as in gpt2:bf16")
     checkpoint = open_checkpoint(replace(parsed, dtype=None), offline=offline)
     progress("loading")
-    material = Material.of(checkpoint.load(torch.float32).eval(), seed)
+    model = _first_blocks(checkpoint.load(torch.float32))
     require_whole_files()
-    verdicts: list[Verdict] = []
-    wanted = None if operators is None else tuple(operators)
-
-    def report(stopped: str = "") -> DeviceReport:
-        config = checkpoint.config
-        return DeviceReport(
-            model=checkpoint.name,
-            device=own.name,
-            coverage=f"{config.num_parameters():,} parameters · width {config.n_embd}, {config.n_head} heads, up to "
-            f"{config.n_positions} tokens, vocabulary {config.vocab_size:,} · {len(verdicts)} cases",
-            verdicts=tuple(_one_product(verdicts)),
-            environment=environment(kinds, own.target),
-            seed=seed,
-            seconds=time.perf_counter() - started,
-            stopped=stopped,
-        )
-
+    judge, config, stopped = Judge(target, progress), model.config, ""
+    ids = torch.randint(config.vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(seed))[:, : config.n_positions]
+    ids[0, -1], ids[1, 0] = config.vocab_size - 1, ids[0, 0]  # the table's last row, and an id that occurs twice
     try:
-        with torch.random.fork_rng(devices=[]):
-            for case in _cases(material):
-                if wanted is None or case.operator.startswith(wanted):
-                    for dtype in (each for each in kinds if each in case.dtypes):
-                        progress(f"{own.name}: {case.name}, {dtype_label(dtype)}")
-                        verdicts.append(judge(own, case, dtype))
+        for judge.dtype in kinds:
+            rounded = rounded_weights(model, judge.dtype)
+            _operators(rounded, ids, judge)
+            _whole(rounded, ids, judge)
     except KeyboardInterrupt:
-        raise Interrupted(report("interrupted")) from None
-    if not verdicts:
-        raise InputError(f"nothing to judge: no operator's name begins with {' or '.join(wanted or ())!r}, in the dtypes given")
-    return report()
+        stopped = "interrupted"
+    size = f"{config.n_layer} of {checkpoint.config.n_layer} blocks, {config.num_parameters():,} parameters"
+    verdicts, env, seconds = tuple(judge.worst.values()), environment(kinds, target), time.perf_counter() - started
+    report = DeviceReport(checkpoint.name, device_name(target), size, verdicts, judge.first_wrong, env, seed, seconds, stopped)
+    if stopped:
+        raise Interrupted(report)
+    return report
 
 
-def _one_product(verdicts: list[Verdict]) -> Iterator[Verdict]:
-    """Give all matrix products the name of the coarsest: inputs of 1e-6 tell float16 from TF32, which are equal elsewhere."""
-    coarsest = {each.arithmetic: each for each in verdicts if each.arithmetic in PRODUCTS}
-    name = next((name for name in reversed(PRODUCTS) if name in coarsest), None)
-    for each in verdicts:
-        yield replace(each, arithmetic=name, advice=coarsest[name].advice) if each.arithmetic in PRODUCTS and name else each
+def _first_blocks(model: GPT2, most: float = PARAMETERS) -> GPT2:
+    """Return a model of the first blocks, at least one, with the same parameters: at most so many."""
+    block = sum(p.numel() for p in model.h[0].parameters())
+    outside = model.config.num_parameters() - block * model.config.n_layer
+    count = max(1, min(model.config.n_layer, int((most - outside) / block)))
+    named = ((name, p.detach()) for name, p in model.named_parameters() if (layer_of(name) or 0) < count)
+    return model_with(replace(model.config, n_layer=count), named)
 
 
-def _cases(material: Material) -> Iterator[Case]:
-    """Yield all cases in the order of computation: forward, backward, AdamW, whole model."""
-    yield from forward_cases(material)
-    yield from (backward_of(case) for case in reversed([*forward_cases(material)]) if case.trained)
-    yield from adamw_cases(material)
-    yield from model_cases(material)
+def _operators(model: GPT2, ids: Tensor, judge: Judge) -> None:
+    """Judge every call of PyTorch under each condition: forwards, backwards, and in AdamW steps."""
+    with torch.no_grad(), Replay(model, judge.dtype, partial(judge, "one row, attention step by step", FORWARD_RATIO)):
+        trace(model, ids[:1])
+    for condition, read in _readings(model, ids).items():
+        with torch.no_grad(), Replay(model, judge.dtype, partial(judge, condition, FORWARD_RATIO)):
+            read()
+    with Replay(model, judge.dtype, partial(judge, "training", TRAINING_RATIO)) as training:
+        logits = model(ids[:, :-1])
+    training(token_losses, logits, ids[:, 1:]).mean().backward()
+    for parameter in model.h[0].parameters():
+        if judge.dtype == torch.float32 and parameter.grad is not None:
+            training(_adamw, parameter.detach(), parameter.grad.to(judge.dtype).double())
+    model.zero_grad()
+
+
+def _readings(model: GPT2, ids: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Return what reads tokens under each condition; those of a cache need those before them."""
+    decoder, half, mask = Decoder(model), ids.size(1) // 2, torch.ones_like(ids)
+    mask[1:, : ids.size(1) // 3] = 0  # padding on the left of all rows but the first
+    long = ids.flatten().repeat(LONG)[None, : min(LONG, model.config.n_positions)]
+    readings: dict[str, Callable[[], Tensor]] = {
+        "a batch": partial(model, ids),
+        "a batch with padding": partial(model, ids, attention_mask=mask),
+        f"a row of {long.size(1)} tokens": partial(_first_blocks(model, 0).hidden, long),
+    }
+    for padding, seen in ("", None), (", with padding", mask):
+        cache = model.new_cache(len(ids), ids.size(1))
+        cache.keys.zero_(), cache.values.zero_()
+        before, then = (None if seen is None else seen[:, :end] for end in (half, half + 1))
+        readings[f"a cached prompt{padding}"] = partial(decoder.prefill, ids[:, :half], cache, before)
+        readings[f"one token after cached ones{padding}"] = partial(decoder.decode, ids[:, half : half + 1], cache, then)
+        readings[f"several tokens after cached ones{padding}"] = partial(decoder.decode, ids[:, half + 1 :], cache, seen)
+    return readings
+
+
+def _adamw(weight: Tensor, gradient: Tensor) -> Tensor:
+    """Return how far two steps move a weight; in float64 they are not fused, since rounding is known of each operator."""
+    parameter = nn.Parameter(weight.clone())
+    fused = weight.dtype != torch.float64
+    optimizer = torch.optim.AdamW([parameter], 1e-2, (0.9, 0.95), weight_decay=0.1, fused=fused, foreach=False)
+    for scale in (1.0, -0.5):
+        parameter.grad = gradient * scale
+        optimizer.step()
+    return parameter.detach() - weight
+
+
+def _whole(model: GPT2, ids: Tensor, judge: Judge) -> None:
+    """Judge the model from end to end: every traced point, each condition's logits, and loss and gradients by block."""
+    names, weights = zip(*((name, p.detach()) for name, p in model.named_parameters()), strict=True)
+    blocks = list(dict.fromkeys(map(block_of, names)))
+
+    @torch.no_grad()
+    def forward(ids: Tensor, *weights: Tensor) -> list[Tensor]:
+        own = model_with(model.config, zip(names, weights, strict=True))
+        return [*trace(own, ids).values(), *(read() for read in _readings(own, ids).values())]
+
+    def gradients(ids: Tensor, *weights: Tensor) -> list[Tensor]:
+        own = model_with(model.config, zip(names, weights, strict=True))
+        losses = token_losses(own(ids[:, :-1]), ids[:, 1:])
+        found = list(zip(names, torch.autograd.grad(losses.mean(), list(own.parameters())), strict=True))
+        return [losses, *(torch.cat([g.flatten() for name, g in found if block_of(name) == block]) for block in blocks)]
+
+    places, inputs = [*points(model.config.n_layer), *_readings(model, ids)], (ids, *weights)
+    judge("end to end", FORWARD_RATIO, "the whole model", places, forward, inputs)
+    judge("end to end", TRAINING_RATIO, "the whole model, backward", ["losses", *blocks], gradients, inputs)

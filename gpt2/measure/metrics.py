@@ -57,6 +57,15 @@ def worst_relative_error(a: Tensor, reference: Tensor) -> float:
     return _relative(_largest_and_rms, a, reference)
 
 
+def worst_entry(a: Tensor, reference: Tensor) -> str:
+    """Describe the entry with the largest difference, NaN before all others, and what was expected there."""
+    if a.shape != reference.shape:
+        return f"the shape is {tuple(a.shape)}, float64 gives {tuple(reference.shape)}"
+    off = torch.where(a == reference, 0, (a.double() - reference).abs()).nan_to_num(float("inf"))
+    worst = tuple(map(int, torch.unravel_index(off.argmax(), off.shape)))
+    return f"entry {list(worst)} is {a[worst]:.5g}, float64 gives {reference[worst]:.5g}"
+
+
 def _relative(measure: Callable[[Tensor, Tensor], tuple[float, float]], a: Tensor, reference: Tensor) -> float:
     if a.shape != reference.shape:
         return math.inf

@@ -1,7 +1,9 @@
-"""Run a model on another device, with ids and logits that stay on the CPU."""
+"""Run a model on another device, with ids and logits that stay on the CPU; what PyTorch lacks there."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -36,3 +38,22 @@ def placed(model: Model, device: torch.device) -> Model:
     model.register_forward_pre_hook(arrive, with_kwargs=True)
     model.register_forward_hook(leave)
     return model
+
+
+def on_device(device: torch.device, run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return on the CPU what ``run`` gives for copies of the inputs on the device."""
+    return [result.detach().to("cpu", copy=True) for result in run(*(x.to(device, copy=True) for x in inputs))]
+
+
+def missing_kernel(raised: Exception) -> str:
+    """Return what PyTorch says it has no kernel for on this device; empty if it says something else."""
+    said = " ".join(str(raised).split())
+    kernel = re.search(r"""["'](\w+)["'] not implemented for ['"](\w+)""", said)  # "gelu_cuda" not implemented for 'Half'
+    if kernel is not None:
+        return f"{kernel[1]} for {kernel[2]}"
+    if "only supported when" in said:  # pack_vnni2 is only supported when avx512 is supported
+        return said[:80]
+    if isinstance(raised, NotImplementedError) or "is not supported on" in said:  # BFloat16 is not supported on MPS
+        name = re.search(r"\w+::\w+", said)
+        return name[0] if name is not None else said[:80] or "this operator"
+    return ""

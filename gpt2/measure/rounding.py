@@ -14,6 +14,9 @@ relative error of one rounding. The errors' root mean squares:
   the gradients of a norm's weight and bias, which PyTorch's CPU kernel adds up in 16 bits;
 - below 2^-14, float16 has numbers 2^-24 apart: 2^-24 / sqrt(12).
 
+A device may compute less precisely than the dtype allows (:class:`Coarser`): round a product's operands first (TF32), keep its
+sums in 16 bits, or flush subnormal numbers to zero. The formulas are the same, with a larger u or fewer partial sums.
+
 Sources: Parker, "Monte Carlo arithmetic" (1997); Higham and Mary, "A new approach to probabilistic rounding error analysis" (SIAM
 J. Sci. Comput., 2019), for the square root of K; Benford's law, for the distribution of mantissas.
 """
@@ -23,6 +26,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -68,17 +73,55 @@ def unit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+@dataclass(frozen=True)
+class Coarser:
+    """An arithmetic less precise than a dtype's own.
+
+    ``off`` is the line of PyTorch that turns it off. ``operands``: u of a product's operands, such as 2^-11 for TF32. ``sums``: a
+    product keeps so many partial sums in the dtype itself. ``flushes``: subnormal numbers count as zero.
+    """
+
+    name: str
+    off: str = ""
+    operands: float = 0.0
+    sums: int = 0
+    flushes: bool = False
+
+
+def coarser_arithmetics(dtype: torch.dtype, kind: str) -> tuple[Coarser, ...]:
+    """Return what a device of that ``kind`` ("cpu", "cuda" ...) may compute ``dtype`` with, the finer before the coarser."""
+    matmul = f"torch.backends.{'mkldnn' if kind == 'cpu' else kind}.matmul"
+    flush, label = Coarser("subnormals flushed to zero", flushes=True), str(dtype).removeprefix("torch.")
+    if dtype == torch.float32:
+        off = f"{matmul}.fp32_precision = 'ieee'" if kind in ("cpu", "cuda") else ""
+        return flush, Coarser("TF32 products", off, 2**-11), Coarser("bfloat16 products", off, 2**-8)
+    short = "fp16" if dtype == torch.float16 else "bf16"
+    partly = f"{matmul}.allow_{short}_reduced_precision_reduction = False" if kind == "cuda" else ""
+    wholly = f"{matmul}.allow_fp16_accumulation = False" if kind == "cuda" and short == "fp16" else ""
+    return flush, Coarser(f"partial sums in {label}", partly, sums=16), Coarser(f"sums in {label}", wholly, sums=LONGEST)
+
+
 @contextmanager
-def rounding_noise(dtype: torch.dtype, seed: int = 0) -> Iterator[Steps]:
+def rounding_noise(dtype: torch.dtype, seed: int = 0, coarser: Coarser | None = None) -> Iterator[Steps]:
     """Add random errors as large as rounding to ``dtype`` to all that PyTorch computes in float64 within the ``with`` block.
 
     Forwards and backwards, on the CPU, in this thread. The weights should have been rounded to ``dtype`` before. A backward pass
     runs outside of the mode that it yields; what it computes again (gradient checkpointing) has to enter that mode again.
     """
-    noise = _Noise(dtype, seed)
+    noise = _Noise(dtype, seed, coarser or Coarser(""))
     functions = STEPS if dtype in (torch.float32, torch.float64) else {F.scaled_dot_product_attention: attention_in_steps}
     with Steps(torch.float64, functions, noise.wider) as steps, noise:
         yield steps
+
+
+def noisy_results(
+    run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], dtype: torch.dtype, coarser: Coarser | None = None
+) -> list[Tensor]:
+    """Return what ``run`` gives for float64 ``inputs`` (and integers), each operation off by a rounding to ``dtype``."""
+    if coarser is not None and coarser.flushes:
+        inputs = [_flushed(x, dtype) if x.is_floating_point() else x for x in inputs]
+    with rounding_noise(dtype, coarser=coarser):
+        return [result.detach() for result in run(*inputs)]
 
 
 def rounded_weights(model: GPT2, dtype: torch.dtype) -> GPT2:
@@ -103,18 +146,22 @@ def root_mean_square(values: Sequence[float]) -> float:
     return math.sqrt(sum(value**2 for value in values) / len(values))
 
 
+def _flushed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy of ``x`` in which the subnormal numbers of ``dtype`` are zero."""
+    return x.masked_fill(x.abs() < torch.finfo(dtype).tiny, 0)
+
+
 class _Noise(TorchDispatchMode):
     """Adds a random error to each result in float64; see the module's docstring for the sizes."""
 
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, dtype: torch.dtype, seed: int, coarser: Coarser) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype, self.coarser = dtype, coarser
         self.unit = unit(dtype)
         self.sums = min(self.unit, unit(torch.float32))
         self.spacing = 2.0**-24 if dtype == torch.float16 else 0.0
-        self.generator = torch.Generator().manual_seed(seed)
-        normals = torch.randn(NORMALS, generator=self.generator, dtype=torch.float64)
-        self.normals = torch.cat((normals, normals))  # so that a part from anywhere may have NORMALS numbers
-        self.factors: dict[float, Tensor] = {}  # 1 + size x normals, by size
+        self.seed, (self.normals, state) = seed, _normals(seed)
+        self.generator = torch.Generator().set_state(state)
 
     @contextmanager
     def wider(self) -> Iterator[None]:
@@ -128,6 +175,11 @@ class _Noise(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if torch.is_inference_mode_enabled():  # where PyTorch hands over whole functions, such as linear
+            with self:
+                result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__.rstrip("_")
         first = result[0] if isinstance(result, tuple) else result
@@ -142,7 +194,9 @@ class _Noise(TorchDispatchMode):
         if name in PRODUCTS:
             a, b = args[-2:]
             multiply = {"addmm": torch.mm, "baddbmm": torch.bmm}.get(name, func)
-            return self._summed(result, multiply(a.float().square_(), b.float().square_()), a.size(-1))
+            squares, own = multiply(a.float().square_(), b.float().square_()), self.coarser
+            terms, partial = (min(a.size(-1), own.sums), unit(self.dtype)) if own.sums else (a.size(-1), None)
+            return self._summed(result, squares, terms, partial, own.operands)
         if name == "native_layer_norm_backward":
             return self._norm_gradients(result, *args)
         if name in SUMS:
@@ -153,12 +207,10 @@ class _Noise(TorchDispatchMode):
 
     def _off_by(self, result: Any, size: float) -> Any:
         """Give each number a relative error of root mean square ``size``, in place; of a tuple, give it to each tensor."""
-        if size not in self.factors:
-            self.factors[size] = 1 + size * self.normals
         for each in result if isinstance(result, tuple) else (result,):
             if isinstance(each, Tensor) and each.dtype == torch.float64:
                 for part in _parts(each):
-                    part.mul_(self._some(self.factors[size], part))  # infinity stays
+                    part.mul_(self._some(_factors(self.seed, size), part))  # infinity stays
                     self._underflow(part)
         return result
 
@@ -173,26 +225,42 @@ class _Noise(TorchDispatchMode):
             self._summed(gradient, squares.view(rows, -1).sum(0).view(gradient.shape), rows, self.unit)
         return result
 
-    def _summed(self, result: Tensor, squares: Tensor, terms: float, unit: float | None = None) -> Tensor:
+    def _summed(self, result: Tensor, squares: Tensor, terms: float, unit: float | None = None, operands: float = 0.0) -> Tensor:
         """Give sums of ``terms`` products, whose squares sum to ``squares``, the error of adding them and of rounding the sum."""
         one = (ELEMENTARY * (unit or self.sums)) ** 2
         each = min(terms, LONGEST) * one
         whole = (ELEMENTARY * self.unit) ** 2 if self.unit > self.sums else 0.0
+        both = 2 * (ELEMENTARY * operands) ** 2  # a product has two operands
         for part, square in zip(_parts(result), _parts(squares), strict=True):
-            variance = part.square().mul_(each / 3 + whole).add_(square, alpha=each / 6 + one)
+            variance = part.square().mul_(each / 3 + whole).add_(square, alpha=each / 6 + one + both)
             part.addcmul_(variance.sqrt_(), self._some(self.normals, part))
             self._underflow(part)
         return result
 
     def _underflow(self, part: Tensor) -> None:
         """Give small numbers, which float16 stores at a fixed distance, the error of rounding to the nearest; zeros stay zero."""
-        if self.spacing and self.unit > self.sums:
+        if self.coarser.flushes and self.unit == unit(self.dtype):
+            part.copy_(_flushed(part, self.dtype))
+        elif self.spacing and self.unit > self.sums:
             part.add_(self._some(self.normals, part) * (part != 0), alpha=self.spacing / math.sqrt(12))
 
     def _some(self, table: Tensor, like: Tensor) -> Tensor:
         """Return as many numbers of a table as ``like`` has, from a random place: drawing new ones would take too long."""
         start = int(torch.randint(NORMALS, (), generator=self.generator))
         return table[start : start + like.numel()]
+
+
+@lru_cache(maxsize=16)
+def _normals(seed: int) -> tuple[Tensor, Tensor]:
+    """Return NORMALS random numbers, twice in a row so that a part from anywhere may have as many; and the generator's state."""
+    generator = torch.Generator().manual_seed(seed)
+    normals = torch.randn(NORMALS, generator=generator, dtype=torch.float64)
+    return torch.cat((normals, normals)), generator.get_state()
+
+
+@lru_cache(maxsize=32)
+def _factors(seed: int, size: float) -> Tensor:
+    return 1 + size * _normals(seed)[0]
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:

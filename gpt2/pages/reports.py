@@ -78,8 +78,9 @@ def rounding_settings() -> dict[str, str]:
     import torch
 
     found = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    if (precision := torch.get_float32_matmul_precision()) != "highest":
-        found["torch.set_float32_matmul_precision"] = precision
+    with suppress(RuntimeError):  # raised where only a backend's own setting was changed; that follows
+        if (precision := torch.get_float32_matmul_precision()) != "highest":
+            found["torch.set_float32_matmul_precision"] = precision
     for name in ("mkldnn.matmul", "cuda.matmul")[: 1 + torch.cuda.is_available()]:
         backend = attrgetter(name)(torch.backends)
         if (precision := getattr(backend, "fp32_precision", "none")) not in ("none", "ieee"):

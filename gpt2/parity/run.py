@@ -21,10 +21,10 @@ from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.names import DEFAULT, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.official_files import Official, official_files
 from gpt2.checkpoint.saving import sha256
-from gpt2.devices.judge import missing_kernel
 from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.metrics import Progress, silent
+from gpt2.measure.placement import missing_kernel
 from gpt2.model import GPT2
 from gpt2.pages.reports import Interrupted, environment
 from gpt2.parity import checks, reference
