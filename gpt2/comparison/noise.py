@@ -27,9 +27,8 @@ from gpt2.comparison.results import Scored
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.ways import PADDING, PIECE, Run, alone, attending, in_pieces, one_at_a_time, padded, together
 from gpt2.data import Tokenizer
-from gpt2.errors import InputError
+from gpt2.errors import InputError, machine_memory
 from gpt2.generation import generate
-from gpt2.measure.allocator import machine_memory
 from gpt2.measure.estimates import Bootstrap
 from gpt2.measure.metrics import Progress, relative_error, silent
 from gpt2.measure.per_token import likeliest, measure_rows
