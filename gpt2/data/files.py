@@ -122,6 +122,23 @@ def written_aside(path: Path) -> Iterator[BinaryIO]:
         new.unlink(missing_ok=True)
 
 
+def write_output(path: str | Path, content: str | bytes, flag: str = "") -> None:
+    """Write a result where the user asked for it, as :func:`written_aside` does; a device or pipe is written into.
+
+    Raises InputError, which names ``flag``: it cannot be written, and what was there before is as it was.
+    """
+    path = Path(path)
+    data = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")  # a file name may not be UTF-8
+    try:
+        if (path.exists() and not path.is_file()) or path.parent.resolve().parts[1:2] in (("dev",), ("proc",)):
+            path.write_bytes(data)
+            return
+        with written_aside(path) as file:
+            file.write(data)
+    except OSError as error:
+        raise InputError(f"{flag}{path}: cannot be written ({error.strerror}); make room, or choose another file") from None
+
+
 def write(directory: Path, texts: Mapping[str, str | bytes]) -> list[Path]:
     """Write each file as :func:`written_aside` does; return their paths."""
     directory.mkdir(parents=True, exist_ok=True)

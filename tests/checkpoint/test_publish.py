@@ -231,11 +231,8 @@ def test_no_answer_of_the_hub_is_a_traceback(trained: Path, hub: HubStandIn, mon
         hub.repos.clear()
         hub.uploads.blobs.clear()
         hub.rewrite = rewrite
-        try:
-            send(planned, look("me/tiny", planned, public=False))
-        except InputError as error:
-            assert str(error).isprintable()
-            assert re.search("[:;] ", str(error))
+        said = said_by(lambda: send(planned, look("me/tiny", planned, public=False)))
+        assert not said or (said.isprintable() and re.search("[:;] ", said))
         hub.rewrite = None
 
 
@@ -287,6 +284,15 @@ def test_who_may_not_write_is_told(trained: Path, hub: HubStandIn, capsys, monke
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(trained / "none"))
     assert "not logged in" in refused(lambda: look("me/tiny", planned, public=False))
+
+
+def said_by(call: Callable[[], object]) -> str:
+    """The line of an error; "" if there is none."""
+    try:
+        call()
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def refused(call: Callable[[], object]) -> str:
