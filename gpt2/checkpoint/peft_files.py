@@ -30,7 +30,7 @@ from gpt2.checkpoint.hub import resolve
 from gpt2.checkpoint.keys import HEAD, expected, from_file, is_parameter, layer, to_file
 from gpt2.checkpoint.names import DEFAULT, OFFICIAL, REPOSITORY, ModelName
 from gpt2.checkpoint.saving import safetensors_file, write_file, write_json
-from gpt2.config import GPT2Config, quoted
+from gpt2.config import GPT2Config, number, quoted
 from gpt2.errors import CheckpointError, InputError
 from gpt2.lora import PROJECTIONS, adapters, merge_into
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 Reader = Callable[[str, torch.dtype], Tensor]
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # attributes of PeftModel and LoraModel
+MAX_NUMBER = 1e30  # of r and alpha: their quotient is finite in float32
 TABLES = ("wte", "wpe")
 MODULES = r"h\.\d{1,5}\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)|wte|wpe|lm_head"
 TENSOR = re.compile(rf"({MODULES})\.lora_(embedding_)?([AB])(?:\.weight)?", re.ASCII)
@@ -210,9 +211,9 @@ def _number(config: Mapping[str, Any], key: str, default: float, patterns: str, 
             if re.match(rf"(.*\.)?({pattern})$", name):
                 value = special
                 break
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise CheckpointError(f"{where}: {key} is {quoted(str(value))}, no positive number; fetch the adapter again")
-    return value
+    if (found := number(value, float, math.ulp(0), MAX_NUMBER)) is None:
+        raise CheckpointError(f"{where}: {key} is {quoted(value)}, not a positive number that fits; fetch the adapter again")
+    return float(found)
 
 
 def save_adapter(model: GPT2, directory: Path, base: str | None) -> Path:

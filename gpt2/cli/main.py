@@ -8,10 +8,12 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 
 from gpt2 import __version__
 from gpt2.cli.common import name_activation, outlasting_readers, require_writable
+from gpt2.config import number
 from gpt2.errors import InputError, out_of_memory
 
 NAMES = ("info", "verify", "compare", "explore", "diagnose", "trace", "generate", "train", "export", "publish", "bench")
@@ -67,11 +69,24 @@ def parser() -> argparse.ArgumentParser:
             epilog=f"examples:\n{command.EXAMPLES}",
             formatter_class=Help,
         )
+        for kind in (int, float):
+            parser.register("type", kind, partial(bounded, kind))
         command.add_arguments(parser)
         help = "write the result as JSON to FILE; - is stdout, and nothing else goes there"
         parser.add_argument("--json", metavar="FILE", help=help)
         parser.set_defaults(run=command.run)
     return top
+
+
+def bounded(kind: type[int] | type[float], text: str) -> int | float:
+    """Parse a number of the command line: one that fits 64 bits."""
+    try:
+        found = number(kind(text), kind)
+    except ValueError:
+        found = None
+    if found is None:
+        raise argparse.ArgumentTypeError(f"invalid {kind.__name__} value: {text!r}"[:200])
+    return found
 
 
 def complete(top: argparse.ArgumentParser, shell: str) -> int:
