@@ -9,7 +9,8 @@ import os
 import re
 from pathlib import Path
 
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters except newline and tab; surrogates
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+# Control characters except newline and tab; surrogates; what turns the direction of the text after it
 _NO_MEMORY = re.compile(
     "OutOfMemory|(out of|not enough|allocate) memory|bad_alloc|bad allocation|failed to allocate", re.IGNORECASE
 )
@@ -18,9 +19,9 @@ _NO_MEMORY = re.compile(
 def printable(text: str, *, one_line: bool = False) -> str:
     """Return ``text`` with each control character replaced by a symbol, so that a terminal shows it and does not obey it.
 
-    U+0000 to U+001F and U+007F become Unicode's control pictures (ESC is ␛). U+0080 to U+009F and the surrogates that stand
-    for undecodable bytes of a file name have no picture and become an escape (``\\u009b``). Newline and tab are replaced only
-    with ``one_line``, as for a file name or a table cell.
+    U+0000 to U+001F and U+007F become Unicode's control pictures (ESC is ␛). U+0080 to U+009F, the surrogates that stand for
+    undecodable bytes of a file name, and what overrides a text's direction have no picture and become an escape (``\\u009b``).
+    Newline and tab are replaced only with ``one_line``, as for a file name or a table cell.
     """
     shown = _CONTROL.sub(_symbol, text)
     return shown.replace("\n", "␊").replace("\t", "␉") if one_line else shown

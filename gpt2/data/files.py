@@ -1,6 +1,7 @@
 """Read and write the files of tokenizers: JSON, text and bytes, within limits and whole."""
 
 import contextlib
+import errno
 import functools
 import json
 import logging
@@ -35,9 +36,16 @@ def warn_once(message: str) -> None:
     log.warning("%s", printable(message, one_line=True))
 
 
+def require_file(path: Path) -> None:
+    """Raise OSError if a path is a pipe, a socket or a device, from which a read may wait, or grow, without end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "a pipe or a device; copy what it holds into a file")
+
+
 def read(path: Path) -> bytes:
     """Read a tokenizer's file. Raises InputError: it cannot be read, is too large, a link to nothing, or a git-lfs pointer."""
     try:
+        require_file(path)
         with path.open("rb") as file:
             content = file.read(LIMIT + 1)
     except OSError as error:
