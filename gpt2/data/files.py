@@ -33,7 +33,7 @@ log = logging.getLogger("gpt2")
 @functools.cache
 def warn_once(message: str) -> None:
     """Log a warning the first time: a command opens the same name for the model, its tokenizer and a report."""
-    log.warning("%s", printable(message, one_line=True))
+    log.warning("%s", printable(message, one_line=True)[:1000])
 
 
 def require_file(path: Path) -> None:
