@@ -9,7 +9,6 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib import import_module
 from typing import NoReturn
 
@@ -79,8 +78,7 @@ def parser() -> argparse.ArgumentParser:
             epilog=f"examples:\n{command.EXAMPLES}",
             formatter_class=Help,
         )
-        for kind in (int, float):
-            parser.register("type", kind, partial(bounded, kind))
+        parser.register("type", int, whole)
         command.add_arguments(parser)
         help = "write the result as JSON to FILE; - is stdout, and nothing else goes there"
         parser.add_argument("--json", metavar="FILE", help=help)
@@ -88,14 +86,14 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def bounded(kind: type[int] | type[float], text: str) -> int | float:
-    """Parse a number of the command line: one that fits 64 bits."""
+def whole(text: str) -> int:
+    """Parse a whole number of the command line that fits 64 bits."""
     try:
-        found = number(kind(text), kind)
+        found: int | None = number(int(text), int)
     except ValueError:
         found = None
     if found is None:
-        raise argparse.ArgumentTypeError(f"invalid {kind.__name__} value: {text!r}"[:200])
+        raise argparse.ArgumentTypeError(f"invalid int value: {text[:40]!r}")
     return found
 
 

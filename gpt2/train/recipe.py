@@ -334,7 +334,7 @@ def _converted(value: Any, wanted: Any, where: str, key: str) -> Any:
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
             raise InputError(f"{where}: {key} is a list of names, found {quoted(value)}")
         return tuple(names)
-    if wanted in (int, float):
+    if wanted is int or (wanted is float and type(value) is not float):  # its range refuses nan and inf
         if (found := number(value, wanted)) is None:
             raise InputError(f"{where}: {key} must be {wanted.__name__}, found {quoted(value)}; give a number that fits it")
         return found

@@ -42,7 +42,7 @@ def test_recipes(key: str) -> None:
 def test_adapters() -> None:
     """lora_alpha of 400 digits was divided by r."""
     for bad in BAD[:-3]:
-        assert "not a positive number" in refusal(adapter_number, {"lora_alpha": bad}, "lora_alpha", 8, "p", "c_attn", Path("x"))
+        assert "no positive number" in refusal(adapter_number, {"lora_alpha": bad}, "lora_alpha", 8, "p", "c_attn", Path("x"))
 
 
 def test_metrics_and_state(whole: Path, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_metrics_and_state(whole: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [("generate", "--top-k"), ("generate", "--temperature"), ("compare", "a", "b", "--tokens"), ("diagnose", "x", "--timeout")],
+    [("generate", "--top-k"), ("compare", "a", "b", "--tokens"), ("explore", "--port"), ("bench", "--batch")],
     ids=" ".join,
 )
 def test_arguments(words: tuple[str, ...], capsys: pytest.CaptureFixture) -> None:
