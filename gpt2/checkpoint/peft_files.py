@@ -220,9 +220,7 @@ def _number(config: Mapping[str, Any], key: str, default: float, patterns: str, 
                 value = special
                 break
     if (found := number(value, float, math.ulp(0), MAX_NUMBER)) is None:
-        raise CheckpointError(
-            f"{where}: {key} is {quoted(value if isinstance(value, int) else str(value))}, no positive number; fetch the adapter again"
-        )
+        raise CheckpointError(f"{where}: {key} is {quoted(str(value))}, no positive number; fetch the adapter again")
     return float(found)
 
 
