@@ -22,6 +22,7 @@ ALIASES = {
 }
 # Sizes come from untrusted files. The largest GPT-2 has 48 layers; the tensor list of a billion layers would fill memory.
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
+MAX_WHOLE, MAX_FLOAT = 2**63 - 1, sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class GPT2Config:
             if getattr(self, name) is not None:
                 _require(name, getattr(self, name), int, minimum=1 if name == "n_inner" else 0, maximum=MAX_SIZE)
         for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "layer_norm_epsilon", "initializer_range"):
-            _require(name, getattr(self, name), float, minimum=0, maximum=1 if name.endswith("pdrop") else sys.float_info.max)
+            _require(name, getattr(self, name), float, minimum=0, maximum=1 if name.endswith("pdrop") else MAX_FLOAT)
         for name in ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "tie_word_embeddings"):
             _require(name, getattr(self, name), bool)
         if self.n_embd % self.n_head:
@@ -162,13 +163,25 @@ _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 60, 60
 
 
+def number(value: object, kind: type[int] | type[float], least: float = -MAX_FLOAT, most: float = MAX_FLOAT) -> Any:
+    """Return a number of an untrusted file as ``kind``; None if it is none, no whole one, not finite, or out of bounds.
+
+    This is how numbers of recipes, adapters, metrics and a run's state are read: JSON and TOML hold numbers of any size, and
+    truth values, which Python counts as integers.
+    """
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+        return None
+    fits = max(least, -MAX_WHOLE) <= value <= min(most, MAX_WHOLE) if kind is int else least <= value <= most
+    return kind(value) if fits else None
+
+
 def _require(name: str, value: Any, kind: type, minimum: float = 0, maximum: float = 1) -> None:
     """Raise an :class:`InputError` if a field does not have type ``kind`` or is out of bounds."""
     fits = isinstance(value, int | float) if kind is float else isinstance(value, kind)
     if not fits or (kind is not bool and isinstance(value, bool)):
         raise InputError(f"config: {name} must be {'a number' if kind is float else kind.__name__}, found {quoted(value)}")
-    if not minimum <= value <= maximum:  # also true for NaN
-        bounds = f"{minimum:g} or more, and finite" if maximum == sys.float_info.max else f"within {minimum} .. {maximum}"
+    if kind is not bool and number(value, kind, minimum, maximum) is None:
+        bounds = f"{minimum:g} or more, and finite" if maximum == MAX_FLOAT else f"within {minimum} .. {maximum}"
         raise InputError(f"config: {name} is {quoted(value)}, and must be {bounds}")
 
 

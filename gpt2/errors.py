@@ -1,12 +1,16 @@
-"""Errors that the user can fix, and functions that make untrusted text safe to print.
+"""Errors that the user can fix, functions that make untrusted text safe to print, and the one guard of memory.
 
 A wrong name, path, file or flag raises :class:`InputError` with one line: what is wrong, where, and what to do. The command
 line prints it and exits 2. A traceback always means a bug in this package.
 """
 
+import math
+import os
 import re
+from pathlib import Path
 
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters except newline and tab; surrogates
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+# Control characters except newline and tab; surrogates; what turns the direction of the text after it
 _NO_MEMORY = re.compile(
     "OutOfMemory|(out of|not enough|allocate) memory|bad_alloc|bad allocation|failed to allocate", re.IGNORECASE
 )
@@ -15,9 +19,9 @@ _NO_MEMORY = re.compile(
 def printable(text: str, *, one_line: bool = False) -> str:
     """Return ``text`` with each control character replaced by a symbol, so that a terminal shows it and does not obey it.
 
-    U+0000 to U+001F and U+007F become Unicode's control pictures (ESC is ␛). U+0080 to U+009F and the surrogates that stand
-    for undecodable bytes of a file name have no picture and become an escape (``\\u009b``). Newline and tab are replaced only
-    with ``one_line``, as for a file name or a table cell.
+    U+0000 to U+001F and U+007F become Unicode's control pictures (ESC is ␛). U+0080 to U+009F, the surrogates that stand for
+    undecodable bytes of a file name, and what overrides a text's direction have no picture and become an escape (``\\u009b``).
+    Newline and tab are replaced only with ``one_line``, as for a file name or a table cell.
     """
     shown = _CONTROL.sub(_symbol, text)
     return shown.replace("\n", "␊").replace("\t", "␉") if one_line else shown
@@ -42,3 +46,20 @@ class InputError(ValueError):
 
 class CheckpointError(InputError):
     """A checkpoint that cannot be read, does not match its config, or differs from its hash on the Hub."""
+
+
+def machine_memory() -> float:
+    """Return the bytes of memory that this process may use: the machine's, or its container's if that is less."""
+    counted = "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ())  # Windows has no such call
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if counted else math.inf
+    file = Path("/sys/fs/cgroup/memory.max")
+    limit = file.read_text().strip() if file.is_file() else "max"
+    return min(machine, int(limit)) if limit.isdigit() else machine
+
+
+def require_memory(needed: float, what: str, advice: str, most: float = math.inf) -> None:
+    """Raise InputError, before it is allocated, if ``what`` needs more bytes than ``most`` or than this machine can hold."""
+    limit = min(most, 0.9 * machine_memory())
+    if needed > limit:
+        has = f"and at most {limit / 1e9:,.1f} fit here" if limit == most else f"this machine has {limit / 0.9 / 1e9:,.1f}"
+        raise InputError(f"{what} need about {needed / 1e9:,.1f} GB, {has}; {advice}")

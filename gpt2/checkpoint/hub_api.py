@@ -232,10 +232,12 @@ def explained(repo: str, revision: str = "", refused: Callable[[str, Exception],
     check_environment()
     from huggingface_hub.errors import HFValidationError, HTTPError
 
-    kinds = (HTTPError, OSError, ValueError, RuntimeError) if refused else (HTTPError, OSError, HFValidationError)
+    kinds = (Exception,) if refused else (HTTPError, OSError, HFValidationError)  # an answer can lead the client to any
     try:
         yield
-    except InputError:
+    except InputError as error:
+        if refused and "use --offline" in str(error):
+            raise InputError(str(error).replace("use --offline", "run it again")) from error
         raise
     except kinds as error:
         raise (refused(repo, error) if refused else _explain(repo, revision, error)) from error

@@ -30,7 +30,7 @@ from gpt2.checkpoint.hub import resolve
 from gpt2.checkpoint.keys import HEAD, expected, from_file, is_parameter, layer, to_file
 from gpt2.checkpoint.names import DEFAULT, OFFICIAL, REPOSITORY, ModelName
 from gpt2.checkpoint.saving import safetensors_file, write_file, write_json
-from gpt2.config import GPT2Config, quoted
+from gpt2.config import GPT2Config, number, quoted
 from gpt2.errors import CheckpointError, InputError
 from gpt2.lora import PROJECTIONS, adapters, merge_into
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 Reader = Callable[[str, torch.dtype], Tensor]
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # attributes of PeftModel and LoraModel
+MAX_NUMBER = 1e30  # of r and alpha: their quotient is finite in float32
 TABLES = ("wte", "wpe")
 MODULES = r"h\.\d{1,5}\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)|wte|wpe|lm_head"
 TENSOR = re.compile(rf"({MODULES})\.lora_(embedding_)?([AB])(?:\.weight)?", re.ASCII)
@@ -153,7 +154,7 @@ def read_adapter(path: Path) -> Adapter:
     if strange or not (pairs or whole):
         what = f"holds {listed(strange)}, no A and B of a projection" if strange else "holds no adapter"
         raise CheckpointError(f"{weights}: {what}; {advice}")
-    trained = [*(config.get("modules_to_save") or ()), *(["bias"] if config.get("bias", "none") != "none" else [])]
+    trained = [*_names(config, "modules_to_save", where), *(["bias"] if config.get("bias", "none") != "none" else [])]
     if absent := [name for name in trained if not any(f".{name}." in f".{held}." for held in whole)]:
         raise CheckpointError(f"{weights}: holds nothing of {listed(absent)}, which {CONFIG} says was trained; fetch it again")
     factors = {f"{name}.weight": (pair["A"], pair["B"], _scale(config, file, pair, where)) for name, pair in pairs.items()}
@@ -164,10 +165,18 @@ def read_adapter(path: Path) -> Adapter:
 
 def _merging(config: Mapping[str, Any]) -> str:
     """Say how PEFT merges an adapter; of one on a matrix that may be tied, how its result keeps two."""
-    targets = [config.get(key) or () for key in ("target_modules", "modules_to_save")]
-    names = [name for each in targets for name in ([each] if isinstance(each, str) else each)]
-    tied = any(isinstance(name, str) and re.search(r"wte|lm_head|all-linear", name) for name in names)
+    names = [name for key in ("target_modules", "modules_to_save") for name in _names(config, key)]
+    tied = any(re.search(r"wte|lm_head|all-linear", name) for name in names)
     return UNTIE_FIRST + MERGE_WITH_PEFT if tied else MERGE_WITH_PEFT
+
+
+def _names(config: Mapping[str, Any], key: str, where: Path = Path(CONFIG)) -> list[str]:
+    """Return the names of modules under ``key``, which may be one name."""
+    value = config.get(key) or []
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{where}: {key} is {quoted(value)}, not a list of names; fetch the adapter again")
+    return names
 
 
 def base_of(adapter: Adapter, *, offline: bool = False) -> Path:
@@ -210,9 +219,9 @@ def _number(config: Mapping[str, Any], key: str, default: float, patterns: str, 
             if re.match(rf"(.*\.)?({pattern})$", name):
                 value = special
                 break
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+    if (found := number(value, float, math.ulp(0), MAX_NUMBER)) is None:
         raise CheckpointError(f"{where}: {key} is {quoted(str(value))}, no positive number; fetch the adapter again")
-    return value
+    return float(found)
 
 
 def save_adapter(model: GPT2, directory: Path, base: str | None) -> Path:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import re
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpt2.checkpoint import card
-from gpt2.checkpoint.cache import Declared, digest_of
-from gpt2.checkpoint.checkpoint import open_path
-from gpt2.checkpoint.containers import read_json
+from gpt2.checkpoint.cache import COMMIT, Declared, digest_of
+from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, open_path
 from gpt2.checkpoint.describe import File
 from gpt2.checkpoint.export import TOKENIZER_FILES
-from gpt2.checkpoint.files import ADAPTER, INDEX, what_is_there
-from gpt2.checkpoint.hub_api import explained, list_files, one_line, request_headers
+from gpt2.checkpoint.files import ADAPTER, INDEX
+from gpt2.checkpoint.hub_api import MAX_ANSWER, explained, in_thread, list_files, one_line, request_headers
 from gpt2.checkpoint.loading import require_finite, rows_note
 from gpt2.checkpoint.names import REPOSITORY
 from gpt2.checkpoint.peft_files import WEIGHTS as ADAPTER_WEIGHTS
@@ -26,14 +30,26 @@ from gpt2.config import quoted
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
+    from httpx2 import Client, Request, Response
     from huggingface_hub import HfApi
 
 ADAPTERS = (ADAPTER, ADAPTER_WEIGHTS, f"adapter/{ADAPTER}", f"adapter/{ADAPTER_WEIGHTS}")
-SENT = {
-    *("config.json", "generation_config.json", "special_tokens_map.json", INDEX, "LICENSE", *ADAPTERS),
+BESIDE = {
+    *("config.json", "generation_config.json", "special_tokens_map.json", "LICENSE", *ADAPTERS),
     *(card.CARD, card.CURVES, card.RECORD, *TOKENIZER_FILES),
 }
-WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|[\w+-][\w.+-]*\.gguf", re.ASCII)
+PATH = "a path of this machine"
+# What must not be sent unseen -> its name for the user. Of weights only the first bytes are searched, their header.
+PRIVATE = {
+    rb"hf_[A-Za-z0-9]{16,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|AKIA[0-9A-Z]{16}|xox[abpr]-[\w-]{10,}": "a token",
+    rb"-----BEGIN [A-Z ]*PRIVATE KEY-----": "a key",
+    rb"(?:/home/|/Users/|/root/|\b[A-Za-z]:\\{1,2}Users\\{1,2})[\w.+/-]+"
+    rb'|"base_model_name_or_path": *"[~./][^"]*"': PATH,
+}
+HEAD = 1 << 20
+PATIENCE, SLOWEST = 60.0, 10_000  # seconds for an answer, and the bytes a second that an upload has at least
+# Headers of an answer that are not passed on: of a body that is decoded, and how long the client would sleep.
+DROPPED = ("content-encoding", "content-length", "transfer-encoding", "ratelimit", "ratelimit-policy", "retry-after")
 AGAIN = "run it again, what the Hub has is not sent again"
 DOWN = "the Hub is busy or down; run it again later, what it has is not sent again"
 # Status of a refusal -> what to do; {said} is the Hub's own reason, {hub} its address.
@@ -54,7 +70,7 @@ class Plan:
     """What would be sent of ``folder``: files with size and sha256; the names of other files; remarks for the user.
 
     ``written`` has the content of the files that are sent otherwise than they are in the folder: the card and the record, which
-    name the repository.
+    name the repository. ``private`` says which files hold what looks like a token or a private path.
     """
 
     folder: Path
@@ -62,6 +78,7 @@ class Plan:
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
     written: Mapping[str, bytes]
+    private: tuple[str, ...]
 
     @property
     def size(self) -> int:
@@ -91,8 +108,8 @@ class Published:
 def plan(folder: str | Path, repo: str | None = None, record: card.Record | None = None) -> Plan:
     """Choose the files of ``folder`` to publish, and check them; no request is made, and the folder is not changed.
 
-    Only a model's own files are sent: safetensors or GGUF, config, tokenizer, card, record, curves, LoRA adapter. With ``repo``,
-    card and record name it; the record may be another than the folder's.
+    The weights that the model is read from are sent, and by name: config, tokenizer, card, record, curves, LoRA adapter. With
+    ``repo``, card and record name it; the record may be another than the folder's.
 
     Raises InputError: not OWNER/NAME, no such folder, its model does not load or computes no numbers, its weights are in another
     format, a file is a link that leads out of it, or its card claims what its record does not have.
@@ -102,21 +119,14 @@ def plan(folder: str | Path, repo: str | None = None, record: card.Record | None
     given, folder = Path(folder), Path(folder).expanduser().resolve()
     if not folder.is_dir():
         raise InputError(f"{given}: not a folder; give the one that gpt2 export or gpt2 train made, such as out/run/best")
+    weights, notes = _check_model(folder, given)
     present = sorted(entry.relative_to(folder).as_posix() for entry in folder.rglob("*") if not entry.is_dir())
-    names = [name for name in present if name in SENT or WEIGHTS.fullmatch(name)]
+    names = [name for name in present if name in weights | BESIDE]
     for name in names:
         target = (folder / name).resolve()
         if not (target.is_file() and target.is_relative_to(folder)):
             raise InputError(f"{given}/{name}: a link that leads out of the folder; put a copy of the file there")
-    if not any(WEIGHTS.fullmatch(name) or name in ADAPTERS[:2] for name in names):
-        there = what_is_there(folder)
-        advice = "" if "training run" in there else f". gpt2 export {given} DIR writes safetensors"
-        raise InputError(f"{given}: no model.safetensors and no .gguf there; {there}{advice}")
     files = {name: File(name, (folder / name).stat().st_size, sha256(folder / name)) for name in names}
-    notes = _check_model(folder, names)
-    for name in names:
-        base = str(read_json(folder / name).get("base_model_name_or_path")) if name.endswith(ADAPTER) else ""
-        notes += [f"{name} names {base}, a path of this machine"] if base.startswith(("/", "~", ".")) else []
     notes += card.check(folder, {name: file.sha256 for name, file in files.items()})
     if MANIFEST in present and (damage := unlike_manifest(folder)):
         raise InputError(f"{given}: {damage}; restore it from a copy, or, if you changed it yourself, remove {MANIFEST}")
@@ -124,8 +134,22 @@ def plan(folder: str | Path, repo: str | None = None, record: card.Record | None
     if repo and record and card.CARD in files:
         written, _ = card.contents(folder, record | {"repo": repo})
     files |= {name: File(name, len(content), hashlib.sha256(content).hexdigest()) for name, content in written.items()}
+    private = []
+    for name in files:
+        with (folder / name).open("rb") as file:
+            content = written.get(name) or file.read(HEAD if name in weights else -1)
+        private += [
+            f"{name} holds {_shown(found[0], what)}"
+            for look_for, what in PRIVATE.items()
+            if (found := re.search(look_for, content))
+        ]
     left_out = tuple(name for name in present if name not in names)
-    return Plan(folder, tuple(files.values()), left_out, tuple(notes), written)
+    return Plan(folder, tuple(files.values()), left_out, (*notes, *private), written, tuple(private))
+
+
+def _shown(found: bytes, what: str) -> str:
+    text = found.decode(errors="replace")
+    return f"{text}, {what}" if what == PATH else f"{text[:7]}..., which looks like {what}"
 
 
 def _require_name(repo: str) -> None:
@@ -133,19 +157,22 @@ def _require_name(repo: str) -> None:
         raise InputError(f"{quoted(repo)} is not OWNER/NAME; give your name on the Hub and the model's, such as me/macbeth")
 
 
-def _check_model(folder: Path, names: list[str]) -> list[str]:
-    """Load the model and compute logits; return remarks. Raises InputError or CheckpointError: it cannot be published."""
+def _check_model(folder: Path, given: Path) -> tuple[set[str], list[str]]:
+    """Load the model and compute logits; return the files of its weights, and remarks. Raises InputError: it cannot be sent."""
     checkpoint = open_path(folder)
-    weights = {container.path.name for container in checkpoint.assignment.files.values()}
-    if ADAPTER not in names and (others := weights - set(names)):
-        raise InputError(
-            f"{folder}: the weights are read from {min(others)}, which is not sent; gpt2 export {folder} DIR writes safetensors"
-        )
+    if isinstance(checkpoint, AdaptedCheckpoint):
+        weights = {ADAPTER_WEIGHTS}
+    else:
+        weights = {container.path.name for container in checkpoint.assignment.files.values()}
+        if others := sorted(name for name in weights if not name.endswith((".safetensors", ".gguf"))):
+            what = f"the weights are read from {others[0]}, which is not sent"
+            raise InputError(f"{given}: {what}; gpt2 export {given} DIR writes safetensors")
+        weights |= {INDEX} if len(weights) > 1 else set()
     model, tokenizer = checkpoint.load(), checkpoint.own_tokenizer()
     require_finite(model, str(folder))
     if tokenizer is None:
-        return ["there is no tokenizer in the folder: nobody can type a prompt"]
-    return rows_note(tokenizer, model.config, str(folder))
+        return weights, ["there is no tokenizer in the folder: nobody can type a prompt"]
+    return weights, rows_note(tokenizer, model.config, str(folder))
 
 
 def look(repo: str, planned: Plan, *, public: bool) -> Target:
@@ -154,7 +181,7 @@ def look(repo: str, planned: Plan, *, public: bool) -> Target:
     Raises InputError: not OWNER/NAME, no token, no answer, or a public repository where a private one is wanted.
     """
     _require_name(repo)
-    with explained(repo, refused=_refused):
+    with explained(repo, refused=_refused), _careful():
         from huggingface_hub.errors import RepositoryNotFoundError
         from huggingface_hub.utils import validate_repo_id
 
@@ -162,15 +189,16 @@ def look(repo: str, planned: Plan, *, public: bool) -> Target:
         api = _api()
         url = f"{api.endpoint}/{repo}"
         try:
-            info = api.model_info(repo, timeout=30)
+            info = api.model_info(repo)
         except RepositoryNotFoundError:
             return Target(repo, url, not public, None)
+        others = {str(file.rfilename) for file in info.siblings or ()} - {file.name for file in planned.files}
+        commit = _commit(info.sha)
     if info.id != repo:
-        raise InputError(f"{repo} is called {info.id} now; give that name")
-    if not info.private and not public:
+        raise InputError(f"{repo} is called {quoted(info.id)} now; give that name")
+    if info.private is not True and not public:
         raise InputError(f"{url} is public already; add --public, or choose another name for a private one")
-    others = {file.rfilename for file in info.siblings or ()} - {file.name for file in planned.files} - {".gitattributes"}
-    return Target(repo, url, bool(info.private), info.sha, tuple(sorted(others)))
+    return Target(repo, url, info.private is True, commit, tuple(sorted(others - {".gitattributes"})))
 
 
 def send(planned: Plan, target: Target) -> Published:
@@ -179,7 +207,7 @@ def send(planned: Plan, target: Target) -> Published:
     Large files that the Hub has already are not sent again, so a broken upload goes on. The commit fails if the repository has
     changed since :func:`look`. Raises InputError: the Hub refuses or does not answer.
     """
-    with explained(target.repo, refused=_refused):
+    with explained(target.repo, refused=_refused), _careful():
         from huggingface_hub import CommitOperationAdd
 
         api = _api()
@@ -190,10 +218,66 @@ def send(planned: Plan, target: Target) -> Published:
         message = f"Upload {len(files)} files with gpt2 publish"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a card without metadata, which the plan's notes say
-            commit = api.create_commit(target.repo, files, commit_message=message, parent_commit=target.commit).oid
+            done = api.create_commit(target.repo, files, commit_message=message, parent_commit=target.commit)
+        commit = _commit(done.oid)
         stored = list_files(target.repo, commit)
     wrong = [file.name for file in planned.files if not _arrived(file, sent[file.name], stored.get(file.name))]
     return Published(commit, f"{target.url}/commit/{commit}", tuple(wrong))
+
+
+def _commit(sha: object) -> str:
+    if not (isinstance(sha, str) and COMMIT.fullmatch(sha)):
+        raise _garbled("names no commit")
+    return sha
+
+
+@contextlib.contextmanager
+def _careful() -> Iterator[None]:
+    """Let the client follow no redirect to another host, which it would send the files to, and wait for no answer without end."""
+    from huggingface_hub.utils import _http
+
+    before = _http._GLOBAL_CLIENT_FACTORY
+
+    def careful() -> Client:
+        client = before()
+        client.event_hooks = {**client.event_hooks, "response": [*client.event_hooks["response"], _stay]}
+        client.send = partial(_whole_answer, client.send)  # type: ignore[method-assign]
+        return client
+
+    _http.set_client_factory(careful)
+    try:
+        yield
+    finally:
+        _http.set_client_factory(before)
+
+
+def _stay(answer: Response) -> None:
+    """Raise InputError if an answer leads to another host."""
+    asked = answer.request.url
+    if answer.has_redirect_location and (there := asked.join(answer.headers["location"])).netloc != asked.netloc:
+        what = f"{asked.host} sends the upload on to {there.scheme}://{there.netloc.decode()}"
+        raise InputError(f"{what}, where nothing was sent; if that is your Hub, set HF_ENDPOINT to it")
+
+
+def _whole_answer(send: Any, request: Request, **options: Any) -> Response:
+    """Send a request and return the whole answer. Raises InputError: it is too long, or not there in time."""
+    seconds = PATIENCE + int(request.headers.get("content-length", 0)) / SLOWEST
+    end = time.monotonic() + seconds
+
+    def whole() -> Response:
+        answer, body = send(request, **{**options, "stream": True}), bytearray()
+        with contextlib.closing(answer):
+            for chunk in answer.iter_bytes():
+                body += chunk
+                if len(body) > MAX_ANSWER or time.monotonic() > end:
+                    raise _garbled("its answer does not end")
+        headers = [(name, value) for name, value in answer.headers.multi_items() if name.lower() not in DROPPED]
+        return type(answer)(answer.status_code, headers=headers, content=bytes(body), request=answer.request)
+
+    future = in_thread(whole)
+    if not wait([future], seconds).done:
+        raise _garbled(f"no answer in {seconds:.0f} s")
+    return future.result()
 
 
 def _arrived(file: File, sent: bytes | Path, stored: Declared | None) -> bool:
@@ -222,15 +306,26 @@ def _api() -> HfApi:
 def _refused(repo: str, error: Exception) -> InputError:
     """Return what went wrong in one line, without the token."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
     cause = (error.__cause__ or error) if isinstance(error, RuntimeError) else error  # the client names the file around it
+    if isinstance(cause, InputError):
+        return cause
     if isinstance(cause, HfHubHTTPError):
         hub, status = constants.ENDPOINT, cause.response.status_code
         said = one_line(Exception(cause.response.headers.get("X-Error-Message") or "no reason given"))[:160]
         what = REFUSALS.get(status, DOWN if status >= 500 else "{said}; correct it and publish again")
         return InputError(f"{hub} answers {status} for {repo}: {what.format(hub=hub, owner=repo.partition('/')[0], said=said)}")
-    if isinstance(error, ValueError):  # the client's own checks, and the Hub's of the card
+    if isinstance(error, HTTPError | OSError | RuntimeError):
+        xet = "" if constants.HF_HUB_DISABLE_XET else "; HF_HUB_DISABLE_XET=1 sends over plain HTTP"
+        return InputError(f"the upload to {repo} broke off ({one_line(cause)}): check the network and {AGAIN}{xet}")
+    if isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError | UnicodeError):  # the checks of the card
         return InputError(f"{repo}: {one_line(cause)}; correct it and publish again")
-    xet = "" if constants.HF_HUB_DISABLE_XET else "; HF_HUB_DISABLE_XET=1 sends over plain HTTP"
-    return InputError(f"the upload to {repo} broke off ({one_line(cause)}): check the network and {AGAIN}{xet}")
+    return _garbled(f"{type(error).__name__}: {one_line(error)}")
+
+
+def _garbled(why: str) -> InputError:
+    """Return the error for an answer that no Hub gives."""
+    from huggingface_hub import constants
+
+    return InputError(f"{constants.ENDPOINT} does not answer as a Hub does ({why}): check HF_ENDPOINT, or {AGAIN}")

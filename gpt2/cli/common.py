@@ -78,7 +78,8 @@ def require_writable(flag: str, target: str | None) -> None:
     if target == "-":
         raise InputError(f"{flag} -: only --json goes to stdout; give a file")
     path = Path(target)
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    place = path if path.exists() and not path.is_file() else path.parent  # a file is replaced, a device or pipe written into
+    if path.is_dir() or not path.parent.is_dir() or not os.access(place, os.W_OK):
         raise InputError(f"{flag} {target}: cannot be written; give a file in an existing folder that you may write to")
 
 
@@ -97,10 +98,9 @@ def write_result(target: str | None, to_json: Callable[[], str], show: Callable[
         say(versioned())
         return
     if target:
-        try:
-            Path(target).write_text(versioned() + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"--json {target}: cannot be written ({error.strerror}); choose another file") from None
+        from gpt2.data.files import write_output
+
+        write_output(target, versioned() + "\n", "--json ")
     show()
 
 
@@ -108,7 +108,7 @@ def save_page(target: str | None, save: Callable[[str], object]) -> None:
     """Write the page of ``--html``, and report it on stderr."""
     if target:
         save(target)
-        print(f"wrote {target}", file=sys.stderr)
+        print(f"wrote {printable(target, one_line=True)}", file=sys.stderr)
 
 
 class _Outlasting(io.FileIO):

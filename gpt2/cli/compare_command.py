@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2.cli.common import Status, add_device, add_offline, add_set, require_writable, save_page, say, seed, size, write_result
-from gpt2.errors import InputError
+from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
     from gpt2.comparison.gates import Gate, Judged
@@ -254,7 +254,7 @@ def _save(args: argparse.Namespace, keep: "Keep | None") -> int:
 def _say_saved(keep: "Keep | None") -> None:
     if keep is not None:
         what = f"the {keep.top} likeliest tokens of each place" if keep.top else "all logits; --save-top 100 keeps less"
-        print(f"wrote {keep.path}: {size(keep.path.stat().st_size)}, {what}", file=sys.stderr)
+        print(f"wrote {printable(str(keep.path), one_line=True)}: {size(keep.path.stat().st_size)}, {what}", file=sys.stderr)
 
 
 def _attention(args: argparse.Namespace) -> int:

@@ -5,17 +5,28 @@ import gc
 import io
 import os
 import re
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from gpt2 import __version__
+from gpt2.cli import EARLY
 from gpt2.cli.common import name_activation, outlasting_readers, require_writable
-from gpt2.errors import InputError, out_of_memory
+from gpt2.config import number
+from gpt2.errors import InputError, out_of_memory, printable
 
 NAMES = ("info", "verify", "compare", "explore", "diagnose", "trace", "generate", "train", "export", "publish", "bench")
 COMMANDS = tuple(import_module(f"gpt2.cli.{name}_command") for name in NAMES)
+
+
+class Parser(argparse.ArgumentParser):
+    """Shows control characters of a wrong argument as symbols."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message, one_line=True))
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -45,7 +56,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="gpt2",
         description="Load GPT-2 checkpoints, prove them equal to transformers, say where models differ and why, generate, and "
         "fine-tune.",
@@ -67,11 +78,23 @@ def parser() -> argparse.ArgumentParser:
             epilog=f"examples:\n{command.EXAMPLES}",
             formatter_class=Help,
         )
+        parser.register("type", int, whole)
         command.add_arguments(parser)
         help = "write the result as JSON to FILE; - is stdout, and nothing else goes there"
         parser.add_argument("--json", metavar="FILE", help=help)
         parser.set_defaults(run=command.run)
     return top
+
+
+def whole(text: str) -> int:
+    """Parse a whole number of the command line that fits 64 bits."""
+    try:
+        found: int | None = number(int(text), int)
+    except ValueError:
+        found = None
+    if found is None:
+        raise argparse.ArgumentTypeError(f"invalid int value: {text[:40]!r}")
+    return found
 
 
 def complete(top: argparse.ArgumentParser, shell: str) -> int:
@@ -125,6 +148,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"gpt2 {args.command}: not enough memory for this; choose a smaller model, batch or context", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        said = printable(f"{error.filename}: {error.strerror}", one_line=True)
+        print(f"gpt2 {args.command}: {said}; see that it is there, and that you may use it", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"gpt2 {args.command}: interrupted", file=sys.stderr)
         return 130
+
+
+if EARLY:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -66,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
     with Status(f"asking the Hub for {args.repo}"):
         target = look(args.repo, planned, public=args.public)
     print(printable(_plan(args, planned, target)), file=sys.stderr)
-    if not args.yes:
+    if not args.yes or planned.private:
+        if planned.private and (args.yes or not sys.stdin.isatty()):
+            raise InputError(f"{planned.private[0]}: remove it, or leave out --yes and answer on a terminal")
         _ask(f"send these {len(planned.files)} files, {size(planned.size)}, to {target.url}?")
     _quiet_client()
     done = send(planned, target)

@@ -5,7 +5,7 @@ import shutil
 import sys
 
 from gpt2.cli.common import Status, add_device, add_model, say, write_result
-from gpt2.errors import InputError
+from gpt2.errors import InputError, printable
 
 HELP = "write every intermediate of the reference on a few tokens, to compare another program with"
 EXAMPLES = """\
@@ -90,5 +90,5 @@ def run(args: argparse.Namespace) -> int:
         traced.save(args.out)
     width = min(shutil.get_terminal_size((110, 24)).columns, 140)
     write_result(args.json, traced.to_json, lambda: say(traced.table(max(width, 80))))
-    print(f"wrote {args.out}", file=sys.stderr)
+    print(f"wrote {printable(args.out, one_line=True)}", file=sys.stderr)
     return 0

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if args.recipe == "plot":
         from gpt2.train.plot import plot
 
-        print(plot(args.runs, args.out or "loss.png"), file=sys.stderr)
+        print(printable(str(plot(args.runs, args.out or "loss.png")), one_line=True), file=sys.stderr)
         return 0
     if args.recipe == "watch":
         from gpt2.cli.watch import watch

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpt2.config import number
 from gpt2.errors import InputError
 
 STEP = re.compile(r"step-(\d+)")
@@ -44,6 +45,6 @@ def _step(folder: Path) -> int | None:
     """Return the step of the best checkpoint, as the run recorded it."""
     try:
         step = json.loads((folder / "progress.json").read_bytes())["step"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return step if isinstance(step, int) else None
+    return number(step, int, 0)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from gpt2.config import quoted
-from gpt2.data.files import END_OF_TEXT
+from gpt2.data.files import END_OF_TEXT, require_file
 from gpt2.errors import InputError
 
 TEXTS, TABLES = (".txt", ".md", ""), (".jsonl", ".csv", ".parquet")
@@ -240,12 +240,13 @@ def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
         raise InputError(f"{path}: reading .parquet needs pyarrow: pip install 'gpt2-toolkit[parquet]', or give .jsonl") from None
     try:
         row = 0
+        require_file(path)
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
+            for batch in file.iter_batches(batch_size=64):
                 for record in batch.to_pylist():
                     row += 1
                     yield f"{path}, row {row}", record
-    except (OSError, ArrowException) as error:
+    except (OSError, ArrowException, ValueError, OverflowError) as error:  # dates and texts that Python cannot hold
         raise InputError(f"{path}: cannot be read ({error}); save the table again") from None
 
 
@@ -253,6 +254,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
 def _opened(path: Path, newline: str) -> Iterator[TextIO]:
     """Open a UTF-8 file for reading, without a byte-order mark; what goes wrong meanwhile becomes an InputError."""
     try:
+        require_file(path)
         with open(path, encoding="utf-8-sig", newline=newline) as lines:
             yield lines
     except OSError as error:

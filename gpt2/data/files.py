@@ -1,6 +1,7 @@
 """Read and write the files of tokenizers: JSON, text and bytes, within limits and whole."""
 
 import contextlib
+import errno
 import functools
 import json
 import logging
@@ -32,12 +33,19 @@ log = logging.getLogger("gpt2")
 @functools.cache
 def warn_once(message: str) -> None:
     """Log a warning the first time: a command opens the same name for the model, its tokenizer and a report."""
-    log.warning("%s", printable(message, one_line=True))
+    log.warning("%s", printable(message, one_line=True)[:1000])
+
+
+def require_file(path: Path) -> None:
+    """Raise OSError if a path is a pipe, a socket or a device, from which a read may wait, or grow, without end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "a pipe or a device; copy what it holds into a file")
 
 
 def read(path: Path) -> bytes:
     """Read a tokenizer's file. Raises InputError: it cannot be read, is too large, a link to nothing, or a git-lfs pointer."""
     try:
+        require_file(path)
         with path.open("rb") as file:
             content = file.read(LIMIT + 1)
     except OSError as error:
@@ -120,6 +128,23 @@ def written_aside(path: Path) -> Iterator[BinaryIO]:
         os.replace(new, path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def write_output(path: str | Path, content: str | bytes, flag: str = "") -> None:
+    """Write a result where the user asked for it, as :func:`written_aside` does; a device or pipe is written into.
+
+    Raises InputError, which names ``flag``: it cannot be written, and what was there before is as it was.
+    """
+    path = Path(path)
+    data = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")  # a file name may not be UTF-8
+    try:
+        if (path.exists() and not path.is_file()) or path.parent.resolve().parts[1:2] in (("dev",), ("proc",)):
+            path.write_bytes(data)
+            return
+        with written_aside(path) as file:
+            file.write(data)
+    except OSError as error:
+        raise InputError(f"{flag}{path}: cannot be written ({error.strerror}); make room, or choose another file") from None
 
 
 def write(directory: Path, texts: Mapping[str, str | bytes]) -> list[Path]:

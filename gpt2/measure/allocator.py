@@ -1,11 +1,9 @@
-"""Memory: how much this process may use, and how to keep what is freed for the next step."""
+"""Keep freed memory for the next step, or give it back to the system."""
 
 from __future__ import annotations
 
 import ctypes
-import math
 import os
-from pathlib import Path
 
 TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8  # parameters of mallopt, from glibc's malloc.h
 
@@ -37,12 +35,3 @@ def give_back_freed_memory() -> bool:
         return False
     trim(0)
     return True
-
-
-def machine_memory() -> float:
-    """Return the bytes of memory that this process may use: the machine's, or its container's if that is less."""
-    counted = "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ())  # Windows has no such call
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if counted else math.inf
-    file = Path("/sys/fs/cgroup/memory.max")
-    limit = file.read_text().strip() if file.is_file() else "max"
-    return min(machine, int(limit)) if limit.isdigit() else machine

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,7 +22,9 @@ from gpt2.checkpoint.containers.llmc_file import HEADER, STATE, is_matrix, magic
 from gpt2.checkpoint.containers.mapped_file import MappedFile
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.config import GPT2Config
-from gpt2.errors import InputError
+from gpt2.errors import InputError, require_memory
+from gpt2.measure.npy import FEWER, read_npy, read_npz
+from gpt2.measure.tracing import points_size
 from gpt2.model import GPT2
 
 IDS = ("ids", "input_ids", "tokens", "idx")  # the names of the token ids, the first found counts
@@ -33,6 +33,7 @@ MAX_BYTES = 16_000_000_000  # of all arrays; a full dump of gpt2 on 1024 tokens 
 STATE_VERSION = 2  # of llm.c's debug state: its logits are not padded
 SUFFIXES = (".npz", ".safetensors", ".bin", ".npy")
 WAYS = "a .npz or .safetensors file, a directory of .npy files, or llm.c's debug state (.bin)"
+ROWS, COPIES = 16, 64  # of the model's longest rows and of its parameters, in float64: what a dump may hold
 SAVE = f"save them as integers under the name {IDS[0]} (or {', '.join(IDS[1:])}), shape (T,) or (B, T)"
 
 
@@ -74,13 +75,14 @@ def read(path: str | Path, config: GPT2Config, ids: Tensor | None = None, *, sev
     path = Path(path).expanduser()
     if not path.exists():
         raise InputError(f"{path}: no such file or directory; give {WAYS}")
-    readers: dict[str, Callable[[Path], Iterator[tuple[str, Tensor]]]]
-    readers = {".npz": _npz, ".safetensors": _safetensors, ".bin": lambda path: _debug_state(path, config)}
+    readers: dict[str, Callable[[Path, float], Iterator[tuple[str, Tensor]]]]
+    readers = {".npz": _npz, ".safetensors": _safetensors, ".bin": lambda path, _: _debug_state(path, config)}
     reader = _directory if path.is_dir() else readers.get(path.suffix.lower())
     if reader is None:
         alone = "; a single array is not a dump: put it and the ids into a directory" if path.suffix.lower() == ".npy" else ""
         raise InputError(f"{path}: is not a dump{alone or f'; give {WAYS}'}")
-    return dump_of(dict(reader(path)), config, str(path), ids, several=several)
+    numbers = ROWS * points_size(config, 1, config.n_positions) + COPIES * config.num_parameters()
+    return dump_of(dict(reader(path, min(MAX_BYTES, 8 * numbers))), config, str(path), ids, several=several)
 
 
 def dump_of(
@@ -151,6 +153,7 @@ def _ids(given: Tensor, where: str, config: GPT2Config) -> Tensor:
         )
     if shape[-1] > config.n_positions:
         raise InputError(f"{where}: has {shape[-1]} tokens in a row, and the model has {config.n_positions} positions; run fewer")
+    require_memory(8 * points_size(config, *ids.shape) // config.n_layer, f"{where}: {len(ids):,} rows", "run fewer")
     return ids
 
 
@@ -172,24 +175,15 @@ def _tensor(value: Any, where: str) -> Tensor:
 # Containers
 
 
-def _npz(path: Path) -> Iterator[tuple[str, Tensor]]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            size = sum(member.file_size for member in archive.infolist())
-            if size > MAX_BYTES:
-                raise InputError(f"{path}: unpacks to {size:,} bytes; dump fewer tokens")
-        with np.load(path, allow_pickle=False) as arrays:
-            for name in arrays.files:
-                _require_inside(name, path)
-                yield name, _tensor(arrays[name], f"{path}: {shown(name)}")
-    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error, NotImplementedError, MemoryError) as error:
-        raise _damaged(path, error) from None
+def _npz(path: Path, most: float) -> Iterator[tuple[str, Tensor]]:
+    for name, array in read_npz(path, most):
+        _require_inside(name, path)
+        yield name, _tensor(array, f"{path}: {shown(name)}")
 
 
-def _safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+def _safetensors(path: Path, most: float) -> Iterator[tuple[str, Tensor]]:
     file = SafetensorsFile(path)
-    if (size := sum(entry.end - entry.start for entry in file.entries.values())) > MAX_BYTES:
-        raise InputError(f"{path}: holds {size:,} bytes; dump fewer tokens")
+    require_memory(sum(entry.end - entry.start for entry in file.entries.values()), f"{path}: its arrays", FEWER, most)
     for name in file.entries:
         yield name, file.read(name, mapped=False)
 
@@ -227,37 +221,21 @@ def _debug_state(path: Path, config: GPT2Config) -> Iterator[tuple[str, Tensor]]
         start += 4 * (math.prod(shape) + (padding if name == "wte.weight" else 0))
 
 
-def _directory(path: Path) -> Iterator[tuple[str, Tensor]]:
+def _directory(path: Path, most: float) -> Iterator[tuple[str, Tensor]]:
     """Yield the arrays of all .npy files; ``layers/0.npy`` is named ``layers/0``. Other files are not read."""
     files = sorted(Path(folder) / name for folder, _, names in os.walk(path) for name in names if name.endswith(".npy"))
     if not files:
         port = "the Python file that builds your model, as in port.py:build"
         raise InputError(f"{path}: is a directory without .npy files; give {WAYS}, or {port}")
-    root, size = path.resolve(), 0
+    root = path.resolve()
+    if outside := next((file for file in files if not file.resolve().is_relative_to(root)), None):
+        raise InputError(f"{outside}: links to a file outside {path}; copy it there")
+    require_memory(sum(file.stat().st_size for file in files), f"{path}: its arrays", FEWER, most)
     for file in files:
-        name = file.relative_to(path).with_suffix("").as_posix()
-        if not file.resolve().is_relative_to(root):
-            raise InputError(f"{file}: links to a file outside {path}; copy it there")
-        try:
-            size += file.stat().st_size
-            if size > MAX_BYTES:
-                raise InputError(f"{path}: holds over {MAX_BYTES:,} bytes; dump fewer tokens")
-            yield name, _tensor(np.load(file, allow_pickle=False), str(file))
-        except (OSError, EOFError, ValueError, MemoryError) as error:
-            raise _damaged(file, error) from None
+        yield file.relative_to(path).with_suffix("").as_posix(), _tensor(read_npy(file, most), str(file))
 
 
 def _require_inside(name: str, path: Path) -> None:
     parts = PurePosixPath(name.replace("\\", "/"))
     if parts.is_absolute() or ".." in parts.parts:
         raise InputError(f"{path}: holds an array named {shown(name)}, a path that leads out of it; name it otherwise")
-
-
-def _damaged(path: Path, error: Exception) -> InputError:
-    if isinstance(error, InputError):
-        return error
-    if "pickle" in str(error).lower():
-        return InputError(f"{path}: holds Python objects (a pickle), which are not read; save plain arrays of numbers")
-    return InputError(
-        f"{path}: cannot be read ({str(error).splitlines()[0][:120] if str(error) else type(error).__name__}); write it again"
-    )

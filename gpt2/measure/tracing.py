@@ -58,6 +58,12 @@ def points(n_layer: int) -> list[str]:
     return [*OUTSIDE[:3], *blocks, *OUTSIDE[3:]]
 
 
+def points_size(config: GPT2Config, rows: int, tokens: int) -> int:
+    """Return how many numbers all traced points of (rows, tokens) ids have."""
+    block = 10 * config.n_embd + 2 * config.inner + 2 * config.n_head * tokens
+    return rows * tokens * (config.n_layer * block + 3 * config.n_embd + config.vocab_size)
+
+
 def point_at(layer: int | None, part: str) -> str:
     """Return a point's name: of ``part`` ("attn.q", "" for the block's output) in a block, or outside the blocks."""
     if layer is None or part in OUTSIDE:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpt2.errors import InputError
+from gpt2.data.files import write_output
 from gpt2.pages.drawing import LEVELS
 
 if TYPE_CHECKING:
@@ -43,13 +43,7 @@ def render(name: str, **values: Any) -> str:
     return environment.get_template(f"{name}.html").render(script=Markup(script), script_hash=digest, ramps=RAMPS, **values)
 
 
-def write(path: str | Path, content: str | bytes) -> None:
-    """Write a page or picture. Raises InputError: the file cannot be written."""
-    try:
-        # A model's file name may contain bytes that are not UTF-8.
-        Path(path).write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
+write = write_output  # a page or picture is written as every result is
 
 
 def _ramp(*stops: str) -> list[str]:

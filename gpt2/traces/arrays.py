@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.errors import InputError
-from gpt2.measure.allocator import machine_memory
+from gpt2.errors import InputError, require_memory
 from gpt2.measure.metrics import Progress, token_losses
-from gpt2.measure.tracing import part_of, points, trace_blocks
+from gpt2.measure.tracing import part_of, points, points_size, trace_blocks
 from gpt2.model import GPT2
 from gpt2.pages.reports import dtype_label
 from gpt2.traces.batch import NO_TARGET, Batch
@@ -99,18 +98,14 @@ def gradients(model: GPT2, batch: Batch, dtype: torch.dtype, *, loss_only: bool 
         yield GRADIENT + name, stored(parameter.grad, dtype, GRADIENT + name)
 
 
-def require_memory(config: GPT2Config, batch: Batch, copies: int, itemsize: int, *, trains: bool) -> None:
+def require_room(config: GPT2Config, batch: Batch, copies: int, itemsize: int, *, trains: bool) -> None:
     """Raise InputError if this machine cannot hold a trace with ``copies`` of the parameters, in ``itemsize`` bytes a number."""
     rows, tokens = batch.ids.shape
-    block = 10 * config.n_embd + 2 * config.inner + 2 * config.n_head * tokens
-    points = rows * tokens * (config.n_layer * block + 3 * config.n_embd + config.vocab_size)
-    parameters = config.num_parameters()
+    numbers, parameters = points_size(config, rows, tokens), config.num_parameters()
     # In float64: the weights, with gradients and AdamW's moments; one block's points, or all that autograd keeps.
-    computed = 8 * (parameters * (4 if trains else 1) + (points if trains else points // config.n_layer))
-    needed, memory = computed + itemsize * (points + copies * parameters), machine_memory()
-    if needed > 0.9 * memory:
-        sizes = f"{needed / 1e9:,.1f} GB, this machine has {memory / 1e9:,.1f}"
-        raise InputError(f"{rows} x {tokens:,} tokens need about {sizes}; trace fewer tokens or rows, or fewer steps")
+    computed = 8 * (parameters * (4 if trains else 1) + (numbers if trains else numbers // config.n_layer))
+    needed = computed + itemsize * (numbers + copies * parameters)
+    require_memory(needed, f"{rows} x {tokens:,} tokens", "trace fewer tokens or rows, or fewer steps")
 
 
 assert {part_of(name) if name != "h.0" else "" for name in points(1)} == POINTS.keys()

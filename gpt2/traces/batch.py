@@ -12,7 +12,9 @@ from torch import Tensor
 
 from gpt2.checkpoint.checkpoint import Checkpoint
 from gpt2.config import GPT2Config, quoted
+from gpt2.data.files import require_file
 from gpt2.errors import InputError
+from gpt2.measure.npy import read_npy
 from gpt2.measure.texts import OWN_FILE, open_text
 
 ROWS, TOKENS = 4, 64  # batch and sequence length by default, those of llm.c's debug state
@@ -66,19 +68,17 @@ def as_rows(ids: object, what: str, config: GPT2Config, *, also: int = 0) -> Ten
 def read_ids(path: str | Path) -> np.ndarray:
     """Read a file of ids: an ``.npy`` of any integers, or a text of whole numbers, one line a row. Raises InputError."""
     path = Path(path)
+    if path.suffix == ".npy":
+        return read_npy(path, MAX_BYTES)
     try:
+        require_file(path)
         if path.stat().st_size > MAX_BYTES:
             raise InputError(f"{path}: is larger than {MAX_BYTES >> 20} MiB; give the ids of a few rows")
-        if path.suffix == ".npy":
-            return np.array(np.load(path, mmap_mode="r", allow_pickle=False))  # mapped: a header that lies allocates nothing
         text = path.read_text(encoding="utf-8")
-    except InputError:
-        raise
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); give a file of ids") from None
-    except (ValueError, EOFError, SyntaxError):
-        what = "an .npy file of whole numbers" if path.suffix == ".npy" else "a text of whole numbers, or an .npy file"
-        raise InputError(f"{path}: is not {what}; write it again") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: is not a text of whole numbers, or an .npy file; write it again") from None
     return _parsed(text, path)
 
 

@@ -80,7 +80,7 @@ def trace(
     checkpoint = open_checkpoint(ModelName.parse(name, EXPORTS, revision=revision), offline=offline)
     batch = _batch(checkpoint, ids, targets, text, tokens, offline)
     copies = gradients + steps
-    arrays.require_memory(checkpoint.config, batch, copies, kept.itemsize, trains=bool(copies))
+    arrays.require_room(checkpoint.config, batch, copies, kept.itemsize, trains=bool(copies))
     progress("sha256 of the files")
     files = {file: sha256(path) for file, path in checkpoint.files().items()}
     progress("loading")

@@ -19,7 +19,7 @@ from gpt2.train.folders import writing
 from gpt2.train.metrics import accuracy
 from gpt2.train.plot import plot
 from gpt2.train.recipe import Recipe, build, names, read
-from gpt2.train.runs import METRICS, RECIPE
+from gpt2.train.runs import METRICS, RECIPE, row_of
 from gpt2.train.state import BEST, HELD_OUT, TEXT
 
 NOT_SHOWN = ("name", "description", "expect", "takes")
@@ -48,7 +48,8 @@ def record_of(folder: Path) -> Record | None:
     """Return the record of a run's best model; None for a bigram."""
     try:
         raw = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
-        rows = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
+        lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
+        rows = [row for line in lines if (row := row_of(line))]
         init = raw.pop("init")
         text_sha256, held_out = raw.pop(TEXT), raw.pop(HELD_OUT, "")
     except (OSError, ValueError, KeyError) as error:

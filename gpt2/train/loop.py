@@ -10,8 +10,10 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from gpt2.checkpoint.containers.mapped_file import require_whole_files
-from gpt2.errors import InputError
+from gpt2.errors import InputError, require_memory
 from gpt2.measure.allocator import keep_freed_memory
 from gpt2.model import GPT2
 from gpt2.train import divergence, models, parallel, shards, state
@@ -139,6 +141,8 @@ class _Run:
     def announce(self) -> None:
         recipe, text = self.recipe, self.text
         memory = peak_memory(self.model, self.part, self.ranks.size if recipe.parallel == "fsdp" else 1)
+        if self.part.device == "cpu" or not torch.cuda.is_available():
+            require_memory(memory, f"{recipe.batch_size} windows of {recipe.context} tokens", "lower batch_size or context")
         step = self.resumed.step if self.resumed else 0
         self.tell(Started(recipe, self.model.config, len(text.train_ids), len(text.val_ids), step, memory, self.notes))
 

@@ -16,7 +16,7 @@ from gpt2.train.bigram import BigramConfig
 from gpt2.train.boards import Board, boards
 from gpt2.train.folders import writing
 from gpt2.train.recipe import Recipe
-from gpt2.train.runs import METRICS
+from gpt2.train.runs import METRICS, row_of
 from gpt2.train.state import Progress
 
 
@@ -124,11 +124,12 @@ class Metrics:
         path, kept = folder / METRICS, []
         with writing(folder):
             if resumed is not None and path.is_file():
-                kept = [line for line in path.read_text(errors="replace").splitlines() if _step(line) <= resumed.step]
+                lines = path.read_text(errors="replace").splitlines()
+                kept = [line for line in lines if (row := row_of(line)) and row["step"] <= resumed.step]
             write_file(path, "".join(f"{line}\n" for line in kept).encode())
             self.boards = boards(recipe, folder, None if resumed is None else resumed.step + 1)
             self.file = open(path, "a", buffering=1)  # noqa: SIM115 - open as long as the run
-            self.rows = [json.loads(line) for line in kept]
+            self.rows = [row_of(line) for line in kept]
 
     def __enter__(self) -> Self:
         return self
@@ -155,13 +156,6 @@ class Metrics:
         if self.file is not None and self.folder is not None:
             with writing(self.folder):
                 os.fsync(self.file.fileno())
-
-
-def _step(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return float("inf")
 
 
 class Pace:

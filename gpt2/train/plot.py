@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from gpt2.data.files import write_output
 from gpt2.errors import InputError
 from gpt2.pages.drawing import matplotlib_of_our_own
 from gpt2.train.runs import METRICS, Points, Run, read
@@ -52,10 +54,10 @@ def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
         if panels == 2:
             held_out = [run.points("val_bits_per_byte") for run in runs]
             _finish(axes[1], "bits per byte, held out", "Across tokenizers", held_out)
-        try:
-            figure.savefig(out, metadata={"Date": None} if out.suffix.lower() == ".svg" else None)
-        except OSError as error:
-            raise InputError(f"{out}: cannot be written ({error.strerror}); choose another --out") from None
+        picture = io.BytesIO()
+        metadata = {"Date": None} if out.suffix.lower() == ".svg" else None
+        figure.savefig(picture, format=out.suffix[1:].lower(), metadata=metadata)
+        write_output(out, picture.getvalue())
     return out
 
 

@@ -12,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self, get_type_hints
 
-from gpt2.config import ACTIVATIONS, quoted
+from gpt2.config import ACTIVATIONS, MAX_FLOAT, MAX_SIZE, number, quoted
 from gpt2.errors import InputError
 
 FOLDER = Path(__file__).parent / "recipes"
@@ -22,14 +22,14 @@ FINE_TUNE_PATIENCE = 5  # evaluations without improvement
 
 # Keys, their minimum, their exclusive upper bound, and the advice for the error.
 RANGES = (
-    ("steps batch_size context grad_accum log_every eval_every save_every", 1, math.inf, "1 or more"),
-    ("eval_tokens sample_tokens expect data.stride lora.r optim.warmup", 0, math.inf, "0 or more, and finite"),
-    ("optim.lr optim.min_lr optim.weight_decay optim.clip", 0, math.inf, "0 or more, and finite"),
+    ("steps batch_size context grad_accum log_every eval_every save_every", 1, MAX_SIZE, "1 or more, below 2**31"),
+    ("eval_tokens sample_tokens expect data.stride lora.r optim.warmup", 0, MAX_SIZE, "0 or more, below 2**31"),
+    ("optim.lr optim.min_lr optim.weight_decay optim.clip", 0, MAX_FLOAT, "0 or more, and finite"),
     ("dropout attn_dropout lora.dropout optim.beta1 optim.beta2", 0, 1, "0 or more and less than 1"),
-    ("patience", -1, math.inf, "0 (never stop early) or more, or -1 (as suits the run)"),
+    ("patience", -1, MAX_SIZE, "0 (never stop early) or more, or -1 (as suits the run)"),
     ("seed data.split_seed", 0, 2**63, "0 or more, below 2**63"),
     ("data.held_out", math.ulp(0), 1, "a fraction between 0 and 1"),
-    ("lora.alpha", math.ulp(0), math.inf, "more than 0"),
+    ("lora.alpha", math.ulp(0), MAX_FLOAT, "more than 0, and finite"),
 )
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.tokenizer": ("bpe", "chars", "words", "gpt2"),
@@ -334,8 +334,10 @@ def _converted(value: Any, wanted: Any, where: str, key: str) -> Any:
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
             raise InputError(f"{where}: {key} is a list of names, found {quoted(value)}")
         return tuple(names)
-    if wanted is float and type(value) is int:
-        return float(value)
+    if wanted is int or (wanted is float and type(value) is not float):  # its range refuses nan and inf
+        if (found := number(value, wanted)) is None:
+            raise InputError(f"{where}: {key} must be {wanted.__name__}, found {quoted(value)}; give a number that fits it")
+        return found
     if type(value) is not wanted:
         raise InputError(f"{where}: {key} must be {wanted.__name__}, found {quoted(value)}")
     return value

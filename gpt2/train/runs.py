@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from gpt2.config import number
 from gpt2.errors import InputError, printable
 from gpt2.train.overfitting import overfitting
 
@@ -35,15 +36,15 @@ class Run:
 
     def points(self, key: str) -> Points:
         """Return (step, value) of the finite values under ``key``."""
-        found = ((row["step"], row[key]) for row in self.rows if isinstance(row.get(key), int | float))
-        return tuple((step, float(value)) for step, value in found if math.isfinite(value))
+        found = ((row["step"], number(row.get(key), float)) for row in self.rows)
+        return tuple((step, value) for step, value in found if value is not None)
 
     def last(self, key: str) -> float | None:
         return points[-1][1] if (points := self.points(key)) else None
 
     def setting(self, key: str) -> float | None:
         """Return a number of the recipe."""
-        return value if isinstance(value := self.recipe.get(key), int | float) else None
+        return number(self.recipe.get(key), float)
 
     @property
     def step(self) -> int:
@@ -109,14 +110,22 @@ def read(folders: Sequence[str | Path], *, waits: bool = False) -> list[Run]:
                 raise InputError(f"{path}: {why}") from None
             lines, age = [], math.inf
         with suppress(OSError, UnicodeDecodeError):
-            recipe = _parsed((Path(folder) / RECIPE).read_text(encoding="utf-8"))
+            recipe = parsed((Path(folder) / RECIPE).read_text(encoding="utf-8"))
         name = printable(names[index] if names.count(names[index]) == 1 else str(folder), one_line=True)
-        rows = [row for row in map(_parsed, lines) if isinstance(row.get("step"), int)]
+        rows = [row for row in map(row_of, lines) if row]
         runs.append(Run(name, COLOURS[index % len(COLOURS)], recipe, rows, age))
     return runs
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def row_of(line: str) -> dict[str, Any]:
+    """Return a line of metrics.jsonl, without losses that are no finite numbers; {} if it has no step."""
+    row = parsed(line)
+    losses = [key for key in row if key == "loss" or key.startswith("val_loss") or key.startswith("val_bits")]
+    row = {key: value for key, value in row.items() if key not in losses or number(value, float) is not None}
+    return row if number(row.get("step"), int, 0) is not None else {}
+
+
+def parsed(text: str) -> dict[str, Any]:
     """Parse a JSON object; return {} for any other text."""
     try:
         value = json.loads(text)

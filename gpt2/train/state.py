@@ -12,6 +12,7 @@ A run that trains adapters writes the frozen weights once, to ``base/``, so it n
 
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -20,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, get_type_hints
 
 import torch
 from safetensors import SafetensorError
@@ -31,6 +32,7 @@ from gpt2.checkpoint.containers.safetensors_file import NAME
 from gpt2.checkpoint.files import ADAPTER, open_weights
 from gpt2.checkpoint.peft_files import WEIGHTS
 from gpt2.checkpoint.saving import CARD, safetensors_file, unlike_manifest, write_file, write_json
+from gpt2.config import number, quoted
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.model import GPT2
@@ -39,7 +41,7 @@ from gpt2.train.bigram import Bigram
 from gpt2.train.corpus import Corpus
 from gpt2.train.folders import appearing, writing
 from gpt2.train.recipe import Recipe, build
-from gpt2.train.runs import METRICS, RECIPE
+from gpt2.train.runs import METRICS, RECIPE, parsed
 
 try:
     import fcntl
@@ -73,6 +75,17 @@ class Progress:
     evals_since_best: int = 0
     skips: int = 0  # skipped steps in a row
     rewinds: int = 0  # rewinds in the whole run; each changes the windows that follow
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read the progress.json of a checkpoint. Raises OSError, ValueError: there is none, or a number in it is none."""
+        raw, values = parsed((folder / "progress.json").read_text(encoding="utf-8")), dict[str, Any]()
+        for name, kind in get_type_hints(cls).items():
+            value = raw.get(name, getattr(cls, name, ""))
+            values[name] = number(value, int, 0) if kind is int else value if value == math.inf else number(value, float)
+            if values[name] is None and (kind is int or value is not None):
+                raise ValueError(f"{name} of progress.json is {quoted(value)}")
+        return cls(**values)
 
 
 @contextlib.contextmanager
@@ -249,8 +262,8 @@ def newest_intact(folder: Path) -> tuple[Path | None, list[str]]:
 
 def _best_step(best: Path) -> int:
     """Return the step of the model in a damaged ``best/``; 0 if unknown, so that no checkpoint is before it."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        return int(json.loads((best / "progress.json").read_text())["step"])
+    with contextlib.suppress(OSError, ValueError):
+        return Progress.read(best).step
     return 0
 
 
@@ -261,8 +274,8 @@ def stored(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
             moments = {name: file.read(name, mapped=False) for name, file in open_weights(path / OPTIMIZER).items()}
         else:
             moments = load_file(path / "optimizer.safetensors")
-        return moments, Progress(**json.loads((path / "progress.json").read_text()))
-    except (OSError, SafetensorError, ValueError, TypeError) as error:
+        return moments, Progress.read(path)
+    except (OSError, SafetensorError, ValueError) as error:
         raise InputError(f"{path}: cannot be resumed ({error}); start anew with --fresh") from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 import shutil
@@ -194,6 +195,79 @@ def test_a_refusal_is_one_line_with_what_to_do(trained: Path, hub: HubStandIn, c
     assert TOKEN not in line
 
 
+GARBAGE = [
+    b"",
+    b"[]",
+    b"null",
+    b"{",
+    b"\xff" * 9,
+    b'"x"',
+    b"7",
+    b"[[[[" * 5000,
+    b"{}",
+    b'{"id": 7}',
+    b'{"id": "me/tiny", "sha": []}',
+]
+GARBAGE += [b'{"id": "me/tiny", "private": "no", "siblings": 3}', b'{"files": [{}]}', b'{"files": {"path": 1}}']
+GARBAGE += [b'{"objects": [{"oid": null}]}', b'{"objects": 4, "transfer": []}', b'{"commitUrl": 7}', b'{"url": ["x"]}']
+GARBAGE += [b'{"commitOid": "../../x", "commitUrl": "http://h/me/tiny/commit/x"}', b'{"errors": 5, "warnings": "x"}']
+STEPS = {"api/models/me/tiny": "GET", "repos/create": "POST", "validate-yaml": "POST", "preupload": "POST", "batch": "POST"}
+STEPS |= {"/verify": "POST", "/commit/": "POST", "/tree/": "GET"}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_no_answer_of_the_hub_is_a_traceback(trained: Path, hub: HubStandIn, monkeypatch, step: str) -> None:
+    """Whatever the client raises for an answer that it does not expect is one line, with what to do: 60 of 66 were not."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client's own, between its tries
+    planned, answers = plan(trained), [(200, {}, body) for body in GARBAGE]
+    answers += [(status, {"X-Error-Message": "no\x1b[2Jway"}, b"") for status in (300, 302, 404, 418, 500)]
+    answers += [(429, {"RateLimit": '"api";r=0;t=999999999', "Retry-After": "9" * 30}, b""), (0, {}, b"garbage\r\n\r\n")]
+    for status, headers, body in answers:
+
+        def rewrite(request, answer, status=status, headers=headers, body=body):
+            there = step in request.path and STEPS[step] == request.method
+            return type(answer)(status, answer.headers | headers, body) if there else answer
+
+        hub.repos.clear()
+        hub.uploads.blobs.clear()
+        hub.rewrite = rewrite
+        said = said_by(lambda: send(planned, look("me/tiny", planned, public=False)))
+        assert not said or (said.isprintable() and re.search("[:;] ", said))
+        hub.rewrite = None
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_redirect_to_another_host_gets_neither_token_nor_files(trained: Path, hub: HubStandIn, capsys, step: str) -> None:
+    """The client follows them, with the body of a POST. Control: the same redirect within the host is followed."""
+    for there in (hub.cdn, hub.endpoint):
+
+        def rewrite(request, answer, there=there):
+            if step not in request.path or STEPS[step] != request.method or request.cdn or "again" in request.path:
+                return answer
+            mark = "&" if "?" in request.path else "?"
+            return type(answer)(307, {"Location": f"{there}{request.path}{mark}again", "Content-Length": "0"}, b"")
+
+        hub.repos.clear()
+        hub.uploads.blobs.clear()
+        hub.requests.clear()
+        hub.rewrite = rewrite
+        code = main(["publish", str(trained), "me/tiny", "--yes"])
+        assert code == 2 or (there == hub.endpoint and step != "repos/create")  # the stand-in creates it twice: 409
+        said = capsys.readouterr().err
+        assert not [request for request in hub.requests if request.cdn and "upload/" not in request.path]
+        assert ("nothing was sent" in said) == (there == hub.cdn)
+
+
+def test_an_upload_that_is_never_answered_ends(trained: Path, hub: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client waits without end, and so it does for an answer of one byte every few seconds."""
+    monkeypatch.setattr("gpt2.checkpoint.publish.PATIENCE", 0.4)
+    monkeypatch.setattr("gpt2.checkpoint.publish.SLOWEST", 10**9)
+    planned = plan(trained)
+    target = look("me/tiny", planned, public=False)
+    hub.uploads.hold(after=1000)
+    assert "no answer in 0" in refused(lambda: send(planned, target))
+
+
 def test_who_may_not_write_is_told(trained: Path, hub: HubStandIn, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong or missing token, another owner, and a commit that came in between."""
     planned = plan(trained)
@@ -210,6 +284,15 @@ def test_who_may_not_write_is_told(trained: Path, hub: HubStandIn, capsys, monke
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(trained / "none"))
     assert "not logged in" in refused(lambda: look("me/tiny", planned, public=False))
+
+
+def said_by(call: Callable[[], object]) -> str:
+    """The line of an error; "" if there is none."""
+    try:
+        call()
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def refused(call: Callable[[], object]) -> str:
@@ -274,16 +357,48 @@ def test_a_folder_that_does_not_load_or_claims_too_much_is_refused(model: Path, 
 
 def test_only_a_model_s_own_files_are_sent(model: Path) -> None:
     """A run's folder also holds optimizer state, and a user's folder may hold keys."""
-    for name in (".env", "optimizer.safetensors", "notes.txt", "sub/model.safetensors", "evil.py"):
+    others = {".env", "optimizer.safetensors", "notes.txt", "sub/model.safetensors", "evil.py", "secrets.gguf"}
+    others |= {"model-00001-of-00002.safetensors", "model.safetensors.index.json"}
+    for name in others:
         (model / name).parent.mkdir(exist_ok=True)
         (model / name).write_text("secret")
     (model / "adapter").mkdir()
     (model / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "/home/me/base"}')
     planned = plan(model)
     sent = {file.name for file in planned.files}
-    assert sent.isdisjoint({".env", "optimizer.safetensors", "notes.txt", "sub/model.safetensors", "evil.py"})
+    assert others <= set(planned.left_out)
     assert "adapter/adapter_config.json" in sent
-    assert any("/home/me/base, a path of this machine" in note for note in planned.notes)
+    assert any('/home/me/base", a path of this machine' in note for note in planned.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("README.md", f"My token is {TOKEN}.\n", "README.md holds hf_writ..., which looks like a token"),
+        (
+            "config.json",
+            '"_name_or_path": "/home/anna/secret/model"',
+            "config.json holds /home/anna/secret/model, a path",
+        ),
+        ("tokenizer_config.json", '"name_or_path": "C:\\\\Users\\\\anna\\\\m"', "tokenizer_config.json holds C:"),
+        ("gpt2-record.json", '"key": "-----BEGIN OPENSSH PRIVATE KEY-----"', "which looks like a key"),
+    ],
+)
+def test_tokens_and_private_paths_are_not_sent_unseen(
+    model: Path, hub: HubStandIn, capsys, monkeypatch: pytest.MonkeyPatch, name: str, text: str, says: str
+) -> None:
+    """They were sent: --yes is no answer to a question that was never asked. Control: a person who has seen it answers y."""
+    content = (model / name).read_text()
+    (model / name).write_text(content + text if name.endswith(".md") else content.replace("{", f"{{{text}, ", 1))
+    (model / "manifest.json").unlink()
+    assert main(["publish", str(model), "me/tiny", "--yes"]) == 2
+    assert f"{says}" in (said := capsys.readouterr().err)
+    assert TOKEN not in said
+    assert not hub.uploads.messages
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    assert main(["publish", str(model), "me/tiny"]) == 0
+    assert hub.uploads.messages
 
 
 def test_the_card_is_valid_by_the_hub_s_own_client(trained: Path, hub: HubStandIn) -> None:

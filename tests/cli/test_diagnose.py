@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -129,6 +130,15 @@ def test_another_checkpoint_is_diagnosed_without_a_port(
     assert main(["diagnose", str(checkpoint), "--model", str(checkpoint)]) == 0
     assert main(["diagnose", "gtp2"]) == 2
     assert "unknown model 'gtp2'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGSTOP")
+def test_a_port_that_stops_itself_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a stopped process cannot end itself, so --timeout 8 took 324 s."""
+    (tmp_path / "port.py").write_text("import os\ndef build():\n    os.kill(os.getpid(), 19)\n")
+    monkeypatch.setattr(runner, "GRACE", 0.2)
+    with pytest.raises(InputError, match="did not end in 1 s"):
+        runner.run(str(tmp_path / "port.py"), "shakespeare-mini", timeout=1)
 
 
 def test_nothing_of_the_process_is_left(tmp_path: Path) -> None:

@@ -177,6 +177,31 @@ def test_when_time_is_up_its_children_end_too(tmp_path: Path, checkpoint: Checkp
     assert waited(lambda: not alive(pid.read_text().strip())), "the child still runs"
 
 
+LEAVING = """
+import os, subprocess, sys, time
+child = [sys.executable, "-c", "import os, time; open(os.sys.argv[1], 'a').write(f'{os.getpid()} '); time.sleep(600)", more[0]]
+subprocess.Popen(child, start_new_session=True)
+if os.fork() == 0:
+    os.setsid()
+    subprocess.Popen(child, env={}, start_new_session=True)
+    os._exit(0)
+while len(open(more[0], "a+").seek(0) or open(more[0]).read().split()) < 2:
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("ending", ["sys.exit(3)", "time.sleep(600)", "os.kill(os.getpid(), 19)"])
+def test_children_that_have_left_its_session_end_too(ending: str, tmp_path: Path, checkpoint: Checkpoint) -> None:
+    """Bug: after setsid, and as orphans without our environment, they outlived a program that ended, hung or stopped itself."""
+    command = script(tmp_path, LEAVING + ending, f"{{ids}} {{out}} {tmp_path / 'pids'}")
+    with pytest.raises(ProgramError), run_program(command, checkpoint, timeout=2):
+        pass
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 2
+    assert not any(alive(pid) for pid in pids)
+
+
 PROGRAMS = (Path(gpt2.__file__).parent / "port" / "PROGRAMS.md").read_text()
 
 MAINS = Path(__file__).parents[1] / "support" / "programs" / "mains"

@@ -12,7 +12,7 @@ from support.commands import mistake, refusal
 from support.oracle import assert_same
 
 import gpt2
-from gpt2.traces.arrays import require_memory
+from gpt2.traces.arrays import require_room
 from gpt2.traces.batch import Batch
 
 IDS = np.random.default_rng(0).integers(0, 300, (2, 6))
@@ -98,6 +98,6 @@ def test_what_memory_cannot_hold_is_refused_before_it_is_computed(monkeypatch: p
     """The kernel ends a process that takes too much, without a word."""
     batch = Batch.of(torch.zeros(4, 64, dtype=torch.int64), "")
     config = gpt2.GPT2Config()
-    monkeypatch.setattr("gpt2.traces.arrays.machine_memory", lambda: 4e9)
-    require_memory(config, batch, 0, 4, trains=False)
-    assert "4 x 64 tokens need about" in refusal(require_memory, config, batch, 1, 4, trains=True)
+    monkeypatch.setattr("gpt2.errors.machine_memory", lambda: 4e9)
+    require_room(config, batch, 0, 4, trains=False)
+    assert "4 x 64 tokens need about" in refusal(require_room, config, batch, 1, 4, trains=True)

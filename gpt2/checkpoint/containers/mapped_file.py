@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gpt2.data.files import link_to_nothing
+from gpt2.data.files import link_to_nothing, require_file
 from gpt2.errors import CheckpointError
 
 T = TypeVar("T")
@@ -53,6 +53,7 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            require_file(path)
             self.file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by the finalizer
             weakref.finalize(self, self.file.close)
             self.size = self.file.seek(0, 2)

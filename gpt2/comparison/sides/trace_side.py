@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +21,7 @@ from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import CheckpointError, InputError
 from gpt2.measure import dumps
+from gpt2.measure.npy import read_npz
 from gpt2.measure.tracing import Recorded, grouped, layer_of, points
 from gpt2.measure.windows import RowWindows, Window
 
@@ -250,16 +249,11 @@ def _about(path: Path) -> dict[str, Any] | None:
         if path.suffix == ".safetensors":
             about: Any = about_of(path)
         elif path.suffix == ".npz":
-            with zipfile.ZipFile(path) as archive:
-                size = max((each.file_size for each in archive.infolist() if each.filename == "about.json.npy"), default=0)
-            if not 0 < size <= MAX_ABOUT:
-                return None
-            with np.load(path, allow_pickle=False) as arrays:
-                about = json.loads(arrays["about.json"].tobytes())
+            about = json.loads(dict(read_npz(path, MAX_ABOUT, "about.json"))["about.json"].tobytes())
         else:
             index = path / "index.json"
             about = json.loads(index.read_bytes()) if index.is_file() and index.stat().st_size <= MAX_ABOUT else None
-    except (OSError, zipfile.BadZipFile, ValueError, KeyError, RecursionError, EOFError):
+    except (OSError, ValueError, KeyError, RecursionError):
         return None  # the arrays' reader says what is wrong
     if not isinstance(about, dict) or about.get("format") != TRACE_FORMAT:
         return None

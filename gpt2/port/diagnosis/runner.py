@@ -9,25 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from gpt2.errors import InputError
 from gpt2.measure.user_code import Target, target
 from gpt2.port.diagnosis import guard as guard_script
-from gpt2.port.diagnosis.guard import end
 from gpt2.port.diagnosis.report import Cause, Diagnosis, Divergence
 
 TIMEOUT = 60.0  # seconds for the user's code: import, build, one forward
 DIAGNOSIS_FACTOR = 20  # the diagnosis may take this many times as long
 PROGRESS = "progress"  # the file in which the process says what it does
 POLL_SECONDS = 0.2  # between two looks at it
+GRACE = 3.0  # seconds for a process that ends itself, beyond its stage's
 MAX_PROGRESS = 200  # characters shown of it
 MAX_ANSWER = 64_000_000  # bytes read of the answer; usually a few thousand
 # By stage: what did not end in time, and when the process ended.
@@ -79,46 +80,50 @@ def run(
             order |= {"step_file": str(training.path), "step": training.name, "settings": list(settings)}
         (folder / "order.json").write_text(json.dumps(order))
         command = [sys.executable, "-P", "-c", START, str(folder), str(Path(__file__).parents[3])]
-        code = watch(command, folder, 2 * limits["whole"], progress)
+        code = watch(command, folder, 2 * limits["whole"], progress, {"": timeout, "diagnosis": limits["whole"]})
         if not (folder / "answer.json").exists():
             raise InputError(f"{port.shown}: {_failure(folder, port, timeout, code)}")
         with open(folder / "answer.json", "rb") as file:
             return _diagnosis(file.read(MAX_ANSWER), port)
 
 
-def watch(command: list[str], folder: Path, limit: float, progress: Callable[[str], None] | None = None) -> int | None:
-    """Run a command, with the guard beside it, and return its exit code; None if it did not end itself in ``limit`` seconds.
+def watch(
+    command: list[str],
+    folder: Path,
+    limit: float,
+    progress: Callable[[str], None] | None = None,
+    limits: Mapping[str, float] | None = None,
+) -> int | None:
+    """Run a command under the guard, and return its exit code; None if it did not end itself in ``limit`` seconds.
 
-    What it prints goes to ``printed`` in ``folder``. Afterwards none of its process group runs. If this process is killed, the
-    guard ends the command's and removes the folder. ``progress``: called with what the command writes to the file PROGRESS in
-    ``folder``. Raises OSError if the command cannot be started.
+    What it prints goes to ``printed`` in ``folder``. Afterwards none of its processes runs. If this process is killed, the guard
+    ends them and removes the folder. ``progress``: called with what the command writes to the file PROGRESS in ``folder``.
+    ``limits``: seconds for each stage that it writes to the file ``stage``; a program that has stopped itself cannot keep them.
+    Raises OSError if the command cannot be started.
     """
-    with open(folder / "printed", "wb") as printed:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
+    guard_command = [sys.executable, "-I", "-S", guard_script.__file__, str(folder), *command]
+    with open(folder / "printed", "wb") as printed:  # a session of its own: Ctrl-C reaches this process only
+        guard = subprocess.Popen(
+            guard_command, stdin=subprocess.PIPE, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
         )
-    guard_command = [sys.executable, "-I", "-S", guard_script.__file__, str(folder)]
-    nowhere = subprocess.DEVNULL  # separate sessions: Ctrl-C reaches this process only
-    guard, end_of_time = None, time.monotonic() + limit
+    end_of_time, stage, ended = time.monotonic() + limit, folder / "stage", False
     try:  # an interrupt may come at any time
-        guard = subprocess.Popen(guard_command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True)
-        assert guard.stdin is not None
-        guard.stdin.write(b"%d\n" % process.pid)
-        guard.stdin.flush()
-        while progress is not None and (left := end_of_time - time.monotonic()) > 0:
+        while (left := end_of_time - time.monotonic()) > 0:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(min(POLL_SECONDS, left))
-            if (folder / PROGRESS).is_file():
+                guard.wait(min(POLL_SECONDS, left))
+                ended = True
+                break
+            if progress is not None and (folder / PROGRESS).is_file():
                 progress((folder / PROGRESS).read_text(errors="replace")[:MAX_PROGRESS])
-        return process.wait(max(0.0, end_of_time - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return None
+            if limits and stage.is_file():
+                seconds = limits.get(stage.read_text(errors="replace"), limits[""])
+                if time.time() - stage.stat().st_mtime > seconds + GRACE:
+                    break
     finally:
-        end(process.pid)
-        process.wait()
-        if guard is not None:
-            guard.kill()
-            guard.communicate()
+        guard.communicate(b"end\n")
+    if (folder / guard_script.REFUSED).is_file():
+        raise OSError(number := int((folder / guard_script.REFUSED).read_text()), os.strerror(number))
+    return int((folder / guard_script.CODE).read_text()) if ended else None
 
 
 def _failure(folder: Path, port: Target, timeout: float, code: int | None) -> str:

@@ -1,0 +1,109 @@
+"""Files that a command writes, and what it prints of its arguments: whole or not at all, and obeyed by no terminal."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.commands import mistake, refusal
+
+from gpt2.checkpoint.containers.mapped_file import MappedFile
+from gpt2.cli.main import main
+from gpt2.data.files import write_output
+
+OUTPUTS = {
+    "--json": ["info", "--json"],
+    "--html": ["compare", "shakespeare-mini", "shakespeare-mini:bf16", "--tokens", "20", "--html"],
+}
+
+
+@pytest.mark.parametrize("words", OUTPUTS.values(), ids=OUTPUTS)
+def test_an_earlier_report_outlasts_a_full_disk(words: list[str], tmp_path: Path, monkeypatch, capsys) -> None:
+    """Reports were written in place: a full disk lost the earlier one. Control: with room the new one is there."""
+    report = tmp_path / "report"
+    report.write_text("earlier")
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        assert main([*words, str(report)]) == 2
+    assert f"{report}: cannot be written (No space left on device); make room" in capsys.readouterr().err
+    assert report.read_text() == "earlier"
+    assert main([*words, str(report)]) == 0
+    assert report.read_text() != "earlier"
+    assert os.listdir(tmp_path) == ["report"]
+
+
+def test_a_link_is_replaced_and_a_device_written_into(tmp_path: Path) -> None:
+    """A link at the target led the writer to another file; /dev/null must not become a file."""
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "link").symlink_to("mine")
+    write_output(tmp_path / "link", "report")
+    assert ((tmp_path / "mine").read_text(), (tmp_path / "link").read_text()) == ("mine", "report")
+    assert not (tmp_path / "link").is_symlink()
+    write_output("/dev/null", "x")
+    assert Path("/dev/null").is_char_device()
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_output(tmp_path / "pipe", b"bytes")
+    assert os.read(reader, 100) == b"bytes"
+    os.close(reader)
+
+
+EVIL = "\x1b[31m\u202egnp.exe\u2066\r"
+
+
+def test_arguments_and_paths_are_shown_and_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Unknown options, and the names of what was written, reached the terminal with their control characters."""
+    with pytest.raises(SystemExit):
+        main(["info", f"--{EVIL}"])
+    assert main(["trace", "--out", str(tmp_path / f"{EVIL}.npz"), "--tokens", "4"]) == 0
+    assert main(["info", f"./{EVIL}"]) == 2
+    said = capsys.readouterr().err
+    assert r"␛[31m\u202egnp.exe\u2066␍.npz" in said
+    assert not set(EVIL[:1] + EVIL[5] + "\u2066\r") & set(said)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("diagnose", "{}.npz", "--model", "shakespeare-mini"),
+        ("trace", "--out", "x.npz", "--ids", "{}.npy"),
+        ("trace", "--out", "x.npz", "--ids", "{}.txt"),
+        ("train", "--list-data", "shakespeare-mini", "--set", "data.path={}.txt"),
+        ("train", "--list-data", "shakespeare-mini", "--set", "data.path={}.jsonl"),
+    ],
+    ids=" ".join,
+)
+def test_a_pipe_or_device_in_a_file_s_place_is_refused(words: tuple[str, ...], tmp_path: Path, capsys, monkeypatch) -> None:
+    """A pipe waited without end, and /dev/zero filled the memory."""
+    monkeypatch.chdir(tmp_path)
+    suffix = words[-1].rpartition("}")[2] if "{" in words[-1] else ".npz"
+    os.mkfifo(f"pipe{suffix}")
+    os.symlink("/dev/zero", f"zero{suffix}")
+    for name in ("pipe", "zero"):
+        assert "a pipe or a device" in mistake(capsys, *(word.format(name) for word in words))
+        assert "a pipe or a device" in refusal(MappedFile, tmp_path / f"{name}{suffix}")
+
+
+def test_ctrl_c_while_it_starts_is_no_traceback() -> None:
+    """The first 200 ms import: an interrupt was a traceback of theirs. Control: afterwards Python's own handler is back."""
+    code = "import os, signal, gpt2.cli; os.kill(os.getpid(), 2)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-2, "")
+    code = "import signal, gpt2.cli.main; print(signal.getsignal(2) is signal.default_int_handler)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
+
+
+def test_an_unforeseen_error_of_the_system_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """A folder that may not be entered was a traceback."""
+
+    def refused(*args: object, **settings: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/a/b")
+
+    monkeypatch.setattr("gpt2.cli.info_command.run", refused)
+    assert "/a/b: Permission denied; see that it is there" in mistake(capsys, "info")
