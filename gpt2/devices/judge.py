@@ -13,7 +13,7 @@ from gpt2.errors import InputError
 from gpt2.measure.metrics import Progress, relative_error, worst_entry, worst_relative_error
 from gpt2.measure.placement import missing_kernel, on_device
 from gpt2.measure.replay import Run
-from gpt2.measure.rounding import WORST_RATIO, coarser_arithmetics, noisy_results
+from gpt2.measure.rounding import WORST_RATIO, Coarser, coarser_arithmetics, noisy_results
 from gpt2.pages.reports import dtype_label
 
 FEW = 64  # results with fewer entries may be one unit in the last place off: their error is a matter of luck
@@ -89,10 +89,15 @@ class Judge:
                 explained, most = max(least, relative_error(noise, exact)), max(least, worst_relative_error(noise, exact))
                 own = own or explained
                 if error <= ratio * explained and worst <= WORST_RATIO * most:
-                    self._keep(verdict(explained, *((coarser.name, coarser.off) if coarser else named[2:])))
+                    self._keep(verdict(explained, *((coarser.name, self._off(coarser, operator)) if coarser else named[2:])))
                     break
             else:
                 self._keep(verdict(own, looks_like=worst_entry(result, exact)))
+
+    def _off(self, coarser: Coarser, operator: str) -> str:
+        """Return the line that turns an arithmetic off; CUDA's fused attention of float32 has its own."""
+        fused = self.device.type == "cuda" and coarser.operands and operator.startswith("scaled_dot_product_attention")
+        return "torch.backends.cuda.enable_mem_efficient_sdp(False)" if fused else coarser.off
 
     def _keep(self, verdict: Verdict) -> None:
         key = verdict.operator, verdict.condition, verdict.dtype

@@ -46,8 +46,12 @@ class DeviceReport(Printed):
 
     @property
     def arithmetics(self) -> dict[str, str]:
-        """What is less precise than the dtype that was asked for: each arithmetic's name, and the line that turns it off."""
-        return {each.arithmetic: each.advice for each in self.verdicts if each.arithmetic not in (None, each.dtype)}
+        """What is less precise than the dtype that was asked for: each arithmetic's name, and the lines that turn it off."""
+        found: dict[str, dict[str, None]] = {}
+        for each in self.verdicts:
+            if each.arithmetic not in (None, each.dtype):
+                found.setdefault(each.arithmetic, {})[each.advice] = None
+        return {name: "; ".join(filter(None, lines)) for name, lines in found.items()}
 
     def to_json(self) -> str:
         """Return the report as JSON."""

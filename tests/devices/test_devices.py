@@ -24,9 +24,13 @@ from gpt2.cli.main import main
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.side import environment_of
 from gpt2.devices import judge
+from gpt2.devices.judge import Judge, Verdict
+from gpt2.devices.report import DeviceReport
 from gpt2.devices.run import verify_device
+from gpt2.measure.metrics import silent
 from gpt2.measure.placement import missing_kernel, placed
 from gpt2.measure.rounding import coarser_arithmetics
+from gpt2.pages.reports import environment
 
 MODEL = "shakespeare-mini"
 DTYPES = {"float32", "bfloat16", "float16"}
@@ -239,3 +243,14 @@ def test_the_check_of_a_gpu_runs_through_on_the_cpu(tmp_path: Path) -> None:
     assert body["resume"]["kills"] > 0
     assert body["verdict"]["verdict"]["verdict"] == "right"
     assert len((tmp_path / "found.md").read_text().splitlines()) == len(body["rows"]) + 4
+
+
+def test_cudas_fused_attention_is_told_its_own_line() -> None:
+    """Seen on an H100: the line that turns TF32 products off leaves the fused attention of float32 as it is."""
+    tf32 = next(one for one in coarser_arithmetics(torch.float32, "cuda") if one.operands)
+    asked = Judge(torch.device("cuda"), silent)
+    off = [asked._off(tf32, operator) for operator in ("addmm", "scaled_dot_product_attention, backward")]
+    assert off == [tf32.off, "torch.backends.cuda.enable_mem_efficient_sdp(False)"]
+    verdicts = [Verdict(str(n), "a batch", "float32", "h.0", 1.0, 1.0, tf32.name, advice) for n, advice in enumerate(off)]
+    report = DeviceReport("a model", "cuda", "", tuple(verdicts), None, environment(["float32"]), 0, 1.0)
+    assert report.arithmetics == {tf32.name: "; ".join(off)}
