@@ -12,6 +12,7 @@ from support.steps.scoring import diagnosis_of, score_step
 from torch.func import functional_call, grad, vmap
 
 import gpt2
+from gpt2.port.diagnosis.report import Cause, Diagnosis, Divergence
 
 TWO = "handmade: unshifted decay-coupled"
 RIGHT = "fused"
@@ -157,3 +158,13 @@ def test_gradients_of_each_example_alone_are_refused_in_words_that_say_so():
     """Within vmap no batch can be seen; the step would look as if it never called its module."""
     with pytest.raises(gpt2.InputError, match=r"vmap.*whole batch"):
         gpt2.diagnose_step(our_model(), per_example, our_model())
+
+
+def test_a_mismatch_is_no_number_that_is_zero_for_a_reader() -> None:
+    """``first at update (error 6.4e-17)`` made people look for rounding where a rule was another one."""
+    cause = Cause("decay-coupled", "wte.weight", "", "", 1.0, "")
+    found = [Diagnosis("mismatch", Divergence("update", None, error), (cause,), (), "a step") for error in (6.4e-17, 0.25)]
+    assert [one.table().splitlines()[0] for one in found] == [
+        "MISMATCH  first at update",
+        "MISMATCH  first at update (error 2.5e-01)",
+    ]

@@ -13,6 +13,7 @@ from gpt2.pages.reports import environment
 SURE, LIKELY = 1.0, 0.8  # confidence: reproduces the whole run; reproduces its place only
 LABELS = "how we know", "fix"
 MIN_WIDTH = 60  # minimum columns of a table
+SHOWN = 1e-9  # an error below it is zero for a reader
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Diagnosis:
         error = "" if self.logits_error is None else f"logits within {self.logits_error:.1e}"
         if self.ok:
             return f"EQUAL  {error}".rstrip()
-        where = "" if at is None else f"  first at {at.point} (error {at.error:.1e})"
+        where = "" if at is None else f"  first at {at.point}" + (f" (error {at.error:.1e})" if at.error >= SHOWN else "")
         return f"{self.verdict.upper()}{where}"
 
 

@@ -141,6 +141,7 @@ def concluded(stages: Mapping[str, Stage], forward: Diagnosis | None, notes: Ite
     verdict = "mismatch" if causes or earlier else "equal" if right else "undetermined"
     if verdict != "equal" and first is None:
         early = [n for n in STAGES if any(STAGE[one.id] == n for one in causes) or not stages[n].explained]
-        first = Divergence(early[0] if early else "update", None, max(stage.error for stage in stages.values()))
+        at = early[0] if early else "update"
+        first = Divergence(at, None, stages[at].error or max(stage.error for stage in stages.values()))
     notes = dict.fromkeys([*said, *notes, *(note for name in STAGES for note in stages[name].notes)])
     return Diagnosis(verdict, first if verdict != "equal" else None, (*earlier, *causes), tuple(notes), source)
