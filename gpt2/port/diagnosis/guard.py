@@ -18,6 +18,25 @@ import threading
 import time
 from contextlib import suppress
 
+# Files in the folder: the program's exit code, and the number of the error that kept it from starting.
+CODE, REFUSED = "code", "refused"
+PR_SET_CHILD_SUBREAPER). It ends them all when the program has
+ended, when the parent writes a line to stdin, and when the parent is gone; then it also removes the folder. Without /proc, as on
+macOS, it ends the program's process group: a child that has left the group goes on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+
 CODE, REFUSED = (
     "code",
     "refused",
@@ -69,8 +88,11 @@ def main(folder: str, *command: str) -> None:
             file.write(str(error.errno))
         return
 
+    ending = threading.Event()
+
     def told() -> None:
         line = sys.stdin.readline()
+        ending.set()
         end(process.pid)
         for _ in range(0 if line else TRIES):
             shutil.rmtree(folder, ignore_errors=True)
@@ -79,11 +101,14 @@ def main(folder: str, *command: str) -> None:
             time.sleep(0.02)
         os._exit(0)
 
-    threading.Thread(target=told, daemon=True).start()
+    thread = threading.Thread(target=told, daemon=True)
+    thread.start()
     code = process.wait()
     with suppress(OSError), open(os.path.join(folder, CODE), "w") as file:
         file.write(str(code))
     end(process.pid)
+    if ending.is_set():  # it removes the folder
+        thread.join()
 
 
 if __name__ == "__main__":
