@@ -181,6 +181,8 @@ def test_ci_runs_the_readme_s_test_command() -> None:
     command = run(["bash", "-c", extract], ROOT).stdout.strip()
     assert command == blocks("sh")[1].strip()
     assert "-m pytest" in command
+    elsewhere = re.findall(r"run: (.+)", (ROOT / ".github/workflows/test.yml").read_text())
+    assert elsewhere == [command, command.replace("/bin/", "/Scripts/")]  # the folder's name on Windows
 
 
 # Requirements of examples that are missing here, by a word of the example; all other examples run.
@@ -275,7 +277,7 @@ def test_every_public_name_says_what_it_is(name: str, thing: object) -> None:
 SPOKEN = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "gpt2/port/README.md", "gpt2/port/PROGRAMS.md", "gpt2/port/RESULTS.md"]
 
 
-@pytest.mark.parametrize("name", [*SPOKEN, "tools/README.md"])
+@pytest.mark.parametrize("name", [*SPOKEN, "SECURITY.md", "tools/README.md"])
 def test_files_that_are_spoken_of_are_there(name: str) -> None:
     """A guide must not name files that no longer exist."""
     text = (ROOT / name).read_text(encoding="utf-8")
@@ -287,9 +289,9 @@ def test_files_that_are_spoken_of_are_there(name: str) -> None:
     if name == "CONTRIBUTING.md":
         for path in re.findall(r"`((?:gpt2|tests|tools|\.ci)/[\w/.]+)", text):
             assert (ROOT / path).exists(), path
-        for word, path in re.findall(r"`([A-Z_]{4,})` (?:of|in) `([\w/.]+\.py)`", text):
+        for word, path in re.findall(r"`([A-Za-z_]{3,})`\s+(?:of|in)\s+`([\w/.]+\.py)`", text):
             found = [ROOT / path] if "/" in path else list(ROOT.glob(f"gpt2/**/{path}"))
-            assert any(re.search(rf"^{word}\b", file.read_text(), re.MULTILINE) for file in found), (word, path)
+            assert any(re.search(rf"^ *(def |class )?{word}\b", file.read_text(), re.MULTILINE) for file in found), (word, path)
 
 
 def test_the_changelog_has_this_version_and_the_licence_its_name() -> None:

@@ -18,6 +18,7 @@ from support.broken_models import CONTROLS
 from support.oracle import assert_same
 from torch import Tensor, nn
 
+from gpt2 import diagnose
 from gpt2.config import ACTIVATIONS, GPT2Config
 from gpt2.generation import generate
 from gpt2.model import GPT2, Conv1D, eager_attention, sdpa_attention
@@ -210,6 +211,20 @@ def test_greedy_text(hf: ModuleType, padded: bool, use_cache: bool) -> None:
     for cached in (True, False):
         found = generate(ours, ids, 34, temperature=0, attention_mask=mask if padded else None, use_cache=cached)
         assert found.tolist() == expected.tolist()
+
+
+def test_transformers_counts_padding_unless_it_is_given_positions(hf: ModuleType) -> None:
+    """The README says so of this version, and that `diagnose` sees it."""
+    ours, theirs = pair(hf, TINY)
+    ids, mask = some_ids(TINY, 1, 6), torch.tensor([[0, 0, 1, 1, 1, 1]])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        alone, silently = theirs(ids[:, 2:]).logits, theirs(ids, attention_mask=mask).logits[:, 2:]
+        told = theirs(ids, attention_mask=mask, position_ids=positions).logits[:, 2:]
+        assert_same(ours(ids, attention_mask=mask)[:, 2:], alone)
+    assert_same(told, alone)
+    assert (silently - alone).norm() > 0.1 * alone.norm()
+    assert any("your positions count the padding" in note for note in diagnose(theirs, ours).notes)
 
 
 # Negative controls: each makes one common mistake in our model, which the comparison above must find.
