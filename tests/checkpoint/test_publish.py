@@ -215,7 +215,7 @@ STEPS = {"api/models/me/tiny": "GET", "repos/create": "POST", "validate-yaml": "
 STEPS |= {"/verify": "POST", "/commit/": "POST", "/tree/": "GET"}
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [pytest.param(step, marks=[pytest.mark.slow] * (step != "batch")) for step in STEPS])
 def test_no_answer_of_the_hub_is_a_traceback(trained: Path, hub: HubStandIn, monkeypatch, step: str) -> None:
     """Whatever the client raises for an answer that it does not expect is one line, with what to do: 60 of 66 were not."""
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client's own, between its tries

@@ -204,7 +204,7 @@ def test_a_harmless_change_is_not_a_fault(after: Callable[[Tensor], Tensor], mod
     ("module", "said"),
     [
         (7, "diagnose takes a torch.nn.Module, the path of a dump, or a mapping of arrays, and was given int"),
-        (nn.Embedding(67, 67), "Embedding: nothing in its forward weighs projections"),
+        pytest.param(nn.Embedding(67, 67), "Embedding: nothing in its forward weighs projections", marks=pytest.mark.slow),
         (PORTS["nano"].build(gpt2.GPT2Config(**{**vars(CONFIG), "n_embd": 24})), "its width is 24, the checkpoint's 20"),
     ],
 )

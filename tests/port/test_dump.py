@@ -98,6 +98,7 @@ def test_one_tensor_a_block_may_lie_anywhere_in_it(stage: str) -> None:
     assert causes(gpt2.diagnose(dump(arrays, torch.float32), MODEL)) == [("gelu-variant", "h.*.mlp.act")]
 
 
+@pytest.mark.slow
 def test_faults_of_two_branches_are_found_between_the_tensors_recorded() -> None:
     """The search behind a stream between the branches began at the block's start, so one fault hid the other."""
     wrong = faulty(activation_function="gelu")

@@ -75,6 +75,7 @@ def test_weights_that_nothing_names_are_placed_in_time(monkeypatch: pytest.Monke
     assert time.thread_time() - start < 8
 
 
+@pytest.mark.slow
 def test_a_program_that_computes_in_a_half_precision_is_judged_by_its_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """A right one in bfloat16, stored as float32, was undetermined; a faulty one in float16 had three wrong causes."""
     monkeypatch.setattr("gpt2.port.dump.examination.SECONDS", {True: 2.0})

@@ -67,7 +67,7 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Bed:
     return Bed(Path(tmp_path_factory.mktemp("fits")) / "one", SHAPE)
 
 
-SLOW = ("columns backwards", "sums of two scales", "attention dropped")
+SLOW = ("temperature in steps", "columns backwards", "sums of two scales", "attention dropped")
 
 
 @pytest.mark.parametrize("fault", [None, *(pytest.param(f, marks=[pytest.mark.slow] * (f in SLOW)) for f in FAULTS)])
