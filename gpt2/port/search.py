@@ -526,14 +526,17 @@ class Search:
     def _best(self, base: Trial, some: Iterable[Alternative]) -> tuple[Trial | None, Trial | None]:
         """Return the best trial that explains a block, and the best of those that explain more of it than ``base``."""
         wholes, parts = list[Trial](), list[Trial]()
-        for one in some:
+        nodes = [node for node in NODES if node not in base.seen and BEHIND[node].isdisjoint(base.seen)]
+        shown = ""  # the first node that an explanation shows: what does not change it is no better one
+        for one in sorted(some, key=lambda one: not _changes(one, nodes[0] if nodes else "")):
             self.observation.check()
-            if one in base.alternatives or self._is_refuted(base, one):
+            if one in base.alternatives or self._is_refuted(base, one) or not _changes(one, shown):
                 continue
             if (trial := self._tried(base, one)) is None:
                 continue
             if self._goes_on(trial):
                 wholes.append(trial)
+                shown = min((*(trial.seen.keys() - base.seen.keys()), shown), key=ORDER.__getitem__)
             elif len(trial.seen) > len(base.seen):
                 parts.append(trial)
         whole, part = (min(some, key=_likelihood, default=None) for some in (wholes, parts))
@@ -836,6 +839,11 @@ class Search:
         for one, layer in self.sites:
             alike = self.ties[self.ran.index(layer)] if layer is not None else ()
             yield max((one, *alike), key=lambda other: blocks[other]) if one in alike else one, layer
+
+
+def _changes(one: Alternative, node: str) -> bool:
+    """Return whether an alternative changes a node; any does the last one."""
+    return any(node == changed or node in BEHIND[changed] for changed in one.edits)
 
 
 def _likelihood(trial: Trial) -> tuple[object, ...]:

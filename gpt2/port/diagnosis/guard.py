@@ -20,27 +20,6 @@ from contextlib import suppress
 
 # Files in the folder: the program's exit code, and the number of the error that kept it from starting.
 CODE, REFUSED = "code", "refused"
-PR_SET_CHILD_SUBREAPER). It ends them all when the program has
-ended, when the parent writes a line to stdin, and when the parent is gone; then it also removes the folder. Without /proc, as on
-macOS, it ends the program's process group: a child that has left the group goes on.
-"""
-
-from __future__ import annotations
-
-import ctypes
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import threading
-import time
-from contextlib import suppress
-
-CODE, REFUSED = (
-    "code",
-    "refused",
-)  # files in the folder: the program's exit code, or the number of the error that kept it from starting
 PR_SET_CHILD_SUBREAPER = 36
 TRIES = 100  # a killed process may still be starting others, or writing
 
