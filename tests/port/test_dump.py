@@ -202,6 +202,7 @@ def two_faults(model: GPT2, ids: Tensor) -> dict[str, Tensor]:
     return kept | {"logits": norm(x, "ln_f") @ w["wte.weight"].T}
 
 
+@pytest.mark.slow
 def test_weights_that_are_recorded_show_how_heads_were_split() -> None:
     """Without recorded heads the walk was lost in the attention after minutes, and no norm behind it was seen."""
     diagnosis = gpt2.diagnose(dump(two_faults(MODEL, IDS[0]), torch.float32, IDS[:1]), MODEL)

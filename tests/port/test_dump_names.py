@@ -59,7 +59,7 @@ def first_columns(layer: int) -> Formula:
     return lambda c, s: SIMULATION.stages_of(layer)["mlp.c_fc"](s) - bias
 
 
-@pytest.mark.parametrize("level", ["full", "mid", "logits"])
+@pytest.mark.parametrize("level", ["full", "mid", pytest.param("logits", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("program", "cause"),
     [
@@ -91,6 +91,7 @@ def test_a_factor_is_named_by_what_it_is(dtype: torch.dtype) -> None:
     assert causes(gpt2.diagnose(dump(shown(wide, "full"), dtype), MODEL)) == [("scale-by-width", "h.*.attn")]
 
 
+@pytest.mark.slow
 def test_the_logits_of_a_token_may_be_moved_beside_another_fault() -> None:
     """Logits with their mean taken off were compared as they are, so that no fault before them came near."""
     relu = everywhere("mlp.act", lambda n: lambda c, s: s["mlp.c_fc"].relu())
@@ -144,6 +145,7 @@ def test_more_faults_are_named_from_the_logits(program: Program, cause: tuple[st
     assert causes(gpt2.diagnose(dump(shown(program, "logits"), torch.float32), MODEL)) == [cause]
 
 
+@pytest.mark.slow
 def test_streams_of_several_programs_pass_each_variant() -> None:
     """A block that takes the embeddings ended a search for pairs with an exception, where streams were computed together."""
     row = SIMULATION.on_ids(IDS[:1])

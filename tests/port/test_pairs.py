@@ -137,7 +137,9 @@ def test_no_pair_replaces_one_stage_twice(model: GPT2) -> None:
     ("labels", "causes"),
     [
         (("is ReLU;", "without the last norm"), {"gelu-variant", "final-norm-missing"}),  # both change the first token
-        (("is ReLU;@0", "ln_2 norm-missing@1"), {"gelu-variant", "norm-missing"}),  # in one block each
+        pytest.param(  # in one block each
+            ("is ReLU;@0", "ln_2 norm-missing@1"), {"gelu-variant", "norm-missing"}, marks=pytest.mark.slow
+        ),
         pytest.param(
             ("a token sees the one after it@0", "is ReLU;@1"), {"mask-off-by-one", "gelu-variant"}, marks=pytest.mark.slow
         ),

@@ -68,6 +68,7 @@ def test_a_right_program_has_no_fault(model: GPT2, ids: Tensor) -> None:
     assert not explanation.hypotheses
 
 
+@pytest.mark.slow
 def test_noise_has_no_explanation(model: GPT2, ids: Tensor) -> None:
     """A search that fits whatever it is given would explain noise."""
     with torch.no_grad():
@@ -225,6 +226,7 @@ def test_a_head_of_its_own_is_seen_where_there_are_enough_positions(model: GPT2)
     assert not wrong.hypotheses
 
 
+@pytest.mark.slow
 def test_logits_that_are_the_same_everywhere_show_no_bias(model: GPT2, ids: Tensor) -> None:
     """A norm over a batch of one row erases everything, and a fitted bias then gave any logits that no position changes."""
     logits = torch.randn(CONFIG.vocab_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64).expand(
@@ -246,7 +248,10 @@ def test_a_fault_of_the_last_norm_is_no_head_of_its_own(model: GPT2) -> None:
     assert named(explanation)[0] == [("layernorm-without-affine", "ln_f")]
 
 
-@pytest.mark.parametrize(("part", "id"), [("is ReLU;", "gelu-variant"), ("without transposing back", "head-layout"), ("", "")])
+@pytest.mark.parametrize(
+    ("part", "id"),
+    [("is ReLU;", "gelu-variant"), pytest.param("without transposing back", "head-layout", marks=pytest.mark.slow), ("", "")],
+)
 def test_a_fault_of_the_prompt_alone_is_found(part: str, id: str) -> None:
     """A prompt is computed in one piece, and steps after it need no mask and no merging: there, the same code may be right."""
     calls = ((0, 4), *((n, n + 1) for n in range(4, 9)))
