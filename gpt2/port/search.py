@@ -494,7 +494,7 @@ class Search:
             whole, part = self._best(base, self.inner)
             if whole is None and not base.alternatives:  # one more fault may hide the known ones
                 whole = next(filter(None, (self._best(trial, self.inner)[0] for trial in knowns)), None)
-            whole = whole or self._widened(base) or self._in_calls(base)
+            whole = whole or self._widened(base) or self._both_hidden(base) or self._in_calls(base)
             if whole is not None:
                 return whole
             part = part or self._fitted(base)
@@ -512,9 +512,18 @@ class Search:
             if trial is not None:
                 yield trial
 
+    def _both_hidden(self, base: Trial) -> Trial | None:
+        """Return a block with another factor of the scores and one more common fault of attention, which shows neither alone."""
+        if base.alternatives or not set(FIRST[1:]) <= base.seen.keys() or not BEHIND["attn.scores"].isdisjoint(base.seen):
+            return None
+        common = [one for one in self.inner if not one.rare and set(one.edits) <= set(ATTENTION)]
+        factors, others = ([one for one in common if (set(one.edits) == {WHOLE}) == of_scores] for of_scores in (True, False))
+        trials = filter(None, (self._tried(base, one, shown=False) for one in factors))
+        return next(filter(None, (self._best(trial, others)[0] for trial in trials)), None)
+
     def _widened(self, base: Trial) -> Trial | None:
         """Return a block as explained to the precision of float32, in which a module may keep constants; None if it is not."""
-        if not self.widens:
+        if not self.widens or base.alternatives or not any(node in base.seen for node in FIRST[1:]):
             return None
         self.widens, self.observation.pool.narrow = False, True
         base = self._block(base.layer, base.state["x"])
