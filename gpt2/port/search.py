@@ -519,7 +519,8 @@ class Search:
         common = [one for one in self.inner if not one.rare and set(one.edits) <= set(ATTENTION)]
         factors, others = ([one for one in common if (set(one.edits) == {WHOLE}) == of_scores] for of_scores in (True, False))
         trials = filter(None, (self._tried(base, one, shown=False) for one in factors))
-        return next(filter(None, (self._best(trial, others)[0] for trial in trials)), None)
+        wholes = filter(None, (self._best(trial, others)[0] for trial in trials))
+        return next((one for one in wholes if not one.seen.keys().isdisjoint(("attn.mixed", "attn.heads", "attn.c_proj"))), None)
 
     def _widened(self, base: Trial) -> Trial | None:
         """Return a block as explained to the precision of float32, in which a module may keep constants; None if it is not."""

@@ -134,7 +134,7 @@ def test_an_attention_that_nothing_recognises_is_undetermined_at_its_place(model
     found = diagnose(unrecognised(model), model, progress=stages.append)
     assert found.verdict == "undetermined", found.table()
     assert found.causes == ()
-    assert "h.0.attn.v is the last stage that was recognised; h.0.attn.weights is the first that was not" in found.notes
+    assert "h.0.attn.v is the last stage that was recognised; h.0.attn.weights is the first that was not" in found.notes[0]
     assert any("in block 2" in stage for stage in stages)
 
 
