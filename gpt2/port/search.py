@@ -494,7 +494,9 @@ class Search:
             whole, part = self._best(base, self.inner)
             if whole is None and not base.alternatives:  # one more fault may hide the known ones
                 whole = next(filter(None, (self._best(trial, self.inner)[0] for trial in knowns)), None)
-            whole = whole or self._widened(base) or self._both_hidden(base) or self._in_calls(base)
+            whole = whole or self._widened(base) or self._both_hidden(base)
+            if whole is None and not self.weights_seen:  # a module is given the whole text at once
+                whole = self._in_calls(base)
             if whole is not None:
                 return whole
             part = part or self._fitted(base)
