@@ -42,7 +42,8 @@ class Observation:
         given = split(value, self.heads) if node in HEADED and value.shape[-1] % self.heads == 0 else value
         if node == "attn.scores" and value.shape[-1] == value.shape[-2]:
             given = value.tril()
-        if bool((value == value[:1, :1]).all() if value.ndim == 3 else not value.any()):
+        several = value.ndim == 3 and value[..., 0].numel() > 1
+        if not bool(value.any()) or (several and bool((value == value[:1, :1]).all())):
             return None  # zeros, or a bias at each token, are in any buffer
         match = self.pool.find_at(node, given, *AXES.get(node, PIECES))
         if match is None or (fault and match.error > self.pool.fault_bound(node)):

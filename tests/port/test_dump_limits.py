@@ -115,7 +115,9 @@ def test_a_dump_of_one_token_is_of_a_forward_pass() -> None:
     traced = trace(MODEL, IDS[:1, :1])
     assert gpt2.diagnose({**traced, "ids": IDS[:1, :1]}, MODEL).verdict == "equal"
     wrong = {**trace(faulty(activation_function="relu"), IDS[:1, :1]), "ids": IDS[:1, :1]}
-    assert causes(gpt2.diagnose(wrong, MODEL)) == [("gelu-variant", "h.*.mlp.act")]
+    found = gpt2.diagnose(wrong, MODEL)
+    assert causes(found) == [("gelu-variant", "h.*.mlp.act")]
+    assert found.causes[0].confidence == SURE  # from its own values: they are no bias at each token
     with pytest.raises(gpt2.InputError, match="one token each"):
         gpt2.diagnose(wrong, MODEL, settings={"optim.lr": 1e-3})
     batch = batches_of(dump_of({**wrong, "targets": torch.tensor([[3]])}, MODEL.config))[0]
