@@ -174,14 +174,14 @@ def _judged(args: argparse.Namespace, result: "Comparison | Comparisons", gates:
 def _report_gates(judged: "Judged", junit_file: str | None) -> int:
     """Report the gates on stderr and to the build; return the exit code."""
     from gpt2.comparison.gates import junit, step_summary
-    from gpt2.pages.rendering import write
+    from gpt2.data.files import write_output
 
     for names, gates in judged.items():
         for gate in gates:
             where = f"{names}: " if len(judged) > 1 else ""
             print(f"{where}{gate.verdict}", file=sys.stderr)
     if junit_file:
-        write(junit_file, junit(judged))
+        write_output(junit_file, junit(judged))
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         try:
             with Path(summary).open("a", encoding="utf-8") as file:

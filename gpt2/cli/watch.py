@@ -24,7 +24,7 @@ PORT, REFRESH = 8643, 5  # seconds
 
 def watch(args: argparse.Namespace) -> int:
     """Serve or write the page of the runs ``args.runs``."""
-    from gpt2.pages.rendering import write
+    from gpt2.data.files import write_output
     from gpt2.train.runs import METRICS
     from gpt2.train.watch import page
 
@@ -32,7 +32,7 @@ def watch(args: argparse.Namespace) -> int:
         if args.port is not None:
             raise InputError("--port has no effect with --html, which writes a file and serves nothing; leave it out")
         text = page(args.runs)
-        save_page(args.html, lambda target: write(target, text))
+        save_page(args.html, lambda target: write_output(target, text))
         return 0
     page(args.runs, REFRESH)  # reports what is wrong before a browser asks
     for folder in args.runs:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from gpt2.comparison.subjects import Model
+from gpt2.data.files import write_output
 from gpt2.errors import InputError
 from gpt2.pages.drawing import INK, MUTED, PAPER, RULE, SETTINGS, matplotlib_of_our_own, svg
-from gpt2.pages.rendering import pack_lower, readable, render, visible, write
+from gpt2.pages.rendering import pack_lower, readable, render, visible
 from gpt2.pages.reports import Environment, Printed, as_json, data_table
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class AttentionReport(Printed):
     def save_png(self, path: str | Path) -> None:
         """Write the attention maps as a picture; of two models, their difference."""
         self._require_room("a picture")
-        write(path, attention_png(self.difference if self.b else self.maps, self.tokens, signed=bool(self.b)))
+        write_output(path, attention_png(self.difference if self.b else self.maps, self.tokens, signed=bool(self.b)))
 
     def _require_room(self, what: str) -> None:
         """Raise an InputError if the text has too many tokens for weights to be visible."""

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from gpt2.comparison.subjects import Model
 from gpt2.comparison.words import Choice
+from gpt2.data.files import write_output
 from gpt2.errors import InputError
 from gpt2.measure.metrics import MAX_JS
-from gpt2.pages.rendering import pack_lower, readable, render, short_names, visible, write
+from gpt2.pages.rendering import pack_lower, readable, render, short_names, visible
 from gpt2.pages.reports import Environment, as_json
 
 MAX_TOKENS = 128  # of a prompt, side by side on a page
@@ -67,7 +68,7 @@ class Exploration:
 
     def save_html(self, path: str | Path) -> None:
         """Write one self-contained page; raises InputError if the file cannot be written."""
-        write(path, page(self))
+        write_output(path, page(self))
 
 
 def page(exploration: Exploration, *, served: bool = False) -> str:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpt2.data.files import write_output
 from gpt2.pages.drawing import LEVELS
 
 if TYPE_CHECKING:
@@ -41,9 +40,6 @@ def render(name: str, **values: Any) -> str:
     script = "".join(loader.get_source(environment, part)[0] for part in parts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template(f"{name}.html").render(script=Markup(script), script_hash=digest, ramps=RAMPS, **values)
-
-
-write = write_output  # a page or picture is written as every result is
 
 
 def _ramp(*stops: str) -> list[str]:

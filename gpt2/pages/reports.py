@@ -143,9 +143,9 @@ class Printed(ABC):
 
     def save_html(self, path: str | Path) -> None:
         """Write :meth:`html`. Raises InputError: the file cannot be written."""
-        from gpt2.pages.rendering import write
+        from gpt2.data.files import write_output
 
-        write(path, self.html())
+        write_output(path, self.html())
 
 
 def page_of(result: type[Printed]) -> Callable[[Callable[[Any], str]], Callable[[Any], str]]:
