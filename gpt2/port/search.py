@@ -131,13 +131,13 @@ def search(
     if head is not None:
         weights[HEAD] = head.double()
     model = Simulation(weights, reference.config, ids)
-    return Search(Observation(pool, model), model, trace(reference, ids), progress, weights_seen=True).run()
+    return Search(Observation(pool, model), model, trace(reference, ids), progress, of_module=True).run()
 
 
 class Search:
     """A walk through an ``observation`` with the weights in ``model``; ``exact``: GPT-2's own values by traced point.
 
-    ``weights_seen``: these weights are the program's own.
+    ``of_module``: of a module, whose own weights these are, and which is given the whole text at once.
     """
 
     def __init__(
@@ -146,14 +146,14 @@ class Search:
         model: Simulation,
         exact: Mapping[str, Tensor],
         progress: Progress = silent,
-        weights_seen: bool = False,
+        of_module: bool = False,
     ) -> None:
         self.observation, self.model, self.exact, self.progress = observation, model, exact, progress
-        self.weights_seen = weights_seen
-        self.widens = weights_seen and not observation.pool.narrow  # constants in float32 may be all that hides a fault
+        self.of_module = of_module
+        self.widens = of_module and not observation.pool.narrow  # constants in float32 may be all that hides a fault
         self.layers = model.config.n_layer
         every = [one for one in table(model) if one.run is None and not one.crosses]
-        every = [one for one in every if not (weights_seen and one.id == "not-loaded")]
+        every = [one for one in every if not (of_module and one.id == "not-loaded")]
         self.inner = [one for one in every if one.edits and not one.steps]
         self.in_steps = [one for one in every if one.edits and one.steps]
         self.embeddings = [one for one in every if "embed" in one.outside and not one.edits]
@@ -495,7 +495,7 @@ class Search:
             if whole is None and not base.alternatives:  # one more fault may hide the known ones
                 whole = next(filter(None, (self._best(trial, self.inner)[0] for trial in knowns)), None)
             whole = whole or self._widened(base) or self._both_hidden(base)
-            if whole is None and not self.weights_seen:  # a module is given the whole text at once
+            if whole is None and not self.of_module:
                 whole = self._in_calls(base)
             if whole is not None:
                 return whole
@@ -821,7 +821,7 @@ class Search:
     # What was found
 
     def _causes(self, explained: bool) -> Iterator[PlacedCause]:
-        sequence = sequence_faults(self.ran, self.layers, self.weights_seen) if explained else []
+        sequence = sequence_faults(self.ran, self.layers, self.of_module) if explained else []
         whole = Candidate(tuple(self._widest()), head=(*self.faults, *sequence))
         for found in whole.found(self.layers):
             labels = [one.label for one, _ in self.sites if found.id in (one.id, *(id for id, _ in one.also))]

@@ -113,11 +113,8 @@ class Examination:
         rounding, ends, unread = self.runs.bound, list[PlacedCause](), self.weight_causes
         if self.weight_causes or worst > self.runs.bound:
             probe = outputs[errors.index(worst)][0]
-            rounding, mine, right = (
-                self.runs.explained(probe, torch.float32),
-                same(probe),
-                reference(probe),
-            )  # as of folded weights
+            rounding = self.runs.explained(probe, torch.float32)  # as of folded weights
+            mine, right = same(probe), reference(probe)
             unread = [cause for cause in self.weight_causes if blank or _is_unread(cause, own, self.state)]
             if own.placed and (worst_relative_error(mine, right) <= rounding or (ends := _ends(mine, right, rounding))):
                 if departures := [place for cause in self.weight_causes if cause not in unread for place in cause.places]:

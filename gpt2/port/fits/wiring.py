@@ -126,7 +126,7 @@ def _other_positions(seen: Observed, words: Tensor, wpe: Tensor, rows: Tensor) -
         for one in (root, times)
         if one != 1
     }
-    if len(words) * len(wpe) <= MOST_PAIRS:
+    if words[..., 0].numel() * len(wpe) <= MOST_PAIRS:
         for factor in dict.fromkeys((1.0, root, times)):
             at = torch.where(rows, torch.cdist(value - factor * words, wpe).argmin(-1), torch.arange(words.shape[1]))
             faults = [*_taken("position-offset", "wpe", at), *filter(None, [scaled.get(factor)])]
@@ -135,7 +135,7 @@ def _other_positions(seen: Observed, words: Tensor, wpe: Tensor, rows: Tensor) -
     if len(value) < 2 or not bool(rows.all()):
         return None
     table = (value - times * words).mean(0)
-    id, detail = ("not-loaded", "positions are not the checkpoint's learned ones, and none known here")
+    id, detail = "not-loaded", "positions are not the checkpoint's learned ones, and none known here"
     if are_waves(table):
         id, detail = "position-sinusoidal", "positions are made of sines and cosines, not of the checkpoint's learned ones"
     return seen.fitted(times * words + table, rows, Fault(id, "wpe", detail), *filter(None, [scaled.get(times)]))
