@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt2.measure.rounding import STEPS, Steps
+from gpt2.measure.elementary import STEPS, Steps
 
 aten = torch.ops.aten
 Order = Callable[[int], list[list[int]]]  # K -> lanes: the terms that each running sum adds, in turn; the lanes are then added
