@@ -223,6 +223,12 @@ def scheduled(alternative: Alternative, schedule: Schedule) -> Alternative:
     )
 
 
+def in_schedule(alternative: Alternative, schedule: Schedule) -> Alternative:
+    """Return an alternative in a program that reads its text by a schedule, of formulas that are given the whole text at once."""
+    made = scheduled(alternative, schedule)
+    return replace(made, outside=in_calls(schedule.calls, made.outside) if made.outside else made.outside)
+
+
 def within(calls: Calls, tokens: int) -> Calls:
     """Return the calls for the first ``tokens`` alone."""
     return tuple((begin, min(end, tokens)) for begin, end in calls if begin < tokens)

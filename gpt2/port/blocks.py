@@ -1,0 +1,182 @@
+"""A block as some alternatives compute it, from a program's own values where they are found; and whether its values show it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gpt2.port.alternative import Alternative, in_calls, merged
+from gpt2.port.dump.candidates import Candidate
+from gpt2.port.dump.simulation import Simulation
+from gpt2.port.fault import Fault
+from gpt2.port.graph import HIDDEN, LAST, NODES, ORDER, READS, Edits, State
+from gpt2.port.observe import Observation, Seen
+
+FIRST = ("ln_1", "attn.q", "attn.k", "attn.v")  # nodes that show a block's input
+WHOLE = "attn.scores"  # a node whose program's numbers are not taken: what it hides is written in many ways
+
+
+def _descendants() -> dict[str, frozenset[str]]:
+    """Return the nodes that depend on each node."""
+    out: dict[str, frozenset[str]] = {}
+    for node in reversed(NODES):
+        readers = [reader for reader in NODES if node in READS[reader]]
+        out[node] = frozenset(readers).union(*(out[reader] for reader in readers))
+    return out
+
+
+BEHIND = _descendants()
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A block as some alternatives compute it: its nodes, with the program's own numbers where they are ``seen``."""
+
+    layer: int
+    state: State
+    seen: Mapping[str, Seen]
+    alternatives: tuple[Alternative, ...] = ()
+    edits: Edits = field(default_factory=dict)
+    faults: tuple[Fault, ...] = ()  # that were fitted
+    again: int = 0  # whether the block's result is found, as another value's
+    ties: tuple[Alternative, ...] = ()  # that explain as much as the only alternative
+
+    @property
+    def price(self) -> tuple[float, bool, int, bool]:
+        """What says which of several explanations of a block is likelier, the least first."""
+        return Candidate(tuple((one, self.layer) for one in self.alternatives), head=self.faults).order_of_naming
+
+
+class Blocks:
+    """The blocks of a program with the weights in ``model``, of which an ``observation`` holds values.
+
+    ``known``: the alternatives of each faulty block so far, the last first.
+    """
+
+    def __init__(self, observation: Observation, model: Simulation) -> None:
+        self.observation, self.model, self.layers = observation, model, model.config.n_layer
+        self.known: list[tuple[Alternative, ...]] = []
+
+    def block(self, layer: int, x: Tensor, until: int = LAST) -> Trial:
+        """Return GPT-2's own nodes of a block, with the program's numbers where they are found."""
+        site, state, seen = self.model.site(layer, {"x": x}), {"x": x}, dict[str, Seen]()
+        for node in NODES[: until + 1]:
+            state[node] = site.right(node, state)
+            self._look(node, state, seen)
+        return Trial(layer, state, seen)
+
+    def _look(self, node: str, state: State, seen: dict[str, Seen], fault: bool = False) -> None:
+        """Find a node's value, and take the program's numbers for it."""
+        value = state[node]
+        if node in HIDDEN or any(
+            one is value or (one.shape == value.shape and torch.equal(one, value)) for name, one in state.items() if name != node
+        ):
+            return  # it is found in any case
+        found = self.observation.find(node, value, fault)
+        if found is None or any(one.own.shape == found.own.shape and torch.equal(one.own, found.own) for one in seen.values()):
+            return  # another node's array shows nothing of this one
+        seen[node] = found
+        if node != WHOLE:
+            state[node] = found.own
+
+    def goes_on(self, trial: Trial) -> bool:
+        """Return whether a block is explained: its result is found, or what follows from it."""
+        return "" in trial.seen or self.shown_behind(trial.layer, trial.state[""], trial.alternatives)
+
+    def shown_behind(self, layer: int, x: Tensor, own: Sequence[Alternative] = ()) -> bool:
+        """Return whether what follows block ``layer`` shows its result ``x``, perhaps with faults of this block (``own``)."""
+        following = layer + 1
+        if following < self.layers:
+            return self.shown_in(following, x, own)
+        return self.gives(x, own)
+
+    def shown_in(self, layer: int, x: Tensor, own: Sequence[Alternative] = ()) -> bool:
+        """Return whether the first nodes of a block are found as they follow from the stream ``x``."""
+        return any(self.shown_with(layer, x, edits) for edits in self.as_elsewhere(layer, own))
+
+    def as_elsewhere(self, layer: int | None, own: Sequence[Alternative]) -> Iterator[Edits]:
+        """Yield no edits, and those of this block's faults and of earlier blocks' in a block, or outside the blocks."""
+        yield {}
+        wanted = FIRST if layer is not None else ("ln_f",)
+        for some in dict.fromkeys((tuple(own), *self.known)):
+            every = (one.at(layer) for one in some if one.calls is None)
+            edits = {node: formula for one in every for node, formula in one.items() if node in wanted}
+            if edits:
+                yield edits
+
+    def shown_with(self, layer: int, x: Tensor, edits: Edits) -> bool:
+        site, state = self.model.site(layer, {"x": x}), {"x": x}
+        for node in FIRST:
+            state[node] = (edits.get(node) or site.rights[node])(site, state)
+            if torch.equal(state[node], x):
+                continue  # it is found in any case
+            if self.observation.find(node, state[node], fault=node in edits) is not None:
+                return True
+        return False
+
+    def tried(self, base: Trial, one: Alternative, shown: bool = True) -> Trial | None:
+        """Return ``base`` with one more alternative; None if it changes nothing, or nothing that it changes is ``shown``."""
+        edits = one.at(base.layer)
+        if not edits:
+            return None
+        if one.calls is not None:
+            edits = in_calls(one.calls, edits)
+        both = merged(base.edits, edits)
+        if both is None:
+            return None
+        begin = min(ORDER[node] for node in edits)
+        state = {node: value for node, value in base.state.items() if ORDER.get(node, -1) < begin}
+        seen = {node: each for node, each in base.seen.items() if ORDER[node] < begin}
+        site = self.model.site(base.layer, state)
+        known = list(base.seen.values())
+        changed, found, again = set[str](), False, 0
+        for node in NODES[begin:]:
+            if node not in both and changed.isdisjoint(READS[node]):
+                state[node] = base.state[node]
+                if node in base.seen:
+                    seen[node] = base.seen[node]
+                continue
+            try:
+                value = (both.get(node) or site.rights[node])(site, state)
+            except RuntimeError:  # two alternatives that do not fit together, as of other numbers of heads
+                return None
+            old = base.state[node]
+            if value.shape == old.shape and torch.equal(value, old):
+                state[node] = old
+                if node in base.seen:
+                    seen[node] = base.seen[node]
+                continue
+            if not bool(value.isfinite().any()) or (node == "" and value.shape != old.shape):
+                return None
+            state[node] = value
+            changed.add(node)
+            same = next((one for one in known if one.own.shape == value.shape and torch.equal(value, one.own)), None)
+            if same is not None:  # it is found in any case, and shows nothing of what follows
+                if node == "":
+                    again = 1
+                else:
+                    seen[node] = same
+                continue
+            self._look(node, state, seen, fault=node in edits)
+            found |= node in seen
+        if not changed:
+            return None
+        trial = Trial(base.layer, state, seen, (*base.alternatives, one), both, again=again)
+        return trial if found or not shown or self.shown_behind(base.layer, state[""]) else None
+
+    def is_refuted(self, base: Trial, one: Alternative) -> bool:
+        """Return whether what follows from each node that an alternative changes is found as it is."""
+        return all(not BEHIND[node].isdisjoint(base.seen) for node in one.edits)
+
+    def gives(self, x: Tensor, own: Sequence[Alternative] = ()) -> bool:
+        """Return whether the logits follow from the last stream."""
+        site, state = self.model.site(0, {"x": x}), {"x": x}
+        for edits in self.as_elsewhere(None, own):
+            normed = edits["ln_f"](site, state) if edits else self.model.norm("ln_f", x)
+            shown = self.observation.find("ln_f", normed, bool(edits)) is not None
+            if shown or self.observation.are_logits(normed, self.model.table):
+                return True
+        return False

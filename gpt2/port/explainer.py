@@ -1,0 +1,316 @@
+"""Explain a block: which alternatives, in a text that is read at once or in calls, or which fitted numbers give its values."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt2.measure.tracing import point_at
+from gpt2.port import graph
+from gpt2.port.alternative import IN_PROMPT, IN_STEPS, Alternative, Schedule, in_schedule, scheduled
+from gpt2.port.alternatives.schedule import is_prompt, schedules, stepped
+from gpt2.port.blocks import BEHIND, FIRST, WHOLE, Blocks, Trial
+from gpt2.port.dump.tolerance import UNITS
+from gpt2.port.fault import Fault
+from gpt2.port.fits import ROUNDING, Fits
+from gpt2.port.fits.observed import Observed
+from gpt2.port.graph import ATTENTION, HIDDEN, NODES, ORDER, ROWS, Memory, State, run_block
+
+MOST_FAULTS = 4  # alternatives of one block
+MOST_ARRAYS, MOST_TRIED = 3, 24  # that may be the value of a node, the likest first
+LIKE = 0.5  # the least cosine of keys or values of a later block and GPT-2's
+LAG = 2  # tokens behind the beginning of a call, until which a fault of later calls shows
+TARGETS = 3  # nodes that are not found, the first ones
+MIXED = (*NODES[ORDER["attn.weights"] :],)  # nodes that depend on how a text is read in calls
+
+
+class Explainer:
+    """Explains blocks by ``every`` alternative; ``exact``: GPT-2's own values by traced point.
+
+    ``states``: the nodes of the blocks so far. ``faults``: those that were fitted so far. ``of_module``: of a module, whose own
+    weights these are, and which is given the whole text at once.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        every: Sequence[Alternative],
+        exact: Mapping[str, Tensor],
+        states: Sequence[State],
+        faults: Sequence[Fault],
+        of_module: bool,
+    ) -> None:
+        self.blocks, self.exact, self.faults, self.of_module = blocks, exact, faults, of_module
+        self.observation, self.model = blocks.observation, blocks.model
+        self.widens = of_module and not self.observation.pool.narrow  # constants in float32 may be all that hides a fault
+        self.inner = [one for one in every if one.edits and not one.steps]
+        self.in_steps = [one for one in every if one.edits and one.steps]
+        self.fits = Fits(self.model, states, self.observation.check, self._later)
+
+    def explained(self, base: Trial) -> Trial | None:
+        """Return a block with the alternatives that explain it, the likeliest; None if none do."""
+        knowns = list(self._with_known(base))
+        for trial in knowns:
+            if self.blocks.goes_on(trial):
+                return trial
+        if any(fault.layer is not None for fault in self.faults):
+            again = self._fitted(base)
+            if again is not None and self.blocks.goes_on(again):
+                return again
+        for _ in range(MOST_FAULTS):
+            whole, part = self._best(base, self.inner)
+            if whole is None and not base.alternatives:  # one more fault may hide the known ones
+                whole = next(filter(None, (self._best(trial, self.inner)[0] for trial in knowns)), None)
+            whole = whole or self._widened(base) or self._both_hidden(base)
+            if whole is None and not self.of_module:
+                whole = self._in_calls(base)
+            if whole is not None:
+                return whole
+            part = part or self._fitted(base)
+            if part is None or self.blocks.goes_on(part):
+                return part
+            base = part
+        return None
+
+    def _with_known(self, base: Trial) -> Iterator[Trial]:
+        """Yield a block with the faults of each earlier block, which may hide one another."""
+        for known in self.blocks.known:
+            trial: Trial | None = base
+            for one in known:
+                trial = None if trial is None else self.blocks.tried(trial, one, shown=False)
+            if trial is not None:
+                yield trial
+
+    def _both_hidden(self, base: Trial) -> Trial | None:
+        """Return a block with another factor of the scores and one more common fault of attention, which shows neither alone."""
+        if base.alternatives or not set(FIRST[1:]) <= base.seen.keys() or not BEHIND["attn.scores"].isdisjoint(base.seen):
+            return None
+        common = [one for one in self.inner if not one.rare and set(one.edits) <= set(ATTENTION)]
+        factors, others = ([one for one in common if (set(one.edits) == {WHOLE}) == of_scores] for of_scores in (True, False))
+        trials = filter(None, (self.blocks.tried(base, one, shown=False) for one in factors))
+        wholes = filter(None, (self._best(trial, others)[0] for trial in trials))
+        return next((one for one in wholes if not one.seen.keys().isdisjoint(("attn.mixed", "attn.heads", "attn.c_proj"))), None)
+
+    def _widened(self, base: Trial) -> Trial | None:
+        """Return a block as explained to the precision of float32, in which a module may keep constants; None if it is not."""
+        if not self.widens or base.alternatives or not any(node in base.seen for node in FIRST[1:]):
+            return None
+        self.widens, self.observation.pool.narrow = False, True
+        base = self.blocks.block(base.layer, base.state["x"])
+        trials = (trial for trial in (base, *self._with_known(base)) if self.blocks.goes_on(trial))
+        whole = next(trials, None) or self._best(base, self.inner)[0]
+        self.observation.pool.narrow = whole is not None
+        return whole
+
+    def _best(self, base: Trial, some: Iterable[Alternative]) -> tuple[Trial | None, Trial | None]:
+        """Return the best trial that explains a block, and the best of those that explain more of it than ``base``."""
+        wholes, parts = list[Trial](), list[Trial]()
+        nodes = [node for node in NODES if node not in base.seen and BEHIND[node].isdisjoint(base.seen)]
+        shown = ""  # the first node that an explanation shows: what does not change it is no better one
+        for one in sorted(some, key=lambda one: not _changes(one, nodes[0] if nodes else "")):
+            self.observation.check()
+            if one in base.alternatives or self.blocks.is_refuted(base, one) or not _changes(one, shown):
+                continue
+            if (trial := self.blocks.tried(base, one)) is None:
+                continue
+            if self.blocks.goes_on(trial):
+                wholes.append(trial)
+                shown = min((*(trial.seen.keys() - base.seen.keys()), shown), key=ORDER.__getitem__)
+            elif len(trial.seen) > len(base.seen):
+                parts.append(trial)
+        whole, part = (min(some, key=_likelihood, default=None) for some in (wholes, parts))
+        if whole is not None and not base.alternatives:
+            ties = tuple(one.alternatives[0] for one in wholes if _likelihood(one)[0] == _likelihood(whole)[0])
+            whole = replace(whole, ties=ties)
+        return whole, part
+
+    # In texts that are read in calls
+
+    def _in_calls(self, base: Trial) -> Trial | None:
+        """Return a block with an alternative in some calls that explains it; None if there is none."""
+        targets = list(self._targets(base))
+        found = (one for node, seen in targets for one in self._since(base, node, seen))
+        for some in (found, self._by_call(base, [(node, seen) for node, seen in targets if node in MIXED])):
+            tried = (self.blocks.tried(base, one) for one in some)
+            trials = [trial for trial in tried if trial is not None and self.blocks.goes_on(trial)]
+            if trials:
+                return min(trials, key=_likelihood)
+        return None
+
+    def _targets(self, base: Trial, most: int = MOST_ARRAYS) -> Iterator[tuple[str, Observed]]:
+        """Yield the first nodes that are not found with arrays that may be their values."""
+        nodes = [node for node in NODES if node not in (*HIDDEN, WHOLE) and node not in base.seen]
+        nodes = [node for node in nodes if BEHIND[node].isdisjoint(base.seen)]
+        for node in nodes[:TARGETS]:
+            arrays = self.observation.unexplained(node, base.state[node], base.seen.values())
+            yield from ((node, seen) for seen in itertools.islice(arrays, most) if bool(seen.wrong_rows().any()))
+
+    def _since(self, base: Trial, node: str, seen: Observed) -> Iterator[Alternative]:
+        """Yield the alternatives that are ``seen`` at the wrong tokens alone: from one on, or up to one."""
+        wrong = seen.wrong_rows().any(0)
+        tokens, (first, *_, last) = len(wrong), [*wrong.nonzero().flatten().tolist()] * 2
+        ways = [Schedule(IN_STEPS.format(first), stepped(first, tokens), "later")] if first else []
+        if 1 < last + 1 < tokens:
+            ways.append(Schedule(IN_PROMPT.format(last + 1), stepped(last + 1, tokens), "first"))
+        for one in self.inner if ways else ():
+            self.observation.check()
+            edits = one.at(base.layer)
+            begin = min((ORDER[name] for name in edits), default=len(NODES))
+            if begin > ORDER[node] or one.sees == ROWS or self.blocks.is_refuted(base, one):
+                continue
+            state = {name: value for name, value in base.state.items() if ORDER.get(name, -1) < begin}
+            try:
+                value = run_block(self.model.site(base.layer, state), state, edits, begin - 1, ORDER[node])[node]
+            except RuntimeError:  # it does not fit to what is there
+                continue
+            if value.shape != seen.value.shape or not bool(value.isfinite().any()):
+                continue
+            agrees = _by_token(seen.agrees(value))
+            for how in ways:
+                inside = slice(how.calls[0][1], None) if how.which == "later" else slice(0, how.calls[0][1])
+                if bool(agrees[:, inside].all()):
+                    yield in_schedule(one, how)
+
+    def _by_call(self, base: Trial, targets: Sequence[tuple[str, Observed]]) -> Iterator[Alternative]:
+        """Yield the alternatives that give one of ``targets`` in a text that is read in calls.
+
+        What a call computes does not depend on later ones, so an alternative is left at the first call whose tokens it misses.
+        """
+        mixing = [one for one in self.inner if not set(one.edits).isdisjoint(ATTENTION) and one.sees != ROWS]
+        mixing = [one for one in (*mixing, *self.in_steps) if one.at(base.layer) and not self.blocks.is_refuted(base, one)]
+        wrong = [seen.wrong_rows().any(0).nonzero().flatten().tolist() for _, seen in targets]
+        firsts: dict[int, list[Alternative]] = {}  # those that give the first call, by its length
+        for how in schedules(self.model) if targets else ():
+            end, second = how.calls[0][1], how.calls[min(1, len(how.calls) - 1)][1]
+            if end not in firsts:
+                alone = replace(how, calls=how.calls[:1])
+                firsts[end] = [one for one in mixing if not one.steps and self._gives_all(base, targets, one, alone)]
+            later = any(end <= some[0] < second + LAG for some in wrong)
+            some = [one for one in mixing if one.steps and (later or one.at_once)]
+            tried = [(one, "all") for one in (*firsts[end], *some)]
+            if is_prompt(how) and end > 1:
+                tried += [(one, "first") for one in firsts[end] if any(each[-1] < end <= each[-1] + LAG for each in wrong)]
+                if any(end <= each[0] < end + LAG for each in wrong):
+                    tried += [(one, "later") for one in mixing if not one.steps]
+            for one, which in tried:
+                seen_in = replace(how, which=which)
+                if self._gives_all(base, targets, one, seen_in):
+                    yield scheduled(one, seen_in)
+
+    def _gives_all(self, base: Trial, targets: Sequence[tuple[str, Observed]], one: Alternative, how: Schedule) -> bool:
+        """Return whether an alternative in calls gives one of ``targets``, call by call."""
+        self.observation.check()
+        memory: Memory = {}
+        before = ORDER["attn.qh"] if set(one.edits) <= set(NODES[ORDER["attn.qh"] :]) else 0
+        until = max(ORDER[node] for node, _ in targets)
+        edits, alive = one.at(base.layer), list(targets)
+        for begin, end in how.calls:
+            site = graph.Site(self.model, base.layer, begin, end, memory)
+            state = {name: base.state[name][:, begin:end] for name in ("x", *NODES[:before])}
+            changes = how.which == "all" or (begin == 0) == (how.which == "first")
+            try:
+                state = run_block(site, state, edits if changes else {}, before - 1, until)
+            except RuntimeError:  # it does not fit to what is there
+                return False
+            alive = [(node, seen) for node, seen in alive if seen.at(begin, end).matches(_for_all_keys(state[node], node, seen))]
+            if not alive:
+                return False
+        return True
+
+    # Free numbers
+
+    def _fitted(self, base: Trial) -> Trial | None:
+        """Return ``base`` with one more node as what its array shows was computed; None if nothing fits."""
+        first: Trial | None = None
+        for node, seen in self._likeliest(base):
+            self.observation.check()
+            try:
+                fit = self.fits.fit(base.layer, node, base.state, seen)
+            except RuntimeError:  # of a block with another number of heads
+                fit = None
+            if fit is None:
+                continue
+            given = Alternative("", "", {node: partial(_given, fit.value)})
+            if (trial := self.blocks.tried(base, given)) is not None:
+                faults = tuple(self._as_before(replace(fault, layer=base.layer)) for fault in fit.faults)
+                trial = replace(trial, alternatives=base.alternatives, faults=(*base.faults, *faults))
+                if self.blocks.goes_on(trial):
+                    return trial
+                first = first or trial
+        return first
+
+    def _later(self, layer: int) -> State | None:
+        """Return the arrays that are most like GPT-2's keys and values in a later block, and their rounding."""
+        state: State = {}
+        for node in ("attn.k", "attn.v"):
+            right = self.exact[point_at(layer, node)]
+            right = right if right.ndim == 3 else graph.merge(right)
+            if (seen := self.observation.find(node, right)) is not None:
+                state[node] = seen.own
+            elif (some := next(self.observation.unexplained(node, right, ()), None)) is not None and _alike(some):
+                state[node], unit = some.value, UNITS[self.observation.pool.dtypes[some.number]][0]
+                state[ROUNDING] = torch.tensor(max(unit, float(state.get(ROUNDING, 0.0))))
+            else:
+                return None
+        return state
+
+    def _likeliest(self, base: Trial) -> Iterator[tuple[str, Observed]]:
+        """Yield the targets that what follows confirms, or the likest of a node that has none such."""
+        for node, some in itertools.groupby(self._targets(base, MOST_TRIED), key=lambda target: target[0]):
+            arrays = [seen for _, seen in some]
+            sure = [seen for seen in arrays if self._is_confirmed(base, node, seen)]
+            yield from ((node, seen) for seen in sure or arrays[:MOST_ARRAYS])
+
+    def _is_confirmed(self, base: Trial, node: str, seen: Observed) -> bool:
+        """Return whether what follows is found as an array gives it, if it is the value of a node."""
+        self.observation.check()
+        trial = self.blocks.tried(base, Alternative("", "", {node: partial(_given, seen.value)}))
+        if trial is None:
+            return False
+        shown = trial.seen.keys() - base.seen.keys()
+        return not BEHIND[node].isdisjoint(shown) or self.blocks.goes_on(replace(trial, alternatives=base.alternatives))
+
+    def _as_before(self, fault: Fault) -> Fault:
+        """Return a fault in the words of one that an earlier block has, if they differ in a fitted number alone."""
+        alike = (one for one in self.faults if (one.id, one.part) == (fault.id, fault.part))
+        same = (one for one in alike if _plain(one.detail) == _plain(fault.detail))
+        return replace(fault, detail=next((one.detail for one in same), fault.detail))
+
+
+def _changes(one: Alternative, node: str) -> bool:
+    """Return whether an alternative changes a node; any does the last one."""
+    return any(node == changed or node in BEHIND[changed] for changed in one.edits)
+
+
+def _likelihood(trial: Trial) -> tuple[object, ...]:
+    """Return what says which of several trials of a block is likelier, the least first."""
+    return -len(trial.seen) - trial.again, trial.price
+
+
+def _given(value: Tensor, c: graph.Site, s: State) -> Tensor:
+    return value
+
+
+def _plain(words: str) -> str:
+    return re.sub(r"[0-9][0-9.e+-]*", "", words)
+
+
+def _alike(seen: Observed) -> bool:
+    return float(torch.cosine_similarity(seen.value.flatten(), seen.right.flatten(), 0)) >= LIKE
+
+
+def _for_all_keys(value: Tensor, node: str, seen: Observed) -> Tensor:
+    """Return weights (B, H, t, S) for as many keys as are ``seen``, zero for those of later calls."""
+    return F.pad(value, (0, max(0, seen.value.shape[-1] - value.shape[-1]))) if node == "attn.weights" else value
+
+
+def _by_token(agrees: Tensor) -> Tensor:
+    """Return (B, T): whether all entries of a token agree, of (B, T, D) or (B, H, T, ...)."""
+    return agrees.all(-1) if agrees.ndim == 3 else agrees.all(-1).all(1)
