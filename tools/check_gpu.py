@@ -3,13 +3,12 @@
     python tools/check_gpu.py                       the first accelerator, random weights of gpt2's shape
     python tools/check_gpu.py --device cpu          a rehearsal without one, with shakespeare-mini
     python tools/check_gpu.py --nanogpt nanoGPT     nanoGPT's prompts and training steps too, from a checkout of it
-    python tools/check_gpu.py --out results         write results.json, and results.md, a table for tools/README.md
+    python tools/check_gpu.py --out results         write results.json, and results.md, a table
 
 Parts: `gpt2 verify --device` in every dtype, and on CUDA with TF32 turned on as a control; loading, prompts, decoding and a
-training step beside transformers (float32, and on an accelerator bfloat16 too), and beside nanoGPT where a checkout is given; a
-training run that is killed with SIGKILL twice and resumed, beside one that was not; generation and a training step repeated,
-compared bit by bit. A part that fails is reported, and the others still run. Exit code: 0 if all hold, else 1. It takes three
-minutes on an H100.
+training step beside transformers, and beside nanoGPT where a checkout is given; a training run that is killed twice and resumed;
+generation and a training step repeated, bit by bit. A part that fails is reported, and the others still run: three minutes on an
+H100. Exit code: 0 if all hold, else 1.
 """
 
 from __future__ import annotations
