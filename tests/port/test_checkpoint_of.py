@@ -27,7 +27,7 @@ from gpt2.port.mapping.mapping import ZERO, Mapping
 
 CONFIG = GPT2Config(50, 12, 16, 2, 4, bos_token_id=None, eos_token_id=None)
 FLOAT64 = {name for name, port in PORTS.items() if not port.exact}  # in float32 they hold other numbers than the checkpoint's
-POSITIONS = {"heads": 1, "lecture": 1}  # rows of their own beyond the checkpoint's
+POSITIONS = {"heads": 1, "lecture": 1, "functions": 1}  # rows of their own beyond the checkpoint's
 PADDED = {"interleaved": 64}  # the multiple to which a vocabulary is padded
 
 
