@@ -8,6 +8,7 @@ architectures without faults are correct.
 
 import importlib
 import tomllib
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from gpt2.config import GPT2Config
 from support.faulty.faults import MEANINGS, Faults, Meaning, matches
 from support.faulty.loading import read, write
 
-__all__ = ["ARCHITECTURES", "CONFIG", "FAULTY", "MEANINGS", "SOUND", "Faults", "Faulty", "matches", "write"]
+__all__ = ["ARCHITECTURES", "CONFIG", "COVERING", "FAULTY", "MEANINGS", "SOUND", "Faults", "Faulty", "matches", "write"]
 
 # All sizes differ.
 CONFIG = GPT2Config(vocab_size=67, n_positions=23, n_embd=20, n_layer=3, n_head=4, n_inner=52, bos_token_id=0, eos_token_id=0)
@@ -94,6 +95,27 @@ FAULTY = _named(
     *(Faulty(name, line) for name, lines in LINES.items() for line in lines),
     *(Faulty(name, line, filled=True) for name, lines in _LOADED.items() for line in lines),
 )
+
+
+def _covering(ports: dict[str, Faulty]) -> list[str]:
+    """Names of a third of the ports: each fault, alone where it can be, from the architecture with the fewest so far.
+
+    So each id of a cause is there as well. One port of each architecture that `load_into` fills is added.
+    """
+    homes: dict[str, list[str]] = {}
+    for name, port in ports.items():
+        for key in port.causes if not port.filled else [port.architecture]:
+            homes.setdefault(key, []).append(name)
+    chosen, there = Counter[str](), dict[str, None]()
+    for names in homes.values():
+        if not there.keys() & {*names}:
+            name = min(names, key=lambda name: (len(ports[name].causes), chosen[ports[name].architecture]))
+            chosen[ports[name].architecture] += 1
+            there[name] = None
+    return list(there)
+
+
+COVERING = _covering(FAULTY)
 # The same architectures without a fault.
 _RIGHT = [Faulty(name, "") for name in LINES]
 SOUND = _named(
