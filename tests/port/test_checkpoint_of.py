@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from support import hf_layouts
+from support.checks import mostly_slow
 from support.faulty import CONFIG as SIZES
-from support.faulty import FAULTY, SOUND, Faulty
+from support.faulty import COVERING, FAULTY, SOUND, Faulty
 from support.ports import CONFIGS, PORTS, Port, logits
 from torch import Tensor, nn
 
@@ -125,7 +126,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("architecture", "fault", "words"), REFUSED)
+@pytest.mark.parametrize(("architecture", "fault", "words"), mostly_slow(REFUSED))
 def test_a_module_that_computes_something_else_is_refused_with_the_place(
     architecture: str, fault: str, words: str, folder: Path
 ) -> None:
@@ -164,7 +165,7 @@ EXPRESSED: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("architecture", "fault", "fields"), EXPRESSED)
+@pytest.mark.parametrize(("architecture", "fault", "fields"), mostly_slow(EXPRESSED))
 def test_what_a_config_expresses_is_saved_as_it_is(architecture: str, fault: str, fields: dict[str, Any], folder: Path) -> None:
     """A fault against one checkpoint is a model of its own: its logits must be kept, whatever GPT-2's own would be."""
     module = Faulty(architecture, fault).build(SIZES, folder)
@@ -174,7 +175,7 @@ def test_what_a_config_expresses_is_saved_as_it_is(architecture: str, fault: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*FAULTY, *SOUND][::9])
+@pytest.mark.parametrize("name", [*COVERING, *SOUND][::5])
 def test_every_faulty_port_is_refused_or_gives_its_own_logits(name: str, folder: Path) -> None:
     """Any port: none may end in a traceback, and none in another model."""
     port = {**FAULTY, **SOUND}[name]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.checks import mostly_slow
 from support.faulty import ARCHITECTURES, CONFIG, COVERING, FAULTY, MEANINGS, SOUND, write
 from support.ports import logits
 from torch import Tensor, nn
@@ -97,14 +98,7 @@ def mistakes_padding(module: nn.Module, ids: Tensor, alone: Tensor, name: str, r
     return not torch.allclose(*seen, rtol=0, atol=1e-9)
 
 
-def each(ports):
-    """Names as test parameters; all but every fourth are slow, and compiled ones: torch's compiler takes seconds to import."""
-    numbered = enumerate(ports.items())
-    slow = {name for number, (name, port) in numbered if number % 4 or port.architecture == "compiled"}
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in ports]
-
-
-@pytest.mark.parametrize("name", each({name: FAULTY[name] for name in COVERING}))
+@pytest.mark.parametrize("name", mostly_slow(COVERING, 4))
 @torch.no_grad()
 def test_a_faulty_port_is_faulty(name, checkpoint, reference):
     """A fault without effect would count as missed, or be named by chance."""
@@ -116,7 +110,7 @@ def test_a_faulty_port_is_faulty(name, checkpoint, reference):
     assert error(module, reference) > 10 * FLOAT64_BOUND if port.points else misbehaves(module)
 
 
-@pytest.mark.parametrize("name", each({name: port for name, port in FAULTY.items() if len(port.causes) > 1}))
+@pytest.mark.parametrize("name", mostly_slow([name for name, port in FAULTY.items() if len(port.causes) > 1], 4))
 @torch.no_grad()
 def test_every_one_of_several_faults_counts(name, checkpoint):
     """One fault could hide another completely, and then no diagnosis could find it."""
@@ -130,7 +124,7 @@ def test_every_one_of_several_faults_counts(name, checkpoint):
         assert not same or left_out.startswith(("cache", "padding")), left_out
 
 
-@pytest.mark.parametrize("name", each(SOUND))
+@pytest.mark.parametrize("name", mostly_slow(SOUND, 4))
 @torch.no_grad()
 def test_an_architecture_without_a_fault_is_right(name, checkpoint, reference):
     """Control: a mistake in the architecture would count as the fault under test."""

@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from support import hf_layouts
+from support.checks import mostly_slow
 from support.ports import CONFIGS, PORTS, logits
 
 import gpt2
@@ -44,8 +45,8 @@ def differing(port, module, by_hand):
 
 
 # Equal sizes are the hardest case. Different sizes, where shapes alone identify tensors, run with the slow tests.
-@pytest.mark.parametrize("sizes", ["alike", *(pytest.param(s, marks=pytest.mark.slow) for s in CONFIGS if s != "alike")])
-@pytest.mark.parametrize("name", COMPLETE)
+@pytest.mark.parametrize("sizes", ["alike", pytest.param("apart", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", mostly_slow(COMPLETE))
 @torch.no_grad()
 def test_every_weight_lands_where_the_author_puts_it(name, sizes, checkpoints):
     """Logits do not show a wrong bias of the keys, and shapes do not show a wrong slice: only the bits do."""

@@ -254,9 +254,8 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize(
-    "faults", [pytest.param(name, marks=[] if number == 0 else pytest.mark.slow) for number, name in enumerate(TOGETHER)]
-)
+@pytest.mark.slow  # test_diagnosis_ports.py has a quick one
+@pytest.mark.parametrize("faults", TOGETHER)
 def test_several_faults_are_all_found(faults: str) -> None:
     """The walk continues from the port's own values, so the first fault does not hide the second."""
     wrong, expected = TOGETHER[faults]

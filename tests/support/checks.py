@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,13 @@ def refused(call: Callable[[], object], *words: str, error: type[InputError] = C
     for word in words:
         assert word in message, message
     return message
+
+
+def mostly_slow(cases: Iterable[Any], quick: int = 3) -> list[Any]:
+    """Test parameters, of which all but every ``quick``-th are slow; a compiled port is: the compiler takes seconds to import."""
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    slow = [number % quick > 0 or str(case[0]).startswith("compiled") for number, case in enumerate(values)]
+    return [pytest.param(*case, marks=[pytest.mark.slow] * mark) for case, mark in zip(values, slow, strict=True)]
 
 
 def bits(tensor: Tensor) -> Tensor:
