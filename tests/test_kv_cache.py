@@ -76,22 +76,6 @@ def test_reset_forgets_and_keeps_the_memory() -> None:
         assert cache.keys.data_ptr() == where
 
 
-def test_append_returns_all_that_was_stored() -> None:
-    """Attention must read no unfilled entries and no other layer's; `advance` moves all layers at once."""
-    cache = KVCache(CONFIG, 2, 5, dtype=torch.float64)
-    k, v = torch.randn(2, 3, 2, 4, dtype=torch.float64), torch.randn(2, 3, 2, 4, dtype=torch.float64)
-    for layer in range(3):
-        keys, values = cache.append(layer, k + layer, v - layer)
-        assert torch.equal(keys, k + layer)
-        assert torch.equal(values, v - layer)
-    cache.advance(2)
-    more = torch.randn(2, 3, 3, 4, dtype=torch.float64)
-    keys, values = cache.append(1, more, -more)
-    assert torch.equal(keys, torch.cat((k + 1, more), dim=2))
-    assert torch.equal(values, torch.cat((v - 1, -more), dim=2))
-    assert torch.equal(cache.keys[2, :, :, :2], k + 2)
-
-
 def test_overflow_is_refused_and_harmless() -> None:
     """Without the check, the slice assignment gives an error about shapes; after the error the cache is unchanged."""
     model, ids = random_model(CONFIG), torch.arange(5)[None]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpt2 import model as module
 from gpt2.config import ACTIVATIONS, GPT2Config
-from gpt2.model import GPT2, Conv1D, causal_mask, eager_attention, eager_attention_upcast, sdpa_attention
+from gpt2.model import GPT2, Conv1D, eager_attention, eager_attention_upcast, sdpa_attention
 
 TINY = GPT2Config(vocab_size=23, n_positions=7, n_embd=15, n_layer=2, n_head=3, n_inner=19, bos_token_id=None, eos_token_id=None)
 
@@ -51,13 +51,6 @@ def test_logits_are_the_papers(changes: dict, attend: module.AttentionFunction) 
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("flag", [False, True])
-def test_config_picks_the_attention(flag: bool) -> None:
-    """`reorder_and_upcast_attn` in the config must reach the blocks."""
-    model = GPT2(replace(TINY, reorder_and_upcast_attn=flag))
-    assert {block.attn.attend for block in model.h} == {eager_attention_upcast if flag else sdpa_attention}
-
-
 @pytest.mark.parametrize("attend", [sdpa_attention, eager_attention, eager_attention_upcast])
 def test_a_padded_row_computes_what_it_computes_alone(attend: module.AttentionFunction) -> None:
     """Padding must not be attended to nor shift the positions; rows of padding only must not give NaN."""
@@ -90,13 +83,6 @@ def test_a_mask_of_the_wrong_shape_is_refused() -> None:
         for shape in ((2, 1), (1, 4), (2, 3), (2, 5)):
             with pytest.raises(ValueError, match="must cover cached and new tokens"):
                 model(torch.zeros(2, 1, dtype=torch.long), attention_mask=torch.ones(shape), cache=cache)
-
-
-def test_causal_mask_by_its_definition() -> None:
-    """A mask aligned to the top left is wrong where queries continue a cache (torch's own `is_causal` is such a mask)."""
-    for queries, keys in ((1, 1), (1, 5), (3, 3), (2, 6), (5, 6)):
-        mask = causal_mask(queries, keys)
-        assert mask.tolist() == [[s <= keys - queries + t for s in range(keys)] for t in range(queries)]
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -478,18 +478,6 @@ def test_a_file_too_large_for_a_tokenizer_is_not_read(tmp_path):
         data.from_directory(tmp_path)
 
 
-def test_merges_that_tiktoken_and_transformers_would_read_differently(tmp_path):
-    """ "abc" with the merges ab, bc, a+bc: by pairs BPE stops at ab, c; by bytes it continues to abc. Training never gives such
-    merges."""
-    merges = [("a", "b"), ("b", "c"), ("a", "bc")]
-    vocab = {token: i for i, token in enumerate([*openai_byte_order(), *(a + b for a, b in merges)])}
-    assert made_bpe(vocab, merges).core is None
-    assert made_bpe(vocab, merges).encode("abcab") == [256, vocab["c"], 256]
-    merges[:2] = merges[1], merges[0]  # now bc comes first, and a + bc is possible
-    assert made_bpe(vocab, merges).core is not None
-    assert made_bpe(vocab, merges).encode("abcab") == [258, 256]
-
-
 def test_accepted_vocabularies_are_read_alike():
     """tiktoken is safe only with the check on merges: each accepted vocabulary has the ids of pair-wise BPE on every string."""
     from tokenizers import Tokenizer, models

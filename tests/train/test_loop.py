@@ -285,12 +285,6 @@ def test_another_recipes_folder_is_refused_and_fresh_clears_it(recipe, run):
     assert [row["step"] for row in metrics(run) if "loss" in row] == [1, 2, 3]
 
 
-def test_fresh_computes_what_a_first_run_computes(recipe, run):
-    first = outcome(run)
-    assert train(recipe, run, fresh=True).stopped == "finished"
-    assert outcome(run) == first
-
-
 def test_a_changed_description_or_an_older_recipe_file_is_the_same_run(recipe, run):
     """An older run's recipe lacks the text's hash and newer keys, and may gain an expected loss; it must still resume."""
     raw = json.loads((run / "recipe.json").read_text())

@@ -82,15 +82,6 @@ def test_a_stop_in_the_middle_of_an_evaluation(recipe, tmp_path, undisturbed, mo
     assert outcome(run) == undisturbed
 
 
-def test_a_stop_after_every_single_step(recipe, tmp_path, undisturbed):
-    """A run that is interrupted after every step still ends with the same result."""
-    run = tmp_path / "run"
-    for step in range(1, 12):
-        assert train(recipe, run, report=stop_at(step)).stopped == "interrupted"
-    assert train(recipe, run).stopped == "finished"
-    assert outcome(run) == undisturbed
-
-
 @pytest.mark.parametrize("patience", [0, 2])
 def test_a_run_that_ended_stays_as_it_is(recipe, tmp_path, patience):
     """Starting a finished run again must not train, evaluate, or change a file."""
