@@ -10,9 +10,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from support.commands import refusal
 
 from gpt2.data import shakespeare
-from gpt2.errors import InputError
 
 BODY = b"First Citizen:\nBefore we proceed any further, hear me speak.\n" * 999
 
@@ -60,14 +60,6 @@ def origin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Origin]:
 def made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use BODY in place of the real text."""
     monkeypatch.setattr(shakespeare, "TINY_SHA256", hashlib.sha256(BODY).hexdigest())
-
-
-def refusal(call, *args) -> str:
-    with pytest.raises(InputError) as caught:
-        call(*args)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def test_all_plays_are_there() -> None:

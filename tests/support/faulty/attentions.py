@@ -21,7 +21,6 @@ class Attention(nn.Module):
         if "scores-relative" in wrong:
             self.distances = nn.Embedding(config.n_positions, config.n_head)
         self.register_buffer("past", torch.ones(config.n_positions, config.n_positions).tril().bool(), persistent=False)
-        self.register_buffer("slopes", 2.0 ** -torch.arange(1, config.n_head + 1)[:, None, None], persistent=False)
 
     def split(self, x):
         (b, t, d), wrong = x.shape, self.wrong
@@ -49,8 +48,6 @@ class Attention(nn.Module):
         if "scores-relative" in wrong:
             apart = (torch.arange(t)[:, None] - torch.arange(t)).clamp(min=0)
             scores = scores + self.distances(apart).permute(2, 0, 1)
-        if "scores-by-distance" in wrong:
-            return scores - self.slopes * (torch.arange(t)[:, None] - torch.arange(t))
         return scores
 
     def forward(self, x):
@@ -75,15 +72,7 @@ class Attention(nn.Module):
             weights = weights.mean(1, keepdim=True)
         if "weights-scaled" in wrong:  # dropout's factor, and no dropout
             weights = weights / 0.9
-        if "weights-rounded" in wrong:
-            weights = weights.round(decimals=2)
-        if "weights-turned" in wrong:
-            weights = weights.transpose(-2, -1)
-        if "weights-squared" in wrong:
-            weights = weights.square()
         y = weights @ v
-        if "heads-squashed" in wrong:
-            y = torch.tanh(y)
         y = y if y.ndim == 3 else y.transpose(1, 2).flatten(2)
         return self.to_out(y)
 

@@ -45,26 +45,24 @@ class Attention(nn.Module):
         if "scale-inverse-layer" in wrong:
             scores = scores / (self.layer + 1)
         t, s = scores.shape[2:]
-        diagonal = (0 if "cache-mask" in wrong else s - t) + ("mask-off-by-one" in wrong) - ("mask-strict" in wrong)
+        diagonal = (0 if "cache-mask" in wrong else s - t) + ("mask-off-by-one" in wrong)
         causal = torch.ones(t, s, dtype=torch.bool, device=x.device).tril(diagonal)
-        if "mask-multiplied" in wrong:
-            scores = scores * causal
-        elif "mask-missing" not in wrong:
-            scores = torch.where(causal, scores, torch.finfo(scores.dtype).min)
+        hidden = torch.finfo(scores.dtype).min
+        scores = scores * causal if "mask-multiplied" in wrong else scores.masked_fill(~causal, hidden)
         if seen is not None:
             if "padding-queries" in wrong:  # rows of padding masked instead of columns
                 seen = seen.transpose(2, 3)[:, :, -t:]
-            scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+            scores = scores.masked_fill(~seen, hidden)
         weights = scores.softmax(2 if "softmax-queries" in wrong else -1)
         y = (weights @ v).transpose(1, 2).flatten(2)
-        return (y if "output-projection-missing" in wrong else self.c_proj(y)), (k, v)
+        return self.c_proj(y), (k, v)
 
 
 class MLP(nn.Module):
     def __init__(self, config, wrong):
         super().__init__()
         self.c_fc, self.c_proj = Conv1D(config.inner, config.n_embd), Conv1D(config.n_embd, config.inner)
-        known = {"gelu-erf": F.gelu, "gelu-relu": F.relu, "gelu-silu": F.silu}
+        known = {"gelu-erf": F.gelu, "gelu-relu": F.relu}
         self.act = next((known[word] for word in known if word in wrong), lambda x: F.gelu(x, approximate="tanh"))
         self.wrong = wrong
 
@@ -87,9 +85,7 @@ class Block(nn.Module):
     def forward(self, x, past, seen):
         normed = self.ln_1(x)
         branch, present = self.attn(normed, past, seen)
-        if "residual-missing-attn" not in self.wrong:
-            branch = branch + (normed if "residual-from-normed" in self.wrong else x)
-        x = branch
+        x = branch + (normed if "residual-from-normed" in self.wrong else x)
         if "dropout-active" in self.wrong:
             x = F.dropout(x, p=0.1, training=True)
         if "residual-missing-mlp" in self.wrong:

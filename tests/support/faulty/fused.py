@@ -71,8 +71,6 @@ class SelfAttention(nn.Module):
         q, k, v = self.qkv(x).split(c, dim=2)
         if "value-from-key" in wrong:
             v = k
-        if "value-from-query" in wrong:
-            v = q
         if "value-identity" in wrong:
             v = x
         if "heads-split-wrongly" in wrong:
@@ -100,8 +98,6 @@ class SelfAttention(nn.Module):
             att = att.masked_fill(self.mask[:t, :t] == 0, 0.0)
         else:
             att = F.softmax(att, dim=next((axis[word] for word in axis if word in wrong), -1))
-        if "dropout-attention" in wrong:
-            att = F.dropout(att, 0.1)
         if "dropout-in-training" in wrong:
             att = F.dropout(att, 0.1, self.training)
         self.weights = att
@@ -113,7 +109,7 @@ class SelfAttention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, config, wrong):
         super().__init__()
-        self.up = nn.Linear(config.n_embd, config.inner, bias="no-fc-bias" not in wrong)
+        self.up = nn.Linear(config.n_embd, config.inner)
         self.down = nn.Linear(config.inner, config.n_embd)
         self.wrong = wrong
 

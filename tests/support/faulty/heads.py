@@ -35,7 +35,7 @@ class Head(nn.Module):
         weights = F.softmax(scores, dim=1 if "softmax-queries" in wrong else 2)
         if "dropout-attention" in wrong:
             weights = F.dropout(weights, 0.2)
-        v = q if "value-from-query" in wrong else k if "value-from-key" in wrong else self.value(x)
+        v = q if "value-from-query" in wrong else self.value(x)
         return weights @ v
 
 
