@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from support.commands import refusal
@@ -83,45 +84,25 @@ def test_tensorboard_holds_what_the_file_does(recipe, tmp_path):
         assert [(event.step, event.value) for event in board.Scalars(name)] == logged
 
 
-def test_weights_and_biases_holds_what_the_file_does(recipe, tmp_path, monkeypatch):
-    """Offline, in the run's folder alone; a resumed run keeps its id."""
-    pytest.importorskip("wandb")
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    for name in ("CONFIG_DIR", "CACHE_DIR", "DATA_DIR"):
-        monkeypatch.setenv(f"WANDB_{name}", str(tmp_path / "home"))
-    monkeypatch.setenv("WANDB_MODE", "offline")
+def test_weights_and_biases_gets_what_the_file_does(recipe, tmp_path, monkeypatch):
+    """By a stand-in of its package, which the tests do not install: each metric once, and a resumed run keeps its id."""
+    logged, opened, error = [], [], type("Error", (Exception,), {})
+    run = SimpleNamespace(define_metric=lambda *args, **settings: None, log=logged.append, finish=lambda: None)
+    package = SimpleNamespace(init=lambda **given: opened.append(given) or run, Settings=dict, Error=error)
+    monkeypatch.setitem(sys.modules, "wandb", package)
     train(replace(recipe, wandb=True), tmp_path / "run")
-    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
-    lines, logged, deadline = metrics(tmp_path / "run"), {}, time.monotonic() + 60
-    while len(logged.get("val_loss", ())) < 5 and time.monotonic() < deadline:  # wandb's process writes on after finish()
-        logged = {}
-        for record in map(Record.FromString, leveldb_records(file.read_bytes())):
-            items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-            for name, value in items.items():
-                logged.setdefault(name, []).append((items["at_step"], value))
-        time.sleep(0.1)
+    lines = metrics(tmp_path / "run")
     for name in ("loss", "val_loss", "lr", "grad_norm"):
-        assert logged[name] == [(row["step"], row[name]) for row in lines if name in row], name
-    assert "sample" not in logged
-    name = (tmp_path / "run" / "wandb-id.txt").read_text()
+        assert [(row["at_step"], row[name]) for row in logged if name in row] == [
+            (row["step"], row[name]) for row in lines if name in row
+        ], name
+    assert not any("sample" in row for row in logged)
     train(replace(recipe, wandb=True), tmp_path / "run")
-    assert (tmp_path / "run" / "wandb-id.txt").read_text() == name
-
-
-def leveldb_records(data: bytes):
-    """The records of a LevelDB log with W&B's header of seven bytes: blocks of 32 kB, chunks with checksum, length and kind."""
-    whole, at = b"", 7
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-            continue
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        whole += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):
-            yield whole
-            whole = b""
+    assert len({given["id"] for given in opened}) == 1 < len(opened)
+    assert opened[0]["config"]["steps"] == recipe.steps
+    assert opened[0]["settings"]["disable_code"]
+    monkeypatch.setattr(package, "init", lambda **given: (_ for _ in ()).throw(error("no\nlogin")))
+    assert "W&B: no login; run `wandb login`" in refusal(train, replace(recipe, wandb=True), tmp_path / "other")
 
 
 @pytest.mark.parametrize(("package", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
