@@ -41,7 +41,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_checkpoint(tmp_path_factory.mktemp("tiny"), scale_attn_by_inverse_layer_idx=True))
 
 
-QUICK = ("TF32", "partial", "mask ignored", "stale", "ignored gradient")
+QUICK = ("TF32", "mask ignored", "ignored gradient")
 CASES = [
     pytest.param(each, id=each.name, marks=() if each.name.startswith(QUICK) else pytest.mark.slow) for each in RIGHT + WRONG
 ]

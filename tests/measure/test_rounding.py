@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,7 @@ def test_the_figure_does_not_depend_on_the_machine() -> None:
     assert torch.equal(trace(model, ids)["logits"], exact)
 
 
+@cache
 def refused(each: Imprecise) -> Report:
     """``verify`` of the embedded model, made imprecise."""
 
