@@ -38,7 +38,7 @@ def one_of_each_cause() -> list[str]:
 
 
 EACH_CAUSE = one_of_each_cause()
-DEFAULT = {*EACH_CAUSE[::8], SEVERAL[-1]}
+DEFAULT = {*EACH_CAUSE[::8], "italiano: scale-by-width@1 gelu-erf@2"}
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 ONLY_IN_FLOAT32 = ("letters",)  # it mixes float32 into its computation, and torch refuses
 

@@ -9,6 +9,7 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,12 @@ FAULTS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("fused", "layer-repeated@1"): ("your attention (blocks.1.attn) runs 2 times", ()),
     ("fused", "noise"): ("your module gives other logits every time", ()),
 }
+
+
+@cache
+def report_of(port: str) -> MappingReport:
+    """What `load_into` says of a port of tests/support/ports; several tests read it."""
+    return load_into(PORTS[port].build(CONFIG), checkpoint())
 
 
 def sentences(report: MappingReport) -> str:
@@ -299,8 +306,7 @@ def test_more_positions_are_left_alone() -> None:
 @pytest.mark.parametrize("port", ["lecture", "no_out_bias", "bare"])
 def test_a_missing_bias_is_named_and_measured(port: str) -> None:
     """The report names the missing bias, and shows that the rest is right."""
-    model = checkpoint()
-    report = load_into(PORTS[port].build(CONFIG), model)
+    model, report = checkpoint(), report_of(port)
     text = sentences(report)
     assert "what your module lacks is the only difference from the checkpoint: without that, logits agree" in text
     if port == "no_out_bias":
@@ -566,14 +572,14 @@ def test_every_parameter_has_a_row_that_says_why() -> None:
 )
 def test_transformations_in_words(port: str, name: str, sources: str, words: str) -> None:
     """The words must say how to fill each kind of layout by hand."""
-    row = next(row for row in load_into(PORTS[port].build(CONFIG), checkpoint()).rows if row.name == name)
+    row = next(row for row in report_of(port).rows if row.name == name)
     assert row.sources == tuple(sources.split())
     assert row.transformation == words
 
 
 def test_the_table_and_the_json() -> None:
     """The table groups parameters with the same transformation; the JSON lists each."""
-    report = load_into(PORTS["no_out_bias"].build(CONFIG), checkpoint())
+    report = report_of("no_out_bias")
     table = report.table()
     assert "✗  your attention (blocks.0.attn and 2 more) has no output bias" in table
     assert "NOT EQUAL: the logits differ, by what your module lacks (worst error" in table
