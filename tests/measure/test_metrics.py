@@ -222,15 +222,6 @@ def test_a_padded_vocabulary_is_cut_before_it_is_normalised(ids):
         language_score(padded, ids, lengths, Windows(8), vocab=17)
 
 
-def test_more_overlap_is_more_context(ids):
-    """Control: protocols give different numbers, so a perplexity needs its protocol."""
-    model = uneven_model(13)
-    scores = {s: language_score(model, ids, torch.ones(13).long(), Windows(8, s)).loss for s in (1, 4, 8)}
-    assert len(set(scores.values())) == 3
-    default = language_score(model, ids, torch.ones(13).long(), Windows(8))
-    assert (default.loss, default.stride) == (scores[8], 8)
-
-
 def test_bits_per_byte_of_characters_and_bpe_compare():
     """Without preferences, a model needs log2(V) bits per token, over the bytes of the tokens: the cost of an encoder."""
     for tokenizer in (Chars.from_text(TEXT), train_bpe(TEXT, 300)):

@@ -228,22 +228,6 @@ def test_a_wrong_mapping_is_refused(name: str, change: Callable[[Tensor], Tensor
     assert ANYTHING in sentences(report)
 
 
-def test_heads_in_another_order_are_the_same_function() -> None:
-    """Control of the test above: heads in another order, in queries, keys, values and output, change nothing."""
-    model, module = checkpoint(), Port()
-    load_into(module, model)
-    ids = torch.arange(10).view(1, 10)
-    before = module(ids)
-    attention = module.blocks[1]
-    order = torch.cat([torch.arange(5) + 5 * head for head in (2, 0, 3, 1)])
-    with torch.no_grad():
-        for linear in (attention.q, attention.k, attention.v):
-            linear.weight.copy_(linear.weight[order])
-            linear.bias.copy_(linear.bias[order])
-        attention.out.weight.copy_(attention.out.weight[:, order])
-    torch.testing.assert_close(module(ids), before)
-
-
 # Other sizes and vocabularies.
 
 
