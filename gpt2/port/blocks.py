@@ -167,6 +167,31 @@ class Blocks:
         trial = Trial(base.layer, state, seen, (*base.alternatives, one), both, again=again)
         return trial if found or not shown or self.shown_behind(base.layer, state[""]) else None
 
+    def ends_in(self, base: Trial, one: Alternative) -> bool:
+        """Return whether the block's result is found as an alternative gives it: what ``tried`` asks, in one look."""
+        edits = one.at(base.layer)
+        both = merged(base.edits, edits) if edits and one.calls is None else None
+        if both is None:
+            return False
+        begin = min(ORDER[node] for node in edits)
+        state = {node: value for node, value in base.state.items() if ORDER.get(node, -1) < begin}
+        site = self.model.site(base.layer, state)
+        changed = set[str]()
+        for node in NODES[begin:]:
+            old = base.state[node]
+            if node not in both and changed.isdisjoint(READS[node]):
+                state[node] = old
+                continue
+            try:
+                state[node] = (both.get(node) or site.rights[node])(site, state)
+            except RuntimeError:
+                return False
+            if state[node].shape == old.shape and torch.equal(state[node], old):
+                state[node] = old
+            else:
+                changed.add(node)
+        return "" in changed and self.observation.find("", state[""], fault="" in edits) is not None
+
     def is_refuted(self, base: Trial, one: Alternative) -> bool:
         """Return whether what follows from each node that an alternative changes is found as it is."""
         return all(not BEHIND[node].isdisjoint(base.seen) for node in one.edits)

@@ -111,25 +111,35 @@ class Explainer:
 
     def _best(self, base: Trial, some: Iterable[Alternative]) -> tuple[Trial | None, Trial | None]:
         """Return the best trial that explains a block, and the best of those that explain more of it than ``base``."""
-        wholes, parts = list[Trial](), list[Trial]()
         nodes = [node for node in NODES if node not in base.seen and BEHIND[node].isdisjoint(base.seen)]
+        some = [one for one in some if one not in base.alternatives and not self.blocks.is_refuted(base, one)]
+        some.sort(key=lambda one: not _changes(one, nodes[0] if nodes else ""))
+        wholes, parts = list[Trial](), list[Trial]()
+        if "" not in base.seen and not self.observation.pool.narrow:
+            wholes, _ = self._tried(base, (one for one in some if self.blocks.ends_in(base, one)))
+        if not wholes:
+            wholes, parts = self._tried(base, some)
+        whole, part = (min(trials, key=_likelihood, default=None) for trials in (wholes, parts))
+        if whole is not None and not base.alternatives:
+            ties = tuple(one.alternatives[0] for one in wholes if _likelihood(one)[0] == _likelihood(whole)[0])
+            whole = replace(whole, ties=ties)
+        return whole, part
+
+    def _tried(self, base: Trial, some: Iterable[Alternative]) -> tuple[list[Trial], list[Trial]]:
+        """Return the trials that explain a block, and those that explain more of it than ``base``."""
+        wholes, parts = list[Trial](), list[Trial]()
         shown = ""  # the first node that an explanation shows: what does not change it is no better one
-        for one in sorted(some, key=lambda one: not _changes(one, nodes[0] if nodes else "")):
+        for one in some:
             self.observation.check()
-            if one in base.alternatives or self.blocks.is_refuted(base, one) or not _changes(one, shown):
-                continue
-            if (trial := self.blocks.tried(base, one)) is None:
+            trial = self.blocks.tried(base, one) if _changes(one, shown) else None
+            if trial is None:
                 continue
             if self.blocks.goes_on(trial):
                 wholes.append(trial)
                 shown = min((*(trial.seen.keys() - base.seen.keys()), shown), key=ORDER.__getitem__)
             elif len(trial.seen) > len(base.seen):
                 parts.append(trial)
-        whole, part = (min(some, key=_likelihood, default=None) for some in (wholes, parts))
-        if whole is not None and not base.alternatives:
-            ties = tuple(one.alternatives[0] for one in wholes if _likelihood(one)[0] == _likelihood(whole)[0])
-            whole = replace(whole, ties=ties)
-        return whole, part
+        return wholes, parts
 
     # In texts that are read in calls
 
