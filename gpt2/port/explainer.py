@@ -115,7 +115,7 @@ class Explainer:
         some = [one for one in some if one not in base.alternatives and not self.blocks.is_refuted(base, one)]
         some.sort(key=lambda one: not _changes(one, nodes[0] if nodes else ""))
         wholes, parts = list[Trial](), list[Trial]()
-        if "" not in base.seen and not self.observation.pool.narrow:
+        if "" not in base.seen:
             wholes, _ = self._tried(base, (one for one in some if self.blocks.ends_in(base, one)))
         if not wholes:
             wholes, parts = self._tried(base, some)
