@@ -27,6 +27,7 @@ MOST_FAULTS = 4  # alternatives of one block
 MOST_ARRAYS, MOST_TRIED = 3, 24  # that may be the value of a node, the likest first
 LIKE = 0.5  # the least cosine of keys or values of a later block and GPT-2's
 LAG = 2  # tokens behind the beginning of a call, until which a fault of later calls shows
+RESULTS = ("attn.mixed", "attn.heads", "attn.c_proj")  # of attention
 TARGETS = 3  # nodes that are not found, the first ones
 MIXED = (*NODES[ORDER["attn.weights"] :],)  # nodes that depend on how a text is read in calls
 
@@ -94,9 +95,12 @@ class Explainer:
             return None
         common = [one for one in self.inner if not one.rare and set(one.edits) <= set(ATTENTION)]
         factors, others = ([one for one in common if (set(one.edits) == {WHOLE}) == of_scores] for of_scores in (True, False))
-        trials = filter(None, (self.blocks.tried(base, one, shown=False) for one in factors))
-        wholes = filter(None, (self._best(trial, others)[0] for trial in trials))
-        return next((one for one in wholes if not one.seen.keys().isdisjoint(("attn.mixed", "attn.heads", "attn.c_proj"))), None)
+        for trial in filter(None, (self.blocks.tried(base, one, shown=False) for one in factors)):
+            wholes, _ = self._tried(trial, (one for one in others if self.blocks.gives_any(trial, one, RESULTS)))
+            whole = min(wholes, key=_likelihood, default=None)
+            if whole is not None and not whole.seen.keys().isdisjoint(RESULTS):
+                return whole
+        return None
 
     def _widened(self, base: Trial) -> Trial | None:
         """Return a block as explained to the precision of float32, in which a module may keep constants; None if it is not."""
@@ -116,7 +120,7 @@ class Explainer:
         some.sort(key=lambda one: not _changes(one, nodes[0] if nodes else ""))
         wholes, parts = list[Trial](), list[Trial]()
         if "" not in base.seen:
-            wholes, _ = self._tried(base, (one for one in some if self.blocks.ends_in(base, one)))
+            wholes, _ = self._tried(base, (one for one in some if self.blocks.gives_any(base, one, ("",))))
         if not wholes:
             wholes, parts = self._tried(base, some)
         whole, part = (min(trials, key=_likelihood, default=None) for trials in (wholes, parts))
