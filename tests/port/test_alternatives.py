@@ -19,7 +19,7 @@ import gpt2
 from gpt2.config import GPT2Config
 from gpt2.model import GPT2
 from gpt2.port import graph
-from gpt2.port.alternative import FAMILIES, Alternative, Changed, Schedule, in_calls, merged, scheduled
+from gpt2.port.alternative import FAMILIES, Alternative, Changed, Schedule, Which, in_calls, merged, scheduled
 from gpt2.port.alternatives import KINDS, table
 from gpt2.port.alternatives.schedule import schedules
 from gpt2.port.diagnosis.causes import CAUSES
@@ -169,10 +169,10 @@ def test_a_fault_of_some_calls_is_in_these_alone() -> None:
     relu = next(one for one in alternatives() if "is ReLU;" in one.words)
     calls = ((0, 4), *((n, n + 1) for n in range(4, TOKENS)))
     right, wrong = logits(None), logits(relu)
-    for which, tokens in (("first", slice(0, 4)), ("later", slice(4, None))):
+    for which, tokens in ((Which.FIRST, slice(0, 4)), (Which.LATER, slice(4, None))):
         made = logits(scheduled(relu, Schedule("", calls, which)), calls)
         assert apart(made[:, tokens], right[:, tokens]) > 1e-3
-    first = logits(scheduled(relu, Schedule("", calls, "first")), calls)
+    first = logits(scheduled(relu, Schedule("", calls, Which.FIRST)), calls)
     assert apart(first[:, :4], wrong[:, :4]) < NOTHING
 
 
