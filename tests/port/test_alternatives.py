@@ -221,15 +221,37 @@ def name(value: object) -> str:
     return value.label if isinstance(value, Alternative) else str(value)
 
 
+def traced(one: Alternative) -> dict[str, Tensor]:
+    """The traced values of our model with an alternative in all blocks."""
+    simulation = Simulation(model().state_dict(), CONFIG, ids())
+    sites = (*((one, n) for n in range(CONFIG.n_layer) if one.edits), *[(one, None)] * bool(one.outside))
+    program = Candidate(sites).program(simulation)
+    assert program is not None
+    return simulation.trace(program)
+
+
+@pytest.mark.parametrize(
+    ("words", "which", "id"),
+    [
+        pytest.param("the future too", Which.ALL, "mask-missing", marks=pytest.mark.slow),
+        ("sees those of its own call alone", Which.SEVERAL, "cache-inconsistent"),
+    ],
+)
+def test_a_fault_of_a_prompt_in_chunks_is_named(words: str, which: Which, id: str) -> None:
+    """Servers read a long prompt some tokens at a time, and then single tokens, often by another function."""
+    one = next(one for one in alternatives() if one.words.endswith(words))
+    calls = ((0, 3), (3, 6), *((n, n + 1) for n in range(6, TOKENS)))
+    values = {f"t{n}": x.float().numpy() for n, x in enumerate(traced(scheduled(one, Schedule("", calls, which))).values())}
+    said = gpt2.diagnose({"ids": ids().numpy(), **values}, model())
+    assert said.causes[0].id == id
+    assert "first 6 tokens are read 3 at a time" in said.causes[0].detail
+
+
 def named(one: Alternative, calls: Calls, level: str) -> None:
     """Diagnose our own model with an alternative: the cause must be the first, or one of the same computation."""
-    m = Model(model().state_dict(), CONFIG, ids())
     shown = {"logits": logits(one, calls)}
     if level != "logits" and one.run is None and not one.crosses and calls == CALLS[0]:
-        sites = (*((one, n) for n in range(CONFIG.n_layer) if one.edits), *[(one, None)] * bool(one.outside))
-        program = Candidate(sites).program(Simulation(m.state, CONFIG, ids()))
-        assert program is not None
-        values = Simulation(m.state, CONFIG, ids()).trace(program)
+        values = traced(one)
         streams = [f"h.{n}" for n in range(CONFIG.n_layer)]
         shown |= {f"t{n}": values[point] for n, point in enumerate(streams if level == "block" else values) if point != "logits"}
     said = gpt2.diagnose({"ids": ids().numpy(), **{key: value.float().numpy() for key, value in shown.items()}}, model())

@@ -63,7 +63,7 @@ def prompts_in_chunks(model: Model) -> list[Schedule]:
     """Return the ways to read a prompt some tokens at a time, and then single tokens."""
     tokens = model.ids.shape[1]
     words = "in a text whose first {} tokens are read {} at a time, and the others one by one"
-    both = ((prompt, size) for size in CHUNKS for prompt in reversed(lengths(model)) if size < prompt)
+    both = ((prompt, size) for size in CHUNKS for prompt in reversed(lengths(model)) if size < prompt and prompt % size != 1)
     return [Schedule(words.format(*one), (*chunked(one[1], one[0]), *stepped(one[0], tokens)[1:])) for one in both]
 
 
