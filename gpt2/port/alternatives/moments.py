@@ -100,7 +100,8 @@ def readings(shape: Sequence[int], heads: int) -> dict[str, Reading]:
             if dims != (0,) and (rows > 1 or 0 not in dims):
                 found[f"the mean is taken {words}, the variance {OWN}"] = partial(_mixed, dims, (2,))
                 found[f"the mean is taken {OWN}, the variance {words}"] = partial(_mixed, (2,), dims)
-    for words, reading in [one for one in found.items() if one[0].startswith("the mean is") and "variance over" not in one[0]]:
+    others = [one for one in found.items() if one[0].startswith("the mean is") and f"taken {OWN}" not in one[0]]
+    for words, reading in others:
         found[f"{words}; the variance is about that mean"] = partial(_about, reading)
     for half, which in ((0, "first"), (1, "second")):
         found[f"the variance is that of the {which} half of the features"] = partial(_half, half)
