@@ -11,9 +11,7 @@ from pathlib import Path
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 # Control characters except newline and tab; surrogates; what turns the direction of the text after it
-_NO_MEMORY = re.compile(
-    "OutOfMemory|(out of|not enough|allocate) memory|bad_alloc|bad allocation|failed to allocate", re.IGNORECASE
-)
+_NO_MEMORY = re.compile("(?i)OutOfMemory|(out of|not enough|allocate) memory|bad_alloc|bad allocation|failed to allocate")
 
 
 def printable(text: str, *, one_line: bool = False) -> str:

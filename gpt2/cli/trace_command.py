@@ -52,15 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser, "run there in float32, to see what it computes, in place of float64 on the CPU", default=None)
     parser.add_argument("--out", required=True, metavar="PATH", help="FILE.safetensors, FILE.npz, llm.c's FILE.bin, or a folder")
     parser.add_argument("--ids", metavar="FILE", help="token ids to use: .npy, or a text of whole numbers, one line a row")
-    parser.add_argument(
-        "--text", metavar="TEXT", help="take the ids from a text file, - for stdin, or a name (default: Twelfth Night)"
-    )
+    help = "take the ids from a text file, - for stdin, or a name (default: Twelfth Night)"
+    parser.add_argument("--text", metavar="TEXT", help=help)
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens in each of the 4 rows (default: 64)")
     parser.add_argument("--gradients", action="store_true", help="also the loss and its gradient by every parameter")
     parser.add_argument("--steps", type=int, default=0, metavar="N", help="also every parameter after each of N AdamW steps")
-    parser.add_argument(
-        "--dtype", default="float32", metavar="D", help="stored as float32, float64 or float16 (default: %(default)s)"
-    )
+    help = "stored as float32, float64 or float16 (default: %(default)s)"
+    parser.add_argument("--dtype", default="float32", metavar="D", help=help)
 
 
 def run(args: argparse.Namespace) -> int:

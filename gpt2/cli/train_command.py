@@ -35,22 +35,16 @@ The same command again resumes from the newest intact checkpoint. Ctrl-C finishe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe",
-        nargs="?",
-        metavar="RECIPE",
-        help="a recipe's name or the path of a TOML file; or plot or watch, followed by runs",
-    )
+    help = "a recipe's name or the path of a TOML file; or plot or watch, followed by runs"
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=help)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="after plot or watch: folders of runs")
     parser.add_argument("--list", action="store_true", help="list the recipes with their descriptions")
     parser.add_argument("--list-data", action="store_true", help="show what would be trained on, and train nothing")
     parser.add_argument("--init", metavar="MODEL", help="fine-tune this model instead of training from scratch")
-    parser.add_argument(
-        "--out", metavar="DIR", help="folder of the run (default: out/RECIPE); for plot, the picture (default: loss.png)"
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe; may be repeated"
-    )
+    help = "folder of the run (default: out/RECIPE); for plot, the picture (default: loss.png)"
+    parser.add_argument("--out", metavar="DIR", help=help)
+    help = "override a key of the recipe; may be repeated"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help)
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="share each batch among N processes on this machine")
     parser.add_argument("--html", metavar="FILE", help="for watch: write the page to FILE instead of serving it")
     parser.add_argument("--port", type=int, metavar="N", help="for watch: the port to serve at; 0 takes a free one")
@@ -150,9 +144,7 @@ def _train(args: argparse.Namespace) -> int:
         text = f"{_ENDS[result.stopped]} at step {result.step}\nbest validation loss {result.best_loss:.4f} at step "
         text += f"{result.best_step}: {printable(str(best), one_line=True)}"
         if not result.best_step and result.step >= min(recipe.eval_every, recipe.steps):
-            text += (
-                "\nit holds the initial weights, unchanged: training never improved on them; lower optim.lr, or give more text"
-            )
+            text += "\nit holds the initial weights: training never improved on them; lower optim.lr, or give more text"
         write_result(args.json, lambda: json.dumps(body, indent=2), lambda: print(text))
     return 130 if result.stopped == "interrupted" else 0
 
@@ -169,9 +161,8 @@ def show(event: Started | Logged | Evaluated | Estimated | Diverged) -> None:
     at = f"step {event.step:6}  "
     match event:
         case Logged():
-            share = (
-                f"  {event.mfu:.0%} of peak speed" if 0 < event.mfu <= 1 else ""
-            )  # more: the peak was measured on a busy machine
+            # above 1, the peak was measured on a busy machine
+            share = f"  {event.mfu:.0%} of peak speed" if 0 < event.mfu <= 1 else ""
             text = f"{at}loss {event.loss:.4f}  lr {event.lr:.1e}  |g| {event.grad_norm:5.2f}  "
             text += f"{event.tokens_per_second:7,.0f} tok/s{share}  {_duration(event.seconds_left)} left"
             text += f"  ({slower})" if (slower := slowest(event.rank_tokens_per_second)) else ""

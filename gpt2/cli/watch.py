@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import html
 import sys
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2.cli.common import save_page
-from gpt2.cli.serving import HEADERS, listen, refusal, routed, serve
+from gpt2.cli.serving import listen, one_page, serve
 from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import HTMLResponse
 
 PORT, REFRESH = 8643, 5  # seconds
 
@@ -45,33 +44,19 @@ def watch(args: argparse.Namespace) -> int:
 
 def application(folders: Sequence[str], token: str) -> Starlette:
     """Return an application that serves the page at ``/TOKEN/``, drawn again only where a run has logged or stopped."""
-    import asyncio
-
-    from starlette.concurrency import run_in_threadpool
-    from starlette.responses import HTMLResponse
-
     from gpt2.train.runs import ALIVE, METRICS
     from gpt2.train.watch import page
 
-    one_at_a_time = asyncio.Lock()
-    drawn: dict[tuple[object, ...], bytes] = {}  # the newest page, by the state of the files
+    @lru_cache(maxsize=1)
+    def drawn(stamps: tuple[object, ...]) -> str:
+        return page(folders, REFRESH)
 
-    def stamps() -> tuple[object, ...]:
-        paths = [Path(folder) / METRICS for folder in folders]
-        found = [path.stat() if path.exists() else None for path in paths]
-        return tuple(stat and (stat.st_size, stat.st_mtime_ns, time.time() - stat.st_mtime < ALIVE) for stat in found)
+    def answer(query: Mapping[str, str]) -> tuple[str, int]:
+        files = [path.stat() if path.exists() else None for path in (Path(folder) / METRICS for folder in folders)]
+        stamps = [stat and (stat.st_size, stat.st_mtime_ns, time.time() - stat.st_mtime < ALIVE) for stat in files]
+        try:
+            return drawn(tuple(stamps)), 200
+        except (InputError, OSError) as error:
+            return html.escape(str(error)), 404
 
-    async def answer(request: Request) -> HTMLResponse:
-        if refused := refusal(request, token, "gpt2 train watch"):
-            return refused
-        async with one_at_a_time:
-            try:
-                if (now := stamps()) not in drawn:
-                    text = await run_in_threadpool(page, folders, REFRESH)
-                    drawn.clear()
-                    drawn[now] = text.encode(errors="backslashreplace")
-            except (InputError, OSError) as error:
-                return HTMLResponse(str(error).encode(errors="backslashreplace"), 404, HEADERS | {"Content-Type": "text/plain"})
-        return HTMLResponse(drawn[now], 200, HEADERS)
-
-    return routed(answer)
+    return one_page("gpt2 train watch", answer, token)

@@ -55,10 +55,8 @@ class Chars(Tokenizer):
             return list(map(self._ids.__getitem__, text))
         except KeyError:
             at = next(i for i, char in enumerate(text) if char not in self._ids)
-            raise InputError(
-                f"{_name(text[at])} at position {at} of the text is not among the {self.n_vocab} characters of this "
-                "vocabulary; leave it out, or use a vocabulary made from a text that has it"
-            ) from None
+            unknown = f"{_name(text[at])} at position {at} of the text is not among the {self.n_vocab} characters"
+            raise InputError(f"{unknown} of this vocabulary; leave it out, or use one made from a text that has it") from None
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Self:

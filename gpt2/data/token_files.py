@@ -25,18 +25,15 @@ def read(directory: str | Path, n_vocab: int, *, check: bool = True) -> tuple[np
         try:
             size = path.stat().st_size
         except OSError as error:
-            raise InputError(
-                f"{path}: cannot be read ({error.strerror}); give a folder with {TRAIN} and {VAL}, --set data.tokens=DIR"
-            ) from None
+            remedy = f"give a folder with {TRAIN} and {VAL}, --set data.tokens=DIR"
+            raise InputError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
         if size == 0 or size % 2:
             raise InputError(f"{path}: {size} bytes are not a positive number of uint16 ids; write the file again")
         ids = mapped(path, "<u2")
         largest = int(max(block.max() for block in _blocks(ids))) if check else 0
         if largest >= n_vocab:
-            raise InputError(
-                f"{path}: id {largest} lies outside the tokenizer's vocabulary of {n_vocab:,}; "
-                "these tokens were made with another tokenizer, or are not uint16"
-            )
+            why = "these tokens were made with another tokenizer, or are not uint16"
+            raise InputError(f"{path}: id {largest} lies outside the tokenizer's vocabulary of {n_vocab:,}; {why}")
         files.append(ids)
     return files[0], files[1]
 

@@ -93,9 +93,8 @@ class Tokenizer(ABC):
         a token is empty or in the vocabulary already, or a tokenizer that the `tokenizers` library does not run.
         """
         if tokens:
-            raise InputError(
-                f"add_tokens: a vocabulary of {type(self).__name__.lower()} takes no new tokens; use a byte-level BPE"
-            )
+            kind = type(self).__name__.lower()
+            raise InputError(f"add_tokens: a vocabulary of {kind} takes no new tokens; use a byte-level BPE")
         return self
 
     def holds(self, token_id: int) -> bool:
@@ -154,7 +153,6 @@ def refuse_surrogates(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(
-            f"the text has a lone surrogate, U+{ord(text[error.start]):04X}, at character {error.start}: it has no UTF-8 form; "
-            "read the source as UTF-8, or repair it with text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
-        ) from None
+        found = f"the text has a lone surrogate, U+{ord(text[error.start]):04X}, at character {error.start}: it has no UTF-8 form"
+        remedy = "read the source as UTF-8, or repair it with text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+        raise InputError(f"{found}; {remedy}") from None

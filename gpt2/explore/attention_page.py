@@ -116,10 +116,8 @@ class AttentionReport(Printed):
         """Raise an InputError if the text has too many tokens for weights to be visible."""
         most = math.isqrt(VISIBLE // len(self.heads))
         if len(self.tokens) > most:
-            raise InputError(
-                f"the text makes {len(self.tokens)} tokens, and {what} of {len(self.heads)} heads has room for {most}: "
-                "give a shorter text, or take the weights as --json"
-            )
+            room = f"{what} of {len(self.heads)} heads has room for {most}: give a shorter text, or take the weights as --json"
+            raise InputError(f"the text makes {len(self.tokens)} tokens, and {room}")
 
     @property
     def difference(self) -> Tensor:

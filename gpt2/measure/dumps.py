@@ -148,9 +148,8 @@ def _ids(given: Tensor, where: str, config: GPT2Config) -> Tensor:
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= config.vocab_size:
         wrong = low if low < 0 else high
-        raise InputError(
-            f"{where}: holds the id {wrong}, and the model knows 0 to {config.vocab_size - 1}; is --model the right one?"
-        )
+        known = f"the model knows 0 to {config.vocab_size - 1}; is --model the right one?"
+        raise InputError(f"{where}: holds the id {wrong}, and {known}")
     if shape[-1] > config.n_positions:
         raise InputError(f"{where}: has {shape[-1]} tokens in a row, and the model has {config.n_positions} positions; run fewer")
     require_memory(8 * points_size(config, *ids.shape) // config.n_layer, f"{where}: {len(ids):,} rows", "run fewer")
@@ -197,9 +196,8 @@ def _debug_state(path: Path, config: GPT2Config) -> Iterator[tuple[str, Tensor]]
     magic, version, batch, tokens, *_ = HEADER.unpack(head)
     if magic != STATE or version != STATE_VERSION:
         found = f"begins with {magic:,}, version {version:,}"
-        raise InputError(
-            f"{path}: {found}, not with llm.c's debug state's {STATE:,}, version {STATE_VERSION}; write it with its train_gpt2.py"
-        )
+        wanted = f"llm.c's debug state's {STATE:,}, version {STATE_VERSION}; write it with its train_gpt2.py"
+        raise InputError(f"{path}: {found}, not with {wanted}")
     count = batch * tokens
     needed = HEADER.size + 8 * count + 4 * count * config.vocab_size
     if min(batch, tokens) < 1 or needed > file.size:

@@ -71,9 +71,8 @@ class Probe:
         padding = torch.randint(vocab, (max(0, count * context - vocab),), generator=generator)
         windows = torch.cat((ids, padding))[: count * context].view(count, context)
         shapes = (3, min(context, ROW)), (SEQUENCES, min(context, SHORT) + 1), (2, min(context, LONG) + 1)
-        return cls(
-            windows[:1, :QUICK] if quick else windows, *(torch.randint(vocab, shape, generator=generator) for shape in shapes)
-        )
+        drawn = (torch.randint(vocab, shape, generator=generator) for shape in shapes)
+        return cls(windows[:1, :QUICK] if quick else windows, *drawn)
 
     def coverage(self, config: GPT2Config) -> str:
         seen = self.windows.unique().numel()

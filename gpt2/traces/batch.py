@@ -108,9 +108,7 @@ def default_batch(checkpoint: Checkpoint, text: str | None, tokens: int | None, 
     config = checkpoint.config
     length = min(TOKENS, config.n_positions) if tokens is None else tokens
     if not 1 <= length <= config.n_positions:
-        raise InputError(
-            f"{length} tokens in a row; the model {checkpoint.name} takes 1 to {config.n_positions:,}, choose so many"
-        )
+        raise InputError(f"{length} tokens in a row; {checkpoint.name} takes 1 to {config.n_positions:,}, choose so many")
     tokenizer = checkpoint.own_tokenizer()
     if tokenizer is None:
         if text is not None:

@@ -14,9 +14,10 @@ BIGRAM_COPIES = 2  # its logits alive at once: their log-softmax, and the logits
 
 
 def peak_memory(model: GPT2 | Bigram, recipe: Recipe, shards: int = 1) -> int:
-    """Estimate the bytes of weights, gradients, AdamW's moments and the activations of one part of a batch.
+    """Estimate the bytes of weights, gradients, AdamW's moments and the activations of one part of a batch, without PyTorch's
+    own.
 
-    Measured peaks were 0.99 to 1.08 times this, without PyTorch itself (gpt2's shape, float32, CPU; `tools/bench_train.py`).
+    Measured peaks were 0.99 to 1.08 times this (gpt2's shape, float32, CPU; `tools/bench_train.py`).
     """
     casts = sum(p.numel() * BF16 for p in model.parameters() if p.ndim > 1) if recipe.precision == "bf16" else 0  # by autocast
     return lasting(model) // shards + casts + passing(model.config, recipe)
@@ -42,8 +43,7 @@ def kept_per_token(config: GPT2Config, recipe: Recipe) -> int:
 
     A block of width d and feed-forward width f keeps: inputs and outputs of both norms (4 d), q, k and v (3 d), attention's
     result and its copy with merged heads (2 d), the feed-forward before and after its activation (2 f), and two dropout masks.
-    Only ``attn_dropout``, which prevents the fused kernel, keeps attention weights. Checkpointing keeps every block's input and
-    one block.
+    Only ``attn_dropout`` keeps attention weights. Checkpointing keeps every block's input and one block.
     """
     d, f = config.n_embd, config.inner
     product = BF16 if recipe.precision == "bf16" else FLOAT  # bytes of a product's inputs and results; norms read float32

@@ -47,17 +47,13 @@ def train(
 ) -> Result:
     """Run ``recipe`` in ``folder``: from scratch, or from the model named ``init``.
 
-    If ``folder`` holds a run of the same recipe, the run resumes from the newest intact checkpoint; another run is an error,
-    unless ``fresh`` deletes it. Ctrl-C or SIGTERM finishes the step (and an evaluation in progress), saves, and returns a
-    result that says "interrupted"; a second signal acts at once. The process keeps freed memory
-    (:mod:`gpt2.measure.allocator`).
+    A run of the same recipe in ``folder`` is resumed from its newest intact checkpoint; another run is an error, unless ``fresh``
+    deletes it. Ctrl-C or SIGTERM finishes the step (and an evaluation in progress), saves, and returns a result that says
+    "interrupted"; a second signal acts at once. In a process started by `torchrun` or :mod:`gpt2.train.launch`, the ranks share
+    each batch; only rank 0 needs the folder and ``init``, and reports.
 
-    In a process started by `torchrun` or :mod:`gpt2.train.launch`, the ranks share each batch. Only rank 0 needs the folder and
-    ``init``, and only rank 0 reports.
-
-    Raises:
-        InputError: text, model, recipe or folder do not work together, the run diverged, or the disk is full.
-        PeerLost: another process of the job died.
+    Raises InputError: text, model, recipe or folder do not fit together, the run diverged, or the disk is full. Raises PeerLost:
+    another process of the job died.
     """
     recipe.check(init)
     recipe, folder = recipe.resolved(init), Path(folder)

@@ -8,9 +8,7 @@ MARGIN = 0.02  # nats per token
 
 
 def overfitting(rows: Sequence[Mapping[str, Any]], best_step: int) -> str:
-    """Return a warning if a run overfits, else "": the held-out loss is :data:`MARGIN` above its best (at
-    ``best_step``), while the mean training loss since the last evaluation is lower than before the best one.
-    """
+    """Return a warning if the held-out loss is :data:`MARGIN` above its best, and the training loss lower than then; else ""."""
     evaluated = [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
     steps = [step for step, _ in evaluated]
     if len(steps) < 2 or best_step not in steps[1:-1]:

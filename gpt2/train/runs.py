@@ -91,7 +91,7 @@ class Run:
 
 
 def read(folders: Sequence[str | Path], *, waits: bool = False) -> list[Run]:
-    """Read the runs, each without an incomplete last line; with ``waits``, one that has not begun is a run without lines.
+    """Read the runs, without incomplete last lines; with ``waits``, one that has not begun has no lines.
 
     Raises InputError: none given, or a folder without metrics.
     """

@@ -1,8 +1,8 @@
 """Write the checkpoints of an FSDP run from all ranks at once: each writes its own rows, and none gathers the whole.
 
-The files are safetensors in the layout of torch.distributed.checkpoint's ``HuggingFaceStorageWriter``, which DCP reads on any
-number of ranks. DCP's own layout is not used: its ``.metadata`` is a pickle. Nor is its writer, which copies a rank's part in
-memory and orders the header at random, so that equal runs give unequal files.
+The files are safetensors as torch.distributed.checkpoint's ``HuggingFaceStorageWriter`` lays them out, which DCP reads on any
+number of ranks. DCP's own layout has a pickle (``.metadata``); its writer copies a rank's part in memory and orders the header at
+random.
 """
 
 import json

@@ -20,10 +20,7 @@ SIZES = {"loss": (10.6, 3.6), "lr": (5.2, 2.4), "grad_norm": (5.2, 2.4)}  # inch
 
 
 def page(folders: Sequence[str | Path], refresh: int = 0) -> str:
-    """Return the page of the runs as HTML, which loads itself again every ``refresh`` seconds (0: never).
-
-    A page that does so may begin before its runs.
-    """
+    """Return the runs' page as HTML, which reloads every ``refresh`` seconds and then may begin before its runs; 0: never."""
     runs = read(folders, waits=refresh > 0)
     charts = [(title, svg(key, SIZES[key], title, partial(_draw, key=key, runs=runs))) for key, title in CHARTS]
     return render("watch", runs=runs, charts=charts, refresh=refresh, data={"refresh": refresh})
