@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import html
 import json
 import shutil
 import sys
 import textwrap
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2.cli.common import size, write_result
+from gpt2.cli.common import save_page, size, write_result
+from gpt2.cli.serving import listen, one_page, serve
 from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     from gpt2.train.loop import Diverged, Estimated, Evaluated, Logged, Started
     from gpt2.train.recipe import Recipe
 
+PORT, REFRESH = 8643, 5  # of the page of gpt2 train watch; seconds
 HELP = "train from scratch or fine-tune, with a recipe"
 EXAMPLES = """\
   gpt2 train --list                                                     list the recipes
@@ -68,9 +76,7 @@ def run(args: argparse.Namespace) -> int:
         print(printable(str(plot(args.runs, args.out or "loss.png")), one_line=True), file=sys.stderr)
         return 0
     if args.recipe == "watch":
-        from gpt2.cli.watch import watch
-
-        return watch(args)
+        return _watch(args)
     if args.html or args.port is not None:
         raise InputError("--html and --port are for gpt2 train watch RUN...; leave them out")
     if args.runs:
@@ -147,6 +153,47 @@ def _train(args: argparse.Namespace) -> int:
             text += "\nit holds the initial weights: training never improved on them; lower optim.lr, or give more text"
         write_result(args.json, lambda: json.dumps(body, indent=2), lambda: print(text))
     return 130 if result.stopped == "interrupted" else 0
+
+
+def _watch(args: argparse.Namespace) -> int:
+    """Serve or write the page of the runs ``args.runs``."""
+    from gpt2.data.files import write_output
+    from gpt2.train.runs import METRICS
+    from gpt2.train.watch import page
+
+    if args.html:
+        if args.port is not None:
+            raise InputError("--port has no effect with --html, which writes a file and serves nothing; leave it out")
+        text = page(args.runs)
+        save_page(args.html, lambda target: write_output(target, text))
+        return 0
+    page(args.runs, REFRESH)  # reports what is wrong before a browser asks
+    for folder in args.runs:
+        if not (Path(folder) / METRICS).exists():
+            print(f"{printable(folder, one_line=True)}: no run there yet; waiting for gpt2 train to begin it", file=sys.stderr)
+    with listen(PORT if args.port is None else args.port) as listening:
+        serve(partial(_application, args.runs), listening)
+    return 0
+
+
+def _application(folders: Sequence[str], token: str) -> Starlette:
+    """Return an application that serves the page at ``/TOKEN/``, drawn again only where a run has logged or stopped."""
+    from gpt2.train.runs import ALIVE, METRICS
+    from gpt2.train.watch import page
+
+    @lru_cache(maxsize=1)
+    def drawn(stamps: tuple[object, ...]) -> str:
+        return page(folders, REFRESH)
+
+    def answer(query: Mapping[str, str]) -> tuple[str, int]:
+        files = [path.stat() if path.exists() else None for path in (Path(folder) / METRICS for folder in folders)]
+        stamps = [stat and (stat.st_size, stat.st_mtime_ns, time.time() - stat.st_mtime < ALIVE) for stat in files]
+        try:
+            return drawn(tuple(stamps)), 200
+        except (InputError, OSError) as error:
+            return html.escape(str(error)), 404
+
+    return one_page("gpt2 train watch", answer, token)
 
 
 _ENDS = {"finished": "finished", "early": "stopped early, no longer improving", "interrupted": "interrupted and saved"}

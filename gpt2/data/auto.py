@@ -1,8 +1,8 @@
 """Read the tokenizer of a folder as transformers' `AutoTokenizer` does, with the `tokenizers` library alone.
 
-`tokenizer.json` does not decide by itself. The class that tokenizer_config.json names, else config.json, else GPT-2's, takes the
-vocabulary, merges, template and added tokens from it and brings a normaliser, pre-tokeniser and decoder of its own; the general
-classes run the file as it is. Without it the class reads vocab.json and merges.txt, vocab.txt or spiece.model.
+The class that tokenizer_config.json names, else config.json, else GPT-2's, decides: it takes vocabulary, merges, template and
+added tokens from `tokenizer.json`, and brings its own normaliser, pre-tokeniser and decoder; the general classes run that file as
+it is. Without it the class reads vocab.json and merges.txt, vocab.txt or spiece.model.
 
 Source: huggingface/transformers 5.24, models/auto/tokenization_auto.py, tokenization_utils_base.py (`_from_pretrained`),
 tokenization_utils_tokenizers.py (`TokenizersBackend`), and the `__init__` of each class in :data:`CLASSES`.

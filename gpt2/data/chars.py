@@ -1,7 +1,5 @@
-"""A character tokenizer: its vocabulary is the set of characters of a text.
-
-nanoGPT's `shakespeare_char` and most from-scratch tutorials use one, with 65 ids for tiny Shakespeare. The embedding is small
-and the model need not learn spelling, but a text has about three times as many tokens as with GPT-2's BPE.
+"""A character tokenizer: its vocabulary is the set of characters of a text, as in nanoGPT's `shakespeare_char` and most
+from-scratch tutorials (65 ids for tiny Shakespeare). A text has about three times as many tokens as with GPT-2's BPE.
 """
 
 import hashlib

@@ -41,9 +41,8 @@ class Document(NamedTuple):
 def files(path: str) -> list[Path]:
     """Return the files of a file's, folder's or glob's name, in the order of their names; a folder's are found at any depth.
 
-    In a folder, hidden files, links to folders, and files of other suffixes are ignored.
-
-    Raises InputError: nothing there, a folder in it that cannot be read, or a suffix that is none of ours.
+    In a folder, hidden files, links to folders, and other suffixes are ignored. Raises InputError: nothing there, a folder in it
+    that cannot be read, or a suffix that is none of ours.
     """
     place = Path(path)
     try:

@@ -56,9 +56,8 @@ class Tokenizer(ABC):
         """Return the ids of `text`, without a template. The text of a special token is ordinary characters, unless `special`.
 
         So no prompt or file can put a control token into a model's input by itself. Otherwise these are the ids of transformers'
-        ``AutoTokenizer(...)(text, add_special_tokens=False)``.
-
-        Raises InputError: a lone surrogate, or a character that the vocabulary lacks where it has no unknown token.
+        ``AutoTokenizer(...)(text, add_special_tokens=False)``. Raises InputError: a lone surrogate, or a character that the
+        vocabulary lacks where it has no unknown token.
         """
 
     def encode_prompt(self, text: str, *, special: bool = False) -> list[int]:
@@ -73,7 +72,7 @@ class Tokenizer(ABC):
         """Write the files that :func:`gpt2.data.from_directory` and transformers read; return their paths.
 
         Files that were read are written back unchanged. `n_positions` becomes the others' `model_max_length`, above which
-        transformers warns. The chat format has a second form for other programs.
+        transformers warns.
         """
         texts = self.texts(n_positions)
         for name in (*files.LEGACY, chat.FILE):
@@ -110,16 +109,14 @@ class Tokenizer(ABC):
         return self.decode([token_id]) if self.holds(token_id) else f"[{token_id}]"
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`, special tokens included. Bytes that are not UTF-8 become U+FFFD.
-
-        A model may stop inside a character; :meth:`decode_bytes` is exact.
+        """Return the text of `ids`, special tokens included; bytes that are not UTF-8 become U+FFFD (:meth:`decode_bytes` is
+        exact).
         """
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the bytes of `ids` (a list, or a 1-d array or tensor).
-
-        Raises InputError: an id without a token, which a model with a padded vocabulary may sample.
+        """Return the bytes of `ids` (a list, or a 1-d array or tensor). Raises InputError: an id without a token, as of padded
+        rows.
         """
         return b"".join([self._bytes[i] or b"" for i in self._known(ids)])
 

@@ -66,8 +66,8 @@ def prepared(
     """Return training ids, validation ids, and with a prompt or padding the marks of both, mapped; and the tally of documents.
 
     The files lie beside ``path``, in ``PATH.tokens/``, or in the user's cache folder if that cannot be written. ``check`` as in
-    :func:`gpt2.data.token_files.read`. Raises InputError: as :func:`gpt2.data.documents.documents`; a vocabulary beyond 65,536;
-    a full disk; a process that was killed.
+    :func:`gpt2.data.token_files.read`. Raises InputError: as :func:`gpt2.data.documents.documents`; a vocabulary beyond 65,536; a
+    full disk; a process that was killed.
     """
     if task.tokenizer.n_vocab > 1 << 16:
         raise InputError(f"{path}: token files hold ids below 65,536, and the vocabulary has {task.tokenizer.n_vocab:,}")

@@ -41,8 +41,8 @@ SAVE = f"save them as integers under the name {IDS[0]} (or {', '.join(IDS[1:])})
 class Dump:
     """What a program wrote: ``ids`` (B, T) int64, and ``arrays`` by their own names, of any float dtype and shape.
 
-    ``source`` is shown to the user. ``ignored``: names of arrays that are not of floating point. Of training steps: ``batches``
-    are the ids of each (K, B, T), ``ids`` the first of them, and ``integers`` the arrays of one shape with ``batches``.
+    ``ignored``: names of arrays that are not floats. Of training steps: ``batches`` are the ids of each (K, B, T), ``ids`` the
+    first of them, and ``integers`` the arrays of one shape with ``batches``.
     """
 
     source: str
@@ -176,7 +176,9 @@ def _tensor(value: Any, where: str) -> Tensor:
 
 def _npz(path: Path, most: float) -> Iterator[tuple[str, Tensor]]:
     for name, array in read_npz(path, most):
-        _require_inside(name, path)
+        parts = PurePosixPath(name.replace("\\", "/"))
+        if parts.is_absolute() or ".." in parts.parts:
+            raise InputError(f"{path}: holds an array named {shown(name)}, a path that leads out of it; name it otherwise")
         yield name, _tensor(array, f"{path}: {shown(name)}")
 
 
@@ -231,9 +233,3 @@ def _directory(path: Path, most: float) -> Iterator[tuple[str, Tensor]]:
     require_memory(sum(file.stat().st_size for file in files), f"{path}: its arrays", FEWER, most)
     for file in files:
         yield file.relative_to(path).with_suffix("").as_posix(), _tensor(read_npy(file, most), str(file))
-
-
-def _require_inside(name: str, path: Path) -> None:
-    parts = PurePosixPath(name.replace("\\", "/"))
-    if parts.is_absolute() or ".." in parts.parts:
-        raise InputError(f"{path}: holds an array named {shown(name)}, a path that leads out of it; name it otherwise")

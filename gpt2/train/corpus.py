@@ -62,13 +62,14 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, scratch: bool 
     data, notes, tally, mapped, classes = recipe.data, list[str](), Counter[str](), True, tuple[str, ...]()
     train: Stream
     val: Stream
+    reads_files = data.tokenizer == "gpt2" or (tokenizer and not scratch)  # other tokenizers are made from a text in memory
     if data.tokens:
         folder = Path(data.tokens)
         tokenizer = tokenizer or _tokenizer_of(folder, data.tokenizer)
         train_ids, val_ids = token_files.read(folder, tokenizer.n_vocab, check=check)
         sha256 = token_files.fingerprint(train_ids, val_ids) if check else ""
         train, val = (train_ids, None), (val_ids, None)
-    elif (data.tokenizer == "gpt2" or (tokenizer and not scratch)) and _is_large(recipe):  # others are made from a text in memory
+    elif reads_files and data.path and not data.label and size(files(data.path)) > tokenizing.LARGE:
         tokenizer = tokenizer or load_tokenizer("gpt2").with_tokens(data.add_tokens)
         train, val, sha256, tally, notes = _of_token_files(recipe, tokenizer, check)
     else:
@@ -93,10 +94,6 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, scratch: bool 
     _require_enough(recipe, train, val)
     end = tokenizer.eot if data.reset else None
     return Corpus(tokenizer, train[0], val[0], sha256, train[1], val[1], tuple(notes), end, tally, mapped, share, classes)
-
-
-def _is_large(recipe: Recipe) -> bool:
-    return bool(recipe.data.path) and not recipe.data.label and size(files(recipe.data.path)) > tokenizing.LARGE
 
 
 def _of_token_files(recipe: Recipe, tokenizer: Tokenizer, check: bool) -> tuple[Stream, Stream, str, Counter[str], list[str]]:
@@ -226,7 +223,8 @@ def _require_enough(recipe: Recipe, train: Stream, val: Stream) -> None:
         raise InputError(f"the validation text has {len(val[0])} tokens, too few to score; give a longer text or data.held_out")
     for name, (_, marks) in (("training", train), ("validation", val)):
         if marks is not None and not any((marks[1:][part] == SCORED).any() for part in slices(marks[1:])):
-            raise InputError(f"no token of the {name} documents is scored: all are prompts or cut off; raise context")
+            why = "all are prompts or cut off; raise context, or eval_tokens"
+            raise InputError(f"no token of the {name} documents is scored: {why}")
 
 
 def _tokenizer_of(folder: Path, kind: str) -> Tokenizer:

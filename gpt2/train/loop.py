@@ -20,18 +20,17 @@ from gpt2.train import divergence, models, parallel, shards, state
 from gpt2.train.bigram import Bigram
 from gpt2.train.clock import Clock
 from gpt2.train.corpus import Corpus, corpus
+from gpt2.train.cost import peak_memory, tokens_at_peak
 from gpt2.train.divergence import Rewind
-from gpt2.train.estimate import peak_memory
 from gpt2.train.evaluation import scores
 from gpt2.train.feed import Feed
 from gpt2.train.interrupt import interruptions
 from gpt2.train.loss import Scored
 from gpt2.train.metrics import Diverged, Estimated, Evaluated, Event, Logged, Metrics, Pace, Result, Started
 from gpt2.train.optim import adamw, learning_rate
-from gpt2.train.overfitting import overfitting
 from gpt2.train.parallel import Ranks
 from gpt2.train.recipe import Recipe
-from gpt2.train.speed import tokens_at_peak
+from gpt2.train.runs import overfitting
 from gpt2.train.start import Start, start
 from gpt2.train.state import Progress
 from gpt2.train.step import optimizer_step

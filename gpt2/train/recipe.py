@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self, get_type_hints
 
 from gpt2.config import ACTIVATIONS, MAX_FLOAT, MAX_SIZE, number, quoted
-from gpt2.errors import InputError
+from gpt2.errors import InputError, did_you_mean
 
 FOLDER = Path(__file__).parent / "recipes"
 NAME = re.compile(r"[^/\\:\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,100}")  # a run's name: one component of a path on any system
@@ -235,9 +235,8 @@ def read(name: str, overrides: Iterable[str] = ()) -> Recipe:
     if not path.is_file():
         path = Path(name)
         if not path.is_file():
-            close = difflib.get_close_matches(name, names(), n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
-            raise InputError(f"no recipe {name!r}: {hint}recipes are {', '.join(names())}, or give the path of a TOML file")
+            known = f"recipes are {', '.join(names())}"
+            raise InputError(f"no recipe {name!r}{did_you_mean(name, names())}: {known}, or give the path of a TOML file")
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
