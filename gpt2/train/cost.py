@@ -99,10 +99,8 @@ def operations(config: GPT2Config, context: int) -> float:
 def gemm_rate(config: GPT2Config, recipe: Recipe, device: torch.device, precision: str) -> float:
     """Measure operations per second of the feed-forward's product over one part of a batch; the best of several runs."""
     rows = recipe.batch_size // recipe.grad_accum * recipe.context
-    a, b = (
-        torch.ones(shape, dtype=DTYPES[precision], device=device)
-        for shape in ((rows, config.n_embd), (config.n_embd, config.inner))
-    )
+    a = torch.ones(rows, config.n_embd, dtype=DTYPES[precision], device=device)
+    b = a.new_ones(config.n_embd, config.inner)
     out, best, end = torch.mm(a, b), float("inf"), time.perf_counter() + MEASURE_SECONDS
     while best == float("inf") or time.perf_counter() < end:
         begin = _now(device)

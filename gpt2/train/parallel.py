@@ -222,12 +222,14 @@ def whole(wrapped: nn.Module) -> Iterator[None]:
 
 
 def gathered(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's whole state on the CPU, "INDEX.NAME" to tensor. Every rank must call this."""
-    return {
-        f"{index}.{name}": full(value).detach().cpu().contiguous()
-        for index, entry in optimizer.state_dict()["state"].items()
-        for name, value in entry.items()
-    }
+    """Return :func:`moments` whole, on the CPU. Every rank must call this."""
+    return {key: full(value).detach().cpu().contiguous() for key, value in moments(optimizer).items()}
+
+
+def moments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state on this rank, "INDEX.NAME" to tensor."""
+    state = optimizer.state_dict()["state"]
+    return {f"{index}.{name}": value for index, entry in state.items() for name, value in entry.items()}
 
 
 def restore(optimizer: torch.optim.Optimizer, stored: dict[str, Tensor], ranks: Ranks) -> None:
