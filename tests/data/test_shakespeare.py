@@ -269,8 +269,3 @@ def test_what_is_not_text_is_refused(tmp_path: Path, data: bytes, says: str) -> 
     message = refusal(shakespeare.checked_text, data, tmp_path / "text")
     assert says in message
     assert str(tmp_path / "text") in message
-
-
-def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
-    assert "No such file" in refusal(shakespeare.read_text, tmp_path / "absent")
-    assert "directory" in refusal(shakespeare.read_text, tmp_path)
