@@ -149,8 +149,8 @@ def _write(folder: Path, paths: Sequence[Path], task: Task, made_of: dict[str, A
     for name in FILES:
         with open(folder / name, "r+b") as whole:  # Windows syncs no file that is open for reading
             os.fsync(whole.fileno())
-    present = [name for name in FILES if (folder / name).stat().st_size]
-    written = [np.memmap(folder / name, "u1" if name.endswith("marks") else "<u2", "r") for name in present]
+    filled = [name for name in FILES if (folder / name).stat().st_size]
+    written = [np.memmap(folder / name, "u1" if name.endswith("marks") else "<u2", "r") for name in filled]
     manifest = made_of | {"tally": tally + found, "fingerprint": token_files.fingerprint(*written)}
     write_files(folder, {MANIFEST: json.dumps(manifest, indent=1) + "\n"})
     (folder / PROGRESS).unlink(missing_ok=True)
