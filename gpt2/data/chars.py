@@ -54,7 +54,8 @@ class Chars(Tokenizer):
         except KeyError:
             at = next(i for i, char in enumerate(text) if char not in self._ids)
             unknown = f"{_name(text[at])} at position {at} of the text is not among the {self.n_vocab} characters"
-            raise InputError(f"{unknown} of this vocabulary; leave it out, or use one made from a text that has it") from None
+            remedy = "leave it out, or use a vocabulary made from a text that has it"
+            raise InputError(f"{unknown} of this vocabulary; {remedy}") from None
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Self:
