@@ -150,7 +150,8 @@ def _train(args: argparse.Namespace) -> int:
         text = f"{_ENDS[result.stopped]} at step {result.step}\nbest validation loss {result.best_loss:.4f} at step "
         text += f"{result.best_step}: {printable(str(best), one_line=True)}"
         if not result.best_step and result.step >= min(recipe.eval_every, recipe.steps):
-            text += "\nit holds the initial weights: training never improved on them; lower optim.lr, or give more text"
+            unchanged = "it holds the initial weights, unchanged: training never improved on them"
+            text += f"\n{unchanged}; lower optim.lr, or give more text"
         write_result(args.json, lambda: json.dumps(body, indent=2), lambda: print(text))
     return 130 if result.stopped == "interrupted" else 0
 
