@@ -247,7 +247,7 @@ def bench(
             "ours": lambda: Ours(load_path(folder, dtype=side.dtype, device=where, offline=True)),
             "theirs": lambda: Transformers(reference.load_reference(folder, theirs).to(where)),
         }
-        first = {key: partial(seconds, lambda load=load: load().prefill(x[:, :1])) for key, load in loads.items()}
+        first = {key: partial(seconds, partial(_first_logits, load, x[:, :1])) for key, load in loads.items()}
         measure("load to first logits", 0, first)
         models, shape = [(key, load()) for key, load in loads.items()], f"{batch} x {context}"
         prompts = {key: partial(seconds, partial(model.prefill, x)) for key, model in models}
@@ -258,6 +258,10 @@ def bench(
             measure(f"train step {shape}", batch * context, {key: partial(seconds, step) for key, step in steps})
     dtype = str(side.dtype).removeprefix("torch.")
     return Bench(name, side.config.num_parameters(), dtype, pairs, tuple(rows), machine(), device_name(where))
+
+
+def _first_logits(load: Callable[[], Ours | Transformers], ids: Tensor) -> None:
+    load().prefill(ids)
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
