@@ -126,9 +126,7 @@ def reference_tokenizer(path: Path) -> Any:
     name = config.tokenizer_class = class_name(path)
     with _opening(path, "repair the files"):  # a name may stand for a module whose own imports fail
         known = hasattr(library, name) or hasattr(library, f"{name}Fast")
-    copy = (
-        'in a copy, write "tokenizer_class": "GPT2Tokenizer" into tokenizer_config.json if it is one, else add its tokenizer.json'
-    )
+    copy = 'in a copy, write "tokenizer_class": "GPT2Tokenizer" into tokenizer_config.json, or else add its tokenizer.json'
     with _opening(path, "repair the files" if known else f"it has no {name}; {copy}"):
         return library.AutoTokenizer.from_pretrained(path, local_files_only=True, config=config)
 
