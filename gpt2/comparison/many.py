@@ -18,9 +18,9 @@ from gpt2.comparison.bounds import measure_bounds
 from gpt2.comparison.checkpoints import with_checkpoints
 from gpt2.comparison.compatibility import Compatibility, compatibility, on_text
 from gpt2.comparison.distributions import Language, gain, language, perplexity_ratio
-from gpt2.comparison.floor import Floor, measure_floor
 from gpt2.comparison.many_results import Against, Candidate, Comparisons, Ranked
 from gpt2.comparison.many_weights import made_of, moved_from_first, size_of
+from gpt2.comparison.noise import Floor, measure_floor
 from gpt2.comparison.paper import paper_figures
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, open_passage
 from gpt2.comparison.sides.checkpoint_side import RunningModule

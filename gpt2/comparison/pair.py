@@ -30,7 +30,7 @@ from gpt2.comparison.compatibility import (
     require_same_function,
 )
 from gpt2.comparison.distributions import Distributions, summarise
-from gpt2.comparison.floor import Floor, measure_floor
+from gpt2.comparison.noise import Floor, measure_floor
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, open_passage
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.saving import TRACED, Keep, saving

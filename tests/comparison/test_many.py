@@ -19,10 +19,10 @@ import gpt2
 from gpt2.cli.main import main
 from gpt2.comparison import many
 from gpt2.comparison.charts import quality
-from gpt2.comparison.floor import Floor
 from gpt2.comparison.gates import Gate, judge
 from gpt2.comparison.many import compare_many
 from gpt2.comparison.many_results import Comparisons
+from gpt2.comparison.noise import Floor
 from gpt2.comparison.page import page_of_several as page
 from gpt2.comparison.pair import compare
 from gpt2.comparison.paper import paper_figures
