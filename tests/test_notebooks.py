@@ -19,7 +19,7 @@ LINE = 'MODEL = "shakespeare-mini"'  # the line to change for official weights
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 assert NOTEBOOKS, "a glob that finds nothing passes everything"
 QUICK = [path for path in NOTEBOOKS if path.stem[:2] not in ("04", "05", "07")]  # these train
-SHORTER = {"STEPS = 800": "STEPS = 250"}  # a reader's run, and a test's
+SHORTER = {"STEPS = 500": "STEPS = 250"}  # a reader's run, and a test's
 EXERCISE = "exercise"  # the tag of a cell that checks a reader's answer
 ANSWERS = tomllib.loads((Path(__file__).parent / "support" / "exercises.toml").read_text())
 ROUNDING = re.compile(r"to the last\s+bit|(to\s+)?\d(\.\d)?e-(0[6-9]|1\d)")  # rounding errors that depend on the processor
