@@ -31,7 +31,7 @@ EXAMPLES = """\
   gpt2 train --list                                                     list the recipes
   gpt2 train shakespeare-mini --out out/mini                            the embedded model, from scratch
   gpt2 train finetune-shakespeare --init shakespeare-mini               fine-tune it on a play that it has not seen
-  gpt2 train finetune-shakespeare --init gpt2 --set data.path=my.txt    fine-tune GPT-2 on your text
+  gpt2 train finetune-texts --init gpt2 --set data.path=my.txt          fine-tune GPT-2 on your text
   gpt2 train --list-data finetune-shakespeare --init shakespeare-mini   show documents, tokens and the first windows
   gpt2 train shakespeare-mini --set data.tokenizer=chars --set optim.lr=1e-3 --out out/chars
   gpt2 train shakespeare-mini --nproc 2                                 two processes share each batch
