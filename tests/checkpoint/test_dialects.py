@@ -23,8 +23,7 @@ from support.oracle import assert_same, oracle
 from torch import Tensor
 
 from gpt2.checkpoint.checkpoint import open_path
-from gpt2.checkpoint.configs import config_of
-from gpt2.checkpoint.files import open_weights
+from gpt2.checkpoint.files import config_of, open_weights
 from gpt2.checkpoint.loading import load
 from gpt2.checkpoint.match import match
 from gpt2.config import GPT2Config

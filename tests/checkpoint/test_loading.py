@@ -18,8 +18,7 @@ from torch import Tensor
 
 from gpt2 import config as configs
 from gpt2.checkpoint import checkpoint
-from gpt2.checkpoint.configs import read_config
-from gpt2.checkpoint.files import open_weights
+from gpt2.checkpoint.files import open_weights, read_config
 from gpt2.checkpoint.keys import TABLE, expected, from_file, layer, to_file
 from gpt2.checkpoint.loading import load, load_path, load_tokenizer
 from gpt2.checkpoint.match import Assignment, match

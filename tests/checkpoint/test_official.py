@@ -12,9 +12,9 @@ from support import forks
 from support.hub_standin import HubStandIn
 from support.official_repositories import OFFICIAL, Weights, add, require_room, small_files
 
+from gpt2.checkpoint.cache import GIT_BLOBS, OFFICIAL_FILES, WEIGHTS, official_files, other_than_official
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
-from gpt2.checkpoint.hub import SMALL
-from gpt2.checkpoint.official_files import GIT_BLOBS, OFFICIAL_FILES, WEIGHTS, official_files, other_than_official
+from gpt2.checkpoint.download import SMALL
 from gpt2.config import OFFICIAL_SIZES, official_size
 
 

@@ -18,8 +18,9 @@ from support.random_models import random_model
 import gpt2
 from gpt2 import GPT2, GPT2Config, InputError
 from gpt2.checkpoint.checkpoint import open_path
+from gpt2.checkpoint.files import is_adapter
 from gpt2.checkpoint.loading import load_path
-from gpt2.checkpoint.peft_files import CONFIG, WEIGHTS, is_adapter, save_adapter
+from gpt2.checkpoint.peft_files import CONFIG, WEIGHTS, save_adapter
 from gpt2.lora import adapters, inject, merged
 
 TINY = GPT2Config(vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2)
