@@ -20,7 +20,6 @@ from gpt2.checkpoint.export import export
 from gpt2.checkpoint.llmc_writer import tokenizer_file
 from gpt2.checkpoint.loading import load
 from gpt2.cli.main import main
-from gpt2.config import GPT2Config
 from gpt2.data.chars import Chars
 
 CONFIG = replace(TINY, bos_token_id=None, eos_token_id=None)
@@ -160,27 +159,6 @@ def test_a_folder_of_llm_c_s_files_is_opened_by_its_model(tmp_path: Path) -> Non
     assert load(str(tmp_path / "gpt2_124M_bf16.bin")).wte.weight.dtype == torch.bfloat16
 
 
-def test_a_config_beside_it_has_to_agree(tmp_path: Path) -> None:
-    """A config.json of another model may disagree: no tensor shows the number of heads."""
-    llmc_layouts.write(tmp_path / "model.bin", CONFIG)
-    gpt2.save(random_model(replace(CONFIG, n_head=4), dtype=torch.float32), None, tmp_path / "other")
-    (tmp_path / "other" / "config.json").replace(tmp_path / "config.json")
-    refused(lambda: load(str(tmp_path / "model.bin")), "disagree: n_head 4 and 3")
-
-
-def test_the_weights_are_views_of_the_file(tmp_path: Path) -> None:
-    """Reading must not copy half a gigabyte: a byte changed in the file changes the weight."""
-    path = write(tmp_path / "model.bin")
-    before = load(str(path)).state_dict()
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.with_name("other.bin").write_bytes(content)
-    after = load(str(path.with_name("other.bin"))).state_dict()
-    assert [name for name in before if not torch.equal(before[name], after[name])] == ["ln_f.bias"]
-    assert {tensor.untyped_storage().data_ptr() for tensor in before.values()}
-    assert gpt2.checkpoint.checkpoint.open_path(path).container == "llm.c"
-
-
 def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """`--type` is for GGUF; here the dtype follows the model's name."""
     assert main(["export", "shakespeare-mini:bf16", str(tmp_path), "--format", "llmc"]) == 0
@@ -189,10 +167,3 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFi
     assert "llmc keeps the model's dtype" in says
     assert main(["info", str(tmp_path)]) == 0
     assert "llm.c" in capsys.readouterr().out
-
-
-def test_a_config_of_an_official_size_is_whole(tmp_path: Path) -> None:
-    """As in other formats without a tokenizer, the size of the vocabulary shows GPT-2's end-of-text id."""
-    config = GPT2Config(50257, 4, 4, 1, 1, bos_token_id=50256, eos_token_id=50256)
-    llmc_layouts.write(tmp_path / "model.bin", config)
-    assert load(str(tmp_path / "model.bin")).config == config

@@ -1,10 +1,8 @@
 """Loading files into a model: every layout, one line for every mismatch, no unnecessary copy, and a fuzz test."""
 
-import copy
 import gc
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.checks import refused, same
-from support.hf_layouts import TINY, masks, official, prefixed, transformers_saved, weights, write_config, write_weights
+from support.hf_layouts import TINY, masks, official, prefixed, weights, write_config, write_weights
 from torch import Tensor
 
 from gpt2 import config as configs
@@ -43,23 +41,6 @@ def altered(directory: Path, change: Callable[[dict[str, Tensor]], object], layo
     change(tensors)
     write_weights(directory / "model.safetensors", tensors)
     return directory
-
-
-@pytest.mark.parametrize("shard_size", ["5GB", "8KB"])
-def test_opens_what_transformers_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_size: str) -> None:
-    """transformers writes the files and gives the expected logits: our own writer could share the reader's bugs."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    truth = transformers_saved(tmp_path, shard_size=shard_size)
-    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "8KB")
-    model = load(str(tmp_path))
-    assert_holds(model, truth)
-    assert model.config == TINY
-    from transformers import GPT2LMHeadModel
-
-    ids = torch.arange(12).reshape(2, 6) * 5
-    theirs = GPT2LMHeadModel.from_pretrained(tmp_path)
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids), theirs(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_a_single_file_is_a_model(tmp_path: Path) -> None:
@@ -357,15 +338,6 @@ def test_a_checkpoint_that_is_none_says_why(tmp_path: Path, make: Callable, says
     assert "; " in message
 
 
-def test_the_folder_of_a_run_points_to_its_best(tmp_path: Path) -> None:
-    """`gpt2 generate out` instead of `out/best`: the folder has no config and no weights; the message says where they are."""
-    official(tmp_path / "out" / "best")
-    official(tmp_path / "out" / "step-20")
-    refused(lambda: load(str(tmp_path / "out")), f"it is the folder of a training run, give {tmp_path}/out/best")
-    shutil.rmtree(tmp_path / "out" / "best")
-    refused(lambda: load(str(tmp_path / "out")), f"give {tmp_path}/out/step-20")
-
-
 def test_hostile_keys_of_a_config_change_nothing(tmp_path: Path) -> None:
     """config.json decides sizes only: no code, no implementation, no dtype."""
     truth = official(tmp_path)
@@ -421,17 +393,3 @@ def test_building_a_model_sets_off_no_collection(tmp_path: Path, monkeypatch: py
     assert len(collecting) > 10
     assert not any(collecting)
     assert (after, broken) == (on, on)
-
-
-def test_training_a_loaded_model_leaves_the_file_alone(tmp_path: Path) -> None:
-    """Every optimizer step writes to mapped weights; the file must keep its bytes, and a second load must read them."""
-    truth = official(tmp_path, unaligned=False)
-    before = (tmp_path / "model.safetensors").read_bytes()
-    model = load_path(tmp_path)
-    optimizer = torch.optim.AdamW(model.train().parameters(), lr=0.1)
-    model(torch.tensor([[1, 2, 3]])).logsumexp(-1).sum().backward()
-    optimizer.step()
-    assert not torch.equal(model.wte.weight, truth["wte.weight"])
-    assert (tmp_path / "model.safetensors").read_bytes() == before
-    assert_holds(load_path(tmp_path), truth)
-    assert_holds(copy.deepcopy(load_path(tmp_path)), truth)

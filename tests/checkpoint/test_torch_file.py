@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.checks import MEMORY, PROC, refused, report_of, same
+from support.checks import PROC, refused, same
 from support.hf_layouts import TINY
-from support.torch_layouts import MAGIC, VERSION, Called, Stored, hf_bin, legacy_of, linear, nanogpt, pickled, save, zip_of
+from support.torch_layouts import MAGIC, VERSION, Called, Stored, legacy_of, nanogpt, pickled, save, zip_of
 
 from gpt2.checkpoint.containers.safetensors_file import DTYPES
 from gpt2.checkpoint.containers.torch_file import PICKLE_LIMIT, TorchFile
@@ -137,39 +137,6 @@ def test_reads_files_of_python_2(tmp_path: Path) -> None:
     description = b"\x80\x02ccollections\nOrderedDict\n](](U\x03h.0" + tensor + b"ee\x85R."
     path = legacy_of(tmp_path / "a", description, {"k": (2, torch.tensor([1.0, 2]).numpy().tobytes())}, keys=["k"])
     assert holds(TorchFile(path), {"h.0": torch.tensor([1.0, 2])})
-
-
-@FORMS
-@pytest.mark.parametrize(
-    ("dtype", "mask", "head"),
-    [(torch.float32, torch.uint8, False), (torch.float16, torch.bool, True), (torch.bfloat16, torch.float32, True)],
-)
-def test_hugging_face(tmp_path: Path, zipped: bool, dtype: torch.dtype, mask: torch.dtype, head: bool) -> None:
-    """Masks of all the dtypes in use, `masked_bias` scalars, and the head that shares the embedding's storage."""
-    prefix = "transformer." if head else ""
-    truth = hf_bin(tmp_path, dtype=dtype, mask=mask, head=head, prefix=prefix, zipped=zipped)
-    file = TorchFile(tmp_path / "pytorch_model.bin")
-    assert holds(file, torch.load(tmp_path / "pytorch_model.bin", weights_only=True))
-    assert all(same(file.read(prefix + name), tensor) for name, tensor in truth.items())
-    assert file.entries[f"{prefix}h.1.attn.bias"].dtype == mask
-    assert file.model_args is None
-    if head:
-        assert file.entries["transformer.h.0.attn.masked_bias"].shape == ()
-        assert same(file.read("lm_head.weight"), truth["wte.weight"])
-        assert not zipped or file.read("lm_head.weight").data_ptr() == file.read("transformer.wte.weight").data_ptr()
-
-
-@FORMS
-@pytest.mark.parametrize(("compiled", "bias"), [(False, True), (True, False)])
-def test_nanogpt(tmp_path: Path, zipped: bool, compiled: bool, bias: bool) -> None:
-    """The file also has an optimizer state twice as large as the weights, and the arguments for the config."""
-    truth = nanogpt(tmp_path / "ckpt.pt", compiled=compiled, bias=bias, zipped=zipped)
-    file = TorchFile(tmp_path / "ckpt.pt")
-    state = linear(truth, "_orig_mod.transformer." if compiled else "transformer.")
-    assert holds(file, {name: tensor for name, tensor in state.items() if bias or not name.endswith("bias")})
-    sizes = {"n_layer": 2, "n_head": 3, "n_embd": 12, "block_size": 16, "vocab_size": 61}
-    assert file.model_args == {**sizes, "bias": bias, "dropout": 0.0}
-    assert file.model_args["bias"] is bias
 
 
 @pytest.mark.parametrize("key", ["model", "state_dict", "model_state_dict"])
@@ -695,29 +662,3 @@ def test_an_optimizer_s_state_is_never_read(tmp_path: Path, zipped: bool, monkey
     wanted = 2 * sum(tensor.nbytes for tensor in halves.values())
     assert wanted < read < wanted + 100_000
     assert 3 * wanted < (tmp_path / "a").stat().st_size
-
-
-PEAK = (
-    MEMORY
-    + """
-import json, sys, torch
-from gpt2.checkpoint.containers.torch_file import TorchFile
-torch.ones(1000).to(torch.bfloat16)
-before = memory("VmRSS")
-file = TorchFile(Path(sys.argv[1]))
-held = {name: file.read(name, torch.bfloat16) for name in file.entries}
-print(json.dumps([memory("VmHWM") - before, sum(tensor.nbytes for tensor in held.values())]))
-"""
-)
-
-
-@PROC
-@pytest.mark.slow
-@FORMS
-def test_converting_never_holds_the_source(tmp_path: Path, zipped: bool) -> None:
-    """A float32 model of half a gigabyte beside the bf16 one would take three times the requested memory."""
-    save(tmp_path / "a.bin", {f"h.{layer}.weight": torch.randn(1024, 1024) for layer in range(128)}, zipped=zipped)
-    peak, target = report_of(PEAK, tmp_path / "a.bin")
-    print(f"peak memory of .bin -> bf16, in target sizes: {peak / target:.3f}")
-    assert target == 128 << 21
-    assert peak < 1.10 * target
