@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -377,23 +376,6 @@ def test_bad_requests_are_refused_before_anything_is_read(tmp_path: Path) -> Non
     export_refused("no/such", tmp_path, "unknown type 'q4_0'", "q8_0", format="gguf", type="q4_0")
     export_refused("gpt2", tmp_path, "is for gguf", "gpt2:bf16", type="f16")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("format", ["hf", "gguf"])
-@pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, format: str) -> None:
-    """A failed write must not leave half a file under the final name."""
-    source, out = saved(tmp_path / "source"), tmp_path / "out"
-    export(str(saved(tmp_path / "other", dataclasses.replace(WIDE, n_layer=1))), out, format=format)
-    before = content(out)
-
-    def broken(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, step, broken)
-    export_refused(source, out, str(out), "No space left on device", "make room", format=format)
-    monkeypatch.undo()
-    assert content(out) == before
 
 
 ANONYMOUS = (

@@ -112,24 +112,17 @@ def write(path: Path, change: dict[int, int] | None = None, length: int | None =
 
 LIES = [
     ({1: 2}, "version 2, and 1, 3, 5 are read"),
-    ({1: 4}, "version 4"),
     ({1: -1}, "version -1"),
     ({0: 20240327}, "debug state, which holds gradients, not a GPT-2's weights"),
     ({0: 20240328}, "tokenizer, not"),
-    ({0: 20240520}, "file of tokens"),
     ({0: 20240801}, "Llama 3"),
     ({2: 0}, "states n_positions 0"),
-    ({3: -61}, "vocab_size -61"),
     ({4: 2**31 - 1}, "n_layer 2,147,483,647"),
     ({4: 3}, "where its header says"),
     ({5: 5}, "n_embd 12 is not divisible by n_head 5"),
-    ({5: 2**31 - 1}, "is not divisible by n_head"),
     ({6: 2**31 - 1, 4: 10_000}, "where its header says"),
     ({7: 60}, "60 rows for a vocabulary of 61"),
-    ({7: 0}, "0 rows"),
-    ({7: 2**31 - 1}, "where its header says"),
     ({1: 1}, "where its header says"),
-    ({1: 5}, "where its header says"),
 ]
 
 

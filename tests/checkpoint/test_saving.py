@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from support import forks, random_models
+from support import random_models
 from support.checks import MEMORY, PROC, all_same, content, refused, report_of
 from support.hf_layouts import TINY, weights
 
@@ -176,36 +176,6 @@ def test_a_tokenizer_that_cannot_be_written_leaves_the_old_model(tmp_path: Path)
     before = content(tmp_path)
     with pytest.raises(InputError, match="No space left"):
         save(model_of(seed=2), Full.from_text("ab"), tmp_path)
-    assert content(tmp_path) == before
-
-
-FULL = """
-import resource, sys
-from pathlib import Path
-import torch
-from gpt2.checkpoint.loading import load
-from gpt2.checkpoint.saving import save
-from gpt2.errors import InputError
-model = load(sys.argv[1])
-with torch.no_grad():
-    model.wte.weight.add_(1)
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
-try:
-    save(model, None, sys.argv[1])
-except InputError as error:
-    print(error)
-"""
-
-
-def test_a_file_that_the_disk_cuts_short_leaves_the_old_checkpoint(tmp_path: Path) -> None:
-    """A real write error halfway through the weights, in a process with a file size limit."""
-    save(model_of(), None, tmp_path)
-    before = content(tmp_path)
-    limit = str(len(before["model.safetensors"]) // 2)
-    assert int(limit) > 5000
-    done = forks.run("-c", FULL, tmp_path, limit, strict=True)
-    assert done.stderr == ""
-    assert done.stdout == f"{tmp_path}: cannot write the checkpoint (File too large); choose another folder, or make room\n"
     assert content(tmp_path) == before
 
 
