@@ -59,12 +59,6 @@ def snapshot(repo: str, commit: str, kind: str = "model") -> Path:
     return storage(repo, kind) / "snapshots" / commit
 
 
-def place(file: Path) -> tuple[Path, str, str]:
-    """Split ``.../models--org--name/snapshots/<commit>/<path>`` into repository folder, commit and path."""
-    folder = next(folder for folder in file.parents if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name))
-    return folder.parents[1], folder.name, file.relative_to(folder).as_posix()
-
-
 def cached_snapshot(repo: str, revision: str) -> Path | None:
     """Return the folder of a commit, or of the last known commit of a branch or tag; None if it is not cached."""
     commit = revision
@@ -122,9 +116,9 @@ def declared_by_links(folder: Path) -> dict[str, Declared]:
     return rows
 
 
-def discard(file: Path) -> None:
+def discard(folder: Path, name: str) -> None:
     """Remove a snapshot's entry and its blob in the same repository; never a file outside, even if the blob links to it."""
-    blobs = place(file)[0] / "blobs"
+    file, blobs = folder / name, folder.parents[1] / "blobs"
     if file.is_symlink():
         blob = Path(os.path.normpath(file.parent / os.readlink(file)))
         if blob.parent == blobs and HASH.fullmatch(blob.name) and not blobs.is_symlink():

@@ -85,7 +85,7 @@ def repository_files(repo: str, revision: str, offline: bool) -> Path:
             cache.remember_listing(folder, declared)
             sweep(folder, [declared[name] for name in files if not (folder / name).is_file()])
         for name in files:
-            _make_whole(repo, folder / name, declared[name], online)
+            _make_whole(repo, folder, name, declared[name], online)
         if online:
             cache.remember_ref(repo, revision, folder.name)
         if others := cache.other_than_official(repo, {name: declared[name].digest for name in files}):
@@ -146,10 +146,11 @@ def choose(repo: str, names: Collection[str]) -> list[str]:
     raise CheckpointError(f"{repo} has no model.safetensors ({there}): {advice}")
 
 
-def _make_whole(repo: str, file: Path, declared: Declared, online: bool) -> None:
+def _make_whole(repo: str, folder: Path, name: str, declared: Declared, online: bool) -> None:
     """Fetch a missing file; hash one that was not verified before, and if ``online`` fetch a damaged one again, once."""
+    file = folder / name
     if online and not file.is_file():
-        fetch(repo, file, declared)
+        fetch(repo, folder, name, declared)
     if not HASH.fullmatch(declared.digest):
         return log.warning("%s: the cache keeps no hash for it, so it is used unverified", file)
     actual = digest(file, declared.digest)
@@ -158,10 +159,10 @@ def _make_whole(repo: str, file: Path, declared: Declared, online: bool) -> None
     if declared.lacks_sha256:
         return log.warning("%s: %s declares no sha256 for it, so it is used unverified", file, repo)
     if not online:
-        raise mismatch(repo, file.name, actual, declared.digest, "run once online")
+        raise mismatch(repo, name, actual, declared.digest, "run once online")
     log.info("%s: %s instead of %s, fetching it again", file, actual, declared.digest)
-    cache.discard(file)
-    return fetch(repo, file, declared, tries=1)
+    cache.discard(folder, name)
+    return fetch(repo, folder, name, declared, tries=1)
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,8 @@ def dataset_file(file: DatasetFile, *, offline: bool = False) -> Path:
         from huggingface_hub import constants
         from huggingface_hub.errors import HTTPError
 
-        local = cache.snapshot(file.repo, file.commit, "dataset") / file.path
+        folder = cache.snapshot(file.repo, file.commit, "dataset")
+        local = folder / file.path
         if local.is_file() and digest(local, file.sha256) == file.sha256:
             return local
         way_out = f"fetch {file.path} of the data set {file.repo} yourself, and put it at {local}"
@@ -194,12 +196,12 @@ def dataset_file(file: DatasetFile, *, offline: bool = False) -> Path:
             if is_final(error):
                 raise
             raise unreachable(file.repo, error, f"or {way_out}") from error
-        _make_whole(file.repo, local, Declared(file.sha256, file.size), online=True)
+        _make_whole(file.repo, folder, file.path, Declared(file.sha256, file.size), online=True)
         return local
 
 
-def fetch(repo: str, file: Path, declared: Declared, *, tries: int = 2) -> None:
-    """Download ``file``, an entry of a snapshot, in `huggingface_hub`'s layout.
+def fetch(repo: str, folder: Path, name: str, declared: Declared, *, tries: int = 2) -> None:
+    """Download a file into a commit's ``folder``, in `huggingface_hub`'s layout.
 
     A second process waits for the first. Without working locks (some network file systems) both write the same bytes, and the
     hash decides. Raises CheckpointError: ``tries`` files with a wrong hash. HTTPError: no answer, or a refusal. OSError.
@@ -209,9 +211,8 @@ def fetch(repo: str, file: Path, declared: Declared, *, tries: int = 2) -> None:
     from huggingface_hub.utils import WeakFileLock
 
     if not HASH.fullmatch(declared.digest):
-        raise InputError(f"{constants.ENDPOINT} declares no hash for {file.name} of {repo}: check HF_ENDPOINT")
-    hub = Path(constants.HF_HUB_CACHE)
-    storage = cache.place(file)[0]
+        raise InputError(f"{constants.ENDPOINT} declares no hash for {name} of {repo}: check HF_ENDPOINT")
+    hub, storage, file = Path(constants.HF_HUB_CACHE), folder.parents[1], folder / name
     blob = storage / "blobs" / declared.digest
     part, lock = _part(blob), hub / ".locks" / storage.name / f"{blob.name}.lock"
     for top, path in ((storage, file), (storage, blob), (hub, lock)):
@@ -222,8 +223,8 @@ def fetch(repo: str, file: Path, declared: Declared, *, tries: int = 2) -> None:
             kept = blob if links else file
             try:
                 by_xet = declared.xet and len(declared.digest) == 64 and not os.path.lexists(part) and is_xet_available()
-                if not by_xet or not over_xet(repo, file, part, declared):
-                    _complete_part(repo, file, part, declared, tries)
+                if not by_xet or not over_xet(repo, file, folder.name, part, declared):
+                    _complete_part(repo, folder, name, part, declared, tries)
                 os.replace(part, kept)
                 if not declared.lacks_sha256:
                     cache.remember(kept, declared.digest, kept.stat())
@@ -256,24 +257,23 @@ def _part(blob: Path) -> Path:
     return blob.with_name(f"{blob.name}.gpt2-toolkit.incomplete")
 
 
-def _complete_part(repo: str, file: Path, part: Path, declared: Declared, tries: int) -> None:
+def _complete_part(repo: str, folder: Path, name: str, part: Path, declared: Declared, tries: int) -> None:
     """Fill ``part`` until its hash is the declared one. A complete file with another hash is deleted and downloaded again."""
     from huggingface_hub import hf_hub_url
 
-    storage, commit, name = cache.place(file)
-    url = hf_hub_url(repo, name, revision=commit, repo_type=storage.name.partition("s--")[0])
+    url = hf_hub_url(repo, name, revision=folder.name, repo_type=folder.parents[1].name.partition("s--")[0])
     actual = ""
     for number in range(tries):
         if number:
-            log.info("%s: %s instead of %s, fetching it again", file, actual, declared.digest)
+            log.info("%s: %s instead of %s, fetching it again", name, actual, declared.digest)
         with _open_part(part) as out:
             _download(url, out, declared.size)
-            actual = digest_of(out, declared.digest, file)
+            actual = digest_of(out, declared.digest, folder / name)
             os.fsync(out.fileno())
         if actual == declared.digest or declared.lacks_sha256:
             return
         part.unlink()
-    raise mismatch(repo, file.name, actual, declared.digest, "a proxy or mirror alters it; try another network or HF_ENDPOINT")
+    raise mismatch(repo, name, actual, declared.digest, "a proxy or mirror alters it; try another network or HF_ENDPOINT")
 
 
 def _open_part(part: Path) -> BinaryIO:

@@ -12,7 +12,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2.checkpoint.cache import Declared, digest_of, place
+from gpt2.checkpoint.cache import Declared, digest_of
 from gpt2.checkpoint.hub import get, in_thread, one_line, request_headers
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ XET_PATIENCE = 10.0  # seconds without data
 log = logging.getLogger("gpt2")
 
 
-def over_xet(repo: str, file: Path, part: Path, declared: Declared) -> bool:
+def over_xet(repo: str, file: Path, commit: str, part: Path, declared: Declared) -> bool:
     """Download ``file`` to ``part``, which is not there yet; return whether the bytes have the declared sha256."""
     aside = part.with_name(f"{declared.digest}.{secrets.token_hex(8)}.incomplete")
     try:
         aside.open("xb").close()
-        _transfer(repo, place(file)[1], aside, declared)
+        _transfer(repo, commit, aside, declared)
         with aside.open("r+b") as stream:
             whole = digest_of(stream, declared.digest, file) == declared.digest
             os.fsync(stream.fileno())
