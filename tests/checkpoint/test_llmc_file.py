@@ -54,7 +54,7 @@ def test_exporting_an_export_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_is_written_token_by_token(tmp_path: Path) -> None:
-    """Check the bytes here; test_llmc_program.py reads them with llm.c's own reader."""
+    """Each token behind its length, in one byte, and the end of the text in the header."""
     export("shakespeare-mini", tmp_path, format="llmc")
     tokenizer = gpt2.load_tokenizer()
     tokens, end = llmc_layouts.read_tokenizer(tmp_path / "tokenizer.bin")

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import re
-import shutil
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from gpt2.config import official_size
 
@@ -85,11 +81,3 @@ def _tokenizer() -> bytes:
         "model": model | {"merges": merges.decode().split("\n")[1:-1]},
     }
     return json.dumps(whole, separators=(",", ":"), ensure_ascii=False).encode()
-
-
-def require_room(folder: Path, *, disk: float, memory: float) -> None:
-    """Skip a test if its files or process (in bytes) would not fit on this machine."""
-    free = shutil.disk_usage(folder).free
-    available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    if free < disk or (available and 1024 * int(available[1]) < memory):
-        pytest.skip(f"needs {disk / 1e9:.1f} GB of disk and {memory / 1e9:.1f} GB of memory")
