@@ -123,7 +123,7 @@ class _Writer:
         """Return the new ids of each sample, without the one that ends the text; print a single one."""
         import torch
 
-        from gpt2.checkpoint.containers.mapped_file import require_whole_files
+        from gpt2.checkpoint.containers import require_whole_files
         from gpt2.checkpoint.loading import require_rows
         from gpt2.generation import Ending, stream
 

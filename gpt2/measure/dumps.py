@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.containers import shown
+from gpt2.checkpoint.containers import MappedFile, shown
 from gpt2.checkpoint.containers.llmc_file import HEADER, STATE, is_matrix, magic_of, order, padded_rows
-from gpt2.checkpoint.containers.mapped_file import MappedFile
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError, require_memory

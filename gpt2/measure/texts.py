@@ -39,7 +39,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gpt2.checkpoint.hub import DatasetFile, dataset_file
+from gpt2.checkpoint.download import DatasetFile, dataset_file
 from gpt2.data import shakespeare
 from gpt2.errors import InputError, did_you_mean
 from gpt2.measure.windows import Windows

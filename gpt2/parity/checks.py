@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, StoredCheckpoint
-from gpt2.checkpoint.containers.mapped_file import require_whole_files, whole
+from gpt2.checkpoint.containers import require_whole_files, whole
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.keys import HEAD, PREFIX, from_file, layer, share, to_file
 from gpt2.checkpoint.loading import rows_note

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, Checkpoint, StoredCheckpoint
-from gpt2.checkpoint.configs import read_config
-from gpt2.checkpoint.files import ADAPTER, INDEX, LAYOUTS, WEIGHTS
-from gpt2.checkpoint.hub_api import check_environment
+from gpt2.checkpoint.files import ADAPTER, INDEX, LAYOUTS, WEIGHTS, read_config
+from gpt2.checkpoint.hub import check_environment
 from gpt2.checkpoint.keys import to_file
 from gpt2.config import GPT2Config
 from gpt2.data.auto import class_name

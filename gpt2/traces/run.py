@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from gpt2.checkpoint.containers.mapped_file import require_whole_files
+from gpt2.checkpoint.containers import require_whole_files
 from gpt2.checkpoint.loading import require_device
 from gpt2.checkpoint.names import DEFAULT, EXPORTS, FLOATS, ModelName
 from gpt2.checkpoint.saving import sha256

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from gpt2.checkpoint.containers.mapped_file import require_whole_files
+from gpt2.checkpoint.containers import require_whole_files
 from gpt2.errors import InputError, require_memory
 from gpt2.measure.allocator import keep_freed_memory
 from gpt2.model import GPT2

@@ -11,7 +11,7 @@ from support.commands import refusal
 from support.training import flip, metrics, outcome, stop_at, stored
 
 import gpt2
-from gpt2.checkpoint.peft_files import is_adapter
+from gpt2.checkpoint.files import is_adapter
 from gpt2.errors import InputError
 from gpt2.train.loop import train
 from gpt2.train.recipe import Lora, build, read
