@@ -228,6 +228,7 @@ def bench(
     if side.by_transformers:
         raise InputError(f"{name}: transformers' model is measured in any case; leave hf/ out")
     quantised, positions = side.dtype == torch.int8, side.config.n_positions
+    theirs = torch.float32 if quantised else side.dtype
     tokens = min(tokens, max(1, positions // 2))
     context = min(context, max(1, positions - tokens - 1))
     ids = torch.randint(side.config.vocab_size, (batch, context + 1), generator=torch.Generator().manual_seed(0)).to(where)
@@ -244,9 +245,7 @@ def bench(
     with current, reference.directory(side.checkpoint, progress) as folder:
         loads: dict[str, Callable[[], Ours | Transformers]] = {
             "ours": lambda: Ours(load_path(folder, dtype=side.dtype, device=where, offline=True)),
-            "theirs": lambda: Transformers(
-                reference.load_reference(folder, torch.float32 if quantised else side.dtype).to(where)
-            ),
+            "theirs": lambda: Transformers(reference.load_reference(folder, theirs).to(where)),
         }
         first = {key: partial(seconds, partial(_first_logits, load, x[:, :1])) for key, load in loads.items()}
         measure("load to first logits", 0, first)

@@ -3,14 +3,13 @@
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), and the official ``config.json`` files.
 """
 
-import difflib
 import reprlib
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
-from gpt2.errors import CheckpointError, InputError
+from gpt2.errors import CheckpointError, InputError, did_you_mean
 
 ACTIVATIONS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu", "quick_gelu", "relu", "silu", "swish", "tanh")
 # Other names that transformers reads for the same fields. A config with both must have equal values.
@@ -30,12 +29,10 @@ class GPT2Config:
     """Sizes and switches of one GPT-2; the defaults are those of the 124M model.
 
     ``n_inner=None`` means a feed-forward width of ``4 * n_embd``. ``scale_attn_weights`` divides attention scores by
-    ``sqrt(head_dim)``; ``scale_attn_by_inverse_layer_idx`` also divides them by the layer's number, counted from 1 (Mistral
-    GPT-2, stanford-crfm). ``reorder_and_upcast_attn`` computes scores and softmax in float32 or wider, whatever the weights.
-    ``tie_word_embeddings=False`` gives the head a matrix of its own, in place of the token embedding's.
-
-    Raises:
-        InputError: invalid values (a width not divisible by the heads, a size below 1, an unknown activation).
+    ``sqrt(head_dim)``; ``scale_attn_by_inverse_layer_idx`` also by the layer's number, counted from 1 (Mistral GPT-2,
+    stanford-crfm). ``reorder_and_upcast_attn`` computes scores and softmax in float32 or wider. ``tie_word_embeddings=False``
+    gives the head a matrix of its own. Raises InputError: invalid values (a width not divisible by the heads, a size below 1, an
+    unknown activation).
     """
 
     vocab_size: int = 50257
@@ -166,8 +163,7 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 60, 60
 def number(value: object, kind: type[int] | type[float], least: float = -MAX_FLOAT, most: float = MAX_FLOAT) -> Any:
     """Return a number of an untrusted file as ``kind``; None if it is none, no whole one, not finite, or out of bounds.
 
-    This is how numbers of recipes, adapters, metrics and a run's state are read: JSON and TOML hold numbers of any size, and
-    truth values, which Python counts as integers.
+    JSON and TOML hold numbers of any size, and truth values, which Python counts as integers.
     """
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
         return None
@@ -198,6 +194,4 @@ def official_size(name: str) -> GPT2Config:
     """Return the config of an official size, such as "gpt2-medium"; an unknown one raises an :class:`InputError`."""
     if name in OFFICIAL_SIZES:
         return OFFICIAL_SIZES[name]
-    close = difflib.get_close_matches(name, OFFICIAL_SIZES, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    raise InputError(f"unknown size {name!r}: {hint}sizes are {', '.join(OFFICIAL_SIZES)}")
+    raise InputError(f"unknown size {name!r}{did_you_mean(name, OFFICIAL_SIZES)}: sizes are {', '.join(OFFICIAL_SIZES)}")

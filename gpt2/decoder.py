@@ -1,8 +1,8 @@
 """Compute next-token logits fast: prefill and decode with weights that are looked up once.
 
-Reading one token is memory-bandwidth-bound, so only the cost of calling operators and modules can be saved: about a dozen
-operators per block, the widest tensors written in place, and only a prompt's last token in the last block. Which of several equal
-products is fastest depends on the machine and on the count of rows, so it is measured, once in a process.
+Reading one token is memory-bandwidth-bound, so only the cost of calls can be saved: about a dozen operators per block, the widest
+tensors written in place, and only a prompt's last token in the last block. Which of several equal products is fastest depends on
+the machine and the count of rows, so it is measured, once in a process.
 """
 
 import math
@@ -34,11 +34,11 @@ GELU_FACTOR = 2 * math.sqrt(2 / math.pi)
 
 
 class Decoder:
-    """Read tokens with a model of fixed weights and return the logits of the next token, without gradients.
+    """Read tokens with a model of fixed weights and return the logits of the next token, without gradients or dropout.
 
-    **Build another decoder after training, merging or replacing weights**: they are looked up once. Dropout is off in any mode.
-    The model's own forward pass runs where the fast one might differ: with a forward hook, a replaced method, a module of
-    another class (an adapter), autocast, or a padded prompt. Hooks that torch registers for all modules at once are not called.
+    **Build another decoder after training, merging or replacing weights**: they are looked up once. The model's own forward pass
+    runs where the fast one might differ: with a forward hook, a replaced method, a module of another class (an adapter),
+    autocast, or a padded prompt. Hooks that torch registers for all modules at once are not called.
     """
 
     def __init__(self, model: GPT2) -> None:
@@ -203,15 +203,11 @@ def _linear(module: Conv1D | Int8Conv1D) -> Linear:
     return lambda x, out: torch.addmm(bias, x, weight, out=out)
 
 
-def _unchanged(weight: Tensor) -> Tensor:
-    return weight
-
-
 class Product(NamedTuple):
     """A way to multiply rows by a weight that was prepared for it, and add the bias if there is one."""
 
     multiply: Callable[..., Tensor]
-    prepare: Callable[[Tensor], Tensor] = _unchanged
+    prepare: Callable[[Tensor], Tensor] = lambda weight: weight
 
 
 _fastest: dict[tuple[object, ...], Product] = {}

@@ -4,24 +4,23 @@ A wrong name, path, file or flag raises :class:`InputError` with one line: what 
 line prints it and exits 2. A traceback always means a bug in this package.
 """
 
+import difflib
 import math
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 # Control characters except newline and tab; surrogates; what turns the direction of the text after it
-_NO_MEMORY = re.compile(
-    "OutOfMemory|(out of|not enough|allocate) memory|bad_alloc|bad allocation|failed to allocate", re.IGNORECASE
-)
+_NO_MEMORY = re.compile("(?i)OutOfMemory|(out of|not enough|allocate) memory|bad_alloc|bad allocation|failed to allocate")
 
 
 def printable(text: str, *, one_line: bool = False) -> str:
     """Return ``text`` with each control character replaced by a symbol, so that a terminal shows it and does not obey it.
 
-    U+0000 to U+001F and U+007F become Unicode's control pictures (ESC is ␛). U+0080 to U+009F, the surrogates that stand for
-    undecodable bytes of a file name, and what overrides a text's direction have no picture and become an escape (``\\u009b``).
-    Newline and tab are replaced only with ``one_line``, as for a file name or a table cell.
+    U+0000 to U+001F and U+007F become Unicode's control pictures (ESC is ␛); U+0080 to U+009F, surrogates (undecodable bytes of a
+    file name) and what overrides a text's direction an escape (``\\u009b``). Newline and tab are replaced only with ``one_line``.
     """
     shown = _CONTROL.sub(_symbol, text)
     return shown.replace("\n", "␊").replace("\t", "␉") if one_line else shown
@@ -35,6 +34,12 @@ def _symbol(control: re.Match[str]) -> str:
 def out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that the memory of this machine or a device does not suffice; it has many types and words."""
     return isinstance(error, MemoryError) or _NO_MEMORY.search(f"{type(error).__name__}: {error}") is not None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return " (did you mean X?)" with the word of ``known`` that is most like ``word``; "" if none is alike."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 class InputError(ValueError):

@@ -204,7 +204,7 @@ class Ending:
 
 
 class Settings(TypedDict, total=False):
-    """The keyword arguments that :func:`generate` passes to :func:`stream`."""
+    """What :func:`generate` passes to :func:`stream`, which has the defaults."""
 
     temperature: float
     top_k: int | None
@@ -231,21 +231,7 @@ def generate(
 
 
 def generate(
-    model: GPT2,
-    ids: Sequence[int] | Tensor,
-    max_new_tokens: int = 64,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    seed: int | None = None,
-    stop: Stop | None = None,
-    attention_mask: Tensor | None = None,
-    use_cache: bool = True,
-    draft: GPT2 | None = None,
-    rows: Tensor | None = None,
+    model: GPT2, ids: Sequence[int] | Tensor, max_new_tokens: int = 64, *, stop: Stop | None = None, **settings: Unpack[Settings]
 ) -> list[int] | Tensor:
     """Return the prompt and its continuation; :func:`stream` has the method.
 
@@ -270,27 +256,15 @@ def generate(
     prompt = _prompt(ids, model)
     if max_new_tokens < 0:
         raise InputError(f"generate: max_new_tokens is {max_new_tokens}; give 0 or more")
-    if attention_mask is not None:
-        if attention_mask.shape != prompt.shape:
-            given = tuple(attention_mask.shape)
-            raise InputError(f"generate: attention_mask is {given}; make it {tuple(prompt.shape)}, as the ids")
-        if not bool(attention_mask[:, -1].all()):
+    mask = settings.get("attention_mask")
+    if mask is not None:
+        if mask.shape != prompt.shape:
+            raise InputError(f"generate: attention_mask is {tuple(mask.shape)}; make it {tuple(prompt.shape)}, as the ids")
+        if not bool(mask[:, -1].all()):
             raise InputError("generate: a row ends in padding and cannot be continued; pad on the left")
-        attention_mask = attention_mask.to(prompt.device)
-    if rows is None and isinstance(stop, StopText):
-        rows = rows_with_tokens(stop.tokenizer, model.config)
-    settings = Settings(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        attention_mask=attention_mask,
-        use_cache=use_cache,
-        draft=draft,
-        rows=rows,
-    )
+        settings["attention_mask"] = mask.to(prompt.device)
+    if settings.get("rows") is None and isinstance(stop, StopText):
+        settings["rows"] = rows_with_tokens(stop.tokenizer, model.config)
     out, ends = [prompt], [Ending(stop) for _ in prompt]
     for chosen in stream(model, prompt, max_new_tokens, **settings):
         out.append(chosen[:, None])

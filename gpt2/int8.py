@@ -104,16 +104,23 @@ def _float_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return torch.cat([F.linear(x, rows.float()) * scales for rows, scales in parts], dim=1)
 
 
-class Int8Conv1D(nn.Module):
-    """An affine map with an int8 weight [out, in] and a float32 ``scale`` per output."""
+class Int8Matrix(nn.Module):
+    """An int8 ``weight`` (rows, columns) with a float32 ``scale`` per row."""
 
     weight: Tensor
     scale: Tensor
 
-    def __init__(self, n_in: int, n_out: int) -> None:
+    def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
-        self.register_buffer("weight", torch.empty(n_out, n_in, dtype=torch.int8))
-        self.register_buffer("scale", torch.empty(n_out))
+        self.register_buffer("weight", torch.empty(rows, columns, dtype=torch.int8))
+        self.register_buffer("scale", torch.empty(rows))
+
+
+class Int8Conv1D(Int8Matrix):
+    """An affine map with an int8 weight [out, in]."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__(n_out, n_in)
         self.bias = nn.Parameter(torch.empty(n_out), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,16 +128,8 @@ class Int8Conv1D(nn.Module):
         return y.view(*x.shape[:-1], y.size(-1))
 
 
-class Int8Embedding(nn.Module):
-    """Token embeddings in int8, with a float32 ``scale`` per token."""
-
-    weight: Tensor
-    scale: Tensor
-
-    def __init__(self, n_tokens: int, width: int) -> None:
-        super().__init__()
-        self.register_buffer("weight", torch.empty(n_tokens, width, dtype=torch.int8))
-        self.register_buffer("scale", torch.empty(n_tokens))
+class Int8Embedding(Int8Matrix):
+    """Token embeddings in int8."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.weight).float() * F.embedding(ids, self.scale[:, None])
@@ -155,7 +154,7 @@ class Int8GPT2(GPT2):
         """Set the parameter that a GPT2 calls ``name``; quantise matrices."""
         path, _, leaf = name.rpartition(".")
         module = self.get_submodule(path)
-        if isinstance(module, (Int8Conv1D, Int8Embedding)) and leaf == "weight":
+        if isinstance(module, Int8Matrix) and leaf == "weight":
             weight, scale = quantise(tensor.t() if isinstance(module, Int8Conv1D) else tensor)
             module.weight, module.scale = weight.contiguous().to(device), scale.to(device)
         else:

@@ -7,7 +7,6 @@ Bᵀ``.
 Shapes: W is [in, out] as in the rest of the model; A and B are [out, in], as in PEFT.
 """
 
-import difflib
 import math
 from collections.abc import Iterable
 
@@ -15,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt2.errors import InputError
+from gpt2.errors import InputError, did_you_mean
 from gpt2.int8 import require_float
 from gpt2.model import GPT2, Conv1D
 
@@ -96,9 +95,8 @@ def chosen_projections(targets: Iterable[str]) -> tuple[str, ...]:
     targets = tuple(targets)
     for target in targets:
         if target not in TARGETS:
-            close = difflib.get_close_matches(target, TARGETS, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"give some of {', '.join(TARGETS)}"
-            raise InputError(f"lora.targets: GPT-2 has no projection {target!r}; {hint}")
+            hint = did_you_mean(target, TARGETS)
+            raise InputError(f"lora.targets: GPT-2 has no projection {target!r}{hint}; give some of {', '.join(TARGETS)}")
     if not targets:
         raise InputError(f"lora.targets: the list is empty; give some of {', '.join(TARGETS)}")
     return tuple(name for name in PROJECTIONS if any(f".{name}".endswith(f".{target}") for target in targets))

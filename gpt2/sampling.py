@@ -52,10 +52,7 @@ class Sampling:
 
 
 def require_finite(logits: Tensor, name: str = "the model", model: nn.Module | None = None) -> None:
-    """Raise InputError if a logit is NaN or infinite: what is computed of them would look right and be worth nothing.
-
-    It names the weights of the ``model`` that are not finite, if there are some.
-    """
+    """Raise InputError, which names damaged weights of ``model``, if a logit is NaN or infinite: its results would look right."""
     if not not_finite([("logits", logits)]):
         return
     why = "damaged weights, or a dtype too small for them; fetch the file again, or load it in float32"
@@ -98,12 +95,10 @@ def restrict(
     """Divide logits (..., V) by ``temperature``, shift them to a maximum of 0, and set all but the candidates to -inf.
 
     ``top_k`` keeps the k most likely ids (Fan et al. 2018) and all ties with the last of them. ``top_p`` keeps the smallest set
-    with a probability of at least p (Holtzman et al. 2020): at least one id, and of equally likely ids the lower ones. With
-    both, p applies to the ids that k keeps. ``min_p`` then keeps the ids that are at least ``min_p`` times as likely as the
-    likeliest (Nguyen et al., arXiv:2407.01082).
-
-    Raises:
-        InputError: temperature not above 0, k below 1, p outside (0, 1], or min_p outside [0, 1].
+    with a probability of at least p (Holtzman et al. 2020): at least one id, and of equally likely ids the lower ones. With both,
+    p applies to the ids that k keeps. ``min_p`` then keeps the ids that are at least ``min_p`` times as likely as the likeliest
+    (Nguyen et al., arXiv:2407.01082). Raises InputError: temperature not above 0, k below 1, p outside (0, 1], or min_p outside
+    [0, 1].
     """
     Sampling(temperature, top_k, top_p, min_p)
     if temperature == 0:

@@ -9,7 +9,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-LARGE = ("test_official", "test_memory", "test_embedded")  # gigabytes each: one after another, beside the small ones
+LARGE = ("test_embedded",)  # gigabytes: one after another, beside the small ones
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

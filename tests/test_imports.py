@@ -141,8 +141,7 @@ HEAVY = UNUSED | {"safetensors", "torch", "numpy", "tiktoken", "tokenizers", "ri
         ("import gpt2", HEAVY),
         ("import gpt2.cli.main as m; m.parser().format_help()", HEAVY),
         ("import gpt2.data, gpt2.data.bpe, gpt2.config, gpt2.errors", HEAVY),
-        ("from gpt2.checkpoint.hub import resolve; resolve('shakespeare-mini'); resolve('.')", HEAVY),
-        ("import gpt2.checkpoint.hub, gpt2.checkpoint.hub_api", HEAVY),
+        ("import gpt2.checkpoint.download, gpt2.checkpoint.names", HEAVY),
         ("import gpt2; gpt2.load(); gpt2.load_tokenizer()", UNUSED),
     ],
 )

@@ -113,7 +113,7 @@ def test_targets_are_named_as_in_peft(target: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"targets": ["c_atn"]}, "no projection 'c_atn'; did you mean c_attn"),
+        ({"targets": ["c_atn"]}, "no projection 'c_atn' .did you mean c_attn"),
         ({"targets": ["wte"]}, "give some of c_attn, c_proj, c_fc"),
         ({"targets": ["proj"]}, "no projection 'proj'"),
         ({"targets": []}, "the list is empty"),

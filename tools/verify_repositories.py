@@ -27,8 +27,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from gpt2.checkpoint.hub import _choose
-from gpt2.checkpoint.hub_api import commit_of, explained, is_final, list_files
+from gpt2.checkpoint.download import choose
+from gpt2.checkpoint.hub import commit_of, explained, is_final, list_files
 from gpt2.checkpoint.names import REPOSITORY, ModelName
 from gpt2.errors import InputError, printable
 
@@ -132,7 +132,7 @@ def examine(name: str, max_bytes: float) -> Iterator[dict[str, Any]]:
         commit = commit_of(repo, revision or "main")
         yield {"revision": commit}
         files = list_files(repo, commit)
-    size = sum(files[file].size for file in _choose(repo, files))
+    size = sum(files[file].size for file in choose(repo, files))
     reason = f"{size:,} bytes to download, more than {max_bytes:,.0f}"
     yield {"verdict": "too large", "reason": reason} if size > max_bytes else judge(f"{repo}@{commit}")
 

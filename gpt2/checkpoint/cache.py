@@ -1,4 +1,4 @@
-"""The Hub's cache on this machine: where a repository's files lie, which hashes the Hub declared for them, if they fit.
+"""Is a file whole? The Hub's cache on this machine, the hashes that the Hub declares, and those of OpenAI's official files.
 
 The layout is `huggingface_hub`'s. A cache may be shared and a server hostile, so a path is made only of a repository's name, a
 40-hex commit, a declared hash, and a file name that we ask for. A file is hashed once, and a correct hash remembered.
@@ -10,11 +10,13 @@ import json
 import logging
 import os
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from gpt2.checkpoint.names import OFFICIAL
 from gpt2.data.files import written_aside
 from gpt2.errors import CheckpointError
 
@@ -23,6 +25,11 @@ log = logging.getLogger("gpt2")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # git's, or a sha256
 XET_HASH = re.compile(r"[0-9a-f]{64}")
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin", "tf_model.h5", "flax_model.msgpack")
+_TABLE = tomllib.loads(Path(__file__).with_name("official_files.toml").read_text(encoding="utf-8"))  # which names its sources
+OFFICIAL_FILES: Mapping[str, Mapping[str, str]] = {model: _TABLE["shared"] | own for model, own in _TABLE["files"].items()}
+GIT_BLOBS: Mapping[str, str] = _TABLE["git_blobs"]  # sha256 of a small file -> its git blob hash, which the Hub lists instead
 
 
 @dataclass(frozen=True)
@@ -50,12 +57,6 @@ def storage(repo: str, kind: str = "model") -> Path:
 def snapshot(repo: str, commit: str, kind: str = "model") -> Path:
     assert COMMIT.fullmatch(commit), commit
     return storage(repo, kind) / "snapshots" / commit
-
-
-def place(file: Path) -> tuple[Path, str, str]:
-    """Split ``.../models--org--name/snapshots/<commit>/<path>`` into repository folder, commit and path."""
-    folder = next(folder for folder in file.parents if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name))
-    return folder.parents[1], folder.name, file.relative_to(folder).as_posix()
 
 
 def cached_snapshot(repo: str, revision: str) -> Path | None:
@@ -88,8 +89,10 @@ def remember_ref(repo: str, revision: str, commit: str) -> None:
 
 
 def remember_listing(folder: Path, declared: Mapping[str, Declared]) -> None:
-    rows = {name: asdict(row) for name, row in sorted(declared.items())}
-    _note(folder.parents[1], _listing(folder), json.dumps({"files": rows}, indent=1).encode())
+    """Record the files at the top of a commit, once."""
+    if not recorded_listing(folder):
+        rows = {name: asdict(row) for name, row in sorted(declared.items()) if "/" not in name}
+        _note(folder.parents[1], _listing(folder), json.dumps({"files": rows}, indent=1).encode())
 
 
 def recorded_listing(folder: Path) -> dict[str, Declared]:
@@ -113,9 +116,9 @@ def declared_by_links(folder: Path) -> dict[str, Declared]:
     return rows
 
 
-def discard(file: Path) -> None:
+def discard(folder: Path, name: str) -> None:
     """Remove a snapshot's entry and its blob in the same repository; never a file outside, even if the blob links to it."""
-    blobs = place(file)[0] / "blobs"
+    file, blobs = folder / name, folder.parents[1] / "blobs"
     if file.is_symlink():
         blob = Path(os.path.normpath(file.parent / os.readlink(file)))
         if blob.parent == blobs and HASH.fullmatch(blob.name) and not blobs.is_symlink():
@@ -128,7 +131,7 @@ def _listing(folder: Path) -> Path:
 
 
 def _note(top: Path, path: Path, content: bytes) -> None:
-    """Write a record. In a read-only cache this does nothing; the next load then makes one more request."""
+    """Write a record. In a read-only cache this does nothing: the next load makes one more request, or hashes again."""
     with contextlib.suppress(OSError, CheckpointError):
         make_folder(top, path.parent)
         with written_aside(path) as stream:
@@ -169,10 +172,8 @@ def digest_of(stream: BinaryIO, expected: str, file: Path) -> str:
 def remember(file: Path, expected: str, stat: os.stat_result) -> None:
     """Record that the file, in the state ``stat``, has the expected hash."""
     record = _record(expected)
-    with contextlib.suppress(OSError, ValueError):  # a read-only HF_HOME only costs a rehash each time
-        record.parent.mkdir(parents=True, exist_ok=True)
-        with written_aside(record) as new:
-            new.write("\n".join([*_stamps(expected), _stamp(file, stat), ""]).encode())
+    lines = "\n".join([*_stamps(expected), _stamp(file, stat), ""])
+    _note(record.parents[2], record, lines.encode(errors="surrogateescape"))
 
 
 def mismatch(repo: str, name: str, actual: str, expected: str, advice: str) -> CheckpointError:
@@ -199,6 +200,55 @@ def _record(expected: str) -> Path:
 
 def _stamps(expected: str) -> list[str]:
     try:
-        return _record(expected).read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
+        return _record(expected).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
         return []
+
+
+@dataclass(frozen=True)
+class Official:
+    """A comparison with the official files of ``model``; None if the model is unknown."""
+
+    model: str | None
+    weights: tuple[str, ...]  # official weight files
+    same: tuple[str, ...]  # all official files
+    different: tuple[str, ...]  # files with an official name and other content
+
+    def __str__(self) -> str:
+        differing = f"{', '.join(self.different)} differ{'s' * (len(self.different) == 1)} from {self.model}'s"
+        if self.weights and not set(self.different) & set(WEIGHTS):
+            return f"the official file of {self.model}" + (f"; {differing}" if self.different else "")
+        if self.model is None:
+            return "not an official file"
+        return "not the official file" + (f": {differing}" if self.different else "")
+
+
+def official_name(name: str) -> str | None:
+    """Return ``"gpt2"`` for ``"gpt2"`` or ``"openai-community/gpt2"``, with or without ``@revision``; None for other names."""
+    plain = name.partition("@")[0]
+    return next((model for model, repository in OFFICIAL.items() if plain in (model, repository)), None)
+
+
+def official_files(hashes: Mapping[str, str], name: str = "") -> Official:
+    """Compare a checkpoint's files (name -> sha256) with the official ones of ``name``, else of the model that they match."""
+    by_content = [*_holding(hashes, WEIGHTS), *_holding(hashes, ("config.json",))]
+    model = official_name(name) or next(iter(by_content), None)
+    known = OFFICIAL_FILES[model] if model else {}
+    same = tuple(name for name, digest in hashes.items() if known.get(name) == digest)
+    different = tuple(name for name, digest in hashes.items() if known.get(name, digest) != digest)
+    weights = tuple(name for name, digest in hashes.items() if digest in [known.get(each) for each in WEIGHTS])
+    return Official(model, weights, same, different)
+
+
+def _holding(hashes: Mapping[str, str], files: tuple[str, ...]) -> list[str]:
+    """Return the models that have one of their ``files`` among the hashes, under any name."""
+    there = set(hashes.values())
+    return [model for model, known in OFFICIAL_FILES.items() if there & {known[file] for file in files if file in known}]
+
+
+def other_than_official(repository: str, declared: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the files of an official repository whose declared hashes differ. A large file with only a git hash is skipped."""
+    known = OFFICIAL_FILES.get(official_name(repository) or "", {})
+    official = {name: digest for name, digest in known.items() if len(declared.get(name, "")) == 64}
+    official |= {name: GIT_BLOBS[digest] for name, digest in known.items() if digest in GIT_BLOBS and name not in official}
+    return tuple(name for name, digest in declared.items() if digest and official.get(name, digest) != digest)

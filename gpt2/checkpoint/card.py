@@ -15,9 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt2.checkpoint.cache import COMMIT, storage
+from gpt2.checkpoint.cache import COMMIT, official_name, storage
 from gpt2.checkpoint.names import DEFAULT, OFFICIAL, REPOSITORY, ModelName
-from gpt2.checkpoint.official_files import official_name
 from gpt2.checkpoint.saving import CARD as CARD
 from gpt2.checkpoint.saving import sha256
 from gpt2.data.chat import ChatFormat

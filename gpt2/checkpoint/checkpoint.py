@@ -1,8 +1,10 @@
-"""Open a model by name as a Checkpoint (files, files plus a LoRA adapter, or random weights); check that its tensors fit."""
+"""Open a model by name: find where it is, and make a Checkpoint of its files, of files plus a LoRA adapter, or of a seed."""
 
 from __future__ import annotations
 
 import gc
+import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -12,15 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from gpt2.checkpoint.configs import config_of
-from gpt2.checkpoint.containers import gguf_file
-from gpt2.checkpoint.containers.mapped_file import whole
-from gpt2.checkpoint.files import files_of, folder_of, open_weights
-from gpt2.checkpoint.hub import resolve
+from gpt2.checkpoint.containers import gguf_file, whole
+from gpt2.checkpoint.download import repository_files
+from gpt2.checkpoint.files import ADAPTER, config_of, files_of, folder_of, is_adapter, open_weights
 from gpt2.checkpoint.keys import HEAD, expected
 from gpt2.checkpoint.match import Assignment, match, require_names
-from gpt2.checkpoint.names import ModelName, RandomWeights
-from gpt2.checkpoint.peft_files import Adapter, base_of, is_adapter, read_adapter
+from gpt2.checkpoint.names import DEFAULT, OFFICIAL, PATHS, REPOSITORY, ModelName, RandomWeights, did_you_mean
+from gpt2.checkpoint.peft_files import MERGE_WITH_PEFT, Adapter, read_adapter
 from gpt2.config import GPT2Config, official_size
 from gpt2.data import from_directory, holds_tokenizer
 from gpt2.errors import CheckpointError, InputError
@@ -156,6 +156,44 @@ class RandomCheckpoint(Checkpoint):
         return {}
 
 
+@dataclass(frozen=True)
+class Source:
+    """The place of a checkpoint on this machine."""
+
+    name: str  # "openai-community/gpt2", "shakespeare-mini", or the path as written
+    path: Path  # directory, or single file
+    revision: str | None  # the 40-hex commit for a Hub repository, else None
+
+
+def resolve(name: str | ModelName, *, revision: str | None = None, offline: bool = False) -> Source:
+    """Return the local files of a model name, downloaded and verified if they come from the Hub.
+
+    An official short name has priority over a folder of that name (write ``./gpt2``); other existing paths over ``org/name``.
+    Raises InputError: no such model, or the Hub does not answer. CheckpointError: the files are not what the Hub declared.
+    """
+    parsed = name if isinstance(name, ModelName) else ModelName.parse(name, revision=revision)
+    name = parsed.base
+    if parsed.local:
+        path = Path(__file__).parent.parent / "assets" / DEFAULT if name == DEFAULT else Path(name).expanduser()
+        if not path.exists():
+            raise CheckpointError(f"the embedded checkpoint {path} is missing: reinstall the package")
+        return Source(name, path, None)
+    if name.startswith(PATHS):
+        path = Path(os.path.expanduser(name))
+        neighbours = os.listdir(path.parent) if path.parent.is_dir() else []
+        raise InputError(f"no such file or directory: {name}{did_you_mean(path.name, neighbours)}: check the path")
+    repo = OFFICIAL.get(name, name)
+    if not REPOSITORY.fullmatch(repo):
+        hint = did_you_mean(repo, [DEFAULT, *OFFICIAL])
+        known = ", ".join([DEFAULT, *OFFICIAL])
+        raise InputError(f"unknown model {name!r}{hint}: use {known}, org/name[@revision], random:SIZE, or an existing path")
+    revision = "main" if parsed.revision is None else parsed.revision
+    if not re.fullmatch(r"\w[\w./-]*", revision, re.ASCII) or ".." in revision:
+        raise InputError(f"{revision!r} cannot be a revision of {repo}: name a branch, a tag or a commit")
+    folder = repository_files(repo, revision, offline)
+    return Source(repo, folder, folder.name)
+
+
 def open_checkpoint(name: ModelName, *, offline: bool = False) -> Checkpoint:
     """Open a parsed name, downloaded if needed. Raises InputError: no such model. CheckpointError: it does not fit its config."""
     dtype = None if name.dtype is None else getattr(torch, name.dtype)
@@ -198,6 +236,22 @@ def open_path(
     return AdaptedCheckpoint(
         name, revision, config, dtype or stored, stored, path, base.assignment, adapter, base, assumed=base.assumed
     )
+
+
+def base_of(adapter: Adapter, *, offline: bool = False) -> Path:
+    """Return the base model's path, downloaded if needed. Raises CheckpointError: no base is named, or it cannot be loaded."""
+    remedy = f"put the base model's name or path into base_model_name_or_path of {adapter.path / ADAPTER}"
+    if adapter.base is None:
+        raise CheckpointError(f"it names none; {remedy}")
+    # With a revision, the name is a Hub repository, even if a folder has that name.
+    pinned = adapter.revision is not None and (adapter.base in OFFICIAL or REPOSITORY.fullmatch(adapter.base))
+    try:
+        path = resolve(f"{adapter.base}@{adapter.revision}" if pinned else adapter.base, offline=offline).path
+    except InputError as error:
+        raise CheckpointError(f"{error}; or {remedy}") from None
+    if is_adapter(path):
+        raise CheckpointError(f"{adapter.base} is an adapter too; {MERGE_WITH_PEFT}")
+    return path
 
 
 def tokenizer_of(path: Path, *, offline: bool = False) -> Tokenizer:

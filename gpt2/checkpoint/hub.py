@@ -1,220 +1,305 @@
-"""Find the local files of a model name: the embedded checkpoint, a path, or a Hub repository; and single files of data sets.
+"""Ask the Hub: which commit a name means, which files it has, and a file's bytes; make every failure one line.
 
-The README of this folder says what is downloaded and checked. `hub_api.py` sends requests, `download.py` fetches and resumes,
-`cache.py` knows the folders and hashes; session, settings and cache layout are `huggingface_hub`'s.
+Session, proxies, token, settings and the errors behind HTTP codes are `huggingface_hub`'s. Its listing functions (2.4) follow a
+next page to any host with the token, and limit neither time nor size. Here every part of a response is checked.
 """
 
+import contextlib
+import json
 import logging
 import os
-import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from urllib.parse import parse_qsl, quote, urlsplit
 
-from gpt2.checkpoint import cache
-from gpt2.checkpoint.cache import COMMIT, HASH, Declared, digest, mismatch
-from gpt2.checkpoint.download import fetch, sweep
-from gpt2.checkpoint.hub_api import commit_of, explained, is_final, list_files, one_line, unreachable
-from gpt2.checkpoint.names import DEFAULT, OFFICIAL, PATHS, REPOSITORY, ModelName, did_you_mean
-from gpt2.checkpoint.official_files import other_than_official
-from gpt2.data.files import TOKENIZER_FILES, warn_once
-from gpt2.errors import CheckpointError, InputError
+from gpt2.checkpoint.cache import COMMIT, HASH, XET_HASH, Declared
+from gpt2.checkpoint.names import OFFICIAL, did_you_mean
+from gpt2.errors import CheckpointError, InputError, printable
 
-# Files to download beside the weights. Repositories also hold TensorFlow, Flax, Rust and ONNX copies.
-SMALL = ("config.json", "generation_config.json", "chars.json", "words.json", "chat.json", *TOKENIZER_FILES)
-# Weights: only the first name that exists, with the files that match its pattern.
-WEIGHTS = {
-    "model.safetensors": "",
-    "model.safetensors.index.json": r"model-\d+-of-\d+\.safetensors",
-    "pytorch_model.bin": "",
-    "pytorch_model.bin.index.json": r"pytorch_model-\d+-of-\d+\.bin",
-    "model.ckpt.index": r"model\.ckpt\.data-\d+-of-\d+|checkpoint|hparams\.json|encoder\.json|vocab\.bpe",  # OpenAI's own
-    "flax_model.msgpack": "",
-    "tf_model.h5": "",
-}
-# If none exists: a PEFT adapter, whose base is another repository.
-ADAPTER, ADAPTED = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
-# Else the only file that can be a whole model, such as a GGUF or nanoGPT's ckpt.pt.
-ALONE = r"(?!adapter_)[\w.+-]+\.(gguf|safetensors|pth?|ckpt)"
-OFFLINE = "offline, and the cache {cache} holds {what}: run once online (no --offline, no HF_HUB_OFFLINE=1), or {way_out}"
+if TYPE_CHECKING:
+    from httpx2 import Client, Response
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+T = TypeVar("T")
+JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
+
+WARM_PATIENCE = 3.0  # seconds for a response if the cache can serve instead
+MAX_WAIT = 60.0  # seconds in total that a Hub may ask to wait
+MAX_ANSWER = 32 << 20  # bytes of one response; a listing's page has a thousand rows of 200 bytes
+MAX_LISTING = 3  # time limit of a whole listing, in multiples of one response's
+MAX_FILES = 200_000  # of a repository
+BUSY = (408, 429, 500, 502, 503, 504)  # status codes of temporary failures
+SAID = ("X-Error-Code", "X-Error-Message", "RateLimit", "RateLimit-Policy", "Retry-After")  # headers that explain a refusal
+PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "https_proxy", "http_proxy", "all_proxy")
 
 log = logging.getLogger("gpt2")
 
 
-@dataclass(frozen=True)
-class Source:
-    """The place of a checkpoint on this machine."""
-
-    name: str  # "openai-community/gpt2", "shakespeare-mini", or the path as written
-    path: Path  # directory, or single file
-    revision: str | None  # the 40-hex commit for a Hub repository, else None
-
-
-def resolve(name: str | ModelName, *, revision: str | None = None, offline: bool = False) -> Source:
-    """Return the local files of a model name, downloaded and verified if they come from the Hub.
-
-    An official short name has priority over a folder of that name (write ``./gpt2``); other existing paths over ``org/name``.
-    Raises InputError: no such model, or the Hub does not answer. CheckpointError: the files are not what the Hub declared.
-    """
-    parsed = name if isinstance(name, ModelName) else ModelName.parse(name, revision=revision)
-    name = parsed.base
-    if parsed.local:
-        path = Path(__file__).parent.parent / "assets" / DEFAULT if name == DEFAULT else Path(name).expanduser()
-        if not path.exists():
-            raise CheckpointError(f"the embedded checkpoint {path} is missing: reinstall the package")
-        return Source(name, path, None)
-    if name.startswith(PATHS):
-        path = Path(os.path.expanduser(name))
-        neighbours = os.listdir(path.parent) if path.parent.is_dir() else []
-        raise InputError(f"no such file or directory: {name}{did_you_mean(path.name, neighbours)}: check the path")
-    repo = OFFICIAL.get(name, name)
-    if not REPOSITORY.fullmatch(repo):
-        hint = did_you_mean(repo, [DEFAULT, *OFFICIAL])
-        known = ", ".join([DEFAULT, *OFFICIAL])
-        raise InputError(f"unknown model {name!r}{hint}: use {known}, org/name[@revision], random:SIZE, or an existing path")
-    revision = "main" if parsed.revision is None else parsed.revision
-    if not re.fullmatch(r"\w[\w./-]*", revision, re.ASCII) or ".." in revision:
-        raise InputError(f"{revision!r} cannot be a revision of {repo}: name a branch, a tag or a commit")
-    folder = repository_files(repo, revision, offline)
-    return Source(repo, folder, folder.name)
+def commit_of(repo: str, revision: str, kind: Literal["model", "dataset"] = "model", *, warm: bool = False) -> str:
+    """Return the commit of a branch, tag or short commit. Raises InputError: not a Hub. HTTPError: no answer, or a refusal."""
+    url = f"{_endpoint()}/api/{kind}s/{repo}/revision/{quote(revision, safe='')}"
+    answer, _ = _ask(url, {}, _patience(warm), warm)
+    commit = answer.get("sha") if isinstance(answer, dict) else None
+    if not (isinstance(commit, str) and COMMIT.fullmatch(commit)):
+        raise no_hub("names no commit")
+    return commit
 
 
-def repository_files(repo: str, revision: str, offline: bool) -> Path:
-    """Return the folder of a repository's files at ``revision``, downloaded and verified; its name is the 40-hex commit."""
-    with explained(repo, revision):
-        from huggingface_hub import constants
-        from huggingface_hub.utils import validate_repo_id
+def list_files(repo: str, commit: str, *, warm: bool = False) -> dict[str, Declared]:
+    """Return all files of a commit by path. Raises as :func:`commit_of` does."""
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
-        validate_repo_id(repo)
-        folder, declared, online = _snapshot(repo, revision, offline or constants.is_offline_mode())
-        files = _choose(repo, declared)
-        _verify(repo, folder, files, declared, online)
-        if others := other_than_official(repo, {name: declared[name].digest for name in files}):
-            what = f"has other files than the official ones: {', '.join(others)} (sha256 differs)"
-            warn_once(f"{repo} at {folder.name[:12]} {what}")
-    return folder
+    files: dict[str, Declared] = {}
+    query, seen = {"recursive": "true", "expand": "false"}, set[str]()
+    seconds = _patience(warm)
+    end = time.monotonic() + MAX_LISTING * seconds
+    while query:
+        left = min(seconds, max(end - time.monotonic(), 0.1))
+        try:
+            rows, link = _ask(f"{_endpoint()}/api/models/{repo}/tree/{commit}", query, left, warm)
+        except HfHubHTTPError as error:
+            if type(error) is not HfHubHTTPError or error.response.status_code != 404:
+                raise
+            raise InputError(f"{_endpoint()} knows {repo}, and lists none of its files (404): check HF_ENDPOINT") from error
+        if not isinstance(rows, list):
+            raise no_hub("its listing is not a list")
+        files |= dict(_row(row) for row in rows if not (isinstance(row, dict) and row.get("type") == "directory"))
+        try:  # security: use only the query, since the URL may point to another host
+            query = dict(parse_qsl(urlsplit(link).query))
+        except ValueError as error:
+            raise no_hub("its listing has no next page") from error
+        if link in seen or len(files) > MAX_FILES:
+            raise no_hub("its listing does not end")
+        if query and time.monotonic() > end:
+            raise HTTPError(f"no whole listing in {MAX_LISTING * seconds:g} s")
+        seen.add(link)
+    return files
 
 
-def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, dict[str, Declared], bool]:
-    """Return the folder of the files, their declared hashes, and whether the Hub may be asked for a file again."""
+def _row(row: JSON) -> tuple[str, Declared]:
+    if not isinstance(row, dict):
+        raise no_hub("its listing has a row that is not a file")
+    path, oid, size, xet, lfs = (row.get(key) for key in ("path", "oid", "size", "xetHash", "lfs"))
+    sha256 = lfs.get("oid") if isinstance(lfs, dict) else None
+    digest = next((value for value in (sha256, oid) if isinstance(value, str) and HASH.fullmatch(value)), "")
+    if not (isinstance(path, str) and isinstance(size, int) and 0 <= size < 1 << 60):
+        raise no_hub("its listing has a row without a path and a size")
+    return path, Declared(digest, size, xet if isinstance(xet, str) and XET_HASH.fullmatch(xet) else "")
+
+
+def _endpoint() -> str:
     from huggingface_hub import constants
+
+    return constants.ENDPOINT
+
+
+def _patience(warm: bool) -> float:
+    from huggingface_hub import constants
+
+    return WARM_PATIENCE if warm and "HF_HUB_ETAG_TIMEOUT" not in os.environ else float(constants.HF_HUB_ETAG_TIMEOUT)
+
+
+def _ask(url: str, query: dict[str, str], seconds: float, warm: bool) -> tuple[JSON, str]:
+    """Return one JSON response and the next page's URL. With ``warm`` (the cache can serve), do not wait for a rate limit."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    waited = 0.0
+    while True:
+        try:
+            return _answer(url, query, seconds)
+        except HfHubHTTPError as error:
+            if warm or error.response.status_code != 429:
+                raise
+            waited += wait_for_rate_limit(error, waited)
+
+
+def wait_for_rate_limit(error: "HfHubHTTPError", waited: float) -> float:
+    """Wait as long as a 429 asks, log it, return the seconds. Raises InputError: more than a minute in total."""
+    from huggingface_hub.utils import parse_ratelimit_headers
+
+    limit, after = parse_ratelimit_headers(error.response.headers), error.response.headers.get("Retry-After", "")
+    seconds = 10.0  # if the response names no time
+    if limit is not None and limit.remaining == 0:
+        seconds = float(min(limit.reset_in_seconds, 10**9))
+    elif after.isascii() and after.isdecimal() and len(after) < 10:
+        seconds = float(after)
+    if waited + seconds > MAX_WAIT:
+        raise InputError(
+            f"rate limited by {_endpoint()}, which asks to wait {seconds:.0f} s more: run it again then, or log in "
+            "(`hf auth login` or HF_TOKEN raises the limit)"
+        ) from error
+    log.warning("rate limited by %s: waiting %.0f s", _endpoint(), seconds)
+    time.sleep(seconds)
+    return max(seconds, 1.0)
+
+
+def _answer(url: str, query: dict[str, str], seconds: float) -> tuple[JSON, str]:
+    """Request in a thread: a socket's timeout restarts at each byte and address, and does not cover the DNS lookup."""
     from huggingface_hub.errors import HTTPError
 
-    cached = _complete(repo, revision)
-    if offline:
-        if cached is not None:
-            return *cached, False
-        part = cache.cached_snapshot(repo, revision)
-        there = sorted(file.name for file in part.iterdir() if file.is_file()) if part else []
-        what = f"only a part of {repo} at {revision} ({', '.join(there[:4])})" if there else f"no copy of {repo} at {revision}"
-        raise InputError(OFFLINE.format(cache=constants.HF_HUB_CACHE, what=what, way_out="give a local directory"))
+    end = time.monotonic() + seconds
+
+    def request() -> tuple[bytes, str]:
+        with get(url, seconds, query) as answer:
+            body = bytearray()
+            for chunk in answer.iter_bytes():
+                body += chunk
+                if len(body) > MAX_ANSWER or time.monotonic() > end:
+                    break
+            return bytes(body), str(answer.links.get("next", {}).get("url", ""))
+
+    future = in_thread(request)
+    if not wait([future], seconds + 0.5).done:
+        raise HTTPError(f"no answer in {seconds:g} s")
     try:
-        commit = revision if COMMIT.fullmatch(revision) else commit_of(repo, revision, warm=cached is not None)
-        folder = cache.snapshot(repo, commit)
-        declared = cache.recorded_listing(folder) or list_files(repo, commit, warm=cached is not None)
-    except HTTPError as error:
-        if is_final(error):
-            raise
-        if cached is None:
-            way_out = "run --offline with a warm cache, or give a local directory; HF_HUB_ETAG_TIMEOUT=30 waits longer"
-            raise unreachable(repo, error, way_out) from error
-        log.info("cannot reach %s (%s): using the cached %s", constants.ENDPOINT, one_line(error), cached[0])
-        return *cached, False
-    files = _choose(repo, declared)
-    if not cache.recorded_listing(folder):
-        cache.remember_listing(folder, {name: row for name, row in declared.items() if "/" not in name})
-    missing = [name for name in files if not (folder / name).is_file()]
-    sweep(folder, [declared[name] for name in missing])
-    for name in missing:
-        fetch(repo, folder / name, declared[name])
-    cache.remember_ref(repo, revision, commit)
-    return folder, declared, True
-
-
-def _complete(repo: str, revision: str) -> tuple[Path, dict[str, Declared]] | None:
-    """Return the cached snapshot and its declared hashes, or None if it or one of its files is missing. Makes no request."""
-    if (folder := cache.cached_snapshot(repo, revision)) is None:
-        return None
-    declared = cache.recorded_listing(folder) or cache.declared_by_links(folder)
+        body, link = future.result()
+    except (HTTPError, OSError, InputError):
+        raise
+    except Exception as error:  # any error of huggingface_hub for a malformed response
+        raise no_hub(one_line(error)) from error
+    if time.monotonic() > end:
+        raise HTTPError(f"no whole answer in {seconds:g} s")
     try:
-        complete = all((folder / name).is_file() for name in _choose(repo, declared))
-    except CheckpointError:  # another program downloaded only a part, such as the tokenizer
-        return None
-    return (folder, declared) if complete else None
+        return json.loads(body), link
+    except (ValueError, RecursionError) as error:
+        raise no_hub("its answer is not JSON") from error
 
 
-def _choose(repo: str, names: Collection[str]) -> list[str]:
-    """Choose the files to download, weights last. Raises CheckpointError: the repository has nothing that can be loaded."""
-    small = [name for name in SMALL if name in names]
-    first = next((name for name in WEIGHTS if name in names), None)
-    if first is not None:
-        if "config.json" not in names and first != "model.ckpt.index":
-            raise CheckpointError(f"{repo} has no config.json: it is not a GPT-2 checkpoint in the Hub's layout")
-        return [*small, first, *sorted(name for name in names if re.fullmatch(WEIGHTS[first], name, re.ASCII))]
-    if ADAPTER in names and (adapter := next((name for name in ADAPTED if name in names), None)):
-        return [*small, ADAPTER, adapter]
-    alone = sorted(name for name in names if re.fullmatch(ALONE, name, re.ASCII))
-    if len(alone) == 1:
-        return small + alone
-    kinds = r"[\w./+-]+\.(safetensors|bin|h5|msgpack|ot|onnx|pth?|ckpt|index|gguf)"
-    others = sorted(name for name in names if re.fullmatch(kinds, name, re.ASCII))
-    there = f"only {', '.join(others[:3])}{' and more' * (len(others) > 3)}" if others else "no weights to load"
-    advice = "choose a revision that has it (refs/pr/N often does), or fetch the files yourself and give the directory"
-    if alone:
-        advice = f"fetch the right one of these {len(alone)} yourself, and give its path"
-    raise CheckpointError(f"{repo} has no model.safetensors ({there}): {advice}")
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """Run ``work`` in a daemon thread, which does not block the program's exit."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
-def _verify(repo: str, folder: Path, files: list[str], declared: Mapping[str, Declared], online: bool) -> None:
-    """Hash the files that were not verified before. If ``online``, a damaged file is downloaded once more, then refused."""
-    for name in files:
-        file, expected = folder / name, declared[name].digest
-        if not HASH.fullmatch(expected):
-            log.warning("%s: the cache keeps no hash for it, so it is used unverified", file)
-            continue
-        actual = digest(file, expected)
-        if actual == expected:
-            continue
-        if declared[name].lacks_sha256:
-            log.warning("%s: %s declares no sha256 for it, so it is used unverified", file, repo)
-            continue
-        if not online:
-            raise mismatch(repo, name, actual, expected, "run once online")
-        log.info("%s: %s instead of %s, fetching it again", file, actual, expected)
-        cache.discard(file)
-        fetch(repo, file, declared[name], tries=1)
+@contextlib.contextmanager
+def get(
+    url: str, seconds: float, query: dict[str, str] | None = None, headers: dict[str, str] | None = None
+) -> "Iterator[Response]":
+    """Stream a response; ``seconds`` limit each step. A refusal raises `huggingface_hub`'s exception; its body is not read."""
+    from huggingface_hub.utils import hf_raise_for_status
+
+    sent = request_headers() | (headers or {})
+    with _session().stream("GET", url, params=query or None, headers=sent, timeout=seconds) as answer:
+        if answer.status_code >= 400:
+            said = {name: answer.headers[name][:200] for name in SAID if name in answer.headers}  # also limits a number's digits
+            hf_raise_for_status(type(answer)(answer.status_code, headers=said, request=answer.request))
+        yield answer
 
 
-@dataclass(frozen=True)
-class DatasetFile:
-    """A file of a Hub data set, pinned by its hash so that measurements on it stay comparable."""
+def _session() -> "Client":
+    """Return `huggingface_hub`'s session. Raises InputError: a proxy or certificate of the environment cannot be used."""
+    from huggingface_hub.utils import get_session
 
-    repo: str  # "org/name"
-    commit: str  # 40 hex
-    path: str
-    sha256: str
-    size: int  # bytes
+    try:
+        return get_session()
+    except Exception as error:  # the HTTP library refuses a URL, a file or a scheme
+        variables = (*PROXIES, "SSL_CERT_FILE", "SSL_CERT_DIR")
+        names = ", ".join(name for name in variables if os.environ.get(name)) or "the proxy's settings"
+        raise InputError(f"no connection can be set up ({one_line(error)}): correct or unset {names}") from error
 
 
-def dataset_file(file: DatasetFile, *, offline: bool = False) -> Path:
-    """Return the file in the local Hub cache, downloaded if missing. Raises InputError: unavailable. CheckpointError: damaged."""
-    with explained(file.repo, file.commit):
-        from huggingface_hub import constants
-        from huggingface_hub.errors import HTTPError
+def request_headers() -> dict[str, str]:
+    """Return `huggingface_hub`'s headers with its token. Raises InputError: the token cannot be sent."""
+    from huggingface_hub.utils import build_hf_headers
 
-        local = cache.snapshot(file.repo, file.commit, "dataset") / file.path
-        if local.is_file() and digest(local, file.sha256) == file.sha256:
-            return local
-        way_out = f"fetch {file.path} of the data set {file.repo} yourself, and put it at {local}"
-        if offline or constants.is_offline_mode():
-            what = f"{'a damaged' if local.is_file() else 'no'} copy of {file.path} of {file.repo}"
-            raise InputError(OFFLINE.format(cache=constants.HF_HUB_CACHE, what=what, way_out=way_out))
-        try:  # this request has a time limit, the download has none
-            commit_of(file.repo, file.commit, "dataset")
-        except HTTPError as error:
-            if is_final(error):
-                raise
-            raise unreachable(file.repo, error, f"or {way_out}") from error
-        cache.discard(local)
-        fetch(file.repo, local, Declared(file.sha256, file.size))
-        return local
+    try:
+        headers = build_hf_headers()
+    except (ValueError, PermissionError) as error:
+        raise InputError(f"the Hub's token cannot be read ({one_line(error)}): set HF_TOKEN or run `hf auth login`") from error
+    token = headers.get("authorization", "")
+    if not (token.isascii() and token.isprintable()):
+        raise InputError("the Hub's token holds characters that no token has: set HF_TOKEN again, or run `hf auth login`")
+    return headers
+
+
+@contextlib.contextmanager
+def explained(repo: str, revision: str = "", refused: Callable[[str, Exception], InputError] | None = None) -> Iterator[None]:
+    """Convert every failure of the Hub, or of an upload to it if ``refused`` says what those mean, into an error of one line."""
+    check_environment()
+    from huggingface_hub.errors import HFValidationError, HTTPError
+
+    kinds = (Exception,) if refused else (HTTPError, OSError, HFValidationError)  # an answer can lead the client to any
+    try:
+        yield
+    except InputError as error:
+        if refused and "use --offline" in str(error):
+            raise InputError(str(error).replace("use --offline", "run it again")) from error
+        raise
+    except kinds as error:
+        raise (refused(repo, error) if refused else _explain(repo, revision, error)) from error
+
+
+def check_environment() -> None:
+    """Raise InputError for a variable that would make importing `huggingface_hub` or transformers fail."""
+    try:
+        urlsplit(os.environ.get("HF_ENDPOINT", "")).port  # noqa: B018
+    except ValueError as error:
+        raise InputError(f"HF_ENDPOINT={os.environ['HF_ENDPOINT']} is not a URL: set or unset it ({error})") from error
+    for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
+        value = os.environ.get(name, "1").strip()
+        if not (value.isascii() and value.isdecimal() and 0 < int(value[:9]) < 10**6 and len(value) < 9):
+            raise InputError(f"{name}={os.environ[name]} is not a whole number of seconds: set or unset it")
+
+
+def no_hub(why: str) -> InputError:
+    """Return the error for a response that no Hub sends."""
+    return InputError(f"{_endpoint()} does not answer as a Hub does ({why}): check HF_ENDPOINT, or use --offline")
+
+
+def is_final(error: "HTTPError") -> bool:
+    """Return whether the refusal is final: no such repository or revision, or no access."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return isinstance(error, HfHubHTTPError) and error.response.status_code not in BUSY
+
+
+def unreachable(repo: str, error: "HTTPError", way_out: str) -> InputError:
+    """Return the error for a Hub that does not answer while the cache cannot serve."""
+    proxies = [name for name in PROXIES if os.environ.get(name)]
+    check = f"the network, the proxy in {proxies[0]}, or HF_ENDPOINT" if proxies else "the network or HF_ENDPOINT"
+    return InputError(f"cannot reach the Hub at {_endpoint()} for {repo} ({one_line(error)}): check {check}, {way_out}")
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception's message as one printable line, or its class name if it has none."""
+    return printable(" ".join(str(error).split()), one_line=True)[:300] or type(error).__name__
+
+
+def _explain(repo: str, revision: str, error: Exception) -> InputError:
+    from huggingface_hub import constants, errors
+
+    hub = _endpoint()
+    match error:
+        case errors.HFValidationError():
+            return InputError(f"{repo} cannot be a repository on the Hub: {one_line(error)}")
+        case errors.RevisionNotFoundError():
+            return InputError(f"{repo} has no revision {revision!r}: name one of its branches, tags or commits")
+        case errors.GatedRepoError():
+            return InputError(f"{repo} is gated: accept its terms at {hub}/{repo}, then run `hf auth login` or set HF_TOKEN")
+        case errors.RepositoryNotFoundError():
+            what = f"no repository {repo} at {hub}, and no such path here{did_you_mean(repo, OFFICIAL.values())}"
+            return InputError(f"{what}: check the spelling; a private one needs `hf auth login` or HF_TOKEN")
+        case errors.HfHubHTTPError():
+            status, token = error.response.status_code, "authorization" in error.response.request.headers
+            if status == 401 and token:
+                return InputError(f"{hub} refuses the token (401): correct HF_TOKEN, or run `hf auth login`")
+            check = "check HF_TOKEN and HF_ENDPOINT, or retry" if token else "check HF_ENDPOINT, or retry"
+            return InputError(f"{hub} answers {status} for {repo}: {check}")
+        case errors.HTTPError():
+            cause = one_line(error.__cause__ or error)
+            return InputError(f"the download of {repo} broke off ({cause}): run it again, it goes on from where it was")
+    return CheckpointError(
+        f"cannot store or read {repo} in the cache {constants.HF_HUB_CACHE} ({one_line(error)}): "
+        "check its disk and permissions, or set HF_HOME to another place"
+    )

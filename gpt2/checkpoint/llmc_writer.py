@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gpt2.checkpoint.containers import require_whole_files
 from gpt2.checkpoint.containers.llmc_file import BFLOAT16, FLOAT32, MODEL, STATE, TOKENIZER, header, is_matrix, order, padded_rows
-from gpt2.checkpoint.containers.mapped_file import require_whole_files
 from gpt2.checkpoint.gguf_writer import require_formulas
 from gpt2.checkpoint.saving import raw_bytes
 from gpt2.config import GPT2Config

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpt2 import sampling
-from gpt2.checkpoint.checkpoint import open_checkpoint, open_path, tokenizer_of
-from gpt2.checkpoint.containers.mapped_file import require_whole_files, whole
-from gpt2.checkpoint.hub import resolve
+from gpt2.checkpoint.checkpoint import open_checkpoint, open_path, resolve, tokenizer_of
+from gpt2.checkpoint.containers import require_whole_files, whole
 from gpt2.checkpoint.names import DEFAULT, RUNS, ModelName
 from gpt2.config import GPT2Config, quoted
 from gpt2.errors import InputError
@@ -47,7 +46,7 @@ def load(
     On the CPU in the stored dtype, weights are views of the memory-mapped file: pages are read on first use, and changes stay
     in this process. (The official gpt2's file is not aligned, so it is read at once.) Matrices stored [out, in] become
     transposed views. A conversion holds a few megabytes of the source at a time. If a mapped file is truncated while in use,
-    the process may end (:mod:`gpt2.checkpoint.containers.mapped_file`).
+    the process may end (:mod:`gpt2.checkpoint.containers`).
 
     Raises:
         InputError: no such model, dtype or device. CheckpointError: it cannot be read, or its tensors do not fit its config.

@@ -90,6 +90,8 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
         found.setdefault(_name(key, file.entries[key].shape, config.vocab_size), []).append(key)
     entries = {name: files[held[0]].entries[held[0]] for name, held in found.items()}
     wanted = keys.expected(replace(config, tie_word_embeddings=False))
+    # If the tensors agree on another size than the config's, one statement explains many mismatches.
+    stated, actual = {**vars(config), "n_inner": config.inner}, keys.sizes({name: entry.shape for name, entry in entries.items()})
     parts = {name: [name] if name in found else _thirds(name) for name in wanted}
     sources = {name: tuple(found[part][0] for part in each) for name, each in parts.items() if found.keys() >= set(each)}
     if config.tie_word_embeddings and "wte.weight" not in sources and keys.HEAD in sources:
@@ -118,9 +120,6 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
         "there twice, with other values": [key for key, same in again.items() if not same],
         "not floating point": [held[0] for name, held in sources.items() if not first[name].dtype.is_floating_point],
     }
-    # If the tensors agree on another size than the config's, one statement explains many mismatches.
-    stated = {**vars(config), "n_inner": config.inner}
-    actual = keys.sizes({name: entry.shape for name, entry in entries.items()})
     problems = [f"config says {key} {stated[key]}, the tensors {size}" for key, size in actual.items() if size != stated[key]]
     problems += [f"{title}: {listed(wrong)}" for title, wrong in faults.items() if wrong]
     shapes = {name: keys.without_leading_ones(first[name].shape) for name in sources if name not in apart}

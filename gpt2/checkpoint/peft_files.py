@@ -25,10 +25,9 @@ from torch import Tensor
 
 from gpt2.checkpoint.containers import Container, listed, read_json
 from gpt2.checkpoint.files import ADAPTER as CONFIG
-from gpt2.checkpoint.files import LAYOUTS, open_file
-from gpt2.checkpoint.hub import resolve
+from gpt2.checkpoint.files import open_file
 from gpt2.checkpoint.keys import HEAD, expected, from_file, is_parameter, layer, to_file
-from gpt2.checkpoint.names import DEFAULT, OFFICIAL, REPOSITORY, ModelName
+from gpt2.checkpoint.names import DEFAULT, OFFICIAL, ModelName
 from gpt2.checkpoint.saving import safetensors_file, write_file, write_json
 from gpt2.config import GPT2Config, number, quoted
 from gpt2.errors import CheckpointError, InputError
@@ -116,11 +115,6 @@ class Adapter:
         return merge_into(weight, a, b, scale).to(dtype)
 
 
-def is_adapter(path: Path) -> bool:
-    """Return whether a directory holds an adapter and no model; with both, the model is used."""
-    return (path / CONFIG).is_file() and not any((path / name).is_file() for pair in LAYOUTS for name in pair[:2])
-
-
 def read_adapter(path: Path) -> Adapter:
     """Read a PEFT directory. Raises CheckpointError: missing, damaged or contradictory files, or more than plain LoRA."""
     where, config = path / CONFIG, read_json(path / CONFIG)
@@ -177,22 +171,6 @@ def _names(config: Mapping[str, Any], key: str, where: Path = Path(CONFIG)) -> l
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CheckpointError(f"{where}: {key} is {quoted(value)}, not a list of names; fetch the adapter again")
     return names
-
-
-def base_of(adapter: Adapter, *, offline: bool = False) -> Path:
-    """Return the base model's path, downloaded if needed. Raises CheckpointError: no base is named, or it cannot be loaded."""
-    remedy = f"put the base model's name or path into base_model_name_or_path of {adapter.path / CONFIG}"
-    if adapter.base is None:
-        raise CheckpointError(f"it names none; {remedy}")
-    # With a revision, the name is a Hub repository, even if a folder has that name.
-    pinned = adapter.revision is not None and (adapter.base in OFFICIAL or REPOSITORY.fullmatch(adapter.base))
-    try:
-        path = resolve(f"{adapter.base}@{adapter.revision}" if pinned else adapter.base, offline=offline).path
-    except InputError as error:
-        raise CheckpointError(f"{error}; or {remedy}") from None
-    if is_adapter(path):
-        raise CheckpointError(f"{adapter.base} is an adapter too; {MERGE_WITH_PEFT}")
-    return path
 
 
 def _scale(config: Mapping[str, Any], file: Container, pair: Mapping[str, str], where: Path) -> float:

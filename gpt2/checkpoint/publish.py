@@ -21,7 +21,7 @@ from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, open_path
 from gpt2.checkpoint.describe import File
 from gpt2.checkpoint.export import TOKENIZER_FILES
 from gpt2.checkpoint.files import ADAPTER, INDEX
-from gpt2.checkpoint.hub_api import MAX_ANSWER, explained, in_thread, list_files, one_line, request_headers
+from gpt2.checkpoint.hub import MAX_ANSWER, explained, in_thread, list_files, one_line, request_headers
 from gpt2.checkpoint.loading import require_finite, rows_note
 from gpt2.checkpoint.names import REPOSITORY
 from gpt2.checkpoint.peft_files import WEIGHTS as ADAPTER_WEIGHTS

@@ -16,8 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.containers import listed
-from gpt2.checkpoint.containers.mapped_file import require_whole_files
+from gpt2.checkpoint.containers import listed, require_whole_files
 from gpt2.checkpoint.containers.safetensors_file import DTYPES
 from gpt2.checkpoint.files import WEIGHTS
 from gpt2.checkpoint.keys import expected, to_file

@@ -59,54 +59,31 @@ UNUSED = {  # of a mode, the options that have no effect in it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "a",
-        metavar="A",
-        help="a model, a port, trace:FILE, an engine's file or a server; hf/ is transformers', a suffix such as :bf16 the dtype",
-    )
+    help = "a model, a port, trace:FILE, an engine's file or a server; hf/ is transformers', a suffix such as :bf16 the dtype"
+    parser.add_argument("a", metavar="A", help=help)
     parser.add_argument("b", metavar="B", nargs="?", help="the second model; optional with --attention and --save")
-    parser.add_argument(
-        "others",
-        metavar="C",
-        nargs="*",
-        help="more models, each compared with A; a run's folder stands for all its checkpoints",
-    )
-    parser.add_argument(
-        "--on", metavar="TEXT", help="a text file, - for stdin, or a name (default: Twelfth Night, new to shakespeare-mini)"
-    )
-    parser.add_argument(
-        "--tokens", type=int, metavar="N", help="tokens of the text to use, 0 for all (default: 8192; all of wikitext2)"
-    )
-    parser.add_argument(
-        "--threshold",
-        type=float,
-        default=DEFAULTS["threshold"],
-        metavar="E",
-        help="report the first activation with a larger relative error (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed", type=seed, default=DEFAULTS["seed"], metavar="N", help="seeds intervals and samples (default: %(default)s)"
-    )
+    help = "more models, each compared with A; a run's folder stands for all its checkpoints"
+    parser.add_argument("others", metavar="C", nargs="*", help=help)
+    help = "a text file, - for stdin, or a name (default: Twelfth Night, new to shakespeare-mini)"
+    parser.add_argument("--on", metavar="TEXT", help=help)
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens of the text, 0 for all (default: 8192; all of wikitext2)")
+    help = "report the first activation with a larger relative error (default: %(default)s)"
+    parser.add_argument("--threshold", type=float, default=DEFAULTS["threshold"], metavar="E", help=help)
+    help = "seeds intervals and samples (default: %(default)s)"
+    parser.add_argument("--seed", type=seed, default=DEFAULTS["seed"], metavar="N", help=help)
     add_offline(parser)
     add_device(parser, "where checkpoints run; float64 stays on the CPU")
-    parser.add_argument(
-        "--fail-if", action="append", default=[], metavar="EXPR", help="METRIC OP NUMBER: exit 1 if it is met; repeat for several"
-    )
+    help = "METRIC OP NUMBER: exit 1 if it is met; repeat for several"
+    parser.add_argument("--fail-if", action="append", default=[], metavar="EXPR", help=help)
     add_set(parser)
     parser.add_argument("--junit", metavar="FILE", help="write what --fail-if found as a JUnit report")
     parser.add_argument("--blame", action="store_true", help="also put parts of B into A, and measure what each carries")
     parser.add_argument("--cases", metavar="FILE", help="also score both on your own questions: a .jsonl of prompt and expected")
-    parser.add_argument(
-        "--noise", action="store_true", help="of A alone: what rounding explains, beside a batch, padding and another dtype"
-    )
+    help = "of A alone: what rounding explains, beside a batch, padding and another dtype"
+    parser.add_argument("--noise", action="store_true", help=help)
     parser.add_argument("--save", metavar="FILE", help="keep what A shows on the text, for a side trace:FILE (.safetensors)")
-    parser.add_argument(
-        "--save-top",
-        type=int,
-        default=0,
-        metavar="K",
-        help="keep only the K likeliest tokens of each place; KL is then bounded",
-    )
+    help = "keep only the K likeliest tokens of each place; KL is then bounded"
+    parser.add_argument("--save-top", type=int, default=0, metavar="K", help=help)
     parser.add_argument("--save-activations", action="store_true", help="keep the activations of the first 256 tokens too")
     parser.add_argument("--attention", metavar="TEXT", help="compare only the attention of each head on TEXT")
     parser.add_argument("--html", metavar="FILE", help="write the report as one self-contained page (with --attention also .png)")

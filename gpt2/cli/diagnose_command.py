@@ -49,22 +49,7 @@ that makes one whole step, and is called again for each run:
 
 --set says what the step should do, with a recipe's keys: optim.lr, min_lr, warmup, beta1, beta2, weight_decay, clip (each after
 optim.), steps, batch_size, context, grad_accum, dropout. What is not set is read off and reported. Hugging Face's
-Trainer (it needs accelerate):
-
-  def make_step(model):                              # model: GPT2LMHeadModel; args: TrainingArguments
-      trainer = Trainer(model, args)
-      trainer.create_optimizer_and_scheduler(num_training_steps=1000)
-      trainer.current_gradient_accumulation_steps = 1   # trainer.train() would set it
-      def step(x, y):
-          ids = torch.cat([x, y[:, -1:]], 1)         # it shifts the labels itself
-          loss = trainer.training_step(model, {"input_ids": ids, "labels": ids})
-          torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-          trainer.optimizer.step(); trainer.lr_scheduler.step()
-          model.zero_grad()
-          return loss
-      return step
-
-Lightning: net = MyLightningModule(model); optimizer = net.configure_optimizers(); in step, loss = net.training_step((x, y), 0).
+Trainer and Lightning: PROGRAMS.md.
 
 A dump (.npz, .safetensors, a directory of .npy, llm.c's debug state .bin) holds the token ids under the name ids, shape (T,) or
 (B, T), the logits, and any intermediate values in any layout, under any names. The more it holds, the more can be said.
@@ -74,50 +59,8 @@ vector; next ids if they are no shift of the ids; ids of (K, B, T) if each step 
 --run runs a program for its dump: {ids} is a .npy file of token ids, shape (T,), int64; {text} the same ids as text, in one line;
 {out} the path to write to: add .npz or .safetensors, or make a directory of .npy files of it; {model} a folder with config.json
 and model.safetensors. Each is one word, spaces and all. No shell reads the command: quotes group words, and |, >, * and $NAME
-mean nothing. In NumPy:
-
-  import sys; import numpy as np
-  ids = np.load(sys.argv[1])                         # (T,)
-  kept = {}                                          # any names: kept["q3"] = q, kept["after block 3"] = x
-  logits = my_gpt2(ids, kept)
-  np.savez(sys.argv[2], ids=ids, logits=logits, **kept)
-
-In C (./port {text} {out}), for each array, as in dump(argv[2], "after block 3", x, T, C), and at the end the logits:
-
-  #include <stdio.h>
-  #include <sys/stat.h>
-
-  void dump(const char *folder, const char *name,
-            const float *x, int rows, int columns) {
-      char path[4096], shape[128];
-      mkdir(folder, 0777);
-      snprintf(path, sizeof path, "%s/%s.npy", folder, name);
-      snprintf(shape, sizeof shape, "{'descr': '<f4', 'fortran_order': False,"
-               " 'shape': (%d, %d)}", rows, columns);
-      FILE *file = fopen(path, "wb");
-      if (!file) { perror(path); return; }
-      fprintf(file, "\\x93NUMPY\\x01%c\\x76%c%-117s\\n", 0, 0, shape);  // 10 bytes, then a header of 118
-      fwrite(x, sizeof(float), (size_t)rows * columns, file);
-      fclose(file);
-  }
-
-In JavaScript (node port.js {text} {out}), for a Float32Array, as in dump(process.argv[3], "after block 3", x, [T, C]):
-
-  const fs = require("fs");
-  const text = fs.readFileSync(process.argv[2], "utf8");
-  const ids = text.trim().split(" ").map(Number); // (T,)
-
-  function dump(folder, name, x, shape) {
-    fs.mkdirSync(folder, { recursive: true });
-    const header = `{'descr': '<f4', 'fortran_order': False, ` +
-      `'shape': (${shape.join(", ")},)}`;
-    const magic = "\\x93NUMPY\\x01\\x00\\x76\\x00";
-    const start = Buffer.from(magic + header.padEnd(117) + "\\n", "latin1");
-    const values = Buffer.from(x.buffer, x.byteOffset, x.byteLength);
-    fs.writeFileSync(`${folder}/${name}.npy`, Buffer.concat([start, values]));
-  }
-
-In Rust and Go: PROGRAMS.md, in the folder gpt2/port of the repository and of the installed package.
+mean nothing. The lines that write a dump from NumPy, C, JavaScript, Rust and Go: PROGRAMS.md, in the folder gpt2/port of the
+repository and of the installed package.
 
 With def build(): the weights are put in for you, as gpt2.load_into does. The file is run: diagnose only files you trust.
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import socket
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 from gpt2.cli.common import Status, add_device, add_offline, add_set, save_page, write_result
-from gpt2.cli.serving import HEADERS, listen, refusal, routed, serve
+from gpt2.cli.serving import listen, one_page, serve
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import HTMLResponse
 
     from gpt2.explore.lens import Explorer
 
@@ -33,9 +32,8 @@ PORT = 8642
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", nargs="?", default="shakespeare-mini", metavar="MODEL", help="which model (default: %(default)s)"
-    )
+    help = "which model (default: %(default)s)"
+    parser.add_argument("model", nargs="?", default="shakespeare-mini", metavar="MODEL", help=help)
     parser.add_argument("other", nargs="?", metavar="OTHER", help="a second model, shown beside it")
     add_set(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="the first text to show")
@@ -67,32 +65,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def application(opened: Explorer, prompt: str, token: str) -> Starlette:
-    """Return an application that serves one page, ``/TOKEN/?prompt=TEXT``.
-
-    A request that another site caused gets no forward pass. Forward passes run one at a time, since each uses all cores; a
-    disconnected request in the queue is not run.
-    """
-    import asyncio
-
-    from starlette.concurrency import run_in_threadpool
-    from starlette.responses import HTMLResponse
-
+    """Return an application that serves the page of ``/TOKEN/?prompt=TEXT``, of ``prompt`` without a query."""
     from gpt2.explore.lens_page import error_page, page
 
-    names = tuple(side.name for side in opened.sides)
-    one_at_a_time = asyncio.Lock()
-
-    async def answer(request: Request) -> HTMLResponse:
-        if refused := refusal(request, token, "gpt2 explore"):
-            return refused
-        typed = request.query_params.get("prompt", prompt).replace("\r\n", "\n")  # forms send line breaks as CRLF
+    def answer(query: Mapping[str, str]) -> tuple[str, int]:
+        typed = query.get("prompt", prompt).replace("\r\n", "\n")  # forms send line breaks as CRLF
         try:
-            async with one_at_a_time:
-                if await request.is_disconnected():
-                    return HTMLResponse("the browser has disconnected", 499)
-                lens = await run_in_threadpool(opened.look, typed)
+            return page(opened.look(typed), served=True), 200
         except InputError as error:
-            return HTMLResponse(error_page(names, typed, error).encode(errors="backslashreplace"), 400, HEADERS)
-        return HTMLResponse(page(lens, served=True).encode(errors="backslashreplace"), 200, HEADERS)
+            return error_page(tuple(side.name for side in opened.sides), typed, error), 400
 
-    return routed(answer)
+    return one_page("gpt2 explore", answer, token)

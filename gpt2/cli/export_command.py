@@ -45,18 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, required=True)
     parser.add_argument("directory", metavar="DIR", help="folder to write; files of the same names are replaced")
     parser.add_argument("--format", default="hf", choices=("hf", "gguf", "llmc"), help="(default: %(default)s)")
-    parser.add_argument(
-        "--type",
-        choices=("f32", "f16", "bf16", "q8_0"),
-        help="how GGUF stores the matrices (default: in the model's dtype); the other formats keep the model's dtype",
-    )
-    parser.add_argument(
-        "--keep",
-        type=lambda text: tuple(text.split(",")),
-        default=(),
-        metavar="PARTS",
-        help="parts that --type leaves in the model's dtype, such as h.0,h.11.mlp,wte (gpt2 compare --blame says which)",
-    )
+    help = "how GGUF stores the matrices (default: in the model's dtype); the other formats keep the model's dtype"
+    parser.add_argument("--type", choices=("f32", "f16", "bf16", "q8_0"), help=help)
+    help = "parts that --type leaves in the model's dtype, such as h.0,h.11.mlp,wte (gpt2 compare --blame says which)"
+    parser.add_argument("--keep", type=lambda text: tuple(text.split(",")), default=(), metavar="PARTS", help=help)
     parser.add_argument("--like", metavar="FILE.py:build", help="the module that MODEL's tensors belong to, by its own names")
     parser.add_argument("--check", action="store_true", help="open the result in every installed program; exit 1 if one differs")
 

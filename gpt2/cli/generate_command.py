@@ -81,10 +81,8 @@ def run(args: argparse.Namespace) -> int:
         tokenizer = load_tokenizer(args.model, revision=args.revision, offline=args.offline)
         answers = tokenizer.chat is not None and tokenizer.eot is not None
         if args.chat and not answers:
-            raise InputError(
-                f"{args.model} knows no chat format; fine-tune it on questions and answers (gpt2 train finetune-chat --init "
-                f"{args.model}), or leave --chat out"
-            )
+            remedy = f"fine-tune it on questions and answers (gpt2 train finetune-chat --init {args.model}), or leave --chat out"
+            raise InputError(f"{args.model} knows no chat format; {remedy}")
         model = load(args.model, device=args.device, revision=args.revision, offline=args.offline)
         draft = None if args.draft is None else load(args.draft, device=args.device, offline=args.offline)
         if draft is not None:
@@ -125,7 +123,7 @@ class _Writer:
         """Return the new ids of each sample, without the one that ends the text; print a single one."""
         import torch
 
-        from gpt2.checkpoint.containers.mapped_file import require_whole_files
+        from gpt2.checkpoint.containers import require_whole_files
         from gpt2.checkpoint.loading import require_rows
         from gpt2.generation import Ending, stream
 

@@ -38,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     visible = parser.add_mutually_exclusive_group()
     visible.add_argument("--private", action="store_true", help="only you can see it (the default)")
     visible.add_argument("--public", action="store_true", help="everybody can see it")
-    parser.add_argument(
-        "--measure", action="store_true", help="first verify the model and compare it with its base, for the card"
-    )
+    parser.add_argument("--measure", action="store_true", help="first verify the model and compare it with its base, for a card")
     parser.add_argument("--dry-run", action="store_true", help="show what would be sent; change nothing, make no request")
     parser.add_argument("--yes", action="store_true", help="do not ask")
 
@@ -70,7 +68,10 @@ def run(args: argparse.Namespace) -> int:
         if planned.private and (args.yes or not sys.stdin.isatty()):
             raise InputError(f"{planned.private[0]}: remove it, or leave out --yes and answer on a terminal")
         _ask(f"send these {len(planned.files)} files, {size(planned.size)}, to {target.url}?")
-    _quiet_client()
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
+
+    if not sys.stderr.isatty() and not are_progress_bars_disabled():  # they are for a terminal
+        disable_progress_bars()
     done = send(planned, target)
     body |= {"commit": done.commit, "url": done.url, "private": target.private, "wrong": done.wrong}
     write_result(args.json, lambda: json.dumps(body, indent=2), lambda: say(_done(args.repo, target, done)))
@@ -101,9 +102,7 @@ def measure(directory: Path, status: Status, *, dry_run: bool) -> Record:
     if not dry_run and (remark := write_card(directory, record)):
         print(f"note: {printable(remark)}", file=sys.stderr)
     if not report.ok:
-        raise InputError(
-            f"{directory}: not equal to transformers; gpt2 verify {directory} says where, and --measure left out publishes"
-        )
+        raise InputError(f"{directory}: not equal to transformers; gpt2 verify {directory} says where; or leave out --measure")
     return record
 
 
@@ -130,9 +129,7 @@ def _plan(args: argparse.Namespace, planned: Plan, target: Target | None) -> str
     lines += [f"  note: {note}" for note in planned.notes]
     if target and target.others:
         more = f" and {len(target.others) - 6} more" if len(target.others) > 6 else ""
-        lines.append(
-            f"  note: {', '.join(target.others[:6])}{more} stay there; weights of another model among them would mislead"
-        )
+        lines.append(f"  note: {', '.join(target.others[:6])}{more} stay there; another model's weights among them would mislead")
     if target and args.public and target.private:
         lines.append(f"  note: it stays private; make it public at {target.url}/settings")
     return "\n".join(lines)
@@ -151,14 +148,5 @@ def _done(repo: str, target: Target, done: Published) -> str:
     if done.wrong:
         return f"{done.url}: the Hub holds other bytes of {', '.join(done.wrong)}; the folder changed meanwhile? publish again"
     same = "nothing has changed since" if done.commit == target.commit else "published"
-    return (
-        f"{same} {done.url}\nevery hash on the Hub is the one shown; gpt2 verify {repo}@{done.commit[:12]} checks what comes back"
-    )
-
-
-def _quiet_client() -> None:
-    """Let the client draw its progress bars on a terminal only."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
-
-    if not sys.stderr.isatty() and not are_progress_bars_disabled():
-        disable_progress_bars()
+    check = f"gpt2 verify {repo}@{done.commit[:12]} checks what comes back"
+    return f"{same} {done.url}\nevery hash on the Hub is the one shown; {check}"

@@ -6,9 +6,9 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpt2.errors import InputError
 
@@ -24,6 +24,7 @@ HEADERS = {
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
 }
+Answer = Callable[[Mapping[str, str]], tuple[str, int]]  # query of the address -> page, HTTP status
 
 
 def listen(port: int) -> socket.socket:
@@ -32,9 +33,8 @@ def listen(port: int) -> socket.socket:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError:
-        raise InputError(
-            "serving the page needs the extra explore: pip install 'gpt2-toolkit[explore]'; or write it with --html FILE"
-        ) from None
+        remedy = "pip install 'gpt2-toolkit[explore]'; or write it with --html FILE"
+        raise InputError(f"serving the page needs the extra explore: {remedy}") from None
     listening = socket.socket()
     try:
         if os.name == "posix":  # on Windows it would let another process take the port
@@ -48,30 +48,39 @@ def listen(port: int) -> socket.socket:
     return listening
 
 
-def refusal(request: Request, token: str, title: str) -> HTMLResponse | None:
-    """Return the answer to a request with another token, or one that another site caused; None if it may go on.
+def one_page(title: str, answer: Answer, token: str) -> Starlette:
+    """Return an application that serves one page, ``/TOKEN/``.
+
+    ``answer`` runs for one request at a time, since it uses all cores, and not for a browser that has disconnected.
 
     Security: every user of this machine can connect to the port, so the address contains a secret that only this terminal shows.
+    A request that another site caused is refused, and a wrong Host header (DNS rebinding).
     """
-    from starlette.responses import HTMLResponse
+    import asyncio
 
-    if not secrets.compare_digest(request.path_params["token"].encode(), token.encode()):
-        return HTMLResponse("no such page", 404, HEADERS)
-    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):  # "none": a typed address
-        page = f'<!doctype html><title>{title}</title><p>Another site led here. <a href="./">Open the page</a>'
-        return HTMLResponse(page, 403, HEADERS)
-    return None
-
-
-def routed(answer: Callable[[Request], Awaitable[HTMLResponse]]) -> Starlette:
-    """Return an application that serves one page, ``/TOKEN/``; a wrong Host header is refused (DNS rebinding)."""
     from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.responses import HTMLResponse
     from starlette.routing import Route
 
+    one_at_a_time = asyncio.Lock()
+
+    async def respond(request: Request) -> HTMLResponse:
+        if not secrets.compare_digest(request.path_params["token"].encode(), token.encode()):
+            return HTMLResponse("no such page", 404, HEADERS)
+        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):  # "none": a typed address
+            page = f'<!doctype html><title>{title}</title><p>Another site led here. <a href="./">Open the page</a>'
+            return HTMLResponse(page, 403, HEADERS)
+        async with one_at_a_time:
+            if await request.is_disconnected():
+                return HTMLResponse("the browser has disconnected", 499)
+            page, status = await run_in_threadpool(answer, request.query_params)
+        return HTMLResponse(page.encode(errors="backslashreplace"), status, HEADERS)
+
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"], www_redirect=False)
-    served = Starlette(routes=[Route("/{token}/", answer, methods=["GET"])], middleware=[hosts])
+    served = Starlette(routes=[Route("/{token}/", respond, methods=["GET"])], middleware=[hosts])
     served.router.redirect_slashes = False
     return served
 
@@ -81,9 +90,8 @@ def serve(application: Callable[[str], Starlette], listening: socket.socket) -> 
     import uvicorn
 
     token = secrets.token_urlsafe(16)
-    config = uvicorn.Config(
-        application(token), log_level="warning", access_log=False, lifespan="off", ws="none", http="h11", server_header=False
-    )
+    quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
+    config = uvicorn.Config(application(token), lifespan="off", ws="none", http="h11", **quiet)
     address = f"http://{HOST}:{listening.getsockname()[1]}/{token}/"
     print(f"open {address} in a browser; Ctrl-C ends it", file=sys.stderr, flush=True)
     with suppress(KeyboardInterrupt):  # the announced end, which uvicorn does not always raise again

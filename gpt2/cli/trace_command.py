@@ -17,22 +17,9 @@ EXAMPLES = """\
   gpt2 trace --out gpt2_124M_debug_state.bin                 ids, next ids, logits, loss, gradients, as llm.c's ports read them
   gpt2 trace random:distilgpt2 --tokens 8 --out random.npz   random weights, random ids
 
-Computed in float64, stored in float32. The arrays, for B rows of T tokens, width D, H heads, vocabulary V:
-
-  ids                        token ids (B, T)
-  wte wpe embed              token and position embeddings, their sum (B, T, D)
-  h.0.ln_1                   the block's input after its first layer norm
-  h.0.attn.q .k .v           queries, keys, values, heads side by side (B, T, D)
-  h.0.attn.scores .weights   before and after softmax (B, H, T, T)
-  h.0.attn.heads .c_proj     weights times values; the attention branch's output
-  h.0.mid                    the residual stream after attention
-  h.0.ln_2                   after the second layer norm
-  h.0.mlp.c_fc .act .c_proj  before, after GELU (B, T, 4 D); the branch's output
-  h.0                        the residual stream after the block
-  ln_f logits                after the last layer norm; (B, T, V)
-  targets loss               with --gradients: next ids; mean loss in nats
-  grad.wte.weight            with --gradients: for each parameter, in its layout
-  losses step1.wte.weight    with --steps: losses; parameters after each step
+Computed in float64, stored in float32. For each block: ln_1, attn.q, .k, .v, .scores, .weights, .heads, .c_proj, mid, ln_2,
+mlp.c_fc, .act, .c_proj and the block's output, as in h.0.attn.q; around them ids, wte, wpe, embed, ln_f, logits. --gradients adds
+targets, loss and grad.wte.weight for each parameter; --steps adds losses and step1.wte.weight. --json says each array's meaning.
 
 A step is AdamW's on the same batch: mean loss, clipping to a norm of 1, then the update with a constant rate of 1e-3, betas 0.9
 and 0.99, eps 1e-8, a decay of 0.1 on matrices and embeddings; no dropout. --set changes optim.lr, optim.beta1, optim.beta2,
@@ -52,15 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser, "run there in float32, to see what it computes, in place of float64 on the CPU", default=None)
     parser.add_argument("--out", required=True, metavar="PATH", help="FILE.safetensors, FILE.npz, llm.c's FILE.bin, or a folder")
     parser.add_argument("--ids", metavar="FILE", help="token ids to use: .npy, or a text of whole numbers, one line a row")
-    parser.add_argument(
-        "--text", metavar="TEXT", help="take the ids from a text file, - for stdin, or a name (default: Twelfth Night)"
-    )
+    help = "take the ids from a text file, - for stdin, or a name (default: Twelfth Night)"
+    parser.add_argument("--text", metavar="TEXT", help=help)
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens in each of the 4 rows (default: 64)")
     parser.add_argument("--gradients", action="store_true", help="also the loss and its gradient by every parameter")
     parser.add_argument("--steps", type=int, default=0, metavar="N", help="also every parameter after each of N AdamW steps")
-    parser.add_argument(
-        "--dtype", default="float32", metavar="D", help="stored as float32, float64 or float16 (default: %(default)s)"
-    )
+    help = "stored as float32, float64 or float16 (default: %(default)s)"
+    parser.add_argument("--dtype", default="float32", metavar="D", help=help)
 
 
 def run(args: argparse.Namespace) -> int:

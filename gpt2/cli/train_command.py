@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import html
 import json
 import shutil
 import sys
 import textwrap
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2.cli.common import size, write_result
+from gpt2.cli.common import save_page, size, write_result
+from gpt2.cli.serving import listen, one_page, serve
 from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     from gpt2.train.loop import Diverged, Estimated, Evaluated, Logged, Started
     from gpt2.train.recipe import Recipe
 
+PORT, REFRESH = 8643, 5  # of the page of gpt2 train watch; seconds
 HELP = "train from scratch or fine-tune, with a recipe"
 EXAMPLES = """\
   gpt2 train --list                                                     list the recipes
   gpt2 train shakespeare-mini --out out/mini                            the embedded model, from scratch
   gpt2 train finetune-shakespeare --init shakespeare-mini               fine-tune it on a play that it has not seen
-  gpt2 train finetune-shakespeare --init gpt2 --set data.path=my.txt    fine-tune GPT-2 on your text
+  gpt2 train finetune-texts --init gpt2 --set data.path=my.txt          fine-tune GPT-2 on your text
   gpt2 train --list-data finetune-shakespeare --init shakespeare-mini   show documents, tokens and the first windows
   gpt2 train shakespeare-mini --set data.tokenizer=chars --set optim.lr=1e-3 --out out/chars
   gpt2 train shakespeare-mini --nproc 2                                 two processes share each batch
@@ -35,22 +43,16 @@ The same command again resumes from the newest intact checkpoint. Ctrl-C finishe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe",
-        nargs="?",
-        metavar="RECIPE",
-        help="a recipe's name or the path of a TOML file; or plot or watch, followed by runs",
-    )
+    help = "a recipe's name or the path of a TOML file; or plot or watch, followed by runs"
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=help)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="after plot or watch: folders of runs")
     parser.add_argument("--list", action="store_true", help="list the recipes with their descriptions")
     parser.add_argument("--list-data", action="store_true", help="show what would be trained on, and train nothing")
     parser.add_argument("--init", metavar="MODEL", help="fine-tune this model instead of training from scratch")
-    parser.add_argument(
-        "--out", metavar="DIR", help="folder of the run (default: out/RECIPE); for plot, the picture (default: loss.png)"
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe; may be repeated"
-    )
+    help = "folder of the run (default: out/RECIPE); for plot, the picture (default: loss.png)"
+    parser.add_argument("--out", metavar="DIR", help=help)
+    help = "override a key of the recipe; may be repeated"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help)
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="share each batch among N processes on this machine")
     parser.add_argument("--html", metavar="FILE", help="for watch: write the page to FILE instead of serving it")
     parser.add_argument("--port", type=int, metavar="N", help="for watch: the port to serve at; 0 takes a free one")
@@ -74,9 +76,7 @@ def run(args: argparse.Namespace) -> int:
         print(printable(str(plot(args.runs, args.out or "loss.png")), one_line=True), file=sys.stderr)
         return 0
     if args.recipe == "watch":
-        from gpt2.cli.watch import watch
-
-        return watch(args)
+        return _watch(args)
     if args.html or args.port is not None:
         raise InputError("--html and --port are for gpt2 train watch RUN...; leave them out")
     if args.runs:
@@ -150,11 +150,51 @@ def _train(args: argparse.Namespace) -> int:
         text = f"{_ENDS[result.stopped]} at step {result.step}\nbest validation loss {result.best_loss:.4f} at step "
         text += f"{result.best_step}: {printable(str(best), one_line=True)}"
         if not result.best_step and result.step >= min(recipe.eval_every, recipe.steps):
-            text += (
-                "\nit holds the initial weights, unchanged: training never improved on them; lower optim.lr, or give more text"
-            )
+            unchanged = "it holds the initial weights, unchanged: training never improved on them"
+            text += f"\n{unchanged}; lower optim.lr, or give more text"
         write_result(args.json, lambda: json.dumps(body, indent=2), lambda: print(text))
     return 130 if result.stopped == "interrupted" else 0
+
+
+def _watch(args: argparse.Namespace) -> int:
+    """Serve or write the page of the runs ``args.runs``."""
+    from gpt2.data.files import write_output
+    from gpt2.train.runs import METRICS
+    from gpt2.train.watch import page
+
+    if args.html:
+        if args.port is not None:
+            raise InputError("--port has no effect with --html, which writes a file and serves nothing; leave it out")
+        text = page(args.runs)
+        save_page(args.html, lambda target: write_output(target, text))
+        return 0
+    page(args.runs, REFRESH)  # reports what is wrong before a browser asks
+    for folder in args.runs:
+        if not (Path(folder) / METRICS).exists():
+            print(f"{printable(folder, one_line=True)}: no run there yet; waiting for gpt2 train to begin it", file=sys.stderr)
+    with listen(PORT if args.port is None else args.port) as listening:
+        serve(partial(_application, args.runs), listening)
+    return 0
+
+
+def _application(folders: Sequence[str], token: str) -> Starlette:
+    """Return an application that serves the page at ``/TOKEN/``, drawn again only where a run has logged or stopped."""
+    from gpt2.train.runs import ALIVE, METRICS
+    from gpt2.train.watch import page
+
+    @lru_cache(maxsize=1)
+    def drawn(stamps: tuple[object, ...]) -> str:
+        return page(folders, REFRESH)
+
+    def answer(query: Mapping[str, str]) -> tuple[str, int]:
+        files = [path.stat() if path.exists() else None for path in (Path(folder) / METRICS for folder in folders)]
+        stamps = [stat and (stat.st_size, stat.st_mtime_ns, time.time() - stat.st_mtime < ALIVE) for stat in files]
+        try:
+            return drawn(tuple(stamps)), 200
+        except (InputError, OSError) as error:
+            return html.escape(str(error)), 404
+
+    return one_page("gpt2 train watch", answer, token)
 
 
 _ENDS = {"finished": "finished", "early": "stopped early, no longer improving", "interrupted": "interrupted and saved"}
@@ -169,9 +209,8 @@ def show(event: Started | Logged | Evaluated | Estimated | Diverged) -> None:
     at = f"step {event.step:6}  "
     match event:
         case Logged():
-            share = (
-                f"  {event.mfu:.0%} of peak speed" if 0 < event.mfu <= 1 else ""
-            )  # more: the peak was measured on a busy machine
+            # above 1, the peak was measured on a busy machine
+            share = f"  {event.mfu:.0%} of peak speed" if 0 < event.mfu <= 1 else ""
             text = f"{at}loss {event.loss:.4f}  lr {event.lr:.1e}  |g| {event.grad_norm:5.2f}  "
             text += f"{event.tokens_per_second:7,.0f} tok/s{share}  {_duration(event.seconds_left)} left"
             text += f"  ({slower})" if (slower := slowest(event.rank_tokens_per_second)) else ""

@@ -1,13 +1,14 @@
 """``gpt2 verify``: check that our model and transformers compute the same from the same files, or what a device computes."""
 
 import argparse
-import time
 from typing import TYPE_CHECKING, Self
 
 from gpt2.cli.common import Status, add_device, add_model, save_page, seed, write_result
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from gpt2.devices.report import DeviceReport
     from gpt2.parity.report import Report
 
@@ -32,15 +33,11 @@ exit code: 0 equal, 1 different, or a device that is wrong or lacks an operator,
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--seed", type=seed, default=0, help="seeds the random token ids (default: %(default)s)")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="leave out training (loss, gradients, optimizer steps), and read 128 tokens, not whole contexts",
-    )
+    help = "leave out training (loss, gradients, optimizer steps), and read 128 tokens, not whole contexts"
+    parser.add_argument("--quick", action="store_true", help=help)
     parser.add_argument("--keep-going", action="store_true", help="look for more differences; the default stops at the first one")
-    parser.add_argument(
-        "--record", action="store_true", help="compute every number that others recorded of the official weights, in a table"
-    )
+    help = "compute every number that others recorded of the official weights, in a table"
+    parser.add_argument("--record", action="store_true", help=help)
     parser.add_argument("--html", metavar="FILE", help="also write the report as one HTML file")
     add_device(parser, "judge this device instead, operator by operator", default=None)
 
@@ -86,9 +83,9 @@ class _Live:
 
         from gpt2.cli.terminal import Terminal
 
-        self.status, self.stage, self.drawn = status, "", 0.0
+        self.status, self.stage = status, ""
         self.report: Report | None = None
-        self.live = Live(console=Terminal(stderr=True), transient=True, auto_refresh=False)
+        self.live = Live(console=Terminal(stderr=True), transient=True, get_renderable=self._drawn)  # four times a second
 
     def __enter__(self) -> Self:
         return self
@@ -101,19 +98,13 @@ class _Live:
         self.stage = stage
         if self.report is None:
             self.status(stage)
-        else:
-            self._draw()
 
     def show(self, report: "Report") -> None:
         """Show the report so far."""
         if self.report is None:
             self.status.clear()
-            self.live.start()
         self.report = report
-        self._draw()
+        self.live.start()
 
-    def _draw(self) -> None:
-        now = time.monotonic()
-        if self.report is not None and now - self.drawn > 0.2:
-            self.drawn = now
-            self.live.update(self.report.so_far(self.stage, self.live.console.height), refresh=True)
+    def _drawn(self) -> "RenderableType":
+        return "" if self.report is None else self.report.so_far(self.stage, self.live.console.height)

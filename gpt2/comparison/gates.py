@@ -9,15 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from xml.etree import ElementTree
 
-from gpt2.comparison.bounds_result import Bounds
-from gpt2.comparison.cases import Cases
-from gpt2.comparison.distributions import Distributions
 from gpt2.comparison.many_results import Candidate, Comparisons
 from gpt2.comparison.results import Comparison
 from gpt2.errors import InputError, printable
 from gpt2.measure.estimates import Estimate
-
-Measured = float | Estimate | None
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
@@ -25,82 +20,50 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
 }
-
-
-def _of_distributions(read: Callable[[Distributions], float | Estimate]) -> Callable[[Comparison], Measured]:
-    return lambda comparison: None if comparison.distributions is None else read(comparison.distributions)
-
-
-def _of_both(
-    read: Callable[[Distributions], float | Estimate], bounded: Callable[[Bounds], Estimate]
-) -> Callable[[Comparison], Measured]:
-    """Read a metric that is also known where a side shows only the likeliest tokens; bounds are its interval."""
-
-    def of(comparison: Comparison) -> Measured:
-        if comparison.distributions is not None:
-            return read(comparison.distributions)
-        return None if comparison.bounds is None else bounded(comparison.bounds)
-
-    return of
-
-
-def _of_cases(read: Callable[[Cases], float | Estimate]) -> Callable[[Comparison], Measured]:
-    return lambda comparison: None if comparison.cases is None else read(comparison.cases)
-
-
-def _weights(comparison: Comparison) -> Measured:
-    return None if comparison.weights is None else comparison.weights.total.distance
-
-
-def _beyond_rounding(comparison: Comparison) -> Measured:
-    weights = comparison.weights
-    if weights is None:
-        return None
-    program = len(comparison.compatibility.departures)
-    if weights.same_numbers or weights.rounded_to:
-        return float(program)
-    return float(program + (len(weights.beyond) or len(weights.tensors) - len(weights.unchanged)))
-
-
-def _errors(*points: str) -> Callable[[Comparison], Measured]:
-    """Return a function that reads the largest error of these traced points, or of all."""
-
-    def read(comparison: Comparison) -> Measured:
-        traced = () if comparison.activations is None else comparison.activations.points
-        errors = [each.error for each in traced if not points or each.point in points]
-        return math.nan if any(map(math.isnan, errors)) else max(errors, default=None)
-
-    return read
-
-
-# Each metric: what it is, and where a comparison holds it (None: not measured between these models).
-METRICS: dict[str, tuple[str, Callable[[Comparison], Measured]]] = {
-    "kl": ("mean KL(a‖b) in nats", _of_both(lambda both: both.kl_ab.mean, lambda bounds: bounds.kl)),
-    "kl_max": ("largest KL(a‖b) of a token, in nats", _of_distributions(lambda both: both.kl_ab.max)),
-    "js": ("mean Jensen-Shannon divergence in nats", _of_distributions(lambda both: both.js.mean)),
-    "same_top": (
-        "fraction of tokens with the same first choice",
-        _of_both(lambda both: both.same_top, lambda bounds: bounds.same_top),
-    ),
-    "perplexity_ratio": ("perplexity of b over that of a", _of_both(lambda both: both.ratio, lambda bounds: bounds.ratio)),
-    "weights": ("norm of the weights' change over their norm", _weights),
-    "beyond_rounding": ("number of tensors of b that are not a's, rounded to one type, and of other settings", _beyond_rounding),
-    "activation": ("largest relative error of a traced point", _errors()),
-    "exact_match": ("fraction of the --cases that b has right", _of_cases(lambda cases: cases.right_b)),
-    "lost_cases": ("number of the --cases that a has right and b wrong", _of_cases(lambda cases: float(len(cases.lost)))),
-    "answer_ratio": ("probability of an expected text under b over that under a", _of_cases(lambda cases: cases.likelier)),
-    "logit": ("relative error of the logits on the traced tokens", _errors("logits")),
+METRICS = {
+    "kl": "mean KL(a‖b) in nats",
+    "kl_max": "largest KL(a‖b) of a token, in nats",
+    "js": "mean Jensen-Shannon divergence in nats",
+    "same_top": "fraction of tokens with the same first choice",
+    "perplexity_ratio": "perplexity of b over that of a",
+    "weights": "norm of the weights' change over their norm",
+    "beyond_rounding": "number of tensors of b that are not a's, rounded to one type, and of other settings",
+    "activation": "largest relative error of a traced point",
+    "exact_match": "fraction of the --cases that b has right",
+    "lost_cases": "number of the --cases that a has right and b wrong",
+    "answer_ratio": "probability of an expected text under b over that under a",
+    "logit": "relative error of the logits on the traced tokens",
 }
+MANY = ("kl", "kl_max", "same_top", "perplexity_ratio", "weights")  # that are measured of each of several models
 
 
-# Those that are measured of each of several models against the first.
-MANY: dict[str, Callable[[Candidate], Measured]] = {
-    "kl": lambda one: None if one.against is None else one.against.kl,
-    "kl_max": lambda one: None if one.against is None else one.against.kl_max,
-    "same_top": lambda one: None if one.against is None else one.against.same_top,
-    "perplexity_ratio": lambda one: None if one.against is None else one.against.ratio,
-    "weights": lambda one: one.weights,
-}
+def _figures(found: Comparison) -> dict[str, float | Estimate]:
+    """Return every metric that was measured; of a side that shows only the likeliest tokens, bounds are the interval."""
+    figures: dict[str, float | Estimate] = {}
+    if (both := found.distributions) is not None:
+        figures |= {"kl": both.kl_ab.mean, "kl_max": both.kl_ab.max, "js": both.js.mean}
+        figures |= {"same_top": both.same_top, "perplexity_ratio": both.ratio}
+    elif (bounds := found.bounds) is not None:
+        figures |= {"kl": bounds.kl, "same_top": bounds.same_top, "perplexity_ratio": bounds.ratio}
+    if (weights := found.weights) is not None:
+        rounded = weights.same_numbers or bool(weights.rounded_to)
+        beyond = 0 if rounded else len(weights.beyond) or len(weights.tensors) - len(weights.unchanged)
+        figures |= {"weights": weights.total.distance, "beyond_rounding": float(beyond + len(found.compatibility.departures))}
+    if found.activations is not None and (points := found.activations.points):
+        errors = {each.point: each.error for each in points}
+        figures["activation"] = math.nan if any(map(math.isnan, errors.values())) else max(errors.values())
+        figures |= {"logit": errors["logits"]} if "logits" in errors else {}
+    if (cases := found.cases) is not None:
+        figures |= {"exact_match": cases.right_b, "lost_cases": float(len(cases.lost)), "answer_ratio": cases.likelier}
+    return figures
+
+
+def _figures_of_one(found: Candidate) -> dict[str, float | Estimate]:
+    """Return the metrics of one of several models."""
+    kept: dict[str, float | Estimate | None] = {"weights": found.weights}
+    if (against := found.against) is not None:
+        kept |= {"kl": against.kl, "kl_max": against.kl_max, "same_top": against.same_top, "perplexity_ratio": against.ratio}
+    return {name: figure for name, figure in kept.items() if figure is not None}
 
 
 @dataclass(frozen=True)
@@ -133,28 +96,25 @@ class Gate:
 
     def judge(self, comparison: Comparison) -> Judgement:
         """Apply the condition; raises InputError if the metric was not measured between these two models."""
-        measured = METRICS[self.metric][1](comparison)
-        if measured is None:
-            why = "; ".join(dict.fromkeys(comparison.compatibility.impossible.values())) or "this comparison has no such part"
-            raise InputError(f"--fail-if {self}: {self.metric} was not measured ({why}); gate on another metric")
-        return self._judged(measured)
+        why = "; ".join(dict.fromkeys(comparison.compatibility.impossible.values())) or "this comparison has no such part"
+        return self._judged(_figures(comparison), f"{self.metric} was not measured ({why}); gate on another metric")
 
     def require_of_many(self) -> None:
         """Raise InputError if the metric is measured of two models only."""
         if self.metric not in MANY:
-            known = ", ".join(MANY)
-            raise InputError(f"--fail-if {self}: of several models only {known} are measured; compare two models for it")
+            raise InputError(
+                f"--fail-if {self}: of several models only {', '.join(MANY)} are measured; compare two models for it"
+            )
 
     def judge_candidate(self, candidate: Candidate) -> Judgement:
         """Apply the condition to one of several models, measured against the first; raises InputError as :meth:`judge` does."""
         self.require_of_many()
-        measured = MANY[self.metric](candidate)
-        if measured is None:
-            why = "; ".join(dict.fromkeys(candidate.left_out.values())) or "it shows too little"
-            raise InputError(f"--fail-if {self}: {self.metric} of {candidate.model.name} was not measured ({why})")
-        return self._judged(measured)
+        why = "; ".join(dict.fromkeys(candidate.left_out.values())) or "it shows too little"
+        return self._judged(_figures_of_one(candidate), f"{self.metric} of {candidate.model.name} was not measured ({why})")
 
-    def _judged(self, measured: float | Estimate) -> Judgement:
+    def _judged(self, figures: Mapping[str, float | Estimate], missing: str) -> Judgement:
+        if (measured := figures.get(self.metric)) is None:
+            raise InputError(f"--fail-if {self}: {missing}")
         interval = measured if isinstance(measured, Estimate) else Estimate(measured, measured, measured)
         judged = interval.high if self.op in (">", ">=") else interval.low
         undefined = math.isnan(interval.value) or math.isnan(judged)
@@ -177,7 +137,7 @@ class Judgement:
     def __str__(self) -> str:
         value, low, high = (f"{x:.4g}" for x in (self.measured.value, self.measured.low, self.measured.high))
         interval = f" (95 % interval {low} .. {high})" if low != high else ""
-        words = f"{self.gate}: {METRICS[self.gate.metric][0]} is {value}{interval}"
+        words = f"{self.gate}: {METRICS[self.gate.metric]} is {value}{interval}"
         return f"{words}, {self._distance()}" if self.met else f"{words}, within the limit"
 
     @property

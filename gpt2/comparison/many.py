@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from gpt2.comparison import page  # noqa: F401 - gives Comparisons their page
-from gpt2.comparison.bounds import measure_bounds
 from gpt2.comparison.checkpoints import with_checkpoints
 from gpt2.comparison.compatibility import Compatibility, compatibility, on_text
-from gpt2.comparison.distributions import Language, gain, language, perplexity_ratio
-from gpt2.comparison.floor import Floor, measure_floor
+from gpt2.comparison.distributions import Language, gain, language, perplexity_ratio, summarise
 from gpt2.comparison.many_results import Against, Candidate, Comparisons, Ranked
 from gpt2.comparison.many_weights import made_of, moved_from_first, size_of
+from gpt2.comparison.noise import Floor, measure_floor
+from gpt2.comparison.pair import Loaded, measured_bounds
 from gpt2.comparison.paper import paper_figures
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, open_passage
 from gpt2.comparison.sides.checkpoint_side import RunningModule
@@ -32,7 +32,6 @@ from gpt2.measure.estimates import Bootstrap, Estimate
 from gpt2.measure.last_words import LastWord, score_last_words
 from gpt2.measure.metrics import Logits, Progress, silent, token_losses
 from gpt2.measure.per_token import measure_pair
-from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
 
 HELD = 2 << 30  # bytes of the first model's logits that are kept in memory; where they are more, it runs again beside each other
@@ -122,7 +121,7 @@ class _Run:
     progress: Progress
     sides: Sequence[Side]
     kept: list[Tensor] = field(default_factory=list)  # the first model's logits of each batch; none where they are too many
-    of_right: tuple[Tensor, Tensor] | None = None  # (N,) its log-probabilities of the right tokens, and these
+    its: _Measured | None = None  # its own figures: from the pairs, or where no other reads its tokens, from its logits
     floor: Floor | None = None  # of the first model, in its own dtype
 
     def __post_init__(self) -> None:
@@ -179,32 +178,36 @@ class _Run:
         with self.loaded(n, vocab) as (running, logits):
             self.words[n] = self._last_words(side, running, tokenizer or self.tokenizer)
             if apart is not None:
-                return self._apart(side, logits, apart)
+                if self.tokenizer is None or passage.text is None:
+                    raise InputError(f"{side.name}: has another tokenizer, and the text is known as ids only; leave it out")
+                own = passage.in_tokens_of(apart, self.tokenizer, side.n_positions)
+                return self._alone(logits, own, apart)._replace(logp=None)
             with self.logits_of_first() as first:
                 found = measure_pair(first, logits, passage.ids, passage.windows, vocab=self.vocab)
-        self.of_right = found.logp_a, found.targets
-        bootstrap, lengths = Bootstrap(len(found), self.seed), passage.token_bytes(self.tokenizer, self.vocab)[found.targets]
-        lost = -gain(found.logp_a, found.logp_b)
-        more = lost.sum().item() / (lengths.sum().item() * math.log(2))
-        against = Against(
-            ratio=perplexity_ratio(found.logp_a, found.logp_b, bootstrap),
-            bits=bootstrap.interval(more, bootstrap.means(lost, lengths) / math.log(2)),
-            kl=bootstrap.mean(found.kl_ab),
-            kl_max=found.kl_ab.max().item(),
-            same_top=bootstrap.fraction(found.same_top),
-        )
-        return _Measured(self._language(found.logp_b, found.targets, passage, self.tokenizer), found.logp_b, against)
+        lengths = passage.token_bytes(self.tokenizer, self.vocab)
+        both, lost = summarise(found, lengths, seed=self.seed), -gain(found.logp_a, found.logp_b)
+        self.its = _Measured(both.a, found.logp_a)
+        per, bootstrap = lengths[found.targets] * math.log(2), Bootstrap(len(found), self.seed)
+        bits = bootstrap.interval(lost.sum().item() / per.sum().item(), bootstrap.means(lost, per))
+        return _Measured(both.b, found.logp_b, Against(both.ratio, bits, both.kl_ab.mean, both.kl_ab.max, both.same_top))
 
     def of_first(self) -> _Measured:
-        """Return the first model's own figures: from the pairs, or, where no other reads its tokens, from its logits."""
-        if self.of_right is None:
+        if self.its is None:
             with self.logits_of_first() as logits:
-                self.of_right = _right_tokens(logits, self.passage.ids, self.passage.windows)
-        return _Measured(self._language(*self.of_right, self.passage, self.tokenizer), self.of_right[0])
+                self.its = self._alone(logits, self.passage, self.tokenizer)
+        return self.its
 
-    def _language(self, logp: Tensor, targets: Tensor, passage: Passage, tokenizer: Tokenizer | None) -> Language:
-        lengths = passage.token_bytes(tokenizer, int(targets.max()) + 1)[targets]
-        return language(logp, lengths, passage.windows, Bootstrap(len(logp), self.seed))
+    @torch.inference_mode()
+    def _alone(self, logits: Logits, passage: Passage, tokenizer: Tokenizer | None) -> _Measured:
+        """Return a model's figures on a text in tokens of its own."""
+        losses, targets = [], []
+        for inputs, group in passage.windows.batches(passage.ids):
+            for row, window in zip(logits(inputs), group, strict=True):
+                targets.append(passage.ids[window.first + 1 : window.end + 1])
+                losses.append(token_losses(row[None, window.first - window.start :].cpu(), targets[-1][None])[0].double())
+        logp, right = -torch.cat(losses), torch.cat(targets)
+        lengths = passage.token_bytes(tokenizer, int(right.max()) + 1)[right]
+        return _Measured(language(logp, lengths, passage.windows, Bootstrap(len(logp), self.seed)), logp)
 
     def _last_words(self, side: Side, running: Running, tokenizer: Tokenizer | None) -> LastWord | None:
         text, context = self.passage.text, side.n_positions or DEFAULT_CONTEXT
@@ -213,21 +216,13 @@ class _Run:
         options = {"context": context, "seed": self.seed}
         return score_last_words(running.logits, tokenizer, text.passages, **options, progress=self.progress)
 
-    def _apart(self, side: Side, logits: Logits, tokenizer: Tokenizer) -> _Measured:
-        """Score a model whose tokenizer is another one, on the same passage in its own tokens."""
-        if self.tokenizer is None or self.passage.text is None:
-            raise InputError(f"{side.name}: has another tokenizer, and the text is known as ids only; leave it out")
-        own = self.passage.in_tokens_of(tokenizer, self.tokenizer, side.n_positions)
-        return _Measured(self._language(*_right_tokens(logits, own.ids, own.windows), own, tokenizer), None)
-
     def _bounded(self, side: Side) -> _Measured:
         """Ask a side that shows only the likeliest tokens, beside the first model: its figures are the first's times a ratio."""
-        first = self.sides[0]
+        first, sides = self.sides[0], tuple(self.sides)
         with first.running() as full, side.running() as part:
-            bounds = measure_bounds(
-                full.logits, part, self.passage.ids, self.passage.windows, vocab=self.vocab, full_is_a=True,
-                recorded=first.recording is not None, tokenizer=self.tokenizer, seed=self.seed, progress=self.progress,
-            )  # fmt: skip
+            pair = [Loaded(first, full, self.tokenizer, sides), Loaded(side, part, None, sides)]
+            bounds = measured_bounds(pair, self.passage, self.seed, self.progress)
+        assert bounds is not None
         ratio, a = bounds.ratio, self.of_first().language
         more = [math.log2(x) * a.score.tokens / a.score.bytes for x in (ratio.value, ratio.low, ratio.high)]
         bits = Estimate(*(a.bits_per_byte.value + each for each in more))
@@ -235,17 +230,6 @@ class _Run:
         score = replace(a.score, loss=a.score.loss + math.log(ratio.value))
         against = Against(ratio, Estimate(*more), bounds.kl, None, bounds.same_top)
         return _Measured(Language(score, perplexity, bits), None, against)
-
-
-@torch.inference_mode()
-def _right_tokens(logits: Logits, ids: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities (N,) of a text's own tokens, and these."""
-    losses, targets = [], []
-    for inputs, group in windows.batches(ids):
-        for row, window in zip(logits(inputs), group, strict=True):
-            targets.append(ids[window.first + 1 : window.end + 1])
-            losses.append(token_losses(row[None, window.first - window.start :].cpu(), targets[-1][None])[0].double())
-    return -torch.cat(losses), torch.cat(targets)
 
 
 def _ranking(measured: Sequence[_Measured], words: Sequence[LastWord | None], seed: int) -> tuple[Ranked, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpt2.comparison.distributions import Language
-from gpt2.comparison.floor import Floor
+from gpt2.comparison.noise import Floor
 from gpt2.comparison.paper import PaperFigure
 from gpt2.comparison.subjects import Model, Scored, Verdict
 from gpt2.measure.estimates import Estimate

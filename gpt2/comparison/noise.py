@@ -1,17 +1,17 @@
-"""The floor of noise of one model on one text, beside what a batch, padding and another dtype make: ``gpt2 compare --noise``."""
+"""The floor of noise: how far two right runs of one model part by rounding alone, and ``gpt2 compare --noise``."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.checkpoint.names import DEFAULT
-from gpt2.comparison.floor import TOKENS, Floor, measure_floor
 from gpt2.comparison.passage import open_passage
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.subjects import Model, Scored
@@ -19,17 +19,58 @@ from gpt2.errors import InputError
 from gpt2.measure.estimates import Bootstrap, Estimate
 from gpt2.measure.metrics import Progress, max_abs, silent
 from gpt2.measure.per_token import measure_rows
+from gpt2.measure.rounding import rounding_noise
+from gpt2.model import GPT2
 from gpt2.pages.reports import Environment, Printed, add_texts, as_json, data_table, dtype_label, environment
+from gpt2.parity.streaming import Streamed
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+TOKENS = 256  # of the text, on which the floor is computed
 ROW, TOGETHER, PADDING = 256, 4, 7  # tokens of a row, rows of a batch, and tokens of padding: odd, so that rows lie elsewhere
 
 
 @dataclass(frozen=True)
+class Floor:
+    """KL between two right runs: (name, mean KL, largest difference of a logit). A difference that is not above means nothing."""
+
+    ways: tuple[tuple[str, Estimate, float], ...]
+    tokens: int
+
+    @property
+    def way(self) -> str:
+        return max(self.ways, key=lambda way: way[1].high)[0]
+
+    @property
+    def kl(self) -> float:
+        """What a mean KL must exceed: the upper end of the 95 % interval."""
+        return max(kl.high for _, kl, _ in self.ways)
+
+    @property
+    def logit(self) -> float:
+        return max(logit for *_, logit in self.ways)
+
+
+@torch.no_grad()
+def measure_floor(model: GPT2, ids: Tensor, vocab: int, *dtypes: torch.dtype) -> Floor:
+    """Return what :mod:`gpt2.measure.rounding` explains of runs of ``model`` on ids (T,) in ``dtypes``, one or one for each."""
+    ids, runs = ids[None, : model.config.n_positions].cpu(), []
+    for seed, dtype in enumerate((dtypes[0], dtypes[-1])):
+
+        def convert(stored: Tensor, dtype: torch.dtype = dtype) -> Tensor:
+            return stored.to("cpu", dtype).double()
+
+        with Streamed(model, convert, convert, lambda _: None), rounding_noise(dtype, seed):  # a block's weights at a time
+            runs.append(model.head(model.hidden(ids))[0, :, :vocab])
+    kl = measure_rows(runs[0][:-1], runs[1][:-1], ids[0, 1:], 1)[2]
+    name = f"rounding to {' and '.join(map(dtype_label, dict.fromkeys(dtypes)))}"
+    return Floor(((name, Bootstrap(len(kl)).mean(kl), max_abs(runs[1], runs[0])),), ids.size(1))
+
+
+@dataclass(frozen=True)
 class Way:
-    """The model run in another way, beside each row of the text alone; ``flipped`` are tokens with another first choice."""
+    """The model run in another way, beside each row alone; ``flipped`` counts tokens with another first choice."""
 
     name: str
     kl: Estimate
@@ -39,7 +80,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Noise(Printed):
-    """The floor of a model that rounds to its dtype (None: it computes in int8), and the ways that were measured."""
+    """The floor of a model (None: it computes in int8), beside what a batch, padding and another dtype make."""
 
     model: Model
     text: Scored
@@ -51,11 +92,9 @@ class Noise(Printed):
     command: ClassVar[str] = "gpt2 compare --noise"
 
     def to_json(self) -> str:
-        """Return everything that was measured as JSON."""
         return as_json(dict(vars(self)))
 
     def parts(self) -> Iterator[RenderableType]:
-        """Yield the model and text, a row for the floor and each way, and what a difference must exceed."""
         from rich.markup import escape
 
         yield f"\n[bold]{escape(self.model.name)}[/bold]  [dim]the floor of noise[/dim]"
@@ -83,12 +122,11 @@ def measure_noise(
     offline: bool = False,
     progress: Progress = silent,
 ) -> Noise:
-    """Return what rounding explains between two runs of a model, and measure a batch, padding and another dtype.
+    """Return a model's floor, and measure a batch, padding and another dtype; arguments as for :func:`gpt2.compare`.
 
-    Arguments as for :func:`gpt2.compare`; by default 1024 tokens. Raises InputError: no such model or text, or too few tokens.
+    Raises InputError: no such model or text, or too few tokens.
     """
-    started = time.perf_counter()
-    side = CheckpointSide.open(name, offline=offline)
+    started, side = time.perf_counter(), CheckpointSide.open(name, offline=offline)
     if side.by_transformers:
         raise InputError(f"{name}: --noise runs our implementation; leave out hf/")
     tokenizer = side.tokenizer()
@@ -99,15 +137,12 @@ def measure_noise(
     model, coarse, padding = side.checkpoint.load(), side.checkpoint.load(other), min(PADDING, side.config.n_positions // 2)
     length = min(ROW, side.config.n_positions - padding, len(passage.ids))
     rows = passage.ids[: len(passage.ids) // length * length].view(-1, length)
-
-    def padded(some: Tensor) -> Tensor:
-        wide = torch.cat((some.new_zeros(len(some), padding), some), 1)
-        real = (torch.arange(wide.size(1)) >= padding).expand_as(wide).long()
-        return torch.cat([model(row[None], attention_mask=mask[None])[:, padding:] for row, mask in zip(wide, real, strict=True)])
-
+    real = (torch.arange(padding + length) >= padding).long()[None]
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         f"{min(TOGETHER, len(rows))} rows in one batch": model,
-        f"{padding} tokens of padding on the left": padded,
+        f"{padding} tokens of padding on the left": lambda some: torch.cat(
+            [model(row[None], attention_mask=real)[:, padding:] for row in F.pad(some, (padding, 0))]
+        ),
         f"in {dtype_label(other)}": lambda some: torch.cat([coarse(row[None]) for row in some]),
     }
     columns: dict[str, list[tuple[Tensor, Tensor, float]]] = {way: [] for way in ways}
@@ -118,12 +153,9 @@ def measure_noise(
             moved = run(some)[..., :vocab].flatten(0, 1)
             _, _, kl, _, _, top, other_top, *_ = measure_rows(alone, moved, some.flatten(), 1)
             columns[way].append((kl, top != other_top, max_abs(moved, alone)))
-    bootstrap, found = Bootstrap(rows.numel(), seed), []
-    for way, parts in columns.items():
-        kls, flips, logits = zip(*parts, strict=True)
-        found.append(Way(way, bootstrap.mean(torch.cat(kls)), max(logits), int(torch.cat(flips).sum())))
-    progress("the floor of noise")
+    found, mean = [], Bootstrap(rows.numel(), seed).mean
+    for way, (kls, flips, logits) in ((way, zip(*parts, strict=True)) for way, parts in columns.items()):
+        found.append(Way(way, mean(torch.cat(kls)), max(logits), int(torch.cat(flips).sum())))
     floor = None if side.dtype == torch.int8 else measure_floor(model, passage.ids[:TOKENS], vocab, side.dtype)
-    env = environment([side.dtype])
-    text = Scored(passage.scored.name, passage.scored.sha256, rows.numel(), length, length, "")
+    env, text = environment([side.dtype]), replace(passage.scored, tokens=rows.numel(), context=length, stride=length, told="")
     return Noise(side.describe(env.versions), text, floor, tuple(found), env, seed, time.perf_counter() - started)

@@ -30,7 +30,7 @@ from gpt2.comparison.compatibility import (
     require_same_function,
 )
 from gpt2.comparison.distributions import Distributions, summarise
-from gpt2.comparison.floor import Floor, measure_floor
+from gpt2.comparison.noise import Floor, measure_floor
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, open_passage
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.saving import TRACED, Keep, saving
@@ -102,7 +102,7 @@ def compare(
             )
             if weights is not None and weights.same_numbers and a != b:
                 numerics = _numerics(sides, running, start, progress)
-        own = [_Loaded(*each, sides) for each in zip(sides, running, tokenizers, strict=True)]
+        own = [Loaded(*each, sides) for each in zip(sides, running, tokenizers, strict=True)]
         if weights is None and all(isinstance(each, RunningPort | RunningModule) for each in running):
             compatible, readable = _read_modules(own, compatible)
             weights = None if "weights" in compatible.impossible else _weights(readable, progress)
@@ -112,7 +112,7 @@ def compare(
                 kept = stack.enter_context(saving(save, sides[0], running[0], tokenizers[0] or tokenizers[1], passage))
             distributions, words = _distributions(own, kept, passage, seed, progress)
         elif save is None and compatible.vocabularies.comparable:
-            bounds = _bounds(own, passage, seed, progress)
+            bounds = measured_bounds(own, passage, seed, progress)
         elif save is not None:
             raise InputError(f"{a}: was not run over the text beside {b}, so it is not saved; save it alone")
         elif text is not None and not compatible.vocabularies.comparable:
@@ -144,7 +144,7 @@ def compare(
     )
 
 
-class _Loaded(NamedTuple):
+class Loaded(NamedTuple):
     """One of the two models in memory."""
 
     side: Side
@@ -185,7 +185,7 @@ def _weights(sides: tuple[Side, Side], progress: Progress) -> WeightChanges | No
     return replace(changes, nearly=type, beyond=beyond) if 2 * len(beyond) <= len(named) else changes
 
 
-def _read_modules(pair: list[_Loaded], compatible: Compatibility) -> tuple[Compatibility, tuple[Side, Side]]:
+def _read_modules(pair: list[Loaded], compatible: Compatibility) -> tuple[Compatibility, tuple[Side, Side]]:
     """Return both sides with the checkpoints that users' modules hold, and compare configs; say so where one holds none."""
     a, b = pair
     try:
@@ -226,7 +226,7 @@ def _numerics(sides: tuple[Side, Side], running: tuple[Running, Running], ids: T
 
 
 def _distributions(
-    pair: list[_Loaded], logits_a: Logits, passage: Passage, seed: int, progress: Progress
+    pair: list[Loaded], logits_a: Logits, passage: Passage, seed: int, progress: Progress
 ) -> tuple[Distributions, Words | None]:
     """Compare both models' predictions after each token; with a tokenizer, also as words."""
     a, b = pair
@@ -251,13 +251,13 @@ def _distributions(
     return found, words
 
 
-def _vocabulary(pair: list[_Loaded]) -> int:
+def _vocabulary(pair: list[Loaded]) -> int:
     """Return the number of tokens that both have, without padding."""
     sizes = [each.side.vocab_size for each in pair if each.side.vocab_size is not None]
     return min(sizes + [each.tokenizer.n_vocab for each in pair if each.tokenizer is not None])
 
 
-def _blame(pair: list[_Loaded], ids: Tensor, windows: Windows, seed: int, progress: Progress) -> Blame | None:
+def _blame(pair: list[Loaded], ids: Tensor, windows: Windows, seed: int, progress: Progress) -> Blame | None:
     a, b = (each.side for each in pair)
     if not (isinstance(a, CheckpointSide) and isinstance(b, CheckpointSide)):
         return None
@@ -266,7 +266,7 @@ def _blame(pair: list[_Loaded], ids: Tensor, windows: Windows, seed: int, progre
     return find_blame(config, *readers(a, b), ids, windows, names=names, vocab=vocab, seed=seed, progress=progress)
 
 
-def _floor(pair: list[_Loaded], ids: Tensor, progress: Progress) -> Floor | None:
+def _floor(pair: list[Loaded], ids: Tensor, progress: Progress) -> Floor | None:
     """Measure what rounding makes of the first of our models, also in the other's dtype if that is coarser."""
     for each, other in zip(pair, reversed(pair), strict=True):
         side, running = each.side, each.running
@@ -277,7 +277,7 @@ def _floor(pair: list[_Loaded], ids: Tensor, progress: Progress) -> Floor | None
     return None
 
 
-def _bounds(pair: list[_Loaded], passage: Passage, seed: int, progress: Progress) -> Bounds | None:
+def measured_bounds(pair: list[Loaded], passage: Passage, seed: int, progress: Progress) -> Bounds | None:
     """Compare a side that shows all logits with one that shows the likeliest tokens; None for any other two."""
     full = [Shown.LOGITS in each.side.shows for each in pair]
     if sum(full) != 1 or Shown.TOP not in pair[full.index(False)].side.shows:
@@ -297,7 +297,7 @@ def _bounds(pair: list[_Loaded], passage: Passage, seed: int, progress: Progress
     )
 
 
-def _alone(pair: list[_Loaded], passage: Passage) -> tuple[LanguageScore, ...]:
+def _alone(pair: list[Loaded], passage: Passage) -> tuple[LanguageScore, ...]:
     """Return each model's loss on the same passage, in tokens of its own tokenizer."""
     tokenizers = [each.tokenizer for each in pair if each.tokenizer is not None]
     scores = []
@@ -308,7 +308,7 @@ def _alone(pair: list[_Loaded], passage: Passage) -> tuple[LanguageScore, ...]:
     return tuple(scores)
 
 
-def _asked(pair: list[_Loaded], what: str) -> list[tuple[Logits, Tokenizer, int]]:
+def _asked(pair: list[Loaded], what: str) -> list[tuple[Logits, Tokenizer, int]]:
     """Return each model's logits, tokenizer (its partner's if it has none) and context. Raises InputError: it cannot be asked."""
     shared = next((each.tokenizer for each in pair if each.tokenizer is not None), None)
     if cannot := next((each for each in pair if Shown.LOGITS not in each.side.shows or each.side.recording or not shared), None):
@@ -316,7 +316,7 @@ def _asked(pair: list[_Loaded], what: str) -> list[tuple[Logits, Tokenizer, int]
     return [(each.logits, each.tokenizer or shared, each.side.n_positions or DEFAULT_CONTEXT) for each in pair if shared]
 
 
-def _last_words(pair: list[_Loaded], passages: Sequence[str], seed: int, progress: Progress) -> LastWords | None:
+def _last_words(pair: list[Loaded], passages: Sequence[str], seed: int, progress: Progress) -> LastWords | None:
     """Score the last word of each passage, if both models have tokenizers."""
     if any(each.tokenizer is None or Shown.LOGITS not in each.side.shows or each.side.recording for each in pair):
         return None

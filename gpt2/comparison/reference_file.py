@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from gpt2 import __version__
-from gpt2.checkpoint.containers.mapped_file import require_whole_files
+from gpt2.checkpoint.containers import require_whole_files
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.saving import raw_bytes, safetensors_header, write_pieces
 from gpt2.data.files import written_aside

@@ -13,7 +13,7 @@ from gpt2.comparison.bounds_result import Bounds
 from gpt2.comparison.cases import Cases
 from gpt2.comparison.compatibility import Compatibility
 from gpt2.comparison.distributions import Distributions
-from gpt2.comparison.floor import Floor
+from gpt2.comparison.noise import Floor
 from gpt2.comparison.subjects import Model, Numerics, Scored, Verdict
 from gpt2.comparison.tables import (
     activations_table,

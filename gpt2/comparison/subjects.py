@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from gpt2.checkpoint.official_files import Official
+from gpt2.checkpoint.cache import Official
 
 
 @dataclass(frozen=True)

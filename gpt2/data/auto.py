@@ -1,8 +1,8 @@
 """Read the tokenizer of a folder as transformers' `AutoTokenizer` does, with the `tokenizers` library alone.
 
-`tokenizer.json` does not decide by itself. The class that tokenizer_config.json names, else config.json, else GPT-2's, takes the
-vocabulary, merges, template and added tokens from it and brings a normaliser, pre-tokeniser and decoder of its own; the general
-classes run the file as it is. Without it the class reads vocab.json and merges.txt, vocab.txt or spiece.model.
+The class that tokenizer_config.json names, else config.json, else GPT-2's, decides: it takes vocabulary, merges, template and
+added tokens from `tokenizer.json`, and brings its own normaliser, pre-tokeniser and decoder; the general classes run that file as
+it is. Without it the class reads vocab.json and merges.txt, vocab.txt or spiece.model.
 
 Source: huggingface/transformers 5.24, models/auto/tokenization_auto.py, tokenization_utils_base.py (`_from_pretrained`),
 tokenization_utils_tokenizers.py (`TokenizersBackend`), and the `__init__` of each class in :data:`CLASSES`.
@@ -190,9 +190,8 @@ def _open(folder: Path) -> Tokenizer:
         pipeline.post_processor = _around(first if first in named else "", last if last in named else "")(named, pipeline)
     if kind is not None and kind.template is not None:
         pipeline.post_processor = kind.template(named, pipeline)
-    tokenizer = LibraryTokenizer(
-        pipeline, roles=named, merges=merges if isinstance(pipeline.model, models.BPE) else None, kept=kept
-    )
+    own_merges = merges if isinstance(pipeline.model, models.BPE) else None
+    tokenizer = LibraryTokenizer(pipeline, roles=named, merges=own_merges, kept=kept)
     if tokenizer.core is not None and tokenizer.merges is not None:
         _check(folder, tokenizer, tokenizer.merges, kept if whole else {})
     return tokenizer
@@ -223,9 +222,7 @@ def _token(value: Any, folder: Path, **flags: bool) -> Token:
     try:
         return AddedToken(value["content"], **{flag: bool(value[flag]) for flag in FLAGS if flag in value} | flags)
     except (KeyError, TypeError, AttributeError):
-        raise InputError(
-            f"{folder / WHOLE} or {CONFIG}: {quoted(value)} is no added token, which has a content; fetch it again"
-        ) from None
+        raise InputError(f"{folder / WHOLE} or {CONFIG}: {quoted(value)} is no added token; fetch it again") from None
 
 
 def _declared(

@@ -1,14 +1,11 @@
-"""Draw training windows as a function of (seed, step, rank), so that a resumed run reads the same tokens.
-
-A token that is read and not scored is -100 among the targets (:data:`UNSCORED`), as in PyTorch's cross-entropy.
-"""
+"""Draw training windows as a function of (seed, step, rank), so that a resumed run reads the same tokens."""
 
 from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
 
-UNSCORED = -100
+UNSCORED = -100  # the target of a token that is read and not scored, as in PyTorch's cross-entropy
 BLOCK = 1 << 24  # tokens that are looked at at a time
 FILLER, READ, SCORED = 0, 1, 2  # marks of tokens: behind the end of a document in its row; of a prompt; trained on
 
@@ -27,9 +24,9 @@ def batch(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return one step's windows: inputs, and targets shifted by one token; both (size // ranks, context), int64.
 
-    Windows start at random places. With ``stride`` they start at its multiples, each once per epoch in a new random order; a
-    stride of ``context`` reads each token once per epoch. All ranks draw the same ``size`` starts and take their own slice, so
-    the global batch does not depend on ``ranks``. ``marks`` (of each id, uint8) say which targets are scored (default: all).
+    Windows start at random places, or, with ``stride``, at its multiples, each once per epoch in a new random order. All ranks
+    draw the same ``size`` starts and take their own slice, so the global batch does not depend on ``ranks``. Where the ``marks``
+    (of each id, uint8) are not SCORED, the target is :data:`UNSCORED`.
 
     Raises ValueError: fewer than ``context + 1`` ids, a ``size`` that ``ranks`` does not divide, or a ``rank`` out of range.
     """

@@ -46,9 +46,7 @@ def made_bpe(
 ) -> LibraryTokenizer:
     """Return a byte-level BPE with GPT-2's own settings. ``matched`` tokens are one id in every text, ``special`` if asked for.
 
-    ``around`` are the tokens that its template puts before and behind a prompt.
-
-    Raises InputError: what the library refuses.
+    ``around`` are the tokens that its template puts before and behind a prompt. Raises InputError: what the library refuses.
     """
     from tokenizers import AddedToken, processors
 
@@ -63,25 +61,32 @@ def made_bpe(
     return LibraryTokenizer(backend, roles=roles, merges=merges)
 
 
-def train_bpe(text: str, vocab_size: int) -> LibraryTokenizer:
-    """Train a byte-level BPE of `vocab_size` tokens on `text`; deterministic. Raises InputError: below 257, or too few merges."""
-    n_merges = vocab_size - N_BYTES - 1
-    if n_merges < 0:
+def entries_wanted(vocab_size: int, text: str) -> int:
+    """Return the entries beside the bytes and the end of text. Raises InputError: below 0, or a lone surrogate in the text."""
+    if vocab_size <= N_BYTES:
         raise InputError(f"vocab_size {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need 257")
     refuse_surrogates(text)
+    return vocab_size - N_BYTES - 1
+
+
+def too_few(vocab_size: int, text: str, there: int, what: str) -> InputError:
+    """Return the error of a text that has only so many merges or words."""
+    given = f"vocab_size {vocab_size} is too large for this text of {len(text):,} characters, which has only {there:,} {what}"
+    return InputError(f"{given}; ask for at most {N_BYTES + there + 1}, or give more text")
+
+
+def train_bpe(text: str, vocab_size: int) -> LibraryTokenizer:
+    """Train a byte-level BPE of `vocab_size` tokens on `text`; deterministic. Raises InputError: below 257, or too few merges."""
+    n_merges = entries_wanted(vocab_size, text)
 
     from tokenizers import trainers
 
     tokenizer = byte_level_pipeline({}, [])
-    trainer = trainers.BpeTrainer(
-        vocab_size=N_BYTES + n_merges, initial_alphabet=list(byte_alphabet()), special_tokens=[], show_progress=False
-    )
+    alphabet = list(byte_alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=N_BYTES + n_merges, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([text], trainer)
     merges = [(a, b) for a, b in json.loads(tokenizer.to_str())["model"]["merges"]]
     if len(merges) != n_merges:
-        raise InputError(
-            f"vocab_size {vocab_size} is too large for this text of {len(text):,} characters, which has only "
-            f"{len(merges):,} merges; ask for at most {N_BYTES + len(merges) + 1}, or give more text"
-        )
+        raise too_few(vocab_size, text, len(merges), "merges")
     tokens = [*openai_byte_order(), *(a + b for a, b in merges), END_OF_TEXT]
     return made_bpe({token: i for i, token in enumerate(tokens)}, merges, [END_OF_TEXT], eos=END_OF_TEXT)

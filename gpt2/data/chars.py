@@ -1,7 +1,5 @@
-"""A character tokenizer: its vocabulary is the set of characters of a text.
-
-nanoGPT's `shakespeare_char` and most from-scratch tutorials use one, with 65 ids for tiny Shakespeare. The embedding is small
-and the model need not learn spelling, but a text has about three times as many tokens as with GPT-2's BPE.
+"""A character tokenizer: its vocabulary is the set of characters of a text, as in nanoGPT's `shakespeare_char` and most
+from-scratch tutorials (65 ids for tiny Shakespeare). A text has about three times as many tokens as with GPT-2's BPE.
 """
 
 import hashlib
@@ -55,10 +53,9 @@ class Chars(Tokenizer):
             return list(map(self._ids.__getitem__, text))
         except KeyError:
             at = next(i for i, char in enumerate(text) if char not in self._ids)
-            raise InputError(
-                f"{_name(text[at])} at position {at} of the text is not among the {self.n_vocab} characters of this "
-                "vocabulary; leave it out, or use a vocabulary made from a text that has it"
-            ) from None
+            unknown = f"{_name(text[at])} at position {at} of the text is not among the {self.n_vocab} characters"
+            remedy = "leave it out, or use a vocabulary made from a text that has it"
+            raise InputError(f"{unknown} of this vocabulary; {remedy}") from None
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Self:

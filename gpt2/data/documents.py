@@ -41,9 +41,8 @@ class Document(NamedTuple):
 def files(path: str) -> list[Path]:
     """Return the files of a file's, folder's or glob's name, in the order of their names; a folder's are found at any depth.
 
-    In a folder, hidden files, links to folders, and files of other suffixes are ignored.
-
-    Raises InputError: nothing there, a folder in it that cannot be read, or a suffix that is none of ours.
+    In a folder, hidden files, links to folders, and other suffixes are ignored. Raises InputError: nothing there, a folder in it
+    that cannot be read, or a suffix that is none of ours.
     """
     place = Path(path)
     try:
@@ -60,9 +59,7 @@ def files(path: str) -> list[Path]:
             raise InputError(f"{path}: {missing}; give another data.path")
     for file in found:
         if file.suffix.lower() not in TEXTS + TABLES:
-            raise InputError(
-                f"{file}: {file.suffix} is none of .txt, .md, .jsonl, .csv and .parquet; convert it, or rename it if it is text"
-            )
+            raise InputError(f"{file}: {file.suffix} is none of .txt, .md, .jsonl, .csv and .parquet; convert or rename it")
     return sorted(found, key=lambda file: file.as_posix())
 
 
@@ -191,9 +188,7 @@ def _text(record: Record, field: str, where: str, key: str) -> str:
     if isinstance(value, str) or (key == "label" and isinstance(value, int)):
         return str(value)
     if field in record:
-        raise InputError(
-            f"{where}: the field {quoted(field)} is not text: {quoted(value)}; correct it, or choose another data.{key}"
-        )
+        raise InputError(f"{where}: the field {quoted(field)} is not text: {quoted(value)}; correct it, or set data.{key}")
     there = ", ".join(quoted(name) for name in list(record)[:8]) or "none"
     raise InputError(f"{where}: no field {quoted(field)}, only {there}; set data.{key}")
 
@@ -208,9 +203,8 @@ def _lines(path: Path) -> Iterator[tuple[str, Record]]:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
-                what = (
-                    f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "too deep or too long"
-                )
+                what = "too deep or too long"
+                what = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else what
                 raise InputError(f"{where}: not JSON ({what}); write one object on each line") from None
             if not isinstance(record, dict):
                 raise InputError(f"{where}: {quoted(record)} is not an object with fields; write one object on each line")

@@ -81,9 +81,8 @@ def read_json(path: Path) -> object:
         at = f"line {error.lineno} column {error.colno}"
         raise InputError(f"{path} is not JSON ({at}); it is damaged or cut off, fetch it again") from None
     except (RecursionError, ValueError) as error:
-        reason = (
-            "its JSON is nested too deep" if isinstance(error, RecursionError) else "it holds a number of thousands of digits"
-        )
+        deep = isinstance(error, RecursionError)
+        reason = "its JSON is nested too deep" if deep else "it holds a number of thousands of digits"
         raise InputError(f"{path} is not a tokenizer's file: {reason}; fetch it again") from None
 
 
@@ -98,9 +97,8 @@ def read_fields(path: Path, **example: Any) -> list[Any]:
 
 
 def stated_ends(folder: Path) -> tuple[int, ...] | None:
-    """Return the ids at which generation_config.json, else config.json, says that a text ends; None if neither says it.
-
-    ``eos_token_id`` is one id, a list, or null for none; the first file that has it decides.
+    """Return the ids at which generation_config.json, else config.json, says that a text ends (``eos_token_id``: one, a list, or
+    null for none); None if neither says it.
     """
     for name in ("generation_config.json", "config.json"):
         content = read_json(folder / name) if (folder / name).is_file() else None
@@ -115,10 +113,7 @@ def stated_ends(folder: Path) -> tuple[int, ...] | None:
 
 @contextlib.contextmanager
 def written_aside(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces ``path`` once it is written and synced: no reader sees a part of it.
-
-    A symlink is replaced, its target not changed.
-    """
+    """Open a temporary file that replaces ``path`` (a link, not its target) once it is whole: no reader sees a part of it."""
     new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.incomplete")
     try:
         with new.open("xb") as stream:
@@ -133,7 +128,7 @@ def written_aside(path: Path) -> Iterator[BinaryIO]:
 def write_output(path: str | Path, content: str | bytes, flag: str = "") -> None:
     """Write a result where the user asked for it, as :func:`written_aside` does; a device or pipe is written into.
 
-    Raises InputError, which names ``flag``: it cannot be written, and what was there before is as it was.
+    Raises InputError, which names ``flag``: it cannot be written; what was there before is as it was.
     """
     path = Path(path)
     data = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")  # a file name may not be UTF-8

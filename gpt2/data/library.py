@@ -1,7 +1,7 @@
 """Any tokenizer that the `tokenizers` library runs: BPE, Unigram, WordPiece, WordLevel, with whatever stands around the model.
 
-:mod:`gpt2.data.auto` builds it from a folder's files. A byte-level BPE with GPT-2's own settings is encoded by tiktoken, which is
-ten times as fast, once :func:`gpt2.data.byte_level.core` has seen that the definition is one.
+:mod:`gpt2.data.auto` builds it from files. A BPE of GPT-2's own kind is encoded by tiktoken, ten times as fast
+(:func:`gpt2.data.byte_level.core`).
 """
 
 import copy

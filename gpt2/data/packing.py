@@ -15,8 +15,7 @@ HASHED = 1 << 16  # characters of a document that decide where it goes
 def held_out(documents: Sequence[Document], fraction: float, seed: int) -> np.ndarray:
     """Return which documents are held out (bool): each with probability ``fraction``, by a hash of its text and ``seed``.
 
-    So equal documents stay together, and new ones move no other. At least one document is held out and one is not, if there
-    are two.
+    So equal documents stay together, and new ones move no other. Of two or more, at least one is held out and one is not.
     """
     draws = np.array([draw(document, seed) for document in documents])
     chosen = draws < fraction

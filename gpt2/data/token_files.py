@@ -15,28 +15,24 @@ SAMPLES, BLOCK = 4096, 2048  # of a longer file, only so many blocks of so many 
 def read(directory: str | Path, n_vocab: int, *, check: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Map a folder's `train.bin` and `val.bin`; return both as read-only uint16 arrays.
 
-    Ids are checked against ``n_vocab``; in a file of more than 8 million ids, only 4,096 blocks spread over the file. Without
-    ``check`` no page is read: another process of this machine has checked them. Of a long file, only the pages that are used
-    are ever read, and none ahead of them, because windows are at random places. Raises InputError: a file that is missing, is
-    empty, has an odd size, or has an id outside the vocabulary.
+    Ids are checked against ``n_vocab``; in a file of more than 8 million ids, 4,096 blocks spread over it. Without ``check`` no
+    page is read: another process of this machine has checked them. Of a long file no page is read ahead, because windows are at
+    random places. Raises InputError: a file that is missing, is empty, has an odd size, or has an id outside the vocabulary.
     """
     files = []
     for path in (Path(directory) / TRAIN, Path(directory) / VAL):
         try:
             size = path.stat().st_size
         except OSError as error:
-            raise InputError(
-                f"{path}: cannot be read ({error.strerror}); give a folder with {TRAIN} and {VAL}, --set data.tokens=DIR"
-            ) from None
+            remedy = f"give a folder with {TRAIN} and {VAL}, --set data.tokens=DIR"
+            raise InputError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
         if size == 0 or size % 2:
             raise InputError(f"{path}: {size} bytes are not a positive number of uint16 ids; write the file again")
         ids = mapped(path, "<u2")
         largest = int(max(block.max() for block in _blocks(ids))) if check else 0
         if largest >= n_vocab:
-            raise InputError(
-                f"{path}: id {largest} lies outside the tokenizer's vocabulary of {n_vocab:,}; "
-                "these tokens were made with another tokenizer, or are not uint16"
-            )
+            why = "these tokens were made with another tokenizer, or are not uint16"
+            raise InputError(f"{path}: id {largest} lies outside the tokenizer's vocabulary of {n_vocab:,}; {why}")
         files.append(ids)
     return files[0], files[1]
 

@@ -56,9 +56,8 @@ class Tokenizer(ABC):
         """Return the ids of `text`, without a template. The text of a special token is ordinary characters, unless `special`.
 
         So no prompt or file can put a control token into a model's input by itself. Otherwise these are the ids of transformers'
-        ``AutoTokenizer(...)(text, add_special_tokens=False)``.
-
-        Raises InputError: a lone surrogate, or a character that the vocabulary lacks where it has no unknown token.
+        ``AutoTokenizer(...)(text, add_special_tokens=False)``. Raises InputError: a lone surrogate, or a character that the
+        vocabulary lacks where it has no unknown token.
         """
 
     def encode_prompt(self, text: str, *, special: bool = False) -> list[int]:
@@ -73,7 +72,7 @@ class Tokenizer(ABC):
         """Write the files that :func:`gpt2.data.from_directory` and transformers read; return their paths.
 
         Files that were read are written back unchanged. `n_positions` becomes the others' `model_max_length`, above which
-        transformers warns. The chat format has a second form for other programs.
+        transformers warns.
         """
         texts = self.texts(n_positions)
         for name in (*files.LEGACY, chat.FILE):
@@ -93,9 +92,8 @@ class Tokenizer(ABC):
         a token is empty or in the vocabulary already, or a tokenizer that the `tokenizers` library does not run.
         """
         if tokens:
-            raise InputError(
-                f"add_tokens: a vocabulary of {type(self).__name__.lower()} takes no new tokens; use a byte-level BPE"
-            )
+            kind = type(self).__name__.lower()
+            raise InputError(f"add_tokens: a vocabulary of {kind} takes no new tokens; use a byte-level BPE")
         return self
 
     def holds(self, token_id: int) -> bool:
@@ -111,16 +109,14 @@ class Tokenizer(ABC):
         return self.decode([token_id]) if self.holds(token_id) else f"[{token_id}]"
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`, special tokens included. Bytes that are not UTF-8 become U+FFFD.
-
-        A model may stop inside a character; :meth:`decode_bytes` is exact.
+        """Return the text of `ids`, special tokens included; bytes that are not UTF-8 become U+FFFD (:meth:`decode_bytes` is
+        exact).
         """
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the bytes of `ids` (a list, or a 1-d array or tensor).
-
-        Raises InputError: an id without a token, which a model with a padded vocabulary may sample.
+        """Return the bytes of `ids` (a list, or a 1-d array or tensor). Raises InputError: an id without a token, as of padded
+        rows.
         """
         return b"".join([self._bytes[i] or b"" for i in self._known(ids)])
 
@@ -154,7 +150,6 @@ def refuse_surrogates(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(
-            f"the text has a lone surrogate, U+{ord(text[error.start]):04X}, at character {error.start}: it has no UTF-8 form; "
-            "read the source as UTF-8, or repair it with text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
-        ) from None
+        found = f"the text has a lone surrogate, U+{ord(text[error.start]):04X}, at character {error.start}: it has no UTF-8 form"
+        remedy = "read the source as UTF-8, or repair it with text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+        raise InputError(f"{found}; {remedy}") from None

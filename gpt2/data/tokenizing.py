@@ -66,8 +66,8 @@ def prepared(
     """Return training ids, validation ids, and with a prompt or padding the marks of both, mapped; and the tally of documents.
 
     The files lie beside ``path``, in ``PATH.tokens/``, or in the user's cache folder if that cannot be written. ``check`` as in
-    :func:`gpt2.data.token_files.read`. Raises InputError: as :func:`gpt2.data.documents.documents`; a vocabulary beyond 65,536;
-    a full disk; a process that was killed.
+    :func:`gpt2.data.token_files.read`. Raises InputError: as :func:`gpt2.data.documents.documents`; a vocabulary beyond 65,536; a
+    full disk; a process that was killed.
     """
     if task.tokenizer.n_vocab > 1 << 16:
         raise InputError(f"{path}: token files hold ids below 65,536, and the vocabulary has {task.tokenizer.n_vocab:,}")
@@ -83,9 +83,7 @@ def prepared(
             if not (folder / MANIFEST).is_file():
                 _write(folder, paths, task, made_of, say)
     except OSError as error:
-        raise InputError(
-            f"{folder}: cannot write the token files ({error.strerror}); make room: the same command goes on"
-        ) from None
+        raise InputError(f"{folder}: cannot write token files ({error.strerror}); make room: the same command goes on") from None
     except BrokenProcessPool:
         raise InputError(f"{folder}: a tokenizing process was killed, perhaps for memory; the same command goes on") from None
     manifest = json.loads((folder / MANIFEST).read_text())
@@ -151,9 +149,8 @@ def _write(folder: Path, paths: Sequence[Path], task: Task, made_of: dict[str, A
     for name in FILES:
         with open(folder / name, "r+b") as whole:  # Windows syncs no file that is open for reading
             os.fsync(whole.fileno())
-    written = [
-        np.memmap(folder / n, np.uint8 if n.endswith("marks") else "<u2", "r") for n in FILES if (folder / n).stat().st_size
-    ]
+    filled = [name for name in FILES if (folder / name).stat().st_size]
+    written = [np.memmap(folder / name, "u1" if name.endswith("marks") else "<u2", "r") for name in filled]
     manifest = made_of | {"tally": tally + found, "fingerprint": token_files.fingerprint(*written)}
     write_files(folder, {MANIFEST: json.dumps(manifest, indent=1) + "\n"})
     (folder / PROGRESS).unlink(missing_ok=True)

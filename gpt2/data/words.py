@@ -1,8 +1,7 @@
 """A word tokenizer: its vocabulary is the most frequent words of a text, each with the space before it.
 
-Other words are encoded as bytes, so any text can be decoded, and bits per byte are comparable with other models'; with one
-unknown token, as in tutorials, neither holds. GPT-2's pattern splits the text (:data:`gpt2.data.byte_level.PATTERN`). For the
-`tokenizers` library this is a byte-level BPE without merges that accepts whole pieces (`ignore_merges`).
+Other words are encoded as bytes, so any text can be decoded, and bits per byte compare with other models'. For the `tokenizers`
+library this is a byte-level BPE without merges that accepts whole pieces (`ignore_merges`).
 """
 
 import hashlib
@@ -16,7 +15,7 @@ from typing import Self
 
 from gpt2.config import quoted
 from gpt2.data import files
-from gpt2.data.bpe import byte_level_pipeline
+from gpt2.data.bpe import byte_level_pipeline, entries_wanted, too_few
 from gpt2.data.byte_level import N_BYTES, PATTERN, byte_alphabet, openai_byte_order
 from gpt2.data.files import END_OF_TEXT
 from gpt2.data.library import LibraryTokenizer
@@ -29,11 +28,8 @@ FILE = "words.json"
 class Words(Tokenizer):
     """A vocabulary of the 256 bytes, then `words` in their order, then `<|endoftext|>`.
 
-    Args:
-        words: pieces of text as :data:`gpt2.data.byte_level.PATTERN` splits it, each longer than one byte, each once.
-        where: the source's name in an error.
-
-    Raises InputError: a word that is not such a piece, so that no text would get its id; or a repeated word.
+    `words` are pieces of text as :data:`gpt2.data.byte_level.PATTERN` splits it, of two bytes or more. Raises InputError, which
+    names ``where``: a word that is no such piece, so that no text would get its id; or a repeated word.
     """
 
     def __init__(self, words: Sequence[str], *, where: str = "the vocabulary") -> None:
@@ -43,9 +39,8 @@ class Words(Tokenizer):
         self._ids = {word: N_BYTES + i for i, word in enumerate(self._words)}
         for i, word in enumerate(self._words):
             if self._ids[word] != N_BYTES + i:
-                raise InputError(
-                    f"{where}: {quoted(word)} is listed twice, as words {i} and {self._ids[word] - N_BYTES}; remove one"
-                )
+                twice = f"listed twice, as words {i} and {self._ids[word] - N_BYTES}"
+                raise InputError(f"{where}: {quoted(word)} is {twice}; remove one")
             refuse_surrogates(word)
             if len(word.encode()) < 2 or _pieces(word) != [word]:
                 raise InputError(f"{where}: {quoted(word)} is not one word of two bytes or more; make the vocabulary from a text")
@@ -56,16 +51,10 @@ class Words(Tokenizer):
     @classmethod
     def from_text(cls, text: str, vocab_size: int) -> Self:
         """Take the most frequent words, ties in text order. Raises InputError: `vocab_size` below 257, or too few words."""
-        wanted = vocab_size - N_BYTES - 1
-        if wanted < 0:
-            raise InputError(f"vocab_size {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need 257")
-        refuse_surrogates(text)
+        wanted = entries_wanted(vocab_size, text)
         counts = Counter(piece for piece in _pieces(text) if len(piece.encode()) > 1)
         if len(counts) < wanted:
-            raise InputError(
-                f"vocab_size {vocab_size} is too large for this text of {len(text):,} characters, which has only "
-                f"{len(counts):,} different words; ask for at most {N_BYTES + len(counts) + 1}, or give more text"
-            )
+            raise too_few(vocab_size, text, len(counts), "different words")
         return cls([word for word, _ in counts.most_common(wanted)], where="the text")
 
     @cached_property

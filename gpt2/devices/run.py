@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import model_with, open_checkpoint
-from gpt2.checkpoint.containers.mapped_file import require_whole_files
+from gpt2.checkpoint.containers import require_whole_files
 from gpt2.checkpoint.loading import require_device
 from gpt2.checkpoint.names import DEFAULT, VERIFIES, ModelName
 from gpt2.decoder import Decoder

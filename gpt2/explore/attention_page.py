@@ -15,7 +15,7 @@ from torch import Tensor
 from gpt2.comparison.subjects import Model
 from gpt2.data.files import write_output
 from gpt2.errors import InputError
-from gpt2.pages.drawing import INK, MUTED, PAPER, RULE, SETTINGS, matplotlib_of_our_own, svg
+from gpt2.pages.drawing import COLOURS, LIGHT, PAPER, matplotlib_of_our_own, svg
 from gpt2.pages.rendering import pack_lower, readable, render, visible
 from gpt2.pages.reports import Environment, Printed, as_json, data_table
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import RenderableType
 
-LIGHT = {INK: "#23211d", MUTED: "#716b61", RULE: "#e6e1d8", PAPER: "#fdfcfa"}
 POSITIVE, NEGATIVE = (0xD8, 0x62, 0x28), (0x3F, 0x7F, 0xC4)  # visible on light and dark pages
 LABELLED = 24  # most tokens that are named along the edges
 VISIBLE = 750_000  # weights of all heads, in a page of less than 3 MB: 72 tokens of gpt2, 25 of gpt2-xl
@@ -116,10 +115,8 @@ class AttentionReport(Printed):
         """Raise an InputError if the text has too many tokens for weights to be visible."""
         most = math.isqrt(VISIBLE // len(self.heads))
         if len(self.tokens) > most:
-            raise InputError(
-                f"the text makes {len(self.tokens)} tokens, and {what} of {len(self.heads)} heads has room for {most}: "
-                "give a shorter text, or take the weights as --json"
-            )
+            room = f"{what} of {len(self.heads)} heads has room for {most}: give a shorter text, or take the weights as --json"
+            raise InputError(f"the text makes {len(self.tokens)} tokens, and {room}")
 
     @property
     def difference(self) -> Tensor:
@@ -160,8 +157,7 @@ def attention_svg(maps: Tensor, tokens: Sequence[str], *, signed: bool) -> str:
 
 def attention_png(maps: Tensor, tokens: Sequence[str], *, signed: bool) -> bytes:
     """Draw the same as a PNG on a light background."""
-    light = {name: LIGHT.get(value, value) if isinstance(value, str) else value for name, value in SETTINGS.items()}
-    with matplotlib_of_our_own(**light):
+    with matplotlib_of_our_own(**LIGHT):
         from matplotlib.figure import Figure
 
         size, draw = _attention(maps, tokens, signed)
@@ -170,7 +166,7 @@ def attention_png(maps: Tensor, tokens: Sequence[str], *, signed: bool) -> bytes
         file = io.BytesIO()
         pixels = size[0] * size[1] * 200**2
         dpi = 200 if pixels < 4e7 else 100
-        figure.savefig(file, format="png", dpi=dpi, facecolor=LIGHT[PAPER], metadata={"Software": None})
+        figure.savefig(file, format="png", dpi=dpi, facecolor=COLOURS[PAPER], metadata={"Software": None})
     return file.getvalue()
 
 

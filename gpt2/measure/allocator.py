@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from typing import Any
 
 TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8  # parameters of mallopt, from glibc's malloc.h
 
@@ -11,14 +12,11 @@ TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8  # parameters of mallopt, from 
 def keep_freed_memory() -> bool:
     """Make the C library keep freed memory from now on; return whether it can (glibc can).
 
-    glibc returns each large freed block to the system, and gets it back as new pages that the kernel fills with zeros. With
-    hundreds of megabytes per step this takes a tenth of a training step at gpt2's shape and 256 tokens, and a fifth of verifying
-    distilgpt2. The cost: 7 % more memory for that step, 14 % for comparing two gpt2. All threads share one heap: verifying two
-    blocks of gpt2's shape takes 0.3 GB and 2.7 s of the kernel's time less than with a heap for each thread.
+    glibc returns each large freed block to the system, and gets it back as new pages that the kernel fills with zeros: a tenth of
+    a training step at gpt2's shape and 256 tokens, a fifth of verifying distilgpt2. The cost: 7 % more memory for that step, 14 %
+    for comparing two gpt2. All threads share one heap.
     """
-    if os.name != "posix":
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = _of_libc("mallopt")
     return mallopt is not None and all(mallopt(name, to) for name, to in ((MMAP_MAX, 0), (TRIM_THRESHOLD, -1), (ARENA_MAX, 1)))
 
 
@@ -28,10 +26,11 @@ def give_back_freed_memory() -> bool:
     Where each step frees its gradients one by one, glibc keeps them as holes of the heap that the next step does not fit into:
     1 GB more for each step at gpt2's shape in float64.
     """
-    if os.name != "posix":
-        return False
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is None:
-        return False
-    trim(0)
-    return True
+    trim = _of_libc("malloc_trim")
+    if trim is not None:
+        trim(0)
+    return trim is not None
+
+
+def _of_libc(name: str) -> Any:
+    return getattr(ctypes.CDLL(None), name, None) if os.name == "posix" else None

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.containers import shown
+from gpt2.checkpoint.containers import MappedFile, shown
 from gpt2.checkpoint.containers.llmc_file import HEADER, STATE, is_matrix, magic_of, order, padded_rows
-from gpt2.checkpoint.containers.mapped_file import MappedFile
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError, require_memory
@@ -41,8 +40,8 @@ SAVE = f"save them as integers under the name {IDS[0]} (or {', '.join(IDS[1:])})
 class Dump:
     """What a program wrote: ``ids`` (B, T) int64, and ``arrays`` by their own names, of any float dtype and shape.
 
-    ``source`` is shown to the user. ``ignored``: names of arrays that are not of floating point. Of training steps: ``batches``
-    are the ids of each (K, B, T), ``ids`` the first of them, and ``integers`` the arrays of one shape with ``batches``.
+    ``ignored``: names of arrays that are not floats. Of training steps: ``batches`` are the ids of each (K, B, T), ``ids`` the
+    first of them, and ``integers`` the arrays of one shape with ``batches``.
     """
 
     source: str
@@ -148,9 +147,8 @@ def _ids(given: Tensor, where: str, config: GPT2Config) -> Tensor:
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= config.vocab_size:
         wrong = low if low < 0 else high
-        raise InputError(
-            f"{where}: holds the id {wrong}, and the model knows 0 to {config.vocab_size - 1}; is --model the right one?"
-        )
+        known = f"the model knows 0 to {config.vocab_size - 1}; is --model the right one?"
+        raise InputError(f"{where}: holds the id {wrong}, and {known}")
     if shape[-1] > config.n_positions:
         raise InputError(f"{where}: has {shape[-1]} tokens in a row, and the model has {config.n_positions} positions; run fewer")
     require_memory(8 * points_size(config, *ids.shape) // config.n_layer, f"{where}: {len(ids):,} rows", "run fewer")
@@ -177,7 +175,9 @@ def _tensor(value: Any, where: str) -> Tensor:
 
 def _npz(path: Path, most: float) -> Iterator[tuple[str, Tensor]]:
     for name, array in read_npz(path, most):
-        _require_inside(name, path)
+        parts = PurePosixPath(name.replace("\\", "/"))
+        if parts.is_absolute() or ".." in parts.parts:
+            raise InputError(f"{path}: holds an array named {shown(name)}, a path that leads out of it; name it otherwise")
         yield name, _tensor(array, f"{path}: {shown(name)}")
 
 
@@ -197,9 +197,8 @@ def _debug_state(path: Path, config: GPT2Config) -> Iterator[tuple[str, Tensor]]
     magic, version, batch, tokens, *_ = HEADER.unpack(head)
     if magic != STATE or version != STATE_VERSION:
         found = f"begins with {magic:,}, version {version:,}"
-        raise InputError(
-            f"{path}: {found}, not with llm.c's debug state's {STATE:,}, version {STATE_VERSION}; write it with its train_gpt2.py"
-        )
+        wanted = f"llm.c's debug state's {STATE:,}, version {STATE_VERSION}; write it with its train_gpt2.py"
+        raise InputError(f"{path}: {found}, not with {wanted}")
     count = batch * tokens
     needed = HEADER.size + 8 * count + 4 * count * config.vocab_size
     if min(batch, tokens) < 1 or needed > file.size:
@@ -233,9 +232,3 @@ def _directory(path: Path, most: float) -> Iterator[tuple[str, Tensor]]:
     require_memory(sum(file.stat().st_size for file in files), f"{path}: its arrays", FEWER, most)
     for file in files:
         yield file.relative_to(path).with_suffix("").as_posix(), _tensor(read_npy(file, most), str(file))
-
-
-def _require_inside(name: str, path: Path) -> None:
-    parts = PurePosixPath(name.replace("\\", "/"))
-    if parts.is_absolute() or ".." in parts.parts:
-        raise InputError(f"{path}: holds an array named {shown(name)}, a path that leads out of it; name it otherwise")

@@ -33,11 +33,11 @@ class Bootstrap:
 
     Losses of neighbouring tokens are correlated, so resampling single tokens would make intervals too narrow. The text is cut
     into 64 blocks of equal length (to within one token), more for a long text (one per 1024 tokens, at most 1024), fewer for a
-    short one (at least 16 tokens each). The same blocks are drawn, with replacement, for every value of a pair.
+    short one (at least 16 tokens each). The same blocks are drawn, with replacement, for every value of a pair. Values that are
+    ``independent``, of one question each, are blocks of their own.
 
-    Measured coverage of a 95 % interval of a mean, neighbours correlated by 0.5: 93 to 94 % with 2048 or 16,384 tokens; 91 %
-    with 512 tokens (32 blocks); 88 to 89 % if 2 % of the values make half the sum (log-normal, sigma 2). Below about 20 blocks
-    the intervals are too narrow. Values that are ``independent``, of one question each, are blocks of their own.
+    Measured coverage of a 95 % interval of a mean, neighbours correlated by 0.5: 93 to 94 % with 2048 or 16,384 tokens; 91 % with
+    512 (32 blocks); 88 to 89 % if 2 % of the values make half the sum. Below about 20 blocks the intervals are too narrow.
     """
 
     def __init__(self, n: int, seed: int = 0, resamples: int = RESAMPLES, *, independent: bool = False) -> None:

@@ -121,9 +121,8 @@ def _encode(tokenizer: Tokenizer, passage: str, number: int, context: int) -> tu
     else:
         raise InputError(f"passage {number} is the single word {word[:40]!r}; give passages of two words or more")
     if not 0 < length <= context:
-        raise InputError(
-            f"passage {number}: its last word {word[:40]!r} is {length} tokens, not 1 .. {context}; leave this passage out"
-        )
+        long = f"its last word {word[:40]!r} is {length} tokens, not 1 .. {context}"
+        raise InputError(f"passage {number}: {long}; leave this passage out")
     return ids[-(context + 1) :], length
 
 

@@ -47,7 +47,7 @@ def max_abs(a: Tensor, b: Tensor) -> float:
 def relative_error(a: Tensor, reference: Tensor) -> float:
     """Return the Frobenius norm of the difference over the reference's: for rounding spread over all entries.
 
-    It is infinite if the shapes differ, or an entry is NaN or infinite in only one; equal infinities (masked logits) are equal.
+    Infinite if the shapes differ, or an entry is NaN or infinite in only one; equal infinities (masked logits) are equal.
     """
     return _relative(_norms, a, reference)
 
@@ -122,21 +122,11 @@ class LanguageScore:
         return self.loss * self.tokens / (math.log(2) * self.bytes) if self.bytes else math.nan
 
 
-@torch.inference_mode()
 def language_score(
-    model: GPT2 | Logits,
-    ids: Tensor,
-    token_bytes: Tensor,
-    windows: Windows,
-    *,
-    batch_size: int | None = 16,
-    vocab: int | None = None,
+    model: GPT2 | Logits, ids: Tensor, token_bytes: Tensor, windows: Windows, **options: int | None
 ) -> LanguageScore:
-    """Score the tokens of a text (N,) in ``windows``; ``token_bytes`` (V,) are lengths, ``vocab`` drops padded logits.
-
-    Raises InputError: nothing to predict, a context beyond the model's, or a stride that skips tokens.
-    """
-    return language_scores(model, ids, token_bytes, windows, (None,), batch_size=batch_size, vocab=vocab)[0]
+    """Return the score of all tokens; arguments as in :func:`language_scores`."""
+    return language_scores(model, ids, token_bytes, windows, (None,), **options)[0]
 
 
 @torch.inference_mode()
@@ -150,7 +140,11 @@ def language_scores(
     batch_size: int | None = 16,
     vocab: int | None = None,
 ) -> list[LanguageScore]:
-    """Return a :func:`language_score` over each part of the tokens: a mask (N,), or None for all. An empty part has loss 0."""
+    """Score parts of a text's tokens (N,) in ``windows``: each a mask (N,), or None for all. An empty part has loss 0.
+
+    ``token_bytes`` (V,) are lengths; ``vocab`` drops padded logits; ``batch_size`` is in windows. Raises InputError: nothing to
+    predict, a context beyond the model's, or a stride that skips tokens.
+    """
     device: torch.device = ids.device
     evaluation: AbstractContextManager[None] = nullcontext()
     if isinstance(model, GPT2):

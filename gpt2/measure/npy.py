@@ -1,8 +1,8 @@
 """Read NumPy's ``.npy`` and ``.npz``; of a wrong header say which byte is wrong, and what the header should be.
 
-Programs in C and JavaScript write these headers by hand. NumPy evaluates a header as Python, and fails on a wrong one in a dozen
-ways. Here it is read by the format's description (NumPy enhancement proposal 1): magic, version, length, a dictionary of
-``descr``, ``fortran_order`` and ``shape``, spaces, a newline. Nothing is evaluated or unpickled.
+Programs in C and JavaScript write these headers by hand, and NumPy, which evaluates them as Python, fails in a dozen ways. Here a
+header is read by the format's description (NumPy enhancement proposal 1): magic, version, length, a dictionary of ``descr``,
+``fortran_order`` and ``shape``, spaces, a newline. Nothing is evaluated or unpickled.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Compare two models token by token: log-probabilities, divergences and top tokens from one pass over a text.
+"""Compare two models token by token: log-probabilities, divergences and top tokens from one pass over the vocabulary.
 
-Most time goes to the vocabulary, 50,257 float64 logits per token and model, so one pass over it computes every measurement.
 :mod:`gpt2.comparison.distributions` computes the statistics.
 """
 
@@ -77,11 +76,10 @@ def measure_pair(
 ) -> Tokens:
     """Run both models over a text (N,) and compare their predictions of each token but the first, in float64.
 
-    ``vocab`` is the tokenizer's size: logits beyond it (padding) are dropped before normalisation; ``batch_size`` is in
-    windows. A divergence is exactly 0 for bitwise equal logits, never negative, and otherwise accurate to about 1e-15. A logit
-    of -inf is a probability of 0, so a divergence may be infinite; NaN logits make all of the token's measurements NaN.
-
-    Raises InputError: no token to predict, a protocol that skips tokens, an id or a model that does not fit the vocabulary.
+    ``vocab`` is the tokenizer's size: logits beyond it (padding) are dropped before normalisation. A divergence is exactly 0 for
+    bitwise equal logits, never negative, and otherwise accurate to about 1e-15; infinite where a probability is 0 in one model;
+    NaN logits make all of the token's measurements NaN. Raises InputError: no token to predict, a protocol that skips tokens, an
+    id or a model that does not fit the vocabulary.
     """
     ids = ids.long()
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:

@@ -64,9 +64,9 @@ class Replay(TorchFunctionMode):
             with torch.set_grad_enabled(training):
                 own_args, own_kwargs = tree_map_only(Tensor, view, (args, kwargs))
                 again = func(*own_args, **own_kwargs)
-                return (
-                    torch.autograd.grad(again, leaves, wholes[-1]) if training else [_whole(own_args[0]) if in_place else again]
-                )
+                if training:
+                    return torch.autograd.grad(again, leaves, wholes[-1])
+                return [_whole(own_args[0]) if in_place else again]
 
         operator, wholes = name.strip("_"), list(inputs.values())
         self.seen(operator, where, run, wholes)

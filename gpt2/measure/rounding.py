@@ -162,6 +162,11 @@ class _Noise(TorchDispatchMode):
         self.seed, (self.normals, state) = seed, _normals(seed)
         self.generator = torch.Generator().set_state(state)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: True would make torch import its compiler, which takes seconds."""
+        return False
+
     @contextmanager
     def wider(self) -> Iterator[None]:
         """Round as the inside of a fused kernel does: to float32, if not to a wider dtype."""

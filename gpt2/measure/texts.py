@@ -28,7 +28,6 @@ Sources:
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import io
 import json
@@ -40,9 +39,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gpt2.checkpoint.hub import DatasetFile, dataset_file
+from gpt2.checkpoint.download import DatasetFile, dataset_file
 from gpt2.data import shakespeare
-from gpt2.errors import InputError
+from gpt2.errors import InputError, did_you_mean
 from gpt2.measure.windows import Windows
 
 WIKITEXT2 = DatasetFile(
@@ -160,7 +159,7 @@ def _parse(spec: str) -> tuple[Named, dict[str, str]]:
         key, equals, value = part.partition("=")
         if not equals or key not in known:
             names = f"{known[0]}=VALUE, known are {', '.join(known)}"
-            raise InputError(f"{spec}: no option {part!r}{_hint(key, known)}; write {head}:{names}")
+            raise InputError(f"{spec}: no option {part!r}{did_you_mean(key, known)}; write {head}:{names}")
         if key in options:
             raise InputError(f"{spec}: {key} is given twice; give it once")
         options[key] = value
@@ -181,13 +180,8 @@ def _positive(spec: str, key: str, value: str) -> int:
 def _near_name(head: str) -> str:
     if os.sep in head or head.startswith((".", "~")):
         folder = Path(head).parent
-        return _hint(Path(head).name, os.listdir(folder) if folder.is_dir() else [])
-    return _hint(head.lower(), [*NAMES, *(name for name in os.listdir() if os.path.isfile(name))])
-
-
-def _hint(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+        return did_you_mean(Path(head).name, os.listdir(folder) if folder.is_dir() else [])
+    return did_you_mean(head.lower(), [*NAMES, *(name for name in os.listdir() if os.path.isfile(name))])
 
 
 def _read(path: str) -> str:
@@ -207,7 +201,7 @@ def _read(path: str) -> str:
 
 def _choice(own: dict[str, str], key: str, name: str, known: list[str]) -> str:
     if own[key] not in known:
-        raise InputError(f"{name}: no {key} {own[key]!r}{_hint(own[key], known)}; known are {', '.join(known)}")
+        raise InputError(f"{name}: no {key} {own[key]!r}{did_you_mean(own[key], known)}; known are {', '.join(known)}")
     return own[key]
 
 

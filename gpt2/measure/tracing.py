@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gpt2.checkpoint.containers.mapped_file import require_whole_files
+from gpt2.checkpoint.containers import require_whole_files
 from gpt2.config import GPT2Config
 from gpt2.model import GPT2, eager_attention, sdpa_attention
 
@@ -94,8 +94,8 @@ def part_of(name: str) -> str:
 def trace(model: nn.Module, ids: Tensor) -> Recorded:
     """Run our model or transformers' on (B, T) ``ids`` with eager attention; return the tensor at each point."""
     recorded: Recorded = {}
-    _run(model, ids, recorded, lambda: None)
-    return _in_order(recorded, len(root_of(model).h))
+    trace_steps(model, ids, recorded.update)
+    return recorded
 
 
 def trace_blocks(model: nn.Module, ids: Tensor) -> Iterator[Recorded]:
@@ -106,21 +106,34 @@ def trace_blocks(model: nn.Module, ids: Tensor) -> Iterator[Recorded]:
 @torch.no_grad()
 def trace_steps(model: nn.Module, ids: Tensor, emit: Callable[[Recorded], None]) -> None:
     """Run :func:`trace` and give ``emit`` the points of the embeddings, of each block, and of the head, as they are computed."""
-    recorded: Recorded = {}
+    root, recorded = root_of(model), Recorded()
 
     def take() -> Recorded:
-        step = _in_order(recorded, len(root_of(model).h))
+        step = _in_order(recorded, len(root.h))
         recorded.clear()
         return step
 
-    _run(model, ids, recorded, lambda: emit(take()))
+    require_whole_files()
+    with ExitStack() as stack:
+        _use_eager_attention(model, stack)
+        softmax = stack.enter_context(_SoftmaxTap(recorded))
+        for module, name in ((root.wte, "wte"), (root.wpe, "wpe"), (root.ln_f, "ln_f")):
+            _record(stack, recorded, module, after=name)
+        _record(stack, recorded, root.h[0], before="embed")
+        stack.callback(root.h[0].register_forward_pre_hook(lambda *_: emit(take())).remove)
+        for layer, block in enumerate(root.h):
+            stack.callback(block.register_forward_pre_hook(partial(softmax.enter, layer)).remove)
+            for path, (before, after) in TAPS.items():
+                _record(stack, recorded, block.get_submodule(path), before and point_at(layer, before), point_at(layer, after))
+            stack.callback(block.register_forward_hook(lambda *_: emit(take())).remove)
+        out = model(ids)
+    recorded["logits"] = (out if isinstance(out, Tensor) else out.logits).detach()
     emit(take())
 
 
 def stepwise(walk: Callable[[Callable[[T], None]], object]) -> Generator[T]:
-    """Yield what ``walk`` gives to the function that it is called with; ``walk`` runs in a thread that waits in between.
-
-    So several computations can advance side by side, and only one of them runs at a time.
+    """Yield what ``walk`` gives to the function that it is called with. ``walk`` runs in a thread that waits in between, so that
+    several computations advance side by side, one at a time.
     """
     steps: Queue[tuple[T] | BaseException | None] = Queue()
     onwards = Semaphore(0)
@@ -170,17 +183,12 @@ def trace_by_name(module: nn.Module, ids: Tensor, config: GPT2Config) -> Recorde
     with ExitStack() as stack:
         for path, each in module.named_modules():
             if (name := path.rpartition(".")[2]) in ("wte", "wpe", "ln_f"):
-                stack.callback(each.register_forward_hook(partial(_record_output, recorded, name)).remove)
+                _record(stack, recorded, each, after=name)
         for layer, block in enumerate(blocks):
             inside = dict(block.named_modules())
             for path, (before, after) in {**TAPS, "": ("embed" if layer == 0 else None, "")}.items():
-                if path not in inside:
-                    continue
-                if before is not None:
-                    hook = partial(_record_input, recorded, point_at(layer, before))
-                    stack.callback(inside[path].register_forward_pre_hook(hook, with_kwargs=True).remove)
-                hook = partial(_record_output, recorded, point_at(layer, after))
-                stack.callback(inside[path].register_forward_hook(hook).remove)
+                if path in inside:
+                    _record(stack, recorded, inside[path], before and point_at(layer, before), point_at(layer, after))
         module(ids)
     wide = {"attn.qkv": 3 * config.n_embd, "mlp.c_fc": config.inner, "mlp.act": config.inner}
     shapes = {name: (1, ids.size(1), wide.get(part_of(name), config.n_embd)) for name in recorded}
@@ -204,34 +212,6 @@ def root_of(model: nn.Module) -> GPT2:
     return cast(GPT2, model if isinstance(model, GPT2) else model.transformer)
 
 
-def _run(model: nn.Module, ids: Tensor, recorded: Recorded, emit: Callable[[], None]) -> None:
-    """Run one traced forward pass; call ``emit`` after the embeddings and after each block."""
-    root = root_of(model)
-    require_whole_files()
-    with ExitStack() as stack:
-
-        def record(module: nn.Module, before: str | None = None, after: str | None = None) -> None:
-            if before is not None:
-                hook = partial(_record_input, recorded, before)
-                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            if after is not None:
-                stack.callback(module.register_forward_hook(partial(_record_output, recorded, after)).remove)
-
-        _use_eager_attention(model, stack)
-        softmax = stack.enter_context(_SoftmaxTap(recorded))
-        for module, name in ((root.wte, "wte"), (root.wpe, "wpe"), (root.ln_f, "ln_f")):
-            record(module, after=name)
-        record(root.h[0], before="embed")
-        stack.callback(root.h[0].register_forward_pre_hook(lambda *_: emit()).remove)
-        for layer, block in enumerate(root.h):
-            stack.callback(block.register_forward_pre_hook(partial(softmax.enter, layer)).remove)
-            for path, (before, after) in TAPS.items():
-                record(block.get_submodule(path), before and point_at(layer, before), point_at(layer, after))
-            stack.callback(block.register_forward_hook(lambda *_: emit()).remove)
-        out = model(ids)
-    recorded["logits"] = (out if isinstance(out, Tensor) else out.logits).detach()
-
-
 def _use_eager_attention(model: nn.Module, stack: ExitStack) -> None:
     """Use eager attention, which calls softmax, until ``stack`` closes; a custom attention stays in place."""
     if isinstance(model, GPT2):
@@ -252,12 +232,19 @@ def _in_order(recorded: Recorded, n_layer: int) -> Recorded:
     return {name: recorded[name].cpu() for name in points(n_layer) if name in recorded}
 
 
-def _record_input(recorded: Recorded, point: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    recorded[point] = _copy(args[0] if args else next(iter(kwargs.values())))
+def _record(stack: ExitStack, recorded: Recorded, module: nn.Module, before: str | None = None, after: str | None = None) -> None:
+    """Record the input of ``module`` at the point ``before`` and its output at ``after``, until ``stack`` closes."""
 
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorded[str(before)] = _copy(args[0] if args else next(iter(kwargs.values())))
 
-def _record_output(recorded: Recorded, point: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    recorded[point] = _copy(output[0] if isinstance(output, tuple) else output)
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        recorded[str(after)] = _copy(output[0] if isinstance(output, tuple) else output)
+
+    if before is not None:
+        stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+    if after is not None:
+        stack.callback(module.register_forward_hook(leave).remove)
 
 
 def _copy(tensor: Any) -> Tensor:

@@ -101,9 +101,9 @@ def module_of(built: Any, target: Target) -> nn.Module:
 def logits_of(output: Any, ids: Tensor, vocabulary: int | None = None) -> Tensor:
     """Return the logits (B, T', V) in what a module returned for ``ids`` (B, T); raise ValueError if there are none.
 
-    They are ``output.logits``, else the tensor that has a row for each token or for each sequence, and as many columns as the
-    ``vocabulary``, or more where it is padded; if no tensor has, the first of three axes, or of two. Logits that are flattened
-    for the loss, (B * T, V), get their axes back.
+    They are ``output.logits``, else the tensor that has a row for each token or sequence, and as many columns as the
+    ``vocabulary``, or more where it is padded; if no tensor has, the first of three axes, or of two. Flattened logits (B * T, V)
+    get their axes back.
     """
     named = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
     inside = dict(output) if isinstance(output, dict) else getattr(output, "__dict__", None) or output

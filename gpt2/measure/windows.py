@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.containers.mapped_file import require_whole_files
+from gpt2.checkpoint.containers import require_whole_files
 from gpt2.errors import InputError
 
 
@@ -27,10 +27,8 @@ class Windows:
     """How a text is cut: windows of ``context`` inputs that move by ``stride`` (default: ``context``, no overlap).
 
     Every token but the first is scored exactly once: in the first window that reaches it. All windows have the same length; the
-    last one starts earlier if needed.
-
-    ``guide`` cuts as Hugging Face's guide "Perplexity of fixed-length models": ``context`` counts the scored token too, the first
-    token of a window without overlap is not scored, and the last window may be shorter.
+    last one starts earlier if needed. ``guide`` cuts as Hugging Face's guide "Perplexity of fixed-length models": ``context``
+    counts the scored token too, the first token of a window without overlap is not scored, and the last window may be shorter.
     """
 
     context: int

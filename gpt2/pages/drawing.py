@@ -1,8 +1,7 @@
 """Draw SVG charts for a page with matplotlib.
 
-Placeholder colours become CSS variables, so one picture fits a light and a dark page; text uses the page's font. The same data
-give the same bytes. matplotlib is imported at the first picture, without the user's settings, and writes nothing to the home
-folder.
+Placeholder colours become CSS variables, so one picture fits a light and a dark page. The same data give the same bytes.
+matplotlib is imported at the first picture, without the user's settings, and writes nothing to the home folder.
 """
 
 from __future__ import annotations
@@ -57,6 +56,9 @@ SETTINGS: dict[str, Any] = {
     **{f"{axis}tick.minor.size": 0 for axis in "xy"},
     "ytick.major.size": 0,
 }
+# The same with colours, for a picture on a light background.
+COLOURS = {INK: "#23211d", MUTED: "#716b61", RULE: "#e6e1d8", PAPER: "#fdfcfa"}
+LIGHT = {name: COLOURS.get(value, value) if isinstance(value, str) else value for name, value in SETTINGS.items()}
 
 
 def shade(share: float) -> int:

@@ -30,9 +30,8 @@ def render(name: str, **values: Any) -> str:
     from markupsafe import Markup
 
     loader = jinja2.PackageLoader("gpt2.pages", "templates")
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    strict: dict[str, Any] = {"autoescape": True, "undefined": jinja2.StrictUndefined}
+    environment = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, **strict)
     environment.filters |= {"n": number, "pct": percent, "between": between, "pct_between": percent_between}
     environment.filters |= {"svg": Markup, "visible": visible, "readable": readable}
     environment.globals |= {"levels": LEVELS, "zip": zip}

@@ -134,9 +134,8 @@ class Printed(ABC):
         from gpt2.pages.rendering import render
 
         parts = list(map(_page_part, self.parts()))
-        verdict = [
-            part for part in parts if re.search(r"bold (green|red|yellow)", " ".join(kind for _, kind in part.get("text", ())))
-        ]
+        coloured = re.compile(r"bold (green|red|yellow)")
+        verdict = [part for part in parts if any(coloured.search(kind) for _, kind in part.get("text", ()))]
         model = getattr(self, "model", "a report")
         title, rest = getattr(model, "name", model), [part for part in parts if part not in verdict]
         return render("printed", command=self.command, title=title, verdict=verdict, parts=rest, data={})

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, StoredCheckpoint
-from gpt2.checkpoint.containers.mapped_file import require_whole_files, whole
+from gpt2.checkpoint.containers import require_whole_files, whole
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.keys import HEAD, PREFIX, from_file, layer, share, to_file
 from gpt2.checkpoint.loading import rows_note
@@ -51,8 +51,7 @@ class Probe:
     """The token ids to run.
 
     ``windows`` (W, P) are whole contexts, or (1, 128) the beginning of one. ``rows`` (3, T) are traced, and also read with
-    ``padding`` on the left of the second and third, so that only their first tokens fit. ``short`` (16, t + 1) and ``long``
-    (2, L + 1) are sequences to train on.
+    ``padding`` on the left. ``short`` (16, t + 1) and ``long`` (2, L + 1) are sequences to train on.
     """
 
     windows: Tensor
@@ -71,9 +70,8 @@ class Probe:
         padding = torch.randint(vocab, (max(0, count * context - vocab),), generator=generator)
         windows = torch.cat((ids, padding))[: count * context].view(count, context)
         shapes = (3, min(context, ROW)), (SEQUENCES, min(context, SHORT) + 1), (2, min(context, LONG) + 1)
-        return cls(
-            windows[:1, :QUICK] if quick else windows, *(torch.randint(vocab, shape, generator=generator) for shape in shapes)
-        )
+        drawn = (torch.randint(vocab, shape, generator=generator) for shape in shapes)
+        return cls(windows[:1, :QUICK] if quick else windows, *drawn)
 
     def coverage(self, config: GPT2Config) -> str:
         seen = self.windows.unique().numel()
@@ -123,10 +121,8 @@ class Subject:
     @cached_property
     def reference(self) -> nn.Module:
         """transformers' model as stored, to run in float64: ``reorder_and_upcast_attn`` would compute in float32."""
-        model = self._shared(reference.load_reference(self.folder, next(self.ours.parameters()).dtype, self.config))
-        for block in root_of(model).h:
-            vars(block.attn)["reorder_and_upcast_attn"] = False
-        return model
+        config = replace(self.config, reorder_and_upcast_attn=False)
+        return self._shared(reference.load_reference(self.folder, next(self.ours.parameters()).dtype, config))
 
     @cached_property
     def ours_rounded(self) -> GPT2:
@@ -147,19 +143,12 @@ class Subject:
     def reference_rounded(self) -> nn.Module:
         """transformers' model in ``dtype``."""
         if next(self.reference.parameters()).dtype == self.dtype:  # loading it again would give the same, and take its memory
-            model = deepcopy(self.reference, {id(p): nn.Parameter(p.data) for p in self.reference.parameters()})
-            for block in root_of(model).h:
-                vars(block.attn)["reorder_and_upcast_attn"] = self.config.reorder_and_upcast_attn
-            return model
+            return _copy(self.reference, self.config.reorder_and_upcast_attn)
         return self._shared(reference.load_reference(self.folder, self.dtype, self.config))
 
     def noisy(self) -> nn.Module:
         """Return transformers' model of the weights in ``dtype``, to run in float64 with noise (:mod:`gpt2.measure.rounding`)."""
-        source = self.reference_rounded
-        model = deepcopy(source, {id(p): nn.Parameter(p.data) for p in source.parameters()})
-        for block in root_of(model).h:
-            vars(block.attn)["reorder_and_upcast_attn"] = False
-        return model
+        return _copy(self.reference_rounded, False)
 
     def _shared(self, model: Model) -> Model:
         """Let ``model`` use our copy of each parameter in memory, where every bit is the same."""
@@ -199,6 +188,14 @@ class Subject:
     def adapted(self) -> frozenset[str]:
         """The parameters that a LoRA adapter changed."""
         return self.checkpoint.changed if isinstance(self.checkpoint, AdaptedCheckpoint) else frozenset()
+
+
+def _copy(model: nn.Module, upcasts: bool) -> nn.Module:
+    """Return a copy of transformers' model on the same memory, whose attention computes in float32 if it ``upcasts``."""
+    copy = deepcopy(model, {id(p): nn.Parameter(p.data) for p in model.parameters()})
+    for block in root_of(copy).h:
+        vars(block.attn)["reorder_and_upcast_attn"] = upcasts
+    return copy
 
 
 def hidden_of(model: nn.Module, ids: Tensor) -> Tensor:
@@ -270,9 +267,8 @@ def _stored(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, Tensor]]:
 
 
 def tokens(subject: Subject) -> None:
-    """Compare the ids and texts of both tokenizers on samples; not run if the model has no tokenizer.
-
-    The ids are those of a text alone, of a text whose special tokens are read as such, and of a prompt with its template.
+    """Compare the ids and texts of both tokenizers on samples: of a text, with its special tokens, and of a prompt with its
+    template.
     """
     findings, ours = subject.findings, subject.checkpoint.own_tokenizer()
     if ours is None:

@@ -72,13 +72,8 @@ class Findings:
 
     def only_rounding(self, before: Findings) -> bool:
         """Whether, of the points since ``before``, nothing but what random errors bound does not hold."""
-        since = {id: points[len(before.points[id]) :] for id, points in self.points.items()}
-        doubtful = [
-            (id, point)
-            for id, points in since.items()
-            for point in points
-            if not point.ok or (point.imprecise and id == "rounding")
-        ]
+        since = [(id, point) for id, points in self.points.items() for point in points[len(before.points[id]) :]]
+        doubtful = [(id, point) for id, point in since if not point.ok or (point.imprecise and id == "rounding")]
         return bool(doubtful) and all(id == "text" or point.explained is not None for id, point in doubtful)
 
     def copy(self) -> Findings:
@@ -95,22 +90,14 @@ class Findings:
 
     def checks(self, why_unfinished: str = "") -> tuple[Check, ...]:
         """Return every check; those that did not finish say why."""
-        checks = []
+        checks, dtypes = [], {EXACT: "", MAPPING: "float64", ROUNDING: dtype_label(self.dtype)}
         for id, (kind, title, _) in PLAN.items():
             points, skipped = tuple(self.points[id]), self.skipped.get(id, "")
             if id not in self.finished and not skipped:
                 skipped = why_unfinished
             if id == "adapter" and not points:
                 continue
-            dtype = (
-                "stored"
-                if id == "weights"
-                else ""
-                if kind == EXACT
-                else "float64"
-                if kind == MAPPING
-                else dtype_label(self.dtype)
-            )
+            dtype = "stored" if id == "weights" else dtypes[kind]
             title = "a short text" if self.quick and id == "logits" else title.format(n=len(points))
             checks.append(Check(id, kind, title, dtype, points, skipped))
         return tuple(checks)

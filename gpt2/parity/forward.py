@@ -116,8 +116,7 @@ def _ways(
     """Yield (check, point, logits, the expected ones) for the parts of a cached text, and for padded rows.
 
     Through the cache, a model reads a prompt, two tokens one by one, and the rest in one piece; ``whole`` reads the padded rows
-    without it too, as the padded prompt is read. Of a model that was not read so, its logits (3, T, V) are taken: another way to
-    read changes no more than the order of a few sums.
+    without it too. Given logits (3, T, V) are those of a model that was not read so: it differs by the order of a few sums.
     """
     rows, (padded, mask) = probe.rows, probe.padded()
     length = rows.size(1)
@@ -236,8 +235,8 @@ def _greedy(subject: Subject) -> tuple[Tensor, slice]:
 def _text(subject: Subject, row: Tensor, text: slice, exact: Tensor, noise: list[Tensor]) -> None:
     """Compare a greedy text of ours with transformers' best id after each of its tokens, by its float64 logits (T, V).
 
-    Our text was generated in ``dtype``. So the logit of an id may be lower than the best by what the rounding of two logits
-    explains: by the rule of rounding, twice the largest error of the logits with ``noise``.
+    Our text was generated in ``dtype``, so the logit of an id may be lower than the best by what the rounding of two logits
+    explains: twice the largest error of the logits with ``noise``, by the rule of rounding.
     """
     before = slice(text.start - 1, text.stop - 1)
     logits = exact[before].double()

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, Checkpoint, StoredCheckpoint
-from gpt2.checkpoint.configs import read_config
-from gpt2.checkpoint.files import ADAPTER, INDEX, LAYOUTS, WEIGHTS
-from gpt2.checkpoint.hub_api import check_environment
+from gpt2.checkpoint.files import ADAPTER, INDEX, LAYOUTS, WEIGHTS, read_config
+from gpt2.checkpoint.hub import check_environment
 from gpt2.checkpoint.keys import to_file
 from gpt2.config import GPT2Config
 from gpt2.data.auto import class_name
@@ -126,9 +125,7 @@ def reference_tokenizer(path: Path) -> Any:
     name = config.tokenizer_class = class_name(path)
     with _opening(path, "repair the files"):  # a name may stand for a module whose own imports fail
         known = hasattr(library, name) or hasattr(library, f"{name}Fast")
-    copy = (
-        'in a copy, write "tokenizer_class": "GPT2Tokenizer" into tokenizer_config.json if it is one, else add its tokenizer.json'
-    )
+    copy = 'in a copy, write "tokenizer_class": "GPT2Tokenizer" into tokenizer_config.json, or else add its tokenizer.json'
     with _opening(path, "repair the files" if known else f"it has no {name}; {copy}"):
         return library.AutoTokenizer.from_pretrained(path, local_files_only=True, config=config)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from gpt2.pages.reports import Environment, Printed, as_json, data_table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from gpt2.checkpoint.official_files import Official
+    from gpt2.checkpoint.cache import Official
     from gpt2.parity.record import RecordReport
 
 EXACT, MAPPING, ROUNDING = "exact", "mapping", "rounding"
@@ -199,21 +199,18 @@ class Report(Printed):
         if first.explained is None or not first.bound:
             return ""
         theirs = "" if first.reference_error is None else f"; transformers' is × {first.reference_error / first.explained:.2f}"
-        return (
-            f" what rounding to {self.environment.dtype} explains, at most × {first.bound / first.explained:g} is right{theirs}. "
-            "It is the same function in float64: something is computed less precisely"
-        )
+        most = f"what rounding to {self.environment.dtype} explains, at most × {first.bound / first.explained:g} is right"
+        return f" {most}{theirs}. It is the same function in float64: something is computed less precisely"
 
     def _imprecision(self, point: Point) -> str:
         """Return which setting makes this process compute imprecisely, as far as known."""
         env = self.environment
         settings = ", ".join(f"{name} = {value}" for name, value in env.settings.items())
         times = (point.reference_error or 0.0) / point.explained if point.explained else float("inf")
-        return (
-            f"this process computes {env.dtype} imprecisely: transformers' own error at {point.name} is {times:,.1f} times what "
-            f"rounding explains, so nothing can be said of ours. Set here: {settings or 'nothing that is known to round'}; "
-            f"{'unset it' if settings else 'try another machine'} and verify again"
-        )
+        error = f"transformers' own error at {point.name} is {times:,.1f} times what rounding explains"
+        remedy = "unset it" if settings else "try another machine"
+        here = f"Set here: {settings or 'nothing that is known to round'}; {remedy} and verify again"
+        return f"this process computes {env.dtype} imprecisely: {error}, so nothing can be said of ours. {here}"
 
     def so_far(self, stage: str, height: int) -> RenderableType:
         """Return what fits a terminal of ``height`` lines while the run goes on: the blocks, the checks, and the stage."""
@@ -231,10 +228,10 @@ class Report(Printed):
         checks = {check.id: check for check in self.checks}
         for block in ["embed", *(f"h.{layer}" for layer in range(self.n_layer)), "head"]:
             row = [block]
-            for id, *cells in BLOCK_CELLS:
+            for id, cells in BLOCK_CELLS.items():
                 points = checks[id].points if id in checks else ()
                 worst = _worst(point for point in points if block_of(point.name) == block)
-                row += ["" if worst is None else cell(worst) for cell in cells]
+                row += ["" if worst is None else _cell(worst, what) for what in cells]
             table.add_row(*row)
         return table
 
@@ -256,31 +253,19 @@ class Report(Printed):
         return table
 
 
-def _mark(point: Point, text: str) -> str:
-    return text if point.ok else f"[bold red]{text}[/bold red]"
-
-
-def _error(point: Point) -> str:
-    return _mark(point, f"{point.error:.1e}")
-
-
-def _theirs(point: Point) -> str:
-    return f"{point.reference_error:.1e}"
-
-
-def _ratio(point: Point) -> str:
-    return _mark(point, f"{point.ratio:.2f}")
-
-
-def _name(point: Point) -> str:
-    """Return the point's name within its block or check: ``"h.3.attn.k"`` -> ``"attn.k"``."""
-    return f"[dim]{part_of(point.name.partition(' (')[0])}[/dim]"
-
-
 # Columns of the table of blocks: a check, and the cells for its worst point.
-BLOCK_CELLS: tuple[tuple[str, *tuple[Callable[[Point], str], ...]], ...] = (
-    ("activations", _error),
-    ("rounding", _error, _theirs, _ratio, _name),
-    ("gradients", _error),
-    ("gradients-rounding", _ratio),
-)
+BLOCK_CELLS = {
+    "activations": ("error",),
+    "rounding": ("error", "theirs", "ratio", "at"),
+    "gradients": ("error",),
+    "gradients-rounding": ("ratio",),
+}
+
+
+def _cell(point: Point, what: str) -> str:
+    if what == "theirs":
+        return f"{point.reference_error:.1e}"
+    if what == "at":
+        return f"[dim]{part_of(point.name.partition(' (')[0])}[/dim]"
+    text = f"{point.error:.1e}" if what == "error" else f"{point.ratio:.2f}"
+    return text if point.ok else f"[bold red]{text}[/bold red]"

@@ -1,9 +1,4 @@
-"""Verify that our model equals transformers' model on the same files.
-
-There are two rules. In float64 both implementations must agree to 1e-10 at every point: rounding is smaller, and any bug is
-larger. In the requested dtype, our error against that float64 run is at most twice what rounding explains. So the bound follows
-from the model, its depth and the dtype, and not from the machine. README.md in this folder has the definition.
-"""
+"""Verify that our model equals transformers' model on the same files. README.md in this folder has the definition of equal."""
 
 from __future__ import annotations
 
@@ -16,10 +11,10 @@ from typing import TYPE_CHECKING, overload
 
 import torch
 
+from gpt2.checkpoint.cache import Official, official_files
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint, open_path
 from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.names import DEFAULT, VERIFIES, ModelName, dtype_name
-from gpt2.checkpoint.official_files import Official, official_files
 from gpt2.checkpoint.saving import sha256
 from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
@@ -94,19 +89,16 @@ def verify(
     """Compare our model with transformers' on the same weights, one block at a time.
 
     Args:
-        name: a model name as in :func:`gpt2.load`; ``random:SIZE`` means random weights, which transformers writes to a
-            temporary folder.
+        name: a model name as in :func:`gpt2.load`; of ``random:SIZE``, transformers writes the weights to a temporary folder.
         dtype: the precision in which rounding is judged; a ``:dtype`` suffix on the name does the same.
         seed: draws the token ids.
         quick: leave out training (loss, gradients, optimizer steps), and read 128 tokens in place of whole contexts.
         keep_going: look for further differences behind the first one.
-        record: compute every number of the public record (:mod:`gpt2.parity.record`), not only the cheap ones. This takes
-            minutes, may download a text, and needs official weights.
-        build: makes the model under test from (directory, dtype); ``None`` is the dtype of the files. Tests pass broken models as
-            negative controls.
+        record: compute every number of the public record (:mod:`gpt2.parity.record`) of official weights, not only the cheap
+            ones. This takes minutes and may download a text.
+        build: makes the model under test from (directory, dtype); ``None`` is the dtype of the files.
         progress: called with a few words at each stage.
-        watch: called with the report so far after each step, a block for example. A difference by rounding may be gone in a later
-            report, after more random errors.
+        watch: called with the report so far after each step. A difference by rounding may be gone in a later one.
         device: judge this device instead, as :func:`gpt2.verify_device` does, with ``seed``, ``revision``, ``offline`` and
             ``progress`` alone.
 

@@ -1,8 +1,8 @@
 """Run a whole model, ours or transformers', in another dtype with the weights of one block at a time.
 
 The model's own ``forward`` and ``backward`` run; only the memory of its parameters changes. When a block is entered, its
-parameters get values in the dtype of the run, and afterwards the stored ones (views of the mapped file). A code path that keeps
-an own copy of a weight would compute in another dtype, and fail.
+parameters get values in the dtype of the run, and afterwards the stored ones. Code that keeps its own copy of a weight would
+fail.
 
 In training, a block keeps its input only. Its backward pass computes it again, one sequence at a time, so that each sequence's
 gradients are seen (gradient checkpointing: Chen et al., arXiv:1604.06174).
@@ -54,11 +54,9 @@ class Converted:
 class Streamed:
     """A context in which ``model`` computes with the converted ``weights``, forward and backward, a block at a time.
 
-    Args:
-        weights: for the blocks; ``outside`` for the embeddings and an untied head, which stay converted as long as the context.
-            The final norm counts as one more block, the last layer.
-        pulse: called with the layer whenever a block begins; it may raise to stop the run.
-        receive: called in the backward pass with the gradients of each block for each sequence.
+    ``weights`` converts the blocks' parameters and the final norm's, which counts as one more block; ``outside`` those of the
+    embeddings and an untied head, for the whole context. ``pulse`` is called with the layer when a block begins, and may raise to
+    stop. ``receive`` is called in the backward pass with each block's gradients of each sequence.
     """
 
     def __init__(

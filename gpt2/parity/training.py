@@ -1,7 +1,7 @@
 """The checks of training: loss, every parameter's gradient, and AdamW steps, ours against transformers', block by block.
 
-In float64, two long sequences; every error counts. In ``dtype``, 2 to 16 short ones, each by itself:
-one near-tie in a softmax of a trained model may decide a sequence's gradient error.
+In float64, two long sequences. In ``dtype``, 2 to 16 short ones, each by itself: one near-tie in a softmax may decide a
+sequence's error.
 """
 
 from __future__ import annotations
@@ -120,9 +120,8 @@ def _change(start: Tensor, gradients: list[Tensor]) -> Tensor:
     """Return by how much AdamW moves a parameter with one step on each gradient, in float64.
 
     AdamW divides each gradient by its own size. With the usual eps of 1e-8 a gradient of pure rounding error (that of every key
-    bias, which is zero in exact arithmetic) takes a full step, and a few such entries decide the figure: over eight seeds our
-    error was 0.1 to 4 times that of transformers. With an eps as large as the gradients, a step's error is in proportion to its
-    gradient's.
+    bias, zero in exact arithmetic) takes a full step, and a few such entries decide the figure: over eight seeds our error was
+    0.1 to 4 times that of transformers. With an eps as large as the gradients, a step's error is in proportion to its gradient's.
     """
     change = torch.empty_like(start, dtype=torch.float64)
     decay = 0.1 if start.ndim >= 2 else 0.0
@@ -169,8 +168,8 @@ def gradients(subject: Subject) -> None:
 def rounded_gradients(subject: Subject) -> None:
     """Compare loss, gradients and AdamW steps in ``dtype`` with the float64 run, for both models.
 
-    A few sequences are enough for a parameter if our error in each of them is within the bound. Where it is not, the others
-    follow, and the root mean square over all decides.
+    A few sequences are enough for a parameter if our error in each is within the bound; else the root mean square over all
+    decides.
     """
     findings, sequences = subject.findings, subject.probe.short
     errors: Errors = defaultdict(lambda: tuple([] for _ in range(2 + subject.draws)))
@@ -181,9 +180,8 @@ def rounded_gradients(subject: Subject) -> None:
 
 
 def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> None:
-    """Add the points of these sequences that are decided; the errors of the others stay in ``errors``.
-
-    If they are the ``last`` sequences, only what is in ``errors`` is compared, and all of it is decided.
+    """Add the points of these sequences that are decided; the errors of the others stay in ``errors``, where the ``last``
+    sequences decide all.
     """
     findings, label, undecided = subject.findings, dtype_label(subject.dtype), set(errors)
     exact = partial(subject.exactly, subject.reference, "float64: gradients of short sequences, transformers")

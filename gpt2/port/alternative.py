@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property, partial
 
 import torch
@@ -192,22 +193,37 @@ def merged(one: Edits, other: Edits) -> dict[str, Formula] | None:
 # How a text is read
 
 
+class Which(Enum):
+    """The calls of a program that have a fault."""
+
+    ALL = "all"
+    FIRST = "the first alone"
+    LATER = "all but the first"
+    SEVERAL = "those of several tokens"
+
+    def holds(self, begin: int, end: int) -> bool:
+        """Return whether the call of the tokens ``begin`` to ``end`` is one of them."""
+        if self is Which.SEVERAL:
+            return end > begin + 1
+        return self is Which.ALL or (begin == 0) == (self is Which.FIRST)
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """A text that is read in ``calls``; a fault is in ``which`` of them: in all, in the first alone, or in later ones alone."""
+    """A text that is read in ``calls``, of which those in ``which`` have a fault."""
 
     words: str
     calls: Calls
-    which: str = "all"
+    which: Which = Which.ALL
 
 
 def scheduled(alternative: Alternative, schedule: Schedule) -> Alternative:
     """Return an alternative in a program that reads its text by a schedule."""
 
     def gated(node: str, formula: Formula) -> Formula:
-        if schedule.which == "all":
+        if schedule.which is Which.ALL:
             return formula
-        return lambda c, s: formula(c, s) if (c.begin == 0) == (schedule.which == "first") else c.right(node, s)
+        return lambda c, s: formula(c, s) if schedule.which.holds(c.begin, c.end) else c.right(node, s)
 
     return replace(
         alternative,

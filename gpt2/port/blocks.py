@@ -167,6 +167,31 @@ class Blocks:
         trial = Trial(base.layer, state, seen, (*base.alternatives, one), both, again=again)
         return trial if found or not shown or self.shown_behind(base.layer, state[""]) else None
 
+    def gives_any(self, base: Trial, one: Alternative, nodes: Sequence[str]) -> bool:
+        """Return whether one of ``nodes`` is found as an alternative gives it: few looks, where ``tried`` takes many."""
+        edits = one.at(base.layer)
+        both = merged(base.edits, edits) if edits and one.calls is None else None
+        if both is None:
+            return False
+        begin, last = min(ORDER[node] for node in edits), max(ORDER[node] for node in nodes)
+        state = {node: value for node, value in base.state.items() if ORDER.get(node, -1) < begin}
+        site = self.model.site(base.layer, state)
+        changed = set[str]()
+        for node in NODES[begin : last + 1]:
+            old = base.state[node]
+            if node not in both and changed.isdisjoint(READS[node]):
+                state[node] = old
+                continue
+            try:
+                state[node] = (both.get(node) or site.rights[node])(site, state)
+            except RuntimeError:  # two alternatives that do not fit together
+                return False
+            if state[node].shape == old.shape and torch.equal(state[node], old):
+                state[node] = old
+            else:
+                changed.add(node)
+        return any(node in changed and self.observation.find(node, state[node]) is not None for node in nodes)
+
     def is_refuted(self, base: Trial, one: Alternative) -> bool:
         """Return whether what follows from each node that an alternative changes is found as it is."""
         return all(not BEHIND[node].isdisjoint(base.seen) for node in one.edits)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 SLOWEST = 3.0  # seconds by the clock that count as one at least, on however busy a machine
 FEW = 4_000_000  # parameters of a model whose operators are too small to be shared between threads
-PAUSE = 0.005  # seconds between two looks at the CPU time
+PAUSE = 0.02  # seconds between two looks at the CPU time
 
 
 @contextmanager

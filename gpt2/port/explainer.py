@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gpt2.measure.tracing import point_at
 from gpt2.port import graph
-from gpt2.port.alternative import IN_PROMPT, IN_STEPS, Alternative, Schedule, in_schedule, scheduled
-from gpt2.port.alternatives.schedule import is_prompt, schedules, stepped
+from gpt2.port.alternative import IN_PROMPT, IN_STEPS, Alternative, Schedule, Which, in_schedule, scheduled
+from gpt2.port.alternatives.schedule import is_prompt, prompts_in_chunks, schedules, stepped
 from gpt2.port.blocks import BEHIND, FIRST, WHOLE, Blocks, Trial
 from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.fault import Fault
@@ -27,7 +27,9 @@ MOST_FAULTS = 4  # alternatives of one block
 MOST_ARRAYS, MOST_TRIED = 3, 24  # that may be the value of a node, the likest first
 LIKE = 0.5  # the least cosine of keys or values of a later block and GPT-2's
 LAG = 2  # tokens behind the beginning of a call, until which a fault of later calls shows
+RESULTS = ("attn.mixed", "attn.heads", "attn.c_proj")  # of attention
 TARGETS = 3  # nodes that are not found, the first ones
+Paths = dict[tuple[int, int, int, bool], int]  # numbers of paths of calls, by the path before and the last call
 MIXED = (*NODES[ORDER["attn.weights"] :],)  # nodes that depend on how a text is read in calls
 
 
@@ -94,9 +96,12 @@ class Explainer:
             return None
         common = [one for one in self.inner if not one.rare and set(one.edits) <= set(ATTENTION)]
         factors, others = ([one for one in common if (set(one.edits) == {WHOLE}) == of_scores] for of_scores in (True, False))
-        trials = filter(None, (self.blocks.tried(base, one, shown=False) for one in factors))
-        wholes = filter(None, (self._best(trial, others)[0] for trial in trials))
-        return next((one for one in wholes if not one.seen.keys().isdisjoint(("attn.mixed", "attn.heads", "attn.c_proj"))), None)
+        for trial in filter(None, (self.blocks.tried(base, one, shown=False) for one in factors)):
+            wholes, _ = self._tried(trial, (one for one in others if self.blocks.gives_any(trial, one, RESULTS)))
+            whole = min(wholes, key=_likelihood, default=None)
+            if whole is not None and not whole.seen.keys().isdisjoint(RESULTS):
+                return whole
+        return None
 
     def _widened(self, base: Trial) -> Trial | None:
         """Return a block as explained to the precision of float32, in which a module may keep constants; None if it is not."""
@@ -111,33 +116,47 @@ class Explainer:
 
     def _best(self, base: Trial, some: Iterable[Alternative]) -> tuple[Trial | None, Trial | None]:
         """Return the best trial that explains a block, and the best of those that explain more of it than ``base``."""
-        wholes, parts = list[Trial](), list[Trial]()
         nodes = [node for node in NODES if node not in base.seen and BEHIND[node].isdisjoint(base.seen)]
+        some = [one for one in some if one not in base.alternatives and not self.blocks.is_refuted(base, one)]
+        some.sort(key=lambda one: not _changes(one, nodes[0] if nodes else ""))
+        wholes, parts = list[Trial](), list[Trial]()
+        if "" not in base.seen:
+            wholes, _ = self._tried(base, (one for one in some if self.blocks.gives_any(base, one, ("",))))
+        if not wholes:
+            wholes, parts = self._tried(base, some)
+        whole, part = (min(trials, key=_likelihood, default=None) for trials in (wholes, parts))
+        if whole is not None and not base.alternatives:
+            ties = tuple(one.alternatives[0] for one in wholes if _likelihood(one)[0] == _likelihood(whole)[0])
+            whole = replace(whole, ties=ties)
+        return whole, part
+
+    def _tried(self, base: Trial, some: Iterable[Alternative]) -> tuple[list[Trial], list[Trial]]:
+        """Return the trials that explain a block, and those that explain more of it than ``base``."""
+        wholes, parts = list[Trial](), list[Trial]()
         shown = ""  # the first node that an explanation shows: what does not change it is no better one
-        for one in sorted(some, key=lambda one: not _changes(one, nodes[0] if nodes else "")):
+        for one in some:
             self.observation.check()
-            if one in base.alternatives or self.blocks.is_refuted(base, one) or not _changes(one, shown):
-                continue
-            if (trial := self.blocks.tried(base, one)) is None:
+            trial = self.blocks.tried(base, one) if _changes(one, shown) else None
+            if trial is None:
                 continue
             if self.blocks.goes_on(trial):
                 wholes.append(trial)
                 shown = min((*(trial.seen.keys() - base.seen.keys()), shown), key=ORDER.__getitem__)
             elif len(trial.seen) > len(base.seen):
                 parts.append(trial)
-        whole, part = (min(some, key=_likelihood, default=None) for some in (wholes, parts))
-        if whole is not None and not base.alternatives:
-            ties = tuple(one.alternatives[0] for one in wholes if _likelihood(one)[0] == _likelihood(whole)[0])
-            whole = replace(whole, ties=ties)
-        return whole, part
+        return wholes, parts
 
     # In texts that are read in calls
 
     def _in_calls(self, base: Trial) -> Trial | None:
         """Return a block with an alternative in some calls that explains it; None if there is none."""
         targets = list(self._targets(base))
-        found = (one for node, seen in targets for one in self._since(base, node, seen))
-        for some in (found, self._by_call(base, [(node, seen) for node, seen in targets if node in MIXED])):
+        mixed = [(node, seen) for node, seen in targets if node in MIXED]
+        hows = (schedules(self.model), prompts_in_chunks(self.model))
+        for some in itertools.chain.from_iterable(
+            (self._since(base, targets, rare), *(self._by_call(base, mixed, ways, rare) for ways in hows))
+            for rare in (False, True)
+        ):
             tried = (self.blocks.tried(base, one) for one in some)
             trials = [trial for trial in tried if trial is not None and self.blocks.goes_on(trial)]
             if trials:
@@ -145,21 +164,35 @@ class Explainer:
         return None
 
     def _targets(self, base: Trial, most: int = MOST_ARRAYS) -> Iterator[tuple[str, Observed]]:
-        """Yield the first nodes that are not found with arrays that may be their values."""
+        """Yield nodes that are not found, with arrays that may be their values: of the first nodes, and of those nearly found.
+
+        A program need not write every node. An array with some right tokens is a node's, or that of one which equals it there.
+        """
         nodes = [node for node in NODES if node not in (*HIDDEN, WHOLE) and node not in base.seen]
         nodes = [node for node in nodes if BEHIND[node].isdisjoint(base.seen)]
-        for node in nodes[:TARGETS]:
+        partly: list[tuple[str, Observed]] = []
+        for number, node in enumerate(nodes):
             arrays = self.observation.unexplained(node, base.state[node], base.seen.values())
-            yield from ((node, seen) for seen in itertools.islice(arrays, most) if bool(seen.wrong_rows().any()))
+            for seen in itertools.islice(arrays, most):
+                wrong = seen.wrong_rows()
+                if number < TARGETS and bool(wrong.any()):
+                    yield node, seen
+                elif bool(wrong.any()) and not bool(wrong.all()):
+                    partly.append((node, seen))
+        yield from partly[:TARGETS]
 
-    def _since(self, base: Trial, node: str, seen: Observed) -> Iterator[Alternative]:
-        """Yield the alternatives that are ``seen`` at the wrong tokens alone: from one on, or up to one."""
+    def _since(self, base: Trial, targets: Sequence[tuple[str, Observed]], rare: bool) -> Iterator[Alternative]:
+        """Yield the common or ``rare`` alternatives that one of ``targets`` shows from a token on, or up to one."""
+        some = [one for one in self.inner if one.rare == rare]
+        return (one for node, seen in targets for one in self._since_in(base, node, seen, some))
+
+    def _since_in(self, base: Trial, node: str, seen: Observed, some: Sequence[Alternative]) -> Iterator[Alternative]:
         wrong = seen.wrong_rows().any(0)
         tokens, (first, *_, last) = len(wrong), [*wrong.nonzero().flatten().tolist()] * 2
-        ways = [Schedule(IN_STEPS.format(first), stepped(first, tokens), "later")] if first else []
+        ways = [Schedule(IN_STEPS.format(first), stepped(first, tokens), Which.LATER)] if first else []
         if 1 < last + 1 < tokens:
-            ways.append(Schedule(IN_PROMPT.format(last + 1), stepped(last + 1, tokens), "first"))
-        for one in self.inner if ways else ():
+            ways.append(Schedule(IN_PROMPT.format(last + 1), stepped(last + 1, tokens), Which.FIRST))
+        for one in some if ways else ():
             self.observation.check()
             edits = one.at(base.layer)
             begin = min((ORDER[name] for name in edits), default=len(NODES))
@@ -174,55 +207,64 @@ class Explainer:
                 continue
             agrees = _by_token(seen.agrees(value))
             for how in ways:
-                inside = slice(how.calls[0][1], None) if how.which == "later" else slice(0, how.calls[0][1])
+                inside = slice(how.calls[0][1], None) if how.which is Which.LATER else slice(0, how.calls[0][1])
                 if bool(agrees[:, inside].all()):
                     yield in_schedule(one, how)
 
-    def _by_call(self, base: Trial, targets: Sequence[tuple[str, Observed]]) -> Iterator[Alternative]:
-        """Yield the alternatives that give one of ``targets`` in a text that is read in calls.
-
-        What a call computes does not depend on later ones, so an alternative is left at the first call whose tokens it misses.
-        """
+    def _by_call(
+        self, base: Trial, targets: Sequence[tuple[str, Observed]], hows: Sequence[Schedule], rare: bool
+    ) -> Iterator[Alternative]:
+        """Yield the common or ``rare`` alternatives that give one of ``targets`` in a text that is read in calls."""
         mixing = [one for one in self.inner if not set(one.edits).isdisjoint(ATTENTION) and one.sees != ROWS]
-        mixing = [one for one in (*mixing, *self.in_steps) if one.at(base.layer) and not self.blocks.is_refuted(base, one)]
+        mixing = [one for one in (*mixing, *self.in_steps) if one.rare == rare and one.at(base.layer)]
+        mixing = [one for one in mixing if not self.blocks.is_refuted(base, one)]
+        at_once = [one for one in mixing if not one.steps]
         wrong = [seen.wrong_rows().any(0).nonzero().flatten().tolist() for _, seen in targets]
-        firsts: dict[int, list[Alternative]] = {}  # those that give the first call, by its length
-        for how in schedules(self.model) if targets else ():
-            end, second = how.calls[0][1], how.calls[min(1, len(how.calls) - 1)][1]
-            if end not in firsts:
-                alone = replace(how, calls=how.calls[:1])
-                firsts[end] = [one for one in mixing if not one.steps and self._gives_all(base, targets, one, alone)]
+        paths: Paths = {}
+        refuted = set[tuple[int, int]]()
+        for how in hows if targets else ():
+            end, second, last = how.calls[0][1], how.calls[1][1], how.calls[-1]
             later = any(end <= some[0] < second + LAG for some in wrong)
-            some = [one for one in mixing if one.steps and (later or one.at_once)]
-            tried = [(one, "all") for one in (*firsts[end], *some)]
+            tried = {Which.ALL: [one for one in mixing if not one.steps or later or one.at_once]}
+            if second > end + 1 and last[1] == last[0] + 1:  # chunks, and then single tokens
+                tried[Which.SEVERAL] = tried[Which.ALL]
             if is_prompt(how) and end > 1:
-                tried += [(one, "first") for one in firsts[end] if any(each[-1] < end <= each[-1] + LAG for each in wrong)]
+                if any(each[-1] < end <= each[-1] + LAG for each in wrong):
+                    tried[Which.FIRST] = at_once
                 if any(end <= each[0] < end + LAG for each in wrong):
-                    tried += [(one, "later") for one in mixing if not one.steps]
-            for one, which in tried:
+                    tried[Which.LATER] = at_once
+            for which, some in tried.items():
                 seen_in = replace(how, which=which)
-                if self._gives_all(base, targets, one, seen_in):
-                    yield scheduled(one, seen_in)
+                path = _path(seen_in, paths)
+                for one in some:
+                    if not any((id(one), number) in refuted for number in path):
+                        number = self._refuted_by(base, targets, one, seen_in)
+                        if number is None:
+                            yield scheduled(one, seen_in)
+                        else:
+                            refuted.add((id(one), path[number]))
 
-    def _gives_all(self, base: Trial, targets: Sequence[tuple[str, Observed]], one: Alternative, how: Schedule) -> bool:
-        """Return whether an alternative in calls gives one of ``targets``, call by call."""
+    def _refuted_by(self, base: Trial, targets: Sequence[tuple[str, Observed]], one: Alternative, how: Schedule) -> int | None:
+        """Return the number of the first call in which an alternative gives none of ``targets``; None if it gives one in all.
+
+        What a call computes does not depend on later ones.
+        """
         self.observation.check()
         memory: Memory = {}
         before = ORDER["attn.qh"] if set(one.edits) <= set(NODES[ORDER["attn.qh"] :]) else 0
         until = max(ORDER[node] for node, _ in targets)
         edits, alive = one.at(base.layer), list(targets)
-        for begin, end in how.calls:
+        for number, (begin, end) in enumerate(how.calls):
             site = graph.Site(self.model, base.layer, begin, end, memory)
             state = {name: base.state[name][:, begin:end] for name in ("x", *NODES[:before])}
-            changes = how.which == "all" or (begin == 0) == (how.which == "first")
             try:
-                state = run_block(site, state, edits if changes else {}, before - 1, until)
+                state = run_block(site, state, edits if how.which.holds(begin, end) else {}, before - 1, until)
             except RuntimeError:  # it does not fit to what is there
-                return False
+                return number
             alive = [(node, seen) for node, seen in alive if seen.at(begin, end).matches(_for_all_keys(state[node], node, seen))]
             if not alive:
-                return False
-        return True
+                return number
+        return None
 
     # Free numbers
 
@@ -300,6 +342,14 @@ def _given(value: Tensor, c: graph.Site, s: State) -> Tensor:
 
 def _plain(words: str) -> str:
     return re.sub(r"[0-9][0-9.e+-]*", "", words)
+
+
+def _path(how: Schedule, paths: Paths) -> list[int]:
+    """Return a number for the calls up to each call: the same for schedules that begin alike."""
+    path = [0]
+    for begin, end in how.calls:
+        path.append(paths.setdefault((path[-1], begin, end, how.which.holds(begin, end)), len(paths) + 1))
+    return path[1:]
 
 
 def _alike(seen: Observed) -> bool:

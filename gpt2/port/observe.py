@@ -42,12 +42,12 @@ class Observation:
         given = split(value, self.heads) if node in HEADED and value.shape[-1] % self.heads == 0 else value
         if node == "attn.scores" and value.shape[-1] == value.shape[-2]:
             given = value.tril()
-        several = value.ndim == 3 and value[..., 0].numel() > 1
-        if not bool(value.any()) or (several and bool((value == value[:1, :1]).all())):
-            return None  # zeros, or a bias at each token, are in any buffer
         match = self.pool.find_at(node, given, *AXES.get(node, PIECES))
         if match is None or (fault and match.error > self.pool.fault_bound(node)):
             return None
+        several = value.ndim == 3 and value[..., 0].numel() > 1
+        if not bool(value.any()) or (several and bool((value == value[:1, :1]).all())):
+            return None  # zeros, or a bias at each token, are in any buffer
         own = self.pool.adopt(given, match)
         return Seen(merge(own) if given.ndim == 4 and value.ndim == 3 else own, match.error, match.entries)
 

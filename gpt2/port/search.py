@@ -22,7 +22,7 @@ from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent, worst_relative
 from gpt2.measure.tracing import layer_of, point_at, points, trace
 from gpt2.model import GPT2
 from gpt2.port import graph
-from gpt2.port.alternative import IN_STEPS, Alternative, Schedule, in_schedule
+from gpt2.port.alternative import IN_STEPS, Alternative, Schedule, Which, in_schedule
 from gpt2.port.alternatives import table
 from gpt2.port.alternatives.activations import SAME
 from gpt2.port.alternatives.outside import SEQUENCE, sequence_faults, standing
@@ -239,7 +239,7 @@ class Search:
             for one in (*self.embeddings, *standing(self.model)):
                 if not (one.rare or one.steps):
                     calls = stepped(start, tokens) if one.sees else ((0, start), (start, tokens))
-                    yield in_schedule(one, Schedule(IN_STEPS.format(start), calls, "later"))
+                    yield in_schedule(one, Schedule(IN_STEPS.format(start), calls, Which.LATER))
 
     # From block to block
 

@@ -100,17 +100,16 @@ def _parsed(text: str, path: Path) -> np.ndarray:
 
 
 def default_batch(checkpoint: Checkpoint, text: str | None, tokens: int | None, *, offline: bool = False) -> Batch:
-    """Return four rows of ``tokens`` ids each (fewer of a short text), as they follow in ``text``.
+    """Return four rows of ``tokens`` ids each (fewer of a short ``text``, a name or a file as for
+    :func:`gpt2.measure.texts.open_text`).
 
-    ``text`` is a name or a file as in :func:`gpt2.measure.texts.open_text`. Without one, a model that has no tokenizer gets
-    random ids. Raises InputError: no such text, one that is too short, or more tokens than the model has positions.
+    Without a text, a model that has no tokenizer gets random ids. Raises InputError: no such text, one that is too short, or more
+    tokens than the model has positions.
     """
     config = checkpoint.config
     length = min(TOKENS, config.n_positions) if tokens is None else tokens
     if not 1 <= length <= config.n_positions:
-        raise InputError(
-            f"{length} tokens in a row; the model {checkpoint.name} takes 1 to {config.n_positions:,}, choose so many"
-        )
+        raise InputError(f"{length} tokens in a row; {checkpoint.name} takes 1 to {config.n_positions:,}, choose so many")
     tokenizer = checkpoint.own_tokenizer()
     if tokenizer is None:
         if text is not None:

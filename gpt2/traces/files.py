@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,10 @@ def _directory(path: Path, arrays: Arrays, about: dict[str, Any]) -> None:
     aside.mkdir()
     try:
         for name, tensor in arrays.items():
-            with _synced(aside / f"{name}.npy") as file:
+            with written_aside(aside / f"{name}.npy") as file:
                 np.save(file, tensor.numpy())
         rows = [{**row, "file": f"{row['name']}.npy"} for row in about["arrays"]]
-        with _synced(aside / INDEX) as file:
+        with written_aside(aside / INDEX) as file:
             file.write((as_json({**about, "arrays": rows}) + "\n").encode())
         if path.exists():
             os.replace(path, old)
@@ -102,14 +102,6 @@ def _state(path: Path, arrays: Arrays, about: dict[str, Any]) -> None:
     with written_aside(path) as file:
         pieces = state_pieces(config, arrays["ids"], arrays["targets"], arrays["logits"], arrays["loss"], gradients)
         file.writelines(pieces)
-
-
-@contextlib.contextmanager
-def _synced(path: Path) -> Iterator[Any]:
-    with open(path, "xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _require_own(folder: Path) -> None:

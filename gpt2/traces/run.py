@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from gpt2.checkpoint.containers.mapped_file import require_whole_files
+from gpt2.checkpoint.containers import require_whole_files
 from gpt2.checkpoint.loading import require_device
 from gpt2.checkpoint.names import DEFAULT, EXPORTS, FLOATS, ModelName
 from gpt2.checkpoint.saving import sha256
@@ -22,7 +22,6 @@ from gpt2.pages.reports import environment
 from gpt2.traces import arrays
 from gpt2.traces.batch import NO_TARGET, Batch, as_rows, default_batch, read_ids
 from gpt2.traces.result import Trace
-from gpt2.traces.steps import described, optim_of, step
 
 STORED = ("float32", "float64", "float16")  # NumPy has no bfloat16
 
@@ -75,7 +74,7 @@ def trace(
         raise InputError("settings are of training steps, and none are asked for; give steps")
     if not 0 <= steps <= MAX_STEPS:
         raise InputError(f"steps is {steps}; give 0 to {MAX_STEPS}")
-    optim = optim_of(settings or {})
+    optim = arrays.optim_of(settings or {})
     where = None if device is None else require_device(device)
     checkpoint = open_checkpoint(ModelName.parse(name, EXPORTS, revision=revision), offline=offline)
     batch = _batch(checkpoint, ids, targets, text, tokens, offline)
@@ -91,7 +90,7 @@ def trace(
         progress("gradients")
         found |= arrays.gradients(model, batch, kept, loss_only=not gradients)
     if steps:
-        found |= step(model, batch, steps, optim, kept, progress)
+        found |= arrays.step(model, batch, steps, optim, kept, progress)
     return Trace(
         model=name,
         revision=checkpoint.revision,
@@ -101,7 +100,7 @@ def trace(
         config=checkpoint.config,
         files=files,
         environment=environment([model.wte.weight.dtype], model.wte.weight.device),
-        settings=described(optim) if steps else {},
+        settings=arrays.described(optim) if steps else {},
     )
 
 

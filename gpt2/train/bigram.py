@@ -1,7 +1,7 @@
 """The bigram baseline of the tutorials: a table with the logits of the next token for every token.
 
-It is trained with the same loop on the same windows, so a model that beats its loss has learnt more than pairs of tokens. Its
-config says `model_type: bigram`: ``gpt2.load`` refuses it, and only this module reads it.
+It trains in the same loop, on the same windows: a model that beats its loss has learnt more than pairs of tokens. Its config says
+`model_type: bigram`, which only this module reads.
 """
 
 import json

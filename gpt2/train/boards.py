@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gpt2.checkpoint.saving import write_file
 from gpt2.errors import InputError
@@ -14,25 +14,6 @@ from gpt2.train.recipe import Recipe
 from gpt2.train.runs import RECIPE
 
 PROJECT, ID = "gpt2-toolkit", "wandb-id.txt"
-
-
-class Board(Protocol):
-    """A program that shows metrics."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Show the values of one step."""
-
-    def close(self) -> None:
-        """Write what is left."""
-
-
-def boards(recipe: Recipe, folder: Path, first_step: int | None) -> list[Board]:
-    """Open the boards that the recipe asks for; ``first_step`` is the one after a resumed checkpoint, None for a new run.
-
-    Raises InputError: a package is not installed, or W&B refuses.
-    """
-    kinds: dict[str, Callable[[Path, int | None], Board]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-    return [board(folder, first_step) for name, board in kinds.items() if getattr(recipe, name)]
 
 
 def _missing(package: str) -> InputError:
@@ -58,9 +39,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of W&B, in ``folder/wandb`` and, unless WANDB_MODE=offline, on its server.
+    """A run of W&B in ``folder/wandb`` and, unless WANDB_MODE=offline, on its server; a resumed run keeps its id.
 
-    It gets the recipe and the metrics, and neither code, git state nor console output. A resumed run goes on under the same id.
+    It gets the recipe and the metrics, and neither code, git state nor console output.
     """
 
     def __init__(self, folder: Path, first_step: int | None) -> None:
@@ -91,3 +72,12 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self.run.finish()
+
+
+Board = TensorBoard | WeightsAndBiases
+
+
+def boards(recipe: Recipe, folder: Path, first_step: int | None) -> list[Board]:
+    """Open the boards that the recipe asks for; ``first_step`` follows a resumed checkpoint, None: a new run."""
+    kinds: dict[str, type[Board]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+    return [board(folder, first_step) for name, board in kinds.items() if getattr(recipe, name)]

@@ -1,7 +1,6 @@
 """Classify texts: a head with a row for each class, on the last token, saved as transformers' GPT2ForSequenceClassification.
 
-A document is a row of its text's tokens and, behind them, its class as if it were the next token, which alone is scored. So
-training is that of a language model whose head has as many rows as there are classes.
+A document's class follows its tokens as if it were the next token, and alone is scored: so training is a language model's.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""Measure how fast each rank computes: until its own gradients are there, without the time in which ranks wait for each other.
-
-Tokens per second of the whole job are the same on every rank, because all wait for the slowest. This names it.
-"""
+"""Measure how fast each rank computes, until its own gradients are there: this names the slowest, for which all others wait."""
 
 import time
 from typing import Any, Self
@@ -14,10 +11,10 @@ from gpt2.train.recipe import Recipe
 
 
 class Clock:
-    """Around each step of DDP: the time from its begin to the last of this rank's gradients, reading the batch included.
+    """Times each step of DDP from its begin to the last of this rank's gradients, reading the batch included.
 
-    FSDP's ranks wait for each other in every block, so its steps have no such time; evaluations have one. Where targets may be
-    unscored, the time includes one wait: the ranks count the scored ones first. A step without gradients is left out.
+    FSDP's ranks wait for each other in every block, so its steps have no such time. Where targets may be unscored, the time
+    includes one wait, to count the scored ones. A step without gradients is left out.
     """
 
     def __init__(self, scored: nn.Module, part: Recipe, ranks: Ranks) -> None:

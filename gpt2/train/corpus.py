@@ -28,8 +28,7 @@ from gpt2.train.recipe import PLAYS, Recipe
 class Corpus:
     """Training and validation ids (1-d integers), their tokenizer, and ``sha256`` (hex), which a resumed run must match.
 
-    The marks (uint8, of each id) say which tokens are scored (:mod:`gpt2.data.batches`); None if all are. ``notes`` are lines for
-    the log.
+    The marks (uint8, of each id) say which tokens are scored (:mod:`gpt2.data.batches`); None: all. ``notes`` are for the log.
     """
 
     tokenizer: Tokenizer
@@ -57,19 +56,20 @@ Stream = tuple[np.ndarray, np.ndarray | None]  # ids and marks
 def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, scratch: bool = False, check: bool = True) -> Corpus:
     """Read the recipe's corpus as ids of ``tokenizer``, or of a new tokenizer made from the text as the recipe says.
 
-    ``scratch``: the tokenizer is of a run from scratch, which reads its text again as it did when it made the tokenizer. Without
-    ``check``, token files are mapped only, and their ``sha256`` is "".
+    ``scratch``: ``tokenizer`` was made from this text, which is then read in the same way. Without ``check``, token files are
+    only mapped, and ``sha256`` is "".
     """
     data, notes, tally, mapped, classes = recipe.data, list[str](), Counter[str](), True, tuple[str, ...]()
     train: Stream
     val: Stream
+    reads_files = data.tokenizer == "gpt2" or (tokenizer and not scratch)  # other tokenizers are made from a text in memory
     if data.tokens:
         folder = Path(data.tokens)
         tokenizer = tokenizer or _tokenizer_of(folder, data.tokenizer)
         train_ids, val_ids = token_files.read(folder, tokenizer.n_vocab, check=check)
         sha256 = token_files.fingerprint(train_ids, val_ids) if check else ""
         train, val = (train_ids, None), (val_ids, None)
-    elif (data.tokenizer == "gpt2" or (tokenizer and not scratch)) and _is_large(recipe):  # others are made from a text in memory
+    elif reads_files and data.path and not data.label and size(files(data.path)) > tokenizing.LARGE:
         tokenizer = tokenizer or load_tokenizer("gpt2").with_tokens(data.add_tokens)
         train, val, sha256, tally, notes = _of_token_files(recipe, tokenizer, check)
     else:
@@ -96,18 +96,13 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, scratch: bool 
     return Corpus(tokenizer, train[0], val[0], sha256, train[1], val[1], tuple(notes), end, tally, mapped, share, classes)
 
 
-def _is_large(recipe: Recipe) -> bool:
-    return bool(recipe.data.path) and not recipe.data.label and size(files(recipe.data.path)) > tokenizing.LARGE
-
-
 def _of_token_files(recipe: Recipe, tokenizer: Tokenizer, check: bool) -> tuple[Stream, Stream, str, Counter[str], list[str]]:
     """Return the streams of a text too large for memory, their hash, tally, and lines for the log."""
     data, notes = recipe.data, list[str]()
     end = _end(tokenizer, notes)
-    kept = tokenizing.Layout(
-        data.field, data.prompt, data.held_out, data.split_seed, data.padded, recipe.context if data.padded else 0
-    )
-    task = tokenizing.Task(tokenizer, end, kept)
+    context = recipe.context if data.padded else 0
+    layout = tokenizing.Layout(data.field, data.prompt, data.held_out, data.split_seed, data.padded, context)
+    task = tokenizing.Task(tokenizer, end, layout)
     say = partial(print, file=sys.stderr, flush=True)
     arrays, tally = tokenizing.prepared(data.path, files(data.path), task, say, check=check)
     train_marks, val_marks = arrays[2:] or (None, None)
@@ -222,17 +217,14 @@ def _require_enough(recipe: Recipe, train: Stream, val: Stream) -> None:
     count = len(train[0])
     if count < recipe.context + 1:
         remedy = f" or --set context={count - 1}" if count > 1 else ""
-        raise InputError(
-            f"the training text has {count} tokens, too few for a context of {recipe.context} and the token after it; "
-            f"give a longer text{remedy}"
-        )
+        few = f"the training text has {count} tokens, too few for a context of {recipe.context} and the next token"
+        raise InputError(f"{few}; give a longer text{remedy}")
     if len(val[0]) < 2:
         raise InputError(f"the validation text has {len(val[0])} tokens, too few to score; give a longer text or data.held_out")
     for name, (_, marks) in (("training", train), ("validation", val)):
         if marks is not None and not any((marks[1:][part] == SCORED).any() for part in slices(marks[1:])):
-            raise InputError(
-                f"no token of the {name} documents is scored: all are prompts or cut off; raise context, or eval_tokens"
-            )
+            why = "all are prompts or cut off; raise context, or eval_tokens"
+            raise InputError(f"no token of the {name} documents is scored: {why}")
 
 
 def _tokenizer_of(folder: Path, kind: str) -> Tokenizer:
@@ -241,10 +233,8 @@ def _tokenizer_of(folder: Path, kind: str) -> Tokenizer:
         return from_directory(folder)
     if kind == "gpt2":
         return load_tokenizer("gpt2")
-    raise InputError(
-        f"{folder}: no tokenizer in it, and {kind!r} is made from a text; "
-        "put the tokenizer's files there, or --set data.tokenizer=gpt2 if it is GPT-2's"
-    )
+    remedy = "put the tokenizer's files there, or --set data.tokenizer=gpt2 if it is GPT-2's"
+    raise InputError(f"{folder}: no tokenizer in it, and {kind!r} is made from a text; {remedy}")
 
 
 def _new_tokenizer(recipe: Recipe, train_text: str, val_text: str) -> Tokenizer:
@@ -275,8 +265,6 @@ def texts(recipe: Recipe) -> tuple[str, str]:
         except InputError as error:
             raise InputError(f"{error}, or {PLAYS}") from None
     else:
-        raise InputError(
-            f"recipe: data.source is {data.source!r}; give plays, all-plays, play:NAME or tinyshakespeare, "
-            "or set data.path to a text file"
-        )
+        known = "plays, all-plays, play:NAME or tinyshakespeare, or set data.path to a text file"
+        raise InputError(f"recipe: data.source is {data.source!r}; give {known}")
     return shakespeare.split(text, 1 - data.held_out)

@@ -1,6 +1,5 @@
-"""Decide whether a training step has diverged: its loss or gradient is not finite, or its loss has exploded.
-
-It has exploded if it exceeds the best held-out loss by more than a uniform guess's loss; later steps do not recover from that.
+"""Decide whether a training step has diverged: its loss or gradient is not finite, or its loss has exploded, from which later
+steps do not recover.
 """
 
 import math

@@ -31,10 +31,8 @@ class Scores(NamedTuple):
 
 
 def scores(model: GPT2 | Bigram, text: Corpus, recipe: Recipe, ranks: Ranks) -> Scores:
-    """Score the validation text; the ranks share its windows.
-
-    The windows are those of training: with ``data.reset`` documents do not see each other. The end-of-text token counts as no
-    bytes, because it is no text.
+    """Score the validation text; the ranks share its windows, which are those of training. The end-of-text token counts as no
+    bytes.
     """
     if isinstance(model, Classifier) and text.val_marks is not None:
         loss, table = confusion(model, text.val_ids, text.val_marks, recipe.context, recipe.batch_size)

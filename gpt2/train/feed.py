@@ -14,8 +14,8 @@ from gpt2.train.recipe import Recipe
 class Batch(NamedTuple):
     """This rank's rows of a step, int64: inputs ``x`` and targets ``y`` (rows, context), of which some may be :data:`UNSCORED`.
 
-    ``documents`` (rows, context) is given where a row has several that are kept apart. ``scored`` (rows,) are the numbers of
-    scored targets, on the CPU.
+    ``documents`` (rows, context) is given where documents of a row are kept apart. ``scored`` (rows,) counts scored targets, on
+    the CPU.
     """
 
     x: Tensor
@@ -25,9 +25,8 @@ class Batch(NamedTuple):
 
 
 class Feed:
-    """Each step's :class:`Batch`, which depends only on ``ids``, ``marks``, recipe and step.
-
-    Documents that end with the id ``end`` are kept apart; without it, they are not.
+    """Each step's :class:`Batch`, a function of ``ids``, ``marks``, recipe and step; documents that end with ``end`` are kept
+    apart.
 
     On a GPU :meth:`ahead` sends the next step's windows from pinned memory while this step runs; on a CPU it does nothing.
     """

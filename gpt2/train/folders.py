@@ -20,17 +20,15 @@ def writing(folder: Path) -> Iterator[None]:
         if not isinstance(cause, OSError):
             raise
         reason = cause.strerror or cause
-        raise InputError(
-            f"{folder}: cannot write there ({reason}); make room or choose another --out; earlier checkpoints are intact"
-        ) from error
+        remedy = "make room or choose another --out; earlier checkpoints are intact"
+        raise InputError(f"{folder}: cannot write there ({reason}); {remedy}") from error
 
 
 @contextlib.contextmanager
 def appearing(target: Path, hashes: Mapping[str, str] | None = None) -> Iterator[Path]:
-    """Yield a new folder; at the end of the block it gets a manifest, is synced, and renamed to ``target``.
+    """Yield a new folder; at the end of the block it gets a manifest, is synced, and renamed to ``target``: whole or not at all.
 
-    So ``target`` appears whole or not at all. ``hashes`` are those that are known then, by name; all other files are read. The
-    manifest lists every name in ``hashes``, also one that this machine does not see yet because another has just written it.
+    ``hashes`` are those that are known then, by name, also of files that another machine has just written; all others are read.
     """
     aside, old = (target.with_name(f".{target.name}.{suffix}") for suffix in ("partial", "old"))
     with writing(target.parent):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from gpt2.checkpoint.containers.mapped_file import require_whole_files
+from gpt2.checkpoint.containers import require_whole_files
 from gpt2.errors import InputError, require_memory
 from gpt2.measure.allocator import keep_freed_memory
 from gpt2.model import GPT2
@@ -20,18 +20,17 @@ from gpt2.train import divergence, models, parallel, shards, state
 from gpt2.train.bigram import Bigram
 from gpt2.train.clock import Clock
 from gpt2.train.corpus import Corpus, corpus
+from gpt2.train.cost import peak_memory, tokens_at_peak
 from gpt2.train.divergence import Rewind
-from gpt2.train.estimate import peak_memory
 from gpt2.train.evaluation import scores
 from gpt2.train.feed import Feed
 from gpt2.train.interrupt import interruptions
 from gpt2.train.loss import Scored
 from gpt2.train.metrics import Diverged, Estimated, Evaluated, Event, Logged, Metrics, Pace, Result, Started
 from gpt2.train.optim import adamw, learning_rate
-from gpt2.train.overfitting import overfitting
 from gpt2.train.parallel import Ranks
 from gpt2.train.recipe import Recipe
-from gpt2.train.speed import tokens_at_peak
+from gpt2.train.runs import overfitting
 from gpt2.train.start import Start, start
 from gpt2.train.state import Progress
 from gpt2.train.step import optimizer_step
@@ -47,17 +46,13 @@ def train(
 ) -> Result:
     """Run ``recipe`` in ``folder``: from scratch, or from the model named ``init``.
 
-    If ``folder`` holds a run of the same recipe, the run resumes from the newest intact checkpoint; another run is an error,
-    unless ``fresh`` deletes it. Ctrl-C or SIGTERM finishes the step (and an evaluation in progress), saves, and returns a
-    result that says "interrupted"; a second signal acts at once. The process keeps freed memory
-    (:mod:`gpt2.measure.allocator`).
+    A run of the same recipe in ``folder`` is resumed from its newest intact checkpoint; another run is an error, unless ``fresh``
+    deletes it. Ctrl-C or SIGTERM finishes the step (and an evaluation in progress), saves, and returns a result that says
+    "interrupted"; a second signal acts at once. In a process started by `torchrun` or :mod:`gpt2.train.launch`, the ranks share
+    each batch; only rank 0 needs the folder and ``init``, and reports.
 
-    In a process started by `torchrun` or :mod:`gpt2.train.launch`, the ranks share each batch. Only rank 0 needs the folder and
-    ``init``, and only rank 0 reports.
-
-    Raises:
-        InputError: text, model, recipe or folder do not work together, the run diverged, or the disk is full.
-        PeerLost: another process of the job died.
+    Raises InputError: text, model, recipe or folder do not fit together, the run diverged, or the disk is full. Raises PeerLost:
+    another process of the job died.
     """
     recipe.check(init)
     recipe, folder = recipe.resolved(init), Path(folder)

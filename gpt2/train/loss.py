@@ -2,7 +2,7 @@
 
 The plain way keeps the logits, their log-softmax and its gradient: with a vocabulary of 50,257, three times 200 KB per token,
 more than the twelve blocks of gpt2 keep. Here the forward pass computes loss and gradient together, a few rows at a time, and
-keeps only one gradient of the residual stream and one of the embedding (as Liger Kernel on GPUs: Hsu et al., arXiv:2410.10989).
+keeps two gradients: of the residual stream and of the embedding (as Liger Kernel on GPUs: Hsu et al., arXiv:2410.10989).
 
 Shapes: N tokens (of all windows in a row), D width, V vocabulary, n rows of one chunk.
 """
@@ -31,10 +31,10 @@ class Scored(nn.Module):
         self.model, self.partial = model, partial
 
     def forward(self, ids: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Return the mean cross-entropy, nats per scored token, of ``targets`` (B, T) after ``ids`` (B, T); a scalar.
+        """Return the mean cross-entropy, nats per scored token, of ``targets`` (B, T) after ``ids`` (B, T); 0 without a scored
+        token.
 
-        Targets below 0 are not scored, and the head does not compute their logits. Without any scored target the loss is 0.
-        ``documents`` (B, T) as in :meth:`GPT2.hidden`.
+        Targets below 0 are not scored: their logits are not computed. ``documents`` (B, T) as in :meth:`GPT2.hidden`.
         """
         targets = targets.flatten()
         scored = (targets >= 0).nonzero().flatten() if self.partial else None
@@ -106,9 +106,8 @@ class _Loss(torch.autograd.Function):
             head, losses = table.to(low), []
             grad_hidden = torch.empty_like(hidden)
             grad_table = torch.empty_like(table) if ctx.needs_input_grad[1] else None
-            for part, part_targets, part_grad in zip(
-                *(even(each, len(table)) for each in (hidden, targets, grad_hidden)), strict=True
-            ):
+            parts = (even(each, len(table)) for each in (hidden, targets, grad_hidden))
+            for part, part_targets, part_grad in zip(*parts, strict=True):
                 part_targets = part_targets[:, None]
                 e = (part.to(low) @ head.t()).to(wide)  # (n, V): logits, which the next lines change in place
                 e.sub_(e.amax(-1, keepdim=True))

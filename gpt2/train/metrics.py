@@ -52,7 +52,7 @@ class Diverged:
 
 @dataclass(frozen=True)
 class Logged:
-    """A logged step; ``loss`` is the batch's, nats per token; ``mfu`` is the achieved share of the GEMM rate (0: unknown).
+    """A logged step: ``loss`` in nats per token; ``mfu`` is the achieved share of the GEMM rate (0: unknown).
 
     ``rank_tokens_per_second`` is each rank's speed while it computes (:mod:`gpt2.train.clock`); empty for one, and for FSDP.
     """
@@ -69,10 +69,9 @@ class Logged:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation: the score of the validation text's scored tokens, and a sample from the model.
+    """An evaluation: the score of the scored validation tokens, and of ``val_all``, prompts too (None: the same); a sample.
 
-    ``val_all`` is the score of all its tokens, prompts too; None if all are scored. ``rank_tokens_per_second`` is each rank's
-    speed in this evaluation; empty for one.
+    ``rank_tokens_per_second`` is each rank's speed in this evaluation; empty for one.
     """
 
     step: int

@@ -65,11 +65,11 @@ def copied(model: GPT2 | Bigram, recipe: Recipe) -> GPT2 | Bigram:
 def with_tokens(model: GPT2, tokenizer: Tokenizer, recipe: Recipe) -> tuple[GPT2, Tokenizer]:
     """Return the model and its tokenizer with the recipe's ``data.add_tokens``; both unchanged if they have them already.
 
-    A new token's row is the mean of the rows that its text had before, with noise of a hundredth of the rows' own spread: so
-    tokens with equal parts can part. Its logit is the mean of theirs up to the noise: the other tokens lose little probability
-    to it, and keep their ratios. A row drawn as when training from scratch has logits near 0; where the others' are
-    near -100, as GPT-2's, it would get all the probability (Hewitt, "Initializing New Word Embeddings for Pretrained Language
-    Models", 2021, averages all rows). A head of its own grows in the same way. The old rows are unchanged, bit for bit.
+    A new token's row is the mean of the rows that its text had before, with noise of a hundredth of all rows' spread, so that
+    tokens with equal parts can part. Its logit is about the mean of theirs: the other tokens lose little probability to it, and
+    keep their ratios. A row drawn at random has logits near 0; where the others' are near -100, as GPT-2's, it would get all the
+    probability (Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021, averages all rows). The old rows
+    are unchanged, bit for bit.
     """
     grown = tokenizer.with_tokens(recipe.data.add_tokens)
     if grown is tokenizer:
@@ -102,10 +102,8 @@ def check(model: GPT2 | Bigram, text: "Corpus", recipe: Recipe, name: str) -> No
     if isinstance(model, Bigram):
         return
     if recipe.context > model.config.n_positions:
-        raise InputError(
-            f"recipe: context {recipe.context} exceeds the {model.config.n_positions} positions of {name}; "
-            f"use --set context={model.config.n_positions}"
-        )
+        most = model.config.n_positions
+        raise InputError(f"recipe: context {recipe.context} exceeds the {most} positions of {name}; use --set context={most}")
     for ids in (text.train_ids, text.val_ids) if rows_note(text.tokenizer, model.config, name) else ():
         require_rows([int(ids[part].max()) for part in slices(ids)], text.tokenizer, model.config, name)
 

@@ -2,7 +2,7 @@
 
 Only rank 0 reads and writes the run's folder, and logs. All ranks draw the same batch, and each computes its slice. Losses,
 signals and errors are shared before any rank acts on them. So N processes compute the same as one, except for rounding and
-dropout masks. With the same N a run is reproducible bit for bit.
+dropout masks, and with the same N a run is reproducible bit for bit.
 
 Sources: Li et al., "PyTorch Distributed" (DDP), 2020; Zhao et al., "PyTorch FSDP", 2023; `torch.distributed.fsdp.fully_shard`.
 """
@@ -46,10 +46,7 @@ class Ranks:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def together(self, act: Callable[[], T], *, patient: bool = False) -> T:
-        """Run ``act()`` on every rank. If one raises InputError, all raise it, so that no rank waits forever.
-
-        A rank that takes longer than :data:`SILENCE_TIMEOUT` is given up as lost, unless ``patient``.
-        """
+        """Run ``act()`` on every rank; if one raises InputError, all do. Only a ``patient`` one may take over SILENCE_TIMEOUT."""
         if self.size == 1:
             return act()
         result: Any = None
@@ -100,10 +97,9 @@ class Ranks:
         rows, left = divmod(recipe.batch_size, self.size)
         parts = max(1, recipe.grad_accum // self.size)
         if left or rows % parts:
-            raise InputError(
-                f"recipe: batch_size {recipe.batch_size} in {recipe.grad_accum} parts does not divide among {self.size} "
-                f"processes; set batch_size to a multiple of {self.size * parts}"
-            )
+            given = f"recipe: batch_size {recipe.batch_size} in {recipe.grad_accum} parts"
+            remedy = f"set batch_size to a multiple of {self.size * parts}"
+            raise InputError(f"{given} does not divide among {self.size} processes; {remedy}")
         return replace(recipe, batch_size=rows, grad_accum=parts)
 
 
@@ -123,9 +119,7 @@ def restarts() -> int:
 @contextmanager
 def joined(device: str) -> Iterator[Ranks]:
     """Join the job of `torchrun` or :mod:`gpt2.train.launch`, if any (else size is 1); raise PeerLost if a process died."""
-    rank, size, local = (
-        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-    )
+    rank, local, size = own_rank(), int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     own = _device(device, local)
     if size == 1:
         yield Ranks(device=own)
@@ -228,12 +222,14 @@ def whole(wrapped: nn.Module) -> Iterator[None]:
 
 
 def gathered(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's whole state on the CPU, "INDEX.NAME" to tensor. Every rank must call this."""
-    return {
-        f"{index}.{name}": full(value).detach().cpu().contiguous()
-        for index, entry in optimizer.state_dict()["state"].items()
-        for name, value in entry.items()
-    }
+    """Return :func:`moments` whole, on the CPU. Every rank must call this."""
+    return {key: full(value).detach().cpu().contiguous() for key, value in moments(optimizer).items()}
+
+
+def moments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state on this rank, "INDEX.NAME" to tensor."""
+    state = optimizer.state_dict()["state"]
+    return {f"{index}.{name}": value for index, entry in state.items() for name, value in entry.items()}
 
 
 def restore(optimizer: torch.optim.Optimizer, stored: dict[str, Tensor], ranks: Ranks) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpt2.data.files import write_output
 from gpt2.errors import InputError
-from gpt2.pages.drawing import matplotlib_of_our_own
+from gpt2.pages.drawing import COLOURS, LIGHT, MUTED, matplotlib_of_our_own
 from gpt2.train.runs import METRICS, Points, Run, read
 
 if TYPE_CHECKING:
@@ -30,17 +30,11 @@ def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
     for folder, run in zip(folders, runs, strict=True):
         if not run.points("loss") and not run.points("val_loss"):
             raise InputError(f"{Path(folder) / METRICS}: no losses there yet; wait for the run's first evaluation")
-    with matplotlib_of_our_own():
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    with matplotlib_of_our_own(**LIGHT | {"svg.hashsalt": "gpt2", "figure.dpi": 150, "figure.facecolor": "white"}):
         from matplotlib.figure import Figure
 
-        matplotlib.rcdefaults()  # the settings of pages are for pages
-        own: dict[Any, Any] = {"svg.hashsalt": "gpt2", "font.size": 9.5, "svg.fonttype": "none", "text.parse_math": False}
-        matplotlib.rcParams.update(own)
         panels = 2 if len(runs) > 1 and all(run.points("val_bits_per_byte") for run in runs) else 1
-        figure = Figure(figsize=(6.6 * panels, 4.2), dpi=150, layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = Figure(figsize=(6.6 * panels, 4.2), layout="constrained")
         axes = figure.subplots(1, panels, squeeze=False)[0]
         for run in runs:
             draw_losses(axes[0], run, "white")
@@ -48,12 +42,12 @@ def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
                 bits = zip(*run.points("val_bits_per_byte"), strict=True)
                 axes[1].plot(*bits, color=run.colour, lw=1.8, marker="o", ms=2.5, label=run.name)
         if len(runs) == 1 and (expect := runs[0].setting("expect")):
-            axes[0].axhline(expect, color="#888888", lw=0.9, ls=(0, (4, 3)), label=f"expected {expect:g}")
+            axes[0].axhline(expect, color=COLOURS[MUTED], lw=0.9, ls=(0, (4, 3)), label=f"expected {expect:g}")
         title = "Loss" if len(runs) > 1 else f"Loss of {runs[0].name}"
-        _finish(axes[0], "nats per token", title, [run.points("val_loss") for run in runs])
+        finish(axes[0], [run.points("val_loss") for run in runs], title, "nats per token")
         if panels == 2:
             held_out = [run.points("val_bits_per_byte") for run in runs]
-            _finish(axes[1], "bits per byte, held out", "Across tokenizers", held_out)
+            finish(axes[1], held_out, "Across tokenizers", "bits per byte, held out")
         picture = io.BytesIO()
         metadata = {"Date": None} if out.suffix.lower() == ".svg" else None
         figure.savefig(picture, format=out.suffix[1:].lower(), metadata=metadata)
@@ -81,24 +75,18 @@ def _smoothed(points: Points) -> tuple[list[float], list[float]]:
     return list(steps), list(losses)
 
 
-def cut_off(axes: Axes, held_out: Iterable[Points]) -> None:
-    """Cut off values far above the held-out losses after the first; a fine-tune's first, of its base, is mostly within reach."""
-    held_out = list(held_out)
+def finish(axes: Axes, held_out: Sequence[Points] = (), title: str = "", unit: str = "") -> None:
+    """Label the axes, and cut off values far above the held-out losses after the first.
+
+    The first of a fine-tune is its base's, and mostly within reach.
+    """
     later = [value for points in held_out for _, value in points[1:]]
     if len(later) > 2:
         bottom, top = axes.get_ylim()
         first = [points[0][1] for points in held_out if points and points[0][1] < min(later) + REACH]
         axes.set_ylim(bottom, min(top, max(max(later) + 0.4 * (max(later) - min(later)), *first, 0) + 0.05))
-
-
-def _finish(axes: Axes, unit: str, title: str, held_out: Sequence[Points]) -> None:
-    """Label the axes, and cut off what is far above."""
-    cut_off(axes, held_out)
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold")
     axes.set(xlabel="step", ylabel=unit)
-    axes.set_xlim(left=0)
-    axes.grid(axis="y", color="#e2e2e2", lw=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.legend(frameon=False, fontsize=8.5)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()

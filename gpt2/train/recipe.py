@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self, get_type_hints
 
 from gpt2.config import ACTIVATIONS, MAX_FLOAT, MAX_SIZE, number, quoted
-from gpt2.errors import InputError
+from gpt2.errors import InputError, did_you_mean
 
 FOLDER = Path(__file__).parent / "recipes"
 NAME = re.compile(r"[^/\\:\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,100}")  # a run's name: one component of a path on any system
@@ -55,17 +55,14 @@ class Data:
     their text and ``split_seed`` chooses; equal documents stay together.
 
     ``tokenizer`` is "bpe" or "words" (made from the training text, ``vocab_size`` entries), "chars", or "gpt2" (the official
-    vocabulary); fine-tuning always uses the tokenizer of the initial model.
+    vocabulary); fine-tuning always uses the tokenizer of the initial model. ``add_tokens`` are new tokens of a byte-level BPE,
+    each one id wherever it stands in a text (:func:`gpt2.train.models.with_tokens`).
 
-    ``label`` is a table's field with the class of its ``field``, which a head on the last token learns
-    (:mod:`gpt2.train.classify`); with ``padded``.
+    ``label`` is a table's field with the class of its ``field``, for a head on the last token (:mod:`gpt2.train.classify`); with
+    ``padded``.
 
-    ``add_tokens`` are new tokens of a byte-level BPE: each is one id wherever it stands in a text, also after training
-    (:func:`gpt2.train.models.with_tokens` has how they begin).
-
-    Training windows begin at random positions, or, with a ``stride``, at its multiples in random order, each once per epoch.
-    With ``padded`` a window is one document, cut off or filled up, each once per epoch. With ``reset`` attention and positions
-    end with a document.
+    Training windows begin at random positions, or, with a ``stride``, at its multiples in random order, each once per epoch. With
+    ``padded`` a window is one document, cut off or filled up. With ``reset`` attention and positions end with a document.
     """
 
     source: str = "tinyshakespeare"
@@ -97,8 +94,8 @@ class Data:
 class Model:
     """The model to train from scratch; fine-tuning takes the shape of the initial model.
 
-    ``kind`` is "gpt2", or "bigram" (:mod:`gpt2.train.bigram`), which ignores the sizes. ``activation_function`` is one of
-    :data:`gpt2.config.ACTIVATIONS`: GPT-2's own, or nanoGPT's exact "gelu", which a CPU computes four times as fast.
+    ``kind`` is "gpt2", or "bigram" (:mod:`gpt2.train.bigram`), which ignores the sizes. ``activation_function`` is GPT-2's own,
+    or another of :data:`gpt2.config.ACTIVATIONS`; nanoGPT's exact "gelu" is four times as fast on a CPU.
     """
 
     kind: str = "gpt2"
@@ -202,12 +199,9 @@ class Recipe:
         if self.data.path and self.data.tokens:
             raise InputError("recipe: data.path and data.tokens are both given; give one of them")
         if self.data.add_tokens and (self.data.tokens or self.lora.r):
-            why = (
-                "token files hold ids already; add the tokens before"
-                if self.data.tokens
-                else "adapters leave new tokens untrained"
-            )
-            raise InputError(f"recipe: data.add_tokens and {'data.tokens' if self.data.tokens else 'lora.r'}: {why}")
+            why = "lora.r: adapters leave new tokens untrained"
+            why = "data.tokens: token files hold ids already; add the tokens before" if self.data.tokens else why
+            raise InputError(f"recipe: data.add_tokens and {why}")
         if (self.data.prompt or self.data.padded) and not self.data.path:
             raise InputError("recipe: data.prompt and data.padded are for documents; name them with data.path")
         if self.data.label and (not self.data.padded or self.data.reset or self.lora.r or self.parallel == "fsdp"):
@@ -215,9 +209,7 @@ class Recipe:
         if self.data.padded and self.data.stride:
             raise InputError("recipe: data.padded and data.stride are both given; give one of them")
         if self.optim.lr < self.optim.min_lr:
-            raise InputError(
-                f"recipe: optim.lr {self.optim.lr} is below optim.min_lr {self.optim.min_lr}, the rate it decays to; set both"
-            )
+            raise InputError(f"recipe: optim.lr {self.optim.lr} is below optim.min_lr {self.optim.min_lr}, its end; set both")
 
     def resolved(self, init: str | None) -> Self:
         """Return this recipe with its open settings decided, for a run from scratch or from the model named ``init``."""
@@ -243,9 +235,8 @@ def read(name: str, overrides: Iterable[str] = ()) -> Recipe:
     if not path.is_file():
         path = Path(name)
         if not path.is_file():
-            close = difflib.get_close_matches(name, names(), n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
-            raise InputError(f"no recipe {name!r}: {hint}recipes are {', '.join(names())}, or give the path of a TOML file")
+            known = f"recipes are {', '.join(names())}"
+            raise InputError(f"no recipe {name!r}{did_you_mean(name, names())}: {known}, or give the path of a TOML file")
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -293,10 +284,8 @@ def build(raw: Mapping[str, Any], where: str) -> Recipe:
     """Build a recipe from the tables of the file ``where``; raise InputError for unknown keys and invalid values."""
     recipe: Recipe = _build(Recipe, raw, where)
     if "name" in raw and (not NAME.fullmatch(recipe.name) or set(recipe.name) == {"."}):
-        raise InputError(
-            f"{where}: name {quoted(recipe.name)} cannot be the name of a run's folder; "
-            r"give up to 100 characters without / \ : and control characters (name = ..., or --set name=...)"
-        )
+        remedy = r"give up to 100 characters without / \ : and control characters (--set name=...)"
+        raise InputError(f"{where}: name {quoted(recipe.name)} cannot be the name of a run's folder; {remedy}")
     return recipe
 
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from gpt2.config import number
 from gpt2.errors import InputError, printable
-from gpt2.train.overfitting import overfitting
 
 METRICS, RECIPE = "metrics.jsonl", "recipe.json"
 COLOURS = ("#0b6e99", "#c2410c", "#4d7c0f", "#7e22ce", "#a16207", "#be185d", "#0f766e", "#57534e")  # distinct in grey too
 SHOWN_SAMPLES = 4  # the newest ones
+MARGIN = 0.02  # nats per token that the held-out loss may rise
 ALIVE = 120.0  # seconds since the last line after which a run counts as stopped
 
 Points = tuple[tuple[int, float], ...]  # step, value
@@ -90,8 +91,24 @@ class Run:
         return found[::-1][:SHOWN_SAMPLES]
 
 
+def overfitting(rows: Sequence[Mapping[str, Any]], best_step: int) -> str:
+    """Return a warning if the held-out loss is :data:`MARGIN` above its best, and the training loss lower than then; else ""."""
+    evaluated = [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
+    steps = [step for step, _ in evaluated]
+    if len(steps) < 2 or best_step not in steps[1:-1]:
+        return ""
+    best = steps.index(best_step)
+    val, best_val = evaluated[-1][1], evaluated[best][1]
+    spans = (steps[-2], steps[-1]), (steps[best - 1], steps[best])
+    now, then = ([row["loss"] for row in rows if "loss" in row and first < row["step"] <= last] for first, last in spans)
+    if val <= best_val + MARGIN or not now or not then or fmean(now) >= fmean(then):
+        return ""
+    fell = f"the training loss fell from {fmean(then):.4f} to {fmean(now):.4f}"
+    return f"overfitting: since step {best_step} {fell} and the held-out loss rose from {best_val:.4f} to {val:.4f}"
+
+
 def read(folders: Sequence[str | Path], *, waits: bool = False) -> list[Run]:
-    """Read the runs, each without an incomplete last line; with ``waits``, one that has not begun is a run without lines.
+    """Read the runs, without incomplete last lines; with ``waits``, one that has not begun has no lines.
 
     Raises InputError: none given, or a folder without metrics.
     """

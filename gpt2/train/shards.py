@@ -1,8 +1,8 @@
 """Write the checkpoints of an FSDP run from all ranks at once: each writes its own rows, and none gathers the whole.
 
-The files are safetensors in the layout of torch.distributed.checkpoint's ``HuggingFaceStorageWriter``, which DCP reads on any
-number of ranks. DCP's own layout is not used: its ``.metadata`` is a pickle. Nor is its writer, which copies a rank's part in
-memory and orders the header at random, so that equal runs give unequal files.
+The files are safetensors as torch.distributed.checkpoint's ``HuggingFaceStorageWriter`` lays them out, which DCP reads on any
+number of ranks. DCP's own layout has a pickle (``.metadata``); its writer copies a rank's part in memory and orders the header at
+random.
 """
 
 import json
@@ -24,7 +24,7 @@ from gpt2.data import Tokenizer
 from gpt2.model import GPT2
 from gpt2.train.bigram import Bigram
 from gpt2.train.folders import appearing, writing
-from gpt2.train.parallel import Ranks
+from gpt2.train.parallel import Ranks, moments
 from gpt2.train.recipe import Recipe
 from gpt2.train.state import OPTIMIZER, Progress, prune
 
@@ -61,14 +61,12 @@ def save(
 
         aside = folder / ranks.first(begin)
         weights: dict[str, Any] = {to_file(name): tensor for name, tensor in model.named_parameters()}
-        moments: dict[str, Any] = {
-            f"{index}.{name}": value for index, entry in optimizer.state_dict()["state"].items() for name, value in entry.items()
-        }
+        own_moments = moments(optimizer)
 
         def write() -> dict[str, str]:
             name, written = name_of(ranks.rank), {}
             with writing(folder):
-                for inside, tensors in ((name, weights), (f"{OPTIMIZER}/{name}", moments)):
+                for inside, tensors in ((name, weights), (f"{OPTIMIZER}/{name}", own_moments)):
                     _write(aside / inside, tensors, ranks)
                     written[inside] = sha256(aside / inside)
             return written

@@ -16,10 +16,10 @@ from gpt2.train import models, state
 from gpt2.train.bigram import Bigram, BigramConfig, load_model
 from gpt2.train.classify import classifier
 from gpt2.train.corpus import Corpus, corpus
+from gpt2.train.cost import decide_precision
 from gpt2.train.optim import learning_rate
 from gpt2.train.parallel import Ranks
 from gpt2.train.recipe import Recipe
-from gpt2.train.speed import decide_precision
 from gpt2.train.state import Progress
 
 

@@ -1,13 +1,12 @@
 """Read and write a run's folder: its recipe, and checkpoints that are written atomically, in safetensors and JSON only.
 
-The folder holds ``recipe.json``, ``metrics.jsonl``, ``step-N/`` (the newest two, each with everything needed to resume) and
-``best/`` (the model of the lowest validation loss). ``gpt2.load`` and transformers open ``step-N/`` and ``best/``. A checkpoint
-is written to a temporary folder, synced, listed in a manifest with sha256, and renamed. A run resumes from the newest
-checkpoint whose files all match their hash. (:mod:`gpt2.train.shards` writes the ``step-N/`` of FSDP runs, which ``gpt2.load``
-opens, and transformers does not.)
+The folder holds ``recipe.json``, ``metrics.jsonl``, ``step-N/`` (the newest two, with all that resuming needs) and ``best/`` (the
+lowest validation loss). ``gpt2.load`` and transformers open ``step-N/`` and ``best/`` (of an FSDP run's ``step-N/``,
+:mod:`gpt2.train.shards`, only ``gpt2.load``). A run resumes from the newest checkpoint whose files all match the sha256 of its
+manifest.
 
-A run that trains adapters writes the frozen weights once, to ``base/``, so it no longer needs its initial model. Its
-``step-N/`` holds only the adapters, in PEFT's layout; ``best/`` holds the merged model, and its adapters in ``adapter/``.
+A run that trains adapters writes the frozen weights once, to ``base/``. Its ``step-N/`` holds only the adapters, in PEFT's
+layout; ``best/`` holds the merged model, and its adapters in ``adapter/``.
 """
 
 import contextlib
@@ -113,9 +112,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def resumable(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> Recipe | None:
-    """Return ``recipe`` with the precision of the run in ``folder``, or None if new; raise InputError for another run there.
-
-    More steps than there are the same run, with a later end.
+    """Return ``recipe`` with the precision of the run in ``folder``; None: a new run. More steps are the same run. Raises
+    InputError.
     """
     try:
         raw = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
@@ -138,10 +136,8 @@ def resumable(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> Re
         there["steps"] = here["steps"]
     if differ := [f"{key} {there.get(key)!r} there, {here.get(key)!r} here" for key in here if there.get(key) != here[key]]:
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-        raise InputError(
-            f"{folder}: holds a run of another recipe ({'; '.join(differ[:3])}{more}); "
-            f"choose another --out, or start anew with --fresh{_from_its_weights(folder, differ)}"
-        )
+        remedy = f"choose another --out, or start anew with --fresh{_from_its_weights(folder, differ)}"
+        raise InputError(f"{folder}: holds a run of another recipe ({'; '.join(differ[:3])}{more}); {remedy}")
     return None if CLEARING in raw else replace(recipe, precision=here["precision"])
 
 
@@ -165,10 +161,8 @@ def recover(folder: Path) -> None:
 def claim(folder: Path, recipe: Recipe, init: str | None, text: Corpus, fresh: bool) -> int:
     """Write the recipe and what is known of the text into ``folder``; return the steps of the run that was there before, or 0.
 
-    What a killed process left is removed; everything if ``fresh``.
-
-    With ``fresh``, the new recipe replaces the old one first. If this process is killed while it clears the folder, the next
-    start goes on clearing, and never resumes what is left of the old run.
+    What a killed process left is removed; everything if ``fresh``: then the new recipe replaces the old one first, so that a
+    start after a kill goes on clearing, and never resumes what is left of the old run.
     """
     path, run = folder / RECIPE, {"init": init, TEXT: text.sha256, HELD_OUT: text.held_out, **asdict(recipe)}
     with writing(folder):
@@ -186,10 +180,8 @@ def claim(folder: Path, recipe: Recipe, init: str | None, text: Corpus, fresh: b
         for aside in [p for p in folder.iterdir() if ASIDE.fullmatch(p.name)]:
             shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
         if there is not None and there.get(TEXT, text.sha256) != text.sha256:
-            raise InputError(
-                f"{folder}: the text is not the one this run began with; "
-                "restore that text, choose another --out, or start anew with --fresh"
-            )
+            remedy = "restore that text, choose another --out, or start anew with --fresh"
+            raise InputError(f"{folder}: the text is not the one this run began with; {remedy}")
         before = there["steps"] if there else 0
         if before != recipe.steps:
             write_json(path, run)
@@ -243,8 +235,7 @@ def checkpoints(folder: Path) -> list[Path]:
 def newest_intact(folder: Path) -> tuple[Path | None, list[str]]:
     """Return the newest checkpoint whose files all match its manifest, and a line for each newer one that was skipped.
 
-    If those of ``best/`` do not match, a checkpoint before it is taken, from which it is made again. Raises InputError: there is
-    none.
+    If ``best/`` is damaged, a checkpoint before it is taken, from which it is made again. Raises InputError: there is none.
     """
     best, skipped, after = folder / BEST, list[str](), False
     lost = unlike_manifest(best) if best.exists() else ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gpt2.pages.drawing import MUTED, PAPER, svg
 from gpt2.pages.rendering import render
-from gpt2.train.plot import cut_off, draw_losses
+from gpt2.train.plot import draw_losses, finish
 from gpt2.train.runs import Run, read
 
 if TYPE_CHECKING:
@@ -20,10 +20,7 @@ SIZES = {"loss": (10.6, 3.6), "lr": (5.2, 2.4), "grad_norm": (5.2, 2.4)}  # inch
 
 
 def page(folders: Sequence[str | Path], refresh: int = 0) -> str:
-    """Return the page of the runs as HTML, which loads itself again every ``refresh`` seconds (0: never).
-
-    A page that does so may begin before its runs.
-    """
+    """Return the runs' page as HTML, which reloads every ``refresh`` seconds and then may begin before its runs; 0: never."""
     runs = read(folders, waits=refresh > 0)
     charts = [(title, svg(key, SIZES[key], title, partial(_draw, key=key, runs=runs))) for key, title in CHARTS]
     return render("watch", runs=runs, charts=charts, refresh=refresh, data={"refresh": refresh})
@@ -39,10 +36,5 @@ def _draw(figure: Figure, key: str, runs: Sequence[Run]) -> None:
                 axes.axvline(step, color=run.colour, lw=0.9, ls=(0, (2, 2)))
                 axes.annotate(f"turned at {step:,}", (step, loss), (6, 10), textcoords="offset points", color=MUTED, fontsize=8.5)
         elif points := run.points(key):
-            axes.plot(*zip(*points, strict=True), color=run.colour, lw=1.2, label=run.name)
-    if key == "loss":
-        cut_off(axes, (run.points("val_loss") for run in runs))
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend()
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+            axes.plot(*zip(*points, strict=True), color=run.colour, lw=1.2)
+    finish(axes, [run.points("val_loss") for run in runs] if key == "loss" else ())

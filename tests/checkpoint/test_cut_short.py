@@ -8,7 +8,7 @@ from pathlib import Path
 from support import forks
 
 import gpt2
-from gpt2.checkpoint.containers import mapped_file
+from gpt2.checkpoint import containers
 
 # Cut the file right after the model was loaded from it, as a download in place would.
 COMMAND = """
@@ -59,8 +59,8 @@ def test_a_file_that_is_whole_or_gone_or_longer_is_none(tmp_path: Path) -> None:
     weights = model / "model.safetensors"
     with weights.open("ab") as file:
         file.write(b"more")
-    mapped_file.require_whole_files()
+    containers.require_whole_files()
     weights.unlink()
     weights.write_bytes(b"another")
-    mapped_file.require_whole_files()
+    containers.require_whole_files()
     assert gpt2.generate(loaded, [1, 2, 3], 5, temperature=0) == expected

@@ -287,5 +287,5 @@ def test_what_another_program_fetched_meanwhile_is_used(hub: HubStandIn, tmp_pat
 def test_a_declared_hash_that_is_none_is_no_path(tmp_path: Path) -> None:
     """The hash names a file in the cache: a server's `../../x` would write anywhere."""
     with pytest.raises(InputError, match=r"declares no hash for model\.safetensors"):
-        fetch("org/name", tmp_path / "snapshots/0/model.safetensors", Declared("../../../../x", 3))
+        fetch("org/name", tmp_path / "snapshots/0", "model.safetensors", Declared("../../../../x", 3))
     assert list(tmp_path.iterdir()) == []

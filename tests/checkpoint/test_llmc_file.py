@@ -20,7 +20,6 @@ from gpt2.checkpoint.export import export
 from gpt2.checkpoint.llmc_writer import tokenizer_file
 from gpt2.checkpoint.loading import load
 from gpt2.cli.main import main
-from gpt2.config import GPT2Config
 from gpt2.data.chars import Chars
 
 CONFIG = replace(TINY, bos_token_id=None, eos_token_id=None)
@@ -55,7 +54,7 @@ def test_exporting_an_export_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_is_written_token_by_token(tmp_path: Path) -> None:
-    """Check the bytes here; test_llmc_program.py reads them with llm.c's own reader."""
+    """Each token behind its length, in one byte, and the end of the text in the header."""
     export("shakespeare-mini", tmp_path, format="llmc")
     tokenizer = gpt2.load_tokenizer()
     tokens, end = llmc_layouts.read_tokenizer(tmp_path / "tokenizer.bin")
@@ -113,24 +112,17 @@ def write(path: Path, change: dict[int, int] | None = None, length: int | None =
 
 LIES = [
     ({1: 2}, "version 2, and 1, 3, 5 are read"),
-    ({1: 4}, "version 4"),
     ({1: -1}, "version -1"),
     ({0: 20240327}, "debug state, which holds gradients, not a GPT-2's weights"),
     ({0: 20240328}, "tokenizer, not"),
-    ({0: 20240520}, "file of tokens"),
     ({0: 20240801}, "Llama 3"),
     ({2: 0}, "states n_positions 0"),
-    ({3: -61}, "vocab_size -61"),
     ({4: 2**31 - 1}, "n_layer 2,147,483,647"),
     ({4: 3}, "where its header says"),
     ({5: 5}, "n_embd 12 is not divisible by n_head 5"),
-    ({5: 2**31 - 1}, "is not divisible by n_head"),
     ({6: 2**31 - 1, 4: 10_000}, "where its header says"),
     ({7: 60}, "60 rows for a vocabulary of 61"),
-    ({7: 0}, "0 rows"),
-    ({7: 2**31 - 1}, "where its header says"),
     ({1: 1}, "where its header says"),
-    ({1: 5}, "where its header says"),
 ]
 
 
@@ -160,27 +152,6 @@ def test_a_folder_of_llm_c_s_files_is_opened_by_its_model(tmp_path: Path) -> Non
     assert load(str(tmp_path / "gpt2_124M_bf16.bin")).wte.weight.dtype == torch.bfloat16
 
 
-def test_a_config_beside_it_has_to_agree(tmp_path: Path) -> None:
-    """A config.json of another model may disagree: no tensor shows the number of heads."""
-    llmc_layouts.write(tmp_path / "model.bin", CONFIG)
-    gpt2.save(random_model(replace(CONFIG, n_head=4), dtype=torch.float32), None, tmp_path / "other")
-    (tmp_path / "other" / "config.json").replace(tmp_path / "config.json")
-    refused(lambda: load(str(tmp_path / "model.bin")), "disagree: n_head 4 and 3")
-
-
-def test_the_weights_are_views_of_the_file(tmp_path: Path) -> None:
-    """Reading must not copy half a gigabyte: a byte changed in the file changes the weight."""
-    path = write(tmp_path / "model.bin")
-    before = load(str(path)).state_dict()
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.with_name("other.bin").write_bytes(content)
-    after = load(str(path.with_name("other.bin"))).state_dict()
-    assert [name for name in before if not torch.equal(before[name], after[name])] == ["ln_f.bias"]
-    assert {tensor.untyped_storage().data_ptr() for tensor in before.values()}
-    assert gpt2.checkpoint.checkpoint.open_path(path).container == "llm.c"
-
-
 def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """`--type` is for GGUF; here the dtype follows the model's name."""
     assert main(["export", "shakespeare-mini:bf16", str(tmp_path), "--format", "llmc"]) == 0
@@ -189,10 +160,3 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFi
     assert "llmc keeps the model's dtype" in says
     assert main(["info", str(tmp_path)]) == 0
     assert "llm.c" in capsys.readouterr().out
-
-
-def test_a_config_of_an_official_size_is_whole(tmp_path: Path) -> None:
-    """As in other formats without a tokenizer, the size of the vocabulary shows GPT-2's end-of-text id."""
-    config = GPT2Config(50257, 4, 4, 1, 1, bos_token_id=50256, eos_token_id=50256)
-    llmc_layouts.write(tmp_path / "model.bin", config)
-    assert load(str(tmp_path / "model.bin")).config == config

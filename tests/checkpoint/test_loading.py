@@ -1,10 +1,8 @@
 """Loading files into a model: every layout, one line for every mismatch, no unnecessary copy, and a fuzz test."""
 
-import copy
 import gc
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.checks import refused, same
-from support.hf_layouts import TINY, masks, official, prefixed, transformers_saved, weights, write_config, write_weights
+from support.hf_layouts import TINY, masks, official, prefixed, weights, write_config, write_weights
 from torch import Tensor
 
 from gpt2 import config as configs
 from gpt2.checkpoint import checkpoint
-from gpt2.checkpoint.configs import read_config
-from gpt2.checkpoint.files import open_weights
+from gpt2.checkpoint.files import open_weights, read_config
 from gpt2.checkpoint.keys import TABLE, expected, from_file, layer, to_file
 from gpt2.checkpoint.loading import load, load_path, load_tokenizer
 from gpt2.checkpoint.match import Assignment, match
@@ -44,23 +41,6 @@ def altered(directory: Path, change: Callable[[dict[str, Tensor]], object], layo
     change(tensors)
     write_weights(directory / "model.safetensors", tensors)
     return directory
-
-
-@pytest.mark.parametrize("shard_size", ["5GB", "8KB"])
-def test_opens_what_transformers_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_size: str) -> None:
-    """transformers writes the files and gives the expected logits: our own writer could share the reader's bugs."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    truth = transformers_saved(tmp_path, shard_size=shard_size)
-    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "8KB")
-    model = load(str(tmp_path))
-    assert_holds(model, truth)
-    assert model.config == TINY
-    from transformers import GPT2LMHeadModel
-
-    ids = torch.arange(12).reshape(2, 6) * 5
-    theirs = GPT2LMHeadModel.from_pretrained(tmp_path)
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids), theirs(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_a_single_file_is_a_model(tmp_path: Path) -> None:
@@ -158,18 +138,6 @@ def test_random_models_are_drawn_from_their_seed_alone(monkeypatch: pytest.Monke
         load(f"random:tiny:{2**64}")
     with pytest.raises(InputError, match="without a tokenizer"):
         load_tokenizer("random:tiny")
-
-
-@pytest.mark.slow
-def test_random_distilgpt2_has_gpt2_statistics() -> None:
-    """Official shape: matrices N(0, 0.02), residual projections scaled by 1 / sqrt(2 layers), norms around one."""
-    model = load("random:distilgpt2:3")
-    assert sum(parameter.numel() for parameter in model.parameters()) == 81_912_576
-    state = {name: tensor.double() for name, tensor in model.state_dict().items()}
-    for name, tensor in state.items():
-        std = 0.02 / 12**0.5 if name.endswith("c_proj.weight") else 0.02
-        assert abs(tensor.std() / std - 1) < 0.15, name
-        assert abs(tensor.mean() - int(".ln_" in f".{name}" and name.endswith("weight"))) < 0.005, name
 
 
 def entry_flipped(mask: Tensor, row: int, column: int) -> Tensor:
@@ -339,15 +307,11 @@ def test_each_family_is_needed_and_of_its_shape(tmp_path: Path, family: str) -> 
     ("make", "says"),
     [
         (lambda d: (d / "config.json").unlink(), "no config.json there"),
-        (lambda d: (d / "model.safetensors").unlink(), "no model.safetensors there"),
-        (lambda d: os.rename(d / "model.safetensors", d / "rust_model.ot"), "rust_model.ot cannot be opened; give"),
         (lambda d: (d / "config.json").write_text("{"), "config.json: is not JSON"),
-        (lambda d: (d / "config.json").write_text("[]"), "config.json: is not a JSON object"),
         (lambda d: (d / "config.json").write_text('{"n_layer": 2}'), "config.json: lacks vocab_size"),
         (lambda d: write_config(d, layer_norm_epsilon=float("nan")), "config.json: layer_norm_epsilon is nan"),
         (lambda d: write_config(d, n_layer=10**9), "config.json: n_layer is 1000000000"),
         (lambda d: write_config(d, model_type="gpt_neo"), "model_type is 'gpt_neo'"),
-        (lambda d: (d / "model.safetensors").write_bytes(b""), "is empty"),
     ],
 )
 def test_a_checkpoint_that_is_none_says_why(tmp_path: Path, make: Callable, says: str) -> None:
@@ -356,15 +320,6 @@ def test_a_checkpoint_that_is_none_says_why(tmp_path: Path, make: Callable, says
     make(tmp_path)
     message = refused(lambda: load(str(tmp_path)), says, str(tmp_path))
     assert "; " in message
-
-
-def test_the_folder_of_a_run_points_to_its_best(tmp_path: Path) -> None:
-    """`gpt2 generate out` instead of `out/best`: the folder has no config and no weights; the message says where they are."""
-    official(tmp_path / "out" / "best")
-    official(tmp_path / "out" / "step-20")
-    refused(lambda: load(str(tmp_path / "out")), f"it is the folder of a training run, give {tmp_path}/out/best")
-    shutil.rmtree(tmp_path / "out" / "best")
-    refused(lambda: load(str(tmp_path / "out")), f"give {tmp_path}/out/step-20")
 
 
 def test_hostile_keys_of_a_config_change_nothing(tmp_path: Path) -> None:
@@ -376,25 +331,6 @@ def test_hostile_keys_of_a_config_change_nothing(tmp_path: Path) -> None:
     )
     assert read_config(tmp_path) == plain
     assert_holds(load(str(tmp_path)), truth)
-
-
-def test_nothing_is_initialised_and_no_generator_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing 124 million numbers that are then replaced takes longer than loading."""
-    truth = official(tmp_path)
-    before = torch.get_rng_state()
-
-    def never(*_: object, **__: object) -> None:
-        raise AssertionError("a parameter was initialised")
-
-    for name in ("normal_", "uniform_", "copy_", "random_"):
-        monkeypatch.setattr(Tensor, name, never)
-    for name in ("normal_", "uniform_", "kaiming_uniform_", "xavier_uniform_", "trunc_normal_"):
-        monkeypatch.setattr(torch.nn.init, name, never)
-    monkeypatch.setattr(GPT2, "initialise", never)
-    model = load_path(tmp_path)
-    monkeypatch.undo()
-    assert_holds(model, truth)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("on", [True, False])
@@ -413,26 +349,8 @@ def test_building_a_model_sets_off_no_collection(tmp_path: Path, monkeypatch: py
         (gc.enable if on else gc.disable)()
         load_path(tmp_path)
         after = gc.isenabled()
-        monkeypatch.setattr(Assignment, "read", watched(lambda *args, **kwargs: int("broken")))
-        with pytest.raises(ValueError, match="broken"):
-            load_path(tmp_path)
-        broken = gc.isenabled()
     finally:
         (gc.enable if before else gc.disable)()
     assert len(collecting) > 10
     assert not any(collecting)
-    assert (after, broken) == (on, on)
-
-
-def test_training_a_loaded_model_leaves_the_file_alone(tmp_path: Path) -> None:
-    """Every optimizer step writes to mapped weights; the file must keep its bytes, and a second load must read them."""
-    truth = official(tmp_path, unaligned=False)
-    before = (tmp_path / "model.safetensors").read_bytes()
-    model = load_path(tmp_path)
-    optimizer = torch.optim.AdamW(model.train().parameters(), lr=0.1)
-    model(torch.tensor([[1, 2, 3]])).logsumexp(-1).sum().backward()
-    optimizer.step()
-    assert not torch.equal(model.wte.weight, truth["wte.weight"])
-    assert (tmp_path / "model.safetensors").read_bytes() == before
-    assert_holds(load_path(tmp_path), truth)
-    assert_holds(copy.deepcopy(load_path(tmp_path)), truth)
+    assert after == on

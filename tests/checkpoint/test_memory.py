@@ -1,101 +1,15 @@
-"""Memory for loading: at most 1.05 times the size of the weights at any moment, and at most one copy of each tensor."""
+"""Memory for loading: each byte is read once, and each element is copied at most once."""
 
-import json
-import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.checks import PROC
-from support.hf_layouts import TINY, masks, official, turned, weights, write_config, write_weights
-from support.official_repositories import require_room
+from support.hf_layouts import TINY, turned, weights, write_config, write_weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt2.checkpoint.keys import expected
 from gpt2.checkpoint.loading import load_path
-from gpt2.config import official_size
-
-LIMIT = 1.05  # times the size of the loaded weights, on top of a process that only imports torch
-
-
-# Prints what its process needed.
-CHILD = """
-import json, re, sys
-import torch
-torch.set_num_threads(1)
-torch.zeros(1)
-figures = {}
-if len(sys.argv) > 1:
-    import gpt2
-    model = gpt2.load(sys.argv[1])
-    with torch.inference_mode():  # reads every page, so that mapped weights count in full
-        figures["sum"] = sum(float(p.view(-1)[:: 4096 // p.element_size()].sum()) for p in model.parameters())
-    figures["bytes"] = sum(p.nbytes for p in model.parameters())
-status = open("/proc/self/status").read()
-for key, name in (("peak", "VmHWM"), ("anonymous", "RssAnon")):
-    figures[key] = int(re.search(name + r":\\s+(\\d+) kB", status)[1]) * 1024
-print(json.dumps(figures))
-"""
-
-
-def child(*args: object, code: str = CHILD) -> dict[str, float]:
-    """What a fresh process needed."""
-    return json.loads(subprocess.run([sys.executable, "-c", code, *map(str, args)], stdout=subprocess.PIPE, check=True).stdout)
-
-
-def write(size: str, layout: str, folder: Path) -> Path:
-    """A float32 file of an official size, a tensor at a time: aligned, or as openai-community/gpt2 has it (masks, odd bytes)."""
-    config = official_size(size)
-    masked = masks(config) if layout == "official" else {}
-    shapes = expected(config) | {name: tuple(mask.shape) for name, mask in masked.items()}
-    header, end = {}, 0
-    for name, shape in shapes.items():
-        start, end = end, end + 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
-    text += b" " * ((3 if layout == "official" else 0) - len(text) & 7)
-    with open(write_config(folder, config) / "model.safetensors", "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, shape in shapes.items():
-            file.write(masked.get(name, torch.full(shape, 0.02)).numpy().data)
-    return folder
-
-
-@PROC
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "gpt2-xl"])
-@pytest.mark.parametrize("layout", ["official", "aligned"])
-def test_loading_needs_the_size_of_the_weights(layout: str, name: str, tmp_path: Path) -> None:
-    """There must be no second copy: of the file before its conversion, or of the model before it is filled.
-
-    Measured relative to a process that has loaded a tiny model: the loading code, a fixed 6 MB, is 2.5 % of gpt2 in bfloat16.
-    """
-    parameters = official_size(name).num_parameters()
-    require_room(tmp_path, disk=4.5 * parameters, memory=5.2 * parameters)
-    official(tmp_path / "tiny")
-    floor = child(tmp_path / "tiny")
-    path = write(name, layout, tmp_path / layout)
-
-    def measure(dtype: str, code: str = CHILD) -> dict[str, float]:
-        found = child(f"{path}:{dtype}", code=code)
-        ratios = {f"{key} / size": (found[key] - floor[key]) / found["bytes"] for key in ("peak", "anonymous")}
-        print(name, layout, dtype, ratios)
-        return found | ratios
-
-    for dtype, size in (("float32", 4), ("bf16", 2)):
-        measured = measure(dtype)
-        assert measured["bytes"] == size * parameters
-        assert measured["peak / size"] <= LIMIT
-        assert measured["peak / size"] > 0.98, "every page was read, or the figure says nothing"
-        if (layout, dtype) == ("aligned", "float32"):
-            assert measured["anonymous / size"] < 0.01, "nothing of a mapped file is this process's own"
-    if name == "gpt2":
-        careless = CHILD.replace("gpt2.load(sys.argv[1])", "gpt2.load(sys.argv[1][:-5]).to(torch.bfloat16)")
-        assert measure("bf16", careless)["peak / size"] > 1.5, "the control: float32 first, then bfloat16"
-
 
 # A new module's norms are ones and zeros until they are replaced; one view may have two names.
 NO_COPY = ("aten::empty", "aten::fill_", "aten::zero_", "aten::_unsafe_view")

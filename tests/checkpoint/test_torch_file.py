@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.checks import MEMORY, PROC, refused, report_of, same
+from support.checks import PROC, refused, same
 from support.hf_layouts import TINY
-from support.torch_layouts import MAGIC, VERSION, Called, Stored, hf_bin, legacy_of, linear, nanogpt, pickled, save, zip_of
+from support.torch_layouts import MAGIC, VERSION, Called, Stored, legacy_of, nanogpt, pickled, save, zip_of
 
 from gpt2.checkpoint.containers.safetensors_file import DTYPES
 from gpt2.checkpoint.containers.torch_file import PICKLE_LIMIT, TorchFile
@@ -139,52 +139,12 @@ def test_reads_files_of_python_2(tmp_path: Path) -> None:
     assert holds(TorchFile(path), {"h.0": torch.tensor([1.0, 2])})
 
 
-@FORMS
-@pytest.mark.parametrize(
-    ("dtype", "mask", "head"),
-    [(torch.float32, torch.uint8, False), (torch.float16, torch.bool, True), (torch.bfloat16, torch.float32, True)],
-)
-def test_hugging_face(tmp_path: Path, zipped: bool, dtype: torch.dtype, mask: torch.dtype, head: bool) -> None:
-    """Masks of all the dtypes in use, `masked_bias` scalars, and the head that shares the embedding's storage."""
-    prefix = "transformer." if head else ""
-    truth = hf_bin(tmp_path, dtype=dtype, mask=mask, head=head, prefix=prefix, zipped=zipped)
-    file = TorchFile(tmp_path / "pytorch_model.bin")
-    assert holds(file, torch.load(tmp_path / "pytorch_model.bin", weights_only=True))
-    assert all(same(file.read(prefix + name), tensor) for name, tensor in truth.items())
-    assert file.entries[f"{prefix}h.1.attn.bias"].dtype == mask
-    assert file.model_args is None
-    if head:
-        assert file.entries["transformer.h.0.attn.masked_bias"].shape == ()
-        assert same(file.read("lm_head.weight"), truth["wte.weight"])
-        assert not zipped or file.read("lm_head.weight").data_ptr() == file.read("transformer.wte.weight").data_ptr()
-
-
-@FORMS
-@pytest.mark.parametrize(("compiled", "bias"), [(False, True), (True, False)])
-def test_nanogpt(tmp_path: Path, zipped: bool, compiled: bool, bias: bool) -> None:
-    """The file also has an optimizer state twice as large as the weights, and the arguments for the config."""
-    truth = nanogpt(tmp_path / "ckpt.pt", compiled=compiled, bias=bias, zipped=zipped)
-    file = TorchFile(tmp_path / "ckpt.pt")
-    state = linear(truth, "_orig_mod.transformer." if compiled else "transformer.")
-    assert holds(file, {name: tensor for name, tensor in state.items() if bias or not name.endswith("bias")})
-    sizes = {"n_layer": 2, "n_head": 3, "n_embd": 12, "block_size": 16, "vocab_size": 61}
-    assert file.model_args == {**sizes, "bias": bias, "dropout": 0.0}
-    assert file.model_args["bias"] is bias
-
-
 @pytest.mark.parametrize("key", ["model", "state_dict", "model_state_dict"])
 def test_a_wrapped_state_dict(tmp_path: Path, key: str) -> None:
     state = {"a": torch.ones(2)}
     assert holds(TorchFile(save(tmp_path / "a", {"epoch": 1, key: state, "loss": torch.tensor(3.0)})), state)
     assert holds(TorchFile(save(tmp_path / "a", {"model": {"name": "gpt2"}, "state_dict": state})), state)
     assert holds(TorchFile(save(tmp_path / "a", {key: torch.ones(2)})), {key: torch.ones(2)})
-    step = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 1e-3}]}
-    named = {"gpt.wte.weight": torch.ones(2, 2)}
-    for place in ({"module": named}, {"state": {"model": named}}, {"policy": [1, named]}, {**named, "step": 3}):
-        assert holds(
-            TorchFile(save(tmp_path / "a", {**place, "optimizer": step, "rng": torch.ones(3)})),
-            named | ({"rng": torch.ones(3)} if "step" in place else {}),
-        )
 
 
 @pytest.mark.parametrize(
@@ -206,15 +166,11 @@ def test_model_args_are_plain_or_none(tmp_path: Path, args: Any) -> None:
         ({"model": {}}, "no tensor at model"),
         (torch.ones(1), "holds a tensor"),
         (torch.nn.Parameter(torch.ones(1)), "holds a tensor"),
-        ([torch.ones(1)], "type list"),
         (None, "holds None"),
-        (3, "type int"),
         ({"b": 1, "_metadata\n": None}, "no tensor at b, '_metadata"),
-        ({7: torch.ones(1)}, "no tensor at 7"),
         ({"a": torch.ones(1), "b": {"c": torch.ones(1)}}, "under 'the top', b"),
         ({"one": {"wte.weight": torch.ones(1)}, "two": [{"gpt.wpe.weight": torch.ones(1)}]}, "under one, two.0"),
         ({"model": {"a": torch.ones(1)}, "state_dict": {"a": torch.ones(1)}}, "under model, state_dict"),
-        ({"b": torch.Size([1])}, "no tensor at b"),
         ({"a": torch.ones(1).expand(4)}, "a is expanded"),
         ({"a": torch.ones(2, 3).unfold(1, 2, 1)}, "a is expanded"),
         ({"a": torch.ones(2, dtype=torch.complex64)}, "a is complex64"),
@@ -334,17 +290,9 @@ def test_code_that_is_popped_again_is_refused(tmp_path: Path) -> None:
         (b"cos\nsystem\n.", "the object os.system where"),
         (b"c__builtin__\neval\n.", "the object builtins.eval where"),
         (b"ctorch\nload\n.", "the object torch.load where"),
-        (b"ctorch.serialization\nload\n.", "the object torch.serialization.load where"),
-        (b"ctorch.hub\nload\n.", "the object torch.hub.load where"),
-        (b"ctorch._utils\n_rebuild_xla_tensor\n.", "_rebuild_xla_tensor"),
         (b"ctorch\nSize.__init__\n.", "Size.__init__"),
-        (b"ctorch\nFloatStorage.from_file\n.", "FloatStorage.from_file"),
-        (b"ctorch.storage\nUntypedStorage.from_file\n.", "from_file"),
-        (b"ccollections\nOrderedDict.fromkeys\n.", "fromkeys"),
         (b"ctorch\n Size\n.", "'torch. Size'"),
-        (b"ctorch._utils\n_rebuild_tensor_v2\x00\n.", "_v2"),
         (b"c\x1b[2J\nsystem\n.", "x1b"),
-        (b"c" + b"a" * 990 + b"\nsystem\n.", "aaa"),
         (b"(ios\nsystem\n.", "no tensors need"),
         (b"\x8c\x02os\x8c\x06system\x93.", "the object os.system where"),
         (b"\x82\x01.", "no tensors need"),
@@ -358,26 +306,6 @@ def test_code_that_is_popped_again_is_refused(tmp_path: Path) -> None:
 def test_an_object_in_place_of_a_state_dict_is_named(tmp_path: Path, code: bytes, says: str) -> None:
     """A name is never looked up, and one that a stranger wrote must not reach the terminal as it is."""
     refused(lambda: TorchFile(zip_of(tmp_path / "a", b"\x80\x02" + code, {})), says)
-
-
-def test_all_that_torch_allows_is_known(tmp_path: Path) -> None:
-    """A checkpoint that torch's weights_only accepts must not be refused as code; and our list must not be longer than
-    torch's."""
-    from torch._weights_only_unpickler import _get_allowed_globals
-
-    from gpt2.checkpoint.containers.torch_tensors import ALLOWED, STORAGES
-
-    theirs = set(_get_allowed_globals())
-    tensor_classes = {name for name in theirs if re.fullmatch(r"torch\.(cuda\.|sparse\.|cuda\.sparse\.)?\w+Tensor", name)}
-    assert theirs - ALLOWED - tensor_classes == set(), "classes of torch 0.3, which no GPT-2 was ever saved with"
-    assert ALLOWED - theirs <= {name.replace("torch.", "torch.cuda.", 1) for name in STORAGES}
-
-
-def test_torchscript_is_refused(tmp_path: Path) -> None:
-    """TorchScript is a program, and torch.load passes it to torch.jit.load."""
-    with pytest.warns(DeprecationWarning, match="torch.jit"):
-        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "model.pt")
-    refused(lambda: TorchFile(tmp_path / "model.pt"), "TorchScript", "would run code", "state dict")
 
 
 def archive(path: Path, members: dict[str, bytes], **options: Any) -> Path:
@@ -433,7 +361,6 @@ CENTRAL, LOCAL, END = b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06"
         (CENTRAL, 20, b"\xff\xff\x00\x00\xff\xff\x00\x00", 1, "lies about archive/data/0"),  # past the directory
         (CENTRAL, 20, b"\x48\x00\x00\x00\x48\x00\x00\x00", 1, "lies about archive/data/0"),  # overlaps the directory
         (CENTRAL, 42, bytes(4), 1, "lies about archive/data"),  # two members share their data
-        (CENTRAL, 42, b"\xf0\xff\xff\x7f", 1, "lies about archive/data/0"),
         (CENTRAL, 42, b"\x03\x00\x00\x00", 0, "lies about archive/data.pkl"),
         (CENTRAL, 16, b"\x01\x02\x03\x04", 0, "checksum"),
         (CENTRAL, 6, b"\xff\x00", 0, "zip file version 25.5"),
@@ -441,7 +368,6 @@ CENTRAL, LOCAL, END = b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06"
         (LOCAL, 2, b"\x03\x03", 1, "lies about archive/data/0"),
         (END, 12, b"\xff\xff\xff\x7f", 0, "cannot be read"),
         (END, 16, b"\xff\xff\xff\x7f", 0, "zip directory"),
-        (END, 16, b"\x00\x00\x00\x00", 0, "zip directory"),
     ],
 )
 def test_a_lying_zip_directory_is_refused(tmp_path: Path, signature: bytes, at: int, new: bytes, which: int, says: str) -> None:
@@ -471,13 +397,10 @@ def test_a_huge_zip_directory_is_refused_unread(tmp_path: Path) -> None:
     ("members", "says"),
     [
         ({"a/data.pkl": ONE, "b/data.pkl": ONE}, "not one of torch.save"),
-        ({"data.pkl": ONE}, "not one of torch.save"),
         ({"a/b/data.pkl": ONE}, "not one of torch.save"),
         ({"a/weights.npy": DATA}, "not one of torch.save"),
         ({"a/data.pkl": ONE, "b/data/0": DATA}, "needs a storage of 8 bytes"),
-        ({"a/data.pkl": ONE, "a/data/00": DATA}, "needs a storage of 8 bytes"),
         ({"a/data.pkl": ONE, "a/data/0": DATA[:-1]}, "needs a storage of 8 bytes"),
-        ({"a/data.pkl": ONE, "a/data/0": DATA + b"\0"}, "needs a storage of 8 bytes"),
         ({"a/data.pkl": b"", "a/data/0": DATA}, "cut short"),
         ({"a/data.pkl": bytes(PICKLE_LIMIT + 1), "a/data/0": DATA}, "no GPT-2 needs more than"),
         ({"a/data.pkl": ONE, "a/data/0": DATA, "a/byteorder": b"big"}, "big-endian"),
@@ -514,52 +437,32 @@ V3, RAW = torch._utils._rebuild_tensor_v3, Stored("storage", torch.UntypedStorag
 LIES = [
     (tensor(shape=(3,)), "reaches beyond"),
     (tensor(1), "reaches beyond"),
-    (tensor(2**40), "reaches beyond"),
     (tensor(stride=(2,)), "reaches beyond"),
-    (tensor(stride=(2**47,)), "reaches beyond"),
-    (tensor(shape=(2**47,)), "reaches beyond"),
     (tensor(shape=(2**40, 2**40), stride=(2**40, 1)), SENSE),
     (tensor(shape=(0, 2**47, 2**47), stride=(1, 1, 1)), SENSE),
-    (tensor(shape=(2**47, 2**47, 0), stride=(1, 1, 1)), SENSE),
     (tensor(shape=(2**40,), stride=(0,)), "expanded"),
-    (tensor(shape=(2, 2**40), stride=(1, 0)), "expanded"),
     (tensor(shape=(2, 2), stride=(1, 1)), "expanded"),
     (tensor(-1), SENSE),
-    (tensor(shape=(-2,)), SENSE),
     (tensor(1, stride=(-1,)), SENSE),
     (tensor(shape=(2**48,)), SENSE),
-    (tensor(0.0), SENSE),
-    (tensor(True), SENSE),
     (tensor(shape=(True,)), SENSE),
     (tensor(shape=[2]), SENSE),
     (tensor(shape=(2, 1)), SENSE),
-    (tensor(shape=(), stride=(1,)), SENSE),
     (tensor(shape=(1,) * 9, stride=(1,) * 9), SENSE),
-    (tensor(shape=("2",)), SENSE),
     (tensor(shape=None), SENSE),
-    (Called(REBUILD), SENSE),
     (Called(REBUILD, 0, 0, (2,), (1,)), SENSE),
     (Called(REBUILD, Stored("storage"), 0, (2,), (1,)), "where a storage should be"),
     (tensor(kind=torch.float32), "where a storage should be"),
-    (tensor(kind="FloatStorage"), "where a storage should be"),
-    (tensor(kind=torch.storage.TypedStorage), "where a storage should be"),
     (tensor(key=0), "where a storage should be"),
     (tensor(count=-2), "where a storage should be"),
-    (tensor(count=2.0), "where a storage should be"),
     (tensor(count=2**60), "where a storage should be"),
     (tensor(tail=(None, None)), "where a storage should be"),
-    (tensor(tail=(("1", 0, 2),)), "where a storage should be"),
-    (tensor(kind=torch.nn.Parameter), "where a storage should be"),
     (tensor(0, (2,), (1,), False, {}, {"neg": True}), "negated"),
-    (Called(REBUILD, Stored(tensor()), 0, (2,), (1,)), "where a storage should be"),
     (Called(REBUILD, Stored(Stored("storage")), 0, (2,), (1,)), "where a storage should be"),
-    (tensor(kind=b"1" * 300), "where a storage should be"),
     (Called(torch._utils._rebuild_parameter, 1, False, {}), "no tensor"),
-    (Called(torch._utils._rebuild_parameter), "no tensor"),
     (Called(torch._tensor._rebuild_from_type_v2, REBUILD, torch.Tensor), "no tensor"),
     (Called(V3, RAW, 0, (2,), (1,), False, {}, torch.float64), "beyond"),
     (Called(V3, RAW, 0, (2,), (1,), False, {}, "float32"), "is None"),
-    (Called(V3, RAW, 0, (2,), (1,)), "is None"),
 ]  # fmt: skip
 
 
@@ -579,16 +482,13 @@ def test_a_tensor_that_leaves_its_storage_is_refused(tmp_path: Path, lie: Called
     ("storages", "keys", "count", "says"),
     [
         ({"0": (3, DATA + bytes(4))}, None, 2, "another size"),
-        ({"0": (2**61, DATA)}, None, 2, "another size"),
         ({"0": (2, DATA[:-1])}, None, 2, "where its storages end"),
         ({"0": (2, DATA + b"\0")}, None, 2, "where its storages end"),
         ({"0": (2, DATA)}, None, 2**47, "where its storages end"),
         ({"0": (2, DATA)}, ["0", "0"], 2, "lists a storage '0'"),
         ({"0": (2, DATA)}, ["1"], 2, "lists a storage '1'"),
-        ({"0": (2, DATA)}, [0], 2, "lists a storage 0"),
         ({"0": (2, DATA)}, [["0"]], 2, "lists a storage ['0']"),
         ({"0": (2, DATA)}, [], 2, "where its storages end"),
-        ({}, [], 2, "needs a storage of 8 bytes"),
         ({}, {"0": 1}, 2, "needs a storage of 8 bytes"),
         ({}, None, 2, "needs a storage of 8 bytes"),
     ],
@@ -627,44 +527,27 @@ HASH = 2**61 - 1  # CPython's modulus for the hash of an integer
 PUSHES = [
     (b"}" + b")" * 100_000 + b"\x86" * 99_999 + b"Ns.", "no tensor at 'a key'"),  # its hash overflows C's stack
     (b")" + b"\x85" * 150_000 + b".", "type tuple"),
-    (b")" + b"q\x00h\x00\x86" * 50_000 + b".", "type tuple"),  # 2 ** 50,000 elements, if they were there
     (b"}q\x00U\x01ah\x00s.", "no tensor at a"),  # contains itself
     (b"ctorch\nSize\nq\x00" + b"h\x00" * 100_000 + b")R" + b"\x85R" * 99_000 + b".", "holds the object torch.Size"),
     (b"}(" + b"".join(b"\x8a\x0a" + (k * HASH).to_bytes(10, "little") + b"N" for k in range(1, 25_000)) + b"u.", "huge numbers"),
     (b"}U\x01aK\x01sU\x01aK\x02s.", "key twice"),
-    (b"}(U\x01aK\x01U\x01aK\x02u.", "key twice"),
     (b"ccollections\nOrderedDict\n](](U\x01aK\x01e](U\x01aK\x01ee\x85R.", "key twice"),
     (b"ccollections\nOrderedDict\n](](U\x01aee\x85R.", SENSE),
-    (b"ccollections\nOrderedDict\nU\x02abU\x02ab\x86R.", SENSE),
-    (b"ccollections\nOrderedDict\nK\x01\x85R.", SENSE),
     (b"]N.", "holds None"),
     (b"NR.", SENSE),
-    (b"N)R.", SENSE),
     (b"}(Nu.", SENSE),
-    (b"Na.", SENSE),
-    (b"N(Ne.", SENSE),
-    (b"N(NNu.", SENSE),
     (b"h\x00.", SENSE),
-    (b"j\x00\x00\x00\x00.", SENSE),
     (b"q\x00.", SENSE),
-    (b"\x94.", SENSE),
     (b"t.", SENSE),
-    (b"NN(\x86t.", SENSE),
     (b"(N0t.", "no tensors need"),
     (b"b.", SENSE),
-    (b"Q.", SENSE),
     (b"NQ.", "type Persistent"),
     (b".", SENSE),
-    (b"\x85.", SENSE),
-    (b"N\x87.", SENSE),
     (b"X\xff\xff\xff\xff.", "cut short"),
     (b"\x8a\xff.", "cut short"),
-    (b"\x8b\xff\xff\xff\xff.", "no tensors need"),
-    (b"I1\n.", "no tensors need"),
     (b"L" + b"9" * 5000 + b"L\n.", "no tensors need"),
     (b"X\x01\x00\x00\x00\xff.", "not UTF-8"),
     (b"X\x03\x00\x00\x00\xed\xa0\x80.", "not UTF-8"),
-    (b"G\x00.", "cut short"),
     (b"N", "cut short"),
 ]  # fmt: skip
 
@@ -695,29 +578,3 @@ def test_an_optimizer_s_state_is_never_read(tmp_path: Path, zipped: bool, monkey
     wanted = 2 * sum(tensor.nbytes for tensor in halves.values())
     assert wanted < read < wanted + 100_000
     assert 3 * wanted < (tmp_path / "a").stat().st_size
-
-
-PEAK = (
-    MEMORY
-    + """
-import json, sys, torch
-from gpt2.checkpoint.containers.torch_file import TorchFile
-torch.ones(1000).to(torch.bfloat16)
-before = memory("VmRSS")
-file = TorchFile(Path(sys.argv[1]))
-held = {name: file.read(name, torch.bfloat16) for name in file.entries}
-print(json.dumps([memory("VmHWM") - before, sum(tensor.nbytes for tensor in held.values())]))
-"""
-)
-
-
-@PROC
-@pytest.mark.slow
-@FORMS
-def test_converting_never_holds_the_source(tmp_path: Path, zipped: bool) -> None:
-    """A float32 model of half a gigabyte beside the bf16 one would take three times the requested memory."""
-    save(tmp_path / "a.bin", {f"h.{layer}.weight": torch.randn(1024, 1024) for layer in range(128)}, zipped=zipped)
-    peak, target = report_of(PEAK, tmp_path / "a.bin")
-    print(f"peak memory of .bin -> bf16, in target sizes: {peak / target:.3f}")
-    assert target == 128 << 21
-    assert peak < 1.10 * target

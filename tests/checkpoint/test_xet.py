@@ -12,7 +12,7 @@ pytest.importorskip("hf_xet")
 
 WEIGHTS = bytes(range(251)) * 160_000  # 40 MB: three blocks
 FILES = {"config.json": b'{"model_type": "gpt2"}', "model.safetensors": WEIGHTS}
-IMPATIENT = "from gpt2.checkpoint import download; download.XET_PATIENCE = 1.0"
+IMPATIENT = "from gpt2.checkpoint import xet; xet.XET_PATIENCE = 1.0"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.commands import mistake, refusal
 
-from gpt2.checkpoint.containers.mapped_file import MappedFile
+from gpt2.checkpoint.containers import MappedFile
 from gpt2.cli.main import main
 from gpt2.data.files import write_output
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import refusal
-from support.random_models import TEXT, write_checkpoint
+from support.random_models import write_checkpoint
 from torch import Tensor
 
 import gpt2
@@ -125,23 +125,24 @@ def test_equal_models_carry_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose h.1 is far more sensitive to rounding than the rest, and a text."""
+    """A model whose h.1 is far more sensitive to rounding than the rest."""
     path = tmp_path_factory.mktemp("blame")
     base = load(str(write_checkpoint(path / "base", n_embd=64)))
     with torch.no_grad():
         base.h[1].mlp.c_proj.weight[::32] = 12.0  # one large entry in a block of 32: the others get few steps
         base.h[1].mlp.c_fc.bias[::32] = -60.0  # and the activation that it multiplies is 0
     gpt2.save(base, gpt2.load_tokenizer(str(path / "base")), path / "base")
-    (path / "text.txt").write_text(TEXT)
     return path
 
 
-def test_a_quantised_file_is_known_and_what_to_keep_is_what_helps(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quantised_file_is_known_and_what_to_keep_is_what_helps(
+    folder: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Known answer: one part is sensitive. The file that --keep writes must measure as promised, and have the promised size."""
     base = str(folder / "base")
     assert main(["export", base, str(folder / "q8"), "--format", "gguf", "--type", "q8_0"]) == 0
     capsys.readouterr()
-    command = ["compare", base, str(folder / "q8"), "--on", str(folder / "text.txt"), "--tokens", "300", "--blame", "--json", "-"]
+    command = ["compare", base, str(folder / "q8"), "--on", text, "--tokens", "300", "--blame", "--json", "-"]
     assert main(command) == 0
     found = json.loads(capsys.readouterr().out)["blame"]
     assert found["quantised"] == "q8_0"
@@ -160,7 +161,7 @@ def test_a_quantised_file_is_known_and_what_to_keep_is_what_helps(folder: Path, 
     assert "note: kept in f32: h.1" in capsys.readouterr().out
     sizes = [(folder / name / "model.gguf").stat().st_size for name in ("q8", "kept")]
     assert sizes[1] - sizes[0] == one["bytes"] - nothing["bytes"]
-    compared = gpt2.compare(base, str(folder / "kept"), on=str(folder / "text.txt"), tokens=300, blame=True)
+    compared = gpt2.compare(base, str(folder / "kept"), on=text, tokens=300, blame=True)
     assert compared.distributions.kl_ab.mean.value == pytest.approx(one["kl"]["value"], rel=0.01)
     assert "h.1" not in [part.name for part in compared.blame.parts]
     assert compared.blame.kept[0].parts == ("h.1",)

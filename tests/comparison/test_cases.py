@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import refusal
-from support.random_models import TEXT
 
 import gpt2
 from gpt2.cli.main import main
@@ -54,11 +53,9 @@ def by_hand(side: str, prompt: str, expected: str) -> tuple[bool, float]:
     return right, probability
 
 
-def test_each_case_is_what_greedy_decoding_says(sides: tuple[str, str], file: Path, tmp_path: Path) -> None:
+def test_each_case_is_what_greedy_decoding_says(sides: tuple[str, str], file: Path, text: str) -> None:
     """Base against tuned on one's own questions was not measured; each figure beside the same one computed token by token."""
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
-    found = compare(*sides, on=str(text), tokens=40, cases=str(file)).cases
+    found = compare(*sides, on=text, tokens=40, cases=str(file)).cases
     expected = [[by_hand(side, case.prompt, case.expected) for side in sides] for case in found.cases]
     for case, ((right_a, p_a), (right_b, p_b)) in zip(found.cases, expected, strict=True):
         assert (case.right_a, case.right_b) == (right_a, right_b)
@@ -75,11 +72,10 @@ def test_each_case_is_what_greedy_decoding_says(sides: tuple[str, str], file: Pa
 
 
 def test_the_command_lists_what_turned_and_gates_on_it(
-    sides: tuple[str, str], file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sides: tuple[str, str], file: Path, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text, page = tmp_path / "text.txt", tmp_path / "page.html"
-    text.write_text(TEXT)
-    command = ["compare", *sides, "--on", str(text), "--tokens", "40", "--cases", str(file), "--html", str(page)]
+    page = tmp_path / "page.html"
+    command = ["compare", *sides, "--on", text, "--tokens", "40", "--cases", str(file), "--html", str(page)]
     assert main([*command, "--fail-if", "exact_match>2", "--fail-if", "answer_ratio<0"]) == 0
     out = capsys.readouterr().out
     assert "cases right" in out
@@ -88,9 +84,9 @@ def test_the_command_lists_what_turned_and_gates_on_it(
     assert "Your own questions" in page.read_text()
     assert main([*command[:3], sides[0], *command[3:]]) == 2
     assert "for two models" in capsys.readouterr().err
-    assert_same(*sides, on=str(text), tokens=40, cases=str(file), exact_match=0.01, lost_cases=8)
+    assert_same(*sides, on=text, tokens=40, cases=str(file), exact_match=0.01, lost_cases=8)
     with pytest.raises(AssertionError, match="the --cases that b has right"):
-        assert_same(*sides, on=str(text), tokens=40, cases=str(file), exact_match=0.9)
+        assert_same(*sides, on=text, tokens=40, cases=str(file), exact_match=0.9)
 
 
 @pytest.mark.parametrize(

@@ -101,29 +101,51 @@ def exact(a: list[float], b: list[float]) -> tuple[Decimal, Decimal, Decimal]:
         return +kl_ab, +kl_ba, +js
 
 
-@pytest.mark.parametrize("noise", [1e-6, 1e-5, 1e-3, 1e-1, 3.0])
-def test_small_divergences_have_their_digits(noise):
-    """Two dtypes of one model differ by 1e-6 nats, two orders of summation by 1e-13. The difference of two cross-entropies, or
-    a float32 softmax, has rounding noise of that size."""
+def near(noise: float) -> tuple[Tensor, Tensor, None]:
     a = draw(6, 40, scale=4).double() - 90  # the size of GPT-2's logits
-    b = a + draw(6, 40, seed=1).double() * noise
-    got = divergences(pair(a, b))
-    for column, row in enumerate(zip(a.tolist(), b.tolist(), strict=True)):
-        for value, right in zip(got[:, column].tolist(), exact(*row), strict=True):
-            assert abs(Decimal(value) - right) < 1e-15 * (1 + value)
-            assert right < 2 * noise**2
-    if noise == 1e-3:  # negative control
-        p, q = a.float().log_softmax(1), b.float().log_softmax(1)
-        assert ((p.exp() * (p - q)).sum(1) / got[0] - 1).abs().max() > 1e-2
+    return a, a + draw(6, 40, seed=1).double() * noise, None
 
 
-def test_nothing_is_negative():
-    """For models that differ by less than rounding, the rounding error may be negative; a divergence must not be."""
-    table = draw(50, 50, scale=5).double()
-    got = divergences(pair(table, table + draw(50, 50, seed=1).double() * 1e-9))
-    assert got.min(1).values.tolist() == [0.0] * 3
-    assert (got.max(1).values > 0).all()
-    assert got.max() < 1e-15
+def wide() -> tuple[Tensor, Tensor, Tensor]:
+    """Some of exp(x - 760) are 0, some subnormal."""
+    values = torch.tensor([-1e4, -800.0, -700.0, -600.0, 0.0, 1.0, 25.0, 40.0, 500.0, 760.0], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.stack([values[torch.randperm(10, generator=generator)] for _ in range(40)])
+    rows[20, 3:] = rows[0, 3:]
+    return rows[:10], rows[20:30], torch.randint(10, (60,), generator=generator)
+
+
+def steep(span: float) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.tensor([[0.0, -span], [-span, 1.0]]), torch.tensor([[-1.0, 0.0], [-span, 1.0 - span]]), torch.tensor([0, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("made", "rel"),
+    [
+        # Two dtypes of one model differ by 1e-6 nats, two orders of summation by 1e-13. The difference of two cross-entropies,
+        # or a float32 softmax, has rounding noise of that size, and below it may be negative.
+        *((lambda noise=noise: near(noise), 1e-15) for noise in (1e-9, 1e-6, 1e-5, 1e-3, 1e-1, 3.0)),
+        # exp(-800) is 0 in float64, yet its KL is 800 nats times the probability in the second model; e^800 is infinite.
+        (wide, 1e-12),
+        # exp(-720) is subnormal: it is not 0, but 1 over it is infinite, and JS becomes minus infinity.
+        *((lambda span=span: steep(span), 1e-12) for span in (600.0, 708.0, 720.0, 740.0, 744.0, 746.0)),
+    ],
+)
+def test_divergences_have_their_digits(made, rel):
+    """Each beside sixty digits, and none below zero."""
+    a, b, ids = made()
+    got = divergences(pair(a, b, ids))
+    assert (got >= 0).all()
+    for value, last in zip(got.T.tolist(), range(len(a)) if ids is None else ids[:-1].tolist(), strict=True):
+        for number, right in zip(value, exact(a[last].tolist(), b[last].tolist()), strict=True):
+            assert abs(Decimal(number) - right) < Decimal("1e-15") + Decimal(rel) * right
+
+
+def test_a_float32_softmax_would_not_have_them():
+    """The negative control of the digits above."""
+    a, b, _ = near(1e-3)
+    p, q = a.float().log_softmax(1), b.float().log_softmax(1)
+    assert ((p.exp() * (p - q)).sum(1) / pair(a, b).kl_ab - 1).abs().max() > 1e-2
 
 
 def test_small_divergences_over_large_vocabularies_have_their_digits():
@@ -141,32 +163,6 @@ def test_small_divergences_over_large_vocabularies_have_their_digits():
             kl_ba = half * high * (high / p).ln() + (vocab - half) * low * (low / p).ln()
         assert value[:2] == pytest.approx([float(kl_ab), float(kl_ba)], abs=5e-16)
         assert value[2] == pytest.approx(float(kl_ab + kl_ba) / 8, rel=1e-3, abs=2e-16)
-
-
-WIDE = [-1e4, -800.0, -700.0, -600.0, 0.0, 1.0, 25.0, 40.0, 500.0, 760.0]  # some of exp(x - 760) are 0, some subnormal
-
-
-def test_spans_that_overflow_a_quotient_of_probabilities():
-    """exp(-800) is 0 in float64, yet its KL is 800 nats times the probability in the second model; e^800 is infinite, and inf
-    - inf is NaN."""
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.stack([torch.tensor(WIDE, dtype=torch.float64)[torch.randperm(10, generator=generator)] for _ in range(40)])
-    a, b = rows[:20], rows[20:]
-    b[0, 3:] = a[0, 3:]
-    ids = torch.randint(10, (60,), generator=generator)
-    got = divergences(pair(torch.cat((a[:10], a[:0])), b[:10], ids))
-    for value, last in zip(got.T.tolist(), ids[:-1].tolist(), strict=True):
-        for number, right in zip(value, exact(a[last].tolist(), b[last].tolist()), strict=True):
-            assert number == pytest.approx(float(right), rel=1e-12, abs=1e-15)
-
-
-@pytest.mark.parametrize("span", [600.0, 708.0, 720.0, 740.0, 744.0, 746.0])
-def test_a_probability_too_small_to_divide_by(span):
-    """exp(-720) is subnormal: it is not 0, but 1 over it is infinite, and JS becomes minus infinity."""
-    a, b = torch.tensor([[0.0, -span], [-span, 1.0]]), torch.tensor([[-1.0, 0.0], [-span, 1.0 - span]])
-    got = divergences(pair(a, b, torch.tensor([0, 1, 0])))
-    for value, rows in zip(got.T.tolist(), zip(a.tolist(), b.tolist(), strict=True), strict=True):
-        assert value == pytest.approx([float(number) for number in exact(*rows)], rel=1e-13)
 
 
 @pytest.mark.parametrize("lowest", [-1e4, torch.finfo(torch.float32).min])
@@ -362,18 +358,17 @@ def test_padded_vocabularies_are_cut_before_they_are_normalised():
         pair(wide_a, b, ids, vocab=21)
 
 
-@pytest.mark.parametrize("bad", [-1, 20, 10**9])
-def test_ids_outside_the_vocabulary_are_refused(bad):
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        *(([1, 2, 3, bad, 4], f"token {bad} of the text is not within the vocabulary of 20") for bad in (-1, 20, 10**9)),
+        ([1], "a text of 1 tokens has none to predict"),
+    ],
+)
+def test_a_text_that_cannot_be_scored_is_refused(ids, says):
     """An id beyond the logits raises an IndexError; a negative id reads from the end of the vocabulary."""
-    ids = text(20, 10)
-    ids[4] = bad
-    with pytest.raises(InputError, match=f"token {bad} of the text is not within the vocabulary of 20"):
-        pair(draw(20, 20), draw(20, 20), ids)
-
-
-def test_a_text_without_tokens_to_predict_is_refused():
-    with pytest.raises(InputError, match="a text of 1 tokens has none to predict"):
-        pair(draw(20, 20), draw(20, 20), text(20, 1))
+    with pytest.raises(InputError, match=says):
+        pair(draw(20, 20), draw(20, 20), torch.tensor(ids))
 
 
 def test_only_one_batch_of_logits_of_each_model_is_alive():
@@ -540,20 +535,22 @@ def autocorrelated(n: int, rho: float, generator: torch.Generator) -> Tensor:
     return torch.from_numpy(scipy.signal.lfilter([1], [1, -rho], noise.numpy()))
 
 
-@pytest.mark.parametrize("transform", ["normal", "heavy"])
+@pytest.mark.parametrize("transform", ["normal", "heavy", "fraction"])
 @pytest.mark.parametrize("rho", [0.0, 0.5])
 def test_intervals_hold_the_truth_as_often_as_they_say(rho, transform):
     """Resampling single tokens gives intervals of half the width, which are wrong every fifth time."""
     generator, held, naive = torch.Generator().manual_seed(3), 0, 0
+    truth = {"normal": 0.0, "heavy": math.exp(0.5), "fraction": scipy.stats.norm.cdf(1.5)}[transform]
     for seed in range(200):
         x = autocorrelated(4096, rho, generator)
-        values, truth = (x, 0.0) if transform == "normal" else (x.exp(), math.exp(0.5))
-        got = Bootstrap(4096, seed, resamples=400).mean(values)
+        values = {"normal": x, "heavy": x.exp(), "fraction": x < 1.5}[transform]
+        bootstrap = Bootstrap(4096, seed, resamples=400)
+        got = bootstrap.fraction(values) if transform == "fraction" else bootstrap.mean(values)
         held += got.low <= truth <= got.high
-        naive += abs(values.mean().item() - truth) <= 1.96 * values.std().item() / 64
+        naive += abs(values.double().mean().item() - truth) <= 1.96 * values.double().std().item() / 64
     assert 0.90 <= held / 200 <= 0.985
     if rho:
-        assert naive / 200 < 0.86
+        assert naive / 200 < (0.92 if transform == "fraction" else 0.86)
 
 
 def test_paired_figures_are_resampled_together():
@@ -597,15 +594,6 @@ def test_the_interval_of_a_fraction_is_wilsons(hits):
     got = Bootstrap(128).fraction(values)
     expected = scipy.stats.binomtest(hits, 128).proportion_ci(method="wilson")
     assert (got.value, got.low, got.high) == pytest.approx((hits / 128, expected.low, expected.high), abs=1e-12)
-
-
-def test_fractions_hold_the_truth_as_often_as_they_say():
-    generator, held = torch.Generator().manual_seed(3), 0
-    for seed in range(200):
-        values = autocorrelated(4096, 0.5, generator) < 1.5
-        got = Bootstrap(4096, seed, resamples=400).fraction(values)
-        held += got.low <= scipy.stats.norm.cdf(1.5) <= got.high
-    assert 0.90 <= held / 200 <= 0.985
 
 
 def test_percentiles_between_neighbours():

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from support.commands import refusal
-from support.random_models import TEXT, write_checkpoint
+from support.random_models import write_checkpoint
 
 import gpt2
 from gpt2.checkpoint import gguf_writer
@@ -26,22 +26,14 @@ from gpt2.testing import assert_same
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
+def folders(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
     """A model, the same model with noise in one tensor, one with another tokenizer, and the text."""
-    base = write_checkpoint(tmp_path_factory.mktemp("base"))
     model = load(str(base))
     with torch.no_grad():
         model.h[1].mlp.c_fc.weight.add_(torch.randn(model.h[1].mlp.c_fc.weight.shape, generator=torch.Generator().manual_seed(1)))
     noisy = gpt2.save(model, gpt2.load_tokenizer(str(base)), tmp_path_factory.mktemp("noisy"))
     other = write_checkpoint(tmp_path_factory.mktemp("other"), tokenizer=train_bpe("Enter GHOST. Who's there?\n" * 20, 270))
     return str(base), str(noisy), str(other)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("text") / "witches.txt"
-    path.write_text(TEXT)
-    return str(path)
 
 
 @pytest.fixture(scope="module")

@@ -13,16 +13,15 @@ import pytest
 import torch
 from support.completions_standin import Standin, completions
 from support.pages import assert_whole_by_itself
-from support.random_models import TEXT, write_checkpoint
 
 import gpt2
 from gpt2.cli.main import main
 from gpt2.comparison import many
 from gpt2.comparison.charts import quality
-from gpt2.comparison.floor import Floor
 from gpt2.comparison.gates import Gate, judge
 from gpt2.comparison.many import compare_many
 from gpt2.comparison.many_results import Comparisons
+from gpt2.comparison.noise import Floor
 from gpt2.comparison.page import page_of_several as page
 from gpt2.comparison.pair import compare
 from gpt2.comparison.paper import paper_figures
@@ -31,39 +30,35 @@ from gpt2.measure.estimates import Estimate
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("many")
-    (folder / "text.txt").write_text(TEXT)
-    write_checkpoint(folder / "model")
-    model = gpt2.load(str(folder / "model"))
-    run = folder / "run"
+def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a training run: two steps, and what was best between them."""
+    run = tmp_path_factory.mktemp("many") / "run"
     for step, size in ((100, 0.02), (20, 0.004)):
+        model = gpt2.load(str(base))
         with torch.no_grad():
             for number, parameter in enumerate(model.parameters()):
-                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-                parameter.copy_(gpt2.load(str(folder / "model")).get_parameter(list(model.state_dict())[number]) + size * noise)
-        gpt2.save(model, gpt2.load_tokenizer(str(folder / "model")), run / f"step-{step}")
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)), alpha=size)
+        gpt2.save(model, gpt2.load_tokenizer(str(base)), run / f"step-{step}")
     shutil.copytree(run / "step-20", run / "best")
     (run / "best" / "progress.json").write_text('{"step": 40}')
     (run / "recipe.json").write_text("{}")
-    return folder
+    return run
 
 
 @pytest.fixture(scope="module")
-def names(folder: Path) -> list[str]:
-    model = str(folder / "model")
-    return [model, f"{model}:bf16", str(folder / "run" / "step-100"), model]
+def names(base: Path, run: Path) -> list[str]:
+    return [str(base), f"{base}:bf16", str(run / "step-100"), str(base)]
 
 
 @pytest.fixture(scope="module")
-def found(names: list[str], folder: Path) -> Comparisons:
-    return gpt2.compare(*names, on=str(folder / "text.txt"), tokens=200)
+def found(names: list[str], text: str) -> Comparisons:
+    return gpt2.compare(*names, on=text, tokens=200)
 
 
-def test_each_figure_is_that_of_two_models_alone(found: Comparisons, names: list[str], folder: Path) -> None:
+def test_each_figure_is_that_of_two_models_alone(found: Comparisons, names: list[str], text: str) -> None:
     """A row of the first model's logits read for another token's would make every candidate look alike."""
     for name, each in zip(names[1:], found.candidates[1:], strict=True):
-        alone = compare(names[0], name, on=str(folder / "text.txt"), tokens=200)
+        alone = compare(names[0], name, on=text, tokens=200)
         both, against = alone.distributions, each.against
         assert each.model == alone.b
         assert each.language.perplexity.value == pytest.approx(both.b.perplexity.value, rel=1e-7)
@@ -78,13 +73,13 @@ def test_each_figure_is_that_of_two_models_alone(found: Comparisons, names: list
 
 
 def test_the_first_model_runs_once_or_again_where_its_logits_are_too_many(
-    found: Comparisons, names: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+    found: Comparisons, names: list[str], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gigabytes of logits went to a temporary file, whatever the text's length; a text that does not fit must give the same."""
     runs = []
     logits = RunningModule.logits
     monkeypatch.setattr(RunningModule, "logits", lambda self, ids: (runs.append(self.name), logits(self, ids))[1])
-    options = {"on": str(folder / "text.txt"), "tokens": 200}
+    options = {"on": text, "tokens": 200}
     assert gpt2.compare(*names, **options).ranking == found.ranking
     once = runs.count(names[0])
     monkeypatch.setattr(many, "HELD", 0)
@@ -111,23 +106,23 @@ def test_table_json_and_page(found: Comparisons) -> None:
     assert body["candidates"][1]["against"]["kl"]["value"] == found.candidates[1].against.kl.value
     assert found.above_floor.endswith("not above it: D")  # the same model as A; B differs by its dtype, C by its weights
     judged, of_each = judge(found, [Gate.parse("kl>1e-3")])
-    text = page(judged)
-    assert "B passed: kl&gt;0.001" in text
-    assert "C failed: kl&gt;0.001" in text
+    html = page(judged)
+    assert "B passed: kl&gt;0.001" in html
+    assert "C failed: kl&gt;0.001" in html
     assert [gate.met for (gate,) in of_each.values()] == [False, True, False]
-    assert found.above_floor[1:] in text
-    assert text == page(judged)
-    assert_whole_by_itself(text)
-    assert 'id="quality"' in text
-    assert judged.html() == text
+    assert found.above_floor[1:] in html
+    assert html == page(judged)
+    assert_whole_by_itself(html)
+    assert 'id="quality"' in html
+    assert judged.html() == html
 
 
-def test_which_is_best_and_which_are_equal(found: Comparisons, names: list[str], folder: Path) -> None:
+def test_which_is_best_and_which_are_equal(found: Comparisons, names: list[str], text: str) -> None:
     """Five rows and no answer: an order, with intervals paired between neighbours; a copy is equal, and said to be one."""
     order = [number for number, _ in found.ranking]
     assert order == sorted(range(4), key=lambda number: found.candidates[number].language.bits_per_byte.value)
     for (before, _), (number, behind) in zip(found.ranking, found.ranking[1:], strict=False):
-        alone = compare(names[before], names[number], on=str(folder / "text.txt"), tokens=200).distributions.ratio
+        alone = compare(names[before], names[number], on=text, tokens=200).distributions.ratio
         assert (behind.value, behind.low, behind.high) == pytest.approx((alone.value, alone.low, alone.high), rel=1e-6)
     assert found.best.startswith(f"best by bits per byte: {found.letters[order[0]]}; ")
     assert "D equal (x 1.000, exactly)" in found.best
@@ -138,26 +133,26 @@ def test_which_is_best_and_which_are_equal(found: Comparisons, names: list[str],
     assert "B is A in bfloat16." in page(found)
 
 
-def test_another_program_is_not_called_a_rounding(names: list[str], folder: Path, tmp_path: Path) -> None:
+def test_another_program_is_not_called_a_rounding(names: list[str], text: str, tmp_path: Path) -> None:
     """The same tensors with another epsilon are another model, however equal the weights."""
     shutil.copytree(names[0], tmp_path / "other")
     config = json.loads((tmp_path / "other" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 1e-3}))
-    found = gpt2.compare(names[0], names[1], str(tmp_path / "other"), on=str(folder / "text.txt"), tokens=40)
+    found = gpt2.compare(names[0], names[1], str(tmp_path / "other"), on=text, tokens=40)
     assert [each.made_of for each in found.candidates] == ["", "A in bfloat16", ""]
     assert found.candidates[2].weights == 0
 
 
-def test_a_server_among_several(folder: Path) -> None:
+def test_a_server_among_several(text: str) -> None:
     """It had to be compared alone: its KL is bounded, its perplexity is the first one's times the ratio."""
     server = Standin(gpt2.load("shakespeare-mini:int8"), gpt2.load_tokenizer("shakespeare-mini"))
     with completions(server) as url:
-        found = gpt2.compare("shakespeare-mini", "shakespeare-mini:bf16", url, on=str(folder / "text.txt"), tokens=60)
-        alone = compare("shakespeare-mini", url, on=str(folder / "text.txt"), tokens=60).bounds
+        found = gpt2.compare("shakespeare-mini", "shakespeare-mini:bf16", url, on=text, tokens=60)
+        alone = compare("shakespeare-mini", url, on=text, tokens=60).bounds
     one, windows = found.candidates[2], found.text.context
     assert windows == 254  # what a request holds
     assert (one.against.ratio, one.against.kl, one.against.same_top) == (alone.ratio, alone.kl, alone.same_top)
-    exact = compare("shakespeare-mini", "shakespeare-mini:int8", on=str(folder / "text.txt"), tokens=60).distributions
+    exact = compare("shakespeare-mini", "shakespeare-mini:int8", on=text, tokens=60).distributions
     assert one.language.perplexity.value == pytest.approx(exact.b.perplexity.value, rel=1e-3)
     assert found.ranking[-1].candidate == 2
     assert "C" in found.table(80)
@@ -191,22 +186,23 @@ def test_a_kl_that_is_not_a_number_is_not_taken_for_noise(found: Comparisons) ->
     assert replace(found, floor=floor).above_floor == ""  # it said that every KL is above it
 
 
-def test_a_runs_folder_is_its_checkpoints_in_the_order_of_steps(folder: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_runs_folder_is_its_checkpoints_in_the_order_of_steps(
+    base: Path, run: Path, text: str, capsys: pytest.CaptureFixture
+) -> None:
     """step-100 sorts before step-20 as text; what is best is in between. In Python a run's folder was taken for a model."""
-    text, base = str(folder / "text.txt"), str(folder / "model")
-    assert main(["compare", base, str(folder / "run"), "--on", text, "--tokens", "100", "--json", "-"]) == 0
+    assert main(["compare", str(base), str(run), "--on", text, "--tokens", "100", "--json", "-"]) == 0
     rows = json.loads(capsys.readouterr().out)["candidates"]
     assert [row["step"] for row in rows] == [None, 20, 40, 100]
     assert [Path(row["model"]["name"]).name for row in rows] == ["model", "step-20", "best", "step-100"]
     assert 0 < rows[1]["weights"] == rows[2]["weights"] < rows[3]["weights"]
     assert rows[1]["against"]["kl"]["value"] < rows[3]["against"]["kl"]["value"]
-    found = gpt2.compare(base, str(folder / "run"), on=text, tokens=40)
+    found = gpt2.compare(str(base), str(run), on=text, tokens=40)
     assert [each.step for each in found.candidates] == [None, 20, 40, 100]
 
 
-def test_each_candidate_is_judged(names: list[str], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_each_candidate_is_judged(names: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """A gate that looks at one candidate only lets the others through."""
-    options = ["--on", str(folder / "text.txt"), "--tokens", "100"]
+    options = ["--on", text, "--tokens", "100"]
     assert main(["compare", *names, *options, "--fail-if", "kl>1e-3", "--junit", str(tmp_path / "junit.xml")]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(": ")[2].split(":")[0] for line in lines] == ["passed", "failed", "passed"]
@@ -217,15 +213,15 @@ def test_each_candidate_is_judged(names: list[str], folder: Path, tmp_path: Path
     assert main(["compare", *names, *options, "--blame"]) == 2
 
 
-def test_another_tokenizer_has_bits_per_byte_alone(names: list[str], folder: Path) -> None:
+def test_another_tokenizer_has_bits_per_byte_alone(names: list[str], text: str) -> None:
     """KL over other tokens is no KL; bits per byte of the same passage still compare."""
-    found = compare_many([names[0], names[1], "shakespeare-mini"], on=str(folder / "text.txt"), tokens=100)
+    found = compare_many([names[0], names[1], "shakespeare-mini"], on=text, tokens=100)
     other = found.candidates[2]
     assert other.against is None
     assert other.language.score.bytes == pytest.approx(found.candidates[0].language.score.bytes, abs=8)
     assert "left out of C" in found.table(80)
     assert page(found)
-    smaller = compare_many(["shakespeare-mini", names[0]], on=str(folder / "text.txt"), tokens=60).candidates
+    smaller = compare_many(["shakespeare-mini", names[0]], on=text, tokens=60).candidates
     assert smaller[1].against is None  # its 300 tokens were held against the 2,048 of the first
     assert smaller[1].language.score.bytes == pytest.approx(smaller[0].language.score.bytes, abs=8)
 

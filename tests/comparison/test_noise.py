@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.commands import mistake, refusal
 from support.pages import assert_whole_by_itself
-from support.random_models import TEXT, write_checkpoint
+from support.random_models import write_checkpoint
 
 import gpt2
 from gpt2.checkpoint.loading import load
@@ -19,18 +19,11 @@ from gpt2.model import GPT2
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("noise")
-    (path / "text.txt").write_text(TEXT)
-    return write_checkpoint(path / "model").parent
+def found(base: Path, text: str) -> Noise:
+    return measure_noise(str(base), on=text, tokens=200)
 
 
-@pytest.fixture(scope="module")
-def found(folder: Path) -> Noise:
-    return measure_noise(str(folder / "model"), on=str(folder / "text.txt"), tokens=200)
-
-
-def test_a_batch_and_padding_round_and_do_no_more(found: Noise, folder: Path) -> None:
+def test_a_batch_and_padding_round_and_do_no_more(found: Noise, base: Path, text: str) -> None:
     """A way that computes another function, such as padding with wrong positions, would be taken for noise."""
     batch, padding, dtype = found.ways
     assert found.floor is not None
@@ -39,49 +32,51 @@ def test_a_batch_and_padding_round_and_do_no_more(found: Noise, folder: Path) ->
         assert way.logit <= 2 * found.floor.logit
         assert way.flipped == 0
     assert dtype.name == "in bfloat16"
-    compared = gpt2.compare(str(folder / "model"), f"{folder / 'model'}:bf16", on=str(folder / "text.txt"), tokens=200)
+    compared = gpt2.compare(str(base), f"{base}:bf16", on=text, tokens=200)
     assert found.floor.kl < dtype.kl.value == pytest.approx(compared.distributions.kl_ab.mean.value, rel=0.3)
-    other = measure_noise(f"{folder / 'model'}:bf16", on=str(folder / "text.txt"), tokens=200)
+    other = measure_noise(f"{base}:bf16", on=text, tokens=200)
     assert other.ways[2].name == "in float32"
     assert other.floor.kl > other.ways[2].kl.low / 2  # two roundings, on the first of the tokens
 
 
-def test_padding_without_its_mask_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_without_its_mask_is_seen(base: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: padding that is read moves every position by seven."""
     forward = GPT2.forward
     monkeypatch.setattr(GPT2, "forward", lambda self, ids, attention_mask=None, **rest: forward(self, ids, **rest))
-    broken = measure_noise(str(folder / "model"), on=str(folder / "text.txt"), tokens=60)
+    broken = measure_noise(str(base), on=text, tokens=60)
     assert broken.ways[0].kl.value < 1e-10
     assert broken.ways[1].kl.value > 1e-3
 
 
-def test_the_table_the_page_and_the_json_say_one_thing(found: Noise, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_the_page_and_the_json_say_one_thing(
+    found: Noise, base: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The line that a reader acts on must have the floor's own figures, and 80 columns."""
     said = f"In float32 a KL must exceed {found.floor.kl:.2g} nats, and a logit move by more than {found.floor.logit:.2g}"
     assert said in " ".join(found.table(80).split())
     assert max(map(len, found.table(80).splitlines())) <= 80
     assert_whole_by_itself(found.html())
     assert said in found.html()
-    model = str(folder / "model")
-    assert main(["compare", model, "--noise", "--on", str(folder / "text.txt"), "--tokens", "200", "--json", "-"]) == 0
+    model = str(base)
+    assert main(["compare", model, "--noise", "--on", text, "--tokens", "200", "--json", "-"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["floor"]["ways"][0][1]["high"] == found.floor.kl
     assert [way["name"] for way in body["ways"]] == [way.name for way in found.ways]
 
 
-def test_int8_has_no_floor_and_a_short_context_has_room_for_padding(folder: Path, tmp_path: Path) -> None:
+def test_int8_has_no_floor_and_a_short_context_has_room_for_padding(base: Path, text: str, tmp_path: Path) -> None:
     """What rounding explains is of sums in a float dtype; of whole numbers the ways alone are shown."""
-    whole = measure_noise(f"{folder / 'model'}:int8", on=str(folder / "text.txt"), tokens=60)
+    whole = measure_noise(f"{base}:int8", on=text, tokens=60)
     assert whole.floor is None
     assert "to mean anything" not in whole.table(80)
     write_checkpoint(tmp_path / "short", n_positions=4)
-    short = measure_noise(str(tmp_path / "short"), on=str(folder / "text.txt"), tokens=20)
+    short = measure_noise(str(tmp_path / "short"), on=text, tokens=20)
     assert short.ways[1].kl.value <= short.floor.kl
 
 
-def test_flags_without_effect_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_without_effect_are_refused(base: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A flag that is silently ignored looks as if it had been obeyed."""
-    model = str(folder / "model")
+    model = str(base)
     assert "B has no effect with --noise; leave it out" in mistake(capsys, "compare", model, model, "--noise")
     assert "--blame has no effect with --noise" in mistake(capsys, "compare", model, "--noise", "--blame")
     assert "leave out hf/" in refusal(measure_noise, f"hf/{model}")
@@ -91,20 +86,22 @@ def test_flags_without_effect_are_refused(folder: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("changed", "said"), [pytest.param(0.0, "exactly 0", marks=pytest.mark.slow), (1e-9, "not above it"), (0.1, "times that")]
 )
-def test_every_comparison_says_whether_it_is_above_the_floor(folder: Path, tmp_path: Path, changed: float, said: str) -> None:
+def test_every_comparison_says_whether_it_is_above_the_floor(
+    base: Path, text: str, tmp_path: Path, changed: float, said: str
+) -> None:
     """A difference that rounding alone makes must not be reported as one of the models."""
-    model = load(str(folder / "model"))
+    model = load(str(base))
     with torch.no_grad():
         model.h[0].mlp.c_fc.weight.add_(torch.randn(model.h[0].mlp.c_fc.weight.shape), alpha=changed)
-    other = gpt2.save(model, gpt2.load_tokenizer(str(folder / "model")), tmp_path)
-    compared = gpt2.compare(str(folder / "model"), str(other), on=str(folder / "text.txt"), tokens=200)
+    other = gpt2.save(model, gpt2.load_tokenizer(str(base)), tmp_path)
+    compared = gpt2.compare(str(base), str(other), on=text, tokens=200)
     assert said in compared.above_floor
     assert compared.above_floor in " ".join(compared.table(200).split())
 
 
-def test_a_coarser_dtype_raises_the_floor(folder: Path) -> None:
+def test_a_coarser_dtype_raises_the_floor(base: Path, text: str) -> None:
     """A model against itself in bfloat16 differs by the rounding to bfloat16, which is no difference of the models."""
-    name, on = str(folder / "model"), str(folder / "text.txt")
+    name, on = str(base), text
     compared = gpt2.compare(name, f"{name}:bf16", on=on, tokens=200)
     assert compared.floor is not None
     assert compared.floor.way == "rounding to float32 and bfloat16"

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from support.browser import Browser, in_a_browser
 from support.pages import ATTACK, Parts, assert_whole_by_itself
-from support.random_models import TEXT, write_checkpoint
 
 from gpt2.comparison.blame_result import Blame, Kept, Part, Precision
 from gpt2.comparison.bounds_result import Bounds, Finding
@@ -53,21 +52,14 @@ BLAME = Blame(
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+def found(base: Path, text: str) -> Comparison:
     """A comparison of two precisions of one model: every part except unequal shapes, with enough numbers for every picture."""
-    folder = tmp_path_factory.mktemp("page")
-    (folder / "text.txt").write_text(TEXT)
-    model = write_checkpoint(folder / "model")
-    return compare(str(model), f"{model}:bf16", on=str(folder / "text.txt"), tokens=200)
+    return compare(str(base), f"{base}:bf16", on=text, tokens=200)
 
 
-@pytest.fixture(scope="module")
-def text(found: Comparison) -> str:
-    return page(found)
-
-
-def test_the_page_is_whole_by_itself_and_the_same_each_time(found: Comparison, text: str) -> None:
+def test_the_page_is_whole_by_itself_and_the_same_each_time(found: Comparison) -> None:
     """A page that needs the network is blank offline; a page that varies cannot be compared with an older version."""
+    text = page(found)
     assert text == page(found) == found.html()  # attached to the result, which does not know it
     assert "blame" not in Parts(text).ids
     assert_whole_by_itself(text)
@@ -104,7 +96,7 @@ def test_bounds_are_told_from_measurements(found: Comparison) -> None:
     assert "assumes that" not in Parts(page(replace(found, distributions=None, bounds=replace(bounds, assumed=False)))).text
 
 
-def test_text_from_models_and_files_stays_text(found: Comparison, text: str) -> None:
+def test_text_from_models_and_files_stays_text(found: Comparison) -> None:
     """A token or name that is parsed as markup would run in the browser of each reader."""
     word = replace(found.words.text[0], text=ATTACK, top_a=(Choice(ATTACK, 0.5),), top_b=(Choice(ATTACK, 0.5),))
     passage = replace(found.words.passages[0], words=(word, *found.words.passages[0].words[1:]))
@@ -126,7 +118,7 @@ def test_text_from_models_and_files_stays_text(found: Comparison, text: str) -> 
     )
     attacked = page(bad)
     parts = Parts(attacked)
-    assert parts.tags.count("script") == Parts(text).tags.count("script") == 2
+    assert parts.tags.count("script") == Parts(page(found)).tags.count("script") == 2
     assert "img" not in parts.tags
     assert parts.links == []
     assert ATTACK in parts.text

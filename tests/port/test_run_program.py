@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,6 @@ from support.programs import Home, numpy_port
 import gpt2
 from gpt2.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from gpt2.checkpoint.names import VERIFIES, ModelName
-from gpt2.cli.diagnose_command import EXAMPLES
 from gpt2.cli.main import main
 from gpt2.errors import InputError
 from gpt2.port.dump.programs import ProgramError, diagnose_program, given_ids, run_program, split
@@ -271,13 +269,6 @@ def test_the_lines_shown_dump(language: str, tmp_path: Path, home: Home, capsys:
         assert answer["seen"] == "dump"
         assert answer["module"] == command
         assert [(cause["id"], cause["where"]) for cause in answer["causes"]] == [("gelu-variant", "h.1.mlp.act")] * code
-
-
-def test_the_help_shows_these_lines() -> None:
-    """The help of an installed package has no PROGRAMS.md beside it, and lines that no test runs go wrong unseen."""
-    shown = textwrap.dedent(EXAMPLES.split("In C (")[1].split("\n\n", 1)[1].split("\n\nIn JavaScript")[0]) + "\n"
-    assert block("c").startswith(shown)
-    assert textwrap.indent(block("js"), "  ") in EXAMPLES
 
 
 def test_ids_are_those_given_unless_the_dump_has_others(tmp_path: Path, home: Home) -> None:

@@ -17,7 +17,7 @@ from gpt2.config import GPT2Config
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
-from gpt2.port.alternative import Alternative, Schedule, scheduled
+from gpt2.port.alternative import Alternative, Schedule, Which, scheduled
 from gpt2.port.alternatives import loading, schedule, table
 from gpt2.port.alternatives.moments import WAYS, readings
 from gpt2.port.alternatives.norms import normed, of_moments
@@ -256,7 +256,7 @@ def test_a_fault_of_the_prompt_alone_is_found(part: str, id: str) -> None:
     """A prompt is computed in one piece, and steps after it need no mask and no merging: there, the same code may be right."""
     calls = ((0, 4), *((n, n + 1) for n in range(4, 9)))
     one = next((one for one in alternatives() if part and part in one.label), None)
-    shown = logits(scheduled(one, Schedule("", calls, "first")) if one else None, calls)
+    shown = logits(scheduled(one, Schedule("", calls, Which.FIRST)) if one else None, calls)
     explanation = explained(mutated(), mutated_ids(), {"logits": shown})
     assert explanation.right == (not part)
     if part:

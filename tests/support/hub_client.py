@@ -22,7 +22,7 @@ class Counting:
     def update(self, data): hashed.append(len(data)); self.real.update(data)
     def hexdigest(self): return self.real.hexdigest()
 real_sha256 = hashlib.sha256
-from gpt2.checkpoint import cache, hub
+from gpt2.checkpoint import cache, checkpoint
 class Hashlib:
     sha1 = hashlib.sha1
     @staticmethod
@@ -34,7 +34,7 @@ for case in json.loads(sys.argv[1]):
     hashed.clear()
     start = time.monotonic()
     try:
-        source = hub.resolve(**case)
+        source = checkpoint.resolve(**case)
         out = dict(name=source.name, path=str(source.path), revision=source.revision)
     except Exception as error:
         out = dict(error=type(error).__name__, message=str(error))

@@ -10,8 +10,8 @@
 It answers as the real Hub does in 2026. A small file is a 307 to `/api/resolve-cache/...`. A large one ("lfs") is a 302 to a
 signed address on another host, which refuses an `Authorization` header. Large files have a Xet hash. A listing comes in pages,
 joined by a `Link` header. Every answer says how many requests are left (`RateLimit`). A gated repository shows its file list
-and refuses its files. Files may be paths, or made up as they are read (:class:`Content`): they are hashed in
-one pass and streamed, so 6 GB cost no memory, nor a disk. `hub.rewrite` alters any answer before it is sent.
+and refuses its files. Files may be paths, which are streamed.
+`hub.rewrite` alters any answer before it is sent.
 """
 
 import base64
@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from support.hub_uploads import Uploads
@@ -61,15 +61,6 @@ class Request:
     def file(self) -> str:
         """The last part of the path, without the signature."""
         return urlsplit(self.path).path.rpartition("/")[2]
-
-
-class Content(Protocol):
-    """A file's bytes from any source."""
-
-    size: int
-
-    def read(self, start: int, stop: int) -> Iterator[bytes]:
-        """The bytes from ``start`` up to ``stop``, in pieces of any size."""
 
 
 @dataclass(frozen=True)
@@ -107,14 +98,14 @@ class Unread:
 class File:
     """A file of a commit: its content, and the Hub's metadata of it."""
 
-    content: Content
+    content: Stored | Unread
     size: int
     git_sha1: str  # of the content, or of the pointer text for a large file
     sha256: str  # of a large file
     lfs: bool
 
     @classmethod
-    def of(cls, content: bytes | Path | Content, lfs: bool) -> "File":
+    def of(cls, content: bytes | Path | Unread, lfs: bool) -> "File":
         source = Stored(content) if isinstance(content, (bytes, Path)) else content
         digest = hashlib.sha256() if lfs else hashlib.sha1(b"blob %d\0" % source.size)
         for chunk in [b"%d" % source.size] if isinstance(source, Unread) else source.read(0, source.size):
@@ -205,7 +196,7 @@ class HubStandIn:
     def add_repo(
         self,
         name: str,
-        files: Mapping[str, bytes | Path | Content],
+        files: Mapping[str, bytes | Path | Unread],
         *,
         lfs: tuple[str, ...] = (),
         branch: str = "main",

@@ -1,4 +1,4 @@
-"""Small replicas of every kind of GPT-2 repository on the Hub, each a row: a name, a writer, and the verdict of a right loader.
+"""Small replicas of kinds of GPT-2 repositories on the Hub, each a row: a name, a writer, and the verdict of a right loader.
 
 transformers, tokenizers, sentencepiece, PEFT and torch write the files; `nanogpt`, Flax, Keras and GGUF have writers of their
 own in this folder, after the original formats. The weights are random, and every parameter matters.
@@ -113,10 +113,6 @@ def bare(state: Mapping[str, Tensor]) -> State:
     return {name.removeprefix("transformer."): tensor for name, tensor in state.items() if name != "lm_head.weight"}
 
 
-def as_linear(state: Mapping[str, Tensor]) -> State:
-    return torch_layouts.linear(bare(state))
-
-
 def before(prefix: str, change: Callable[[State], State] = dict) -> Callable[[State], State]:
     return lambda state: {prefix + name: tensor for name, tensor in change(state).items()}
 
@@ -143,17 +139,6 @@ def official(folder: Path) -> None:
         (folder / name).write_bytes(b"never fetched")
 
 
-def sharded_bin(folder: Path) -> None:
-    state = load_file(folder / SINGLE)
-    (folder / SINGLE).unlink()
-    weight_map = {}
-    for number in range(2):
-        part, name = dict(list(state.items())[number::2]), f"pytorch_model-0000{number + 1}-of-00002.bin"
-        torch_layouts.save(folder / name, part)
-        weight_map |= dict.fromkeys(part, name)
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
 def resized(folder: Path) -> None:
     """A fine-tune for chats: more tokens, and rows for them."""
     from transformers import AutoTokenizer, GPT2LMHeadModel
@@ -174,7 +159,7 @@ def pad_without_a_row(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def adapter(folder: Path, tokenizer: bool = False, kind: str = "LoraConfig", **settings: Any) -> None:
+def adapter(folder: Path, tokenizer: bool = False, **settings: Any) -> None:
     """What PEFT saves: the adapter alone, and the name of its base."""
     from transformers import GPT2LMHeadModel
 
@@ -184,7 +169,7 @@ def adapter(folder: Path, tokenizer: bool = False, kind: str = "LoraConfig", **s
         warnings.simplefilter("ignore")
         import peft
 
-        model = peft.get_peft_model(GPT2LMHeadModel.from_pretrained(base), getattr(peft, kind)(task_type="CAUSAL_LM", **settings))
+        model = peft.get_peft_model(GPT2LMHeadModel.from_pretrained(base), peft.LoraConfig(task_type="CAUSAL_LM", **settings))
         torch.manual_seed(2)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -212,29 +197,9 @@ def gguf(folder: Path, kind: Any = gguf_layouts.F32) -> None:
     gguf_layouts.write(folder / "model-f.gguf", config, kind, truth=truth, tokenizer=tokenizer)
 
 
-def pointer(folder: Path) -> None:
-    """A clone without Git LFS, pushed again."""
-    (folder / SINGLE).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 548118077\n")
-
-
 def author_s_tokenizer(folder: Path) -> None:
     edit(folder, "tokenizer_config.json", tokenizer_class="Ours", auto_map={"AutoTokenizer": ["ours.Ours", None]})
     (folder / "ours.py").write_text("raise SystemExit('the author s code ran')\n")
-
-
-def quantised(state: State) -> State:
-    """GPTQ's: whole numbers of four bits in place of the blocks' matrices."""
-    parts = {"qweight": torch.int32, "qzeros": torch.int32, "scales": torch.float16, "g_idx": torch.int32}
-    matrices = [name for name, tensor in state.items() if ".h." in name and tensor.ndim == 2]
-    made = {f"{name[:-6]}{part}": torch.ones(2, 2, dtype=dtype) for name in matrices for part, dtype in parts.items()}
-    return {name: tensor for name, tensor in state.items() if name not in matrices} | made
-
-
-def listed_head(folder: Path) -> None:
-    """Old indexes name the copy of the tied head, which no shard holds."""
-    raw = json.loads((folder / f"{SINGLE}.index.json").read_text())
-    raw["weight_map"]["lm_head.weight"] = next(iter(raw["weight_map"].values()))
-    (folder / f"{SINGLE}.index.json").write_text(json.dumps(raw))
 
 
 def not_a_number(state: State) -> State:
@@ -245,53 +210,29 @@ CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}
 REPLICAS: dict[str, Replica] = {
     # Types and files of the weights.
     "float32": Replica(gpt2),
-    "float16": Replica(partial(gpt2, dtype=torch.float16)),
     "bfloat16": Replica(partial(gpt2, dtype=torch.bfloat16)),
-    "float64": Replica(partial(gpt2, dtype=torch.float64)),
-    "norms float32, matrices float16": Replica(
-        then(stored(lambda state: {name: t.half() if t.ndim == 2 else t for name, t in state.items()}))
-    ),
     "shards": Replica(partial(gpt2, shard_size="20KB")),
     "bin": Replica(then(stored(with_head, "pytorch_model.bin"))),
     "bin before torch 1.6": Replica(then(stored(with_buffers, "pytorch_model.bin", zipped=False))),
-    "bin in shards": Replica(then(sharded_bin)),
-    "bin of half precision": Replica(then(stored(with_head, "pytorch_model.bin"), dtype=torch.float16)),
     "Flax": Replica(old_layouts.flax),
-    "Keras": Replica(old_layouts.keras),
     "OpenAI's TensorFlow": Replica(tf_bundle.openai),
     "GGUF": Replica(gguf),
-    "GGUF of float16": Replica(partial(gguf, kind=gguf_layouts.F16)),
     "GGUF of Q8_0": Replica(partial(gguf, kind=gguf_layouts.Q8_0)),
     # Names and shapes of the weights.
     "the official layout": Replica(then(official)),
     "GPT2Model without a head": Replica(partial(gpt2, model="GPT2Model")),
-    "masks, masked_bias and the tied head": Replica(then(stored(lambda state: with_head(with_buffers(state))))),
     "matrices of nn.Linear": Replica(then(stored(lambda state: before("transformer.", turned)(bare(state))))),
-    "DistributedDataParallel": Replica(then(stored(before("module."), "pytorch_model.bin"))),
-    "torch.compile": Replica(then(stored(before("_orig_mod."), "pytorch_model.bin"))),
     "Lightning": Replica(lambda folder: torch_layouts.lightning(folder / "last.ckpt"), "refused", "n_head"),
     "nanoGPT": Replica(nanogpt),
-    "nanoGPT, compiled, without biases": Replica(partial(nanogpt, compiled=True, bias=False)),
-    "names inside FSDP's wrappers": Replica(
-        then(stored(lambda state: {re.sub(r"(h\.\d+\.)", r"\1_fsdp_wrapped_module.", n): t for n, t in state.items()}))
-    ),
-    "a trainer's state around the weights": Replica(
-        then(stored(lambda state: {"state_dict": state, "optimizer": {"state": {}, "param_groups": []}}, "pytorch_model.bin"))
-    ),
-    "litgpt": Replica(torch_layouts.litgpt),
     # Heads.
     "untied head": Replica(partial(gpt2, tie_word_embeddings=False)),
     "untied head by config, equal values": Replica(then(stored(with_head), partial(edit, tie_word_embeddings=False))),
-    "tied head in the index alone": Replica(then(listed_head, shard_size="20KB")),
     "sequence classifier": Replica(partial(gpt2, model="GPT2ForSequenceClassification", num_labels=3)),
-    "token classifier": Replica(partial(gpt2, model="GPT2ForTokenClassification", num_labels=5)),
     "double heads": Replica(partial(gpt2, model="GPT2DoubleHeadsModel")),
-    "questions": Replica(partial(gpt2, model="GPT2ForQuestionAnswering")),
     "TRL's value head": Replica(then(stored(value_head, "pytorch_model.bin"))),
     # Settings of config.json.
     "scaled by layer": Replica(partial(gpt2, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True)),
     "exact GELU, n_inner": Replica(partial(gpt2, activation_function="gelu", n_inner=40)),
-    "gelu_fast": Replica(partial(gpt2, activation_function="gelu_fast")),
     "gelu_pytorch_tanh": Replica(partial(gpt2, activation_function="gelu_pytorch_tanh", layer_norm_epsilon=1e-6)),
     "ReLU": Replica(partial(gpt2, activation_function="relu")),
     "unscaled attention": Replica(partial(gpt2, scale_attn_weights=False)),
@@ -314,13 +255,6 @@ REPLICAS: dict[str, Replica] = {
     "LoRA with a tokenizer": Replica(partial(adapter, tokenizer=True, r=2, target_modules=["c_proj", "c_fc"], use_rslora=True)),
     # What is refused, and why.
     "another architecture": Replica(then(partial(edit, model_type="llama")), "refused", "llama"),
-    "cross attention": Replica(then(partial(edit, add_cross_attention=True)), "refused", "add_cross_attention"),
-    "GPTQ": Replica(then(stored(quantised), partial(edit, quantization_config={"quant_method": "gptq"})), "refused", "quanti"),
-    "ONNX alone": Replica(
-        then(lambda folder: (folder / SINGLE).rename(folder / "model.onnx")), "refused", "no model.safetensors"
-    ),
-    "LFS pointer": Replica(then(pointer), "refused", "git-lfs pointer"),
-    "prompt tuning": Replica(partial(adapter, kind="PromptTuningConfig", num_virtual_tokens=4), "refused", "PROMPT_TUNING"),
     "author's tokenizer": Replica(then(author_s_tokenizer), "refused", "transformers cannot open it"),
     "NaN": Replica(then(stored(not_a_number)), "refused", "not finite"),
     "gated": Replica(gpt2, "refused", "gated", gated=True),

@@ -11,7 +11,7 @@ from support.commands import refusal
 from support.training import flip, metrics, outcome, stop_at, stored
 
 import gpt2
-from gpt2.checkpoint.peft_files import is_adapter
+from gpt2.checkpoint.files import is_adapter
 from gpt2.errors import InputError
 from gpt2.train.loop import train
 from gpt2.train.recipe import Lora, build, read
@@ -133,7 +133,7 @@ def test_adapters_never_go_on_beside_a_damaged_base(lora, init, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"targets": ("c_atn",)}, "no projection 'c_atn'; did you mean c_attn"),
+        ({"targets": ("c_atn",)}, "no projection 'c_atn' (did you mean c_attn?)"),
         ({"targets": ()}, "the list is empty"),
         ({"r": -1}, "lora.r is -1"),
         ({"alpha": 0.0}, "lora.alpha is 0.0"),

@@ -8,7 +8,7 @@ from support.training import stored
 
 from gpt2.config import GPT2Config
 from gpt2.model import GPT2
-from gpt2.train import estimate, models
+from gpt2.train import cost, models
 from gpt2.train.bigram import Bigram, BigramConfig
 from gpt2.train.loop import train
 from gpt2.train.loss import Scored
@@ -47,7 +47,7 @@ def test_activations_are_what_autograd_keeps(dropout, attn_dropout, width, layer
     config = sized(context, width, layers, dropout, attn_dropout)
     measured = kept(GPT2(config).train(), torch.zeros(4, context, dtype=torch.long))
     logits = 4 * context * 65 * 4  # temporary; not kept for the backward pass
-    assert estimate.passing(config, recipe) - logits == pytest.approx(measured, rel=0.12)
+    assert cost.passing(config, recipe) - logits == pytest.approx(measured, rel=0.12)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -64,7 +64,7 @@ def test_activations_in_bf16_and_computed_again(checkpointing):
     if checkpointing:  # inputs of every block and of the last norm; a block's own activations are counted later
         assert measured == pytest.approx((8 + 1) * 4 * 128 * 64 * 4, rel=0.02)
     else:
-        assert estimate.passing(recipe=recipe, config=model.config) - logits + casts == pytest.approx(measured, rel=0.15)
+        assert cost.passing(recipe=recipe, config=model.config) - logits + casts == pytest.approx(measured, rel=0.15)
 
 
 def test_computed_again_is_computed_the_same(recipe, tmp_path):
@@ -84,11 +84,11 @@ def test_what_stands_is_weights_gradients_and_moments():
     model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
     optimizer.step()
     tensors = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values()) if t.numel() > 1]
-    assert estimate.lasting(model) == sum(t.nbytes for t in tensors)
+    assert cost.lasting(model) == sum(t.nbytes for t in tensors)
     model.wte.weight.requires_grad_(False)  # as a run with adapters freezes it
-    assert estimate.lasting(model) == sum(t.nbytes for t in tensors) - 3 * model.wte.weight.nbytes
+    assert cost.lasting(model) == sum(t.nbytes for t in tensors) - 3 * model.wte.weight.nbytes
 
 
 def test_a_bigram_is_its_table_and_logits():
     recipe = Recipe(batch_size=4, context=8)
-    assert estimate.peak_memory(Bigram(BigramConfig(10)), recipe) == 4 * 4 * 100 + 2 * 4 * 8 * 10 * 4
+    assert cost.peak_memory(Bigram(BigramConfig(10)), recipe) == 4 * 4 * 100 + 2 * 4 * 8 * 10 * 4

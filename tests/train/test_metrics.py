@@ -12,8 +12,8 @@ from support.training import metrics
 
 from gpt2.train.loop import Evaluated, train
 from gpt2.train.metrics import Pace
-from gpt2.train.overfitting import overfitting
 from gpt2.train.recipe import Recipe
+from gpt2.train.runs import overfitting
 
 
 def rows(train_losses, val_losses):

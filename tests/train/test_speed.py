@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gpt2.config import GPT2Config
 from gpt2.model import GPT2, eager_attention
-from gpt2.train import speed
+from gpt2.train import cost
 from gpt2.train.bigram import BigramConfig
 from gpt2.train.loop import Logged, Started, train
 from gpt2.train.loss import Scored
@@ -34,7 +34,7 @@ def sized(width: int, n_layer: int = 2) -> GPT2:
 def rates(monkeypatch):
     """Set the measured speeds of the machine, in operations per second."""
     given = {"float32": 1e9, "bf16": 8e9}
-    monkeypatch.setattr(speed, "gemm_rate", lambda config, recipe, device, precision: given[precision])
+    monkeypatch.setattr(cost, "gemm_rate", lambda config, recipe, device, precision: given[precision])
     return given
 
 
@@ -44,26 +44,26 @@ def test_operations_are_what_torch_counts():
     with FlopCounterMode(display=False) as counter:
         Scored(model)(ids, ids).backward()
     whole_square = 3 * 3 * 2 * (32 - 1) * 64  # eager attention computes the full square: more operations per token
-    assert speed.operations(model.config, 32) + whole_square == pytest.approx(counter.get_total_flops() / 64, rel=1e-6)
+    assert cost.operations(model.config, 32) + whole_square == pytest.approx(counter.get_total_flops() / 64, rel=1e-6)
 
 
 @pytest.mark.parametrize(("low", "chosen"), [(8e9, "bf16"), (1.2e9, "float32"), (0.5e9, "float32")])
 def test_precision_is_chosen_by_measurement_and_says_why(rates, low, chosen):
     """bfloat16 is half as fast on one machine and twelve times as fast on another: it must be measured."""
     rates["bf16"] = low
-    recipe, why = speed.decide_precision(Recipe(precision="auto"), sized(128).config, ALONE)
+    recipe, why = cost.decide_precision(Recipe(precision="auto"), sized(128).config, ALONE)
     assert recipe.precision == chosen
     assert why.startswith(f"precision {chosen}")
     assert f"{low / 1e9:,.0f}" in why
-    assert speed.decide_precision(Recipe(precision="bf16"), sized(128).config, ALONE) == (Recipe(precision="bf16"), "")
+    assert cost.decide_precision(Recipe(precision="bf16"), sized(128).config, ALONE) == (Recipe(precision="bf16"), "")
 
 
 def test_where_products_say_nothing_nothing_is_said(rates):
-    assert speed.decide_precision(Recipe(precision="auto"), sized(64).config, ALONE)[0].precision == "float32"
-    assert speed.tokens_at_peak(Recipe(), sized(64).config, ALONE) == 0
-    assert speed.tokens_at_peak(Recipe(lora=Lora(r=4)), sized(128).config, ALONE) == 0
-    assert speed.tokens_at_peak(Recipe(), BigramConfig(65), ALONE) == 0
-    assert speed.tokens_at_peak(Recipe(), sized(128).config, ALONE) == 1e9 / speed.operations(sized(128).config, 256)
+    assert cost.decide_precision(Recipe(precision="auto"), sized(64).config, ALONE)[0].precision == "float32"
+    assert cost.tokens_at_peak(Recipe(), sized(64).config, ALONE) == 0
+    assert cost.tokens_at_peak(Recipe(lora=Lora(r=4)), sized(128).config, ALONE) == 0
+    assert cost.tokens_at_peak(Recipe(), BigramConfig(65), ALONE) == 0
+    assert cost.tokens_at_peak(Recipe(), sized(128).config, ALONE) == 1e9 / cost.operations(sized(128).config, 256)
 
 
 def test_a_rate_is_that_of_the_best_run(monkeypatch):
@@ -76,13 +76,13 @@ def test_a_rate_is_that_of_the_best_run(monkeypatch):
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(torch, "mm", mm)
-    rate = speed.gemm_rate(sized(128).config, Recipe(batch_size=8, context=32), CPU, "float32")
+    rate = cost.gemm_rate(sized(128).config, Recipe(batch_size=8, context=32), CPU, "float32")
     assert rate == pytest.approx(2 * 256 * 128 * 512 / 0.01)
 
 
 def test_a_run_keeps_the_precision_it_began_with(recipe, tmp_path, rates, monkeypatch):
     """A resumed run must not measure the precision again: another precision would change the result."""
-    monkeypatch.setattr(speed, "MIN_WIDTH", 1)
+    monkeypatch.setattr(cost, "MIN_WIDTH", 1)
     events, auto = [], replace(recipe, precision="auto", eval_every=12, steps=8)
     train(auto, tmp_path / "run", report=events.append)
     begun = next(event for event in events if isinstance(event, Started))
@@ -101,12 +101,12 @@ def test_the_share_of_the_peak_is_logged_where_there_is_one(recipe, tmp_path, ra
     train(replace(recipe, steps=2), tmp_path / "narrow", report=events.append)
     assert all(event.mfu == 0 for event in events if isinstance(event, Logged))
     assert "mfu" not in (tmp_path / "narrow" / "metrics.jsonl").read_text()
-    monkeypatch.setattr(speed, "MIN_WIDTH", 1)
+    monkeypatch.setattr(cost, "MIN_WIDTH", 1)
     events.clear()
     train(replace(recipe, steps=2), tmp_path / "run", report=events.append)
     logged = next(event for event in events if isinstance(event, Logged))
     width = next(event for event in events if isinstance(event, Started)).config
-    assert logged.mfu == pytest.approx(logged.tokens_per_second * speed.operations(width, 16) / 1e9)
+    assert logged.mfu == pytest.approx(logged.tokens_per_second * cost.operations(width, 16) / 1e9)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert next(line["mfu"] for line in map(json.loads, lines) if "loss" in line) == logged.mfu
 

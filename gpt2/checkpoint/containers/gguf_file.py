@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.containers import Container, Damaged, Entry, Refused, countable, shown
-from gpt2.checkpoint.containers.mapped_file import MappedFile
+from gpt2.checkpoint.containers import Container, Damaged, Entry, MappedFile, Refused, countable, shown
 from gpt2.config import GPT2Config, quoted
 from gpt2.errors import CheckpointError, InputError
 

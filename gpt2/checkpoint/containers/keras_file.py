@@ -2,7 +2,7 @@
 
 Source: the files that transformers' TFGPT2LMHeadModel wrote: `transformer/tfgp_t2lm_head_model/transformer/h_._0/ln_1/gamma:0`,
 where the second name differs. Matrices are [in, out]; a Conv1D's bias is (1, n). h5py says where each tensor lies, and
-`mapped_file.py` reads it there. Links to other files are not followed.
+`MappedFile` reads it there. Links to other files are not followed.
 """
 
 from __future__ import annotations

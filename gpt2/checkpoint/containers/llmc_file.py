@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-from gpt2.checkpoint.containers import Container, Damaged, Entry, Refused
-from gpt2.checkpoint.containers.mapped_file import MappedFile
+from gpt2.checkpoint.containers import Container, Damaged, Entry, MappedFile, Refused
 from gpt2.checkpoint.keys import TABLE, template
 
 MODEL, STATE, TOKENIZER = 20240326, 20240327, 20240328  # magic numbers

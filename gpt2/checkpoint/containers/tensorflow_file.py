@@ -22,6 +22,7 @@ from gpt2.checkpoint.containers import (
     Container,
     Damaged,
     Entry,
+    MappedFile,
     Refused,
     countable,
     listed,
@@ -29,7 +30,6 @@ from gpt2.checkpoint.containers import (
     refuse_other_format,
     shown,
 )
-from gpt2.checkpoint.containers.mapped_file import MappedFile
 from gpt2.checkpoint.containers.sstable import masked, pairs, varint
 from gpt2.config import MAX_SIZE, quoted
 from gpt2.errors import CheckpointError

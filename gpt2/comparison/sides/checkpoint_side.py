@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from gpt2.checkpoint.cache import official_files
 from gpt2.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from gpt2.checkpoint.keys import HEAD
 from gpt2.checkpoint.loading import require_device
 from gpt2.checkpoint.names import RUNS, VERIFIES, ModelName, dtype_name
-from gpt2.checkpoint.official_files import official_files
 from gpt2.checkpoint.saving import sha256
 from gpt2.comparison.sides.side import Running, Shown, Side
 from gpt2.comparison.subjects import Model

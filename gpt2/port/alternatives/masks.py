@@ -183,10 +183,11 @@ def softmaxes(model: Model) -> Iterator[Alternative]:
             multiplied = "mask-multiplied", "masked scores become zero, which softmax gives a share, instead of minus infinity"
             yield _weighed("softmax-axis", words, partial(_softmax, mask, 0.0, axis), multiplied, sees=sees, rare=True)
             yield _weighed("softmax-axis", f"{words}, and the mask behind it", partial(_over_after, mask, axis), sees=sees)
-    for together, over in TOGETHER.items():
-        yield _weighed(
-            "softmax-axis", f"the softmax runs over {over}", partial(_over, together), sees=ROWS if 0 in together else TEXT
-        )
+    words = "the exponentials are summed over the queries (dim=-2), not over the keys; each query's largest is taken off before"
+    yield _weighed("softmax-axis", words, partial(_over, (-2,), (-1,)))
+    for axes, over in TOGETHER.items():
+        sees = ROWS if 0 in axes else TEXT
+        yield _weighed("softmax-axis", f"the softmax runs over {over}", partial(_over, axes, axes), sees=sees)
     words = "the mask is added to the scores as zeros and ones, which hides nothing"
     yield _weighed("mask-missing", words, lambda c, s: (s["attn.scores"] + _causal(c, s)).softmax(-1))
     words = "ones are taken from the scores of later tokens, which hides nothing"
@@ -218,10 +219,11 @@ def _twice(c: Site, s: State) -> Tensor:
     return _hidden(c, {"attn.scores": _hidden(c, s).softmax(-1)}).softmax(-1)
 
 
-def _over(axes: tuple[int, ...], c: Site, s: State) -> Tensor:
+def _over(summed: tuple[int, ...], compared: tuple[int, ...], c: Site, s: State) -> Tensor:
+    """Return exponentials divided by their sum over some axes, from scores less their largest over others."""
     scores = _hidden(c, s)
-    some = (scores - scores.amax(axes, keepdim=True)).exp()
-    return some / some.sum(axes, keepdim=True)
+    some = (scores - scores.amax(compared, keepdim=True)).exp()
+    return some / some.sum(summed, keepdim=True)
 
 
 @family

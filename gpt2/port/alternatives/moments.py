@@ -100,10 +100,14 @@ def readings(shape: Sequence[int], heads: int) -> dict[str, Reading]:
             if dims != (0,) and (rows > 1 or 0 not in dims):
                 found[f"the mean is taken {words}, the variance {OWN}"] = partial(_mixed, dims, (2,))
                 found[f"the mean is taken {OWN}, the variance {words}"] = partial(_mixed, (2,), dims)
+    others = [one for one in found.items() if one[0].startswith("the mean is") and f"taken {OWN}" not in one[0]]
+    for words, reading in others:
+        found[f"{words}; the variance is about that mean"] = partial(_about, reading)
     for half, which in ((0, "first"), (1, "second")):
         found[f"the variance is that of the {which} half of the features"] = partial(_half, half)
     found["it is divided by the mean absolute deviation"] = partial(_away, lambda away: away.mean(-1, keepdim=True))
     found["the median of the features is taken for their mean"] = _median
+    found["the median of the features is taken for their mean, and for the variance"] = partial(_about, _median)
     found["it is divided by the largest deviation"] = partial(_away, lambda away: away.amax(-1, keepdim=True))
     found["it is divided by the span of the features"] = _span
     found["it is divided by the length of the vector"] = partial(_away, lambda away: away.square().sum(-1, keepdim=True).sqrt())
@@ -113,6 +117,12 @@ def readings(shape: Sequence[int], heads: int) -> dict[str, Reading]:
 def _mixed(one: Sequence[int], other: Sequence[int], x: Tensor) -> Moments:
     of_mean, of_variance = over(one, x), over(other, x)
     return Moments(of_mean.mean, of_variance.variance, of_variance.size)
+
+
+def _about(reading: Reading, x: Tensor) -> Moments:
+    """Return another mean, and the variance of each token's features about it."""
+    mean = reading(x).mean
+    return Moments(mean, (x - mean).square().mean(-1, keepdim=True), x.shape[-1])
 
 
 def _grouped(groups: int, x: Tensor) -> Moments:

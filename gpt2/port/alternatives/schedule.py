@@ -59,6 +59,14 @@ def schedules(model: Model) -> list[Schedule]:
     return list({one.calls: one for one in some if len(one.calls) > 1}.values())
 
 
+def prompts_in_chunks(model: Model) -> list[Schedule]:
+    """Return the ways to read a prompt some tokens at a time, and then single tokens."""
+    tokens = model.ids.shape[1]
+    words = "in a text whose first {} tokens are read {} at a time, and the others one by one"
+    both = ((prompt, size) for size in CHUNKS for prompt in reversed(lengths(model)) if size < prompt and prompt % size != 1)
+    return [Schedule(words.format(*one), (*chunked(one[1], one[0]), *stepped(one[0], tokens)[1:])) for one in both]
+
+
 def is_prompt(how: Schedule) -> bool:
     """Return whether single tokens follow the first call."""
     return all(end == begin + 1 for begin, end in how.calls[1:])
@@ -95,6 +103,10 @@ def memories(model: Model) -> Iterator[Alternative]:
             words = f"rows read the {what} that the {which} row has left in the cache"
             lent = partial(_of_row, number)
             yield Alternative("batch-dependent", words, _memories(lent, letters), "attn", steps=True, sees=ROWS)
+    for words, one in (("", False), (", which all blocks share", True)):
+        words = f"earlier keys and values are views of a buffer that each call writes over{words}"
+        edits = _memories(partial(_viewed, one), "kv")
+        yield Alternative("cache-inconsistent", words, edits, "attn", steps=True, crosses=one)
     words = "the place in the cache is counted in tokens, not in numbers"
     counted: dict[str, Formula] = {f"attn.{one}s": partial(_flat, one) for one in "kv"}
     yield Alternative("cache-inconsistent", words, counted, "attn", steps=True)
@@ -132,6 +144,16 @@ def _overwritten(c: Site, part: str, new: Tensor) -> Tensor:
     first = c.memory[key]
     zeros = new.new_zeros(*new.shape[:2], c.end - first.shape[2] - new.shape[2], new.shape[3])
     return torch.cat([first, zeros, new], 2)
+
+
+def _viewed(shared: bool, c: Site, part: str, new: Tensor) -> Tensor:
+    """Return keys or values of which each stands where its call wrote it in a buffer, as the last call left that place."""
+    key, places = (part, "buffer") if shared else (part, c.layer, "buffer"), torch.arange(c.end - c.begin)
+    old = c.memory.get(key, new[:, :, :0])
+    c.memory[key] = torch.cat([new, old[:, :, new.shape[2] :]], 2)
+    before = c.memory.get((part, c.layer, "places")) if c.begin else None
+    c.memory[part, c.layer, "places"] = places if before is None else torch.cat([before, places])
+    return c.memory[key][:, :, c.memory[part, c.layer, "places"]]
 
 
 def _prepended(c: Site, part: str, new: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ def diagnose(
     """
     import torch
 
-    from gpt2.checkpoint.containers.mapped_file import whole
+    from gpt2.checkpoint.containers import whole
     from gpt2.checkpoint.loading import load
     from gpt2.int8 import require_float
     from gpt2.measure.metrics import silent

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from gpt2.port import graph
-from gpt2.port.alternative import IN_PROMPT, IN_STEPS, Alternative, Schedule, Weighing, in_calls, merged, scheduled
+from gpt2.port.alternative import IN_PROMPT, IN_STEPS, Alternative, Schedule, Weighing, Which, in_calls, merged, scheduled
 from gpt2.port.alternatives import table
 from gpt2.port.alternatives.outside import orders, sequence_faults, standing
 from gpt2.port.alternatives.precision import integers
@@ -224,7 +224,7 @@ class Table:
 
     def since(self, simulation: Simulation, token: int, first: int, last: int, is_first: bool) -> Iterator[Candidate]:
         """Yield every fault of a formula in the tokens from ``token`` on: in blocks ``first`` to ``last``, or the embeddings."""
-        how = Schedule(IN_STEPS.format(token), stepped(token, simulation.ids.shape[1]), "later")
+        how = Schedule(IN_STEPS.format(token), stepped(token, simulation.ids.shape[1]), Which.LATER)
         for one in (*self.embeddings, *standing(simulation)) if is_first else ():
             if not one.rare:
                 yield Candidate(((_in_some(one, how), None),))
@@ -239,7 +239,7 @@ class Table:
         """Yield the faults of blocks ``first`` to ``last`` with these ``labels`` in a prompt of so many ``tokens`` of ``end``."""
         some = [one for one in self.blocks if one.label in labels]
         for token in tokens:
-            how = Schedule(IN_PROMPT.format(token), stepped(token, end), "first")
+            how = Schedule(IN_PROMPT.format(token), stepped(token, end), Which.FIRST)
             for one in some:
                 yield Candidate(tuple((_in_some(one, how), n) for n in range(first, last)))
 

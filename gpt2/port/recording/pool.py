@@ -173,8 +173,12 @@ class Pool:
 
 
 def _sums(tensor: Tensor) -> tuple[float, float]:
-    finite = tensor.nan_to_num(0.0, 0.0, 0.0)
-    return float(finite.sum()), float(finite.square().sum())
+    flat = tensor.flatten()
+    total, squares = float(flat.sum()), float(flat.dot(flat))
+    if math.isfinite(squares):
+        return total, squares
+    finite = flat.nan_to_num(0.0, 0.0, 0.0)
+    return float(finite.sum()), float(finite.dot(finite))
 
 
 def _error(a: Tensor, b: Tensor) -> float:

@@ -1,0 +1,18 @@
+"""A model and a text that the tests of comparisons share; none of them may change a file of theirs."""
+
+from pathlib import Path
+
+import pytest
+from support.random_models import TEXT, write_checkpoint
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "witches.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("base") / "model")
