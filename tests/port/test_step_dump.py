@@ -16,7 +16,7 @@ from support.steps import CONFIG, our_model
 import gpt2
 from gpt2.port.step.clipping import ClipKind, Norms, read_clipping
 from gpt2.port.step.expected import Gradients, Predictor
-from gpt2.port.step.gradients import Comparison, Parts, part_causes
+from gpt2.port.step.gradients import Comparison
 from gpt2.port.step.records import Gradient, Update
 from gpt2.port.step.rules import Rule, Track, directions
 from gpt2.port.step.search import RuleSearch, Run
@@ -101,8 +101,8 @@ def test_a_fault_before_a_wrong_derivative_is_named_beside_it() -> None:
     got["h.1.mlp.c_fc.weight"] = 3 * right["h.1.mlp.c_fc.weight"]
     wrong = [n for n in got if got[n] is not right[n]]
     made = Gradients(right, {"wte.weight": right["wte.weight"]}, {"wte.weight": right["wte.weight"]})
-    parts = Parts(Comparison(dict.fromkeys(right, 1e-9), 0.0, 0.0, 1e-3, ""), ", ".join, (), "", (), derivatives=True)
-    found = part_causes(got, wrong, 1.0, made, parts)
+    comparison = Comparison(dict.fromkeys(right, 1e-9), 0.0, 0.0, 1e-3, "", ", ".join, derivatives=True)
+    found = comparison.causes(got, wrong, 1.0, made)
     assert [(one.id, one.where) for one in found] == [("backward-wrong", "h.0.ln_2"), ("gradient-scaled", "h.1.mlp.c_fc.weight")]
 
 
@@ -220,9 +220,9 @@ def test_a_temperature_is_found_without_many_backward_passes(monkeypatch: pytest
     factors = []
     gradients = Predictor.gradients
 
-    def counted(*args, **how):
-        factors.append(how.get("factor", 1.0))
-        return gradients(*args, **how)
+    def counted(self, state, step, formula):
+        factors.append(formula.factor)
+        return gradients(self, state, step, formula)
 
     monkeypatch.setattr(Predictor, "gradients", counted)
     row = score(Dumped("temperature", "usual"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -16,12 +17,12 @@ from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.places import Place, listed
 from gpt2.port.diagnosis.report import Diagnosis
 from gpt2.port.step.causes import STAGES, Stage, concluded
-from gpt2.port.step.dump_gradients import GradientExamination, GradientReading
-from gpt2.port.step.dump_losses import Losses, LossStage, loss_stage, losses_of
+from gpt2.port.step.dump_gradients import GradientExamination
 from gpt2.port.step.dump_updates import UpdateExamination
 from gpt2.port.step.expected import Predictor, Weights
-from gpt2.port.step.labels import IGNORED, Batch
+from gpt2.port.step.labels import IGNORED, Batch, Formula
 from gpt2.port.step.layouts import Layouts, Piece, units_of
+from gpt2.port.step.losses import Losses, dumped_loss, losses_of
 from gpt2.port.step.recognition import Recogniser, Recorded
 from gpt2.port.step.settings import Settings
 
@@ -102,7 +103,7 @@ class StepExamination:
         covered = {name.partition(":")[0] for array in fitting.values() for view in layouts.views(array) for name in view}
         # few arrays have the sizes of parameters in a dump of a forward pass: no gradients of wrong labels are needed there
         labelled = 2 * len(covered) >= len(self.state) or self.asked or bool(self.dump.integers)
-        self.exact = self.predictor.gradients(self.state, batches[0].ids, batches[0].targets)
+        self.exact = self.predictor.gradients(self.state, 0, Formula(batches[0].targets))
         recogniser = Recogniser(layouts, self.state, self._predicted(labelled) if fitting else ())
         parameters, gradients, rest = recogniser.pieces(fitting)
         sure = self.asked or bool(parameters or gradients)
@@ -133,21 +134,19 @@ class StepExamination:
 
     def _predicted(self, labelled: bool) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
         """Yield the gradients of each batch at the checkpoint, with their labels; a later step's are near those of its batch."""
-        for number, batch in enumerate(self.predictor.batches):
-            known = self.predictor.labelings(number) if labelled and self.predictor.can_try else {"": batch.targets}
-            for label, labels in known.items():
-                exact = number == 0 and not label
-                made = self.exact if exact else self.predictor.gradients(self.state, batch.ids, labels)
-                yield f"{number} {label}", made.whole
-                if not label:
-                    yield f"{number} head", made.use(made.head)
-                    yield f"{number} table", made.use(made.table)
+        for step in range(len(self.predictor.batches)):
+            for key, formula in self.predictor.formulas(step).items():
+                if not key or (labelled and self.predictor.can_try):
+                    made = self.predictor.gradients(self.state, step, formula) if step or key else self.exact
+                    yield f"{step} {key}", made.whole
+                if not key:
+                    yield f"{step} head", made.use(made.head)
+                    yield f"{step} table", made.use(made.table)
 
     def _options(self, weights: Weights, step: int, label: str) -> list[Weights]:
         """Return the gradients that step ``step`` from some weights may have, with right labels and with those of ``label``."""
-        batch, known = self.predictor.batch(step), self.predictor.labelings(step)
-        ways = [batch.targets, *([known[label]] if label and label in known else [])]
-        return [self.predictor.gradients(weights, batch.ids, labels).whole for labels in ways]
+        known = self.predictor.formulas(step)
+        return [self.predictor.gradients(weights, step, known[key]).whole for key in dict.fromkeys(("", label)) if key in known]
 
     def _zeros(self, recorded: Recorded, rest: Mapping[str, Tensor], layouts: Layouts) -> None:
         """Take arrays of zeros for the gradients that were not recognised."""
@@ -172,35 +171,32 @@ class StepExamination:
 
     def diagnosis(self, found: StepArrays, forward: Diagnosis | None) -> Diagnosis:
         """Compare each stage of what the dump holds; ``forward`` is the diagnosis of its forward pass, if it has one."""
-        recorded, given, good = found.recorded, self.settings, forward is None or forward.verdict != "mismatch"
-        reading, loss = None, LossStage()
+        recorded, predictor, good = found.recorded, self.predictor, forward is None or forward.verdict != "mismatch"
+        start, reading, formula, judged = recorded.parameters[0], None, predictor.formulas(0)[""], False
         if found.changes:
-            start, batch = recorded.parameters[0], self.predictor.batch(0)
             known = all(torch.equal(start[name], tensor) for name, tensor in self.state.items())
-            exact = self.exact if known else self.predictor.gradients(start, batch.ids, batch.targets)
-            dtype = torch.float64 if recorded.float64 else torch.float32
-            allowed = self.predictor.rounding(start, batch, exact, dtype)
+            exact = self.exact if known else predictor.gradients(start, 0, formula)
+            allowed = predictor.rounding(start, exact, torch.float64 if recorded.float64 else torch.float32)
         if any(recorded.raw) and good:
-            reading = GradientExamination(recorded, self.predictor, given, self._places, exact, allowed).read()
+            reading = GradientExamination(recorded, predictor, self.settings, self._places, exact, allowed).read()
             self.stages["gradient"].absorb(reading.stage)
             self.stages["clip"].absorb(reading.clip)
+            formula = reading.formula
         if found.losses and good:
-            loss = self._loss(found, reading)
+            whole = list(takewhile(lambda weights: weights.keys() == start.keys(), recorded.parameters))
+            trained = reading.formula if reading is not None and reading.stage.explained and reading.clipped is None else None
+            said = {one.id for stage in self.stages.values() for one in stage.causes}
+            exactly = any(one.dtype == torch.float64 for one in found.losses) and recorded.float64
+            stage, dumped = dumped_loss(found.losses, whole, predictor, trained, said, exactly, self.asked)
+            self.stages["loss"].absorb(stage)
+            judged = dumped is not None
+            formula = dumped if dumped is not None and reading is None else formula
         if recorded.steps:
-            formula = loss.smoothing, loss.factor
-            updates = UpdateExamination(recorded, self.predictor, given, self._places, allowed, reading, formula)
+            updates = UpdateExamination(recorded, predictor, self.settings, self._places, allowed, reading, formula)
             for name, more in updates.stages().items():
                 self.stages[name].absorb(more)
-        said = concluded(self.stages, forward, self._holds(found, loss.judged), self.dump.source)
-        return replace(said, seen="dump", logits_error=None if forward is None else forward.logits_error)
-
-    def _loss(self, found: StepArrays, reading: GradientReading | None) -> LossStage:
-        recorded, losses = found.recorded, found.losses
-        exact = any(one.dtype == torch.float64 for one in losses) and recorded.float64
-        known = {one.id for stage in self.stages.values() for one in stage.causes}
-        loss = loss_stage(losses, recorded.parameters, self.predictor, reading, known, exact, self.asked)
-        self.stages["loss"].absorb(loss)
-        return loss
+        said_all = concluded(self.stages, forward, self._holds(found, judged), self.dump.source)
+        return replace(said_all, seen="dump", logits_error=None if forward is None else forward.logits_error)
 
     def seen(self, found: StepArrays) -> bool:
         """Return whether the dump is one of a step, after :meth:`diagnosis`.
