@@ -242,7 +242,7 @@ def test_a_limit_that_cuts_every_entry_is_not_guessed(limit: float, found: bool)
     gradient = np.random.default_rng(0).standard_normal((3, 50))
     cut = Track("w", np.zeros((3, 50)), np.clip(gradient, -limit, limit), gradient, np.ones(3, dtype=bool))
     track = Track("w", cut.before, gradient, -1e-3 * directions(Rule(), cut), cut.seen)
-    search = RuleSearch([[Run({"w": track}, Norms.of([Gradient()] * 3))]], ["w"], Settings())
+    search = RuleSearch([[Run({"w": track}, Norms([Gradient()] * 3))]], ["w"], Settings())
     _, near = search._nearest(ClipKind.ENTRY, Rule())
     assert (near is not None and near.limit == pytest.approx(limit, rel=0.01)) == found
 

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from gpt2.port.step.causes import Stage, cause
-from gpt2.port.step.records import Gradient, Update
+from gpt2.port.step.records import Gradient, Sizes, Update
 from gpt2.port.step.rules import Array, Track
 
 BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
@@ -52,40 +52,34 @@ class Clip:
         return any(abs(self.limit / limit - 1) < 1e-3 for limit in LIMITS)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Norms:
-    """The norms of K gradients, (K,) each: of all parameters together by kind, of each parameter's own, and of its stack."""
+    """What clipping compares with its limit, of K gradients.
 
-    whole: dict[ClipKind, Array]
-    own: dict[str, Array]
-    stack: dict[str, Array] = field(default_factory=dict)  # where several parameters are one array
+    ``large``: matrices and embeddings. ``stacks``: the parameters that are one array of a dump.
+    """
 
-    @classmethod
-    def of(cls, gradients: Sequence[Gradient], large: Collection[str] = (), stacks: Collection[Sequence[str]] = ()) -> Norms:
-        """Measure gradients; ``large``: matrices and embeddings. ``stacks``: the parameters that are one array of a dump."""
-        names = list(dict.fromkeys(name for each in gradients for name in each.sizes))
-        blank = np.zeros((len(gradients), 3))
-        sizes = {n: np.array([each.sizes.get(n, (0.0, 0.0, 0.0)) for each in gradients]) for n in names}
-        own = {name: size[:, 0] for name, size in sizes.items()}
+    gradients: Sequence[Gradient]
+    large: Collection[str] = ()
+    stacks: Collection[Sequence[str]] = ()
+    known: dict[tuple[ClipKind, tuple[str, ...]], Array] = field(default_factory=dict)
 
-        def together(chosen: Collection[str]) -> Array:
-            return np.sqrt(sum((own[name] ** 2 for name in chosen if name in own), blank[:, 0]))
-
-        whole = {
-            ClipKind.NORM: together(names),
-            ClipKind.LARGEST: np.max([blank[:, 2], *(size[:, 2] for size in sizes.values())], axis=0),
-            ClipKind.SUM: sum((size[:, 1] for size in sizes.values()), blank[:, 1]),
-            ClipKind.SQUARES: together(names) ** 2,
-            ClipKind.MATRICES: together(large),
-        }
-        stack = (own if stacks else {}) | {name: together(stacked) for stacked in stacks for name in stacked if name in own}
-        return cls(whole, own, stack)
-
-    def of_kind(self, kind: ClipKind, name: str) -> Array:
-        """Return what clipping of a kind compares with its limit, for one parameter."""
-        if kind is ClipKind.PARAMETER or kind is ClipKind.STACK:
-            return (self.own if kind is ClipKind.PARAMETER else self.stack)[name]
-        return self.whole[kind]
+    def of_kind(self, kind: ClipKind, name: str = "") -> Array:
+        """Return the measure of all parameters together, or, of some kinds, of one parameter or its stack, (K,)."""
+        names: tuple[str, ...] = ()
+        if kind in (ClipKind.PARAMETER, ClipKind.STACK):
+            stack = next((one for one in self.stacks if name in one), [name])
+            names = tuple(stack) if kind is ClipKind.STACK else (name,)
+        if (kind, names) not in self.known:
+            some = self.large if kind is ClipKind.MATRICES else names
+            found = []
+            for each in self.gradients:
+                own = [size for one, size in each.sizes.items() if one in some or not (names or some)] or [Sizes(0.0, 0.0, 0.0)]
+                two, one, largest = zip(*own, strict=True)
+                norm = math.hypot(*two)
+                found.append({ClipKind.LARGEST: max(largest), ClipKind.SUM: sum(one), ClipKind.SQUARES: norm**2}.get(kind, norm))
+            self.known[kind, names] = np.array(found)
+        return self.known[kind, names]
 
 
 def clipped(track: Track, clip: Clip | None, norms: Norms) -> Track:
@@ -170,7 +164,7 @@ def read_clipping(sessions: Sequence[Sequence[Update]], factor: float | None = N
     shares: dict[int, dict[str, float]] = {}
     for one in passages:
         sizes = {name: one.held.sizes[name].times(abs(outliers.get(name, 1.0))) for name in one.ratios}
-        norms[id(one)] = Norms.of([Gradient(one.held.samples, sizes)])
+        norms[id(one)] = Norms([Gradient(one.held.samples, sizes)])
         shares[id(one)] = {name: ratio / outliers.get(name, 1.0) for name, ratio in one.ratios.items()}
     if factor is None:
         last: list[Passage] = next((group for group in reversed(groups) if group), [])
@@ -178,7 +172,7 @@ def read_clipping(sessions: Sequence[Sequence[Update]], factor: float | None = N
         steady = bool(small) and max(small) - min(small) <= same * max(map(abs, small))
         factor = small[-1] if steady and abs(small[-1] - 1) > same else 1.0
     reading.factor = factor
-    reading.largest = max(factor * float(one.whole[ClipKind.NORM][0]) for one in norms.values())
+    reading.largest = max(factor * float(one.of_kind(ClipKind.NORM)[0]) for one in norms.values())
     if limits := [limit for one in passages for limit in one.clamped.values()]:
         reading.clip = Clip(ClipKind.ENTRY, median(limits))
         if spread(limits) > max(1e-3, 2 * same):
@@ -206,7 +200,7 @@ def read_clipping(sessions: Sequence[Sequence[Update]], factor: float | None = N
     if least > max(1e-3, 2 * same):
         reading.odd = tuple(dict.fromkeys(names)) if uneven else ("the gradient",)
     if not uneven:
-        free = [factor * float(one.whole[clip.kind][0]) for number, one in norms.items() if number not in biting]
+        free = [factor * float(one.of_kind(clip.kind)[0]) for number, one in norms.items() if number not in biting]
         reading.passed = tuple(norm for norm in free if norm > BITES * clip.limit)
     return reading
 

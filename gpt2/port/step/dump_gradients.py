@@ -43,26 +43,33 @@ class GradientReading:
             self.stage.causes.append(cause(id, where, detail, SEEN))
 
 
-class GradientExamination:
-    """The comparison of one dump's gradients; ``exact``: the right ones of the first step, ``allowed`` their rounding."""
+@dataclass
+class Evidence:
+    """What a dump's gradients and updates are compared with.
 
-    def __init__(
-        self,
-        recorded: Recorded,
-        predictor: Predictor,
-        settings: Settings,
-        places: Places,
-        exact: Gradients,
-        allowed: Mapping[str, float],
-    ) -> None:
-        self.recorded, self.predictor, self.settings, self.exact = recorded, predictor, settings, exact
-        self.state, self.got = recorded.parameters[0], recorded.raw[0]
-        units = [UNITS[dtype] for dtype in recorded.gradient_dtypes] or [(0.0, 0.0)]
+    ``exact``: the right gradients of the first step; ``allowed``: the rounding of each.
+    """
+
+    recorded: Recorded
+    predictor: Predictor
+    settings: Settings
+    places: Places
+    exact: Gradients
+    allowed: Mapping[str, float]
+
+
+@dataclass
+class GradientExamination(Evidence):
+    """The comparison of one dump's gradients."""
+
+    def __post_init__(self) -> None:
+        self.state, self.got = self.recorded.parameters[0], self.recorded.raw[0]
+        units = [UNITS[dtype] for dtype in self.recorded.gradient_dtypes] or [(0.0, 0.0)]
         (self.unit, _), smallest = max(units), max(smallest for _, smallest in units)
         still = "no gradient reaches these parameters, and they never change"
-        wpe = [name for name in self.got if name.startswith("wpe")]
-        how = allowed, self.unit, smallest, CLOSE, SEEN
-        self.comparison = Comparison(*how, places, recorded.unchanged, still, wpe, derivatives=True)
+        wpe, frozen = [name for name in self.got if name.startswith("wpe")], self.recorded.unchanged
+        how = self.allowed, self.unit, smallest, CLOSE, SEEN
+        self.comparison = Comparison(*how, self.places, frozen, still, wpe, derivatives=True)
 
     def read(self) -> GradientReading:
         """Read the first step's gradients, then those of later steps."""

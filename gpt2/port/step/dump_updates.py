@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from gpt2.port.dump.tolerance import UNITS
-from gpt2.port.step.causes import STAGES, Places, Stage, cause
+from gpt2.port.step.causes import STAGES, Stage, cause
 from gpt2.port.step.clipping import BITES, LIMITS, Clip, ClipKind, ClipReading, Norms, clip_stage, clipped, read_clipping
-from gpt2.port.step.dump_gradients import GradientReading
-from gpt2.port.step.expected import TABLE, Gradients, Predictor, role_of
+from gpt2.port.step.dump_gradients import Evidence, GradientReading
+from gpt2.port.step.expected import TABLE, Gradients, role_of
 from gpt2.port.step.fitting import EXPLAINED
 from gpt2.port.step.labels import Formula
 from gpt2.port.step.movement import Movement
 from gpt2.port.step.optimizer import update_stage
-from gpt2.port.step.recognition import Recorded
 from gpt2.port.step.records import Gradient, Update
 from gpt2.port.step.rules import Kind, Track, fit
 from gpt2.port.step.search import Answer, RuleSearch, Run
-from gpt2.port.step.settings import Settings
 
 SEEN = "the dump's parameters before and after each step"
 TENSORS = 4  # that the search uses
@@ -46,32 +44,22 @@ class Variant:
     detail: str = ""
 
 
-class UpdateExamination:
-    """The comparison of one dump's parameters after each step with the rules of optimizers.
+@dataclass
+class UpdateExamination(Evidence):
+    """The comparison of one dump's parameters after each step with the rules of optimizers; ``formula``: of the loss trained."""
 
-    ``allowed``: the rounding of each parameter's gradient. ``formula``: the loss that is trained.
-    """
+    reading: GradientReading | None
+    formula: Formula
 
-    def __init__(
-        self,
-        recorded: Recorded,
-        predictor: Predictor,
-        settings: Settings,
-        places: Places,
-        allowed: Mapping[str, float],
-        reading: GradientReading | None,
-        formula: Formula,
-    ) -> None:
-        self.recorded, self.predictor, self.settings, self.places = recorded, predictor, settings, places
-        self.allowed, self.reading = allowed, reading
+    def __post_init__(self) -> None:
+        recorded, first = self.recorded, self.recorded.parameters[0]
         self.found = {name: Stage() for name in STAGES}
         self.storage = max((UNITS[dtype][0] for dtype in recorded.parameter_dtypes), default=0.0)
-        first = recorded.parameters[0]
         self.moved = [n for n in first if n not in recorded.unchanged]
         sets = (recorded.used, recorded.raw)
         own = (one for one in sets if len(one) == recorded.steps and all(len(each) > len(first) / 2 for each in one))
         self.given = next(own, None)  # the dump's own gradients of all steps, after clipping where it has them
-        self.made = [] if self.given is not None else self._predicted(formula)
+        self.made = [] if self.given is not None else self._predicted()
         self.gradients = [Gradient.of(one) for one in self.given or [one.whole for one in self.made]]
 
     def stages(self) -> dict[str, Stage]:
@@ -95,7 +83,7 @@ class UpdateExamination:
         chosen, variants = self._chosen(list(run.tracks.values())), self._variants()
         runs = [[run], *([self._run(one.gradients, chosen)] for one in variants[1:])]
         likely = 2 if len(variants) > 1 and variants[1].id == "gradient-not-zeroed" else 1
-        clips, free = self._clips(bool(run.norms.stack))
+        clips, free = self._clips(bool(run.norms.stacks))
         self.search = RuleSearch(runs, chosen, self.settings, clips, free, likely, self.predictor.deadline)
         answer = self.search.best()
         if (variant := variants[answer.variant]).id:
@@ -136,12 +124,12 @@ class UpdateExamination:
         first = [Clip(ClipKind.NORM, given), None] if given else [None]
         return list(dict.fromkeys([*first, *known])), [kind for kind in PIECES[: 2 + stacked] if given != 0]
 
-    def _predicted(self, formula: Formula) -> list[Gradients]:
+    def _predicted(self) -> list[Gradients]:
         """Return gradients at the dump's own parameters; none if it lacks parameters between the steps."""
-        before, predictor = self.recorded.parameters[:-1], self.predictor
+        before, again = self.recorded.parameters[:-1], self.predictor.again
         if any(weights.keys() != before[0].keys() for weights in before):
             return []
-        return [predictor.gradients(weights, step, predictor.again(formula, step)) for step, weights in enumerate(before)]
+        return [self.predictor.gradients(weights, step, again(self.formula, step)) for step, weights in enumerate(before)]
 
     def _variants(self) -> list[Variant]:
         """Return what the gradients may be: computed ones may be summed over the steps, or lack a part."""
@@ -163,7 +151,7 @@ class UpdateExamination:
     def _run(self, gradients: Sequence[Gradient], names: Sequence[str]) -> Run:
         large = [n for n in self.recorded.parameters[0] if role_of(n) in ("matrix", "embedding")]
         tracks = (self._track(n, gradients) for n in names if all(n in one.samples for one in gradients))
-        return Run({track.name: track for track in tracks if track is not None}, Norms.of(gradients, large, self.recorded.stacks))
+        return Run({track.name: track for track in tracks if track is not None}, Norms(gradients, large, self.recorded.stacks))
 
     def _track(self, name: str, gradients: Sequence[Gradient]) -> Track | None:
         """Return a parameter's track at entries whose gradient is known well enough; None if there are none."""

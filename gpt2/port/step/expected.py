@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -70,15 +71,13 @@ class Roles:
 
     def where(self, name: str) -> list[str]:
         """Return the checkpoint's names for a parameter; its own name if it holds none of its tensors."""
-        found = [self._tensor(layer, part) for layer, part in self.parts.get(name, [])]
+        found = []
+        for layer, part in self.parts.get(name, []):
+            stem = head_name(self.mapping.shapes if self.mapping else ()) if part == "head" else part
+            stem = re.sub(r"^attn\.[qkv](?=\.|$)", "attn.c_attn", stem)
+            stem += "" if stem.endswith((".weight", ".bias")) else ".weight"
+            found.append(stem if layer is None else f"h.{layer}.{stem}")
         return list(dict.fromkeys(found)) or [name]
-
-    def _tensor(self, layer: int | None, part: str) -> str:
-        stem = head_name(self.mapping.shapes if self.mapping else ()) if part == "head" else part
-        for letter in "qkv":
-            stem = "attn.c_attn" + stem.removeprefix(f"attn.{letter}") if stem.split(".")[:2] == ["attn", letter] else stem
-        stem += "" if stem.endswith((".weight", ".bias")) else ".weight"
-        return stem if layer is None else f"h.{layer}.{stem}"
 
 
 @dataclass(frozen=True)
@@ -134,12 +133,11 @@ def expected_gradients(
         entries = mapping.entries(source).flatten()
         if entries.numel() != parameter.numel():
             continue
-        chosen = entries[sampler.indices[name]]
+        shares = [(out.whole, right.whole)]
         if config.tie_word_embeddings and any(part in ("wte", "head") for _, part in roles.parts[name]):
-            out.head[name], out.table[name] = (_taken(mapping, chosen, share) for share in (right.head, right.table))
-            out.whole[name] = out.head[name] + out.table[name]
-        else:
-            out.whole[name] = _taken(mapping, chosen, right.whole)
+            shares += [(out.head, right.head), (out.table, right.table)]
+        for found, gradients in shares:
+            found[name] = _taken(mapping, entries[sampler.indices[name]], gradients)
     return out
 
 
@@ -167,6 +165,11 @@ class Predictor:
         """Return the batch of a step: the last, if there are fewer."""
         return self.batches[min(step, len(self.batches) - 1)]
 
+    @property
+    def right(self) -> Formula:
+        """The mean over the targets of the first batch."""
+        return Formula(self.batch(0).targets)
+
     def formulas(self, step: int) -> dict[str, Formula]:
         """Return the mean losses of the labels that the batch of a step may have, by the keys of :func:`.labels.labelings`.
 
@@ -178,10 +181,9 @@ class Predictor:
 
     def numbers(self) -> list[Formula]:
         """Return the mean losses with usual smoothings of the first batch's labels, and with usual factors of the logits."""
-        right = Formula(self.batch(0).targets)
         return [
-            *(replace(right, smoothing=s, wrong=(("label-smoothing", f"a label smoothing of {s:g}"),)) for s in SMOOTHINGS),
-            *(replace(right, factor=c, wrong=(("logits-scaled", f"the logits times {c:.4g}"),)) for c in FACTORS),
+            *(replace(self.right, smoothing=s, wrong=(("label-smoothing", f"a label smoothing of {s:g}"),)) for s in SMOOTHINGS),
+            *(replace(self.right, factor=c, wrong=(("logits-scaled", f"the logits times {c:.4g}"),)) for c in FACTORS),
         ]
 
     def again(self, formula: Formula, step: int) -> Formula:
@@ -224,6 +226,6 @@ class Predictor:
         if dtype == torch.float64:
             return {name: 1e-9 * norm + 1e-13 * whole for name, norm in norms.items()}
         narrow = {name: tensor.to(torch.float32) for name, tensor in state.items()}
-        rounded = self.gradients(narrow, 0, Formula(self.batch(0).targets)).whole
+        rounded = self.gradients(narrow, 0, self.right).whole
         errors = {name: float((rounded[name].double() - g).square().mean().sqrt()) for name, g in exact.whole.items()}
         return {name: 16 * max(errors[name], 1e-7 * norms[name]) + 1e-9 * whole for name in norms}

@@ -23,6 +23,7 @@ from gpt2.port.step.labels import AVERAGED, IGNORED, Batch, Formula, average_of,
 from gpt2.port.step.records import Forward
 
 BOUND = 1e-7  # relative error of a row that a formula explains; float32 constants reach 1e-8
+ODD = 1e-5  # of one that is no cross-entropy
 EVEN = 1e-6  # relative difference of weights that are meant to be equal
 BETTER = 30  # times smaller is the error of a formula that has one more number
 ROUNDING, EXACT = 2e-6, 1e-10  # of a loss that is computed in float32, and in float64
@@ -30,37 +31,6 @@ MAX_LOSSES = 64
 READ = "read from the gradient of the logits, position by position"
 SEEN = "the dump's loss is this number, from the parameters before the step"
 PADDED = {"padding-in-average", AVERAGED, "loss-average-wrong"}  # what shows where some targets are -100
-
-
-def free_numbers(observed: Tensor, shape: Callable[[float, float], Tensor], enough: float) -> tuple[float, float, float]:
-    """Return the smoothing of labels and the factor of logits that explain ``observed`` (n, d), and the worst row's error.
-
-    ``shape``: a function of both, which returns rows (n, d). Each row has a weight of its own.
-    """
-
-    def left(smoothing: float, factor: float) -> Tensor:
-        made = shape(smoothing, factor)
-        return observed - along(observed, made)[:, None] * made
-
-    def error(smoothing: float, factor: float) -> float:
-        return float((left(smoothing, factor).abs().amax(-1) / observed.abs().amax(-1)).max())
-
-    best = 0.0, 1.0, error(0.0, 1.0)
-    if best[2] <= enough:
-        return best
-    basis = torch.stack([shape(0.0, 1.0), shape(1.0, 1.0)], -1)
-    shares = torch.linalg.lstsq(basis, observed[..., None]).solution[..., 0]
-    smoothing = float((shares[:, 1] / shares.sum(-1)).median())
-    _, log = least(lambda log: float(left(0.0, math.exp(log)).norm()), math.log(0.05), math.log(20.0), 60)
-    for numbers in ((smoothing, 1.0), (0.0, math.exp(log))):
-        if (found := error(*numbers)) < best[2] / BETTER:
-            best = *numbers, found
-    return best
-
-
-def along(observed: Tensor, shape: Tensor) -> Tensor:
-    """Return what each row of ``shape`` (n, d) is multiplied by in ``observed``, (n,)."""
-    return (observed * shape).sum(-1) / shape.square().sum(-1).clamp(min=1e-300)
 
 
 # From the gradient of the logits
@@ -77,10 +47,10 @@ class LossReading:
     labels: Tensor
     weights: Tensor
     parts: Tensor
-    smoothing: float
-    factor: float  # of the logits
-    error: float
-    unmatched: int
+    smoothing: float = 0.0
+    factor: float = 1.0  # of the logits
+    error: float = 0.0
+    unmatched: int = 0
 
 
 def read_loss(forwards: Iterable[Forward], batch: Batch) -> LossReading | None:
@@ -88,44 +58,65 @@ def read_loss(forwards: Iterable[Forward], batch: Batch) -> LossReading | None:
     trained = [(one, one.gradient) for one in forwards if one.gradient is not None]
     if not trained:
         return None
-    parts, unmatched = torch.full_like(batch.ids, IGNORED), 0
-    logits = torch.zeros(*parts.shape, trained[0][0].logits.shape[-1], dtype=torch.float64)
-    gradient = torch.zeros_like(logits)
+    blank, size = torch.full_like(batch.ids, IGNORED), trained[0][0].logits.shape[-1]
+    reading = LossReading(blank, torch.zeros(blank.shape, dtype=torch.float64), blank.clone())
+    logits, gradient = torch.zeros(2, *blank.shape, size, dtype=torch.float64)
     for number, (forward, given) in enumerate(trained):
-        shape = len(forward.ids), -1, logits.shape[-1]
-        rows = zip(forward.ids.cpu(), forward.logits.cpu().reshape(shape), given.cpu().reshape(shape), strict=True)
-        for ids, own, slope in rows:
-            count, row = min(len(own), parts.shape[1]), _row_of(ids, batch.tokens)
-            if row is None:
-                unmatched += 1
+        rows = (one.cpu().reshape(len(forward.ids), -1, size) for one in (forward.logits, given))
+        for ids, own, slope in zip(forward.ids.cpu(), *rows, strict=True):
+            count = min(len(ids), batch.tokens.shape[1])  # of a row that may be shorter or longer than the batch's
+            same = (batch.tokens[:, :count] == ids[:count]).all(1)
+            row, known = int(same.int().argmax()), slope[: blank.shape[1]].abs().amax(-1) > 0
+            if not bool(same.any()):
+                reading.unmatched += 1
                 continue
-            known = slope[:count].abs().amax(-1) > 0
-            gradient[row, :count] += slope[:count]
-            logits[row, :count] = torch.where(known[:, None], own[:count].double(), logits[row, :count])
-            parts[row, :count] = number
+            gradient[row, : len(known)] += slope[: len(known)]
+            logits[row, : len(known)] = torch.where(known[:, None], own[: len(known)].double(), logits[row, : len(known)])
+            reading.parts[row, : len(known)] = number
     trains = gradient.abs().amax(-1) > 0
-    weights = torch.zeros(parts.shape, dtype=torch.float64)
     if not bool(trains.any()):
-        return LossReading(torch.full_like(parts, IGNORED), weights, parts, 0.0, 1.0, 0.0, unmatched)
-    at, wanted, size = logits[trains], gradient[trains], logits.shape[-1]
+        return reading
+    at, wanted = logits[trains], gradient[trains]
     labels = wanted.argmin(-1)
     target = F.one_hot(labels, size).double()
 
-    def shape_of(smoothing: float, factor: float) -> Tensor:
+    def shape(smoothing: float, factor: float) -> Tensor:
         return (factor * at).softmax(-1) - (1 - smoothing) * target - smoothing / size
 
-    smoothing, factor, error = free_numbers(wanted, shape_of, BOUND)
-    weights[trains] = along(wanted, shape_of(smoothing, factor)) / factor
-    found = torch.full_like(parts, IGNORED)
-    found[trains] = labels
-    return LossReading(found, weights, parts, smoothing, factor, error, unmatched)
+    reading.smoothing, reading.factor, reading.error = free_numbers(wanted, shape)
+    reading.weights[trains] = along(wanted, shape(reading.smoothing, reading.factor)) / reading.factor
+    reading.labels[trains] = labels
+    return reading
 
 
-def _row_of(row: Tensor, tokens: Tensor) -> int | None:
-    """Return the number of the row of ``tokens`` that begins with ``row``, which may be shorter; None if there is none."""
-    count = min(len(row), tokens.shape[1])
-    same = (tokens[:, :count] == row[:count]).all(1)
-    return int(same.int().argmax()) if bool(same.any()) else None
+def free_numbers(observed: Tensor, shape: Callable[[float, float], Tensor]) -> tuple[float, float, float]:
+    """Return the smoothing of labels and the factor of logits that explain ``observed`` (n, V), and the worst row's error.
+
+    ``shape``: a function of both, which returns rows (n, V). Each row has a weight of its own.
+    """
+
+    def left(smoothing: float, factor: float) -> Tensor:
+        made = shape(smoothing, factor)
+        return observed - along(observed, made)[:, None] * made
+
+    def error(smoothing: float, factor: float) -> float:
+        return float((left(smoothing, factor).abs().amax(-1) / observed.abs().amax(-1)).max())
+
+    best = 0.0, 1.0, error(0.0, 1.0)
+    if best[2] <= BOUND:
+        return best
+    basis = torch.stack([shape(0.0, 1.0), shape(1.0, 1.0)], -1)
+    shares = torch.linalg.lstsq(basis, observed[..., None]).solution[..., 0]
+    _, log = least(lambda log: float(left(0.0, math.exp(log)).norm()), math.log(0.05), math.log(20.0), 60)
+    for numbers in ((float((shares[:, 1] / shares.sum(-1)).median()), 1.0), (0.0, math.exp(log))):
+        if (found := error(*numbers)) < best[2] / BETTER:
+            best = *numbers, found
+    return best
+
+
+def along(observed: Tensor, shape: Tensor) -> Tensor:
+    """Return what each row of ``shape`` (n, V) is multiplied by in ``observed``, (n,)."""
+    return (observed * shape).sum(-1) / shape.square().sum(-1).clamp(min=1e-300)
 
 
 def loss_stage(batch: Batch, reading: LossReading, factor: float) -> Stage:
@@ -136,35 +127,32 @@ def loss_stage(batch: Batch, reading: LossReading, factor: float) -> Stage:
     stage = Stage(error=float((square / (right**2).sum()).sqrt()))
     if reading.unmatched:
         stage.notes.append("your step runs the model on other ids than those that it is given; their rows are not judged")
-    if reading.error > max(BOUND, 1e-5):
+    if reading.error > ODD:
         stage.leave_open(f"the gradient of your logits is no cross-entropy of them (error {reading.error:.1e})")
         return stage
-    found = list(_labels(batch, reading.labels))
+    found = [*_labels(batch, reading.labels), *_weights(batch, reading, factor)]
     if reading.smoothing > 1e-6:
         found.append(("label-smoothing", f"a label smoothing of {reading.smoothing:.4g}"))
     if abs(reading.factor - 1) > 1e-6:
         found.append(("logits-scaled", f"the logits are multiplied by {reading.factor:.6g} before the softmax"))
-    found += _weights(batch, reading, factor)
     stage.causes = [cause(id, "gradient" if id == "gradient-scaled" else "loss", detail, READ) for id, detail in found]
     return stage
 
 
 def _labels(batch: Batch, labels: Tensor) -> Iterator[tuple[str, str]]:
     """Yield the causes in the labels (B, T), with what they are: other ones, and positions that are left out."""
-    right, trained = batch.targets, labels != IGNORED
-    if not bool(trained.any()):
-        return
-    key, expected = next(((k, one) for k, one in shifts(batch).items() if bool((labels == one)[trained].all())), ("", None))
+    right, trained, known = batch.targets, labels != IGNORED, shifts(batch)
+    key = next((key for key, one in known.items() if bool((labels == one)[trained].all())), None)
+    expected = known.get(key or "", right)
     if key:
         yield cause_of(key)
-    elif expected is None and bool((labels == right)[:, :-1][trained[:, :-1]].all()):
+    elif key is None and bool((labels == right)[:, :-1][trained[:, :-1]].all()):
         yield "last-token-in-loss", f"the last position learns token {int(labels[0, -1])}"
         expected = torch.cat([right[:, :-1], labels[:, -1:]], 1)
-    elif expected is None:
+    if (key is None and expected is right) or not bool(trained.any()):
         wrong = int((labels != right)[trained].sum())
-        yield "labels-wrong", f"{wrong} of {int(trained.sum())} positions have another label"
+        yield from [("labels-wrong", f"{wrong} of {int(trained.sum())} positions have another label")] if wrong else []
         return
-    assert expected is not None
     missing = ~trained & (expected >= 0)
     if bool(missing[:, -1].all()) and labels.shape[1] > 1:
         yield "last-token-missing", "the last position of each row has no label"
@@ -202,15 +190,13 @@ def _weights(batch: Batch, reading: LossReading, factor: float) -> list[tuple[st
 
 def dropout_stage(found: Iterable[float], wanted: float | None) -> Stage:
     """Compare the probabilities of the dropouts that are active in a step with the expected one; None: only report them."""
-    stage = Stage()
     said = ", ".join(f"{p:g}" for p in sorted(set(found)))
-    if wanted is None and said:
-        stage.notes.append(f"read off: dropout of {said} (it was left out of the comparison)")
-    elif wanted == 0 and said:
-        stage.causes.append(cause("dropout-active", "h.*", f"dropout of {said} is active in the step", "seen in its operators"))
-    elif wanted and not said:
-        stage.causes.append(cause("dropout-missing", "h.*", f"no dropout is active, not {wanted:g}", "its operators"))
-    return stage
+    if said and wanted is None:
+        return Stage(notes=[f"read off: dropout of {said} (it was left out of the comparison)"])
+    if said and not wanted:
+        return Stage([cause("dropout-active", "h.*", f"dropout of {said} is active in the step", "seen in its operators")])
+    missing = cause("dropout-missing", "h.*", f"no dropout is active, not {wanted or 0:g}", "its operators")
+    return Stage([missing] if wanted and not said else [])
 
 
 # From the losses of a dump
@@ -256,20 +242,19 @@ def dumped_loss(
     right = [Formula(predictor.batch(step).targets) for step in range(len(logits))]
     expected = [float(formula.loss(one)) for formula, one in zip(right, logits, strict=True)]
     for one in losses:
-        values = one.values.tolist()
-        pairs = [(values[0], value) for value in expected] if len(values) == 1 else list(zip(values, expected, strict=False))
+        several = len(one.values) > 1
+        pairs = zip(one.values.tolist() if several else [float(one.values)] * len(expected), expected, strict=False)
         near = [one.near(a, b, exact) for a, b in pairs]
-        if any(near) if len(values) == 1 else all(near):
+        if all(near) if several else any(near):
             return Stage(), right[0]
     labels = predictor.formulas(0)
     told = [labels[trained.key]] if trained is not None else []  # by the gradients
     ways = chain.from_iterable(one.near(predictor.averages(one.labels)) for one in (*told, *labels.values()))
-    numbers = [(float(way.loss(logits[0])), way) for way in (*ways, *predictor.numbers())]
-    for one in losses:
-        value = float(one.values[0])
-        made = next((way for number, way in numbers if one.near(value, number, exact)), None)
-        if made is None:
-            continue
+    mistakes = [(float(way.loss(logits[0])), way) for way in (*ways, *predictor.numbers())]
+    first = [(one, float(one.values[0])) for one in losses]
+    found = ((value, way) for number, way in mistakes for one, value in first if one.near(value, number, exact))
+    value, made = next(found, (0.0, None))
+    if made is not None:
         unknown = [(id, words) for id, words in made.wrong if id not in known]
         if trained is not None and len(unknown) == len(made.wrong):
             said = ", ".join(words for _, words in made.wrong)

@@ -137,33 +137,26 @@ class StepExamination:
         clip = self.clip = read_clipping(sessions, None if unscaled == 1 else unscaled)
         roles = {name: self.roles.role(name, parameter) for name, parameter in self.sampler.parameters.items()}
         large = [name for name, role in roles.items() if role in ("matrix", "embedding")]
-        updates = [update for session in sessions for update in session]
-        parts = max(update.summed for update in updates)
+        parts = max(update.summed for session in sessions for update in session)
         shares = [1 / parts, 1.0] if parts > 1 else [1.0]  # of gradients that ``.grad`` never holds: averaged, or summed
         variants = [
             [Run.of([replace(one, gradient=one.gradient.times(share)) for one in session], large) for session in sessions]
             for share in shares
         ]
-        moving, movement = variants[0][0].moving, None
-        stage = self.stages["update"]
+        moving, known = variants[0][0].moving, False
         if moving:
-            known = [name for name in moving if roles[name] == "matrix"] or moving
-            chosen = [known[len(known) // 3], known[2 * len(known) // 3]] if len(known) > 2 else known
+            some = [name for name in moving if roles[name] == "matrix"] or moving
+            chosen = [some[len(some) // 3], some[2 * len(some) // 3]] if len(some) > 2 else some
             wanted = [None, Clip(ClipKind.NORM, settings.clip)] if settings.clip and parts else [None]
             answer = RuleSearch(variants, chosen, settings, wanted, FREE if parts else ()).best()
             movement = Movement.of(answer, variants[answer.variant], settings, roles)
-            stage.absorb(update_stage(movement, settings, self._places, [one.call for one in sessions[0]]))
-            clip.factor *= shares[answer.variant]
-            hidden = [update.gradient.total for update in updates if update.summed]
-            if hidden and not movement.odd:
-                clip.largest = max(hidden) * shares[answer.variant]
-            clip = replace(clip, clip=answer.clip or clip.clip)
+            self.stages["update"] = update_stage(movement, settings, self._places, [one.call for one in sessions[0]])
+            clip.factor, known = clip.factor * shares[answer.variant], not movement.odd
+            hidden = [update.gradient.total for session in sessions for update in session if update.summed]
+            clip.largest = max(hidden) * shares[answer.variant] if hidden and known else clip.largest
+            clip.clip = answer.clip or clip.clip
         odd = [name for name in clip.odd if name in self.sampler.parameters]
         self.stages["clip"] = clip_stage(clip, settings.clip, self._places(odd) if odd else "the gradient")
-        self._idle(movement is not None, movement is not None and not movement.odd)
-
-    def _idle(self, moves: bool, known: bool) -> None:
-        """Add the causes in what is updated too often, or not at all; ``known``: the rule of all parameters that move."""
         many = next((call for call in self.calls if len(call.updates) > 1), None)
         if many is not None:
             detail = f"the parameters are updated {len(many.updates)} times in a step, after each part of its batch"
@@ -171,12 +164,11 @@ class StepExamination:
         # where the rule is known, parameters that are written to, and stay, have a rate of zero
         silent = sum(not (call.updates if known else call.changes) for call in self.calls)
         if 0 < silent < len(self.calls):
-            detail = f"{silent} of {len(self.calls)} calls change no parameter"
-            self._cause("update", "update-skipped", "optimizer", detail)
+            self._cause("update", "update-skipped", "optimizer", f"{silent} of {len(self.calls)} calls change no parameter")
         arrived, updates = self.calls[0].arrived(), [update for call in self.calls for update in call.updates]
-        reached = [name for name in self.sampler.parameters if name in arrived and bool((arrived[name] != 0).any())]
-        still = [name for name in reached if not any(update.moves(name) for update in updates)]
-        if still and moves:
+        still = [name for name, g in arrived.items() if name in self.sampler.parameters and bool((g != 0).any())]
+        still = [name for name in still if not any(update.moves(name) for update in updates)]
+        if still and moving:
             detail = "these have gradients, and never change"
             self._cause("update", "parameter-missing", self._places(still), detail, "their values after each step")
 

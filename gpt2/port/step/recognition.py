@@ -14,6 +14,7 @@ from torch import Tensor
 from gpt2.port.step.expected import Weights
 from gpt2.port.step.gradients import LETTERS, total_norm
 from gpt2.port.step.layouts import Layouts, Piece, Units, View, by_units, joined, mode, shared_out, units_of
+from gpt2.port.step.losses import Losses
 
 SAMPLED = 512  # entries of a unit that are compared
 NEAR = 0.5  # relative distance of parameters after a few steps from those before
@@ -44,10 +45,16 @@ class Recorded:
     parameter_dtypes: set[torch.dtype] = field(default_factory=set)
     gradient_dtypes: set[torch.dtype] = field(default_factory=set)
     float64: bool = False  # computed in float64: some array holds what float32 cannot
+    losses: list[Losses] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
         return len(self.parameters) - 1
+
+    @property
+    def changes(self) -> bool:
+        """Whether gradients or updates were recorded, and not numbers alone that may be losses."""
+        return any(self.raw) or self.steps > 0
 
     @property
     def narrow(self) -> bool:

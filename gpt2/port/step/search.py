@@ -44,7 +44,7 @@ class Run:
             gradient = torch.stack([samples.get(name, blank) for samples in own]).numpy()
             seen = np.array([name in samples for samples in own])
             tracks[name] = Track(name, before, gradient, after - before, seen, calls=calls)
-        return cls(tracks, Norms.of([one.gradient for one in updates], large))
+        return cls(tracks, Norms([one.gradient for one in updates], large))
 
     @property
     def moving(self) -> list[str]:
