@@ -16,9 +16,10 @@ from support.steps import CONFIG, our_model
 import gpt2
 from gpt2.port.step.clipping import ClipKind, Norms, read_clipping
 from gpt2.port.step.expected import Gradients, Predictor
+from gpt2.port.step.fitting import Search
 from gpt2.port.step.gradients import Comparison
 from gpt2.port.step.records import Gradient, Update
-from gpt2.port.step.rules import Rule, Track, directions
+from gpt2.port.step.rules import Correction, Rule, Track, directions, fit
 from gpt2.port.step.search import RuleSearch, Run
 from gpt2.port.step.settings import Settings
 
@@ -234,6 +235,27 @@ def test_a_temperature_is_found_without_many_backward_passes(monkeypatch: pytest
     score(Dumped("temperature", "usual"))
     assert set(factors) == {1.0}
     assert len(factors) < tried / 4, f"{tried} backward passes, and {len(factors)} behind the deadline"
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule(beta1=0.88, beta2=0.93, eps=3e-7),
+        pytest.param(Rule(amsgrad=True), marks=pytest.mark.slow),
+        Rule(coupled=0.03),
+        Rule(correction=Correction.LATE, beta2=0.95),
+    ],
+)
+def test_the_search_finds_a_rule_again(rule: Rule) -> None:
+    """A search that stops at the nearest usual constants would report them as the author's."""
+    generator = torch.Generator().manual_seed(0)
+    before = torch.randn(6, 50, generator=generator, dtype=torch.float64).numpy()
+    gradient = 1e-2 * torch.randn(6, 50, generator=generator, dtype=torch.float64).numpy()
+    track = Track("w", before, gradient, 0 * before, (before == before).any(1))
+    track = Track("w", before, gradient, -1e-3 * directions(rule, track) - 1e-4 * before, track.seen)
+    found = Search([track], Settings()).best().rule
+    assert found == rule
+    assert fit(track, found).rates == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize(("limit", "found"), [(1e-5, False), (0.5, True)])
