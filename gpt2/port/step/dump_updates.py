@@ -20,7 +20,7 @@ from gpt2.port.step.labels import Formula
 from gpt2.port.step.movement import Movement
 from gpt2.port.step.optimizer import update_stage
 from gpt2.port.step.records import Gradient, Update
-from gpt2.port.step.rules import Kind, Track, fit
+from gpt2.port.step.rules import Track, directions, fit
 from gpt2.port.step.search import Answer, RuleSearch, Run
 
 SEEN = "the dump's parameters before and after each step"
@@ -214,11 +214,12 @@ class UpdateExamination(Evidence):
 
     def _would_show(self, name: str, movement: Movement) -> bool:
         """Return whether a parameter has a gradient by which most entries would change in the dump, as the others do."""
-        known = (one.samples[name] for one in self.gradients if name in one.samples and one.sizes[name].largest > 0)
-        if (gradient := next(known, None)) is None:
+        track = self._track(name, self.gradients) if all(name in one.samples for one in self.gradients) else None
+        rates = movement.common()[0]
+        if track is None or not len(rates):
             return False
-        size = float(np.abs(movement.common()[0]).max(initial=0.0)) * (gradient.abs() if movement.rule.kind is Kind.SGD else 1.0)
-        return bool((size > self.storage * self.recorded.parameters[0][name].reshape(-1).abs()).double().mean() > 0.5)
+        moved = np.abs((rates[:, None] * directions(movement.rule, track)).sum(0))
+        return bool((moved > self.storage * np.abs(track.before[0])).mean() > 0.5)
 
     def _clip(self, answer: Answer) -> None:
         """Compare the clipping with the settings, where the parameters or gradients can show it."""

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gpt2.port.step.rules import Array, Correction, Eps, Kind, Rule, Track, directions, fit
+from gpt2.port.step.rules import CORRECTIONS, PLACES, Array, Rule, Track, directions, fit
 from gpt2.port.step.settings import Settings
 
 EXACT = 1e-8  # relative error of changes that a rule explains
 ROUNDED = 1e-4  # the same, where the author keeps moments or constants in float32
 EXPLAINED = 1.0  # the same of changes with noise, in units of it
-PLAIN = (Correction.FULL, Eps.OUTSIDE)
 PART = 192  # entries of each parameter that the search uses
 BETAS1 = (0.9, 0.95, 0.8, 0.99, 0.0, 0.999, 0.98, 0.5)
 BETAS2 = (0.999, 0.95, 0.99, 0.9, 0.98, 0.995, 0.8)
@@ -75,31 +74,32 @@ class Search:
                 break
             yield best
         rule = best.rule
-        if rule.kind is Kind.ADAM and max(rule.beta1, rule.beta2) < 1e-3:  # moments that hold one step: they are lost
+        if rule.kind == "adam" and max(rule.beta1, rule.beta2) < 1e-3:  # moments that hold one step: they are lost
             lost = self._tried(Rule(eps=rule.eps, place=rule.place, coupled=rule.coupled, lost=True))
             best = lost if lost.error <= max(self.enough, 2 * best.error) else best
         yield best
 
     def _structures(self) -> Iterator[Rule]:
-        adam, momentum = Rule(), Rule(kind=Kind.SGD, beta1=0.9)
+        adam, momentum = Rule(), Rule(kind="sgd", beta1=0.9)
         lost, largest = replace(adam, lost=True), replace(adam, amsgrad=True)
         coupled = [replace(adam, coupled=decay) for decay in self.decays]
         yield from (adam, lost, replace(momentum, beta1=0.0), replace(lost, counted=True), momentum, *coupled[:2])
-        yield from (replace(adam, correction=c, place=p) for c, p in itertools.product(Correction, Eps) if (c, p) != PLAIN)
-        yield from (largest, replace(momentum, nesterov=True), Rule(kind=Kind.SIGN))
-        yield from (replace(largest, place=Eps.INSIDE), replace(largest, correction=Correction.NONE))
+        departures = [replace(adam, correction=c, place=p) for c, p in itertools.product(CORRECTIONS, PLACES)]
+        yield from (one for one in departures if one != adam)
+        yield from (largest, replace(momentum, nesterov=True), Rule(kind="lion"))
+        yield from (replace(largest, place="inside"), replace(largest, correction="none"))
         for one in coupled:
-            yield from (one, replace(one, correction=Correction.NONE), replace(one, correction=Correction.LATE))
-            yield from (replace(one, place=Eps.INSIDE), replace(one, amsgrad=True))
+            yield from (one, replace(one, correction="none"), replace(one, correction="late"))
+            yield from (replace(one, place="inside"), replace(one, amsgrad=True))
             yield replace(momentum, coupled=one.coupled)  # with momentum, decay is in the gradient
 
     def _from_grid(self, rule: Rule) -> Found:
         """Return the best of the usual constants for a structure."""
         betas1 = self.betas1 if rule.beta1 and not (rule.lost and not rule.counted) else [rule.beta1]
-        betas2 = self.betas2 if rule.kind is not Kind.SGD and len(betas1) > 1 else [rule.beta2]
+        betas2 = self.betas2 if rule.kind != "sgd" and len(betas1) > 1 else [rule.beta2]
         choices = [replace(rule, beta1=a, beta2=b) for a, b in itertools.product(betas1, betas2)]
         best = self._least(choices)
-        if best.error > self.enough and rule.kind is Kind.ADAM:
+        if best.error > self.enough and rule.kind == "adam":
             best = min(best, self._least([replace(best.rule, eps=eps) for eps in EPSILONS]), key=lambda one: one.error)
             if best.rule.eps != rule.eps:
                 near = [replace(one, eps=best.rule.eps) for one in choices]
@@ -122,7 +122,7 @@ class Search:
 
         Not under noise: of two steps, other betas do what another clipping does.
         """
-        if self.noisy or found.error <= EXACT or found.error > 0.5 or found.rule.kind is not Kind.ADAM:
+        if self.noisy or found.error <= EXACT or found.error > 0.5 or found.rule.kind != "adam":
             return found
         found = self._descended(found)
         for eps in (found.rule.eps, *sorted(EPSILONS, key=lambda eps: abs(math.log(eps / (found.rule.eps or 1e-30))))[:3]):

@@ -80,8 +80,16 @@ class Comparison:
             add("backward-wrong", where, detail)
         lost = any(name in self.positions for name in (*unreached, *rest))  # both embeddings lack what reaches the stream
         for name in [name for name in rest if name in made.head]:
-            for id, detail, value in wrong_tables(right[name], made.head[name], made.table[name]):
-                if self.same(name, got[name], value, factor) and not (lost and value is made.head[name]):
+            head, table, lost_id, doubled = made.head[name], made.table[name], "tied-gradient-lost", "tied-gradient-doubled"
+            ways = (
+                (lost_id, "it gets the head's gradient only, not that of the rows that the ids choose", head),
+                (lost_id, "it gets the gradient of the rows that the ids choose only, not the head's", table),
+                (doubled, "a gradient of it is counted twice", 2 * right[name]),
+                (doubled, "the head's gradient is counted twice", 2 * head + table),
+                (doubled, "the gradient of the rows is counted twice", head + 2 * table),
+            )
+            for id, detail, value in ways:
+                if self.same(name, got[name], value, factor) and not (lost and value is head):
                     add(id, "wte", detail)
                     rest.remove(name)
                     break
@@ -139,17 +147,6 @@ def ratio(got: Tensor, expected: Tensor) -> float:
 def total_norm(gradient: Mapping[str, Tensor]) -> float:
     """Return the norm of all gradients together."""
     return math.hypot(*(float(g.norm()) for g in gradient.values()))
-
-
-def wrong_tables(whole: Tensor, head: Tensor, table: Tensor) -> list[tuple[str, str, Tensor]]:
-    """Return wrong gradients of the token embedding, each behind its cause and words; ``whole`` is head and table together."""
-    return [
-        ("tied-gradient-lost", "it gets the head's gradient only, not that of the rows that the ids choose", head),
-        ("tied-gradient-lost", "it gets the gradient of the rows that the ids choose only, not the head's", table),
-        ("tied-gradient-doubled", "a gradient of it is counted twice", 2 * whole),
-        ("tied-gradient-doubled", "the head's gradient is counted twice", 2 * head + table),
-        ("tied-gradient-doubled", "the gradient of the rows is counted twice", head + 2 * table),
-    ]
 
 
 def accumulation_stage(calls: Sequence[Watched]) -> Stage:

@@ -133,25 +133,21 @@ def averages(count: int, length: float, parts: int, rows: int = 0, padded: int =
     ``count`` tokens are trained on in ``parts``, ``length`` in each row; ``padded`` with ignored ones. ``rows``: of a batch,
     where its mean may be multiplied by their number.
     """
-    again = "divided by their number again"
-    several: list[Average] = [
-        (parts, (APART,), f"the sum over {parts} parts"),
-        (1 / parts, (AVERAGED,), f"the mean over {parts} parts, {again}"),
-        (count / parts, (SUMMED,), "the sum over the tokens of each part"),
-        (1 / parts**2, (AVERAGED,), f"the mean over {parts} parts, {again}"),
-        (count, (SUMMED, APART), "the sum over all tokens and parts"),
-        (length * parts, (SUMMED, APART), "the sum over the tokens of a row, and over parts"),
+    again, several = "divided by their number again", parts > 1
+    known: list[tuple[bool, Average]] = [
+        (several, (parts, (APART,), f"the sum over {parts} parts")),
+        (several, (1 / parts, (AVERAGED,), f"the mean over {parts} parts, {again}")),
+        (several, (count / parts, (SUMMED,), "the sum over the tokens of each part")),
+        (several, (1 / parts**2, (AVERAGED,), f"the mean over {parts} parts, {again}")),
+        (several, (count, (SUMMED, APART), "the sum over all tokens and parts")),
+        (several, (length * parts, (SUMMED, APART), "the sum over the tokens of a row, and over parts")),
+        (True, (count, (SUMMED,), "the sum over all tokens")),
+        (True, (length, (SUMMED,), "the sum over the tokens of a row")),
+        (rows > 0, (rows, (SUMMED,), "the mean, times the number of rows")),
+        (rows > 0, (1 / max(rows, 1), (AVERAGED,), "the mean, divided by the number of rows again")),
+        (padded > count, (count / max(padded, 1), ("padding-in-average",), "the sum, divided by all targets, ignored ones too")),
     ]
-    sums: list[Average] = [
-        (count, (SUMMED,), "the sum over all tokens"),
-        (length, (SUMMED,), "the sum over the tokens of a row"),
-    ]
-    by_row: list[Average] = [
-        (rows, (SUMMED,), "the mean, times the number of rows"),
-        (1 / max(rows, 1), (AVERAGED,), "the mean, divided by the number of rows again"),
-    ]
-    ignored: Average = (count / max(padded, 1), ("padding-in-average",), "the sum, divided by all targets, ignored ones too")
-    return several * (parts > 1) + sums + by_row * (rows > 0) + [ignored] * (padded > count)
+    return [average for holds, average in known if holds]
 
 
 def average_of(factor: float, known: Iterable[Average], close: float) -> Average | None:

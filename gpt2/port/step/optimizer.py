@@ -9,13 +9,13 @@ import numpy as np
 
 from gpt2.port.step.causes import Places, Stage, cause
 from gpt2.port.step.movement import Movement
-from gpt2.port.step.rules import Array, Correction, Eps, Kind, Rule
+from gpt2.port.step.rules import Array, Rule
 from gpt2.port.step.settings import Settings
 
 FITTED = "this rule gives your own parameters, from your own gradients, at every entry that was compared"
 EPSILON = 1e-8
 CLOSE = 1e-4  # relative difference of constants that are meant to be equal
-CORRECTED = {Correction.NONE: "neither moment", Correction.FIRST: "only the first moment", Correction.SECOND: "only the second"}
+CORRECTED = {"none": "neither moment", "first": "only the first moment", "second": "only the second"}
 WORDS = {"matrix": "matrices", "embedding": "embeddings", "norm": "norms", "bias": "biases"}
 LARGE = ("embedding", "matrix")
 Found = Iterator[tuple[str, ...]]  # id, detail, and where they are not the usual ones: place, fix
@@ -45,11 +45,11 @@ class _Comparison:
 
     def found(self) -> Found:
         rule, at = self.movement.rule, f"at a rate of {_listed(self.rates)}"
-        if rule.kind is not Kind.ADAM:
+        if rule.kind != "adam":
             momentum = f" with a momentum of {rule.beta1:.4g}" if rule.beta1 else ""
-            sgd = rule.kind is Kind.SGD
+            sgd = rule.kind == "sgd"
             yield "optimizer-sgd" if sgd else "optimizer-other", f"{'SGD' if sgd else 'Lion'}{momentum}, {at}"
-        elif rule.beta1 < 1e-6 and rule.correction is Correction.NONE:
+        elif rule.beta1 < 1e-6 and rule.correction == "none":
             yield "optimizer-other", f"RMSprop, {at}: no first moment, no correction"
         else:
             yield from self._formula(rule)
@@ -65,13 +65,13 @@ class _Comparison:
         if rule.lost:
             yield "momentum-lost", "the moments are zero at the beginning of each step"
             return
-        if rule.correction is Correction.LATE:
+        if rule.correction == "late":
             yield "bias-correction-step", "the factors 1 - beta**t are those of step t + 1"
-        elif rule.correction is not Correction.FULL:
+        elif rule.correction != "full":
             yield "bias-correction-missing", f"{CORRECTED[rule.correction]} is divided by 1 - beta**t"
-        if rule.place is Eps.INSIDE:
+        if rule.place == "inside":
             yield "eps-inside-root", f"the divisor is sqrt(v + {rule.eps:.4g})"
-        elif rule.place is Eps.BEFORE:
+        elif rule.place == "before":
             yield "eps-before-correction", f"{rule.eps:.4g} is added to sqrt(v) before its correction"
 
     def _constants(self, rule: Rule) -> Found:
@@ -88,7 +88,7 @@ class _Comparison:
             yield "betas-wrong", said, place, fix
         elif None in given:
             yield READ, said
-        if rule.place is Eps.OUTSIDE and abs(rule.eps / EPSILON - 1) > 0.02:
+        if rule.place == "outside" and abs(rule.eps / EPSILON - 1) > 0.02:
             eps = f"an eps of {rule.eps:.4g}"
             yield ("eps-wrong", f"{eps}, not {EPSILON:g}", place, fix) if self.settings.optimizer_given else (READ, eps)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,28 +19,12 @@ ROUNDING = 2 * 2.0**-52  # of a parameter, when a change is added to it in float
 MAX_SIGMA = 4.0  # a residual counts as so many times its noise at most, so that a few odd ones do not decide
 
 
-class Correction(Enum):
-    """The step whose factors correct the moments' bias: the right one, none, the one after, or that of one moment only."""
-
-    FULL = "full"
-    NONE = "none"
-    LATE = "late"
-    FIRST = "first moment only"
-    SECOND = "second moment only"
-
-
-class Eps(Enum):
-    """Where eps is added: to the corrected root, inside the root, or to the root before its correction."""
-
-    OUTSIDE = "outside"
-    INSIDE = "inside"
-    BEFORE = "before correction"
-
-
-class Kind(Enum):
-    ADAM = "adam"
-    SGD = "sgd"
-    SIGN = "lion"
+# The step whose factors correct the moments' bias: the right one, none, the one after, or that of one moment only.
+Correction = Literal["full", "none", "late", "first", "second"]
+# Where eps is added: to the corrected root, inside the root, or to the root before its correction.
+Place = Literal["outside", "inside", "before"]
+CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
+PLACES: tuple[Place, ...] = get_args(Place)
 
 
 @dataclass(frozen=True)
@@ -52,12 +35,12 @@ class Rule:
     number of the step, for their correction, does not. Several constants at once are arrays (R, 1).
     """
 
-    kind: Kind = Kind.ADAM
+    kind: Literal["adam", "sgd", "lion"] = "adam"
     beta1: Any = 0.9
     beta2: Any = 0.999
     eps: Any = 1e-8
-    correction: Correction = Correction.FULL
-    place: Eps = Eps.OUTSIDE
+    correction: Correction = "full"
+    place: Place = "outside"
     amsgrad: bool = False
     coupled: float = 0.0
     lost: bool = False
@@ -121,22 +104,22 @@ def directions(rule: Rule, track: Track, state: Moments | None = None) -> Array:
             state.m, state.v, state.most = np.zeros((3, n))
             state.step *= rule.counted
         state.step += 1
-        if rule.kind is Kind.SGD:
+        if rule.kind == "sgd":
             state.m = b1 * state.m + g
             out[..., t, :] = g + b1 * state.m if rule.nesterov else state.m
             continue
-        if rule.kind is Kind.SIGN:
+        if rule.kind == "lion":
             out[..., t, :] = np.sign(b1 * state.m + (1 - b1) * g)
             state.m = b2 * state.m + (1 - b2) * g
             continue
         state.m = b1 * state.m + (1 - b1) * g
         state.v = b2 * state.v + (1 - b2) * g * g
         state.most = np.maximum(state.most, state.v) if rule.amsgrad else state.v
-        at = state.step + (rule.correction is Correction.LATE)
-        c1 = 1 - b1**at if rule.correction not in (Correction.NONE, Correction.SECOND) else 1.0
-        c2 = 1 - b2**at if rule.correction not in (Correction.NONE, Correction.FIRST) else 1.0
+        at = state.step + (rule.correction == "late")
+        c1 = 1 - b1**at if rule.correction not in ("none", "second") else 1.0
+        c2 = 1 - b2**at if rule.correction not in ("none", "first") else 1.0
         c1, c2 = np.maximum(c1, 1e-300), np.maximum(c2, 1e-300)
-        inside, before, outside = ((rule.place is place) * eps for place in (Eps.INSIDE, Eps.BEFORE, Eps.OUTSIDE))
+        inside, before, outside = ((rule.place == place) * eps for place in ("inside", "before", "outside"))
         root = np.sqrt(state.most / c2 + inside) + before / np.sqrt(c2) + outside
         out[..., t, :] = state.m / (c1 * np.where(root == 0, 1.0, root))
     return out

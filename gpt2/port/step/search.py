@@ -15,7 +15,7 @@ from gpt2.port.golden_section import least
 from gpt2.port.step.clipping import Clip, ClipKind, Norms, clipped
 from gpt2.port.step.fitting import EPSILONS, EXACT, EXPLAINED, ROUNDED, Search
 from gpt2.port.step.records import Update
-from gpt2.port.step.rules import Array, Correction, Eps, Kind, Rule, Track, fit
+from gpt2.port.step.rules import CORRECTIONS, PLACES, Array, Rule, Track, fit
 from gpt2.port.step.settings import Settings
 
 FITS = 1e-6  # relative error of changes that a known rule explains
@@ -164,7 +164,7 @@ class RuleSearch:
         given = [(settings.beta1, settings.beta2)] if settings.beta1 and settings.beta2 else [(0.9, 0.95), (0.9, 0.999)]
         rules = [Rule(beta1=one, beta2=two) for one, two in given]
         coupled = [replace(rules[0], coupled=settings.weight_decay)] if settings.weight_decay else []
-        rules += [] if self.noisy else [*coupled, Rule(kind=Kind.SGD, beta1=0.0)]
+        rules += [] if self.noisy else [*coupled, Rule(kind="sgd", beta1=0.0)]
         for kind, rule in itertools.product(self.free, rules):
             error, clip = self._nearest(kind, rule)
             if clip is not None and search and error > FITS and (error < NEAR or self.noisy):
@@ -205,8 +205,8 @@ class RuleSearch:
         tracks, settings, rule = self.tracks((answer.variant, answer.clip)), self.settings, answer.rule
         search, steps = Search(tracks, settings), tracks[0].calls or range(len(tracks[0].before))
         expected = np.array([settings.rate(step) for step in steps]) if settings.scheduled else np.ones(len(steps))
-        if rule.kind is Kind.ADAM and not rule.lost and bool((expected > 0).all()):
-            alike = (replace(rule, correction=c, place=p) for p in Eps for c in Correction)
+        if rule.kind == "adam" and not rule.lost and bool((expected > 0).all()):
+            alike = (replace(rule, correction=c, place=p) for p in PLACES for c in CORRECTIONS)
             alike = (one for one in alike if search.error(one) <= max(search.enough, 2 * answer.error))
             close = STEADY_NOISY if self.noisy else STEADY
             rule = next((one for one in alike if _spread(_rates(tracks, one) / expected) < close), rule)
