@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -12,7 +13,7 @@ import torch
 from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.step.causes import Places, Stage, cause
 from gpt2.port.step.clipping import LIMITS, ClipKind, clip_stage, passage, read_clipping
-from gpt2.port.step.expected import TABLE, Gradients, Predictor, Weights
+from gpt2.port.step.expected import TABLE, Gradients, Predictor
 from gpt2.port.step.gradients import Comparison, ratio, total_norm
 from gpt2.port.step.labels import Formula, average_of
 from gpt2.port.step.recognition import Recorded
@@ -82,7 +83,11 @@ class GradientExamination(Evidence):
             for id, words in reading.formula.wrong:
                 reading.note(id, "loss", words)
             if len(reading.wrong) == len(self.got):
-                self._leave_open(reading)
+                pairs, deadline = [(g, reading.made.whole[n]) for n, g in self.got.items()], self.predictor.deadline
+                reading.stage.error = max(float((g - right).norm() / right.norm().clamp(min=1e-300)) for g, right in pairs)
+                late = f"the search ended at its limit of {deadline.words}: " if deadline.passed else ""
+                words = "the gradients are those of no known mistake in the loss; dump the gradient of the logits as well"
+                reading.stage.leave_open(late + words)
                 return reading
             reading.stage.causes += self.comparison.causes(self.got, reading.wrong, reading.factor, reading.made)
             self._judge_factor(reading)
@@ -126,14 +131,6 @@ class GradientExamination(Evidence):
         reading.clip, reading.factor = clip_stage(cut, None, ""), factor
         return True
 
-    def _leave_open(self, reading: GradientReading) -> None:
-        """Say that no gradient is explained."""
-        right, deadline = reading.made.whole, self.predictor.deadline
-        reading.stage.error = max(float((g - right[n]).norm() / right[n].norm().clamp(min=1e-300)) for n, g in self.got.items())
-        late = f"the search ended at its limit of {deadline.words}: " if deadline.passed else ""
-        words = "the gradients are those of no known mistake in the loss; dump the gradient of the logits as well"
-        reading.stage.leave_open(late + words)
-
     def _judge_factor(self, reading: GradientReading) -> None:
         """Note the factor of the gradients, unless clipping or an average explains it."""
         factor, close = reading.factor, max(1e-4, 4 * self.unit)
@@ -160,12 +157,18 @@ class GradientExamination(Evidence):
         """Compare the gradients of later steps, from the program's own parameters: what is left of the step before."""
         recorded, comparison, unknown = self.recorded, self.comparison, list[int]()
         comparison.relative += 30 * max((UNITS[dtype][0] for dtype in recorded.parameter_dtypes), default=0.0)
-        for step, part, made, before in self._steps(reading):
-            if len(comparison.wrong(part, made, reading.factor)) < len(part) / 2:
+        for step, (before, got) in enumerate(itertools.pairwise(recorded.raw), 1):
+            part = {n: g for n, g in got.items() if n in before and n != TABLE}
+            if not part or (weights := recorded.parameters[step]).keys() != self.state.keys():
+                break
+            made = self.predictor.gradients(weights, step, self.predictor.again(reading.formula, step)).whole
+            new = {n: reading.factor * made[n] for n in part}
+            if len(comparison.wrong(part, new)) < len(part) / 2:
                 continue
-            share, kept = combined(part, made, before)
-            mixed = {n: share * made[n] + kept * before[n] for n in part}
-            if kept > 0.01 and len(comparison.wrong(part, mixed)) < len(part) / 2:
+            square = sum(float(before[n].square().sum()) for n in part)
+            kept = sum(float(((g - new[n]) * before[n]).sum()) for n, g in part.items()) / max(square, 1e-300)
+            summed = {n: new[n] + kept * before[n] for n in part}
+            if kept > 0.01 and len(comparison.wrong(part, summed)) < len(part) / 2:
                 detail = f"the gradient of step {step + 1} holds {kept:.3g} times that of the step before"
                 reading.note("gradient-not-zeroed", "gradient", detail)
             elif reading.clipped is None and not reading.clip.causes:
@@ -173,25 +176,3 @@ class GradientExamination(Evidence):
         if unknown and not reading.stage.causes:
             words = f"the gradients of step {unknown[0]} are not those of its batch at the parameters before it"
             reading.stage.leave_open(words)
-
-    def _steps(self, reading: GradientReading) -> Iterator[tuple[int, Weights, Weights, Weights]]:
-        """Yield each later step's number, gradients in the dump, at its own parameters, and of the step before."""
-        raw = self.recorded.raw
-        for step in range(1, len(raw)):
-            weights = self.recorded.parameters[step]
-            part = {n: g for n, g in raw[step].items() if n in raw[step - 1] and n != TABLE}
-            if not part or weights.keys() != self.state.keys():
-                break
-            formula = self.predictor.again(reading.formula, step)
-            yield step, part, self.predictor.gradients(weights, step, formula).whole, raw[step - 1]
-
-
-def combined(got: Weights, one: Weights, other: Weights) -> tuple[float, float]:
-    """Return the coefficients of two gradients whose sum is nearest to ``got``."""
-    gram, right = torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-    for name, wanted in got.items():
-        rows = torch.stack([one[name].flatten(), other[name].flatten()])
-        gram += rows @ rows.T
-        right += rows @ wanted.flatten()
-    first, second = torch.linalg.lstsq(gram, right[:, None]).solution[:, 0].tolist()
-    return first, second

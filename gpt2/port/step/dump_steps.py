@@ -117,7 +117,7 @@ class StepExamination:
                     made = self.predictor.gradients(self.state, step, formula) if step or key else self.exact
                     yield f"{step} {key}", made.whole
                 if not key:
-                    yield from ((f"{step} share", made.use(share)) for share in (made.head, made.table))
+                    yield from ((f"{step} share", made.whole | share) for share in (made.head, made.table))
 
     def _options(self, weights: Weights, step: int, label: str) -> list[Weights]:
         """Return the gradients that step ``step`` from some weights may have, with right labels and with those of ``label``."""

@@ -88,10 +88,6 @@ class Gradients:
     head: Weights
     table: Weights
 
-    def use(self, share: Weights) -> Weights:
-        """Return the gradients, of which the token embedding's are one of its two shares."""
-        return {**self.whole, **share}
-
 
 @torch.enable_grad()
 def two_shares(

@@ -77,13 +77,17 @@ class Formula:
 
 
 def cause_of(key: str) -> tuple[str, str]:
-    """Return the cause and the words of a key of :func:`shifts` or :func:`labelings`."""
+    """Return the cause and the words of a key of :func:`labelings`."""
     id, _, words = key.partition(": ")
     return id, words
 
 
-def shifts(batch: Batch) -> dict[str, Tensor]:
-    """Return labels (B, T) that people train on, each behind its cause and words for it; "" are the right ones."""
+def labelings(batch: Batch, special: Sequence[int] = (), parts: int | None = None) -> dict[str, Tensor]:
+    """Return labels (B, T) that people train on, each behind its cause and words for it; "" are the right ones, which come first.
+
+    Other labels, then the right ones where some positions are left out, or not left out. ``special``: ids that people take for
+    padding, so that the loss ignores them. ``parts``: of a batch, by the settings.
+    """
     ids, right = batch.ids, batch.targets
     none, first, last = torch.full_like(ids[:, :1], IGNORED), ids[:, :1], right[:, -1:]
     twice = torch.cat([ids[:, 2:], last, none], 1)[:, -ids.shape[1] :]
@@ -97,16 +101,7 @@ def shifts(batch: Batch) -> dict[str, Tensor]:
     found["labels-wrong: each position learns the token before"] = before
     for words, token in {"the row's first token": first, "the next row's first": first.roll(-1, 0), "token 0": 0 * first}.items():
         found[f"last-token-in-loss: the last position learns {words}"] = torch.cat([right[:, :-1], token], 1)
-    return found
-
-
-def labelings(batch: Batch, special: Sequence[int], parts: int | None) -> dict[str, Tensor]:
-    """Return labels as :func:`shifts` does, and the right ones where some positions are left out, or not left out.
-
-    ``special``: ids that people take for padding, so that the loss ignores them. ``parts``: of a batch, by the settings.
-    """
-    right, found = batch.targets, shifts(batch)
-    if bool((right[:, -1] >= 0).any()):
+    if bool((last >= 0).any()):
         found["last-token-missing: the last position learns nothing"] = without(right, ALL, slice(-1, None))
     found["tokens-left-out: the first position learns nothing"] = without(right, ALL, slice(1))
     for id in dict.fromkeys(special):

@@ -19,7 +19,7 @@ from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.golden_section import least
 from gpt2.port.step.causes import Stage, cause
 from gpt2.port.step.expected import Predictor, Weights
-from gpt2.port.step.labels import AVERAGED, IGNORED, Batch, Formula, average_of, averages, cause_of, shifts
+from gpt2.port.step.labels import AVERAGED, IGNORED, Batch, Formula, average_of, averages, cause_of, labelings
 from gpt2.port.step.records import Forward
 
 BOUND = 1e-7  # relative error of a row that a formula explains; float32 constants reach 1e-8
@@ -141,7 +141,7 @@ def loss_stage(batch: Batch, reading: LossReading, factor: float) -> Stage:
 
 def _labels(batch: Batch, labels: Tensor) -> Iterator[tuple[str, str]]:
     """Yield the causes in the labels (B, T), with what they are: other ones, and positions that are left out."""
-    right, trained, known = batch.targets, labels != IGNORED, shifts(batch)
+    right, trained, known = batch.targets, labels != IGNORED, labelings(batch)
     key = next((key for key, one in known.items() if bool((labels == one)[trained].all())), None)
     expected = known.get(key or "", right)
     if key:

@@ -89,8 +89,9 @@ class _Comparison:
         elif None in given:
             yield READ, said
         if rule.place == "outside" and abs(rule.eps / EPSILON - 1) > 0.02:
-            eps = f"an eps of {rule.eps:.4g}"
-            yield ("eps-wrong", f"{eps}, not {EPSILON:g}", place, fix) if self.settings.optimizer_given else (READ, eps)
+            eps, s = f"an eps of {rule.eps:.4g}", self.settings
+            wanted = (s.lr, *given, s.weight_decay, s.clip) != (None,) * 5  # then it is AdamW's
+            yield ("eps-wrong", f"{eps}, not {EPSILON:g}", place, fix) if wanted else (READ, eps)
 
     def _rates(self) -> Found:
         rates, settings = self.rates, self.settings

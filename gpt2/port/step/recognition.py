@@ -163,7 +163,11 @@ class Recogniser:
         found.float64 = any(not bool((one == one.float().double()).all()) for one in wide)
         found.stacks = {piece.units for piece in pieces if 1 < len(piece.units) < len(self.state)}
         later = [units_of(one) for one in found.parameters[1:]]
-        still = [n for n, p in self.units.items() if later and all(n in one and _unmoved(one[n], p) for one in later)]
+        allowed = {n: 2**-24 * p.abs() for n, p in self.units.items()}
+        moved = {
+            n for n, p in self.units.items() for one in later if n not in one or bool(((one[n] - p).abs() > allowed[n]).any())
+        }
+        still = self.units.keys() - moved if later else set()
         # of c_attn, all three thirds: a key's bias has no gradient
         found.unchanged = [n for n in self.state if n in still or all(f"{n}:{one}" in still for one in LETTERS)]
         if gradients:
@@ -291,7 +295,3 @@ def cosine(one: Tensor, other: Tensor) -> float:
     """Return the cosine of two flat tensors; 0 if one of them is zero."""
     size = float(one.norm() * other.norm())
     return float(one @ other) / size if size > 0 else 0.0
-
-
-def _unmoved(after: Tensor, before: Tensor) -> bool:
-    return bool(((after - before).abs() <= 2**-24 * before.abs()).all())

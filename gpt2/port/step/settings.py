@@ -73,10 +73,6 @@ class Settings:
         """Whether the rate at each step is known: ``optim.lr`` and a part of its schedule are given."""
         return self.lr is not None and (self.warmup, self.min_lr, self.steps) != (None, None, None)
 
-    @property
-    def optimizer_given(self) -> bool:
-        return any(value is not None for value in (self.lr, self.beta1, self.beta2, self.weight_decay, self.clip))
-
     def rate(self, step: int) -> float:
         """Return the rate at ``step`` (from 0): linear warm-up to ``lr``, then cosine decay to ``min_lr``, as a recipe says."""
         assert self.lr is not None
