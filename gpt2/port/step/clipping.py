@@ -234,6 +234,8 @@ def clip_stage(reading: ClipReading, wanted: float | None, odd: str) -> Stage:
         stage.leave_open(f"the gradient of {odd} is changed before the update in a way that is not known")
         return stage
     clip, factor, largest = reading.clip, reading.factor, max(reading.passed, default=0.0)
+    before = Clip(ClipKind.NORM, clip.limit / factor if clip else 0.0)  # of the gradient as a GradScaler has multiplied it
+    apart = abs(clip.limit / wanted - 1) if clip and wanted else math.inf
     left = f"in {len(reading.passed)} of the updates norms up to {largest:.4g} are left as they are"
     found = [("clip-missing", left)] if reading.passed and wanted else []
     if clip is None:
@@ -246,22 +248,15 @@ def clip_stage(reading: ClipReading, wanted: float | None, odd: str) -> Stage:
     elif clip.kind in WORDS:
         id, words = WORDS[clip.kind]
         found.append((id, words.format(clip.limit)))
-    elif _before_unscaling(clip, factor, wanted):
+    elif factor < 0.02 and apart > 1e-3 and (abs(before.limit / wanted - 1) < 1e-3 if wanted else before.usual):
         detail = f"the gradient, still multiplied by {1 / factor:g}, is clipped to {clip.limit / factor:.6g}"
         found.append(("clip-before-unscaling", detail))
     elif wanted is None:
         some = f", but norms up to {largest:.4g} are left as they are" if reading.passed else ""
         stage.notes.append(f"read off: gradients are clipped to a norm of {clip.limit:.4g}{some}")
-    elif abs(clip.limit / wanted - 1) > 1e-3:
+    elif apart > 1e-3:
         found.append(("clip-threshold", f"the norm is clipped to {clip.limit:.6g}, not {wanted:g}"))
     evidence = f"gradients of norms up to {reading.largest:.3g}, before and after"
     stage.causes = [cause(id, "gradient", detail, evidence) for id, detail in found]
     stage.error = float(bool(found))
     return stage
-
-
-def _before_unscaling(clip: Clip, factor: float, wanted: float | None) -> bool:
-    """Return whether the limit is a usual one for the gradient as a GradScaler has multiplied it."""
-    before = Clip(clip.kind, clip.limit / factor)  # in units of the gradient before unscaling
-    usual = abs(before.limit / wanted - 1) < 1e-3 if wanted else before.usual
-    return factor < 0.02 and usual and not (wanted and abs(clip.limit / wanted - 1) < 1e-3)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.port.dump.tolerance import UNITS
@@ -62,8 +60,8 @@ def read_loss(forwards: Iterable[Forward], batch: Batch) -> LossReading | None:
     reading = LossReading(blank, torch.zeros(blank.shape, dtype=torch.float64), blank.clone())
     logits, gradient = torch.zeros(2, *blank.shape, size, dtype=torch.float64)
     for number, (forward, given) in enumerate(trained):
-        rows = (one.cpu().reshape(len(forward.ids), -1, size) for one in (forward.logits, given))
-        for ids, own, slope in zip(forward.ids.cpu(), *rows, strict=True):
+        both = (one.cpu().reshape(len(forward.ids), -1, size) for one in (forward.logits, given))
+        for ids, own, slope in zip(forward.ids.cpu(), *both, strict=True):
             count = min(len(ids), batch.tokens.shape[1])  # of a row that may be shorter or longer than the batch's
             same = (batch.tokens[:, :count] == ids[:count]).all(1)
             row, known = int(same.int().argmax()), slope[: blank.shape[1]].abs().amax(-1) > 0
@@ -77,11 +75,12 @@ def read_loss(forwards: Iterable[Forward], batch: Batch) -> LossReading | None:
     if not bool(trains.any()):
         return reading
     at, wanted = logits[trains], gradient[trains]
-    labels = wanted.argmin(-1)
-    target = F.one_hot(labels, size).double()
+    labels, rows = wanted.argmin(-1), torch.arange(len(wanted))
 
     def shape(smoothing: float, factor: float) -> Tensor:
-        return (factor * at).softmax(-1) - (1 - smoothing) * target - smoothing / size
+        made = (factor * at).softmax(-1).sub_(smoothing / size)
+        made[rows, labels] -= 1 - smoothing
+        return made
 
     reading.smoothing, reading.factor, reading.error = free_numbers(wanted, shape)
     reading.weights[trains] = along(wanted, shape(reading.smoothing, reading.factor)) / reading.factor
@@ -249,8 +248,11 @@ def dumped_loss(
             return Stage(), right[0]
     labels = predictor.formulas(0)
     told = [labels[trained.key]] if trained is not None else []  # by the gradients
-    ways = chain.from_iterable(one.near(predictor.averages(one.labels)) for one in (*told, *labels.values()))
-    mistakes = [(float(way.loss(logits[0])), way) for way in (*ways, *predictor.numbers())]
+    mistakes: list[tuple[float, Formula]] = []
+    for way in (*told, *labels.values(), *predictor.numbers()):
+        wrong_averages = predictor.averages(way.labels) if way.smoothing == 0 and way.factor == 1 else []
+        mean = float(way.loss(logits[0]))
+        mistakes += [(mean * one.scale, one) for one in way.near(wrong_averages)]
     first = [(one, float(one.values[0])) for one in losses]
     found = ((value, way) for number, way in mistakes for one, value in first if one.near(value, number, exact))
     value, made = next(found, (0.0, None))

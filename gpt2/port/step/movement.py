@@ -140,7 +140,11 @@ class Movement:
         values = {name: self.fits[name] for name in self.known}
         if not values:
             return np.zeros(0), {}
-        plain = [one for one in values.values() if not one.decays_much] or list(values.values())
+        most = {
+            n: float(np.abs(np.nan_to_num(one.decays)).max()) / (float(np.abs(one.rates).max()) or 1e-300)
+            for n, one in values.items()
+        }
+        plain = [one for name, one in values.items() if most[name] <= 1e-6] or list(values.values())
         base = np.median(np.stack([one.rates for one in plain]), axis=0)
         factors = {}
         for name, one in values.items():

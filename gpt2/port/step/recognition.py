@@ -242,7 +242,10 @@ class Recogniser:
             taken = [[self._taken(one, units) for one in ways] for ways in options]
             # where all steps have the same signs, the direction decides
             likeness = [[max(alike(x, one) + 1e-3 * cosine(x, one) for one in ways) for ways in taken] for x in values]
-            placed = assigned(likeness, len(options))
+            placed: Sequence[int] = [max(range(len(options)), key=row.__getitem__) for row in likeness]
+            if len(group) == len(options):  # all different
+                orders = itertools.permutations(range(len(options)))
+                placed = max(orders, key=lambda order: sum(row[at] for row, at in zip(likeness, order, strict=True)))
             order = sorted(range(len(group)), key=lambda number: -max(likeness[number]))[: 2 * len(raw)]  # no later step's
             order.sort(key=lambda number: -total_norm(group[number].view))  # clipping may cut one entry
             for step in range(len(raw)):
@@ -261,14 +264,6 @@ class Recogniser:
         views = (view for array in positive for view in self.layouts.views(array) if all(name in raw for name in view))
         pairs = ([torch.cat([one[name].reshape(-1) for name in view]) for one in (view, raw)] for view in views)
         return any(cosine(values, gradient**2) > SQUARE for values, gradient in pairs)
-
-
-def assigned(likeness: list[list[float]], steps: int) -> list[int]:
-    """Return the step of each array: all different where there are as many arrays as steps."""
-    if steps and len(likeness) == steps and steps <= MAX_STEPS:
-        orders = itertools.permutations(range(steps))
-        return list(max(orders, key=lambda order: sum(row[at] for row, at in zip(likeness, order, strict=True))))
-    return [max(range(steps), key=lambda step: row[step]) for row in likeness]
 
 
 def is_clipped(raw: list[Weights], used: list[Weights]) -> bool:

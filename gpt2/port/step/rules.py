@@ -140,12 +140,6 @@ class Fit:
     doubts: Array
 
     @property
-    def decays_much(self) -> bool:
-        """Whether the parameter decays by more than a rounding of its rate."""
-        known = self.decays[~np.isnan(self.decays)]
-        return len(known) > 0 and float(np.abs(known).max()) > 1e-6 * float(np.abs(self.rates).max())
-
-    @property
     def decay(self) -> float | None:
         """The decay over the rate; None if it cannot be known."""
         known = ~np.isnan(self.decays) & (np.abs(self.rates) > 0)

@@ -18,7 +18,14 @@ def join_tied(sessions: Sequence[Sequence[Watched]], names: Sequence[str], sampl
     calls = [call for session in sessions for call in session]
     updates = [update for call in calls for update in call.updates]
     equal = all(torch.equal(update.after[names[0]], update.after[name]) for update in updates for name in names)
-    keepers = (one for one in names if all(_uses_sum(update, one, names) for update in updates))
+
+    def uses_sum(update: Update, keeper: str) -> bool:
+        """Whether ``.grad`` of the keeper is a multiple of the sum of all gradients, or cut from it."""
+        total = Gradient().plus(update.held)
+        _join(total, keeper, names)
+        return keeper in update.gradient.samples and keeper in total.samples and keeper not in passage(total, update.gradient).odd
+
+    keepers = (one for one in names if all(uses_sum(update, one) for update in updates))
     if len(names) < 2 or not updates or not equal or (keeper := next(keepers, None)) is None:
         return
     for gradient in (one for call in calls for backward in call.backwards for one in (backward.arrived, backward.held)):
@@ -38,14 +45,6 @@ def join_tied(sessions: Sequence[Sequence[Watched]], names: Sequence[str], sampl
             update.before.pop(name, None)
             update.after.pop(name, None)
         del sampler.parameters[name], sampler.indices[name]
-
-
-def _uses_sum(update: Update, keeper: str, names: Sequence[str]) -> bool:
-    """Whether ``.grad`` of the keeper is a multiple of the sum of all gradients, or cut from it."""
-    total = Gradient().plus(update.held)
-    _join(total, keeper, names)
-    known = keeper in update.gradient.samples and keeper in total.samples
-    return known and keeper not in passage(total, update.gradient).odd
 
 
 def _join(gradient: Gradient, keeper: str, names: Sequence[str]) -> None:

@@ -83,8 +83,9 @@ class Watch(DeterministicMode):
         if call.writes:
             places = (tensor.untyped_storage()._cdata for tensor in _written(call))
             self._note([self._names[place] for place in places if place in self._names])
-        if call.name in LOSSES and call.inputs and call.inputs[0].dtype in HALVES and self._is_wide(call.inputs[0]):
-            self.seen.half = True
+        if call.name in LOSSES and call.inputs and call.inputs[0].dtype in HALVES and call.inputs[0].ndim:
+            width = call.inputs[0].shape[-1]
+            self.seen.half = self.seen.half or any(width == one.logits.shape[-1] for one in self.seen.forwards[-1:])
         if call.name not in HANDLED and self._mask is None:
             return call.run()
         drops = call.name == "native_dropout" and call.args[2] is not False
@@ -99,9 +100,6 @@ class Watch(DeterministicMode):
         result = super().handle(call)
         self.dropouts.clear()
         return result
-
-    def _is_wide(self, tensor: Tensor) -> bool:
-        return tensor.ndim > 0 and any(tensor.shape[-1] == one.logits.shape[-1] for one in self.seen.forwards[-1:])
 
     def _note(self, names: Iterable[str]) -> None:
         """Note the parameters' values and gradients before their first write since the last backward pass."""
