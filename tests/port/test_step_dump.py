@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from support.commands import mistake
-from support.step_programs import LEVELS, Dumped, batches_of, dumped, given_ids, named, native, numpy_steps
-from support.step_programs.numpy_steps import FAULTS
+from support.step_programs import LEVELS, NUMPY, Dumped, batches_of, given_ids, named, native, trained
 from support.step_programs.scoring import score
-from support.steps import CONFIG, our_model
+from support.steps import our_model
 
 import gpt2
 from gpt2.port.step.clipping import ClipKind, Norms, read_clipping
@@ -69,14 +69,14 @@ def test_a_program(line: str, how: dict, verdict: str, said: tuple[str, ...] | s
 def test_a_rule_of_few_parameters_names_no_cause() -> None:
     """A step counted once for each tensor was called another eps, another rate and decay on norms: what fitted few tensors."""
     run = Dumped("")
-    diagnosis = gpt2.diagnose(trained(run, "counted-per-tensor"), our_model(), settings=run.overrides())
+    diagnosis = gpt2.diagnose(dump_of(run, "counted-per-tensor"), our_model(), settings=run.overrides())
     assert (diagnosis.verdict, diagnosis.causes) == ("undetermined", ()), diagnosis.table()
 
 
 @SLOW
 def test_nearly_every_fault_is_named() -> None:
     """A change of the engine lost faults that it could name: from gradients and parameters in float32. (The others: moments.)"""
-    flaws = [row.flaw() for word in list(FAULTS)[1::2] if not (row := score(Dumped(word, "usual"))).right]
+    flaws = [row.flaw() for word in list(NUMPY)[1::2] if not (row := score(Dumped(word, "usual"))).right]
     assert len(flaws) <= 1, flaws
 
 
@@ -112,7 +112,7 @@ def test_a_first_step_at_a_rate_of_zero_is_a_step(level: str, steps: int, same: 
     With one batch for all steps, only the losses say how many there are, and gradients of two steps differ little.
     """
     run = Dumped("", level, steps=steps, same=same, settings={"warmup": 2})
-    arrays = trained(run, "warmup-from-zero")
+    arrays = dump_of(run, "warmup-from-zero")
     diagnosis = gpt2.diagnose(arrays, our_model(), settings=run.overrides())
     assert [cause.id for cause in diagnosis.causes] == ["schedule-wrong"], diagnosis.table()
     assert f"{steps} steps" in diagnosis.notes[0]
@@ -121,14 +121,14 @@ def test_a_first_step_at_a_rate_of_zero_is_a_step(level: str, steps: int, same: 
 
 def test_half_precision_that_hides_a_warm_up_is_undetermined() -> None:
     """One step at a small rate moves norms by less than float16 shows: the optimizer was said to lack them."""
-    diagnosis = gpt2.diagnose(trained(Dumped("", dtype="float16", settings={"warmup": 2}), "warmup-from-zero"), our_model())
+    diagnosis = gpt2.diagnose(dump_of(Dumped("", dtype="float16", settings={"warmup": 2}), "warmup-from-zero"), our_model())
     assert (diagnosis.verdict, diagnosis.causes) == ("undetermined", ()), diagnosis.table()
 
 
 def test_an_update_that_cannot_be_examined_is_no_equality() -> None:
     """Without the gradients of the second step and all parameters before it, nothing is known of the update."""
     run = Dumped("", "moments", "apart")
-    arrays = named(run, before(), numpy_steps.train(before(), CONFIG.n_head, batches_of(run), set(), run.given))
+    arrays = named(run, before(), trained(run, before(), batches_of(run)))
     later = {n for n in arrays if n.startswith("raw1") or (n.endswith(("ln_1.bias", "ln_2.bias")) and "before" not in n)}
     arrays = {name: a for name, a in arrays.items() if name not in later}
     diagnosis = gpt2.diagnose({**given_ids(run, batches_of(run)), **arrays}, our_model())
@@ -139,7 +139,7 @@ def test_an_update_that_cannot_be_examined_is_no_equality() -> None:
 @SLOW
 def test_moments_in_a_dump_are_not_taken_for_clipped_gradients() -> None:
     """Adam's moments, and key biases whose gradient is rounding alone, made every such program faulty, also the right one."""
-    rows = {word: score(Dumped(word, "moments", "apart")) for word in ("", *list(FAULTS)[::2])}
+    rows = {word: score(Dumped(word, "moments", "apart")) for word in ("", *list(NUMPY)[::2])}
     assert rows[""].verdict == "equal", rows[""].flaw()
     assert not [row.flaw() for row in rows.values() if row.beside]
     assert sum(not row.missed for row in rows.values()) >= len(rows) - 2
@@ -199,10 +199,9 @@ def before() -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in our_model().state_dict().items()}
 
 
-def trained(run: Dumped, word: str) -> dict[str, np.ndarray]:
+def dump_of(run: Dumped, word: str) -> dict[str, np.ndarray]:
     """The dump of a program with something that is no fault in the table."""
-    records = numpy_steps.train(before(), CONFIG.n_head, batches_of(run), {word}, run.given)
-    return dumped(run, before(), batches_of(run), records)
+    return replace(run, line=word).arrays()
 
 
 def test_gradients_that_clipping_cannot_have_made_are_no_traceback() -> None:

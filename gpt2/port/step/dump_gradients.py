@@ -126,7 +126,7 @@ class GradientExamination(Evidence):
         cut = read_clipping([[Update(held=held, gradient=used)]], factor, CLOSE)
         least = {ClipKind.ENTRY: 0, ClipKind.PARAMETER: 2}  # parameters that are cut
         several = sum(one < factor * (1 - CLOSE) for one in ratios)
-        if cut.odd or cut.clip is None or several < least.get(cut.clip.kind, math.inf):
+        if cut.odd or cut.clip is None or several < least.get(cut.clip.kind, math.inf) or min(ratios, default=1.0) <= 0:
             return False
         reading.clip, reading.factor = clip_stage(cut, None, ""), factor
         return True

@@ -115,9 +115,13 @@ class Step:
         return importlib.import_module(f"{__name__}.{self.style}").make(frozenset(self.words), self.settings)
 
 
+def patches_of(names: tuple[str, ...]) -> list[tuple[str, str]]:
+    return [patch for name in names for patch in MEANINGS[name].patches]
+
+
 @cache
 def _plain(names: tuple[str, ...]) -> dict[str, Any]:
-    source, namespace = patched(PLAIN, names), {"__name__": "plain"}
+    source, namespace = patched(PLAIN, patches_of(names)), {"__name__": "plain"}
     assert source is not None, f"the patches of {names} do not apply"
     exec(compile(source, f"plain with {' '.join(names)}", "exec"), namespace)  # our own text
     return namespace

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -79,9 +79,9 @@ def _meaning(stage: str, ids: str, patch: Sequence[str] = (), prepare: str = "",
 MEANINGS = {word: _meaning(stage, **row) for stage, rows in _FOUND.items() for word, row in rows.items()}
 
 
-def patched(source: str, names: tuple[str, ...]) -> str | None:
-    """A source with the patches of some faults; None if one does not apply exactly once, as where two change one place."""
-    for old, new in (patch for name in names for patch in MEANINGS[name].patches):
+def patched(source: str, patches: Iterable[tuple[str, str]]) -> str | None:
+    """A source with patches; None if one does not apply exactly once, as where two change one place."""
+    for old, new in patches:
         if source.count(old) != 1:
             return None
         source = source.replace(old, new)
