@@ -185,7 +185,7 @@ def read_clipping(sessions: Sequence[Sequence[Update]], factor: float | None = N
         return reading
     uneven = any(spread(share.values()) > same for share in biting.values())
     found = []
-    for kind in (ClipKind.PARAMETER,) if uneven else (ClipKind.NORM, ClipKind.LARGEST, ClipKind.SUM):
+    for kind in (ClipKind.PARAMETER,) if uneven else (ClipKind.NORM, ClipKind.LARGEST, ClipKind.SUM, ClipKind.SQUARES):
         bounds = {
             (number, name): ratio * float(norms[number].of_kind(kind, name)[0])
             for number, share in biting.items()
