@@ -75,7 +75,7 @@ class GradientExamination(Evidence):
     def read(self) -> GradientReading:
         """Read the first step's gradients, then those of later steps."""
         right, *others = self.predictor.formulas(0).values()
-        reading = self._best([right, *self._sorted(others)])
+        reading = self._best(one for some in ([right], others) for one in self._sorted(some))
         if not (reading.wrong and self._is_cut(reading)):
             if len(reading.wrong) > len(self.got) / 2 and LAST_BIAS in self.got and self.predictor.can_try:
                 free = self._best(self._sorted(self.predictor.numbers())[:NUMBERS])
@@ -105,7 +105,7 @@ class GradientExamination(Evidence):
 
     def _best(self, formulas: Iterable[Formula]) -> GradientReading:
         """Return the reading with fewest wrong gradients; the first without, or as long as there is time."""
-        found: list[GradientReading] = []
+        best: GradientReading | None = None
         for formula in formulas:
             made = self.predictor.gradients(self.state, 0, formula) if formula.wrong else self.exact
             right = made.whole
@@ -113,10 +113,12 @@ class GradientExamination(Evidence):
             near = sorted(factors, key=lambda f: abs(f - median(factors)))[:8]
             tries = [(self.comparison.wrong(self.got, right, f), f) for f in ([1.0, *near] if near else [])]
             wrong, factor = min(tries, key=lambda one: len(one[0]), default=(list(self.got), 1.0))
-            found.append(GradientReading(formula, made, factor, wrong))
+            if best is None or len(wrong) < len(best.wrong):
+                best = GradientReading(formula, made, factor, wrong)
             if not wrong or not self.predictor.can_try:
                 break
-        return min(found, key=lambda one: len(one.wrong))
+        assert best is not None
+        return best
 
     def _is_cut(self, reading: GradientReading) -> bool:
         """Note gradients that are clipped by tensor, or by value, if that explains all; return whether it does."""
