@@ -234,7 +234,7 @@ def clip_stage(reading: ClipReading, wanted: float | None, odd: str) -> Stage:
         stage.leave_open(f"the gradient of {odd} is changed before the update in a way that is not known")
         return stage
     clip, factor, largest = reading.clip, reading.factor, max(reading.passed, default=0.0)
-    before = Clip(ClipKind.NORM, clip.limit / factor if clip and factor else 0.0)  # of the gradient as a GradScaler has multiplied it
+    before = Clip(ClipKind.NORM, clip.limit / factor if clip and factor else 0.0)  # of the gradient that a GradScaler has scaled
     apart = abs(clip.limit / wanted - 1) if clip and wanted else math.inf
     left = f"in {len(reading.passed)} of the updates norms up to {largest:.4g} are left as they are"
     found = [("clip-missing", left)] if reading.passed and wanted else []
