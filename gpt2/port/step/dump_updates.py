@@ -59,6 +59,11 @@ class UpdateExamination(Evidence):
         sets = (recorded.used, recorded.raw)
         own = (one for one in sets if len(one) == recorded.steps and all(len(each) > len(first) / 2 for each in one))
         self.given = next(own, None)  # the dump's own gradients of all steps, after clipping where it has them
+        if self.given is None and self.reading is None and not self.formula.wrong:  # nothing else tells what is trained
+            self.formula = self._of_change()
+            words = "the first change goes against this gradient"
+            found = (cause(id, "loss", f"{words}: {detail}", SEEN) for id, detail in self.formula.wrong)
+            self.found["loss"].causes += found
         self.made = [] if self.given is not None else self._predicted()
         self.gradients = [Gradient.of(one) for one in self.given or [one.whole for one in self.made]]
 
@@ -130,6 +135,22 @@ class UpdateExamination(Evidence):
         if any(weights.keys() != before[0].keys() for weights in before):
             return []
         return [self.predictor.gradients(weights, step, again(self.formula, step)) for step, weights in enumerate(before)]
+
+    def _of_change(self) -> Formula:
+        """Return the loss against whose gradient most entries move in the first step."""
+        first, second = self.recorded.parameters[:2]
+        known = [n for n in self.moved if n in second]
+        names = [n for n in known if first[n].ndim == 2 and n != TABLE] or known
+        best, most = self.formula, -1.0
+        for formula in self.predictor.formulas(0).values():
+            made = self.predictor.gradients(first, 0, formula).whole
+            clear = {n: made[n].abs() > 100 * self.allowed[n] for n in names}
+            against = [((second[n] - first[n]).sign() == -made[n].sign())[clear[n]] for n in names]
+            share = sum(float(one.double().mean()) for one in against if len(one)) / max(len(names), 1)
+            best, most = (formula, share) if share > most + 0.01 else (best, most)
+            if not self.predictor.can_try:
+                break
+        return best
 
     def _variants(self) -> list[Variant]:
         """Return what the gradients may be: computed ones may be summed over the steps, or lack a part."""

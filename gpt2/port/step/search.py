@@ -126,7 +126,7 @@ class RuleSearch:
         yield self._side_by_side(together[0], SINGLE)
         for one in itertools.product(range(self.likely), self.clips if len(self.clips) > 2 else ()):
             yield self._side_by_side([one], USUAL)
-        for search in (False, True):
+        for search in (True,) if self.noisy else (False, True):
             yield from self._limited(search=search)
         for tries in together:
             yield self._side_by_side(tries, None)
