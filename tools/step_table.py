@@ -3,7 +3,7 @@
     python tools/step_table.py                      # all
     python tools/step_table.py --drawn 60 --seed 1  # random combinations of faults of different stages
     python tools/step_table.py --second             # the second set, which was not used to develop it; --third
-    python tools/step_table.py --only 'loop: summed' 'right: fused'  # some (* for anything), with the whole diagnosis
+    python tools/step_table.py --only 'plain: summed' 'right: fused'  # some (* for anything), with the whole diagnosis
     python tools/step_table.py --flaws FILE         # also writes every flaw into a file
 
 Tiny models of random weights; nothing is fetched. A table on stderr, by style, then each step whose diagnosis has a flaw; the

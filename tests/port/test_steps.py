@@ -12,6 +12,7 @@ from support.steps import (
     SECOND_STEPS,
     STAGES,
     STYLES,
+    THIRD,
     THIRD_STEPS,
     Settings,
     Step,
@@ -30,7 +31,7 @@ ROUNDING = 1e-8  # of the learning rate: float64, where a gradient of zero is al
 FLOAT32 = 1e-3  # where logits are rounded to float32 on the way
 COUNT = 3  # steps
 
-SAMPLE = ("loop: unshifted", "loop: summed", "handmade: eps-inside", "trainer: clipped-scaled", "handmade: moments-kept")
+SAMPLE = [f"plain: {word}" for word in ("unshifted", "summed", "eps-inside", "clipped-scaled", "moments-kept")]
 RIGHT_SAMPLE = ("fused", "written over lists", "tied by hand: gradients added, values copied", "autocast with GradScaler")
 
 
@@ -110,7 +111,7 @@ def test_a_style_without_faults_is_right_in_all_settings(style, changes, prompt)
 
 def test_every_fault_is_in_a_style_and_every_stage_has_some():
     """A word that no style implements would be scored on a right step."""
-    assert {word for style in STYLES for word in words_of(style)} == set(MEANINGS)
+    assert {word for style in (*STYLES, *SECOND, *THIRD) for word in words_of(style)} == set(MEANINGS)
     assert {meaning.stage for meaning in MEANINGS.values()} == set(STAGES)
     assert len(MEANINGS) >= 40
     assert len(RIGHT_STEPS) >= 30

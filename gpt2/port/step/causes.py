@@ -106,12 +106,6 @@ def cause(id: str, where: str, detail: str, evidence: str = "", confidence: floa
     return Cause(id, where, detail, evidence, confidence, CAUSES[id].fix if fix is None else fix)
 
 
-def ranked(causes: list[Cause]) -> list[Cause]:
-    """Return the causes by confidence, then by their stage in a step; each id once at each place."""
-    once = list({(one.id, one.where): one for one in causes}.values())
-    return sorted(once, key=lambda one: (-round(one.confidence, 2), STAGES.index(STAGE[one.id])))
-
-
 @dataclass
 class Stage:
     """What one stage of a step gave: causes, notes, whether they explain all of it, and how far it is from the reference's."""
@@ -135,7 +129,8 @@ class Stage:
 
 def concluded(stages: Mapping[str, Stage], forward: Diagnosis | None, notes: Iterable[str], source: str) -> Diagnosis:
     """Return the diagnosis of a step by its ``stages``; ``forward`` is that of its forward pass, whose causes come first."""
-    causes = ranked([one for stage in stages.values() for one in stage.causes])
+    once = {(one.id, one.where): one for stage in stages.values() for one in stage.causes}.values()
+    causes = sorted(once, key=lambda one: (-round(one.confidence, 2), STAGES.index(STAGE[one.id])))
     earlier, first, said = ((), None, ()) if forward is None else (forward.causes, forward.first_divergence, forward.notes)
     right = all(stage.explained for stage in stages.values()) and (forward is None or forward.ok)
     verdict = "mismatch" if causes or earlier else "equal" if right else "undetermined"

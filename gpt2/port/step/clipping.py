@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from statistics import median
@@ -11,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from gpt2.port.step.causes import Stage, cause
-from gpt2.port.step.records import Gradient, Update
+from gpt2.port.step.records import Gradient, Sizes, Update
 from gpt2.port.step.rules import Array, Track
 
 BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
@@ -32,6 +33,13 @@ class ClipKind(Enum):
     ENTRY = "each entry"
 
 
+WORDS = {kind: ("clip-norm", f"its {kind.value} is clipped to {{:.6g}}") for kind in ClipKind if kind is not ClipKind.NORM} | {
+    ClipKind.ENTRY: ("clip-by-value", "entries beyond {:.6g} are cut"),
+    ClipKind.PARAMETER: ("clip-per-tensor", "that of each parameter is clipped to {:.6g}"),
+    ClipKind.STACK: ("clip-per-tensor", "that of each stack of parameters is clipped to {:.6g}"),
+}
+
+
 @dataclass(frozen=True)
 class Clip:
     """One way of clipping: all that is beyond ``limit`` is scaled down to it, or, of ``ENTRY``, cut off."""
@@ -44,40 +52,34 @@ class Clip:
         return any(abs(self.limit / limit - 1) < 1e-3 for limit in LIMITS)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Norms:
-    """The norms of K gradients, (K,) each: of all parameters together by kind, of each parameter's own, and of its stack."""
+    """What clipping compares with its limit, of K gradients.
 
-    whole: dict[ClipKind, Array]
-    own: dict[str, Array]
-    stack: dict[str, Array] = field(default_factory=dict)  # where several parameters are one array
+    ``large``: matrices and embeddings. ``stacks``: the parameters that are one array of a dump.
+    """
 
-    @classmethod
-    def of(cls, gradients: Sequence[Gradient], large: Collection[str] = (), stacks: Collection[Sequence[str]] = ()) -> Norms:
-        """Measure gradients; ``large``: matrices and embeddings. ``stacks``: the parameters that are one array of a dump."""
-        names = list(dict.fromkeys(name for each in gradients for name in each.sizes))
-        blank = np.zeros((len(gradients), 3))
-        sizes = {n: np.array([each.sizes.get(n, (0.0, 0.0, 0.0)) for each in gradients]) for n in names}
-        own = {name: size[:, 0] for name, size in sizes.items()}
+    gradients: Sequence[Gradient]
+    large: Collection[str] = ()
+    stacks: Collection[Sequence[str]] = ()
+    known: dict[tuple[ClipKind, tuple[str, ...]], Array] = field(default_factory=dict)
 
-        def together(chosen: Collection[str]) -> Array:
-            return np.sqrt(sum((own[name] ** 2 for name in chosen if name in own), blank[:, 0]))
-
-        whole = {
-            ClipKind.NORM: together(names),
-            ClipKind.LARGEST: np.max([blank[:, 2], *(size[:, 2] for size in sizes.values())], axis=0),
-            ClipKind.SUM: sum((size[:, 1] for size in sizes.values()), blank[:, 1]),
-            ClipKind.SQUARES: together(names) ** 2,
-            ClipKind.MATRICES: together(large),
-        }
-        stack = (own if stacks else {}) | {name: together(stacked) for stacked in stacks for name in stacked if name in own}
-        return cls(whole, own, stack)
-
-    def of_kind(self, kind: ClipKind, name: str) -> Array:
-        """Return what clipping of a kind compares with its limit, for one parameter."""
-        if kind is ClipKind.PARAMETER or kind is ClipKind.STACK:
-            return (self.own if kind is ClipKind.PARAMETER else self.stack)[name]
-        return self.whole[kind]
+    def of_kind(self, kind: ClipKind, name: str = "") -> Array:
+        """Return the measure of all parameters together, or, of some kinds, of one parameter or its stack, (K,)."""
+        names: tuple[str, ...] = ()
+        if kind in (ClipKind.PARAMETER, ClipKind.STACK):
+            stack = next((one for one in self.stacks if name in one), [name])
+            names = tuple(stack) if kind is ClipKind.STACK else (name,)
+        if (kind, names) not in self.known:
+            some = self.large if kind is ClipKind.MATRICES else names
+            found = []
+            for each in self.gradients:
+                own = [size for one, size in each.sizes.items() if one in some or not (names or some)] or [Sizes(0.0, 0.0, 0.0)]
+                two, one, largest = zip(*own, strict=True)
+                norm = math.hypot(*two)
+                found.append({ClipKind.LARGEST: max(largest), ClipKind.SUM: sum(one), ClipKind.SQUARES: norm**2}.get(kind, norm))
+            self.known[kind, names] = np.array(found)
+        return self.known[kind, names]
 
 
 def clipped(track: Track, clip: Clip | None, norms: Norms) -> Track:
@@ -158,51 +160,55 @@ def read_clipping(sessions: Sequence[Sequence[Update]], factor: float | None = N
     if not passages:
         return reading
     outliers = reading.outliers = _outliers(passages)
-
-    def shares(one: Passage) -> dict[str, float]:
-        return {name: ratio / outliers.get(name, 1.0) for name, ratio in one.ratios.items()}
-
-    def norm(one: Passage, kind: ClipKind) -> float:
-        """Return a norm of the gradient over all parameters that a ratio is known of, with the outliers' own factors."""
+    norms: dict[int, Norms] = {}  # over all parameters that a ratio is known of, with the outliers' own factors
+    shares: dict[int, dict[str, float]] = {}
+    for one in passages:
         sizes = {name: one.held.sizes[name].times(abs(outliers.get(name, 1.0))) for name in one.ratios}
-        return float(Norms.of([Gradient(one.held.samples, sizes)]).whole[kind][0])
-
+        norms[id(one)] = Norms([Gradient(one.held.samples, sizes)])
+        shares[id(one)] = {name: ratio / outliers.get(name, 1.0) for name, ratio in one.ratios.items()}
     if factor is None:
         last: list[Passage] = next((group for group in reversed(groups) if group), [])
-        small = [median(shares(one).values()) for one in last if one.ratios]
+        small = [median(shares[id(one)].values()) for one in last if one.ratios]
         steady = bool(small) and max(small) - min(small) <= same * max(map(abs, small))
         factor = small[-1] if steady and abs(small[-1] - 1) > same else 1.0
     reading.factor = factor
-    reading.largest = max(factor * norm(one, ClipKind.NORM) for one in passages)
+    reading.largest = max(factor * float(one.of_kind(ClipKind.NORM)[0]) for one in norms.values())
     if limits := [limit for one in passages for limit in one.clamped.values()]:
         reading.clip = Clip(ClipKind.ENTRY, median(limits))
+        if spread(limits) > max(1e-3, 2 * same):
+            reading.odd += tuple(dict.fromkeys(name for one in passages for name in one.clamped))
         return reading
-    pairs = [(one, shares(one)) for one in passages]
-    biting = [(one, share) for one, share in pairs if share and min(share.values()) < factor * (1 - same)]
-    grown = [name for _, share in pairs for name, ratio in share.items() if ratio > factor * (1 + same)]
+    grown = [name for share in shares.values() for name, ratio in share.items() if ratio > factor * (1 + same)]
+    biting = {one: share for one, share in shares.items() if share and min(share.values()) < factor * (1 - same)}
     if grown or not biting:
         reading.odd += tuple(dict.fromkeys(grown))
         return reading
-    if any(max(share.values()) - min(share.values()) > same * max(share.values()) for _, share in biting):
-        cut = [(n, r * one.held.sizes[n].two) for one, share in biting for n, r in share.items() if r < factor * (1 - same)]
-        bounds = [bound for _, bound in cut]
-        reading.clip = Clip(ClipKind.PARAMETER, median(bounds))
-        if max(bounds) - min(bounds) > max(1e-3, 2 * same) * max(bounds):
-            reading.odd = tuple(dict.fromkeys(name for name, _ in cut))
-        return reading
+    uneven = any(spread(share.values()) > same for share in biting.values())
     found = []
-    for kind in (ClipKind.NORM, ClipKind.LARGEST, ClipKind.SUM):
-        limits = [median(share.values()) * norm(one, kind) for one, share in biting]
-        found.append(((max(limits) - min(limits)) / max(limits), Clip(kind, max(limits))))
-    spread = min(one for one, _ in found)
-    steadiest = [clip for one, clip in found if one <= max(10 * spread, same)]
-    clip = reading.clip = next((clip for clip in steadiest if clip.usual), steadiest[0])
-    bitten = [one for one, _ in biting]
-    norms = [norm(one, clip.kind) * factor for one in passages if not any(one is other for other in bitten)]
-    reading.passed = tuple(norm for norm in norms if norm > BITES * clip.limit)
-    if spread > 1e-3:
-        reading.odd = ("the gradient",)
+    for kind in (ClipKind.PARAMETER,) if uneven else (ClipKind.NORM, ClipKind.LARGEST, ClipKind.SUM, ClipKind.SQUARES):
+        bounds = {
+            (number, name): ratio * float(norms[number].of_kind(kind, name)[0])
+            for number, share in biting.items()
+            for name, ratio in share.items()
+            if ratio < factor * (1 - same)
+        }
+        found.append((spread(bounds.values()), Clip(kind, median(bounds.values())), [name for _, name in bounds]))
+    least = min(apart for apart, *_ in found)
+    steadiest = [(clip, names) for apart, clip, names in found if apart <= max(10 * least, same)]
+    clip, names = next((one for one in steadiest if one[0].usual), steadiest[0])
+    reading.clip = clip
+    if least > max(1e-3, 2 * same):
+        reading.odd = tuple(dict.fromkeys(names)) if uneven else ("the gradient",)
+    if not uneven:
+        free = [factor * float(one.of_kind(clip.kind)[0]) for number, one in norms.items() if number not in biting]
+        reading.passed = tuple(norm for norm in free if norm > BITES * clip.limit)
     return reading
+
+
+def spread(values: Iterable[float]) -> float:
+    """Return the difference of the largest and the least value, over the largest."""
+    some = list(values)
+    return (max(some) - min(some)) / (max(some) or math.inf)
 
 
 def _outliers(passages: Sequence[Passage]) -> dict[str, float]:
@@ -227,14 +233,11 @@ def clip_stage(reading: ClipReading, wanted: float | None, odd: str) -> Stage:
     if reading.odd:
         stage.leave_open(f"the gradient of {odd} is changed before the update in a way that is not known")
         return stage
-    clip, factor = reading.clip, reading.factor
-    found: list[tuple[str, str]] = []
-    if reading.passed:
-        detail = f"in {len(reading.passed)} of the updates norms up to {max(reading.passed):.4g} are left as they are"
-        if wanted is None:
-            stage.notes.append(f"read off: {detail}")
-        elif wanted:
-            found.append(("clip-missing", detail))
+    clip, factor, largest = reading.clip, reading.factor, max(reading.passed, default=0.0)
+    before = Clip(ClipKind.NORM, clip.limit / factor if clip and factor else 0.0)  # of the gradient that a GradScaler has scaled
+    apart = abs(clip.limit / wanted - 1) if clip and wanted else math.inf
+    left = f"in {len(reading.passed)} of the updates norms up to {largest:.4g} are left as they are"
+    found = [("clip-missing", left)] if reading.passed and wanted else []
     if clip is None:
         if wanted and reading.largest > wanted * BITES:
             found.append(("clip-missing", f"norms up to {reading.largest:.4g} are left as they are"))
@@ -242,28 +245,18 @@ def clip_stage(reading: ClipReading, wanted: float | None, odd: str) -> Stage:
             stage.notes.append(f"read off: no clipping (norms up to {reading.largest:.3g})")
     elif wanted == 0:
         found.append(("clip-unwanted", f"it is clipped to {clip.limit:.6g}"))
-    elif clip.kind is ClipKind.ENTRY:
-        found.append(("clip-by-value", f"entries beyond {clip.limit:.6g} are cut"))
-    elif clip.kind in (ClipKind.PARAMETER, ClipKind.STACK):
-        whose = "parameter" if clip.kind is ClipKind.PARAMETER else "stack of parameters"
-        found.append(("clip-per-tensor", f"that of each {whose} is clipped to {clip.limit:.6g}"))
-    elif clip.kind is not ClipKind.NORM:
-        found.append(("clip-norm", f"its {clip.kind.value} is clipped to {clip.limit:.6g}"))
-    elif _before_unscaling(clip, factor, wanted):
+    elif clip.kind in WORDS:
+        id, words = WORDS[clip.kind]
+        found.append((id, words.format(clip.limit)))
+    elif factor < 0.02 and apart > 1e-3 and (abs(before.limit / wanted - 1) < 1e-3 if wanted else before.usual):
         detail = f"the gradient, still multiplied by {1 / factor:g}, is clipped to {clip.limit / factor:.6g}"
         found.append(("clip-before-unscaling", detail))
     elif wanted is None:
-        stage.notes.append(f"read off: gradients are clipped to a norm of {clip.limit:.4g}")
-    elif abs(clip.limit / wanted - 1) > 1e-3:
+        some = f", but norms up to {largest:.4g} are left as they are" if reading.passed else ""
+        stage.notes.append(f"read off: gradients are clipped to a norm of {clip.limit:.4g}{some}")
+    elif apart > 1e-3:
         found.append(("clip-threshold", f"the norm is clipped to {clip.limit:.6g}, not {wanted:g}"))
     evidence = f"gradients of norms up to {reading.largest:.3g}, before and after"
     stage.causes = [cause(id, "gradient", detail, evidence) for id, detail in found]
     stage.error = float(bool(found))
     return stage
-
-
-def _before_unscaling(clip: Clip, factor: float, wanted: float | None) -> bool:
-    """Return whether the limit is a usual one for the gradient as a GradScaler has multiplied it."""
-    before = Clip(clip.kind, clip.limit / factor)  # in units of the gradient before unscaling
-    usual = abs(before.limit / wanted - 1) < 1e-3 if wanted else before.usual
-    return factor < 0.02 and usual and not (wanted and abs(clip.limit / wanted - 1) < 1e-3)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -16,12 +17,12 @@ from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.places import Place, listed
 from gpt2.port.diagnosis.report import Diagnosis
 from gpt2.port.step.causes import STAGES, Stage, concluded
-from gpt2.port.step.dump_gradients import GradientExamination, GradientReading
-from gpt2.port.step.dump_losses import Losses, LossStage, loss_stage, losses_of
+from gpt2.port.step.dump_gradients import GradientExamination
 from gpt2.port.step.dump_updates import UpdateExamination
 from gpt2.port.step.expected import Predictor, Weights
 from gpt2.port.step.labels import IGNORED, Batch
 from gpt2.port.step.layouts import Layouts, Piece, units_of
+from gpt2.port.step.losses import dumped_loss, losses_of
 from gpt2.port.step.recognition import Recogniser, Recorded
 from gpt2.port.step.settings import Settings
 
@@ -30,23 +31,6 @@ HIDDEN = (
     "no parameter changes by more than its rounding in half precision, so the update is undetermined; "
     "dump the parameters in float32"
 )
-
-
-@dataclass(frozen=True)
-class StepArrays:
-    """A dump, sorted: what was recorded of training steps, its losses, and the names of all these arrays."""
-
-    recorded: Recorded
-    losses: list[Losses]
-
-    @property
-    def names(self) -> set[str]:
-        return {*self.recorded.names, *(loss.name for loss in self.losses)}
-
-    @property
-    def changes(self) -> bool:
-        """Whether gradients or updates were recorded, and not numbers alone that may be losses."""
-        return any(self.recorded.raw) or self.recorded.steps > 0
 
 
 def batches_of(dump: Dump) -> list[Batch]:
@@ -59,16 +43,14 @@ def batches_of(dump: Dump) -> list[Batch]:
     targets = None if any(torch.equal(one, ids) for one in alike) else next(iter(alike), None)
     found = []
     for number, rows in enumerate(ids):
-        last = torch.full_like(rows[:, :1], IGNORED)
-        batch = Batch(torch.cat([rows, last], 1))
+        last, ignored = torch.full_like(rows[:, :1], IGNORED), None
         if targets is not None:
-            given = targets[number]
+            given, ignored = targets[number], targets[number] < 0
             shifted = rows.shape[-1] == 1 or float((given[:, :-1] == rows[:, 1:]).double().mean()) > 0.5
-            last = given[:, -1:] if shifted or bool((given < 0).any()) else last
-            batch = Batch(torch.cat([rows, last], 1), given < 0)
-        if not batch.count:
+            last = given[:, -1:] if shifted or bool(ignored.any()) else last
+        found.append(Batch(torch.cat([rows, last], 1), ignored))
+        if not found[-1].count:
             raise InputError(f"{dump.source}: its rows have one token each, so nothing is learnt; dump the next ids as targets")
-        found.append(batch)
     return found
 
 
@@ -84,14 +66,13 @@ class StepExamination:
 
     # What the dump holds
 
-    def sorted(self) -> StepArrays | None:
+    def sorted(self) -> Recorded | None:
         """Return what the dump holds of training steps; None if it holds nothing. Raises InputError: NaN, nothing changes."""
-        layouts = Layouts(units_of(self.state), self.config)
+        layouts, source = Layouts(units_of(self.state), self.config), self.dump.source
         fitting = {name: array for name, array in self.dump.arrays.items() if next(layouts.views(array), None) is not None}
         losses = losses_of({name: array for name, array in self.dump.arrays.items() if name not in fitting})
         if not fitting and not losses:
-            self._require_steps()
-            return None
+            return self._nothing()
         try:
             batches = batches_of(self.dump)
         except InputError:
@@ -102,140 +83,128 @@ class StepExamination:
         covered = {name.partition(":")[0] for array in fitting.values() for view in layouts.views(array) for name in view}
         # few arrays have the sizes of parameters in a dump of a forward pass: no gradients of wrong labels are needed there
         labelled = 2 * len(covered) >= len(self.state) or self.asked or bool(self.dump.integers)
-        self.exact = self.predictor.gradients(self.state, batches[0].ids, batches[0].targets)
+        self.exact = self.predictor.gradients(self.state, 0, self.predictor.right)
         recogniser = Recogniser(layouts, self.state, self._predicted(labelled) if fitting else ())
         parameters, gradients, rest = recogniser.pieces(fitting)
         sure = self.asked or bool(parameters or gradients)
-        for name, array in rest.items():
-            if sure and not bool(array.isfinite().all()):
-                words = "holds NaN or infinity; look which step of the program makes it"
-                raise InputError(f"{self.dump.source}: {shown(name)} {words}")
+        for name in [name for name, array in rest.items() if sure and not bool(array.isfinite().all())]:
+            raise InputError(f"{source}: {shown(name)} holds NaN or infinity; look which step of the program makes it")
         rows = [len(loss.values) for loss in losses]
         counts = [len(batches), *([max(rows, default=1), rows.count(1)] if len(batches) == 1 else [])]
-        recorded = recogniser.recorded(parameters, gradients, fitting, self._options, counts)
-        self._zeros(recorded, rest, layouts)
-        self._require_change(recorded, parameters)
+        found = recogniser.recorded(parameters, gradients, fitting, self._options, counts)
+        self._take_zeros(found, rest, layouts)
+        self._require_change(found, parameters)
         for loss in losses:
             wrong = loss.values[~loss.values.isfinite()]
             if len(wrong) and (sure or bool(wrong.isnan().any())):
-                raise InputError(f"{self.dump.source}: {shown(loss.name)} is {float(wrong[0])}; look where it comes from")
-        found = StepArrays(recorded, [loss for loss in losses if bool(loss.values.isfinite().all())])  # infinity: of a mask
-        if not found.changes and not (found.losses and (self.asked or self.dump.integers)):
-            self._require_steps()
-            return None
-        return found
+                raise InputError(f"{source}: {shown(loss.name)} is {float(wrong[0])}; look where it comes from")
+        found.losses = [loss for loss in losses if bool(loss.values.isfinite().all())]  # infinity: of a mask
+        found.names |= {loss.name for loss in found.losses}
+        return found if found.changes or (found.losses and (self.asked or self.dump.integers)) else self._nothing()
 
-    def _require_steps(self) -> None:
-        """Raise InputError for a dump that holds nothing of a step, if one is asked for."""
+    def _nothing(self) -> Recorded | None:
+        """Return None, for a dump that holds nothing of a step; raise InputError if one is asked for."""
+        sizes = ", ".join(f"{shown(n)} {tuple(a.shape)}" for n, a in list(self.dump.arrays.items())[:3])
         if self.asked:
-            sizes = ", ".join(f"{shown(n)} {tuple(a.shape)}" for n, a in list(self.dump.arrays.items())[:3])
             raise InputError(f"{self.dump.source}: holds no loss, gradient or parameter of this model ({sizes}); {SAVE}")
+        return None
 
     def _predicted(self, labelled: bool) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
         """Yield the gradients of each batch at the checkpoint, with their labels; a later step's are near those of its batch."""
-        for number, batch in enumerate(self.predictor.batches):
-            known = self.predictor.labelings(number) if labelled and self.predictor.can_try else {"": batch.targets}
-            for label, labels in known.items():
-                exact = number == 0 and not label
-                made = self.exact if exact else self.predictor.gradients(self.state, batch.ids, labels)
-                yield f"{number} {label}", made.whole
-                if not label:
-                    yield f"{number} head", made.use(made.head)
-                    yield f"{number} table", made.use(made.table)
+        for step in range(len(self.predictor.batches)):
+            for key, formula in self.predictor.formulas(step).items():
+                if not key or (labelled and self.predictor.can_try):
+                    made = self.predictor.gradients(self.state, step, formula) if step or key else self.exact
+                    yield f"{step} {key}", made.whole
+                if not key:
+                    yield from ((f"{step} share", made.whole | share) for share in (made.head, made.table))
 
     def _options(self, weights: Weights, step: int, label: str) -> list[Weights]:
         """Return the gradients that step ``step`` from some weights may have, with right labels and with those of ``label``."""
-        batch, known = self.predictor.batch(step), self.predictor.labelings(step)
-        ways = [batch.targets, *([known[label]] if label and label in known else [])]
-        return [self.predictor.gradients(weights, batch.ids, labels).whole for labels in ways]
+        known = self.predictor.formulas(step)
+        return [self.predictor.gradients(weights, step, known[key]).whole for key in dict.fromkeys(("", label)) if key in known]
 
-    def _zeros(self, recorded: Recorded, rest: Mapping[str, Tensor], layouts: Layouts) -> None:
+    def _take_zeros(self, found: Recorded, rest: Mapping[str, Tensor], layouts: Layouts) -> None:
         """Take arrays of zeros for the gradients that were not recognised."""
-        zeros = [name for name, array in rest.items() if not bool(array.any())]
-        covered = {name for zero in zeros for view in layouts.views(rest[zero]) for name in view}
-        for one in filter(None, recorded.raw):
+        zeros = {name: array for name, array in rest.items() if not bool(array.any())}
+        covered = {name for array in zeros.values() for view in layouts.views(array) for name in view}
+        for one in filter(None, found.raw):
             one |= {name: torch.zeros_like(self.state[name]) for name in self.state if name in covered and name not in one}
-            recorded.names |= set(zeros)
+            found.names |= zeros.keys()
 
-    def _require_change(self, recorded: Recorded, parameters: Sequence[Piece]) -> None:
-        if recorded.steps or not parameters:
-            return
+    def _require_change(self, found: Recorded, parameters: Sequence[Piece]) -> None:
+        """Raise InputError for copies of parameters that are all equal; half precision may hide every change."""
         units = [piece.units for piece in parameters]
         twice = len(units) - len(set(units)) > len(set(units)) / 2
-        if not recorded.narrow and (twice or (not any(recorded.raw) and self.asked)):
+        if found.steps or not parameters:
+            return
+        if found.narrow and twice:
+            self.stages["update"].leave_open(HIDDEN)
+        elif not found.narrow and (twice or (not any(found.raw) and self.asked)):
             what = "copies of the parameters after the step too, and a step whose rate is not 0"
             raise InputError(f"{self.dump.source}: no parameter changes; dump {what}")
-        if recorded.narrow and twice:  # half precision may hide every change
-            self.stages["update"].leave_open(HIDDEN)
 
     # The stages
 
-    def diagnosis(self, found: StepArrays, forward: Diagnosis | None) -> Diagnosis:
+    def diagnosis(self, found: Recorded, forward: Diagnosis | None) -> Diagnosis:
         """Compare each stage of what the dump holds; ``forward`` is the diagnosis of its forward pass, if it has one."""
-        recorded, given, good = found.recorded, self.settings, forward is None or forward.verdict != "mismatch"
-        reading, loss = None, LossStage()
+        predictor, start, good = self.predictor, found.parameters[0], forward is None or forward.verdict != "mismatch"
+        reading, formula, judged = None, predictor.right, False
         if found.changes:
-            start, batch = recorded.parameters[0], self.predictor.batch(0)
             known = all(torch.equal(start[name], tensor) for name, tensor in self.state.items())
-            exact = self.exact if known else self.predictor.gradients(start, batch.ids, batch.targets)
-            dtype = torch.float64 if recorded.float64 else torch.float32
-            allowed = self.predictor.rounding(start, batch, exact, dtype)
-        if any(recorded.raw) and good:
-            reading = GradientExamination(recorded, self.predictor, given, self._places, exact, allowed).read()
+            exact = self.exact if known else predictor.gradients(start, 0, formula)
+            allowed = predictor.rounding(start, exact, torch.float64 if found.float64 else torch.float32)
+            evidence = found, predictor, self.settings, self._places, exact, allowed
+        if any(found.raw) and good:
+            reading = GradientExamination(*evidence).read()
             self.stages["gradient"].absorb(reading.stage)
             self.stages["clip"].absorb(reading.clip)
+            formula = reading.formula
         if found.losses and good:
-            loss = self._loss(found, reading)
-        if recorded.steps:
-            formula = loss.smoothing, loss.factor
-            updates = UpdateExamination(recorded, self.predictor, given, self._places, allowed, reading, formula)
-            for name, more in updates.stages().items():
-                self.stages[name].absorb(more)
-        said = concluded(self.stages, forward, self._holds(found, loss.judged), self.dump.source)
-        return replace(said, seen="dump", logits_error=None if forward is None else forward.logits_error)
+            whole = list(takewhile(lambda weights: weights.keys() == start.keys(), found.parameters))
+            trained = reading.formula if reading is not None and reading.stage.explained and reading.clipped is None else None
+            said = {one.id for stage in self.stages.values() for one in stage.causes}
+            exactly = found.float64 and any(one.dtype == torch.float64 for one in found.losses)
+            stage, dumped = dumped_loss(found.losses, whole, predictor, trained, said, exactly, self.asked)
+            self.stages["loss"].absorb(stage)
+            judged = dumped is not None
+            formula = dumped if dumped is not None and reading is None else formula
+        for name, more in UpdateExamination(*evidence, reading, formula).stages().items() if found.steps else ():
+            self.stages[name].absorb(more)
+        diagnosis = concluded(self.stages, forward, self._holds(found, judged), self.dump.source)
+        return replace(diagnosis, seen="dump", logits_error=None if forward is None else forward.logits_error)
 
-    def _loss(self, found: StepArrays, reading: GradientReading | None) -> LossStage:
-        recorded, losses = found.recorded, found.losses
-        exact = any(one.dtype == torch.float64 for one in losses) and recorded.float64
-        known = {one.id for stage in self.stages.values() for one in stage.causes}
-        loss = loss_stage(losses, recorded.parameters, self.predictor, reading, known, exact, self.asked)
-        self.stages["loss"].absorb(loss)
-        return loss
-
-    def seen(self, found: StepArrays) -> bool:
+    def seen(self, found: Recorded) -> bool:
         """Return whether the dump is one of a step, after :meth:`diagnosis`.
 
         Some number that fits no loss is no sign of one, nor are a few arrays of a gradient's shape that no gradient explains.
         """
-        gradients = max((len(one) for one in found.recorded.raw), default=0)
+        gradients = max((len(one) for one in found.raw), default=0)
         known = 2 * gradients >= len(self.state) or (gradients > 0 and self.stages["gradient"].explained)
         known = known or any(stage.causes for stage in self.stages.values())
-        return self.asked or known or found.recorded.steps > 0 or (bool(found.losses) and self.stages["loss"].explained)
+        return self.asked or known or found.steps > 0 or (bool(found.losses) and self.stages["loss"].explained)
 
     def _places(self, names: Sequence[str]) -> str:
         return listed(map(Place.of, names), self.config.n_layer)
 
-    def _holds(self, found: StepArrays, judged: bool) -> Iterator[str]:
+    def _holds(self, found: Recorded, judged: bool) -> Iterator[str]:
         """Yield notes of what the dump holds, and what it lacks; ``judged``: whether a loss was."""
-        recorded, holds = found.recorded, ["the loss"] if judged else []
-        if sets := sum(bool(one) for one in recorded.raw):
-            holds.append(f"gradients of {_steps(sets)}{' before and after clipping' if any(recorded.used) else ''}")
-        if recorded.steps:
-            holds.append(f"parameters after {_steps(recorded.steps)}")
+        sets, steps = sum(bool(one) for one in found.raw), found.steps
+        both = " before and after clipping" if any(found.used) else ""
+        holds = ["the loss"] * judged + [f"gradients of {_counted(sets)}{both}"] * (sets > 0)
+        holds += [f"parameters after {_counted(steps)}"] * (steps > 0)
         if holds or self.asked:
             yield f"the dump holds {', '.join(holds) or 'nothing of a step that was recognised'}"
-        if recorded.steps and not sets:
-            yield (
-                "gradients are not dumped: they were computed at its own parameters; Adam hides a factor of them, so dump them "
-                "to see a summed loss"
-            )
-        if not recorded.steps and (sets or judged) and self.stages["update"].explained:
-            lacking = "the update was" if sets else "gradients, clipping and update were"
-            yield f"{lacking} not judged: dump the parameters after each step{'' if sets else ', and the gradients'}"
-        left = [name for name in self.dump.arrays if name not in found.names]
-        if left and not recorded.steps and not sets and self.asked:
-            yield f"not recognised: {', '.join(shown(name) for name in left[:4])}"
+        if steps and not sets:
+            words = "gradients are not dumped: they were computed at its own parameters; Adam hides a factor of them"
+            yield f"{words}, so dump them to see a summed loss"
+        if not steps and holds and self.stages["update"].explained:
+            lacking, too = ("the update was", "") if sets else ("gradients, clipping and update were", ", and the gradients")
+            yield f"{lacking} not judged: dump the parameters after each step{too}"
+        left = [shown(name) for name in self.dump.arrays if name not in found.names]
+        if left and not steps and not sets and self.asked:
+            yield f"not recognised: {', '.join(left[:4])}"
 
 
-def _steps(count: int) -> str:
+def _counted(count: int) -> str:
     return "a step" if count == 1 else f"{count} steps"

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from gpt2.port.dump.tolerance import UNITS
-from gpt2.port.step.causes import STAGES, Places, Stage, cause
-from gpt2.port.step.clipping import BITES, Clip, ClipKind, ClipReading, Norms, clip_stage, clipped, read_clipping
-from gpt2.port.step.dump_gradients import GradientReading
-from gpt2.port.step.expected import TABLE, Gradients, Predictor, Weights, role_of
+from gpt2.port.step.causes import STAGES, Stage, cause
+from gpt2.port.step.clipping import BITES, LIMITS, Clip, ClipKind, ClipReading, Norms, clip_stage, clipped, read_clipping
+from gpt2.port.step.dump_gradients import Evidence, GradientReading
+from gpt2.port.step.expected import TABLE, Gradients, role_of
 from gpt2.port.step.fitting import EXPLAINED
-from gpt2.port.step.labels import cause_of
-from gpt2.port.step.movement import ALLOWED, Movement, noisy_movement
+from gpt2.port.step.labels import Formula
+from gpt2.port.step.movement import Movement
 from gpt2.port.step.optimizer import update_stage
-from gpt2.port.step.recognition import Recorded
 from gpt2.port.step.records import Gradient, Update
-from gpt2.port.step.rules import Kind, Track, fit
+from gpt2.port.step.rules import Track, directions, fit
 from gpt2.port.step.search import Answer, RuleSearch, Run
-from gpt2.port.step.settings import Settings
 
 SEEN = "the dump's parameters before and after each step"
 TENSORS = 4  # that the search uses
 ENTRIES = 256  # of each parameter that are compared
 SAME = 1e-3  # relative rounding of gradients before and after clipping
+PIECES = (ClipKind.ENTRY, ClipKind.PARAMETER, ClipKind.STACK)
 HALF = (
     "the parameters are in half precision, which hides decay, eps, betas and most clipping: whether these are right is "
     "undetermined; dump the parameters in float32"
@@ -44,36 +44,33 @@ class Variant:
     detail: str = ""
 
 
-class UpdateExamination:
-    """The comparison of one dump's parameters after each step with the rules of optimizers.
+@dataclass
+class UpdateExamination(Evidence):
+    """The comparison of one dump's parameters after each step with the rules of optimizers; ``formula``: of the loss trained."""
 
-    ``allowed``: the rounding of each parameter's gradient. ``formula``: the smoothing of the labels and the factor of the logits.
-    """
+    reading: GradientReading | None
+    formula: Formula
 
-    def __init__(
-        self,
-        recorded: Recorded,
-        predictor: Predictor,
-        settings: Settings,
-        places: Places,
-        allowed: Mapping[str, float],
-        reading: GradientReading | None,
-        formula: tuple[float, float],
-    ) -> None:
-        self.recorded, self.predictor, self.settings, self.places = recorded, predictor, settings, places
-        self.allowed, self.reading = allowed, reading
+    def __post_init__(self) -> None:
+        recorded, first = self.recorded, self.recorded.parameters[0]
         self.found = {name: Stage() for name in STAGES}
         self.storage = max((UNITS[dtype][0] for dtype in recorded.parameter_dtypes), default=0.0)
-        self.given = self._own()
-        self.made = [] if self.given is not None else self._predicted(*formula)
+        self.moved = [n for n in first if n not in recorded.unchanged]
+        sets = (recorded.used, recorded.raw)
+        own = (one for one in sets if len(one) == recorded.steps and all(len(each) > len(first) / 2 for each in one))
+        self.given = next(own, None)  # the dump's own gradients of all steps, after clipping where it has them
+        if self.given is None and self.reading is None and not self.formula.wrong:  # nothing else tells what is trained
+            self.formula = self._of_change()
+            words = "the first change goes against this gradient"
+            found = (cause(id, "loss", f"{words}: {detail}", SEEN) for id, detail in self.formula.wrong)
+            self.found["loss"].causes += found
+        self.made = [] if self.given is not None else self._predicted()
         self.gradients = [Gradient.of(one) for one in self.given or [one.whole for one in self.made]]
 
     def stages(self) -> dict[str, Stage]:
         """Search the rule, and compare it with the settings."""
-        recorded, after = self.recorded, self.recorded.parameters[1:]
-        moved = [n for n in recorded.parameters[0] if n not in recorded.unchanged]
-        names = [n for n in moved if all(n in one for one in after)]
-        stage = self.found["update"]
+        recorded, after, stage = self.recorded, self.recorded.parameters[1:], self.found["update"]
+        names = [n for n in self.moved if all(n in one for one in after)]
         if not names:
             return self.found
         if not self.gradients:
@@ -89,30 +86,30 @@ class UpdateExamination:
             stage.leave_open("no entry's gradient is known well enough; dump gradients and parameters in float32")
             return self.found
         chosen, variants = self._chosen(list(run.tracks.values())), self._variants()
-        self.shares = [one for one in variants if one.where == "wte"]
         runs = [[run], *([self._run(one.gradients, chosen)] for one in variants[1:])]
         likely = 2 if len(variants) > 1 and variants[1].id == "gradient-not-zeroed" else 1
-        self.search = RuleSearch(runs, chosen, self.settings, False, not self._is_clipped, likely, self.predictor.deadline)
+        clips, free = self._clips(bool(run.norms.stacks))
+        self.search = RuleSearch(runs, chosen, self.settings, clips, free, likely, self.predictor.deadline)
         answer = self.search.best()
-        variant = variants[answer.variant]
-        if variant.id:
-            self.found["gradient"].causes.append(cause(variant.id, variant.where, variant.detail, SEEN))
+        if (variant := variants[answer.variant]).id:
+            self._blame(variant)
             self.gradients = list(variant.gradients)
             run = self._run(self.gradients, known)
         roles = {name: role_of(name) for name in recorded.parameters[0]}
-        movement = self._movement(answer, run, roles)
+        movement = Movement.of(answer, [run], self.settings, roles)
+        for one in [one for one in variants if one.where == "wte" and TABLE in movement.odd]:  # by one of its two gradients
+            track = self._track(TABLE, one.gradients)
+            if track is not None and movement.add(clipped(track, answer.clip, run.norms)):
+                self._blame(one)
+                break
         self._clip(answer)
         self._judge(movement, answer, [n for n in names if n not in known])
         return self.found
 
-    # Gradients
+    def _blame(self, one: Variant) -> None:
+        self.found["gradient"].causes.append(cause(one.id, one.where, one.detail, SEEN))
 
-    def _own(self) -> list[Weights] | None:
-        """Return the dump's own gradients of all steps, after clipping where it has them; None if it lacks some."""
-        for sets in (self.recorded.used, self.recorded.raw):
-            if len(sets) == self.recorded.steps and all(len(one) > len(self.recorded.parameters[0]) / 2 for one in sets):
-                return sets
-        return None
+    # Gradients
 
     @property
     def _is_clipped(self) -> bool:
@@ -120,68 +117,62 @@ class UpdateExamination:
         clipped = self.reading is not None and (self.reading.clipped is not None or bool(self.reading.clip.causes))
         return self.given is not None and (self.given is self.recorded.used or clipped)
 
-    def _predicted(self, smoothing: float, factor: float) -> list[Gradients]:
-        """Return gradients at the dump's own parameters, with its labels; none if it lacks parameters between the steps."""
-        recorded, predictor = self.recorded, self.predictor
-        label = self.reading.label if self.reading else self._label_of_change()
-        if label and self.reading is None:
-            id, words = cause_of(label)
-            self.found["loss"].causes.append(cause(id, "loss", f"the first change goes against this gradient: {words}", SEEN))
-        if any(weights.keys() != recorded.parameters[0].keys() for weights in recorded.parameters[:-1]):
-            return []
-        made = []
-        for step, weights in enumerate(recorded.parameters[:-1]):
-            batch = predictor.batch(step)
-            labels = predictor.labelings(step).get(label, batch.targets)
-            made.append(predictor.gradients(weights, batch.ids, labels, smoothing=smoothing, factor=factor))
-        return made
+    def _clips(self, stacked: bool) -> tuple[list[Clip | None], list[ClipKind]]:
+        """Return how the gradients may be clipped, the likeliest first, and kinds of clipping whose limit may be any."""
+        given = self.settings.clip
+        if self._is_clipped:
+            return [None], []
+        limits = [limit for limit in (given, *LIMITS) if limit]
+        usual = [ClipKind.NORM, ClipKind.ENTRY, ClipKind.PARAMETER, ClipKind.STACK, ClipKind.LARGEST, ClipKind.SUM]
+        pairs = [*itertools.product(usual, limits), *itertools.product((ClipKind.SQUARES, ClipKind.MATRICES), limits[:1])]
+        known = [Clip(kind, limit) for kind, limit in pairs if stacked or kind is not ClipKind.STACK]
+        first = [Clip(ClipKind.NORM, given), None] if given else [None]
+        return list(dict.fromkeys([*first, *known])), [kind for kind in PIECES[: 2 + stacked] if given != 0]
 
-    def _label_of_change(self) -> str:
-        """Return the labels with whose gradient the first change agrees best: the share of entries that move against it."""
+    def _predicted(self) -> list[Gradients]:
+        """Return gradients at the dump's own parameters; none if it lacks parameters between the steps."""
+        before, again = self.recorded.parameters[:-1], self.predictor.again
+        if any(weights.keys() != before[0].keys() for weights in before):
+            return []
+        return [self.predictor.gradients(weights, step, again(self.formula, step)) for step, weights in enumerate(before)]
+
+    def _of_change(self) -> Formula:
+        """Return the loss against whose gradient most entries move in the first step."""
         first, second = self.recorded.parameters[:2]
-        names = [n for n in second if n in first and n not in self.recorded.unchanged]
-        names = [n for n in names if first[n].ndim == 2 and n != TABLE] or names
-        best = ("", -1.0)
-        for label, labels in self.predictor.labelings(0).items():
-            made = self.predictor.gradients(first, self.predictor.batch(0).ids, labels).whole
+        known = [n for n in self.moved if n in second]
+        names = [n for n in known if first[n].ndim == 2 and n != TABLE] or known
+        best, most = self.formula, -1.0
+        for formula in self.predictor.formulas(0).values():
+            made = self.predictor.gradients(first, 0, formula).whole
             clear = {n: made[n].abs() > 100 * self.allowed[n] for n in names}
-            against = [(second[n] - first[n])[clear[n]].sign() == -made[n][clear[n]].sign() for n in names]
-            mean = sum(float(one.double().mean()) for one in against if len(one)) / max(len(names), 1)
-            best = (label, mean) if mean > best[1] + 0.01 else best
+            against = [((second[n] - first[n]).sign() == -made[n].sign())[clear[n]] for n in names]
+            share = sum(float(one.double().mean()) for one in against if len(one)) / max(len(names), 1)
+            best, most = (formula, share) if share > most + 0.01 else (best, most)
             if not self.predictor.can_try:
                 break
-        return best[0]
+        return best
 
     def _variants(self) -> list[Variant]:
         """Return what the gradients may be: computed ones may be summed over the steps, or lack a part."""
         plain, made = self.gradients, self.made
         found = [Variant(plain)]
-        if not made:
-            return found
-        if len(plain) > 1:
-            sums = [plain[0]]
-            for one in plain[1:]:
-                sums.append(sums[-1].plus(one))
+        if made and len(plain) > 1:
             detail = "each step uses the sum of its gradient and those of the steps before"
-            found.append(Variant(sums, "gradient-not-zeroed", "gradient", detail))
-        if still := self.recorded.unchanged:
-            moving = [{n: g for n, g in one.whole.items() if n not in still} for one in made]
+            found.append(Variant(list(itertools.accumulate(plain, Gradient.plus)), "gradient-not-zeroed", "gradient", detail))
+        if made and (still := self.recorded.unchanged):
+            moving = [Gradient.of({n: g for n, g in one.whole.items() if n not in still}) for one in made]
             detail = "no gradient reaches these parameters, and they never change"
-            found.append(Variant([Gradient.of(one) for one in moving], "parameters-frozen", self.places(still), detail))
-        for word, shares in (("the head's", [one.head for one in made]), ("the rows'", [one.table for one in made])):
-            gradients = []
-            for one, share in zip(plain, shares, strict=True):
-                own = Gradient.of(share)
-                gradients.append(Gradient({**one.samples, **own.samples}, {**one.sizes, **own.sizes}))
-            detail = f"it moves by {word} gradient only, and by no other"
-            found.append(Variant(gradients, "tied-gradient-lost", "wte", detail))
+            found.append(Variant(moving, "parameters-frozen", self.places(still), detail))
+        for word, part in (("the head's", "head"), ("the rows'", "table")) if made else ():
+            shares = [Gradient.of(getattr(one, part)) for one in made]
+            gradients = [Gradient(a.samples | b.samples, a.sizes | b.sizes) for a, b in zip(plain, shares, strict=True)]
+            found.append(Variant(gradients, "tied-gradient-lost", "wte", f"it moves by {word} gradient only, and by no other"))
         return found
 
     def _run(self, gradients: Sequence[Gradient], names: Sequence[str]) -> Run:
         large = [n for n in self.recorded.parameters[0] if role_of(n) in ("matrix", "embedding")]
-        norms = Norms.of(gradients, large, self.recorded.stacks)
         tracks = (self._track(n, gradients) for n in names if all(n in one.samples for one in gradients))
-        return Run({track.name: track for track in tracks if track is not None}, norms)
+        return Run({track.name: track for track in tracks if track is not None}, Norms(gradients, large, self.recorded.stacks))
 
     def _track(self, name: str, gradients: Sequence[Gradient]) -> Track | None:
         """Return a parameter's track at entries whose gradient is known well enough; None if there are none."""
@@ -220,89 +211,58 @@ class UpdateExamination:
 
     # What they show
 
-    def _movement(self, answer: Answer, run: Run, roles: Mapping[str, str]) -> Movement:
-        """Fit each parameter; the token embedding also by one of its two gradients, where these were computed."""
-        movement, fitted = noisy_movement(answer, run.clipped(answer.clip, list(run.tracks)), self.settings, roles)
-        if TABLE not in movement.odd:
-            return movement
-        for variant in self.shares:
-            track = self._track(TABLE, variant.gradients)
-            rule, found = fitted(clipped(track, answer.clip, run.norms)) if track is not None else (None, None)
-            if rule is not None and found is not None and found.error <= ALLOWED:
-                self.found["gradient"].causes.append(cause(variant.id, variant.where, variant.detail, SEEN))
-                movement.rules[TABLE], movement.fits[TABLE] = rule, found
-                movement.odd.remove(TABLE)
-                break
-        return movement
-
     def _judge(self, movement: Movement, answer: Answer, lacking: Sequence[str]) -> None:
         """Compare the movement with the settings; of ``lacking`` parameters, no gradient is known."""
         recorded = self.recorded
-        stage = update_stage(movement, self.settings, self.places, list(range(recorded.steps)))
+        stage = self.found["update"] = update_stage(movement, self.settings, self.places, list(range(recorded.steps)))
         few = len(movement.odd) > len(movement.rules) / 2 or (movement.odd and answer.error > EXPLAINED)
         if few:  # a rule that gives the change of few parameters is not theirs
             stage.causes = []
-        if recorded.narrow:
-            self._keep_decided(stage, answer)
+        if recorded.narrow:  # rounding hides a decay, and the rate of some; of several departures at once, others may do the same
+            stage.causes = [one for one in stage.causes if one.id == "decay-coupled" or not one.id.startswith("decay-")]
+            several = len(stage.causes) > 1 or answer.error > EXPLAINED
+            stage.causes = [one for one in stage.causes if not several and (one.id != "rate-wrong" or one.where == "optimizer")]
+            stage.leave_open(HALF)
         hidden = ("read off",) if few or recorded.narrow else ("read off: betas",) if recorded.steps == 1 else ()
         stage.notes = [note for note in stage.notes if not note.startswith(hidden)]
         if recorded.steps == 1:
             stage.notes.append("one step does not determine the betas; dump a second one")
-        still = [n for n in recorded.unchanged if self._would_show(n, movement)]
-        if still:
+        if still := [n for n in recorded.unchanged if self._would_show(n, movement)]:
             detail = "these have gradients, and never change"
             stage.causes.append(cause("parameter-missing", self.places(still), detail, SEEN))
         if lacking:
             stage.notes.append(f"the update of {self.places(lacking)} was not judged: dump the gradients of all parameters")
-        self.found["update"] = stage
-
-    def _keep_decided(self, stage: Stage, answer: Answer) -> None:
-        """Keep the causes that parameters in half precision can show: their rounding hides a decay, and the rate of some of them.
-
-        Of several departures from AdamW at once, others may do the same within the rounding.
-        """
-        stage.causes = [one for one in stage.causes if one.id == "decay-coupled" or not one.id.startswith("decay-")]
-        if len(stage.causes) > 1 or answer.error > EXPLAINED:
-            stage.causes = []
-        stage.causes = [one for one in stage.causes if one.id != "rate-wrong" or one.where == "optimizer"]
-        stage.leave_open(HALF)
 
     def _would_show(self, name: str, movement: Movement) -> bool:
         """Return whether a parameter has a gradient by which most entries would change in the dump, as the others do."""
-        gradient = next(
-            (one.samples[name] for one in self.gradients if name in one.samples and one.sizes[name].largest > 0), None
-        )
-        if gradient is None:
+        track = self._track(name, self.gradients) if all(name in one.samples for one in self.gradients) else None
+        rates = movement.common()[0]
+        if track is None or not len(rates):
             return False
-        rates = movement.rates()[0]
-        size = float(np.abs(rates).max(initial=0.0)) * (gradient.abs() if movement.rule.kind is Kind.SGD else 1.0)
-        return bool((size > self.storage * self.recorded.parameters[0][name].reshape(-1).abs()).double().mean() > 0.5)
+        moved = np.abs((rates[:, None] * directions(movement.rule, track)).sum(0))
+        return bool((moved > self.storage * np.abs(track.before[0])).mean() > 0.5)
 
     def _clip(self, answer: Answer) -> None:
         """Compare the clipping with the settings, where the parameters or gradients can show it."""
         wanted, recorded, norm = self.settings.clip, self.recorded, max(one.total for one in self.gradients)
+        clip = answer.clip
         if self.given is not None and self.given is recorded.used:
             pairs = zip(recorded.raw, recorded.used, strict=True)
             updates = [Update(held=Gradient.of(raw), gradient=Gradient.of(used)) for raw, used in pairs]
             reading = read_clipping([updates], 1.0, SAME)
         elif self._is_clipped:
-            assert self.reading is not None
-            if self.reading.clipped is None:
+            if self.reading is None or self.reading.clipped is None:
                 return
             reading = ClipReading(clip=Clip(ClipKind.NORM, self.reading.clipped), largest=norm)
         else:
-            clip = answer.clip
             if answer.error > EXPLAINED or (wanted is not None and norm <= (wanted or math.inf) * BITES and clip is None):
                 return
             other = Clip(ClipKind.NORM, wanted or 1.0) if clip is None else None
             rates = np.array([self.settings.rate(step) for step in range(recorded.steps)]) if answer.as_set else None
-            tracks = self.search.tracks((answer.variant, other))
-            if all(fit(one, answer.rule, rates).error <= EXPLAINED for one in tracks):
-                if wanted or wanted is None:
-                    self.found["clip"].notes.append(
-                        f"whether gradients (of norms up to {norm:.3g}) are clipped does not show in these parameters; "
-                        "dump the gradients after clipping too, or more steps with other batches"
-                    )
+            if all(fit(one, answer.rule, rates).error <= EXPLAINED for one in self.search.tracks((answer.variant, other))):
+                words = f"whether gradients (of norms up to {norm:.3g}) are clipped does not show in these parameters; "
+                words += "dump the gradients after clipping too, or more steps with other batches"
+                self.found["clip"].notes += [] if wanted == 0 else [words]
                 return
             if wanted and clip is not None and clip.kind is ClipKind.NORM and clip.limit > norm:
                 clip = None

@@ -1,10 +1,10 @@
-"""The gradients that a right backward pass gives: from the author's own gradient of the logits, or from labels of a batch."""
+"""The gradients that a right backward pass gives: from a module's own gradient of the logits, or from a formula of the loss."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,17 @@ from gpt2.config import GPT2Config
 from gpt2.port.deadline import Deadline
 from gpt2.port.mapping.mapping import Mapping as Mapped
 from gpt2.port.recording.dataflow import Source, Use
-from gpt2.port.step.labels import END_OF_TEXT, IGNORED, Average, Batch, averages, labelings
+from gpt2.port.step.labels import (
+    END_OF_TEXT,
+    FACTORS,
+    SMOOTHINGS,
+    Average,
+    Batch,
+    Formula,
+    averages,
+    cause_of,
+    labelings,
+)
 from gpt2.port.step.records import Forward, Sampler
 
 TABLE = "wte.weight"  # its two uses are the head and the table of the tokens' rows
@@ -55,23 +65,19 @@ class Roles:
     def role(self, name: str, parameter: Tensor) -> str:
         """Return "embedding", "norm", "bias" or "matrix"."""
         kinds = {role_of(part) for _, part in self.parts.get(name, [])}
-        if len(kinds) == 1:
-            return kinds.pop()
-        if "embedding" in kinds:
-            return "embedding"
+        if len(kinds) == 1 or "embedding" in kinds:
+            return "embedding" if "embedding" in kinds else kinds.pop()
         return "matrix" if parameter.ndim >= 2 else "norm" if not kinds and "bias" not in name.split(".")[-1] else "bias"
 
     def where(self, name: str) -> list[str]:
         """Return the checkpoint's names for a parameter; its own name if it holds none of its tensors."""
-        found = [self._tensor(layer, part) for layer, part in self.parts.get(name, [])]
+        found = []
+        for layer, part in self.parts.get(name, []):
+            stem = head_name(self.mapping.shapes if self.mapping else ()) if part == "head" else part
+            stem = re.sub(r"^attn\.[qkv](?=\.|$)", "attn.c_attn", stem)
+            stem += "" if stem.endswith((".weight", ".bias")) else ".weight"
+            found.append(stem if layer is None else f"h.{layer}.{stem}")
         return list(dict.fromkeys(found)) or [name]
-
-    def _tensor(self, layer: int | None, part: str) -> str:
-        stem = head_name(self.mapping.shapes if self.mapping else ()) if part == "head" else part
-        for letter in "qkv":
-            stem = "attn.c_attn" + stem.removeprefix(f"attn.{letter}") if stem.split(".")[:2] == ["attn", letter] else stem
-        stem += "" if stem.endswith((".weight", ".bias")) else ".weight"
-        return stem if layer is None else f"h.{layer}.{stem}"
 
 
 @dataclass(frozen=True)
@@ -82,21 +88,17 @@ class Gradients:
     head: Weights
     table: Weights
 
-    def use(self, share: Weights) -> Weights:
-        """Return the gradients, of which the token embedding's are one of its two shares."""
-        return {**self.whole, **share}
-
 
 @torch.enable_grad()
 def two_shares(
-    config: GPT2Config, state: Mapping[str, Tensor], passes: Iterable[tuple[Tensor, Callable[[Tensor], None]]]
+    config: GPT2Config, state: Mapping[str, Tensor], passes: Iterable[tuple[Tensor, Callable[[Tensor], Tensor]]]
 ) -> Gradients:
-    """Return our model's gradients, summed over ``passes``: ids (b, T), and what goes backward from their logits (b, T, V)."""
+    """Return our model's gradients, summed over ``passes``: ids (b, T), and a number made of their logits (b, T, V)."""
     model = model_with(config, state.items())
     model.requires_grad_(True)
     table = model.wte.weight.detach().clone().requires_grad_(True)
-    for ids, backward in passes:
-        backward(model.head(model.hidden(ids, rows=F.embedding(ids, table))))
+    for ids, loss in passes:
+        loss(model.head(model.hidden(ids, rows=F.embedding(ids, table)))).backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert table.grad is not None
     head = found.get(TABLE, torch.zeros_like(table))  # none, if the head is untied
@@ -114,12 +116,11 @@ def expected_gradients(
     mapping = roles.mapping
     assert mapping is not None
 
-    def backward(logits: Tensor, gradient: Tensor) -> None:
-        given = gradient.cpu().double().reshape(len(logits), -1, gradient.shape[-1])[..., : config.vocab_size]
-        logits[:, -given.shape[1] :].backward(given)
+    def loss(slope: Tensor) -> Callable[[Tensor], Tensor]:
+        given = slope.cpu().double().reshape(len(slope), -1, slope.shape[-1])[..., : config.vocab_size]
+        return lambda logits: (logits[:, -given.shape[1] :] * given).sum()
 
-    passes = ((one.ids.cpu(), partial(backward, gradient=one.gradient)) for one in forwards if one.gradient is not None)
-    right = two_shares(config, state, passes)
+    right = two_shares(config, state, ((one.ids.cpu(), loss(one.gradient)) for one in forwards if one.gradient is not None))
     out = Gradients({}, {}, {})
     for name, parameter in sampler.parameters.items():
         source = roles.sources.get(name)
@@ -128,13 +129,11 @@ def expected_gradients(
         entries = mapping.entries(source).flatten()
         if entries.numel() != parameter.numel():
             continue
-        index = sampler.indices[name]
-        chosen = entries if index is None else entries[index]
+        shares = [(out.whole, right.whole)]
         if config.tie_word_embeddings and any(part in ("wte", "head") for _, part in roles.parts[name]):
-            out.head[name], out.table[name] = (_taken(mapping, chosen, share) for share in (right.head, right.table))
-            out.whole[name] = out.head[name] + out.table[name]
-        else:
-            out.whole[name] = _taken(mapping, chosen, right.whole)
+            shares += [(out.head, right.head), (out.table, right.table)]
+        for found, gradients in shares:
+            found[name] = _taken(mapping, entries[sampler.indices[name]], gradients)
     return out
 
 
@@ -146,26 +145,47 @@ def _taken(mapping: Mapped, entries: Tensor, gradients: Mapping[str, Tensor]) ->
     return values
 
 
+@dataclass(frozen=True)
 class Predictor:
-    """Gradients of a model of this size for any weights, labels and formula of the loss, and the batch of each step.
+    """Gradients of a model of this size for any weights and formula of the loss, and the batch of each step.
 
     ``parts``: of a batch, by the settings. Behind ``deadline``, no more mistakes are tried.
     """
 
-    def __init__(self, config: GPT2Config, batches: Sequence[Batch], parts: int | None, deadline: Deadline) -> None:
-        self.config, self.batches, self.parts, self.deadline = config, batches, parts, deadline
+    config: GPT2Config
+    batches: Sequence[Batch]
+    parts: int | None
+    deadline: Deadline
 
     def batch(self, step: int) -> Batch:
         """Return the batch of a step: the last, if there are fewer."""
         return self.batches[min(step, len(self.batches) - 1)]
 
-    def labelings(self, step: int) -> dict[str, Tensor]:
-        """Return the labels (B, T) that the batch of a step may have, as :func:`gpt2.port.step.labels.labelings` does.
+    @property
+    def right(self) -> Formula:
+        """The mean over the targets of the first batch."""
+        return Formula(self.batch(0).targets)
+
+    def formulas(self, step: int) -> dict[str, Formula]:
+        """Return the mean losses of the labels that the batch of a step may have, by the keys of :func:`.labels.labelings`.
 
         People take for padding, so that the loss ignores it: the first id, the last, and the end of text.
         """
         special = 0, END_OF_TEXT, self.config.eos_token_id or 0, self.config.vocab_size - 1
-        return labelings(self.batch(step), special, self.parts)
+        known = labelings(self.batch(step), special, self.parts)
+        return {key: Formula(labels, key, (cause_of(key),) if key else ()) for key, labels in known.items()}
+
+    def numbers(self) -> list[Formula]:
+        """Return the mean losses with usual smoothings of the first batch's labels, and with usual factors of the logits."""
+        return [
+            *(replace(self.right, smoothing=s, wrong=(("label-smoothing", f"a label smoothing of {s:g}"),)) for s in SMOOTHINGS),
+            *(replace(self.right, factor=c, wrong=(("logits-scaled", f"the logits times {c:.4g}"),)) for c in FACTORS),
+        ]
+
+    def again(self, formula: Formula, step: int) -> Formula:
+        """Return a formula of the first step with the batch of another; the right labels, if that has no such ones."""
+        labels = self.formulas(step)
+        return replace(formula, labels=labels.get(formula.key, labels[""]).labels)
 
     def averages(self, labels: Tensor) -> list[Average]:
         """Return what a wrong average multiplies the mean over ``labels`` (B, T) by."""
@@ -177,45 +197,23 @@ class Predictor:
         """Whether one more backward pass costs little, and there is time for it."""
         return self.config.num_parameters() * self.batches[0].ids.numel() < MAX_WORK and not self.deadline.passed
 
-    def gradients(
-        self,
-        state: Mapping[str, Tensor],
-        ids: Tensor,
-        labels: Tensor,
-        weights: Tensor | None = None,
-        *,
-        smoothing: float = 0.0,
-        factor: float = 1.0,
-    ) -> Gradients:
-        """Return the gradients of the weighted sum of the losses, in the dtype of ``state``; by default of their mean.
+    def gradients(self, state: Mapping[str, Tensor], step: int, formula: Formula) -> Gradients:
+        """Return the gradients of a formula on the batch of a step, in the dtype of ``state``."""
+        return two_shares(self.config, state, [(self.batch(step).ids, formula.loss)])
 
-        ``weights`` (B, T); positions with a negative label have none. ``smoothing`` of the labels; ``factor`` of the logits.
-        """
-        weights = (labels >= 0) / (labels >= 0).sum() if weights is None else weights * (labels >= 0)
-
-        def backward(logits: Tensor) -> None:
-            scaled = factor * logits.flatten(0, 1)
-            losses = F.cross_entropy(scaled, labels.flatten(), reduction="none", ignore_index=IGNORED, label_smoothing=smoothing)
-            (losses * weights.flatten().to(losses.dtype)).sum().backward()
-
-        return two_shares(self.config, state, [(ids, backward)])
+    def last_bias(self, state: Mapping[str, Tensor], slope: Tensor) -> Tensor:
+        """Return the gradient (D,) of ``ln_f.bias`` by that of the logits (B, T, V): it needs no backward pass."""
+        return slope.sum((0, 1)) @ state[head_name(state)]
 
     @torch.no_grad()
-    def slope_of_last_bias(self, state: Mapping[str, Tensor], batch: Batch) -> Callable[[float], Tensor]:
-        """Return a function of the factor of the logits: the gradient (D,) of ``ln_f.bias``, which needs no backward pass."""
-        logits, labels = self.logits(state, batch.ids)[batch.targets >= 0], batch.targets[batch.targets >= 0]
-        table = state[head_name(state)]
-        wanted = table[labels].mean(0)
-        return lambda factor: factor * ((factor * logits).softmax(-1).mean(0) @ table - wanted)
-
-    @torch.no_grad()
-    def logits(self, state: Mapping[str, Tensor], ids: Tensor) -> Tensor:
+    def logits(self, state: Mapping[str, Tensor], step: int) -> Tensor:
+        """Return the logits (B, T, V) of the batch of a step."""
         model = model_with(self.config, state.items())
-        logits: Tensor = model.head(model.hidden(ids))
+        logits: Tensor = model.head(model.hidden(self.batch(step).ids))
         return logits
 
-    def rounding(self, state: Mapping[str, Tensor], batch: Batch, exact: Gradients, dtype: torch.dtype) -> dict[str, float]:
-        """Return the absolute error (root mean square) that a program in ``dtype`` may make in each parameter's gradient.
+    def rounding(self, state: Mapping[str, Tensor], exact: Gradients, dtype: torch.dtype) -> dict[str, float]:
+        """Return the absolute error (root mean square) that a program in ``dtype`` may make in each gradient of the first step.
 
         It may round 16 times as much as our model, as :mod:`gpt2.port.dump.tolerance` says; in float64, 1e-9 of the gradient.
         """
@@ -224,6 +222,6 @@ class Predictor:
         if dtype == torch.float64:
             return {name: 1e-9 * norm + 1e-13 * whole for name, norm in norms.items()}
         narrow = {name: tensor.to(torch.float32) for name, tensor in state.items()}
-        rounded = self.gradients(narrow, batch.ids, batch.targets).whole
+        rounded = self.gradients(narrow, 0, self.right).whole
         errors = {name: float((rounded[name].double() - g).square().mean().sqrt()) for name, g in exact.whole.items()}
         return {name: 16 * max(errors[name], 1e-7 * norms[name]) + 1e-9 * whole for name in norms}

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gpt2.port.step.rules import Array, Correction, Eps, Kind, Rule, Track, directions, errors_of, fit
+from gpt2.port.step.rules import CORRECTIONS, PLACES, Array, Rule, Track, directions, fit
 from gpt2.port.step.settings import Settings
 
 EXACT = 1e-8  # relative error of changes that a rule explains
 ROUNDED = 1e-4  # the same, where the author keeps moments or constants in float32
 EXPLAINED = 1.0  # the same of changes with noise, in units of it
-PLAIN = (Correction.FULL, Eps.OUTSIDE)
 PART = 192  # entries of each parameter that the search uses
 BETAS1 = (0.9, 0.95, 0.8, 0.99, 0.0, 0.999, 0.98, 0.5)
 BETAS2 = (0.999, 0.95, 0.99, 0.9, 0.98, 0.995, 0.8)
@@ -39,9 +38,11 @@ class Search:
         self.noisy = any(track.noise is not None for track in tracks)
         self.enough = EXPLAINED if self.noisy else EXACT
         self.tracks = list(tracks) if self.noisy else [_chosen(track) for track in tracks]
-        given1, given2 = settings.beta1, settings.beta2
-        self.betas1 = tuple(dict.fromkeys(b for b in (given1, *BETAS1, given2) if b is not None))
-        self.betas2 = tuple(dict.fromkeys(b for b in (given2, *BETAS2, given1) if b is not None))
+        one, two = settings.beta1, settings.beta2
+        self.betas1, self.betas2 = (
+            tuple(dict.fromkeys(beta for beta in betas if beta is not None))
+            for betas in ((one, *BETAS1, two), (two, *BETAS2, one))
+        )
         self.decays = tuple(dict.fromkeys(d for d in (settings.weight_decay, *DECAYS) if d))
         self.sizes = np.array([float((track.change**2).sum()) for track in self.tracks])
         self.size = max(float(self.sizes.sum()), 1e-300)
@@ -49,13 +50,13 @@ class Search:
     def error(self, rule: Rule) -> float:
         if rule.beta2 > MAX_BETA2 or rule.eps > MAX_EPS:  # these make Adam what SGD is
             return math.inf
-        return float(self._joined([np.array(fit(track, rule).error) for track in self.tracks]))
+        return float(self._errors(rule))
 
-    def _joined(self, errors: Sequence[Array]) -> Array:
+    def _errors(self, rule: Rule) -> Array:
         """Return the error of all tracks: the largest where they have noise, else that of all changes together."""
-        if self.noisy:
-            return np.max(np.stack(errors), axis=0)
-        return np.sqrt(np.tensordot(self.sizes, np.stack(errors) ** 2, axes=1) / self.size)
+        errors = np.stack([fit(track, rule).error for track in self.tracks])
+        found: Array = errors.max(0) if self.noisy else np.sqrt(np.tensordot(self.sizes, errors**2, axes=1) / self.size)
+        return found
 
     def best(self, most: int | None = None) -> Found:
         """Return the first of ``most`` structures that explains the changes, else the rule with the least error."""
@@ -72,45 +73,33 @@ class Search:
             if best.error <= self.enough:
                 break
             yield best
-        yield self._with_moments(best)
-
-    def _with_moments(self, best: Found) -> Found:
-        """Return the rule, with moments that are lost instead of moments that hold one step."""
-        if best.rule.kind is Kind.ADAM and max(best.rule.beta1, best.rule.beta2) < 1e-3:
-            lost = self._tried(replace(Rule(), eps=best.rule.eps, place=best.rule.place, coupled=best.rule.coupled, lost=True))
+        rule = best.rule
+        if rule.kind == "adam" and max(rule.beta1, rule.beta2) < 1e-3:  # moments that hold one step: they are lost
+            lost = self._tried(Rule(eps=rule.eps, place=rule.place, coupled=rule.coupled, lost=True))
             best = lost if lost.error <= max(self.enough, 2 * best.error) else best
-        return best
+        yield best
 
     def _structures(self) -> Iterator[Rule]:
-        adam, momentum = Rule(), Rule(kind=Kind.SGD, beta1=0.9)
+        adam, momentum = Rule(), Rule(kind="sgd", beta1=0.9)
+        lost, largest = replace(adam, lost=True), replace(adam, amsgrad=True)
         coupled = [replace(adam, coupled=decay) for decay in self.decays]
-        yield from (
-            adam,
-            replace(adam, lost=True),
-            Rule(kind=Kind.SGD, beta1=0.0),
-            replace(adam, lost=True, counted=True),
-            momentum,
-        )
-        yield from coupled[:2]
-        yield from (replace(adam, correction=c, place=p) for c, p in itertools.product(Correction, Eps) if (c, p) != PLAIN)
-        yield from (replace(adam, amsgrad=True), replace(momentum, nesterov=True), Rule(kind=Kind.SIGN))
-        yield replace(adam, amsgrad=True, place=Eps.INSIDE)
-        yield replace(adam, amsgrad=True, correction=Correction.NONE)
+        yield from (adam, lost, replace(momentum, beta1=0.0), replace(lost, counted=True), momentum, *coupled[:2])
+        departures = [replace(adam, correction=c, place=p) for c, p in itertools.product(CORRECTIONS, PLACES)]
+        yield from (one for one in departures if one != adam)
+        yield from (largest, replace(momentum, nesterov=True), Rule(kind="lion"))
+        yield from (replace(largest, place="inside"), replace(largest, correction="none"))
         for one in coupled:
-            yield from (one, replace(one, correction=Correction.NONE), replace(one, correction=Correction.LATE))
-            yield from (replace(one, place=Eps.INSIDE), replace(one, amsgrad=True))
+            yield from (one, replace(one, correction="none"), replace(one, correction="late"))
+            yield from (replace(one, place="inside"), replace(one, amsgrad=True))
             yield replace(momentum, coupled=one.coupled)  # with momentum, decay is in the gradient
 
     def _from_grid(self, rule: Rule) -> Found:
         """Return the best of the usual constants for a structure."""
-        if rule.kind is Kind.SGD:
-            choices = [rule] if rule.beta1 == 0 else [replace(rule, beta1=b) for b in self.betas1]
-        elif rule.lost and not rule.counted:
-            choices = [rule]
-        else:
-            choices = [replace(rule, beta1=a, beta2=b) for a in self.betas1 for b in self.betas2]
+        betas1 = self.betas1 if rule.beta1 and not (rule.lost and not rule.counted) else [rule.beta1]
+        betas2 = self.betas2 if rule.kind != "sgd" and len(betas1) > 1 else [rule.beta2]
+        choices = [replace(rule, beta1=a, beta2=b) for a, b in itertools.product(betas1, betas2)]
         best = self._least(choices)
-        if best.error > self.enough and rule.kind is Kind.ADAM:
+        if best.error > self.enough and rule.kind == "adam":
             best = min(best, self._least([replace(best.rule, eps=eps) for eps in EPSILONS]), key=lambda one: one.error)
             if best.rule.eps != rule.eps:
                 near = [replace(one, eps=best.rule.eps) for one in choices]
@@ -123,7 +112,7 @@ class Search:
         if first.error <= self.enough or len(rules) == 1:
             return first
         beta1, beta2, eps = np.array([[[rule.beta1], [rule.beta2], [rule.eps]] for rule in rules]).transpose(1, 0, 2)
-        errors = self._joined([errors_of(track, rules[0], (beta1, beta2, eps)) for track in self.tracks])
+        errors = self._errors(replace(rules[0], beta1=beta1, beta2=beta2, eps=eps))
         good = np.flatnonzero(errors <= self.enough)
         at = int(good[0]) if len(good) else int(errors.argmin())
         return Found(rules[at], float(errors[at]))
@@ -133,7 +122,7 @@ class Search:
 
         Not under noise: of two steps, other betas do what another clipping does.
         """
-        if self.noisy or found.error <= EXACT or found.error > 0.5 or found.rule.kind is not Kind.ADAM:
+        if self.noisy or found.error <= EXACT or found.error > 0.5 or found.rule.kind != "adam":
             return found
         found = self._descended(found)
         for eps in (found.rule.eps, *sorted(EPSILONS, key=lambda eps: abs(math.log(eps / (found.rule.eps or 1e-30))))[:3]):
@@ -152,19 +141,13 @@ class Search:
     def _descended(self, found: Found, with_eps: bool = True) -> Found:
         """Return the rule with constants fitted by Gauss and Newton's method, on their logarithms."""
         for _ in range(12):
-            x = _numbers(found.rule)
-            residual = self._residual(found.rule)
-            columns = []
-            for i in range(len(x)):
-                step = np.zeros(len(x))
-                step[i] = 1e-6 * (with_eps or i != 2)
-                columns.append((self._residual(_rule(found.rule, x + step)) - residual) / 1e-6)
+            x, residual = _numbers(found.rule), self._residual(found.rule)
+            steps = 1e-6 * np.eye(len(x)) * [1, 1, with_eps, 1][: len(x)]
+            columns = [(self._residual(_rule(found.rule, x + step)) - residual) / 1e-6 for step in steps]
             move, *_ = np.linalg.lstsq(np.stack(columns, 1), -residual, rcond=1e-12)
             move = np.clip(move, -2, 2)
             tries = (self._tried(_rule(found.rule, x + scale * move)) for scale in (1.0, 0.3, 0.1, 0.01))
-            better = next((one for one in tries if one.error < found.error), None)
-            if better is None:
-                break
+            better = next((one for one in tries if one.error < found.error), found)
             done = better.error > found.error * 0.99 or better.error <= EXACT / 100
             found = better
             if done:
@@ -194,22 +177,15 @@ def _rule(rule: Rule, x: Array) -> Rule:
 
 def _tidy(rule: Rule) -> Rule:
     """Return the rule with its constants rounded to the digits that people write."""
-    return replace(
-        rule,
-        beta1=round(rule.beta1, 5),
-        beta2=round(rule.beta2, 6),
-        eps=float(f"{rule.eps:.2g}") if rule.eps > 1e-20 else 0.0,
-        coupled=float(f"{rule.coupled:.4g}"),
-    )
+    eps, coupled = float(f"{rule.eps:.2g}") if rule.eps > 1e-20 else 0.0, float(f"{rule.coupled:.4g}")
+    return replace(rule, beta1=round(rule.beta1, 5), beta2=round(rule.beta2, 6), eps=eps, coupled=coupled)
 
 
 def _chosen(track: Track) -> Track:
     """Return a part of a track: entries whose gradients differ in size, with small ones, where eps shows."""
-    count = track.before.shape[1]
-    if count <= PART:
+    if track.before.shape[1] <= PART:
         return track
     size = np.abs(track.gradient).sum(0)
     order = np.argsort(size)
     order = order[size[order] > 0] if bool((size > 0).any()) else order
-    picks = np.unique(np.linspace(0, len(order) - 1, PART).astype(np.int64))
-    return track.part(order[picks])
+    return track.part(order[np.unique(np.linspace(0, len(order) - 1, PART).astype(np.int64))])

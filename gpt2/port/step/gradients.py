@@ -1,4 +1,4 @@
-"""Causes in the gradients: what each backward pass gave, and what was added to what."""
+"""Causes in the gradients: what each backward pass gave, what was added to what, and where a derivative is wrong."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ PASSED = {
 
 @dataclass
 class Comparison:
-    """Which gradients are the expected ones.
+    """Which gradients are the expected ones, and the causes in the others.
 
     ``allowed``: each parameter's absolute error of computing its gradient (root mean square). ``relative`` and ``smallest``: the
     relative and absolute error of all; ``close``: the relative difference of factors that are meant to be equal. ``seen``: how
-    we know.
+    we know. ``frozen``: parameters that are not trained, for the reason ``still``. ``positions``: those that hold the position
+    embedding. ``derivatives``: whether derivatives may be wrong, which those of torch are not.
     """
 
     allowed: Mapping[str, float]
@@ -42,6 +43,11 @@ class Comparison:
     smallest: float
     close: float
     seen: str
+    places: Places
+    frozen: Collection[str] = ()
+    still: str = ""
+    positions: Collection[str] = ()
+    derivatives: bool = False
 
     def same(self, name: str, got: Tensor, expected: Tensor, factor: float = 1.0) -> bool:
         """Whether a gradient is ``factor`` times the expected one, up to the rounding of computing and storing it."""
@@ -49,10 +55,88 @@ class Comparison:
         size = float(expected.square().mean().sqrt()) * abs(factor)
         return apart <= abs(factor) * self.allowed[name] + self.relative * size + self.smallest
 
+    def wrong(self, got: Mapping[str, Tensor], expected: Mapping[str, Tensor], factor: float = 1.0) -> list[str]:
+        """Return the parameters whose gradients are not ``factor`` times the expected ones."""
+        return [name for name, g in got.items() if not self.same(name, g, expected[name], factor)]
+
     def multiple(self, name: str, got: Tensor, expected: Tensor) -> float | None:
         """Return what the expected gradient is multiplied by; None if the other is no multiple of it."""
         factor = ratio(got, expected)
         return factor if self.same(name, got, expected, factor) else None
+
+    def causes(self, got: Mapping[str, Tensor], wrong: Sequence[str], factor: float, made: Gradients) -> list[Cause]:
+        """Return the causes in the gradients ``wrong``; all others are ``factor`` times those of ``made``."""
+        right = made.whole
+        dead = [name for name in wrong if float(got[name].norm()) <= DEAD * total_norm(right) * abs(factor)]
+        frozen = [name for name in dead if name in self.frozen]
+        unreached = [name for name in dead if name not in frozen]
+        rest, found = [name for name in wrong if name not in dead], list[Cause]()
+
+        def add(id: str, where: str, detail: str, confidence: float = 1.0) -> None:
+            found.append(cause(id, where, detail, self.seen, confidence))
+
+        if self.derivatives and not dead and (backward := self._backward(got, rest, factor, right)) is not None:
+            where, detail, rest = backward
+            add("backward-wrong", where, detail)
+        lost = any(name in self.positions for name in (*unreached, *rest))  # both embeddings lack what reaches the stream
+        for name in [name for name in rest if name in made.head]:
+            head, table, lost_id, doubled = made.head[name], made.table[name], "tied-gradient-lost", "tied-gradient-doubled"
+            ways = (
+                (lost_id, "it gets the head's gradient only, not that of the rows that the ids choose", head),
+                (lost_id, "it gets the gradient of the rows that the ids choose only, not the head's", table),
+                (doubled, "a gradient of it is counted twice", 2 * right[name]),
+                (doubled, "the head's gradient is counted twice", 2 * head + table),
+                (doubled, "the gradient of the rows is counted twice", head + 2 * table),
+            )
+            for id, detail, value in ways:
+                if self.same(name, got[name], value, factor) and not (lost and value is head):
+                    add(id, "wte", detail)
+                    rest.remove(name)
+                    break
+        if frozen:
+            add("parameters-frozen", self.places(frozen), self.still)
+        if unreached:
+            add("gradient-detached", self.places(unreached), "no gradient reaches these parameters")
+        elif rest:
+            factors = [self.multiple(name, got[name], right[name]) for name in rest]
+            known = [one / factor for one in factors if one is not None]
+            if len(known) == len(factors) and max(known) - min(known) < self.close * max(map(abs, known)):
+                detail = f"the gradient of these parameters is multiplied by {median(known):.6g}"
+                add("gradient-scaled", self.places(rest), detail)
+            else:
+                detail = "the gradients of these parameters lack a part, or have one more"
+                add("gradient-detached", self.places(rest), detail, 0.8)
+        return found
+
+    def _backward(
+        self, got: Mapping[str, Tensor], wrong: Sequence[str], factor: float, right: Mapping[str, Tensor]
+    ) -> tuple[str, str, list[str]] | None:
+        """Return where a backward pass goes wrong: parts are right down to one, and wrong from there to the embeddings.
+
+        Beside the place and the words: the wrong gradients of the parts before, which this does not explain.
+        """
+        layers = 1 + max((int(name.split(".")[1]) for name in right if name.startswith("h.")), default=0)
+        order = ["ln_f", *(f"h.{layer}.{part}" for layer in reversed(range(layers)) for part in PASSED), "wpe"]
+        parts = {one: names for one in order if (names := [n for n in got if n.startswith(f"{one}.")])}
+        known, bad = list(parts), [one for one, names in parts.items() if all(name in wrong for name in names)]
+        first = known.index(bad[0]) if bad else 0
+        if not 0 < first < len(known) - 1 or bad != known[first:]:
+            return None
+        last, here = known[first - 1], bad[0]
+        layer, part = int(here.split(".")[1]), here.split(".", 2)[2]
+        words, where = ("ln_f", "ln_f") if here == f"h.{layers - 1}.mlp.c_proj" else PASSED[part]
+        detail = f"going backward, the gradients are right down to {last} and wrong from {here} on: look at {words}"
+        name = f"{here}.bias"
+        thirds = zip(got[name].chunk(3), right[name].chunk(3), strict=True) if part == "attn.c_attn" and name in got else ()
+        shares = dict(zip(LETTERS, thirds, strict=False))
+        if [x for x, (a, b) in shares.items() if x != "k" and self.same(name, a, b, factor)] == ["v"]:
+            detail = (
+                f"going backward, the gradients are right down to {here} (v) and wrong at q and k: look at softmax and its scale"
+            )
+            of_q = self.multiple(name, *shares["q"])
+            detail += f"; that of q is {of_q / factor:.5g} times the right one" if of_q is not None else ""
+        before = [name for one in known[:first] for name in parts[one] if name in wrong]
+        return where.format(layer=layer, next=f"h.{layer + 1}"), detail, before
 
 
 def ratio(got: Tensor, expected: Tensor) -> float:
@@ -65,108 +149,10 @@ def total_norm(gradient: Mapping[str, Tensor]) -> float:
     return math.hypot(*(float(g.norm()) for g in gradient.values()))
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What the causes in the gradients of some parameters are told from, beside the gradients.
-
-    ``frozen``: parameters that are not trained, for the reason ``still``. ``positions``: those that hold the position embedding.
-    ``derivatives``: whether derivatives may be wrong, which those of torch are not.
-    """
-
-    comparison: Comparison
-    places: Places
-    frozen: Collection[str]
-    still: str
-    positions: Collection[str]
-    derivatives: bool = False
-
-
-def part_causes(got: Mapping[str, Tensor], wrong: Sequence[str], factor: float, made: Gradients, parts: Parts) -> list[Cause]:
-    """Return the causes in the gradients ``wrong``; all others are ``factor`` times those of ``made``."""
-    right, comparison, places, seen = made.whole, parts.comparison, parts.places, parts.comparison.seen
-    dead = [name for name in wrong if float(got[name].norm()) <= DEAD * total_norm(right) * abs(factor)]
-    frozen = [name for name in dead if name in parts.frozen]
-    unreached = [name for name in dead if name not in frozen]
-    rest, found = [name for name in wrong if name not in dead], []
-    if parts.derivatives and not dead and (backward := _backward_cause(got, rest, factor, right, comparison)) is not None:
-        found.append(backward[0])
-        rest = backward[1]
-    lost = any(name in parts.positions for name in (*unreached, *rest))  # both embeddings lack what reaches the stream
-    for name in [name for name in rest if name in made.head]:
-        for id, detail, value in wrong_tables(right[name], made.head[name], made.table[name]):
-            if comparison.same(name, got[name], value, factor) and not (lost and value is made.head[name]):
-                found.append(cause(id, "wte", detail, seen))
-                rest.remove(name)
-                break
-    if frozen:
-        found.append(cause("parameters-frozen", places(frozen), parts.still, seen))
-    if unreached:
-        found.append(cause("gradient-detached", places(unreached), "no gradient reaches these parameters", seen))
-    elif rest:
-        factors = [comparison.multiple(name, got[name], right[name]) for name in rest]
-        known = [one / factor for one in factors if one is not None]
-        if len(known) == len(factors) and max(known) - min(known) < comparison.close * max(map(abs, known)):
-            detail = f"the gradient of these parameters is multiplied by {median(known):.6g}"
-            found.append(cause("gradient-scaled", places(rest), detail, seen))
-        else:
-            detail = "the gradients of these parameters lack a part, or have one more"
-            found.append(cause("gradient-detached", places(rest), detail, seen, 0.8))
-    return found
-
-
-def wrong_tables(whole: Tensor, head: Tensor, table: Tensor) -> list[tuple[str, str, Tensor]]:
-    """Return wrong gradients of the token embedding, each behind its cause and words; ``whole`` is head and table together."""
-    return [
-        ("tied-gradient-lost", "it gets the head's gradient only, not that of the rows that the ids choose", head),
-        ("tied-gradient-lost", "it gets the gradient of the rows that the ids choose only, not the head's", table),
-        ("tied-gradient-doubled", "a gradient of it is counted twice", 2 * whole),
-        ("tied-gradient-doubled", "the head's gradient is counted twice", 2 * head + table),
-        ("tied-gradient-doubled", "the gradient of the rows is counted twice", head + 2 * table),
-    ]
-
-
-def _backward_cause(
-    got: Mapping[str, Tensor], wrong: Sequence[str], factor: float, right: Mapping[str, Tensor], comparison: Comparison
-) -> tuple[Cause, list[str]] | None:
-    """Return where a backward pass goes wrong: parts are right down to one, and wrong from there to the embeddings.
-
-    Beside it: the wrong gradients of the parts before, which this does not explain.
-    """
-    layers = 1 + max((int(name.split(".")[1]) for name in right if name.startswith("h.")), default=0)
-    order = ["ln_f", *(f"h.{layer}.{part}" for layer in reversed(range(layers)) for part in PASSED), "wpe"]
-    parts = {one: names for one in order if (names := [n for n in got if n.startswith(f"{one}.")])}
-    known, bad = list(parts), [one for one, names in parts.items() if all(name in wrong for name in names)]
-    first = known.index(bad[0]) if bad else 0
-    if not 0 < first < len(known) - 1 or bad != known[first:]:
-        return None
-    last, here = known[first - 1], bad[0]
-    layer, part = int(here.split(".")[1]), here.split(".", 2)[2]
-    words, where = PASSED[part]
-    if part == "mlp.c_proj" and layer == layers - 1:
-        words, where = "ln_f", "ln_f"
-    detail = f"going backward, the gradients are right down to {last} and wrong from {here} on: look at {words}"
-    name = f"{here}.bias"
-    thirds = zip(got[name].chunk(3), right[name].chunk(3), strict=True) if part == "attn.c_attn" and name in got else ()
-    shares = dict(zip(LETTERS, thirds, strict=False))
-    if [x for x, (a, b) in shares.items() if x != "k" and comparison.same(name, a, b, factor)] == ["v"]:
-        detail = f"going backward, the gradients are right down to {here} (v) and wrong at q and k: look at softmax and its scale"
-        of_q = comparison.multiple(name, *shares["q"])
-        detail += f"; that of q is {of_q / factor:.5g} times the right one" if of_q is not None else ""
-    found = cause("backward-wrong", where.format(layer=layer, next=f"h.{layer + 1}"), detail, comparison.seen)
-    return found, [name for one in known[:first] for name in parts[one] if name in wrong]
-
-
-def untied_causes(untied: Sequence[str]) -> list[Cause]:
-    """Return the cause for a head and a token embedding that are two parameters, each with its own gradient."""
-    if len(untied) < 2:
-        return []
-    detail = f"the head and the token embedding are two parameters ({' and '.join(untied)}); each gets its own gradient"
-    return [cause("tied-gradient-lost", "wte", detail, "their values part in the step")]
-
-
 def accumulation_stage(calls: Sequence[Watched]) -> Stage:
     """Compare ``.grad`` after each backward pass with what was in it before and what arrived."""
-    shares: dict[str, list[float]] = {"kept": [], "lost": [], "other": [], "unknown": []}
+    kept, lost, other, stage = list[float](), False, list[float](), Stage()
+    unknown, seen = False, ".grad after each backward pass, and what arrived in it"
     moving = {name for call in calls for update in call.updates for name in update.before if update.moves(name)}
     for call in calls:
         updated = {update.backwards for update in call.updates}
@@ -174,37 +160,37 @@ def accumulation_stage(calls: Sequence[Watched]) -> Stage:
         for number, backward in enumerate(call.backwards):
             if number in updated:
                 before, fresh = call.updates[0].gradient, True
-            share, error = _share(before, backward, moving)
-            if share is not None:
-                expected = 0.0 if fresh else 1.0
-                kind = "unknown" if error > 1e-6 else "" if abs(share - expected) <= 1e-6 else "other"
-                kind = "kept" if kind == "other" and fresh and share > 0.5 else kind
-                kind = "lost" if kind == "other" and not fresh and abs(share) < 1e-6 else kind
-                shares.get(kind, []).append(share)
+            share, error = _share(before, backward, moving) or (float(not fresh), 0.0)
+            if error > 1e-6:
+                unknown = True
+            elif fresh and share > 0.5:
+                kept.append(share)
+            elif not fresh and abs(share) < 1e-6:
+                lost = True
+            elif abs(share - (not fresh)) > 1e-6:
+                other.append(share)
             before, fresh = backward.held, False
-    stage, seen = Stage(), ".grad after each backward pass, and what arrived in it"
-    if shares["kept"]:
-        share = median(shares["kept"])
-        times = "" if abs(share - 1) < 1e-3 else f"{share:.3g} times "
+    if kept:
+        times = "" if abs(median(kept) - 1) < 1e-3 else f"{median(kept):.3g} times "
         detail = f"each backward pass adds to {times}the gradient of the step before"
         stage.causes.append(cause("gradient-not-zeroed", "gradient", detail, seen))
-    if shares["lost"]:
+    if lost:
         detail = "the gradient is zeroed between the parts of a batch"
         stage.causes.append(cause("accumulation-last-only", "gradient", detail, seen))
-    if shares["other"] or shares["unknown"]:
+    if other or unknown:
         detail = "between the backward passes of a step the gradient is changed"
-        detail += f": multiplied by {median(shares['other']):.4g}" if shares["other"] else ""
+        detail += f": multiplied by {median(other):.4g}" if other else ""
         stage.causes.append(cause("clip-before-accumulation", "clip", detail, seen))
     stage.error = float(bool(stage.causes))
     return stage
 
 
-def _share(before: Gradient, backward: Backward, moving: set[str]) -> tuple[float | None, float]:
+def _share(before: Gradient, backward: Backward, moving: set[str]) -> tuple[float, float] | None:
     """Return how much of the gradient ``before`` is in ``.grad`` after a backward pass, and the relative error of that."""
     held, arrived = backward.held.samples, backward.arrived.samples
     names = [n for n in held if n in moving and n in arrived and n in before.samples and before.sizes[n].two > 0]
     if not names:
-        return None, 0.0
+        return None
     rest, old, size = (
         torch.cat([one(name) for name in names])
         for one in (lambda n: held[n] - arrived[n], before.samples.__getitem__, held.__getitem__)

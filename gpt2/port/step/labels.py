@@ -1,17 +1,21 @@
-"""The batch of a step, and the table of what people train on instead: other labels, positions left out, wrong averages."""
+"""The batch of a step, its loss as a formula, and the table of what people train on instead: labels, averages, formulas."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100  # a target that is not trained on
 END_OF_TEXT = 50_256  # in GPT-2's vocabulary; people take it for padding
 ALL = slice(None)
 SUMMED, APART, AVERAGED = "loss-not-averaged", "accumulation-not-averaged", "accumulation-average-wrong"
+SMOOTHINGS = (0.1, 0.05, 0.2, 0.01, 0.15, 0.3)
+TEMPERATURES = [n / 10 for n in range(1, 21) if n != 10]
+FACTORS = tuple(dict.fromkeys([*TEMPERATURES, *(1 / one for one in TEMPERATURES)]))  # of the logits
 Average = tuple[float, tuple[str, ...], str]  # what the mean is multiplied by, the causes, and words
 
 
@@ -38,38 +42,66 @@ class Batch:
         return int((self.targets >= 0).sum())
 
 
+@dataclass(frozen=True)
+class Formula:
+    """A loss: the mean cross-entropy with ``labels`` (B, T), times ``scale``.
+
+    ``smoothing``: of the labels; ``factor``: of the logits. ``key``: of the labels in :func:`labelings`. ``wrong``: causes, with
+    words.
+    """
+
+    labels: Tensor
+    key: str = ""
+    wrong: tuple[tuple[str, str], ...] = ()
+    scale: float = 1.0
+    smoothing: float = 0.0
+    factor: float = 1.0
+
+    def loss(self, logits: Tensor) -> Tensor:
+        """Return the loss of logits (B, T, V)."""
+        scaled, labels = self.factor * logits.flatten(0, 1), self.labels.flatten()
+        return self.scale * F.cross_entropy(scaled, labels, ignore_index=IGNORED, label_smoothing=self.smoothing)
+
+    @torch.enable_grad()
+    def slope(self, logits: Tensor) -> Tensor:
+        """Return the gradient of logits (B, T, V)."""
+        leaf = logits.detach().requires_grad_()
+        return torch.autograd.grad(self.loss(leaf), leaf)[0]
+
+    def near(self, averages: Iterable[Average]) -> Iterator[Formula]:
+        """Yield this formula, where it is wrong, and with each wrong average."""
+        if self.wrong:
+            yield self
+        for scale, ids, words in averages:
+            yield replace(self, scale=scale, wrong=(*self.wrong, *((id, words) for id in ids)))
+
+
 def cause_of(key: str) -> tuple[str, str]:
-    """Return the cause and the words of a key of :func:`shifts` or :func:`labelings`."""
+    """Return the cause and the words of a key of :func:`labelings`."""
     id, _, words = key.partition(": ")
     return id, words
 
 
-def shifts(batch: Batch) -> dict[str, Tensor]:
-    """Return labels (B, T) that people train on, each behind its cause and words for it; "" are the right ones."""
+def labelings(batch: Batch, special: Sequence[int] = (), parts: int | None = None) -> dict[str, Tensor]:
+    """Return labels (B, T) that people train on, each behind its cause and words for it; "" are the right ones, which come first.
+
+    Other labels, then the right ones where some positions are left out, or not left out. ``special``: ids that people take for
+    padding, so that the loss ignores them. ``parts``: of a batch, by the settings.
+    """
     ids, right = batch.ids, batch.targets
-    none, first = torch.full_like(ids[:, :1], IGNORED), ids[:, :1]
-    twice = torch.cat([ids[:, 2:], right[:, -1:], none], 1)[:, -ids.shape[1] :]
-    found = {"": right, "labels-not-shifted: each position learns the token that it reads": ids.where(right >= 0, IGNORED)}
-    if bool((right[:, -1] < 0).all()):
-        found["labels-not-shifted: each position, also the last, learns the token that it reads"] = ids
-    word = "labels-shifted-twice: each position learns the token after the next"
-    found[word] = twice
-    found[f"{word}, and the last two nothing"] = without(twice, ALL, slice(-2, None))
-    found[f"{word}, and the last one the next"] = torch.cat([twice[:, :-1], right[:, -1:]], 1)
+    none, first, last = torch.full_like(ids[:, :1], IGNORED), ids[:, :1], right[:, -1:]
+    twice = torch.cat([ids[:, 2:], last, none], 1)[:, -ids.shape[1] :]
+    own, word = "labels-not-shifted: each position", "labels-shifted-twice: each position learns the token after the next"
+    found = {"": right, f"{own} learns the token that it reads": ids.where(right >= 0, IGNORED)}
+    if bool((last < 0).all()):
+        found[f"{own}, also the last, learns the token that it reads"] = ids
+    found |= {word: twice, f"{word}, and the last two nothing": without(twice, ALL, slice(-2, None))}
+    found[f"{word}, and the last one the next"] = torch.cat([twice[:, :-1], last], 1)
     before = torch.cat([first, ids[:, :-1]], 1).where(right >= 0, IGNORED)
     found["labels-wrong: each position learns the token before"] = before
-    for words, last in {"the row's first token": first, "the next row's first": first.roll(-1, 0), "token 0": 0 * first}.items():
-        found[f"last-token-in-loss: the last position learns {words}"] = torch.cat([right[:, :-1], last], 1)
-    return found
-
-
-def labelings(batch: Batch, special: Sequence[int], parts: int | None) -> dict[str, Tensor]:
-    """Return labels as :func:`shifts` does, and the right ones where some positions are left out, or not left out.
-
-    ``special``: ids that people take for padding, so that the loss ignores them. ``parts``: of a batch, by the settings.
-    """
-    right, found = batch.targets, shifts(batch)
-    if bool((right[:, -1] >= 0).any()):
+    for words, token in {"the row's first token": first, "the next row's first": first.roll(-1, 0), "token 0": 0 * first}.items():
+        found[f"last-token-in-loss: the last position learns {words}"] = torch.cat([right[:, :-1], token], 1)
+    if bool((last >= 0).any()):
         found["last-token-missing: the last position learns nothing"] = without(right, ALL, slice(-1, None))
     found["tokens-left-out: the first position learns nothing"] = without(right, ALL, slice(1))
     for id in dict.fromkeys(special):
@@ -96,26 +128,21 @@ def averages(count: int, length: float, parts: int, rows: int = 0, padded: int =
     ``count`` tokens are trained on in ``parts``, ``length`` in each row; ``padded`` with ignored ones. ``rows``: of a batch,
     where its mean may be multiplied by their number.
     """
-    several: list[Average] = [
-        (parts, (APART,), f"the sum over {parts} parts"),
-        (1 / parts, (AVERAGED,), f"the mean over {parts} parts, divided by their number again"),
-        (count / parts, (SUMMED,), "the sum over the tokens of each part"),
-        (1 / parts**2, (AVERAGED,), f"the mean over {parts} parts, divided by their number again"),
-        (count, (SUMMED, APART), "the sum over all tokens and parts"),
-        (length * parts, (SUMMED, APART), "the sum over the tokens of a row, and over parts"),
+    again, several = "divided by their number again", parts > 1
+    known: list[tuple[bool, Average]] = [
+        (several, (parts, (APART,), f"the sum over {parts} parts")),
+        (several, (1 / parts, (AVERAGED,), f"the mean over {parts} parts, {again}")),
+        (several, (count / parts, (SUMMED,), "the sum over the tokens of each part")),
+        (several, (1 / parts**2, (AVERAGED,), f"the mean over {parts} parts, {again}")),
+        (several, (count, (SUMMED, APART), "the sum over all tokens and parts")),
+        (several, (length * parts, (SUMMED, APART), "the sum over the tokens of a row, and over parts")),
+        (True, (count, (SUMMED,), "the sum over all tokens")),
+        (True, (length, (SUMMED,), "the sum over the tokens of a row")),
+        (rows > 0, (rows, (SUMMED,), "the mean, times the number of rows")),
+        (rows > 0, (1 / max(rows, 1), (AVERAGED,), "the mean, divided by the number of rows again")),
+        (padded > count, (count / max(padded, 1), ("padding-in-average",), "the sum, divided by all targets, ignored ones too")),
     ]
-    sums: list[Average] = [
-        (count, (SUMMED,), "the sum over all tokens"),
-        (length, (SUMMED,), "the sum over the tokens of a row"),
-    ]
-    by_row: list[Average] = [
-        (rows, (SUMMED,), "the mean, times the number of rows"),
-        (1 / max(rows, 1), (AVERAGED,), "the mean, divided by the number of rows again"),
-    ]
-    ignored: list[Average] = [
-        (count / max(padded, 1), ("padding-in-average",), "the sum, divided by all targets, ignored ones too")
-    ]
-    return several * (parts > 1) + sums + by_row * (rows > 0) + ignored * (padded > count)
+    return [average for holds, average in known if holds]
 
 
 def average_of(factor: float, known: Iterable[Average], close: float) -> Average | None:

@@ -24,20 +24,16 @@ Units = tuple[str, ...]
 
 def units_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a checkpoint's tensors by unit."""
-    units = dict(state)
-    for name, tensor in state.items():
-        if ".attn.c_attn." in name:
-            units |= {f"{name}:{letter}": part for letter, part in zip(LETTERS, tensor.chunk(3, -1), strict=True)}
-    return units
+    thirds = ((name, tensor.chunk(3, -1)) for name, tensor in state.items() if ".attn.c_attn." in name)
+    return {**state, **{f"{name}:{letter}": part for name, parts in thirds for letter, part in zip(LETTERS, parts, strict=True)}}
 
 
 def joined(view: Mapping[str, Tensor]) -> View:
     """Return the tensors by the checkpoint's names: thirds are put together where all three are there."""
     whole = {name: tensor for name, tensor in view.items() if ":" not in name}
-    for name in {name.partition(":")[0] for name in view if ":" in name}:
-        parts = [view.get(f"{name}:{letter}") for letter in LETTERS]
-        if name not in whole and all(part is not None for part in parts):
-            whole[name] = torch.cat([part for part in parts if part is not None], -1)
+    for name in {name.partition(":")[0] for name in view} - whole.keys():
+        parts = [view[one] for letter in LETTERS if (one := f"{name}:{letter}") in view]
+        whole |= {name: torch.cat(parts, -1)} if len(parts) == len(LETTERS) else {}
     return whole
 
 
@@ -48,65 +44,50 @@ class Layouts:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in units.items()}
         self.layers, self.vocabulary, self.width = config.n_layer, config.vocab_size, config.n_embd
         self.by_size: dict[int, list[str]] = {}
-        for name, shape in self.shapes.items():
-            self.by_size.setdefault(math.prod(shape), []).append(name)
+        for name, tensor in units.items():
+            self.by_size.setdefault(tensor.numel(), []).append(name)
         whole = [name for name in self.shapes if ":" not in name]
-        self.total = sum(math.prod(self.shapes[name]) for name in whole)
+        self.total = sum(units[name].numel() for name in whole)
         self.orders = [whole, list(order(self.layers)), sorted(whole)]
 
     def views(self, array: Tensor) -> Iterator[View]:
         """Yield every view of an array."""
-        yield from self._single(array)
-        if array.ndim > 1 and array.shape[0] == self.layers:
-            yield from self._stacked(array)
-        if array.ndim <= 2 and array.numel() >= self.total - self.vocabulary * self.width:
-            yield from self._flat(array.reshape(-1))
-
-    def _single(self, array: Tensor) -> Iterator[View]:
         for name in self.by_size.get(array.numel(), ()):
-            for tensor in _oriented(array, self.shapes[name]):
-                yield {name: tensor}
+            yield from ({name: tensor} for tensor in _oriented(array, self.shapes[name]))
         squeezed = array.squeeze()
         for padded in (squeezed, squeezed.t()) if squeezed.ndim == 2 else ():
             if self.vocabulary < padded.shape[0] <= self.vocabulary + MAX_PADDED_ROWS and padded.shape[1] == self.width:
                 yield {"wte.weight": padded[: self.vocabulary]}
-
-    def _stacked(self, array: Tensor) -> Iterator[View]:
-        size = array[0].numel()
-        for name in self.by_size.get(size, ()):
-            if name.startswith("h.0."):
-                names = [name.replace("h.0.", f"h.{layer}.", 1) for layer in range(self.layers)]
-                for first in range(2):
-                    laid = [list(_oriented(part, self.shapes[name])) for part in array]
-                    if all(len(ways) > first for ways in laid):
-                        yield {one: ways[first] for one, ways in zip(names, laid, strict=True)}
+        if array.ndim > 1 and array.shape[0] == self.layers:
+            for name in self.by_size.get(array[0].numel(), ()):
+                if name.startswith("h.0."):
+                    names = [name.replace("h.0.", f"h.{layer}.", 1) for layer in range(self.layers)]
+                    for laid in zip(*(_oriented(part, self.shapes[name]) for part in array), strict=True):
+                        yield dict(zip(names, laid, strict=True))
+        if array.ndim <= 2 and array.numel() >= self.total - self.vocabulary * self.width:
+            yield from self._flat(array.reshape(-1))
 
     def _flat(self, flat: Tensor) -> Iterator[View]:
         padding = flat.numel() - self.total
         if padding < 0 or padding % self.width or padding > MAX_PADDED_ROWS * self.width:
             return
         for names in self.orders:
-            for transposed in (False, True):
-                view: View = {}
-                start = 0
-                for name in names:
-                    shape = self.shapes[name]
-                    count = math.prod(shape)
-                    part = flat[start : start + count]
-                    turned = transposed and len(shape) == 2 and name.startswith("h.")
-                    view[name] = part.reshape(shape[::-1]).t() if turned else part.reshape(shape)
-                    start += count + (padding if name == "wte.weight" else 0)
-                yield view
+            counts = [math.prod(self.shapes[name]) for name in names]
+            sizes = [part for name, n in zip(names, counts, strict=True) for part in (n, padding * (name == "wte.weight"))]
+            parts = dict(zip(names, flat.split(sizes)[::2], strict=True))
+            yield {name: part.reshape(self.shapes[name]) for name, part in parts.items()}
+            yield {
+                name: part.reshape(shape[::-1]).t() if len(shape) == 2 and name.startswith("h.") else part.reshape(shape)
+                for name, part in parts.items()
+                for shape in [self.shapes[name]]
+            }
 
 
 def _oriented(array: Tensor, shape: tuple[int, ...]) -> Iterator[Tensor]:
     """Yield an array as a tensor of ``shape``, as it is and transposed."""
     squeezed = array.squeeze()
     if len(shape) == 1:
-        if squeezed.ndim <= 1 or squeezed.ndim == 2:
-            yield array.reshape(shape)
-        return
-    if squeezed.ndim == 2 and tuple(squeezed.shape) not in (shape, shape[::-1]):
+        yield from [array.reshape(shape)] if squeezed.ndim <= 2 else []
         return
     if squeezed.ndim != 2 or tuple(squeezed.shape) == shape:
         yield array.reshape(shape)
@@ -137,29 +118,22 @@ def by_units(pieces: Iterable[Piece]) -> dict[Units, list[Piece]]:
     return found
 
 
-def mode(counts: Sequence[int]) -> int:
-    return Counter(counts).most_common(1)[0][0] if counts else 0
-
-
-def most(groups: Iterable[Sequence[Piece]]) -> int:
-    """Return how many pieces most groups have."""
-    return mode([len(group) for group in groups])
+def mode(counts: Iterable[int]) -> int:
+    return max(Counter(counts).items(), key=lambda one: one[1], default=(0, 0))[0]
 
 
 def shared_out(candidates: Sequence[Sequence[Piece]]) -> list[Piece]:
     """Return one piece for each array, so that parameters of one shape get equally many: the most alike first."""
-    arrays: Counter[int] = Counter()
-    units: dict[int, set[frozenset[str]]] = {}
-    for group in candidates:
-        size = sum(tensor.numel() for tensor in group[0].view.values())
-        arrays[size] += 1
-        units.setdefault(size, set()).update(frozenset(piece.units) for piece in group)
+    sizes = [sum(tensor.numel() for tensor in group[0].view.values()) for group in candidates]
+    units: dict[int, set[frozenset[str]]] = {size: set() for size in sizes}
+    for size, group in zip(sizes, candidates, strict=True):
+        units[size] |= {frozenset(piece.units) for piece in group}
     # how many gradients of one parameter the dump may hold: of each step, before and after clipping
-    each = max((math.ceil(arrays[size] / len(own)) for size, own in units.items()), default=0)
+    each = max((math.ceil(count / len(units[size])) for size, count in Counter(sizes).items()), default=0)
     room = {one: each for own in units.values() for one in own}
     given: dict[int, Piece] = {}
-    order = ((piece.score, number, piece) for number, group in enumerate(candidates) for piece in group)
-    for _, number, piece in sorted(order, key=lambda one: -one[0]):
+    order = ((piece, number) for number, group in enumerate(candidates) for piece in group)
+    for piece, number in sorted(order, key=lambda one: -one[0].score):
         if number not in given and room[frozenset(piece.units)] > 0:
             given[number] = piece
             room[frozenset(piece.units)] -= 1

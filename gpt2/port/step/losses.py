@@ -1,4 +1,4 @@
-"""Read the loss that a step trains from the gradient of its logits: each position's label and weight, and the formula.
+"""Read the loss that a step trains: from the gradient of its logits, position by position, or from the losses of a dump.
 
 For logits l with p = softmax(l), label k and weight w, the gradient of a mean cross-entropy is w (p - 1_k). A label smoothing
 of s gives w (p - (1 - s) 1_k - s/V), and logits times c give w c (softmax(c l) - 1_k). So each row says what it was trained on.
@@ -6,20 +6,32 @@ of s gives w (p - (1 - s) 1_k - s/V), and logits times c give w c (softmax(c l) 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gpt2.port.diagnosis.report import Cause
+from gpt2.port.dump.tolerance import UNITS
+from gpt2.port.golden_section import least
 from gpt2.port.step.causes import Stage, cause
-from gpt2.port.step.labels import AVERAGED, IGNORED, Batch, average_of, averages, cause_of, shifts
+from gpt2.port.step.expected import Predictor, Weights
+from gpt2.port.step.labels import AVERAGED, IGNORED, Batch, Formula, average_of, averages, cause_of, labelings
 from gpt2.port.step.records import Forward
 
 BOUND = 1e-7  # relative error of a row that a formula explains; float32 constants reach 1e-8
+ODD = 1e-5  # of one that is no cross-entropy
 EVEN = 1e-6  # relative difference of weights that are meant to be equal
-SEEN = "read from the gradient of the logits, position by position"
+BETTER = 30  # times smaller is the error of a formula that has one more number
+ROUNDING, EXACT = 2e-6, 1e-10  # of a loss that is computed in float32, and in float64
+MAX_LOSSES = 64
+READ = "read from the gradient of the logits, position by position"
+SEEN = "the dump's loss is this number, from the parameters before the step"
+PADDED = {"padding-in-average", AVERAGED, "loss-average-wrong"}  # what shows where some targets are -100
+
+
+# From the gradient of the logits
 
 
 @dataclass
@@ -27,209 +39,233 @@ class LossReading:
     """What one call was trained on, by position of its batch (B, T).
 
     ``labels``: int64, IGNORED where the weight is zero. ``weights``: float64. ``parts``: the number of the forward pass.
-    ``smoothing`` and ``temperature`` (the factor of the logits) hold for all positions. ``error``: of the worst row, relative.
+    ``error``: of the worst row, relative. ``unmatched``: rows of ids that are not of the batch.
     """
 
     labels: Tensor
     weights: Tensor
     parts: Tensor
     smoothing: float = 0.0
-    temperature: float = 1.0
+    factor: float = 1.0  # of the logits
     error: float = 0.0
-    unmatched: int = 0  # rows of ids that are not of the batch
+    unmatched: int = 0
 
 
 def read_loss(forwards: Iterable[Forward], batch: Batch) -> LossReading | None:
     """Return what a call on a batch was trained on; None if no gradient of the logits was seen."""
-    trained = [one for one in forwards if one.gradient is not None]
+    trained = [(one, one.gradient) for one in forwards if one.gradient is not None]
     if not trained:
         return None
-    blank = torch.full_like(batch.ids, IGNORED)
+    blank, size = torch.full_like(batch.ids, IGNORED), trained[0][0].logits.shape[-1]
     reading = LossReading(blank, torch.zeros(blank.shape, dtype=torch.float64), blank.clone())
-    for number, forward in enumerate(trained):
-        assert forward.gradient is not None
-        logits = forward.logits.cpu().double().reshape(forward.ids.size(0), -1, forward.logits.shape[-1])
-        labels, weights, smoothing, temperature, error = _row_formula(
-            logits, forward.gradient.cpu().double().reshape(logits.shape)
-        )
-        if error > max(reading.error, BOUND) or number == 0:
-            reading.smoothing, reading.temperature = smoothing, temperature
-        elif reading.error <= BOUND:
-            reading.smoothing = max(smoothing, reading.smoothing)
-            reading.temperature = max(temperature, reading.temperature, key=lambda value: abs(value - 1))
-        reading.error = max(error, reading.error)
-        count = min(logits.shape[1], blank.shape[1])
-        for at, ids in enumerate(forward.ids.cpu()):
-            row = _row_of(ids, batch.tokens)
-            if row is None:
+    logits, gradient = torch.zeros(2, *blank.shape, size, dtype=torch.float64)
+    for number, (forward, given) in enumerate(trained):
+        both = (one.cpu().reshape(len(forward.ids), -1, size) for one in (forward.logits, given))
+        for ids, own, slope in zip(forward.ids.cpu(), *both, strict=True):
+            count = min(len(ids), batch.tokens.shape[1])  # of a row that may be shorter or longer than the batch's
+            same = (batch.tokens[:, :count] == ids[:count]).all(1)
+            row, known = int(same.int().argmax()), slope[: blank.shape[1]].abs().amax(-1) > 0
+            if not bool(same.any()):
                 reading.unmatched += 1
                 continue
-            known = weights[at, :count] != 0
-            reading.weights[row, :count] += weights[at, :count]
-            reading.labels[row, :count] = torch.where(known, labels[at, :count], reading.labels[row, :count])
-            reading.parts[row, :count] = number
+            gradient[row, : len(known)] += slope[: len(known)]
+            logits[row, : len(known)] = torch.where(known[:, None], own[: len(known)].double(), logits[row, : len(known)])
+            reading.parts[row, : len(known)] = number
+    trains = gradient.abs().amax(-1) > 0
+    if not bool(trains.any()):
+        return reading
+    at, wanted = logits[trains], gradient[trains]
+    labels, rows = wanted.argmin(-1), torch.arange(len(wanted))
+
+    def shape(smoothing: float, factor: float) -> Tensor:
+        made = (factor * at).softmax(-1).sub_(smoothing / size)
+        made[rows, labels] -= 1 - smoothing
+        return made
+
+    reading.smoothing, reading.factor, reading.error = free_numbers(wanted, shape)
+    reading.weights[trains] = along(wanted, shape(reading.smoothing, reading.factor)) / reading.factor
+    reading.labels[trains] = labels
     return reading
 
 
-def _row_of(row: Tensor, tokens: Tensor) -> int | None:
-    """Return the number of the row of ``tokens`` that begins with ``row``, which may be shorter; None if there is none."""
-    count = min(len(row), tokens.shape[1])
-    same = (tokens[:, :count] == row[:count]).all(1)
-    return int(same.int().argmax()) if bool(same.any()) else None
+def free_numbers(observed: Tensor, shape: Callable[[float, float], Tensor]) -> tuple[float, float, float]:
+    """Return the smoothing of labels and the factor of logits that explain ``observed`` (n, V), and the worst row's error.
+
+    ``shape``: a function of both, which returns rows (n, V). Each row has a weight of its own.
+    """
+
+    def left(smoothing: float, factor: float) -> Tensor:
+        made = shape(smoothing, factor)
+        return observed - along(observed, made)[:, None] * made
+
+    def error(smoothing: float, factor: float) -> float:
+        return float((left(smoothing, factor).abs().amax(-1) / observed.abs().amax(-1)).max())
+
+    best = 0.0, 1.0, error(0.0, 1.0)
+    if best[2] <= BOUND:
+        return best
+    basis = torch.stack([shape(0.0, 1.0), shape(1.0, 1.0)], -1)
+    shares = torch.linalg.lstsq(basis, observed[..., None]).solution[..., 0]
+    _, log = least(lambda log: float(left(0.0, math.exp(log)).norm()), math.log(0.05), math.log(20.0), 60)
+    for numbers in ((float((shares[:, 1] / shares.sum(-1)).median()), 1.0), (0.0, math.exp(log))):
+        if (found := error(*numbers)) < best[2] / BETTER:
+            best = *numbers, found
+    return best
 
 
-Row = tuple[float, Tensor, float, float]  # error, weights (n,), smoothing, factor of the logits
-
-
-def _row_formula(logits: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, float, float, float]:
-    """Return labels and weights (b, T) that explain the gradient of logits (b, T, V), smoothing, temperature, and the error."""
-    trained = gradient.abs().amax(-1) > 0
-    labels = torch.where(trained, gradient.argmin(-1), IGNORED)
-    weights = torch.zeros(labels.shape, dtype=torch.float64)
-    best: Row = (float("inf") if bool(trained.any()) else 0.0, weights[trained], 0.0, 1.0)
-    for formula in (_plain, _smoothed, _scaled):
-        if best[0] <= BOUND:
-            break
-        found = formula(logits[trained], gradient[trained], labels[trained])
-        best = found if found[0] < best[0] / 100 else best
-    weights[trained] = best[1]
-    return labels, weights, best[2], best[3], best[0]
-
-
-def _fitted(gradient: Tensor, weights: Tensor, shape: Tensor) -> float:
-    """Return the worst row's largest difference of a gradient (n, V) from ``weights`` times ``shape``, over its largest entry."""
-    return float(((gradient - weights[:, None] * shape).abs().amax(-1) / gradient.abs().amax(-1)).max())
-
-
-def _plain(logits: Tensor, gradient: Tensor, labels: Tensor, factor: float = 1.0) -> Row:
-    shape = logits.mul(factor).softmax(-1)
-    shape[torch.arange(len(labels)), labels] -= 1
-    weights = (gradient * shape).sum(-1) / (shape * shape).sum(-1)
-    return _fitted(gradient, weights, shape), weights / factor, 0.0, factor
-
-
-def _smoothed(logits: Tensor, gradient: Tensor, labels: Tensor) -> Row:
-    """Fit w and s where the label is not: there, the gradient is w p - w s/V."""
-    p, size, rows = logits.softmax(-1), logits.shape[-1], torch.arange(len(labels))
-    others = torch.ones_like(p)
-    others[rows, labels] = 0.0
-    mean_p, mean_g = (p * others).sum(-1) / (size - 1), (gradient * others).sum(-1) / (size - 1)
-    deviation = (p - mean_p[:, None]) * others
-    weights = (deviation * gradient).sum(-1) / (deviation * deviation).sum(-1)
-    smoothing = float(((weights * mean_p - mean_g) / weights * size).median())
-    shape = p - smoothing / size
-    shape[rows, labels] -= 1 - smoothing
-    return _fitted(gradient, weights, shape), weights, smoothing, 1.0
-
-
-def _scaled(logits: Tensor, gradient: Tensor, labels: Tensor) -> Row:
-    """Fit c where the label is not: there, the logarithm of the gradient is c l, and a constant of the row."""
-    others = torch.ones_like(logits, dtype=torch.bool).scatter_(1, labels[:, None], False) & (gradient > 0)
-    logs = torch.where(others, gradient.clamp(min=1e-300).log(), 0.0)
-    x = (logits - (logits * others).sum(-1, keepdim=True) / others.sum(-1, keepdim=True).clamp(min=1)) * others
-    factor = float(((x * logs).sum(-1) / (x * x).sum(-1).clamp(min=1e-300)).median())
-    if not 1e-3 < factor < 1e3:
-        return float("inf"), torch.zeros(len(logits), dtype=torch.float64), 0.0, 1.0
-    return _plain(logits, gradient, labels, factor)
+def along(observed: Tensor, shape: Tensor) -> Tensor:
+    """Return what each row of ``shape`` (n, V) is multiplied by in ``observed``, (n,)."""
+    return (observed * shape).sum(-1) / shape.square().sum(-1).clamp(min=1e-300)
 
 
 def loss_stage(batch: Batch, reading: LossReading, factor: float) -> Stage:
     """Return the causes in one reading of the loss; ``factor`` is what the step multiplies its gradient by before the update."""
-    stage = Stage(error=_distance(batch, reading))
-    if reading.unmatched:
-        stage.notes.append("your step runs the model on other ids than those that it is given; their rows are not judged")
-    if reading.error > max(BOUND, 1e-5):
-        stage.leave_open(f"the gradient of your logits is no cross-entropy of them (error {reading.error:.1e})")
-        return stage
-    found = _labels(batch, reading.labels)
-    if reading.smoothing > 1e-6:
-        found.append(("label-smoothing", f"a label smoothing of {reading.smoothing:.4g}"))
-    if abs(reading.temperature - 1) > 1e-6:
-        found.append(("logits-scaled", f"the logits are multiplied by {reading.temperature:.6g} before the softmax"))
-    found += _weights(reading, factor)
-    stage.causes = [cause(id, "gradient" if id == "gradient-scaled" else "loss", detail, SEEN) for id, detail in found]
-    return stage
-
-
-def _distance(batch: Batch, reading: LossReading) -> float:
-    """Return the relative distance of the weights on labels from those of the mean over the next tokens."""
     right = torch.where(batch.targets >= 0, 1 / batch.count, 0.0).double()
     same = (reading.labels == batch.targets) | (reading.weights == 0)
     square = torch.where(same, (reading.weights - right) ** 2, reading.weights**2 + right**2).sum()
-    return float((square / (right**2).sum()).sqrt())
+    stage = Stage(error=float((square / (right**2).sum()).sqrt()))
+    if reading.unmatched:
+        stage.notes.append("your step runs the model on other ids than those that it is given; their rows are not judged")
+    if reading.error > ODD:
+        stage.leave_open(f"the gradient of your logits is no cross-entropy of them (error {reading.error:.1e})")
+        return stage
+    found = [*_labels(batch, reading.labels), *_weights(batch, reading, factor)]
+    if reading.smoothing > 1e-6:
+        found.append(("label-smoothing", f"a label smoothing of {reading.smoothing:.4g}"))
+    if abs(reading.factor - 1) > 1e-6:
+        found.append(("logits-scaled", f"the logits are multiplied by {reading.factor:.6g} before the softmax"))
+    stage.causes = [cause(id, "gradient" if id == "gradient-scaled" else "loss", detail, READ) for id, detail in found]
+    return stage
 
 
-def _labels(batch: Batch, labels: Tensor) -> list[tuple[str, str]]:
-    """Return the causes in the labels (B, T), with what they are."""
-    right, trained = batch.targets, labels != IGNORED
-    if not bool(trained.any()):
-        return []
-    found: list[tuple[str, str]] = []
-    key = next((key for key, expected in shifts(batch).items() if bool((labels == expected)[trained].all())), None)
-    expected = shifts(batch).get(key or "", right)
+def _labels(batch: Batch, labels: Tensor) -> Iterator[tuple[str, str]]:
+    """Yield the causes in the labels (B, T), with what they are: other ones, and positions that are left out."""
+    right, trained, known = batch.targets, labels != IGNORED, labelings(batch)
+    key = next((key for key, one in known.items() if bool((labels == one)[trained].all())), None)
+    expected = known.get(key or "", right)
     if key:
-        found.append(cause_of(key))
+        yield cause_of(key)
     elif key is None and bool((labels == right)[:, :-1][trained[:, :-1]].all()):
-        found.append(("last-token-in-loss", f"the last position learns token {int(labels[0, -1])}"))
+        yield "last-token-in-loss", f"the last position learns token {int(labels[0, -1])}"
         expected = torch.cat([right[:, :-1], labels[:, -1:]], 1)
-    elif key is None:
-        return [("labels-wrong", f"{int((labels != right)[trained].sum())} of {int(trained.sum())} positions have another label")]
+    if (key is None and expected is right) or not bool(trained.any()):
+        wrong = int((labels != right)[trained].sum())
+        yield from [("labels-wrong", f"{wrong} of {int(trained.sum())} positions have another label")] if wrong else []
+        return
     missing = ~trained & (expected >= 0)
     if bool(missing[:, -1].all()) and labels.shape[1] > 1:
-        found.append(("last-token-missing", "the last position of each row has no label"))
+        yield "last-token-missing", "the last position of each row has no label"
         missing[:, -1] = False
     left = expected[missing]
     if len(left.unique()) == 1 and bool(((expected == left[0]) == missing)[:, :-1].all()):
-        found.append(("token-ignored", f"positions with the label {int(left[0])} are not trained on"))
+        yield "token-ignored", f"positions with the label {int(left[0])} are not trained on"
     elif len(left):
-        found.append(("tokens-left-out", f"{int(missing.sum())} of {missing.numel()} positions are not trained on"))
-    return found
+        yield "tokens-left-out", f"{int(missing.sum())} of {missing.numel()} positions are not trained on"
 
 
-def _weights(reading: LossReading, factor: float) -> list[tuple[str, str]]:
+def _weights(batch: Batch, reading: LossReading, factor: float) -> list[tuple[str, str]]:
     """Return the causes in the weights of the positions: a factor of all, or weights that differ."""
     trained = reading.labels != IGNORED
-    weights = reading.weights[trained] * factor
+    weights, parts = reading.weights[trained] * factor, reading.parts[trained]
     if not len(weights):
         return []
+    if bool((trained & (batch.targets < 0))[:, :-1].any()):
+        return [("padding-in-average", "targets of -100 are trained on")]
     low, high, total, count = float(weights.min()), float(weights.max()), float(weights.sum()), len(weights)
     if high - low > EVEN * abs(high):
-        return [("loss-average-wrong", f"positions weigh between {low * count:.4g} and {high * count:.4g}")]
+        words = f"positions weigh between {low * count:.4g} and {high * count:.4g} of the mean's"
+        own = [weights[parts == part] for part in parts.unique()]
+        if len(own) > 1 and all(float(one.max() - one.min()) <= EVEN * abs(high) for one in own):
+            return [(AVERAGED, f"each part is averaged alone, however many targets it has; {words}")]
+        return [("loss-average-wrong", words)]
     if abs(total - 1) <= EVEN:
         return []
-    parts = len(reading.parts[trained].unique())
-    known = average_of(total, averages(count, int(trained.sum(1).max()), parts), EVEN)
+    of_rows = int(trained.sum(1).max())
+    known = average_of(total, averages(count, of_rows, len(parts.unique()), padded=batch.targets.numel()), EVEN)
     if known is not None and not (factor != 1 and abs(total / factor - 1) <= EVEN):
         return [(id, f"the gradient is that of {known[2]}: {total:.6g} times the mean's") for id in known[1]]
     return [("gradient-scaled", f"the gradient is {total:.6g} times that of the mean loss")]
 
 
-def padding_causes(batch: Batch, reading: LossReading, factor: float) -> list[Cause]:
-    """Return the causes that show where some targets are -100, in a loss that is right elsewhere."""
-    ignored, count = batch.targets < 0, batch.count
-    weights = reading.weights * factor
-    if bool((weights[ignored] != 0).any()):
-        return [cause("padding-in-average", "loss", "targets of -100 are trained on", SEEN)]
-    low, high = float(weights[~ignored].min()), float(weights[~ignored].max())
-    if high - low <= EVEN * high:
-        if abs(low * count - 1) <= EVEN:
-            return []
-        if abs(low * batch.targets.numel() - 1) <= EVEN:
-            return [cause("padding-in-average", "loss", "the sum is divided by all targets, ignored ones too", SEEN)]
-    words = f"positions weigh between {low * count:.4g} and {high * count:.4g} of the mean's"
-    if len(reading.parts[reading.labels != IGNORED].unique()) > 1:
-        return [cause(AVERAGED, "loss", f"each part is averaged alone, however many targets it has; {words}", SEEN)]
-    return [cause("loss-average-wrong", "loss", words, SEEN)]
-
-
 def dropout_stage(found: Iterable[float], wanted: float | None) -> Stage:
     """Compare the probabilities of the dropouts that are active in a step with the expected one; None: only report them."""
-    stage = Stage()
     said = ", ".join(f"{p:g}" for p in sorted(set(found)))
-    if wanted is None and said:
-        stage.notes.append(f"read off: dropout of {said} (it was left out of the comparison)")
-    elif wanted == 0 and said:
-        stage.causes.append(cause("dropout-active", "h.*", f"dropout of {said} is active in the step", "seen in its operators"))
-    elif wanted and not said:
-        stage.causes.append(cause("dropout-missing", "h.*", f"no dropout is active, not {wanted:g}", "its operators"))
-    return stage
+    if said and wanted is None:
+        return Stage(notes=[f"read off: dropout of {said} (it was left out of the comparison)"])
+    if said and not wanted:
+        return Stage([cause("dropout-active", "h.*", f"dropout of {said} is active in the step", "seen in its operators")])
+    missing = cause("dropout-missing", "h.*", f"no dropout is active, not {wanted or 0:g}", "its operators")
+    return Stage([missing] if wanted and not said else [])
+
+
+# From the losses of a dump
+
+
+@dataclass(frozen=True)
+class Losses:
+    """A dump's losses in one array, and its name."""
+
+    name: str
+    values: Tensor  # (n,), float64
+    dtype: torch.dtype
+
+    def near(self, value: float, expected: float, exact: bool) -> bool:
+        """Whether a value is the expected one, up to rounding."""
+        return abs(value - expected) <= (4 * UNITS[self.dtype][0] + (EXACT if exact else ROUNDING)) * abs(expected)
+
+
+def losses_of(arrays: Mapping[str, Tensor]) -> list[Losses]:
+    """Return the arrays that may be losses: single numbers, or a few in a row."""
+    return [
+        Losses(name, array.double().reshape(-1), array.dtype)
+        for name, array in arrays.items()
+        if array.numel() == 1 or (array.ndim == 1 and 1 < array.numel() <= MAX_LOSSES)
+    ]
+
+
+def dumped_loss(
+    losses: Sequence[Losses],
+    parameters: Sequence[Weights],
+    predictor: Predictor,
+    trained: Formula | None,
+    known: Collection[str],
+    exact: bool,
+    asked: bool,
+) -> tuple[Stage, Formula | None]:
+    """Compare losses with those at the parameters before each step; beside the causes, the formula of the first loss.
+
+    ``trained``: what the gradients were read to be of; ``known``: the causes that were found there. ``exact``: computed in
+    float64. ``asked``: the dump is one of steps, so that some array must be a loss. No formula is returned if none explains it.
+    """
+    logits = [predictor.logits(weights, step) for step, weights in enumerate(parameters)]
+    right = [Formula(predictor.batch(step).targets) for step in range(len(logits))]
+    expected = [float(formula.loss(one)) for formula, one in zip(right, logits, strict=True)]
+    for one in losses:
+        several = len(one.values) > 1
+        pairs = zip(one.values.tolist() if several else [float(one.values)] * len(expected), expected, strict=False)
+        near = [one.near(a, b, exact) for a, b in pairs]
+        if all(near) if several else any(near):
+            return Stage(), right[0]
+    labels = predictor.formulas(0)
+    told = [labels[trained.key]] if trained is not None else []  # by the gradients
+    mistakes: list[tuple[float, Formula]] = []
+    for way in (*told, *labels.values(), *predictor.numbers()):
+        wrong_averages = predictor.averages(way.labels) if way.smoothing == 0 and way.factor == 1 else []
+        mean = float(way.loss(logits[0]))
+        mistakes += [(mean * one.scale, one) for one in way.near(wrong_averages)]
+    first = [(one, float(one.values[0])) for one in losses]
+    found = ((value, way) for number, way in mistakes for one, value in first if one.near(value, number, exact))
+    value, made = next(found, (0.0, None))
+    if made is not None:
+        unknown = [(id, words) for id, words in made.wrong if id not in known]
+        if trained is not None and len(unknown) == len(made.wrong):
+            said = ", ".join(words for _, words in made.wrong)
+            words = f"the loss that is dumped is not the one that is trained ({said}); the gradients are of the mean"
+            return Stage(notes=[words]), made
+        causes = [cause(id, "loss", f"{words}: {value:.6g}", SEEN) for id, words in unknown]
+        return Stage(causes, error=abs(value / expected[0] - 1)), made
+    stage = Stage()
+    if not {"label-smoothing", "logits-scaled"} & set(known) and (len(losses) == 1 or asked):
+        said = ", ".join(f"{float(one.values[0]):.6g}" for one in losses[:3])
+        stage.leave_open(f"the loss {said} is of no known mistake; the mean cross-entropy is {expected[0]:.6g}")
+    return stage, None

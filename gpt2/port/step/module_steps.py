@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import reduce
 
 import torch
 from torch import nn
@@ -20,14 +19,16 @@ from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.forward import Borrowed
 from gpt2.port.recording.recorder import record_probe
 from gpt2.port.step.causes import STAGES, Stage, cause, concluded
-from gpt2.port.step.clipping import clip_stage, read_clipping
+from gpt2.port.step.clipping import Clip, ClipKind, clip_stage, read_clipping
 from gpt2.port.step.expected import Roles, expected_gradients
-from gpt2.port.step.gradients import Comparison, Parts, accumulation_stage, part_causes, total_norm, untied_causes
-from gpt2.port.step.losses import dropout_stage, loss_stage, padding_causes, read_loss
-from gpt2.port.step.movement import exact_movement, runs_of
+from gpt2.port.step.gradients import Comparison, accumulation_stage, total_norm
+from gpt2.port.step.labels import Batch
+from gpt2.port.step.losses import PADDED, dropout_stage, loss_stage, read_loss
+from gpt2.port.step.movement import Movement
 from gpt2.port.step.optimizer import update_stage
-from gpt2.port.step.records import Gradient, Sampler, Update, Watched
-from gpt2.port.step.sessions import Batches, Change, MakeStep, StepError, Subject, scaled
+from gpt2.port.step.records import Sampler, Watched, updates_of
+from gpt2.port.step.search import RuleSearch, Run
+from gpt2.port.step.sessions import Change, MakeStep, StepError, Subject, random_batch, scaled
 from gpt2.port.step.settings import Settings
 from gpt2.port.step.tying import join_tied
 
@@ -36,6 +37,7 @@ HUGE, TINY = 100.0, 1e-8  # factors of the last norm (and, for TINY, of the toke
 EQUAL, NOISE = 1e-8, 1e-11  # error of a parameter's gradient, relative to it (constants in float32), and to the whole gradient
 BACKWARD = "from your own gradient of the logits, our model in float64 gives other gradients"
 OPERATORS = "seen in its operators"
+FREE = (ClipKind.NORM, ClipKind.PARAMETER, ClipKind.ENTRY, ClipKind.LARGEST)  # clipping of gradients that nothing shows
 
 
 class StepExamination:
@@ -51,10 +53,9 @@ class StepExamination:
         watch: Callable[[str], None] = lambda stage: None,
     ) -> None:
         self.module, self.ours, self.settings, self.forward = module, ours, settings, forward
-        self.config = ours.config
         self.subject = Subject(module, make_step, ours.config.vocab_size, watch)
-        self.batches = Batches(self.config, settings)
         self.notes: list[str] = []
+        self.read = False  # whether gradients of the logits were seen
         self.stages: dict[str, Stage] = {name: Stage() for name in STAGES}
 
     def diagnosis(self) -> Diagnosis:
@@ -63,9 +64,7 @@ class StepExamination:
         self.calls, self.sampler = self._session(range(CALLS_LARGE if self.subject.large else CALLS))
         self._require_training()
         self.huge, self.tiny = self._scaled_sessions()
-        self.untied = self._untied()
-        join_tied([self.calls, self.huge, self.tiny], self.untied, self.sampler)
-        self.untied = self._untied()
+        join_tied([self.calls, self.huge, self.tiny], self._untied(), self.sampler)
         self._clip_and_update()
         self._loss()
         self._gradients()
@@ -73,23 +72,27 @@ class StepExamination:
         return concluded(self.stages, self.forward, self.notes, self.forward.module)
 
     def _mapping(self) -> Mapping | None:
+        config = self.ours.config
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), Borrowed(self.module):
-                return Mapping(Anatomy(record_probe(self.module, self.config, "your module")), self.config)
+                return Mapping(Anatomy(record_probe(self.module, config, "your module")), config)
         except (NotGPT2, InputError):
             return None
 
     def _places(self, names: Sequence[str]) -> str:
         """Return the checkpoint's names for parameters."""
-        return listed((Place.of(where) for name in names for where in self.roles.where(name)), self.config.n_layer)
+        return listed((Place.of(where) for name in names for where in self.roles.where(name)), self.ours.config.n_layer)
 
     def _cause(self, stage: str, id: str, where: str, detail: str, evidence: str = "") -> None:
         self.stages[stage].causes.append(cause(id, where, detail, evidence))
 
     # Sessions
 
+    def _batch(self, seed: int, *, ignored: bool = False) -> Batch:
+        return random_batch(self.ours.config, self.settings, seed, ignored=ignored)
+
     def _session(self, seeds: Sequence[int], change: Change | None = None) -> tuple[list[Watched], Sampler]:
-        calls, sampler = self.subject.session([self.batches.batch(seed) for seed in seeds], change)
+        calls, sampler = self.subject.session([self._batch(seed) for seed in seeds], change)
         for call in calls:
             if not math.isfinite(call.loss):
                 raise InputError(
@@ -119,7 +122,7 @@ class StepExamination:
 
     def _untied(self) -> list[str]:
         """Return the parameters that hold the token embedding and the head, if these are two in the step."""
-        own = [self.roles.names_of(part) for part in ("wte", "head") if self.config.tie_word_embeddings]
+        own = [self.roles.names_of(part) for part in ("wte", "head") if self.ours.config.tie_word_embeddings]
         for aliases in (*self.roles.aliases.values(), [found[0] for found in own if len(found) == 1]):
             apart = [name for name in aliases if name in self.sampler.parameters]
             if len(apart) > 1:
@@ -129,64 +132,64 @@ class StepExamination:
     # The stages, the last ones first: what the update multiplies the gradients by tells what the loss was meant to be
 
     def _clip_and_update(self) -> None:
-        sessions = [found for calls in (self.calls, self.huge, self.tiny) if (found := updates_of(calls))]
+        settings, sessions = self.settings, [found for one in (self.calls, self.huge, self.tiny) if (found := updates_of(one))]
         unscaled = math.prod({call.unscaled for call in self.calls})
         clip = self.clip = read_clipping(sessions, None if unscaled == 1 else unscaled)
         roles = {name: self.roles.role(name, parameter) for name, parameter in self.sampler.parameters.items()}
         large = [name for name, role in roles.items() if role in ("matrix", "embedding")]
         parts = max(update.summed for session in sessions for update in session)
-        shares = (
-            [1 / parts, 1.0] if parts > 1 else [1.0]
-        )  # of gradients that ``.grad`` never holds, which may be averaged or summed
-        variants = [runs_of(_times(sessions, share), large) for share in shares]
-        movement = exact_movement(variants, self.settings, roles, parts > 0)
-        stage = self.stages["update"] = update_stage(movement, self.settings, self._places, [one.call for one in sessions[0]])
-        if movement.answer is not None:
-            share = shares[movement.answer.variant]
-            clip.factor *= share
+        shares = [1 / parts, 1.0] if parts > 1 else [1.0]  # of gradients that ``.grad`` never holds: averaged, or summed
+        variants = [
+            [Run.of([replace(one, gradient=one.gradient.times(share)) for one in session], large) for session in sessions]
+            for share in shares
+        ]
+        moving, known = variants[0][0].moving, False
+        if moving:
+            some = [name for name in moving if roles[name] == "matrix"] or moving
+            chosen = [some[len(some) // 3], some[2 * len(some) // 3]] if len(some) > 2 else some
+            wanted = [None, Clip(ClipKind.NORM, settings.clip)] if settings.clip and parts else [None]
+            answer = RuleSearch(variants, chosen, settings, wanted, FREE if parts else ()).best()
+            movement = Movement.of(answer, variants[answer.variant], settings, roles)
+            self.stages["update"] = update_stage(movement, settings, self._places, [one.call for one in sessions[0]])
+            clip.factor, known = clip.factor * shares[answer.variant], not movement.odd
             hidden = [update.gradient.total for session in sessions for update in session if update.summed]
-            if hidden and not movement.odd:
-                clip.largest = max(hidden) * share
+            clip.largest = max(hidden) * shares[answer.variant] if hidden and known else clip.largest
+            clip.clip = answer.clip or clip.clip
+        odd = [name for name in clip.odd if name in self.sampler.parameters]
+        self.stages["clip"] = clip_stage(clip, settings.clip, self._places(odd) if odd else "the gradient")
         many = next((call for call in self.calls if len(call.updates) > 1), None)
         if many is not None:
             detail = f"the parameters are updated {len(many.updates)} times in a step, after each part of its batch"
-            stage.causes.insert(0, cause("step-per-micro-batch", "optimizer", detail, OPERATORS))
-        silent = [call for call in self.calls if not any(update.changes for update in call.updates)]
-        if movement.rules and not movement.odd:  # parameters that are written to, and stay, have a rate of zero
-            silent = [call for call in silent if not call.updates]
-        if 0 < len(silent) < len(self.calls):
-            detail = f"{len(silent)} of {len(self.calls)} calls change no parameter"
-            self._cause("update", "update-skipped", "optimizer", detail)
+            self.stages["update"].causes.insert(0, cause("step-per-micro-batch", "optimizer", detail, OPERATORS))
+        # where the rule is known, parameters that are written to, and stay, have a rate of zero
+        silent = sum(not (call.updates if known else call.changes) for call in self.calls)
+        if 0 < silent < len(self.calls):
+            self._cause("update", "update-skipped", "optimizer", f"{silent} of {len(self.calls)} calls change no parameter")
         arrived, updates = self.calls[0].arrived(), [update for call in self.calls for update in call.updates]
-        reached = [name for name in self.sampler.parameters if name in arrived and bool((arrived[name] != 0).any())]
-        still = [name for name in reached if not any(update.moves(name) for update in updates)]
-        if still and movement.rules:
+        still = [name for name, g in arrived.items() if name in self.sampler.parameters and bool((g != 0).any())]
+        still = [name for name in still if not any(update.moves(name) for update in updates)]
+        if still and moving:
             detail = "these have gradients, and never change"
             self._cause("update", "parameter-missing", self._places(still), detail, "their values after each step")
-        inside = movement.answer.clip if movement.answer else None
-        odd = [name for name in clip.odd if name in self.sampler.parameters]
-        read = clip if inside is None else replace(clip, clip=inside)
-        self.stages["clip"] = clip_stage(read, self.settings.clip, self._places(odd) if odd else "the gradient")
 
     def _loss(self) -> None:
         stage, factor = self.stages["loss"], self.clip.factor
-        readings = [read_loss(call.forwards, self.batches.batch(number)) for number, call in enumerate(self.calls)]
-        self.read = readings[0] is not None
-        if not self.read:
-            self.notes.append("the logits of your step were not seen (does it call the module?), so its loss was not judged")
-            stage.explained = False
-        for number, reading in enumerate(readings if self.read else []):
-            if reading is None:
+        for number, call in enumerate(self.calls):
+            batch = self._batch(number)
+            reading = read_loss(call.forwards, batch)
+            self.read = reading is not None if number == 0 else self.read
+            if reading is None or not self.read:
                 continue
-            if number:
-                self.calls[number].forwards.clear()
-            found = loss_stage(self.batches.batch(number), reading, factor)
-            known = {one.id for one in stage.causes}
+            found, known = loss_stage(batch, reading, factor), {one.id for one in stage.causes}
             if number == 0:
                 stage.absorb(found)
             else:  # what shows in a later call only
+                call.forwards.clear()
                 stage.causes += [one for one in found.causes if one.id not in known]
-        if self.read and (self.settings.padded or not stage.causes):
+        if not self.read:
+            self.notes.append("the logits of your step were not seen (does it call the module?), so its loss was not judged")
+            stage.explained = False
+        elif self.settings.padded or not stage.causes:
             self._padded(factor)
         dropouts = [p for call in self.calls for p in call.dropouts]
         if self.settings.dropout is not None or dropouts:
@@ -197,13 +200,14 @@ class StepExamination:
 
     def _padded(self, factor: float) -> None:
         """Try a batch in which some targets are -100; a step that refuses it is not faulty."""
-        batch = self.batches.batch(50, ignored=True)
+        batch = self._batch(50, ignored=True)
         try:
             (call,), _ = self.subject.session([batch])
         except InputError:
             return
         reading = read_loss(call.forwards, batch)
-        found = padding_causes(batch, reading, factor) if reading is not None and math.isfinite(call.loss) else []
+        causes = loss_stage(batch, reading, factor).causes if reading is not None and math.isfinite(call.loss) else []
+        found = [one for one in causes if one.id in PADDED]
         if self.settings.padded:
             self.stages["loss"].causes += found
         else:
@@ -211,84 +215,56 @@ class StepExamination:
 
     def _gradients(self) -> None:
         stage = self.stages["gradient"] = accumulation_stage([*self.calls, *self.huge])
-        stage.causes += untied_causes(self.untied)
+        if untied := self._untied():
+            both = " and ".join(untied)
+            detail = f"the head and the token embedding are two parameters ({both}); each gets its own gradient"
+            self._cause("gradient", "tied-gradient-lost", "wte", detail, "their values part in the step")
         if self.roles.mapping is None or not self.forward.ok:
             self.notes.append("your forward pass is not ours, so the gradients of your parameters were not compared with ours")
         elif self.read:
-            self._backward(stage)
+            self._backward(stage, untied)
         for name, value in self.clip.outliers.items():
             doubled = self.roles.role(name, self.sampler.parameters[name]) == "embedding" and abs(value - 2) < 1e-6
             detail = f"after the backward pass its gradient is multiplied by {value:.6g}"
             self._cause("gradient", "tied-gradient-doubled" if doubled else "gradient-scaled", self._places([name]), detail)
 
-    def _backward(self, stage: Stage) -> None:
+    def _backward(self, stage: Stage, untied: Sequence[str]) -> None:
         """Compare the first call's gradients with those that our model gives from the same gradient of the logits."""
         first = self.calls[0]
         state = {name: tensor.detach().cpu().double() for name, tensor in self.ours.state_dict().items()}
         passes = [one for one in first.forwards if one.gradient is not None]
         if len(first.updates) > 1:  # then there is a backward pass for each
             passes = passes[: len(first.first_backwards)]
-        made = expected_gradients(self.config, state, self.roles, self.sampler, passes)
-        arrived, got = first.arrived(), {}
-        for name, right in made.whole.items():  # the checkpoint has no entry for some, as an unused bias
-            unknown = right.isnan()
-            got[name] = arrived.get(name, torch.zeros_like(right)).masked_fill(unknown, 0.0)
-            for share in (made.whole, made.head, made.table):
-                share |= {name: share[name].masked_fill(unknown, 0.0)} if name in share else {}
-        whole = total_norm(made.whole)
-        allowed = {name: NOISE * whole / max(right.numel(), 1) ** 0.5 for name, right in made.whole.items()}
-        comparison = Comparison(allowed, EQUAL, 0.0, 1e-6, BACKWARD)
-        wrong = [name for name, right in made.whole.items() if not comparison.same(name, got[name], right)]
-        errors = [
-            float((got[name] - made.whole[name]).norm()) / max(float(made.whole[name].norm()), NOISE * whole) for name in wrong
-        ]
-        stage.error = max([stage.error, *errors])
-        frozen = [name for name in wrong if name not in first.trains]
-        positions = [name for name in wrong if any(part == "wpe" for _, part in self.roles.parts.get(name, []))]
+        made = expected_gradients(self.ours.config, state, self.roles, self.sampler, passes)
+        arrived, right = first.arrived(), made.whole
+        got = {name: arrived.get(name, torch.zeros_like(g)).masked_fill(g.isnan(), 0.0) for name, g in right.items()}
+        for share in (made.whole, made.head, made.table):  # the checkpoint has no entry for some, as an unused bias
+            share |= {name: g.nan_to_num(0.0) for name, g in share.items()}
+        whole = total_norm(right)
+        allowed = {name: NOISE * whole / max(g.numel(), 1) ** 0.5 for name, g in right.items()}
+        frozen = [name for name in right if name not in first.trains]
+        positions = [name for name in right if any(part == "wpe" for _, part in self.roles.parts.get(name, []))]
         still = "requires_grad is False for these parameters"
-        parts = Parts(comparison, self._places, frozen, still, positions)
-        own = [name for name in wrong if name not in self.untied or name in frozen]
-        stage.causes += part_causes(got, own, 1.0, made, parts)
+        comparison = Comparison(allowed, EQUAL, 0.0, 1e-6, BACKWARD, self._places, frozen, still, positions)
+        wrong = comparison.wrong(got, right)
+        errors = [float((got[name] - right[name]).norm()) / max(float(right[name].norm()), NOISE * whole) for name in wrong]
+        stage.error = max([stage.error, *errors])
+        own = [name for name in wrong if name not in untied or name in frozen]
+        stage.causes += comparison.causes(got, own, 1.0, made)
 
     def _as_written(self) -> None:
         """Run the step once as it is, in its own dtypes: it may skip updates, overflow, or compute its loss in half precision."""
         narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.module.parameters())
         try:
-            calls, _ = self.subject.session([self.batches.batch(seed) for seed in range(2)], as_written=True)
+            calls, _ = self.subject.session([self._batch(seed) for seed in range(2)], as_written=True)
         except StepError as error:
             self.notes.append(f"in float64 your step runs; as written it does not: {error}")
             return
         if any(call.half for call in calls) and not narrow and not any(call.half for call in self.calls):
             detail = "as written, in your own dtypes, the softmax of the loss reads logits in half precision"
             self._cause("loss", "logits-half-precision", "loss", detail, OPERATORS)
-        moved = [[any(update.changes for update in call.updates) for call in some[:2]] for some in (calls, self.calls)]
-        if any(exact and not written for written, exact in zip(*moved, strict=True)):
+        if any(exact.changes and not written.changes for written, exact in zip(calls, self.calls, strict=False)):
             detail = "as written, in your own dtypes, a step changes no parameter; in float64 it does"
             self._cause("update", "update-skipped", "optimizer", detail, "parameters before and after the step")
         elif not all(math.isfinite(call.loss) for call in calls):
             raise InputError("the step returns NaN as written, and a number in float64; an overflow in half precision?")
-
-
-def updates_of(calls: Sequence[Watched]) -> list[Update]:
-    """Return all updates of some calls, each with the gradient that it used: ``.grad``, or else the sum of what arrived."""
-    found = []
-    for number, call in enumerate(calls):
-        done = 0
-        for update in call.updates:
-            update.call = number
-            passes = call.backwards[done : update.backwards]
-            done = update.backwards
-            if not update.gradient.samples and passes:
-                update.gradient, update.held = update.held, Gradient()
-                if not update.gradient.samples:
-                    update.summed = len(passes)
-                    update.gradient = reduce(Gradient.plus, (one.arrived for one in passes))
-            found.append(update)
-    return found
-
-
-def _times(sessions: Sequence[Sequence[Update]], share: float) -> Sequence[Sequence[Update]]:
-    """Return updates whose gradients are multiplied by ``share``."""
-    if share == 1.0:
-        return sessions
-    return [[replace(one, gradient=one.gradient.times(share)) for one in session] for session in sessions]

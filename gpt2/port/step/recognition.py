@@ -13,7 +13,8 @@ from torch import Tensor
 
 from gpt2.port.step.expected import Weights
 from gpt2.port.step.gradients import LETTERS, total_norm
-from gpt2.port.step.layouts import Layouts, Piece, Units, View, by_units, joined, mode, most, shared_out, units_of
+from gpt2.port.step.layouts import Layouts, Piece, Units, View, by_units, joined, mode, shared_out, units_of
+from gpt2.port.step.losses import Losses
 
 SAMPLED = 512  # entries of a unit that are compared
 NEAR = 0.5  # relative distance of parameters after a few steps from those before
@@ -44,10 +45,16 @@ class Recorded:
     parameter_dtypes: set[torch.dtype] = field(default_factory=set)
     gradient_dtypes: set[torch.dtype] = field(default_factory=set)
     float64: bool = False  # computed in float64: some array holds what float32 cannot
+    losses: list[Losses] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
         return len(self.parameters) - 1
+
+    @property
+    def changes(self) -> bool:
+        """Whether gradients or updates were recorded, and not numbers alone that may be losses."""
+        return any(self.raw) or self.steps > 0
 
     @property
     def narrow(self) -> bool:
@@ -64,29 +71,27 @@ class Recogniser:
     def __init__(
         self, layouts: Layouts, state: Mapping[str, Tensor], gradients: Iterable[tuple[str, Mapping[str, Tensor]]]
     ) -> None:
-        self.layouts, self.state = layouts, state
-        self.units = units_of(state)
+        self.layouts, self.state, self.units = layouts, state, units_of(state)
         generator = torch.Generator().manual_seed(0)
         self.indices = {
-            name: torch.randint(tensor.numel(), (SAMPLED,), generator=generator) if tensor.numel() > SAMPLED else None
+            name: torch.randint(tensor.numel(), (SAMPLED,), generator=generator) if tensor.numel() > SAMPLED else slice(None)
             for name, tensor in self.units.items()
         }
-        self.gradients = {label: {n: self._sample(n, g) for n, g in units_of(one).items()} for label, one in gradients}
-        self.labels = list(self.gradients)
+        self.labels: list[str] = []
+        self.gradients: list[dict[str, Tensor]] = []
+        for label, one in gradients:
+            self.labels.append(label)
+            self.gradients.append({name: g.reshape(-1)[self.indices[name]] for name, g in units_of(one).items()})
         self._tables: dict[tuple[Units, bool], Tensor] = {}
 
-    def _sample(self, name: str, tensor: Tensor) -> Tensor:
-        index = self.indices[name]
-        return tensor.reshape(-1) if index is None else tensor.reshape(-1)[index]
-
     def _taken(self, tensors: Mapping[str, Tensor], units: Units) -> Tensor:
-        return torch.cat([self._sample(name, tensors[name]) for name in units])
+        return torch.cat([tensors[name].reshape(-1)[self.indices[name]] for name in units])
 
     def _likeness(self, units: Units, values: Tensor, *, signs: bool = False) -> Tensor:
         """Return the cosines of values with each predicted gradient, or with its signs, (labels,)."""
         key = units, signs
         if key not in self._tables:
-            rows = torch.stack([torch.cat([one[name] for name in units]) for one in self.gradients.values()])
+            rows = torch.stack([torch.cat([one[name] for name in units]) for one in self.gradients])
             rows = rows.sign() if signs else rows
             self._tables[key] = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-300)
         return self._tables[key] @ (values / values.norm().clamp(min=1e-300))
@@ -114,26 +119,23 @@ class Recogniser:
         """Return what an array may be: parameters in one view, or else gradients in several, the most alike first."""
         parameters: list[tuple[float, Piece]] = []  # beside its agreement: how far it has moved against a gradient
         gradients: list[Piece] = []
-        dtype, array = array.dtype, array.double()
-        for view in self.layouts.views(array):
+        for view in self.layouts.views(array.double()):
             units = tuple(view)
             ours, values = self._taken(self.units, units), self._taken(view, units)
-            norm, apart = float(ours.norm()), float((values - ours).norm())
-            like = self._likeness(units, values)
+            norm, apart, like = float(ours.norm()), float((values - ours).norm()), self._likeness(units, values)
             best = int(like.abs().argmax())
+            share = abs(float(like[best]))
             cost = apart / norm if norm > 0 else 0.0 if apart == 0 or float(like[best]) < -LIKE else 2.0
             if cost < NEAR or (apart < 0.9 * norm and cosine(values, ours) > 0.9):  # moments with decay are parallel, and smaller
                 agreement = float(self._likeness(units, ours - values, signs=True).max())
-                parameters.append((agreement, Piece(name, view, cost, dtype)))
-            elif (
-                len(values) >= SOLID
-                and not all(name.endswith(KEYS_BIAS) for name in units)
-                and abs(float(like[best])) > LIKE
-                and not bool((values >= 0).all())
-            ):  # no second moments
-                predicted = torch.cat([self.gradients[self.labels[best]][name] for name in units])
-                size, label = float(values.norm() / predicted.norm().clamp(min=1e-300)), self.labels[best].partition(" ")[2]
-                gradients.append(Piece(name, view, abs(float(like[best])), dtype, label, size))
+                parameters.append((agreement, Piece(name, view, cost, array.dtype)))
+                continue
+            positive = bool((values >= 0).all())  # second moments
+            keys = all(name.endswith(KEYS_BIAS) for name in units)
+            if len(values) >= SOLID and not keys and share > LIKE and not positive:
+                predicted = torch.cat([self.gradients[best][name] for name in units])
+                size = float(values.norm() / predicted.norm().clamp(min=1e-300))
+                gradients.append(Piece(name, view, share, array.dtype, self.labels[best].partition(" ")[2], size))
         if parameters:
             least = min(piece.score for _, piece in parameters)
             return [max((one for one in parameters if one[1].score <= 3 * least + 1e-9), key=lambda one: one[0])[1]]
@@ -153,22 +155,24 @@ class Recogniser:
 
         ``predicted``: gradients that a step from some weights may have.
         """
-        found = Recorded(self._sets(parameters, most(by_units(gradients).values()), counts))
-        found.parameter_dtypes, found.gradient_dtypes = ({piece.dtype for piece in some} for some in (parameters, gradients))
         pieces = [*parameters, *gradients]
+        found = Recorded(self._sets(parameters, mode(len(group) for group in by_units(gradients).values()), counts))
+        found.parameter_dtypes, found.gradient_dtypes = ({piece.dtype for piece in some} for some in (parameters, gradients))
         found.names = {piece.name for piece in pieces}
-        found.float64 = any(
-            piece.dtype == torch.float64 and not bool((one == one.float().double()).all())
-            for piece in pieces
-            for one in [arrays[piece.name]]
-        )
+        wide = (arrays[piece.name] for piece in pieces if piece.dtype == torch.float64)
+        found.float64 = any(not bool((one == one.float().double()).all()) for one in wide)
         found.stacks = {piece.units for piece in pieces if 1 < len(piece.units) < len(self.state)}
         later = [units_of(one) for one in found.parameters[1:]]
-        still = [n for n, p in units_of(self.state).items() if later and all(n in one and _unmoved(one[n], p) for one in later)]
+        allowed = {n: 2**-24 * p.abs() for n, p in self.units.items()}
+        moved = {
+            n for n, p in self.units.items() for one in later if n not in one or bool(((one[n] - p).abs() > allowed[n]).any())
+        }
+        still = self.units.keys() - moved if later else set()
         # of c_attn, all three thirds: a key's bias has no gradient
         found.unchanged = [n for n in self.state if n in still or all(f"{n}:{one}" in still for one in LETTERS)]
-        self._place(found, gradients, predicted, counts[0])
-        if self._has_squares(arrays, found.raw[0] if found.raw else {}):
+        if gradients:
+            found.raw, found.used = self._placed(found, gradients, predicted, counts[0])
+        if not is_clipped(found.raw, found.used) or self._has_squares(arrays, found.raw[0]):
             found.used = [{} for _ in found.raw]
         return found
 
@@ -186,8 +190,8 @@ class Recogniser:
             equal[units], changed[units] = len(same), self._ordered(units, [piece for piece in group if piece not in same])
             if same and same[0].dtype.itemsize >= 4:  # half precision has rounded what the program computed with
                 before |= same[0].view
-        moved = most(group for group in changed.values() if group)
-        usual = mode([equal[units] for units, group in changed.items() if len(group) == moved and moved])
+        moved = mode(len(group) for group in changed.values() if group)
+        usual = mode(equal[units] for units, group in changed.items() if len(group) == moved and moved)
         copies = usual + moved
         count = next((n for n in counts if n > 1 and copies in (n, n + 1)), 1)
         steps = count if count > 1 else copies - 1
@@ -198,8 +202,9 @@ class Recogniser:
             still = len(sets) - len(group)
             spare = max(equal[units] - usual + resting, 0)
             if (group and 0 <= still <= spare) or (not group and equal[units] > usual - resting):
-                for number, one in enumerate(sets):
-                    one |= group[number - still].view if number >= still else {name: self.units[name] for name in units}
+                views = [{name: self.units[name] for name in units}] * still + [piece.view for piece in group]
+                for one, view in zip(sets, views, strict=True):
+                    one |= view
         return [dict(self.state) | joined(before), *(joined(one) for one in sets)]
 
     def _ordered(self, units: Units, group: list[Piece]) -> list[Piece]:
@@ -212,16 +217,15 @@ class Recogniser:
                 turned = 1.0 if out else float(self._likeness(units, -change, signs=True).max())
                 return float(change.norm()) / max(turned, 0.05)
 
-            nearest = min(left, key=length)
-            out.append(nearest)
-            left = [piece for piece in left if piece is not nearest]
-            here = self._taken(nearest.view, units)
+            out.append(min(left, key=length))
+            left.remove(out[-1])
+            here = self._taken(out[-1].view, units)
         return out
 
-    def _place(self, found: Recorded, gradients: Sequence[Piece], predicted: Predicted, batches: int) -> None:
+    def _placed(
+        self, found: Recorded, gradients: Sequence[Piece], predicted: Predicted, batches: int
+    ) -> tuple[list[Weights], list[Weights]]:
         """Put each gradient at the step whose predicted gradients it is most like; of two, the smaller one is clipped."""
-        if not gradients:
-            return
         labels = Counter(piece.label for piece in gradients for name in piece.units if not name.startswith("wte"))
         label = labels.most_common(1)[0][0] if labels else ""
         options: list[list[Weights]] = []  # by step, the gradients that it may have, and their sum with all before them
@@ -238,7 +242,10 @@ class Recogniser:
             taken = [[self._taken(one, units) for one in ways] for ways in options]
             # where all steps have the same signs, the direction decides
             likeness = [[max(alike(x, one) + 1e-3 * cosine(x, one) for one in ways) for ways in taken] for x in values]
-            placed = assigned(likeness, len(options))
+            placed: Sequence[int] = [max(range(len(options)), key=row.__getitem__) for row in likeness]
+            if len(group) == len(options):  # all different
+                orders = itertools.permutations(range(len(options)))
+                placed = max(orders, key=lambda order: sum(row[at] for row, at in zip(likeness, order, strict=True)))
             order = sorted(range(len(group)), key=lambda number: -max(likeness[number]))[: 2 * len(raw)]  # no later step's
             order.sort(key=lambda number: -total_norm(group[number].view))  # clipping may cut one entry
             for step in range(len(raw)):
@@ -246,31 +253,17 @@ class Recogniser:
                 for sets, view in zip((raw, used), here, strict=False):
                     sets[step] |= view
         for one in (*raw, *used):
-            for name in [name for name in one if name.endswith(":q")]:
-                key = f"{name[:-1]}k"
-                one |= {key: torch.zeros_like(one[name])} if key.endswith(KEYS_BIAS) and key not in one else {}
-        found.raw, found.used = ([joined(one) for one in sets] for sets in (raw, used))
-        if not is_clipped(found.raw, found.used):
-            found.used = [{} for _ in raw]
+            for name in [name for name in one if name.endswith(f"{KEYS_BIAS[:-1]}q")]:
+                one.setdefault(f"{name[:-1]}k", torch.zeros_like(one[name]))
+        return [joined(one) for one in raw], [joined(one) for one in used]
 
     def _has_squares(self, arrays: Mapping[str, Tensor], gradient: Weights) -> bool:
         """Whether the dump holds Adam's second moments: after the first step, squares of its gradients."""
         raw = units_of(gradient)
         positive = [array.double() for array in arrays.values() if array.numel() >= SOLID and bool((array >= 0).all())]
         views = (view for array in positive for view in self.layouts.views(array) if all(name in raw for name in view))
-        return any(
-            cosine(torch.cat([one.reshape(-1) for one in view.values()]), torch.cat([raw[n].reshape(-1) ** 2 for n in view]))
-            > SQUARE
-            for view in views
-        )
-
-
-def assigned(likeness: list[list[float]], steps: int) -> list[int]:
-    """Return the step of each array: all different where there are as many arrays as steps."""
-    if steps and len(likeness) == steps and steps <= MAX_STEPS:
-        orders = itertools.permutations(range(steps))
-        return list(max(orders, key=lambda order: sum(row[at] for row, at in zip(likeness, order, strict=True))))
-    return [max(range(steps), key=lambda step: row[step]) for row in likeness]
+        pairs = ([torch.cat([one[name].reshape(-1) for name in view]) for one in (view, raw)] for view in views)
+        return any(cosine(values, gradient**2) > SQUARE for values, gradient in pairs)
 
 
 def is_clipped(raw: list[Weights], used: list[Weights]) -> bool:
@@ -278,10 +271,10 @@ def is_clipped(raw: list[Weights], used: list[Weights]) -> bool:
 
     The moments of the first step are a tenth of its gradient (after clipping); later ones have another direction.
     """
-    if not used[0] or len(used[0]) < len(raw[0]) / 2:
+    if not used or not used[0] or len(used[0]) < len(raw[0]) / 2:
         return False
     shares = [[cosine(one[n].reshape(-1), r[n].reshape(-1)) for n in one if n in r] for r, one in zip(raw, used, strict=True)]
-    parallel = [bool(each) and sum(share > 1 - 1e-4 for share in each) > len(each) / 2 for each in shares]
+    parallel = [sum(share > 1 - 1e-4 for share in each) > len(each) / 2 for each in shares]
     if parallel[0] and not all(parallel):
         return False
     norms = [total_norm(sets[0]) for sets in (raw, used)]
@@ -297,7 +290,3 @@ def cosine(one: Tensor, other: Tensor) -> float:
     """Return the cosine of two flat tensors; 0 if one of them is zero."""
     size = float(one.norm() * other.norm())
     return float(one @ other) / size if size > 0 else 0.0
-
-
-def _unmoved(after: Tensor, before: Tensor) -> bool:
-    return bool(((after - before).abs() <= 2**-24 * before.abs()).all())

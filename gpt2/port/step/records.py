@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -88,16 +89,18 @@ class Backward:
 class Update:
     """One update of the parameters: their values before and after, and the gradient that it used.
 
-    ``held``: the gradient after the last backward pass before it, where that is known too.
+    ``held``: the gradient after the last backward pass before it, where that is known too. ``backwards``: how many of this call
+    come before it; ``call``: the number of the call in its session. ``summed``: the backward passes whose gradients were added up
+    here, because ``.grad`` does not hold them.
     """
 
     before: Samples = field(default_factory=dict)
     after: Samples = field(default_factory=dict)
     gradient: Gradient = field(default_factory=Gradient)
     held: Gradient = field(default_factory=Gradient)
-    backwards: int = 0  # backward passes of this call before it
-    call: int = 0  # the number of the call in its session
-    summed: int = 0  # the backward passes whose gradients were added up here, because ``.grad`` does not hold them
+    backwards: int = 0
+    call: int = 0
+    summed: int = 0
 
     def moves(self, name: str) -> bool:
         """Whether a parameter changes."""
@@ -137,12 +140,28 @@ class Watched:
         """The backward passes before the first update: all of them, as a rule."""
         return self.backwards[: self.updates[0].backwards] if len(self.updates) > 1 else self.backwards
 
+    @property
+    def changes(self) -> bool:
+        """Whether any parameter changes."""
+        return any(update.changes for update in self.updates)
+
     def arrived(self) -> Samples:
         """Return the sum of what arrived at each parameter before the first update."""
-        total = Gradient()
-        for backward in self.first_backwards:
-            total = total.plus(backward.arrived)
-        return total.samples
+        return reduce(Gradient.plus, (one.arrived for one in self.first_backwards), Gradient()).samples
+
+
+def updates_of(calls: Sequence[Watched]) -> list[Update]:
+    """Return all updates of some calls, each with the gradient that it used: ``.grad``, or else the sum of what arrived."""
+    for number, call in enumerate(calls):
+        done = 0
+        for update in call.updates:
+            update.call, passes, done = number, call.backwards[done : update.backwards], update.backwards
+            if not update.gradient.samples and passes:
+                update.gradient, update.held = update.held, Gradient()
+                if not update.gradient.samples:
+                    update.summed = len(passes)
+                    update.gradient = reduce(Gradient.plus, (one.arrived for one in passes))
+    return [update for call in calls for update in call.updates]
 
 
 class Sampler:
@@ -150,17 +169,21 @@ class Sampler:
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         self.parameters = parameters
-        self.indices: dict[str, Tensor | None] = {}
+        self.indices: dict[str, Tensor | slice] = {}
         for name, parameter in parameters.items():
             count = parameter.numel()
             generator = torch.Generator().manual_seed(count)
-            self.indices[name] = torch.randint(count, (SAMPLE,), generator=generator) if count > SAMPLE else None
+            self.indices[name] = torch.randint(count, (SAMPLE,), generator=generator) if count > SAMPLE else slice(None)
+
+    def whole(self, name: str) -> bool:
+        """Whether every entry of a parameter is kept."""
+        return isinstance(self.indices[name], slice)
 
     def take(self, name: str, tensor: Tensor) -> Tensor:
         """Return the sampled entries of a tensor of this parameter's shape, as a float64 copy."""
-        index = self.indices[name]
-        flat = tensor.detach().reshape(-1)
-        return flat.cpu().double().clone() if index is None else flat[index.to(flat.device)].cpu().double()
+        index, flat = self.indices[name], tensor.detach().reshape(-1)
+        taken = flat[index if isinstance(index, slice) else index.to(flat.device)]
+        return taken.to("cpu", torch.float64, copy=True)
 
     def values(self) -> Samples:
         return {name: self.take(name, parameter) for name, parameter in self.parameters.items()}

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 
 from gpt2.port.deadline import Deadline
 from gpt2.port.golden_section import least
-from gpt2.port.step.clipping import LIMITS, Clip, ClipKind, Norms, clipped
+from gpt2.port.step.clipping import Clip, ClipKind, Norms, clipped
 from gpt2.port.step.fitting import EPSILONS, EXACT, EXPLAINED, ROUNDED, Search
-from gpt2.port.step.rules import Array, Correction, Eps, Kind, Rule, Track, fit
+from gpt2.port.step.records import Update
+from gpt2.port.step.rules import CORRECTIONS, PLACES, Array, Rule, Track, fit
 from gpt2.port.step.settings import Settings
 
 FITS = 1e-6  # relative error of changes that a known rule explains
@@ -31,6 +33,23 @@ class Run:
 
     tracks: Mapping[str, Track]
     norms: Norms
+
+    @classmethod
+    def of(cls, updates: Sequence[Update], large: Sequence[str]) -> Run:
+        """Return the exact tracks of one session's updates; ``large``: matrices and embeddings."""
+        tracks, calls = {}, tuple(one.call for one in updates)
+        for name, value in updates[0].before.items():
+            own, blank = [one.gradient.samples for one in updates], torch.zeros_like(value)
+            before, after = (torch.stack([getattr(one, side)[name] for one in updates]).numpy() for side in ("before", "after"))
+            gradient = torch.stack([samples.get(name, blank) for samples in own]).numpy()
+            seen = np.array([name in samples for samples in own])
+            tracks[name] = Track(name, before, gradient, after - before, seen, calls=calls)
+        return cls(tracks, Norms([one.gradient for one in updates], large))
+
+    @property
+    def moving(self) -> list[str]:
+        """The parameters that change, and have a gradient."""
+        return [name for name, one in self.tracks.items() if bool((one.change != 0).any()) and bool(one.seen.any())]
 
     def clipped(self, clip: Clip | None, names: Sequence[str]) -> list[Track]:
         """Return the tracks of some parameters with gradients as clipping makes them."""
@@ -55,16 +74,16 @@ Try = tuple[int, Clip | None]  # a variant of the gradients, and how they are cl
 class RuleSearch:
     """The search for the rule of a few parameters, ``names``, that explains all sessions.
 
-    ``variants``: what the gradients may be that the updates used, each by session; of ``likely`` ones, every usual clipping is
-    tried before any rare rule. ``hidden``: nothing shows the gradients that exact updates used, so they may be clipped;
-    ``clips``: rounded ones may. Behind ``deadline``, the answer is the best so far.
+    ``variants``: what the gradients may be that the updates used, each by session; of ``likely`` ones, every clipping is tried
+    before any rare rule. ``clips``: how they may be clipped, the likeliest first; ``free``: kinds of clipping whose limit may be
+    any. Behind ``deadline``, the answer is the best so far.
     """
 
     variants: Sequence[Sequence[Run]]
     names: Sequence[str]
     settings: Settings
-    hidden: bool = False
-    clips: bool = True
+    clips: Sequence[Clip | None] = (None,)
+    free: Sequence[ClipKind] = ()
     likely: int = 1
     deadline: Deadline = field(default_factory=Deadline)
 
@@ -81,8 +100,8 @@ class RuleSearch:
     def best(self) -> Answer:
         """Return the first answer that explains all changes, the usual before the rare; else the one with the least error."""
         best: Answer | None = None
-        enough = EXPLAINED if self.noisy else ROUNDED
-        for answer in self._noisy() if self.noisy else self._exact():
+        enough = EXPLAINED if self.noisy else FITS if self.free else ROUNDED
+        for answer in self._attempts():
             best = answer if best is None or answer.error < best.error else best
             if self._explains(answer, enough):
                 return self._plain(answer)
@@ -97,48 +116,23 @@ class RuleSearch:
 
     def _later(self, rule: Rule, variant: int, clip: Clip | None) -> float:
         """Return the largest error of a rule in the sessions after the first."""
-        later = [track for number in range(1, len(self.variants[variant])) for track in self.tracks((variant, clip), number)]
+        later = (track for n in range(1, len(self.variants[variant])) for track in self.tracks((variant, clip), n))
         return max((fit(track, rule).error for track in later), default=0.0)
 
-    # The order of attempts
-
-    def _exact(self) -> Iterator[Answer]:
-        """Yield attempts where changes are exact: a rule that explains them is theirs."""
-        wanted = Clip(ClipKind.NORM, self.settings.clip) if self.settings.clip else None
-        tries = [(variant, clip) for variant in range(len(self.variants)) for clip in dict.fromkeys([None, wanted])]
-        usual = replace(Rule(), beta1=self.settings.beta1 or 0.9, beta2=self.settings.beta2 or 0.999)
-        coupled = [replace(usual, coupled=self.settings.weight_decay)] if self.settings.weight_decay else []
-        rules = [usual, *coupled, Rule(kind=Kind.SGD, beta1=0.0)]
-        kinds = [ClipKind.NORM, ClipKind.PARAMETER, ClipKind.ENTRY, ClipKind.LARGEST]
-        if self.hidden:
-            answer = self._side_by_side(tries, USUAL)
-            if self._explains(answer, EXACT):
-                yield answer
-            yield from self._limited(kinds, rules, search=False)
-        plain = self._side_by_side(tries if self.hidden else tries[:1], None)
-        yield plain
-        yield from self._limited(kinds, [*rules, plain.rule], search=True)
-
-    def _noisy(self) -> Iterator[Answer]:
-        """Yield attempts where changes are rounded, so that several rules may explain them: the likeliest first."""
-        wanted = Clip(ClipKind.NORM, self.settings.clip) if self.settings.clip and self.clips else None
-        limits = [limit for limit in (self.settings.clip, *LIMITS) if limit] if self.clips else []
-        pieces = [ClipKind.PARAMETER, *([ClipKind.STACK] if self.variants[0][0].norms.stack else [])]
-        usual = [ClipKind.NORM, ClipKind.ENTRY, *pieces, ClipKind.LARGEST, ClipKind.SUM]
-        pairs = [*itertools.product(usual, limits), *itertools.product((ClipKind.SQUARES, ClipKind.MATRICES), limits[:1])]
-        clips = dict.fromkeys([wanted, None, *(Clip(kind, limit) for kind, limit in pairs)])
-        yield self._side_by_side([(0, wanted)], SINGLE)
-        for variant, clip in itertools.product(range(self.likely), clips):
-            yield self._side_by_side([(variant, clip)], USUAL)
-        if self.clips and self.settings.clip != 0:
-            given = [(b1, b2) for b1, b2 in [(self.settings.beta1, self.settings.beta2)] if b1 and b2]
-            rules = [Rule(beta1=b1, beta2=b2) for b1, b2 in given or ((0.9, 0.95), (0.9, 0.999))]
-            yield from self._limited([ClipKind.ENTRY, *pieces], rules, search=True)
-        for clip in dict.fromkeys([wanted, None]):
-            yield self._side_by_side([(0, clip)], None)
+    def _attempts(self) -> Iterator[Answer]:
+        """Yield attempts, the likeliest first: several rules may explain changes that are rounded; an exact one is theirs."""
+        first = list(itertools.product(range(1 if self.noisy else len(self.variants)), self.clips[:2]))
+        together = [[one] for one in first] if self.noisy else [first]
+        yield self._side_by_side(together[0], SINGLE)
+        for one in itertools.product(range(self.likely), self.clips if len(self.clips) > 2 else ()):
+            yield self._side_by_side([one], USUAL)
+        for search in (True,) if self.noisy else (False, True):
+            yield from self._limited(search=search)
+        for tries in together:
+            yield self._side_by_side(tries, None)
         for variant in range(self.likely, len(self.variants)):
-            yield self._side_by_side([(variant, wanted)], SINGLE)
-            for clip in clips:
+            yield self._side_by_side([(variant, self.clips[0])], SINGLE)
+            for clip in self.clips:
                 yield self._side_by_side([(variant, clip)], USUAL)
 
     def _side_by_side(self, tries: Sequence[Try], most: int | None) -> Answer:
@@ -148,25 +142,30 @@ class RuleSearch:
         """
         last: dict[Try, Answer] = {}
         searches = [Search(self.tracks(one), self.settings) for one in tries]
+
+        def oddness(answer: Answer) -> tuple[bool, bool]:
+            rates = _rates(self.tracks((answer.variant, answer.clip)), answer.rule)
+            return min(abs(answer.rule.eps / eps - 1) for eps in EPSILONS) > 0.01, _spread(rates) > STEADY
+
         for bests in itertools.zip_longest(*(itertools.islice(search.improving(), most) for search in searches)):
             for (variant, clip), best in zip(tries, bests, strict=True):
                 if best is not None:
                     last[variant, clip] = Answer(best.rule, clip, best.error, variant)
             explained = [one for one in last.values() if self._explains(one, searches[0].enough)]
             if explained:
-                return min(explained, key=self._oddness)
+                return min(explained, key=oddness)
         return min(last.values(), key=lambda one: one.error)
-
-    def _oddness(self, answer: Answer) -> tuple[bool, bool]:
-        rates = _rates(self.tracks((answer.variant, answer.clip)), answer.rule)
-        odd_eps = min(abs(answer.rule.eps / eps - 1) for eps in EPSILONS) > 0.01
-        return odd_eps, bool(np.ptp(rates) > STEADY * np.abs(rates).max())
 
     # Limits that nobody would guess
 
-    def _limited(self, kinds: Sequence[ClipKind], rules: Sequence[Rule], *, search: bool) -> Iterator[Answer]:
+    def _limited(self, *, search: bool) -> Iterator[Answer]:
         """Yield rules with the limits of clipping that bring them nearest; with ``search``, also the rules near to these."""
-        for kind, rule in itertools.product(kinds, dict.fromkeys(rules)):
+        settings = self.settings
+        given = [(settings.beta1, settings.beta2)] if settings.beta1 and settings.beta2 else [(0.9, 0.95), (0.9, 0.999)]
+        rules = [Rule(beta1=one, beta2=two) for one, two in given]
+        coupled = [replace(rules[0], coupled=settings.weight_decay)] if settings.weight_decay else []
+        rules += [] if self.noisy else [*coupled, Rule(kind="sgd", beta1=0.0)]
+        for kind, rule in itertools.product(self.free, rules):
             error, clip = self._nearest(kind, rule)
             if clip is not None and search and error > FITS and (error < NEAR or self.noisy):
                 rule = Search(self.tracks((0, clip)), self.settings).best(USUAL if self.noisy else None).rule
@@ -176,44 +175,43 @@ class RuleSearch:
 
     def _nearest(self, kind: ClipKind, rule: Rule) -> tuple[float, Clip | None]:
         """Return the least error of a rule with clipping of one kind, and this clipping; None if all is cut off in it."""
-        low, high = self._range(kind)
+        bounded = [0.0]  # what clipping of this kind bounds: between the least and the largest, a limit changes something
+        for run, name in itertools.product(self.variants[0][:2], self.names):
+            largest = np.abs(run.tracks[name].gradient).max(1)
+            bounded += [*largest, *(largest / 100)] if kind is ClipKind.ENTRY else [*run.norms.of_kind(kind, name)]
+        bounded = [float(value) for value in bounded if value > 0] or [1.0]
 
         def error(log: float) -> float:
             clip = Clip(kind, math.exp(log))
             tracks = [replace(track, noise=None) for track in self.tracks((0, clip))]  # a residual is not limited, as by noise
             return max(Search(tracks, self.settings).error(rule), self._later(rule, 0, clip))
 
-        points = list(np.linspace(math.log(low), math.log(high), GRID))
+        points = np.linspace(math.log(min(bounded) / 10), math.log(max(bounded)), GRID).tolist()
         errors = [error(point) for point in points]
-        near, step = points[int(np.argmin(errors))], points[1] - points[0]
-        if min(errors) > NEAR and not self.noisy:
-            return min(errors), None
-        if errors[0] <= CUT * min(errors) + EXACT:
-            return min(errors), None
+        near, step, lowest = points[int(np.argmin(errors))], points[1] - points[0], min(errors)
+        if (lowest > NEAR and not self.noisy) or errors[0] <= CUT * lowest + EXACT:
+            return lowest, None
         found, log = least(error, near - step, near + step, STEPS)
         return found, Clip(kind, float(f"{math.exp(log):.7g}"))
-
-    def _range(self, kind: ClipKind) -> tuple[float, float]:
-        """Return the limits between which clipping of a kind changes something: the least and the largest of what it bounds."""
-        bounded = [0.0]
-        for run, name in itertools.product(self.variants[0][:2], self.names):
-            if kind is ClipKind.ENTRY:
-                largest = np.abs(run.tracks[name].gradient).max(1)
-                bounded += [*largest, *(largest / 100)]
-            else:
-                bounded += [*run.norms.of_kind(kind, name)]
-        bounded = [float(value) for value in bounded if value > 0] or [1.0]
-        return min(bounded) / 10, max(bounded)
 
     # One of several names of a rule
 
     def _plain(self, answer: Answer) -> Answer:
-        """Return the answer with the rates that the settings say, or with the rule whose rates are the likeliest."""
-        tracks = self.tracks((answer.variant, answer.clip))
-        steps = tracks[0].calls or range(len(tracks[0].before))
-        rule = plainest(answer.rule, answer.error, tracks, self.settings, steps)
-        if self.noisy and self.settings.lr is not None:
-            rates = np.array([self.settings.rate(step) for step in steps])
+        """Return the answer with the rates that the settings say, or with the rule whose rates are the likeliest.
+
+        A factor of a step cannot be told from its rate: moments without correction move a parameter as those do whose eps is
+        added before the correction, at other rates. Where noise hides eps, all corrections do.
+        """
+        tracks, settings, rule = self.tracks((answer.variant, answer.clip)), self.settings, answer.rule
+        search, steps = Search(tracks, settings), tracks[0].calls or range(len(tracks[0].before))
+        expected = np.array([settings.rate(step) for step in steps]) if settings.scheduled else np.ones(len(steps))
+        if rule.kind == "adam" and not rule.lost and bool((expected > 0).all()):
+            alike = (replace(rule, correction=c, place=p) for p in PLACES for c in CORRECTIONS)
+            alike = (one for one in alike if search.error(one) <= max(search.enough, 2 * answer.error))
+            close = STEADY_NOISY if self.noisy else STEADY
+            rule = next((one for one in alike if _spread(_rates(tracks, one) / expected) < close), rule)
+        if self.noisy and settings.lr is not None:
+            rates = np.array([settings.rate(step) for step in steps])
             for one in (answer.rule, rule):
                 error = max(fit(track, one, rates).error for track in tracks)
                 if error <= EXPLAINED:
@@ -221,26 +219,11 @@ class RuleSearch:
         return replace(answer, rule=rule)
 
 
-def plainest(rule: Rule, error: float, tracks: Sequence[Track], settings: Settings, calls: Sequence[int]) -> Rule:
-    """Return the rule whose rates are the expected ones, or steady, among those that differ in each step by a factor only.
-
-    A factor of a step cannot be told from its rate: moments without correction move a parameter as those do whose eps is added
-    before the correction, at other rates. Where noise hides eps, all corrections do.
-    """
-    search = Search(tracks, settings)
-    expected = np.array([settings.rate(call) for call in calls]) if settings.scheduled else np.ones(len(calls))
-    if rule.kind is not Kind.ADAM or rule.lost or not bool((expected > 0).all()):
-        return rule
-    alike = [replace(rule, correction=c, place=p) for p in Eps for c in Correction]
-    alike = [one for one in alike if search.error(one) <= max(search.enough, 2 * error)]
-    for one in alike:
-        shares = _rates(tracks, one) / expected
-        if float(np.ptp(shares)) / float(np.abs(shares).max() or 1) < (STEADY_NOISY if search.noisy else STEADY):
-            return one
-    return rule
-
-
 def _rates(tracks: Sequence[Track], rule: Rule) -> Array:
     """Return the rates of most tracks, (K,)."""
     rates: Array = np.median(np.stack([fit(track, rule).rates for track in tracks]), axis=0)
     return rates
+
+
+def _spread(rates: Array) -> float:
+    return float(np.ptp(rates)) / float(np.abs(rates).max() or 1)

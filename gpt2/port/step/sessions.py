@@ -26,66 +26,53 @@ MakeStep = Callable[[nn.Module], Step]
 Change = Callable[[dict[str, nn.Parameter]], None]  # changes the weights before a session
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 ATTRIBUTES = ("_parameters", "_buffers", "_modules")
-MAX_TOKENS = 512  # of one batch, where nothing is said of its size
+SHAPES = ("shape", "size", "view", "match", "dimension", "split")  # words of an error that another batch may avoid
 MAX_WORK = 4e10  # parameters times tokens of one batch
 MANY = 30e6  # parameters; above it memory is given back after each call
 
 
-class Batches:
-    """Batches of random token ids, of the size that the settings say; distinct within a row where the vocabulary allows."""
+def random_batch(config: GPT2Config, settings: Settings, seed: int, *, ignored: bool = False) -> Batch:
+    """Return random ids of the size that the settings say, distinct within a row where the vocabulary allows.
 
-    def __init__(self, config: GPT2Config, settings: Settings) -> None:
-        vocabulary = self.vocabulary = config.vocab_size
-        parts = settings.grad_accum or 1
-        rows = settings.batch_size or max(4, 2 * parts)
-        length = min(settings.context or 16, config.n_positions)
-        budget = max(2 * rows, int(MAX_WORK / config.num_parameters()))
-        if rows * length > budget:
-            length = max(2, budget // rows)
-        self.rows, self.length = rows, length
-        self.special = [0, config.eos_token_id or 0, vocabulary - 1]
-
-    def batch(self, seed: int, *, ignored: bool = False) -> Batch:
-        generator = torch.Generator().manual_seed(seed)
-        width = self.length + 1
-        if self.vocabulary >= width:
-            rows = [torch.randperm(self.vocabulary, generator=generator)[:width] for _ in range(self.rows)]
-        else:
-            start = torch.randint(self.vocabulary, (self.rows, 1), generator=generator)
-            steps = torch.randint(1, max(2, self.vocabulary), (self.rows, width), generator=generator)
-            rows = list((start + steps.cumsum(1)) % self.vocabulary)
-        ids = torch.stack(rows)
-        for number, id in enumerate(dict.fromkeys(i for i in self.special if 0 <= i < self.vocabulary)):
-            row, place = number % self.rows, 1 + (number * 2) % max(1, width - 2)
-            if not bool((ids[row] == id).any()):
-                ids[row, place] = id
-        if not ignored:
-            return Batch(ids)
-        mask = torch.zeros_like(ids[:, 1:], dtype=torch.bool)
-        for row in range(self.rows):  # another number in each row
-            count = (row * (width - 2)) // (2 * self.rows) + (row == 0)
-            if count:
-                mask[row, -count:] = True
-        return Batch(ids, mask)
+    Each id that people take for padding is among them. ``ignored``: the last targets are, in each row another number of them.
+    """
+    vocabulary, parts = config.vocab_size, settings.grad_accum or 1
+    rows = settings.batch_size or max(4, 2 * parts)
+    budget = max(2 * rows, int(MAX_WORK / config.num_parameters()))
+    length = min(settings.context or 16, config.n_positions, max(2, budget // rows))
+    generator = torch.Generator().manual_seed(seed)
+    if vocabulary > length:
+        ids = torch.stack([torch.randperm(vocabulary, generator=generator)[: length + 1] for _ in range(rows)])
+    else:
+        steps = torch.randint(1, max(2, vocabulary), (rows, length + 1), generator=generator)
+        ids = (torch.randint(vocabulary, (rows, 1), generator=generator) + steps.cumsum(1)) % vocabulary
+    special = dict.fromkeys((0, config.eos_token_id or 0, vocabulary - 1))
+    for number, id in enumerate(id for id in special if 0 <= id < vocabulary):
+        row = number % rows
+        if not bool((ids[row] == id).any()):
+            ids[row, 1 + (number * 2) % max(1, length - 1)] = id
+    if not ignored:
+        return Batch(ids)
+    left_out = torch.tensor([row * (length - 1) // (2 * rows) + (row == 0) for row in range(rows)])
+    return Batch(ids, torch.arange(length) >= length - left_out[:, None])
 
 
 class Subject:
     """A module with its weights, and ``make_step``; each :meth:`session` starts from these weights."""
 
     def __init__(self, module: nn.Module, make_step: MakeStep, vocabulary: int, watch: Callable[[str], None]) -> None:
-        self.module, self.make_step, self.vocabulary = module, make_step, vocabulary
+        self.module, self.make_step, self.vocabulary, self.note_stage = module, make_step, vocabulary, watch
         self.maker = getattr(make_step, "__name__", "make_step")
         self.casts = Casts.NONE
-        self.note_stage = watch
         self.large = sum(parameter.numel() for parameter in module.parameters()) > MANY
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
         """Put back weights, gradients, hooks, attributes and modes of the module afterwards."""
-        parts = list(self.module.modules())
+        parts = [part for part in self.module.modules() if not isinstance(part, torch.jit.ScriptModule)]
         tensors = [*self.module.parameters(), *self.module.buffers()]
         kept = [(t, t.data, t.requires_grad, t.grad, [getattr(t, hooks) for hooks in HOOKS]) for t in tensors]
-        attributes = [(part, dict(vars(part)), _inner(part)) for part in parts if not isinstance(part, torch.jit.ScriptModule)]
+        attributes = [(part, dict(vars(part)), _inner(part)) for part in parts]
         try:
             for tensor in tensors:
                 tensor.data, tensor.grad = tensor.data.clone(), None
@@ -126,23 +113,18 @@ class Subject:
         with torch.random.fork_rng(devices=[]), plain_attention(), self._restored():
             torch.manual_seed(0)
             before = dict(self.module.named_parameters())
-            if not as_written:
-                self._widen()
+            self._widen(as_written)
             if change is not None:
                 with torch.no_grad():
                     change(before)
             step = self._made()
-            parameters = dict(self.module.named_parameters())
-            if not as_written:  # make_step may have added some
-                self._widen()
-            sampler = Sampler(parameters)
-            device = next(iter(parameters.values())).device
-            seen = [self._call(step, batch, sampler, device, as_written) for batch in batches]
-            return seen, sampler
+            sampler = Sampler(dict(self.module.named_parameters()))
+            self._widen(as_written)  # make_step may have added some
+            return [self._call(step, batch, sampler, as_written) for batch in batches], sampler
 
-    def _widen(self) -> None:
-        """Bring parameters and buffers into float64."""
-        for tensor in [*self.module.parameters(), *self.module.buffers()]:
+    def _widen(self, as_written: bool) -> None:
+        """Bring parameters and buffers into float64, unless the step is to be run as it is written."""
+        for tensor in [] if as_written else [*self.module.parameters(), *self.module.buffers()]:
             if tensor.is_floating_point() and tensor.dtype != torch.float64:
                 tensor.data = tensor.data.double()
 
@@ -155,12 +137,12 @@ class Subject:
             except Exception as error:
                 raise StepError(f"{self.maker}(model) fails: {error_line(error)}") from error
         if not callable(step):
-            raise InputError(
-                f"{self.maker}(model) returned {type(step).__name__}; return a function step(x, y) that returns the loss"
-            )
+            words = "return a function step(x, y) that returns the loss"
+            raise InputError(f"{self.maker}(model) returned {type(step).__name__}; {words}")
         return step
 
-    def _call(self, step: Step, batch: Batch, sampler: Sampler, device: torch.device, as_written: bool) -> Watched:
+    def _call(self, step: Step, batch: Batch, sampler: Sampler, as_written: bool) -> Watched:
+        device = next(iter(sampler.parameters.values())).device
         x, y = batch.ids.to(device), batch.targets.to(device)
         casts = Casts.ALL if as_written else self.casts
         watch = Watch(self.module, sampler, Watched(), casts, self.vocabulary, keep_random=as_written)
@@ -174,9 +156,10 @@ class Subject:
         except Exception as error:
             if casts is not Casts.ALL and watch.casts:
                 raise _CastsNeeded from error
-            raise StepError(
-                f"its step fails on x and y of shape {tuple(x.shape)}: {error_line(error)}{_advice(error)}"
-            ) from error
+            line = error_line(error)
+            sizes = "; say the batch that it takes with --set batch_size=..., --set context=..., --set grad_accum=..."
+            advice = sizes if any(word in str(error) for word in SHAPES) else ""
+            raise StepError(f"its step fails on x and y of shape {tuple(x.shape)}: {line}{advice}") from error
         if self.large:
             give_back_freed_memory()
         seen = watch.seen
@@ -194,13 +177,6 @@ class _CastsNeeded(Exception):
     """Raised when a step fails because its casts to narrower dtypes were removed."""
 
 
-def _advice(error: Exception) -> str:
-    text = str(error)
-    if any(word in text for word in ("shape", "size", "view", "match", "dimension", "split")):
-        return "; say the batch that it takes with --set batch_size=..., --set context=..., --set grad_accum=..."
-    return ""
-
-
 def _number(loss: Any, maker: str) -> float:
     loss = getattr(loss, "loss", loss)
     if isinstance(loss, dict):
@@ -216,8 +192,8 @@ def _number(loss: Any, maker: str) -> float:
 
 def _inner(part: nn.Module) -> dict[str, dict[str, Any]]:
     """Return copies of a module's dictionaries that change in place: parameters, buffers, modules and hooks."""
-    names = [name for name, value in vars(part).items() if name in ATTRIBUTES or name.endswith("hooks")]
-    return {name: dict(value) for name in names if isinstance(value := vars(part)[name], dict)}
+    inner = ((name, value) for name, value in vars(part).items() if name in ATTRIBUTES or name.endswith("hooks"))
+    return {name: dict(value) for name, value in inner if isinstance(value, dict)}
 
 
 def takes_model(make_step: Callable[..., Any], name: str) -> None:
@@ -234,13 +210,9 @@ def takes_model(make_step: Callable[..., Any], name: str) -> None:
 
 def scaled(names: Iterable[str], factor: float) -> Change:
     """Return a change that multiplies these parameters."""
-    chosen = set(names)
 
     def change(parameters: dict[str, nn.Parameter]) -> None:
-        done: set[int] = set()
-        for name, parameter in parameters.items():
-            if name in chosen and parameter.data_ptr() not in done:
-                done.add(parameter.data_ptr())
-                parameter.data.mul_(factor)
+        for tensor in {p.data_ptr(): p for name, p in parameters.items() if name in names}.values():
+            tensor.data.mul_(factor)
 
     return change

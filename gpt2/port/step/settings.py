@@ -10,9 +10,10 @@ from typing import Any
 
 from gpt2.errors import InputError
 
-WHOLE = ("steps", "batch_size", "context", "grad_accum", "optim.warmup")
+OPTIM = ("lr", "min_lr", "warmup", "beta1", "beta2", "weight_decay", "clip")
+COUNTS = ("steps", "batch_size", "context", "grad_accum")  # 1 or more
+WHOLE = (*COUNTS, "optim.warmup")
 FRACTIONS = ("dropout", "optim.beta1", "optim.beta2")
-AT_LEAST_ONE = ("steps", "batch_size", "context", "grad_accum")
 
 
 @dataclass(frozen=True)
@@ -70,18 +71,12 @@ class Settings:
     @property
     def scheduled(self) -> bool:
         """Whether the rate at each step is known: ``optim.lr`` and a part of its schedule are given."""
-        given = self.warmup is not None or self.min_lr is not None or self.steps is not None
-        return self.lr is not None and given
-
-    @property
-    def optimizer_given(self) -> bool:
-        return any(value is not None for value in (self.lr, self.beta1, self.beta2, self.weight_decay, self.clip))
+        return self.lr is not None and (self.warmup, self.min_lr, self.steps) != (None, None, None)
 
     def rate(self, step: int) -> float:
         """Return the rate at ``step`` (from 0): linear warm-up to ``lr``, then cosine decay to ``min_lr``, as a recipe says."""
         assert self.lr is not None
-        warmup = self.warmup or 0
-        least = self.lr if self.min_lr is None else self.min_lr
+        warmup, least = self.warmup or 0, self.lr if self.min_lr is None else self.min_lr
         if step < warmup:
             return self.lr * (step + 1) / warmup
         if self.steps is None:
@@ -90,21 +85,20 @@ class Settings:
         return least + (1 + math.cos(math.pi * part)) / 2 * (self.lr - least)
 
 
-OPTIM = ("lr", "min_lr", "warmup", "beta1", "beta2", "weight_decay", "clip")
-NAMES = [field.name for field in fields(Settings) if field.name != "padded"]
-KEYS = {f"optim.{name}" if name in OPTIM else name: name for name in NAMES}
+KEYS = {f"optim.{one.name}" if one.name in OPTIM else one.name: one.name for one in fields(Settings) if one.name != "padded"}
 
 
 def _number(key: str, value: object) -> float | int:
+    said = f"--set {key}={value}: give"
     try:
         number = float(str(value))
     except ValueError:
-        raise InputError(f"--set {key}={value}: give a number") from None
-    if not 0 <= number < (1 if key in FRACTIONS else math.inf) or (key in AT_LEAST_ONE and number < 1):
-        range = "0 or more and less than 1" if key in FRACTIONS else "1 or more" if key in AT_LEAST_ONE else "0 or more"
-        raise InputError(f"--set {key}={value}: give {range}")
-    if key in WHOLE:
-        if number != int(number):
-            raise InputError(f"--set {key}={value}: give a whole number")
-        return int(number)
-    return number
+        raise InputError(f"{said} a number") from None
+    least, most = int(key in COUNTS), 1 if key in FRACTIONS else math.inf
+    if not least <= number < most:
+        raise InputError(f"{said} {least} or more{' and less than 1' if key in FRACTIONS else ''}")
+    if key not in WHOLE:
+        return number
+    if number != int(number):
+        raise InputError(f"{said} a whole number")
+    return int(number)

@@ -18,21 +18,25 @@ def join_tied(sessions: Sequence[Sequence[Watched]], names: Sequence[str], sampl
     calls = [call for session in sessions for call in session]
     updates = [update for call in calls for update in call.updates]
     equal = all(torch.equal(update.after[names[0]], update.after[name]) for update in updates for name in names)
-    if len(names) < 2 or not updates or not equal:
+
+    def uses_sum(update: Update, keeper: str) -> bool:
+        """Whether ``.grad`` of the keeper is a multiple of the sum of all gradients, or cut from it."""
+        total = Gradient().plus(update.held)
+        _join(total, keeper, names)
+        return keeper in update.gradient.samples and keeper in total.samples and keeper not in passage(total, update.gradient).odd
+
+    keepers = (one for one in names if all(uses_sum(update, one) for update in updates))
+    if len(names) < 2 or not updates or not equal or (keeper := next(keepers, None)) is None:
         return
-    keeper = next((name for name in names if all(_uses_sum(update, name, names) for update in updates)), None)
-    if keeper is None:
-        return
-    others = [name for name in names if name != keeper]
     for gradient in (one for call in calls for backward in call.backwards for one in (backward.arrived, backward.held)):
-        _join(gradient, keeper, others)
-    for update in updates:
-        if sampler.indices[keeper] is not None:  # of a sum, a sample is known only: its norms are those of .grad, its multiple
+        _join(gradient, keeper, names)
+    if not sampler.whole(keeper):  # of a sum, a sample is known only: its norms are those of .grad, its multiple
+        for update in updates:
             sample = update.held.samples[keeper]
             ratio = float(sample @ update.gradient.samples[keeper] / (sample @ sample))
             if ratio > 0:
                 update.held.sizes[keeper] = update.gradient.sizes[keeper].times(1 / ratio)
-    for name in others:
+    for name in set(names) - {keeper}:
         for call in calls:
             call.trains.discard(name)
             call.start.remove(name)
@@ -43,17 +47,9 @@ def join_tied(sessions: Sequence[Sequence[Watched]], names: Sequence[str], sampl
         del sampler.parameters[name], sampler.indices[name]
 
 
-def _uses_sum(update: Update, keeper: str, names: Sequence[str]) -> bool:
-    """Whether ``.grad`` of the keeper is a multiple of the sum of all gradients, or cut from it."""
-    total = Gradient().plus(update.held)
-    _join(total, keeper, [name for name in names if name != keeper])
-    known = keeper in update.gradient.samples and keeper in total.samples
-    return known and keeper not in passage(total, update.gradient).odd
-
-
-def _join(gradient: Gradient, keeper: str, others: Sequence[str]) -> None:
-    """Add the gradients of the others to the keeper's, and remove them."""
-    for name in others:
-        if name in gradient.samples:
+def _join(gradient: Gradient, keeper: str, names: Sequence[str]) -> None:
+    """Add the gradients of the other names to the keeper's, and remove them."""
+    for name in names:
+        if name != keeper and name in gradient.samples:
             gradient.add(keeper, gradient.samples[name], gradient.sizes[name])
             gradient.remove(name)

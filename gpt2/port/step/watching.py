@@ -59,8 +59,8 @@ class Watch(DeterministicMode):
         self._handles += [part.register_forward_hook(self._part) for part in parts]
         for name, parameter in self.sampler.parameters.items():
             if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(self._arrival(name)))
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._holding(name)))
+                self._handles.append(parameter.register_hook(self._hook(name, "arrived")))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(name, "held")))
                 _put_first(parameter, self._handles[-1])
         self._start = self.sampler.values()
         self.seen.start = self.sampler.gradients()
@@ -73,28 +73,23 @@ class Watch(DeterministicMode):
         for handle in self._handles:
             handle.remove()
         self._close()
-        if not self.seen.updates:  # parameters that were exchanged, not written to
-            after = self.sampler.values()
-            if any(not torch.equal(after[name], value) for name, value in self._start.items()):
-                gradient = self.seen.backwards[-1].held if self.seen.backwards else Gradient()
-                left = self.sampler.gradients()
-                gradient = left if left.total > 0 else gradient
-                self.seen.updates.append(replace(self._update(), before=self._start, after=after, gradient=gradient))
+        exchanged, left = replace(self._update(), before=self._start, after=self.sampler.values()), self.sampler.gradients()
+        if not self.seen.updates and exchanged.changes:  # parameters that were exchanged, not written to
+            self.seen.updates.append(replace(exchanged, gradient=left if left.total > 0 else exchanged.held))
 
     def handle(self, call: Call) -> Any:
         if call.name == UNSCALE:
             self.seen.unscaled *= float(call.args[2])
         if call.writes:
-            names = [name for tensor in _written(call) if (name := self._name(tensor))]
-            if names:
-                self._note(names)
-        if call.name in LOSSES and call.inputs and call.inputs[0].dtype in HALVES and self._is_wide(call.inputs[0]):
-            self.seen.half = True
+            places = (tensor.untyped_storage()._cdata for tensor in _written(call))
+            self._note([self._names[place] for place in places if place in self._names])
+        if call.name in LOSSES and call.inputs and call.inputs[0].dtype in HALVES and call.inputs[0].ndim:
+            width = call.inputs[0].shape[-1]
+            self.seen.half = self.seen.half or any(width == one.logits.shape[-1] for one in self.seen.forwards[-1:])
         if call.name not in HANDLED and self._mask is None:
             return call.run()
-        if call.name == "native_dropout" and call.args[2] is not False and call.args[1] > 0:
-            self.seen.dropouts.add(round(float(call.args[1]), 9))
-        keep = call.named.get("p") if call.name in ("bernoulli_", "bernoulli") else None
+        drops = call.name == "native_dropout" and call.args[2] is not False
+        keep = 1 - call.args[1] if drops else call.named.get("p") if call.name in ("bernoulli_", "bernoulli") else None
         if isinstance(keep, float) and 0 < keep < 1:
             self.seen.dropouts.add(round(1 - keep, 9))
         if call.name == "_to_copy" and call.args[0].dtype == torch.float64:
@@ -106,17 +101,10 @@ class Watch(DeterministicMode):
         self.dropouts.clear()
         return result
 
-    def _is_wide(self, tensor: Tensor) -> bool:
-        return tensor.ndim > 0 and any(tensor.shape[-1] == one.logits.shape[-1] for one in self.seen.forwards[-1:])
-
-    def _name(self, tensor: Tensor) -> str | None:
-        return self._names.get(tensor.untyped_storage()._cdata)
-
     def _note(self, names: Iterable[str]) -> None:
         """Note the parameters' values and gradients before their first write since the last backward pass."""
-        if self._open is None:
-            self._open = self._update()
         for name in names:
+            self._open = self._open or self._update()
             if name not in self._open.before:
                 parameter = self.sampler.parameters[name]
                 self._open.before[name] = self.sampler.take(name, parameter)
@@ -152,18 +140,14 @@ class Watch(DeterministicMode):
         self._task = task
         return self.seen.backwards[-1]
 
-    def _arrival(self, name: str) -> Any:
-        def hook(gradient: Tensor) -> None:
-            with torch.no_grad():
-                self.sampler.write(self._backward(name, "arrived").arrived, name, _plain(gradient))
+    def _hook(self, name: str, kind: str) -> Any:
+        """Return a hook that notes what has "arrived" at a parameter, or what its ``.grad`` has "held" since."""
 
-        return hook
-
-    def _holding(self, name: str) -> Any:
-        def hook(parameter: Tensor) -> None:
-            with torch.no_grad():
-                if parameter.grad is not None:
-                    self.sampler.write(self._backward(name, "held").held, name, parameter.grad)
+        @torch.no_grad()
+        def hook(tensor: Tensor) -> None:
+            gradient = tensor.grad if kind == "held" else _plain(tensor)
+            if gradient is not None:
+                self.sampler.write(getattr(self._backward(name, kind), kind), name, gradient)
 
         return hook
 
@@ -182,19 +166,18 @@ class Watch(DeterministicMode):
             output, logits = head, logits_of(head, ids, self.vocabulary)
         if not logits.is_floating_point():
             return
-        named = getattr(output, "__dict__", None) or output
-        every, place = tensors(dict(output) if isinstance(output, dict) else named), _plain(logits).data_ptr()
-        returned = [tensor for tensor in every if _plain(tensor).data_ptr() == place]
-        raw = next((t for t in returned if t.numel() == logits.numel()), logits)
+        named = dict(output) if isinstance(output, dict) else getattr(output, "__dict__", None) or output
+        place, size = _plain(logits).data_ptr(), logits.numel()
+        raw = next((t for t in tensors(named) if t.numel() == size and _plain(t).data_ptr() == place), logits)
         if not raw.requires_grad:
             return
         forward = Forward(ids.detach().clone(), _plain(logits).detach())
         self.seen.forwards.append(forward)
 
+        @torch.no_grad()
         def hook(gradient: Tensor) -> None:
-            with torch.no_grad():
-                kept = _plain(gradient).detach().clone().view(forward.logits.shape)
-                forward.gradient = kept if forward.gradient is None else forward.gradient + kept
+            kept = _plain(gradient).detach().clone().view(forward.logits.shape)
+            forward.gradient = kept if forward.gradient is None else forward.gradient + kept
 
         raw.register_hook(hook)
 
@@ -211,7 +194,7 @@ class Watch(DeterministicMode):
             if not known and tensor.requires_grad:
                 self._stand_ins.append(tensor)
                 self.seen.trains.add(name)
-                self._handles.append(tensor.register_hook(self._arrival(name)))
+                self._handles.append(tensor.register_hook(self._hook(name, "arrived")))
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from support.step_programs import native, numpy_steps
+from support.step_programs import native
 from support.steps import CONFIG, our_model
+from support.steps.faults import patched
 
 LEVELS = {  # what is dumped: losses, gradients, clipped gradients, parameters before and after, Adam's moments
     "all": "lgcbpq",
@@ -22,7 +26,11 @@ LEVELS = {  # what is dumped: losses, gradients, clipped gradients, parameters b
 LAYOUTS = ("plain", "transposed", "stacked", "flat", "apart")  # apart: q, k and v, stacked and transposed, as in JAX
 SETTINGS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "clip": 1.0, "grad_accum": 1}
 NEEDS_PARTS = {"parts-summed", "last-part"}
-FAULTS = {"numpy": numpy_steps.FAULTS, **native.FAULTS}  # by language
+_TABLE = tomllib.loads(Path(__file__).with_name("faults.toml").read_text())
+PATCHES = {word: row["patch"] for rows in (_TABLE["numpy"], _TABLE["others"]) for word, row in rows.items()}
+NUMPY = {word: (row["ids"], row["shows"]) for word, row in _TABLE["numpy"].items()}  # causes, any of which says it; what shows it
+FAULTS = {"numpy": NUMPY, **native.FAULTS}  # by language
+PROGRAM = Path(__file__).with_name("numpy_steps.py").read_text()
 Arrays = dict[str, np.ndarray]
 
 
@@ -76,8 +84,16 @@ class Dumped:
         if self.language != "numpy":
             arrays = native.run(self.line, CONFIG, weights, batches, self.given)
             return renamed(self, batches, {name: t for name, t in arrays.items() if name[0] in LEVELS[self.level]})
-        records = numpy_steps.train(weights, CONFIG.n_head, batches, set(self.words), self.given, np.dtype(self.compute).type)
-        return dumped(self, weights, batches, records)
+        return dumped(self, weights, batches, trained(self, weights, batches))
+
+
+def trained(run: Dumped, weights: Mapping[str, np.ndarray], batches: list) -> list[dict]:
+    """What each step of the NumPy program with the faults of a run computes."""
+    namespace: dict[str, Any] = {"__name__": run.line}
+    source = patched(PROGRAM, [pair for word in run.words for pair in zip(PATCHES[word][::2], PATCHES[word][1::2], strict=True)])
+    assert source is not None, f"the patches of {run.line} do not apply"
+    exec(compile(source, run.line, "exec"), namespace)  # our own text
+    return namespace["train"](weights, CONFIG.n_head, batches, run.given, np.dtype(run.compute).type)
 
 
 def batches_of(run: Dumped) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -1,8 +1,9 @@
-"""Training steps that are almost right, in three styles, and right ones of many kinds, to test `diagnose_step`.
+"""Training steps that are almost right, and right ones of many kinds, to test `diagnose_step`.
 
-A style is a file with `make(has, settings)`, which returns its author's `make_step(model)`; `has` is the set of its faults
-(`faults.py` says what the words mean). `right.py` has the steps without a fault. tests/port/test_steps.py proves, by the
-independent computation of `reference.py`, that every faulty step ends at other parameters and every right one at the same.
+`plain.py` is a right step, and `faults.toml` has patches of it, one fault each. The other styles are files with
+`make(has, settings)`, which returns its author's `make_step(model)`; `has` is the set of its faults. `right.py` has the steps
+without a fault. tests/port/test_steps.py proves, by the independent computation of `reference.py`, that every faulty step ends
+at other parameters and every right one at the same.
 """
 
 import copy
@@ -10,6 +11,8 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +21,7 @@ from gpt2.model import GPT2
 from support.faulty import CONFIG
 from support.ports import PORTS
 from support.random_models import random_model
-from support.steps.faults import COMBINED, MEANINGS, STAGES, Meaning, Settings
+from support.steps.faults import COMBINED, MEANINGS, STAGES, Meaning, Settings, patched
 
 __all__ = [
     "COMBINED",
@@ -35,13 +38,10 @@ __all__ = [
 ]
 
 MakeStep = Callable[[nn.Module], Callable[[Tensor, Tensor], object]]
+PLAIN = Path(__file__).with_name("plain.py").read_text()
 
 # Style -> the module that it trains, and what it is.
-STYLES = {
-    "loop": ("nano", "a loop over micro-batches, two groups, a cosine schedule"),
-    "handmade": ("mha", "a class with AdamW written by hand"),
-    "trainer": ("ours", "an object with autocast, a scaler and a scheduler"),
-}
+STYLES = {"plain": ("nano", "a right script; its faults are patches of it, in faults.toml")}
 
 
 # The second set: written apart from the engine, and not used to develop it.
@@ -110,7 +110,21 @@ class Step:
 
     @property
     def make_step(self) -> MakeStep:
+        if self.style in STYLES:
+            return _plain(self.words)["make"](self.settings)
         return importlib.import_module(f"{__name__}.{self.style}").make(frozenset(self.words), self.settings)
+
+
+def patches_of(names: tuple[str, ...]) -> list[tuple[str, str]]:
+    return [patch for name in names for patch in MEANINGS[name].patches]
+
+
+@cache
+def _plain(names: tuple[str, ...]) -> dict[str, Any]:
+    source, namespace = patched(PLAIN, patches_of(names)), {"__name__": "plain"}
+    assert source is not None, f"the patches of {names} do not apply"
+    exec(compile(source, f"plain with {' '.join(names)}", "exec"), namespace)  # our own text
+    return namespace
 
 
 class WithSettings(Step):
@@ -132,6 +146,8 @@ def kind_of(style: str) -> str:
 
 def words_of(style: str) -> list[str]:
     """The faults that a style can have."""
+    if style in STYLES:
+        return [name for name, meaning in MEANINGS.items() if meaning.patches]
     return importlib.import_module(f"{__name__}.{style}").WORDS
 
 

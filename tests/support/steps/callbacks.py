@@ -3,7 +3,7 @@
 import torch
 
 from support.steps.faults import words
-from support.steps.loop import kind_of
+from support.steps.plain import kind_of
 from support.steps.shared import batch_parts, betas, clip_, decay_of, loss_of, rate
 
 WORDS = words("""

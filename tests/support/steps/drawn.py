@@ -6,8 +6,21 @@ import random
 import warnings
 from functools import cache
 
-from support.steps import CONFIG, FAULTY_STEPS, MEANINGS, STAGES, STYLES, Step, WithSettings, kind_of, module_of, words_of
-from support.steps.faults import Settings
+from support.steps import (
+    CONFIG,
+    FAULTY_STEPS,
+    MEANINGS,
+    PLAIN,
+    STAGES,
+    STYLES,
+    Step,
+    WithSettings,
+    kind_of,
+    module_of,
+    patches_of,
+    words_of,
+)
+from support.steps.faults import Settings, patched
 from support.steps.reference import apart, batches, right_run, run
 
 # They are seen in a run other than the first, at random, or only with padding: each is tried alone.
@@ -38,7 +51,12 @@ def draw(n: int, seed: int) -> list[Step]:
         ]
         step = Step(style, " ".join(words))
         firsts = {meaning.ids[0] for meaning in step.meanings.values()}
-        if step.name in FAULTY_STEPS or len(firsts) < len(words) or not _fit(words):
+        if (
+            step.name in FAULTY_STEPS
+            or len(firsts) < len(words)
+            or not _fit(words)
+            or patched(PLAIN, patches_of(step.words)) is None
+        ):
             continue
         if _all_count(step):
             found[step.name] = step

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 STAGES = ("loss", "gradient", "clip", "update")
@@ -49,30 +48,41 @@ class Meaning:
     """The meaning of a fault's name.
 
     ``ids`` are the causes that describe it, the best first; ``implied`` are causes that follow from it and are true as well: what
-    an optimizer lacks, its zero_grad leaves alone. ``settings`` are those in which it shows.
+    an optimizer lacks, its zero_grad leaves alone. ``settings`` are those in which it shows. ``patches``: old and new texts, by
+    which the right step of ``plain.py`` gets it.
     """
 
     stage: str
     ids: tuple[str, ...]
     settings: Mapping[str, float | str] = field(default_factory=dict)
     implied: tuple[str, ...] = ()
+    patches: tuple[tuple[str, str], ...] = ()
+
+
+SCHEDULE = {"warmup": 3, "steps": 12, "min_lr": 1e-4}
+PREPARED = "        model.train()\n"  # where plain.py prepares the model
+
+_FOUND = tomllib.loads(Path(__file__).with_name("faults.toml").read_text())
+COMBINED: dict[str, list[str]] = _FOUND.pop("combined")
 
 
 def words(text: str) -> list[str]:
     return text.split()
 
 
-SCHEDULE = {"warmup": 3, "steps": 12, "min_lr": 1e-4}
-
-_FOUND = tomllib.loads(Path(__file__).with_name("faults.toml").read_text())
-COMBINED: dict[str, list[str]] = _FOUND.pop("combined")
-
-
-def _mean(stage: str, ids: str, settings: Mapping[str, Any] = MappingProxyType({}), implied: str = "") -> Meaning:
-    shows = SCHEDULE if settings.get("schedule") else settings
-    return Meaning(stage, tuple(ids.split()), shows, tuple(implied.split()))
+def _meaning(stage: str, ids: str, patch: Sequence[str] = (), prepare: str = "", implied: str = "", **settings: Any) -> Meaning:
+    patches = [*zip(patch[::2], patch[1::2], strict=True), *([(PREPARED, f"{PREPARED}        {prepare}\n")] if prepare else [])]
+    shows = SCHEDULE if "schedule" in settings else settings
+    return Meaning(stage, tuple(ids.split()), shows, tuple(implied.split()), tuple(patches))
 
 
-MEANINGS = {
-    word: _mean(stage, *([row] if isinstance(row, str) else row)) for stage, rows in _FOUND.items() for word, row in rows.items()
-}
+MEANINGS = {word: _meaning(stage, **row) for stage, rows in _FOUND.items() for word, row in rows.items()}
+
+
+def patched(source: str, patches: Iterable[tuple[str, str]]) -> str | None:
+    """A source with patches; None if one does not apply exactly once, as where two change one place."""
+    for old, new in patches:
+        if source.count(old) != 1:
+            return None
+        source = source.replace(old, new)
+    return source
