@@ -12,13 +12,14 @@ import mmap
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from gpt2.data.files import link_to_nothing, require_file
+from gpt2.data.files import link_to_nothing, opened
 from gpt2.errors import CheckpointError
 
 T = TypeVar("T")
@@ -53,8 +54,7 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            require_file(path)
-            self.file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by the finalizer
+            self.file: FileIO = opened(path, buffering=0)  # closed by the finalizer
             weakref.finalize(self, self.file.close)
             self.size = self.file.seek(0, 2)
         except OSError as error:
