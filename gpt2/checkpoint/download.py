@@ -14,12 +14,11 @@ import shutil
 import stat
 import time
 from collections.abc import Iterable
-from concurrent.futures import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from gpt2.checkpoint.cache import HASH, Declared, digest_of, make_folder, mismatch, place, remember
-from gpt2.checkpoint.hub_api import get, in_thread, is_final, no_hub, one_line, request_headers, wait_for_rate_limit
+from gpt2.checkpoint.hub_api import get, is_final, moving, no_hub, one_line, request_headers, wait_for_rate_limit
 from gpt2.data.files import written_aside
 from gpt2.errors import InputError
 
@@ -218,22 +217,18 @@ def _transfer_xet(repo: str, commit: str, aside: Path, declared: Declared) -> No
     from huggingface_hub.utils._xet import abort_xet_session
 
     groups: list[XetFileDownloadGroup] = []
-    transfer = in_thread(lambda: _request_xet(repo, commit, aside, declared, groups))
-    arrived, since = 0, time.monotonic()
     with tqdm(total=declared.size, unit="B", unit_scale=True, desc="over Xet", disable=None) as bar:
+
+        def arrived() -> float:
+            progress = groups[0].progress() if groups else None
+            bar.update(max(0, progress.total_transfer_bytes_completed - bar.n) if progress else 0)
+            return float(bar.n)
+
         try:
-            while not wait([transfer], 0.1).done:
-                progress = groups[0].progress() if groups else None
-                now = progress.total_transfer_bytes_completed if progress else 0
-                if now > arrived:
-                    bar.update(now - arrived)
-                    arrived, since = now, time.monotonic()
-                elif time.monotonic() > since + XET_PATIENCE:
-                    raise TimeoutError(f"nothing arrives in {XET_PATIENCE:g} s")
+            moving(lambda: _request_xet(repo, commit, aside, declared, groups), arrived, XET_PATIENCE)
         except BaseException:
             abort_xet_session()
             raise
-    transfer.result()
 
 
 def _request_xet(repo: str, commit: str, aside: Path, declared: Declared, groups: "list[XetFileDownloadGroup]") -> None:
