@@ -381,7 +381,7 @@ def test_a_shard_that_another_program_left_out_is_named_offline_and_fetched_onli
 ) -> None:
     """Only the index says that it belongs there: offline it was called a path that cannot be read."""
     shards = {f"model-0000{n}-of-00002.safetensors": bytes(range(200)) * 9 * n for n in (1, 2)}
-    index = {"model.safetensors.index.json": json.dumps({"weight_map": {"a": [*shards][0], "b": [*shards][1]}}).encode()}
+    index = {"model.safetensors.index.json": json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}).encode()}
     hub.add_repo("org/name", {"config.json": CONFIG, **index, **shards}, lfs=tuple(shards))
     fetch_as_others(hub, tmp_path, "snapshot_download('org/name')")
     (gone,) = (tmp_path / "hub").glob("*/snapshots/*/model-00002-*")
