@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import IO, Any, NamedTuple
 
 from gpt2.config import quoted
-from gpt2.data.files import END_OF_TEXT, require_file
+from gpt2.data.files import END_OF_TEXT, opened
 from gpt2.errors import InputError
 
 TEXTS, TABLES = (".txt", ".md", ""), (".jsonl", ".csv", ".parquet")
@@ -240,8 +240,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
         raise InputError(f"{path}: reading .parquet needs pyarrow: pip install 'gpt2-toolkit[parquet]', or give .jsonl") from None
     try:
         row = 0
-        require_file(path)
-        with parquet.ParquetFile(path) as file:
+        with opened(path) as stream, parquet.ParquetFile(stream) as file:
             for batch in file.iter_batches(batch_size=64):
                 for record in batch.to_pylist():
                     row += 1
@@ -251,11 +250,10 @@ def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 @contextmanager
-def _opened(path: Path, newline: str) -> Iterator[TextIO]:
+def _opened(path: Path, newline: str) -> Iterator[IO[str]]:
     """Open a UTF-8 file for reading, without a byte-order mark; what goes wrong meanwhile becomes an InputError."""
     try:
-        require_file(path)
-        with open(path, encoding="utf-8-sig", newline=newline) as lines:
+        with opened(path, mode="r", encoding="utf-8-sig", newline=newline) as lines:
             yield lines
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}; check data.path") from None

@@ -17,7 +17,7 @@ import urllib.request
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
-from gpt2.data.files import require_file, write
+from gpt2.data.files import read_all, write
 from gpt2.errors import InputError
 
 # Not in the embedded checkpoint's training data: a tragedy, a history and a comedy.
@@ -126,7 +126,7 @@ def tiny_shakespeare(cache_dir: Path | None = None, *, offline: bool = False) ->
     """
     path = (cache_dir or cache_folder()) / "tinyshakespeare.txt"
     with contextlib.suppress(OSError):
-        data = path.read_bytes()
+        data = read_all(path)
         if hashlib.sha256(data).hexdigest() == TINY_SHA256:
             return data.decode("utf-8")
         path.unlink()
@@ -181,8 +181,7 @@ def split(text: str, fraction: float = 0.9) -> tuple[str, str]:
 def read_text(path: str | os.PathLike[str]) -> str:
     """Read a UTF-8 text file; keep newlines, drop a byte-order mark. Raises InputError: anything else."""
     try:
-        require_file(Path(path))
-        data = Path(path).read_bytes()
+        data = read_all(path)
     except OSError as error:
         raise InputError(f"{path}: cannot read the text: {error.strerror or error}; give a UTF-8 text file") from None
     return checked_text(data, path)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2.config import number
+from gpt2.data.files import read_all
 from gpt2.errors import InputError, printable
 from gpt2.train.overfitting import overfitting
 
@@ -102,7 +103,7 @@ def read(folders: Sequence[str | Path], *, waits: bool = False) -> list[Run]:
     for index, folder in enumerate(folders):
         path, recipe = Path(folder) / METRICS, {}
         try:
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = read_all(path).decode(errors="replace").splitlines()
             age = max(0.0, time.time() - path.stat().st_mtime)
         except OSError as error:
             if not (waits and isinstance(error, FileNotFoundError)):
@@ -110,7 +111,7 @@ def read(folders: Sequence[str | Path], *, waits: bool = False) -> list[Run]:
                 raise InputError(f"{path}: {why}") from None
             lines, age = [], math.inf
         with suppress(OSError, UnicodeDecodeError):
-            recipe = parsed((Path(folder) / RECIPE).read_text(encoding="utf-8"))
+            recipe = parsed(read_all(Path(folder) / RECIPE).decode())
         name = printable(names[index] if names.count(names[index]) == 1 else str(folder), one_line=True)
         rows = [row for row in map(row_of, lines) if row]
         runs.append(Run(name, COLOURS[index % len(COLOURS)], recipe, rows, age))
