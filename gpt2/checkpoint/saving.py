@@ -106,7 +106,7 @@ def unlike_manifest(directory: Path, needed: Iterable[str] = ()) -> str:
         for name in needed:
             if name not in manifest:
                 return f"{MANIFEST} does not list {name}"
-        names = [name for name in manifest if name != CARD]
+        names = [name for name, _ in manifest.items() if name != CARD]
         with ThreadPoolExecutor() as pool:
             found = pool.map(lambda name: sha256(directory / name), names)
             differ = [name for name, actual in zip(names, found, strict=True) if actual != manifest[name]]

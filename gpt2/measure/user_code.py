@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gpt2.data.files import opened
+from gpt2.data.files import read_all
 from gpt2.errors import InputError
 
 OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent))  # torch, and this package
@@ -44,7 +44,7 @@ def target(text: str, default: str = "build") -> Target:
     if path.is_dir():
         raise InputError(f"{file}: is a directory; give the Python file that builds your model, as in {path / 'port.py'}:build")
     try:
-        opened(path).close()
+        read_all(path, 1 << 26)  # no module has so many bytes
     except OSError as error:
         near = sorted(p.name for p in path.parent.glob("*.py"))[:5] if not path.exists() and path.parent.is_dir() else []
         there = f"; there are {', '.join(near)}" if near else ""

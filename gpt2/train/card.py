@@ -55,7 +55,7 @@ def record_of(folder: Path) -> Record | None:
     recipe = build(raw, f"{folder}/{RECIPE}")
     if recipe.model.kind == "bigram":
         return None
-    evaluated = [row for row in rows if "val_loss" in row]
+    evaluated = [row for row in rows if "val_loss" in row and row.keys() & {"confusion", "val_bits_per_byte"}]
     if not evaluated:
         raise InputError(f"{folder}: no evaluation yet; wait for the first")
     best, data = min(evaluated, key=lambda row: row["val_loss"]), recipe.data
