@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt2.config import GPT2Config
+from gpt2.errors import require_memory
 from gpt2.kv_cache import KVCache
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -177,6 +178,8 @@ class GPT2(nn.Module):
         Each block adds two branches to the residual stream. Dividing their last projections (both ``c_proj``) by
         sqrt(2 n_layer) keeps the variance of the stream from growing with depth [1].
         """
+        needed = sum(parameter.nbytes for parameter in self.parameters() if parameter.device.type == "cpu")
+        require_memory(needed, f"{self.config.num_parameters():,} parameters", "choose a smaller model")
         std = self.config.initializer_range
         for name, parameter in self.named_parameters():
             if name.endswith("c_proj.weight"):

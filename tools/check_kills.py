@@ -1,23 +1,26 @@
-"""Kill training at random moments; what it ends with must not differ by a bit.
+"""Kill training, or fill its disk, at random moments; what it ends with must not differ by a bit.
 
-    python tools/check_kills.py [--runs 100]
+    python tools/check_kills.py [--runs 100] [--full]
 
-Two SIGKILLs a run, one of them inside a save. After each, the newest checkpoint is loaded as a resumed run does. Every run is
-compared with one that nobody disturbed, byte for byte but for times; a control has another seed. Exits 1 if a run differs.
+Two SIGKILLs a run, one of them inside a save; or, with --full, two disks without room (a tmpfs, which root may mount). After
+each, the newest checkpoint is loaded as a resumed run does. Every run is compared with one that nobody disturbed, byte for byte
+but for times; a control has another seed. Exits 1 if a run differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
 import random
 import shutil
-import signal
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +34,7 @@ from gpt2.train.recipe import Data, Model, Optim, Recipe
 
 OF_CARD = (CARD, RECORD, CURVES)  # derived from the rest, with the folder's name
 TIMED = ("tokens_per_second", "seconds_left", "mfu")  # what metrics.jsonl says beside losses differs from run to run
+SAVE = 3_000_000  # bytes, about what a checkpoint takes
 SIZES = {"steps": 24, "batch_size": 4, "context": 32, "log_every": 1, "eval_every": 4, "save_every": 3, "eval_tokens": 400}
 
 
@@ -49,6 +53,17 @@ def outcome(folder: Path) -> dict[str, object]:
     kept = {str(path.relative_to(folder)): path.read_bytes() for path in every if path.name not in OF_CARD}
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {**kept, "metrics": [{key: value for key, value in row.items() if key not in TIMED} for row in rows]}
+
+
+@contextlib.contextmanager
+def disk_at(folder: Path, small: bool) -> Iterator[Path]:
+    """Make a folder, on a disk of its own if ``small``."""
+    folder.mkdir()
+    if small:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", folder], check=True)
+    yield folder
+    if small:
+        subprocess.run(["umount", folder], check=True)
 
 
 def loadable(folder: Path) -> bool:
@@ -76,17 +91,27 @@ def wait_for_a_moment(process: multiprocessing.Process, folder: Path, in_a_save:
     time.sleep(rng.uniform(0, 0.01 if in_a_save else 0.05))
 
 
+def filled(disk: Path, process: multiprocessing.Process, rng: random.Random) -> bool:
+    """Leave less room than a save takes until the process ends; return whether it failed."""
+    room = os.statvfs(disk)
+    (disk / "ballast").write_bytes(bytes(room.f_bavail * room.f_frsize - rng.randrange(SAVE)))
+    process.join(120)
+    (disk / "ballast").unlink()
+    return process.exitcode == 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--full", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)  # as every process here: sums in another order would be another run
     os.environ["OMP_NUM_THREADS"] = "1"
-    rng, found = random.Random(args.seed), dict.fromkeys(("runs", "kills", "inside a save", "loadable", "identical"), 0)
+    rng, found = random.Random(args.seed), dict.fromkeys(("runs", "faults", "inside a save", "loadable", "identical"), 0)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["gpt2.train.loop", "torch._dynamo"])
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, disk_at(Path(name, "disk"), args.full) as disk:
         work, words = Path(name), ["thou", "art", "a", "villain", "and", "the", "king", "doth", "sleep"]
         (work / "text.txt").write_text(" ".join(random.Random(0).choices(words, k=4000)))
         wanted = recipe(work / "text.txt")
@@ -95,25 +120,26 @@ def main() -> int:
         if (expected := outcome(work / "undisturbed")) == outcome(work / "other"):
             raise SystemExit("control: a run of another seed ends the same; this comparison sees nothing")
         for index in range(args.runs):
-            folder = work / f"run-{index}"
+            folder = disk / f"run-{index}"
             for in_a_save in (index % 2 == 0, index % 2 == 1, None):  # the third runs to its end
                 process = context.Process(target=train, args=(wanted, folder))
                 process.start()
                 if in_a_save is not None:
                     wait_for_a_moment(process, folder, in_a_save, rng)
-                    process.kill()
+                    if not (args.full and filled(disk, process, rng)):
+                        process.kill()
                 process.join()
                 if in_a_save is not None:
-                    if process.exitcode != -signal.SIGKILL:
-                        raise SystemExit(f"run {index} ended ({process.exitcode}) before it was killed")
-                    found["kills"] += 1
+                    if process.exitcode == 0:
+                        raise SystemExit(f"run {index} ended before its fault")
+                    found["faults"] += 1
                     found["inside a save"] += saving(folder)
                     found["loadable"] += loadable(folder)
             found["runs"] += 1
             found["identical"] += process.exitcode == 0 and outcome(folder) == expected
             shutil.rmtree(folder)
             print(f"\r{found}", end="", file=sys.stderr, flush=True)
-    ok = found["loadable"] == found["kills"] and found["identical"] == found["runs"]
+    ok = found["loadable"] == found["faults"] and found["identical"] == found["runs"]
     print(json.dumps({**found, "torch": torch.__version__, "ok": ok}))
     return 0 if ok else 1
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from gpt2.checkpoint.names import OFFICIAL
-from gpt2.data.files import written_aside
+from gpt2.data.files import read_all, written_aside
 from gpt2.errors import CheckpointError
 
 log = logging.getLogger("gpt2")
@@ -107,12 +107,20 @@ def recorded_listing(folder: Path) -> dict[str, Declared]:
 
 
 def declared_by_links(folder: Path) -> dict[str, Declared]:
-    """Take the hashes from the blobs' names, for a snapshot that another program filled; "" where a file has none."""
+    """Take the hashes from the blobs' names, for a snapshot that another program filled; "" where a file has none.
+
+    A link to a blob that is gone, and a shard that an index names, are declared too: without them the snapshot is not whole.
+    """
     rows = {}
     for file in folder.iterdir():
-        blob = Path(os.readlink(file)).name if file.is_symlink() else ""
-        if file.is_file():
-            rows[file.name] = Declared(blob if HASH.fullmatch(blob) else "", file.stat().st_size)
+        if file.is_symlink() or file.is_file():
+            blob = Path(os.readlink(file)).name if file.is_symlink() else ""
+            rows[file.name] = Declared(blob if HASH.fullmatch(blob) else "", file.stat().st_size if file.is_file() else 0)
+        with contextlib.suppress(
+            OSError, ValueError, AttributeError, RecursionError
+        ):  # what it holds is checked when it is loaded
+            shards = json.loads(read_all(file)).get("weight_map") if file.name.endswith(".index.json") else {}
+            rows = {str(name): Declared("", 0) for name in shards.values()} | rows
     return rows
 
 

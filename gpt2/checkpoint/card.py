@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from gpt2.checkpoint.names import DEFAULT, OFFICIAL, REPOSITORY, ModelName
 from gpt2.checkpoint.saving import CARD as CARD
 from gpt2.checkpoint.saving import sha256
 from gpt2.data.chat import ChatFormat
-from gpt2.data.files import write
+from gpt2.data.files import read_all, write
 from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 RECORD, CURVES = "gpt2-record.json", "curves.png"
 LICENCES = {name: "mit" for name in OFFICIAL} | {"distilgpt2": "apache-2.0", DEFAULT: "mit"}
 STORED = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # GGUF's and llm.c's types
+MAX_CARD = 1 << 24  # bytes
 PARTS = ("base", "training", "export", "measured")  # of a record, each an object or nothing
+# Kind of figure -> its row in the card, its name in the metadata, its digits after the point.
 METRICS = {
-    "accuracy": "accuracy",
-    "perplexity": "perplexity per token",
-    "loss": "cross-entropy, nats per token",
-    "bits_per_byte": "bits per UTF-8 byte",
+    "accuracy": ("accuracy", "accuracy", 4),
+    "loss": ("loss, nats per {each}", "cross-entropy, nats per {each}", 4),
+    "perplexity": ("perplexity", "perplexity per {each}", 2),
+    "bits_per_byte": ("bits per byte", "bits per UTF-8 byte", 4),
 }
 TASKS = ("text-generation", "text-classification")  # without classes, and with
 # The parts that are rewritten in a card that a person has edited. They are no part of a fenced block.
@@ -51,31 +53,23 @@ Record = dict[str, Any]
 def facts(folder: Path, format: str, dtype: str, config: GPT2Config, weights: Mapping[str, str]) -> Record:
     """Return what every record says of a model in ``folder``; ``weights`` are its files' sha256."""
     sizes = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size")
-    return {
-        "title": folder.resolve().name,
-        "format": format,
-        "weights": weights,
-        "dtype": dtype,
-        "parameters": config.num_parameters(),
-        "chat": (found := ChatFormat.read(folder)) and asdict(found),
-        "config": {key: getattr(config, key) for key in sizes},
-    }
+    of_model = {"parameters": config.num_parameters(), "config": {key: getattr(config, key) for key in sizes}}
+    chat = (found := ChatFormat.read(folder)) and asdict(found)
+    return {"title": folder.resolve().name, "format": format, "weights": weights, "dtype": dtype, "chat": chat, **of_model}
 
 
 def base_of(name: str) -> Record:
     """Return what a card says of the model ``name`` that another one was made from; its licence only where it is known."""
     parsed = ModelName.parse(name)
-    official = official_name(parsed.base)
-    base: Record = {"name": name}
+    official, base = official_name(parsed.base), Record(name=name)
     if official or parsed.base == DEFAULT:
         base |= {"license": LICENCES[official or DEFAULT], "language": "en"}
     if parsed.local and parsed.base != DEFAULT:
-        path = Path(parsed.base).expanduser()
-        kept = _own_record(path)
+        kept = _own_record(path := Path(parsed.base).expanduser())
         inner = kept.get("base") or {}
         base |= {key: inner[key] for key in ("id", "license", "language") if re.fullmatch(r"[\w./-]+", str(inner.get(key, "")))}
         base["name"] = path.resolve().name  # the folders above it are private
-        base["sha256"] = next(iter((kept.get("weights") or {}).values()), None)
+        base["sha256"] = next(iter(kept.get("weights", {}).values()), None)
     elif official or (REPOSITORY.fullmatch(parsed.base) and storage(parsed.base).is_dir()):  # not a path that has moved
         base |= {"id": OFFICIAL.get(official or "", parsed.base), "revision": parsed.revision}
     return {key: value for key, value in base.items() if value is not None}
@@ -85,9 +79,8 @@ def of_export(done: Export, revision: str | None, command: str) -> Record:
     """Return the record of exported files, with the training record of their source if it has one."""
     source = ModelName.parse(done.model, revision=revision)
     kept = _own_record(Path(source.base).expanduser()) if source.local and source.base != DEFAULT else {}
-    run = kept.get("training")
-    if run and run.get("classes"):  # an export is the language model, without the head for classes
-        run = None
+    run = kept.get("training") or {}
+    run = {} if run.get("classes") else run  # an export is the language model, without the head for classes
     base = kept.get("base") if run else base_of(done.model if revision is None else f"{done.model}@{revision}")
     weights = {file.name: file.sha256 for file in done.files if file.name.endswith((".safetensors", ".gguf", ".bin"))}
     rounded = bool(run) and STORED.get(done.type, done.type) != kept["dtype"]
@@ -106,44 +99,34 @@ def never_improved(record: Record) -> bool:
     return run.get("best_step") == 0 and len(run.get("evaluations") or ()) > 1
 
 
-def figures(record: Record) -> dict[str, dict[str, float]]:
-    """Return the held-out figures of the model ("this") and of its base ("base"), where the record has them."""
+def figures(record: Record) -> dict[str, list[float]]:
+    """Return the held-out figures of the model, each with the base's behind it, where the record has them."""
     run = record.get("training") or {}
-    rows = run.get("evaluations") or []
-    best = next((row for row in rows if row["step"] == run.get("best_step")), None)
-    begins = bool(rows and record.get("base") and rows[0]["step"] == 0 and not run.get("classes"))  # without a head for classes
-    chosen = {"this": best, "base": rows[0] if begins else None}
-    return {
-        who: {"loss": round(row["loss"], 4)}
-        | ({} if "accuracy" in row else {"perplexity": round(math.exp(min(row["loss"], 700)), 2)})
-        | {kind: round(row[kind], 4) for kind in ("accuracy", "bits_per_byte") if kind in row}
-        for who, row in chosen.items()
-        if row
-    }
+    rows = {row["step"]: row for row in run.get("evaluations") or ()}
+    begins = record.get("base") and not run.get("classes")  # a base has no head for classes
+    shown = [rows[step] for step in (run.get("best_step"), 0 if begins else None) if step in rows]
+    found = [row | ({} if "accuracy" in row else {"perplexity": math.exp(min(row["loss"], 700))}) for row in shown]
+    kinds = [kind for kind in METRICS if found and kind in found[0]]
+    return {kind: [round(row[kind], METRICS[kind][2]) for row in found] for kind in kinds}
 
 
 def results(record: Record) -> list[EvalResult]:
     """Return the model's held-out figures with their protocol; none of an export in another dtype, which nobody has measured."""
     from huggingface_hub import EvalResult
 
-    ours, run = figures(record).get("this"), record.get("training") or {}
+    ours, run = figures(record), record.get("training") or {}
     if not ours or (record.get("export") or {}).get("rounded"):
         return []
     protocol = {key: run[name] for key, name in (("context", "context"), ("protocol", "protocol"), ("tokens", "val_tokens"))}
-    return [
-        EvalResult(
-            task_type=TASKS[bool(run.get("classes"))],
-            dataset_type=run["datasets"][0] if run.get("datasets") else "text",
-            dataset_name=run["text"],
-            dataset_split="held out",
-            metric_type=kind,
-            metric_value=ours[kind],
-            metric_name=f"{name.replace('token', 'document') if run.get('classes') else name}, {run['protocol']}",
-            metric_args={key: value for key, value in protocol.items() if value},
-        )
-        for kind, name in METRICS.items()
-        if kind in ours
-    ]
+    shared: Record = {
+        "task_type": TASKS[bool(run.get("classes"))],
+        "dataset_type": run["datasets"][0] if run.get("datasets") else "text",
+        "dataset_name": run["text"],
+        "dataset_split": "held out",
+        "metric_args": {key: value for key, value in protocol.items() if value},
+    }
+    names = {kind: f"{METRICS[kind][1].format(each=_each(run))}, {run['protocol']}" for kind in ours}
+    return [EvalResult(metric_type=kind, metric_value=ours[kind][0], metric_name=names[kind], **shared) for kind in ours]
 
 
 def render(record: Record, where: Path = Path(RECORD)) -> str:
@@ -152,27 +135,47 @@ def render(record: Record, where: Path = Path(RECORD)) -> str:
     from huggingface_hub import ModelCardData
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"line": _line, "code": _code, "fenced": _fenced, "named": _named}
+    environment.filters |= {"line": _line, "code": _code, "fenced": _fenced, "named": _named, "table": _table}
     environment.filters |= {"json": lambda value: json.dumps(value, indent=1)}
     template = environment.from_string(Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8"))
-    values = {"repo": "OWNER/NAME", "license": None, "chat": None, **record} | {part: record.get(part) or {} for part in PARTS}
+    known = {"repo": "OWNER/NAME", "license": None, "chat": None, **record} | {part: record.get(part) or {} for part in PARTS}
+    run, base = known["training"], known["base"]
     try:
-        found = results(record)
+        found, ours, classes = results(record), figures(record), run.get("classes") or []
+        rows = [["", "this model", "the base model"][: 1 + len(ours["loss"])]] if ours else []
+        for kind, values in ours.items():
+            title, _, digits = METRICS[kind]
+            rows += [[title.format(each=_each(run)), *(f"{value:.{digits}f}" for value in values)]]
+        said = [["true class", *(f"said {_code(name)}" for name in classes)]]
+        said += [[_code(classes[n]), *(f"{count:,}" for count in row)] for n, row in enumerate(run.get("confusion") or ())]
         data = ModelCardData(
-            base_model=values["base"].get("id"),
-            datasets=values["training"].get("datasets"),
+            base_model=base.get("id"),
+            datasets=run.get("datasets"),
             eval_results=found or None,
             model_name=record["title"] if found else None,
             language=record.get("language"),
             library_name={"hf": "transformers", "gguf": "gguf"}.get(record["format"]),
             license=record.get("license"),
-            metrics=[found[0].metric_type] if found else None,
-            pipeline_tag=TASKS[bool(values["training"].get("classes"))],
-            tags=["gpt2", "gpt2-toolkit"] + (["lora"] if values["training"].get("lora") else []),
+            metrics=["accuracy" if classes else "perplexity"] if found else None,
+            pipeline_tag=TASKS[bool(classes)],
+            tags=["gpt2", "gpt2-toolkit"] + (["lora"] if run.get("lora") else []),
         )
-        return template.render(values, metadata=data.to_yaml(), figures=figures(record), unchanged=never_improved(record))
+        text = template.render(
+            known,
+            metadata=data.to_yaml(),
+            figures=rows,
+            classes=classes,
+            confusion=said,
+            best_loss=ours["loss"][0] if ours else math.inf,
+            unchanged=never_improved(record),
+        )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, jinja2.UndefinedError):
         raise InputError(f"{where}: lacks a part that the card needs; remove it, or write the folder again") from None
+    return re.sub("\n{3,}", "\n\n", text).replace("\0", "\n")
+
+
+def _each(run: Record) -> str:
+    return "document" if run.get("classes") else "token"
 
 
 def blocks(text: str) -> dict[str, str]:
@@ -189,9 +192,9 @@ def _code(text: str) -> str:
 
 
 def _fenced(text: str, kind: str) -> str:
-    """Return a code block that its text cannot end."""
+    """Return a code block that its text cannot end. ``render`` turns each NUL, which no printable text has, into a line's end."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence}{kind}\n{printable(text)}\n{fence}"
+    return f"{fence}{kind}\n{printable(text)}\n{fence}".replace("\n", "\0")
 
 
 def _named(base: Record) -> str:
@@ -199,10 +202,15 @@ def _named(base: Record) -> str:
     return (f"[{base['id']}](https://huggingface.co/{base['id']})" if "id" in base else _code(base["name"])) + pinned
 
 
+def _table(rows: Iterable[Iterable[object]]) -> str:
+    head, *body = ([f" {_line(str(cell))}".rstrip() for cell in row] for row in rows)
+    return "\n".join(f"|{' |'.join(cells)} |" for cells in (head, [" ---"] * len(head), *body))
+
+
 def write_card(directory: Path, record: Record) -> str:
     """Write the card and the record into ``directory``; return a remark, or ""."""
-    content, remark = contents(directory, record)
-    write(directory, content)
+    files, remark = contents(directory, record)
+    write(directory, files)
     return remark
 
 
@@ -223,9 +231,17 @@ def contents(directory: Path, record: Record) -> tuple[dict[str, bytes], str]:
 
 def edited_card(directory: Path) -> bytes | None:
     """Return the README.md in ``directory`` if somebody wrote or edited it. Raises InputError: the record is damaged."""
-    content = (directory / CARD).read_bytes() if (directory / CARD).is_file() else None
-    written = (read_record(directory) or {}).get("card_sha256")
-    return None if content is None or hashlib.sha256(content).hexdigest() == written else content
+    if not (directory / CARD).exists():
+        return None
+    content, written = _read_card(directory), (read_record(directory) or {}).get("card_sha256")
+    return None if hashlib.sha256(content).hexdigest() == written else content
+
+
+def _read_card(directory: Path) -> bytes:
+    try:
+        return read_all(directory / CARD, MAX_CARD)
+    except OSError as error:
+        raise InputError(f"{directory / CARD}: cannot be read ({error.strerror}); remove it, or put it elsewhere") from None
 
 
 def read_record(directory: Path) -> Record | None:
@@ -234,7 +250,7 @@ def read_record(directory: Path) -> Record | None:
     if not path.is_file():
         return None
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(read_all(path))
     except (OSError, ValueError, RecursionError):
         record = None
     if not isinstance(record, dict) or not all(isinstance(record.get(name) or {}, dict) for name in ("weights", *PARTS)):
@@ -245,8 +261,8 @@ def read_record(directory: Path) -> Record | None:
 def _own_record(directory: Path) -> Record:
     """Return the record in a model's folder; {} if there is none, or if it is of other weights than the folder's."""
     record = read_record(directory) or {}
-    weights = record.get("weights") or {}
-    if not all((directory / name).is_file() and sha256(directory / name) == digest for name, digest in weights.items()):
+    weights = (record.get("weights") or {}).items()
+    if not all((directory / name).is_file() and sha256(directory / name) == digest for name, digest in weights):
         return {}
     if record:
         render(record, directory / RECORD)  # raises
@@ -262,16 +278,16 @@ def check(folder: Path, hashes: Mapping[str, str]) -> Iterator[str]:
     if CARD not in hashes:
         yield f"there is no {CARD}: the model will have an empty page"
         return
-    text, record = (folder / CARD).read_text(encoding="utf-8", errors="replace"), read_record(folder)
+    path, text, record = folder / CARD, _read_card(folder).decode(errors="replace"), read_record(folder)
     from huggingface_hub import ModelCard, ModelCardData
     from yaml import YAMLError
 
     try:
-        claimed = ModelCard(text).data if text.startswith("---") else None
-        assert claimed is None or isinstance(claimed, ModelCardData)
+        claimed = ModelCard(text).data if text.startswith("---") else ModelCardData()
+        assert isinstance(claimed, ModelCardData)
     except (YAMLError, ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"{folder / CARD}: its metadata cannot be read ({' '.join(str(error).split())[:160]})") from None
-    claims = [(result.metric_type, result.metric_value) for result in (claimed and claimed.eval_results) or ()]
+        raise InputError(f"{path}: its metadata cannot be read ({' '.join(str(error).split())[:160]})") from None
+    claims = [(result.metric_type, result.metric_value) for result in claimed.eval_results or ()]
     if record is None:
         yield f"there is no {RECORD}" + (", so nothing supports the figures of the card" if claims else "")
         return
@@ -280,17 +296,14 @@ def check(folder: Path, hashes: Mapping[str, str]) -> Iterator[str]:
     for name, digest in (record.get("weights") or {}).items():
         if hashes.get(name) != digest:
             raise InputError(f"{folder}: {RECORD} is of another {name}; remove it and {CARD}, or write the model again")
-    due = blocks(render(record, folder / RECORD))
+    due, base = blocks(render(record, folder / RECORD)), (record.get("base") or {}).get("id")
     stated = [(result.metric_type, result.metric_value) for result in results(record)]
     if false := [f"{kind} {value}" for kind, value in claims if (kind, value) not in stated]:
-        raise InputError(f"{folder / CARD}: claims {false[0]}, and {RECORD} has no such figure; correct it")
-    base = (record.get("base") or {}).get("id")
-    if claimed and claimed.base_model not in (None, base):
-        raise InputError(f"{folder / CARD}: claims base_model {claimed.base_model}, and {RECORD} says {base}; correct the card")
+        raise InputError(f"{path}: claims {false[0]}, and {RECORD} has no such figure; correct it")
+    if claimed.base_model not in (None, base):
+        raise InputError(f"{path}: claims base_model {claimed.base_model}, and {RECORD} says {base}; correct the card")
     for found in BLOCK.finditer(text):
         if (name := found["name"]) and found[0] != due.get(name, ""):
-            raise InputError(f"{folder / CARD}: its part {name!r} is not what {RECORD} says; correct the card")
-    if claimed is None:
-        yield f"{CARD} has no metadata block"
-    elif claimed.license is None:
+            raise InputError(f"{path}: its part {name!r} is not what {RECORD} says; correct the card")
+    if claimed.license is None:
         yield f"the card states no licence: add 'license: ...' to the first lines of {CARD} if you may grant one"

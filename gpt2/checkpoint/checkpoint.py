@@ -23,7 +23,7 @@ from gpt2.checkpoint.names import DEFAULT, OFFICIAL, PATHS, REPOSITORY, ModelNam
 from gpt2.checkpoint.peft_files import MERGE_WITH_PEFT, Adapter, read_adapter
 from gpt2.config import GPT2Config, official_size
 from gpt2.data import from_directory, holds_tokenizer
-from gpt2.errors import CheckpointError, InputError
+from gpt2.errors import CheckpointError, InputError, require_memory
 from gpt2.int8 import Int8GPT2
 from gpt2.model import GPT2
 from gpt2.sampling import not_finite
@@ -58,6 +58,9 @@ class Checkpoint(ABC):
 
     def load(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> GPT2:
         dtype, read, names = dtype or self.dtype, self.reader(), expected(self.config)
+        if dtype != self.stored and torch.device(device).type == "cpu":  # else the file is mapped, or a device says what it has
+            needed = self.config.num_parameters() * dtype.itemsize
+            require_memory(needed, f"{self.name}: its weights in {dtype}".replace("torch.", ""), "leave the dtype out")
         if dtype == torch.int8:
             model: GPT2 = (small := Int8GPT2(self.config))
             for name in names:  # one at a time: all of them in float32 need four times the result's memory

@@ -57,7 +57,7 @@ def open_weights(path: Path) -> dict[str, Container]:
     parts that the ranks of a training run wrote; OpenAI's TensorFlow files; Keras' and Flax's; GGUF; llm.c's. Raises
     CheckpointError: no weights, a missing shard, or shards unlike their index.
     """
-    if path.is_file():
+    if not path.is_dir():
         return _by_tensor([open_file(path)])
     for single, index, suffix in LAYOUTS:
         if (path / single).is_file():

@@ -182,6 +182,17 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
     return future
 
 
+def moving(work: Callable[[], T], moved: Callable[[], object], seconds: float) -> T:
+    """Return what ``work`` returns, run in a thread. Raises TimeoutError: ``moved`` returned the same for ``seconds``."""
+    future, before, since = in_thread(work), moved(), time.monotonic()
+    while not wait([future], 0.1).done:
+        if (now := moved()) != before:
+            before, since = now, time.monotonic()
+        elif time.monotonic() > since + seconds:
+            raise TimeoutError(f"nothing moves in {seconds:g} s")
+    return future.result()
+
+
 @contextlib.contextmanager
 def get(
     url: str, seconds: float, query: dict[str, str] | None = None, headers: dict[str, str] | None = None

@@ -66,11 +66,11 @@ class Assignment:
 
     def read(self, name: str, dtype: torch.dtype, *, mapped: bool = True) -> Tensor:
         """Read one parameter to the CPU: a view of the mapped file if dtype and alignment allow it and ``mapped``."""
-        if name in self.absent:
+        if name not in self.sources:  # an absent bias
             return torch.zeros(self.shapes[name], dtype=dtype)
         parts = [self.files[key].read(key, dtype, mapped=mapped) for key in self.sources[name]]
         parts = [part.squeeze(0) if part.ndim == 3 else part for part in parts]
-        turned = self.transposed and name in matrices(self.shapes)
+        turned = self.transposed and bool(matrices({name: self.shapes[name]}))
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts, 0 if turned else -1)
         return tensor.t() if turned else tensor
 
@@ -115,8 +115,9 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
     extra, faults = _drop(files, {name: held[0] for name, held in found.items() if name not in used}, dropped)
     biases = [name for name in wanted if name.endswith("attn.c_attn.bias" if apart else ".bias")]
     absent = () if sources.keys() & set(biases) else tuple(biases)
+    given = sources.keys() | set(absent)
     faults |= {
-        "missing": [name for name in wanted if name not in sources and name not in absent],
+        "missing": [name for name in wanted if name not in given],
         "there twice, with other values": [key for key, same in again.items() if not same],
         "not floating point": [held[0] for name, held in sources.items() if not first[name].dtype.is_floating_point],
     }

@@ -6,13 +6,12 @@ import contextlib
 import hashlib
 import json
 import re
-import time
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from gpt2.checkpoint import card
@@ -21,12 +20,13 @@ from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, open_path
 from gpt2.checkpoint.describe import File
 from gpt2.checkpoint.export import TOKENIZER_FILES
 from gpt2.checkpoint.files import ADAPTER, INDEX
-from gpt2.checkpoint.hub import MAX_ANSWER, explained, in_thread, list_files, one_line, request_headers
+from gpt2.checkpoint.hub import MAX_ANSWER, explained, list_files, moving, one_line, request_headers
 from gpt2.checkpoint.loading import require_finite, rows_note
 from gpt2.checkpoint.names import REPOSITORY
 from gpt2.checkpoint.peft_files import WEIGHTS as ADAPTER_WEIGHTS
 from gpt2.checkpoint.saving import MANIFEST, sha256, unlike_manifest
 from gpt2.config import quoted
+from gpt2.data.files import opened
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
@@ -39,15 +39,14 @@ BESIDE = {
     *(card.CARD, card.CURVES, card.RECORD, *TOKENIZER_FILES),
 }
 PATH = "a path of this machine"
-# What must not be sent unseen -> its name for the user. Of weights only the first bytes are searched, their header.
+# What must not be sent unseen, by its name for the user. Of weights only the first bytes are searched, their header.
 PRIVATE = {
-    rb"hf_[A-Za-z0-9]{16,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|AKIA[0-9A-Z]{16}|xox[abpr]-[\w-]{10,}": "a token",
-    rb"-----BEGIN [A-Z ]*PRIVATE KEY-----": "a key",
-    rb"(?:/home/|/Users/|/root/|\b[A-Za-z]:\\{1,2}Users\\{1,2})[\w.+/-]+"
-    rb'|"base_model_name_or_path": *"[~./][^"]*"': PATH,
+    "a token": rb"hf_[A-Za-z0-9]{16,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|AKIA[0-9A-Z]{16}|xox[abpr]-[\w-]{10,}",
+    "a key": rb"-----BEGIN [A-Z ]*PRIVATE KEY-----",
+    PATH: rb'(?:/home/|/Users/|/root/|\b[A-Za-z]:\\{1,2}Users\\{1,2})[\w.+/-]+|"base_model_name_or_path": *"[~./][^"]*"',
 }
 HEAD = 1 << 20
-PATIENCE, SLOWEST = 60.0, 10_000  # seconds for an answer, and the bytes a second that an upload has at least
+PATIENCE, SLOWEST = 60.0, 10_000  # seconds for an answer or until something moves; bytes a second that an upload has at least
 # Headers of an answer that are not passed on: of a body that is decoded, and how long the client would sleep.
 DROPPED = ("content-encoding", "content-length", "transfer-encoding", "ratelimit", "ratelimit-policy", "retry-after")
 AGAIN = "run it again, what the Hub has is not sent again"
@@ -122,34 +121,27 @@ def plan(folder: str | Path, repo: str | None = None, record: card.Record | None
     weights, notes = _check_model(folder, given)
     present = sorted(entry.relative_to(folder).as_posix() for entry in folder.rglob("*") if not entry.is_dir())
     names = [name for name in present if name in weights | BESIDE]
-    for name in names:
-        target = (folder / name).resolve()
-        if not (target.is_file() and target.is_relative_to(folder)):
-            raise InputError(f"{given}/{name}: a link that leads out of the folder; put a copy of the file there")
+    for path in [folder / name for name in names]:
+        if not (path.resolve().is_file() and path.resolve().is_relative_to(folder)):
+            what = f"{given}/{path.relative_to(folder)}: a link that leads out of the folder, or no file"
+            raise InputError(f"{what}; put a copy of the file there")
     files = {name: File(name, (folder / name).stat().st_size, sha256(folder / name)) for name in names}
     notes += card.check(folder, {name: file.sha256 for name, file in files.items()})
-    if MANIFEST in present and (damage := unlike_manifest(folder)):
+    if MANIFEST in present and (damage := unlike_manifest(folder, weights)):
         raise InputError(f"{given}: {damage}; restore it from a copy, or, if you changed it yourself, remove {MANIFEST}")
-    record, written = record or card.read_record(folder), dict[str, bytes]()
+    record, written, private = record or card.read_record(folder), dict[str, bytes](), list[str]()
     if repo and record and card.CARD in files:
         written, _ = card.contents(folder, record | {"repo": repo})
     files |= {name: File(name, len(content), hashlib.sha256(content).hexdigest()) for name, content in written.items()}
-    private = []
     for name in files:
-        with (folder / name).open("rb") as file:
+        with opened(folder / name) as file:
             content = written.get(name) or file.read(HEAD if name in weights else -1)
-        private += [
-            f"{name} holds {_shown(found[0], what)}"
-            for look_for, what in PRIVATE.items()
-            if (found := re.search(look_for, content))
-        ]
+        for what, pattern in PRIVATE.items():
+            if found := re.search(pattern, content):
+                text = found[0].decode(errors="replace")
+                private.append(f"{name} holds {f'{text}, ' if what == PATH else f'{text[:7]}..., which looks like '}{what}")
     left_out = tuple(name for name in present if name not in names)
     return Plan(folder, tuple(files.values()), left_out, (*notes, *private), written, tuple(private))
-
-
-def _shown(found: bytes, what: str) -> str:
-    text = found.decode(errors="replace")
-    return f"{text}, {what}" if what == PATH else f"{text[:7]}..., which looks like {what}"
 
 
 def _require_name(repo: str) -> None:
@@ -233,22 +225,25 @@ def _commit(sha: object) -> str:
 
 @contextlib.contextmanager
 def _careful() -> Iterator[None]:
-    """Let the client follow no redirect to another host, which it would send the files to, and wait for no answer without end."""
-    from huggingface_hub.utils import _http
+    """Let the client follow no redirect to another host, which it would send the files to, and wait for nothing without end."""
+    from huggingface_hub.utils import _http, _xet
 
-    before = _http._GLOBAL_CLIENT_FACTORY
+    factory, session = _http._GLOBAL_CLIENT_FACTORY, _xet.get_xet_session
 
     def careful() -> Client:
-        client = before()
+        client = factory()
+        client.timeout = PATIENCE  # of each step: to connect, to write, to read
         client.event_hooks = {**client.event_hooks, "response": [*client.event_hooks["response"], _stay]}
         client.send = partial(_whole_answer, client.send)  # type: ignore[method-assign]
         return client
 
     _http.set_client_factory(careful)
+    _xet.get_xet_session = lambda: SimpleNamespace(new_upload_commit=partial(_over_xet, session()))  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        _http.set_client_factory(before)
+        _http.set_client_factory(factory)
+        _xet.get_xet_session = session
 
 
 def _stay(answer: Response) -> None:
@@ -261,23 +256,39 @@ def _stay(answer: Response) -> None:
 
 def _whole_answer(send: Any, request: Request, **options: Any) -> Response:
     """Send a request and return the whole answer. Raises InputError: it is too long, or not there in time."""
-    seconds = PATIENCE + int(request.headers.get("content-length", 0)) / SLOWEST
-    end = time.monotonic() + seconds
+    seconds, body = 2 * PATIENCE + int(request.headers.get("content-length", 0)) / SLOWEST, bytearray()
 
     def whole() -> Response:
-        answer, body = send(request, **{**options, "stream": True}), bytearray()
-        with contextlib.closing(answer):
+        with contextlib.closing(send(request, **{**options, "stream": True})) as answer:
             for chunk in answer.iter_bytes():
-                body += chunk
-                if len(body) > MAX_ANSWER or time.monotonic() > end:
+                body.extend(chunk)
+                if len(body) > MAX_ANSWER:
                     raise _garbled("its answer does not end")
         headers = [(name, value) for name, value in answer.headers.multi_items() if name.lower() not in DROPPED]
         return type(answer)(answer.status_code, headers=headers, content=bytes(body), request=answer.request)
 
-    future = in_thread(whole)
-    if not wait([future], seconds).done:
-        raise _garbled(f"no answer in {seconds:.0f} s")
-    return future.result()
+    try:
+        return moving(whole, lambda: None, seconds)
+    except TimeoutError:
+        raise _garbled(f"no answer in {seconds:.0f} s") from None
+
+
+@contextlib.contextmanager
+def _over_xet(session: Any, **options: Any) -> Iterator[Any]:
+    """Upload over Xet, the Hub's chunked storage. Raises TimeoutError: for PATIENCE seconds nothing moves."""
+    from huggingface_hub.utils._xet import abort_xet_session
+
+    def moved() -> tuple[int, int]:
+        progress = commit.progress()
+        return progress.total_bytes_completed, progress.total_transfer_bytes_completed
+
+    try:
+        commit: Any = moving(lambda: session.new_upload_commit(**options), lambda: None, PATIENCE)
+        yield commit
+        moving(commit.wait_to_finish, moved, PATIENCE)
+    except BaseException:
+        abort_xet_session()
+        raise
 
 
 def _arrived(file: File, sent: bytes | Path, stored: Declared | None) -> bool:

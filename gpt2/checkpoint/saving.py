@@ -20,7 +20,7 @@ from gpt2.checkpoint.containers import listed, require_whole_files
 from gpt2.checkpoint.containers.safetensors_file import DTYPES
 from gpt2.checkpoint.files import WEIGHTS
 from gpt2.checkpoint.keys import expected, to_file
-from gpt2.data.files import written_aside
+from gpt2.data.files import opened, read_all, written_aside
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def write_file(path: Path, content: bytes | Iterable[bytes | memoryview]) -> Non
 
 
 def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
+    with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -102,11 +102,11 @@ def unlike_manifest(directory: Path, needed: Iterable[str] = ()) -> str:
     list; "" if in none. The card is not compared, because people edit it.
     """
     try:
-        manifest = json.loads((directory / MANIFEST).read_text())
+        manifest = json.loads(read_all(directory / MANIFEST))
         for name in needed:
             if name not in manifest:
                 return f"{MANIFEST} does not list {name}"
-        names = [name for name in manifest if name != CARD]
+        names = [name for name, _ in manifest.items() if name != CARD]
         with ThreadPoolExecutor() as pool:
             found = pool.map(lambda name: sha256(directory / name), names)
             differ = [name for name, actual in zip(names, found, strict=True) if actual != manifest[name]]

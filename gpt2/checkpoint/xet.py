@@ -7,13 +7,11 @@ storage for minutes. So its result is hashed here, and a stalled transfer is giv
 import logging
 import os
 import secrets
-import time
-from concurrent.futures import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2.checkpoint.cache import Declared, digest_of
-from gpt2.checkpoint.hub import get, in_thread, one_line, request_headers
+from gpt2.checkpoint.hub import get, moving, one_line, request_headers
 
 if TYPE_CHECKING:
     from hf_xet import XetFileDownloadGroup
@@ -50,22 +48,18 @@ def _transfer(repo: str, commit: str, aside: Path, declared: Declared) -> None:
     from huggingface_hub.utils._xet import abort_xet_session
 
     groups: list[XetFileDownloadGroup] = []
-    transfer = in_thread(lambda: _request(repo, commit, aside, declared, groups))
-    arrived, since = 0, time.monotonic()
     with tqdm(total=declared.size, unit="B", unit_scale=True, desc="over Xet", disable=None) as bar:
+
+        def arrived() -> float:
+            progress = groups[0].progress() if groups else None
+            bar.update(max(0, progress.total_transfer_bytes_completed - bar.n) if progress else 0)
+            return float(bar.n)
+
         try:
-            while not wait([transfer], 0.1).done:
-                progress = groups[0].progress() if groups else None
-                now = progress.total_transfer_bytes_completed if progress else 0
-                if now > arrived:
-                    bar.update(now - arrived)
-                    arrived, since = now, time.monotonic()
-                elif time.monotonic() > since + XET_PATIENCE:
-                    raise TimeoutError(f"nothing arrives in {XET_PATIENCE:g} s")
+            moving(lambda: _request(repo, commit, aside, declared, groups), arrived, XET_PATIENCE)
         except BaseException:
             abort_xet_session()
             raise
-    transfer.result()
 
 
 def _request(repo: str, commit: str, aside: Path, declared: Declared, groups: "list[XetFileDownloadGroup]") -> None:

@@ -77,7 +77,7 @@ class Cases:
 def read_cases(path: str) -> list[tuple[str, str]]:
     """Read (prompt, expected) from a table. Raises InputError: no such file, another kind of file, a field that is not text."""
     file = Path(path).expanduser()
-    if file.suffix.lower() not in READERS or not file.is_file():
+    if file.suffix.lower() not in READERS or not file.exists():
         raise InputError(f"--cases {path}: give a .jsonl, .csv or .parquet file with the fields {' and '.join(FIELDS)}")
     cases = []
     for where, record in READERS[file.suffix.lower()](file):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2.config import number
+from gpt2.data.files import read_all
 from gpt2.errors import InputError
 
 STEP = re.compile(r"step-(\d+)")
@@ -44,7 +45,7 @@ def with_checkpoints(name: str) -> tuple[Saved, ...]:
 def _step(folder: Path) -> int | None:
     """Return the step of the best checkpoint, as the run recorded it."""
     try:
-        step = json.loads((folder / "progress.json").read_bytes())["step"]
+        step = json.loads(read_all(folder / "progress.json"))["step"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return number(step, int, 0)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpt2.data.files import opened
 from gpt2.errors import InputError
 from gpt2.measure.windows import RowWindows
 
@@ -56,7 +57,7 @@ class LlamaBase:
 def is_llama_base(path: Path) -> bool:
     """Return whether a file begins as llama.cpp's do."""
     try:
-        with open(path, "rb") as file:
+        with opened(path) as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
@@ -66,7 +67,7 @@ def read_llama_base(path: Path) -> LlamaBase:
     """Open the file. Raises InputError: it cannot be read, or its size contradicts its header."""
     try:
         size = path.stat().st_size
-        with open(path, "rb") as file:
+        with opened(path) as file:
             head = file.read(HEAD)
         if len(head) < HEAD or not head.startswith(MAGIC):
             raise InputError(f"{path}: is not a file of llama.cpp's --kl-divergence-base; write it again")

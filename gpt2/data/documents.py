@@ -11,17 +11,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import IO, Any, NamedTuple
 
 from gpt2.config import quoted
-from gpt2.data.files import END_OF_TEXT, require_file
-from gpt2.errors import InputError
+from gpt2.data.files import END_OF_TEXT, opened
+from gpt2.errors import InputError, require_memory
 
 TEXTS, TABLES = (".txt", ".md", ""), (".jsonl", ".csv", ".parquet")
 # The mark between documents: a line of its own, which is dropped with its line end, or within a line.
 BOUNDARY = re.compile(rf"(?m:^){re.escape(END_OF_TEXT)}\r?\n|{re.escape(END_OF_TEXT)}")
 
-PIECE = 1 << 20  # characters of a text that is read in pieces
+WHOLE = 8  # bytes of memory for a character of a text that is read whole: its pieces and ids too
+PIECE, MAX_LINE = 1 << 20, 1 << 26  # characters: of a text that is read in pieces, and of a line of a table
 
 Record = Mapping[str, Any]  # one line of a table: field to value
 
@@ -137,6 +138,8 @@ def _texts(path: Path, piece: int, tally: Counter[str]) -> Iterator[Document]:
     A piece ends before whitespace that follows other characters, where no word of the tokenizers' patterns goes on.
     """
     with _opened(path, newline="") as file:
+        if piece < 0:
+            require_memory(WHOLE * path.stat().st_size, f"{path}: its text and ids", "cut a piece of it, e.g. with head -c")
         text, at, last, more = "", 0, False, False  # what lies before `at` is done; its last character says whether a line begins
         marks = 0
         while not last:
@@ -196,7 +199,7 @@ def _text(record: Record, field: str, where: str, key: str) -> str:
 def _lines(path: Path) -> Iterator[tuple[str, Record]]:
     """Yield the records of a .jsonl file, each with its place; empty lines are skipped."""
     with _opened(path, newline="\n") as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(_whole_lines(path, lines), 1):
             if not line.strip():
                 continue
             where = f"{path}:{number}"
@@ -215,7 +218,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Record]]:
     """Yield the records of a .csv file, each with its last line; the first line names the fields."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the module's own limit is 128 KB a field
     with _opened(path, newline="") as lines:
-        reader = csv.DictReader(lines, strict=True)
+        reader = csv.DictReader(_whole_lines(path, lines), strict=True)
         try:
             for record in reader:
                 where = f"{path}:{reader.line_num}"
@@ -234,8 +237,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
         raise InputError(f"{path}: reading .parquet needs pyarrow: pip install 'gpt2-toolkit[parquet]', or give .jsonl") from None
     try:
         row = 0
-        require_file(path)
-        with parquet.ParquetFile(path) as file:
+        with opened(path) as stream, parquet.ParquetFile(stream) as file:
             for batch in file.iter_batches(batch_size=64):
                 for record in batch.to_pylist():
                     row += 1
@@ -244,12 +246,18 @@ def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
         raise InputError(f"{path}: cannot be read ({error}); save the table again") from None
 
 
+def _whole_lines(path: Path, file: IO[str]) -> Iterator[str]:
+    while line := file.readline(MAX_LINE):
+        if len(line) == MAX_LINE:
+            raise InputError(f"{path}: has a line of more than {MAX_LINE >> 20} Mi characters; write one record on each line")
+        yield line
+
+
 @contextmanager
-def _opened(path: Path, newline: str) -> Iterator[TextIO]:
+def _opened(path: Path, newline: str) -> Iterator[IO[str]]:
     """Open a UTF-8 file for reading, without a byte-order mark; what goes wrong meanwhile becomes an InputError."""
     try:
-        require_file(path)
-        with open(path, encoding="utf-8-sig", newline=newline) as lines:
+        with opened(path, mode="r", encoding="utf-8-sig", newline=newline) as lines:
             yield lines
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}; check data.path") from None

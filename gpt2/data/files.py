@@ -1,4 +1,4 @@
-"""Read and write the files of tokenizers: JSON, text and bytes, within limits and whole."""
+"""Read and write files: of any kind, within limits and whole; those of tokenizers, with what is wrong in one line."""
 
 import contextlib
 import errno
@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import secrets
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +27,7 @@ LEGACY = ("added_tokens.json", "special_tokens_map.json")  # read beside the oth
 
 # Maximum bytes of one file. GPT-2's have up to 1.4 MB, the largest published vocabularies (256,000 tokens) 20 to 35 MB.
 LIMIT = 40_000_000
+MOST = 1 << 30  # bytes of any other file that is read whole
 
 log = logging.getLogger("gpt2")
 
@@ -36,26 +38,37 @@ def warn_once(message: str) -> None:
     log.warning("%s", printable(message, one_line=True)[:1000])
 
 
-def require_file(path: Path) -> None:
-    """Raise OSError if a path is a pipe, a socket or a device, from which a read may wait, or grow, without end."""
-    if path.exists() and not path.is_file() and not path.is_dir():
+def opened(path: str | os.PathLike[str], **form: Any) -> Any:
+    """Open a file as :func:`open` does, to read. Raises OSError: also for a pipe, a socket or a device, from which a read may
+    wait, or grow, without end.
+    """
+    waits_not = getattr(os, "O_NONBLOCK", 0)  # Windows has no pipes among its files
+    file = open(path, **{"mode": "rb", **form}, opener=lambda name, flags: os.open(name, flags | waits_not))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
         raise OSError(errno.EINVAL, "a pipe or a device; copy what it holds into a file")
+    return file
+
+
+def read_all(path: str | os.PathLike[str], most: int = MOST) -> bytes:
+    """Return what a file holds. Raises OSError as :func:`opened` does, and for more than ``most`` bytes, unread."""
+    with opened(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"it has more than {most >> 20} MiB")
+        data: bytes = file.read()
+    return data
 
 
 def read(path: Path) -> bytes:
     """Read a tokenizer's file. Raises InputError: it cannot be read, is too large, a link to nothing, or a git-lfs pointer."""
     try:
-        require_file(path)
-        with path.open("rb") as file:
-            content = file.read(LIMIT + 1)
+        data = read_all(path, LIMIT)
     except OSError as error:
         why = link_to_nothing(path) or f"{error.strerror}; check the path"
         raise InputError(f"cannot read {path}: {why}") from None
-    if len(content) > LIMIT:
-        raise InputError(f"{path} has more than {LIMIT:,} bytes, which no tokenizer's file has; fetch it again")
-    if content.startswith(b"version https://git-lfs"):
+    if data.startswith(b"version https://git-lfs"):
         raise InputError(f"{path} is a git-lfs pointer, not the file it points to; run `git lfs pull`")
-    return content
+    return data
 
 
 def link_to_nothing(path: Path) -> str:

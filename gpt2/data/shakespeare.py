@@ -16,7 +16,7 @@ import urllib.request
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
-from gpt2.data.files import write
+from gpt2.data.files import read_all, write
 from gpt2.errors import InputError, did_you_mean
 
 # Not in the embedded checkpoint's training data: a tragedy, a history and a comedy.
@@ -120,7 +120,7 @@ def tiny_shakespeare(cache_dir: Path | None = None, *, offline: bool = False) ->
     """
     path = (cache_dir or cache_folder()) / "tinyshakespeare.txt"
     with contextlib.suppress(OSError):
-        data = path.read_bytes()
+        data = read_all(path)
         if hashlib.sha256(data).hexdigest() == TINY_SHA256:
             return data.decode("utf-8")
         path.unlink()

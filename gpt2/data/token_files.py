@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gpt2.data.files import opened
 from gpt2.errors import InputError
 
 TRAIN, VAL = "train.bin", "val.bin"
@@ -39,7 +40,8 @@ def read(directory: str | Path, n_vocab: int, *, check: bool = True) -> tuple[np
 
 def mapped(path: Path, dtype: str) -> np.ndarray:
     """Map a file that is not empty, for reading."""
-    ids = np.memmap(path, dtype=dtype, mode="r")
+    with opened(path) as file:
+        ids = np.memmap(file, dtype=dtype, mode="r")
     if len(ids) > SAMPLES * BLOCK and isinstance(ids.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
         ids.base.madvise(mmap.MADV_RANDOM)
     return ids

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from gpt2.data.files import require_file
+from gpt2.data.files import opened
 from gpt2.errors import InputError, printable, require_memory
 
 FEWER = "write fewer tokens"
@@ -43,8 +43,7 @@ FAILURES = (OSError, EOFError, KeyError, ValueError, RuntimeError, MemoryError, 
 def read_npy(path: Path, most: float = math.inf) -> np.ndarray:
     """Return the array in a file. Raises InputError: more than ``most`` bytes, damaged, or no array of numbers."""
     try:
-        require_file(path)
-        with path.open("rb") as file:
+        with opened(path) as file:
             return _read(file, str(path), path.stat().st_size, most)
     except FAILURES as error:
         raise damaged(path, error) from None
@@ -53,8 +52,7 @@ def read_npy(path: Path, most: float = math.inf) -> np.ndarray:
 def read_npz(path: Path, most: float = math.inf, only: str = "") -> Iterator[tuple[str, np.ndarray]]:
     """Yield the arrays of an archive by name, or ``only`` one; ``most`` bytes in all. Raises InputError as :func:`read_npy`."""
     try:
-        require_file(path)
-        with zipfile.ZipFile(path) as archive:
+        with opened(path) as whole, zipfile.ZipFile(whole) as archive:
             members = [member for member in archive.infolist() if only in ("", member.filename.removesuffix(".npy"))]
             require_memory(sum(member.file_size for member in members), f"{path}: its unpacked arrays", FEWER, most)
             for member in members:

@@ -41,6 +41,7 @@ from pathlib import Path
 
 from gpt2.checkpoint.download import DatasetFile, dataset_file
 from gpt2.data import shakespeare
+from gpt2.data.files import opened
 from gpt2.errors import InputError, did_you_mean
 from gpt2.measure.windows import Windows
 
@@ -189,7 +190,7 @@ def _read(path: str) -> str:
         raise InputError("there is no standard input to read the text from; give a text file")
     where, data = "stdin" if path == "-" else path, bytearray()
     try:
-        with nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as file:
+        with nullcontext(sys.stdin.buffer) if path == "-" else opened(path) as file:
             while len(data) <= MAX_BYTES and (piece := file.read(1 << 20)):
                 data += piece
     except OSError as error:

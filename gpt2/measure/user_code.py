@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from gpt2.data.files import read_all
 from gpt2.errors import InputError
 
 OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent))  # torch, and this package
@@ -42,10 +43,13 @@ def target(text: str, default: str = "build") -> Target:
     path = Path(file).expanduser()
     if path.is_dir():
         raise InputError(f"{file}: is a directory; give the Python file that builds your model, as in {path / 'port.py'}:build")
-    if not path.is_file():
-        near = sorted(p.name for p in path.parent.glob("*.py"))[:5] if path.parent.is_dir() else []
+    try:
+        read_all(path, 1 << 26)  # no module has so many bytes
+    except OSError as error:
+        near = sorted(p.name for p in path.parent.glob("*.py"))[:5] if not path.exists() and path.parent.is_dir() else []
         there = f"; there are {', '.join(near)}" if near else ""
-        raise InputError(f"{file}: no such file{there}; give a Python file and a function in it, as in port.py:build")
+        what = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        raise InputError(f"{file}: {what}{there}; give a Python file and a function in it, as in port.py:build") from None
     if not name.isidentifier():
         raise InputError(f"{text}: {name!r} is not the name of a function; write {path.name}:build")
     return Target(path.resolve(), name)

@@ -218,7 +218,7 @@ def weights(subject: Subject) -> None:
     """Compare every stored tensor with our parameter, read by the safetensors library; merged ones go to :func:`adapter`."""
     parameters = {name: tensor for name, tensor in subject.ours.state_dict().items() if name not in subject.adapted}
     require_whole_files()
-    add, found, absent = partial(subject.findings.exact, "weights"), set(), subject.checkpoint.assignment.absent
+    add, found, absent = partial(subject.findings.exact, "weights"), set(), set(subject.checkpoint.assignment.absent)
     for name, count in not_finite(whole(subject.ours.state_dict().items())).items():
         add(f"{name} (not finite)", count)  # no two models can be equal on them
     for key, stored in _stored(subject.checkpoint):

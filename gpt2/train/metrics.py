@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from gpt2.checkpoint.saving import write_file
 from gpt2.config import GPT2Config
+from gpt2.data.files import read_all
 from gpt2.measure.metrics import LanguageScore
 from gpt2.train.bigram import BigramConfig
 from gpt2.train.boards import Board, boards
@@ -123,7 +124,7 @@ class Metrics:
         path, kept = folder / METRICS, []
         with writing(folder):
             if resumed is not None and path.is_file():
-                lines = path.read_text(errors="replace").splitlines()
+                lines = read_all(path).decode(errors="replace").splitlines()
                 kept = [line for line in lines if (row := row_of(line)) and row["step"] <= resumed.step]
             write_file(path, "".join(f"{line}\n" for line in kept).encode())
             self.boards = boards(recipe, folder, None if resumed is None else resumed.step + 1)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self, get_type_hints
 
 from gpt2.config import ACTIVATIONS, MAX_FLOAT, MAX_SIZE, number, quoted
+from gpt2.data.files import read_all
 from gpt2.errors import InputError, did_you_mean
 
 FOLDER = Path(__file__).parent / "recipes"
@@ -234,13 +235,13 @@ def read(name: str, overrides: Iterable[str] = ()) -> Recipe:
     path = FOLDER / f"{name}.toml"
     if not path.is_file():
         path = Path(name)
-        if not path.is_file():
+        if not path.exists() or path.is_dir():
             known = f"recipes are {', '.join(names())}"
             raise InputError(f"no recipe {name!r}{did_you_mean(name, names())}: {known}, or give the path of a TOML file")
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = tomllib.loads(read_all(path).decode())
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror}); give a TOML file") from None
     except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, thousands of digits; nested too deep
         raise InputError(f"{path}: not a TOML file ({str(error)[:120]}); correct it") from None
     for override in overrides:

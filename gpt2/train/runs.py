@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from gpt2.config import number
+from gpt2.data.files import read_all
 from gpt2.errors import InputError, printable
 
 METRICS, RECIPE = "metrics.jsonl", "recipe.json"
@@ -119,7 +120,7 @@ def read(folders: Sequence[str | Path], *, waits: bool = False) -> list[Run]:
     for index, folder in enumerate(folders):
         path, recipe = Path(folder) / METRICS, {}
         try:
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = read_all(path).decode(errors="replace").splitlines()
             age = max(0.0, time.time() - path.stat().st_mtime)
         except OSError as error:
             if not (waits and isinstance(error, FileNotFoundError)):
@@ -127,7 +128,7 @@ def read(folders: Sequence[str | Path], *, waits: bool = False) -> list[Run]:
                 raise InputError(f"{path}: {why}") from None
             lines, age = [], math.inf
         with suppress(OSError, UnicodeDecodeError):
-            recipe = parsed((Path(folder) / RECIPE).read_text(encoding="utf-8"))
+            recipe = parsed(read_all(Path(folder) / RECIPE).decode())
         name = printable(names[index] if names.count(names[index]) == 1 else str(folder), one_line=True)
         rows = [row for row in map(row_of, lines) if row]
         runs.append(Run(name, COLOURS[index % len(COLOURS)], recipe, rows, age))
@@ -137,9 +138,17 @@ def read(folders: Sequence[str | Path], *, waits: bool = False) -> list[Run]:
 def row_of(line: str) -> dict[str, Any]:
     """Return a line of metrics.jsonl, without losses that are no finite numbers; {} if it has no step."""
     row = parsed(line)
+    if "confusion" in row and not _square(row["confusion"]):
+        del row["confusion"]
     losses = [key for key in row if key == "loss" or key.startswith("val_loss") or key.startswith("val_bits")]
     row = {key: value for key, value in row.items() if key not in losses or number(value, float) is not None}
     return row if number(row.get("step"), int, 0) is not None else {}
+
+
+def _square(table: Any) -> bool:
+    """Return whether a table counts documents by class and by what the model said, and has some."""
+    rows = table if isinstance(table, list) and all(isinstance(row, list) and len(row) == len(table) for row in table) else []
+    return all(number(count, int, 0) is not None for row in rows for count in row) and sum(map(sum, rows)) > 0
 
 
 def parsed(text: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from gpt2.checkpoint.peft_files import WEIGHTS
 from gpt2.checkpoint.saving import CARD, safetensors_file, unlike_manifest, write_file, write_json
 from gpt2.config import number, quoted
 from gpt2.data import Tokenizer
+from gpt2.data.files import read_all
 from gpt2.errors import InputError
 from gpt2.model import GPT2
 from gpt2.train import models
@@ -78,7 +79,7 @@ class Progress:
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Read the progress.json of a checkpoint. Raises OSError, ValueError: there is none, or a number in it is none."""
-        raw, values = parsed((folder / "progress.json").read_text(encoding="utf-8")), dict[str, Any]()
+        raw, values = parsed(read_all(folder / "progress.json").decode()), dict[str, Any]()
         for name, kind in get_type_hints(cls).items():
             value = raw.get(name, getattr(cls, name, ""))
             values[name] = number(value, int, 0) if kind is int else value if value == math.inf else number(value, float)
@@ -116,7 +117,7 @@ def resumable(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> Re
     InputError.
     """
     try:
-        raw = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
+        raw = json.loads(read_all(folder / RECIPE))
     except FileNotFoundError:
         if taken := [p.name for p in (*checkpoints(folder), folder / BEST, folder / METRICS) if p.exists()]:
             raise InputError(f"{folder}: holds {taken[0]} but no {RECIPE}, so it is not a run; choose another --out") from None
@@ -166,7 +167,7 @@ def claim(folder: Path, recipe: Recipe, init: str | None, text: Corpus, fresh: b
     """
     path, run = folder / RECIPE, {"init": init, TEXT: text.sha256, HELD_OUT: text.held_out, **asdict(recipe)}
     with writing(folder):
-        there = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        there = json.loads(read_all(path)) if path.is_file() else None
         if there is not None and (fresh or CLEARING in there):
             write_json(path, {**run, CLEARING: True})
             for old in (*checkpoints(folder), *(path for path in (folder / BEST, folder / BASE) if path.exists())):
@@ -286,7 +287,7 @@ def _step(path: Path) -> int:
 def _write_whole(target: Path, model: GPT2 | Bigram, tokenizer: Tokenizer, files: Files) -> None:
     """Write a model's directory with these files atomically."""
     with appearing(target) as aside:
-        init = json.loads((target.parent / RECIPE).read_text(encoding="utf-8"))["init"]
+        init = json.loads(read_all(target.parent / RECIPE))["init"]
         models.save(model, tokenizer, aside, init, whole=target.name == BEST)
         for name, content in files.items():
             write_file(aside / name, content)

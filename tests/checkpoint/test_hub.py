@@ -1,5 +1,6 @@
 """Model names and the Hub client, against a real server on loopback."""
 
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from gpt2.errors import CheckpointError, InputError
 
 CONFIG = b'{"model_type": "gpt2"}'
 WEIGHTS = bytes(range(256)) * 4096  # 1 MiB; these tests never read its content
+OFFLINE = {"name": "org/name", "offline": True}
 FILES = {"config.json": CONFIG, "vocab.json": b'{"a": 0}', "merges.txt": b"#version: 0.2\n", "model.safetensors": WEIGHTS}
 LFS = ("model.safetensors",)
 
@@ -359,13 +361,31 @@ def test_an_incomplete_cache_is_filled_online_and_refused_offline(hub: HubStandI
     fetch_as_others(hub, tmp_path, "hf_hub_download('org/name', 'config.json')")
     alone, filled = run(hub.environ(tmp_path), {"name": "org/name", "offline": True}, f"org/name@{commit}")
     assert alone["error"] == "InputError"
-    assert "holds only a part of org/name at main (config.json): run once online" in alone["message"]
+    assert "holds only a part of org/name at main (config.json), without the weights: run once online" in alone["message"]
     assert files_in(Path(filled["path"])) == FILES
     for name in ("vocab.json", "model.safetensors"):
         Path(filled["path"], name).unlink()
         refused, filled = run(hub.environ(tmp_path), {"name": "org/name", "offline": True}, f"org/name@{commit}")
-        assert "holds only a part of org/name" in refused["message"]
+        assert f"), without {name}: run once online" in refused["message"]
         assert content(filled, name) == FILES[name]
+
+
+@pytest.mark.parametrize("blob", [False, True], ids=["entry", "blob"])
+def test_a_shard_that_another_program_left_out_is_named_offline_and_fetched_online(
+    hub: HubStandIn, tmp_path: Path, blob: bool
+) -> None:
+    """Only the index says that it belongs there: offline it was called a path that cannot be read."""
+    shards = {f"model-0000{n}-of-00002.safetensors": bytes(range(200)) * 9 * n for n in (1, 2)}
+    index = {"model.safetensors.index.json": json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}).encode()}
+    hub.add_repo("org/name", {"config.json": CONFIG, **index, **shards}, lfs=tuple(shards))
+    fetch_as_others(hub, tmp_path, "snapshot_download('org/name')")
+    (gone,) = (tmp_path / "hub").glob("*/snapshots/*/model-00002-*")
+    gone.resolve().unlink()
+    None if blob else gone.unlink()
+    named, filled, whole = run(hub.environ(tmp_path), OFFLINE, "org/name", OFFLINE)
+    assert f"), without {gone.name}: run once online" in named["message"]
+    assert filled["path"] == whole["path"]
+    assert gone.read_bytes() == shards[gone.name]
 
 
 def test_a_dead_hub_gives_up_quickly_or_falls_back_on_a_warm_cache(hub: HubStandIn, tmp_path: Path) -> None:

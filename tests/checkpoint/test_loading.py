@@ -3,10 +3,12 @@
 import gc
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -354,3 +356,27 @@ def test_building_a_model_sets_off_no_collection(tmp_path: Path, monkeypatch: py
     assert len(collecting) > 10
     assert not any(collecting)
     assert after == on
+
+
+def test_what_the_machine_cannot_hold_is_refused_before_it_is_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config of 10,000 wide layers took memory until the process was killed. Control: a mapped file needs none."""
+    official(tmp_path, TINY)
+    monkeypatch.setattr("gpt2.errors.machine_memory", lambda: 20_000.0)
+    load_path(tmp_path)
+    assert "need about 0.0 GB, this machine has 0.0; leave the dtype out" in refused(
+        lambda: load(f"{tmp_path}:f64"), "its weights in float64", error=InputError
+    )
+    refused(lambda: GPT2(TINY), "parameters need about", "choose a smaller model", error=InputError)
+
+
+@pytest.mark.slow
+def test_ten_thousand_layers_are_read_in_time(tmp_path: Path) -> None:
+    """Each parameter that was read looked through all others: a quarter of an hour for a file of 35 MB."""
+    wide, layers = 8, 10_000
+    head = np.zeros(256, "<i4")
+    head[:8] = 20240326, 3, 8, 60, layers, 2, wide, 128
+    numbers = np.zeros((128 + 8 + 2) * wide + layers * (12 * wide * wide + 13 * wide), "<f4")
+    (tmp_path / "model.bin").write_bytes(head.tobytes() + numbers.tobytes())
+    begin = time.process_time()
+    assert load_path(tmp_path / "model.bin").config.n_layer == layers
+    assert time.process_time() < begin + 60

@@ -19,6 +19,7 @@ from support.checks import content
 from support.commands import mistake
 from support.hub_standin import HubStandIn
 from support.training import flip
+from support.xet_standin import XetStandIn
 
 import gpt2
 from gpt2.checkpoint.publish import look, plan, send
@@ -258,14 +259,35 @@ def test_a_redirect_to_another_host_gets_neither_token_nor_files(trained: Path, 
         assert ("nothing was sent" in said) == (there == hub.cdn)
 
 
-def test_an_upload_that_is_never_answered_ends(trained: Path, hub: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client waits without end, and so it does for an answer of one byte every few seconds."""
-    monkeypatch.setattr("gpt2.checkpoint.publish.PATIENCE", 0.4)
+@pytest.mark.parametrize("where", ["put", "preupload", "xet-write-token", "xet"])
+def test_an_upload_that_is_never_answered_ends(trained: Path, hub: HubStandIn, monkeypatch, where: str) -> None:
+    """The client waits without end, also over Xet. Control: an answer that stalls once is asked for again, and comes."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client's own, between its tries
+    monkeypatch.setattr("gpt2.checkpoint.publish.PATIENCE", 0.5)
     monkeypatch.setattr("gpt2.checkpoint.publish.SLOWEST", 10**9)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", "xet" not in where)
     planned = plan(trained)
-    target = look("me/tiny", planned, public=False)
-    hub.uploads.hold(after=1000)
-    assert "no answer in 0" in refused(lambda: send(planned, target))
+    target, hub.xet = look("me/tiny", planned, public=False), XetStandIn(hub)
+    hub.xet.silent = True
+
+    def rewrite(request, answer):
+        if where in request.path:
+            hub.wait_until_closed(60)
+        return answer
+
+    if where == "put":
+        hub.uploads.hold(after=1000, times=1)
+        send(planned, target)
+        hub.repos.clear()
+        hub.uploads.blobs.clear()
+        hub.uploads.hold(after=1000, times=99)
+    elif where != "xet":
+        hub.rewrite = rewrite
+    begin = time.monotonic()
+    said = refused(lambda: send(planned, target))
+    assert re.search(r"\((nothing moves in 0.5 s|no answer in \d s|timed out)\)", said)
+    assert ("HF_HUB_DISABLE_XET=1" in said) == ("xet" in where)
+    assert time.monotonic() < begin + 20
 
 
 def test_who_may_not_write_is_told(trained: Path, hub: HubStandIn, capsys, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from support import tf_bundle
 from support.checks import bits, random_bits, refused, same
 from support.hf_layouts import TINY
 from support.official_repositories import openai_vocabulary
-from support.tensorflow_fuzz import SMALL
 from support.tf_bundle import block, closed, entry, field, handle, header, sealed, table, varint
 
 import gpt2.data
@@ -232,7 +231,7 @@ def test_a_lying_index_is_refused(tmp_path: Path, index: bytes, says: str) -> No
 
 def test_a_flipped_bit_in_the_data_is_refused_wherever_it_is(tmp_path: Path) -> None:
     """Only the tensor with the flipped bit is refused."""
-    tf_bundle.openai(tmp_path, SMALL)
+    tf_bundle.openai(tmp_path, TINY)
     prefix, data = tmp_path / "model.ckpt", tmp_path / "model.ckpt.data-00000-of-00001"
     truth = {name: bits(TensorBundle(prefix).read(name)) for name in TensorBundle(prefix).entries}
     pick, honest = random.Random(2), data.read_bytes()

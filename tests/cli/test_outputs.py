@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,7 +72,18 @@ def test_arguments_and_paths_are_shown_and_not_obeyed(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     "words",
     [
-        ("diagnose", "{}.npz", "--model", "shakespeare-mini"),
+        ("diagnose", "--model", "shakespeare-mini", "{}.npz"),
+        ("diagnose", "{}.py:build"),
+        ("compare", "shakespeare-mini", "{}.py:build"),
+        ("compare", "shakespeare-mini", "trace:{}.npz"),
+        ("compare", "shakespeare-mini", "shakespeare-mini", "--on", "{}.txt:context=8"),
+        ("compare", "shakespeare-mini", "shakespeare-mini", "--cases", "{}.jsonl"),
+        ("info", "{}.safetensors"),
+        ("generate", "--prompt", "x", "--draft", "{}.pt", "shakespeare-mini"),
+        ("export", "shakespeare-mini", "out", "--like", "{}.py:build"),
+        ("train", "{}.toml"),
+        ("train", "shakespeare-mini", "--out", "out", "--init", "{}.gguf"),
+        ("trace", "--out", "x.npz", "--text", "{}.txt"),
         ("trace", "--out", "x.npz", "--ids", "{}.npy"),
         ("trace", "--out", "x.npz", "--ids", "{}.txt"),
         ("train", "--list-data", "shakespeare-mini", "--set", "data.path={}.txt"),
@@ -82,7 +94,7 @@ def test_arguments_and_paths_are_shown_and_not_obeyed(tmp_path: Path, capsys: py
 def test_a_pipe_or_device_in_a_file_s_place_is_refused(words: tuple[str, ...], tmp_path: Path, capsys, monkeypatch) -> None:
     """A pipe waited without end, and /dev/zero filled the memory."""
     monkeypatch.chdir(tmp_path)
-    suffix = words[-1].rpartition("}")[2] if "{" in words[-1] else ".npz"
+    suffix = re.search(r"\}(\.\w+)", " ".join(words))[1]
     os.mkfifo(f"pipe{suffix}")
     os.symlink("/dev/zero", f"zero{suffix}")
     for name in ("pipe", "zero"):

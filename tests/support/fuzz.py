@@ -1,20 +1,18 @@
-"""Thousands of damaged files through our readers: `python -m support.fuzz KIND COUNT SEED FOLDER`, in a process of its own.
+"""One generator of mutations, and the loop that runs damaged inputs of each surface (`support/surfaces.py`) through our readers.
 
-KIND is one of the modules `KIND_fuzz.py` beside this one; its `prepare` defines how files are damaged and read. Every file
-must be read, or be refused in one line. The last line of stdout is a JSON object: the number of files read, the count of each
-refusal (without numbers and names), the slowest file, and the growth of memory.
+Each input must be read, or be refused by an InputError in one printable line, within SECONDS of processor time and without MEMORY
+more. Anything else has fallen.
 """
 
-import importlib
+import contextlib
 import json
 import random
 import re
 import resource
-import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +21,7 @@ import torch
 from gpt2.checkpoint.containers import Container
 from gpt2.errors import InputError
 
+SECONDS, MEMORY = 30, 2000  # of one input: seconds, and MB that the process grows by
 NUMBERS = [-1, 0, 1, 2, 3, 4, 7, 8, 9, 12, 16, 24, 31, 32, 64, 127, 128, 255, 256, 65535, 2**16, 2**31 - 1, 2**31, 2**32 - 1]
 NUMBERS += [2**32, 2**40, 2**47, 2**48, 2**53, 2**62, 2**63, 2**64 - 1, 2**64]
 JUNK: list[Any] = [*NUMBERS, 10**30, 0.0, 1.0, 1.5, 1e300, -0.0, True, False, None, "", "F32", "F64", "BOOL", "F8_E4M3", "a\nb"]
@@ -32,34 +31,63 @@ NAMES = ["wte.weight", "h.0.attn.bias", "lm_head.weight", "__metadata__", "trans
 NAMES += ["h.1.attn.masked_bias", "h." + "9" * 5000 + ".ln_1.bias", "h.٣.attn.bias", "h.99999.ln_1.bias", "a\nb", "\x1b[2J\n"]
 NAMES += ["b", "é" * 40, "x" * 5000, "\ud800", "\0", "{", '"']
 
+Way = Callable[[random.Random, bytes, bytes], bytes]  # damages a file, with bytes of another one
 
-Damaged = Callable[[random.Random, bytes, bytes], bytes]
 
-
-class Subject(NamedTuple):
-    """``damage`` damages one file; ``read`` reads it or raises InputError with a message of less than ``limit`` characters."""
+class Surface(NamedTuple):
+    """``damage`` damages an input; ``read`` reads it, or raises InputError with a message of less than ``limit`` characters."""
 
     damage: Callable[[random.Random], None]
     read: Callable[[], object]
     limit: int = 700
 
 
-def of_files(path: Path, files: Sequence[bytes], damaged: Damaged, read: Callable[[], object], limit: int = 700) -> Subject:
-    """Damage one of ``files`` with bytes of another, at ``path``; all are read whole first."""
+def of_files(
+    victims: Mapping[Path, Sequence[Way]], read: Callable[[Path], object], sources: Sequence[bytes] = (), limit: int = 700
+) -> Surface:
+    """Damage one victim at a time in one of its ways: what it holds, or one of ``sources``. ``read`` gets the victim's path.
+
+    It must read each victim and source whole.
+    """
+    whole = {path: path.read_bytes() for path in victims if path.exists()}
+    last = next(iter(victims))
+    for content in sources:
+        last.write_bytes(content)
+        read(last)
+    for path in victims:
+        read(path)
+
+    def overwrite(path: Path, content: bytes) -> None:
+        with open(path, "r+b") as file:  # in place: on ext4, truncating and rewriting a file takes milliseconds
+            file.write(content)
+            file.truncate()
 
     def damage(pick: random.Random) -> None:
-        path.write_bytes(damaged(pick, pick.choice(files), pick.choice(files)))
+        nonlocal last
+        overwrite(last, whole.get(last, b""))
+        last = pick.choice([path for path, ways in victims.items() for _ in ways])
+        content, other = pick.choice(sources or [whole[last]]), pick.choice(sources or [*whole.values()])
+        overwrite(last, pick.choice(victims[last])(pick, content, other))
 
-    for content in files:
-        path.write_bytes(content)
-        read()
-    return Subject(damage, read, limit)
+    return Surface(damage, lambda: read(last), limit)
 
 
 def number_bytes(pick: random.Random, widths: Sequence[int] = (1, 2, 4, 8), more: Sequence[int] = ()) -> bytes:
     """The bytes of a number at a limit, or of one of ``more``."""
     width = pick.choice(widths)
     return (pick.choice([*NUMBERS, *more]) % 256**width).to_bytes(width, "little")
+
+
+def changed_numbers(pick: random.Random, data: bytes, places: Sequence[int], widths: Sequence[int] = (4, 8)) -> bytes:
+    """Some numbers at ``places`` replaced by a neighbour, a multiple, a limit, or a place in the file."""
+    result = bytearray(data)
+    for _ in range(pick.choice([1, 1, 1, 2, 4])):
+        at = max(0, pick.choice(places))
+        old = int.from_bytes(data[at : at + 4], "little")
+        near = [old + 1, old + 2, abs(old - 1), abs(old - 2), 2 * old, old // 2, old + 32, old + 64, pick.randrange(len(data))]
+        number = number_bytes(pick, widths, near)
+        result[at : at + len(number)] = number
+    return bytes(result)
 
 
 def changed_bytes(pick: random.Random, data: bytes, other: bytes) -> bytes:
@@ -87,6 +115,11 @@ def changed_bytes(pick: random.Random, data: bytes, other: bytes) -> bytes:
     return bytes(result)
 
 
+def cut(pick: random.Random, data: bytes, other: bytes) -> bytes:
+    """The file without its end, or with more behind it."""
+    return data[: pick.randrange(len(data))] if pick.random() < 0.6 else data + bytes(pick.choice([1, 2, 4, 1000]))
+
+
 def changed_json(raw: Any, pick: random.Random, names: Sequence[str] = NAMES, junk: Sequence[Any] = JUNK) -> Any:
     """Change one place in a JSON value: a number, a key (removed, renamed, repeated or exchanged), or a nonsense value."""
     if isinstance(raw, dict) and raw and pick.random() < 0.9:
@@ -111,6 +144,17 @@ def changed_json(raw: Any, pick: random.Random, names: Sequence[str] = NAMES, ju
     return pick.choice(junk)
 
 
+def changed_text(pick: random.Random, data: bytes, other: bytes) -> bytes:
+    """Bytes, or, half the time where they are JSON, another value somewhere in it."""
+    if data[:1] in b"{[" and pick.random() < 0.5:
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(data)
+            for _ in range(pick.choice([1, 1, 2])):
+                value = changed_json(value, pick)
+            return json.dumps(value).encode(errors="surrogatepass")
+    return changed_bytes(pick, data, other)
+
+
 def read_every_way(file: Container, most: int) -> None:
     """Read each tensor mapped, copied and converted; ``most`` limits their bytes, as a multiple of the file's size."""
     for name, entry in file.entries.items():
@@ -120,46 +164,34 @@ def read_every_way(file: Container, most: int) -> None:
         assert sum(tensor.nbytes for tensor in tensors) < most * file.path.stat().st_size
 
 
-def reason(message: str, folder: Path, limit: int) -> str:
-    """A refusal without the names and numbers of its file."""
-    where, _, what = message.partition(": ")
-    assert where.startswith(str(folder)), message
-    assert "; " in what, message
-    assert message.isprintable(), message
-    assert len(message) < limit, message
-    return re.sub(r"b?'.*'|b?\".*\"|[\w.]*[._][\w.]+|tensor \S+|[\d,]+", "*", what)[:60]
-
-
 def forbid(event: str, args: tuple[object, ...]) -> None:
     """Raise if a checkpoint runs code."""
     if event == "pickle.find_class" or event.startswith(("os.system", "os.exec", "os.spawn", "subprocess")):
         raise AssertionError(f"{event} {args}")
 
 
-def fuzz(kind: str, count: int, seed: int, folder: Path) -> dict[str, Any]:
-    pick = random.Random(seed)
-    torch.manual_seed(seed)
+def fuzz(name: str, surface: Surface, count: int, seed: int) -> dict[str, Any]:
+    """Run ``count`` damaged inputs; return how many loaded, each refusal without names and numbers, and what fell."""
     torch.set_num_threads(1)
-    subject: Subject = importlib.import_module(f"support.{kind}_fuzz").prepare(folder)
-    subject.read()
+    surface.read()  # the control: whole, it is read
     warnings.simplefilter("error")
-    sys.addaudithook(forbid)
-    loaded, slowest, refused = 0, 0.0, Counter[str]()
+    loaded, slowest, refused, fallen = 0, 0.0, Counter[str](), []
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(count):
-        subject.damage(pick)
-        begin = time.process_time()
+        surface.damage(random.Random(f"{seed} {name} {number}"))
+        begin, fall = time.process_time(), ""
         try:
-            subject.read()
+            surface.read()
             loaded += 1
         except InputError as error:
-            refused[reason(str(error), folder, subject.limit)] += 1
-        except BaseException as error:
-            raise AssertionError(f"file {number} of seed {seed}") from error
-        slowest = max(slowest, time.process_time() - begin)
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) / 1024
-    return {"loaded": loaded, "refused": refused, "slowest_s": slowest, "grown_mb": grown}
-
-
-if __name__ == "__main__":
-    print(json.dumps(fuzz(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))))
+            what = str(error)
+            refused[re.sub(r"b?'.*'|b?\".*\"|[\w./-]*[._/][\w./-]+|tensor \S+|[\d,]+", "*", what)[:60]] += 1
+            right = what.isprintable() and len(what) < surface.limit and re.search("[;:] ", what)
+            fall = "" if right else f"not one line with advice: {what[:200]!r}"
+        except Exception as error:
+            fall = f"{type(error).__name__}: {str(error)[:200]!r}"
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) // 1024
+        slowest = max(slowest, took := time.process_time() - begin)
+        fall = fall or f"{took:.0f} s, {grown} MB" * (took > SECONDS or grown > MEMORY)
+        fallen += [f"{name} {number} of seed {seed}: {fall}"] if fall else []
+    return {"loaded": loaded, "refused": refused, "slowest_s": slowest, "grown_mb": grown, "fallen": fallen}

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from gpt2.config import quoted
-from gpt2.data.files import link_to_nothing, require_file
+from gpt2.data.files import link_to_nothing, opened
 from gpt2.errors import CheckpointError
 
 T = TypeVar("T")
@@ -73,8 +74,7 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            require_file(path)
-            self.file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by the finalizer
+            self.file: FileIO = opened(path, buffering=0)  # closed by the finalizer
             weakref.finalize(self, self.file.close)
             self.size = self.file.seek(0, 2)
         except OSError as error:

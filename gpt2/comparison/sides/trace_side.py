@@ -19,6 +19,7 @@ from gpt2.comparison.sides.side import Recording, Running, Shown, Side, Top
 from gpt2.comparison.subjects import Model
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
+from gpt2.data.files import read_all
 from gpt2.errors import CheckpointError, InputError
 from gpt2.measure import dumps
 from gpt2.measure.npy import read_npz
@@ -63,7 +64,7 @@ class TraceSide(Side):
         path = Path(name.removeprefix(TRACE_PREFIX)).expanduser()
         if not path.exists():
             raise InputError(f"{name}: no such file; give one that gpt2 compare --save, gpt2 trace or llama.cpp wrote")
-        if path.is_file() and is_llama_base(path):
+        if is_llama_base(path):
             return cls._llama_base(name, path)
         if path.suffix == ".safetensors" and (about := about_of(path)) is not None and about["format"] == FORMAT:
             return cls._reference(name, path)
@@ -251,8 +252,7 @@ def _about(path: Path) -> dict[str, Any] | None:
         elif path.suffix == ".npz":
             about = json.loads(dict(read_npz(path, MAX_ABOUT, "about.json"))["about.json"].tobytes())
         else:
-            index = path / "index.json"
-            about = json.loads(index.read_bytes()) if index.is_file() and index.stat().st_size <= MAX_ABOUT else None
+            about = json.loads(read_all(path / "index.json", MAX_ABOUT))
     except (OSError, ValueError, KeyError, RecursionError):
         return None  # the arrays' reader says what is wrong
     if not isinstance(about, dict) or about.get("format") != TRACE_FORMAT:
