@@ -108,7 +108,7 @@ def _snapshot(repo: str, revision: str, offline: bool) -> tuple[Path, dict[str, 
         there = sorted(file.name for file in part.iterdir() if file.is_file()) if part else []
         what = f"no copy of {repo} at {revision}"
         if part and there:
-            lacking = _lacking(repo, part, _declared(part))
+            _, lacking = _lacking(repo, part)
             what = f"only a part of {repo} at {revision} ({', '.join(there[:4])}), without {', '.join(lacking[:4])}"
         raise InputError(OFFLINE.format(cache=constants.HF_HUB_CACHE, what=what, way_out="give a local directory"))
     try:
@@ -138,20 +138,17 @@ def _complete(repo: str, revision: str) -> tuple[Path, dict[str, Declared]] | No
     """Return the cached snapshot and its declared hashes, or None if it or one of its files is missing. Makes no request."""
     if (folder := cache.cached_snapshot(repo, revision)) is None:
         return None
-    declared = _declared(folder)
-    return None if _lacking(repo, folder, declared) else (folder, declared)
+    declared, lacking = _lacking(repo, folder)
+    return None if lacking else (folder, declared)
 
 
-def _declared(folder: Path) -> dict[str, Declared]:
-    return cache.recorded_listing(folder) or cache.declared_by_links(folder)
-
-
-def _lacking(repo: str, folder: Path, declared: Mapping[str, Declared]) -> list[str]:
-    """Return the files that are needed and not there, or "the weights" where nothing says how they are called."""
+def _lacking(repo: str, folder: Path) -> tuple[dict[str, Declared], list[str]]:
+    """Return the declared hashes, and the files that are not there, or "the weights" where nothing says how they are called."""
+    declared = cache.recorded_listing(folder) or cache.declared_by_links(folder)
     try:
-        return [name for name in _choose(repo, declared) if not (folder / name).is_file()]
+        return declared, [name for name in _choose(repo, declared) if not (folder / name).is_file()]
     except CheckpointError:  # another program downloaded only a part, such as the tokenizer
-        return [name for name in ("config.json",) if name not in declared] or ["the weights"]
+        return declared, ["the weights" if "config.json" in declared else "config.json"]
 
 
 def _choose(repo: str, names: Collection[str]) -> list[str]:

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.yes or planned.private:
         if planned.private and (args.yes or not sys.stdin.isatty()):
             raise InputError(f"{planned.private[0]}: remove it, or leave out --yes and answer on a terminal")
-        _ask(f"send these {len(planned.files)} files, {size(planned.size)}, to {target.url}?")
+        _ask(f"send these {len(planned.files)} files, {size(sum(file.size for file in planned.files))}, to {target.url}?")
     _quiet_client()
     done = send(planned, target)
     body |= {"commit": done.commit, "url": done.url, "private": target.private, "wrong": done.wrong}

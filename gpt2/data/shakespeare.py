@@ -178,17 +178,8 @@ def split(text: str, fraction: float = 0.9) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
-    """Read a UTF-8 text file; keep newlines, drop a byte-order mark. Raises InputError: anything else."""
-    try:
-        data = read_all(path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot read the text: {error.strerror or error}; give a UTF-8 text file") from None
-    return checked_text(data, path)
-
-
 def checked_text(data: bytes, path: str | os.PathLike[str]) -> str:
-    """Do what :func:`read_text` does for bytes already read; errors name ``path``."""
+    """Decode a UTF-8 text; keep newlines, drop a byte-order mark. Raises InputError, which names ``path``: anything else."""
     try:
         text = data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:

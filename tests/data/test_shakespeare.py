@@ -254,7 +254,7 @@ def test_split_is_the_fields() -> None:
 def test_read_text(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes("\ufeffÉcoute,\r\nami\n".encode())
-    assert shakespeare.read_text(path) == shakespeare.read_text(str(path)) == "Écoute,\r\nami\n"
+    assert shakespeare.checked_text(path.read_bytes(), path) == "Écoute,\r\nami\n"
 
 
 @pytest.mark.parametrize(
@@ -270,11 +270,6 @@ def test_read_text(tmp_path: Path) -> None:
 def test_what_is_not_text_is_refused(tmp_path: Path, data: bytes, says: str) -> None:
     path = tmp_path / "text"
     path.write_bytes(data)
-    message = refusal(shakespeare.read_text, path)
+    message = refusal(shakespeare.checked_text, data, path)
     assert says in message
     assert str(path) in message
-
-
-def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
-    assert "No such file" in refusal(shakespeare.read_text, tmp_path / "absent")
-    assert "directory" in refusal(shakespeare.read_text, tmp_path)
