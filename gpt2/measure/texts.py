@@ -195,7 +195,7 @@ def _read(path: str) -> str:
         raise InputError("there is no standard input to read the text from; give a text file")
     where = "stdin" if path == "-" else path
     try:
-        data = sys.stdin.buffer.read(MAX_BYTES + 1) if path == "-" else read_all(path, MAX_BYTES)
+        data = sys.stdin.buffer.read(MAX_BYTES + 2) if path == "-" else read_all(path, MAX_BYTES)
     except OSError as error:
         raise InputError(f"{where}: cannot read the text: {error.strerror or error}; give a UTF-8 text file") from None
     if len(data) > MAX_BYTES:
