@@ -34,7 +34,7 @@ from gpt2.train.recipe import Data, Model, Optim, Recipe
 
 OF_CARD = (CARD, RECORD, CURVES)  # derived from the rest, with the folder's name
 TIMED = ("tokens_per_second", "seconds_left", "mfu")  # what metrics.jsonl says beside losses differs from run to run
-SAVE = 3_000_000  # bytes, about what a checkpoint takes
+LEFT = 1_000_000  # bytes at most that a full disk has left; a checkpoint takes five times that
 SIZES = {"steps": 24, "batch_size": 4, "context": 32, "log_every": 1, "eval_every": 4, "save_every": 3, "eval_tokens": 400}
 
 
@@ -61,9 +61,11 @@ def disk_at(folder: Path, small: bool) -> Iterator[Path]:
     folder.mkdir()
     if small:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", folder], check=True)
-    yield folder
-    if small:
-        subprocess.run(["umount", folder], check=True)
+    try:
+        yield folder
+    finally:
+        if small:
+            subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def loadable(folder: Path) -> bool:
@@ -94,7 +96,8 @@ def wait_for_a_moment(process: multiprocessing.Process, folder: Path, in_a_save:
 def filled(disk: Path, process: multiprocessing.Process, rng: random.Random) -> bool:
     """Leave less room than a save takes until the process ends; return whether it failed."""
     room = os.statvfs(disk)
-    (disk / "ballast").write_bytes(bytes(room.f_bavail * room.f_frsize - rng.randrange(SAVE)))
+    with contextlib.suppress(OSError):  # the run fills it at the same time
+        (disk / "ballast").write_bytes(bytes(room.f_bavail * room.f_frsize - rng.randrange(LEFT)))
     process.join(120)
     (disk / "ballast").unlink()
     return process.exitcode == 1
@@ -130,8 +133,10 @@ def main() -> int:
                         process.kill()
                 process.join()
                 if in_a_save is not None:
+                    if process.exitcode == 0 and args.full:  # it fitted: each save makes room for the next one
+                        break
                     if process.exitcode == 0:
-                        raise SystemExit(f"run {index} ended before its fault")
+                        raise SystemExit(f"run {index} ended before it was killed")
                     found["faults"] += 1
                     found["inside a save"] += saving(folder)
                     found["loadable"] += loadable(folder)

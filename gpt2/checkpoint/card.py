@@ -125,7 +125,8 @@ def results(record: Record) -> list[EvalResult]:
         "dataset_split": "held out",
         "metric_args": {key: value for key, value in protocol.items() if value},
     }
-    names = {kind: f"{METRICS[kind][1].format(each=_each(run))}, {run['protocol']}" for kind in ours}
+    each = "document" if run.get("classes") else "token"
+    names = {kind: f"{METRICS[kind][1].format(each=each)}, {run['protocol']}" for kind in ours}
     return [EvalResult(metric_type=kind, metric_value=ours[kind][0], metric_name=names[kind], **shared) for kind in ours]
 
 
@@ -145,7 +146,7 @@ def render(record: Record, where: Path = Path(RECORD)) -> str:
         rows = [["", "this model", "the base model"][: 1 + len(ours["loss"])]] if ours else []
         for kind, values in ours.items():
             title, _, digits = METRICS[kind]
-            rows += [[title.format(each=_each(run)), *(f"{value:.{digits}f}" for value in values)]]
+            rows += [[title.format(each="document" if classes else "token"), *(f"{value:.{digits}f}" for value in values)]]
         said = [["true class", *(f"said {_code(name)}" for name in classes)]]
         said += [[_code(classes[n]), *(f"{count:,}" for count in row)] for n, row in enumerate(run.get("confusion") or ())]
         data = ModelCardData(
@@ -172,10 +173,6 @@ def render(record: Record, where: Path = Path(RECORD)) -> str:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, jinja2.UndefinedError):
         raise InputError(f"{where}: lacks a part that the card needs; remove it, or write the folder again") from None
     return re.sub("\n{3,}", "\n\n", text).replace("\0", "\n")
-
-
-def _each(run: Record) -> str:
-    return "document" if run.get("classes") else "token"
 
 
 def blocks(text: str) -> dict[str, str]:

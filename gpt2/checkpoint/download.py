@@ -11,7 +11,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -78,7 +78,7 @@ def repository_files(repo: str, revision: str, offline: bool) -> Path:
             there = sorted(file.name for file in part.iterdir() if file.is_file()) if part else []
             what = f"no copy of {repo} at {revision}"
             if part and there:
-                lacking = _lacking(repo, part, _declared(part))
+                _, lacking = _lacking(repo, part)
                 what = f"only a part of {repo} at {revision} ({', '.join(there[:4])}), without {', '.join(lacking[:4])}"
             raise InputError(OFFLINE.format(cache=constants.HF_HUB_CACHE, what=what, way_out="give a local directory"))
         folder, declared = found
@@ -100,20 +100,17 @@ def _complete(repo: str, revision: str) -> Listing | None:
     """Return the cached snapshot, or None if it or one of its files is missing. Makes no request."""
     if (folder := cache.cached_snapshot(repo, revision)) is None:
         return None
-    declared = _declared(folder)
-    return None if _lacking(repo, folder, declared) else (folder, declared)
+    declared, lacking = _lacking(repo, folder)
+    return None if lacking else (folder, declared)
 
 
-def _declared(folder: Path) -> dict[str, Declared]:
-    return cache.recorded_listing(folder) or cache.declared_by_links(folder)
-
-
-def _lacking(repo: str, folder: Path, declared: Mapping[str, Declared]) -> list[str]:
-    """Return the files that are needed and not there, or "the weights" where nothing says how they are called."""
+def _lacking(repo: str, folder: Path) -> tuple[dict[str, Declared], list[str]]:
+    """Return the declared hashes, and the files that are not there, or "the weights" where nothing says how they are called."""
+    declared = cache.recorded_listing(folder) or cache.declared_by_links(folder)
     try:
-        return [name for name in choose(repo, declared) if not (folder / name).is_file()]
+        return declared, [name for name in choose(repo, declared) if not (folder / name).is_file()]
     except CheckpointError:  # another program downloaded only a part, such as the tokenizer
-        return [name for name in ("config.json",) if name not in declared] or ["the weights"]
+        return declared, ["the weights" if "config.json" in declared else "config.json"]
 
 
 def _listed(repo: str, revision: str, cached: Listing | None) -> Listing:

@@ -20,7 +20,7 @@ from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, open_path
 from gpt2.checkpoint.describe import File
 from gpt2.checkpoint.export import TOKENIZER_FILES
 from gpt2.checkpoint.files import ADAPTER, INDEX
-from gpt2.checkpoint.hub import MAX_ANSWER, explained, list_files, moving, one_line, request_headers
+from gpt2.checkpoint.hub import MAX_ANSWER, explained, list_files, moving, no_hub, one_line, request_headers
 from gpt2.checkpoint.loading import require_finite, rows_note
 from gpt2.checkpoint.names import REPOSITORY
 from gpt2.checkpoint.peft_files import WEIGHTS as ADAPTER_WEIGHTS
@@ -78,10 +78,6 @@ class Plan:
     notes: tuple[str, ...]
     written: Mapping[str, bytes]
     private: tuple[str, ...]
-
-    @property
-    def size(self) -> int:
-        return sum(file.size for file in self.files)
 
 
 @dataclass(frozen=True)
@@ -336,7 +332,4 @@ def _refused(repo: str, error: Exception) -> InputError:
 
 
 def _garbled(why: str) -> InputError:
-    """Return the error for an answer that no Hub gives."""
-    from huggingface_hub import constants
-
-    return InputError(f"{constants.ENDPOINT} does not answer as a Hub does ({why}): check HF_ENDPOINT, or {AGAIN}")
+    return InputError(str(no_hub(why)).replace("use --offline", AGAIN))

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.yes or planned.private:
         if planned.private and (args.yes or not sys.stdin.isatty()):
             raise InputError(f"{planned.private[0]}: remove it, or leave out --yes and answer on a terminal")
-        _ask(f"send these {len(planned.files)} files, {size(planned.size)}, to {target.url}?")
+        _ask(f"send these {len(planned.files)} files, {size(sum(file.size for file in planned.files))}, to {target.url}?")
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 
     if not sys.stderr.isatty() and not are_progress_bars_disabled():  # they are for a terminal

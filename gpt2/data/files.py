@@ -42,8 +42,8 @@ def opened(path: str | os.PathLike[str], **form: Any) -> Any:
     """Open a file as :func:`open` does, to read. Raises OSError: also for a pipe, a socket or a device, from which a read may
     wait, or grow, without end.
     """
-    waits_not = getattr(os, "O_NONBLOCK", 0)  # Windows has no pipes among its files
-    file = open(path, **{"mode": "rb", **form}, opener=lambda name, flags: os.open(name, flags | waits_not))  # noqa: SIM115
+    waits_not = lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # noqa: E731 - Windows has none
+    file = open(path, **{"mode": "rb", **form}, opener=waits_not)  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "a pipe or a device; copy what it holds into a file")

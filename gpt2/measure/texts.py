@@ -35,13 +35,12 @@ import os
 import sys
 import zipfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gpt2.checkpoint.download import DatasetFile, dataset_file
 from gpt2.data import shakespeare
-from gpt2.data.files import opened
+from gpt2.data.files import read_all
 from gpt2.errors import InputError, did_you_mean
 from gpt2.measure.windows import Windows
 
@@ -188,16 +187,14 @@ def _near_name(head: str) -> str:
 def _read(path: str) -> str:
     if path == "-" and sys.stdin is None:
         raise InputError("there is no standard input to read the text from; give a text file")
-    where, data = "stdin" if path == "-" else path, bytearray()
+    where = "stdin" if path == "-" else path
     try:
-        with nullcontext(sys.stdin.buffer) if path == "-" else opened(path) as file:
-            while len(data) <= MAX_BYTES and (piece := file.read(1 << 20)):
-                data += piece
+        data = sys.stdin.buffer.read(MAX_BYTES + 2) if path == "-" else read_all(path, MAX_BYTES)
     except OSError as error:
         raise InputError(f"{where}: cannot read the text: {error.strerror or error}; give a UTF-8 text file") from None
     if len(data) > MAX_BYTES:
         raise InputError(f"{where}: more than {MAX_BYTES >> 20} MiB; cut a piece of it, e.g. with head -c")
-    return shakespeare.checked_text(bytes(data), where)
+    return shakespeare.checked_text(data, where)
 
 
 def _choice(own: dict[str, str], key: str, name: str, known: list[str]) -> str:
