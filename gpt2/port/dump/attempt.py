@@ -16,14 +16,14 @@ from gpt2.port.diagnosis.places import Place
 from gpt2.port.diagnosis.report import LIKELY, Divergence
 from gpt2.port.dump.dumped import Dumped
 from gpt2.port.dump.simulating import Simulating, sequence_of
-from gpt2.port.dump.simulation import Simulation
 from gpt2.port.dump.tolerance import HALVES
 from gpt2.port.fits.lacking import looks_dropped
+from gpt2.port.graph import Model
 from gpt2.port.observe import Observation
 from gpt2.port.search import Search, Walked
 
 CHANCE = 3  # faults of one branch that do not explain the logits
-DRAWN = 4  # the part of the time for simulations of what seems to be drawn at random
+DRAWN = 4  # the part of the time for models of what seems to be drawn at random
 SHOWN = 3  # arrays that a cause names
 
 
@@ -70,7 +70,7 @@ class Attempt:
 
     def _searched(self) -> bool:
         dumped, pool = self.dumped, self.dumped.pool
-        model = Simulation(dumped.reference.state_dict(), dumped.config, dumped.ids)
+        model = Model(dumped.reference.state_dict(), dumped.config, dumped.ids)
         pool.deadline = self.deadline
         search = Search(Observation(pool, model), model, dumped.exact, self.progress)
         walked = search.run()

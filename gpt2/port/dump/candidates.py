@@ -14,9 +14,8 @@ from gpt2.port.alternatives.precision import integers
 from gpt2.port.alternatives.schedule import prompts, stepped
 from gpt2.port.diagnosis.places import Place, collapsed
 from gpt2.port.dump.commonness import rarity
-from gpt2.port.dump.simulation import Program, Simulation
 from gpt2.port.fault import Fault
-from gpt2.port.graph import Formula
+from gpt2.port.graph import Formula, Model, Program
 
 FITTED = 0.5  # the price of many fitted numbers: a known formula that gives the same is preferred
 FREE = ("extra-bias", "untied-head")  # faults of the head with fitted numbers
@@ -87,7 +86,8 @@ class Candidate:
     def key(self) -> tuple[object, ...]:
         return (frozenset((one.label, layer) for one, layer in self.sites), self.order, self.head)
 
-    def program(self, simulation: Simulation) -> Program | None:
+    @cached_property
+    def program(self) -> Program | None:
         """Return the program, None if nothing is replaced, one node is replaced twice, or the text is read in two ways."""
         blocks: dict[int, dict[str, Formula]] = {}
         outside: dict[str, Formula] = {}
@@ -106,7 +106,10 @@ class Candidate:
         if not (outside or blocks or self.order or runs):
             return None
         if calls and any(one.crosses for one, _ in self.sites):
-            return Program(blocks, outside, run=partial(graph.run, calls=next(iter(calls))))
+            stream = partial(graph.run, blocks=blocks, embed=outside.get("embed"), calls=next(iter(calls)))
+            return Program({}, outside, run=stream)
+        if runs and (blocks or "embed" in outside):
+            return None
         for pieces in calls:
             blocks = {layer: in_calls(pieces, edits) for layer, edits in blocks.items()}
             outside = in_calls(pieces, outside)
@@ -154,10 +157,10 @@ class Table:
     layers: int
 
     @classmethod
-    def of(cls, simulation: Simulation) -> Table:
-        every = table(simulation)
-        some = [one for one in every if one.steps and (simulation.small or isinstance(one.edits.get("attn.weights"), Weighing))]
-        steps = [scheduled(one, how) for how in prompts(simulation) for one in some if not (one.crosses and not simulation.small)]
+    def of(cls, model: Model) -> Table:
+        every = table(model)
+        some = [one for one in every if one.steps and (model.small or isinstance(one.edits.get("attn.weights"), Weighing))]
+        steps = [scheduled(one, how) for how in prompts(model) for one in some if not (one.crosses and not model.small)]
         plain = [one for one in every if not one.steps and one.run is None]
         around = [one for one in plain if not one.edits]
         return cls(
@@ -166,7 +169,7 @@ class Table:
             tuple(one for one in around if "embed" not in one.outside),
             (*(one for one in every if one.run is not None), *(one for one in steps if one.crosses)),
             tuple(one for one in every if one.steps),
-            simulation.config.n_layer,
+            model.config.n_layer,
         )
 
     def singles(
@@ -214,18 +217,18 @@ class Table:
         """
         return (one for one in self.blocks if (one.shared and one.calls is None) or (len(blocks) > 1 and not one.rare))
 
-    def quantised(self, simulation: Simulation, first: int, last: int, whole: bool) -> Iterator[Candidate]:
+    def quantised(self, model: Model, first: int, last: int, whole: bool) -> Iterator[Candidate]:
         """Yield the matrices of blocks ``first`` to ``last`` (excluded) in integers; ``whole``: and the token table's as well."""
-        for one in integers(simulation):
+        for one in integers(model):
             inside = tuple((one, n) for n in range(first, last))
             yield Candidate(inside)
             if whole:
                 yield Candidate((*inside, (one, None)))
 
-    def since(self, simulation: Simulation, token: int, first: int, last: int, is_first: bool) -> Iterator[Candidate]:
+    def since(self, model: Model, token: int, first: int, last: int, is_first: bool) -> Iterator[Candidate]:
         """Yield every fault of a formula in the tokens from ``token`` on: in blocks ``first`` to ``last``, or the embeddings."""
-        how = Schedule(IN_STEPS.format(token), stepped(token, simulation.ids.shape[1]), "later")
-        for one in (*self.embeddings, *standing(simulation)) if is_first else ():
+        how = Schedule(IN_STEPS.format(token), stepped(token, model.ids.shape[1]), "later")
+        for one in (*self.embeddings, *standing(model)) if is_first else ():
             if not one.rare:
                 yield Candidate(((_in_some(one, how), None),))
         for one in (_in_some(one, how) for one in self.blocks if not (one.rare or one.shared)):

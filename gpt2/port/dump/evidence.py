@@ -1,4 +1,4 @@
-"""Collect what a dump shows at traced points where the walk does not arrive: the evidence for a search by simulation.
+"""Collect what a dump shows at traced points where the walk does not arrive: the evidence for a search by model.
 
 Right values are recognised by value. Streams that are wrong are put in order by what each block would make of the one before it.
 """
@@ -19,9 +19,8 @@ from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.places import Place
 from gpt2.port.diagnosis.report import LIKELY, Divergence
 from gpt2.port.dump.pool import DumpPool
-from gpt2.port.dump.simulation import Simulation, stage_of
 from gpt2.port.dump.tolerance import UNITS
-from gpt2.port.graph import ORDER
+from gpt2.port.graph import ORDER, Model, run_block, stage_of
 
 RECORDED: tuple[tuple[str, ...], ...] = (
     ("",),
@@ -65,19 +64,19 @@ class Placement:
     likeness: float
 
 
-def placements(simulation: Simulation, held: Collection[str], arrays: Mapping[int, Tensor]) -> list[Placement]:
+def placements(model: Model, held: Collection[str], arrays: Mapping[int, Tensor]) -> list[Placement]:
     """Return what unknown ``arrays`` of a stream's size may be, the likeliest first: results of blocks, of norms, of branches.
 
     Each block computes from the arrays before; at a recorded stage, the array most like the result takes its place. So where
     one block alone is wrong, everything else is exact. ``held``: points whose right value is recorded.
     """
-    found = [_placed(simulation, stages, held, arrays) for stages in RECORDED]
+    found = [_placed(model, stages, held, arrays) for stages in RECORDED]
     return sorted((one for one in found if one.values), key=lambda one: -one.likeness)
 
 
-def _placed(simulation: Simulation, stages: tuple[str, ...], held: Collection[str], arrays: Mapping[int, Tensor]) -> Placement:
-    layers = range(simulation.config.n_layer)
-    left, values, likeness, x = dict(arrays), {}, 0.0, simulation.embed()
+def _placed(model: Model, stages: tuple[str, ...], held: Collection[str], arrays: Mapping[int, Tensor]) -> Placement:
+    layers = range(model.config.n_layer)
+    left, values, likeness, x = dict(arrays), {}, 0.0, model.embed()
     least = max(LEAST_LIKENESS, BY_CHANCE / x.numel() ** 0.5)
     order = points(len(layers))
     behind = max((order.index(point) for point in held if point == "ln_f" or stage_of(point) in STREAMS), default=-1)
@@ -85,7 +84,7 @@ def _placed(simulation: Simulation, stages: tuple[str, ...], held: Collection[st
         state = {"x": x}
         for stage in (*stages, "") if stages[-1] else stages:
             after = max((ORDER[done] for done in state if done in ORDER), default=-1)
-            state = simulation.run_block(layer, state, {}, after, ORDER[stage])
+            state = run_block(model.site(layer, state), state, {}, after, ORDER[stage])
             point = point_at(layer, stage)
             if stage not in stages:
                 continue

@@ -20,8 +20,8 @@ from gpt2.port.deadline import Deadline
 from gpt2.port.dump.candidates import FITTED, Candidate, Found, Table
 from gpt2.port.dump.matching import Search
 from gpt2.port.dump.segments import Fit, Segment
-from gpt2.port.dump.simulation import Program, Simulation, State, stage_of
 from gpt2.port.fault import Fault
+from gpt2.port.graph import Model, Program, State, stage_of
 
 SAME = 1e-9  # programs whose values differ by less are one function
 ENDS, STREAMS = ("embed", "logits"), ("", "mid")  # points, and stages of a block, behind which a search begins anew
@@ -97,8 +97,8 @@ def explain(
     shown = {point: evidence[point] for point in points(reference.config.n_layer) if point in evidence}
     if "logits" in shown:
         shown["logits"] = shown["logits"][..., :vocabulary]
-    simulation = Simulation(reference.state_dict(), reference.config, ids)
-    return Explainer(simulation, shown, tolerance, deadline, progress, stages, several).explanation()
+    model = Model(reference.state_dict(), reference.config, ids)
+    return Explainer(model, shown, tolerance, deadline, progress, stages, several).explanation()
 
 
 class Explainer:
@@ -106,7 +106,7 @@ class Explainer:
 
     def __init__(
         self,
-        simulation: Simulation,
+        model: Model,
         shown: Mapping[str, Tensor],
         tolerance: Mapping[str, float],
         deadline: Deadline,
@@ -114,10 +114,10 @@ class Explainer:
         stages: Collection[str],
         several: bool,
     ) -> None:
-        self.simulation, self.shown, self.tolerance = simulation, shown, tolerance
+        self.model, self.shown, self.tolerance = model, shown, tolerance
         self.deadline, self.progress = deadline, progress
         self.stages, self.several = stages, several
-        self.layers = simulation.config.n_layer
+        self.layers = model.config.n_layer
         self.complete = True
         self.explained: list[tuple[Segment, list[Fit]]] = []
         self.counts = Counter[frozenset[str]]()  # of the explained parts that some faults explain
@@ -132,7 +132,7 @@ class Explainer:
                 fits = [Fit(Candidate(), 0.0)]
             else:
                 right, first_wrong = False, first_wrong or bad
-                table = table or Table.of(self.simulation)
+                table = table or Table.of(self.model)
                 search = Search(segment, table, self.deadline, self.progress)
                 fits = search.fits(self.several)
                 self.complete &= search.complete
@@ -164,7 +164,7 @@ class Explainer:
             behind = -1 if before is None else order.index(before.end)
             inside = {point: value for point, value in self.shown.items() if behind < order.index(point) <= order.index(end)}
             entrance = None if before is None else before.left()
-            yield (before := Segment(self.simulation, end, entrance, inside, self.tolerance))
+            yield (before := Segment(self.model, end, entrance, inside, self.tolerance))
 
     def _whole(self, complete: bool) -> list[Fit]:
         """Return explanations of all explained segments together: a fault that explains several is preferred in each.
@@ -205,9 +205,9 @@ class Explainer:
 
     def _holds(self, candidate: Candidate) -> bool:
         """Return whether the faults of all segments, switched on together, give all shown values."""
-        if not candidate.is_right and not candidate.head and candidate.program(self.simulation) is None:
+        if not candidate.is_right and not candidate.head and candidate.program is None:
             return False
-        whole = Segment(self.simulation, list(self.shown)[-1], None, self.shown, self.tolerance)
+        whole = Segment(self.model, list(self.shown)[-1], None, self.shown, self.tolerance)
         return whole.first_wrong(candidate) is None
 
     def _described(self, fits: list[Fit]) -> list[Hypothesis]:
@@ -236,7 +236,7 @@ class Explainer:
         return out
 
     def _trace(self, candidate: Candidate) -> State:
-        return self.simulation.trace(candidate.program(self.simulation) or Program())
+        return self.model.trace(candidate.program or Program())
 
     def _decisive(self, candidates: list[Candidate]) -> str | None:
         """Return the traced point at which the first two candidates differ most."""

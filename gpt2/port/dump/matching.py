@@ -1,8 +1,9 @@
-"""Find the faults with which the simulation gives a program's values, between two streams that the program shows."""
+"""Find the faults with which the model gives a program's values, between two streams that the program shows."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -11,18 +12,17 @@ from gpt2.port.alternative import Alternative, scheduled
 from gpt2.port.alternatives.schedule import is_prompt, schedules
 from gpt2.port.deadline import Deadline
 from gpt2.port.dump.candidates import Candidate, Table
+from gpt2.port.dump.evaluate import Evaluator, Lens, Lenses, Nearness
 from gpt2.port.dump.fitting import fitted
 from gpt2.port.dump.pairing import Pairing
-from gpt2.port.dump.pairs import PairRunner
 from gpt2.port.dump.segments import BETTER, Fit, Segment
-from gpt2.port.dump.sieve import Nearness, Sieve
-from gpt2.port.dump.simulation import Program
-from gpt2.port.graph import ROWS
+from gpt2.port.graph import ROWS, Program
 
 MAX_CONFIRMED = 40  # candidates that are computed exactly
 MAX_CONFIRMED_LARGE = 12
 LATE_CONFIRMED = 3  # the nearest, which are computed even after the deadline
 SIEVED = 5e-5  # the largest error of a fit in float32, on few tokens, beside the tolerance
+BATCH = 1024  # candidates that are ranked together
 LATER = 2  # the least token from which on faults of later tokens alone are tried: to the first, many faults change nothing
 LAG = 2  # tokens behind the first call, until which a fault of later calls shows
 FEW_LEFT = 8  # faults in calls that are run whole
@@ -41,19 +41,19 @@ class Search:
 
     def __init__(self, segment: Segment, table: Table, deadline: Deadline, progress: Progress) -> None:
         self.segment, self.deadline, self.progress = segment, deadline, progress
-        self.sieve, self.table = Sieve(segment.simulation, segment.span), table
+        self.lenses, self.table = Lenses(segment.model, segment.span), table
         self.singles = list(
             table.singles(
                 segment.first,
                 segment.last,
                 segment.entrance is None,
                 segment.is_last,
-                self.sieve.small,
+                self.lenses.small,
                 segment.all_blocks,
                 segment.from_start,
             )
         )
-        wrong = segment.wrong_tokens() if self.sieve.small else []
+        wrong = segment.wrong_tokens() if self.lenses.small else []
         # a fault of later calls alone shows soon behind the first one: others of them cannot be the only fault
         self.waiting = {
             one.key for one in self.singles if wrong and not any(begins(one, t) for t in range(wrong[0] - LAG, wrong[0] + 1))
@@ -67,7 +67,7 @@ class Search:
 
     def fits(self, several: bool = True) -> list[Fit]:
         """Return the candidates that explain the segment, the simplest first; single faults only, unless ``several``."""
-        if self.sieve.small:
+        if self.lenses.small:
             ranked = self._rank(
                 [Candidate(), *(one for one in self.singles if one.key not in self.waiting)], None, "single faults"
             )
@@ -82,7 +82,7 @@ class Search:
         fits = fits or self._since() or self._in_calls() or self._fitted() or self._quantised()
         if fits or self.late() or not several:
             return fits
-        if self.sieve.small:
+        if self.lenses.small:
             waiting = [one for one in self.singles if one.key in self.waiting]
             ranked = sorted([*ranked, *self._rank(waiting, None, "faults of later calls")], key=lambda one: one[0].fit)
         return self._several(ranked)
@@ -92,7 +92,7 @@ class Search:
         segment = self.segment
         if (token := segment.first_wrong_token()) < LATER or self.late():
             return []
-        late = self.table.since(segment.simulation, token, segment.first, segment.last, segment.entrance is None)
+        late = self.table.since(segment.model, token, segment.first, segment.last, segment.entrance is None)
         return self._confirmed(self._rank(list(late), None, f"faults from token {token} on"), Candidate())
 
     def _in_calls(self) -> list[Fit]:
@@ -100,10 +100,9 @@ class Search:
 
         What a call computes does not depend on later ones. So a fault must give the first call's tokens, then the first two's.
         """
-        segment, simulation = self.segment, self.segment.simulation
-        blocks, tokens = range(segment.first, segment.last), simulation.ids.shape[1]
-        whole = segment.shown[segment.end].shape[1] == tokens
-        if not (self.sieve.small and whole and PairRunner.takes(self.sieve.row)) or self.late():
+        segment, model = self.segment, self.segment.model
+        blocks, tokens = range(segment.first, segment.last), model.ids.shape[1]
+        if not (self.lenses.small and self.lenses.shows_pairs) or self.late():
             return []
         wrong = segment.wrong_tokens()
         first = wrong[0] if wrong else tokens
@@ -112,7 +111,7 @@ class Search:
         mixing = {label: one for label, one in every.items() if (one.sees or one.steps) and not one.crosses}
         crossing = [one for one in every.values() if one.crosses] if segment.all_blocks and segment.from_start else []
         some: list[Candidate] = []
-        for how in schedules(simulation):
+        for how in schedules(model):
             if self.late():
                 break
             end = how.calls[0][1]
@@ -134,10 +133,9 @@ class Search:
 
     def _giving(self, tokens: int, some: Mapping[str, Alternative]) -> dict[str, Alternative]:
         """Return those of ``some`` that give the first row's first ``tokens`` as a text of their own."""
-        lens = self.sieve.first(tokens)
-        programs = [self._everywhere(one).program(lens.simulation) or Program() for one in some.values()]
-        runner = PairRunner(lens, programs, self.deadline)
-        off = (runner.alone()[1:] - lens.wanted[0]).abs().amax((1, 2))
+        lens = self.lenses.first(tokens)
+        programs = [self._everywhere(one).program or Program() for one in some.values()]
+        off = (Evaluator(lens, programs, self.deadline).alone() - lens.wanted).abs().amax((1, 2, 3))
         return {label: one for (label, one), near in zip(some.items(), (off <= self.limit).tolist(), strict=True) if near}
 
     def _until(self, some: Sequence[Alternative], wrong: Sequence[int]) -> list[Candidate]:
@@ -145,14 +143,15 @@ class Search:
 
         ``wrong``: the tokens whose value is not GPT-2's.
         """
-        segment, lens = self.segment, self.sieve.whole
+        segment, lens = self.segment, self.lenses.whole
         wholes = [self._everywhere(one) for one in some]
-        programs = [one.program(segment.simulation) for one in wholes]
+        programs = [one.program for one in wholes]
         numbers = [number for number, program in enumerate(programs) if program is not None]
         bound, out = segment.allowed(segment.end), list[Candidate]()
-        for group, values in lens.values([programs[number] or Program() for number in numbers], self.deadline):
+        runner = Evaluator(lens, [programs[number] or Program() for number in numbers], self.deadline)
+        for group, values in runner.values(runner.singles):
             right = (values - lens.wanted).abs().amax((1, 3)) <= 2 * bound * lens.wanted.square().mean().sqrt()  # (N, T)
-            for number, length in zip(group, right.cumprod(1).sum(1).tolist(), strict=True):
+            for number, length in zip(group.tolist(), right.cumprod(1).sum(1).tolist(), strict=True):
                 if LATER <= length < right.shape[1] and length > (wrong[0] if wrong else 0):
                     label = some[numbers[number]].label
                     out += self.table.until([length], {label}, segment.first, segment.last, right.shape[1])
@@ -162,39 +161,48 @@ class Search:
         """Return the faults with one fitted number that explain the segment, such as a factor of the scores or of a branch."""
         segment = self.segment
         near = segment.right_errors.get(segment.end, math.inf) <= CLOSE * segment.allowed(segment.end)
-        if near or not self.sieve.small or self.late():
+        if near or not self.lenses.small or self.late():
             return []
-        candidates = fitted(self.sieve.whole, range(segment.first, segment.last), self.deadline)
+        candidates = fitted(self.lenses.whole, range(segment.first, segment.last), self.deadline)
         return next((fits for one in candidates if (fits := list(segment.fits(one)))), [])
 
     def _quantised(self) -> list[Fit]:
         """Return the matrices in integers that explain the segment, if all blocks are in it, or one."""
         segment = self.segment
         near = segment.right_errors.get(segment.end, math.inf) <= QUANTISED
-        if not (self.sieve.small and near) or self.late() or not (segment.all_blocks or segment.last <= segment.first + 2):
+        if not (self.lenses.small and near) or self.late() or not (segment.all_blocks or segment.last <= segment.first + 2):
             return []
-        wholes = self.table.quantised(segment.simulation, segment.first, segment.last, segment.all_blocks)
+        wholes = self.table.quantised(segment.model, segment.first, segment.last, segment.all_blocks)
         return self._confirmed(self._rank(list(wholes), Candidate(), "matrices in integers"), Candidate())
 
     def _rank(self, candidates: list[Candidate], base: Candidate | None, words: str) -> Ranked:
+        """Return the candidates with their nearness, the nearest first; ``base``: faults that each has beside its own."""
+        waiting: dict[Lens, list[tuple[Candidate, Program]]] = defaultdict(list)
+        for candidate in candidates:
+            whole = candidate if base is None else base.with_(candidate)
+            program = Program() if whole.is_right else whole.program
+            if program is not None and (whole.is_right or self.lenses.span.reaches(program)):
+                waiting[self.lenses.of({one.sees for one, _ in whole.sites})].append((candidate, program))
         ranked: Ranked = []
-        for number, one in enumerate(self.sieve.ranked(() if self.late() else candidates, base, self.deadline)):
-            ranked.append(one)
-            if number % 64 == 0:
-                self.progress(f"{self.segment.end}: {number} of {len(candidates)} {words}")
+        for lens, some in waiting.items():
+            for begin in range(0, len(some), BATCH):
+                self.progress(f"{self.segment.end}: {len(ranked)} of {len(candidates)} {words}")
+                part = some[begin : begin + BATCH]
+                near = lens.nearness([program for _, program in part], self.deadline)
+                ranked += [(near[number], candidate) for number, (candidate, _) in enumerate(part) if number in near]
         self.complete &= base is not None or not self.late()
         return sorted(ranked, key=lambda one: one[0].fit)
 
     def _confirmed(self, ranked: Ranked, base: Candidate | None = None) -> list[Fit]:
         """Return the candidates that fit exactly, of those that may by the sieve."""
         segment = self.segment
-        bound = 2 * segment.allowed(segment.end) + (1e-12 if self.sieve.small else SIEVED)
+        bound = 2 * segment.allowed(segment.end) + (1e-12 if self.lenses.small else SIEVED)
         if segment.softmaxed:
             bound = math.inf
         fits: list[Fit] = []
         if base is None:  # its head may be another
             fits += segment.fits(Candidate())
-        for number, (near, candidate) in enumerate(ranked[: MAX_CONFIRMED if self.sieve.small else MAX_CONFIRMED_LARGE]):
+        for number, (near, candidate) in enumerate(ranked[: MAX_CONFIRMED if self.lenses.small else MAX_CONFIRMED_LARGE]):
             if near.fit > max(bound, segment.right_errors[segment.end] / BETTER) or (number >= LATE_CONFIRMED and self.late()):
                 break
             whole = candidate if base is None else base.with_(candidate)
@@ -233,7 +241,7 @@ class Search:
                 if self.late():
                     return []
                 wholes = (first.with_(second) for second in _interleaved(pairs)[:DEEPER] if second.order is None)
-                deeper += [whole for whole in wholes if whole.program(self.segment.simulation) is not None]
+                deeper += [whole for whole in wholes if whole.program is not None]
         for number, pair in enumerate(deeper):
             if fits := self._confirmed(self._beside(pair, common, f"faults beside a pair, number {number + 1}"), pair):
                 return fits
@@ -246,9 +254,9 @@ class Search:
 
     def _paired(self, ranked: Ranked) -> list[Fit]:
         """Return pairs of common faults that explain the segment, of all that give the first row."""
-        if not self.sieve.small:
+        if not self.lenses.small:
             return []
-        for pairs in Pairing(self.sieve, ranked, self.limit, self.deadline.part(PAIRED)).rounds():
+        for pairs in Pairing(self.lenses, ranked, self.limit, self.deadline.part(PAIRED)).rounds():
             wholes = [one.with_(other) for one, other in pairs[:PAIRS]]
             firsts = {whole.key: one for whole, (one, _) in zip(wholes, pairs, strict=False)}
             fits = self._confirmed(self._rank(wholes, Candidate(), "pairs of faults"), Candidate())

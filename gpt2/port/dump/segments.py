@@ -14,11 +14,9 @@ from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import layer_of, point_at, points
 from gpt2.port.diagnosis.last_step import STEPS, last_steps
 from gpt2.port.dump.candidates import Candidate
-from gpt2.port.dump.sieve import MIN_ROWS
-from gpt2.port.dump.simulation import Entrance, Program, Simulation
-from gpt2.port.dump.spans import Span
+from gpt2.port.dump.evaluate import MIN_ROWS, Span
 from gpt2.port.fault import Fault
-from gpt2.port.graph import LAST, NODES
+from gpt2.port.graph import LAST, NODES, Entrance, Model, Program
 
 ROW_SUM_BOUND = 1e-3  # of probabilities that a program stored in float16
 NEARLY = 10.0  # times the tolerance: logits of one token, by their own size
@@ -49,18 +47,18 @@ class Segment:
 
     def __init__(
         self,
-        simulation: Simulation,
+        model: Model,
         end: str,
         entrance: Entrance | None,
         shown: Mapping[str, Tensor],
         tolerance: Mapping[str, float],
     ) -> None:
-        self.simulation, self.end, self.entrance, self.shown = simulation, end, entrance, shown
+        self.model, self.end, self.entrance, self.shown = model, end, entrance, shown
         self.tolerance = tolerance
         self.is_last = end in ("logits", "ln_f")
         layer = layer_of(end)
         self.first = 0 if entrance is None else entrance.layer
-        self.last = simulation.config.n_layer if self.is_last else 0 if layer is None else layer + 1
+        self.last = model.config.n_layer if self.is_last else 0 if layer is None else layer + 1
         self.candidate = Candidate()
         self.softmaxed = self._softmaxed()
 
@@ -72,7 +70,7 @@ class Segment:
     @property
     def from_start(self) -> bool:
         """Whether this part begins with GPT-2's own embeddings of the ids."""
-        start = self.simulation.right_input(0)
+        start = self.model.embed()
         return self.entrance is None or torch.equal(self.entrance.state["x"], start)
 
     @cached_property
@@ -81,8 +79,8 @@ class Segment:
 
     def left(self) -> Entrance:
         """Return where the next segment begins."""
-        program, until, layer = self.candidate.program(self.simulation) or Program(), self.span.until, self.last - 1
-        values = self.simulation.stages(program, self.first, self.last, self.entrance, until)
+        program, until, layer = self.candidate.program or Program(), self.span.until, self.last - 1
+        values = self.model.stages(program, self.first, self.last, self.entrance, until)
         if until == LAST:  # the embeddings, or a block's result
             return Entrance(layer + 1, {"x": values["end"]})
         before = {name: values[point_at(layer, name)] for name in NODES[: until + 1]}
@@ -90,8 +88,10 @@ class Segment:
 
     def values(self, candidate: Candidate) -> dict[str, Tensor]:
         """Return all traced points of a candidate in this segment."""
-        program = candidate.program(self.simulation) or Program()
-        return self.simulation.trace(program, self.first, self.last, self.entrance, self.span.until)
+        program = candidate.program or Program()
+        if self.is_last:
+            return self.model.trace(program, self.entrance)
+        return self.model.stages(program, self.first, self.last, self.entrance, self.span.until)
 
     def allowed(self, point: str) -> float:
         return self.tolerance.get(point, 0.0)
@@ -108,7 +108,7 @@ class Segment:
     def errors(self, candidate: Candidate, values: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the relative error of a candidate's ``values`` at each shown point, in the order of the forward pass."""
         out = {}
-        for point in points(self.simulation.config.n_layer):
+        for point in points(self.model.config.n_layer):
             if point in self.shown and point in values:
                 value = self._headed(values, candidate.head) if point == "logits" else values[point]
                 shown = self.shown[point]
@@ -131,7 +131,7 @@ class Segment:
 
     def fits(self, candidate: Candidate) -> Iterator[Fit]:
         """Yield a candidate, with each fault of the head that makes it fit all shown values; the first that does is enough."""
-        if not candidate.is_right and candidate.program(self.simulation) is None:
+        if not candidate.is_right and candidate.program is None:
             return  # two faults of one stage
         values = self.values(candidate)
         plain = None
@@ -229,7 +229,7 @@ class Segment:
         apart = worst_relative_error(wanted, wanted.mean((0, 1), keepdim=True).expand_as(wanted))
         if wanted.shape[:2].numel() >= MIN_ROWS and apart > SIGNIFICANT * self.allowed("logits"):  # else a bias fits them alone
             yield (Fault("extra-bias", "logits", "the head adds a bias; GPT-2's head has none"),)
-        if wanted.shape[:2].numel() >= self.simulation.config.n_embd + MIN_ROWS:  # else any logits fit
+        if wanted.shape[:2].numel() >= self.model.config.n_embd + MIN_ROWS:  # else any logits fit
             words = "the logits follow from the right stream by other weights than the token embedding's"
             yield (Fault("untied-head", "logits", words),)
 

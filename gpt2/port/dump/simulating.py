@@ -1,4 +1,4 @@
-"""Explain by simulation what a dump does not record: which known faults in our own forward pass give its arrays and logits."""
+"""Explain by model what a dump does not record: which known faults in our own forward pass give its arrays and logits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from gpt2.port.diagnosis.report import LIKELY, Divergence
 from gpt2.port.dump.dumped import THIRDS, Dumped
 from gpt2.port.dump.evidence import Placement, misordered, placements, streams, with_storage
 from gpt2.port.dump.explaining import STREAMS, Explanation, explain
-from gpt2.port.dump.simulation import LINEAR, NEEDS, Simulation
 from gpt2.port.dump.tolerance import UNITS
+from gpt2.port.graph import MODULES, READS, Model
 
 STORED = 40  # error of a product of stored values, in units of their rounding
 MAX_PLACEMENTS = 3  # places in a block that unknown arrays are tried at
@@ -29,7 +29,7 @@ FEW = 5  # arrays, blocks or hypotheses that are named in a note
 
 @dataclass(frozen=True)
 class Simulated:
-    """What simulations show: the likeliest causes, whether they explain the dump, and the first place that is wrong.
+    """What models show: the likeliest causes, whether they explain the dump, and the first place that is wrong.
 
     ``head``: a cause in the head, where all before it is explained.
     """
@@ -88,8 +88,8 @@ class Simulating:
         if walked.keys() != right.keys():  # what a walk found, which is perhaps not so
             trials.insert(0, (walked, nothing))
         elif left:
-            simulation = Simulation(self.dumped.reference.state_dict(), self.config, self.ids)
-            trials = [*((right, one) for one in placements(simulation, right.keys(), left)[:MAX_PLACEMENTS]), *trials]
+            model = Model(self.dumped.reference.state_dict(), self.config, self.ids)
+            trials = [*((right, one) for one in placements(model, right.keys(), left)[:MAX_PLACEMENTS]), *trials]
         if (roles := {point: value for point, value in right.items() if _part(point) not in EXCHANGED}).keys() != right.keys():
             trials.append((roles, nothing))  # right numbers that the program perhaps uses as others
         tried: list[Trial] = []
@@ -198,7 +198,7 @@ class Simulating:
     def _entering(self, point: str) -> str | None:
         """Return the point that a linear layer's result is computed from; None if ``point`` is no such result."""
         part = _part(point)
-        return point_at(layer_of(point), NEEDS[part][0]) if part in LINEAR else None
+        return point_at(layer_of(point), READS[part][0]) if part in MODULES else None
 
     def _between(self, before: str | None, point: str) -> str:
         inside = self.order[self.order.index(before) + 1 if before else 0 : self.order.index(point)]
