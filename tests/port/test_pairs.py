@@ -13,10 +13,11 @@ from gpt2.config import GPT2Config
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.model import GPT2
 from gpt2.port.deadline import Deadline, few_threads
-from gpt2.port.dump import matching
-from gpt2.port.dump.candidates import Candidate, Table
+from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.evaluate import Evaluator, Lens, Lenses, Span
 from gpt2.port.dump.explaining import explain
+from gpt2.port.dump.segments import Segment
+from gpt2.port.dump.table import Table
 from gpt2.port.graph import ORDER, ROWS, Entrance, Model, Program
 
 CONFIG = GPT2Config(vocab_size=29, n_positions=11, n_embd=12, n_layer=2, n_head=3, n_inner=20, bos_token_id=0, eos_token_id=0)
@@ -28,9 +29,14 @@ def model() -> GPT2:
     return model_of(CONFIG, {name: tensor.double() for name, tensor in weights(CONFIG).items()})
 
 
+def logits_of(own: Model) -> Segment:
+    """The whole forward pass."""
+    return Segment(own, "logits", None, {"logits": own.trace(Program())["logits"]}, {})
+
+
 def candidates(simulation: Model) -> list[Candidate]:
     """Every common fault in all blocks or outside them, and the wrong sequences of blocks."""
-    every = Table.of(simulation).singles(0, CONFIG.n_layer, True, True)
+    every = Table.of(simulation).singles(logits_of(simulation))
     return [one for one in every if not one.rare and not one.is_local and all(not two.crosses for two, _ in one.sites)]
 
 
@@ -61,7 +67,7 @@ def lenses(model: GPT2, rows: int = 2) -> Lenses:
 def test_each_program_gives_in_a_batch_what_it_gives_alone(model: GPT2) -> None:
     """A value that is taken from another row, or of another shape, would rule out the true fault: in any batch, in any part."""
     of = lenses(model)
-    every = Table.of(of.exact).singles(0, CONFIG.n_layer, True, True, True, True, True)
+    every = Table.of(of.exact).singles(logits_of(of.exact))
     programs = [one.program or Program() for one in every]
     right, pieces = of.exact.trace(Program()), [Lens(of.exact, of.span)]
     for layer, end in ((0, "h.0.mid"), (1, "h.1.attn.heads")):  # from a stage of a block to one of another
@@ -172,14 +178,11 @@ def test_no_pair_replaces_one_stage_twice(model: GPT2) -> None:
         ),  # one does not
     ],
 )
-def test_two_faults_are_found_among_all_pairs(
-    model: GPT2, labels: tuple[str, ...], causes: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_faults_are_found_among_all_pairs(model: GPT2, labels: tuple[str, ...], causes: set[str]) -> None:
     """Pairs were tried beside the nearest single faults, which two faults at once need not be: 13 of 24 were found.
 
     A dump, in float32, with foreign arrays beside the logits.
     """
-    monkeypatch.setattr(matching, "FIRSTS", 0)
     noise = torch.randn(5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     foreign = {"noise": noise.numpy(), "mask": torch.ones(6, 6).tril().long().numpy()}
     diagnosis = gpt2.diagnose({"ids": IDS.numpy(), "a": wrong(model, *labels).float().numpy(), **foreign}, model)

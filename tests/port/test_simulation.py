@@ -23,10 +23,11 @@ from gpt2.port.alternatives.moments import WAYS, readings
 from gpt2.port.alternatives.norms import normed, of_moments
 from gpt2.port.alternatives.outside import sequence_faults
 from gpt2.port.deadline import Deadline
-from gpt2.port.dump.candidates import Candidate, Table
+from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.evaluate import Evaluator, Lens, Span
 from gpt2.port.dump.explaining import Explanation, explain
 from gpt2.port.dump.segments import Segment
+from gpt2.port.dump.table import Table
 from gpt2.port.graph import Entrance, Model, Program
 
 CONFIG = GPT2Config(vocab_size=29, n_positions=11, n_embd=12, n_layer=2, n_head=3, n_inner=20, bos_token_id=0, eos_token_id=0)
@@ -87,8 +88,8 @@ def test_only_roundings_are_computed_exactly_beyond_the_bound(model: GPT2, ids: 
     Control: a fault with noise is no known fault, and no rounding.
     """
     computed: list[Candidate] = []
-    fits = Segment.fits
-    monkeypatch.setattr(Segment, "fits", lambda segment, candidate: (computed.append(candidate), fits(segment, candidate))[1])
+    fit = Segment.fit
+    monkeypatch.setattr(Segment, "fit", lambda segment, candidate: (computed.append(candidate), fit(segment, candidate))[1])
     wrong = wrong_by(model, ids, {"the exact GELU, by erf;": (0, 1)})["logits"]
     right = model(ids).detach()
     noise = torch.randn(wrong.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -112,7 +113,9 @@ def test_a_fault_says_its_own_correction(model: GPT2, ids: Tensor) -> None:
 
 def test_each_fault_of_one_block_is_tried_once(model: GPT2, ids: Tensor) -> None:
     """Roundings that go on outside the blocks were listed twice where only blocks are compared."""
-    keys = [one.key for one in Table.of(Model(model.state_dict(), CONFIG, ids)).singles(0, CONFIG.n_layer, False, False)]
+    own = Model(model.state_dict(), CONFIG, ids)
+    part = Segment(own, "h.1", Entrance(0, {"x": own.embed()}), {"h.1": own.embed()}, {})
+    keys = [one.key for one in Table.of(own).singles(part)]
     assert len(keys) == len(set(keys))
 
 
@@ -157,7 +160,8 @@ def test_as_many_faults_of_later_tokens_are_tried_wherever_they_begin(model: GPT
     """
     simulation = Model(model.state_dict(), CONFIG, ids)
     faults = Table.of(simulation)
-    early, late = (list(faults.since(simulation, token, 0, 2, True)) for token in (2, 6))
+    part = Segment(simulation, "logits", None, {"logits": model(ids).detach()}, {})
+    early, late = (list(faults.since(simulation, token, part)) for token in (2, 6))
     assert len(late) <= len(early) + 3
 
 
