@@ -169,8 +169,10 @@ class Explainer:
         return Segment(self.model, end, entrance, shown, self.tolerance)
 
     def _widened(self, bases: Sequence[Fit], fits: Sequence[Fit], segment: Segment) -> tuple[int, list[Fit]]:
-        """Return the number of the first point that faults of a part, on top of those before it, do not explain; and these faults,
-        the likeliest first: in other blocks too, if more follows so."""
+        """Return the faults of a part on top of those before it, the likeliest first: in other blocks too, if more follows so.
+
+        Before them, the number of the first point that they do not explain, of all points if they do.
+        """
         options = dict[object, tuple[int, Fit]]()
         some = MOST[self.model.small]
         for base, fit in itertools.product(bases[:some], fits[:some]):
