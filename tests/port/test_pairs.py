@@ -15,7 +15,7 @@ from gpt2.model import GPT2
 from gpt2.port.deadline import Deadline, few_threads
 from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.evaluate import Evaluator, Lens, Lenses, Span
-from gpt2.port.dump.explaining import explain
+from gpt2.port.dump.explaining import Explainer
 from gpt2.port.dump.segments import Segment
 from gpt2.port.dump.table import Table
 from gpt2.port.graph import ORDER, ROWS, Entrance, Model, Program
@@ -196,6 +196,6 @@ def test_of_many_pairs_none_explains_an_unknown_computation(model: GPT2) -> None
     sines = Program({n: {"mlp.act": lambda c, s: (2 * s["mlp.c_fc"]).sin()} for n in range(CONFIG.n_layer)})
     logits = simulation.trace(sines)["logits"]
     with few_threads(0):
-        found = explain(model, IDS, {"logits": logits}, {"logits": 0.01}, Deadline(8))
+        found = Explainer(model, IDS, {"logits": logits}, {"logits": 0.01}, Deadline(8)).explanation()
     assert not found.hypotheses
     assert not found.right

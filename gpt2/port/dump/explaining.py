@@ -73,64 +73,50 @@ class Explanation:
         return bool(self.hypotheses) and self.unexplained is None
 
 
-@torch.no_grad()
-def explain(
-    reference: GPT2,
-    ids: Tensor,
-    evidence: Mapping[str, Tensor],
-    tolerance: Mapping[str, float],
-    deadline: Deadline,
-    progress: Progress = silent,
-    *,
-    stages: Collection[str] = STREAMS,
-    several: bool = True,
-) -> Explanation:
-    """Return what explains ``evidence``, a program's values for ``ids`` (B, T), with the weights of ``reference``.
+class Explainer:
+    """Looks for what explains ``evidence``, a program's values for ``ids`` (B, T), with the weights of ``reference``.
+
+    It follows the shown points from one stream to the next, and widens the faults that explain a part to other blocks.
 
     Args:
+        reference: our model, in float64.
         evidence: by traced point, float64, as :func:`gpt2.measure.tracing.trace` has them; of the logits (B, T', V') perhaps only
             the last position, and a padded vocabulary.
         tolerance: the relative error that rounding explains, by point.
         deadline: when to stop.
         stages: of a block, such as "attn.c_proj": where they are shown, the search begins anew behind them.
-        several: try pairs and triples of faults between two shown tensors, where no single one explains them.
+        several: try pairs of faults between two shown tensors, where no single one explains them.
     """
-    vocabulary = reference.config.vocab_size
-    shown = {point: evidence[point] for point in points(reference.config.n_layer) if point in evidence}
-    if "logits" in shown:
-        shown["logits"] = shown["logits"][..., :vocabulary]
-    model = Model(reference.state_dict(), reference.config, ids)
-    return Explainer(model, shown, tolerance, deadline, progress, stages, several).explanation()
-
-
-class Explainer:
-    """Follows the shown points from one stream to the next, and widens the faults that explain a part to other blocks."""
 
     def __init__(
         self,
-        model: Model,
-        shown: Mapping[str, Tensor],
+        reference: GPT2,
+        ids: Tensor,
+        evidence: Mapping[str, Tensor],
         tolerance: Mapping[str, float],
         deadline: Deadline,
-        progress: Progress,
-        stages: Collection[str],
-        several: bool,
+        progress: Progress = silent,
+        stages: Collection[str] = STREAMS,
+        several: bool = True,
     ) -> None:
-        self.model, self.shown, self.tolerance = model, shown, tolerance
-        self.deadline, self.progress, self.several = deadline, progress, several
-        self.layers = model.config.n_layer
-        self.ends = [point for point in shown if point in ENDS or stage_of(point) in stages]
-        if "logits" not in self.ends and "ln_f" in shown:
+        self.model = Model(reference.state_dict(), reference.config, ids)
+        self.layers, self.deadline, self.progress, self.several = reference.config.n_layer, deadline, progress, several
+        self.order, self.tolerance = points(self.layers), tolerance
+        self.shown = {point: evidence[point] for point in self.order if point in evidence}
+        if "logits" in self.shown:
+            self.shown["logits"] = self.shown["logits"][..., : reference.config.vocab_size]
+        self.ends = [point for point in self.shown if point in ENDS or stage_of(point) in stages]
+        if "logits" not in self.ends and "ln_f" in self.shown:
             self.ends.append("ln_f")
-        self.whole = Segment(model, [*shown][-1], None, shown, tolerance)
+        self.whole = Segment(self.model, [*self.shown][-1], None, self.shown, tolerance)
 
+    @torch.no_grad()
     def explanation(self) -> Explanation:
         first_wrong = wrong = self.whole.first_wrong(Candidate())
         found, complete, last_right = [Fit(Candidate(), 0.0)], True, None
         table = None if wrong is None else Table.of(self.model)
-        order = points(self.layers)
         while wrong is not None and table is not None:
-            end = next((end for end in self.ends if order.index(end) >= order.index(wrong)), self.ends[-1])
+            end = next((end for end in self.ends if self.order.index(end) >= self.order.index(wrong)), self.ends[-1])
             before = self.ends[: self.ends.index(end)]
             last_right = before[-1] if before else None
             segment = self._segment(end, last_right, found[0].candidate)
@@ -138,9 +124,9 @@ class Explainer:
             fits = [] if segment.first_wrong(Candidate()) is None else search.fits(self.several)
             complete &= search.complete
             reach, wider = self._widened(found, fits, segment) if fits else (-1, [])
-            if reach <= order.index(wrong):
+            if reach <= self.order.index(wrong):
                 break
-            found, wrong = wider, next(iter(order[reach:]), None)
+            found, wrong = wider, next(iter(self.order[reach:]), None)
         if wrong is None:
             last_right = self.ends[-1]
         some = [one for one in found if not one.candidate.is_right]
@@ -151,8 +137,7 @@ class Explainer:
 
     def _segment(self, end: str, before: str | None, known: Candidate) -> Segment:
         """Return the part between two shown points, of a program with the faults that are known."""
-        order = points(self.layers)
-        inside = order[0 if before is None else order.index(before) + 1 : order.index(end) + 1]
+        inside = self.order[0 if before is None else self.order.index(before) + 1 : self.order.index(end) + 1]
         entrance = None
         if before is not None:
             layer = layer_of(before)
@@ -193,13 +178,12 @@ class Explainer:
     def _reached(self, candidate: Candidate, rounding: Mapping[str, float]) -> tuple[int, Fit]:
         """Return the number of the first shown point that faults do not explain, of all points if they do; and their fit."""
         whole = replace(candidate, sites=tuple(dict.fromkeys(candidate.sites)))
-        order = points(self.layers)
         if not whole.head and whole.program is None:
             return -1, Fit(whole, math.inf)
         errors = self.whole.errors(whole)
         allowed = {point: max(self.whole.allowed(point), rounding.get(point, 0.0)) for point in errors}
-        wrong = (order.index(point) for point, error in errors.items() if not error <= allowed[point])
-        return next(wrong, len(order)), Fit(whole, max(errors.values()))
+        wrong = (self.order.index(point) for point, error in errors.items() if not error <= allowed[point])
+        return next(wrong, len(self.order)), Fit(whole, max(errors.values()))
 
     def _elsewhere(self, candidate: Candidate, segment: Segment) -> Iterator[Candidate]:
         """Yield the faults of a part of the blocks in all of them, and in some."""
@@ -243,6 +227,6 @@ class Explainer:
     def _decisive(self, candidates: list[Candidate]) -> str | None:
         """Return the traced point at which the first two candidates differ most."""
         one, other = (self.whole.values(candidate) for candidate in candidates[:2])
-        hidden = [point for point in points(self.layers) if point in one and point in other and point not in self.shown]
+        hidden = [point for point in self.order if point in one and point in other and point not in self.shown]
         apart = {point: worst_relative_error(one[point], other[point]) for point in hidden}
         return max(apart, key=lambda point: apart[point]) if apart and max(apart.values()) > 0 else None

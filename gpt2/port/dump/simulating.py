@@ -18,7 +18,7 @@ from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.places import ALL_WEIGHTS, Place
 from gpt2.port.diagnosis.report import LIKELY, Divergence
 from gpt2.port.dump.dumped import THIRDS, Dumped
-from gpt2.port.dump.explaining import STREAMS, Explanation, explain
+from gpt2.port.dump.explaining import STREAMS, Explainer, Explanation
 from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.graph import MODULES, ORDER, READS, Model, run_block, stage_of
 
@@ -191,7 +191,7 @@ class Simulating:
         evidence = {**right, **placed.values, "logits": self.dumped.output.logits.double()}
         stages = {*STREAMS, *placed.stages} if placed.stages or several else ()
         given = self.dumped.reference, self.ids, evidence, self._with_storage(evidence), self.deadline, self.progress
-        return evidence, explain(*given, stages=stages, several=several)
+        return evidence, Explainer(*given, stages, several).explanation()
 
     # What is said
 
