@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -44,8 +45,17 @@ def ids() -> Tensor:
     return torch.randint(CONFIG.vocab_size, (2, 7), generator=torch.Generator().manual_seed(3))
 
 
-def explained(model: GPT2, ids: Tensor, evidence: dict[str, Tensor], tolerance: float = 1e-9) -> Explanation:
-    return Explainer(model, ids, evidence, dict.fromkeys(evidence, tolerance), Deadline()).explanation()
+def explained(
+    model: GPT2,
+    ids: Tensor,
+    evidence: dict[str, Tensor],
+    tolerance: float | dict[str, float] = 1e-9,
+    seconds: float = math.inf,
+    several: bool = True,
+) -> Explanation:
+    allowed = tolerance if isinstance(tolerance, dict) else dict.fromkeys(evidence, tolerance)
+    own = Model(model.state_dict(), model.config, ids)
+    return Explainer(own, evidence, allowed, Deadline(seconds), several=several).explanation()
 
 
 def named(explanation: Explanation) -> list[list[tuple[str, str]]]:
@@ -75,9 +85,7 @@ def test_noise_has_no_explanation(model: GPT2, ids: Tensor) -> None:
     with torch.no_grad():
         logits = model(ids)
         noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        explanation = Explainer(
-            model, ids, {"logits": logits + 0.1 * noise}, {"logits": 1e-9}, Deadline(), several=False
-        ).explanation()
+        explanation = explained(model, ids, {"logits": logits + 0.1 * noise}, several=False)
     assert explanation.complete
     assert not explanation.right
     assert not explanation.hypotheses
@@ -96,7 +104,7 @@ def test_only_roundings_are_computed_exactly_beyond_the_bound(model: GPT2, ids: 
     right = model(ids).detach()
     noise = torch.randn(wrong.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits = wrong + 0.02 * float((wrong - right).square().mean().sqrt()) * noise
-    explanation = Explainer(model, ids, {"logits": logits}, {"logits": 1e-9}, Deadline(), several=False).explanation()
+    explanation = explained(model, ids, {"logits": logits}, several=False)
     assert explanation.complete
     assert not explanation.hypotheses
     rest = {label for one in computed if not one.rounds for label in one.labels}
@@ -202,7 +210,7 @@ def test_one_tensor_a_block_names_the_block_that_nothing_explains(model: GPT2, i
         simulation = Model(model.state_dict(), CONFIG, ids)
         rest = simulation.trace(Program(), Entrance(1, {"x": start}))
     evidence = {"embed": values["embed"], "h.0": start, "h.1": rest["h.1"], "logits": rest["logits"]}
-    explanation = Explainer(model, ids, evidence, dict.fromkeys(evidence, 1e-9), Deadline(1)).explanation()
+    explanation = explained(model, ids, evidence, 1e-9, 1)
     assert (explanation.last_right, explanation.first_wrong, explanation.unexplained) == ("embed", "h.0", "h.0")
     assert not explanation.hypotheses
 
@@ -212,7 +220,7 @@ def test_a_fault_that_is_hardly_nearer_than_the_right_formula_is_not_named(model
     right, wrong = trace(model, ids), wrong_by(model, ids, {"ln_1 layernorm-eps: epsilon 1e-06;": (1,)})
     between = {point: 0.45 * right[point] + 0.55 * wrong[point] for point in STREAMS}
     allowed = {point: 0.5 * worst_relative_error(wrong[point], right[point]) + 1e-12 for point in STREAMS}
-    explanation = Explainer(model, ids, between, allowed, Deadline(), several=False).explanation()
+    explanation = explained(model, ids, between, allowed, several=False)
     assert (explanation.unexplained, explanation.hypotheses) == ("h.1", ())
 
 
@@ -223,10 +231,9 @@ def test_a_head_of_its_own_is_seen_where_there_are_enough_positions(model: GPT2)
     with torch.no_grad():
         hidden = model.hidden(ids)
         few, many = (
-            Explainer(model, one, {"logits": x @ head.T}, {"logits": 1e-9}, Deadline(0)).explanation()
-            for one, x in ((ids[:, :3], hidden[:, :3]), (ids, hidden))
+            explained(model, one, {"logits": x @ head.T}, 1e-9, 0) for one, x in ((ids[:, :3], hidden[:, :3]), (ids, hidden))
         )
-        wrong = Explainer(model, ids, {"logits": hidden.square() @ head.T}, {"logits": 1e-9}, Deadline(0)).explanation()
+        wrong = explained(model, ids, {"logits": hidden.square() @ head.T}, 1e-9, 0)
     assert named(many) == [[("untied-head", "logits")]]
     assert not few.hypotheses
     assert not wrong.hypotheses
@@ -238,11 +245,11 @@ def test_logits_that_are_the_same_everywhere_show_no_bias(model: GPT2, ids: Tens
     logits = torch.randn(CONFIG.vocab_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64).expand(
         1, ids.shape[1], -1
     )
-    explanation = Explainer(model, ids[:1], {"logits": logits}, {"logits": 1e-9}, Deadline(4), several=False).explanation()
+    explanation = explained(model, ids[:1], {"logits": logits}, 1e-9, 4, several=False)
     assert not explanation.hypotheses
     with torch.no_grad():
         biased = model(ids[:1]) + logits
-    explanation = Explainer(model, ids[:1], {"logits": biased}, {"logits": 1e-9}, Deadline(4), several=False).explanation()
+    explanation = explained(model, ids[:1], {"logits": biased}, 1e-9, 4, several=False)
     assert [fault.id for fault in explanation.hypotheses[0].faults] == ["extra-bias"]
 
 

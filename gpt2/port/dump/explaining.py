@@ -16,12 +16,11 @@ from torch import Tensor
 
 from gpt2.measure.metrics import Progress, silent, worst_relative_error
 from gpt2.measure.tracing import layer_of, point_at, points
-from gpt2.model import GPT2
 from gpt2.port.deadline import Deadline
 from gpt2.port.dump.candidates import FITTED, Candidate, Found
 from gpt2.port.dump.matching import Search
 from gpt2.port.dump.segments import Fit, Segment
-from gpt2.port.dump.table import Table, scopes
+from gpt2.port.dump.table import scopes
 from gpt2.port.graph import NODES, ORDER, Entrance, Model, Program, stage_of
 
 SAME = 1e-9  # programs whose values differ by less are one function
@@ -74,12 +73,11 @@ class Explanation:
 
 
 class Explainer:
-    """Looks for what explains ``evidence``, a program's values for ``ids`` (B, T), with the weights of ``reference``.
+    """Looks for what explains ``evidence``, a program's values on the ids and with the weights of ``model``, in float64.
 
     It follows the shown points from one stream to the next, and widens the faults that explain a part to other blocks.
 
     Args:
-        reference: our model, in float64.
         evidence: by traced point, float64, as :func:`gpt2.measure.tracing.trace` has them; of the logits (B, T', V') perhaps only
             the last position, and a padded vocabulary.
         tolerance: the relative error that rounding explains, by point.
@@ -90,8 +88,7 @@ class Explainer:
 
     def __init__(
         self,
-        reference: GPT2,
-        ids: Tensor,
+        model: Model,
         evidence: Mapping[str, Tensor],
         tolerance: Mapping[str, float],
         deadline: Deadline,
@@ -99,28 +96,27 @@ class Explainer:
         stages: Collection[str] = STREAMS,
         several: bool = True,
     ) -> None:
-        self.model = Model(reference.state_dict(), reference.config, ids)
-        self.layers, self.deadline, self.progress, self.several = reference.config.n_layer, deadline, progress, several
+        self.model, self.layers = model, model.config.n_layer
+        self.deadline, self.progress, self.several = deadline, progress, several
         self.order, self.tolerance = points(self.layers), tolerance
         self.shown = {point: evidence[point] for point in self.order if point in evidence}
         if "logits" in self.shown:
-            self.shown["logits"] = self.shown["logits"][..., : reference.config.vocab_size]
+            self.shown["logits"] = self.shown["logits"][..., : model.config.vocab_size]
         self.ends = [point for point in self.shown if point in ENDS or stage_of(point) in stages]
         if "logits" not in self.ends and "ln_f" in self.shown:
             self.ends.append("ln_f")
-        self.whole = Segment(self.model, [*self.shown][-1], None, self.shown, tolerance)
+        self.whole = Segment(model, [*self.shown][-1], None, self.shown, tolerance)
 
     @torch.no_grad()
     def explanation(self) -> Explanation:
         first_wrong = wrong = self.whole.first_wrong(Candidate())
         found, complete, last_right = [Fit(Candidate(), 0.0)], True, None
-        table = None if wrong is None else Table.of(self.model)
-        while wrong is not None and table is not None:
+        while wrong is not None:
             end = next((end for end in self.ends if self.order.index(end) >= self.order.index(wrong)), self.ends[-1])
             before = self.ends[: self.ends.index(end)]
             last_right = before[-1] if before else None
             segment = self._segment(end, last_right, found[0].candidate)
-            search = Search(segment, table, self.deadline, self.progress)
+            search = Search(segment, self.deadline, self.progress)
             fits = [] if segment.first_wrong(Candidate()) is None else search.fits(self.several)
             complete &= search.complete
             reach, wider = self._widened(found, fits, segment) if fits else (-1, [])

@@ -34,8 +34,9 @@ Ranked = list[tuple[Nearness, Candidate]]
 class Search:
     """Looks for the faults that explain a segment: single faults, then pairs."""
 
-    def __init__(self, segment: Segment, table: Table, deadline: Deadline, progress: Progress) -> None:
-        self.segment, self.table, self.deadline, self.progress = segment, table, deadline, progress
+    def __init__(self, segment: Segment, deadline: Deadline, progress: Progress) -> None:
+        self.segment, self.deadline, self.progress = segment, deadline, progress
+        self.table = segment.model.always("faults", lambda: Table.of(segment.model))
         self.lenses = Lenses(segment.model, segment.span)
         self.small, self.complete = self.lenses.small, True
         self.blocks = range(segment.first, segment.last)
@@ -190,7 +191,8 @@ class Search:
         )  # a head's free weights hide other faults
 
     def _paired(self, ranked: Ranked) -> list[Fit]:
-        """Return the pairs of faults that explain the segment, of all that give the first row."""
+        """Return pairs of faults that explain the segment, of those that give the first row; none in one block of a large model."""
+        ranked = [(near, one) for near, one in ranked if self.small or not one.is_local]
         for pairs in Pairing(self.lenses, ranked, self.limit, self.deadline).rounds():
             wholes = [one.with_(other) for one, other in pairs[:PAIRS]]
             parts = {whole.key[:2]: both for whole, both in zip(wholes, pairs, strict=False)}

@@ -65,6 +65,7 @@ class Simulating:
         self.dumped, self.deadline, self.progress = dumped, deadline, progress
         self.config, self.ids, self.exact, self.order = dumped.config, dumped.ids, dumped.exact, dumped.order
         self.held, self.pool = dumped.held, dumped.pool
+        self.model = Model(dumped.reference.state_dict(), dumped.config, dumped.ids)
         self.notes: list[str] = []
 
     def run(self, known: Mapping[str, Tensor]) -> Simulated:
@@ -140,14 +141,13 @@ class Simulating:
 
         So where one block alone is wrong, everything else is exact. ``held``: points whose right value is recorded.
         """
-        model = Model(self.dumped.reference.state_dict(), self.config, self.ids)
-        left, values, likeness, x = dict(arrays), dict[str, Tensor](), 0.0, model.embed()
+        left, values, likeness, x = dict(arrays), dict[str, Tensor](), 0.0, self.model.embed()
         least = max(LEAST_LIKENESS, BY_CHANCE / x.numel() ** 0.5)
         behind = max((self.order.index(one) for one in held if one == "ln_f" or stage_of(one) in STREAMS), default=-1)
         for layer in range(self.config.n_layer):
             state, after = {"x": x}, -1
             for stage in (*stages, "") if stages[-1] else stages:
-                state = run_block(model.site(layer, state), state, {}, after, ORDER[stage])
+                state = run_block(self.model.site(layer, state), state, {}, after, ORDER[stage])
                 point, after = point_at(layer, stage), ORDER[stage]
                 if stage not in stages or (point not in held and self.order.index(point) < behind):
                     continue  # what a right stream was made of is right
@@ -190,7 +190,7 @@ class Simulating:
         """Search for faults that explain the logits and the arrays at recognised places."""
         evidence = {**right, **placed.values, "logits": self.dumped.output.logits.double()}
         stages = {*STREAMS, *placed.stages} if placed.stages or several else ()
-        given = self.dumped.reference, self.ids, evidence, self._with_storage(evidence), self.deadline, self.progress
+        given = self.model, evidence, self._with_storage(evidence), self.deadline, self.progress
         return evidence, Explainer(*given, stages, several).explanation()
 
     # What is said
