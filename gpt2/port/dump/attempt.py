@@ -100,7 +100,8 @@ class Attempt:
         known = {point: value for point, value in values.items() if pool.find(value) is not None}
         random = self._random()
         deadline = self.deadline.part(DRAWN) if random else self.deadline
-        found = Simulating(self.dumped, deadline, self.progress).run(known)
+        found = Simulating(self.dumped, deadline, self.progress)
+        found.run(known)
         self.first, self.settled = found.first or self.first, found.explains
         self.notes += found.notes
         likely = [] if found.explains else random or self._likely()

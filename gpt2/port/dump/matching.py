@@ -191,7 +191,7 @@ class Search:
         )  # a head's free weights hide other faults
 
     def _paired(self, ranked: Ranked) -> list[Fit]:
-        """Return pairs of faults that explain the segment, of those that give the first row; none in one block of a large model."""
+        """Return pairs of faults that explain the segment, of those that give the first row; of a large model, in all blocks."""
         ranked = [(near, one) for near, one in ranked if self.small or not one.is_local]
         for pairs in Pairing(self.lenses, ranked, self.limit, self.deadline).rounds():
             wholes = [one.with_(other) for one, other in pairs[:PAIRS]]

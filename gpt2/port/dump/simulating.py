@@ -36,20 +36,6 @@ BY_CHANCE = 4.0  # standard deviations of such a cosine for an array that has no
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """What simulations show: the likeliest causes, whether they explain the dump, and the first place that is wrong.
-
-    ``head``: a cause in the head, where all before it is explained.
-    """
-
-    causes: tuple[PlacedCause, ...]
-    head: tuple[PlacedCause, ...]
-    explains: bool
-    first: Divergence | None
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Placement:
     """Arrays of a dump at traced points; ``stages``: the stages of a block that these points are, "" for its result."""
 
@@ -59,7 +45,11 @@ class Placement:
 
 
 class Simulating:
-    """A search for faults that give what ``dumped`` holds, until ``deadline``."""
+    """A search for faults that give what ``dumped`` holds, until ``deadline``.
+
+    ``causes``: the likeliest; ``explains``: whether they explain the dump. ``head``: a cause in the head, where all before it is
+    explained. ``first``: the first place that is wrong.
+    """
 
     def __init__(self, dumped: Dumped, deadline: Deadline, progress: Progress) -> None:
         self.dumped, self.deadline, self.progress = dumped, deadline, progress
@@ -68,12 +58,11 @@ class Simulating:
         self.model = Model(dumped.reference.state_dict(), dumped.config, dumped.ids)
         self.notes: list[str] = []
 
-    def run(self, known: Mapping[str, Tensor]) -> Simulated:
+    def run(self, known: Mapping[str, Tensor]) -> None:
         """Search; ``known``: recorded values by traced point."""
         explanation, evidence = self._explain(known)
-        first = self._place(explanation, evidence)
-        causes, head = (tuple(found) for found in (self._causes(explanation), self._head(explanation)))
-        return Simulated(causes, head, explanation.explains, first, tuple(self.notes))
+        self.explains, self.first = explanation.explains, self._place(explanation, evidence)
+        self.causes, self.head = [*self._causes(explanation)], [*self._head(explanation)]
 
     def _explain(self, known: Mapping[str, Tensor]) -> tuple[Explanation, dict[str, Tensor]]:
         """Return what explains the dump best, with its arrays at one place of a block or another, and this evidence."""
