@@ -100,8 +100,8 @@ class Segment:
 
     @cached_property
     def right(self) -> dict[str, Tensor]:
-        """GPT-2's own values."""
-        return self.values(Candidate())
+        """GPT-2's own values where the program's are shown, and behind the blocks."""
+        return {point: value for point, value in self.values(Candidate()).items() if point in (*self.shown, "ln_f", "logits")}
 
     @cached_property
     def right_errors(self) -> dict[str, float]:
