@@ -40,7 +40,7 @@ COLUMNS = 256  # vocabulary entries that are compared
 TOKENS = 4  # of a large model, where a token's values depend on earlier tokens alone
 MIN_ROWS = 4  # positions from which a bias of the head can be fitted
 BEFORE = -1  # the step before all nodes: the embeddings, and the order of blocks
-MAX_ELEMENTS = 1 << 22  # of the widest tensor of the rows that are run together
+MAX_ELEMENTS = 1 << 20  # of the widest tensor of the rows that are run together: few enough to stay in a cache
 MAX_WORK = 1 << 34  # multiplications for these rows: seconds, after which a caller looks at the clock
 
 
