@@ -108,12 +108,12 @@ class Nearness:
 class Lens:
     """A model on some of the tokens, and a program's values there in a part of the forward pass."""
 
-    def __init__(self, model: Model, span: Span, most: int = COLUMNS) -> None:
+    def __init__(self, model: Model, span: Span) -> None:
         self.model, self.span = model, span
         vocabulary = span.wanted.shape[-1]
         self.columns = torch.arange(vocabulary)
-        if span.end == "logits" and vocabulary > most:
-            self.columns = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))[:most]
+        if span.end == "logits" and vocabulary > COLUMNS:
+            self.columns = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))[:COLUMNS]
         wanted = span.wanted[..., self.columns].to(model.dtype)
         if span.softmaxed == "softmax":
             wanted = wanted.clamp(min=1e-12).log()
@@ -353,7 +353,7 @@ class _Batch:
         groups = list(self._groups(layer, node, begun))
         right = RIGHT[node] if node != "embed" else lambda c, s: s["x"]
         usual = state["x"] if layer is None else self.shared.block(layer)[node]
-        if len(groups) == 1 and begun == len(self.sources):  # whatever its shape
+        if len(groups) == 1 and (begun == len(self.sources) or not groups[0][0]):  # whatever its shape
             made = _tried(table.get(groups[0][0], right), site, state)
             return _as_many(torch.full_like(usual, torch.nan) if made is None else made, begun, self.of.model.dtype)
         parts = []
