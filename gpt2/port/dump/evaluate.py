@@ -353,17 +353,20 @@ class _Batch:
         groups = list(self._groups(layer, node, begun))
         right = RIGHT[node] if node != "embed" else lambda c, s: s["x"]
         usual = state["x"] if layer is None else self.shared.block(layer)[node]
+        unknown = torch.full((1, *usual.shape[1:]), torch.nan)
         if len(groups) == 1 and (begun == len(self.sources) or not groups[0][0]):  # whatever its shape
             made = _tried(table.get(groups[0][0], right), site, state)
-            return _as_many(torch.full_like(usual, torch.nan) if made is None else made, begun, self.of.model.dtype)
+            return _as_many(unknown if made is None else made, begun, self.of.model.dtype)
         parts = []
         most = any(number == 0 and 2 * len(places) > begun for number, places in groups)
-        whole = right(site, cast(State, state)).clone() if most else None  # of most, so no rows are picked for it
+        made = _tried(right, site, state if most else _Rows(state, torch.tensor([0])))  # of most, no rows are picked for it
+        unknown = unknown if made is None else torch.full_like(made[:1], torch.nan)
+        whole = _as_many(unknown if made is None else made, begun, self.of.model.dtype).clone() if most else None
         for number, places in groups if whole is None else [group for group in groups if group[0]]:
             one = _tried(table[number] if number else right, site, _Rows(state, places))
-            if one is None or one.shape[1:] != usual.shape[1:]:
+            if one is None or one.shape[1:] != unknown.shape[1:]:
                 self.odd[places // self.each] = number
-                one = torch.full((1, *usual.shape[1:]), torch.nan)
+                one = unknown
             parts.append((places, _as_many(one, len(places), self.of.model.dtype)))
         return _placed(parts, whole)
 
