@@ -41,6 +41,7 @@ TOKENS = 4  # of a large model, where a token's values depend on earlier tokens 
 MIN_ROWS = 4  # positions from which a bias of the head can be fitted
 BEFORE = -1  # the step before all nodes: the embeddings, and the order of blocks
 MAX_ELEMENTS = 1 << 20  # of the widest tensor of the rows that are run together: few enough to stay in a cache
+MAX_PAIRED = 1 << 23  # the same of rows of two programs, of which many have one formula
 MAX_WORK = 1 << 34  # multiplications for these rows: seconds, after which a caller looks at the clock
 
 
@@ -203,7 +204,8 @@ class Evaluator:
         config, size = self.model.config, self.model.ids.numel()
         widest = max(config.inner, 3 * config.n_embd, config.n_head * self.model.ids.shape[1], len(lens.columns))
         work = size * max(1, self.span.last - self.span.first) * (4 * config.n_embd + 2 * config.inner) * config.n_embd
-        self.chunk = max(1, min(MAX_ELEMENTS // (size * widest), MAX_WORK // work))
+        few, many = (max(1, min(most // (size * widest), MAX_WORK // work)) for most in (MAX_ELEMENTS, MAX_PAIRED))
+        self.chunk, self.chunk_of_pairs = few, many
 
     def clash(self) -> Tensor:
         """Return (P, P): whether both programs replace the same node, or both have an order of blocks."""
@@ -244,10 +246,10 @@ class Evaluator:
         shared = self.lens.right if streams is None else Shared(self.model, Entrance(layer, {"x": streams}), self.span)
         batch = torch.arange(len(self.model.ids))
         programs = rows if streams is None else rows * torch.tensor([1, 0])
-        parts = self._parts(programs)
+        parts, step = self._parts(programs), self.chunk_of_pairs if bool(programs[:, 1].any()) else self.chunk
         for part in parts:
             odd: dict[int, list[Tensor]] = defaultdict(list)
-            for some in part.split(self.chunk):
+            for some in part.split(step):
                 if self.deadline.passed:
                     return
                 sources = rows[some, 1] if streams is not None else batch.repeat(len(some))
