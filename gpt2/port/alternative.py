@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.port.fault import Fault
-from gpt2.port.graph import ATTENTION, TEXT, Calls, Edits, Formula, Memory, Model, Site, State
+from gpt2.port.graph import ATTENTION, READS, RIGHT, TEXT, Calls, Edits, Formula, Memory, Model, Site, State
 
 Family = Callable[[Model], Iterator["Alternative"]]
 FAMILIES: list[Family] = []
@@ -94,7 +94,7 @@ class Rerouted(OnTop):
         self.node, self.slot, self.source = node, slot, source
 
     def __call__(self, c: Site, s: State) -> Tensor:
-        return c.right(self.node, {**s, self.slot: s[self.source]})
+        return c.right(self.node, {**{name: s[name] for name in READS[self.node]}, self.slot: s[self.source]})
 
     def over(self, formula: Formula) -> Formula:
         return lambda c, s: formula(c, {**s, self.slot: s[self.source]})
@@ -295,11 +295,10 @@ def _pieces(calls: Calls, edits: Edits, c: Site, s: State) -> State:
     """Return attention's values for a whole text, computed call by call."""
     parts: list[State] = []
     given = {node: s[node] for node in READ}
-    right = c.rights
     for site in _sites(calls, c):
         state = _cut(site, given)
         for node in ATTENTION:
-            state[node] = (edits.get(node) or right[node])(site, state)
+            state[node] = (edits.get(node) or RIGHT[node])(site, state)
         parts.append(state)
     out = {"attn.heads": torch.cat([part["attn.heads"] for part in parts], 1)}
     for node in ("attn.mixed", "attn.scores", "attn.weights"):

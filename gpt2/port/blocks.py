@@ -10,9 +10,8 @@ from torch import Tensor
 
 from gpt2.port.alternative import Alternative, in_calls, merged
 from gpt2.port.dump.candidates import Candidate
-from gpt2.port.dump.simulation import Simulation
 from gpt2.port.fault import Fault
-from gpt2.port.graph import HIDDEN, LAST, NODES, ORDER, READS, Edits, State
+from gpt2.port.graph import HIDDEN, LAST, NODES, ORDER, READS, RIGHT, Edits, Model, State
 from gpt2.port.observe import Observation, Seen
 
 FIRST = ("ln_1", "attn.q", "attn.k", "attn.v")  # nodes that show a block's input
@@ -56,7 +55,7 @@ class Blocks:
     ``known``: the alternatives of each faulty block so far, the last first.
     """
 
-    def __init__(self, observation: Observation, model: Simulation) -> None:
+    def __init__(self, observation: Observation, model: Model) -> None:
         self.observation, self.model, self.layers = observation, model, model.config.n_layer
         self.known: list[tuple[Alternative, ...]] = []
 
@@ -110,7 +109,7 @@ class Blocks:
     def shown_with(self, layer: int, x: Tensor, edits: Edits) -> bool:
         site, state = self.model.site(layer, {"x": x}), {"x": x}
         for node in FIRST:
-            state[node] = (edits.get(node) or site.rights[node])(site, state)
+            state[node] = (edits.get(node) or RIGHT[node])(site, state)
             if torch.equal(state[node], x):
                 continue  # it is found in any case
             if self.observation.find(node, state[node], fault=node in edits) is not None:
@@ -140,7 +139,7 @@ class Blocks:
                     seen[node] = base.seen[node]
                 continue
             try:
-                value = (both.get(node) or site.rights[node])(site, state)
+                value = (both.get(node) or RIGHT[node])(site, state)
             except RuntimeError:  # two alternatives that do not fit together, as of other numbers of heads
                 return None
             old = base.state[node]
@@ -183,7 +182,7 @@ class Blocks:
                 state[node] = old
                 continue
             try:
-                state[node] = (both.get(node) or site.rights[node])(site, state)
+                state[node] = (both.get(node) or RIGHT[node])(site, state)
             except RuntimeError:  # two alternatives that do not fit together
                 return False
             if state[node].shape == old.shape and torch.equal(state[node], old):

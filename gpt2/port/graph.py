@@ -15,6 +15,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from copy import copy
+from dataclasses import dataclass, field
 from typing import Self, TypeVar, cast
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from gpt2.checkpoint.keys import head_name
 from gpt2.config import GPT2Config
+from gpt2.measure.tracing import layer_of, part_of, point_at
 from gpt2.model import ACTIVATIONS
 
 State = dict[str, Tensor]
@@ -74,6 +76,46 @@ TEXT, ROWS = "text", "rows"  # what else than the tokens before it a token's val
 KEPT = 4  # values that a model remembers
 
 
+@dataclass(frozen=True)
+class Program:
+    """What a program computes otherwise than GPT-2, from a whole text at once.
+
+    ``blocks``: other formulas by the number of the block; ``outside``: of ``embed``, ``ln_f`` and ``head``. ``order``: the blocks
+    that run, None for GPT-2's order. ``run``: how the stream (B, T, D) behind the last block is computed, if not block by block.
+    """
+
+    blocks: Mapping[int, Edits] = field(default_factory=dict)
+    outside: Edits = field(default_factory=dict)
+    order: tuple[int, ...] | None = None
+    run: Callable[[Model], Tensor] | None = None
+
+    def at(self, node: str) -> Formula:
+        """Return the formula of a node outside the blocks."""
+        return self.outside.get(node) or RIGHT[node]
+
+
+@dataclass(frozen=True)
+class Entrance:
+    """Where a part of the forward pass begins: in block ``layer``, behind node number ``after``.
+
+    ``state``: the block's input ``x``, and its nodes up to that number; -1 for the block's input alone.
+    """
+
+    layer: int
+    state: State
+    after: int = -1
+
+    def cut(self, rows: int, tokens: int) -> Entrance:
+        """Return the entrance on the first tokens of the first rows."""
+        square = ("attn.scores", "attn.weights")
+        heads = {node: x[:rows, :, :tokens] for node, x in self.state.items() if x.ndim == 4}
+        heads |= {node: heads[node][..., :tokens] for node in square if node in heads}
+        return Entrance(self.layer, {node: x[:rows, :tokens] for node, x in self.state.items()} | heads, self.after)
+
+    def to(self, dtype: torch.dtype) -> Entrance:
+        return Entrance(self.layer, {node: tensor.to(dtype) for node, tensor in self.state.items()}, self.after)
+
+
 class Model:
     """The checkpoint's tensors ``state`` in ``dtype``, its config, and ids (B, T)."""
 
@@ -90,10 +132,6 @@ class Model:
         parameters = sum(tensor.numel() for name, tensor in self.state.items() if name.startswith("h."))
         return parameters * self.ids.numel() <= SMALL
 
-    def right(self, layer: int) -> Edits:
-        """Return the formula of every node of a block."""
-        return RIGHT
-
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """Return what ``make`` makes; of the last few keys, what was made before."""
         if key not in self._kept:
@@ -101,6 +139,47 @@ class Model:
             if len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         return cast(Made, self._kept[key])
+
+    def site(self, layer: int, state: State | None = None) -> Site:
+        """Return the place of a block that computes all tokens of ``state`` at once."""
+        tokens = self.ids.shape[1] if state is None or "x" not in state else state["x"].shape[1]
+        return Site(self, layer, 0, tokens, {})
+
+    def embed(self, program: Program | None = None) -> Tensor:
+        """Return the stream (B, T, D) that enters the first block."""
+        return (program or Program()).at("embed")(self.site(0), {}).to(self.dtype)
+
+    def stages(
+        self, program: Program, first: int, last: int, entrance: Entrance | None = None, until: int | None = None
+    ) -> State:
+        """Return a program's values by traced point, without an ``entrance`` from the embeddings on.
+
+        Blocks ``first`` to ``last`` (excluded), up to node ``until`` of the last one; ``x`` is its input, ``end`` its last node.
+        """
+        points: State = {} if entrance else {"embed": self.embed(program)}
+        x = entrance.state["x"] if entrance else points["embed"]
+        if program.run:
+            return points | {"x": x, "end": program.run(self)}
+        for number, layer in enumerate(program.order or range(first, last)):
+            state, after = (entrance.state, entrance.after) if number == 0 and entrance else ({"x": x}, -1)
+            stop = LAST if until is None or layer < last - 1 or program.order else until
+            state = run_block(self.site(layer, state), state, program.blocks.get(layer, {}), after, stop)
+            if "attn.scores" in state:
+                state["attn.scores"] = state["attn.scores"].tril()  # as our trace has them: 0 for later tokens
+            place = number if program.order else layer
+            points |= {point_at(place, node): state[node] for node in NODES[: stop + 1] if node in state}
+            points["x"], x = state["x"], state[NODES[stop]]
+        return points | {"x": points.get("x", x), "end": x}
+
+    def trace(self, program: Program, entrance: Entrance | None = None) -> State:
+        """Return a program's values at all traced points, from ``entrance`` on."""
+        first, layers = entrance.layer if entrance else 0, self.config.n_layer
+        points = self.stages(program, first, layers, entrance)
+        points = {point: value for point, value in points.items() if not point.endswith(HIDDEN)}
+        ended = self.site(0, {"x": points["end"]})
+        points["ln_f"] = program.at("ln_f")(ended, {"x": points["end"]})
+        points["logits"] = points["ln_f"] @ program.at("head")(ended, {}).T
+        return points
 
     def on_ids(self, ids: Tensor) -> Self:
         """Return this model on other ids (B, T)."""
@@ -121,37 +200,29 @@ class Model:
 
 
 class Site:
-    """Where a node is computed: a block of a model, the tokens ``begin`` to ``end`` of this call, the memory of earlier calls.
+    """Where a node is computed: a block of a model, the tokens ``begin`` to ``end`` of this call, the memory of earlier calls."""
 
-    ``plain``: faults that a model has already are not seen here, because a formula of theirs is computed.
-    """
+    __slots__ = ("begin", "config", "end", "layer", "memory", "model")
 
-    __slots__ = ("begin", "config", "end", "layer", "memory", "model", "plain")
-
-    def __init__(self, model: Model, layer: int, begin: int, end: int, memory: Memory, plain: bool = False) -> None:
+    def __init__(self, model: Model, layer: int, begin: int, end: int, memory: Memory) -> None:
         self.model, self.config, self.layer, self.begin, self.end = model, model.config, layer, begin, end
-        self.memory, self.plain = memory, plain
+        self.memory = memory
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a tensor by its name in the block, such as ``attn.c_attn.weight``."""
         return self.model.state[f"h.{self.layer}.{name}"]
 
-    @property
-    def rights(self) -> Edits:
-        """The formula of every node here."""
-        return RIGHT if self.plain else self.model.right(self.layer)
-
     def right(self, node: str, s: State) -> Tensor:
-        """Return what the model computes at a node from ``s``."""
-        return (self.rights.get(node) or RIGHT_OUTSIDE[node])(self, s)
+        """Return what GPT-2 computes at a node from ``s``."""
+        return RIGHT[node](self, s)
 
     def at(self, layer: int) -> Site:
         """Return the same place in another block."""
-        return Site(self.model, layer, self.begin, self.end, self.memory, self.plain)
+        return Site(self.model, layer, self.begin, self.end, self.memory)
 
     def call(self, begin: int, end: int, memory: Memory) -> Site:
         """Return the same block in a call."""
-        return Site(self.model, self.layer, begin, end, memory, self.plain)
+        return Site(self.model, self.layer, begin, end, memory)
 
     def full(self, part: str) -> str:
         """Return the checkpoint's name of the norm ``part``: ``ln_1`` -> ``h.3.ln_1``, ``ln_f`` -> ``ln_f``."""
@@ -192,6 +263,13 @@ class Site:
     def visible(self, keys: int) -> Tensor:
         """Return (t, S): a token sees itself and all before it."""
         return torch.arange(keys) <= self.tokens
+
+
+def stage_of(point: str) -> str | None:
+    """Return a traced point's node in its block: ``"h.3.attn.k"`` -> ``"attn.k"``, ``"h.3"`` -> ``""``; None outside."""
+    if layer_of(point) is None:
+        return None
+    return part_of(point) if point.count(".") > 1 else ""
 
 
 def right_scale(config: GPT2Config, layer: int) -> float:
@@ -252,12 +330,7 @@ def embedding(c: Site, rows: Tensor | None = None, ids: Tensor | None = None) ->
     return c.model.state["wte.weight"][ids] + (table[c.begin : c.end] if rows is None else table[rows])
 
 
-def plain(formula: Formula) -> Formula:
-    """Return the formula of a fault that a model has already."""
-    return lambda c, s: formula(Site(c.model, c.layer, c.begin, c.end, c.memory, True), s)
-
-
-RIGHT_OUTSIDE: dict[str, Formula] = {
+RIGHT |= {
     "embed": lambda c, s: embedding(c),
     "ln_f": lambda c, s: c.norm(s["x"], "ln_f"),
     "head": lambda c, s: c.model.table,
@@ -266,9 +339,9 @@ RIGHT_OUTSIDE: dict[str, Formula] = {
 
 def run_block(c: Site, state: State, edits: Edits, after: int = -1, until: int = LAST) -> State:
     """Return ``state`` with the nodes beyond number ``after`` computed, up to number ``until``."""
-    state, right = dict(state), c.rights
+    state = dict(state)
     for node in NODES[after + 1 : until + 1]:
-        state[node] = (edits.get(node) or right[node])(c, state)
+        state[node] = (edits.get(node) or RIGHT[node])(c, state)
     return state
 
 

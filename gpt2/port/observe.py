@@ -9,10 +9,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.port.dump.simulation import Simulation
 from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.fits.observed import Observed, laid
-from gpt2.port.graph import AXES, HEADED, PIECES, merge, split
+from gpt2.port.graph import AXES, HEADED, PIECES, Model, merge, split
 from gpt2.port.recording.pool import Pool
 
 FAR = 10  # times the tolerance: logits of one token, by their own size
@@ -29,7 +28,7 @@ class Seen(NamedTuple):
 class Observation:
     """The arrays of ``pool``, which a program on the ids of ``model`` has computed."""
 
-    def __init__(self, pool: Pool, model: Simulation) -> None:
+    def __init__(self, pool: Pool, model: Model) -> None:
         self.pool, self.model, self.heads = pool, model, model.config.n_head
         self.used: set[int] = set()
 

@@ -33,13 +33,12 @@ from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.places import OUTSIDE
 from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
 from gpt2.port.dump.candidates import Candidate, Site
-from gpt2.port.dump.simulation import Simulation, stage_of
 from gpt2.port.explainer import MOST_ARRAYS, Explainer
 from gpt2.port.fault import Fault
 from gpt2.port.fits.ending import Ending
 from gpt2.port.fits.lacking import dropped
 from gpt2.port.fits.wiring import embedding_fit
-from gpt2.port.graph import HIDDEN, NODES, ORDER, State, run_block
+from gpt2.port.graph import HIDDEN, NODES, ORDER, Model, State, run_block, stage_of
 from gpt2.port.observe import Observation, Seen
 from gpt2.port.recording.pool import LOOSE, Pool
 
@@ -87,7 +86,7 @@ def search(
         weights["wpe.weight"] = reference.wpe.weight.detach().double()
     if head is not None:
         weights[HEAD] = head.double()
-    model = Simulation(weights, reference.config, ids)
+    model = Model(weights, reference.config, ids)
     return Search(Observation(pool, model), model, trace(reference, ids), progress, of_module=True).run()
 
 
@@ -100,7 +99,7 @@ class Search:
     def __init__(
         self,
         observation: Observation,
-        model: Simulation,
+        model: Model,
         exact: Mapping[str, Tensor],
         progress: Progress = silent,
         of_module: bool = False,

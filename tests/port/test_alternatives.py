@@ -24,8 +24,7 @@ from gpt2.port.alternatives import KINDS, table
 from gpt2.port.alternatives.schedule import schedules
 from gpt2.port.diagnosis.causes import CAUSES
 from gpt2.port.dump.candidates import Candidate
-from gpt2.port.dump.simulation import Program, Simulation
-from gpt2.port.graph import ROWS, TEXT, Calls, Model, Site
+from gpt2.port.graph import ROWS, TEXT, Calls, Model, Program, Site
 from gpt2.port.recording.collecting import collect
 from gpt2.port.search import search
 
@@ -87,8 +86,8 @@ def logits(one: Alternative | None, calls: Calls = CALLS[0], given: Tensor | Non
         blocks = {} if one is None else {n: one.at(n) for n in range(CONFIG.n_layer)}
         x = graph.run(m, blocks, outside.get("embed"), tuple((a, min(e, m.ids.shape[1])) for a, e in calls if a < m.ids.shape[1]))
     site = Site(m, 0, 0, m.ids.shape[1], {})
-    normed = (outside.get("ln_f") or graph.RIGHT_OUTSIDE["ln_f"])(site, {"x": x})
-    return normed @ (outside.get("head") or graph.RIGHT_OUTSIDE["head"])(site, {}).T
+    normed = (outside.get("ln_f") or graph.RIGHT["ln_f"])(site, {"x": x})
+    return normed @ (outside.get("head") or graph.RIGHT["head"])(site, {}).T
 
 
 def apart(one: Tensor, other: Tensor) -> float:
@@ -187,7 +186,7 @@ def test_two_edits_of_one_node_are_merged_if_one_changes_what_is_there() -> None
     both = merged(compared, {"attn.scores": double})
     assert both is not None
     assert merged(compared, dict(compared)) is None
-    simulation = Simulation(model().state_dict(), CONFIG, ids())
+    simulation = Model(model().state_dict(), CONFIG, ids())
     one, two = (simulation.trace(Program({0: edits}))["h.0.attn.scores"] for edits in (compared, both))
     assert torch.allclose(2 * one, two)
 
@@ -228,11 +227,10 @@ def name(value: object) -> str:
 
 def traced(one: Alternative) -> dict[str, Tensor]:
     """The traced values of our model with an alternative in all blocks."""
-    simulation = Simulation(model().state_dict(), CONFIG, ids())
     sites = (*((one, n) for n in range(CONFIG.n_layer) if one.edits), *[(one, None)] * bool(one.outside))
-    program = Candidate(sites).program(simulation)
+    program = Candidate(sites).program
     assert program is not None
-    return simulation.trace(program)
+    return Model(model().state_dict(), CONFIG, ids()).trace(program)
 
 
 @pytest.mark.parametrize(

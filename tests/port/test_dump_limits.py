@@ -16,9 +16,8 @@ from gpt2.measure.dumps import dump_of
 from gpt2.measure.tracing import trace
 from gpt2.port.alternative import Changed
 from gpt2.port.diagnosis.report import SURE
-from gpt2.port.dump.simulation import Program, Simulation
 from gpt2.port.dump.tolerance import measured
-from gpt2.port.graph import Formula, Site, State
+from gpt2.port.graph import Formula, Model, Program, Site, State
 from gpt2.port.step.dump_steps import batches_of
 
 FEW = ("ln_1", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.act", "mlp.c_proj")
@@ -143,7 +142,7 @@ def test_an_attention_is_not_called_another_one(
     """A value of one head compared with several ended the diagnosis of scores by two; values that are recorded in any case were
     evidence for an attention in which each token sees itself."""
     monkeypatch.setattr("gpt2.port.dump.examination.SECONDS", {True: 4.0})
-    values = Simulation(MODEL.state_dict(), MODEL.config, IDS).trace(Program({n: {stage: formula} for n in range(3)}))
+    values = Model(MODEL.state_dict(), MODEL.config, IDS).trace(Program({n: {stage: formula} for n in range(3)}))
     said = gpt2.diagnose(dump({name: value for name, value in values.items() if name != "x"}, torch.float64), MODEL)
     assert (said.verdict == "mismatch") == bool(causes_of)
     assert {cause.id for cause in said.causes} == causes_of
@@ -153,8 +152,6 @@ def test_an_attention_is_not_called_another_one(
 def test_positions_are_named_though_no_embeddings_are_dumped(moved: Callable[[Tensor], Tensor]) -> None:
     """The first value that was recorded was that of a norm, and no norm gives it from the right embeddings."""
     wte, wpe, rows = MODEL.wte.weight.detach(), MODEL.wpe.weight.detach(), moved(torch.arange(8))
-    values = Simulation(MODEL.state_dict(), MODEL.config, IDS).trace(
-        Program(outside={"embed": lambda c, s: wte[IDS] + wpe[rows]})
-    )
+    values = Model(MODEL.state_dict(), MODEL.config, IDS).trace(Program(outside={"embed": lambda c, s: wte[IDS] + wpe[rows]}))
     shown = {name: value for name, value in values.items() if name not in ("x", "embed") and "mixed" not in name}
     assert [one.id for one in gpt2.diagnose(dump(shown, torch.float32), MODEL).causes] == ["position-offset"]

@@ -12,17 +12,15 @@ from torch import Tensor
 
 import gpt2
 from gpt2.port.deadline import Deadline
-from gpt2.port.dump.candidates import Candidate, Table
+from gpt2.port.dump.candidates import Candidate
+from gpt2.port.dump.evaluate import Evaluator, Lens, Span
 from gpt2.port.dump.examination import computed_in
-from gpt2.port.dump.pairs import PairRunner
-from gpt2.port.dump.sieve import Lens
-from gpt2.port.dump.simulation import Program, Simulation
-from gpt2.port.dump.spans import Span
+from gpt2.port.dump.table import Table
 from gpt2.port.fits.lacking import looks_dropped
-from gpt2.port.graph import Formula, Site, State
+from gpt2.port.graph import Formula, Model, Program, Site, State
 
 LAYERS = MODEL.config.n_layer
-SIMULATION = Simulation(MODEL.state_dict(), MODEL.config, IDS)
+SIMULATION = Model(MODEL.state_dict(), MODEL.config, IDS)
 LEVELS: dict[str, Callable[[str], bool]] = {
     "full": lambda point: not point.endswith(("attn.mixed", "ln_1")),
     "mid": lambda point: point.endswith(".mid"),
@@ -50,13 +48,13 @@ def wide_scores(c: Site, s: State) -> Tensor:
 
 
 def zero_scores(layer: int) -> Formula:
-    return lambda c, s: SIMULATION.stages_of(layer)["attn.scores"](s) * 0.0
+    return lambda c, s: c.right("attn.scores", s) * 0.0
 
 
 def first_columns(layer: int) -> Formula:
-    bias = SIMULATION.weights(layer)["mlp.c_fc.bias"].clone()
+    bias = SIMULATION.site(layer)["mlp.c_fc.bias"].clone()
     bias[:10] = 0.0
-    return lambda c, s: SIMULATION.stages_of(layer)["mlp.c_fc"](s) - bias
+    return lambda c, s: c.right("mlp.c_fc", s) - bias
 
 
 @pytest.mark.parametrize("level", ["full", "mid", pytest.param("logits", marks=pytest.mark.slow)])
@@ -113,18 +111,12 @@ HALF_TO_DOUBLE = (torch.float16, torch.float32, torch.float64)
 
 
 def first_queries(layer: int) -> Formula:
-    right = SIMULATION.stages_of(layer)["attn.scores"]
-
-    def scores(c: Site, s: State) -> Tensor:
-        q = s["attn.q"].unflatten(-1, (MODEL.config.n_head, -1))
-        return right(s | {"attn.q": q[:, :, :1].expand_as(q).flatten(2)})
-
-    return scores
+    return lambda c, s: c.right("attn.scores", {**s, "attn.qh": s["attn.qh"][:, :1].expand_as(s["attn.qh"])})
 
 
 def early_bias(layer: int) -> Formula:
-    weight, bias = (SIMULATION.weights(layer)[f"ln_1.{leaf}"] for leaf in ("weight", "bias"))
-    return lambda c, s: SIMULATION.stages_of(layer)["ln_1"](s) - bias + bias * weight
+    weight, bias = (SIMULATION.site(layer)[f"ln_1.{leaf}"] for leaf in ("weight", "bias"))
+    return lambda c, s: c.right("ln_1", s) - bias + bias * weight
 
 
 def branch_alone(layer: int) -> Formula:
@@ -151,10 +143,7 @@ def test_streams_of_several_programs_pass_each_variant() -> None:
     row = SIMULATION.on_ids(IDS[:1])
     lens = Lens(row, Span(0, LAYERS, "logits", None, row.trace(Program())["logits"]))
     wholes = [Candidate(tuple((one, n) for n in range(LAYERS))) for one in Table.of(SIMULATION).blocks]
-    for program in (one.program(SIMULATION) for one in wholes):
-        if program is not None:
-            SIMULATION.on(program)  # sees whether the rows of several streams change one another
-    PairRunner(lens, [one.program(row) or Program() for one in wholes], Deadline()).alone()  # rows of a state, which is no dict
+    Evaluator(lens, [one.program or Program() for one in wholes], Deadline()).alone()  # rows of a state, which is no dict
 
 
 def test_dropout_is_known_by_its_zeros() -> None:

@@ -11,12 +11,11 @@ from torch import Tensor
 import gpt2
 from gpt2.port.alternative import Changed
 from gpt2.port.dump import examination
-from gpt2.port.dump.simulation import Program, Simulation
 from gpt2.port.fits.lacking import dropped, left_out
 from gpt2.port.fits.observed import Observed
-from gpt2.port.graph import Formula
+from gpt2.port.graph import Formula, Model, Program
 
-Change = Callable[[Simulation, int], dict[str, Formula]]
+Change = Callable[[Model, int], dict[str, Formula]]
 
 
 def seen(value: Tensor, right: Tensor) -> tuple[Observed, Tensor]:
@@ -60,7 +59,7 @@ SHAPE = Shape(2, 24, 3, 41, 16, 9, 17)
 
 
 def everywhere(stages: dict[str, Callable[[Tensor], Tensor]]) -> Change:
-    def change(simulation: Simulation, layer: int) -> dict[str, Formula]:
+    def change(simulation: Model, layer: int) -> dict[str, Formula]:
         return {stage: Changed(stage, lambda c, y, after=after: after(y)) for stage, after in stages.items()}
 
     return change
@@ -70,9 +69,9 @@ def kept(x: Tensor) -> Tensor:
     return torch.where(torch.rand(x.shape, generator=torch.Generator().manual_seed(3)) < 0.9, x / 0.9, 0.0)
 
 
-def narrow(simulation: Simulation, layer: int) -> dict[str, Formula]:
+def narrow(simulation: Model, layer: int) -> dict[str, Formula]:
     """All linear layers on operands in bfloat16."""
-    w = simulation.weights(layer)
+    w = simulation.site(layer)
 
     def product(source: str, part: str, share: slice) -> Formula:
         weight, bias = w[f"{part}.weight"][:, share].bfloat16().double(), w[f"{part}.bias"][share]
@@ -104,13 +103,13 @@ DUMPS: dict[str, tuple[str, str, Change]] = {
 }
 
 
-def _merged(simulation: Simulation, layer: int, heads: Tensor) -> Tensor:
-    w = simulation.weights(layer)
+def _merged(simulation: Model, layer: int, heads: Tensor) -> Tensor:
+    w = simulation.site(layer)
     return heads.reshape(*simulation.ids.shape, -1) @ w["attn.c_proj.weight"] + w["attn.c_proj.bias"]
 
 
-def _batch(simulation: Simulation, layer: int, x: Tensor) -> Tensor:
-    w = simulation.weights(layer)
+def _batch(simulation: Model, layer: int, x: Tensor) -> Tensor:
+    w = simulation.site(layer)
     normed = (x - x.mean((0, 1))) / (x.var((0, 1), correction=0) + 1e-5).sqrt()
     return normed * w["ln_1.weight"] + w["ln_1.bias"]
 
@@ -121,7 +120,7 @@ def test_a_dump_of_a_program_with_it_is_named(fault: str, tmp_path: Path) -> Non
     """Bug: each was undetermined, or called something else, in full dumps of an unseen set."""
     bed = Bed(tmp_path / "one", SHAPE)
     model = gpt2.load(str(bed.model), dtype="float64")
-    simulation = Simulation(model.state_dict(), model.config, torch.from_numpy(bed.ids))
+    simulation = Model(model.state_dict(), model.config, torch.from_numpy(bed.ids))
     id, words, change = DUMPS[fault]
     values = simulation.trace(Program({n: change(simulation, n) for n in range(2)}))
     arrays = {f"a{n}": v.float().numpy() for n, (name, v) in enumerate(values.items()) if name not in ("x", "end", "logits")}
@@ -139,7 +138,7 @@ def test_an_array_that_is_written_twice_is_no_norm_that_is_missing(tmp_path: Pat
     state = {
         name: t.roll(7) + drawn(*t.shape) * t.std() if name.startswith("h.") else t for name, t in model.state_dict().items()
     }
-    values = Simulation(state, model.config, torch.from_numpy(bed.ids)).trace(Program({}))
+    values = Model(state, model.config, torch.from_numpy(bed.ids)).trace(Program({}))
     arrays = {f"a{n}": v.float().numpy() for n, (name, v) in enumerate(values.items()) if name not in ("x", "end", "logits")}
     again = {"b": values["embed"].float().numpy(), "c": values["h.0"].float().numpy()}
     found = gpt2.diagnose({"ids": bed.ids, "logits": values["logits"].float().numpy(), **arrays, **again}, model)

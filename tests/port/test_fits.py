@@ -9,12 +9,11 @@ from support.programs.bed import Bed, Shape
 
 import gpt2
 from gpt2.config import GPT2Config
-from gpt2.port.dump.simulation import Program, Simulation
 from gpt2.port.fits.linear import Library, Linear
 from gpt2.port.fits.observed import Observed
-from gpt2.port.graph import Formula
+from gpt2.port.graph import Formula, Model, Program
 
-Change = Callable[[Simulation, int], dict[str, Formula]]
+Change = Callable[[Model, int], dict[str, Formula]]
 SHAPE = Shape(2, 24, 3, 41, 16, 9, 11)
 
 
@@ -26,8 +25,8 @@ def groups(weight: torch.Tensor) -> torch.Tensor:
 
 
 def linear(part: str, source: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    def stages(simulation: Simulation, layer: int) -> dict[str, Formula]:
-        w = simulation.weights(layer)
+    def stages(simulation: Model, layer: int) -> dict[str, Formula]:
+        w = simulation.site(layer)
         return {part: lambda c, s: s[source] @ change(w[f"{part}.weight"]) + w[f"{part}.bias"]}
 
     return stages
@@ -54,9 +53,7 @@ FAULTS: dict[str, tuple[str, str, str, Change]] = {
         "from token 5 on",
         "h.0.attn.weights",
         lambda m, n: {
-            "attn.scores": lambda c, s: (
-                m.stages_of(n)["attn.scores"](s) * torch.where(torch.arange(9) < 5, 1.0, 0.6).double()[:, None]
-            )
+            "attn.scores": lambda c, s: c.right("attn.scores", s) * torch.where(torch.arange(9) < 5, 1.0, 0.6).double()[:, None]
         },
     ),
 }
@@ -74,7 +71,7 @@ SLOW = ("temperature in steps", "columns backwards", "sums of two scales", "atte
 def test_a_mistake_that_no_list_has_is_read_off_its_operator(bed: Bed, fault: str | None) -> None:
     """Bug: each unseen set of programs fell with causes that nobody had listed. Control: without a fault, the dump is equal."""
     model = gpt2.load(str(bed.model), dtype="float64")
-    simulation = Simulation(model.state_dict(), model.config, torch.from_numpy(bed.ids))
+    simulation = Model(model.state_dict(), model.config, torch.from_numpy(bed.ids))
     blocks = {n: FAULTS[fault][3](simulation, n) for n in range(2)} if fault else {}
     values = simulation.trace(Program(blocks))
     arrays = {

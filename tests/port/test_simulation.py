@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -23,11 +24,12 @@ from gpt2.port.alternatives.moments import WAYS, readings
 from gpt2.port.alternatives.norms import normed, of_moments
 from gpt2.port.alternatives.outside import sequence_faults
 from gpt2.port.deadline import Deadline
-from gpt2.port.dump.candidates import Candidate, Table
-from gpt2.port.dump.explaining import Explanation, explain
+from gpt2.port.dump.candidates import Candidate
+from gpt2.port.dump.evaluate import Evaluator, Lens, Span
+from gpt2.port.dump.explaining import Explainer, Explanation
 from gpt2.port.dump.segments import Segment
-from gpt2.port.dump.simulation import Entrance, Program, Simulation
-from gpt2.port.graph import Model
+from gpt2.port.dump.table import Table
+from gpt2.port.graph import Entrance, Model, Program
 
 CONFIG = GPT2Config(vocab_size=29, n_positions=11, n_embd=12, n_layer=2, n_head=3, n_inner=20, bos_token_id=0, eos_token_id=0)
 STREAMS = ("embed", "h.0", "h.1", "logits")
@@ -43,8 +45,17 @@ def ids() -> Tensor:
     return torch.randint(CONFIG.vocab_size, (2, 7), generator=torch.Generator().manual_seed(3))
 
 
-def explained(model: GPT2, ids: Tensor, evidence: dict[str, Tensor], tolerance: float = 1e-9) -> Explanation:
-    return explain(model, ids, evidence, dict.fromkeys(evidence, tolerance), Deadline())
+def explained(
+    model: GPT2,
+    ids: Tensor,
+    evidence: dict[str, Tensor],
+    tolerance: float | dict[str, float] = 1e-9,
+    seconds: float = math.inf,
+    several: bool = True,
+) -> Explanation:
+    allowed = tolerance if isinstance(tolerance, dict) else dict.fromkeys(evidence, tolerance)
+    own = Model(model.state_dict(), model.config, ids)
+    return Explainer(own, evidence, allowed, Deadline(seconds), several=several).explanation()
 
 
 def named(explanation: Explanation) -> list[list[tuple[str, str]]]:
@@ -54,7 +65,7 @@ def named(explanation: Explanation) -> list[list[tuple[str, str]]]:
 
 def test_without_a_fault_the_simulation_is_the_model(model: GPT2, ids: Tensor) -> None:
     """A stage that differs from our model would make every program faulty."""
-    ours, values = trace(model, ids), Simulation(model.state_dict(), CONFIG, ids).trace(Program())
+    ours, values = trace(model, ids), Model(model.state_dict(), CONFIG, ids).trace(Program())
     errors = {point: worst_relative_error(values[point], ours[point]) for point in ours if point in values}
     assert set(errors) >= {"embed", "h.1.attn.heads", "h.1.mid", "h.1", "ln_f", "logits"}
     assert max(errors.values()) < 1e-13
@@ -74,7 +85,7 @@ def test_noise_has_no_explanation(model: GPT2, ids: Tensor) -> None:
     with torch.no_grad():
         logits = model(ids)
         noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        explanation = explain(model, ids, {"logits": logits + 0.1 * noise}, {"logits": 1e-9}, Deadline(), several=False)
+        explanation = explained(model, ids, {"logits": logits + 0.1 * noise}, several=False)
     assert explanation.complete
     assert not explanation.right
     assert not explanation.hypotheses
@@ -87,23 +98,23 @@ def test_only_roundings_are_computed_exactly_beyond_the_bound(model: GPT2, ids: 
     Control: a fault with noise is no known fault, and no rounding.
     """
     computed: list[Candidate] = []
-    fits = Segment.fits
-    monkeypatch.setattr(Segment, "fits", lambda segment, candidate: (computed.append(candidate), fits(segment, candidate))[1])
+    fit = Segment.fit
+    monkeypatch.setattr(Segment, "fit", lambda segment, candidate: (computed.append(candidate), fit(segment, candidate))[1])
     wrong = wrong_by(model, ids, {"the exact GELU, by erf;": (0, 1)})["logits"]
     right = model(ids).detach()
     noise = torch.randn(wrong.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits = wrong + 0.02 * float((wrong - right).square().mean().sqrt()) * noise
-    explanation = explain(model, ids, {"logits": logits}, {"logits": 1e-9}, Deadline(), several=False)
+    explanation = explained(model, ids, {"logits": logits}, several=False)
     assert explanation.complete
     assert not explanation.hypotheses
     rest = {label for one in computed if not one.rounds for label in one.labels}
-    known = Table.of(Simulation(model.state_dict(), model.config, ids)).blocks
+    known = Table.of(Model(model.state_dict(), model.config, ids)).blocks
     assert rest.isdisjoint(one.label for one in known), rest  # others have a number that was fitted
 
 
 def test_a_fault_says_its_own_correction(model: GPT2, ids: Tensor) -> None:
     """The table's line was printed instead: a window was to be mended as a token that cannot see itself."""
-    every = Table.of(Simulation(model.state_dict(), CONFIG, ids)).blocks
+    every = Table.of(Model(model.state_dict(), CONFIG, ids)).blocks
     window = next(one for one in every if one.words.startswith("a token sees the last 2 tokens"))
     (found,) = Candidate(tuple((window, n) for n in range(CONFIG.n_layer))).found(CONFIG.n_layer)
     assert found.fix is not None
@@ -112,7 +123,9 @@ def test_a_fault_says_its_own_correction(model: GPT2, ids: Tensor) -> None:
 
 def test_each_fault_of_one_block_is_tried_once(model: GPT2, ids: Tensor) -> None:
     """Roundings that go on outside the blocks were listed twice where only blocks are compared."""
-    keys = [one.key for one in Table.of(Simulation(model.state_dict(), CONFIG, ids)).singles(0, CONFIG.n_layer, False, False)]
+    own = Model(model.state_dict(), CONFIG, ids)
+    part = Segment(own, "h.1", Entrance(0, {"x": own.embed()}), {"h.1": own.embed()}, {})
+    keys = [one.key for one in Table.of(own).singles(part)]
     assert len(keys) == len(set(keys))
 
 
@@ -129,10 +142,10 @@ def test_rows_are_run_as_one_only_if_they_are_few(model: GPT2) -> None:
 @torch.no_grad()
 def wrong_by(model: GPT2, ids: Tensor, faults: dict[str, tuple[int | None, ...]]) -> dict[str, Tensor]:
     """The simulation's values with faults, each by a part of its label, in these blocks."""
-    simulation = Simulation(model.state_dict(), CONFIG, ids)
+    simulation = Model(model.state_dict(), CONFIG, ids)
     every = table(simulation)
     known = {part: next(one for one in every if part in one.label) for part in faults}
-    program = Candidate(tuple((known[part], layer) for part, layers in faults.items() for layer in layers)).program(simulation)
+    program = Candidate(tuple((known[part], layer) for part, layers in faults.items() for layer in layers)).program
     assert program is not None
     return simulation.trace(program)
 
@@ -155,9 +168,10 @@ def test_as_many_faults_of_later_tokens_are_tried_wherever_they_begin(model: GPT
 
     Every other number of heads was tried on all tokens as well: the scores of 768 heads take 3 GB at 1,024 tokens.
     """
-    simulation = Simulation(model.state_dict(), CONFIG, ids)
+    simulation = Model(model.state_dict(), CONFIG, ids)
     faults = Table.of(simulation)
-    early, late = (list(faults.since(simulation, token, 0, 2, True)) for token in (2, 6))
+    part = Segment(simulation, "logits", None, {"logits": model(ids).detach()}, {})
+    early, late = (list(faults.since(simulation, token, part)) for token in (2, 6))
     assert len(late) <= len(early) + 3
 
 
@@ -193,10 +207,10 @@ def test_one_tensor_a_block_names_the_block_that_nothing_explains(model: GPT2, i
     with torch.no_grad():
         values = trace(model, ids)
         start = values["h.0"] + 0.3 * torch.randn(values["h.0"].shape, generator=torch.Generator().manual_seed(1)).double()
-        simulation = Simulation(model.state_dict(), CONFIG, ids)
-        rest = simulation.trace(Program(), 1, CONFIG.n_layer, Entrance(1, {"x": start}))
+        simulation = Model(model.state_dict(), CONFIG, ids)
+        rest = simulation.trace(Program(), Entrance(1, {"x": start}))
     evidence = {"embed": values["embed"], "h.0": start, "h.1": rest["h.1"], "logits": rest["logits"]}
-    explanation = explain(model, ids, evidence, dict.fromkeys(evidence, 1e-9), Deadline(1))
+    explanation = explained(model, ids, evidence, 1e-9, 1)
     assert (explanation.last_right, explanation.first_wrong, explanation.unexplained) == ("embed", "h.0", "h.0")
     assert not explanation.hypotheses
 
@@ -206,7 +220,7 @@ def test_a_fault_that_is_hardly_nearer_than_the_right_formula_is_not_named(model
     right, wrong = trace(model, ids), wrong_by(model, ids, {"ln_1 layernorm-eps: epsilon 1e-06;": (1,)})
     between = {point: 0.45 * right[point] + 0.55 * wrong[point] for point in STREAMS}
     allowed = {point: 0.5 * worst_relative_error(wrong[point], right[point]) + 1e-12 for point in STREAMS}
-    explanation = explain(model, ids, between, allowed, Deadline(), several=False)
+    explanation = explained(model, ids, between, allowed, several=False)
     assert (explanation.unexplained, explanation.hypotheses) == ("h.1", ())
 
 
@@ -217,10 +231,9 @@ def test_a_head_of_its_own_is_seen_where_there_are_enough_positions(model: GPT2)
     with torch.no_grad():
         hidden = model.hidden(ids)
         few, many = (
-            explain(model, one, {"logits": x @ head.T}, {"logits": 1e-9}, Deadline(0))
-            for one, x in ((ids[:, :3], hidden[:, :3]), (ids, hidden))
+            explained(model, one, {"logits": x @ head.T}, 1e-9, 0) for one, x in ((ids[:, :3], hidden[:, :3]), (ids, hidden))
         )
-        wrong = explain(model, ids, {"logits": hidden.square() @ head.T}, {"logits": 1e-9}, Deadline(0))
+        wrong = explained(model, ids, {"logits": hidden.square() @ head.T}, 1e-9, 0)
     assert named(many) == [[("untied-head", "logits")]]
     assert not few.hypotheses
     assert not wrong.hypotheses
@@ -232,11 +245,11 @@ def test_logits_that_are_the_same_everywhere_show_no_bias(model: GPT2, ids: Tens
     logits = torch.randn(CONFIG.vocab_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64).expand(
         1, ids.shape[1], -1
     )
-    explanation = explain(model, ids[:1], {"logits": logits}, {"logits": 1e-9}, Deadline(4), several=False)
+    explanation = explained(model, ids[:1], {"logits": logits}, 1e-9, 4, several=False)
     assert not explanation.hypotheses
     with torch.no_grad():
         biased = model(ids[:1]) + logits
-    explanation = explain(model, ids[:1], {"logits": biased}, {"logits": 1e-9}, Deadline(4), several=False)
+    explanation = explained(model, ids[:1], {"logits": biased}, 1e-9, 4, several=False)
     assert [fault.id for fault in explanation.hypotheses[0].faults] == ["extra-bias"]
 
 
@@ -268,12 +281,14 @@ def test_a_fault_of_the_prompt_alone_is_found(part: str, id: str) -> None:
 def test_a_last_norm_over_other_axes_runs_over_each_stream_of_a_batch_by_itself(model: GPT2, ids: Tensor) -> None:
     """Beside a last norm over the tokens, others were ranked in a batch of streams, whose axes it took for those of one: an
     exception, or another norm."""
-    simulation = Simulation(model.state_dict(), CONFIG, ids)
-    streams = torch.randn(3, 2, 7, CONFIG.n_embd).double()
-    for words, reading in readings((2, 7, CONFIG.n_embd), CONFIG.n_head).items():
-        program = Program(outside={"ln_f": normed("ln_f", of_moments(reading, WAYS[0], 1e-5))})
-        alone = torch.stack([simulation.normed(program, one) for one in streams])
-        assert torch.equal(simulation.normed(program, streams), alone), words
+    every = readings((2, 7, CONFIG.n_embd), CONFIG.n_head).values()
+    programs = [Program(outside={"ln_f": normed("ln_f", of_moments(one, WAYS[0], 1e-5))}) for one in every]
+    own = Model(model.state_dict(), CONFIG, ids)
+    values = Evaluator(
+        Lens(own, Span(0, CONFIG.n_layer, "ln_f", None, own.trace(Program())["ln_f"])), programs, Deadline()
+    ).alone()
+    for program, value in zip(programs, values, strict=True):
+        assert torch.allclose(own.trace(program)["ln_f"], value)
 
 
 def test_of_two_equal_explanations_the_commoner_mistake_comes_first() -> None:

@@ -15,15 +15,15 @@ from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.places import Place
 from gpt2.port.diagnosis.report import LIKELY, Divergence
 from gpt2.port.dump.dumped import Dumped
-from gpt2.port.dump.simulating import Simulating, sequence_of
-from gpt2.port.dump.simulation import Simulation
+from gpt2.port.dump.simulating import Simulating
 from gpt2.port.dump.tolerance import HALVES
 from gpt2.port.fits.lacking import looks_dropped
+from gpt2.port.graph import Model
 from gpt2.port.observe import Observation
 from gpt2.port.search import Search, Walked
 
 CHANCE = 3  # faults of one branch that do not explain the logits
-DRAWN = 4  # the part of the time for simulations of what seems to be drawn at random
+DRAWN = 4  # the part of the time for models of what seems to be drawn at random
 SHOWN = 3  # arrays that a cause names
 
 
@@ -49,10 +49,10 @@ class Attempt:
             self._searched() or self._searched_narrowly()
 
     def simulate(self, deadline: Deadline) -> None:
-        """Look for causes of what the walk does not explain, until ``deadline``; the first step that returns True is the last."""
+        """Look for causes of what the walk does not explain, until ``deadline``."""
         self.deadline = deadline
-        steps = (self._accept, self._simulate) if self.dumped.is_walkable else (self._accept, self._order, self._simulate)
-        next((step for step in steps if step()), None)
+        if not self._accepted():
+            self._simulate()
         self.settled |= self.equal
 
     @property
@@ -70,7 +70,7 @@ class Attempt:
 
     def _searched(self) -> bool:
         dumped, pool = self.dumped, self.dumped.pool
-        model = Simulation(dumped.reference.state_dict(), dumped.config, dumped.ids)
+        model = Model(dumped.reference.state_dict(), dumped.config, dumped.ids)
         pool.deadline = self.deadline
         search = Search(Observation(pool, model), model, dumped.exact, self.progress)
         walked = search.run()
@@ -87,34 +87,27 @@ class Attempt:
         """Whether the walk takes each stage for right."""
         return self.walked is not None and self.walked.explained
 
-    def _accept(self) -> bool:
-        """End if the logits are right, which nothing contradicts, or each stage is: a walk that misses arrays can only guess."""
+    def _accepted(self) -> bool:
+        """Return whether the logits are right, which nothing contradicts, or each stage is: a walk can only guess."""
         if self.dumped.has_even_logits:
             self.notes.append("your logits are the same at every position: look where the positions or the context are lost")
         self.settled |= self._seems_right
         return self.right or self._seems_right
 
-    def _order(self) -> bool:
-        """Put the recorded streams in the sequence of blocks."""
-        first, causes = sequence_of(self.dumped)
-        if causes:
-            self.causes, self.first, self.settled = causes, first or self.first, True
-        return bool(causes)
-
-    def _simulate(self) -> bool:
+    def _simulate(self) -> None:
         """Try known faults in our own forward pass. If nothing explains the dump, name what each step found likely."""
         pool, values = self.dumped.pool, {} if self.walked is None else self.walked.values
         known = {point: value for point, value in values.items() if pool.find(value) is not None}
         random = self._random()
         deadline = self.deadline.part(DRAWN) if random else self.deadline
-        found = Simulating(self.dumped, deadline, self.progress).run(known)
+        found = Simulating(self.dumped, deadline, self.progress)
+        found.run(known)
         self.first, self.settled = found.first or self.first, found.explains
         self.notes += found.notes
         likely = [] if found.explains else random or self._likely()
         self.causes = [*(likely or found.causes), *found.head]
         if self.causes and not found.explains:
             self.notes.append("these causes do not explain all of the difference; fix them and dump again")
-        return True
 
     def _random(self) -> list[PlacedCause]:
         """Return dropout, if arrays of a stream's size are zero at random places: no search can find what was drawn."""

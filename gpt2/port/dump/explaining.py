@@ -6,26 +6,27 @@ and then in pairs; the search goes on behind an explained part with our own valu
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gpt2.measure.metrics import Progress, silent, worst_relative_error
-from gpt2.measure.tracing import points
-from gpt2.model import GPT2
+from gpt2.measure.tracing import layer_of, point_at, points
 from gpt2.port.deadline import Deadline
-from gpt2.port.dump.candidates import FITTED, Candidate, Found, Table
+from gpt2.port.dump.candidates import FITTED, Candidate, Found
 from gpt2.port.dump.matching import Search
 from gpt2.port.dump.segments import Fit, Segment
-from gpt2.port.dump.simulation import Program, Simulation, State, stage_of
-from gpt2.port.fault import Fault
+from gpt2.port.dump.table import scopes
+from gpt2.port.graph import NODES, ORDER, Entrance, Model, Program, stage_of
 
 SAME = 1e-9  # programs whose values differ by less are one function
 ENDS, STREAMS = ("embed", "logits"), ("", "mid")  # points, and stages of a block, behind which a search begins anew
 MAX_OFFERED = 8  # explanations that are reported
+MOST = {True: 6, False: 2}  # explanations of a part that are tried in other blocks, by whether the model is small
 
 
 @dataclass(frozen=True)
@@ -71,19 +72,10 @@ class Explanation:
         return bool(self.hypotheses) and self.unexplained is None
 
 
-@torch.no_grad()
-def explain(
-    reference: GPT2,
-    ids: Tensor,
-    evidence: Mapping[str, Tensor],
-    tolerance: Mapping[str, float],
-    deadline: Deadline,
-    progress: Progress = silent,
-    *,
-    stages: Collection[str] = STREAMS,
-    several: bool = True,
-) -> Explanation:
-    """Return what explains ``evidence``, a program's values for ``ids`` (B, T), with the weights of ``reference``.
+class Explainer:
+    """Looks for what explains ``evidence``, a program's values on the ids and with the weights of ``model``, in float64.
+
+    It follows the shown points from one stream to the next, and widens the faults that explain a part to other blocks.
 
     Args:
         evidence: by traced point, float64, as :func:`gpt2.measure.tracing.trace` has them; of the logits (B, T', V') perhaps only
@@ -91,169 +83,146 @@ def explain(
         tolerance: the relative error that rounding explains, by point.
         deadline: when to stop.
         stages: of a block, such as "attn.c_proj": where they are shown, the search begins anew behind them.
-        several: try pairs and triples of faults between two shown tensors, where no single one explains them.
+        several: try pairs of faults between two shown tensors, where no single one explains them.
     """
-    vocabulary = reference.config.vocab_size
-    shown = {point: evidence[point] for point in points(reference.config.n_layer) if point in evidence}
-    if "logits" in shown:
-        shown["logits"] = shown["logits"][..., :vocabulary]
-    simulation = Simulation(reference.state_dict(), reference.config, ids)
-    return Explainer(simulation, shown, tolerance, deadline, progress, stages, several).explanation()
-
-
-class Explainer:
-    """Follows the shown points from one stream to the next."""
 
     def __init__(
         self,
-        simulation: Simulation,
-        shown: Mapping[str, Tensor],
+        model: Model,
+        evidence: Mapping[str, Tensor],
         tolerance: Mapping[str, float],
         deadline: Deadline,
-        progress: Progress,
-        stages: Collection[str],
-        several: bool,
+        progress: Progress = silent,
+        stages: Collection[str] = STREAMS,
+        several: bool = True,
     ) -> None:
-        self.simulation, self.shown, self.tolerance = simulation, shown, tolerance
-        self.deadline, self.progress = deadline, progress
-        self.stages, self.several = stages, several
-        self.layers = simulation.config.n_layer
-        self.complete = True
-        self.explained: list[tuple[Segment, list[Fit]]] = []
-        self.counts = Counter[frozenset[str]]()  # of the explained parts that some faults explain
+        self.model, self.layers = model, model.config.n_layer
+        self.deadline, self.progress, self.several = deadline, progress, several
+        self.order, self.tolerance = points(self.layers), tolerance
+        self.shown = {point: evidence[point] for point in self.order if point in evidence}
+        if "logits" in self.shown:
+            self.shown["logits"] = self.shown["logits"][..., : model.config.vocab_size]
+        self.ends = [point for point in self.shown if point in ENDS or stage_of(point) in stages]
+        if "logits" not in self.ends and "ln_f" in self.shown:
+            self.ends.append("ln_f")
+        self.whole = Segment(model, [*self.shown][-1], None, self.shown, tolerance)
 
+    @torch.no_grad()
     def explanation(self) -> Explanation:
-        last_right = first_wrong = unexplained = None
-        right = True
-        table = None
-        for segment in self._segments():
-            bad = segment.first_wrong(Candidate())
-            if bad is None:
-                fits = [Fit(Candidate(), 0.0)]
-            else:
-                right, first_wrong = False, first_wrong or bad
-                table = table or Table.of(self.simulation)
-                search = Search(segment, table, self.deadline, self.progress)
-                fits = search.fits(self.several)
-                self.complete &= search.complete
-            if not fits:
-                unexplained = bad
+        first_wrong = wrong = self.whole.first_wrong(Candidate())
+        found, complete, last_right = [Fit(Candidate(), 0.0)], True, None
+        while wrong is not None:
+            end = next((end for end in self.ends if self.order.index(end) >= self.order.index(wrong)), self.ends[-1])
+            before = self.ends[: self.ends.index(end)]
+            last_right = before[-1] if before else None
+            segment = self._segment(end, last_right, found[0].candidate)
+            search = Search(segment, self.deadline, self.progress)
+            fits = [] if segment.first_wrong(Candidate()) is None else search.fits(self.several)
+            complete &= search.complete
+            reach, wider = self._widened(found, fits, segment) if fits else (-1, [])
+            if reach <= self.order.index(wrong):
                 break
-            fits.sort(key=self._rank)
-            self.counts.update({fit.candidate.labels for fit in fits})
-            self.explained.append((segment, fits))
-            segment.candidate, last_right = fits[0].candidate, segment.end
-        whole = self._whole(unexplained is None)
-        hypotheses = self._described(whole)
-        decisive = self._decisive([fit.candidate for fit in whole]) if len(hypotheses) > 1 else None
-        values = self._trace(whole[0].candidate) if whole and unexplained is None else {}
-        return Explanation(right, tuple(hypotheses), decisive, last_right, first_wrong, unexplained, self.complete, values)
+            found, wrong = wider, next(iter(self.order[reach:]), None)
+        if wrong is None:
+            last_right = self.ends[-1]
+        some = [one for one in found if not one.candidate.is_right]
+        hypotheses = self._described(some if wrong is None else some[:1])
+        decisive = self._decisive([fit.candidate for fit in some]) if len(hypotheses) > 1 else None
+        values = self.whole.values(some[0].candidate) if some and wrong is None else {}
+        return Explanation(first_wrong is None, tuple(hypotheses), decisive, last_right, first_wrong, wrong, complete, values)
 
-    def _rank(self, fit: Fit) -> tuple[float, int, tuple[float, bool, int, bool]]:
-        """Return how likely a fit is, the least first: one mistake in several parts is likelier than several."""
-        return fit.price, -self.counts[fit.candidate.labels], fit.candidate.order_of_naming
+    def _segment(self, end: str, before: str | None, known: Candidate) -> Segment:
+        """Return the part between two shown points, of a program with the faults that are known."""
+        inside = self.order[0 if before is None else self.order.index(before) + 1 : self.order.index(end) + 1]
+        entrance = None
+        if before is not None:
+            layer = layer_of(before)
+            number = -1 if layer is None else layer
+            values = self.model.stages(known.program or Program(), 0, self.layers)
+            stage = stage_of(before) or ""
+            if layer is None or not stage:  # the embeddings, or a block's result
+                entrance = Entrance(number + 1, {"x": values["embed" if layer is None else point_at(number, "")]})
+            else:
+                state = {node: values[point_at(number, node)] for node in NODES[: ORDER[stage] + 1]}
+                x = values[point_at(number - 1, "") if number else "embed"]
+                entrance = Entrance(number, {"x": x, **state}, ORDER[stage])
+        shown = {point: self.shown[point] for point in inside if point in self.shown}
+        return Segment(self.model, end, entrance, shown, self.tolerance)
 
-    def _segments(self) -> Iterable[Segment]:
-        """Yield the parts between two shown tensors; what enters one is known when it is yielded."""
-        order = points(self.layers)
-        ends = [point for point in order if point in self.shown and (point in ENDS or stage_of(point) in self.stages)]
-        if "logits" not in ends and "ln_f" in self.shown:
-            ends.append("ln_f")
-        before = None
-        for end in ends:
-            behind = -1 if before is None else order.index(before.end)
-            inside = {point: value for point, value in self.shown.items() if behind < order.index(point) <= order.index(end)}
-            entrance = None if before is None else before.left()
-            yield (before := Segment(self.simulation, end, entrance, inside, self.tolerance))
+    def _widened(self, bases: Sequence[Fit], fits: Sequence[Fit], segment: Segment) -> tuple[int, list[Fit]]:
+        """Return the faults of a part on top of those before it, the likeliest first: in other blocks too, if more follows so.
 
-    def _whole(self, complete: bool) -> list[Fit]:
-        """Return explanations of all explained segments together: a fault that explains several is preferred in each.
-
-        ``complete``: all segments are explained, so that the faults together must give every shown value; none, if no such do.
+        Before them, the number of the first point that they do not explain, of all points if they do.
         """
-        faulty = [fits for _, fits in self.explained if not fits[0].candidate.is_right]
-        if not faulty:
-            return []
-        choices = [sorted(fits, key=self._rank) for fits in faulty]
-        best = [fits[0] for fits in choices]
-        out = [joined(best)]
-        for number, fits in enumerate(choices):
-            for other in fits[1:]:
-                mine = best[number].candidate.labels
-                swapped = [
-                    next((fit for fit in choices[i] if fit.candidate.labels == other.candidate.labels), None)
-                    if one.candidate.labels == mine
-                    else one
-                    for i, one in enumerate(best)
-                ]
-                if all(fit is not None for fit in swapped):
-                    out.append(joined([fit for fit in swapped if fit is not None]))
-        unique: dict[object, Fit] = {}
-        for fit in out:
-            unique.setdefault(fit.candidate.key, fit)
-        ordered = sorted(unique.values(), key=lambda fit: fit.candidate.order_of_naming)
-        alone = len(faulty) == 1  # these fits were seen to give every shown value
-        held: list[Fit] = []
-        for fit in ordered:
-            if len(held) == MAX_OFFERED or (held and fit.price >= held[0].price + FITTED):
-                break  # another fault that is not needed is none
-            if alone or (complete and self._holds(fit.candidate)):
-                held.append(fit)
-        if alone and len(held) > 1 and complete:  # some may do more behind their part
-            held = [fit for fit in held if self._holds(fit.candidate)] or held
-        return held if alone or complete else ordered[:1]
+        options = dict[object, tuple[int, Fit]]()
+        some = MOST[self.model.small]
+        for base, fit in itertools.product(bases[:some], fits[:some]):
+            rounding = dict.fromkeys(segment.shown, fit.error)  # what numbers that are rounded otherwise leave
+            narrow = self._reached(base.candidate.with_(fit.candidate), rounding)
+            options.setdefault(narrow[1].candidate.key, narrow)
+            for one in self._elsewhere(fit.candidate, segment):
+                wide = self._reached(base.candidate.with_(one), rounding)
+                if wide[0] > narrow[0]:
+                    options.setdefault(wide[1].candidate.key, wide)
+        most = max(reach for reach, _ in options.values())
+        best = sorted((fit for reach, fit in options.values() if reach == most), key=lambda fit: fit.candidate.order_of_naming)
+        price = best[0].candidate.price + FITTED
+        return most, [fit for fit in best if fit.candidate.price < price][
+            :MAX_OFFERED
+        ]  # another fault that is not needed is none
 
-    def _holds(self, candidate: Candidate) -> bool:
-        """Return whether the faults of all segments, switched on together, give all shown values."""
-        if not candidate.is_right and not candidate.head and candidate.program(self.simulation) is None:
-            return False
-        whole = Segment(self.simulation, list(self.shown)[-1], None, self.shown, self.tolerance)
-        return whole.first_wrong(candidate) is None
+    def _reached(self, candidate: Candidate, rounding: Mapping[str, float]) -> tuple[int, Fit]:
+        """Return the number of the first shown point that faults do not explain, of all points if they do; and their fit."""
+        whole = replace(candidate, sites=tuple(dict.fromkeys(candidate.sites)))
+        if not whole.head and whole.program is None:
+            return -1, Fit(whole, math.inf)
+        errors = self.whole.errors(whole)
+        allowed = {point: max(self.whole.allowed(point), rounding.get(point, 0.0)) for point in errors}
+        wrong = (self.order.index(point) for point, error in errors.items() if not error <= allowed[point])
+        return next(wrong, len(self.order)), Fit(whole, max(errors.values()))
+
+    def _elsewhere(self, candidate: Candidate, segment: Segment) -> Iterator[Candidate]:
+        """Yield the faults of a part of the blocks in all of them, and in some."""
+        alternatives = list(dict.fromkeys(one for one, layer in candidate.sites if layer is not None))
+        if segment.all_blocks or not alternatives or self.layers == 1:
+            return
+        outside = tuple(site for site in candidate.sites if site[1] is None)
+        every = tuple((one, n) for n in range(self.layers) for one in alternatives)
+        for some in (range(self.layers), *scopes(self.layers)):
+            sites = tuple(site for site in every if site[1] in some)
+            yield replace(candidate, sites=(*sites, *outside))
+            ends = tuple((one, None) for one in alternatives if one.outside and (one, None) not in outside)
+            if ends:
+                yield replace(candidate, sites=(*sites, *outside, *ends))
 
     def _described(self, fits: list[Fit]) -> list[Hypothesis]:
         """Return hypotheses; those that are the same function, or the same faults at the same places, are one."""
         out: list[Hypothesis] = []
-        values: list[tuple[Tensor, tuple[Fault, ...]]] = []
+        values: list[Tensor] = []
         for fit in fits:
-            value = self._trace(fit.candidate)["logits"]
-            faults = fit.candidate.found(self.layers)
-            twin = next(
-                (
-                    number
-                    for number, (other, head) in enumerate(values)
-                    if [(one.id, one.places) for one in faults] == [(one.id, one.places) for one in out[number].faults]
-                    or (head == fit.candidate.head and worst_relative_error(value, other) < SAME)
-                ),
-                None,
+            value, faults = self._last(fit.candidate), fit.candidate.found(self.layers)
+            places = [(one.id, one.places) for one in faults]
+            alike = (
+                [(one.id, one.places) for one in other.faults] == places or worst_relative_error(value, known) < SAME
+                for other, known in zip(out, values, strict=True)
             )
+            twin = next((number for number, same in enumerate(alike) if same), None)
             if twin is not None:
                 one = out[twin]
                 new = tuple(fault for fault in faults if fault.detail not in {other.detail for other in (*one.faults, *one.same)})
-                out[twin] = Hypothesis(one.faults, one.error, (*one.same, *new))
-            elif len(out) < MAX_OFFERED:
+                out[twin] = replace(one, same=(*one.same, *new))
+            else:
                 out.append(Hypothesis(faults, fit.error))
-                values.append((value, fit.candidate.head))
+                values.append(value)
         return out
 
-    def _trace(self, candidate: Candidate) -> State:
-        return self.simulation.trace(candidate.program(self.simulation) or Program())
+    def _last(self, candidate: Candidate) -> Tensor:
+        values = self.whole.values(candidate)
+        return values["logits" if self.whole.is_last else self.whole.end]
 
     def _decisive(self, candidates: list[Candidate]) -> str | None:
         """Return the traced point at which the first two candidates differ most."""
-        one, other = (self._trace(candidate) for candidate in candidates[:2])
-        apart = {
-            point: worst_relative_error(one[point], other[point])
-            for point in points(self.layers)
-            if point in one and point in other and point not in self.shown
-        }
+        one, other = (self.whole.values(candidate) for candidate in candidates[:2])
+        hidden = [point for point in self.order if point in one and point in other and point not in self.shown]
+        apart = {point: worst_relative_error(one[point], other[point]) for point in hidden}
         return max(apart, key=lambda point: apart[point]) if apart and max(apart.values()) > 0 else None
-
-
-def joined(fits: Iterable[Fit]) -> Fit:
-    """Return the fits of all segments as one."""
-    fits = list(fits)
-    candidate = Candidate()
-    for fit in fits:
-        candidate = candidate.with_(fit.candidate)
-    candidate = replace(candidate, sites=tuple(dict.fromkeys(candidate.sites)))  # a fault may show in several segments
-    return Fit(candidate, max((fit.error for fit in fits), default=0.0))

@@ -20,10 +20,9 @@ from gpt2.port.alternatives.norms import in_norms, moved, of_moments
 from gpt2.port.alternatives.wiring import summed
 from gpt2.port.deadline import Deadline
 from gpt2.port.dump.candidates import Candidate
-from gpt2.port.dump.sieve import Lens
-from gpt2.port.dump.simulation import Program, Simulation
+from gpt2.port.dump.evaluate import Lens
 from gpt2.port.golden_section import least
-from gpt2.port.graph import Edits, Site, State, right_scale
+from gpt2.port.graph import Edits, Model, Program, Site, State, right_scale
 
 STEPS = 60  # of the search around the best of the numbers that are tried first
 DIGITS = 3  # of a number that a program has
@@ -71,9 +70,9 @@ def scaled(config: GPT2Config, layer: int, times: float) -> Alternative:
     return Alternative(id, words, {"attn.scores": Changed("attn.scores", lambda c, y: times * y)}, key=f"{times:.6g}")
 
 
-def families(simulation: Simulation, layer: int) -> Iterator[Family]:
+def families(model: Model, layer: int) -> Iterator[Family]:
     """Yield the formulas with one number, each a family of mistakes; ``layer``: the first block that is compared."""
-    yield Family("attn.scores", partial(scaled, simulation.config, layer), FACTORS)
+    yield Family("attn.scores", partial(scaled, model.config, layer), FACTORS)
     for sign in (1, -1):
         some = [sign * one for one in FEWER]
         for nodes, what in PLACES.items():
@@ -97,13 +96,13 @@ def families(simulation: Simulation, layer: int) -> Iterator[Family]:
     for words, (usual, formula) in ACTIVE.items():
         active = partial(_numbered, "gelu-variant", "mlp.act", words, partial(_active, formula))
         yield Family("mlp.act", active, [usual * one for one in FEWER])
-    yield from _moved_norms(simulation)
+    yield from _moved_norms(model)
 
 
-def _moved_norms(simulation: Simulation) -> Iterator[Family]:
+def _moved_norms(model: Model) -> Iterator[Family]:
     """Yield norms over other axes, with any epsilon: all of a program, or those of its blocks."""
-    given = simulation.config.layer_norm_epsilon
-    every = every_reading((*simulation.ids.shape, simulation.config.n_embd), simulation.config.n_head)
+    given = model.config.layer_norm_epsilon
+    every = every_reading((*model.ids.shape, model.config.n_embd), model.config.n_head)
 
     def one(words: str, reading: Reading, way: Divided, number: int, eps: float) -> Alternative:
         norm = moved(words, way, eps, given)
@@ -171,7 +170,7 @@ def fitted(lens: Lens, blocks: Sequence[int], deadline: Deadline) -> Iterator[Ca
     """
     span = lens.span
     tried: list[tuple[float, Family, tuple[int, ...], int]] = []
-    for family in families(lens.simulation, span.first):
+    for family in families(lens.model, span.first):
         places: list[tuple[int, ...]]
         if family.stage == "embed":
             places = [] if span.entrance else [(0,)]
@@ -189,7 +188,7 @@ def fitted(lens: Lens, blocks: Sequence[int], deadline: Deadline) -> Iterator[Ca
 
 
 def _errors(lens: Lens, candidates: Sequence[Candidate], deadline: Deadline) -> list[float]:
-    near = lens.nearness([one.program(lens.simulation) or Program() for one in candidates], deadline)
+    near = lens.nearness([one.program or Program() for one in candidates], deadline)
     return [near[number].log if number in near else math.inf for number in range(len(candidates))]
 
 

@@ -18,11 +18,8 @@ from torch import Tensor
 from gpt2.port.alternatives.outside import SEQUENCE
 from gpt2.port.deadline import Deadline
 from gpt2.port.dump.candidates import Candidate
-from gpt2.port.dump.cut import Cut
-from gpt2.port.dump.pairs import PairRunner
-from gpt2.port.dump.sieve import Lens, Nearness, Sieve
-from gpt2.port.dump.simulation import Program
-from gpt2.port.graph import ROWS
+from gpt2.port.dump.evaluate import Evaluator, Lens, Lenses, Nearness
+from gpt2.port.graph import ROWS, Program
 
 PREFIXES = (1, 2, 4)  # tokens
 FEW = 4  # tokens by which faults that the first one does not show are told apart
@@ -37,18 +34,17 @@ class Pairing:
     ``limit``: how far a pair's values may be from the program's.
     """
 
-    def __init__(self, sieve: Sieve, ranked: Sequence[tuple[Nearness, Candidate]], limit: float, deadline: Deadline) -> None:
-        self.sieve, self.limit, self.deadline = sieve, limit, deadline
-        self.tokens = sieve.exact.ids.shape[1]
-        self.prefixes: dict[int, tuple[Lens, list[Program]]] = {}  # the programs of the faults, by the number of tokens
+    def __init__(self, lenses: Lenses, ranked: Sequence[tuple[Nearness, Candidate]], limit: float, deadline: Deadline) -> None:
+        self.lenses, self.span, self.limit, self.deadline = lenses, lenses.span, limit, deadline
         tried = [(near, one) for near, one in ranked if not (one.is_right or _needs_rows(one))]
         self.faults = [one for _, one in tried]
-        blocks = set(range(sieve.span.first, sieve.span.last))
+        self.programs = [one.program or Program() for one in self.faults]
+        blocks = set(range(self.span.first, self.span.last))
         self.everywhere = torch.tensor([_is_outside(one) or {n for _, n in one.sites} >= blocks for one in self.faults])
         self.common = torch.tensor([not one.rare for one in self.faults])
         first = torch.tensor([near.first for near, _ in tried], dtype=torch.float64)
         right = next((near.first for near, one in ranked if one.is_right), math.inf)
-        bound = limit / float(sieve.span.wanted.square().mean().sqrt())
+        bound = limit / float(self.span.wanted.square().mean().sqrt())
         self.is_first_right = right <= bound
         self.hidden = (first - right).abs() <= HIDDEN
         self.gives_first = first <= bound
@@ -57,7 +53,7 @@ class Pairing:
 
     def rounds(self) -> Iterator[list[Pair]]:
         """Yield pairs that may be the program's, the nearest of each round first; the likelier rounds first."""
-        if self.faults and not self.sieve.span.softmaxed and PairRunner.takes(self.sieve.row):
+        if self.faults and self.lenses.shows_pairs:
             for pairs, grows in self._rounds(self._later()):
                 if self.deadline.passed:
                     return
@@ -82,7 +78,7 @@ class Pairing:
     def _beside(self, later: Tensor) -> Iterator[tuple[Tensor, bool]]:
         """Yield pairs of a fault in all blocks, the nearest first, with those in one block, and with rare ones."""
         first, last = self._reach
-        inside = (first < self.sieve.span.last) & (last >= self.sieve.span.first)
+        inside = (first < self.span.last) & (last >= self.span.first)
         everywhere, causal, visible = self.everywhere & self.common, ~later, ~self.hidden | later
         elsewhere, rare = self.common & ~self.everywhere & causal, self.everywhere & ~self.common & causal
         yield _crossed(everywhere & ~inside & causal & visible, rare & visible), True
@@ -96,9 +92,9 @@ class Pairing:
 
         They give the first tokens.
         """
-        (first, last), end = self._reach, self.sieve.span.last
+        (first, last), end = self._reach, self.span.last
         shown = self.hidden if self.is_first_right else ~self.hidden | later
-        for layer in range(self.sieve.span.first, end + 1):
+        for layer in range(self.span.first, end + 1):
             before, behind = shown & (last < layer), shown & (first == layer) & (last == layer)
             if layer == end and not rare:
                 before &= ~self.everywhere  # these were tried with all that is behind the blocks
@@ -111,13 +107,21 @@ class Pairing:
 
     def _around(self, layer: int, before: Tensor, behind: Tensor, later: Tensor) -> Tensor:
         """Return the pairs (N, 2) of one of ``before`` with one of ``behind``, in block ``layer``, that give the first tokens."""
-        lens, programs = self._programs(self.tokens)
+        found, lens = [torch.zeros(0, 2, dtype=torch.long)], self.lenses.row
         if not (len(before) and len(behind)) or self.deadline.passed:
-            return torch.zeros(0, 2, dtype=torch.long)
-        cut = Cut(lens, layer, min(FEW, self.tokens) if self.is_first_right else 1, self.deadline)
-        entering = cut.entering([programs[number] for number in before])
-        near = cut.near(entering, [programs[number] for number in behind], later[behind].tolist(), self.limit)
-        return torch.stack([before[near[:, 0]], behind[near[:, 1]]], 1)
+            return found[0]
+        ends = Lens(lens.model, lens.span.before(layer, lens.right.entering(layer)))
+        entering = self._runner(before, ends).alone()[:, 0]  # (N, T, D)
+        few = min(FEW, self.lenses.tokens) if self.is_first_right else 1
+        for some, tokens in ((behind[~later[behind]], few), (behind[later[behind]], self.lenses.tokens)):
+            streams, twins = entering[:, :tokens].unique(dim=0, return_inverse=True)
+            runner = self._runner(some, self.lenses.first(tokens))
+            for part in torch.arange(len(streams)).split(runner.chunk) if len(some) else ():
+                rows = torch.cartesian_prod(torch.arange(1, len(some) + 1), torch.arange(len(part)))
+                for number, stream in rows[runner.near(rows, self.limit, streams[part], layer)].tolist():
+                    alike = before[twins == part[stream]]
+                    found.append(torch.stack([alike, some[number - 1].expand(len(alike))], 1))
+        return torch.cat(found)
 
     @cached_property
     def _reach(self) -> tuple[Tensor, Tensor]:
@@ -125,9 +129,9 @@ class Pairing:
 
         The embeddings count as the block before the first one, the last norm and the head as the one behind the last.
         """
-        begin, end = self.sieve.span.first, self.sieve.span.last
+        begin, end = self.span.first, self.span.last
         reach = []
-        for program in self._programs(self.tokens)[1]:
+        for program in self.programs:
             places = set(program.blocks) if program.order is None else {begin, end - 1}
             places |= {begin - 1 if stage == "embed" else end for stage in program.outside}
             reach.append((min(places, default=begin - 2), max(places, default=end + 1)))
@@ -144,41 +148,35 @@ class Pairing:
         A fault that does so everywhere does so in one block.
         """
         suspects = [n for n, one in enumerate(self.faults) if self.everywhere[n] and any(two.sees for two, _ in one.sites)]
-        few, all = (self._runner(suspects, tokens).alone()[1:, :2] for tokens in (min(2, self.tokens), self.tokens))
-        differ = ~((few - all).abs().amax((1, 2)) <= self.limit)
+        lenses = (self.lenses.first(min(2, self.lenses.tokens)), self.lenses.row)
+        few, all = (self._runner(torch.tensor(suspects), lens).alone()[:, :, :2] for lens in lenses)
+        differ = ~((few - all).abs().amax((1, 2, 3)) <= self.limit)
         do = {id(one) for n, other in zip(suspects, differ.tolist(), strict=True) if other for one, _ in self.faults[n].sites}
         return torch.tensor([any(id(two) in do for two, _ in one.sites) for one in self.faults])
 
     def _growing(self, pairs: Tensor) -> list[Pair]:
         """Return the pairs that give the first tokens, the first few, and so on."""
         for prefix in PREFIXES:
-            if prefix < self.tokens:
+            if prefix < self.lenses.tokens:
                 pairs = self._left(pairs, prefix)
         return self._near(pairs)
 
     def _near(self, pairs: Tensor) -> list[Pair]:
         """Return the pairs that give all tokens of the first row, the nearest first."""
-        return [(self.faults[one], self.faults[other]) for one, other in self._left(pairs, self.tokens).tolist()]
+        return [(self.faults[one], self.faults[other]) for one, other in self._left(pairs, self.lenses.tokens).tolist()]
 
     def _left(self, pairs: Tensor, tokens: int) -> Tensor:
         """Return the pairs (N, 2) that give the first ``tokens`` of the first row, the nearest first."""
         if not len(pairs) or self.deadline.passed:
             return pairs[:0]
         numbers, places = pairs.unique(return_inverse=True)
-        runner = self._runner(numbers.tolist(), tokens)
+        runner = self._runner(numbers, self.lenses.first(tokens))
         places = places + 1  # behind the program that replaces nothing
-        return numbers[runner.near(places[~runner.clash()[places[:, 0], places[:, 1]]], self.limit) - 1]
+        apart = ~runner.clash()[places[:, 0], places[:, 1]]
+        return pairs[apart][runner.near(places[apart], self.limit)]
 
-    def _runner(self, numbers: Sequence[int], tokens: int) -> PairRunner:
-        lens, programs = self._programs(tokens)
-        return PairRunner(lens, [programs[number] for number in numbers], self.deadline)
-
-    def _programs(self, tokens: int) -> tuple[Lens, list[Program]]:
-        """Return the first ``tokens`` of the first row, and the program of each fault there."""
-        if tokens not in self.prefixes:
-            lens = self.sieve.first(tokens)
-            self.prefixes[tokens] = lens, [one.program(lens.simulation) or Program() for one in self.faults]
-        return self.prefixes[tokens]
+    def _runner(self, numbers: Tensor, lens: Lens) -> Evaluator:
+        return Evaluator(lens, [self.programs[number] for number in numbers.tolist()], self.deadline)
 
 
 def _in_turn(*several: Iterator[tuple[Tensor, bool]]) -> Iterator[tuple[Tensor, bool]]:

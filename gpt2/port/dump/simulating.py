@@ -1,11 +1,13 @@
-"""Explain by simulation what a dump does not record: which known faults in our own forward pass give its arrays and logits."""
+"""Explain by simulation what a dump does not record: which known faults in our own forward pass give its arrays and logits.
+
+Right values are recognised by value. Streams that are wrong are put in order by what each block would make of the one before it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -16,102 +18,80 @@ from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.places import ALL_WEIGHTS, Place
 from gpt2.port.diagnosis.report import LIKELY, Divergence
 from gpt2.port.dump.dumped import THIRDS, Dumped
-from gpt2.port.dump.evidence import Placement, misordered, placements, streams, with_storage
-from gpt2.port.dump.explaining import STREAMS, Explanation, explain
-from gpt2.port.dump.simulation import LINEAR, NEEDS, Simulation
+from gpt2.port.dump.explaining import STREAMS, Explainer, Explanation
 from gpt2.port.dump.tolerance import UNITS
+from gpt2.port.graph import MODULES, ORDER, READS, Model, run_block, stage_of
 
-STORED = 40  # error of a product of stored values, in units of their rounding
 MAX_PLACEMENTS = 3  # places in a block that unknown arrays are tried at
 EXCHANGED = ("attn.q", "attn.k", "attn.v", "attn.heads")  # points whose right numbers may be used as others
 FEW = 5  # arrays, blocks or hypotheses that are named in a note
+RECORDED: tuple[tuple[str, ...], ...] = (  # one tensor a block, or two
+    *((stage,) for stage in ("", "mid", "mlp.c_proj", "attn.c_proj", "ln_1", "ln_2", "attn.heads")),
+    ("mid", ""),
+    ("attn.c_proj", "mlp.c_proj"),
+    ("ln_1", "ln_2"),
+)
+LEAST_LIKENESS = 0.1  # of a stream and what the right block makes of the one before it, as a cosine
+BY_CHANCE = 4.0  # standard deviations of such a cosine for an array that has nothing to do with the model
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """What simulations show: the likeliest causes, whether they explain the dump, and the first place that is wrong.
+class Placement:
+    """Arrays of a dump at traced points; ``stages``: the stages of a block that these points are, "" for its result."""
 
-    ``head``: a cause in the head, where all before it is explained.
-    """
-
-    causes: tuple[PlacedCause, ...]
-    head: tuple[PlacedCause, ...]
-    explains: bool
-    first: Divergence | None
-    notes: tuple[str, ...]
-
-
-class Trial(NamedTuple):
-    """A search with arrays ``placed`` somewhere, its evidence, and what it found."""
-
-    placed: Placement
-    evidence: dict[str, Tensor]
-    explanation: Explanation
-
-
-def sequence_of(dumped: Dumped) -> tuple[Divergence | None, list[PlacedCause]]:
-    """Return the faults in the sequence of blocks, if the streams show one block after the other; and the first wrong place."""
-    pool = dumped.pool
-    used = {number for number, name in enumerate(pool.names) if name in dumped.held.get("embed", ())}
-    arrays = streams(pool, dumped.ids, dumped.config.n_embd, used)
-    whole = {number: array for number, array in arrays.items() if pool.whole[number]}
-    bound = dumped.tolerance.points["logits"] + STORED * UNITS[dumped.coarsest][0]
-    return misordered(dumped.reference, dumped.exact, whole or arrays, dumped.output.logits.double(), bound)
+    stages: tuple[str, ...] = ()
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+    likeness: float = 0.0
 
 
 class Simulating:
-    """A search for faults that give what ``dumped`` holds, until ``deadline``."""
+    """A search for faults that give what ``dumped`` holds, until ``deadline``.
+
+    ``causes``: the likeliest; ``explains``: whether they explain the dump. ``head``: a cause in the head, where all before it is
+    explained. ``first``: the first place that is wrong.
+    """
 
     def __init__(self, dumped: Dumped, deadline: Deadline, progress: Progress) -> None:
         self.dumped, self.deadline, self.progress = dumped, deadline, progress
         self.config, self.ids, self.exact, self.order = dumped.config, dumped.ids, dumped.exact, dumped.order
         self.held, self.pool = dumped.held, dumped.pool
-        self.first: Divergence | None = None
+        self.model = Model(dumped.reference.state_dict(), dumped.config, dumped.ids)
         self.notes: list[str] = []
 
-    def run(self, known: Mapping[str, Tensor]) -> Simulated:
+    def run(self, known: Mapping[str, Tensor]) -> None:
         """Search; ``known``: recorded values by traced point."""
         explanation, evidence = self._explain(known)
-        self._place(explanation, evidence)
-        causes, head = (tuple(found) for found in (self._causes(explanation), self._head(explanation)))
-        return Simulated(causes, head, explanation.explains, self.first, tuple(self.notes))
+        self.explains, self.first = explanation.explains, self._place(explanation, evidence)
+        self.causes, self.head = [*self._causes(explanation)], [*self._head(explanation)]
 
     def _explain(self, known: Mapping[str, Tensor]) -> tuple[Explanation, dict[str, Tensor]]:
+        """Return what explains the dump best, with its arrays at one place of a block or another, and this evidence."""
         right = {point: self.exact[point] for point in self.held if point not in ("wte", "wpe")}
         right, walked = (self._without_thirds(values) for values in (right, right | dict(known)))
-        used = {number for number, name in enumerate(self.pool.names) if any(name in names for names in self.held.values())}
-        if self.dumped.is_walkable:  # a block's result, written again as the next one's input, is no other value
-            used = set[int]().union(*map(self.pool.again, used))
-        left = streams(self.pool, self.ids, self.config.n_embd, used)
-        nothing = Placement((), {}, 0.0)  # arrays that are at none of these places: the logits decide
-        trials = [(right, nothing)]
+        trials = [(right, Placement())]  # arrays that are at none of these places: the logits decide
         if walked.keys() != right.keys():  # what a walk found, which is perhaps not so
-            trials.insert(0, (walked, nothing))
-        elif left:
-            simulation = Simulation(self.dumped.reference.state_dict(), self.config, self.ids)
-            trials = [*((right, one) for one in placements(simulation, right.keys(), left)[:MAX_PLACEMENTS]), *trials]
-        if (roles := {point: value for point, value in right.items() if _part(point) not in EXCHANGED}).keys() != right.keys():
-            trials.append((roles, nothing))  # right numbers that the program perhaps uses as others
-        tried: list[Trial] = []
-        for base, one in trials if len(trials) > 1 else ():  # single faults first, at each place
-            tried.append(Trial(one, *self._explained(base, one, several=False)))
-            if self.deadline.passed or (tried[-1].explanation.explains and tried[-1].explanation.faults == 1):
-                break
-        if explained := [trial for trial in tried if trial.explanation.explains]:
-            trial = min(explained, key=lambda trial: trial.explanation.faults)  # one fault of all, not one in each part
-        elif tried and self.deadline.passed:
-            trial = tried[-1]
+            trials.insert(0, (walked, Placement()))
         else:
+            trials = [*((right, one) for one in self._placements(right)[:MAX_PLACEMENTS]), *trials]
+        if (roles := {point: value for point, value in right.items() if _part(point) not in EXCHANGED}).keys() != right.keys():
+            trials.append((roles, Placement()))  # right numbers that the program perhaps uses as others
+        tried: list[tuple[Placement, dict[str, Tensor], Explanation]] = []
+        for base, one in trials if len(trials) > 1 else ():  # single faults first, at each place
+            tried.append((one, *self._explained(base, one, several=False)))
+            if self.deadline.passed or (tried[-1][2].explains and tried[-1][2].faults == 1):
+                break
+        explained = [trial for trial in tried if trial[2].explains]
+        if not explained and not (tried and self.deadline.passed):
             base, one = trials[0]
-            trial = Trial(one, *self._explained(base, one, several=True))
-        one, evidence, explanation = trial
-        if not one.stages and explanation.explains:
-            seen = self._seen(explanation.values, streams(self.pool, self.ids, self.config.n_embd, set()))
-            parts, values = {_part(point) for point in seen}, explanation.values
+            tried.append((one, *self._explained(base, one, several=True)))
+        # one fault of all, not one in each part
+        placed, evidence, explanation = min(explained, key=lambda trial: trial[2].faults) if explained else tried[-1]
+        if not placed.stages and explanation.explains:  # arrays that are values of a program with these faults
+            seen, values = self._seen(explanation.values), explanation.values
+            parts = {_part(point) for point in seen}
             shown = (point for point in self.order if _part(point) in parts and point in values)
             wrong = (one for one in shown if worst_relative_error(values[one], self.exact[one]) > self._allowed(one))
-            explanation = replace(explanation, first_wrong=next(wrong, explanation.first_wrong))
-            evidence |= seen
+            return replace(explanation, first_wrong=next(wrong, explanation.first_wrong)), evidence | seen
         return explanation, evidence
 
     def _without_thirds(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -120,58 +100,115 @@ class Simulating:
         thirds = {point for point, some in names.items() if some and all(name.endswith(THIRDS) for name in some)}
         return {point: value for point, value in values.items() if point not in thirds}
 
-    def _seen(self, values: Mapping[str, Tensor], arrays: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        """Return the ``arrays`` that are the ``values`` of a program with the faults found, by traced point."""
+    # The arrays
+
+    def _streams(self, used: Collection[int]) -> dict[int, Tensor]:
+        """Return the arrays that may be a stream (B, T, D), laid out so, by their entries' numbers; not those ``used``."""
+        (batch, tokens), width = self.ids.shape, self.config.n_embd
+        out: dict[int, Tensor] = {}
+        for number, entry in enumerate(self.pool.entries):
+            if entry.numel() != batch * tokens * width or number in used or not bool(entry.isfinite().all()):
+                continue
+            if entry.shape[-1] == width or entry.ndim == 1:
+                time_first = entry.ndim == 3 and entry.shape[:2] == (tokens, batch) and tokens != batch
+                out[number] = (entry.transpose(0, 1) if time_first else entry).reshape(batch, tokens, width)
+            elif entry.shape[0] == width:
+                out[number] = entry.movedim(0, -1).reshape(batch, tokens, width)
+        return out
+
+    def _placements(self, held: Collection[str]) -> list[Placement]:
+        """Return what unknown arrays of a stream's size may be, the likeliest first: results of blocks, of norms, of branches."""
+        used = {number for number, name in enumerate(self.pool.names) if any(name in names for names in self.held.values())}
+        if self.dumped.is_walkable:  # a block's result, written again as the next one's input, is no other value
+            used = set[int]().union(*map(self.pool.again, used))
+        arrays = self._streams(used)
+        found = [self._placed(stages, held, arrays) for stages in RECORDED] if arrays else []
+        return sorted((one for one in found if one.values), key=lambda one: -one.likeness)
+
+    def _placed(self, stages: tuple[str, ...], held: Collection[str], arrays: Mapping[int, Tensor]) -> Placement:
+        """Return arrays at these stages, each as that which is most like what a block makes of the arrays before it.
+
+        So where one block alone is wrong, everything else is exact. ``held``: points whose right value is recorded.
+        """
+        left, values, likeness, x = dict(arrays), dict[str, Tensor](), 0.0, self.model.embed()
+        least = max(LEAST_LIKENESS, BY_CHANCE / x.numel() ** 0.5)
+        behind = max((self.order.index(one) for one in held if one == "ln_f" or stage_of(one) in STREAMS), default=-1)
+        for layer in range(self.config.n_layer):
+            state, after = {"x": x}, -1
+            for stage in (*stages, "") if stages[-1] else stages:
+                state = run_block(self.model.site(layer, state), state, {}, after, ORDER[stage])
+                point, after = point_at(layer, stage), ORDER[stage]
+                if stage not in stages or (point not in held and self.order.index(point) < behind):
+                    continue  # what a right stream was made of is right
+                like = {number: _likeness(state[stage], array) for number, array in left.items() if point not in held}
+                best = max(like, key=lambda number: like[number], default=None)
+                if best is not None and like[best] >= least:
+                    state[stage] = values[point] = left.pop(best)
+                    likeness += like[best]
+                likeness += point in held
+            x = state[""]
+        recorded = sum(stage_of(point) in {one for some in RECORDED for one in some} for point in held) + len(arrays)
+        return Placement(stages, values, likeness / max(len(stages) * self.config.n_layer, recorded))
+
+    def _seen(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the arrays that are the ``values`` of a program with the faults found, by traced point."""
         return {
             point: array
             for point in points(self.config.n_layer)
             if point in values and point in self.exact
-            for array in arrays.values()
+            for array in self._streams(()).values()
             if array.shape == values[point].shape and worst_relative_error(array, values[point]) <= self._allowed(point)
         }
 
     def _allowed(self, point: str) -> float:
-        return with_storage(self.dumped.tolerance.points, {point: self.exact[point]}, self.dumped.coarsest)[point]
+        return self._with_storage({point: self.exact[point]})[point]
+
+    def _with_storage(self, evidence: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return the allowed errors with the rounding of storage, relative to the root mean square of each value."""
+        unit, smallest = UNITS[self.dumped.coarsest]
+        allowed = self.dumped.tolerance.points
+        out = dict(allowed)
+        for point, value in evidence.items():
+            finite = value[value.isfinite()]
+            if finite.numel():
+                rms = float(finite.square().mean().sqrt().clamp(min=1e-300))
+                out[point] = allowed.get(point, max(allowed.values())) + (unit * float(finite.abs().max()) + smallest) / rms
+        return out
 
     def _explained(self, right: Mapping[str, Tensor], placed: Placement, several: bool) -> tuple[dict[str, Tensor], Explanation]:
         """Search for faults that explain the logits and the arrays at recognised places."""
         evidence = {**right, **placed.values, "logits": self.dumped.output.logits.double()}
-        allowed = with_storage(self.dumped.tolerance.points, evidence, self.dumped.coarsest)
         stages = {*STREAMS, *placed.stages} if placed.stages or several else ()
-        found = explain(
-            self.dumped.reference, self.ids, evidence, allowed, self.deadline, self.progress, stages=stages, several=several
-        )
-        return evidence, found
+        given = self.model, evidence, self._with_storage(evidence), self.deadline, self.progress
+        return evidence, Explainer(*given, stages, several).explanation()
 
-    def _head(self, explanation: Explanation) -> Iterator[PlacedCause]:
-        """Yield the head's own weights as a cause, where everything before it is explained and its result is not."""
-        explained = "ln_f" in self.held or explanation.last_right == point_at(self.config.n_layer - 1, "")
-        if explained and explanation.unexplained == "logits" and explanation.complete:
-            evidence = "what enters the head is explained, and no known formula of the last norm and the head gives your logits"
-            yield PlacedCause("untied-head", (Place(None, "logits"),), "the head has weights other than wte's", evidence, LIKELY)
+    # What is said
 
-    def _place(self, explanation: Explanation, evidence: Mapping[str, Tensor]) -> None:
-        """Set the first place that is not GPT-2's, and say what is right before it."""
+    def _place(self, explanation: Explanation, evidence: Mapping[str, Tensor]) -> Divergence | None:
+        """Return the first place that is not GPT-2's, and say what is right before it."""
         missing = None if explanation.explains else self._first_missing()
         wrong = self._earlier(missing, explanation.first_wrong)
         if wrong is None:
-            return
-        self.first = Divergence(wrong, layer_of(wrong), self._error(wrong, evidence))
+            return None
+        first = Divergence(wrong, layer_of(wrong), self._error(wrong, evidence))
         if not explanation.explains:
             wrong = self._earlier(missing, explanation.unexplained) or wrong
             rights = [one for one in (*self.held, explanation.last_right) if one and self._earlier(one, wrong) != wrong]
             last = max(rights, key=self.order.index, default=None)
             before = f"right up to {last}, " if last else ""
             self.notes.append(f"{before}wrong from {wrong} on; no known fault gives your numbers")
-            if (entering := self._entering(wrong)) in self.held:
+            entering = point_at(layer_of(wrong), READS[_part(wrong)][0]) if _part(wrong) in MODULES else None
+            if entering in self.held:
                 self.notes.append(
                     f"{wrong} is computed from {entering}, which is right, by weights that are not the checkpoint's in any known "
                     "way: see whether they were loaded at all, and from where"
                 )
-            if between := self._between(last, wrong):
-                self.notes.append(f"dump more between these places: {between}")
+            if between := self.order[self.order.index(last) + 1 if last else 0 : self.order.index(wrong)]:
+                more = ", ".join(between[:FEW]) + (", ..." if len(between) > FEW else "")
+                self.notes.append(f"dump more between these places: {more}")
         if not explanation.complete:
             self.notes.append("the search ended at its time limit, before every known fault was tried")
+        return first
 
     def _earlier(self, one: str | None, other: str | None) -> str | None:
         return min(filter(None, (one, other)), key=self.order.index, default=None)
@@ -195,14 +232,12 @@ class Simulating:
         alike = self.pool.of_size(expected.numel())
         return min((worst_relative_error(one.reshape(expected.shape), expected) for one in alike), default=math.inf)
 
-    def _entering(self, point: str) -> str | None:
-        """Return the point that a linear layer's result is computed from; None if ``point`` is no such result."""
-        part = _part(point)
-        return point_at(layer_of(point), NEEDS[part][0]) if part in LINEAR else None
-
-    def _between(self, before: str | None, point: str) -> str:
-        inside = self.order[self.order.index(before) + 1 if before else 0 : self.order.index(point)]
-        return ", ".join(inside[:FEW]) + (", ..." if len(inside) > FEW else "")
+    def _head(self, explanation: Explanation) -> Iterator[PlacedCause]:
+        """Yield the head's own weights as a cause, where everything before it is explained and its result is not."""
+        explained = "ln_f" in self.held or explanation.last_right == point_at(self.config.n_layer - 1, "")
+        if explained and explanation.unexplained == "logits" and explanation.complete:
+            evidence = "what enters the head is explained, and no known formula of the last norm and the head gives your logits"
+            yield PlacedCause("untied-head", (Place(None, "logits"),), "the head has weights other than wte's", evidence, LIKELY)
 
     def _causes(self, explanation: Explanation) -> Iterator[PlacedCause]:
         hypotheses = explanation.hypotheses if explanation.explains else explanation.hypotheses[:1]
@@ -226,3 +261,7 @@ def _part(point: str) -> str:
     """Return a point's part of a block, "" for the block's output; a point outside the blocks as it is."""
     layer = layer_of(point)
     return point if layer is None else point.removeprefix(f"h.{layer}").removeprefix(".")
+
+
+def _likeness(one: Tensor, other: Tensor) -> float:
+    return float((one * other).sum() / (one.norm() * other.norm()).clamp(min=1e-300))

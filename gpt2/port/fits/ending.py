@@ -12,14 +12,13 @@ from torch import Tensor
 
 from gpt2.checkpoint.keys import head_name
 from gpt2.port.diagnosis.last_step import last_steps
-from gpt2.port.dump.simulation import Simulation
 from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.fault import Fault, Function
 from gpt2.port.fits.lacking import left_out
 from gpt2.port.fits.linear import Library, Linear
 from gpt2.port.fits.norm import Norm
 from gpt2.port.fits.observed import Fit, Observed
-from gpt2.port.graph import State
+from gpt2.port.graph import Model, State, run_block
 from gpt2.port.observe import Observation
 
 FEW_VALUES = 8  # an output with no more than these shows no rounding
@@ -38,7 +37,7 @@ class Ended:
 class Ending:
     """The last norm and the head. ``earlier``: the nodes of the blocks, as the program computes them."""
 
-    def __init__(self, observation: Observation, model: Simulation, library: Library, earlier: Sequence[State]) -> None:
+    def __init__(self, observation: Observation, model: Model, library: Library, earlier: Sequence[State]) -> None:
         self.observation, self.model, self.library, self.earlier = observation, model, library, earlier
         self.pool, self.table = observation.pool, model.table
         self.logits = self.pool.logits[..., : len(self.table)]
@@ -139,7 +138,7 @@ class Ending:
                 if not normed:
                     faults.append(Fault("final-norm-missing", "ln_f", "the head takes it without the last norm"))
                 return Ended(Fit(tuple(faults), state[stage]), state[""], "ln_f")
-            again = self.model.run_block(n, {"x": x}, {})[""] if n <= last else x
+            again = run_block(self.model.site(n), {"x": x}, {})[""] if n <= last else x
             if self.observation.are_logits(self.model.norm("ln_f", again), self.table) and n <= last:
                 fault = Fault("layer-repeated", "", "it runs once more behind the last block", layer=n)
                 return Ended(Fit((fault,), again), x, "ln_f")

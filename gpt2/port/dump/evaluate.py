@@ -1,0 +1,483 @@
+"""Run many programs, and pairs of them, on a part of the forward pass: what they share is computed once, the rest in one batch.
+
+Up to its first replaced node, a program is GPT-2. From there on it is a row of a batch, in which a node is computed for all rows
+that do not replace it, and for all rows that replace it by the same formula. So a program costs little more than its own
+multiplications behind its first fault; on the first tokens of a text, which see no later ones, these are few.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from gpt2.port.alternative import Shown
+from gpt2.port.deadline import Deadline
+from gpt2.port.graph import (
+    LAST,
+    NODES,
+    ORDER,
+    RIGHT,
+    ROWS,
+    TEXT,
+    Entrance,
+    Formula,
+    Model,
+    Program,
+    Site,
+    State,
+    run_block,
+    stage_of,
+)
+
+COLUMNS = 256  # vocabulary entries that are compared
+TOKENS = 4  # of a large model, where a token's values depend on earlier tokens alone
+MIN_ROWS = 4  # positions from which a bias of the head can be fitted
+BEFORE = -1  # the step before all nodes: the embeddings, and the order of blocks
+MAX_ELEMENTS = 1 << 20  # of the widest tensor of the rows that are run together: few enough to stay in a cache
+MAX_PAIRED = 1 << 23  # the same of rows of two programs, of which many have one formula
+MAX_WORK = 1 << 34  # multiplications for these rows: seconds, after which a caller looks at the clock
+
+
+@dataclass(frozen=True)
+class Span:
+    """The part of the forward pass that is compared: blocks ``first`` to ``last`` (excluded), up to the point ``end``.
+
+    ``entrance``: where it begins, None for the embeddings; ``wanted``: the program's value at ``end``; ``softmaxed``: what the
+    program made of its logits.
+    """
+
+    first: int
+    last: int
+    end: str
+    entrance: Entrance | None
+    wanted: Tensor
+    softmaxed: str = ""
+
+    @property
+    def until(self) -> int:
+        """The number of the last node in the last block."""
+        return ORDER[stage_of(self.end) or ""]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it begins and ends between two blocks."""
+        return self.until == LAST and (self.entrance is None or self.entrance.after < 0)
+
+    def cut(self, rows: int, tokens: int) -> Span:
+        """Return the first tokens of the first rows."""
+        entrance = None if self.entrance is None else self.entrance.cut(rows, tokens)
+        return replace(self, entrance=entrance, wanted=self.wanted[:rows, :tokens])
+
+    def before(self, layer: int, stream: Tensor) -> Span:
+        """Return the part before a block, which ends with a ``stream`` (B, T, D)."""
+        return Span(self.first, layer, "h.0", self.entrance, stream)
+
+    def computes(self, layer: int, node: str) -> bool:
+        """Return whether a node of a block is in this part."""
+        begin = (self.first, -1 if self.entrance is None else self.entrance.after)
+        return begin < (layer, ORDER[node]) <= (self.last - 1, self.until)
+
+    def reaches(self, program: Program) -> bool:
+        """Return whether a program replaces something in this part."""
+        inside = (self.computes(layer, node) for layer, edits in program.blocks.items() for node in edits)
+        return bool(program.outside or program.order or program.run) or any(inside)
+
+
+@dataclass(frozen=True)
+class Nearness:
+    """How far a program is from the values it is compared with: ``fit`` is the largest relative error, the head's changes fitted.
+
+    Those are a factor and a number added to all logits of a token, or a bias.
+
+    The others rank programs that do not fit: ``log`` is the mean logarithm of each position's error, ``angle`` of each
+    position's angle, ``first`` the error at the first position, which sees no other token.
+    """
+
+    fit: float
+    log: float
+    angle: float
+    first: float
+
+
+class Lens:
+    """A model on some of the tokens, and a program's values there in a part of the forward pass."""
+
+    def __init__(self, model: Model, span: Span) -> None:
+        self.model, self.span = model, span
+        vocabulary = span.wanted.shape[-1]
+        self.columns = torch.arange(vocabulary)
+        if span.end == "logits" and vocabulary > COLUMNS:
+            self.columns = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))[:COLUMNS]
+        wanted = span.wanted[..., self.columns].to(model.dtype)
+        if span.softmaxed == "softmax":
+            wanted = wanted.clamp(min=1e-12).log()
+        self.wanted = wanted - wanted.mean(-1, keepdim=True) if span.softmaxed else wanted
+
+    @cached_property
+    def right(self) -> Shared:
+        """GPT-2's own values."""
+        entrance = self.span.entrance or Entrance(self.span.first, {"x": self.model.embed()})
+        return Shared(self.model, entrance.to(self.model.dtype), self.span)
+
+    def nearness(self, programs: Sequence[Program], deadline: Deadline) -> dict[int, Nearness]:
+        """Return how near each program comes, by its number; only those that ended before the deadline."""
+        out: dict[int, Nearness] = {}
+        evaluator = Evaluator(self, programs, deadline)
+        for numbers, values in evaluator.values(evaluator.singles):
+            out |= zip(numbers.tolist(), self._measured(values), strict=True)
+        return out
+
+    def _measured(self, values: Tensor) -> list[Nearness]:
+        """Return the nearness of values (N, B, T, X)."""
+        wanted = self.wanted
+        size = wanted.square().mean().sqrt().clamp(min=1e-30)
+        difference = wanted - values
+        fit = difference.abs().amax((1, 2, 3))
+        middle = values - values.mean(-1, keepdim=True)
+        goal = wanted - wanted.mean(-1, keepdim=True)
+        if self.span.end == "logits" and not self.span.softmaxed:
+            factor = (middle * goal).sum(-1, keepdim=True) / middle.square().sum(-1, keepdim=True).clamp(min=1e-30)
+            fit = torch.minimum(fit, (goal - factor * middle).abs().amax((1, 2, 3)))
+            if wanted.shape[:2].numel() >= MIN_ROWS:
+                fit = torch.minimum(fit, (difference - difference.mean((1, 2), keepdim=True)).abs().amax((1, 2, 3)))
+        errors = difference.square().mean(-1).sqrt() / size  # (N, B, T)
+        cosine = (middle * goal).sum(-1) / (middle.norm(dim=-1) * goal.norm(dim=-1)).clamp(min=1e-30)
+        log = errors.clamp(min=1e-9).log().mean((1, 2))
+        angle = (1 - cosine).clamp(min=1e-12).log().mean((1, 2))
+        columns = torch.stack([fit / size, log, angle, errors[..., 0].amax(1)], 1)
+        return [Nearness(*row) for row in columns.nan_to_num(math.inf, math.inf, math.inf).tolist()]
+
+
+class Shared:
+    """What all rows have before their first fault: GPT-2's nodes in the blocks of ``span`` from ``entrance`` on."""
+
+    def __init__(self, model: Model, entrance: Entrance, span: Span) -> None:
+        self.model, self.entrance, self.span = model, entrance, span
+        self._blocks: dict[int, State] = {}
+
+    def block(self, layer: int) -> State:
+        """Return the nodes of a block."""
+        if layer not in self._blocks:
+            first = layer == self.entrance.layer
+            state, after = (self.entrance.state, self.entrance.after) if first else ({"x": self.entering(layer)}, -1)
+            until = self.span.until if layer == self.span.last - 1 else LAST
+            self._blocks[layer] = run_block(self.model.site(layer, state), state, {}, after, until)
+        return self._blocks[layer]
+
+    def entering(self, layer: int) -> Tensor:
+        """Return the stream that enters a block; what ends the last one, for the number of blocks."""
+        if layer == self.entrance.layer:
+            return self.entrance.state["x"]
+        return self.block(layer - 1)[NODES[self.span.until if layer == self.span.last else LAST]]
+
+
+class Evaluator:
+    """Runs ``programs`` on the part that ``lens`` shows. Their numbers begin at 1; 0 replaces nothing.
+
+    A row is one program and 0, or two programs that replace no node both.
+    """
+
+    def __init__(self, lens: Lens, programs: Sequence[Program], deadline: Deadline) -> None:
+        self.lens, self.model, self.span, self.deadline = lens, lens.model, lens.span, deadline
+        self.programs = [Program(), *programs]
+        self.tables: dict[tuple[int | None, str], dict[int, Formula]] = defaultdict(dict)
+        begins = []
+        for number, program in enumerate(self.programs):
+            steps = [BEFORE] if program.order is not None or "embed" in program.outside else []
+            for layer, edits in program.blocks.items():
+                for node, formula in edits.items():
+                    if self.span.computes(layer, node) and not isinstance(formula, Shown):
+                        self.tables[layer, node][number] = formula
+                        steps.append(_step(layer, node))
+            for node in program.outside:
+                self.tables[None, node][number] = program.outside[node]
+            begins.append(min(steps, default=_step(self.span.last, "")))
+        self.begins = torch.tensor(begins)  # (P,) the first step at which each is not GPT-2
+        self.having = {key: _having(table, len(self.programs)) for key, table in self.tables.items()}
+        config, size = self.model.config, self.model.ids.numel()
+        widest = max(config.inner, 3 * config.n_embd, config.n_head * self.model.ids.shape[1], len(lens.columns))
+        work = size * max(1, self.span.last - self.span.first) * (4 * config.n_embd + 2 * config.inner) * config.n_embd
+        few, many = (max(1, min(most // (size * widest), MAX_WORK // work)) for most in (MAX_ELEMENTS, MAX_PAIRED))
+        self.chunk, self.chunk_of_pairs = few, many
+
+    def clash(self) -> Tensor:
+        """Return (P, P): whether both programs replace the same node, or both have an order of blocks."""
+        ordered = torch.tensor([program.order is not None for program in self.programs])
+        replaced = torch.stack([*self.having.values(), ordered], 1).float()
+        return replaced @ replaced.T > 0
+
+    def alone(self) -> Tensor:
+        """Return what each program gives (P - 1, B, T, X), from the first given one on; NaN behind the deadline."""
+        out = torch.full((len(self.programs) - 1, *self.lens.wanted.shape), torch.nan, dtype=self.model.dtype)
+        for numbers, values in self.values(self.singles):
+            out[numbers] = values
+        return out
+
+    @property
+    def singles(self) -> Tensor:
+        """A row for each given program."""
+        return torch.arange(1, len(self.programs))[:, None] * torch.tensor([1, 0])
+
+    def near(self, rows: Tensor, limit: float, streams: Tensor | None = None, layer: int = 0) -> Tensor:
+        """Return the numbers of those ``rows`` that differ from what is wanted by ``limit`` at most, the nearest first.
+
+        ``streams``, ``layer``: as in :meth:`values`.
+        """
+        found, errors = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0)]
+        for numbers, values in self.values(rows, streams, layer):
+            error = (values - self.lens.wanted).abs().amax((1, 2, 3)).nan_to_num(torch.inf, torch.inf)
+            found.append(numbers[error <= limit])
+            errors.append(error[error <= limit])
+        return torch.cat(found)[torch.cat(errors).argsort()]
+
+    def values(self, rows: Tensor, streams: Tensor | None = None, layer: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the numbers of some of the ``rows`` (N, 2), and what each gives (N, B, T, X); until the deadline.
+
+        ``streams`` (S, T, D): what enters block ``layer``; a row is then a program and the number of a stream.
+        NaN if a formula cannot be computed, or if both programs of a row have another shape than GPT-2's.
+        """
+        shared = self.lens.right if streams is None else Shared(self.model, Entrance(layer, {"x": streams}), self.span)
+        batch = torch.arange(len(self.model.ids))
+        programs = rows if streams is None else rows * torch.tensor([1, 0])
+        parts, step = self._parts(programs), self.chunk_of_pairs if bool(programs[:, 1].any()) else self.chunk
+        for part in parts:
+            odd: dict[int, list[Tensor]] = defaultdict(list)
+            for some in part.split(step):
+                if self.deadline.passed:
+                    return
+                sources = rows[some, 1] if streams is not None else batch.repeat(len(some))
+                made = _Batch(self, programs[some], shared, sources)
+                values = made.ended()
+                for number in made.odd.unique().tolist():
+                    fits = made.odd == number
+                    if number and len(some) > 1:  # once more, with others of this shape
+                        odd[number].append(some[fits])
+                    else:
+                        yield some[fits], values[fits]
+            parts.extend(torch.cat(same) for same in odd.values())
+
+    def _parts(self, rows: Tensor) -> list[Tensor]:
+        """Return the numbers of rows that run the same sequence of blocks, those that begin late behind the others."""
+        whole = torch.tensor([program.order is not None or program.run is not None for program in self.programs])[rows].any(1)
+        groups: dict[object, list[int]] = defaultdict(list)
+        for number in whole.nonzero().flatten().tolist():
+            one, other = (self.programs[each] for each in rows[number].tolist())
+            groups[one.run or other.run or one.order or other.order].append(number)
+        natural = (~whole).nonzero().flatten()
+        natural = natural[rows[natural].amax(1).argsort(stable=True)]
+        natural = natural[self.begins[rows[natural]].amin(1).argsort(stable=True)]
+        return [part for part in (natural, *map(torch.tensor, groups.values())) if len(part)]
+
+
+class _Batch:
+    """Some ``rows`` (N, 2) of an evaluator, those that begin first first; each has ``sources`` among the rows of what is shared.
+
+    ``odd`` (N,): a program of which some value has another shape than GPT-2's, so that it needs a batch of its own; else 0.
+    """
+
+    def __init__(self, of: Evaluator, rows: Tensor, shared: Shared, sources: Tensor) -> None:
+        self.of, self.rows, self.shared, self.sources = of, rows, shared, sources
+        self.each = len(sources) // len(rows)  # rows of a stream
+        self.odd = torch.zeros(len(rows), dtype=torch.long)
+
+    def ended(self) -> Tensor:
+        """Return the values at the end (N, B, T, X)."""
+        lens, span, model = self.of.lens, self.of.span, self.of.model
+        run = next((program.run for program in self._programs(0) if program.run), None)
+        x = self._stream() if run is None else run(model)
+        usual = self.shared.entering(span.last)
+        if x.shape[1:] != usual.shape[1:]:
+            x = torch.full((len(self.sources), *usual.shape[1:]), torch.nan, dtype=model.dtype)
+        if span.end in ("ln_f", "logits"):
+            x = self._node(None, "ln_f", {"x": x}, len(x))
+        if span.end == "logits":
+            x = x[:, -lens.wanted.shape[1] :]
+            heads = self.of.tables.get((None, "head"), {})
+            parts = []
+            for number, places in self._groups(None, "head", len(x)):
+                head = heads[number](model.site(0), {}) if number else model.table
+                parts.append((places, x[places] @ head[lens.columns].to(x.dtype).T))
+            x = _placed(parts)
+        x = x.unflatten(0, (len(self.rows), -1))
+        return x - x.mean(-1, keepdim=True) if span.softmaxed else x
+
+    def _programs(self, row: int) -> list[Program]:
+        return [self.of.programs[number] for number in self.rows[row].tolist()]
+
+    def _stream(self) -> Tensor:
+        """Return the stream at the end of the blocks (N B, T, D)."""
+        span, entrance = self.of.span, self.shared.entrance
+        begins = self.of.begins[self.rows].amin(1)
+        order = next((program.order for program in self._programs(0) if program.order is not None), None)
+        begun = int((begins <= BEFORE).sum()) * self.each
+        x = entrance.state["x"][self.sources[:begun]]
+        if begun and entrance.layer == span.first:
+            x = self._node(None, "embed", {"x": x}, begun)
+        for layer in range(entrance.layer, span.last) if order is None else order:
+            ends = order is None and layer == span.last - 1
+            after = entrance.after if order is None and layer == entrance.layer else -1
+            nodes = NODES[after + 1 : span.until + 1 if ends else None]
+            if not int((begins <= _step(layer, nodes[-1])).sum()) and order is None:
+                continue
+            state = _Begun(self.shared, layer, x, self.sources)
+            for node in nodes:
+                begun = len(self.sources) if order is not None else int((begins <= _step(layer, node)).sum()) * self.each
+                state.begun, state.node = begun, ORDER[node]
+                if begun:
+                    state.own[node] = self._node(layer, node, state, begun)
+            x = state[nodes[-1]]
+        if len(x) == len(self.sources):
+            return x
+        return torch.cat([x, self.shared.entering(span.last)[self.sources[len(x) :]]])
+
+    def _groups(self, layer: int | None, node: str, begun: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield each program that replaces a node with the numbers of the streams that have it; 0 with those that have none."""
+        rows, has = self.rows[: begun // self.each], self.of.having.get((layer, node))
+        if has is None:
+            yield 0, torch.arange(begun)
+            return
+        which = (rows * has[rows]).amax(1)
+        ordered, places = which.sort(stable=True)
+        numbers, counts = ordered.unique_consecutive(return_counts=True)
+        for number, some in zip(numbers.tolist(), places.split(counts.tolist()), strict=True):
+            yield number, (some[:, None] * self.each + torch.arange(self.each)).flatten()
+
+    def _node(self, layer: int | None, node: str, state: Mapping[str, Tensor], begun: int) -> Tensor:
+        """Return a node of the streams that have begun: by the formula of the program that replaces it, or by GPT-2's."""
+        site, table = self.of.model.site(layer or 0), self.of.tables.get((layer, node), {})
+        groups = list(self._groups(layer, node, begun))
+        right = RIGHT[node] if node != "embed" else lambda c, s: s["x"]
+        usual = state["x"] if layer is None else self.shared.block(layer)[node]
+        unknown = torch.full((1, *usual.shape[1:]), torch.nan)
+        if len(groups) == 1 and (begun == len(self.sources) or not groups[0][0]):  # whatever its shape
+            made = _tried(table.get(groups[0][0], right), site, state)
+            return _as_many(unknown if made is None else made, begun, self.of.model.dtype)
+        parts = []
+        most = any(number == 0 and 2 * len(places) > begun for number, places in groups)
+        made = _tried(right, site, state if most else _Rows(state, torch.tensor([0])))  # of most, no rows are picked for it
+        unknown = unknown if made is None else torch.full_like(made[:1], torch.nan)
+        whole = _as_many(unknown if made is None else made, begun, self.of.model.dtype).clone() if most else None
+        for number, places in groups if whole is None else [group for group in groups if group[0]]:
+            one = _tried(table[number] if number else right, site, _Rows(state, places))
+            if one is None or one.shape[1:] != unknown.shape[1:]:
+                self.odd[places // self.each] = number
+                one = unknown
+            parts.append((places, _as_many(one, len(places), self.of.model.dtype)))
+        return _placed(parts, whole)
+
+
+class _Begun(Mapping[str, Tensor]):
+    """The nodes of a block in the rows that have begun; before it began, a row has what is shared."""
+
+    def __init__(self, shared: Shared, layer: int, x: Tensor, sources: Tensor) -> None:
+        self.shared, self.layer, self.sources = shared, layer, sources
+        self.own, self.begun, self.node = {"x": x}, len(x), 0  # ``node``: the number of the one that is computed
+
+    def __getitem__(self, name: str) -> Tensor:
+        own = self.own.get(name)
+        if own is None or len(own) < self.begun:
+            rest = self.shared.block(self.layer)[name][self.sources[0 if own is None else len(own) : self.begun]]
+            own = self.own[name] = rest if own is None else torch.cat([own, rest])
+        return own
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("x", *NODES[: self.node]))
+
+    def __len__(self) -> int:
+        return 1 + self.node
+
+
+class _Rows(Mapping[str, Tensor]):
+    """Some rows of a state; each tensor is taken when a formula reads it."""
+
+    def __init__(self, whole: Mapping[str, Tensor], rows: Tensor) -> None:
+        self._whole, self._rows = whole, rows
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._whole[name][self._rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole)
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+
+def _step(layer: int, node: str) -> int:
+    """Return the number of a node among those of all blocks."""
+    return layer * len(NODES) + ORDER[node]
+
+
+def _having(table: Mapping[int, object], count: int) -> Tensor:
+    has = torch.zeros(count, dtype=torch.bool)
+    has[list(table)] = True
+    return has
+
+
+def _placed(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor | None = None) -> Tensor:
+    """Return the rows of all parts, each at its places, in ``out`` if some are there."""
+    if out is None:
+        out = parts[0][1].new_empty(sum(len(places) for places, _ in parts), *parts[0][1].shape[1:])
+    for places, value in parts:
+        out[places] = value
+    return out
+
+
+def _as_many(value: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Return as many rows: a formula may give those of one stream."""
+    return (value if len(value) == count else value.repeat(count // len(value), *[1] * (value.ndim - 1))).to(dtype)
+
+
+def _tried(formula: Formula, site: Site, state: Mapping[str, Tensor]) -> Tensor | None:
+    """Return what a formula gives; None if it cannot be computed."""
+    try:
+        return formula(site, cast(State, state))
+    except (IndexError, RuntimeError):
+        return None
+
+
+class Lenses:
+    """The views of a ``span``: the nearest are found on the first tokens of a large model, in float32. ``exact``: in float64."""
+
+    def __init__(self, exact: Model, span: Span) -> None:
+        self.exact, self.span = exact, span
+        self.small, self.tokens = exact.small, exact.ids.shape[1]
+
+    @cached_property
+    def _narrow(self) -> Model:
+        return Model(self.exact.state, self.exact.config, self.exact.ids, torch.float32)
+
+    @cached_property
+    def whole(self) -> Lens:
+        """All tokens: for faults that mix the rows of a batch, and for small models."""
+        return Lens(self.exact if self.small else self._narrow, self.span)
+
+    def first(self, tokens: int) -> Lens:
+        """The first ``tokens`` of the first row, in float32."""
+        return Lens(self._narrow.on_ids(self.exact.ids[:1, :tokens]), self.span.cut(1, tokens))
+
+    @cached_property
+    def row(self) -> Lens:
+        """All tokens of the first row."""
+        return self.first(self.tokens)
+
+    @cached_property
+    def few(self) -> Lens:
+        """The first tokens of the first row; all of them, if only the last position's logits are shown."""
+        return self.row if self.span.wanted.shape[1] < self.tokens else self.first(min(TOKENS, self.tokens))
+
+    @property
+    def shows_pairs(self) -> bool:
+        """Whether whole blocks lie between what is known and what is compared, of which every token is shown."""
+        return self.span.is_whole and not self.span.softmaxed and self.span.wanted.shape[1] == self.tokens
+
+    def of(self, sees: set[str]) -> Lens:
+        """Return the view for faults by which a token sees TEXT or ROWS."""
+        return self.whole if self.small or ROWS in sees else self.row if TEXT in sees else self.few
