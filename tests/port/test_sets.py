@@ -63,12 +63,13 @@ def test_an_answer_that_changed_is_listed(
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What ``prepare`` sets, until the test ends."""
+def bench(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What ``prepare`` sets, until the test ends; the folder outlasts it, because later tests use the same programs."""
+    folder = tmp_path_factory.mktemp("bench")
     monkeypatch.setattr(deadline, "SLOWEST", deadline.SLOWEST)
     monkeypatch.setattr(tempfile, "tempdir", None)
-    sets.prepare(str(tmp_path))
-    return tmp_path
+    sets.prepare(str(folder))
+    return folder
 
 
 def test_an_answer_says_what_the_diagnosis_says(bench: Path) -> None:
