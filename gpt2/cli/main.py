@@ -22,11 +22,14 @@ NAMES = ("info", "verify", "compare", "explore", "diagnose", "trace", "generate"
 COMMANDS = tuple(import_module(f"gpt2.cli.{name}_command") for name in NAMES)
 
 
+LONG = re.compile(r"(\S{100})\S{100,}")
+
+
 class Parser(argparse.ArgumentParser):
-    """Shows control characters of a wrong argument as symbols."""
+    """Shows control characters of a wrong argument as symbols, and the beginning of a long one."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(printable(message, one_line=True))
+        super().error(LONG.sub(r"\1...", printable(message, one_line=True)))
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
