@@ -71,6 +71,7 @@ def test_each_case_is_what_greedy_decoding_says(sides: tuple[str, str], file: Pa
     assert found.gain.low < found.gain.high
 
 
+@pytest.mark.slow
 def test_the_command_lists_what_turned_and_gates_on_it(
     sides: tuple[str, str], file: Path, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -375,6 +375,7 @@ def test_every_check_can_fail_alone(checkpoint: Path, control: Callable, must_fa
     assert must_pass not in failing(report)
 
 
+@pytest.mark.slow
 def test_what_adamw_moved_is_judged_by_how_far_it_moved(checkpoint: Path) -> None:
     """A parameter moves little in a step: relative to its size, a wrong step looks a hundred times too small."""
 
@@ -573,6 +574,7 @@ def test_an_honest_model_is_equal_whatever_the_seed(checkpoint: Path) -> None:
         assert failing(verify("shakespeare-mini", seed=seed)) == [], seed
 
 
+@pytest.mark.slow
 def test_what_transformers_cannot_open_is_verified_all_the_same(tmp_path: Path) -> None:
     """A nanoGPT checkpoint: transformers gets our tensors, the report says so, and a wrong loader is still refused."""
     config = replace(TINY, bos_token_id=None, eos_token_id=None)

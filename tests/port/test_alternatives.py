@@ -236,10 +236,11 @@ def traced(one: Alternative) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("words", "which", "id"),
     [
-        pytest.param("the future too", Which.ALL, "mask-missing", marks=pytest.mark.slow),
+        ("the future too", Which.ALL, "mask-missing"),
         ("sees those of its own call alone", Which.SEVERAL, "cache-inconsistent"),
     ],
 )
+@pytest.mark.slow
 def test_a_fault_of_a_prompt_in_chunks_is_named(words: str, which: Which, id: str) -> None:
     """Servers read a long prompt some tokens at a time, and then single tokens, often by another function."""
     one = next(one for one in alternatives() if one.words.endswith(words))

@@ -123,6 +123,7 @@ def test_a_last_norm_without_bias_is_no_bias_of_the_head() -> None:
     assert causes(gpt2.diagnose(dump(arrays, torch.float32), MODEL)) == [("missing-bias", "h.*.ln_1, h.*.ln_2, ln_f")]
 
 
+@pytest.mark.slow
 def test_a_head_of_its_own_is_named_if_the_last_norm_is_not_dumped() -> None:
     """Too few positions show no weights; but everything before the head is explained, and so nothing else can be wrong."""
     traced = trace(MODEL, IDS)
@@ -209,6 +210,7 @@ def test_weights_that_are_recorded_show_how_heads_were_split() -> None:
     assert causes(diagnosis) == [("layernorm-unbiased-variance", "h.*.ln_1, h.*.ln_2, ln_f"), ("head-layout", "h.*.attn")]
 
 
+@pytest.mark.slow
 def test_a_wrong_norm_is_named_by_the_walk_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A further search took minutes on a larger model although the walk explains everything."""
 

@@ -53,6 +53,7 @@ def test_a_program_that_widens_its_numbers_on_the_way_computed_in_float32(monkey
     assert assumed == [torch.float32]  # and no half of the time in float64
 
 
+@pytest.mark.slow
 def test_weights_that_nothing_names_are_placed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search said that the first block's scores are wrong: it compared scores with masked ones without.
 

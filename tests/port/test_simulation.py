@@ -92,6 +92,7 @@ def test_noise_has_no_explanation(model: GPT2, ids: Tensor) -> None:
     assert explanation.first_wrong == "logits"
 
 
+@pytest.mark.slow
 def test_only_roundings_are_computed_exactly_beyond_the_bound(model: GPT2, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever halved the error was computed exactly: at gpt2's shape, before the faults of single blocks were tried at all.
 

@@ -223,6 +223,7 @@ def test_a_port_that_does_not_import_is_told_so(tmp_path: Path) -> None:
         compare(MODEL, f"{tmp_path / 'port.py'}:build", tokens=60)
 
 
+@pytest.mark.slow
 def test_the_activations_of_a_port(text: str, tmp_path: Path) -> None:
     """Its points are found by its modules' names: the first wrong one must be named, and what has no name be left out, aloud."""
     port = """

@@ -140,6 +140,7 @@ def test_llama_cpp_python_s_own_server(text: str, tmp_path: Path) -> None:
         assert float(re.search(r"to (\S+) nats", found.evidence)[1]) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_bounds_hold(text: str, tmp_path: Path) -> None:
     """A bound that the true KL breaks proves nothing; here the true KL is known, because the server's model is at hand.
 
