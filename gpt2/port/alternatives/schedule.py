@@ -103,10 +103,10 @@ def memories(model: Model) -> Iterator[Alternative]:
             words = f"rows read the {what} that the {which} row has left in the cache"
             lent = partial(_of_row, number)
             yield Alternative("batch-dependent", words, _memories(lent, letters), "attn", steps=True, sees=ROWS)
-    for words, one in (("", False), (", which all blocks share", True)):
-        words = f"earlier keys and values are views of a buffer that each call writes over{words}"
-        edits = _memories(partial(_viewed, one), "kv")
-        yield Alternative("cache-inconsistent", words, edits, "attn", steps=True, crosses=one)
+    for whose, shared in (("", False), (", which all blocks share", True)):
+        words = f"earlier keys and values are views of a buffer that each call writes over{whose}"
+        edits = _memories(partial(_viewed, shared), "kv")
+        yield Alternative("cache-inconsistent", words, edits, "attn", steps=True, crosses=shared)
     words = "the place in the cache is counted in tokens, not in numbers"
     counted: dict[str, Formula] = {f"attn.{one}s": partial(_flat, one) for one in "kv"}
     yield Alternative("cache-inconsistent", words, counted, "attn", steps=True)

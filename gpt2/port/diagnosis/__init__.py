@@ -1,8 +1,8 @@
 """``diagnose``: find where a port departs from the checkpoint's GPT-2, with the cause, the evidence and the fix.
 
-A module: three kinds of checks. Its weights, read in the checkpoint's layout (:mod:`.own`, :mod:`.weights`); its recorded
-tensors, which the walk compares with GPT-2's stages, each by the right formula and by every known wrong one (:mod:`.walk`); and
-its behaviour from call to call (:mod:`.behaviour`). What another program wrote: :mod:`gpt2.port.dump`.
+A module is checked in three ways: its weights, read in the checkpoint's layout (:mod:`.weights`); its recorded tensors, which are
+compared with GPT-2's, by the right formula and by every known wrong one (:mod:`gpt2.port.search`); and its behaviour from call to
+call (:mod:`.behaviour`). What another program wrote: :mod:`gpt2.port.dump`.
 """
 
 from __future__ import annotations

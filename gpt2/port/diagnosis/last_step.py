@@ -13,11 +13,10 @@ from gpt2.port.fault import Function as Formula
 
 
 class Step(NamedTuple):
-    """A cause and a formula of a token's logits; ``linear``: a factor and a shift for each token."""
+    """A cause and a formula of a token's logits."""
 
     id: str
     formula: Formula
-    linear: bool = True
 
 
 def _centred(x: Tensor) -> Tensor:
@@ -29,12 +28,12 @@ STEPS: dict[str, Step] = {
     "each token's mean logit is taken off": Step("logits-softmaxed", _centred),
     "each token's smallest logit is taken off": Step("logits-softmaxed", lambda x: x - x.amin(-1, keepdim=True)),
     "each token's logits are the exponentials of a softmax, not divided by their sum": Step(
-        "logits-softmaxed", lambda x: (x - x.amax(-1, keepdim=True)).exp(), False
+        "logits-softmaxed", lambda x: (x - x.amax(-1, keepdim=True)).exp()
     ),
-    "the exponential of each logit is given": Step("logits-softmaxed", torch.exp, False),
-    "each logit goes through a sigmoid": Step("logits-softmaxed", torch.sigmoid, False),
-    "each logit goes through a tanh": Step("logits-scaled", torch.tanh, False),
-    "each logit goes through a ReLU": Step("logits-scaled", torch.relu, False),
+    "the exponential of each logit is given": Step("logits-softmaxed", torch.exp),
+    "each logit goes through a sigmoid": Step("logits-softmaxed", torch.sigmoid),
+    "each logit goes through a tanh": Step("logits-scaled", torch.tanh),
+    "each logit goes through a ReLU": Step("logits-scaled", torch.relu),
     "each token's logits are divided by their norm": Step("logits-scaled", lambda x: x / x.norm(dim=-1, keepdim=True)),
     "each token's logits are divided by the largest size of them": Step(
         "logits-scaled", lambda x: x / x.abs().amax(-1, keepdim=True)
@@ -52,8 +51,7 @@ STEPS: dict[str, Step] = {
 }
 
 
-def last_steps(linear: bool = False) -> Iterator[tuple[Fault, Formula]]:
-    """Yield the faults, with what each does to the logits; ``linear``: only those of a factor and a shift for each token."""
-    for words, (id, formula, is_linear) in STEPS.items():
-        if is_linear or not linear:
-            yield Fault(id, "logits", words, words), formula
+def last_steps() -> Iterator[tuple[Fault, Formula]]:
+    """Yield the faults, with what each does to the logits."""
+    for words, (id, formula) in STEPS.items():
+        yield Fault(id, "logits", words, words), formula
