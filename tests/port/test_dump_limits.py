@@ -99,15 +99,18 @@ def test_a_program_that_computes_in_a_half_precision_is_judged_by_its_rounding(m
 
 @pytest.mark.slow
 def test_a_program_that_computes_in_float16_is_wrong_where_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the tolerance of float32, its rounding was said to be wrong from the first block on."""
-    monkeypatch.setattr("gpt2.port.dump.examination.SECONDS", {True: 1.0})
+    """With the tolerance of float32, its rounding was said to be wrong from the first block on, on a machine of some speed."""
     model = checkpoint()
     with torch.no_grad():
         model.h[1].mlp.c_fc.weight += torch.randn(21, 52, generator=torch.Generator().manual_seed(1))
-    diagnosis = gpt2.diagnose(dump(trace(model.half(), IDS), torch.float16), MODEL)
-    assert set(causes(diagnosis)) <= {("not-loaded", "h.1.mlp.c_fc.weight")}  # or nothing, in so little time
-    assert diagnosis.first_divergence is not None
-    assert diagnosis.first_divergence.point == "h.1.mlp.c_fc"
+    dumped = dump(trace(model.half(), IDS), torch.float16)
+    for seconds in (0.2, 1.0, 2.0, 20.0):  # none, or the right one: what a limit of time decides is never which
+        monkeypatch.setattr("gpt2.port.dump.examination.SECONDS", {True: seconds})
+        diagnosis = gpt2.diagnose(dumped, MODEL)
+        assert set(causes(diagnosis)) <= {("not-loaded", "h.1.mlp.c_fc.weight")}
+        assert diagnosis.first_divergence is not None
+        assert diagnosis.first_divergence.point == "h.1.mlp.c_fc"
+    assert diagnosis.causes
 
 
 def test_a_dump_of_one_token_is_of_a_forward_pass() -> None:

@@ -101,10 +101,10 @@ def test_the_logits_of_a_token_may_be_moved_beside_another_fault() -> None:
 def test_a_few_arrays_of_more_digits_are_no_sign_of_float64() -> None:
     """Noise in float64 beside a dump in float16 made the search begin three times, each with a third of the time."""
     half, single, double = (torch.linspace(0.1, 1, 5, dtype=torch.float64).to(dtype) for dtype in HALF_TO_DOUBLE)
-    assert list(computed_in(half, [half, half, double])) == [torch.float32, torch.float16]
-    assert list(computed_in(single, [double])) == [torch.float32, torch.float64]
-    assert list(computed_in(double, [single, single])) == [torch.float32, torch.float64]
-    assert list(computed_in(double, [double, torch.ones(2, dtype=torch.float32)])) == [torch.float64, torch.float32]
+    assert computed_in(half, [half, half, double]) == ([torch.float32], torch.float16)
+    assert computed_in(single, [double]) == ([torch.float32, torch.float64], None)
+    assert computed_in(double, [single, single]) == ([torch.float32, torch.float64], None)
+    assert computed_in(double, [double, torch.ones(2, dtype=torch.float32)]) == ([torch.float64, torch.float32], None)
 
 
 HALF_TO_DOUBLE = (torch.float16, torch.float32, torch.float64)

@@ -97,8 +97,11 @@ class Dumped:
         return not self.held.keys() <= {"wte", "wpe"}
 
     def is_likelier(self, other: Dumped) -> bool:
-        """Return whether far more of the dump is right under this assumption of a half precision than under ``other``."""
-        return self.right or (not other.has_computed and len(self.held) > MORE * len(other.held))
+        """Return whether far more of the dump is right under this assumption of a half precision than under ``other``.
+
+        Not where the logits are: what is wrong for float32 may be smaller than a half precision's rounding.
+        """
+        return not self.right and not other.has_computed and len(self.held) > MORE * len(other.held)
 
     def notes(self) -> Iterator[str]:
         """Yield what the report says about the arrays."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,7 @@ from gpt2.port.step.settings import Settings
 
 SECONDS = {True: 45.0, False: 240.0}  # for the whole search, by whether the model is small
 QUICK = 1.25  # the part of the time for what is likely, where little time is enough for the rest
-WALKS = 1  # parts of the time that are left for what follows the walks
-HASTY = 4  # the part of the time for float32, if the program seems to have computed in a half precision
+HASTY = 4.0  # the part of the time for float32, if rounding to a half precision explains the logits
 
 
 def exact_weights(ours: GPT2) -> dict[str, Tensor]:
@@ -108,50 +108,45 @@ class DumpExamination:
         arrays = {name: array for name, array in self.dump.arrays.items() if name != output.name}
         halves = {name: in_half(array) for name, array in arrays.items()}
         half = replace(output, logits=in_half(output.logits))
-        dtypes = list(computed_in(half.logits, halves.values()))
-        exactly = [dtype for dtype in dtypes if dtype not in HALVES]
-        attempts: list[Attempt] = []
-        for number, dtype in enumerate(exactly):
-            attempts.append(Attempt(Dumped.of(arrays, output, exact, self.reference, dtype), self.progress))
-            attempts[-1].walk(self.deadline.part(WALKS + len(exactly) - number))
-            if attempts[-1].settled:
-                return self._diagnosed(attempts[-1])
-        for number, dtype in enumerate(dtypes):
-            share: float = len(dtypes) - number
-            if share == 2 and dtypes[-1] in HALVES:
-                last = Attempt(Dumped.of(halves, half, exact, self.reference, dtypes[-1]), self.progress)
-                first = attempts[number].dumped
-                share = HASTY if last.dumped.is_likelier(first) else QUICK if first.has_computed else share
-                attempts.append(last)
-            elif share > 1 and not attempts[number].dumped.is_walkable:
-                share = QUICK
-            if number == len(attempts):
-                attempts.append(Attempt(Dumped.of(halves, half, exact, self.reference, dtype), self.progress))
-            attempt, name = attempts[number], str(dtype).removeprefix("torch.")
-            if dtype in HALVES:
-                if output.logits.dtype not in HALVES:
-                    attempt.notes.append(f"your numbers have no more digits than {name}: they are judged by its rounding")
-                attempt.walk(self.deadline.part(2 * share))
-            if not attempt.settled:
-                attempt.simulate(self.deadline.part(share))
-            if dtype in HALVES and output.logits.dtype in HALVES and attempt.equal:
-                words = f"equal for a program that computes in {name}; one that computes in float32 has a mistake"
-                attempt.notes.append(f"{words}, of {attempt.dumped.error:.1g}")
-            if attempt.settled:
-                return self._diagnosed(attempt)
+        exactly, rounded = computed_in(half.logits, halves.values())
+
+        @cache
+        def attempt(dtype: torch.dtype) -> Attempt:
+            given = (halves, half) if dtype in HALVES else (arrays, output)
+            made = Attempt(Dumped.of(*given, exact, self.reference, dtype), self.progress)
+            if dtype in HALVES and output.logits.dtype not in HALVES:
+                made.notes.append(f"your numbers have no more digits than {_name(dtype)}: they are judged by its rounding")
+            return made
+
+        groups, share, likelier = [exactly], QUICK, False
+        if rounded is not None and not (first := attempt(exactly[0]).dumped).right:
+            last = attempt(rounded).dumped
+            groups, likelier = [exactly, [rounded]], last.is_likelier(first)
+            if likelier:
+                groups.reverse()
+            elif not first.has_computed:
+                share = HASTY if last.right else 2.0
+        for number, group in enumerate(groups, 1):
+            settled = explained(attempt, group, self.deadline.part(share if number < len(groups) else 1))
+            if settled is None:
+                continue
+            dtype = settled.dumped.tolerance.dtype
+            if settled.equal and dtype in HALVES and output.logits.dtype in HALVES:
+                words = f"equal for a program that computes in {_name(dtype)}; one that computes in float32 has a mistake"
+                settled.notes.append(f"{words}, of {settled.dumped.error:.1g}")
+            return self._diagnosed(settled)
+        attempts = [attempt(dtype) for group in groups for dtype in group]
         most = max(attempts, key=lambda one: len(one.dumped.held))  # in another precision rounding looks wrong from the start
-        most.notes += self._roundings(exact, most.dumped) if dtypes[-1] not in HALVES and not arrays else []
-        return self._diagnosed(next((one for one in attempts if one.causes), most))
+        most.notes += self._roundings(exact, most.dumped) if rounded is None and not arrays else []
+        return self._diagnosed(next((one for one in attempts[: 1 if likelier else None] if one.causes), most))
 
     def _roundings(self, exact: dict[str, Tensor], dumped: Dumped) -> list[str]:
         """Return a note for a half precision whose rounding makes an error as large as that of logits that are dumped alone."""
         for dtype in HALVES:
             error = measured(self.reference, dumped.ids, exact, dtype).points["logits"] / SLACK
             if dumped.error <= 2 * error:
-                name = str(dtype).removeprefix("torch.")
-                return [
-                    f"GPT-2 computed in {name} has an error of {error:.2g} in the logits; if your program is, it may be right"
-                ]
+                words = f"GPT-2 computed in {_name(dtype)} has an error of {error:.2g} in the logits"
+                return [f"{words}; if your program is, it may be right"]
         return []
 
     def _without_logits(self) -> InputError:
@@ -190,8 +185,21 @@ def in_half(array: Tensor) -> Tensor:
     return next((half for dtype in reversed(HALVES) if bool(((half := array.to(dtype)).to(array.dtype) == array).all())), array)
 
 
-def computed_in(logits: Tensor, others: Iterable[Tensor]) -> Iterator[torch.dtype]:
-    """Yield the dtypes in which a program may have computed, the likely one first.
+def explained(attempt: Callable[[torch.dtype], Attempt], dtypes: Sequence[torch.dtype], deadline: Deadline) -> Attempt | None:
+    """Return the first attempt that explains all of the dump, in one of ``dtypes``; every walk comes before a simulation."""
+    for left, dtype in zip(range(len(dtypes), 0, -1), dtypes, strict=True):
+        attempt(dtype).walk(deadline.part(1 + left))
+        if attempt(dtype).settled:
+            return attempt(dtype)
+    for left, dtype in zip(range(len(dtypes), 0, -1), dtypes, strict=True):
+        attempt(dtype).simulate(deadline.part(QUICK if left > 1 and not attempt(dtype).dumped.is_walkable else left))
+        if attempt(dtype).settled:
+            return attempt(dtype)
+    return None
+
+
+def computed_in(logits: Tensor, others: Iterable[Tensor]) -> tuple[list[torch.dtype], torch.dtype | None]:
+    """Return the dtypes in which a program may have computed, the likely one first, and a half precision, if it may be one.
 
     float64 first, if every array has more digits than float32. If the logits or half of the arrays have, the program widened its
     numbers on the way, as NumPy does in a product with a float64 scalar: float32 comes first. A few others may be anything.
@@ -200,13 +208,16 @@ def computed_in(logits: Tensor, others: Iterable[Tensor]) -> Iterator[torch.dtyp
     arrays = [logits, *(one for one in others if bool((one != one.round()).any()))]  # no masks and positions
     wide = [one.dtype == torch.float64 and bool((one != one.float().double()).any()) for one in arrays]
     if all(wide):
-        yield from (torch.float64, torch.float32)
+        exactly = [torch.float64, torch.float32]
     else:
-        yield torch.float32
-        if wide[0] or 2 * sum(wide) >= len(wide):
-            yield torch.float64
+        exactly = [torch.float32, torch.float64][: 2 if wide[0] or 2 * sum(wide) >= len(wide) else 1]
     rest = {one.dtype for one in arrays[1:]}
     if logits.dtype in HALVES:
-        yield logits.dtype
-    elif rest and rest <= set(HALVES):
-        yield torch.bfloat16 if torch.bfloat16 in rest else torch.float16
+        return exactly, logits.dtype
+    if rest and rest <= set(HALVES):
+        return exactly, torch.bfloat16 if torch.bfloat16 in rest else torch.float16
+    return exactly, None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
