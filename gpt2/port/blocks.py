@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,10 +11,12 @@ from torch import Tensor
 from gpt2.port.alternative import Alternative, in_calls, merged
 from gpt2.port.dump.candidates import Candidate
 from gpt2.port.fault import Fault
-from gpt2.port.graph import HIDDEN, LAST, NODES, ORDER, READS, RIGHT, Edits, Model, State
+from gpt2.port.fits.observed import Observed
+from gpt2.port.graph import HIDDEN, LAST, NODES, ORDER, READS, RIGHT, ROWS, TEXT, Edits, Entrance, Model, State
 from gpt2.port.observe import Observation, Seen
 
 FIRST = ("ln_1", "attn.q", "attn.k", "attn.v")  # nodes that show a block's input
+BEGINNING = 8  # tokens
 WHOLE = "attn.scores"  # a node whose program's numbers are not taken: what it hides is written in many ways
 
 
@@ -58,6 +60,7 @@ class Blocks:
     def __init__(self, observation: Observation, model: Model) -> None:
         self.observation, self.model, self.layers = observation, model, model.config.n_layer
         self.known: list[tuple[Alternative, ...]] = []
+        self._cut: tuple[Trial, State] | None = None  # the first tokens of a block
 
     def block(self, layer: int, x: Tensor, until: int = LAST) -> Trial:
         """Return GPT-2's own nodes of a block, with the program's numbers where they are found."""
@@ -166,30 +169,54 @@ class Blocks:
         trial = Trial(base.layer, state, seen, (*base.alternatives, one), both, again=again)
         return trial if found or not shown or self.shown_behind(base.layer, state[""]) else None
 
-    def gives_any(self, base: Trial, one: Alternative, nodes: Sequence[str]) -> bool:
+    def gives_any(self, base: Trial, one: Alternative, nodes: Iterable[str]) -> bool:
         """Return whether one of ``nodes`` is found as an alternative gives it: few looks, where ``tried`` takes many."""
+        state = self._with(base, base.state, one, nodes)
+        return any(
+            node in state and state[node] is not base.state[node] and self.observation.find(node, state[node]) is not None
+            for node in nodes
+        )
+
+    def may_end_in(self, arrays: Sequence[Observed], base: Trial, one: Alternative) -> bool:
+        """Return whether one of ``arrays`` may be a block's result as an alternative gives it, by its first tokens.
+
+        What a token's value depends on comes before it. So a large block is computed for a few tokens alone.
+        """
+        if one.sees in (TEXT, ROWS) or one.steps:
+            return True
+        rows, tokens = self.model.ids.shape
+        if self._cut is None or self._cut[0] is not base:
+            self._cut = base, Entrance(base.layer, base.state).cut(rows, min(BEGINNING, tokens)).state
+        cut = self._cut[1]
+        value = self._with(base, cut, one, ("",)).get("")
+        return value is not None and value is not cut[""] and any(seen.at(0, BEGINNING).matches(value) for seen in arrays)
+
+    def _with(self, base: Trial, old: State, one: Alternative, nodes: Iterable[str]) -> State:
+        """Return ``old``, the nodes of ``base``, as one more alternative computes them up to the last of ``nodes``.
+
+        A node that it does not change is the old tensor. No nodes, if the alternative does not fit.
+        """
         edits = one.at(base.layer)
         both = merged(base.edits, edits) if edits and one.calls is None else None
         if both is None:
-            return False
+            return {}
         begin, last = min(ORDER[node] for node in edits), max(ORDER[node] for node in nodes)
-        state = {node: value for node, value in base.state.items() if ORDER.get(node, -1) < begin}
+        state = {node: value for node, value in old.items() if ORDER.get(node, -1) < begin}
         site = self.model.site(base.layer, state)
         changed = set[str]()
         for node in NODES[begin : last + 1]:
-            old = base.state[node]
             if node not in both and changed.isdisjoint(READS[node]):
-                state[node] = old
+                state[node] = old[node]
                 continue
             try:
                 state[node] = (both.get(node) or RIGHT[node])(site, state)
             except RuntimeError:  # two alternatives that do not fit together
-                return False
-            if state[node].shape == old.shape and torch.equal(state[node], old):
-                state[node] = old
+                return {}
+            if state[node].shape == old[node].shape and torch.equal(state[node], old[node]):
+                state[node] = old[node]
             else:
                 changed.add(node)
-        return any(node in changed and self.observation.find(node, state[node]) is not None for node in nodes)
+        return state
 
     def is_refuted(self, base: Trial, one: Alternative) -> bool:
         """Return whether what follows from each node that an alternative changes is found as it is."""

@@ -120,8 +120,11 @@ class Explainer:
         some = [one for one in some if one not in base.alternatives and not self.blocks.is_refuted(base, one)]
         some.sort(key=lambda one: not _changes(one, nodes[0] if nodes else ""))
         wholes, parts = list[Trial](), list[Trial]()
-        if "" not in base.seen:
-            wholes, _ = self._tried(base, (one for one in some if self.blocks.gives_any(base, one, ("",))))
+        if not self.model.small:  # a whole block for each alternative takes a minute
+            changing = (one for one in some if nodes and nodes[0] in one.edits)
+            wholes, _ = self._tried(base, (one for one in changing if self.blocks.gives_any(base, one, nodes[:1])))
+        if not wholes and "" not in base.seen:
+            wholes, _ = self._tried(base, self._ending(base, some))
         if not wholes:
             wholes, parts = self._tried(base, some)
         whole, part = (min(trials, key=_likelihood, default=None) for trials in (wholes, parts))
@@ -129,6 +132,13 @@ class Explainer:
             ties = tuple(one.alternatives[0] for one in wholes if _likelihood(one)[0] == _likelihood(whole)[0])
             whole = replace(whole, ties=ties)
         return whole, part
+
+    def _ending(self, base: Trial, some: Sequence[Alternative]) -> Iterator[Alternative]:
+        """Yield the alternatives that give a block's result."""
+        if not self.model.small:
+            arrays = list(self.observation.unexplained("", base.state[""], base.seen.values()))
+            some = [one for one in some if self.blocks.may_end_in(arrays, base, one)]
+        return (one for one in some if self.blocks.gives_any(base, one, ("",)))
 
     def _tried(self, base: Trial, some: Iterable[Alternative]) -> tuple[list[Trial], list[Trial]]:
         """Return the trials that explain a block, and those that explain more of it than ``base``."""

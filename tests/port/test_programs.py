@@ -146,9 +146,19 @@ def test_a_right_program_is_equal(language: str, level: str, home: Home) -> None
 
 
 @pytest.mark.slow
-def test_a_large_model_is_ranked_in_float32(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream in float64 that enters blocks in float32 would end in an error; other tests have small models."""
+@pytest.mark.parametrize("level", ["full", "block"])
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("gelu-relu@1", ("gelu-variant", "h.1.mlp.act")),
+        ("residual-halved@1", ("residual-scaled", "h.1")),
+        ("mask-missing", ("mask-missing", "h.*.attn")),
+    ],
+)
+def test_a_large_model_is_searched_from_few_values(
+    fault: str, cause: tuple[str, str], level: str, home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The edited node alone is looked at, the first tokens, in float32; a stream in float64 that enters them was an error."""
     monkeypatch.setattr("gpt2.port.graph.SMALL", 0)
-    program = Program("numpy", "gelu-relu@1", "block")
-    diagnosis = gpt2.diagnose(str(home.dump(program)), str(home.model))
-    assert [(cause.id, cause.where) for cause in diagnosis.causes] == [("gelu-variant", "h.1.mlp.act")]
+    diagnosis = gpt2.diagnose(str(home.dump(Program("numpy", fault, level))), str(home.model))
+    assert [(cause.id, cause.where) for cause in diagnosis.causes] == [cause]

@@ -51,7 +51,7 @@ class Search:
         """Return the candidates that explain the segment, the simplest first; single faults only, unless ``several``."""
         ranked: Ranked = []
         *groups, waiting = self._groups()
-        for some in groups:  # of a large model, most faults are in all blocks, or outside them
+        for some in groups:  # of a large model, most faults are common ones, in all blocks or outside them
             ranked = sorted([*ranked, *self._ranked(some, "single faults")], key=lambda one: one[0].fit)
             self.complete &= not self.late()
             if fits := self._confirmed(ranked, Candidate()):
@@ -66,7 +66,8 @@ class Search:
         """Yield the single faults that are tried one after the other, and those that are tried in pairs alone."""
         every = [Candidate(), *self.table.singles(self.segment, self.small)]
         if not self.small:
-            yield from ([one for one in every if one.is_local == local] for local in (False, True))
+            kinds = ((local, rare) for local in (False, True) for rare in (False, True))
+            yield from ([one for one in every if (one.is_local, one.rare) == kind] for kind in kinds)
             yield []
             return
         # a fault of later calls alone shows soon behind the first one: others of them cannot be the only fault
