@@ -27,6 +27,8 @@ from gpt2.measure.tracing import points_size
 from gpt2.model import GPT2
 
 IDS = ("ids", "input_ids", "tokens", "idx")  # the names of the token ids, the first found counts
+# Names of the mask of a padded batch, and the value of a real token in it.
+MASKS = {"attention_mask": 1, "padding_mask": 1, "pad_mask": 1, "key_padding_mask": 0, "src_key_padding_mask": 0}
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MAX_BYTES = 16_000_000_000  # of all arrays; a full dump of gpt2 on 1024 tokens has 3 GB
 STATE_VERSION = 2  # of llm.c's debug state: its logits are not padded
@@ -41,7 +43,8 @@ class Dump:
     """What a program wrote: ``ids`` (B, T) int64, and ``arrays`` by their own names, of any float dtype and shape.
 
     ``ignored``: names of arrays that are not floats. Of training steps: ``batches`` are the ids of each (K, B, T), ``ids`` the
-    first of them, and ``integers`` the arrays of one shape with ``batches``.
+    first of them, and ``integers`` the arrays of one shape with ``batches``. ``mask`` (B, T): which tokens are real, None if all
+    are.
     """
 
     source: str
@@ -50,6 +53,7 @@ class Dump:
     ignored: tuple[str, ...] = ()
     batches: Tensor = field(default_factory=lambda: torch.zeros(0, 0, 0, dtype=torch.int64))
     integers: Mapping[str, Tensor] = field(default_factory=dict)
+    mask: Tensor | None = None
 
 
 def is_dump(text: str) -> bool:
@@ -117,7 +121,8 @@ def dump_of(
         for name, tensor in tensors.items()
         if not tensor.is_floating_point() and tensor.dtype != torch.bool and tensor.numel() == batches.numel()
     }
-    return Dump(source, ids, floats, tuple(name for name in tensors if name not in floats), batches, integers)
+    mask = next((found for name, tensor in tensors.items() if (found := _mask(name, tensor, ids)) is not None), None)
+    return Dump(source, ids, floats, tuple(name for name in tensors if name not in floats), batches, integers, mask)
 
 
 def _ids_name(tensors: Iterable[str]) -> str | None:
@@ -126,6 +131,16 @@ def _ids_name(tensors: Iterable[str]) -> str | None:
             if PurePosixPath(name).name.lower() == wanted:
                 return name
     return None
+
+
+def _mask(name: str, tensor: Tensor, ids: Tensor) -> Tensor | None:
+    """Return which tokens of ``ids`` (B, T) are real, if an array is their mask, and some are not."""
+    real = MASKS.get(PurePosixPath(name).name.lower())
+    if real is None or tensor.numel() != ids.numel() or not bool(((tensor == 0) | (tensor == 1)).all()):
+        return None
+    mask = (tensor == real).reshape(ids.shape)
+    edges = mask.int().diff(dim=1).count_nonzero(1)  # one, if the padding is at one end
+    return mask if not bool(mask.all()) and bool(mask.any(1).all()) and bool((edges <= 1).all()) else None
 
 
 def _next_ids(tensor: Tensor, given: Tensor, config: GPT2Config) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpt2.measure.dumps import MASKS
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import layer_of, trace
 from gpt2.measure.user_code import error_at, logits_of
@@ -27,8 +28,6 @@ NO_PAST = re.compile(r"use|return|reset|pos|len|index|idx|implementation")
 SWITCHES = ("use_cache", "use_kv_cache", "return_cache", "return_past")
 STARTS = ("start_pos", "start", "offset", "pos_offset", "past_len", "past_length", "position_offset")
 RESETS = ("reset_cache", "reset_kv_cache", "clear_cache")
-# Names of mask arguments, and the value of a real token.
-MASKS = {"attention_mask": 1, "padding_mask": 1, "pad_mask": 1, "key_padding_mask": 0, "src_key_padding_mask": 0}
 
 
 class Behaviour:
@@ -261,7 +260,7 @@ class Behaviour:
 
     def _counts_padding(self, ids: Tensor, gap: int, padded: Tensor, alone: Tensor) -> bool:
         """Return whether positions count the padding; assume so if the port departs from GPT-2 even without padding."""
-        return bool(self._differ(alone, self.expected(ids))) or not self._differ(padded, self.expected(ids, gap))
+        return bool(self._differ(alone, self.expected(ids))) or not self._differ(padded, self.expected(ids, slice(gap, None)))
 
 
 def _split(errors: Mapping[str, float]) -> str:

@@ -27,10 +27,10 @@ class Reference:
         self.model.requires_grad_(False)
         self.own_head, self.bias = head, torch.zeros(())
 
-    def __call__(self, ids: Tensor, offset: int = 0) -> Tensor:
-        """Return the logits, with positions counted from ``offset``."""
+    def __call__(self, ids: Tensor, positions: Tensor | slice = slice(None)) -> Tensor:
+        """Return the logits of tokens at ``positions`` (T,), from 0 on if none are given."""
         wpe = self.model.wpe.weight
-        self.model.wpe.weight = nn.Parameter(wpe[offset:], requires_grad=False)
+        self.model.wpe.weight = nn.Parameter(wpe[positions], requires_grad=False)
         hidden = self.model.hidden(ids.cpu())
         self.model.wpe.weight = wpe
         logits = self.model.head(hidden) if self.own_head is None else F.linear(hidden, self.own_head.to(hidden))

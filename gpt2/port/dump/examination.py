@@ -24,6 +24,7 @@ from gpt2.port.diagnosis.causes import ranked
 from gpt2.port.diagnosis.examination import SMALL
 from gpt2.port.diagnosis.logits import Reference, padding_causes
 from gpt2.port.diagnosis.report import Diagnosis
+from gpt2.port.dump import padding
 from gpt2.port.dump.arrays import find_output
 from gpt2.port.dump.attempt import Attempt
 from gpt2.port.dump.dumped import Dumped
@@ -72,6 +73,11 @@ def _examined(
     if found is None and len(dump.batches) > 1:
         raise InputError(
             f"{dump.source}: its ids are {tuple(dump.batches.shape)}, batches of training steps, and it holds none; {SAVE}"
+        )
+    if found is None and dump.mask is not None:
+        reference = Reference(config, state)
+        return padding.examined(
+            dump, dump.mask, reference, lambda part: DumpExamination(part, config, state, deadline, progress).diagnosis()
         )
     if found is None:
         return DumpExamination(dump, config, state, deadline, progress).diagnosis()
