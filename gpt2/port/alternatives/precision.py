@@ -122,7 +122,10 @@ def parameters(model: Model) -> Iterator[Alternative]:
         narrow, quantising = partial(narrowed, dtype), dtype.startswith("int8")
         words = f"the weights are the checkpoint's rounded to {dtype}"
         edits = dict(_rounded(narrow, MATRICES, not quantising))
-        outside: dict[str, Formula] = {"embed": partial(_embedded, narrow), "head": Changed("head", lambda c, y, f=narrow: f(y))}
+        outside: dict[str, Formula] = {
+            "embed": partial(_embedded, narrow, not quantising),
+            "head": Changed("head", lambda c, y, f=narrow: f(y)),
+        }
         if not quantising:
             edits |= {part: normed(part, partial(_norm, narrow)) for part in ("ln_1", "ln_2")}
             outside["ln_f"] = normed("ln_f", partial(_norm, narrow))
@@ -148,9 +151,11 @@ def _norm(narrow: Rounding, c: Site, x: Tensor, part: str) -> Tensor:
     return torch.layer_norm(x, weight.shape, weight, bias, c.config.layer_norm_epsilon)
 
 
-def _embedded(narrow: Rounding, c: Site, s: dict[str, Tensor]) -> Tensor:
-    wte, wpe = (narrow(c.model.state[f"{name}.weight"]) for name in ("wte", "wpe"))
-    return wte[c.model.ids[:, c.begin : c.end]] + wpe[c.begin : c.end]
+def _embedded(narrow: Rounding, alone: bool, c: Site, s: dict[str, Tensor]) -> Tensor:
+    """Return the embeddings of rounded tables; ``alone``: each entry is rounded alone, so those of these tokens are enough."""
+    wte, wpe = (c.model.state[f"{name}.weight"] for name in ("wte", "wpe"))
+    ids, places = c.model.ids[:, c.begin : c.end], slice(c.begin, c.end)
+    return narrow(wte[ids]) + narrow(wpe[places]) if alone else narrow(wte)[ids] + narrow(wpe)[places]
 
 
 def integers(model: Model) -> Iterator[Alternative]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -32,7 +33,7 @@ from gpt2.port.dump.tolerance import HALVES, SLACK, measured
 from gpt2.port.step.dump_steps import StepExamination
 from gpt2.port.step.settings import Settings
 
-SECONDS = {True: 45.0, False: 240.0}  # for the whole search, by whether the model is small
+SECONDS = {True: 45.0, False: 140.0}  # for the whole search, by whether the model is small
 QUICK = 1.25  # the part of the time for what is likely, where little time is enough for the rest
 HASTY = 4.0  # the part of the time for float32, if rounding to a half precision explains the logits
 
@@ -143,7 +144,9 @@ class DumpExamination:
             return self._diagnosed(settled)
         attempts = [attempt(dtype) for group in groups for dtype in group]
         most = max(attempts, key=lambda one: len(one.dumped.held))  # in another precision rounding looks wrong from the start
-        most.notes += self._roundings(exact, most.dumped) if rounded is None and not arrays else []
+        if rounded is None and not arrays:
+            gc.collect()  # a model and the table of its faults hold each other
+            most.notes += self._roundings(exact, most.dumped)
         return self._diagnosed(next((one for one in attempts[: 1 if likelier else None] if one.causes), most))
 
     def _roundings(self, exact: dict[str, Tensor], dumped: Dumped) -> list[str]:

@@ -24,14 +24,19 @@ ANEW = ", anew in each"  # groups of 32, as in Q8_0, where a row is no multiple 
 GROUPS = (32, 64, 128, 16, 256)
 SCALED = "float8_e4m3fn with scales"
 CUT = "bfloat16, the other digits cut off"
+PIECE = 1 << 18  # entries that are rounded at once
 MANTISSAS = {7: "bfloat16", 10: "float16 or TF32", 3: "float8, e4m3", 2: "float8, e5m2"}
 
 
 def mantissa(bits: int, cut: bool, x: Tensor) -> Tensor:
     """Return ``x`` with so many bits behind the first one, rounded to nearest or cut off."""
-    part, exponent = x.frexp()
-    scaled = part * 2.0 ** (bits + 1)
-    return torch.ldexp(scaled.trunc() if cut else scaled.round(), exponent - bits - 1)
+    flat = x.reshape(-1)
+    out = torch.empty_like(flat)
+    for some, own in zip(flat.split(PIECE), out.split(PIECE), strict=True):  # at once, a table would take five times its memory
+        part, exponent = some.frexp()
+        part *= 2.0 ** (bits + 1)
+        torch.ldexp(part.trunc_() if cut else part.round_(), exponent.sub_(bits + 1), out=own)
+    return out.view(x.shape)
 
 
 def decimals(places: int, x: Tensor) -> Tensor:
@@ -88,8 +93,8 @@ def _ungrouped(count: int, length: int, shape: torch.Size, turned: bool, x: Tens
 
 def in_eight_bits(axes: tuple[int, ...], x: Tensor) -> Tensor:
     """Return ``x`` in integers of eight bits, with one scale for all along ``axes``; for all of it if there are none."""
-    step = (x.abs().amax(axes, keepdim=True) / 127).clamp(min=1e-30)
-    return (x / step).round() * step
+    step = (torch.maximum(x.amax(axes, keepdim=True), -x.amin(axes, keepdim=True)) / 127).clamp(min=1e-30)
+    return (x / step).round_().mul_(step)
 
 
 def narrowed(dtype: str, x: Tensor) -> Tensor:
