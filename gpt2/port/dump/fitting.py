@@ -20,11 +20,10 @@ from gpt2.port.alternatives.norms import in_norms, moved, of_moments
 from gpt2.port.alternatives.wiring import summed
 from gpt2.port.deadline import Deadline
 from gpt2.port.dump.candidates import Candidate
-from gpt2.port.dump.evaluate import Lens
-from gpt2.port.golden_section import least
+from gpt2.port.dump.evaluate import Lens, Span
 from gpt2.port.graph import Edits, Model, Program, Site, State, right_scale
 
-STEPS = 60  # of the search around the best of the numbers that are tried first
+POINTS, ROUNDS = 17, 14  # of the search around the best of the numbers that are tried first; each round is 8 times finer
 DIGITS = 3  # of a number that a program has
 NEAR = 1e-4  # how far a fitted number may be from such a short one
 NEAREST = 6  # families that are searched closer
@@ -163,46 +162,54 @@ def _embedded(part: str, words: str, parts: tuple[int, int], value: float) -> Al
     return Alternative("embedding-scaled", words.format(value), where=part, outside={"embed": embed}, fitted=True)
 
 
+Tried = tuple[Family, tuple[int, ...]]  # a family in some blocks
+
+
 def fitted(lens: Lens, blocks: Sequence[int], deadline: Deadline) -> Iterator[Candidate]:
     """Yield the nearest faults with a fitted number, in all ``blocks``, in one, or in the embeddings.
 
     Each as a short number if it is near one, and as fitted; behind the deadline, the nearest of those that were tried.
     """
-    span = lens.span
-    tried: list[tuple[float, Family, tuple[int, ...], int]] = []
-    for family in families(lens.model, span.first):
-        places: list[tuple[int, ...]]
-        if family.stage == "embed":
-            places = [] if span.entrance else [(0,)]
-        else:
-            computed = [n for n in blocks if span.computes(n, family.stage)]
-            single = [] if family.whole else [(n,) for n in computed if len(computed) > 1]
-            places = [tuple(computed), *single] if computed else []
-            if family.ending and not (places and span.end in ("ln_f", "logits")):
-                continue
-        for some in places:
-            errors = _errors(lens, [family.candidate(value, some) for value in family.values], deadline)
-            tried.append((min(errors), family, some, errors.index(min(errors))))
-    for _, family, some, place in sorted(tried, key=lambda one: (one[0], len(one[2])))[:NEAREST]:
-        yield from _closer(lens, family, some, place, deadline)
+    tried = [(family, some) for family in families(lens.model, lens.span.first) for some in _places(lens.span, family, blocks)]
+    errors = _errors(lens, tried, [family.values for family, _ in tried], deadline)
+    nearest = sorted(range(len(tried)), key=lambda number: (min(errors[number]), len(tried[number][1])))[:NEAREST]
+    places = [min(range(len(errors[number])), key=errors[number].__getitem__) for number in nearest]
+    for (family, some), value in _closer(lens, [tried[number] for number in nearest], places, deadline):
+        short = float(f"{value:.{DIGITS}g}")
+        if math.isclose(value, short, rel_tol=NEAR):
+            yield family.candidate(short, some)
+        yield family.candidate(value, some)
 
 
-def _errors(lens: Lens, candidates: Sequence[Candidate], deadline: Deadline) -> list[float]:
-    near = lens.nearness([one.program or Program() for one in candidates], deadline)
-    return [near[number].log if number in near else math.inf for number in range(len(candidates))]
+def _places(span: Span, family: Family, blocks: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the blocks that a family is tried in: all, and each alone."""
+    if family.stage == "embed":
+        return [] if span.entrance else [(0,)]
+    computed = [n for n in blocks if span.computes(n, family.stage)]
+    if not computed or (family.ending and span.end not in ("ln_f", "logits")):
+        return []
+    return [tuple(computed), *((n,) for n in computed if len(computed) > 1 and not family.whole)]
 
 
-def _closer(lens: Lens, family: Family, blocks: Sequence[int], place: int, deadline: Deadline) -> Iterator[Candidate]:
-    """Yield the best number near the one at ``place``: its sign is that of all, and its size is searched as a logarithm."""
-    sign = math.copysign(1.0, family.values[0])
-    grid = [math.log(abs(one)) for one in family.values]
-    step = grid[1] - grid[0]
+def _errors(lens: Lens, tried: Sequence[Tried], values: Sequence[Values], deadline: Deadline) -> list[list[float]]:
+    """Return the error of each value of each family, all run together; infinity behind the deadline."""
+    some = [family.candidate(value, places) for (family, places), own in zip(tried, values, strict=True) for value in own]
+    near = lens.nearness([one.program or Program() for one in some], deadline)
+    errors = (near[number].log if number in near else math.inf for number in range(len(some)))
+    return [list(itertools.islice(errors, len(own))) for own in values]
 
-    def error(logarithm: float) -> float:
-        return _errors(lens, [family.candidate(sign * math.exp(logarithm), blocks)], deadline)[0]
 
-    value = sign * math.exp(least(error, grid[place] - step, grid[place] + step, STEPS)[1])
-    short = float(f"{value:.{DIGITS}g}")
-    if math.isclose(value, short, rel_tol=NEAR):
-        yield family.candidate(short, blocks)
-    yield family.candidate(value, blocks)
+def _closer(lens: Lens, tried: Sequence[Tried], places: Sequence[int], deadline: Deadline) -> list[tuple[Tried, float]]:
+    """Return the best number of each family near that at its place: of one sign, its size is searched as a logarithm."""
+    best = [family.values[n] for (family, _), n in zip(tried, places, strict=True)]
+    steps = [math.log(family.values[1] / family.values[0]) for family, _ in tried]
+    ranges = [(math.log(abs(value)) - step, math.log(abs(value)) + step) for value, step in zip(best, steps, strict=True)]
+    signs = [math.copysign(1.0, family.values[0]) for family, _ in tried]
+    for _ in range(ROUNDS):
+        points = [[low + (high - low) * n / (POINTS - 1) for n in range(POINTS)] for low, high in ranges]
+        values = [[sign * math.exp(point) for point in some] for sign, some in zip(signs, points, strict=True)]
+        for number, errors in enumerate(_errors(lens, tried, values, deadline)):
+            n = min(range(POINTS), key=errors.__getitem__)
+            best[number] = values[number][n]
+            ranges[number] = points[number][max(n - 1, 0)], points[number][min(n + 1, POINTS - 1)]
+    return list(zip(tried, best, strict=True))
