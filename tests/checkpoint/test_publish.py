@@ -99,7 +99,7 @@ def test_what_comes_back_is_what_was_sent(trained: Path, hub: HubStandIn, capfd:
     assert there["README.md"] == before["README.md"].replace(b"OWNER/NAME", b"me/tiny") != before["README.md"]
     named = {"README.md", "gpt2-record.json"}
     assert all(sent == before[name] for name, sent in there.items() if name not in named)
-    names = {"README.md", "gpt2-record.json", "curves.png", "config.json", "model.safetensors", "chars.json", "tokenizer.json"}
+    names = {"README.md", "gpt2-record.json", "curves.png", "config.json", "model.safetensors", "tokenizer.json"}
     assert set(on_the_hub(hub)) == names | {"generation_config.json", "tokenizer_config.json"}
     assert set(result["not_sent"]) == {"manifest.json", "progress.json"}
     assert not any(request.authorization for request in hub.requests if request.cdn)
