@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpt2.comparison.subjects import Model
 from gpt2.errors import InputError
-from gpt2.pages.drawing import svg
+from gpt2.pages.drawing import INK, MUTED, RULE, svg
 from gpt2.pages.rendering import pack_lower, readable, render, visible
 from gpt2.pages.reports import Environment, Printed, as_json, data_table
 
@@ -165,7 +165,6 @@ def attention_svg(maps: Tensor, tokens: Sequence[str], *, signed: bool) -> str:
     size = ((left + width + 4) / 100, (top + height + bottom) / 100)
 
     def draw(figure: Figure) -> None:
-        import matplotlib
         from matplotlib.collections import PatchCollection
         from matplotlib.patches import Rectangle
 
@@ -174,25 +173,23 @@ def attention_svg(maps: Tensor, tokens: Sequence[str], *, signed: bool) -> str:
         axes = figure.add_axes((left / across, bottom / down, width / across, height / down))
         axes.imshow(image, interpolation="none", aspect="auto", extent=(0, image.shape[1], image.shape[0], 0))
         frames = [Rectangle((h * step, r * step), n, n) for r in range(layers) for h in range(heads)]
-        edge = matplotlib.rcParams["axes.edgecolor"]
-        axes.add_collection(PatchCollection(frames, facecolor="none", edgecolor=edge, linewidth=0.6))
+        axes.add_collection(PatchCollection(frames, facecolor="none", edgecolor=RULE, linewidth=0.6))
         axes.set(xlim=(-0.1, image.shape[1] + 0.1), ylim=(image.shape[0] + 0.1, -0.1))
         axes.grid(False)
         axes.axis("off")
-        ink, muted = matplotlib.rcParams["text.color"], matplotlib.rcParams["axes.labelcolor"]
         for head in range(heads):
             name = f"head {head}" if n * cell >= 48 else str(head)
-            axes.text(head * step + n / 2, -5 / cell, name, ha="center", va="bottom", fontsize=7, color=ink)
+            axes.text(head * step + n / 2, -5 / cell, name, ha="center", va="bottom", fontsize=7, color=INK)
         for layer in range(layers):
             place = layer * step + n / 2
-            axes.text(-(left - 2) / cell, place, f"h.{layer}", ha="left", va="center", fontsize=7, color=ink)
+            axes.text(-(left - 2) / cell, place, f"h.{layer}", ha="left", va="center", fontsize=7, color=INK)
             for row, text in enumerate(texts):
                 where = -4 / cell, layer * step + row + 0.5
-                axes.text(*where, text, ha="right", va="center", fontsize=5.6, color=muted)
+                axes.text(*where, text, ha="right", va="center", fontsize=5.6, color=MUTED)
         for head in range(heads):
             for column, text in enumerate(texts):
                 where = head * step + column + 0.5, image.shape[0] + 4 / cell
-                axes.text(*where, text, ha="center", va="top", fontsize=5.6, color=muted, rotation=90)
+                axes.text(*where, text, ha="center", va="top", fontsize=5.6, color=MUTED, rotation=90)
 
     return svg("attention-difference" if signed else "attention", size, "Attention weights of every head", draw)
 
