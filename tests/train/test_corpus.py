@@ -34,12 +34,12 @@ def test_every_tokenizer_trains_saves_and_counts_the_same_bytes(recipe, text, tm
 
 
 @pytest.fixture
-def files(text, tmp_path):
+def files(text, recipe, tmp_path):
     """The same text as token files, with the tokenizer beside them."""
     folder = tmp_path / "tokens"
     whole = text.read_text()
     chars = chars_of(whole)
-    chars.save(folder)
+    chars.save(folder, n_positions=recipe.model.n_positions)
     cut = int(0.9 * len(whole))
     for name, part in (("train.bin", whole[:cut]), ("val.bin", whole[cut:])):
         np.array(chars.encode(part), dtype="<u2").tofile(folder / name)
