@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from third_party_project import KARPATHY, RASCHKA, Sizes, file_of, find, namespace, stub
+from third_party_project import KARPATHY, RASCHKA, file_of, find, namespace, sizes_of, stub
 from torch import Tensor, nn
 
 from gpt2.config import GPT2Config
@@ -26,10 +26,6 @@ class Logits(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.call(self.model, ids)
-
-
-def sizes_of(c: GPT2Config, names: Sizes) -> dict[str, int]:
-    return {theirs: getattr(c, ours) for theirs, ours in names.items()}
 
 
 def package(name: str, folder: Path) -> None:
@@ -54,7 +50,7 @@ def minhnguyen(c: GPT2Config, root: Path) -> nn.Module:
     for name in ("gpt2", "gpt2.utils", "gpt2.model"):
         del sys.modules[name]
     sys.modules.update(ours)
-    sizes = {"num_layers": "n_layer", "num_heads": "n_head", "vocab_size": "vocab_size", "seq_length": "n_positions"}
+    sizes = "num_layers num_heads vocab_size seq_length"
     config = theirs.GPTConfig(**sizes_of(c, sizes), d_model=c.n_embd, d_ff=c.inner, dropout=0.1)
     return theirs.GPT(config)
 
@@ -72,7 +68,7 @@ def pyemma_nano(c: GPT2Config, root: Path) -> nn.Module:
 
 def submarat(c: GPT2Config, root: Path) -> nn.Module:
     theirs = file_of(root / "gpt2_small/model.py")
-    names = {"d_model": "n_embd", "vocab": "vocab_size", "seq_len": "n_positions", "n_heads": "n_head", "n_layers": "n_layer"}
+    names = "d_model vocab seq_len n_heads n_layers"
     return theirs.Transformer(theirs.TransformerConfig(**sizes_of(c, names), d_head=c.head_dim, d_mlp=c.inner))
 
 
@@ -86,7 +82,7 @@ def pfrwilson(c: GPT2Config, root: Path) -> nn.Module:
 
 def michaelnny(c: GPT2Config, root: Path) -> nn.Module:
     config = find("models.gpt2_model:GPT2Config", root)
-    names = {"num_layers": "n_layer", "num_attn_heads": "n_head", "vocab_size": "vocab_size", "block_size": "n_positions"}
+    names = "num_layers num_attn_heads vocab_size block_size"
     theirs = sys.modules["models.gpt2_model"]
     theirs.get_gpt2_config = lambda model_type, **rates: config(**sizes_of(c, names), hidden_size=c.n_embd, **rates)
     return theirs.GPT2LMHeadModel("gpt2", 0.1, 0.1, 0.1)
@@ -165,7 +161,7 @@ def abdulvajid(c: GPT2Config, root: Path) -> nn.Module:
 
 
 def shehab(c: GPT2Config, root: Path) -> nn.Module:
-    names = {"context_length": "n_positions", "vocab_size": "vocab_size", "num_layers": "n_layer", "num_heads": "n_head"}
+    names = "context_length vocab_size num_layers num_heads"
     config = find("model.gpt:GPTConfig", root)(**sizes_of(c, names), embd_size=c.n_embd)
     return Logits(find("model.gpt:GPT", root)(config), lambda model, ids: model(ids, ids, True)[0])
 
@@ -213,7 +209,6 @@ def timotheegath(c: GPT2Config, root: Path) -> nn.Module:
     annotations = sys.modules["jaxtyping"]
     annotations.Float = annotations.Int = Annotation
     annotations.jaxtyped = lambda **_: lambda function: function
-    names = {"d_model": "n_embd", "d_vocab": "vocab_size", "n_ctx": "n_positions", "d_head": "head_dim"}
     config = find("custom_transformer:Config", root)
-    sizes = sizes_of(c, names | {"d_mlp": "inner", "n_heads": "n_head", "n_layers": "n_layer"})
+    sizes = sizes_of(c, "d_model d_vocab n_ctx d_head d_mlp n_heads n_layers")
     return find("custom_transformer:DemoTransformer", root)(config(**sizes))

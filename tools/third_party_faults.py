@@ -31,7 +31,7 @@ from third_party_built import (
     timotheegath,
     wanghaoming,
 )
-from third_party_project import KARPATHY, RASCHKA, Project, Sizes
+from third_party_project import KARPATHY, RASCHKA, Project
 from torch import nn
 
 from gpt2.config import GPT2Config
@@ -45,46 +45,18 @@ class Diagnosed(Project):
     causes: tuple[str, ...] = ()
 
 
-EMBED = {
-    "vocab_size": "vocab_size",
-    "n_layer": "n_layer",
-    "context_length": "n_positions",
-    "num_heads": "n_head",
-    "embed_dim": "n_embd",
-}
-JAHEROTH = {
-    "d_model": "n_embd",
-    "nhead": "n_head",
-    "num_layers": "n_layer",
-    "dim_feedforward": "inner",
-    "context_length": "n_positions",
-}
-LLINAUER = {"n_layers": "n_layer", "d_vocab": "vocab_size", "context_length": "n_positions", "d_model": "n_embd"}
-NABLA = {"context_size": "n_positions", "embedding_size": "n_embd", "n_heads": "n_head", "n_layers": "n_layer"}
-XIONGSI = {"context_length": "n_positions", "d_model": "n_embd", "num_layers": "n_layer", "num_heads": "n_head", "d_ff": "inner"}
-AXR = {
-    "max_seq_len": "n_positions",
-    "num_layers": "n_layer",
-    "num_heads": "n_head",
-    "embed_dim": "n_embd",
-    "intermediate_size": "inner",
-}
-ATANDRA = {"d_model": "n_embd", "n_heads": "n_head", "n_layers": "n_layer", "d_ff": "inner", "max_seq_len": "n_positions"}
-EVANGRONBERG = {"d_model": "n_embd", "n_heads": "n_head", "layers": "n_layer", "max_seq_len": "n_positions"}
-N_EMBED = {"block_size": "n_positions", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head", "n_embed": "n_embd"}
-MTM = {"n_emb": "n_embd", "n_head": "n_head", "n_layer": "n_layer", "block_size": "n_positions", "vocab_size": "vocab_size"}
-DARIO = {
-    "n_embd": "n_embd",
-    "n_head": "n_head",
-    "n_layer": "n_layer",
-    "context_length": "n_positions",
-    "vocab_size": "vocab_size",
-}
-VIVEK = {"emb_dim": "n_embd", "context_length": "n_positions", "num_heads": "n_head", "num_layers": "n_layer"}
-for sizes in (EMBED, DARIO, JAHEROTH, NABLA, XIONGSI, AXR, ATANDRA, EVANGRONBERG, VIVEK):
-    sizes["vocab_size"] = "vocab_size"
-JAHEROTH["dim_feedforward"] = AXR["intermediate_size"] = "inner"
-LLINAUER |= {"n_heads": "n_head", "d_head": "head_dim"}
+EMBED = "vocab_size n_layer context_length num_heads embed_dim"
+JAHEROTH = "vocab_size d_model nhead num_layers dim_feedforward context_length"
+LLINAUER = "n_layers d_vocab context_length d_model n_heads d_head"
+NABLA = "vocab_size context_size embedding_size n_heads n_layers"
+XIONGSI = "vocab_size context_length d_model num_layers num_heads d_ff"
+AXR = "vocab_size max_seq_len num_layers num_heads embed_dim intermediate_size"
+ATANDRA = "vocab_size d_model n_heads n_layers d_ff max_seq_len"
+EVANGRONBERG = "vocab_size d_model n_heads layers max_seq_len"
+N_EMBED = "block_size vocab_size n_layer n_head n_embed"
+MTM = "n_emb n_head n_layer block_size vocab_size"
+DARIO = "n_embd n_head n_layer context_length vocab_size"
+VIVEK = "vocab_size emb_dim context_length num_heads num_layers"
 BIAS_GELU = "missing-bias gelu-variant"
 DROPOUT = {"dropout": 0.1}
 BIASED, UNBIASED = {"drop_rate": 0.1, "qkv_bias": True}, {"drop_rate": 0.1, "qkv_bias": False}
@@ -100,7 +72,7 @@ def line(
     model: str | Callable[[GPT2Config, Path], nn.Module],
     causes: str = "",
     config: str = "",
-    sizes: Sizes = KARPATHY,
+    sizes: str = KARPATHY,
     settings: dict[str, object] | None = None,
     stubs: tuple[str, ...] = (),
     name: str = "",

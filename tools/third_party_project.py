@@ -23,15 +23,24 @@ from torch import nn
 
 from gpt2.config import GPT2Config
 
-Sizes = Mapping[str, str]  # their name -> ours
-KARPATHY = {"block_size": "n_positions", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd"}
-RASCHKA = {
-    "vocab_size": "vocab_size",
-    "context_length": "n_positions",
-    "emb_dim": "n_embd",
-    "n_heads": "n_head",
-    "n_layers": "n_layer",
+WORDS = {  # ours -> theirs: every name that a project has for that size
+    "n_positions": "block_size context_len context_length context_size context_window max_len max_position_embeddings max_seq_len"
+    " n_ctx n_position seq_len seq_length",
+    "vocab_size": "d_vocab vocab vocab_size",
+    "n_layer": "layers n_blocks n_layer n_layers n_transformer_blocks num_blocks num_layers",
+    "n_head": "n_head n_heads nhead num_attn_heads num_heads",
+    "n_embd": "d_model emb_dim embd_size embdg_dim embed_dim embed_size embedding_size hidden_size n_emb n_embd n_embed"
+    " n_embedding_size n_embeddings",
+    "head_dim": "d_head",
+    "inner": "d_ff d_mlp dim_feedforward ff_hidden_dim intermediate_size",
 }
+OURS = {theirs: ours for ours, words in WORDS.items() for theirs in words.split()}
+KARPATHY = "block_size vocab_size n_layer n_head n_embd"
+RASCHKA = "vocab_size context_length emb_dim n_heads n_layers"
+
+
+def sizes_of(c: GPT2Config, names: str) -> dict[str, Any]:
+    return {theirs: getattr(c, OURS[theirs]) for theirs in names.split()}
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ class Project:
     source: str
     model: str | Callable[[GPT2Config, Path], nn.Module]
     config: str = ""
-    sizes: Sizes = field(default_factory=lambda: KARPATHY)
+    sizes: str = KARPATHY  # its names of them
     settings: Mapping[str, Any] = field(default_factory=dict)
     stubs: tuple[str, ...] = ()  # packages that it imports and its model does not need
 
@@ -51,7 +60,7 @@ class Project:
         stub(*self.stubs)
         if not isinstance(self.model, str):
             return self.model(c, root)
-        sizes = {theirs: getattr(c, ours) for theirs, ours in self.sizes.items()} | dict(self.settings)
+        sizes = sizes_of(c, self.sizes) | dict(self.settings)
         if self.config == "globals":
             return find(self.model, root, **sizes)()
         model = find(self.model, root)

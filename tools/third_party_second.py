@@ -12,44 +12,26 @@ import sys
 import types
 from pathlib import Path
 
-from third_party_built import package, sizes_of
+from third_party_built import package
 from third_party_faults import BIAS_GELU, BIASED, DROPOUT, N_EMBED, PLOTS, UNBIASED, Diagnosed, line
-from third_party_project import KARPATHY, RASCHKA, Sizes, find, namespace, stub
+from third_party_project import KARPATHY, RASCHKA, find, namespace, sizes_of, stub
 from torch import nn
 
 from gpt2.config import GPT2Config
 
-SIZES: dict[str, Sizes] = {
-    "2745189173": {"n_embd": "n_embd", "block_size": "n_positions", "num_heads": "n_head", "num_layers": "n_layer"},
-    "AkashKarnatak": {"n_ctx": "n_positions", "n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd"},
-    "Suraj": {
-        "max_len": "n_positions",
-        "embed_dim": "n_embd",
-        "num_heads": "n_head",
-        "num_layers": "n_layer",
-        "ff_hidden_dim": "inner",
-    },
-    "andy": {"embed_dim": "n_embd", "context_len": "n_positions", "layers": "n_layer"},
-    "atkins": {"block_size": "n_positions", "n_embd": "n_embd", "n_heads": "n_head", "n_layers": "n_layer"},
-    "borangundogan": {
-        "max_seq_len": "n_positions",
-        "n_layer": "n_layer",
-        "n_head": "n_head",
-        "d_model": "n_embd",
-        "d_mlp": "inner",
-    },
-    "christyxgeorge": {"block_size": "n_positions", "n_embed": "n_embd", "n_heads": "n_head", "n_layers": "n_layer"},
-    "ggschuler": {"n_embeddings": "n_embd", "block_size": "n_positions", "n_heads": "n_head", "n_layer": "n_layer"},
-    "saqib": {"context_length": "n_positions", "num_layers": "n_layer", "embd_size": "n_embd", "num_heads": "n_head"},
-    "vijaygkd": {
-        "n_blocks": "n_layer",
-        "d_model": "n_embd",
-        "d_ff": "inner",
-        "n_heads": "n_head",
-        "seq_len": "n_positions",
-    },
+SIZES = {
+    "2745189173": "n_embd block_size num_heads num_layers",
+    "AkashKarnatak": "n_ctx n_layer n_head n_embd",
+    "Suraj": "max_len embed_dim num_heads num_layers ff_hidden_dim",
+    "andy": "embed_dim context_len layers",
+    "atkins": "block_size n_embd n_heads n_layers",
+    "borangundogan": "max_seq_len n_layer n_head d_model d_mlp",
+    "christyxgeorge": "block_size n_embed n_heads n_layers",
+    "ggschuler": "n_embeddings block_size n_heads n_layer",
+    "saqib": "context_length num_layers embd_size num_heads",
+    "vijaygkd": "n_blocks d_model d_ff n_heads seq_len",
 }
-SIZES = {name: {**sizes, "vocab_size": "vocab_size"} for name, sizes in SIZES.items()}
+SIZES = {name: f"{sizes} vocab_size" for name, sizes in SIZES.items()}
 
 
 def suleman(c: GPT2Config, root: Path) -> nn.Module:

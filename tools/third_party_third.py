@@ -8,46 +8,21 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from third_party_built import package, sizes_of
+from third_party_built import package
 from third_party_faults import BIAS_GELU, BIASED, DROPOUT, N_EMBED, UNBIASED, Diagnosed, line
-from third_party_project import KARPATHY, RASCHKA, find, namespace
+from third_party_project import KARPATHY, RASCHKA, find, namespace, sizes_of
 from torch import nn
 
 from gpt2.config import GPT2Config
 
-EMBED_SIZE = {
-    "context_size": "n_positions",
-    "vocab_size": "vocab_size",
-    "num_blocks": "n_layer",
-    "num_heads": "n_head",
-    "embed_size": "n_embd",
-}
-HIDDEN = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "n_embd",
-    "num_layers": "n_layer",
-    "num_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-}
-VASILIS = {
-    "context_window": "n_positions",
-    "vocab_size": "vocab_size",
-    "n_layers": "n_layer",
-    "n_heads": "n_head",
-    "n_embedding_size": "n_embd",
-}
-MMTQ = {**KARPATHY, "max_position_embeddings": "n_positions"}
-XIE = {"vocab_size": "vocab_size", "n_ctx": "n_positions", "n_position": "n_positions", "n_embed": "n_embd", "n_head": "n_head"}
-XIE |= {"n_layer": "n_layer"}
-AJU = {"vocab_size": "vocab_size", "n_ctx": "n_positions", "d_model": "n_embd", "n_layer": "n_layer", "n_head": "n_head"}
-KETVECTOR = {key: value for key, value in KARPATHY.items() if key != "block_size"} | {"seq_length": "n_positions"}
-BZEENO = {
-    "vocab_size": "vocab_size",
-    "context_length": "n_positions",
-    "embdg_dim": "n_embd",
-    "n_heads": "n_head",
-    "n_transformer_blocks": "n_layer",
-}
+EMBED_SIZE = "context_size vocab_size num_blocks num_heads embed_size"
+HIDDEN = "vocab_size hidden_size num_layers num_heads max_position_embeddings"
+VASILIS = "context_window vocab_size n_layers n_heads n_embedding_size"
+MMTQ = f"{KARPATHY} max_position_embeddings"
+XIE = "vocab_size n_ctx n_position n_embed n_head n_layer"
+AJU = "vocab_size n_ctx d_model n_layer n_head"
+KETVECTOR = "vocab_size n_layer n_head n_embd seq_length"
+BZEENO = "vocab_size context_length embdg_dim n_heads n_transformer_blocks"
 
 
 def amrtamer(c: GPT2Config, root: Path) -> nn.Module:
@@ -138,7 +113,7 @@ THIRD: tuple[Diagnosed, ...] = (
         "src/model.py:GPT2",
         "",
         "namespace",
-        {**KARPATHY, "context_window": "n_positions"},
+        f"{KARPATHY} context_window",
     ),
     line(
         "ShallowU/Reproduce-GPT2-124M",

@@ -19,11 +19,11 @@ from gpt2.checkpoint.download import repository_files
 from gpt2.checkpoint.files import ADAPTER, config_of, files_of, folder_of, is_adapter, open_weights
 from gpt2.checkpoint.keys import HEAD, expected
 from gpt2.checkpoint.match import Assignment, match, require_names
-from gpt2.checkpoint.names import DEFAULT, OFFICIAL, PATHS, REPOSITORY, ModelName, RandomWeights, did_you_mean
+from gpt2.checkpoint.names import DEFAULT, OFFICIAL, PATHS, REPOSITORY, ModelName, RandomWeights
 from gpt2.checkpoint.peft_files import MERGE_WITH_PEFT, Adapter, read_adapter
 from gpt2.config import GPT2Config, official_size
 from gpt2.data import from_directory, holds_tokenizer
-from gpt2.errors import CheckpointError, InputError, require_memory
+from gpt2.errors import CheckpointError, InputError, did_you_mean, require_memory
 from gpt2.int8 import Int8GPT2
 from gpt2.model import GPT2
 from gpt2.sampling import not_finite
@@ -187,7 +187,7 @@ def resolve(name: str | ModelName, *, revision: str | None = None, offline: bool
         raise InputError(f"no such file or directory: {name}{did_you_mean(path.name, neighbours)}: check the path")
     repo = OFFICIAL.get(name, name)
     if not REPOSITORY.fullmatch(repo):
-        hint = did_you_mean(repo, [DEFAULT, *OFFICIAL])
+        hint = did_you_mean(repo.lower(), [DEFAULT, *OFFICIAL])
         known = ", ".join([DEFAULT, *OFFICIAL])
         raise InputError(f"unknown model {name!r}{hint}: use {known}, org/name[@revision], random:SIZE, or an existing path")
     revision = "main" if parsed.revision is None else parsed.revision

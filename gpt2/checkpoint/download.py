@@ -34,7 +34,7 @@ from gpt2.data.files import TOKENIZER_FILES, warn_once, written_aside
 from gpt2.errors import CheckpointError, InputError
 
 # Files to download beside the weights. Repositories also hold TensorFlow, Flax, Rust and ONNX copies.
-SMALL = ("config.json", "generation_config.json", "chars.json", "words.json", "chat.json", *TOKENIZER_FILES)
+SMALL = ("config.json", "generation_config.json", "chat.json", *TOKENIZER_FILES)
 # Weights: only the first name that exists, with the files that match its pattern.
 WEIGHTS = {
     "model.safetensors": "",
@@ -69,16 +69,14 @@ def repository_files(repo: str, revision: str, offline: bool) -> Path:
 
         validate_repo_id(repo)
         online = not (offline or constants.is_offline_mode())
-        found = cached = _complete(repo, revision)
+        part, known, lacking = _cached(repo, revision)
+        found = cached = (part, known) if part and not lacking else None
         if online:
             found = _listed(repo, revision, cached)
             online = found is not cached
         if found is None:
-            part = cache.cached_snapshot(repo, revision)
-            there = sorted(file.name for file in part.iterdir() if file.is_file()) if part else []
             what = f"no copy of {repo} at {revision}"
-            if part and there:
-                _, lacking = _lacking(repo, part)
+            if part and (there := sorted(file.name for file in part.iterdir() if file.is_file())):
                 what = f"only a part of {repo} at {revision} ({', '.join(there[:4])}), without {', '.join(lacking[:4])}"
             raise InputError(OFFLINE.format(cache=constants.HF_HUB_CACHE, what=what, way_out="give a local directory"))
         folder, declared = found
@@ -96,21 +94,18 @@ def repository_files(repo: str, revision: str, offline: bool) -> Path:
     return folder
 
 
-def _complete(repo: str, revision: str) -> Listing | None:
-    """Return the cached snapshot, or None if it or one of its files is missing. Makes no request."""
+def _cached(repo: str, revision: str) -> tuple[Path | None, dict[str, Declared], list[str]]:
+    """Return the cached snapshot's folder or None, what is declared of its files, and those that are not there.
+
+    Makes no request. Where nothing says how they are called, "the weights" are not there.
+    """
     if (folder := cache.cached_snapshot(repo, revision)) is None:
-        return None
-    declared, lacking = _lacking(repo, folder)
-    return None if lacking else (folder, declared)
-
-
-def _lacking(repo: str, folder: Path) -> tuple[dict[str, Declared], list[str]]:
-    """Return the declared hashes, and the files that are not there, or "the weights" where nothing says how they are called."""
+        return None, {}, []
     declared = cache.recorded_listing(folder) or cache.declared_by_links(folder)
     try:
-        return declared, [name for name in choose(repo, declared) if not (folder / name).is_file()]
+        return folder, declared, [name for name in choose(repo, declared) if not (folder / name).is_file()]
     except CheckpointError:  # another program downloaded only a part, such as the tokenizer
-        return declared, ["the weights" if "config.json" in declared else "config.json"]
+        return folder, declared, ["the weights" if "config.json" in declared else "config.json"]
 
 
 def _listed(repo: str, revision: str, cached: Listing | None) -> Listing:

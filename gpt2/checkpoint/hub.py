@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 from urllib.parse import parse_qsl, quote, urlsplit
 
 from gpt2.checkpoint.cache import COMMIT, HASH, XET_HASH, Declared
-from gpt2.checkpoint.names import OFFICIAL, did_you_mean
-from gpt2.errors import CheckpointError, InputError, printable
+from gpt2.checkpoint.names import OFFICIAL
+from gpt2.errors import CheckpointError, InputError, did_you_mean, printable
 
 if TYPE_CHECKING:
     from httpx2 import Client, Response
@@ -299,7 +299,7 @@ def _explain(repo: str, revision: str, error: Exception) -> InputError:
         case errors.GatedRepoError():
             return InputError(f"{repo} is gated: accept its terms at {hub}/{repo}, then run `hf auth login` or set HF_TOKEN")
         case errors.RepositoryNotFoundError():
-            what = f"no repository {repo} at {hub}, and no such path here{did_you_mean(repo, OFFICIAL.values())}"
+            what = f"no repository {repo} at {hub}, and no such path here{did_you_mean(repo.lower(), OFFICIAL.values())}"
             return InputError(f"{what}: check the spelling; a private one needs `hf auth login` or HF_TOKEN")
         case errors.HfHubHTTPError():
             status, token = error.response.status_code, "authorization" in error.response.request.headers

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpt2.config import ACTIVATIONS, OFFICIAL_SIZES, official_size, quoted
@@ -31,12 +30,6 @@ FLOATS = {
 RUNS = {**FLOATS, "int8": "int8"}  # dtypes to run a model; int8 quantises the weights on loading (gpt2.int8)
 VERIFIES = FLOATS  # dtypes that transformers computes in
 EXPORTS = FLOATS  # dtypes that other programs' files hold
-
-
-def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return a hint at the most similar known name; "" if none is similar."""
-    close = difflib.get_close_matches(name.lower(), known, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def dtype_name(text: str, use: Mapping[str, str], where: str = "") -> str:

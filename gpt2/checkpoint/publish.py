@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from gpt2.checkpoint import card
@@ -221,10 +220,14 @@ def _commit(sha: object) -> str:
 
 @contextlib.contextmanager
 def _careful() -> Iterator[None]:
-    """Let the client follow no redirect to another host, which it would send the files to, and wait for nothing without end."""
-    from huggingface_hub.utils import _http, _xet
+    """Let the client follow no redirect to another host, which it would send the files to, and wait for nothing without end.
 
-    factory, session = _http._GLOBAL_CLIENT_FACTORY, _xet.get_xet_session
+    So it sends over git LFS: over Xet, the Hub's chunked storage, its requests are not its own.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import _http
+
+    factory, without_xet = _http._GLOBAL_CLIENT_FACTORY, constants.HF_HUB_DISABLE_XET
 
     def careful() -> Client:
         client = factory()
@@ -234,12 +237,12 @@ def _careful() -> Iterator[None]:
         return client
 
     _http.set_client_factory(careful)
-    _xet.get_xet_session = lambda: SimpleNamespace(new_upload_commit=partial(_over_xet, session()))  # type: ignore[no-untyped-call]
+    constants.HF_HUB_DISABLE_XET = True
     try:
         yield
     finally:
         _http.set_client_factory(factory)
-        _xet.get_xet_session = session
+        constants.HF_HUB_DISABLE_XET = without_xet
 
 
 def _stay(answer: Response) -> None:
@@ -267,24 +270,6 @@ def _whole_answer(send: Any, request: Request, **options: Any) -> Response:
         return moving(whole, lambda: None, seconds)
     except TimeoutError:
         raise _garbled(f"no answer in {seconds:.0f} s") from None
-
-
-@contextlib.contextmanager
-def _over_xet(session: Any, **options: Any) -> Iterator[Any]:
-    """Upload over Xet, the Hub's chunked storage. Raises TimeoutError: for PATIENCE seconds nothing moves."""
-    from huggingface_hub.utils._xet import abort_xet_session
-
-    def moved() -> tuple[int, int]:
-        progress = commit.progress()
-        return progress.total_bytes_completed, progress.total_transfer_bytes_completed
-
-    try:
-        commit: Any = moving(lambda: session.new_upload_commit(**options), lambda: None, PATIENCE)
-        yield commit
-        moving(commit.wait_to_finish, moved, PATIENCE)
-    except BaseException:
-        abort_xet_session()
-        raise
 
 
 def _arrived(file: File, sent: bytes | Path, stored: Declared | None) -> bool:
@@ -324,8 +309,7 @@ def _refused(repo: str, error: Exception) -> InputError:
         what = REFUSALS.get(status, DOWN if status >= 500 else "{said}; correct it and publish again")
         return InputError(f"{hub} answers {status} for {repo}: {what.format(hub=hub, owner=repo.partition('/')[0], said=said)}")
     if isinstance(error, HTTPError | OSError | RuntimeError):
-        xet = "" if constants.HF_HUB_DISABLE_XET else "; HF_HUB_DISABLE_XET=1 sends over plain HTTP"
-        return InputError(f"the upload to {repo} broke off ({one_line(cause)}): check the network and {AGAIN}{xet}")
+        return InputError(f"the upload to {repo} broke off ({one_line(cause)}): check the network and {AGAIN}")
     if isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError | UnicodeError):  # the checks of the card
         return InputError(f"{repo}: {one_line(cause)}; correct it and publish again")
     return _garbled(f"{type(error).__name__}: {one_line(error)}")

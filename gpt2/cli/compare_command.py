@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save-top", type=int, default=0, metavar="K", help=help)
     parser.add_argument("--save-activations", action="store_true", help="keep the activations of the first 256 tokens too")
     parser.add_argument("--attention", metavar="TEXT", help="compare only the attention of each head on TEXT")
-    parser.add_argument("--html", metavar="FILE", help="write the report as one self-contained page (with --attention also .png)")
+    parser.add_argument("--html", metavar="FILE", help="write the report as one self-contained page")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -238,6 +238,6 @@ def _attention(args: argparse.Namespace) -> int:
     from gpt2.explore.attention import compare_attention
 
     heads = compare_attention(args.a, args.b, args.attention, device=args.device, offline=args.offline)
-    save_page(args.html, heads.save_png if str(args.html).endswith(".png") else heads.save_html)
+    save_page(args.html, heads.save_html)
     write_result(args.json, lambda: heads.to_json(maps=True), lambda: say(heads.table()))
     return 0

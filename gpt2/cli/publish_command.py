@@ -113,7 +113,7 @@ def _compared(base: str, directory: Path, status: Status, *, offline: bool) -> d
     rows, both = {"text": f"{change.text.name}: {change.protocol}"}, change.distributions
     if both is not None:
         rows["perplexity"] = f"{both.a.score.perplexity:.2f} to {both.b.score.perplexity:.2f}"
-        rows["KL divergence"] = f"{both.kl_ab.mean.value:.3g} nats ({both.kl_ab.mean.low:.3g} to {both.kl_ab.mean.high:.3g})"
+        rows["KL divergence"] = f"{both.kl_ab.mean.value:.3g} nats ({both.kl_ab.mean.span('.3g', ' to ')})"
         rows["same first choice"] = f"{both.same_top.value:.1%} of the tokens"
     if change.weights is not None:
         rows["weights moved"] = f"{change.weights.total.distance:.2%} of their norm"

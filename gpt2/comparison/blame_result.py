@@ -99,21 +99,20 @@ class Blame:
             yield _table(sorted(self.halves, key=lambda part: -part.alone.value)[:8])
         if len(self.tensors) > 1:
             yield _table(self.tensors[:8])
-        measured = f"all of b's weights in a: KL {self.whole.value:.3g} ({self.whole.low:.3g} .. {self.whole.high:.3g})"
+        measured = f"all of b's weights in a: KL {self.whole.text('.3g')}"
         yield f"[dim]{measured}; {self.tokens:,} tokens, {self.passes:.0f} forward passes, {self.seconds:.1f} s[/dim]"
         if self.quantised is not None:
             yield f"\nb is a, its weights rounded to {self.quantised}."
         if len(self.kept) > 1:
             table = data_table("kept in a's precision", "weights", "KL", "95 % interval", wrap=True)
             for kept in self.kept:
-                names, interval = ", ".join(kept.parts) or "nothing", f"{kept.kl.low:.3g} .. {kept.kl.high:.3g}"
-                add_texts(table, names, f"{kept.bytes / 1e6:,.2f} MB", f"{kept.kl.value:.3g}", interval)
+                size = f"{kept.bytes / 1e6:,.2f} MB"
+                add_texts(table, ", ".join(kept.parts) or "nothing", size, f"{kept.kl.value:.3g}", kept.kl.span(".3g"))
             yield table
         if self.precisions:
             table = data_table("all weights in", "weights", "KL", "95 % interval")
             for each in self.precisions:
-                interval = f"{each.kl.low:.3g} .. {each.kl.high:.3g}"
-                add_texts(table, each.type, f"{each.bytes / 1e6:,.2f} MB", f"{each.kl.value:.3g}", interval)
+                add_texts(table, each.type, f"{each.bytes / 1e6:,.2f} MB", f"{each.kl.value:.3g}", each.kl.span(".3g"))
             yield table
         if (advice := self.advice(a)) is not None:
             from rich.text import Text
@@ -127,7 +126,7 @@ def _table(parts: Sequence[Part]) -> Table:
     longest = max(part.alone.value for part in parts)
     for part in parts:
         bar = "█" * round(BAR * part.alone.value / longest) if 0 < longest < math.inf and part.alone.value > 0 else ""
-        cells = [part.name, bar or "·", f"{part.alone.value:.3g}", f"{part.alone.low:.1e}..{part.alone.high:.1e}"]
+        cells = [part.name, bar or "·", f"{part.alone.value:.3g}", part.alone.span(".1e", "..")]
         cells.append(f"{part.gain.value:+.1e}")
         add_texts(table, *cells, *([f"{part.in_order.value:.3g}"] if part.in_order is not None else []))
     return table

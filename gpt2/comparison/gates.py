@@ -135,9 +135,8 @@ class Judgement:
     met: bool
 
     def __str__(self) -> str:
-        value, low, high = (f"{x:.4g}" for x in (self.measured.value, self.measured.low, self.measured.high))
-        interval = f" (95 % interval {low} .. {high})" if low != high else ""
-        words = f"{self.gate}: {METRICS[self.gate.metric]} is {value}{interval}"
+        interval = f" (95 % interval {span})" if (span := self.measured.span(".4g")) else ""
+        words = f"{self.gate}: {METRICS[self.gate.metric]} is {self.measured.value:.4g}{interval}"
         return f"{words}, {self._distance()}" if self.met else f"{words}, within the limit"
 
     @property

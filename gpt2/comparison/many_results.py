@@ -97,7 +97,7 @@ class Comparisons(Printed):
         words = [self.letters[number] for number, _ in self.ranking[:1]]
         for number, behind in self.ranking[1:]:
             how = "" if behind is None else "equal" if behind.low <= 1 <= behind.high else "worse"
-            by = "" if behind is None else f" {how} (x {behind.value:.3f}, {between(behind, '.3f') or 'exactly'})"
+            by = "" if behind is None else f" {how} (x {behind.value:.3f}, {behind.span('.3f') or 'exactly'})"
             words.append(f"{self.letters[number]}{by}")
         asked = "last words" if all(each.last_words for each in self.candidates) else self.bits_per.replace("/", " per ")
         return f"best by {asked}: {'; '.join(words)}; perplexity beside the one before" if len(words) > 1 else ""
@@ -153,10 +153,10 @@ class Comparisons(Printed):
             if (found := each.against) is None:
                 add_texts(table, letter, perplexity, "", "", bits, "", "")
                 continue
-            ratio = f"{found.ratio.value:.3f}", between(found.ratio, ".3f")
-            add_texts(table, letter, perplexity, *ratio, bits, f"{found.bits.value:+.4f}", between(found.bits, "+.4f"))
-            kl = f"{found.kl.value:.3g}", between(found.kl, ".2g"), "" if found.kl_max is None else f"{found.kl_max:.3g}"
-            add_texts(far, letter, *kl, f"{found.same_top.value:.1%}", between(found.same_top, ".1%"))
+            ratio = f"{found.ratio.value:.3f}", found.ratio.span(".3f")
+            add_texts(table, letter, perplexity, *ratio, bits, f"{found.bits.value:+.4f}", found.bits.span("+.4f"))
+            kl = f"{found.kl.value:.3g}", found.kl.span(".2g"), "" if found.kl_max is None else f"{found.kl_max:.3g}"
+            add_texts(far, letter, *kl, f"{found.same_top.value:.1%}", found.same_top.span(".1%"))
         yield table
         yield far
         if self.above_floor:
@@ -166,7 +166,7 @@ class Comparisons(Printed):
             for letter, each in zip(self.letters, self.candidates, strict=True):
                 if each.last_words is not None:
                     accuracy, per_word = each.last_words.accuracy, each.last_words.perplexity
-                    cells = f"{accuracy.value:.2%} ({between(accuracy, '.2%')})", f"{per_word.value:.2f}"
+                    cells = f"{accuracy.value:.2%} ({accuracy.span('.2%')})", f"{per_word.value:.2f}"
                     add_texts(words, letter, *cells)
             yield words
         if rows := self.beside_paper():
@@ -202,11 +202,6 @@ class Comparisons(Printed):
 def letters_of(count: int) -> tuple[str, ...]:
     """Return a short name for each of several models."""
     return tuple(LETTERS[:count]) if count <= len(LETTERS) else tuple(str(number + 1) for number in range(count))
-
-
-def between(interval: Estimate, form: str) -> str:
-    """Format an interval; empty if it has no width."""
-    return "" if interval.low == interval.high else f"{interval.low:{form}} .. {interval.high:{form}}"
 
 
 def megabytes(size: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -40,16 +41,12 @@ class Floor:
 
     @property
     def way(self) -> str:
-        return max(self.ways, key=lambda way: way[1].high)[0]
+        return self.ways[0][0]
 
     @property
     def kl(self) -> float:
         """What a mean KL must exceed: the upper end of the 95 % interval."""
-        return max(kl.high for _, kl, _ in self.ways)
-
-    @property
-    def logit(self) -> float:
-        return max(logit for *_, logit in self.ways)
+        return self.ways[0][1].high
 
 
 @torch.no_grad()
@@ -75,7 +72,7 @@ class Way:
     name: str
     kl: Estimate
     logit: float  # the largest difference of one
-    flipped: int
+    flipped: int | str
 
 
 @dataclass(frozen=True)
@@ -97,17 +94,16 @@ class Noise(Printed):
     def parts(self) -> Iterator[RenderableType]:
         from rich.markup import escape
 
-        yield f"\n[bold]{escape(self.model.name)}[/bold]  [dim]the floor of noise[/dim]"
-        rows = f"{self.text.tokens:,} tokens in rows of {self.text.context}"
-        yield f"[dim]{escape(self.text.name)}: {rows}, {self.model.dtype}[/dim]\n"
+        explained = [Way(f"{name}, explained", kl, logit, "") for name, kl, logit in (self.floor.ways if self.floor else ())]
+        yield f"\n[bold]{escape(self.model.name)}[/bold]  [dim]the floor of noise, in {self.model.dtype}[/dim]"
+        yield f"[dim]{escape(self.text.name)}: {self.text.tokens:,} tokens in rows of {self.text.context}[/dim]\n"
         table = data_table("", "KL, nats", "95 %", "largest logit", "flipped", right=range(1, 5), wrap=True)
-        floor = () if self.floor is None else ((f"{name}, explained", kl, logit, "") for name, kl, logit in self.floor.ways)
-        for name, kl, logit, flipped in (*floor, *((way.name, way.kl, way.logit, f"{way.flipped:,}") for way in self.ways)):
-            add_texts(table, name, f"{kl.value:.1e}", f"{kl.low:.1e} .. {kl.high:.1e}", f"{logit:.1e}", flipped)
+        for way in (*explained, *self.ways):
+            add_texts(table, way.name, f"{way.kl.value:.1e}", way.kl.span(".1e"), f"{way.logit:.1e}", f"{way.flipped}")
         yield table
         yield "[dim]flipped: tokens whose first choice is another one than that of each row run alone[/dim]"
-        if self.floor is not None:
-            least = f"a KL must exceed {self.floor.kl:.2g} nats, and a logit move by more than {self.floor.logit:.2g}"
+        for way in explained:
+            least = f"a KL must exceed {way.kl.high:.2g} nats, and a logit move by more than {way.logit:.2g}"
             yield f"[bold]In {self.model.dtype} {least}, to mean anything.[/bold]"
         yield f"[dim]in {self.seconds:.1f} s[/dim]\n"
 
@@ -129,33 +125,32 @@ def measure_noise(
     started, side = time.perf_counter(), CheckpointSide.open(name, offline=offline)
     if side.by_transformers:
         raise InputError(f"{name}: --noise runs our implementation; leave out hf/")
-    tokenizer = side.tokenizer()
+    tokenizer, other = side.tokenizer(), torch.float32 if side.dtype == torch.bfloat16 else torch.bfloat16
     passage = open_passage(on, ROW * TOGETHER if tokens is None else tokens, [side], [tokenizer], seed, offline=offline)
-    vocab = min([side.config.vocab_size] + ([] if tokenizer is None else [tokenizer.n_vocab]))
+    vocab = min(side.config.vocab_size, tokenizer.n_vocab if tokenizer else side.config.vocab_size)
     progress("loading the model")
-    other = torch.float32 if side.dtype == torch.bfloat16 else torch.bfloat16
     model, coarse, padding = side.checkpoint.load(), side.checkpoint.load(other), min(PADDING, side.config.n_positions // 2)
     length = min(ROW, side.config.n_positions - padding, len(passage.ids))
     rows = passage.ids[: len(passage.ids) // length * length].view(-1, length)
-    real = (torch.arange(padding + length) >= padding).long()[None]
+    padded = partial(model, attention_mask=(torch.arange(padding + length) >= padding).long()[None])
+    found, mean = [], Bootstrap(rows.numel(), seed).mean
+
+    def alone(run: Callable[[Tensor], Tensor], some: Tensor) -> Tensor:
+        return torch.cat([run(row[None]) for row in some])
+
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         f"{min(TOGETHER, len(rows))} rows in one batch": model,
-        f"{padding} tokens of padding on the left": lambda some: torch.cat(
-            [model(row[None], attention_mask=real)[:, padding:] for row in F.pad(some, (padding, 0))]
-        ),
-        f"in {dtype_label(other)}": lambda some: torch.cat([coarse(row[None]) for row in some]),
+        f"{padding} tokens of padding on the left": lambda some: alone(padded, F.pad(some, (padding, 0)))[:, padding:],
+        f"in {dtype_label(other)}": partial(alone, coarse),
     }
-    columns: dict[str, list[tuple[Tensor, Tensor, float]]] = {way: [] for way in ways}
-    for done, some in enumerate(rows.split(TOGETHER)):
-        progress(f"noise: {done * TOGETHER * length:,} of {rows.numel():,} tokens")
-        alone = torch.cat([model(row[None]) for row in some])[..., :vocab].flatten(0, 1)
-        for way, run in ways.items():
-            moved = run(some)[..., :vocab].flatten(0, 1)
-            _, _, kl, _, _, top, other_top, *_ = measure_rows(alone, moved, some.flatten(), 1)
-            columns[way].append((kl, top != other_top, max_abs(moved, alone)))
-    found, mean = [], Bootstrap(rows.numel(), seed).mean
-    for way, (kls, flips, logits) in ((way, zip(*parts, strict=True)) for way, parts in columns.items()):
-        found.append(Way(way, mean(torch.cat(kls)), max(logits), int(torch.cat(flips).sum())))
+    for way, run in ways.items():
+        progress(f"noise: {way}")
+        kls, flipped, logit = list[Tensor](), 0, 0.0
+        for some in rows.split(TOGETHER):
+            plain, moved = (logits[..., :vocab].flatten(0, 1) for logits in (alone(model, some), run(some)))
+            _, _, kl, _, _, top, other_top, *_ = measure_rows(plain, moved, some.flatten(), 1)
+            kls, flipped, logit = [*kls, kl], flipped + int((top != other_top).sum()), max(logit, max_abs(moved, plain))
+        found.append(Way(way, mean(torch.cat(kls)), logit, flipped))
     floor = None if side.dtype == torch.int8 else measure_floor(model, passage.ids[:TOKENS], vocab, side.dtype)
     env, text = environment([side.dtype]), replace(passage.scored, tokens=rows.numel(), context=length, stride=length, told="")
     return Noise(side.describe(env.versions), text, floor, tuple(found), env, seed, time.perf_counter() - started)

@@ -19,7 +19,6 @@ from gpt2.comparison.tables import (
     activations_table,
     continuations_table,
     distributions_tables,
-    interval,
     moved,
     numerics_table,
     titled,
@@ -176,20 +175,17 @@ class Comparison(Printed):
         perplexities = " → ".join(f"{score.perplexity:.2f}" for score in self.scores)
         bits = " → ".join(f"{score.bits_per_byte:.4f}" for score in self.scores)
         if both is not None:
-            table.add_row("perplexity", perplexities, f"× {interval(both.ratio, '.3f')}")
+            table.add_row("perplexity", perplexities, f"× {both.ratio.text('.3f')}")
             table.add_row(self.bits_per, bits)
             spread = f"median {both.kl_ab.percentiles['50']:.3g}, 99 % below {both.kl_ab.percentiles['99']:.3g}"
             table.add_row("KL(a‖b)", f"{both.kl_ab.mean.value:.3g} nats", spread)
-            same = both.same_top
-            table.add_row("same top token", f"{same.value:.1%}", f"{same.low:.1%} .. {same.high:.1%}")
+            table.add_row("same top token", f"{both.same_top.value:.1%}", both.same_top.span(".1%"))
         elif (bounds := self.bounds) is not None:
             high = "at most, if the tokens left out are like the shown" if bounds.assumed else "at most"
-            table.add_row("KL(a‖b)", f"{bounds.kl_low.value:.3g} nats", f"at least; from {interval(bounds.kl_low, '.3g')}")
+            table.add_row("KL(a‖b)", f"{bounds.kl_low.value:.3g} nats", f"at least; from {bounds.kl_low.text('.3g')}")
             table.add_row("", f"{bounds.kl_high.value:.3g} nats", high)
-            table.add_row(
-                "same top token", f"{bounds.same_top.value:.1%}", f"{bounds.same_top.low:.1%} .. {bounds.same_top.high:.1%}"
-            )
-            table.add_row("perplexity", "", f"× {interval(bounds.ratio, '.3f')}")
+            table.add_row("same top token", f"{bounds.same_top.value:.1%}", bounds.same_top.span(".1%"))
+            table.add_row("perplexity", "", f"× {bounds.ratio.text('.3f')}")
             if bounds.not_finite:
                 table.add_row("not finite", f"{bounds.not_finite:,} places", "whose KL is infinite or NaN, not counted above")
             sent = f"; {bounds.sent:,} tokens sent" if bounds.sent else ""
@@ -203,15 +199,15 @@ class Comparison(Printed):
             table.add_row("floor of noise", f"{self.floor.kl:.2g} nats", self.above_floor)
         if self.last_words is not None:
             first, second, change = self.last_words.a, self.last_words.b, self.last_words.change
-            gain = f"{interval(change.accuracy, '+.1%')} of {first.n:,} passages"
+            gain = f"{change.accuracy.text('+.1%')} of {first.n:,} passages"
             table.add_row("last words right", f"{first.accuracy.value:.1%} → {second.accuracy.value:.1%}", gain)
-            ratio = f"× {interval(change.ratio, '.3f')} per word"
+            ratio = f"× {change.ratio.text('.3f')} per word"
             table.add_row("their perplexity", f"{first.perplexity.value:.2f} → {second.perplexity.value:.2f}", ratio)
         if (cases := self.cases) is not None:
             right = f"{cases.right_a.value:.1%} → {cases.right_b.value:.1%}"
             turned = f"{len(cases.lost):,} lost, {len(cases.gained):,} gained of {len(cases.cases):,}"
-            table.add_row("cases right", right, f"{turned}: {interval(cases.gain, '+.1%')}")
-            table.add_row("expected text", "", f"× {interval(cases.likelier, '.3g')} as likely")
+            table.add_row("cases right", right, f"{turned}: {cases.gain.text('+.1%')}")
+            table.add_row("expected text", "", f"× {cases.likelier.text('.3g')} as likely")
         if self.weights is not None:
             for letter, damage in zip("ab", self.weights.damage, strict=True):
                 if damage:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from gpt2.comparison.subjects import Numerics
     from gpt2.comparison.weights import WeightChanges
     from gpt2.comparison.words import Words
-    from gpt2.measure.estimates import Estimate
 
 VISIBLE_JS = 0.005  # nats; a smaller divergence is printed as 0.00
 
@@ -62,7 +61,7 @@ def distributions_tables(both: Distributions) -> tuple[RenderableType, ...]:
     table = data_table("", "KL(a‖b)", "KL(b‖a)", "Jensen-Shannon")
     divergences = (both.kl_ab, both.kl_ba, both.js)
     add_texts(table, "mean", *(f"{each.mean.value:.3g}" for each in divergences))
-    add_texts(table, "95 % interval", *(f"{each.mean.low:.3g} .. {each.mean.high:.3g}" for each in divergences))
+    add_texts(table, "95 % interval", *(each.mean.span(".3g") for each in divergences))
     for key, name in (("50", "median"), *((key, f"{key} %") for key in ("90", "95", "99", "99.9"))):
         add_texts(table, name, *(f"{each.percentiles[key]:.3g}" for each in divergences))
     add_texts(table, "max", *(f"{each.max:.3g}" for each in divergences))
@@ -101,10 +100,3 @@ def continuations_table(words: Words) -> Table:
 def moved(distance: float) -> str:
     """Format the norm of a change over the norm."""
     return "from zero" if distance == math.inf else f"{distance:.2%}"  # biases are initialised to zero
-
-
-def interval(estimate: Estimate, form: str) -> str:
-    """Format an estimate, with its interval if that has a width."""
-    if estimate.low == estimate.high:
-        return format(estimate.value, form)
-    return f"{estimate.value:{form}} ({estimate.low:{form}} .. {estimate.high:{form}})"

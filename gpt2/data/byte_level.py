@@ -13,11 +13,15 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
+from gpt2.errors import InputError
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 # OpenAI's pattern in tiktoken's possessive form: the same pieces without backtracking.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+OWN_SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+LETTER = r"[\s\S]"  # the pattern of a split into characters
 N_BYTES = 256
 Merges = Sequence[tuple[str, str]]
 
@@ -76,17 +80,44 @@ class Core:
         return ranks if self._ids is None else [self._ids[rank] for rank in ranks]
 
 
-def core(backend: "Backend", vocab: Mapping[str, int], merges: Merges | None) -> Core | None:
-    """Return tiktoken's encoder if what the library built is GPT-2's own kind of BPE, whatever files it came from; else None."""
+class Letters:
+    """Encode what `tokenizers` would encode with a table of single characters, one id each; :func:`core` sees that it is one."""
+
+    def __init__(self, vocab: Mapping[str, int]) -> None:
+        self.vocab = vocab
+
+    def encode(self, text: str) -> list[int]:
+        """Return one id per character. Raises InputError: an unknown one."""
+        try:
+            return list(map(self.vocab.__getitem__, text))
+        except KeyError as error:
+            char = error.args[0]
+            where = f"{char!r} (U+{ord(char):04X}) at position {text.index(char)} of the text"
+            remedy = "leave it out, or use a vocabulary made from a text that has it"
+            raise InputError(f"{where} is not among the {len(self.vocab)} characters of this vocabulary; {remedy}") from None
+
+
+def lossless(backend: "Backend", vocab: Mapping[str, int]) -> bool:
+    """Return whether the library splits a text as GPT-2 does, changes nothing, and has all bytes: its ids' bytes are the text."""
     from tokenizers import models
 
     model, split = backend.model, state(backend.pre_tokenizer)
-    own = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-    if merges is None or not isinstance(model, models.BPE) or backend.normalizer is not None:
-        return None
-    if {key: split.get(key) for key in own} != own or model.continuing_subword_prefix or model.end_of_word_suffix:
-        return None
-    if model.dropout or model.ignore_merges or not vocab.keys() >= set(byte_alphabet()):
+    if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix or model.dropout:
+        return False
+    as_own = {key: split.get(key) for key in OWN_SPLIT} == OWN_SPLIT
+    return as_own and backend.normalizer is None and vocab.keys() >= set(byte_alphabet())
+
+
+def core(backend: "Backend", vocab: Mapping[str, int], merges: Merges | None) -> "Core | Letters | None":
+    """Return a fast encoder if what the library built is GPT-2's own kind of BPE, or single characters, from whatever files."""
+    from tokenizers import models
+
+    model = backend.model
+    if isinstance(model, models.WordLevel) and model.unk_token not in vocab and backend.normalizer is None:
+        split = state(backend.pre_tokenizer)
+        single = split.get("pattern") == {"Regex": LETTER} and split.get("behavior") == "Isolated" and not split.get("invert")
+        return Letters(vocab) if single else None
+    if merges is None or not isinstance(model, models.BPE) or model.ignore_merges or not lossless(backend, vocab):
         return None
     # By pairs, a token's own bytes must lead to it: then no other pair of tokens with the same bytes ever stands in a text.
     tokens = [a + b for a, b in merges]

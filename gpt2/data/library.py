@@ -1,7 +1,7 @@
 """Any tokenizer that the `tokenizers` library runs: BPE, Unigram, WordPiece, WordLevel, with whatever stands around the model.
 
-:mod:`gpt2.data.auto` builds it from files. A BPE of GPT-2's own kind is encoded by tiktoken, ten times as fast
-(:func:`gpt2.data.byte_level.core`).
+:mod:`gpt2.data.auto` builds it from files. A BPE of GPT-2's own kind is encoded by tiktoken, ten times as fast, and
+single characters by a table (:func:`gpt2.data.byte_level.core`).
 """
 
 import copy
@@ -79,14 +79,16 @@ class LibraryTokenizer(Tokenizer):
         self.matched = {token.content: i for i, token in sorted(self.added.items()) if not token.special}
         self.eos = self.vocab.get(self.roles.get("eos_token", ""))
         self.core = byte_level.core(backend, self.vocab, merges)
-        self._bytewise = byte_level.state(backend.decoder).get("type") == "ByteLevel"
-        tokens = byte_level.to_bytes(list(self.vocab)) if self._bytewise else [token.encode() for token in self.vocab]
+        self.letters = isinstance(self.core, byte_level.Letters)  # one id for each character of a table
+        bytewise = byte_level.state(backend.decoder).get("type") == "ByteLevel"
+        tokens = byte_level.to_bytes(list(self.vocab)) if bytewise else [token.encode() for token in self.vocab]
+        self._bytewise = bytewise or self.letters  # a token has the same bytes in every text
         by_id: list[bytes | None] = [None] * (max(self.vocab.values(), default=-1) + 1)
         for i, token in zip(self.vocab.values(), tokens, strict=True):
             by_id[i] = self.added[i].content.encode() if i in self.added else token
         super().__init__(by_id)
         plain = not any(token.single_word or token.lstrip or token.rstrip for token in self.added.values() if not token.special)
-        self.exact = self.core is not None and plain
+        self.exact = plain and (self.letters or byte_level.lossless(backend, self.vocab))
         names = sorted(self.matched, key=len, reverse=True)  # a token may be the beginning of a longer one
         self._split = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
 
@@ -95,7 +97,7 @@ class LibraryTokenizer(Tokenizer):
         content: list[object] = [list(self.vocab), self.merges, sorted(self.special_tokens.values())]
         content += [sorted(self.matched)] if self.matched else []
         content += [self.template] if self.template else []
-        content = content if self.exact else [self.definition()]
+        content = content if self.exact and self.core is not None else [self.definition()]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def definition(self) -> dict[str, Any]:
@@ -124,6 +126,8 @@ class LibraryTokenizer(Tokenizer):
 
     def encode_prompt(self, text: str, *, special: bool = False) -> list[int]:
         refuse_surrogates(text)
+        if self.letters:
+            self.encode(text)  # raises for an unknown character
         return self._encode(text, special, True)
 
     def _encode(self, text: str, special: bool, template: bool) -> list[int]:
@@ -190,19 +194,19 @@ class LibraryTokenizer(Tokenizer):
         """Return the files that were read, and the others in which programs look for it: llama.cpp wants a BPE's own two."""
         if self.kept and self.core is None:
             return dict(self.kept)
-        own = self.core is not None and "eos_token" in self.roles
+        bpe = self.core is not None and self.merges is not None
         config = {
             "add_prefix_space": False,
             "clean_up_tokenization_spaces": False,
             "model_max_length": n_positions,
-            "tokenizer_class": "GPT2Tokenizer" if own else "PreTrainedTokenizerFast",
+            "tokenizer_class": "GPT2Tokenizer" if bpe and "eos_token" in self.roles else "PreTrainedTokenizerFast",
             **self.roles,
         }
         texts: dict[str, str | bytes] = {
             "tokenizer.json": json.dumps(self.definition(), ensure_ascii=False, indent=1) + "\n",
             "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
         }
-        if self.core is not None and self.merges is not None:
+        if bpe and self.merges is not None:
             lines = ["#version: 0.2", *(" ".join(pair) for pair in self.merges)]
             texts |= {"vocab.json": json.dumps(self.vocab), "merges.txt": "".join(f"{line}\n" for line in lines)}
         return texts | self.kept

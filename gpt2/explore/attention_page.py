@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gpt2.comparison.subjects import Model
-from gpt2.data.files import write_output
 from gpt2.errors import InputError
-from gpt2.pages.drawing import COLOURS, LIGHT, PAPER, matplotlib_of_our_own, svg
+from gpt2.pages.drawing import INK, MUTED, RULE, svg
 from gpt2.pages.rendering import pack_lower, readable, render, visible
 from gpt2.pages.reports import Environment, Printed, as_json, data_table
 
@@ -102,21 +99,12 @@ class AttentionReport(Printed):
         return [(head, ", ".join(why)) for head, why in reasons if why]
 
     def html(self) -> str:
-        """Return the pictures and every head's figures as one self-contained page."""
-        self._require_room("a page")
-        return page(self)
-
-    def save_png(self, path: str | Path) -> None:
-        """Write the attention maps as a picture; of two models, their difference."""
-        self._require_room("a picture")
-        write_output(path, attention_png(self.difference if self.b else self.maps, self.tokens, signed=bool(self.b)))
-
-    def _require_room(self, what: str) -> None:
-        """Raise an InputError if the text has too many tokens for weights to be visible."""
+        """Return the pictures and every head's figures as one page. Raises InputError: too many tokens for weights to be seen."""
         most = math.isqrt(VISIBLE // len(self.heads))
         if len(self.tokens) > most:
-            room = f"{what} of {len(self.heads)} heads has room for {most}: give a shorter text, or take the weights as --json"
+            room = f"a page of {len(self.heads)} heads has room for {most}: give a shorter text, or take the weights as --json"
             raise InputError(f"the text makes {len(self.tokens)} tokens, and {room}")
+        return page(self)
 
     @property
     def difference(self) -> Tensor:
@@ -150,28 +138,10 @@ def page(report: AttentionReport) -> str:
 
 
 def attention_svg(maps: Tensor, tokens: Sequence[str], *, signed: bool) -> str:
-    """Draw (layers, heads, T, T) maps as SVG; opacity follows the root of a weight, which keeps small ones visible."""
-    size, draw = _attention(maps, tokens, signed)
-    return svg("attention-difference" if signed else "attention", size, "Attention weights of every head", draw)
+    """Draw (layers, heads, T, T) maps as SVG; opacity follows the root of a weight, which keeps small ones visible.
 
-
-def attention_png(maps: Tensor, tokens: Sequence[str], *, signed: bool) -> bytes:
-    """Draw the same as a PNG on a light background."""
-    with matplotlib_of_our_own(**LIGHT):
-        from matplotlib.figure import Figure
-
-        size, draw = _attention(maps, tokens, signed)
-        figure = Figure(figsize=size)
-        draw(figure)
-        file = io.BytesIO()
-        pixels = size[0] * size[1] * 200**2
-        dpi = 200 if pixels < 4e7 else 100
-        figure.savefig(file, format="png", dpi=dpi, facecolor=COLOURS[PAPER], metadata={"Software": None})
-    return file.getvalue()
-
-
-def _attention(maps: Tensor, tokens: Sequence[str], signed: bool) -> tuple[tuple[float, float], Callable[[Figure], None]]:
-    """Return the size in inches and a drawing function. All heads are one image: a thousand axes would take a minute."""
+    All heads are one image: a thousand axes would take a minute.
+    """
     import numpy as np
 
     layers, heads, n, _ = maps.shape
@@ -195,7 +165,6 @@ def _attention(maps: Tensor, tokens: Sequence[str], signed: bool) -> tuple[tuple
     size = ((left + width + 4) / 100, (top + height + bottom) / 100)
 
     def draw(figure: Figure) -> None:
-        import matplotlib
         from matplotlib.collections import PatchCollection
         from matplotlib.patches import Rectangle
 
@@ -204,27 +173,25 @@ def _attention(maps: Tensor, tokens: Sequence[str], signed: bool) -> tuple[tuple
         axes = figure.add_axes((left / across, bottom / down, width / across, height / down))
         axes.imshow(image, interpolation="none", aspect="auto", extent=(0, image.shape[1], image.shape[0], 0))
         frames = [Rectangle((h * step, r * step), n, n) for r in range(layers) for h in range(heads)]
-        edge = matplotlib.rcParams["axes.edgecolor"]
-        axes.add_collection(PatchCollection(frames, facecolor="none", edgecolor=edge, linewidth=0.6))
+        axes.add_collection(PatchCollection(frames, facecolor="none", edgecolor=RULE, linewidth=0.6))
         axes.set(xlim=(-0.1, image.shape[1] + 0.1), ylim=(image.shape[0] + 0.1, -0.1))
         axes.grid(False)
         axes.axis("off")
-        ink, muted = matplotlib.rcParams["text.color"], matplotlib.rcParams["axes.labelcolor"]
         for head in range(heads):
             name = f"head {head}" if n * cell >= 48 else str(head)
-            axes.text(head * step + n / 2, -5 / cell, name, ha="center", va="bottom", fontsize=7, color=ink)
+            axes.text(head * step + n / 2, -5 / cell, name, ha="center", va="bottom", fontsize=7, color=INK)
         for layer in range(layers):
             place = layer * step + n / 2
-            axes.text(-(left - 2) / cell, place, f"h.{layer}", ha="left", va="center", fontsize=7, color=ink)
+            axes.text(-(left - 2) / cell, place, f"h.{layer}", ha="left", va="center", fontsize=7, color=INK)
             for row, text in enumerate(texts):
                 where = -4 / cell, layer * step + row + 0.5
-                axes.text(*where, text, ha="right", va="center", fontsize=5.6, color=muted)
+                axes.text(*where, text, ha="right", va="center", fontsize=5.6, color=MUTED)
         for head in range(heads):
             for column, text in enumerate(texts):
                 where = head * step + column + 0.5, image.shape[0] + 4 / cell
-                axes.text(*where, text, ha="center", va="top", fontsize=5.6, color=muted, rotation=90)
+                axes.text(*where, text, ha="center", va="top", fontsize=5.6, color=MUTED, rotation=90)
 
-    return size, draw
+    return svg("attention-difference" if signed else "attention", size, "Attention weights of every head", draw)
 
 
 def _label(token: str) -> str:

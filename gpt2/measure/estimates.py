@@ -27,6 +27,14 @@ class Estimate:
     low: float
     high: float
 
+    def span(self, form: str, between: str = " .. ") -> str:
+        """Format the interval; "" if it has no width, or is not a number."""
+        return f"{self.low:{form}}{between}{self.high:{form}}" if self.low < self.high else ""
+
+    def text(self, form: str) -> str:
+        """Format the value, with its interval if that has a width."""
+        return f"{self.value:{form}}" + (f" ({span})" if (span := self.span(form)) else "")
+
 
 class Bootstrap:
     """Percentile intervals of means over ``n`` consecutive tokens, by a block bootstrap [1].

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path, PurePath
 from typing import Any
@@ -73,7 +73,7 @@ def record_of(folder: Path) -> Record | None:
         "training": {
             "command": words,
             "preset": recipe.name if " --set " in words else None,
-            "recipe": {key: value for key, value in _public(asdict(recipe)).items() if key not in NOT_SHOWN},
+            "recipe": {key: value for key, value in asdict(_public(recipe)).items() if key not in NOT_SHOWN},
             "text": PurePath(data.path or data.tokens).name if own else text,
             "text_sha256": text_sha256,
             "datasets": [] if own else datasets,
@@ -103,18 +103,11 @@ def command(recipe: Recipe, init: str | None) -> str:
     words = ["gpt2", "train", recipe.name if known else f"{recipe.name}.toml"]
     words += ["--init", _last(init)] if init is not None else []
     if known:
-        usual, own = (_flat(_public(asdict(each))) for each in (read(recipe.name).resolved(init), recipe))
+        usual, own = (_public(each).flat() for each in (read(recipe.name).resolved(init), recipe))
         changed = {key: own[key] for key in own if own[key] != usual[key] and key not in NOT_SHOWN}
         for key, value in changed.items():
             words += ["--set", f"{key}={json.dumps(value) if isinstance(value, tuple | bool) else value}"]
     return shlex.join(words)
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 def _evaluation(row: dict[str, Any]) -> dict[str, float]:
@@ -139,6 +132,7 @@ def _last(path: Any) -> str:
     return PurePath(text).name if PurePath(text).is_absolute() or text.startswith(("~", "..")) else text
 
 
-def _public(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe's settings without the folders of its texts, which are private."""
-    return {**recipe, "data": {**recipe["data"], **{key: _last(recipe["data"][key]) for key in ("path", "tokens")}}}
+def _public(recipe: Recipe) -> Recipe:
+    """Return a recipe without the folders of its texts, which are private."""
+    data = recipe.data
+    return replace(recipe, data=replace(data, path=_last(data.path), tokens=_last(data.tokens)))

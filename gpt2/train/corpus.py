@@ -3,7 +3,7 @@
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,11 @@ from gpt2.checkpoint.loading import load_tokenizer
 from gpt2.data import Tokenizer, from_directory, holds_tokenizer, shakespeare, token_files, tokenizing
 from gpt2.data.batches import FILLER, SCORED, slices
 from gpt2.data.bpe import train_bpe
-from gpt2.data.chars import Chars
+from gpt2.data.chars import chars_of
 from gpt2.data.documents import Document, documents, files, size
 from gpt2.data.files import END_OF_TEXT
 from gpt2.data.packing import HASHED, held_out, lay_out
-from gpt2.data.words import Words
+from gpt2.data.words import words_of
 from gpt2.errors import InputError
 from gpt2.train.classify import classes_of
 from gpt2.train.recipe import PLAYS, Recipe
@@ -240,14 +240,13 @@ def _tokenizer_of(folder: Path, kind: str) -> Tokenizer:
 def _new_tokenizer(recipe: Recipe, train_text: str, val_text: str) -> Tokenizer:
     """Make a tokenizer from the training text; characters also come from the validation text, which must be encodable."""
     data = recipe.data
-    made: Tokenizer
-    if data.tokenizer == "chars":
-        made = Chars.from_text(train_text + val_text)
-    elif data.tokenizer == "words":
-        made = Words.from_text(train_text, data.vocab_size)
-    else:
-        made = load_tokenizer("gpt2") if data.tokenizer == "gpt2" else train_bpe(train_text, data.vocab_size)
-    return made.with_tokens(data.add_tokens)
+    made: dict[str, Callable[[], Tokenizer]] = {
+        "chars": lambda: chars_of(train_text + val_text),
+        "words": lambda: words_of(train_text, data.vocab_size),
+        "bpe": lambda: train_bpe(train_text, data.vocab_size),
+        "gpt2": lambda: load_tokenizer("gpt2"),
+    }
+    return made[data.tokenizer]().with_tokens(data.add_tokens)
 
 
 def texts(recipe: Recipe) -> tuple[str, str]:

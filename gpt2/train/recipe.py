@@ -212,6 +212,10 @@ class Recipe:
         if self.optim.lr < self.optim.min_lr:
             raise InputError(f"recipe: optim.lr {self.optim.lr} is below optim.min_lr {self.optim.min_lr}, its end; set both")
 
+    def flat(self) -> dict[str, Any]:
+        """Return every setting by its key, as in ``optim.lr``."""
+        return {key: attrgetter(key)(self) for key, kind in _types().items() if not is_dataclass(kind)}
+
     def resolved(self, init: str | None) -> Self:
         """Return this recipe with its open settings decided, for a run from scratch or from the model named ``init``."""
         return self if self.patience >= 0 else replace(self, patience=0 if init is None else FINE_TUNE_PATIENCE)

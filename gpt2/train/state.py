@@ -274,10 +274,7 @@ def stored(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
 def _comparable(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a run's ``init`` and recipe as one flat table; keys missing in an older file take their defaults."""
     known = {key: value for key, value in raw.items() if key not in ("init", TEXT, HELD_OUT, CLEARING, *NOT_COMPARED)}
-    table = {"init": raw["init"]}
-    for key, value in asdict(build(known, where)).items():
-        table |= {f"{key}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {key: value}
-    return table
+    return {"init": raw["init"], **build(known, where).flat()}
 
 
 def _step(path: Path) -> int:

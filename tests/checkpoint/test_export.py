@@ -23,9 +23,9 @@ from gpt2.checkpoint.gguf_writer import gguf_pieces
 from gpt2.config import OFFICIAL_SIZES, GPT2Config
 from gpt2.data import from_directory
 from gpt2.data.bpe import made_bpe, train_bpe
-from gpt2.data.chars import Chars
+from gpt2.data.chars import chars_of
 from gpt2.data.library import LibraryTokenizer
-from gpt2.data.words import Words
+from gpt2.data.words import words_of
 from gpt2.errors import InputError
 
 KINDS = {"f32": F32, "f16": F16, "bf16": BF16, "q8_0": Q8_0}
@@ -49,17 +49,15 @@ def export_refused(source: Path | str, out: Path, *words: str, error: type[Input
     return refused(lambda: export(str(source), out, **settings), *words, error=error)
 
 
-def test_word_tokenizers_are_listed_and_told_from_others(tmp_path: Path) -> None:
-    """words.json was in no list: an export beside it made two tokenizers in one folder, and a damaged one was dropped."""
-    for tokenizer in (Words.from_text("so it was so it is", 260), Chars("abc")):
+def test_word_tokenizers_are_written_whole_over_others(tmp_path: Path) -> None:
+    """A vocabulary of words was in no list: an export beside it made two tokenizers in one folder."""
+    tokenizers = {"words": words_of("so it was so it is", 260), "chars": chars_of("abc")}
+    for name, tokenizer in tokenizers.items():
         model = gpt2.GPT2(GPT2Config(tokenizer.n_vocab, 8, 8, 1, 1, bos_token_id=None, eos_token_id=tokenizer.eot))
-        gpt2.save(model, tokenizer, tmp_path / type(tokenizer).__name__)
-    done = export(str(tmp_path / "Words"), tmp_path / "out")
-    assert [file.name for file in done.files] == [*HF, "tokenizer.json", "tokenizer_config.json", "words.json"]
-    export_refused(tmp_path / "Chars", tmp_path / "out", "words.json of another tokenizer")
-    export(str(tmp_path / "Words"), tmp_path / "out")
-    (tmp_path / "Words" / "words.json").write_text("[]")
-    export_refused(tmp_path / "Words", tmp_path / "new", "words.json", "damaged")
+        gpt2.save(model, tokenizer, tmp_path / name)
+        done = export(str(tmp_path / name), tmp_path / "out")
+        assert [file.name for file in done.files] == [*HF, "tokenizer.json", "tokenizer_config.json"]
+        assert gpt2.load_tokenizer(str(tmp_path / "out")).fingerprint == tokenizer.fingerprint
 
 
 @pytest.mark.parametrize("config", [WIDE, ODD], ids=["usual", "odd"])
@@ -238,7 +236,7 @@ def test_random_weights_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_characters_go_along_where_they_can(tmp_path: Path) -> None:
     """GGUF has no character tokenizer: a note must say that llama.cpp cannot read the text."""
     config = dataclasses.replace(WIDE, vocab_size=12, bos_token_id=None, eos_token_id=None)
-    source = saved(tmp_path / "source", config, Chars("To be,rnt\n'!"))
+    source = saved(tmp_path / "source", config, chars_of("To be,rnt\n'!"))
     assert export(str(source), tmp_path / "hf").notes == ()
     assert content(tmp_path / "hf") == content(source)
     done = export(str(source), tmp_path / "gguf", format="gguf")
@@ -302,7 +300,7 @@ def test_an_end_of_the_text_that_nobody_names_is_said(tmp_path: Path, tokenizer:
     assert GGUFFile(tmp_path / "out" / "model.gguf").metadata["tokenizer.ggml.eos_token_id"] == 299
 
 
-@pytest.mark.parametrize("left", ["chars.json", "vocab.bpe", "added_tokens.json", "vocab.json", "tokenizer.json"])
+@pytest.mark.parametrize("left", ["vocab.bpe", "added_tokens.json", "vocab.json", "tokenizer.json"])
 def test_another_tokenizer_in_the_folder_is_refused(tmp_path: Path, tokenizer: LibraryTokenizer, left: str) -> None:
     """Tokenizer files of an earlier export in the folder would be read as this model's."""
     bpe, none = saved(tmp_path / "bpe", WIDE, tokenizer), saved(tmp_path / "none")

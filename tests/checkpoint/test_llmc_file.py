@@ -20,7 +20,7 @@ from gpt2.checkpoint.export import export
 from gpt2.checkpoint.llmc_writer import tokenizer_file
 from gpt2.checkpoint.loading import load
 from gpt2.cli.main import main
-from gpt2.data.chars import Chars
+from gpt2.data.chars import chars_of
 
 CONFIG = replace(TINY, bos_token_id=None, eos_token_id=None)
 
@@ -67,7 +67,7 @@ def test_the_tokenizer_is_written_token_by_token(tmp_path: Path) -> None:
 def test_a_tokenizer_without_an_end_or_with_a_long_token(tmp_path: Path) -> None:
     """A token of 256 bytes would shift every token after it."""
     model = random_model(replace(CONFIG, vocab_size=4), dtype=torch.float32)
-    gpt2.save(model, Chars("abcd"), tmp_path / "chars")
+    gpt2.save(model, chars_of("abcd"), tmp_path / "chars")
     done = export(str(tmp_path / "chars"), tmp_path / "out", format="llmc")
     assert "without an end of text, for which llm.c takes token 0" in done.notes
     assert llmc_layouts.read_tokenizer(tmp_path / "out" / "tokenizer.bin") == ([b"a", b"b", b"c", b"d"], 0)
@@ -76,7 +76,7 @@ def test_a_tokenizer_without_an_end_or_with_a_long_token(tmp_path: Path) -> None
     assert [file.name for file in done.files] == ["model.bin"]
     assert "without a tokenizer" in done.notes[0]
     assert "holds tokenizer.bin of another model" in refusal(export, bare, tmp_path / "out", format="llmc")
-    long = Chars("abcd")
+    long = chars_of("abcd")
     long._bytes[2] = b"c" * 256
     with pytest.raises(ValueError, match="1 to 255 bytes, and token 2 has 256"):
         tokenizer_file(long, 0)

@@ -19,7 +19,6 @@ from support.checks import content
 from support.commands import mistake
 from support.hub_standin import HubStandIn
 from support.training import flip
-from support.xet_standin import XetStandIn
 
 import gpt2
 from gpt2.checkpoint.publish import look, plan, send
@@ -67,7 +66,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]
     with HubStandIn() as hub:
         hub.uploads.tokens[TOKEN] = ("me",)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        settings = {"ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}
+        settings = {"ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": False}
         settings |= {"HF_HOME": str(tmp_path / "home")}
         settings |= {"HF_HUB_CACHE": str(tmp_path / "home" / "hub")}
         settings |= {"HUGGINGFACE_CO_URL_TEMPLATE": hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"}
@@ -99,7 +98,7 @@ def test_what_comes_back_is_what_was_sent(trained: Path, hub: HubStandIn, capfd:
     assert there["README.md"] == before["README.md"].replace(b"OWNER/NAME", b"me/tiny") != before["README.md"]
     named = {"README.md", "gpt2-record.json"}
     assert all(sent == before[name] for name, sent in there.items() if name not in named)
-    names = {"README.md", "gpt2-record.json", "curves.png", "config.json", "model.safetensors", "chars.json", "tokenizer.json"}
+    names = {"README.md", "gpt2-record.json", "curves.png", "config.json", "model.safetensors", "tokenizer.json"}
     assert set(on_the_hub(hub)) == names | {"generation_config.json", "tokenizer_config.json"}
     assert set(result["not_sent"]) == {"manifest.json", "progress.json"}
     assert not any(request.authorization for request in hub.requests if request.cdn)
@@ -259,16 +258,14 @@ def test_a_redirect_to_another_host_gets_neither_token_nor_files(trained: Path, 
         assert ("nothing was sent" in said) == (there == hub.cdn)
 
 
-@pytest.mark.parametrize("where", ["put", "preupload", "xet-write-token", "xet"])
+@pytest.mark.parametrize("where", ["put", "preupload"])
 def test_an_upload_that_is_never_answered_ends(trained: Path, hub: HubStandIn, monkeypatch, where: str) -> None:
-    """The client waits without end, also over Xet. Control: an answer that stalls once is asked for again, and comes."""
+    """The client waits without end. Control: an answer that stalls once is asked for again, and comes."""
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client's own, between its tries
     monkeypatch.setattr("gpt2.checkpoint.publish.PATIENCE", 0.5)
     monkeypatch.setattr("gpt2.checkpoint.publish.SLOWEST", 10**9)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", "xet" not in where)
     planned = plan(trained)
-    target, hub.xet = look("me/tiny", planned, public=False), XetStandIn(hub)
-    hub.xet.silent = True
+    target = look("me/tiny", planned, public=False)
 
     def rewrite(request, answer):
         if where in request.path:
@@ -281,12 +278,11 @@ def test_an_upload_that_is_never_answered_ends(trained: Path, hub: HubStandIn, m
         hub.repos.clear()
         hub.uploads.blobs.clear()
         hub.uploads.hold(after=1000, times=99)
-    elif where != "xet":
+    else:
         hub.rewrite = rewrite
     begin = time.monotonic()
     said = refused(lambda: send(planned, target))
     assert re.search(r"\((nothing moves in 0.5 s|no answer in \d s|timed out)\)", said)
-    assert ("HF_HUB_DISABLE_XET=1" in said) == ("xet" in where)
     assert time.monotonic() < begin + 20
 
 

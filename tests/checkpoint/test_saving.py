@@ -20,7 +20,7 @@ from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.loading import load, load_tokenizer
 from gpt2.checkpoint.saving import save, sha256, write_file, write_json
 from gpt2.config import GPT2Config
-from gpt2.data.chars import Chars
+from gpt2.data.chars import chars_of
 from gpt2.errors import InputError
 from gpt2.model import GPT2
 
@@ -97,7 +97,7 @@ def test_config_has_what_other_programs_need(tmp_path: Path) -> None:
 
 def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     """Without a tokenizer a checkpoint's ids have no meaning; transformers warns beyond `model_max_length`."""
-    tokenizer = Chars.from_text("To be, or not to be\n")
+    tokenizer = chars_of("To be, or not to be\n")
     save(model_of(), tokenizer, tmp_path)
     assert load_tokenizer(str(tmp_path)).fingerprint == tokenizer.fingerprint
     assert load_tokenizer(f"{tmp_path}/model.safetensors").fingerprint == tokenizer.fingerprint
@@ -168,14 +168,15 @@ def test_a_failed_write_leaves_the_old_checkpoint(
 def test_a_tokenizer_that_cannot_be_written_leaves_the_old_model(tmp_path: Path) -> None:
     """The new weights must not lie beside the old tokenizer."""
 
-    class Full(Chars):
-        def save(self, directory: Any, *, n_positions: int = 1024) -> list[Path]:
-            raise OSError(28, "No space left on device")
+    def full(directory: Any, *, n_positions: int = 1024) -> list[Path]:
+        raise OSError(28, "No space left on device")
 
+    tokenizer = chars_of("ab")
+    tokenizer.save = full
     save(model_of(seed=1), None, tmp_path)
     before = content(tmp_path)
     with pytest.raises(InputError, match="No space left"):
-        save(model_of(seed=2), Full.from_text("ab"), tmp_path)
+        save(model_of(seed=2), tokenizer, tmp_path)
     assert content(tmp_path) == before
 
 

@@ -25,7 +25,7 @@ from support.forks import Fork
 import gpt2
 from gpt2.cli.explore_command import application
 from gpt2.cli.main import main
-from gpt2.data.chars import Chars
+from gpt2.data.chars import chars_of
 from gpt2.explore.lens import Exploration, Explorer, explorer
 
 PROMPT = "O Romeo,\nwherefore art"
@@ -285,7 +285,7 @@ def test_the_keyboard_reaches_everything(browser: Browser, served: Page, width: 
 def test_two_models_move_together_where_they_correspond(browser: Browser, tmp_path: Path, width: int) -> None:
     """If both models read the same tokens, a selection moves on both sides; with other tokens or layers it must not."""
     chars = tmp_path / "chars"
-    tokenizer = Chars.from_text(PROMPT)
+    tokenizer = chars_of(PROMPT)
     gpt2.save(gpt2.GPT2(gpt2.GPT2Config(tokenizer.n_vocab, 64, 12, 2, 3)), tokenizer, chars)
     for other, together in (("shakespeare-mini:bf16", True), (str(chars), False)):
         target = tmp_path / f"{together}.html"

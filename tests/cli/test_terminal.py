@@ -20,7 +20,7 @@ from gpt2.cli.main import NAMES as COMMAND_NAMES
 from gpt2.comparison.pair import compare
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.subjects import Numerics
-from gpt2.data.chars import Chars
+from gpt2.data.chars import chars_of
 from gpt2.explore.attention import summarise_attention
 from gpt2.measure.last_words import LastWords, last_words_change, score_last_words
 from gpt2.measure.tracing import points
@@ -65,7 +65,7 @@ def compared() -> Comparison:
     tensors = [replace(real.weights.tensors[3], name=name, ulp_max=9, distance=100 + at) for at, name in enumerate(parameters)]
     numerics = tuple((name, 1e-7 * len(name), 1e-3 * len(name)) for name in points(LAYERS))
     passages = ("to be or not", "the cat sat on the mat")
-    scored = score_last_words(lambda ids: torch.zeros(*ids.shape, 99), Chars.from_text("".join(passages)), passages, context=64)
+    scored = score_last_words(lambda ids: torch.zeros(*ids.shape, 99), chars_of("".join(passages)), passages, context=64)
     return replace(
         real,
         a=replace(real.a, name=NAMES[0]),

@@ -10,7 +10,7 @@ from gpt2.comparison.compatibility import compare_vocabularies, compatibility
 from gpt2.comparison.words import continuations, passages
 from gpt2.config import GPT2Config
 from gpt2.data.bpe import train_bpe
-from gpt2.data.chars import Chars
+from gpt2.data.chars import chars_of
 
 
 def brute(js: list[float], count: int, length: int) -> list[int]:
@@ -59,7 +59,7 @@ class Counting:
 
 def test_continuations_part_where_they_part() -> None:
     """The position counts from the first new token; None if both texts are equal."""
-    tokenizer = Chars("abcde")
+    tokenizer = chars_of("abcde")
     prompts = [[0, 1], [3, 4]]
     found = continuations(Counting(99), Counting(4), tokenizer, prompts, 4, temperature=0.0, seed=0)
     assert [(row.prompt, row.a, row.b, row.parts_at) for row in found] == [
@@ -80,13 +80,13 @@ def test_vocabularies_entry_by_entry() -> None:
     expected = [i for i in range(275) if one.token_bytes(i) != other.token_bytes(i)]
     assert found.differing == len(expected)
     assert [row[0] for row in found.examples] == expected[:5]
-    assert compare_vocabularies(one, Chars("abc")).differing == 275
+    assert compare_vocabularies(one, chars_of("abc")).differing == 275
     assert compare_vocabularies(None, one).verdict == "none"
 
 
 def test_what_follows_from_a_difference() -> None:
     a = GPT2Config(vocab_size=280, n_embd=12, n_head=3, n_layer=2)
-    chars = Chars("abc")
+    chars = chars_of("abc")
     same = compatibility(a, a, chars, chars)
     assert (same.architecture, same.impossible, same.same_shape) == ((), {}, True)
     wider = compatibility(a, GPT2Config(vocab_size=280, n_embd=24, n_head=3, n_layer=2), chars, chars)
@@ -100,5 +100,5 @@ def test_what_follows_from_a_difference() -> None:
     gelu = compatibility(a, GPT2Config(vocab_size=280, n_embd=12, n_head=3, n_layer=2, activation_function="gelu"), chars, chars)
     assert gelu.impossible == {}
     assert gelu.architecture == (("activation_function", "gelu_new", "gelu"),)
-    foreign = compatibility(a, a, chars, Chars("abd"))
+    foreign = compatibility(a, a, chars, chars_of("abd"))
     assert set(foreign.impossible) == {"activations", "distributions"}

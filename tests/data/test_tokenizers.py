@@ -11,8 +11,8 @@ from support.checks import content, refused
 from gpt2 import data
 from gpt2.data import Tokenizer
 from gpt2.data.bpe import train_bpe
-from gpt2.data.chars import Chars
-from gpt2.data.words import Words
+from gpt2.data.chars import chars_of
+from gpt2.data.words import words_of
 from gpt2.errors import InputError
 
 ROMEO = (
@@ -22,8 +22,8 @@ ODD = 'Naïve "café" \\ 日本 😀 <|endoftext|> \u3000\x00\x1c e\u0301 👍�
 # How each tokenizer is made from a text, and the characters that it must encode.
 TOKENIZERS = {
     "bpe": (train_bpe(ROMEO * 3, 300), ROMEO + ODD),
-    "chars": (Chars.from_text(ROMEO + ODD), ROMEO + ODD),
-    "words": (Words.from_text(ROMEO * 3, 256 + 12 + 1), ROMEO + ODD),
+    "chars": (chars_of(ROMEO + ODD), ROMEO + ODD),
+    "words": (words_of(ROMEO * 3, 256 + 12 + 1), ROMEO + ODD),
 }
 
 
@@ -39,8 +39,8 @@ def drawn(request: pytest.FixtureRequest) -> tuple[Tokenizer, list[str]]:
 def test_ids_are_sorted_characters() -> None:
     chars, letters = TOKENIZERS["chars"]
     assert [chars.decode([i]) for i in range(chars.n_vocab)] == sorted(set(letters))
-    assert Chars.from_text("hello").encode("hole") == [1, 3, 2, 0]
-    assert Chars.from_text("hello").fingerprint != chars.fingerprint
+    assert chars_of("hello").encode("hole") == [1, 3, 2, 0]
+    assert chars_of("hello").fingerprint != chars.fingerprint
     assert chars.eot is None
     text = "we know, and so I say it to you"
     assert len(chars.encode(text)) == len(text)
@@ -49,7 +49,7 @@ def test_ids_are_sorted_characters() -> None:
 def test_a_vocabulary_of_words_is_bytes_then_the_most_frequent_words_then_the_end() -> None:
     words, _ = TOKENIZERS["words"]
     assert words.n_vocab == 269
-    assert Words.from_text(ROMEO, 260).fingerprint != words.fingerprint
+    assert words_of(ROMEO, 260).fingerprint != words.fingerprint
     assert words.token_bytes(256) == b" light"  # six times; words with three occurrences follow in the order of the text
     assert words.token_bytes(257) == b"ROMEO"
     assert words.token_bytes(words.eot) == b"<|endoftext|>"
@@ -101,54 +101,20 @@ def test_transformers_gives_the_same_ids(drawn, tmp_path: Path, monkeypatch: pyt
     ids = reference(texts, split_special_tokens=True)["input_ids"]
     assert ids == [tokenizer.encode(text) for text in texts]
     assert [reference.decode(row) for row in ids] == texts
-    if isinstance(tokenizer, Chars):
+    if tokenizer.letters:
         with pytest.raises(Exception, match=r"(?i)unk"):
             reference("Z")
     else:
         assert any(i >= 256 for row in ids for i in row)
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "says"),
-    [
-        ("chars.json", "{", "is not JSON"),
-        ("chars.json", "[]", "holds no"),
-        ("chars.json", '{"characters": ["a"]}', "holds no"),
-        ("chars.json", '{"characters": ""}', "no characters"),
-        ("chars.json", '{"characters": "aba"}', "'a' (U+0061) is listed twice, with ids 0 and 2"),
-        ("chars.json", '{"characters": "a\\ud800"}', "lone surrogate"),
-        ("words.json", "{", "is not JSON"),
-        ("words.json", '{"words": "the"}', "holds no"),
-        ("words.json", '{"words": ["the", 3]}', "holds no"),
-        ("words.json", '{"words": ["the", "of", "the"]}', "'the' is listed twice, as words 0 and 2"),
-        ("words.json", '{"words": ["two words"]}', "'two words' is not one word"),
-        ("words.json", '{"words": ["a"]}', "'a' is not one word of two bytes"),
-        ("words.json", '{"words": ["a\\ud800"]}', "lone surrogate"),
-    ],
-)
-def test_bad_files(tmp_path: Path, file: str, content: str, says: str) -> None:
-    (tmp_path / file).write_text(content)
-    where = str(tmp_path / file) if "surrogate" not in says else ""
-    refused(lambda: data.from_directory(tmp_path), says, where, error=InputError)
-
-
 def test_bad_text() -> None:
     chars, words = TOKENIZERS["chars"][0], TOKENIZERS["words"][0]
     where = "'Z' (U+005A) at position 3"
     refused(lambda: chars.encode("we Z"), where, "leave it out, or use a vocabulary", error=InputError)
-    refused(lambda: Chars.from_text(""), "no characters", error=InputError)
-    refused(lambda: Chars.from_text("a\udc80"), "lone surrogate", error=InputError)
+    refused(lambda: chars_of(""), "no characters", error=InputError)
+    refused(lambda: chars_of("a\udc80"), "lone surrogate", error=InputError)
     refused(lambda: words.encode("\udc80"), "lone surrogate", error=InputError)
-    refused(lambda: Words.from_text(ROMEO, 9999), "different words; ask for at most", error=InputError)
+    refused(lambda: words_of(ROMEO, 9999), "different words; ask for at most", error=InputError)
     with pytest.raises(InputError, match="vocab_size 256 is too small"):
-        Words.from_text(ROMEO, 256)
-
-
-@pytest.mark.parametrize(
-    ("other", "file"), [(train_bpe("", 257), "vocab.json"), (TOKENIZERS["words"][0], "words.json")], ids=["bpe", "words"]
-)
-def test_two_tokenizers_in_one_directory(tmp_path: Path, other, file: str) -> None:
-    """After a save over another tokenizer, it would be unknown which one the model was trained with."""
-    TOKENIZERS["chars"][0].save(tmp_path)
-    other.save(tmp_path)
-    refused(lambda: data.from_directory(tmp_path), f"chars.json and {file}, two tokenizers", error=InputError)
+        words_of(ROMEO, 256)

@@ -15,7 +15,7 @@ from support.pages import ATTACK, Parts, assert_whole_by_itself
 
 import gpt2
 from gpt2.comparison.words import Choice
-from gpt2.data.chars import Chars
+from gpt2.data.chars import chars_of
 from gpt2.errors import InputError
 from gpt2.explore.attention import attention_maps
 from gpt2.explore.lens import Exploration, explorer
@@ -37,7 +37,7 @@ def found() -> Exploration:
 def chars(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A character model with two layers and a padded vocabulary."""
     folder = tmp_path_factory.mktemp("models") / "chars"
-    tokenizer = Chars.from_text(TEXT)
+    tokenizer = chars_of(TEXT)
     torch.manual_seed(0)
     gpt2.save(gpt2.GPT2(gpt2.GPT2Config(tokenizer.n_vocab + 3, 64, 12, 2, 3)), tokenizer, folder)
     return folder

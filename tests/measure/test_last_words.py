@@ -10,7 +10,7 @@ from support.random_models import uneven_model
 from torch import Tensor
 
 from gpt2.data.bpe import made_bpe, train_bpe
-from gpt2.data.chars import Chars
+from gpt2.data.chars import chars_of
 from gpt2.errors import InputError
 from gpt2.measure import last_words
 from gpt2.measure.last_words import last_words_change, score_last_words
@@ -24,7 +24,7 @@ PASSAGES = (
     "the cat sat on the mat",
 )
 BPE = train_bpe(" ".join(PASSAGES) * 3, 300)
-CHARS = Chars.from_text(" ".join(PASSAGES))
+CHARS = chars_of(" ".join(PASSAGES))
 
 
 def words_of(passage: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from support.random_models import uneven_model
 
 from gpt2.data.bpe import train_bpe
-from gpt2.data.chars import Chars
+from gpt2.data.chars import chars_of
 from gpt2.errors import InputError
 from gpt2.measure.metrics import (
     PART,
@@ -224,7 +224,7 @@ def test_a_padded_vocabulary_is_cut_before_it_is_normalised(ids):
 
 def test_bits_per_byte_of_characters_and_bpe_compare():
     """Without preferences, a model needs log2(V) bits per token, over the bytes of the tokens: the cost of an encoder."""
-    for tokenizer in (Chars.from_text(TEXT), train_bpe(TEXT, 300)):
+    for tokenizer in (chars_of(TEXT), train_bpe(TEXT, 300)):
         tokens = torch.tensor(tokenizer.encode(TEXT))
         lengths = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(tokenizer.n_vocab)])
         score = language_score(uniform(tokenizer.n_vocab), tokens, lengths, Windows(8))

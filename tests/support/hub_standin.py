@@ -318,7 +318,7 @@ class _Handler(BaseHTTPRequestHandler):
             file = hub.repos["/".join(name)].commits[commit][path]
             self._body("/".join(name), path, file, {"X-Repo-Commit": commit, "ETag": f'"{file.etag}"'})
         elif parts[:2] == ["api", "models"]:
-            self._with_repo(parts[2:], ("revision", "tree", "xet-read-token", "xet-write-token"), self._api)
+            self._with_repo(parts[2:], ("revision", "tree", "xet-read-token"), self._api)
         elif parts[:2] == ["api", "datasets"]:
             self._with_repo(parts[2:], ("revision", "tree"), self._api, "datasets/")
         elif "resolve" in parts:
@@ -363,7 +363,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _api(self, name: str, repo: Repo, verb: str | None, commit: str, path: str) -> None:
         tree = repo.commits[commit]
-        if verb in ("xet-read-token", "xet-write-token"):
+        if verb == "xet-read-token":
             expires = str(int(time.time()) + 3600)
             names = ("X-Xet-Cas-Url", "X-Xet-Access-Token", "X-Xet-Token-Expiration")
             return self._send(200, dict(zip(names, (self.hub.cdn, "xet-token", expires), strict=True)), b"{}")

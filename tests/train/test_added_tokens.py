@@ -11,7 +11,7 @@ from support.training import outcome, stop_at
 import gpt2
 from gpt2.checkpoint.export import export
 from gpt2.data import Tokenizer
-from gpt2.data.chars import Chars
+from gpt2.data.chars import chars_of
 from gpt2.data.library import LibraryTokenizer
 from gpt2.parity.reference import reference_ids, reference_tokenizer
 from gpt2.train import models
@@ -176,7 +176,7 @@ def test_what_cannot_be_added_is_refused(tuned: Recipe, recipe: Recipe) -> None:
     assert "'the' is in the vocabulary already" in refusal(bpe.with_tokens, ["<|new|>", "the"])
     assert "'' is empty" in refusal(bpe.with_tokens, [""])
     assert "surrogate" in refusal(bpe.with_tokens, ["\ud800"])
-    assert "a byte-level BPE" in refusal(Chars("abc").with_tokens, ["<|new|>"])
     assert "untrained" in refusal(replace, tuned, lora=Lora(r=2))
     assert "ids already" in refusal(build, {"data": {"tokens": "x", "add_tokens": ["<|new|>"]}}, "recipe")
-    assert Chars("abc").with_tokens([]).n_vocab == 3
+    assert chars_of("abc").with_tokens([]).n_vocab == 3
+    assert chars_of("abc").with_tokens(["<|new|>"]).encode("ab<|new|>c") == [0, 1, 3, 2]

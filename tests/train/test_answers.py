@@ -17,7 +17,7 @@ from support.training import logged_steps, metrics, outcome, start
 
 from gpt2.config import GPT2Config
 from gpt2.data.batches import FILLER, READ, SCORED, UNSCORED, documents
-from gpt2.data.chars import Chars
+from gpt2.data.chars import chars_of
 from gpt2.model import GPT2
 from gpt2.train import loop, parallel
 from gpt2.train.corpus import Corpus, corpus
@@ -143,7 +143,7 @@ class Step:
             feed.send = lambda *args: real(*args)._replace(scored=torch.full((self.recipe.batch_size // ranks.size,), T))
         scored = parallel.wrap(Scored(trained, partial=True), self.recipe, ranks)
         loss, _ = loop.optimizer_step(scored, Catch(trained.parameters(), lr=0.0), feed, self.recipe, 3, 0.0)
-        text = Corpus(Chars("abcdefghijklm"), ids, ids[:311], "", marks, marks[:311], end=feed.end)
+        text = Corpus(chars_of("abcdefghijklm"), ids, ids[:311], "", marks, marks[:311], end=feed.end)
         with parallel.whole(scored):
             held_out = scores(trained, text, self.recipe, ranks)
         values = {"loss": loss, "held out": held_out[0].loss, "held out, all": held_out[1].loss, "tokens": held_out[0].tokens}

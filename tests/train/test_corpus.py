@@ -10,7 +10,7 @@ from support.training import outcome, stop_at
 
 from gpt2.data import from_directory, tokenizing
 from gpt2.data.batches import batch
-from gpt2.data.chars import Chars
+from gpt2.data.chars import chars_of
 from gpt2.train import feed
 from gpt2.train.corpus import corpus
 from gpt2.train.feed import Feed
@@ -34,12 +34,12 @@ def test_every_tokenizer_trains_saves_and_counts_the_same_bytes(recipe, text, tm
 
 
 @pytest.fixture
-def files(text, tmp_path):
+def files(text, recipe, tmp_path):
     """The same text as token files, with the tokenizer beside them."""
     folder = tmp_path / "tokens"
     whole = text.read_text()
-    chars = Chars.from_text(whole)
-    chars.save(folder)
+    chars = chars_of(whole)
+    chars.save(folder, n_positions=recipe.model.n_positions)
     cut = int(0.9 * len(whole))
     for name, part in (("train.bin", whole[:cut]), ("val.bin", whole[cut:])):
         np.array(chars.encode(part), dtype="<u2").tofile(folder / name)
@@ -74,7 +74,7 @@ def test_a_large_text_with_a_tokenizer_of_its_own_goes_on(recipe, text, whole, t
 
 
 def test_token_files_without_a_tokenizer_are_refused(recipe, files):
-    for name in ("chars.json", "tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         (files / name).unlink()
     assert "no tokenizer in it" in refusal(corpus, replace(recipe, data=Data(tokens=str(files))))
 
@@ -93,7 +93,7 @@ def test_documents_of_one_line_and_a_character_tokenizer(recipe, tmp_path):
         (tmp_path / f"{name}.txt").write_text(f"{name} c d e " * 9)
     made = corpus(replace(recipe, data=data))
     assert made.tokenizer.decode(made.train_ids).endswith(" \n")
-    assert "nor a line end to put behind each document" in refusal(corpus, replace(recipe, data=data), Chars("abcde "))
+    assert "nor a line end to put behind each document" in refusal(corpus, replace(recipe, data=data), chars_of("abcde "))
 
 
 def test_documents_that_begin_alike_cannot_be_split(recipe, tmp_path):

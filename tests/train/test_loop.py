@@ -218,8 +218,10 @@ def test_fine_tune_uses_the_models_own_vocabulary(recipe, text, init, tmp_path):
 
 def test_a_tokenizer_larger_than_the_model_is_refused(recipe, init, tmp_path):
     """Otherwise the first rare token raises an index error hours later."""
-    chars = json.loads((init / "chars.json").read_text())["characters"]
-    (init / "chars.json").write_text(json.dumps({"characters": chars + "Z"}))
+    pipeline = json.loads((init / "tokenizer.json").read_text())
+    chars = dict(pipeline["model"]["vocab"])
+    pipeline["model"]["vocab"]["Z"] = len(chars)
+    (init / "tokenizer.json").write_text(json.dumps(pipeline))
     says = refusal(train, recipe, tmp_path / "run", init=str(init))
     assert f"the tokenizer has {len(chars) + 1} entries, the model {len(chars)}" in says
 

@@ -9,7 +9,7 @@ import pytest
 from support.commands import refusal
 
 from gpt2.data import shakespeare
-from gpt2.data.chars import Chars
+from gpt2.data.chars import chars_of
 from gpt2.train import models
 from gpt2.train import recipe as recipes
 from gpt2.train.corpus import texts
@@ -171,8 +171,8 @@ def test_a_fine_tune_stops_early_unless_told_otherwise():
 def test_the_activation_reaches_the_model_and_a_wrong_one_is_refused(recipe):
     """nanoGPT's character model uses the exact GELU; a recipe key that is ignored would train another model."""
     exact = replace(recipe, model=replace(recipe.model, activation_function="gelu"))
-    assert models.new(exact, Chars("ab")).config.activation_function == "gelu"
-    assert models.new(recipe, Chars("ab")).config.activation_function == "gelu_new"
+    assert models.new(exact, chars_of("ab")).config.activation_function == "gelu"
+    assert models.new(recipe, chars_of("ab")).config.activation_function == "gelu_new"
     assert "model.activation_function is 'glu'; give 'gelu_new'" in refusal(read, "words", ["model.activation_function=glu"])
 
 

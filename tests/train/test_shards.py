@@ -20,7 +20,7 @@ import gpt2
 from gpt2.checkpoint.containers.safetensors_file import RowShards
 from gpt2.checkpoint.keys import to_file
 from gpt2.config import GPT2Config
-from gpt2.data.chars import Chars
+from gpt2.data.chars import chars_of
 from gpt2.errors import InputError
 from gpt2.model import GPT2
 from gpt2.train import folders, parallel, shards, state
@@ -31,7 +31,7 @@ from gpt2.train.recipe import Recipe
 # Rows that neither 2 nor 4 ranks divide; of 5 positions, the fourth of four ranks has none.
 CONFIG = GPT2Config(61, 5, 18, 2, 2, bos_token_id=None, eos_token_id=None)
 RECIPE = Recipe(batch_size=4, context=5, parallel="fsdp", device="cpu")
-LETTERS = Chars.from_text("".join(map(chr, range(33, 33 + 61))))
+LETTERS = chars_of("".join(map(chr, range(33, 33 + 61))))
 Tensors = dict[str, torch.Tensor]
 
 
