@@ -69,49 +69,14 @@ def kept(x: Tensor) -> Tensor:
     return torch.where(torch.rand(x.shape, generator=torch.Generator().manual_seed(3)) < 0.9, x / 0.9, 0.0)
 
 
-def narrow(simulation: Model, layer: int) -> dict[str, Formula]:
-    """All linear layers on operands in bfloat16."""
-    w = simulation.site(layer)
-
-    def product(source: str, part: str, share: slice) -> Formula:
-        weight, bias = w[f"{part}.weight"][:, share].bfloat16().double(), w[f"{part}.bias"][share]
-        return lambda c, s: s[source].bfloat16().double() @ weight + bias
-
-    thirds = {f"attn.{n}": product("ln_1", "attn.c_attn", slice(24 * i, 24 * i + 24)) for i, n in enumerate("qkv")}
-    whole = {"attn.c_proj": "attn.heads", "mlp.c_fc": "ln_2", "mlp.c_proj": "mlp.act"}
-    return thirds | {part: product(source, part, slice(None)) for part, source in whole.items()}
-
-
 DUMPS: dict[str, tuple[str, str, Change]] = {
     "dropout in three places": (
         "dropout-active",
         "p = 0.1",
         everywhere(dict.fromkeys(("attn.weights", "mid", "mlp.c_proj"), kept)),
     ),
-    "operands in bfloat16": ("reduced-precision", "both factors of every product with a matrix are rounded to bfloat16", narrow),
     "the last features": ("not-loaded", "features 92 to 95", everywhere({"mlp.c_fc": lambda x: x * (torch.arange(96) < 92)})),
-    "a batch norm": (
-        "layernorm-axis",
-        "over all tokens, for each feature, as a batch norm",
-        lambda m, n: {"ln_1": lambda c, s: _batch(m, n, s["x"])},
-    ),
-    "heads merged across the batch": (
-        "head-layout",
-        "in memory as (head, batch, token, unit)",
-        lambda m, n: {"attn.c_proj": lambda c, s: _merged(m, n, s["attn.mixed"].permute(1, 0, 2, 3))},
-    ),
 }
-
-
-def _merged(simulation: Model, layer: int, heads: Tensor) -> Tensor:
-    w = simulation.site(layer)
-    return heads.reshape(*simulation.ids.shape, -1) @ w["attn.c_proj.weight"] + w["attn.c_proj.bias"]
-
-
-def _batch(simulation: Model, layer: int, x: Tensor) -> Tensor:
-    w = simulation.site(layer)
-    normed = (x - x.mean((0, 1))) / (x.var((0, 1), correction=0) + 1e-5).sqrt()
-    return normed * w["ln_1.weight"] + w["ln_1.bias"]
 
 
 @pytest.mark.slow
