@@ -365,19 +365,10 @@ def named(one: Alternative, calls: Calls, level: str) -> None:
     assert said[0] in accepted or any({said[0], id} in SAME for id in accepted), (one.label, calls, level, said)
 
 
-# Not named yet, as the first cause: of a module, it is said to be a missing norm, and an extra one behind the branch.
-MISSED = "not before them; each is a norm without weight and bias"
-
-
 @pytest.mark.parametrize(
     ("count", "seed", "number"),
     [*((4, 1, n) for n in range(4)), *(pytest.param(40, 2, n, marks=pytest.mark.slow) for n in range(40))],
 )
 def test_a_mutant_of_our_model_is_named(count: int, seed: int, number: int) -> None:
     """Every line of the table must be found by the search, in any schedule and from few values."""
-    one, calls, level = drawn(count, seed)[number]
-    if level == "module" and MISSED in one.label:
-        with pytest.raises(AssertionError):
-            named(one, calls, level)
-    else:
-        named(one, calls, level)
+    named(*drawn(count, seed)[number])
