@@ -1,5 +1,6 @@
 """Shared fixtures and settings: tests run in one process per core, so each process uses one thread."""
 
+import gc
 import os
 from typing import Any
 
@@ -16,6 +17,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem in LARGE:
             item.add_marker(pytest.mark.xdist_group("large"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and tests, which live to the end, out of each collection of garbage: that took 6 % of the time."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

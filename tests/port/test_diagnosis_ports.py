@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from support.faulty import CONFIG, FAULTY, SOUND, write
+from support.faulty import CONFIG, COVERING, FAULTY, SOUND, write
 from support.faulty.drawn import draw
 from support.faulty.scoring import FAULTY_AFTER_ALL, score
 from support.ports import PORTS
@@ -38,6 +38,7 @@ def one_of_each_cause() -> list[str]:
 
 
 EACH_CAUSE = one_of_each_cause()
+UNSEEN = [name for name in COVERING if not FAULTY[name].points and name not in EACH_CAUSE]  # no logits of one call show them
 DEFAULT = {*EACH_CAUSE[::8], "italiano: scale-by-width@1 gelu-erf@2"}
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 ONLY_IN_FLOAT32 = ("letters",)  # it mixes float32 into its computation, and torch refuses
@@ -79,6 +80,15 @@ def test_what_is_wrong_is_named_and_located(name, directory, model):
     assert row.missed == (), row
     assert row.top_three, row
     assert row.located, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_fault_that_one_call_does_not_show_is_named(name, directory, model):
+    """A fault without effect would count as missed. With the controls below: what is named here is not named of a right port."""
+    row = score(FAULTY[name], diagnose(FAULTY[name].build(CONFIG, directory), model), CONFIG, 0.0, 0.0)
+    assert row.verdict == "mismatch", row
+    assert row.top_three, row
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,13 @@ import gpt2
 from gpt2.errors import InputError
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
+from gpt2.port.alternatives import table
 from gpt2.port.deadline import Deadline, TimeUp
 from gpt2.port.diagnosis.report import Diagnosis
+from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.pool import DumpPool
 from gpt2.port.dump.tolerance import measured
+from gpt2.port.graph import Model
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MODEL = checkpoint()
@@ -173,40 +176,24 @@ def test_a_dump_without_logits_or_with_nan_in_them_is_refused() -> None:
         gpt2.diagnose({"ids": IDS, "x": logits}, MODEL)
 
 
-def two_faults(model: GPT2, ids: Tensor) -> dict[str, Tensor]:
-    """A port of one row that divides variances by D - 1 and splits heads by a reshape alone; it dumps no heads, q, k or v."""
-    w, heads, tokens = model.state_dict(), model.config.n_head, len(ids)
-    kept: dict[str, Tensor] = {}
-
-    def keep(name: str, value: Tensor) -> Tensor:
-        kept[name] = value
-        return value
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        scaled = (x - x.mean(-1, keepdim=True)) / (
-            x.var(-1, keepdim=True, unbiased=True) + model.config.layer_norm_epsilon
-        ).sqrt()
-        return keep(name, scaled * w[f"{name}.weight"] + w[f"{name}.bias"])
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return keep(name, x @ w[f"{name}.weight"] + w[f"{name}.bias"])
-
-    x = w["wte.weight"][ids] + w["wpe.weight"][:tokens]
-    for n in range(model.config.n_layer):
-        keep(f"x{n}", x)
-        q, k, v = (part.reshape(heads, tokens, -1) for part in linear(norm(x, f"h.{n}.ln_1"), f"h.{n}.attn.c_attn").chunk(3, -1))
-        scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -torch.inf)
-        mixed = keep(f"weights{n}", scores.softmax(-1)) @ v
-        x = x + linear(mixed.transpose(0, 1).reshape(tokens, -1), f"h.{n}.attn.c_proj")
-        hidden = linear(norm(x, f"h.{n}.ln_2"), f"h.{n}.mlp.c_fc")
-        x = x + linear(torch.nn.functional.gelu(hidden, approximate="tanh"), f"h.{n}.mlp.c_proj")
-    return kept | {"logits": norm(x, "ln_f") @ w["wte.weight"].T}
+def two_faults() -> dict[str, Tensor]:
+    """A program of one row that divides variances by D - 1 and splits heads by a view alone; it dumps no heads, q, k or v."""
+    own = Model(MODEL.state_dict(), CONFIG, IDS[:1])
+    every = table(own)
+    norms = next(one for one in every if one.label.startswith("ln_1 ln_2 ln_f layernorm-unbiased-variance"))
+    heads = next(one for one in every if "cut out by view(B, H, T, K)" in one.label)
+    blocks = ((one, n) for one in (norms, heads) for n in range(CONFIG.n_layer))
+    program = Candidate((*blocks, (norms, None))).program
+    assert program is not None
+    kept = ("ln_1", "ln_2", "ln_f", "attn.weights", "attn.c_proj", "mlp.c_fc", "mlp.c_proj", "logits", "embed")
+    values = {name: value for name, value in own.trace(program).items() if name.endswith(kept) or name in ("h.0", "h.1")}
+    return {name if name == "logits" else f"t{n}": value for n, (name, value) in enumerate(values.items())}
 
 
 @pytest.mark.slow
 def test_weights_that_are_recorded_show_how_heads_were_split() -> None:
     """Without recorded heads the walk was lost in the attention after minutes, and no norm behind it was seen."""
-    diagnosis = gpt2.diagnose(dump(two_faults(MODEL, IDS[0]), torch.float32, IDS[:1]), MODEL)
+    diagnosis = gpt2.diagnose(dump(two_faults(), torch.float32, IDS[:1]), MODEL)
     assert causes(diagnosis) == [("layernorm-unbiased-variance", "h.*.ln_1, h.*.ln_2, ln_f"), ("head-layout", "h.*.attn")]
 
 
@@ -218,7 +205,7 @@ def test_a_wrong_norm_is_named_by_the_walk_alone(monkeypatch: pytest.MonkeyPatch
         raise AssertionError("operators were fitted")
 
     monkeypatch.setattr("gpt2.port.fits.Fits.fit", never)
-    arrays = two_faults(MODEL, IDS[0])
+    arrays = two_faults()
     assert causes(gpt2.diagnose(dump(arrays, torch.float32, IDS[:1]), MODEL))
 
 

@@ -9,6 +9,9 @@ from support.programs.bed import Bed, Shape
 
 import gpt2
 from gpt2.config import GPT2Config
+from gpt2.port import alternative
+from gpt2.port.dump import examination
+from gpt2.port.fits.lacking import dropped, left_out
 from gpt2.port.fits.linear import Library, Linear
 from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import Formula, Model, Program
@@ -24,6 +27,14 @@ def groups(weight: torch.Tensor) -> torch.Tensor:
     return (((rows - low) / (high - low) * 15).round() / 15 * (high - low) + low).view(weight.shape)
 
 
+def kept(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.rand(x.shape, generator=torch.Generator().manual_seed(3)) < 0.9, x / 0.9, 0.0)
+
+
+def changed(change: Callable[[torch.Tensor], torch.Tensor], *nodes: str) -> Change:
+    return lambda m, n: alternative.changed(change, *nodes)
+
+
 def linear(part: str, source: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     def stages(simulation: Model, layer: int) -> dict[str, Formula]:
         w = simulation.site(layer)
@@ -36,17 +47,19 @@ def linear(part: str, source: str, change: Callable[[torch.Tensor], torch.Tensor
 FAULTS: dict[str, tuple[str, str, str, Change]] = {
     "groups of four bits": ("reduced-precision", "32 along rows", "h.0.mlp.c_fc", linear("mlp.c_fc", "ln_2", groups)),
     "columns backwards": ("wrong-tensor", "backwards", "h.0.mlp.c_fc", linear("mlp.c_fc", "ln_2", lambda w: w.flip(1))),
+    "dropout in three places": (
+        *("dropout-active", "p = 0.1", "h.0.attn.weights"),
+        changed(kept, "attn.weights", "mid", "mlp.c_proj"),
+    ),
+    "the last features": (
+        *("not-loaded", "features 92 to 95", "h.0.mlp.c_fc"),
+        changed(lambda x: x * (torch.arange(96) < 92), "mlp.c_fc"),
+    ),
     "sums of two scales": (
         "residual-scaled",
         "0.7 times the block's input",
         "h.0.mid",
         lambda m, n: {"mid": lambda c, s: 0.7 * s["x"] + 0.3 * s["attn.c_proj"]},
-    ),
-    "attention dropped": (
-        "residual-missing",
-        "attention's result is dropped",
-        "h.0.mid",
-        lambda m, n: {"mid": lambda c, s: s["x"]},
     ),
     "temperature in steps": (
         "scale-wrong",
@@ -64,10 +77,10 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Bed:
     return Bed(Path(tmp_path_factory.mktemp("fits")) / "one", SHAPE)
 
 
-SLOW = ("temperature in steps", "columns backwards", "sums of two scales", "attention dropped")
+QUICK = (None, "groups of four bits")
 
 
-@pytest.mark.parametrize("fault", [None, *(pytest.param(f, marks=[pytest.mark.slow] * (f in SLOW)) for f in FAULTS)])
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in (None, *FAULTS)])
 def test_a_mistake_that_no_list_has_is_read_off_its_operator(bed: Bed, fault: str | None) -> None:
     """Bug: each unseen set of programs fell with causes that nobody had listed. Control: without a fault, the dump is equal."""
     model = gpt2.load(str(bed.model), dtype="float64")
@@ -80,7 +93,6 @@ def test_a_mistake_that_no_list_has_is_read_off_its_operator(bed: Bed, fault: st
     said = gpt2.diagnose({"ids": bed.ids, "logits": values["logits"].float().numpy(), **arrays}, model)
     assert [cause.id for cause in said.causes[:1]] == ([FAULTS[fault][0]] if fault else [])
     assert said.ok == (fault is None)
-    assert "parallel-block" not in {cause.id for cause in said.causes}, "Bug: the cause of a dropped attention"
     if fault:
         assert said.first_divergence is not None
         assert said.first_divergence.point == FAULTS[fault][2]
@@ -116,3 +128,56 @@ def test_few_tokens_show_other_weights_only_if_they_stay_as_like_each_other(mist
     seen = Observed(value, torch.zeros_like(value), 1e-6, x @ weight + bias, 0)
     fit = layer(config, weight, bias).unknown(seen, x, seen.wrong_rows())
     assert ([] if fit is None else [fault.id for fault in fit.faults]) == ["not-loaded"] * (mistake == "other weights")
+
+
+@pytest.mark.slow
+def test_an_array_that_is_written_twice_is_no_norm_that_is_missing(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: of weights that nothing names, the embeddings, written again as the first block's input, were a missing norm."""
+    monkeypatch.setattr(examination, "SECONDS", {True: 8.0})
+    model = gpt2.load(str(bed.model), dtype="float64")
+    state = {
+        name: t.roll(7) + drawn(*t.shape) * t.std() if name.startswith("h.") else t for name, t in model.state_dict().items()
+    }
+    values = Model(state, model.config, torch.from_numpy(bed.ids)).trace(Program({}))
+    arrays = {f"a{n}": v.float().numpy() for n, (name, v) in enumerate(values.items()) if name not in ("x", "end", "logits")}
+    again = {"b": values["embed"].float().numpy(), "c": values["h.0"].float().numpy()}
+    found = gpt2.diagnose({"ids": bed.ids, "logits": values["logits"].float().numpy(), **arrays, **again}, model)
+    assert "norm-missing" not in [cause.id for cause in found.causes]
+
+
+# What a fit says of a value.
+
+
+def seen(value: torch.Tensor, right: torch.Tensor) -> tuple[Observed, torch.Tensor]:
+    observed = Observed(value, 1e-12 * value.abs(), 1e-9, right, 0)
+    return observed, observed.wrong_rows()
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).double()
+
+
+@pytest.mark.parametrize("p", [0.1, 0.4])
+def test_dropout_is_seen_in_any_stage_by_its_share_and_its_factor(p: float) -> None:
+    """Bug: dropout of embeddings, weights and branches at once was undetermined. Control: other factors are no dropout."""
+    right = drawn(2, 9, 24)
+    kept = torch.rand(right.shape, generator=torch.Generator().manual_seed(1)) >= p
+    fit = dropped(*seen(torch.where(kept, right / (1 - p), 0.0), right), "mlp.c_proj")
+    assert fit is not None
+    assert fit.faults[0].id == "dropout-active"
+    assert dropped(*seen(torch.where(kept, right * 2.5, 0.0), right), "mlp.c_proj") is None
+    assert dropped(*seen(right * 1.1, right), "mlp.c_proj") is None
+
+
+def test_features_that_are_never_computed_are_counted() -> None:
+    """Bug: the tail of the head, which a loop over chunks leaves out, was called a transposed matrix. Control: scattered ones."""
+    right = drawn(2, 9, 40)
+    value = right.clone()
+    value[..., 32:] = 0
+    part = next(left_out(*seen(value, right), "logits", "not-loaded"))
+    assert part.sure
+    assert "tokens 32 to 39 of the vocabulary are never computed" in part.fit.faults[0].detail
+    value[..., 32:] = drawn(2, 9, 8)
+    assert not next(left_out(*seen(value, right), "logits", "not-loaded")).sure
+    scattered = right + (drawn(2, 9, 40) > 1.5)
+    assert not list(left_out(*seen(scattered, right), "logits", "not-loaded"))

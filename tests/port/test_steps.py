@@ -1,6 +1,5 @@
 """The training steps of tests/support/steps are what they say: faulty ones end at other parameters, right ones at the same."""
 
-import warnings
 from functools import cache
 
 import pytest
@@ -15,7 +14,6 @@ from support.steps import (
     THIRD,
     THIRD_STEPS,
     Settings,
-    Step,
     WithSettings,
     functional,
     kind_of,
@@ -30,6 +28,7 @@ from support.steps.right import RIGHT_STEPS
 ROUNDING = 1e-8  # of the learning rate: float64, where a gradient of zero is all rounding
 FLOAT32 = 1e-3  # where logits are rounded to float32 on the way
 COUNT = 3  # steps
+FAULTY = FAULTY_STEPS | SECOND_STEPS | THIRD_STEPS
 
 SAMPLE = [f"plain: {word}" for word in ("unshifted", "summed", "eps-inside", "clipped-scaled", "moments-kept")]
 RIGHT_SAMPLE = ("fused", "written over lists", "tied by hand: gradients added, values copied", "autocast with GradScaler")
@@ -49,52 +48,32 @@ def gap(step, kind: str) -> float:
     return apart(found, expected(kind, step.settings), step.settings.lr)
 
 
-def check_faulty(step: Step) -> None:
-    """A scale of all gradients hides behind clipping, and then behind AdamW: it is looked for without clipping, too."""
+def of_each(names, quick):
+    """Test parameters, of which those not in ``quick`` are slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in quick)) for name in names]
+
+
+@pytest.mark.parametrize("name", of_each(FAULTY, SAMPLE))
+@pytest.mark.filterwarnings("ignore")
+def test_faulty_steps_end_at_other_parameters(name):
+    """A fault that changes nothing would make every diagnosis of it a wrong one.
+
+    A scale of all gradients hides behind clipping, and then behind AdamW: it is looked for without clipping, too.
+    """
+    step = FAULTY[name]
     kind = kind_of(step.style)
     if "moments-kept" in step.words:
         gap(step, kind)  # a run before, whose moments it keeps
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = gap(step, kind)
-        if found < 1e-4:
-            unclipped = WithSettings(step.style, step.line, step.settings.changed({"clip": 0.0}))
-            found = gap(unclipped, kind)
-    assert found > 1e-6
+    unclipped = WithSettings(step.style, step.line, step.settings.changed({"clip": 0.0}))
+    assert gap(step, kind) > 1e-4 or gap(unclipped, kind) > 1e-6
 
 
-def check_right(name: str) -> None:
-    step = RIGHT_STEPS[name]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.compile's own
-        found = gap(step, step.kind)
-    assert found < (FLOAT32 if step.rounds else ROUNDING)
-
-
-@pytest.mark.parametrize("name", SAMPLE)
-def test_some_faulty_steps_end_at_other_parameters(name):
-    """A fault that changes nothing would make every diagnosis of it a wrong one."""
-    check_faulty(FAULTY_STEPS[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*FAULTY_STEPS, *SECOND_STEPS, *THIRD_STEPS])
-def test_faulty_steps_end_at_other_parameters(name):
-    """As above, for all."""
-    check_faulty((FAULTY_STEPS | SECOND_STEPS | THIRD_STEPS)[name])
-
-
-@pytest.mark.parametrize("name", RIGHT_SAMPLE)
-def test_some_right_steps_end_at_the_right_parameters(name):
-    """A right step that is wrong would count a true diagnosis as a false alarm."""
-    check_right(name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in RIGHT_STEPS if name not in RIGHT_SAMPLE])
+@pytest.mark.parametrize("name", of_each(RIGHT_STEPS, RIGHT_SAMPLE))
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
 def test_right_steps_end_at_the_right_parameters(name):
-    """As above, for all."""
-    check_right(name)
+    """A right step that is wrong would count a true diagnosis as a false alarm."""
+    step = RIGHT_STEPS[name]
+    assert gap(step, step.kind) < (FLOAT32 if step.rounds else ROUNDING)
 
 
 @pytest.mark.slow
