@@ -490,6 +490,37 @@ def test_a_module_that_is_not_gpt2_is_refused_in_one_line(module: nn.Module, mes
     assert refusal(load_into, module, checkpoint()).startswith(message)
 
 
+class Rotary(nn.Module):
+    """A model that looks like GPT-2 and differs: rotary queries and keys, gated feed-forward, RMS norms, shared keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.head = nn.Embedding(67, 20), nn.Linear(20, 67, bias=False)
+        self.q, self.k, self.v, self.o = nn.Linear(20, 20), nn.Linear(20, 10), nn.Linear(20, 10), nn.Linear(20, 20)
+        self.gate, self.up, self.down = nn.Linear(20, 52), nn.Linear(20, 52), nn.Linear(52, 20)
+        self.n1, self.n2, self.n3 = nn.RMSNorm(20), nn.RMSNorm(20), nn.RMSNorm(20)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tok(ids)
+        b, t = ids.shape
+        y = self.n1(x)
+        q, k, v = (p(y).view(b, t, -1, 5).transpose(1, 2) for p in (self.q, self.k, self.v))
+        angle = torch.arange(t)[:, None] * torch.ones(5)
+        q, k = (z * angle.cos() + torch.cat((-z[..., 2:], z[..., :2]), -1) * angle.sin() for z in (q, k))
+        y = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        y = self.n2(x)
+        return self.head(self.n3(x + self.down(F.silu(self.gate(y)) * self.up(y))))
+
+
+def test_a_model_like_gpt2_is_refused_with_the_differences() -> None:
+    """The report must list the differences in sentences, without a traceback."""
+    report = load_into(Rotary(), checkpoint())
+    assert not report.ok
+    assert "your forward runs 1 block, the checkpoint has 3: h.1, h.2 left out" in report.problems
+    assert "your module has no learned positions; the checkpoint's wpe.weight is left out" in report.problems
+
+
 # The report.
 
 
