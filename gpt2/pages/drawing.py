@@ -14,14 +14,16 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 LEVELS = 17  # shades from "equal" to the largest difference
 
-WIDE, NARROW, SMALL = (10.6, 3.2), (3.6, 2.9), (4.4, 2.7)  # inches of 100 px
+WIDE, NARROW = (10.6, 3.2), (3.6, 2.9)  # inches of 100 px
 
 INK, MUTED, RULE, PAPER, A, B = (f"#00000{n}" for n in range(1, 7))
 SHADES = [f"#0001{level:02x}" for level in range(LEVELS)]
@@ -100,6 +102,17 @@ def svg(name: str, size: tuple[float, float], title: str, draw: Callable[[Figure
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
     return _inline(file.getvalue(), title)
+
+
+def both(name: str, title: str, draw: Callable[[Axes, bool], None], height: float = 0.0, share: float = 1.0) -> str:
+    """Return the same chart for a wide screen and for a narrow one; the page's style shows one of them."""
+
+    def on(figure: Figure, wide: bool) -> None:
+        draw(figure.subplots(), wide)
+
+    sizes = {"wide": (WIDE[0] * share, height or WIDE[1]), "narrow": (NARROW[0], height or NARROW[1])}
+    drawn = {kind: svg(name, size, title, partial(on, wide=kind == "wide")) for kind, size in sizes.items()}
+    return "".join(f'<div class="{kind}">{picture}</div>' for kind, picture in drawn.items())
 
 
 def _inline(text: str, title: str) -> str:
