@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpt2.comparison.blame_result import Part
@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 DASHED: Any = (0, (4, 3))
 ROW = 0.27  # inches of a bar and the space around it
 Errors = Sequence[tuple[str, float]]  # (traced point, relative error), in the order of computation
-
-
-def _drawable(values: Iterable[float]) -> bool:
-    return any(math.isfinite(value) and value > 0 for value in values)
 
 
 def _finite(value: float) -> float:
@@ -45,7 +41,7 @@ def errors_by_layer(name: str, lines: Sequence[tuple[str, str, Errors]], thresho
 
     A ``threshold`` is drawn where it is near, and then the branches of the blocks too.
     """
-    shown = [each for each in lines if _drawable(error for _, error in each[2])]
+    shown = [each for each in lines if any(math.isfinite(error) and error > 0 for _, error in each[2])]
     what = "Distance from float64" if threshold is None else "Relative error"
 
     def draw(axes: Axes, wide: bool) -> None:
@@ -178,7 +174,7 @@ def quality(comparisons: Comparisons, *, by_step: bool) -> str:
         for place, bits, text in labels:
             axes.annotate(text, (place, bits), xytext=(7, 4), textcoords="offset points", color=INK)
         if by_step:
-            axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+            axes.locator_params(axis="x", integer=True, min_n_ticks=1)
             axes.plot([place for _, place, *_ in points], [bits for _, _, bits, _ in points], color=B, linewidth=1, alpha=0.5)
         else:
             axes.set_xscale("log")

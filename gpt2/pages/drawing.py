@@ -14,7 +14,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -107,12 +106,11 @@ def svg(name: str, size: tuple[float, float], title: str, draw: Callable[[Figure
 def both(name: str, title: str, draw: Callable[[Axes, bool], None], height: float = 0.0, share: float = 1.0) -> str:
     """Return the same chart for a wide screen and for a narrow one; the page's style shows one of them."""
 
-    def on(figure: Figure, wide: bool) -> None:
-        draw(figure.subplots(), wide)
+    def one(kind: str, width: float, usual: float) -> str:
+        picture = svg(name, (width, height or usual), title, lambda figure: draw(figure.subplots(), kind == "wide"))
+        return f'<div class="{kind}">{picture}</div>'
 
-    sizes = {"wide": (WIDE[0] * share, height or WIDE[1]), "narrow": (NARROW[0], height or NARROW[1])}
-    drawn = {kind: svg(name, size, title, partial(on, wide=kind == "wide")) for kind, size in sizes.items()}
-    return "".join(f'<div class="{kind}">{picture}</div>' for kind, picture in drawn.items())
+    return one("wide", WIDE[0] * share, WIDE[1]) + one("narrow", *NARROW)
 
 
 def _inline(text: str, title: str) -> str:

@@ -47,10 +47,8 @@ class Listing:
 
     def table(self) -> str:
         rows = [*self.notes]
-        for name, tokens, scored in (
-            ("training", self.train_tokens, self.train_scored),
-            ("validation", self.val_tokens, self.val_scored),
-        ):
+        training, validation = (self.train_tokens, self.train_scored), (self.val_tokens, self.val_scored)
+        for name, (tokens, scored) in (("training", training), ("validation", validation)):
             rows.append(f"{name:12}{tokens:>14,} tokens" + ("" if scored == tokens else f", of which {scored:,} are scored"))
         if self.documents > 1 and self.longer is not None and not self.padded:  # the notes say what padding cuts off
             long = f"{self.longer:,} of {self.documents:,} documents are longer than the context of {self.context} tokens"

@@ -15,7 +15,6 @@ from gpt2.train.runs import Run, read
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Key of metrics.jsonl, title, share of the page's width.
 CHARTS = (("loss", "Loss, {units}", 1.0), ("lr", "Learning rate", 0.5), ("grad_norm", "Gradient norm before clipping", 0.5))
 
 

@@ -72,6 +72,7 @@ def test_a_page_in_a_file_and_user_errors(tmp_path: Path, capsys: pytest.Capture
         capsys, "train", "watch", str(tmp_path / "none"), "--html", str(tmp_path / "x.html")
     )
     assert "no runs: give the folders" in mistake(capsys, "train", "watch", "--html", str(tmp_path / "x.html"))
+    assert "the numbers are in RUN/metrics.jsonl" in mistake(capsys, "train", "watch", folder, "--json", "-")
     assert "are for gpt2 train watch" in mistake(capsys, "train", "shakespeare-mini", "--port", "1")
 
 
