@@ -94,12 +94,11 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc < 1:
         raise InputError(f"--nproc {args.nproc}: give the number of processes, 1 or more")
     from gpt2.train.launch import launch, leave
+    from gpt2.train.parallel import PeerLost, own_rank
 
     if args.nproc > 1:
         read(args.recipe, args.set).check(args.init)
         return launch(_words(args), args.nproc)
-    from gpt2.train.parallel import PeerLost, own_rank
-
     try:
         return leave(_train(args))
     except InputError as error:
