@@ -31,9 +31,11 @@ COMMANDS = {
     "compare": "compare model model:bf16 --tokens 9",
     "compare of several": "compare model model:bf16 model:f16 --tokens 9",
     "compare --noise": "compare model --noise --tokens 9",
+    "compare --attention": "compare model --attention ab",
     "diagnose": "diagnose port.py:build --model model",
     "trace": "trace model --tokens 4 --out trace.npz",
     "generate": "generate model --prompt a --max-new-tokens 1",
+    "generate --chat": "generate model --chat --prompt a --max-new-tokens 1",
     "train": f"train shakespeare-mini --out run {SMALL}",
     "train --list-data": f"train --list-data shakespeare-mini {SMALL}",
     "export": "export model out",
@@ -54,16 +56,28 @@ def test_the_keys_are_those_of_the_output(tmp_path: Path, monkeypatch: pytest.Mo
     """A program reads a key by its name: one that is renamed, or added and not listed, is not found."""
     monkeypatch.chdir(tmp_path)
     write_checkpoint(tmp_path / "model")
+    (tmp_path / "model" / "chat.json").write_text('{"before": "Q: ", "after": " A:"}')
     (tmp_path / "port.py").write_text(PORT)
     (tmp_path / "text.txt").write_text("To be, or not to be: that is the question.\n" * 20)
-    assert listed().keys() == COMMANDS.keys()
+    assert listed().keys() == {*COMMANDS, "verify --device"}
     for name, command in COMMANDS.items():
-        assert main([*shlex.split(command), "--json", "-"]) == 0
-        body = json.loads(capsys.readouterr().out)
-        assert body.pop("json_version") == 2, command
-        assert sorted(body) == listed()[name], command
+        check(name, command, capsys)
     assert main(["train", "--list", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["json_version"] == 2
+
+
+@pytest.mark.slow
+def test_the_keys_of_a_judged_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "model")
+    check("verify --device", "verify model --device cpu", capsys)
+
+
+def check(name: str, command: str, capsys: pytest.CaptureFixture) -> None:
+    assert main([*shlex.split(command), "--json", "-"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body.pop("json_version") == 2, command
+    assert sorted(body) == listed()[name], command
 
 
 def test_what_is_read_first_is_there() -> None:

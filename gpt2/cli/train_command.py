@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
         }
         write_result(args.json, lambda: json.dumps(body, indent=2), lambda: print(_list(recipes)))
         return 0
+    if args.recipe in ("plot", "watch") and args.json:
+        raise InputError(f"--json has no effect with {args.recipe}: the numbers are in RUN/metrics.jsonl; leave it out")
     if args.recipe == "plot":
         from gpt2.train.plot import plot
 
@@ -91,14 +93,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.nproc < 1:
         raise InputError(f"--nproc {args.nproc}: give the number of processes, 1 or more")
-    if args.nproc > 1:
-        from gpt2.train.launch import launch
-
-        read(args.recipe, args.set).check(args.init)
-        return launch(_words(args), args.nproc)
-    from gpt2.train.launch import leave
+    from gpt2.train.launch import launch, leave
     from gpt2.train.parallel import PeerLost, own_rank
 
+    if args.nproc > 1:
+        read(args.recipe, args.set).check(args.init)
+        return launch(_words(args), args.nproc)
     try:
         return leave(_train(args))
     except InputError as error:

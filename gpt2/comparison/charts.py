@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpt2.comparison.blame_result import Part
 from gpt2.comparison.distributions import Divergence
 from gpt2.comparison.many_results import Comparisons
 from gpt2.measure.tracing import layer_of
-from gpt2.pages.drawing import INK, MUTED, NARROW, RULE, WIDE, A, B, svg
+from gpt2.pages.drawing import INK, MUTED, NARROW, RULE, WIDE, A, B, both
 from gpt2.pages.rendering import number, power_of_ten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 DASHED: Any = (0, (4, 3))
 ROW = 0.27  # inches of a bar and the space around it
 Errors = Sequence[tuple[str, float]]  # (traced point, relative error), in the order of computation
-
-
-def _both(name: str, title: str, draw: Callable[[Axes, bool], None], height: float = 0.0, share: float = 1.0) -> list[str]:
-    """Draw the same chart for a wide screen and for a narrow one."""
-
-    def on(figure: Figure, wide: bool) -> None:
-        draw(figure.subplots(), wide)
-
-    sizes = (WIDE[0] * share, height or WIDE[1]), (NARROW[0], height or NARROW[1])
-    return [svg(name, size, title, partial(on, wide=wide)) for size, wide in zip(sizes, (True, False), strict=True)]
-
-
-def _drawable(values: Iterable[float]) -> bool:
-    return any(math.isfinite(value) and value > 0 for value in values)
 
 
 def _finite(value: float) -> float:
@@ -52,12 +36,12 @@ def _power(value: float, _: object = None) -> str:
     return f"{value:g}" if plain else power_of_ten(exponent)
 
 
-def errors_by_layer(name: str, lines: Sequence[tuple[str, str, Errors]], threshold: float | None = None) -> list[str]:
+def errors_by_layer(name: str, lines: Sequence[tuple[str, str, Errors]], threshold: float | None = None) -> str:
     """Draw relative errors at each traced point, as (label, colour, errors), wide and narrow; nothing if none is above 0.
 
     A ``threshold`` is drawn where it is near, and then the branches of the blocks too.
     """
-    shown = [each for each in lines if _drawable(error for _, error in each[2])]
+    shown = [each for each in lines if any(math.isfinite(error) and error > 0 for _, error in each[2])]
     what = "Distance from float64" if threshold is None else "Relative error"
 
     def draw(axes: Axes, wide: bool) -> None:
@@ -82,7 +66,7 @@ def errors_by_layer(name: str, lines: Sequence[tuple[str, str, Errors]], thresho
         axes.yaxis.set_minor_formatter(_power if high < 10 * low else lambda value, at: "")  # else its own are formulas for TeX
         _legend(axes, 5 if wide else 2)
 
-    return _both(name, f"{what} by layer", draw) if shown else []
+    return both(name, f"{what} by layer", draw) if shown else ""
 
 
 def _by_point(axes: Axes, errors: Errors, colour: str, label: str, branches: bool) -> None:
@@ -101,10 +85,10 @@ def _by_point(axes: Axes, errors: Errors, colour: str, label: str, branches: boo
         axes.plot([places[point] for point in points], [value[point] for point in points], label=text, marker=marker, **look)
 
 
-def kl_by_token(kl_ab: Divergence, kl_ba: Divergence) -> list[str]:
+def kl_by_token(kl_ab: Divergence, kl_ba: Divergence) -> str:
     """Draw how many tokens have each KL, for the upper eight decades, with the median and the 99th percentile."""
     if not (kl_ab.histogram or kl_ba.histogram):
-        return []
+        return ""
     least = max(high for each in (kl_ab, kl_ba) for _, high, _ in each.histogram) / 1e8
 
     def draw(axes: Axes, wide: bool) -> None:
@@ -125,10 +109,10 @@ def kl_by_token(kl_ab: Divergence, kl_ba: Divergence) -> list[str]:
         axes.set(xlabel="KL of a token, nats", ylabel="tokens")
         _legend(axes)
 
-    return _both("histogram", "How many tokens have which divergence", draw)
+    return both("histogram", "How many tokens have which divergence", draw)
 
 
-def part_bars(parts: Sequence[Part], name: str = "blame") -> list[str]:
+def part_bars(parts: Sequence[Part], name: str = "blame") -> str:
     """Draw the KL of each part alone with its interval, and as a line the KL with all parts before it; wide and narrow."""
 
     def draw(axes: Axes, wide: bool) -> None:
@@ -152,10 +136,10 @@ def part_bars(parts: Sequence[Part], name: str = "blame") -> list[str]:
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel("KL, nats a token")
 
-    return _both(name, "What each part of B carries", draw, ROW * len(parts) + 0.75, 0.8) if parts else []
+    return both(name, "What each part of B carries", draw, ROW * len(parts) + 0.75, 0.8) if parts else ""
 
 
-def quality(comparisons: Comparisons, *, by_step: bool) -> list[str]:
+def quality(comparisons: Comparisons, *, by_step: bool) -> str:
     """Draw bits per byte, wide and narrow, with the paired interval: against the size, or of a training run against the step.
 
     Nothing if fewer than two models have a place on both axes.
@@ -169,7 +153,7 @@ def quality(comparisons: Comparisons, *, by_step: bool) -> list[str]:
             span = (bits, bits) if each.against is None else (first + each.against.bits.low, first + each.against.bits.high)
             points.append((letter, x, bits, span))
     if len(points) < 2:
-        return []
+        return ""
     across = {x: x if by_step else math.log(x) for _, x, *_ in points}
     width = max(across.values()) - min(across.values()) or 1.0
     height = max(bits for _, _, bits, _ in points) - min(bits for _, _, bits, _ in points) or 1.0
@@ -190,6 +174,7 @@ def quality(comparisons: Comparisons, *, by_step: bool) -> list[str]:
         for place, bits, text in labels:
             axes.annotate(text, (place, bits), xytext=(7, 4), textcoords="offset points", color=INK)
         if by_step:
+            axes.locator_params(axis="x", integer=True, min_n_ticks=1)
             axes.plot([place for _, place, *_ in points], [bits for _, _, bits, _ in points], color=B, linewidth=1, alpha=0.5)
         else:
             axes.set_xscale("log")
@@ -202,4 +187,4 @@ def quality(comparisons: Comparisons, *, by_step: bool) -> list[str]:
         axes.margins(x=0.12, y=0.15)
         axes.set(xlabel="training step" if by_step else "size, MB", ylabel=comparisons.bits_per)
 
-    return _both("quality", "Quality by training step" if by_step else "Quality against size", draw)
+    return both("quality", "Quality by training step" if by_step else "Quality against size", draw)

@@ -70,9 +70,9 @@ def page_of_several(comparisons: Comparisons) -> str:
     )
 
 
-def pictures(comparison: Comparison, names: tuple[str, str]) -> dict[str, list[str]]:
-    """Draw the page's charts, by name, each wide and narrow; an empty list where there is nothing to show."""
-    drawn: dict[str, list[str]] = {name: [] for name in CHARTS}
+def pictures(comparison: Comparison, names: tuple[str, str]) -> dict[str, str]:
+    """Draw the page's charts, by name, each wide and narrow; empty where there is nothing to show."""
+    drawn = dict.fromkeys(CHARTS, "")
     if (activations := comparison.activations) is not None:
         errors = [(point.point, point.error) for point in activations.points]
         drawn["layers"] = charts.errors_by_layer("layers", [("stream", B, errors)], activations.threshold)
@@ -83,8 +83,8 @@ def pictures(comparison: Comparison, names: tuple[str, str]) -> dict[str, list[s
         drawn["histogram"] = charts.kl_by_token(both.kl_ab, both.kl_ba)
     if (blame := comparison.blame) is not None:
         drawn["blame"] = charts.part_bars(blame.parts)
-        drawn["halves"] = charts.part_bars(blame.halves, "halves") if len(blame.halves) > 1 else []
-        drawn["tensors"] = charts.part_bars(blame.tensors, "tensors") if len(blame.tensors) > 1 else []
+        drawn["halves"] = charts.part_bars(blame.halves, "halves") if len(blame.halves) > 1 else ""
+        drawn["tensors"] = charts.part_bars(blame.tensors, "tensors") if len(blame.tensors) > 1 else ""
     return drawn
 
 

@@ -52,12 +52,12 @@ def files(path: str) -> list[Path]:
         raise InputError(f"{quoted(path)}: {error.strerror}; check data.path") from None
     if folder:
         if not (found := [file for file in _inside(place) if file.suffix and file.suffix.lower() in TEXTS + TABLES]):
-            raise InputError(f"{path}: no .txt, .md, .jsonl, .csv or .parquet file in this folder; give another data.path")
+            raise InputError(f"{path}: no .txt, .md, .jsonl, .csv or .parquet in it; give another with --set data.path=TEXTS")
     else:
         found = [place] if there else [Path(name) for name in glob.glob(path, recursive=True) if Path(name).is_file()]
         if not found:
             missing = "no file has such a name" if glob.has_magic(path) else "no such file or folder"
-            raise InputError(f"{path}: {missing}; give another data.path")
+            raise InputError(f"{path}: {missing}; give another with --set data.path=TEXTS")
     for file in found:
         if file.suffix.lower() not in TEXTS + TABLES:
             raise InputError(f"{file}: {file.suffix} is none of .txt, .md, .jsonl, .csv and .parquet; convert or rename it")

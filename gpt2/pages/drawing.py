@@ -17,11 +17,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 LEVELS = 17  # shades from "equal" to the largest difference
 
-WIDE, NARROW, SMALL = (10.6, 3.2), (3.6, 2.9), (4.4, 2.7)  # inches of 100 px
+WIDE, NARROW = (10.6, 3.2), (3.6, 2.9)  # inches of 100 px
 
 INK, MUTED, RULE, PAPER, A, B = (f"#00000{n}" for n in range(1, 7))
 SHADES = [f"#0001{level:02x}" for level in range(LEVELS)]
@@ -100,6 +101,16 @@ def svg(name: str, size: tuple[float, float], title: str, draw: Callable[[Figure
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
     return _inline(file.getvalue(), title)
+
+
+def both(name: str, title: str, draw: Callable[[Axes, bool], None], height: float = 0.0, share: float = 1.0) -> str:
+    """Return the same chart for a wide screen and for a narrow one; the page's style shows one of them."""
+
+    def one(kind: str, width: float, usual: float) -> str:
+        picture = svg(name, (width, height or usual), title, lambda figure: draw(figure.subplots(), kind == "wide"))
+        return f'<div class="{kind}">{picture}</div>'
+
+    return one("wide", WIDE[0] * share, WIDE[1]) + one("narrow", *NARROW)
 
 
 def _inline(text: str, title: str) -> str:

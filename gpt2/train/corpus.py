@@ -82,8 +82,8 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, scratch: bool 
             tokenizer = tokenizer or _new_tokenizer(recipe, train_text, val_text)
             train, val = ((np.array(tokenizer.encode(text), dtype=np.int32), None) for text in (train_text, val_text))
         notes += _about(recipe, tally)
-    what = "rows" if data.padded else "tokens"
-    share = f"{len(val[0]) / max(1, len(train[0]) + len(val[0])):.1%} of the {what}, never trained on"
+    share = "" if data.padded else f"{len(val[0]) / max(1, len(train[0]) + len(val[0])):.1%} of the tokens, "
+    share += "never trained on"
     if tally["documents"] > 1:
         share = (f"{tally['held_out']:,}" if tally["held_out"] else "some") + f" of {tally['documents']:,} documents, {share}"
     val = _first(val, recipe)

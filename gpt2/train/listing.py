@@ -7,11 +7,10 @@ from itertools import groupby
 import numpy as np
 
 from gpt2.checkpoint.loading import load_tokenizer
-from gpt2.data import Tokenizer
 from gpt2.data.batches import SCORED, UNSCORED, slices
 from gpt2.data.files import END_OF_TEXT
 from gpt2.errors import printable
-from gpt2.train.corpus import corpus
+from gpt2.train.corpus import Corpus, corpus
 from gpt2.train.feed import Feed
 from gpt2.train.recipe import Recipe
 
@@ -48,10 +47,8 @@ class Listing:
 
     def table(self) -> str:
         rows = [*self.notes]
-        for name, tokens, scored in (
-            ("training", self.train_tokens, self.train_scored),
-            ("validation", self.val_tokens, self.val_scored),
-        ):
+        training, validation = (self.train_tokens, self.train_scored), (self.val_tokens, self.val_scored)
+        for name, (tokens, scored) in (("training", training), ("validation", validation)):
             rows.append(f"{name:12}{tokens:>14,} tokens" + ("" if scored == tokens else f", of which {scored:,} are scored"))
         if self.documents > 1 and self.longer is not None and not self.padded:  # the notes say what padding cuts off
             long = f"{self.longer:,} of {self.documents:,} documents are longer than the context of {self.context} tokens"
@@ -83,7 +80,7 @@ def list_data(recipe: Recipe, init: str | None = None) -> Listing:
         text.tally.get("long"),
         text.tally.get("lost", 0),
         text.notes,
-        tuple(_parts(x, y, text.tokenizer) for x, y in windows),
+        tuple(_parts(x, y, text) for x, y in windows),
     )
 
 
@@ -99,9 +96,10 @@ def _scored(ids: np.ndarray, marks: np.ndarray | None, end: int | None) -> int:
     return len(ids) - unscored
 
 
-def _parts(x: list[int], y: list[int], tokenizer: Tokenizer) -> tuple[Part, ...]:
-    """Return a window's tokens as parts; its first token is never scored."""
+def _parts(x: list[int], y: list[int], text: Corpus) -> tuple[Part, ...]:
+    """Return a window's tokens as parts; its first token is never scored, and a class is shown by its name."""
     last = [y[-1]] if y[-1] != UNSCORED else []  # else it is not in the batch
     scored = [False, *(each != UNSCORED for each in y)]
     groups = groupby(zip(scored, [*x, *last], strict=False), key=lambda each: each[0])
-    return tuple(Part(scored, tokenizer.decode([token for _, token in group])) for scored, group in groups)
+    parts = ((scored, [token for _, token in group]) for scored, group in groups)
+    return tuple(Part(s, text.classes[ids[0]] if s and text.classes else text.tokenizer.decode(ids)) for s, ids in parts)

@@ -38,21 +38,26 @@ def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
         axes = figure.subplots(1, panels, squeeze=False)[0]
         for run in runs:
             draw_losses(axes[0], run, "white")
-            if panels == 2:
-                bits = zip(*run.points("val_bits_per_byte"), strict=True)
-                axes[1].plot(*bits, color=run.colour, lw=1.8, marker="o", ms=2.5, label=run.name)
         if len(runs) == 1 and (expect := runs[0].setting("expect")):
             axes[0].axhline(expect, color=COLOURS[MUTED], lw=0.9, ls=(0, (4, 3)), label=f"expected {expect:g}")
         title = "Loss" if len(runs) > 1 else f"Loss of {runs[0].name}"
-        finish(axes[0], [run.points("val_loss") for run in runs], title, "nats per token")
+        finish(axes[0], [run.points("val_loss") for run in runs], title, units(runs))
         if panels == 2:
             held_out = [run.points("val_bits_per_byte") for run in runs]
+            for run, bits in zip(runs, held_out, strict=True):
+                axes[1].plot(*zip(*bits, strict=True), color=run.colour, lw=1.8, marker="o", ms=2.5, label=run.name)
             finish(axes[1], held_out, "Across tokenizers", "bits per byte, held out")
         picture = io.BytesIO()
         metadata = {"Date": None} if out.suffix.lower() == ".svg" else None
         figure.savefig(picture, format=out.suffix[1:].lower(), metadata=metadata)
         write_output(out, picture.getvalue())
     return out
+
+
+def units(runs: Sequence[Run]) -> str:
+    """Return the unit of the runs' losses; a classifier's are of whole documents."""
+    each = {"document" if any("confusion" in row for row in run.rows) else "token" for run in runs}
+    return f"nats per {' or '.join(sorted(each))}"
 
 
 def draw_losses(axes: Axes, run: Run, paper: str) -> None:
@@ -87,6 +92,7 @@ def finish(axes: Axes, held_out: Sequence[Points] = (), title: str = "", unit: s
         axes.set_ylim(bottom, min(top, max(max(later) + 0.4 * (max(later) - min(later)), *first, 0) + 0.05))
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold")
     axes.set(xlabel="step", ylabel=unit)
+    axes.locator_params(axis="x", integer=True, min_n_ticks=1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     if axes.get_legend_handles_labels()[0]:
         axes.legend()

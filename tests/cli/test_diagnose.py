@@ -43,7 +43,7 @@ SAID = {
     "no_module": "build() returned OrderedDict",
     "class_and_no_instance": "return an instance of it",
     "returns_nan": "its logits are NaN from position 0 on",
-    "returns_a_nan_weight": "its layers.0.up.weight holds NaN",
+    "returns_a_nan_weight": "of layers.0.up.weight)",
     "returns_hidden": "it returns (2, 8, 20), and logits are (2, 8, 67); return logits",
     "returns_nothing": "NoneType with no logits in it",
     "returns_ids": "with no logits in it",

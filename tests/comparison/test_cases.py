@@ -83,6 +83,9 @@ def test_the_command_lists_what_turned_and_gates_on_it(
     assert main([*command, "--fail-if", "lost_cases>=0"]) == 1
     assert main([*command[:-4], "--fail-if", "lost_cases>0"]) == 2  # without --cases
     assert "Your own questions" in page.read_text()
+    assert main([*command[:2], sides[0], *command[3:]]) == 0
+    assert " ();" not in (same := page.read_text())
+    assert "No answer turned from right to wrong or back." in same  # and not an empty table
     assert main([*command[:3], sides[0], *command[3:]]) == 2
     assert "for two models" in capsys.readouterr().err
     assert_same(*sides, on=text, tokens=40, cases=str(file), exact_match=0.01, lost_cases=8)

@@ -126,7 +126,7 @@ def test_a_table_counts_as_what_it_holds(tmp_path):
         ("a" * 300, None, {}, "File name too long; check data.path"),
         ("a.json", "{}", {}, ".json is none of .txt, .md, .jsonl, .csv and .parquet"),
         ("a.parquet", "x", {}, "a.parquet: "),
-        ("", "", {}, "no .txt, .md, .jsonl, .csv or .parquet file in this folder"),
+        ("", "", {}, "no .txt, .md, .jsonl, .csv or .parquet in it"),
         ("none.txt", None, {"prompt": "question"}, "none.txt: no such file or folder"),
         ("none.jsonl", None, {}, "none.jsonl: no such file or folder"),
         ("*.csv", None, {}, "no file has such a name"),

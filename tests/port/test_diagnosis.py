@@ -219,9 +219,9 @@ def test_nan_is_followed_to_its_first_array_and_the_author_s_line(model: gpt2.GP
     module = port(model)
     with torch.no_grad():
         module.transformer.h[1].mlp.c_fc.bias[2] = torch.nan
-    with pytest.raises(
-        gpt2.InputError, match=rf"its {H}1.mlp.c_fc.bias holds NaN; the first array .* addmm of NaN.*nano.py, line"
-    ):
+        module.transformer.h[0].ln_1.bias[:2] = torch.inf
+    both = rf"in 2 tensors \(2 of {H}0.ln_1.bias, 1 of {H}1.mlp.c_fc.bias\); the first array .* NaN.*nano.py, line"
+    with pytest.raises(gpt2.InputError, match=both):
         diagnose(module, model)
     with pytest.raises(
         gpt2.InputError, match=r"are NaN from position 0 on; .* result of log, of shape .*test_diagnosis.py, line"

@@ -20,6 +20,7 @@ from gpt2.cli.main import main
 from gpt2.data import from_directory
 from gpt2.train.card import write_card
 from gpt2.train.corpus import corpus
+from gpt2.train.listing import list_data
 from gpt2.train.loop import Evaluated, train
 from gpt2.train.recipe import Data, Recipe
 
@@ -56,6 +57,8 @@ def test_it_learns_and_is_transformers_own_model(run: Path, labelled: Recipe, mo
     head = open_path(run / "best").extra["score.weight"].double()
     text = corpus(labelled, tokenizer)
     assert list(theirs.config.id2label.values()) == CLASSES == list(text.classes)
+    shown = [part.text for window in list_data(labelled, str(run / "best")).windows for part in window if part.scored]
+    assert {*shown} <= {*CLASSES}  # and not the token with the number of the class
     confusion = [[0, 0], [0, 0]]
     for row, marks in zip(text.val_ids[:-1].reshape(-1, 16), text.val_marks[:-1].reshape(-1, 16), strict=True):
         at = int((marks == 2).argmax())
@@ -80,6 +83,7 @@ def test_its_card_claims_what_was_measured(run: Path, tmp_path: Path) -> None:
     assert float(re.search(r"\| accuracy \| ([01]\.\d{4}) \|", text)[1]) == data.eval_results[0].metric_value
     assert "perplexity" not in text
     assert 'pipeline("text-classification", "OWNER/NAME")' in text
+    assert "of 160 documents, never trained on" in text
     plan(run / "best", "me/classes")
     assert main(["export", str(run / "best"), str(tmp_path / "out")]) == 0
     assert "accuracy" not in (tmp_path / "out" / CARD).read_text()

@@ -15,7 +15,7 @@ from support.browser import Browser, in_a_browser
 from support.commands import mistake
 
 from gpt2.cli.main import main
-from gpt2.train.runs import read
+from gpt2.train.runs import COLOURS, read
 from gpt2.train.watch import page
 
 
@@ -37,7 +37,7 @@ def test_where_held_out_loss_turned(tmp_path: Path) -> None:
     assert [run.turned for run in read([turned, falls])] == [20, None]
     text = page([turned, falls])
     assert "turned at 20" in text
-    assert text.count("turned at") == 1
+    assert text.count("turned at") == 2  # wide and narrow
     assert "overfitting: since step 20" in text
     assert "Lowest held-out loss <b>2.2000</b> at step 20; it has only been higher since" in text
 
@@ -48,8 +48,19 @@ def test_the_page_shows_rate_norm_and_samples_and_obeys_none(tmp_path: Path) -> 
     assert "I am &lt;b&gt;step&lt;/b&gt; 20" in text
     for title in ("Loss, nats per token", "Learning rate", "Gradient norm before clipping"):
         assert title in text
-    assert "training: step 20 of 100" in text
+    assert "training: step 20 of 100. Lowest" in text
     assert "src=" not in text
+
+
+def test_the_axes_of_a_run_that_has_begun(tmp_path: Path) -> None:
+    """Ticks between two steps were rounded, to 0 0 1 2 2, and a single point was not seen. A class is of a document."""
+    rows = [{"step": step, "val_loss": 3.1 - step, "confusion": [[1, 0], [0, 1]]} for step in range(3)]
+    more = "".join(json.dumps(row) + "\n" for row in [*rows, {"step": 2, "loss": 2.0, "lr": 1e-3}])
+    text = page([write(tmp_path / "run", [], more=more)])
+    assert "Loss, nats per document" in text
+    loss, rate, _ = re.findall(r'<div class="narrow">(.*?)</div>', text, re.DOTALL)
+    assert [re.findall(r">(\d+)</text>", chart) for chart in (loss, rate)] == [["0", "1", "2"], ["2"]]
+    assert re.search(rf"<use [^>]*{COLOURS[0]}", rate)
 
 
 def test_a_page_in_a_file_and_user_errors(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -61,6 +72,7 @@ def test_a_page_in_a_file_and_user_errors(tmp_path: Path, capsys: pytest.Capture
         capsys, "train", "watch", str(tmp_path / "none"), "--html", str(tmp_path / "x.html")
     )
     assert "no runs: give the folders" in mistake(capsys, "train", "watch", "--html", str(tmp_path / "x.html"))
+    assert "the numbers are in RUN/metrics.jsonl" in mistake(capsys, "train", "watch", folder, "--json", "-")
     assert "are for gpt2 train watch" in mistake(capsys, "train", "shakespeare-mini", "--port", "1")
 
 

@@ -43,6 +43,7 @@ from gpt2.port.recording.forward import Borrowed, plain_attention
 from gpt2.port.recording.pool import Pool
 from gpt2.port.recording.recorder import give_shapes, record_probe
 from gpt2.port.search import Walked, search
+from gpt2.sampling import broken, not_finite
 
 SMALL = 20_000_000  # parameters of a model whose diagnosis must be quick
 SECONDS = {True: 25.0, False: 150.0}  # for all walks through a module, by whether the model is small
@@ -67,10 +68,10 @@ class Examination:
         training = [part for part in self.module.modules() if part.training]
         with torch.random.fork_rng(devices=[]), plain_attention(), Borrowed(self.module) as borrowed:
             self.module.eval()  # some modules override it
-            for name, tensor in borrowed.tensors.items():
-                if tensor.is_floating_point() and bool(tensor.isnan().any()):
-                    first = self.runs.first_nan(self.runs.probes()[0])
-                    raise InputError(f"{self.who}: its {name} holds NaN{first}; look where its values come from")
+            weights = dict(self.module.named_parameters())  # a buffer may be a mask of infinite values
+            if counts := not_finite((k, v) for k, v in borrowed.tensors.items() if k in weights or bool(v.isnan().any())):
+                first = self.runs.first_nan(self.runs.probes()[0])
+                raise InputError(f"{self.who}: its weights hold {broken(counts)}{first}; look where they come from")
             diagnosis = self._examine(borrowed)
             return replace(diagnosis, notes=(*self._training(training), *diagnosis.notes))
 
