@@ -244,10 +244,10 @@ def _read_card(directory: Path) -> bytes:
 def read_record(directory: Path) -> Record | None:
     """Return the record in a model's folder, or None. Raises InputError: it is damaged."""
     path = directory / RECORD
-    if not path.is_file():
-        return None
     try:
         record = json.loads(read_all(path))
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError, RecursionError):
         record = None
     if not isinstance(record, dict) or not all(isinstance(record.get(name) or {}, dict) for name in ("weights", *PARTS)):

@@ -19,7 +19,7 @@ from gpt2.checkpoint.cache import COMMIT, Declared, digest_of
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, open_path
 from gpt2.checkpoint.describe import File
 from gpt2.checkpoint.export import TOKENIZER_FILES
-from gpt2.checkpoint.files import ADAPTER, INDEX
+from gpt2.checkpoint.files import ADAPTER, INDEX, require_small
 from gpt2.checkpoint.hub import MAX_ANSWER, explained, list_files, moving, no_hub, one_line, request_headers
 from gpt2.checkpoint.loading import require_finite, rows_note
 from gpt2.checkpoint.names import REPOSITORY
@@ -45,7 +45,7 @@ PRIVATE = {
     "a key": rb"-----BEGIN [A-Z ]*PRIVATE KEY-----",
     PATH: rb'(?:/home/|/Users/|/root/|\b[A-Za-z]:\\{1,2}Users\\{1,2})[\w.+/-]+|"base_model_name_or_path": *"[~./][^"]*"',
 }
-HEAD = 1 << 20
+HEAD, LARGE = 1 << 20, (".safetensors", ".gguf")
 PATIENCE, SLOWEST = 60.0, 10_000  # seconds for an answer or until something moves; bytes a second that an upload has at least
 # Headers of an answer that are not passed on: of a body that is decoded, and how long the client would sleep.
 DROPPED = ("content-encoding", "content-length", "transfer-encoding", "ratelimit", "ratelimit-policy", "retry-after")
@@ -121,6 +121,8 @@ def plan(folder: str | Path, repo: str | None = None, record: card.Record | None
         if not (path.resolve().is_file() and path.resolve().is_relative_to(folder)):
             what = f"{given}/{path.relative_to(folder)}: a link that leads out of the folder, or no file"
             raise InputError(f"{what}; put a copy of the file there")
+        if path.suffix not in LARGE:
+            require_small(path)
     files = {name: File(name, (folder / name).stat().st_size, sha256(folder / name)) for name in names}
     notes += card.check(folder, {name: file.sha256 for name, file in files.items()})
     if MANIFEST in present and (damage := unlike_manifest(folder, weights)):
@@ -131,7 +133,7 @@ def plan(folder: str | Path, repo: str | None = None, record: card.Record | None
     files |= {name: File(name, len(content), hashlib.sha256(content).hexdigest()) for name, content in written.items()}
     for name in files:
         with opened(folder / name) as file:
-            content = written.get(name) or file.read(HEAD if name in weights else -1)
+            content = written.get(name) or file.read(HEAD if name.endswith(LARGE) else -1)
         for what, pattern in PRIVATE.items():
             if found := re.search(pattern, content):
                 text = found[0].decode(errors="replace")
@@ -152,7 +154,7 @@ def _check_model(folder: Path, given: Path) -> tuple[set[str], list[str]]:
         weights = {ADAPTER_WEIGHTS}
     else:
         weights = {container.path.name for container in checkpoint.assignment.files.values()}
-        if others := sorted(name for name in weights if not name.endswith((".safetensors", ".gguf"))):
+        if others := sorted(name for name in weights if not name.endswith(LARGE)):
             what = f"the weights are read from {others[0]}, which is not sent"
             raise InputError(f"{given}: {what}; gpt2 export {given} DIR writes safetensors")
         weights |= {INDEX} if len(weights) > 1 else set()

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.containers import listed, require_whole_files
-from gpt2.checkpoint.containers.safetensors_file import DTYPES
-from gpt2.checkpoint.files import WEIGHTS
+from gpt2.checkpoint.containers.safetensors_file import DTYPES, SafetensorsFile
+from gpt2.checkpoint.files import WEIGHTS, require_small
 from gpt2.checkpoint.keys import expected, to_file
-from gpt2.data.files import opened, read_all, written_aside
-from gpt2.errors import InputError
+from gpt2.data.files import MOST, opened, read_all, warn_once, written_aside
+from gpt2.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
     from gpt2.config import GPT2Config
@@ -99,24 +99,35 @@ def sha256(path: Path) -> str:
 
 def unlike_manifest(directory: Path, needed: Iterable[str] = ()) -> str:
     """Return in which file ``directory`` is not what its manifest (name -> sha256) states, or which ``needed`` one that does not
-    list; "" if in none. The card is not compared, because people edit it.
+    list; "" if in none. The card is not compared, because people edit it. Nothing is hashed where a size is wrong.
     """
     try:
         manifest = json.loads(read_all(directory / MANIFEST))
         for name in needed:
             if name not in manifest:
                 return f"{MANIFEST} does not list {name}"
-        names = [name for name, _ in manifest.items() if name != CARD]
-        with ThreadPoolExecutor() as pool:
-            found = pool.map(lambda name: sha256(directory / name), names)
-            differ = [name for name, actual in zip(names, found, strict=True) if actual != manifest[name]]
+        stated = {directory / name: digest for name, digest in manifest.items() if name != CARD}
+        if not (differ := [path for path in stated if not _fits(path)]):
+            if (size := sum(path.stat().st_size for path in stated)) > MOST:
+                warn_once(f"{directory}: comparing {size / 1e9:.1f} GB with the sha256 in {MANIFEST}")
+            with ThreadPoolExecutor() as pool:
+                differ = [path for path, found in zip(stated, pool.map(sha256, stated), strict=True) if found != stated[path]]
         if differ:
-            return f"{differ[0]} does not have the sha256 that {MANIFEST} states"
+            return f"{differ[0].relative_to(directory).as_posix()} does not have the sha256 that {MANIFEST} states"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        return f"unreadable ({error})"
+        return f"unreadable ({getattr(error, 'strerror', None) or error})"
     return ""
+
+
+def _fits(path: Path) -> bool:
+    """Return whether a file has a size that it may have: the one that its header states, or that of a small file."""
+    try:
+        path.stat()  # raises FileNotFoundError
+        return bool(SafetensorsFile(path) if path.suffix == ".safetensors" else require_small(path))
+    except CheckpointError:
+        return False
 
 
 def _plain(model: GPT2) -> dict[str, Tensor]:

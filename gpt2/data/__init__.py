@@ -22,7 +22,7 @@ def from_directory(path: str | os.PathLike[str]) -> Tokenizer:
     if not path.is_dir():
         raise InputError(f"{path} is not a directory; give the one that holds the tokenizer's files")
     own: dict[str, type[chars.Chars] | type[words.Words]] = {chars.FILE: chars.Chars, words.FILE: words.Words}
-    present = [name for name in (*own, *auto.BPE_FILES, *auto.OPENAI) if (path / name).is_file()]
+    present = [name for name in (*own, *auto.BPE_FILES, *auto.OPENAI) if os.path.lexists(path / name)]
     tokenizer: Tokenizer
     if not present or present[0] not in own:
         tokenizer = auto.open_folder(path)
@@ -37,4 +37,4 @@ def from_directory(path: str | os.PathLike[str]) -> Tokenizer:
 
 def holds_tokenizer(directory: Path) -> bool:
     """Return whether a directory has any tokenizer file, complete or not."""
-    return any((directory / name).is_file() or (directory / name).is_symlink() for name in FILES)
+    return any(os.path.lexists(directory / name) for name in FILES)
