@@ -125,7 +125,7 @@ def plan(folder: str | Path, repo: str | None = None, record: card.Record | None
             require_small(path)
     files = {name: File(name, (folder / name).stat().st_size, sha256(folder / name)) for name in names}
     notes += card.check(folder, {name: file.sha256 for name, file in files.items()})
-    if MANIFEST in present and (damage := unlike_manifest(folder, weights)):
+    if (folder / MANIFEST).exists() and (damage := unlike_manifest(folder, weights)):
         raise InputError(f"{given}: {damage}; restore it from a copy, or, if you changed it yourself, remove {MANIFEST}")
     record, written, private = record or card.read_record(folder), dict[str, bytes](), list[str]()
     if repo and record and card.CARD in files:

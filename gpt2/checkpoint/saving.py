@@ -114,10 +114,11 @@ def unlike_manifest(directory: Path, needed: Iterable[str] = ()) -> str:
                 differ = [path for path, found in zip(stated, pool.map(sha256, stated), strict=True) if found != stated[path]]
         if differ:
             return f"{differ[0].relative_to(directory).as_posix()} does not have the sha256 that {MANIFEST} states"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        return f"unreadable ({getattr(error, 'strerror', None) or error})"
+    except OSError as error:
+        what = "missing" if isinstance(error, FileNotFoundError) else f"unreadable ({error.strerror})"
+        return f"{Path(error.filename or directory).name} is {what}"
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        return f"unreadable ({error})"
     return ""
 
 
