@@ -41,9 +41,11 @@ BESIDE = {
 PATH = "a path of this machine"
 # What must not be sent unseen, by its name for the user. Of weights only the first bytes are searched, their header.
 PRIVATE = {
-    "a token": rb"hf_[A-Za-z0-9]{16,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|AKIA[0-9A-Z]{16}|xox[abpr]-[\w-]{10,}",
-    "a key": rb"-----BEGIN [A-Z ]*PRIVATE KEY-----",
-    PATH: rb'(?:/home/|/Users/|/root/|\b[A-Za-z]:\\{1,2}Users\\{1,2})[\w.+/-]+|"base_model_name_or_path": *"[~./][^"]*"',
+    "a token": rb"\b(?:hf_|api_org_|sk-|gh[pousr]_|github_pat_|glpat-|npm_|pypi-|AIza|A[KS]IA|xox[a-z]-|xapp-|ya29\.)[\w-]{16,}"
+    rb"|(?i:(?:api|access|secret|auth)[_-]?(?:key|token|secret)|passw(?:or)?d)[\"']? *[:=] *[\"']?[^\s\"'<]{8,}",
+    "a key": rb"-----BEGIN [A-Z ]*PRIVATE KEY",
+    PATH: rb"(?:/home/|/Users/|/root/|(?<!\w)/(?:scratch|mnt|media|Volumes|workspace|lustre|gpfs)/"
+    rb'|\b[A-Za-z]:\\{1,2}Users\\{1,2})[\w.+/-]+|"base_model_name_or_path": *"[~./][^"]*"',
 }
 HEAD, LARGE = 1 << 20, (".safetensors", ".gguf")
 PATIENCE, SLOWEST = 60.0, 10_000  # seconds for an answer or until something moves; bytes a second that an upload has at least

@@ -397,6 +397,9 @@ def test_only_a_model_s_own_files_are_sent(model: Path) -> None:
     ("name", "text", "says"),
     [
         ("README.md", f"My token is {TOKEN}.\n", "README.md holds hf_writ..., which looks like a token"),
+        ("README.md", f"export WANDB_API_KEY={'0123456789' * 4}\n", "README.md holds API_KEY..., which looks like a token"),
+        ("config.json", f'"x": "glpat-{"a1B2" * 5}"', "config.json holds glpat-a..., which looks like a token"),
+        ("config.json", '"x": "/scratch/anna/run7"', "config.json holds /scratch/anna/run7, a path"),
         (
             "config.json",
             '"_name_or_path": "/home/anna/secret/model"',
