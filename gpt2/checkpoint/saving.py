@@ -107,28 +107,21 @@ def unlike_manifest(directory: Path, needed: Iterable[str] = ()) -> str:
             if name not in manifest:
                 return f"{MANIFEST} does not list {name}"
         stated = {directory / name: digest for name, digest in manifest.items() if name != CARD}
-        if not (differ := [path for path in stated if not _fits(path)]):
-            if (size := sum(path.stat().st_size for path in stated)) > MOST:
-                warn_once(f"{directory}: comparing {size / 1e9:.1f} GB with the sha256 in {MANIFEST}")
-            with ThreadPoolExecutor() as pool:
-                differ = [path for path, found in zip(stated, pool.map(sha256, stated), strict=True) if found != stated[path]]
-        if differ:
-            return f"{differ[0].relative_to(directory).as_posix()} does not have the sha256 that {MANIFEST} states"
+        for path in stated:
+            path.stat()  # raises FileNotFoundError
+            SafetensorsFile(path) if path.suffix == ".safetensors" else require_small(path)
+        if (size := sum(path.stat().st_size for path in stated)) > MOST:
+            warn_once(f"{directory}: comparing {size / 1e9:.1f} GB with the sha256 in {MANIFEST}")
+        with ThreadPoolExecutor() as pool:
+            differ = [path for path, found in zip(stated, pool.map(sha256, stated), strict=True) if found != stated[path]]
     except OSError as error:
         what = "missing" if isinstance(error, FileNotFoundError) else f"unreadable ({error.strerror})"
         return f"{Path(error.filename or directory).name} is {what}"
+    except CheckpointError:  # its size is not what its header states, or too large
+        differ = [path]
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         return f"unreadable ({error})"
-    return ""
-
-
-def _fits(path: Path) -> bool:
-    """Return whether a file has a size that it may have: the one that its header states, or that of a small file."""
-    try:
-        path.stat()  # raises FileNotFoundError
-        return bool(SafetensorsFile(path) if path.suffix == ".safetensors" else require_small(path))
-    except CheckpointError:
-        return False
+    return f"{differ[0].relative_to(directory).as_posix()} does not have the sha256 that {MANIFEST} states" if differ else ""
 
 
 def _plain(model: GPT2) -> dict[str, Tensor]:
