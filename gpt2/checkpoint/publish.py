@@ -247,9 +247,10 @@ def _careful() -> Iterator[None]:
 
 
 def _stay(answer: Response) -> None:
-    """Raise InputError if an answer leads to another host."""
+    """Raise InputError if an answer leads to another host, or to the same without encryption."""
     asked = answer.request.url
-    if answer.has_redirect_location and (there := asked.join(answer.headers["location"])).netloc != asked.netloc:
+    there = asked.join(answer.headers["location"]) if answer.has_redirect_location else asked
+    if (there.scheme, there.netloc) != (asked.scheme, asked.netloc):
         what = f"{asked.host} sends the upload on to {there.scheme}://{there.netloc.decode()}"
         raise InputError(f"{what}, where nothing was sent; if that is your Hub, set HF_ENDPOINT to it")
 

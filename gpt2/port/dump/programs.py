@@ -136,7 +136,7 @@ def run_program(command: str, checkpoint: Checkpoint, *, timeout: float) -> Iter
     """Run CMD on ids of the checkpoint's model, and yield what it wrote, until the block ends and the files are removed.
 
     It runs in the current folder, with nothing to read on its standard input. After ``timeout`` seconds, on an interrupt and
-    when it has ended, its whole process group is killed.
+    when it has ended, it and all its children are killed (on macOS: its process group).
 
     Raises:
         InputError: CMD cannot be split, as :func:`split` says.
