@@ -34,10 +34,7 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 ADAPTERS = (ADAPTER, ADAPTER_WEIGHTS, f"adapter/{ADAPTER}", f"adapter/{ADAPTER_WEIGHTS}")
-BESIDE = {
-    *("config.json", "generation_config.json", "special_tokens_map.json", "LICENSE", *ADAPTERS),
-    *(card.CARD, card.CURVES, card.RECORD, *TOKENIZER_FILES),
-}
+BESIDE = {"config.json", "generation_config.json", "LICENSE", *ADAPTERS, card.CARD, card.CURVES, card.RECORD, *TOKENIZER_FILES}
 PATH = "a path of this machine"
 # What must not be sent unseen, by its name for the user. Of weights only the first bytes are searched, their header.
 PRIVATE = {

@@ -96,8 +96,7 @@ def read_json(path: Path) -> object:
         at = f"line {error.lineno} column {error.colno}"
         raise InputError(f"{path} is not JSON ({at}); it is damaged or cut off, fetch it again") from None
     except (RecursionError, ValueError) as error:
-        deep = isinstance(error, RecursionError)
-        reason = "its JSON is nested too deep" if deep else "it holds a number of thousands of digits"
+        reason = "its JSON is nested too deep" if isinstance(error, RecursionError) else "it has a number of thousands of digits"
         raise InputError(f"{path} is not a tokenizer's file: {reason}; fetch it again") from None
 
 
