@@ -20,7 +20,7 @@ from gpt2.checkpoint.names import DEFAULT, OFFICIAL, REPOSITORY, ModelName
 from gpt2.checkpoint.saving import CARD as CARD
 from gpt2.checkpoint.saving import sha256
 from gpt2.data.chat import ChatFormat
-from gpt2.data.files import read_all, write
+from gpt2.data.files import read, read_all, write
 from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 RECORD, CURVES = "gpt2-record.json", "curves.png"
 LICENCES = {name: "mit" for name in OFFICIAL} | {"distilgpt2": "apache-2.0", DEFAULT: "mit"}
 STORED = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # GGUF's and llm.c's types
-MAX_CARD = 1 << 24  # bytes
 PARTS = ("base", "training", "export", "measured")  # of a record, each an object or nothing
 # Kind of figure -> its row in the card, its name in the metadata, its digits after the point.
 METRICS = {
@@ -230,24 +229,17 @@ def edited_card(directory: Path) -> bytes | None:
     """Return the README.md in ``directory`` if somebody wrote or edited it. Raises InputError: the record is damaged."""
     if not (directory / CARD).exists():
         return None
-    content, written = _read_card(directory), (read_record(directory) or {}).get("card_sha256")
+    content, written = read(directory / CARD), (read_record(directory) or {}).get("card_sha256")
     return None if hashlib.sha256(content).hexdigest() == written else content
-
-
-def _read_card(directory: Path) -> bytes:
-    try:
-        return read_all(directory / CARD, MAX_CARD)
-    except OSError as error:
-        raise InputError(f"{directory / CARD}: cannot be read ({error.strerror}); remove it, or put it elsewhere") from None
 
 
 def read_record(directory: Path) -> Record | None:
     """Return the record in a model's folder, or None. Raises InputError: it is damaged."""
     path = directory / RECORD
-    if not path.is_file():
-        return None
     try:
         record = json.loads(read_all(path))
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError, RecursionError):
         record = None
     if not isinstance(record, dict) or not all(isinstance(record.get(name) or {}, dict) for name in ("weights", *PARTS)):
@@ -275,7 +267,7 @@ def check(folder: Path, hashes: Mapping[str, str]) -> Iterator[str]:
     if CARD not in hashes:
         yield f"there is no {CARD}: the model will have an empty page"
         return
-    path, text, record = folder / CARD, _read_card(folder).decode(errors="replace"), read_record(folder)
+    path, text, record = folder / CARD, read(folder / CARD).decode(errors="replace"), read_record(folder)
     from huggingface_hub import ModelCard, ModelCardData
     from yaml import YAMLError
 

@@ -108,7 +108,7 @@ class StoredCheckpoint(Checkpoint):
         return tokenizer_of(self.path)
 
     def files(self) -> dict[str, Path]:
-        return {path.name: path for path in files_of(self.path)}
+        return {path.name: path for path in files_of(self.path, self.assignment.files.values())}
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ class AdaptedCheckpoint(StoredCheckpoint):
         return super().tokenizer() if holds_tokenizer(self.path) else self.base.tokenizer()
 
     def files(self) -> dict[str, Path]:
-        return super().files() | {f"{self.base.name}: {name}": path for name, path in self.base.files().items()}
+        own = {path.name: path for path in files_of(self.path, [self.adapter.file])}
+        return own | {f"{self.base.name}: {name}": path for name, path in self.base.files().items()}
 
 
 @dataclass(frozen=True)

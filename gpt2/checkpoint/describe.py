@@ -83,8 +83,7 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
     notes += [*assignment.notes, *(note for file in dict.fromkeys(assignment.files.values()) for note in file.notes)]
     notes += ["no biases are stored; zeros are used"] if assignment.absent else []
     notes += [f"left out, as no part of the language model: {listed(list(assignment.extra))}"] if assignment.extra else []
-    paths = sorted(entry for entry in path.iterdir() if entry.is_file()) if path.is_dir() else [path]
-    files = tuple(map(File.of, paths))
+    files = tuple(File.of(file) for file in checkpoint.files().values() if file.is_relative_to(path))
     return Description(
         name=checkpoint.name,
         path=str(path),

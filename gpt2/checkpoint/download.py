@@ -30,11 +30,9 @@ from gpt2.checkpoint.hub import (
     wait_for_rate_limit,
 )
 from gpt2.checkpoint.xet import over_xet
-from gpt2.data.files import TOKENIZER_FILES, warn_once, written_aside
+from gpt2.data.files import SMALL, warn_once, written_aside
 from gpt2.errors import CheckpointError, InputError
 
-# Files to download beside the weights. Repositories also hold TensorFlow, Flax, Rust and ONNX copies.
-SMALL = ("config.json", "generation_config.json", "chat.json", *TOKENIZER_FILES)
 # Weights: only the first name that exists, with the files that match its pattern.
 WEIGHTS = {
     "model.safetensors": "",

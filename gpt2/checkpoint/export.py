@@ -20,8 +20,7 @@ from gpt2.checkpoint.names import EXPORTS, ModelName
 from gpt2.checkpoint.saving import save, write_file, writing
 from gpt2.config import GPT2Config, quoted
 from gpt2.data.chat import FILE as CHAT
-from gpt2.data.files import LEGACY
-from gpt2.data.files import TOKENIZER_FILES as FILES
+from gpt2.data.files import LEGACY, SMALL
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 FORMATS = ("hf", "gguf", "llmc")
 GGUF_FILE = "model.gguf"
 LLMC_FILES = ("model.bin", "tokenizer.bin")
-TOKENIZER_FILES = (CHAT, *FILES, "encoder.json", "vocab.bpe")
+TOKENIZER_FILES = (*SMALL[2:], "encoder.json", "vocab.bpe")  # without the configs
 OF_DTYPE = {torch.float64: "f32", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 

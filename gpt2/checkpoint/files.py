@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from gpt2.checkpoint.containers.tensorflow_file import TensorBundle, checkpoint_
 from gpt2.checkpoint.containers.torch_file import TorchFile
 from gpt2.checkpoint.keys import HEAD, from_file, sizes
 from gpt2.config import OFFICIAL_SIZES, GPT2Config
-from gpt2.data.files import link_to_nothing
+from gpt2.data.files import LIMIT, SMALL
 from gpt2.errors import CheckpointError, InputError
 
 WEIGHTS = "model.safetensors"
@@ -36,6 +36,7 @@ LAYOUTS = ((WEIGHTS, INDEX, ".safetensors"), ("pytorch_model.bin", "pytorch_mode
 OLD_LAYOUTS = ("flax_model.msgpack", "tf_model.h5")
 # Suffixes of a single weights file in a folder without the names above.
 LONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+BESIDE = {*SMALL, ADAPTER, "hparams.json", "checkpoint", "encoder.json", "vocab.bpe", *(index for _, index, _ in LAYOUTS)}
 # What trainers write beside the weights, with the same suffixes.
 TRAINERS = re.compile(r"(optimizer|scheduler|scaler|rng_state\w*|training_args|\w*optim_states)\.(bin|pt|pth)", re.ASCII)
 # (layers, width) -> heads of published shapes: OpenAI's and minGPT's (karpathy/minGPT, mingpt/model.py), whose state dicts do
@@ -60,17 +61,17 @@ def open_weights(path: Path) -> dict[str, Container]:
     if not path.is_dir():
         return _by_tensor([open_file(path)])
     for single, index, suffix in LAYOUTS:
-        if (path / single).is_file():
+        if os.path.lexists(path / single):  # whatever it is: its reader says what is no file
             return _by_tensor([open_file(path / single)])
-        if (path / index).is_file():
+        if os.path.lexists(path / index):
             return _shards(path / index, suffix)
     if rows := [file.name for file in _files(path) if NAME.fullmatch(file.name)]:
         return _by_tensor([RowShards(path, rows)])
     if (prefix := checkpoint_prefix(path)) is not None:
         return _by_tensor([TensorBundle(prefix)])
-    if old := [path / name for name in OLD_LAYOUTS if (path / name).is_file()]:
+    if old := [path / name for name in OLD_LAYOUTS if os.path.lexists(path / name)]:
         return _by_tensor([open_file(old[0])])
-    if (path / ADAPTER).is_file():
+    if os.path.lexists(path / ADAPTER):
         what = f"a LoRA adapter, not a model; gpt2 export {path} DIR writes the model that it makes of its base"
         raise CheckpointError(f"{path}: {what}")
     lone = [file for file in _files(path) if file.suffix in LONE and magic_of(file) not in OTHER_FILES]
@@ -82,7 +83,7 @@ def open_weights(path: Path) -> dict[str, Container]:
 
 def open_file(path: Path) -> Container:
     """Open one weights file in the format that its first bytes show."""
-    if (bundle := TENSORFLOW.fullmatch(path.name)) and path.with_name(f"{bundle[1]}.index").is_file():
+    if (bundle := TENSORFLOW.fullmatch(path.name)) and os.path.lexists(path.with_name(f"{bundle[1]}.index")):
         return TensorBundle(path.with_name(bundle[1]))
     head = MappedFile(path).bytes(0, 9)
     if not head.endswith(b"\0{") and not head.startswith((b"P", b"\x80", b"G")):
@@ -126,8 +127,6 @@ def what_is_there(path: Path) -> str:
     """Say what a directory holds instead of a checkpoint, and what to do about it."""
     try:
         names = sorted(entry.name for entry in path.iterdir())
-        if gone := next((f"{name} is {why}" for name in names if (why := link_to_nothing(path / name))), None):
-            return gone
     except OSError as error:
         return f"the folder cannot be read ({error.strerror}), give another"
     steps = sorted((name for name in names if re.fullmatch(r"step-\d{1,9}", name, re.ASCII)), key=lambda name: int(name[5:]))
@@ -146,27 +145,36 @@ def what_is_there(path: Path) -> str:
 
 def is_adapter(path: Path) -> bool:
     """Return whether a directory holds an adapter and no model; with both, the model is used."""
-    return (path / ADAPTER).is_file() and not any((path / name).is_file() for pair in LAYOUTS for name in pair[:2])
+    held = os.path.lexists
+    return held(path / ADAPTER) and not any(held(path / name) for pair in LAYOUTS for name in pair[:2])
 
 
 def folder_of(path: Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def files_of(path: Path) -> list[Path]:
-    """List the files of a checkpoint: weights, configs, vocabularies."""
+def files_of(path: Path, weights: Iterable[Container]) -> list[Path]:
+    """List the files that a checkpoint is read from: its ``weights``, config, vocabulary; whatever else is there may be large.
+
+    Raises CheckpointError: one of the small files is larger than any of its name.
+    """
     if path.is_file():
         return [path]
-    return [
-        file
-        for file in _files(path)
-        if file.suffix in (".json", ".txt", ".bpe", ".model", *LONE) or TENSORFLOW.fullmatch(file.name)
-    ]
+    own = {container.path for container in weights}
+    beside = [require_small(file) for file in _files(path) if file.name in BESIDE]
+    return sorted({*beside, *(f for f in _files(path) if f in own or NAME.fullmatch(f.name) or TENSORFLOW.fullmatch(f.name))})
+
+
+def require_small(file: Path) -> Path:
+    """Return a file that has no weights. Raises CheckpointError: it is too large for one, and is not hashed."""
+    if (size := file.stat().st_size) > LIMIT:
+        raise CheckpointError(f"{file}: has {size:,} bytes, and such a file at most {LIMIT:,}; fetch it again, or remove it")
+    return file
 
 
 def _files(path: Path) -> list[Path]:
     try:
-        return sorted(entry for entry in path.iterdir() if entry.is_file())
+        return sorted(entry for entry in path.iterdir() if not entry.is_dir())
     except OSError:
         return []
 
@@ -183,7 +191,7 @@ def _by_tensor(files: list[Container]) -> dict[str, Container]:
 
 def read_config(path: Path) -> GPT2Config:
     where = folder_of(path) / "config.json"
-    if not where.is_file():
+    if not os.path.lexists(where):
         raise CheckpointError(f"{path}: no config.json there; {what_is_there(where.parent)}")
     return GPT2Config.from_hf(read_json(where), str(where))
 
@@ -208,13 +216,13 @@ def _stated(path: Path, files: Mapping[str, Container]) -> tuple[GPT2Config, str
     if isinstance(file, gguf_file.GGUFFile):
         return gguf_file.config_of(file), ""
     stated = None
-    if isinstance(file, TensorBundle) and (hparams := file.path.parent / "hparams.json").is_file():
+    if isinstance(file, TensorBundle) and os.path.lexists(hparams := file.path.parent / "hparams.json"):
         stated = _checked(_sizes(read_hparams(hparams), OPENAI), hparams)
     if isinstance(file, TorchFile) and file.model_args:
         stated = _from_nanogpt(file.model_args, file.path, files)
     if isinstance(file, LlmcFile):
         stated = _checked(file.sizes, file.path)
-    written = read_config(path) if os.path.lexists(folder_of(path) / "config.json") else None  # a link to nothing is said
+    written = read_config(path) if os.path.lexists(folder_of(path) / "config.json") else None
     if written and stated and (odd := [name for name in SIZES if getattr(written, name) != getattr(stated, name)]):
         both = ", ".join(f"{name} {getattr(written, name)} and {getattr(stated, name)}" for name in odd)
         raise CheckpointError(f"{path}: config.json and the checkpoint itself disagree: {both}; remove the wrong config.json")

@@ -127,7 +127,7 @@ def read_adapter(path: Path) -> Adapter:
     more += ["init_lora_weights"] if config.get("init_lora_weights") not in INITIALISATIONS else []
     if more:
         raise CheckpointError(f"{where}: uses {listed(more)}, which is more than LoRA; {advice}")
-    if (weights := next((path / name for name in (WEIGHTS, PICKLED) if (path / name).is_file()), None)) is None:
+    if (weights := next((path / name for name in (WEIGHTS, PICKLED) if os.path.lexists(path / name)), None)) is None:
         raise CheckpointError(f"{path}: has no {WEIGHTS} beside {CONFIG}; fetch the adapter again")
     file = open_file(weights)
     pairs: dict[str, dict[str, str]] = {}

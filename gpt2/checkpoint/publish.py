@@ -18,7 +18,7 @@ from gpt2.checkpoint.cache import COMMIT, Declared, digest_of
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, open_path
 from gpt2.checkpoint.describe import File
 from gpt2.checkpoint.export import TOKENIZER_FILES
-from gpt2.checkpoint.files import ADAPTER, INDEX
+from gpt2.checkpoint.files import ADAPTER, INDEX, require_small
 from gpt2.checkpoint.hub import MAX_ANSWER, explained, list_files, moving, no_hub, one_line, request_headers
 from gpt2.checkpoint.loading import require_finite, rows_note
 from gpt2.checkpoint.names import REPOSITORY
@@ -33,18 +33,17 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 ADAPTERS = (ADAPTER, ADAPTER_WEIGHTS, f"adapter/{ADAPTER}", f"adapter/{ADAPTER_WEIGHTS}")
-BESIDE = {
-    *("config.json", "generation_config.json", "special_tokens_map.json", "LICENSE", *ADAPTERS),
-    *(card.CARD, card.CURVES, card.RECORD, *TOKENIZER_FILES),
-}
+BESIDE = {"config.json", "generation_config.json", "LICENSE", *ADAPTERS, card.CARD, card.CURVES, card.RECORD, *TOKENIZER_FILES}
 PATH = "a path of this machine"
 # What must not be sent unseen, by its name for the user. Of weights only the first bytes are searched, their header.
 PRIVATE = {
-    "a token": rb"hf_[A-Za-z0-9]{16,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|AKIA[0-9A-Z]{16}|xox[abpr]-[\w-]{10,}",
-    "a key": rb"-----BEGIN [A-Z ]*PRIVATE KEY-----",
-    PATH: rb'(?:/home/|/Users/|/root/|\b[A-Za-z]:\\{1,2}Users\\{1,2})[\w.+/-]+|"base_model_name_or_path": *"[~./][^"]*"',
+    "a token": rb"\b(?:hf_|api_org_|sk-|gh[pousr]_|github_pat_|glpat-|npm_|pypi-|AIza|A[KS]IA|xox[a-z]-|xapp-|ya29\.)[\w-]{16,}"
+    rb"|(?i:(?:api|access|secret|auth)[_-]?(?:key|token|secret)|passw(?:or)?d)[\"']? *[:=] *[\"']?[^\s\"'<]{8,}",
+    "a key": rb"-----BEGIN [A-Z ]*PRIVATE KEY",
+    PATH: rb"(?:/home/|/Users/|/root/|(?<!\w)/(?:scratch|mnt|media|Volumes|workspace|lustre|gpfs)/"
+    rb'|\b[A-Za-z]:\\{1,2}Users\\{1,2})[\w.+/-]+|"base_model_name_or_path": *"[~./][^"]*"',
 }
-HEAD = 1 << 20
+HEAD, LARGE = 1 << 20, (".safetensors", ".gguf")
 PATIENCE, SLOWEST = 60.0, 10_000  # seconds for an answer or until something moves; bytes a second that an upload has at least
 # Headers of an answer that are not passed on: of a body that is decoded, and how long the client would sleep.
 DROPPED = ("content-encoding", "content-length", "transfer-encoding", "ratelimit", "ratelimit-policy", "retry-after")
@@ -120,9 +119,11 @@ def plan(folder: str | Path, repo: str | None = None, record: card.Record | None
         if not (path.resolve().is_file() and path.resolve().is_relative_to(folder)):
             what = f"{given}/{path.relative_to(folder)}: a link that leads out of the folder, or no file"
             raise InputError(f"{what}; put a copy of the file there")
+        if path.suffix not in LARGE:
+            require_small(path)
     files = {name: File(name, (folder / name).stat().st_size, sha256(folder / name)) for name in names}
     notes += card.check(folder, {name: file.sha256 for name, file in files.items()})
-    if MANIFEST in present and (damage := unlike_manifest(folder, weights)):
+    if (folder / MANIFEST).exists() and (damage := unlike_manifest(folder, weights)):
         raise InputError(f"{given}: {damage}; restore it from a copy, or, if you changed it yourself, remove {MANIFEST}")
     record, written, private = record or card.read_record(folder), dict[str, bytes](), list[str]()
     if repo and record and card.CARD in files:
@@ -130,7 +131,7 @@ def plan(folder: str | Path, repo: str | None = None, record: card.Record | None
     files |= {name: File(name, len(content), hashlib.sha256(content).hexdigest()) for name, content in written.items()}
     for name in files:
         with opened(folder / name) as file:
-            content = written.get(name) or file.read(HEAD if name in weights else -1)
+            content = written.get(name) or file.read(HEAD if name.endswith(LARGE) else -1)
         for what, pattern in PRIVATE.items():
             if found := re.search(pattern, content):
                 text = found[0].decode(errors="replace")
@@ -151,7 +152,7 @@ def _check_model(folder: Path, given: Path) -> tuple[set[str], list[str]]:
         weights = {ADAPTER_WEIGHTS}
     else:
         weights = {container.path.name for container in checkpoint.assignment.files.values()}
-        if others := sorted(name for name in weights if not name.endswith((".safetensors", ".gguf"))):
+        if others := sorted(name for name in weights if not name.endswith(LARGE)):
             what = f"the weights are read from {others[0]}, which is not sent"
             raise InputError(f"{given}: {what}; gpt2 export {given} DIR writes safetensors")
         weights |= {INDEX} if len(weights) > 1 else set()
@@ -246,9 +247,10 @@ def _careful() -> Iterator[None]:
 
 
 def _stay(answer: Response) -> None:
-    """Raise InputError if an answer leads to another host."""
+    """Raise InputError if an answer leads to another host, or to the same without encryption."""
     asked = answer.request.url
-    if answer.has_redirect_location and (there := asked.join(answer.headers["location"])).netloc != asked.netloc:
+    there = asked.join(answer.headers["location"]) if answer.has_redirect_location else asked
+    if (there.scheme, there.netloc) != (asked.scheme, asked.netloc):
         what = f"{asked.host} sends the upload on to {there.scheme}://{there.netloc.decode()}"
         raise InputError(f"{what}, where nothing was sent; if that is your Hub, set HF_ENDPOINT to it")
 

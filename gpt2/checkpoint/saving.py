@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.containers import listed, require_whole_files
-from gpt2.checkpoint.containers.safetensors_file import DTYPES
-from gpt2.checkpoint.files import WEIGHTS
+from gpt2.checkpoint.containers.safetensors_file import DTYPES, SafetensorsFile
+from gpt2.checkpoint.files import WEIGHTS, require_small
 from gpt2.checkpoint.keys import expected, to_file
-from gpt2.data.files import opened, read_all, written_aside
-from gpt2.errors import InputError
+from gpt2.data.files import MOST, opened, read_all, warn_once, written_aside
+from gpt2.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
     from gpt2.config import GPT2Config
@@ -99,24 +99,29 @@ def sha256(path: Path) -> str:
 
 def unlike_manifest(directory: Path, needed: Iterable[str] = ()) -> str:
     """Return in which file ``directory`` is not what its manifest (name -> sha256) states, or which ``needed`` one that does not
-    list; "" if in none. The card is not compared, because people edit it.
+    list; "" if in none. The card is not compared, because people edit it. Nothing is hashed where a size is wrong.
     """
     try:
         manifest = json.loads(read_all(directory / MANIFEST))
         for name in needed:
             if name not in manifest:
                 return f"{MANIFEST} does not list {name}"
-        names = [name for name, _ in manifest.items() if name != CARD]
+        stated = {directory / name: digest for name, digest in manifest.items() if name != CARD}
+        for path in stated:
+            path.stat()  # raises FileNotFoundError
+            SafetensorsFile(path) if path.suffix == ".safetensors" else require_small(path)
+        if (size := sum(path.stat().st_size for path in stated)) > MOST:
+            warn_once(f"{directory}: comparing {size / 1e9:.1f} GB with the sha256 in {MANIFEST}")
         with ThreadPoolExecutor() as pool:
-            found = pool.map(lambda name: sha256(directory / name), names)
-            differ = [name for name, actual in zip(names, found, strict=True) if actual != manifest[name]]
-        if differ:
-            return f"{differ[0]} does not have the sha256 that {MANIFEST} states"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+            differ = [path for path, found in zip(stated, pool.map(sha256, stated), strict=True) if found != stated[path]]
+    except OSError as error:
+        what = "missing" if isinstance(error, FileNotFoundError) else f"unreadable ({error.strerror})"
+        return f"{Path(error.filename or directory).name} is {what}"
+    except CheckpointError:  # its size is not what its header states, or too large
+        differ = [path]
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         return f"unreadable ({error})"
-    return ""
+    return f"{differ[0].relative_to(directory).as_posix()} does not have the sha256 that {MANIFEST} states" if differ else ""
 
 
 def _plain(model: GPT2) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from gpt2.cli.common import Status, add_device, add_model, nobody_reads, say, seed, write_result
-from gpt2.errors import InputError
+from gpt2.errors import InputError, require_memory
 
 if TYPE_CHECKING:
     from gpt2.data import Tokenizer
@@ -127,10 +127,13 @@ class _Writer:
         from gpt2.checkpoint.loading import require_rows
         from gpt2.generation import Ending, stream
 
-        require_rows(ids, self.tokenizer, self.decoder.model.config, "--prompt")
-        if (dropped := len(ids) - (limit := self.decoder.model.config.n_positions)) > 0:
+        config, wte = self.decoder.model.config, self.decoder.model.wte.weight
+        require_rows(ids, self.tokenizer, config, "--prompt")
+        if (dropped := len(ids) - (limit := config.n_positions)) > 0:
             print(f"note: the first {dropped:,} of {len(ids):,} tokens are dropped; the model reads {limit:,}", file=sys.stderr)
-        prompt = torch.tensor([ids] * samples, dtype=torch.long, device=self.decoder.model.wte.weight.device)
+        needed = samples * min(limit, len(ids) + self.args.max_new_tokens) * 2 * config.n_layer * config.n_embd * wte.itemsize
+        require_memory(needed, f"{samples:,} samples: their keys and values", "take fewer, or --max-new-tokens")
+        prompt = torch.tensor([ids] * samples, dtype=torch.long, device=wte.device)
         text = codecs.getincrementaldecoder("utf-8")("replace")
         ends: list[Ending] = [Ending(self.stop) for _ in prompt]
         rows: list[list[int]] = [[] for _ in prompt]

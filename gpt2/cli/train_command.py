@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2.cli.common import save_page, size, write_result
+from gpt2.cli.common import save_page, say, size, write_result
 from gpt2.cli.serving import listen, one_page, serve
 from gpt2.errors import InputError, printable
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             name: {"description": each.description, "expect": each.expect or None, "takes": each.takes, "needs": each.data.needs}
             for name, each in recipes.items()
         }
-        write_result(args.json, lambda: json.dumps(body, indent=2), lambda: print(_list(recipes)))
+        write_result(args.json, lambda: json.dumps(body, indent=2), lambda: say(_list(recipes)))
         return 0
     if args.recipe in ("plot", "watch") and args.json:
         raise InputError(f"--json has no effect with {args.recipe}: the numbers are in RUN/metrics.jsonl; leave it out")
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         from gpt2.train.listing import list_data
 
         listing = list_data(read(args.recipe, args.set), args.init)
-        write_result(args.json, lambda: json.dumps(asdict(listing), indent=2), lambda: print(listing.table()))
+        write_result(args.json, lambda: json.dumps(asdict(listing), indent=2), lambda: say(listing.table()))
         return 0
     if args.nproc < 1:
         raise InputError(f"--nproc {args.nproc}: give the number of processes, 1 or more")
@@ -152,7 +152,7 @@ def _train(args: argparse.Namespace) -> int:
         if not result.best_step and result.step >= min(recipe.eval_every, recipe.steps):
             unchanged = "it holds the initial weights, unchanged: training never improved on them"
             text += f"\n{unchanged}; lower optim.lr, or give more text"
-        write_result(args.json, lambda: json.dumps(body, indent=2), lambda: print(text))
+        write_result(args.json, lambda: json.dumps(body, indent=2), lambda: say(text))
     return 130 if result.stopped == "interrupted" else 0
 
 

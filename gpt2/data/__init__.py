@@ -28,4 +28,4 @@ def from_directory(path: str | os.PathLike[str]) -> Tokenizer:
 
 def holds_tokenizer(directory: Path) -> bool:
     """Return whether a directory has any tokenizer file, complete or not."""
-    return any((directory / name).is_file() or (directory / name).is_symlink() for name in FILES)
+    return any(os.path.lexists(directory / name) for name in FILES)

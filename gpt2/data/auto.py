@@ -11,6 +11,7 @@ tokenization_utils_tokenizers.py (`TokenizersBackend`), and the `__init__` of ea
 import base64
 import json
 from collections.abc import Callable, Mapping
+from os.path import lexists
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from tokenizers import Tokenizer as Pipeline
 from gpt2.config import quoted
 from gpt2.data.bpe import as_pairs, byte_level_pipeline
 from gpt2.data.byte_level import N_BYTES, Merges, byte_alphabet, state
-from gpt2.data.files import END_OF_TEXT, TOKENIZER_FILES, link_to_nothing, read, read_json, read_text, warn_once
+from gpt2.data.files import END_OF_TEXT, TOKENIZER_FILES, read, read_json, read_text, warn_once
 from gpt2.data.library import ROLES, LibraryTokenizer, library, template_around, text_of
 from gpt2.data.pieces import PiecesTokenizer, pieces_of
 from gpt2.data.tokenizer import Tokenizer
@@ -151,7 +152,7 @@ CLASSES["MT5Tokenizer"] = CLASSES["T5Tokenizer"]
 
 def open_folder(folder: Path) -> Tokenizer:
     """Return the folder's tokenizer. Raises InputError: its files are missing or damaged, or of a class that is not known."""
-    with library(str(folder / WHOLE if (folder / WHOLE).is_file() else folder)):  # any value may stand in a file
+    with library(str(folder / WHOLE if lexists(folder / WHOLE) else folder)):  # any value may stand in a file
         return _open(folder)
 
 
@@ -161,11 +162,11 @@ def _open(folder: Path) -> Tokenizer:
     kind = CLASSES.get(name)
     if name == "LlamaTokenizer" and any("ByteLevel" in json.dumps(whole.get(step)) for step in ("pre_tokenizer", "decoder")):
         kind = None
-    elif kind is None and name not in (*GENERAL, SLOW) and (whole or (folder / BPE_FILES[0]).is_file()):
+    elif kind is None and name not in (*GENERAL, SLOW) and (whole or lexists(folder / BPE_FILES[0])):
         how = f"{WHOLE} is run as it is" if whole else "its files are read as GPT-2's"
         warn_once(f"{folder}: its tokenizer's class, {name}, is not known here; {how} (gpt2 verify compares)")
     config, roles, declared, extra = _declared(folder, config, whole)
-    kept = {file: read(folder / file) for file in TOKENIZER_FILES if (folder / file).is_file()}
+    kept = {file: read(folder / file) for file in TOKENIZER_FILES if lexists(folder / file)}
     if "tokenizer_class" not in config and name != "GPT2Tokenizer":  # config.json says it, or nobody: other copies need it here
         kept[CONFIG] = (json.dumps({**_object(folder / CONFIG), "tokenizer_class": name}, indent=2) + "\n").encode()
     if name == SLOW and PIECES in kept:
@@ -201,7 +202,7 @@ def class_name(folder: Path, config: Mapping[str, Any] | None = None) -> str:
     """Return the class that reads the folder's tokenizer, without "Fast": the one it names, else the one that fits its files."""
     config = _object(folder / CONFIG) if config is None else config
     named = config.get("tokenizer_class") or _object(folder / "config.json").get("tokenizer_class")
-    there = [name for name in (WHOLE, BPE_FILES[0], OPENAI[0], VOCAB, PIECES) if (folder / name).is_file()]
+    there = [name for name in (WHOLE, BPE_FILES[0], OPENAI[0], VOCAB, PIECES) if lexists(folder / name)]
     fits = {VOCAB: "BertTokenizer", PIECES: "T5Tokenizer"}.get(there[0] if there else "", "GPT2Tokenizer")
     name = named.removesuffix("Fast") if isinstance(named, str) else fits
     return fits if name in GENERAL and WHOLE not in there else name
@@ -209,7 +210,7 @@ def class_name(folder: Path, config: Mapping[str, Any] | None = None) -> str:
 
 def _object(path: Path) -> dict[str, Any]:
     """Read a JSON object; {} if there is no such file."""
-    content = read_json(path) if path.is_file() or link_to_nothing(path) else {}
+    content = read_json(path) if lexists(path) else {}
     if not isinstance(content, dict) or (path.name == WHOLE and content and not isinstance(content.get("model"), dict)):
         raise InputError(f"{path} is not what that name says, a JSON object of the `tokenizers` library; fetch it again")
     return content
@@ -284,7 +285,7 @@ def _parts(folder: Path, name: str, kind: Kind, config: dict[str, Any], whole: M
         charsmap = next((base64.b64decode(table) for table in tables if table), None)
         return Parts(model.get("vocab"), as_pairs(model.get("merges"), str(folder / WHOLE)), charsmap, config), []
     for vocab, merges in (BPE_FILES, OPENAI) if kind.build is _byte_level else ():
-        if (folder / vocab).is_file() and (folder / merges).is_file():
+        if lexists(folder / vocab) and lexists(folder / merges):
             # Only "\n" ends a line: Python's other line ends may be part of a token. The last line may lack it.
             lines = [line.removesuffix("\r") for line in read_text(folder / merges).split("\n")]
             pairs = as_pairs([line for line in lines if line and not line.startswith("#version")], str(folder / merges))
@@ -293,19 +294,16 @@ def _parts(folder: Path, name: str, kind: Kind, config: dict[str, Any], whole: M
                 odd = next(token for token, i in table.items() if twice.get(i) != token)
                 raise InputError(f"{folder / vocab}: the id of {quoted(odd)} is no number of its own; fetch the file again")
             return Parts(table, pairs, None, config), []
-    if kind.build is _bert and (folder / VOCAB).is_file():
+    if kind.build is _bert and lexists(folder / VOCAB):
         lines = read_text(folder / VOCAB).removesuffix("\n").split("\n")
         return Parts({line.rstrip(): i for i, line in enumerate(lines)}, (), None, config), []
-    if kind.build in (_t5, _albert) and (folder / PIECES).is_file():
+    if kind.build in (_t5, _albert) and lexists(folder / PIECES):
         proto = pieces_of(folder / PIECES)
         controls = [piece for piece in proto.pieces if piece.type in (3, 4)]
         special = [AddedToken(piece.piece, normalized=False, special=piece.type == 3) for piece in controls]
         scores = [(piece.piece, piece.score) for piece in proto.pieces] + [(text_of(token), 0.0) for token in kind.extra(config)]
         return Parts(scores, (), proto.normalizer_spec.precompiled_charsmap or None, config), [*special]
-    files = (*BPE_FILES, *OPENAI, VOCAB, PIECES)
-    if gone := next((folder / file for file in files if link_to_nothing(folder / file)), None):
-        raise InputError(f"{gone} is {link_to_nothing(gone)}")
-    there = ", ".join(file for file in files if (folder / file).is_file())
+    there = ", ".join(file for file in (*BPE_FILES, *OPENAI, VOCAB, PIECES) if lexists(folder / file))
     if there and name not in CLASSES:
         raise InputError(f"{folder}: its tokenizer, a {name}, is not known here; save it as {WHOLE} with transformers")
     wanted = ", ".join([WHOLE, *(" + ".join(pair) for pair in (BPE_FILES, OPENAI)), VOCAB, PIECES])

@@ -5,6 +5,7 @@ documents of a table whose ``data.prompt`` is the template ``before{question}aft
 """
 
 import json
+import os
 import string
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -49,9 +50,7 @@ class ChatFormat:
     def read(cls, directory: Path) -> Self | None:
         """Return the format in a model's folder, or None. Raises InputError: its file is damaged."""
         file = directory / FILE
-        if not file.is_file():
-            return None
-        return cls(*read_fields(file, before="...", after="..."))
+        return cls(*read_fields(file, before="...", after="...")) if os.path.lexists(file) else None
 
     def text(self) -> str:
         """Return the content of the file."""

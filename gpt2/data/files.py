@@ -22,6 +22,8 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja"),
     *("vocab.json", "merges.txt", "vocab.txt", "spiece.model"),
 )
+# Every file beside the weights in the Hub's layout; repositories also hold copies for TensorFlow, Flax, Rust and ONNX.
+SMALL = ("config.json", "generation_config.json", "chat.json", *TOKENIZER_FILES)
 
 LEGACY = ("added_tokens.json", "special_tokens_map.json")  # read beside the others: those of an earlier tokenizer are removed
 
@@ -46,7 +48,7 @@ def opened(path: str | os.PathLike[str], **form: Any) -> Any:
     file = open(path, **{"mode": "rb", **form}, opener=waits_not)  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "a pipe or a device; copy what it holds into a file")
+        raise OSError(errno.EINVAL, "a pipe or a device; copy what it holds into a file", str(path))
     return file
 
 
@@ -54,7 +56,7 @@ def read_all(path: str | os.PathLike[str], most: int = MOST) -> bytes:
     """Return what a file holds. Raises OSError as :func:`opened` does, and for more than ``most`` bytes, unread."""
     with opened(path) as file:
         if os.fstat(file.fileno()).st_size > most:
-            raise OSError(errno.EFBIG, f"it has more than {most >> 20} MiB")
+            raise OSError(errno.EFBIG, f"it has more than {most >> 20} MiB", str(path))
         data: bytes = file.read()
     return data
 
@@ -94,8 +96,7 @@ def read_json(path: Path) -> object:
         at = f"line {error.lineno} column {error.colno}"
         raise InputError(f"{path} is not JSON ({at}); it is damaged or cut off, fetch it again") from None
     except (RecursionError, ValueError) as error:
-        deep = isinstance(error, RecursionError)
-        reason = "its JSON is nested too deep" if deep else "it holds a number of thousands of digits"
+        reason = "its JSON is nested too deep" if isinstance(error, RecursionError) else "it has a number of thousands of digits"
         raise InputError(f"{path} is not a tokenizer's file: {reason}; fetch it again") from None
 
 
@@ -114,7 +115,7 @@ def stated_ends(folder: Path) -> tuple[int, ...] | None:
     null for none); None if neither says it.
     """
     for name in ("generation_config.json", "config.json"):
-        content = read_json(folder / name) if (folder / name).is_file() else None
+        content = read_json(folder / name) if os.path.lexists(folder / name) else None
         if isinstance(content, dict) and "eos_token_id" in content:
             value = content["eos_token_id"]
             ids = value if isinstance(value, list) else [] if value is None else [value]

@@ -60,7 +60,7 @@ def is_dump(text: str) -> bool:
     """Return whether WHAT of the command line is meant as a dump, not as ``FILE.py:build`` or as a checkpoint."""
     path = Path(text).expanduser()
     if path.is_dir():
-        return not (path / "config.json").is_file()
+        return not os.path.lexists(path / "config.json")
     if path.suffix.lower() == ".safetensors" and path.is_file():
         with suppress(InputError):
             names = list(SafetensorsFile(path).entries)

@@ -11,13 +11,12 @@ from typing import Any, Self
 
 from gpt2.checkpoint.saving import write_file
 from gpt2.config import GPT2Config
-from gpt2.data.files import read_all
 from gpt2.measure.metrics import LanguageScore
 from gpt2.train.bigram import BigramConfig
 from gpt2.train.boards import Board, boards
 from gpt2.train.folders import writing
 from gpt2.train.recipe import Recipe
-from gpt2.train.runs import METRICS, row_of
+from gpt2.train.runs import METRICS, lines_of, row_of
 from gpt2.train.state import Progress
 
 
@@ -123,9 +122,8 @@ class Metrics:
             return
         path, kept = folder / METRICS, []
         with writing(folder):
-            if resumed is not None and path.is_file():
-                lines = read_all(path).decode(errors="replace").splitlines()
-                kept = [line for line in lines if (row := row_of(line)) and row["step"] <= resumed.step]
+            if resumed is not None and path.exists():
+                kept = [line for line in lines_of(path) if (row := row_of(line)) and row["step"] <= resumed.step]
             write_file(path, "".join(f"{line}\n" for line in kept).encode())
             self.boards = boards(recipe, folder, None if resumed is None else resumed.step + 1)
             self.file = open(path, "a", buffering=1)  # noqa: SIM115 - open as long as the run

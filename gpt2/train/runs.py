@@ -119,20 +119,25 @@ def read(folders: Sequence[str | Path], *, waits: bool = False) -> list[Run]:
     runs = []
     for index, folder in enumerate(folders):
         path, recipe = Path(folder) / METRICS, {}
-        try:
-            lines = read_all(path).decode(errors="replace").splitlines()
+        lines, age = list[str](), math.inf
+        if path.exists() or not waits:
+            lines = lines_of(path)
             age = max(0.0, time.time() - path.stat().st_mtime)
-        except OSError as error:
-            if not (waits and isinstance(error, FileNotFoundError)):
-                why = f"cannot be read ({error.strerror}); give the folder of a run, as gpt2 train --out made it"
-                raise InputError(f"{path}: {why}") from None
-            lines, age = [], math.inf
         with suppress(OSError, UnicodeDecodeError):
             recipe = parsed(read_all(Path(folder) / RECIPE).decode())
         name = printable(names[index] if names.count(names[index]) == 1 else str(folder), one_line=True)
         rows = [row for row in map(row_of, lines) if row]
         runs.append(Run(name, COLOURS[index % len(COLOURS)], recipe, rows, age))
     return runs
+
+
+def lines_of(path: Path) -> list[str]:
+    """Return the lines of metrics.jsonl, the last of which may be cut. Raises InputError: it cannot be read."""
+    try:
+        return read_all(path).decode(errors="replace").splitlines()
+    except OSError as error:
+        why = f"cannot be read ({error.strerror}); give the folder of a run, as gpt2 train --out made it"
+        raise InputError(f"{path}: {why}") from None
 
 
 def row_of(line: str) -> dict[str, Any]:

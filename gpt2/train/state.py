@@ -238,11 +238,13 @@ def newest_intact(folder: Path) -> tuple[Path | None, list[str]]:
 
     If ``best/`` is damaged, a checkpoint before it is taken, from which it is made again. Raises InputError: there is none.
     """
-    best, skipped, after = folder / BEST, list[str](), False
+    best, skipped, after, made = folder / BEST, list[str](), False, 0
     lost = unlike_manifest(best) if best.exists() else ""
+    with contextlib.suppress(OSError, ValueError):  # unknown: then no checkpoint is before it
+        made = Progress.read(best).step
     for path in checkpoints(folder):
         fault = _fault(path)
-        if not fault and lost and _step(path) >= _best_step(best):
+        if not fault and lost and _step(path) >= made:
             fault, after = f"not before {best.name}/, in which {lost}", True
         if not fault:
             return path, skipped
@@ -250,13 +252,6 @@ def newest_intact(folder: Path) -> tuple[Path | None, list[str]]:
     if after:
         raise InputError(f"{best}: {lost}, and no checkpoint is before it; restore it from a copy, or start anew with --fresh")
     return None, skipped
-
-
-def _best_step(best: Path) -> int:
-    """Return the step of the model in a damaged ``best/``; 0 if unknown, so that no checkpoint is before it."""
-    with contextlib.suppress(OSError, ValueError):
-        return Progress.read(best).step
-    return 0
 
 
 def stored(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:

@@ -172,6 +172,7 @@ MISTAKES = [
     ("diagnose port.py:a-b", "'a-b' is not the name of a function; write port.py:build"),
     ("diagnose port.py --model gtp2 --offline", "unknown model 'gtp2' (did you mean gpt2?)"),
     *((f"diagnose port.py --timeout {seconds}", "--timeout") for seconds in ("0", "-1", "nan", "inf")),
+    ("generate --prompt x --samples 1000000000", "1,000,000,000 samples: their keys and values need about"),
     ("explore --port 99999", "--port 99999: a port is 0 .. 65535; choose another"),
     ("explore --port 1 --html x.html", "--port has no effect with --html"),
     ("explore no/such/folder", "no/such/folder"),

@@ -3,13 +3,15 @@
 import errno
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.commands import mistake, refusal
+from support.commands import ASSET, mistake, refusal
 
+from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.containers import MappedFile
 from gpt2.cli.main import main
 from gpt2.data.files import write_output
@@ -100,6 +102,46 @@ def test_a_pipe_or_device_in_a_file_s_place_is_refused(words: tuple[str, ...], t
     for name in ("pipe", "zero"):
         assert "a pipe or a device" in mistake(capsys, *(word.format(name) for word in words))
         assert "a pipe or a device" in refusal(MappedFile, tmp_path / f"{name}{suffix}")
+
+
+LONE = ("adapter_config.json", "model.safetensors.index.json", "pytorch_model.bin", "flax_model.msgpack", "ckpt.pt")
+BESIDE = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "chat.json",
+)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", *LONE, *BESIDE])
+def test_a_pipe_in_a_model_s_folder_is_refused_by_name(name: str, tmp_path: Path, capsys) -> None:
+    """As config.json it was "no config.json there; the folder holds config.json"; as vocab.json it was passed over."""
+    folder = tmp_path / "model"
+    shutil.copytree(ASSET, folder)
+    (folder / (name if name in BESIDE else "model.safetensors")).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    for words in (["info"], ["generate", "--prompt", "x", "--max-new-tokens", "1"]):
+        said = mistake(capsys, *words, str(folder))
+        assert f"{name}" in said
+        assert "a pipe or a device" in said
+
+
+def test_only_what_a_checkpoint_is_read_from_is_hashed(tmp_path: Path, capsys) -> None:
+    """A file of 6 GB beside the weights was hashed for a minute; as one of the small ones it is refused by its size."""
+    folder = tmp_path / "model"
+    shutil.copytree(ASSET, folder)
+    for name in ("stray.safetensors", "optimizer.bin", "notes.txt", "LICENSE"):
+        (folder / name).touch()
+        os.truncate(folder / name, 6 * 10**9)
+    assert {path.name for path in open_path(folder).files().values()} == {path.name for path in ASSET.iterdir()} - {"README.md"}
+    assert "LICENSE: has 6,000,000,000 bytes, and such a file at most" in mistake(
+        capsys, "publish", str(folder), "a/b", "--dry-run"
+    )
+    os.truncate(folder / "vocab.json", 6 * 10**9)
+    assert "vocab.json: has 6,000,000,000 bytes" in mistake(capsys, "info", str(folder))
 
 
 def test_ctrl_c_while_it_starts_is_no_traceback() -> None:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from gpt2.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from gpt2.checkpoint.names import VERIFIES, ModelName
 from gpt2.cli.main import main
 from gpt2.errors import InputError
+from gpt2.port.diagnosis.runner import watch
 from gpt2.port.dump.programs import ProgramError, diagnose_program, given_ids, run_program, split
 
 Answer = TypeVar("Answer")
@@ -188,16 +190,40 @@ while len(open(more[0], "a+").seek(0) or open(more[0]).read().split()) < 2:
 """
 
 
+SIGNALLED = [("getpid", 19), ("getppid", 9), ("getppid", 15), ("getppid", 19)]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-@pytest.mark.parametrize("ending", ["sys.exit(3)", "time.sleep(600)", "os.kill(os.getpid(), 19)"])
+@pytest.mark.parametrize("ending", ["sys.exit(3)", "time.sleep(600)", *(f"os.kill(os.{p}(), {s})" for p, s in SIGNALLED)])
 def test_children_that_have_left_its_session_end_too(ending: str, tmp_path: Path, checkpoint: Checkpoint) -> None:
-    """Bug: after setsid, and as orphans without our environment, they outlived a program that ended, hung or stopped itself."""
+    """Bug: after setsid, and as orphans without our environment, they outlived a program that ended, hung or stopped itself,
+    or its parent."""
     command = script(tmp_path, LEAVING + ending, f"{{ids}} {{out}} {tmp_path / 'pids'}")
     with pytest.raises(ProgramError), run_program(command, checkpoint, timeout=2):
         pass
     pids = (tmp_path / "pids").read_text().split()
     assert len(pids) == 2
     assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_children_that_live_for_a_millisecond_end_too(tmp_path: Path) -> None:
+    """Bug: each starts the next and ends, so that no walk through /proc met one: they went on."""
+    file = tmp_path / "generations"
+    comet = """
+    if os.fork() == 0:
+        os.setsid()
+        while time.time() < end:
+            open(sys.argv[1], "a").write("x")
+            if os.fork():
+                os._exit(0)
+    time.sleep(0.3)
+    """
+    begin = "import os, sys, time; end = time.time() + 5"
+    assert watch([sys.executable, "-S", "-c", begin + textwrap.dedent(comet), str(file)], tmp_path, 20.0) == 0
+    generations = file.stat().st_size
+    time.sleep(0.3)
+    assert file.stat().st_size == generations > 5
 
 
 PROGRAMS = (Path(gpt2.__file__).parent / "port" / "PROGRAMS.md").read_text()

@@ -79,8 +79,8 @@ class MappedFile:
             self.size = self.file.seek(0, 2)
         except OSError as error:
             gone = link_to_nothing(path)
-            what = f"is {gone}" if gone else f"cannot be read ({error.strerror}); check that it is there, and yours to read"
-            raise CheckpointError(f"{path}: {what}") from None
+            what = f" is {gone}" if gone else f": cannot be read ({error.strerror}); check that it is there, and yours to read"
+            raise CheckpointError(f"{path}{what}") from None
 
     def bytes(self, start: int, count: int) -> bytes:
         """Read up to ``count`` bytes from ``start``; none if ``start`` is outside the file."""

@@ -223,8 +223,9 @@ def checkpoint_prefix(directory: Path) -> Path | None:
     """Return the prefix of a directory's checkpoint, or None. Raises CheckpointError: the named one is missing, or several."""
     state, text = directory / "checkpoint", b""
     try:
-        indexes = sorted(entry.name for entry in directory.iterdir() if entry.suffix == ".index" and entry.is_file())
-        if state.is_file():
+        there = sorted(entry.name for entry in directory.iterdir() if not entry.is_dir())
+        indexes = [name for name in there if name.endswith(".index")]
+        if state.name in there:
             text = MappedFile(state).bytes(0, HEADER_LIMIT)
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot be read ({error.strerror}); check that it is yours to read") from None

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
+from functools import partial
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
+from gpt2.checkpoint.hub import moving
 from gpt2.errors import InputError, printable
 
 KEY = "OPENAI_API_KEY"
 TRIES = 5
 LONGEST_WAIT = 60.0  # seconds that a server may ask to wait
-TIMEOUT = 120.0  # seconds
+TIMEOUT = 120.0  # seconds for a whole answer
 MAX_ANSWER = 1 << 26  # bytes
 
 
@@ -38,10 +41,14 @@ def post(url: str, body: dict[str, Any], name: str, *, private: bool, proxy: boo
     request = Request(url, json.dumps(body).encode(), headers)
     opener = build_opener(_NoRedirect, *([] if proxy else [ProxyHandler({})]))
     why, wait = "", 0.5
+
+    def whole() -> bytes:
+        with opener.open(request, timeout=TIMEOUT) as response:
+            return bytes(response.read(MAX_ANSWER + 1))
+
     for attempt in range(TRIES):
         try:
-            with opener.open(request, timeout=TIMEOUT) as response:
-                answer = response.read(MAX_ANSWER + 1)
+            answer = moving(whole, lambda: None, TIMEOUT)
             if len(answer) > MAX_ANSWER:
                 raise InputError(f"{name}: answered more than {MAX_ANSWER:,} bytes; give the address that ends in /v1")
             found = json.loads(answer)
@@ -49,8 +56,10 @@ def post(url: str, body: dict[str, Any], name: str, *, private: bool, proxy: boo
                 raise ValueError("no object")
             return found
         except HTTPError as error:
-            with error:
-                why, beginning = f"answered {error.code} {error.reason}", _beginning(error)
+            why, beginning = f"answered {error.code} {error.reason}", ""
+            with error, contextlib.suppress(OSError, HTTPException):
+                start = moving(partial(error.read, 300), lambda: None, TIMEOUT)
+                beginning = printable(start.decode("utf-8", "replace"), one_line=True)
             if error.code in (400, 422, 500, 501) and refusable:
                 return {}
             if error.code in (401, 403):
@@ -70,11 +79,3 @@ def post(url: str, body: dict[str, Any], name: str, *, private: bool, proxy: boo
         if attempt < TRIES - 1:
             time.sleep(wait)
     raise InputError(f"{name}: {why}, {TRIES} times; start the server, or try again later")
-
-
-def _beginning(answer: HTTPError) -> str:
-    """Return the beginning of an error's text, in one line."""
-    try:
-        return printable(answer.read(300).decode("utf-8", "replace"), one_line=True)
-    except (OSError, HTTPException):
-        return ""

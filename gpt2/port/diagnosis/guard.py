@@ -1,9 +1,10 @@
 """Run a user's program, and end all of it: a small process between the two, a script that imports none of our code.
 
 The parent may be killed with no time to clean up, and the program's children may leave its session, or be orphans. So this
-process is the program's parent, on Linux also of its orphans (PR_SET_CHILD_SUBREAPER). It ends them all when the program has
-ended, when the parent writes a line to stdin, and when the parent is gone; then it also removes the folder. Without /proc, as on
-macOS, it ends the program's process group: a child that has left the group goes on.
+process inherits them, on Linux also its orphans (PR_SET_CHILD_SUBREAPER); the program's own parent, which it may end or stop, is
+a second one (:func:`run`). It ends them all when the program has ended, when the parent writes a line to stdin, and when the
+parent is gone; then it also removes the folder. Without /proc, as on macOS, it ends the program's process group: a child that has
+left the group goes on.
 """
 
 from __future__ import annotations
@@ -18,55 +19,57 @@ import threading
 import time
 from contextlib import suppress
 
-# Files in the folder: the program's exit code, and the number of the error that kept it from starting.
-CODE, REFUSED = "code", "refused"
+CODE, REFUSED, RUN = "code", "refused", "--run"  # files in the folder, and the word that calls for :func:`run`
 PR_SET_CHILD_SUBREAPER = 36
-TRIES = 100  # a killed process may still be starting others, or writing
+SECONDS, TRIES = 10.0, 100  # to end all; to remove the folder, in which one may still be writing
 
 
 def end(process: int) -> None:
-    """End a process and its process group, if the system has those; on Linux also all that descend from this process."""
-    with suppress(ProcessLookupError, PermissionError):
+    """End a process and its process group, or on Windows its children; on Linux also all that descend from this process.
+
+    Whose parent ends is a child of this process. So it kills its children until it has none: also those that live for a
+    millisecond, and whom no walk through /proc meets.
+    """
+    with suppress(OSError):
         if hasattr(os, "killpg"):
             os.killpg(process, signal.SIGKILL)
         else:
-            os.kill(process, signal.SIGTERM)  # TerminateProcess on Windows
-    for _ in range(TRIES):
-        if not (left := descendants(os.getpid())):
-            break
-        for each in left:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(each, signal.SIGKILL)
-        time.sleep(0.01)
+            subprocess.call(("taskkill", "/F", "/T", "/PID", str(process)), stdout=subprocess.DEVNULL)
+    limit = time.monotonic() + SECONDS * (sys.platform == "linux")
+    with suppress(ChildProcessError):  # there is none
+        while time.monotonic() < limit:
+            for each in children():
+                with suppress(OSError):
+                    os.kill(each, signal.SIGKILL)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
-def descendants(root: int) -> set[int]:
-    """Return the running descendants of a process, as /proc has them."""
-    parents = {}
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        with suppress(OSError, ValueError, IndexError):
-            with open(f"/proc/{int(name)}/stat", "rb") as file:
-                state, parent = file.read().rpartition(b")")[2].split()[:2]
-            if state not in b"ZX":
-                parents[int(name)] = int(parent)
-    family, size = {root}, 0
-    while size < len(family):
-        size = len(family)
-        family |= {child for child, parent in parents.items() if parent in family}
-    return family - {root}
+def children() -> list[int]:
+    """Return the children of this process, which Linux lists by its threads."""
+    found = list[int]()
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError), open(f"/proc/self/task/{thread}/children", "rb") as file:
+            found += map(int, file.read().split())
+    return found
+
+
+def run(folder: str, *command: str) -> None:
+    """Run the command, and leave in the folder its exit code, or the number of the error that kept it from starting."""
+    try:
+        name, number = CODE, subprocess.call(command)
+    except OSError as error:
+        name, number = REFUSED, error.errno or 0
+    with suppress(OSError), open(os.path.join(folder, name), "w") as file:
+        file.write(str(number))
 
 
 def main(folder: str, *command: str) -> None:
-    """Start the command, which prints where this process does, and leave its exit code in the folder."""
+    """Start the command, which prints where this process does, and end all of it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-    except OSError as error:
-        with open(os.path.join(folder, REFUSED), "w") as file:
-            file.write(str(error.errno))
-        return
-
+    between = [sys.executable, "-I", "-S", __file__, RUN, folder]
+    process = subprocess.Popen([*between, *command], stdin=subprocess.DEVNULL, start_new_session=True)
     ending = threading.Event()
 
     def told() -> None:
@@ -82,13 +85,11 @@ def main(folder: str, *command: str) -> None:
 
     thread = threading.Thread(target=told, daemon=True)
     thread.start()
-    code = process.wait()
-    with suppress(OSError), open(os.path.join(folder, CODE), "w") as file:
-        file.write(str(code))
+    process.wait()
     end(process.pid)
     if ending.is_set():  # it removes the folder
         thread.join()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run(*sys.argv[2:]) if sys.argv[1] == RUN else main(*sys.argv[1:])

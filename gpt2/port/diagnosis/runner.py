@@ -120,10 +120,15 @@ def watch(
                 if time.time() - stage.stat().st_mtime > seconds + GRACE:
                     break
     finally:
-        guard.communicate(b"end\n")
+        if os.name == "posix":
+            guard.send_signal(signal.SIGCONT)  # it may have been stopped
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            guard.communicate(b"end\n", timeout=2 * guard_script.SECONDS)
+        guard.kill()
     if (folder / guard_script.REFUSED).is_file():
         raise OSError(number := int((folder / guard_script.REFUSED).read_text()), os.strerror(number))
-    return int((folder / guard_script.CODE).read_text()) if ended else None
+    code = folder / guard_script.CODE  # not there if the program ended its parent too
+    return None if not ended else int(code.read_text()) if code.is_file() else -signal.SIGKILL
 
 
 def _failure(folder: Path, port: Target, timeout: float, code: int | None) -> str:

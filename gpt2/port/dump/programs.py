@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.containers import shown
+from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.names import VERIFIES, ModelName
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
@@ -135,7 +136,7 @@ def run_program(command: str, checkpoint: Checkpoint, *, timeout: float) -> Iter
     """Run CMD on ids of the checkpoint's model, and yield what it wrote, until the block ends and the files are removed.
 
     It runs in the current folder, with nothing to read on its standard input. After ``timeout`` seconds, on an interrupt and
-    when it has ended, its whole process group is killed.
+    when it has ended, it and all its children are killed (on macOS: its process group).
 
     Raises:
         InputError: CMD cannot be split, as :func:`split` says.
@@ -150,7 +151,9 @@ def run_program(command: str, checkpoint: Checkpoint, *, timeout: float) -> Iter
         places = {"{ids}": folder / "ids.npy", "{text}": folder / "ids.txt", "{out}": out}
         if any("{model}" in word for word in words):
             places["{model}"] = _model_folder(checkpoint, folder)
-        _run([_filled(word, places) for word in words], folder, timeout)
+        for placeholder, path in places.items():
+            words = [word.replace(placeholder, str(path)) for word in words]
+        _run(words, folder, timeout)
         yield ProgramDump(_written(out, words[0], folder), ids)
 
 
@@ -160,26 +163,14 @@ def given_ids(config: GPT2Config) -> Tensor:
     return torch.randint(config.vocab_size, (1, min(TOKENS, config.n_positions)), generator=generator)
 
 
-def _filled(word: str, places: dict[str, Path]) -> str:
-    for placeholder, path in places.items():
-        word = word.replace(placeholder, str(path))
-    return word
-
-
 def _model_folder(checkpoint: Checkpoint, folder: Path) -> Path:
     """Return the checkpoint's own folder if it has the two files in float32 and as stored, else one written in ``folder``."""
     if type(checkpoint) is StoredCheckpoint and checkpoint.dtype == checkpoint.stored == torch.float32:
         files = [checkpoint.path / name for name in ("config.json", "model.safetensors")]
-        if all(file.is_file() for file in files) and "wte.weight" in _names(files[1]):
+        if all(file.is_file() for file in files) and "wte.weight" in SafetensorsFile(files[1]).entries:
             return checkpoint.path.resolve()
     model: GPT2 = checkpoint.load()
     return write_official(model.float(), folder / "model")
-
-
-def _names(file: Path) -> set[str]:
-    from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
-
-    return set(SafetensorsFile(file).entries)
 
 
 def _run(words: list[str], folder: Path, timeout: float) -> None:

@@ -1,5 +1,6 @@
 """A server as a side: bounds that hold, wrong servers that are told from one that rounds, keys, limits, and retries."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -9,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +28,7 @@ from gpt2.comparison.bounds_result import Bounds
 from gpt2.comparison.gates import Gate
 from gpt2.comparison.pair import compare
 from gpt2.comparison.sides.server import MAX_SHOWN, RunningServer, ServerSide
+from gpt2.comparison.sides.server_request import TRIES, post
 from gpt2.comparison.sides.side import Running, Top
 from gpt2.data.bpe import train_bpe
 from gpt2.errors import InputError
@@ -316,6 +319,27 @@ def test_an_answer_of_a_whole_vocabulary_is_cut(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("gpt2.comparison.sides.server_request.MAX_ANSWER", 100)
     with completions(standin()) as url, pytest.raises(InputError, match="more than 100 bytes"):
         RunningServer(ServerSide.open(url), tokenizer, 10_000).top(torch.tensor(ids))
+
+
+def test_an_answer_that_trickles_in_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then kept each read within its limit, so that the whole answer had none."""
+    monkeypatch.setattr("gpt2.comparison.sides.server_request.TIMEOUT", 0.4)
+    monkeypatch.setattr("gpt2.comparison.sides.server_request.time.sleep", lambda seconds: None)
+    done = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def trickle() -> None:
+            with contextlib.suppress(OSError), server.accept()[0] as client:
+                while not done.wait(0.1):
+                    client.send(b"H")
+
+        threads = [threading.Thread(target=trickle, daemon=True) for _ in range(TRIES)]
+        for thread in threads:
+            thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/v1/completions"
+        with pytest.raises(InputError, match=r"cannot be reached \(nothing moves in 0.4 s\), 5 times"):
+            post(url, {}, "it", private=True, proxy=False, refusable=False)
+        done.set()
 
 
 def test_gates_judge_the_bounds(text: str) -> None:
