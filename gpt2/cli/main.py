@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_arguments(parser)
         help = "write the result as JSON to FILE; - is stdout, and nothing else goes there"
         parser.add_argument("--json", metavar="FILE", help=help)
-        parser.set_defaults(run=command.run)
+        parser.set_defaults(run=command.run, refuse=parser.error)
     return top
 
 
@@ -129,7 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a Windows pipe's code page lacks many characters
             stream.reconfigure(errors="backslashreplace")
     top = parser()
-    args = top.parse_args(argv)
+    args, unknown = top.parse_known_args(argv)
+    if unknown:  # with the usage of the command, and not of all commands
+        getattr(args, "refuse", top.error)(f"unrecognized arguments: {' '.join(unknown)}")
     if args.command is None and args.completion is None:
         top.print_help()
         return 0
