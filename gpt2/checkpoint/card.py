@@ -238,7 +238,7 @@ def read_record(directory: Path) -> Record | None:
     path = directory / RECORD
     try:
         record = json.loads(read_all(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # also of a module's file
         return None
     except (OSError, ValueError, RecursionError):
         record = None

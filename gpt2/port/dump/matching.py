@@ -56,8 +56,10 @@ class Search:
             self.complete &= not self.late()
             if fits := self._confirmed(ranked, Candidate()):
                 return fits
-        ways = (self._since, self._in_calls, self._fitted, self._quantised)
+        ways, whole = (self._since, self._in_calls, self._fitted, self._quantised), self.deadline
+        self.deadline = whole.part(2 if several else 1)  # two faults are as likely as one in some calls, or with its own number
         fits = next((fits for way in ways if not self.late() and (fits := way())), [])
+        self.deadline = whole
         if fits or self.late() or not several:
             return fits
         return self._paired([*ranked, *self._ranked(waiting, "faults of later calls")])
