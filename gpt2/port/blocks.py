@@ -51,6 +51,16 @@ class Trial:
         return Candidate(tuple((one, self.layer) for one in self.alternatives), head=self.faults).order_of_naming
 
 
+@dataclass(frozen=True, eq=False)
+class Beginning:
+    """The nodes of a block at its first tokens; ``values`` (A, B, D) and ``slack``: of arrays, at the last of these tokens."""
+
+    state: State
+    values: Tensor
+    slack: Tensor
+    bound: float
+
+
 class Blocks:
     """The blocks of a program with the weights in ``model``, of which an ``observation`` holds values.
 
@@ -60,7 +70,6 @@ class Blocks:
     def __init__(self, observation: Observation, model: Model) -> None:
         self.observation, self.model, self.layers = observation, model, model.config.n_layer
         self.known: list[tuple[Alternative, ...]] = []
-        self._cut: tuple[Trial, State] | None = None  # the first tokens of a block
 
     def block(self, layer: int, x: Tensor, until: int = LAST) -> Trial:
         """Return GPT-2's own nodes of a block, with the program's numbers where they are found."""
@@ -177,19 +186,27 @@ class Blocks:
             for node in nodes
         )
 
-    def may_end_in(self, arrays: Sequence[Observed], base: Trial, one: Alternative) -> bool:
-        """Return whether one of ``arrays`` may be a block's result as an alternative gives it, by its first tokens.
+    def beginning(self, base: Trial, arrays: Sequence[Observed]) -> Beginning:
+        """Return the first tokens of a block, and what ``arrays``, which may be its result, hold at the last of these."""
+        rows, tokens = self.model.ids.shape
+        last = min(BEGINNING, tokens) - 1
+        state = Entrance(base.layer, base.state).cut(rows, last + 1).state
+        values, slack = (torch.stack([getattr(one, part)[:, last] for one in arrays]) for part in ("value", "slack"))
+        return Beginning(state, values, slack, 2 * max(one.bound for one in arrays))
+
+    def may_end_in(self, begun: Beginning, base: Trial, one: Alternative) -> bool:
+        """Return whether an array may be a block's result as an alternative gives it, by its first tokens.
 
         What a token's value depends on comes before it. So a large block is computed for a few tokens alone.
         """
         if one.sees in (TEXT, ROWS) or one.steps:
             return True
-        rows, tokens = self.model.ids.shape
-        if self._cut is None or self._cut[0] is not base:
-            self._cut = base, Entrance(base.layer, base.state).cut(rows, min(BEGINNING, tokens)).state
-        cut = self._cut[1]
-        value = self._with(base, cut, one, ("",)).get("")
-        return value is not None and value is not cut[""] and any(seen.at(0, BEGINNING).matches(value) for seen in arrays)
+        right = begun.state[""]
+        value = self._with(base, begun.state, one, ("",)).get("", right)
+        if value is right or value.shape != right.shape:
+            return False
+        loose = begun.slack + begun.bound * value.square().mean().sqrt()
+        return bool(((begun.values - value[:, -1]).abs() <= loose).flatten(1).all(1).any())
 
     def _with(self, base: Trial, old: State, one: Alternative, nodes: Iterable[str]) -> State:
         """Return ``old``, the nodes of ``base``, as one more alternative computes them up to the last of ``nodes``.

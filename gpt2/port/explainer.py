@@ -137,7 +137,8 @@ class Explainer:
         """Yield the alternatives that give a block's result."""
         if not self.model.small:
             arrays = list(self.observation.unexplained("", base.state[""], base.seen.values()))
-            some = [one for one in some if self.blocks.may_end_in(arrays, base, one)]
+            begun = self.blocks.beginning(base, arrays) if arrays else None
+            some = [one for one in some if begun is not None and self.blocks.may_end_in(begun, base, one)]
         return (one for one in some if self.blocks.gives_any(base, one, ("",)))
 
     def _tried(self, base: Trial, some: Iterable[Alternative]) -> tuple[list[Trial], list[Trial]]:

@@ -354,7 +354,7 @@ MERGES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("how", [*list(MERGES)[:2], *(pytest.param(how, marks=pytest.mark.slow) for how in list(MERGES)[2:])])
+@pytest.mark.parametrize("how", ["right", *(pytest.param(how, marks=pytest.mark.slow) for how in list(MERGES)[1:])])
 def test_verify_refuses_an_adapter_that_is_merged_wrongly_into_a_square_matrix(base: Path, adapter: Path, how: str) -> None:
     def build(path: Path, dtype: torch.dtype | None) -> GPT2:
         model, bare = load_path(path, dtype=dtype), load_path(base, dtype=dtype)

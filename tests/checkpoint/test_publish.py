@@ -258,7 +258,7 @@ def test_a_redirect_to_another_host_gets_neither_token_nor_files(trained: Path, 
         assert ("nothing was sent" in said) == (there != hub.endpoint)
 
 
-@pytest.mark.parametrize("where", ["put", "preupload"])
+@pytest.mark.parametrize("where", ["put", pytest.param("preupload", marks=pytest.mark.slow)])
 def test_an_upload_that_is_never_answered_ends(trained: Path, hub: HubStandIn, monkeypatch, where: str) -> None:
     """The client waits without end. Control: an answer that stalls once is asked for again, and comes."""
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client's own, between its tries

@@ -22,7 +22,7 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("words", OUTPUTS.values(), ids=OUTPUTS)
+@pytest.mark.parametrize("words", [OUTPUTS["--json"], pytest.param(OUTPUTS["--html"], marks=pytest.mark.slow)], ids=OUTPUTS)
 def test_an_earlier_report_outlasts_a_full_disk(words: list[str], tmp_path: Path, monkeypatch, capsys) -> None:
     """Reports were written in place: a full disk lost the earlier one. Control: with room the new one is there."""
     report = tmp_path / "report"

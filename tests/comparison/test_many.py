@@ -143,6 +143,7 @@ def test_another_program_is_not_called_a_rounding(names: list[str], text: str, t
     assert found.candidates[2].weights == 0
 
 
+@pytest.mark.slow
 def test_a_server_among_several(text: str) -> None:
     """It had to be compared alone: its KL is bounded, its perplexity is the first one's times the ratio."""
     server = Standin(gpt2.load("shakespeare-mini:int8"), gpt2.load_tokenizer("shakespeare-mini"))

@@ -174,6 +174,7 @@ def test_a_process_that_computes_imprecisely_is_named(monkeypatch: pytest.Monkey
     assert "unset it and verify again" in text
 
 
+@pytest.mark.slow
 def test_a_difference_by_rounding_alone_says_how_far_over_the_bound_it_is() -> None:
     """A ratio alone does not tell what it is of, nor that the function is right."""
     text = " ".join(refused(next(each for each in IMPRECISE if each.name == "a cache in float16")).table(100).split())

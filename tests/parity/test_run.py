@@ -491,6 +491,7 @@ def test_what_only_the_whole_chain_shows_is_refused(checkpoint: Path, control: C
     assert report.first_divergence.name == first
 
 
+@pytest.mark.slow
 def test_it_stops_at_the_first_difference(checkpoint: Path) -> None:
     """Ten minutes of further checks must not delay the answer; what was not done must not look done."""
     build = broken(block_run_twice)

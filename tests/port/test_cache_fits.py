@@ -13,7 +13,7 @@ import gpt2
 from gpt2.port.fits.rounding import integers, quantised
 
 SHAPE = Shape(3, 24, 3, 61, 30, 9, 21)
-QUICK = (("read before written", False, "float64"),)
+QUICK = (("first slot is empty", False, "float64"),)
 JUMBLED = "heads first, read heads last"  # is not named from weights in float16, nor where they are not recorded
 
 

@@ -83,7 +83,7 @@ def by_level(traced: dict[str, Tensor], level: str) -> dict[str, Tensor]:
     return {f"x{number}": traced[point] for number, point in enumerate(shown)}
 
 
-@pytest.mark.parametrize("level", ["block", "logits"])
+@pytest.mark.parametrize("level", ["block", pytest.param("logits", marks=pytest.mark.slow)])
 def test_less_in_a_dump_still_names_a_fault(level: str) -> None:
     """Most programs show their logits only: every known fault is tried in our own forward pass."""
     diagnosis = gpt2.diagnose(dump(by_level(trace(MODEL, IDS), level), torch.float16), MODEL)
@@ -145,6 +145,7 @@ def test_some_numbers_and_integers_are_no_training_step() -> None:
     assert gpt2.diagnose(right | foreign, MODEL).verdict == "equal"
 
 
+@pytest.mark.slow
 def test_streams_show_the_sequence_of_blocks() -> None:
     """Without this, blocks in another order would be taken for faults inside the blocks, in pairs."""
     wrong = checkpoint()

@@ -23,6 +23,7 @@ from gpt2.port.step.dump_steps import batches_of
 FEW = ("ln_1", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.act", "mlp.c_proj")
 
 
+@pytest.mark.slow
 def test_a_norm_is_named_where_neither_projections_nor_heads_are_recorded() -> None:
     """A wrong norm without recorded q, k or v ended the walk, and a search of minutes began."""
     wrong = {point: value for point, value in trace(faulty(layer_norm_epsilon=1e-3), IDS).items() if point.endswith(FEW)}

@@ -235,7 +235,13 @@ def test_a_fault_of_the_last_norm_is_no_head_of_its_own(model: GPT2) -> None:
 
 @pytest.mark.parametrize(
     ("part", "id"),
-    [("is ReLU;", "gelu-variant"), pytest.param("without transposing back", "head-layout", marks=pytest.mark.slow), ("", "")],
+    [
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("is ReLU;", "gelu-variant"), ("without transposing back", "head-layout"))
+        ),
+        ("", ""),
+    ],
 )
 def test_a_fault_of_the_prompt_alone_is_found(part: str, id: str) -> None:
     """A prompt is computed in one piece, and steps after it need no mask and no merging: there, the same code may be right."""

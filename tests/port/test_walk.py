@@ -173,7 +173,8 @@ def test_faults_are_named_in_other_layouts(layout: str, wrong: dict[str, Callabl
     assert result.explained
 
 
-@pytest.mark.parametrize("layout", ["fused", *(pytest.param(one, marks=pytest.mark.slow) for one in ("heads", "time"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fused", "heads", "time"])
 def test_other_parts_are_found_in_every_layout(layout: str) -> None:
     result = walked(layout, **ERF, norm=rms)
     assert set(causes_of(result)) == {("gelu-variant", "h.*.mlp.act"), ("rmsnorm", EVERY_NORM)}

@@ -170,7 +170,10 @@ IMPLIES = {
 
 
 def ranked(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause]:
-    """Merge the same fault in several blocks; sort by confidence, then by the order of the forward pass."""
+    """Merge the same fault in several blocks; sort by confidence, then by the order of the forward pass.
+
+    What changes from call to call comes first: all else was seen in one of them.
+    """
     once: dict[tuple[str, tuple[Place, ...]], PlacedCause] = {}
     for cause in causes:
         once.setdefault((cause.id, cause.places), cause)
@@ -184,7 +187,11 @@ def ranked(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause]:
         if cause.id not in implied and places:
             kept.append(replace(cause, places=places))
     kept = [*(cause for cause in kept if cause.id != "missing-bias"), *_one_cause_of_biases(kept, layers)]
-    return sorted(kept, key=lambda cause: (-round(cause.confidence, 2), forward_rank(cause.places[0], layers)))
+
+    def order(cause: PlacedCause) -> tuple[object, ...]:
+        return cause.id != "not-deterministic", -round(cause.confidence, 2), forward_rank(cause.places[0], layers)
+
+    return sorted(kept, key=order)
 
 
 def _one_cause_of_biases(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause]:
