@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from gpt2.port.graph import HIDDEN, LAST, NODES, ORDER, READS, RIGHT, ROWS, TEXT
 from gpt2.port.observe import Observation, Seen
 
 FIRST = ("ln_1", "attn.q", "attn.k", "attn.v")  # nodes that show a block's input
-BEGINNING = 8  # tokens
+BEGINNING = 8  # tokens of a large block that are computed first
 WHOLE = "attn.scores"  # a node whose program's numbers are not taken: what it hides is written in many ways
 
 
@@ -178,7 +178,7 @@ class Blocks:
         trial = Trial(base.layer, state, seen, (*base.alternatives, one), both, again=again)
         return trial if found or not shown or self.shown_behind(base.layer, state[""]) else None
 
-    def gives_any(self, base: Trial, one: Alternative, nodes: Iterable[str]) -> bool:
+    def gives_any(self, base: Trial, one: Alternative, nodes: Collection[str]) -> bool:
         """Return whether one of ``nodes`` is found as an alternative gives it: few looks, where ``tried`` takes many."""
         state = self._with(base, base.state, one, nodes)
         return any(
@@ -208,7 +208,7 @@ class Blocks:
         loose = begun.slack + begun.bound * value.square().mean().sqrt()
         return bool(((begun.values - value[:, -1]).abs() <= loose).flatten(1).all(1).any())
 
-    def _with(self, base: Trial, old: State, one: Alternative, nodes: Iterable[str]) -> State:
+    def _with(self, base: Trial, old: State, one: Alternative, nodes: Collection[str]) -> State:
         """Return ``old``, the nodes of ``base``, as one more alternative computes them up to the last of ``nodes``.
 
         A node that it does not change is the old tensor. No nodes, if the alternative does not fit.

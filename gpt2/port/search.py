@@ -198,7 +198,8 @@ class Search:
             if (shown or (found is not None and seen is None)) and (best is None or key < best[0]):
                 best = key, one, theirs, found is not None
         if best is None or best[0][0]:  # what is found may be something else's
-            fitted = None if self.of_module and seen is not None else self._embedding_fitted(right)  # no number is missing
+            known = self.of_module and seen is not None  # computed as GPT-2 does from the module's own tables
+            fitted = None if known else self._embedding_fitted(right)
             if fitted is not None or best is None or seen is not None:
                 return own if fitted is None else fitted
         _, one, x, was_found = best

@@ -88,7 +88,7 @@ def test_a_fault_that_one_call_does_not_show_is_named(name, directory, model):
     """A fault without effect would count as missed. With the controls below: what is named here is not named of a right port."""
     row = score(FAULTY[name], diagnose(FAULTY[name].build(CONFIG, directory), model), CONFIG, 0.0, 0.0)
     assert row.verdict == "mismatch", row
-    assert row.top_three, row
+    assert row.first, row
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -17,10 +18,18 @@ from gpt2.port.diagnosis.report import SURE, Diagnosis, Divergence
 from gpt2.port.dump.arrays import find_output
 from gpt2.port.dump.tolerance import HALVES, excess, measured
 
-COUNTED = "positions count the padding, and give other logits than the row alone, unless position_ids begin at its first token"
-READ = "what stands at padded positions is read as text: the logits are those of the row without the mask"
 SHOWN = 3  # rows that are named
-OTHER = "its logits are not those of the row alone, whether positions count the padding or not"
+
+
+class Reading(Enum):
+    """How a program has read the padding of some rows, with words for it."""
+
+    HIDDEN = ""
+    COUNTED = (
+        "positions count the padding, and give other logits than the row alone, unless position_ids begin at its first token"
+    )
+    AS_TEXT = "what stands at padded positions is read as text: the logits are those of the row without the mask"
+    UNKNOWN = "its logits are not those of the row alone, whether positions count the padding or not"
 
 
 @dataclass(frozen=True)
@@ -71,16 +80,16 @@ def examined(dump: Dump, mask: Tensor, reference: Reference, examine: Callable[[
     tolerance = _tolerance(first, reference)
     read = {part.rows: _read(part, reference, tolerance) for part in parts}
     notes = [f"{_words(first)}: judged without the padding that your mask hides"]
-    notes += [f"{_words(part)}: {COUNTED}" for part in parts if read[part.rows][0] == COUNTED]
+    notes += [f"{_words(part)}: {how.value}" for part in parts if (how := read[part.rows][0]) is Reading.COUNTED]
     found = Diagnosis("equal", None, (), module=dump.source, seen="logits")
-    if read[first.rows][0] not in (COUNTED, READ):
+    if read[first.rows][0] not in (Reading.COUNTED, Reading.AS_TEXT):
         found = examine(first.dump)
-    wrong = next((part for part in parts if read[part.rows][0] in (READ, OTHER)), None)
+    wrong = next((part for part in parts if read[part.rows][0] in (Reading.AS_TEXT, Reading.UNKNOWN)), None)
     if found.ok and wrong is not None:
-        words, error = read[wrong.rows]
+        how, error = read[wrong.rows]
         places = tuple(Place(layer, "attn") for layer in range(reference.model.config.n_layer))
         evidence = f"they differ by {error:.1e} from those of the row alone"
-        cause = PlacedCause("padding-wrong", places, f"{_words(wrong)}: {words}", evidence, SURE)
+        cause = PlacedCause("padding-wrong", places, f"{_words(wrong)}: {how.value}", evidence, SURE)
         causes = tuple(one.cause() for one in ranked([cause], len(places)))
         found = replace(found, verdict="mismatch", first_divergence=Divergence("logits", None, error), causes=causes)
     return replace(found, notes=(*found.notes, *notes))
@@ -94,27 +103,27 @@ def _tolerance(part: Part, reference: Reference) -> float:
     return measured(reference.model, part.dump.ids, exact, dtype).points["logits"]
 
 
-def _read(part: Part, reference: Reference, tolerance: float) -> tuple[str, float]:
-    """Return in words how the padding of some rows was read, "" if as none; and the error of their logits as rows alone."""
+def _read(part: Part, reference: Reference, tolerance: float) -> tuple[Reading, float]:
+    """Return how the padding of some rows was read, and the error of their logits as those of the rows alone."""
     alone = reference(part.dump.ids)
     output = find_output(part.dump, alone, reference.model.config)
     if output is None or len(output.ids) != len(part.ids):
-        return "", 0.0
+        return Reading.HIDDEN, 0.0
 
     def error(expected: Tensor) -> float:
         mine = output.logits[..., : expected.shape[-1]].double()
         return excess(mine, expected[:, -mine.shape[1] :], output.logits.dtype)
 
     if (apart := error(alone)) <= tolerance:
-        return "", apart
+        return Reading.HIDDEN, apart
     if not part.begin:
-        return OTHER, apart
+        return Reading.UNKNOWN, apart
     if error(reference(part.dump.ids, slice(part.begin, None))) <= tolerance:
-        return COUNTED, apart
+        return Reading.COUNTED, apart
     tokens = torch.arange(part.ids.shape[1])
     real = slice(part.begin, part.begin + part.dump.ids.shape[1])
     as_text = (reference(part.ids, positions)[:, real] for positions in (tokens, (tokens - part.begin).clamp(min=0)))
-    return (READ if any(error(logits) <= tolerance for logits in as_text) else OTHER), apart
+    return (Reading.AS_TEXT if any(error(logits) <= tolerance for logits in as_text) else Reading.UNKNOWN), apart
 
 
 def _words(part: Part) -> str:
