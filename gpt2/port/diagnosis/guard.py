@@ -27,7 +27,7 @@ SECONDS, TRIES = 10.0, 100  # to end all; to remove the folder, in which one may
 def end(process: int) -> None:
     """End a process and its process group, or on Windows its children; on Linux also all that descend from this process.
 
-    Whose parent ends is a child of this process. So it kills its children until it has none: also those that live for a
+    A process whose parent ends becomes a child of this one. So it kills its children until it has none: also those that live for a
     millisecond, and whom no walk through /proc meets.
     """
     with suppress(OSError):
