@@ -27,8 +27,8 @@ SECONDS, TRIES = 10.0, 100  # to end all; to remove the folder, in which one may
 def end(process: int) -> None:
     """End a process and its process group, or on Windows its children; on Linux also all that descend from this process.
 
-    A process whose parent ends becomes a child of this one. So it kills its children until it has none: also those that live for a
-    millisecond, and whom no walk through /proc meets.
+    A process whose parent ends becomes a child of this one. So it kills its children until it has none, also
+    those that live for a millisecond, which a walk through /proc does not meet.
     """
     with suppress(OSError):
         if hasattr(os, "killpg"):
