@@ -82,12 +82,14 @@ class Program:
 
     ``blocks``: other formulas by the number of the block; ``outside``: of ``embed``, ``ln_f`` and ``head``. ``order``: the blocks
     that run, None for GPT-2's order. ``run``: how the stream (B, T, D) behind the last block is computed, if not block by block.
+    ``rows``: a formula lets a row of the batch see others.
     """
 
     blocks: Mapping[int, Edits] = field(default_factory=dict)
     outside: Edits = field(default_factory=dict)
     order: tuple[int, ...] | None = None
     run: Callable[[Model], Tensor] | None = None
+    rows: bool = False
 
     def at(self, node: str) -> Formula:
         """Return the formula of a node outside the blocks."""

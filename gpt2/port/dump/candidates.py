@@ -11,7 +11,7 @@ from gpt2.port.alternatives.outside import sequence_faults
 from gpt2.port.diagnosis.places import Place, collapsed
 from gpt2.port.dump.commonness import rarity
 from gpt2.port.fault import Fault
-from gpt2.port.graph import Formula, Program
+from gpt2.port.graph import ROWS, Formula, Program
 
 FITTED = 0.5  # the price of many fitted numbers: a known formula that gives the same is preferred
 FREE = ("extra-bias", "untied-head")  # faults of the head with fitted numbers
@@ -109,7 +109,7 @@ class Candidate:
         for pieces in calls:
             blocks = {layer: in_calls(pieces, edits) for layer, edits in blocks.items()}
             outside = in_calls(pieces, outside)
-        return Program(blocks, outside, self.order, *runs)
+        return Program(blocks, outside, self.order, next(iter(runs), None), any(one.sees == ROWS for one, _ in self.sites))
 
     def with_(self, other: Candidate) -> Candidate:
         """Return both candidates' faults together."""

@@ -357,7 +357,8 @@ class _Batch:
         usual = state["x"] if layer is None else self.shared.block(layer)[node]
         unknown = torch.full((1, *usual.shape[1:]), torch.nan)
         if len(groups) == 1 and (begun == len(self.sources) or not groups[0][0]):  # whatever its shape
-            made = _tried(table.get(groups[0][0], right), site, state)
+            number = groups[0][0]
+            made = self._formed(number, table.get(number, right), site, state, torch.arange(begun))
             return _as_many(unknown if made is None else made, begun, self.of.model.dtype)
         parts = []
         most = any(number == 0 and 2 * len(places) > begun for number, places in groups)
@@ -365,12 +366,20 @@ class _Batch:
         unknown = unknown if made is None else torch.full_like(made[:1], torch.nan)
         whole = _as_many(unknown if made is None else made, begun, self.of.model.dtype).clone() if most else None
         for number, places in groups if whole is None else [group for group in groups if group[0]]:
-            one = _tried(table[number] if number else right, site, _Rows(state, places))
+            one = self._formed(number, table[number] if number else right, site, _Rows(state, places), places)
             if one is None or one.shape[1:] != unknown.shape[1:]:
                 self.odd[places // self.each] = number
                 one = unknown
             parts.append((places, _as_many(one, len(places), self.of.model.dtype)))
         return _placed(parts, whole)
+
+    def _formed(self, number: int, formula: Formula, site: Site, state: Mapping[str, Tensor], places: Tensor) -> Tensor | None:
+        """Return what a program's formula gives for the rows at ``places``; for those of each stream, if a row sees others."""
+        if not self.of.programs[number].rows or len(places) == self.each:
+            return _tried(formula, site, state)
+        parts = [_tried(formula, site, _Rows(state, some)) for some in torch.arange(len(places)).split(self.each)]
+        kept = [one for one in parts if one is not None]
+        return torch.cat(kept) if len(kept) == len(parts) else None
 
 
 class _Begun(Mapping[str, Tensor]):
@@ -459,9 +468,10 @@ class Lenses:
         """All tokens: for faults that mix the rows of a batch, and for small models."""
         return Lens(self.exact if self.small else self._narrow, self.span)
 
-    def first(self, tokens: int) -> Lens:
-        """The first ``tokens`` of the first row, in float32."""
-        return Lens(self._narrow.on_ids(self.exact.ids[:1, :tokens]), self.span.cut(1, tokens))
+    def first(self, tokens: int, rows: int | None = 1) -> Lens:
+        """The first ``tokens`` of the first ``rows``, of all rows if None, in float32."""
+        ids = self.exact.ids[:rows, :tokens]
+        return Lens(self._narrow.on_ids(ids), self.span.cut(len(ids), tokens))
 
     @cached_property
     def row(self) -> Lens:

@@ -2,7 +2,8 @@
 
 No token sees a later one. So a pair that does not give the first token's values is not the program's, and neither is one that
 does not give the first two: each prefix leaves fewer pairs for the next. Faults by which a token sees later ones are tried on all
-tokens. Where one fault ends before the block in which the other is, each is computed for all of the others at once.
+tokens, and those by which a row sees others on all rows. Where one fault ends before the block in which the other is, each is
+computed for all of the others at once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gpt2.port.alternatives.outside import SEQUENCE
 from gpt2.port.deadline import Deadline
 from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.evaluate import Evaluator, Lens, Lenses, Nearness
-from gpt2.port.graph import ROWS, Program
+from gpt2.port.graph import Program
 
 PREFIXES = (1, 2, 4)  # tokens
 FEW = 4  # tokens by which faults that the first one does not show are told apart
@@ -36,12 +37,14 @@ class Pairing:
 
     def __init__(self, lenses: Lenses, ranked: Sequence[tuple[Nearness, Candidate]], limit: float, deadline: Deadline) -> None:
         self.lenses, self.span, self.limit, self.deadline = lenses, lenses.span, limit, deadline
-        tried = [(near, one) for near, one in ranked if not (one.is_right or _needs_rows(one))]
+        tried = [(near, one) for near, one in ranked if not (one.is_right or any(two.crosses for two, _ in one.sites))]
         self.faults = [one for _, one in tried]
         self.programs = [one.program or Program() for one in self.faults]
         blocks = set(range(self.span.first, self.span.last))
-        self.everywhere = torch.tensor([_is_outside(one) or {n for _, n in one.sites} >= blocks for one in self.faults])
+        everywhere = torch.tensor([_is_outside(one) or {n for _, n in one.sites} >= blocks for one in self.faults])
         self.common = torch.tensor([not one.rare for one in self.faults])
+        self.rows = torch.tensor([program.rows for program in self.programs])
+        self.everywhere, self.crossing = everywhere & ~self.rows, everywhere & self.rows  # ``crossing``: a row sees others
         first = torch.tensor([near.first for near, _ in tried], dtype=torch.float64)
         right = next((near.first for near, one in ranked if one.is_right), math.inf)
         bound = limit / float(self.span.wanted.square().mean().sqrt())
@@ -61,7 +64,7 @@ class Pairing:
 
     def _rounds(self, later: Tensor) -> Iterator[tuple[Tensor, bool]]:
         """Yield pairs (N, 2), and whether no fault of them lets a token see later ones; ``later`` (F,): the faults that do."""
-        everywhere, causal = self.everywhere & self.common, ~later
+        everywhere, causal = self.everywhere & self.common, ~later & ~self.rows
         wide, hidden = everywhere & causal, self.hidden & causal
         if self.is_first_right:
             yield _combined(wide & hidden), True
@@ -73,13 +76,14 @@ class Pairing:
         yield from self._apart(later, rare=False)
         for some in self._nearest(everywhere & later).split(PORTION):
             yield _paired(some, everywhere), False
-        yield from _in_turn(self._beside(later), self._apart(later, rare=True))
+        yield from self._crossing(later, everywhere, self.common)
+        yield from _in_turn(self._beside(later), self._apart(later, rare=True), self._crossing(later, everywhere, ~self.common))
 
     def _beside(self, later: Tensor) -> Iterator[tuple[Tensor, bool]]:
         """Yield pairs of a fault in all blocks, the nearest first, with those in one block, and with rare ones."""
         first, last = self._reach
         inside = (first < self.span.last) & (last >= self.span.first)
-        everywhere, causal, visible = self.everywhere & self.common, ~later, ~self.hidden | later
+        everywhere, causal, visible = self.everywhere & self.common, ~later & ~self.rows, ~self.hidden | later
         elsewhere, rare = self.common & ~self.everywhere & causal, self.everywhere & ~self.common & causal
         yield _crossed(everywhere & ~inside & causal & visible, rare & visible), True
         for some in self._nearest(everywhere & inside & visible).split(PORTION):
@@ -87,13 +91,19 @@ class Pairing:
             yield _paired(some[later[some]], elsewhere), False
             yield _paired(some[causal[some]], rare & visible), True
 
+    def _crossing(self, later: Tensor, everywhere: Tensor, some: Tensor) -> Iterator[tuple[Tensor, bool]]:
+        """Yield pairs of a fault of ``some`` by which a row sees others, the nearest first, with those ``everywhere``."""
+        for wide in (~later, later):
+            for part in self._nearest(self.crossing & some & wide).split(PORTION):
+                yield _paired(part, everywhere), not bool(later[part].any())
+
     def _apart(self, later: Tensor, rare: bool) -> Iterator[tuple[Tensor, bool]]:
         """Yield pairs of a fault in one block, or behind the blocks, with one that ends before it; ``rare``: one of them is.
 
         They give the first tokens.
         """
         (first, last), end = self._reach, self.span.last
-        shown = self.hidden if self.is_first_right else ~self.hidden | later
+        shown = (self.hidden if self.is_first_right else ~self.hidden | later) & ~self.rows
         for layer in range(self.span.first, end + 1):
             before, behind = shown & (last < layer), shown & (first == layer) & (last == layer)
             if layer == end and not rare:
@@ -147,11 +157,13 @@ class Pairing:
 
         A fault that does so everywhere does so in one block.
         """
-        suspects = [n for n, one in enumerate(self.faults) if self.everywhere[n] and any(two.sees for two, _ in one.sites)]
-        lenses = (self.lenses.first(min(2, self.lenses.tokens)), self.lenses.row)
-        few, all = (self._runner(torch.tensor(suspects), lens).alone()[:, :, :2] for lens in lenses)
-        differ = ~((few - all).abs().amax((1, 2, 3)) <= self.limit)
-        do = {id(one) for n, other in zip(suspects, differ.tolist(), strict=True) if other for one, _ in self.faults[n].sites}
+        do, seeing = set[int](), torch.tensor([any(two.sees for two, _ in one.sites) for one in self.faults])
+        for some in (self.everywhere & seeing, self.crossing):
+            suspects = some.nonzero().flatten()
+            lenses = [self._lens(suspects, tokens) for tokens in (min(2, self.lenses.tokens), self.lenses.tokens)]
+            few, all = (self._runner(suspects, lens).alone()[:, :, :2] for lens in lenses)
+            differ = ~((few - all).abs().amax((1, 2, 3)) <= self.limit)
+            do |= {id(one) for n in suspects[differ].tolist() for one, _ in self.faults[n].sites}
         return torch.tensor([any(id(two) in do for two, _ in one.sites) for one in self.faults])
 
     def _growing(self, pairs: Tensor) -> list[Pair]:
@@ -162,18 +174,22 @@ class Pairing:
         return self._near(pairs)
 
     def _near(self, pairs: Tensor) -> list[Pair]:
-        """Return the pairs that give all tokens of the first row, the nearest first."""
+        """Return the pairs that give all tokens, the nearest first."""
         return [(self.faults[one], self.faults[other]) for one, other in self._left(pairs, self.lenses.tokens).tolist()]
 
     def _left(self, pairs: Tensor, tokens: int) -> Tensor:
-        """Return the pairs (N, 2) that give the first ``tokens`` of the first row, the nearest first."""
+        """Return the pairs (N, 2) that give the first ``tokens``, the nearest first."""
         if not len(pairs) or self.deadline.passed:
             return pairs[:0]
         numbers, places = pairs.unique(return_inverse=True)
-        runner = self._runner(numbers, self.lenses.first(tokens))
+        runner = self._runner(numbers, self._lens(numbers, tokens))
         places = places + 1  # behind the program that replaces nothing
         apart = ~runner.clash()[places[:, 0], places[:, 1]]
         return pairs[apart][runner.near(places[apart], self.limit)]
+
+    def _lens(self, numbers: Tensor, tokens: int) -> Lens:
+        """Return the view of the first ``tokens``: of the first row, or of all, if one of the faults lets a row see others."""
+        return self.lenses.first(tokens, None if bool(self.rows[numbers].any()) else 1)
 
     def _runner(self, numbers: Tensor, lens: Lens) -> Evaluator:
         return Evaluator(lens, [self.programs[number] for number in numbers.tolist()], self.deadline)
@@ -197,11 +213,6 @@ def _paired(some: Tensor, others: Tensor) -> Tensor:
 def _combined(some: Tensor) -> Tensor:
     """Return the pairs (N, 2) of two faults of ``some`` (F,)."""
     return torch.combinations(some.nonzero().flatten(), 2).reshape(-1, 2)
-
-
-def _needs_rows(one: Candidate) -> bool:
-    """Return whether a fault cannot be tried on the first row alone, or replaces no stages."""
-    return any(two.sees == ROWS or two.crosses for two, _ in one.sites)
 
 
 def _is_outside(one: Candidate) -> bool:
