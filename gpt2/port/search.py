@@ -142,7 +142,7 @@ class Search:
 
     def _first(self, lost: str | None) -> Divergence | None:
         """Return the first point whose value is not GPT-2's."""
-        if self.first is not None and self.first.point in ("wte", "wpe"):
+        if self.first is not None and self.first.point in ("wte", "wpe", "embed"):
             return self.first
         pool, narrow = self.observation.pool, self.observation.pool.narrow
         least = LOOSE if narrow and not pool.allowance else FLOAT64_BOUND
@@ -198,8 +198,7 @@ class Search:
             if (shown or (found is not None and seen is None)) and (best is None or key < best[0]):
                 best = key, one, theirs, found is not None
         if best is None or best[0][0]:  # what is found may be something else's
-            known = self.of_module and seen is not None  # computed as GPT-2 does from the module's own tables
-            fitted = None if known else self._embedding_fitted(right)
+            fitted = self._embedding_fitted(right)
             if fitted is not None or best is None or seen is not None:
                 return own if fitted is None else fitted
         _, one, x, was_found = best

@@ -158,6 +158,9 @@ def comparisons(model: Model) -> Iterator[Alternative]:
         words = f"every head weighs its values with the weights of head {head}"
         edits = {"attn.weights": Changed("attn.weights", lambda c, w, head=head: w[:, [min(head, w.shape[1] - 1)]].expand_as(w))}
         yield Alternative("head-layout", words, edits, rare=True, shared=True)
+    words = "the weights are averaged over the heads, and every head weighs its values with those"
+    edits = {"attn.weights": Changed("attn.weights", lambda c, w: w.mean(1, keepdim=True).expand_as(w))}
+    yield Alternative("head-layout", words, edits, fix="y = weights @ v  # each head with its own weights")
     if len(model.ids) > 1:
         words = "every row of the batch compares its queries with the keys of the first row (axis 0)"
         edits = {"attn.kh": Changed("attn.kh", lambda c, y: y[:1].expand_as(y))}

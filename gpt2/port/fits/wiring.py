@@ -174,7 +174,8 @@ def embedding_fit(seen: Observed, ids: Tensor, wte: Tensor, wpe: Tensor, rows: T
         )
     more = (seen.value - seen.right)[rows].mean(0)
     words_of = "one vector is added to the embedding of every token, as of token types; GPT-2 has none"
-    if int(rows.sum()) > 1 and (shifted := seen.fitted(seen.right + more, rows, Fault("extra-bias", "embed", words_of))):
+    added = Fault("extra-bias", "embed", words_of, fix="x = wte(ids) + wpe(pos)  # nothing else")
+    if int(rows.sum()) > 1 and (shifted := seen.fitted(seen.right + more, rows, added)) is not None:
         return shifted
     apart, size = ((one[rows]).square().mean() for one in (seen.value - seen.right, seen.right))
     near = wte.numel() <= MOST_PAIRS and bool(apart < NEAR * size)  # thousands of roundings, which leave embeddings near

@@ -96,7 +96,9 @@ def _connections(anatomy: Anatomy, mapping: Mapping) -> Iterator[Departure]:
             yield Departure(
                 DepartureKind.REPEATED, branch.layer, branch.part, port_size=branch.times, checkpoint_size=1, module=module
             )
-    for layer, stem in itertools.product(anatomy.layers, ("attn", "mlp")):
+    used = (source for source in mapping.sources if source.storage in anatomy.recording.uses and len(source.region.shape) > 1)
+    known = all(mapping.parts(source) for source in used)  # else an unknown matrix may be that of a branch
+    for layer, stem in itertools.product(anatomy.layers if known else (), ("attn", "mlp")):
         if all((branch.layer, branch.part) != (layer, stem) for branch in anatomy.branches):
             yield Departure(DepartureKind.BRANCH_MISSING, layer, stem)
     for layer in sorted(anatomy.mixed_layers):
