@@ -423,8 +423,8 @@ class Search:
         sequence = sequence_faults(self.ran, self.layers, self.of_module) if explained else []
         whole = Candidate(tuple(self._widest()), head=(*self.faults, *sequence))
         for found in whole.found(self.layers):
-            labels = [one.label for one, _ in self.sites if found.id in (one.id, *(id for id, _ in one.also))]
-            labels = labels or [one.label for one, _ in self.sites]
+            own = [one.label for one, _ in self.sites if found.id in (one.id, *(id for id, _ in one.also))]
+            labels = own or [one.label for one, _ in self.sites]
             error, missed = map(max, zip(*(self.evidence[label] for label in labels), strict=True)) if labels else (0.0, 0.0)
             evidence = "computed so from your own values, it is what you have there"
             evidence += f", to {error:.0e}" if error else ""
@@ -432,7 +432,7 @@ class Search:
             evidence += "; with all causes here, the walk ends at your own logits" if explained else ""
             if self.guessed and found.id == "untied-head":
                 evidence = "what enters the head is right, and no known formula of the head gives your logits"
-            if found.id in SEQUENCE:
+            if found.id in SEQUENCE and not own:
                 evidence = "your run holds each block's projections, with the weights of these blocks and in this order"
             fix = found.fix
             config = self.model.config

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gpt2.port.alternative import Alternative, Rerouted, changed, family
 from gpt2.port.alternatives.norm_formulas import RMS, layer_norm
+from gpt2.port.diagnosis.causes import BLOCK
 from gpt2.port.fault import Fault
 from gpt2.port.graph import ORDER, READS, Formula, Model, Site, State, run_block
 
@@ -209,6 +210,10 @@ def entered(model: Model) -> Iterator[Alternative]:
 def whole_blocks(model: Model) -> Iterator[Alternative]:
     """Yield blocks that do not run, run twice, or run their branches side by side."""
     yield Alternative("layer-missing", "it does not run", {"": lambda c, s: s["x"]})
+    for node, norm, what in (("attn.c_proj", "ln_1", "attention"), ("mlp.c_proj", "ln_2", "the feed-forward")):
+        words = f"{what} does not run: what it should take, normalised, is added to the stream"
+        where = (node.partition(".")[0], norm)
+        yield Alternative("layer-missing", words, {node: lambda c, s, norm=norm: s[norm]}, where, fix=BLOCK)
     yield Alternative("layer-repeated", "it runs twice, on its own result", {"": _again})
     words = "the feed-forward takes the stream before attention"
     yield Alternative("parallel-block", words, {"ln_2": Rerouted("ln_2", "mid", "x")}, "")

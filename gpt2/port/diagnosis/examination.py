@@ -94,7 +94,7 @@ class Examination:
         self.mapping = None if anatomy is None else Mapping(anatomy, self.config)
         own, blank = self._weights(borrowed)
         every = [] if self.mapping is None else list(structural_causes(self.mapping))
-        sure = (DepartureKind.HEADS_SHARED.name, DepartureKind.BRANCH_MISSING.name)
+        sure = DepartureKind.HEADS_SHARED.name
         self.structural = [cause for cause in every if not cause.kind.startswith(sure)]
         self.weight_causes += [cause for cause in every if cause not in self.structural]
         reference = Reference(self.config, self.state)
