@@ -18,6 +18,7 @@ from gpt2.data.batches import UNSCORED
 from gpt2.model import GPT2
 
 CHUNK = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}  # bytes of logits alive at a time
+ALIGNED = {"cuda": 64}  # 16-bit products whose sizes are multiples of it are fast; 50,257 is odd
 
 
 class Scored(nn.Module):
@@ -104,12 +105,15 @@ class _Loss(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         with torch.autocast(device, enabled=False):
             head, losses = table.to(low), []
+            if low != table.dtype:  # a copy in any case
+                head = F.pad(head, (0, 0, 0, -len(table) % ALIGNED.get(device, 1)))
             grad_hidden = torch.empty_like(hidden)
             grad_table = torch.empty_like(table) if ctx.needs_input_grad[1] else None
             parts = (even(each, len(table)) for each in (hidden, targets, grad_hidden))
             for part, part_targets, part_grad in zip(*parts, strict=True):
                 part_targets = part_targets[:, None]
                 e = (part.to(low) @ head.t()).to(wide)  # (n, V): logits, which the next lines change in place
+                e[:, len(table) :] = -torch.inf  # of no token
                 e.sub_(e.amax(-1, keepdim=True))
                 target_logits = e.gather(1, part_targets)
                 total = e.exp_().sum(-1, keepdim=True)  # (n, 1)
@@ -121,7 +125,7 @@ class _Loss(torch.autograd.Function):
                     continue
                 left, right = e.t(), (part * share).to(low)
                 if low != table.dtype:  # summed over the parts in the dtype of the weights
-                    product = torch.mm(left, right)
+                    product = torch.mm(left, right)[: len(table)]
                     grad_table.copy_(product) if len(losses) == 1 else grad_table.add_(product)
                 elif len(losses) == 1:
                     torch.mm(left, right, out=grad_table)
