@@ -33,7 +33,7 @@ def assert_same(
     """
     __tracebackhide__ = True  # pytest shows the test's line and the figures, not this function
     from gpt2.comparison.gates import METRICS, Gate
-    from gpt2.comparison.pair import compare
+    from gpt2.comparison.run import compare
 
     if not limits:
         raise InputError(f"assert_same needs a limit, such as kl=1e-3; there are {', '.join(METRICS)}")

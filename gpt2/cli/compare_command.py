@@ -171,10 +171,12 @@ def _report_gates(judged: "Judged", junit_file: str | None) -> int:
 def _noise(args: argparse.Namespace) -> int:
     from gpt2.cli.terminal import Terminal
     from gpt2.comparison.noise import measure_noise
+    from gpt2.comparison.passage import Settings
 
     _require_used(args, "--noise")
     with Status() as status:
-        found = measure_noise(args.a, on=args.on, tokens=args.tokens, seed=args.seed, offline=args.offline, progress=status)
+        options = {name: getattr(args, name) for name in ("on", "tokens", "seed", "offline")}
+        found = measure_noise(args.a, Settings(**options, progress=status))
     save_page(args.html, found.save_html)
     write_result(args.json, found.to_json, lambda: found.print(Terminal()))
     return 0
@@ -191,7 +193,7 @@ def _require_used(args: argparse.Namespace, mode: str) -> None:
 
 def _names(args: argparse.Namespace) -> list[str]:
     """Return the models to compare, with a training run's checkpoints in place of its folder."""
-    from gpt2.comparison.checkpoints import with_checkpoints
+    from gpt2.comparison.run import with_checkpoints
 
     given = _given(args)
     if args.attention is not None:
@@ -217,13 +219,14 @@ def _keep(args: argparse.Namespace) -> "Keep | None":
 
 def _save(args: argparse.Namespace, keep: "Keep | None") -> int:
     """Save one side; nothing is compared."""
+    from gpt2.comparison.passage import Settings
     from gpt2.comparison.saving import save_reference
 
     _require_used(args, "--save and one model")
     assert keep is not None
     with Status() as status:
         options = {name: getattr(args, name) for name in ("on", "tokens", "seed", "device", "offline")}
-        save_reference(args.a, keep, **options, progress=status)
+        save_reference(args.a, keep, Settings(**options, progress=status))
     _say_saved(keep)
     return 0
 

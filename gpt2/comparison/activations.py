@@ -53,6 +53,18 @@ class Activations:
         return next((point for point in self.points if not point.error <= self.threshold), None)
 
 
+@dataclass(frozen=True)
+class Numerics:
+    """Rounding errors of two runs of the same weights, measured against a float64 run of our model.
+
+    ``points`` are (traced point, relative error of a, relative error of b). ``logits`` are (description, relative error) for
+    our model with fused and with eager attention, in each side's dtype.
+    """
+
+    points: tuple[tuple[str, float, float], ...]
+    logits: tuple[tuple[str, float], ...]
+
+
 def compare_activations(
     a: Blocks, b: Blocks, ids: Tensor, *, same_shape: bool, threshold: float = THRESHOLD, progress: Progress = silent
 ) -> Activations:
@@ -63,8 +75,7 @@ def compare_activations(
     if not same_shape:
         streams = [_streams(blocks, ids, progress) for blocks in (a, b)]
         return Activations(ids.numel(), threshold, (), tuple(tuple(_cka(x, y) for y in streams[1]) for x in streams[0]))
-    points = []
-    nothing: Recorded = {}
+    points, nothing = [], Recorded()
     for block_a, block_b in zip_longest(a(ids), b(ids), fillvalue=nothing):
         if not (block_a and block_b):
             raise InputError("activations: one model has more blocks than the other; compare two with the same number of layers")

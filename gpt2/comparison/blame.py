@@ -97,9 +97,12 @@ class _Mixed:
         self.model, self.a, self.b = GPT2(config, initialise=False).eval(), a, b
         self.head = head_name(a)
         self.stages = [self._stage(stage, a) for stage in range(config.n_layer + 2)]
-        differs = [any(a[name] is not b[name] for name in names) for names in self.stages]
-        self.first_changed = next((stage for stage, changed in enumerate(differs) if changed), len(self.stages))
+        self.first_changed = self._first_differing(a, b)
         self.blocks_run = 0
+
+    def _first_differing(self, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> int:
+        differs = (any(a[name] is not b[name] for name in names) for names in self.stages)
+        return next((stage for stage, changed in enumerate(differs) if changed), len(self.stages))
 
     def _stage(self, stage: int, names: Collection[str]) -> list[str]:
         """Return the parameters of a stage: 0 is the embeddings, 1 the first block, the last one the norm and the readout."""
@@ -124,13 +127,9 @@ class _Mixed:
     def logits(self, taken: Mapping[str, Tensor]) -> Tensor:
         """Return logits (B, T, V) with the parameters ``taken``: those of a, of b, or others."""
         last = len(self.stages) - 1
-        starts = {}
-        for of_b, source in ((False, self.a), (True, self.b)):
-            differs = [any(taken[name] is not source[name] for name in names) for names in self.stages]
-            starts[of_b] = next((stage for stage in range(last) if differs[stage]), last)
-        of_b = starts[True] > starts[False]
-        stage = starts[of_b]
-        x = self._embed(taken) if stage == 0 else self._stream(of_b, stage - 1)
+        of_a, of_b = self._first_differing(taken, self.a), self._first_differing(taken, self.b)
+        stage = min(last, max(of_a, of_b))
+        x = self._embed(taken) if stage == 0 else self._stream(of_b > of_a, stage - 1)
         for block in range(max(0, stage - 1), last - 1):
             x = self._block(block, x, taken)
         x = F.layer_norm(x, x.shape[-1:], taken["ln_f.weight"], taken["ln_f.bias"], self.model.config.layer_norm_epsilon)
@@ -189,27 +188,16 @@ def find_blame(
     single = [name for part in heaviest for name in names if name in halves[part.name]]
     measure([frozenset({name}) for name in single])
     tensors = [measure.part(name, frozenset({name})) for name in single]
-    type = quantisation(weights_a.__getitem__, weights_b.__getitem__, changed)
-    kept: tuple[Kept, ...] = ()
-    precisions: tuple[Precision, ...] = ()
-    if type is not None:
-        own_type = OF_DTYPE[reduce(torch.promote_types, dtypes)]
-        kept = _kept(measure, parts, levels, type, own_type)
-        precisions = _precisions(measure, own_type)
-    whole = measure.effects[frozenset(changed)]
-    return Blame(
-        measure.tokens,
-        tuple(levels),
-        tuple(half_parts),
-        tuple(sorted(tensors, key=lambda part: -part.alone.value)),
-        measure.bootstrap.mean(whole.kl),
-        measure.bootstrap.mean(whole.gain),
-        type,
-        kept,
-        precisions,
-        mixed.blocks_run / config.n_layer / len(measure.batches),
-        time.perf_counter() - started,
+    type, own_type = (
+        quantisation(weights_a.__getitem__, weights_b.__getitem__, changed),
+        OF_DTYPE[reduce(torch.promote_types, dtypes)],
     )
+    kept = () if type is None else _kept(measure, parts, levels, type, own_type)
+    precisions = () if type is None else _precisions(measure, own_type)
+    whole = measure.part("", frozenset(changed))
+    levels_down = tuple(levels), tuple(half_parts), tuple(sorted(tensors, key=lambda part: -part.alone.value))
+    passes, seconds = mixed.blocks_run / config.n_layer / len(measure.batches), time.perf_counter() - started
+    return Blame(measure.tokens, *levels_down, whole.alone, whole.gain, type, kept, precisions, passes, seconds)
 
 
 class _Measured:
@@ -240,9 +228,8 @@ class _Measured:
                 for row, window in enumerate(group):
                     first = window.first - window.start
                     targets = self.ids[window.first + 1 : window.end + 1]
-                    logp_a, logp_b, kl, *_ = measure_rows(
-                        reference[row, first:, : self.vocab], logits[row, first:, : self.vocab], targets, 1
-                    )
+                    rows_a, rows_b = (each[row, first:, : self.vocab] for each in (reference, logits))
+                    logp_a, logp_b, kl, *_ = measure_rows(rows_a, rows_b, targets, 1)
                     effects[place].append(_Effect(kl, gain(logp_a, logp_b)))
         return [_Effect(*map(torch.cat, zip(*parts, strict=True))) for parts in effects]
 
@@ -252,10 +239,7 @@ class _Measured:
 
 
 def _grouped(names: Sequence[str], group: Callable[[str], str]) -> dict[str, frozenset[str]]:
-    grouped: dict[str, set[str]] = {}
-    for name in names:
-        grouped.setdefault(group(name), set()).add(name)
-    return {name: frozenset(own) for name, own in grouped.items()}
+    return {part: frozenset(name for name in names if group(name) == part) for part in dict.fromkeys(map(group, names))}
 
 
 def _kept(

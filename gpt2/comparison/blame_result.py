@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpt2.measure.estimates import Estimate
-from gpt2.pages.reports import add_texts, data_table
+from gpt2.pages.reports import data_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -104,29 +104,24 @@ class Blame:
         if self.quantised is not None:
             yield f"\nb is a, its weights rounded to {self.quantised}."
         if len(self.kept) > 1:
-            table = data_table("kept in a's precision", "weights", "KL", "95 % interval", wrap=True)
-            for kept in self.kept:
-                size = f"{kept.bytes / 1e6:,.2f} MB"
-                add_texts(table, ", ".join(kept.parts) or "nothing", size, f"{kept.kl.value:.3g}", kept.kl.span(".3g"))
-            yield table
+            yield _stored("kept in a's precision", [(", ".join(each.parts) or "nothing", each) for each in self.kept])
         if self.precisions:
-            table = data_table("all weights in", "weights", "KL", "95 % interval")
-            for each in self.precisions:
-                add_texts(table, each.type, f"{each.bytes / 1e6:,.2f} MB", f"{each.kl.value:.3g}", each.kl.span(".3g"))
-            yield table
+            yield _stored("all weights in", [(each.type, each) for each in self.precisions])
         if (advice := self.advice(a)) is not None:
             from rich.text import Text
 
             yield Text(f"to halve the KL: {advice}")
 
 
+def _stored(title: str, rows: Sequence[tuple[str, Kept | Precision]]) -> Table:
+    cells = ((name, f"{each.bytes / 1e6:,.2f} MB", *each.kl.cells(".3g")) for name, each in rows)
+    return data_table(title, "weights", "KL", "95 % interval", wrap=True, rows=cells)
+
+
 def _table(parts: Sequence[Part]) -> Table:
-    ordered = any(part.in_order is not None for part in parts)
-    table = data_table("part of b in a", "", "KL alone", "95 %", "log-prob.", *(["in order"] if ordered else []))
-    longest = max(part.alone.value for part in parts)
+    ordered, longest, rows = any(part.in_order for part in parts), max(part.alone.value for part in parts), []
     for part in parts:
         bar = "█" * round(BAR * part.alone.value / longest) if 0 < longest < math.inf and part.alone.value > 0 else ""
-        cells = [part.name, bar or "·", f"{part.alone.value:.3g}", part.alone.span(".1e", "..")]
-        cells.append(f"{part.gain.value:+.1e}")
-        add_texts(table, *cells, *([f"{part.in_order.value:.3g}"] if part.in_order is not None else []))
-    return table
+        cells = f"{part.alone.value:.3g}", part.alone.span(".1e", ".."), f"{part.gain.value:+.1e}"
+        rows.append([part.name, bar or "·", *cells, *([f"{part.in_order.value:.3g}"] if part.in_order else [])])
+    return data_table("part of b in a", "", "KL alone", "95 %", "log-prob.", *(["in order"] if ordered else []), rows=rows)

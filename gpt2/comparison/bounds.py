@@ -15,62 +15,94 @@ log(p / q) strays from its mean log(P(t) / r) no further than that of any shown 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gpt2.comparison.bounds_result import Bounds
 from gpt2.comparison.distributions import perplexity_ratio
-from gpt2.comparison.server_checks import Seen, Shares, check
+from gpt2.comparison.loaded import Loaded
+from gpt2.comparison.passage import Passage
+from gpt2.comparison.server_checks import Finding, Seen, check, shares
 from gpt2.comparison.sides.server import RunningServer
-from gpt2.comparison.sides.side import Running, Top
-from gpt2.data import Tokenizer
+from gpt2.comparison.sides.side import Shown, Top
 from gpt2.errors import InputError
 from gpt2.measure.estimates import Bootstrap, Estimate
-from gpt2.measure.metrics import Logits, Progress
-from gpt2.measure.windows import Windows
+from gpt2.measure.metrics import Progress
 
 ROWS = 64  # measured at a time: several arrays of their float64 logits are needed
 
 
-@torch.inference_mode()
-def measure_bounds(
-    full: Logits,
-    other: Running,
-    ids: Tensor,
-    windows: Windows,
-    *,
-    vocab: int,
-    full_is_a: bool,
-    recorded: bool,
-    tokenizer: Tokenizer | None,
-    seed: int,
-    progress: Progress,
-) -> Bounds:
-    """Measure ``other``, which shows the likeliest tokens, beside ``full``, which shows all, on a text (N,).
+@dataclass(frozen=True)
+class Bounds:
+    """What is known of two distributions of which one is shown in part, over ``tokens`` places; nats.
 
-    ``recorded``: ``full`` cannot be run on anything else.
+    ``kl_low`` and ``kl_high`` bound the mean KL(a||b); each has its own 95 % interval. ``assumed`` says whether the upper bound
+    needs the assumption above. ``shown`` is the mean probability of the shown tokens, ``top`` how many they are at most.
+    ``ratio`` is b's perplexity over a's on the places whose token was shown.
     """
+
+    kl_low: Estimate
+    kl_high: Estimate
+    assumed: bool
+    same_top: Estimate
+    ratio: Estimate
+    shown: float
+    top: int
+    tokens: int
+    not_finite: int  # further places that were shown, and whose KL is infinite or NaN
+    sent: int  # tokens sent to a server
+    findings: tuple[Finding, ...]
+
+    @property
+    def kl(self) -> Estimate:
+        """Everything that KL(a||b) may be: from the lower bound's interval to the upper bound's; NaN if a place's is."""
+        if self.not_finite:
+            return Estimate(math.nan, math.nan, math.nan)
+        return Estimate(self.kl_low.value, self.kl_low.low, self.kl_high.high)
+
+    def summary(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the rows of a report: a name, a figure, and a remark."""
+        high = "at most, if the tokens left out are like the shown" if self.assumed else "at most"
+        yield "KL(a‖b)", f"{self.kl_low.value:.3g} nats", f"at least; from {self.kl_low.text('.3g')}"
+        yield "", f"{self.kl_high.value:.3g} nats", high
+        yield "same top token", *self.same_top.cells(".1%")
+        yield "perplexity", "", f"× {self.ratio.text('.3f')}"
+        if self.not_finite:
+            yield "not finite", f"{self.not_finite:,} places", "whose KL is infinite or NaN, not counted above"
+        sent = f"; {self.sent:,} tokens sent" if self.sent else ""
+        yield "shown", f"{self.shown:.1%}", f"of the probability, in {self.top} tokens, at {self.tokens:,} places{sent}"
+
+
+@torch.inference_mode()
+def measure_bounds(a: Loaded, b: Loaded, passage: Passage, seed: int, progress: Progress) -> Bounds | None:
+    """Compare a side that shows all logits with one that shows the likeliest tokens, on a text; None for any other two."""
+    full_is_a = Shown.LOGITS in a.side.shows
+    whole, part = (a, b) if full_is_a else (b, a)
+    if Shown.LOGITS not in whole.side.shows or Shown.TOP not in part.side.shows:
+        return None
+    server, ids = part.running if isinstance(part.running, RunningServer) else None, passage.ids
     columns: list[tuple[Tensor, ...]] = []
     seen: list[Seen] = []
-    parts = list(windows.of(len(ids)))
-    checked = {0, len(parts) // 2, len(parts) - 1}
-    if isinstance(other, RunningServer):
-        other.plan([part.end - part.start for part in parts])
-    for number, part in enumerate(parts):
-        window = ids[part.start : part.end + 1]
-        logp = full(window[None, :-1])[0, :, :vocab].double().log_softmax(-1).cpu()
-        top = other.top(window)
-        rows = [slice(at, at + ROWS) for at in range(part.first - part.start, len(logp), ROWS)]
+    spans = list(passage.windows.of(len(ids)))
+    checked = {0, len(spans) // 2, len(spans) - 1}
+    if server is not None:
+        server.plan([span.end - span.start for span in spans])
+    for number, span in enumerate(spans):
+        window = ids[span.start : span.end + 1]
+        logp = whole.logits(window[None, :-1])[0, :, : a.vocab].double().log_softmax(-1).cpu()
+        top = part.running.top(window)
+        rows = [slice(at, at + ROWS) for at in range(span.first - span.start, len(logp), ROWS)]
         columns += [_places(logp[places], top.at(places), window[1:][places]) for places in rows]
         if number in checked:
             seen.append(Seen(number + 1, window, logp, top))
-        progress(f"top tokens: {part.end:,} of {len(ids) - 1:,}")
+        progress(f"top tokens: {span.end:,} of {len(ids) - 1:,}")
     joined = (torch.cat(each) for each in zip(*columns, strict=True))
     forward, forward_high, backward, backward_high, same, logp_full, logp_other, shown = joined
     known, not_finite = forward.isfinite(), int((~forward.isfinite() & (shown > 0)).sum())
     if int(known.sum()) < 2:
-        why = getattr(other, "other_tokens", "") or "no place was shown"
+        why = (server.other_tokens if server else "") or "no place was shown"
         raise InputError(f"nothing of the text could be compared: {why}; does the server run a model with this tokenizer?")
     low, high = (forward, forward_high) if full_is_a else (backward, backward_high)
     bootstrap = Bootstrap(int(known.sum()), seed)
@@ -86,11 +118,11 @@ def measure_bounds(
         same_top=bootstrap.fraction(same[known].bool()),
         ratio=ratio,
         shown=shown[known].mean().item(),
-        top=max(part.top.ids.size(1) for part in seen),
+        top=max(each.top.ids.size(1) for each in seen),
         tokens=int(known.sum()),
         not_finite=not_finite,
-        sent=other.sent if isinstance(other, RunningServer) else 0,
-        findings=check(None if recorded else full, seen, vocab, tokenizer, other if isinstance(other, RunningServer) else None),
+        sent=server.sent if server else 0,
+        findings=check(whole.logits if whole.answers else None, seen, a.vocab, whole.tokenizer, server),
     )
 
 
@@ -99,18 +131,16 @@ def _places(logp: Tensor, top: Top, targets: Tensor) -> tuple[Tensor, ...]:
 
     NaN where the side showed nothing.
     """
-    shares = Shares.of(logp, top)
-    known, _, q, log_q, ratio, shown, rest_p, rest_q = shares
-    tail, forward = (rest_p / rest_q).log(), shares.forward
+    known, q, log_q, ratio, shown, rest_p, rest_q, forward = shares(logp, top)
+    tail = (rest_p / rest_q).log()
     backward = ((-q * ratio).sum(1) - rest_q * tail).clamp(min=0)
     stray = torch.where(known, (ratio - tail[:, None]).abs(), 0.0).amax(1)
     forward_high = forward + rest_p * stray
     likeliest = known & (top.ids != targets[:, None])
     m = torch.where(likeliest, log_q, math.inf).amin(1).clamp(max=0.0).exp()
     backward_high = torch.maximum(backward, (-q * ratio).sum(1) + _largest_tail(logp, top.ids, known, m, rest_q))
-    unseen = ~known.any(1)
-    columns = [forward, forward_high, backward, backward_high]
-    columns = [column.masked_fill(unseen, math.nan) for column in columns]
+    bounds = (forward, forward_high, backward, backward_high)
+    columns = [column.masked_fill(~known.any(1), math.nan) for column in bounds]
     same = (top.ids[:, 0] == logp.argmax(1)).double()
     return *columns, same, logp.gather(1, targets[:, None])[:, 0], top.target, shown
 

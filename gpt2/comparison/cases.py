@@ -20,7 +20,7 @@ from gpt2.measure.estimates import Bootstrap, Estimate
 from gpt2.measure.last_words import last_words_change, score_pairs
 from gpt2.measure.metrics import Logits, Progress
 from gpt2.pages.rendering import visible
-from gpt2.pages.reports import add_texts, data_table
+from gpt2.pages.reports import data_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -66,12 +66,12 @@ class Cases:
 
     def table(self) -> Table:
         """Return the cases that changed, those that were lost first."""
-        table = data_table("", "prompt", "expected", "a", "b", wrap=True)
-        for kind, cases in (("lost", self.lost), ("gained", self.gained)):
-            for case in cases[:SHOWN]:
-                probabilities = f"{case.probability_a:.1%}", f"{case.probability_b:.1%}"
-                add_texts(table, kind, visible(case.prompt), visible(case.expected), *probabilities)
-        return table
+        turned = [("lost", case) for case in self.lost[:SHOWN]] + [("gained", case) for case in self.gained[:SHOWN]]
+        rows = (
+            (kind, visible(case.prompt), visible(case.expected), f"{case.probability_a:.1%}", f"{case.probability_b:.1%}")
+            for kind, case in turned
+        )
+        return data_table("", "prompt", "expected", "a", "b", wrap=True, rows=rows)
 
 
 def read_cases(path: str) -> list[tuple[str, str]]:
@@ -94,21 +94,13 @@ def compare_cases(path: str, models: Sequence[tuple[Logits, Tokenizer, int]], *,
     """Score two models, each given as (logits, tokenizer, context), on the cases of a file."""
     cases = read_cases(path)
     bootstrap = Bootstrap(len(cases), seed, independent=True)
-    a, b = (
-        score_pairs(
-            logits,
-            list(_encoded(cases, tokenizer, context)),
-            bootstrap,
-            context=context,
-            what=("cases", "answers"),
-            progress=progress,
-        )
-        for logits, tokenizer, context in models
-    )
-    rows = tuple(
-        Case(prompt, expected, a.right[i], b.right[i], math.exp(-a.losses[i]), math.exp(-b.losses[i]))
-        for i, (prompt, expected) in enumerate(cases)
-    )
+    scored = []
+    for logits, tokenizer, context in models:
+        pairs = list(_encoded(cases, tokenizer, context))
+        scored.append(score_pairs(logits, pairs, bootstrap, context=context, what=("cases", "answers"), progress=progress))
+    a, b = scored
+    said = zip(cases, zip(a.right, b.right, strict=True), zip(a.losses, b.losses, strict=True), strict=True)
+    rows = tuple(Case(*case, *right, *(math.exp(-loss) for loss in losses)) for case, right, losses in said)
     gain, likelier = (last_words_change(*pair, bootstrap=bootstrap) for pair in ((a, b), (b, a)))
     return Cases(path, rows, a.accuracy, b.accuracy, gain.accuracy, likelier.ratio)
 

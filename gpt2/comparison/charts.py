@@ -112,7 +112,7 @@ def kl_by_token(kl_ab: Divergence, kl_ba: Divergence) -> str:
     return both("histogram", "How many tokens have which divergence", draw)
 
 
-def part_bars(parts: Sequence[Part], name: str = "blame") -> str:
+def part_bars(parts: Sequence[Part], name: str) -> str:
     """Draw the KL of each part alone with its interval, and as a line the KL with all parts before it; wide and narrow."""
 
     def draw(axes: Axes, wide: bool) -> None:
@@ -157,13 +157,11 @@ def quality(comparisons: Comparisons, *, by_step: bool) -> str:
     across = {x: x if by_step else math.log(x) for _, x, *_ in points}
     width = max(across.values()) - min(across.values()) or 1.0
     height = max(bits for _, _, bits, _ in points) - min(bits for _, _, bits, _ in points) or 1.0
-    labels: list[tuple[float, float, str]] = []  # models near one another have one label
+    labels: dict[tuple[float, float], str] = {}  # models near one another have one label
     for letter, x, bits, _ in points:
         near = [at for at in labels if abs(across[at[0]] - across[x]) < 0.05 * width and abs(at[1] - bits) < 0.07 * height]
-        if near:
-            labels[labels.index(near[0])] = (*near[0][:2], f"{near[0][2]} {letter}")
-        else:
-            labels.append((x, bits, letter))
+        at = near[0] if near else (x, bits)
+        labels[at] = f"{labels[at]} {letter}" if near else letter
 
     def draw(axes: Axes, wide: bool) -> None:
         for letter, place, bits, span in reversed(points):  # the first one on top
@@ -171,8 +169,8 @@ def quality(comparisons: Comparisons, *, by_step: bool) -> str:
             if all(map(math.isfinite, span)):
                 axes.plot([place, place], span, color=colour, linewidth=1.2, alpha=0.6)
             axes.plot([place], [bits], "o", color=colour, markersize=6)
-        for place, bits, text in labels:
-            axes.annotate(text, (place, bits), xytext=(7, 4), textcoords="offset points", color=INK)
+        for at, text in labels.items():
+            axes.annotate(text, at, xytext=(7, 4), textcoords="offset points", color=INK)
         if by_step:
             axes.locator_params(axis="x", integer=True, min_n_ticks=1)
             axes.plot([place for _, place, *_ in points], [bits for _, _, bits, _ in points], color=B, linewidth=1, alpha=0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -17,15 +18,8 @@ PADDING = 128  # largest multiple to which a vocabulary is padded for speed
 
 # The fields of a config that decide what a model computes.
 SHAPE = ("n_layer", "n_embd", "n_head", "n_inner", "n_positions", "vocab_size")
-FUNCTION = (
-    "activation_function",
-    "layer_norm_epsilon",
-    "scale_attn_weights",
-    "scale_attn_by_inverse_layer_idx",
-    "reorder_and_upcast_attn",
-    "tie_word_embeddings",
-)
 ROUNDING = ("reorder_and_upcast_attn", "tie_word_embeddings")  # the same function, or what the tensors themselves say
+FUNCTION = ("activation_function", "layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", *ROUNDING)
 
 
 @dataclass(frozen=True)
@@ -131,10 +125,10 @@ def first_parting(a: Tokenizer, b: Tokenizer, text: str) -> Parting | None:
     at = next((index for index, (x, y) in enumerate(pairs) if x != y), None)
     if at is None:
         return None
-    tokens = [
-        (each[at], _text(_entry(by, each[at])) or "") if at < len(each) else None for by, each in zip((a, b), ids, strict=True)
-    ]
-    return Parting(at, tokens[0], tokens[1])
+    of_a, of_b = (
+        (own[at], _text(_entry(by, own[at])) or "") if at < len(own) else None for by, own in zip((a, b), ids, strict=True)
+    )
+    return Parting(at, of_a, of_b)
 
 
 def compatibility(
@@ -143,11 +137,12 @@ def compatibility(
     """List the differences of two models and the parts of a comparison that they rule out; a config may be unknown."""
     differing = () if a is None or b is None else _differing(a, b)
     vocabularies = compare_vocabularies(tokenizer_a, tokenizer_b)
-    if a is not None and b is not None and vocabularies.verdict == "none" and _more_than_padding(a.vocab_size, b.vocab_size):
-        raise InputError(
-            f"the models have vocabularies of {a.vocab_size:,} and {b.vocab_size:,} ids, and one has no tokenizer, so their ids "
-            "cannot be matched; give models with the same vocabulary, or with their tokenizers"
-        )
+    if a is not None and b is not None and vocabularies.verdict == "none":
+        fewer, more = sorted((a.vocab_size, b.vocab_size))
+        if more > math.ceil(fewer / PADDING) * PADDING:
+            what = f"vocabularies of {a.vocab_size:,} and {b.vocab_size:,} ids, and one has no tokenizer"
+            how = "give models with the same vocabulary, or with their tokenizers"
+            raise InputError(f"the models have {what}, so their ids cannot be matched; {how}")
     impossible = {}
     rows = () if vocabularies.verdict == "different" else ("vocab_size",)  # those that both have are compared
     if shapes := [field for field, *_ in differing if field in SHAPE and field not in rows]:
@@ -187,10 +182,6 @@ def _differing(a: GPT2Config, b: GPT2Config) -> tuple[tuple[str, object, object]
     fields = {field: (getattr(a, field), getattr(b, field)) for field in (*SHAPE, *FUNCTION)}
     fields["n_inner"] = a.inner, b.inner
     return tuple((field, *values) for field, values in fields.items() if values[0] != values[1])
-
-
-def _more_than_padding(*sizes: int) -> bool:
-    return max(sizes) > -(-min(sizes) // PADDING) * PADDING
 
 
 def _entry(tokenizer: Tokenizer, index: int) -> bytes | None:

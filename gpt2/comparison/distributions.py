@@ -133,6 +133,7 @@ def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distribu
     lengths = token_bytes[tokens.targets]
     change = tokens.change
     squares = change.square()
+    rms = bootstrap.interval(squares.mean().sqrt().item(), bootstrap.means(squares).sqrt())
     undefined = torch.stack((tokens.logp_a, tokens.logp_b, tokens.kl_ab, tokens.kl_ba, tokens.js)).isnan().any(0)
     edges = [0, *dict.fromkeys(round(tokens.windows.context ** (i / POSITION_BINS)) for i in range(POSITION_BINS + 1))]
     return Distributions(
@@ -147,11 +148,7 @@ def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distribu
         same_top=bootstrap.fraction(tokens.same_top),
         overlap=bootstrap.mean(tokens.overlap),
         top=tokens.top_a.size(1),
-        change=Change(
-            bootstrap.mean(change),
-            bootstrap.interval(squares.mean().sqrt().item(), bootstrap.means(squares).sqrt()),
-            _named_percentiles(change, CHANGE_PERCENTILES),
-        ),
+        change=Change(bootstrap.mean(change), rms, _named_percentiles(change, CHANGE_PERCENTILES)),
         by_position=_bins(tokens, tokens.position, itertools.pairwise(edges), first=1),
         by_confidence=_bins(tokens, tokens.top_p_a[:, 0], _equal_bins(CONFIDENCE_BINS), first=0),
         calibration_a=calibration(tokens.top_p_a[:, 0], tokens.top_a[:, 0] == tokens.targets),
@@ -179,11 +176,8 @@ def perplexity_ratio(logp_a: Tensor, logp_b: Tensor, bootstrap: Bootstrap) -> Es
 def language(logp: Tensor, lengths: Tensor, windows: Windows, bootstrap: Bootstrap) -> Language:
     """Return a model's score from log-probabilities (N,) of tokens of ``lengths`` bytes."""
     score = LanguageScore(-logp.sum().item() / len(logp), len(logp), round(lengths.sum().item()), windows.context, windows.step)
-    return Language(
-        score,
-        bootstrap.interval(score.perplexity, (-bootstrap.means(logp)).exp()),
-        bootstrap.interval(score.bits_per_byte, bootstrap.means(-logp, lengths) / math.log(2)),
-    )
+    perplexity = bootstrap.interval(score.perplexity, (-bootstrap.means(logp)).exp())
+    return Language(score, perplexity, bootstrap.interval(score.bits_per_byte, bootstrap.means(-logp, lengths) / math.log(2)))
 
 
 def correlation(x: Tensor, y: Tensor) -> float:
@@ -200,13 +194,8 @@ def _named_percentiles(values: Tensor, which: tuple[float, ...]) -> dict[str, fl
 
 def _divergence(values: Tensor, index: Tensor, bootstrap: Bootstrap) -> Divergence:
     worst = int(values.argmax())  # argmax counts NaN as the largest
-    return Divergence(
-        bootstrap.mean(values),
-        _named_percentiles(values, DIVERGENCE_PERCENTILES),
-        values[worst].item(),
-        int(index[worst]),
-        _histogram(values),
-    )
+    middle, largest = _named_percentiles(values, DIVERGENCE_PERCENTILES), (values[worst].item(), int(index[worst]))
+    return Divergence(bootstrap.mean(values), middle, *largest, _histogram(values))
 
 
 def _histogram(values: Tensor) -> tuple[tuple[float, float, int], ...]:
@@ -224,13 +213,11 @@ def _histogram(values: Tensor) -> tuple[tuple[float, float, int], ...]:
 def _bins(tokens: Tokens, values: Tensor, intervals: Iterable[tuple[float, float]], first: int) -> tuple[Bin, ...]:
     """Summarise the tokens with a value in each (low, high], without empty bins; ``first`` is added to low, 1 for integers."""
     columns = (tokens.kl_ab, -tokens.logp_a, -tokens.logp_b, tokens.same_top)
-    bins = []
-    for low, high in intervals:
-        inside = (low < values) & (values <= high)
-        if inside.any():
-            means = [column[inside].double().mean().item() for column in columns]
-            bins.append(Bin(low + first, high, int(inside.sum()), *means))
-    return tuple(bins)
+    filled = ((low, high, inside) for low, high in intervals if (inside := (low < values) & (values <= high)).any())
+    return tuple(
+        Bin(low + first, high, int(inside.sum()), *(column[inside].double().mean().item() for column in columns))
+        for low, high, inside in filled
+    )
 
 
 def _equal_bins(count: int) -> list[tuple[float, float]]:

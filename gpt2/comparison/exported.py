@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,12 +41,15 @@ from gpt2.parity import reference
 TOKENS = 128
 TEXTS = ("To be, or not to be\n", "ROMEO:\nI'll   be 21 — naïve?\t\U0001f3ad", "   ", "e\u0301 12345 don't")
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-PACKAGES = {  # module -> (program, what installs it, the format that it opens)
+PACKAGES = {  # module -> (program, what installs it, the format that it opens); a method of _Check has the module's name
     "transformers": ("transformers", "pip install transformers", "hf"),
     "ctranslate2": ("CTranslate2", "pip install 'gpt2-toolkit[ctranslate2]'", "hf"),
     "gguf": ("gguf package", "pip install gguf", "gguf"),
     "llama_cpp": ("llama.cpp", "pip install 'gpt2-toolkit[llamacpp]'", "gguf"),
 }
+
+
+Outcome = tuple[float | None, float | None, bool | None, str]  # all of Opened but its program
 
 
 @dataclass(frozen=True)
@@ -104,15 +108,13 @@ def check_export(
     ids = torch.randint(model.config.vocab_size, (1, min(TOKENS, model.config.n_positions)), generator=generator)
     truth = model_with(model.config, ((name, tensor.double()) for name, tensor in weights.items()))(ids)[0]
     check = _Check(done, model, tokenizer, weights, types, ids, truth)
-    rows, missing = [check.read_back()], []
+    rows, missing = [check.by("loader", "gpt2")], []
     for module, (program, command, format) in PACKAGES.items():
-        if format != done.format:
-            continue
-        if importlib.util.find_spec(module) is None:
+        if format == done.format and importlib.util.find_spec(module) is None:
             missing.append((program, command))
-            continue
-        progress(f"check: {program}")
-        rows.append(check.by(module, program))
+        elif format == done.format:
+            progress(f"check: {program}")
+            rows.append(check.by(module, program))
     rounding = check.distance(model.double()(ids)[0])
     return ExportCheck(tuple(rows), tuple(missing), rounding, ids.size(1), time.perf_counter() - started)
 
@@ -123,8 +125,7 @@ def _types(model: GPT2, done: Export) -> dict[str, str]:
     if done.format != "gguf":
         type = done.type if done.format == "llmc" else OF_DTYPE.get(model.wte.weight.dtype, "f32")
         return dict.fromkeys(state, "f64" if model.wte.weight.dtype == torch.float64 and done.format == "hf" else type)
-    kept = parameters_of(done.keep, state)
-    own = OF_DTYPE[model.wte.weight.dtype]
+    kept, own = parameters_of(done.keep, state), OF_DTYPE[model.wte.weight.dtype]
     return {name: type_of(name, tensor.shape, own if name in kept else done.type) for name, tensor in state.items()}
 
 
@@ -167,84 +168,70 @@ class _Check:
         off = (logits.double()[..., : self.truth.size(-1)] - self.truth).square().mean().sqrt()
         return float(off / self.truth.abs().max())
 
-    def read_back(self) -> Opened:
-        """Every parameter, read by our own loader."""
+    def by(self, module: str, program: str) -> Opened:
+        open_it: Callable[[], Outcome] = getattr(self, f"_{module}")
         try:
-            loaded = open_path(self.folder if self.done.format == "hf" else self.folder / self.done.files[0].name)
-            read = loaded.reader()
-            values = {name: read(name, torch.float64) for name in self.weights}
-        except InputError as error:
-            return Opened("gpt2", None, None, False, str(error))
-        return self._same_values("gpt2", values)
+            return Opened(program, *open_it())
+        except Exception as error:  # another program's code may raise anything
+            why = str(error) if isinstance(error, InputError) else error_line(error)
+            return Opened(program, None, None, False, f"does not open it: {why}")
 
-    def _same_values(self, program: str, values: Mapping[str, Tensor]) -> Opened:
+    def _values(self, values: Mapping[str, Tensor]) -> Outcome:
         wrong = [name for name, tensor in self.weights.items() if not torch.equal(values[name].double(), tensor.double())]
         if not wrong:
-            return Opened(program, None, None, True, f"every value of {len(self.weights)} tensors")
+            return None, None, True, f"every value of {len(self.weights)} tensors"
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        return Opened(program, None, None, False, f"{wrong[0]}{more} {'have' if more else 'has'} other values than the source")
+        return None, None, False, f"{wrong[0]}{more} {'have' if more else 'has'} other values than the source"
 
-    def by(self, module: str, program: str) -> Opened:
-        open_in: dict[str, Callable[[str], Opened]] = {
-            "transformers": self._transformers,
-            "ctranslate2": self._ctranslate2,
-            "gguf": self._gguf,
-            "llama_cpp": self._llama,
-        }
-        try:
-            return open_in[module](program)
-        except InputError as error:
-            return Opened(program, None, None, False, f"does not open it: {error}")
-        except Exception as error:  # another program's code may raise anything
-            return Opened(program, None, None, False, f"does not open it: {error_line(error)}")
-
-    def _judge(self, program: str, side: Side, ours: GPT2, texts: Sequence[Sequence[int]] | None = None) -> Opened:
+    def _logits(self, side: Side, ours: GPT2, encode: Callable[[str], Sequence[int]] | None = None) -> Outcome:
         with side.running() as running:
             error = self.distance(running.logits(self.ids)[0].cpu())
-        dtype = ours.wte.weight.dtype
-        with rounding_noise(dtype):
+        with rounding_noise(ours.wte.weight.dtype):
             allowed = FORWARD_RATIO * self.distance(ours.double()(self.ids)[0])
         ok, note = error <= allowed, ""
-        if texts is not None and self.tokenizer is not None:
-            wrong = [text for text, ids in zip(TEXTS, texts, strict=True) if list(ids) != self.tokenizer.encode(text)]
+        if encode is not None and self.tokenizer is not None:
+            wrong = [text for text in TEXTS if list(encode(text)) != self.tokenizer.encode(text)]
             ok, note = ok and not wrong, f"other ids for {wrong[0]!r}" if wrong else "same ids of texts"
-        return Opened(program, error, allowed, ok, note)
-
-    def _transformers(self, program: str) -> Opened:
-        texts = None
-        if self.tokenizer is not None and (self.folder / "vocab.json").is_file():
-            theirs = reference.reference_tokenizer(self.folder)
-            texts = [reference.reference_ids(theirs, text) for text in TEXTS]
-        return self._judge(
-            program, CheckpointSide.open(f"hf/{self.folder}", offline=True), self._ours(self.model.wte.weight.dtype), texts
-        )
+        return error, allowed, ok, note
 
     def _ours(self, dtype: torch.dtype) -> GPT2:
         return model_with(self.model.config, ((name, tensor.to(dtype)) for name, tensor in self.weights.items()))
 
-    def _ctranslate2(self, program: str) -> Opened:
+    def _loader(self) -> Outcome:
+        """Every parameter, read by our own loader."""
+        loaded = open_path(self.folder if self.done.format == "hf" else self.folder / self.done.files[0].name)
+        read = loaded.reader()
+        return self._values({name: read(name, torch.float64) for name in self.weights})
+
+    def _transformers(self) -> Outcome:
+        encode = None
+        if self.tokenizer is not None and (self.folder / "vocab.json").is_file():
+            encode = partial(reference.reference_ids, reference.reference_tokenizer(self.folder))
+        side = CheckpointSide.open(f"hf/{self.folder}", offline=True)
+        return self._logits(side, self._ours(self.model.wte.weight.dtype), encode)
+
+    def _ctranslate2(self) -> Outcome:
         if not (self.folder / "vocab.json").is_file():
-            return Opened(program, None, None, None, "its converter needs the files of a BPE tokenizer")
+            return None, None, None, "its converter needs the files of a BPE tokenizer"
         converters = importlib.import_module("ctranslate2.converters")
         with tempfile.TemporaryDirectory() as room:
             converted = str(Path(room) / "ct2")
             converters.TransformersConverter(str(self.folder)).convert(converted)
-            return self._judge(program, CTranslate2Side.open(f"ct2/{converted}"), self._ours(torch.float32))
+            return self._logits(CTranslate2Side.open(f"ct2/{converted}"), self._ours(torch.float32))
 
-    def _gguf(self, program: str) -> Opened:
+    def _gguf(self) -> Outcome:
         gguf = importlib.import_module("gguf")
         values = {}
         for tensor in gguf.GGUFReader(self.folder / GGUF_FILE).tensors:
             name = from_file(tensor.name)
             read = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
             values[name] = read.t() if read.ndim == 2 and layer(name) is not None else read
-        return self._same_values(program, values)
+        return self._values(values)
 
-    def _llama(self, program: str) -> Opened:
+    def _llama_cpp(self) -> Outcome:
         side = LlamaCppSide.open(f"llama.cpp/{self.folder / GGUF_FILE}")
         theirs = side.tokenizer()
-        texts = None if theirs is None else [theirs.encode(text) for text in TEXTS]
-        return self._judge(program, side, as_llama(self._ours(torch.float32), self.types), texts)
+        return self._logits(side, as_llama(self._ours(torch.float32), self.types), theirs.encode if theirs else None)
 
 
 def as_llama(model: GPT2, types: Mapping[str, str]) -> GPT2:

@@ -14,12 +14,8 @@ from gpt2.comparison.results import Comparison
 from gpt2.errors import InputError, printable
 from gpt2.measure.estimates import Estimate
 
-OPERATORS: dict[str, Callable[[float, float], bool]] = {
-    ">": operator.gt,
-    ">=": operator.ge,
-    "<": operator.lt,
-    "<=": operator.le,
-}
+Figures = dict[str, float | Estimate | None]
+OPERATORS: dict[str, Callable[[float, float], bool]] = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 METRICS = {
     "kl": "mean KL(a‖b) in nats",
     "kl_max": "largest KL(a‖b) of a token, in nats",
@@ -37,9 +33,9 @@ METRICS = {
 MANY = ("kl", "kl_max", "same_top", "perplexity_ratio", "weights")  # that are measured of each of several models
 
 
-def _figures(found: Comparison) -> dict[str, float | Estimate]:
+def _figures(found: Comparison) -> Figures:
     """Return every metric that was measured; of a side that shows only the likeliest tokens, bounds are the interval."""
-    figures: dict[str, float | Estimate] = {}
+    figures: Figures = {}
     if (both := found.distributions) is not None:
         figures |= {"kl": both.kl_ab.mean, "kl_max": both.kl_ab.max, "js": both.js.mean}
         figures |= {"same_top": both.same_top, "perplexity_ratio": both.ratio}
@@ -58,12 +54,12 @@ def _figures(found: Comparison) -> dict[str, float | Estimate]:
     return figures
 
 
-def _figures_of_one(found: Candidate) -> dict[str, float | Estimate]:
+def _figures_of_one(found: Candidate) -> Figures:
     """Return the metrics of one of several models."""
-    kept: dict[str, float | Estimate | None] = {"weights": found.weights}
+    figures: Figures = {"weights": found.weights}
     if (against := found.against) is not None:
-        kept |= {"kl": against.kl, "kl_max": against.kl_max, "same_top": against.same_top, "perplexity_ratio": against.ratio}
-    return {name: figure for name, figure in kept.items() if figure is not None}
+        figures |= {"kl": against.kl, "kl_max": against.kl_max, "same_top": against.same_top, "perplexity_ratio": against.ratio}
+    return figures
 
 
 @dataclass(frozen=True)
@@ -94,31 +90,25 @@ class Gate:
     def __str__(self) -> str:
         return f"{self.metric}{self.op}{self.threshold:g}"
 
-    def judge(self, comparison: Comparison) -> Judgement:
-        """Apply the condition; raises InputError if the metric was not measured between these two models."""
-        why = "; ".join(dict.fromkeys(comparison.compatibility.impossible.values())) or "this comparison has no such part"
-        return self._judged(_figures(comparison), f"{self.metric} was not measured ({why}); gate on another metric")
-
-    def require_of_many(self) -> None:
-        """Raise InputError if the metric is measured of two models only."""
-        if self.metric not in MANY:
-            raise InputError(
-                f"--fail-if {self}: of several models only {', '.join(MANY)} are measured; compare two models for it"
-            )
-
-    def judge_candidate(self, candidate: Candidate) -> Judgement:
-        """Apply the condition to one of several models, measured against the first; raises InputError as :meth:`judge` does."""
-        self.require_of_many()
-        why = "; ".join(dict.fromkeys(candidate.left_out.values())) or "it shows too little"
-        return self._judged(_figures_of_one(candidate), f"{self.metric} of {candidate.model.name} was not measured ({why})")
-
-    def _judged(self, figures: Mapping[str, float | Estimate], missing: str) -> Judgement:
+    def judge(self, found: Comparison | Candidate) -> Judgement:
+        """Apply the condition; raises InputError if the metric was not measured of two models, or of one of several."""
+        if isinstance(found, Comparison):
+            figures, left_out, of, instead = _figures(found), found.compatibility.impossible, "", "; gate on another metric"
+        else:
+            figures, left_out, of, instead = _figures_of_one(found), found.left_out, f" of {found.model.name}", ""
         if (measured := figures.get(self.metric)) is None:
-            raise InputError(f"--fail-if {self}: {missing}")
+            why = "; ".join(dict.fromkeys(left_out.values())) or "this comparison has no such part"
+            raise InputError(f"--fail-if {self}: {self.metric}{of} was not measured ({why}){instead}")
         interval = measured if isinstance(measured, Estimate) else Estimate(measured, measured, measured)
         judged = interval.high if self.op in (">", ">=") else interval.low
         undefined = math.isnan(interval.value) or math.isnan(judged)
         return Judgement(self, interval, judged, undefined or OPERATORS[self.op](judged, self.threshold))
+
+    def require_of_many(self) -> None:
+        """Raise InputError if the metric is measured of two models only."""
+        if self.metric not in MANY:
+            only = f"of several models only {', '.join(MANY)} are measured"
+            raise InputError(f"--fail-if {self}: {only}; compare two models for it")
 
 
 @dataclass(frozen=True)
@@ -164,7 +154,7 @@ def judge(result: Comparison | Comparisons, gates: Sequence[Gate]) -> tuple[Comp
         of_two = tuple(gate.judge(result) for gate in gates)
         return replace(result, gates=of_two), {f"{result.a.name} and {result.b.name}": of_two}
     first, *others = (f"{letter}, {each.model.name}" for letter, each in zip(result.letters, result.candidates, strict=True))
-    of_each = tuple(tuple(gate.judge_candidate(each) for gate in gates) for each in result.candidates[1:])
+    of_each = tuple(tuple(gate.judge(each) for gate in gates) for each in result.candidates[1:])
     return replace(result, gates=of_each), dict(zip((f"{first} and {other}" for other in others), of_each, strict=True))
 
 
@@ -172,7 +162,8 @@ def junit(judged: Judged) -> str:
     """Return the judgements as a JUnit XML report: a test case for each gate, one failure for each condition that is met."""
     rows = [(names, each) for names, judgements in judged.items() for each in judgements]
     met = sum(each.met for _, each in rows)
-    suite = ElementTree.Element("testsuite", name="gpt2 compare", tests=str(len(rows)), failures=str(met), errors="0")
+    suites = ElementTree.Element("testsuites")
+    suite = ElementTree.SubElement(suites, "testsuite", name="gpt2 compare", tests=str(len(rows)), failures=str(met), errors="0")
     for names, each in rows:
         where = printable(names, one_line=True)  # XML has no control characters
         case = ElementTree.SubElement(suite, "testcase", classname=where, name=str(each.gate))
@@ -180,8 +171,6 @@ def junit(judged: Judged) -> str:
             ElementTree.SubElement(case, "failure", message=str(each))
         else:
             ElementTree.SubElement(case, "system-out").text = str(each)
-    suites = ElementTree.Element("testsuites")
-    suites.append(suite)
     ElementTree.indent(suites)
     return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
 

@@ -72,7 +72,7 @@ def read_llama_base(path: Path) -> LlamaBase:
         if len(head) < HEAD or not head.startswith(MAGIC):
             raise InputError(f"{path}: is not a file of llama.cpp's --kl-divergence-base; write it again")
         context, vocab, chunks = (int(n) for n in np.frombuffer(head, "<i4", offset=len(MAGIC)))
-        if min(context, vocab, chunks) < 1 or context < 3:
+        if min(context - 2, vocab, chunks) < 1:
             what = f"states {chunks:,} chunks of {context:,} tokens, {vocab:,} in the vocabulary"
             raise InputError(f"{path}: {what}; it is damaged, write it again")
         width, scored = SCALES + vocab + vocab % 2, context - 1 - context // 2

@@ -6,103 +6,67 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gpt2.checkpoint.keys import expected
 from gpt2.comparison import page  # noqa: F401 - gives Comparisons their page
-from gpt2.comparison.checkpoints import with_checkpoints
-from gpt2.comparison.compatibility import Compatibility, compatibility, on_text
-from gpt2.comparison.distributions import Language, gain, language, perplexity_ratio, summarise
-from gpt2.comparison.many_results import Against, Candidate, Comparisons, Ranked
-from gpt2.comparison.many_weights import made_of, moved_from_first, size_of
-from gpt2.comparison.noise import Floor, measure_floor
-from gpt2.comparison.pair import Loaded, measured_bounds
-from gpt2.comparison.paper import paper_figures
-from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, open_passage
-from gpt2.comparison.sides.checkpoint_side import RunningModule
+from gpt2.comparison.blame import quantisation
+from gpt2.comparison.bounds import Bounds, measure_bounds
+from gpt2.comparison.compatibility import Compatibility, compatibility, on_text, parameters_of_both
+from gpt2.comparison.distributions import Language, gain, perplexity_ratio, summarise
+from gpt2.comparison.loaded import Loaded, alone
+from gpt2.comparison.many_results import Against, Candidate, Comparisons, Ranked, letters_of, paper_figures
+from gpt2.comparison.noise import Floor
+from gpt2.comparison.passage import Passage, Settings, open_passage
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide, readers
 from gpt2.comparison.sides.opening import open_sides
-from gpt2.comparison.sides.side import Running, Shown, Side, environment_of, require_head
-from gpt2.data import Tokenizer
+from gpt2.comparison.sides.side import Shown, Side, Tokenizers, environment_of, first_tokenizer, vocabulary
+from gpt2.comparison.weights import distance, weights_norm
 from gpt2.errors import InputError
 from gpt2.measure.estimates import Bootstrap, Estimate
-from gpt2.measure.last_words import LastWord, score_last_words
-from gpt2.measure.metrics import Logits, Progress, silent, token_losses
+from gpt2.measure.last_words import LastWord
+from gpt2.measure.metrics import Logits, Progress
 from gpt2.measure.per_token import measure_pair
-from gpt2.model import GPT2
 
 HELD = 2 << 30  # bytes of the first model's logits that are kept in memory; where they are more, it runs again beside each other
 FLOOR_TOKENS = 64  # on which the first model's floor of noise is computed
 
 
-def compare_many(
-    names: Sequence[str],
-    *,
-    on: str | None = None,
-    tokens: int | None = None,
-    seed: int = 0,
-    dtype: str | None = None,
-    device: str = "cpu",
-    offline: bool = False,
-    hashes: bool = True,
-    progress: Progress = silent,
-) -> Comparisons:
-    """Compare models by name, each against the first: quality with paired intervals, KL, weights, size and speed.
+def compare_many(names: Sequence[str], steps: Sequence[int | None], settings: Settings, *, hashes: bool = True) -> Comparisons:
+    """Compare models, or a training run's ``steps``, each with the first: quality with paired intervals, KL, weights and speed.
 
-    Args:
-        names: as for :func:`gpt2.compare`. The folder of a training run stands for all its checkpoints, in the order of steps.
-        on, tokens, seed, dtype, device, offline: as for :func:`gpt2.compare`.
-        hashes: of the models' files, which the JSON and the page hold and the table does not show.
-
-    Raises:
-        InputError: no such model or text, or fewer than two models. CheckpointError: a checkpoint does not fit its config.
+    Settings and errors are those of :func:`gpt2.comparison.run.compare`; ``hashes`` are of the models' files, which the JSON and
+    the page hold and the table does not show.
     """
-    started = time.perf_counter()
-    saved = [each for name in names for each in with_checkpoints(name)]
-    if len(saved) < 2:
-        raise InputError(f"{' '.join(names)}: one model has nothing to be compared with; give two or more")
-    sides = open_sides(*(each.name for each in saved), offline=offline, dtype=dtype, device=device)
-    if Shown.LOGITS not in sides[0].shows:
-        raise InputError(f"{sides[0].name}: shows only {' and '.join(sorted(sides[0].shows))}; name another model first")
+    started, seed, progress = time.perf_counter(), settings.seed, settings.progress
+    sides = open_sides(*names, settings=settings)
+    first = sides[0]
+    if Shown.LOGITS not in first.shows:
+        raise InputError(f"{first.name}: shows only {' and '.join(sorted(first.shows))}; name another model first")
     own = [side.tokenizer() for side in sides]
-    fits = [compatibility(sides[0].config, side.config, own[0], tokenizer) for side, tokenizer in zip(sides, own, strict=True)]
-    passage = open_passage(on, tokens, sides, own, seed, offline=offline)
+    fits = [compatibility(first.config, side.config, own[0], tokenizer) for side, tokenizer in zip(sides, own, strict=True)]
+    passage = open_passage(sides, own, settings)
     fits = [on_text(fit, own[0], tokenizer, passage.ids) for fit, tokenizer in zip(fits, own, strict=True)]
-    shared = own[0] or next((tokenizer for tokenizer in own if tokenizer is not None), None)
-    together = [number for number, fit in enumerate(fits) if fit.vocabularies.comparable]
-    sizes = [size for number in together if (size := sides[number].vocab_size) is not None]
-    sizes += [tokenizer.n_vocab for number in together if (tokenizer := own[number] or shared) is not None]
-    run = _Run(passage, min(sizes), shared, seed, progress, sides)
-    run.first()
-    others = [run.other(number, own[number], fit) for number, fit in enumerate(fits) if number]
-    measured = [run.of_first(), *others]
-    env = environment_of(sides)
-    moved, made = moved_from_first(sides, fits, progress), made_of(sides, own, progress)
-    candidates = tuple(
-        Candidate(
-            model=side.describe(env.versions, hashes=hashes),
-            step=saved[n].step,
-            size=size_of(side),
-            tokens_per_second=run.inputs[n] / run.seconds[n] if run.seconds[n] else math.nan,
-            language=measured[n].language,
-            last_words=run.words[n],
-            against=measured[n].against,
-            weights=moved[n],
-            left_out=fits[n].impossible,
-            paper=paper_figures(side.name, passage.scored.name),
-            made_of=made[n],
-        )
-        for n, side in enumerate(sides)
-    )
-    ranking, forward = _ranking(measured, run.words, seed), sum(run.seconds)
+    run = _Run(sides, own, fits, passage, seed, progress)
+    shown, env = run.all(), environment_of(sides)
+    moved, made = _moved(sides, fits, progress), _made_of(sides, own, progress)
+    candidates = []
+    for n, side in enumerate(sides):
+        model, speed = side.describe(env.versions, hashes=hashes), run.inputs[n] / run.seconds[n] if run.seconds[n] else math.nan
+        figures = shown[n].language, run.words[n], shown[n].against, moved[n]
+        papers = paper_figures(side.name, passage.scored.name)
+        candidates.append(Candidate(model, steps[n], side.size, speed, *figures, fits[n].impossible, papers, made[n]))
+    ranking, forward = _ranking(shown, run.words, seed), sum(run.seconds)
     seconds = time.perf_counter() - started
-    return Comparisons(candidates, passage.scored, env, seed, seconds, forward, ranking=ranking, floor=run.floor)
+    return Comparisons(tuple(candidates), passage.scored, env, seed, seconds, forward, ranking=ranking, floor=run.floor)
 
 
-class _Measured(NamedTuple):
+class _Shown(NamedTuple):
     """What one model showed; ``logp`` (N,) are of the right tokens, None where they are not those of the first model."""
 
     language: Language
@@ -110,141 +74,146 @@ class _Measured(NamedTuple):
     against: Against | None = None
 
 
-@dataclass(eq=False)
 class _Run:
-    """The text of a comparison, what the first model gives on it, and the time of each side's forward passes."""
+    """Runs each model over the text, beside the first one's logits; counts what the forward passes of each took."""
 
-    passage: Passage
-    vocab: int
-    tokenizer: Tokenizer | None
-    seed: int
-    progress: Progress
-    sides: Sequence[Side]
-    kept: list[Tensor] = field(default_factory=list)  # the first model's logits of each batch; none where they are too many
-    its: _Measured | None = None  # its own figures: from the pairs, or where no other reads its tokens, from its logits
-    floor: Floor | None = None  # of the first model, in its own dtype
-
-    def __post_init__(self) -> None:
-        if (largest := int(self.passage.ids.max())) >= self.vocab:
+    def __init__(
+        self,
+        sides: Sequence[Side],
+        own: Tokenizers,
+        fits: Sequence[Compatibility],
+        passage: Passage,
+        seed: int,
+        progress: Progress,
+    ) -> None:
+        self.sides, self.fits, self.passage, self.seed, self.progress = sides, fits, passage, seed, progress
+        self.tokenizers = [tokenizer or first_tokenizer(own) for tokenizer in own]  # that read the text
+        together = [n for n, fit in enumerate(fits) if fit.vocabularies.comparable]
+        self.vocab = vocabulary(*(sides[n] for n in together), *(self.tokenizers[n] for n in together))
+        if (largest := int(passage.ids.max())) >= self.vocab:
             raise InputError(f"the text holds the id {largest}, and a model knows {self.vocab:,} tokens; leave it out")
-        self.words: list[LastWord | None] = [None for _ in self.sides]
-        self.seconds, self.inputs = [0.0 for _ in self.sides], [0 for _ in self.sides]
+        self.words: list[LastWord | None] = [None for _ in sides]
+        self.seconds, self.inputs = [0.0 for _ in sides], [0 for _ in sides]
+        self.kept: list[Tensor] = []  # the first model's logits of each batch; none where they are too many
+        self.floor: Floor | None = None  # of the first model, in its own dtype
+        self.its: _Shown | None = None  # its figures: from the pairs, or where no other reads its tokens, from its logits
 
     @contextmanager
-    def loaded(self, n: int, vocab: int) -> Iterator[tuple[Running, Logits]]:
-        """Load a side; the logits are cut to the vocabulary and timed."""
-        self.progress(f"{self.sides[n].name}: loading")
+    def loaded(self, n: int) -> Iterator[Loaded]:
+        """Load a side."""
+        side, tokenizer = self.sides[n], self.tokenizers[n]
+        self.progress(f"{side.name}: loading")
+        vocab = self.vocab if self.fits[n].vocabularies.comparable else vocabulary(side, tokenizer)
+        with side.running() as running:
+            yield (loaded := Loaded(side, running, tokenizer, self.sides, vocab))
+        self.seconds[n] += loaded.seconds
+        self.inputs[n] += loaded.inputs
 
-        def logits(ids: Tensor) -> Tensor:
-            began = time.perf_counter()
-            output = running.logits(ids)
-            self.seconds[n] += time.perf_counter() - began
-            self.inputs[n] += ids.numel()
-            require_head(output.size(-1), self.sides[n], self.sides)
-            if output.size(-1) < vocab:
-                sizes = f"knows {output.size(-1):,} tokens and the text's tokenizer {vocab:,}"
-                raise InputError(f"{self.sides[n].name}: {sizes}; use models of one tokenizer, or compare it alone")
-            self.progress(f"{self.sides[n].name}: {self.inputs[n]:,} tokens")
-            return output[..., :vocab].cpu()
-
-        with self.sides[n].running() as running:
-            yield running, logits
-
-    @torch.inference_mode()
-    def first(self) -> None:
-        """Run the first model, and keep its logits where they are not too many."""
+    def all(self) -> list[_Shown]:
+        """Run every model, one in memory at a time where the first one's logits could be kept."""
         ids = self.passage.ids
-        with self.loaded(0, self.vocab) as (running, logits):
-            self.words[0] = self._last_words(self.sides[0], running, self.tokenizer)
-            if isinstance(running, RunningModule) and type(running.module) is GPT2:
-                self.floor = measure_floor(running.module, ids[:FLOOR_TOKENS], self.vocab, running.module.wte.weight.dtype)
+        with self.loaded(0) as loaded, torch.inference_mode():
+            self.words[0] = loaded.last_words(self.passage, self.seed, self.progress)
+            self.floor = loaded.floor(ids[:FLOOR_TOKENS])
             if 4 * self.vocab * len(ids) <= HELD:
-                self.kept = [logits(inputs) for inputs, _ in self.passage.windows.batches(ids)]
+                batches = self.passage.windows.batches(ids)
+                self.kept = [loaded.logits(inputs)[..., : self.vocab].cpu() for inputs, _ in batches]
+        others = [self.other(n) for n in range(1, len(self.sides))]
+        return [self.of_first(), *others]
 
     @contextmanager
     def logits_of_first(self) -> Iterator[Logits]:
         """Give the first model's logits of the text's batches, in their order: those that were kept, or computed again."""
-        with ExitStack() as stack:
+        if self.kept:
             kept = iter(self.kept)
-            yield (lambda _: next(kept)) if self.kept else stack.enter_context(self.loaded(0, self.vocab))[1]
+            yield lambda _: next(kept)
+        else:
+            with self.loaded(0) as loaded:
+                yield loaded.logits
 
-    def other(self, n: int, tokenizer: Tokenizer | None, fit: Compatibility) -> _Measured:
-        """Measure a model beside the first: token by token; within bounds; or, with another tokenizer, by itself."""
-        side, passage = self.sides[n], self.passage
-        if Shown.LOGITS not in side.shows:
-            return self._bounded(side)
-        apart = None if fit.vocabularies.comparable else tokenizer
-        vocab = self.vocab if apart is None else min(apart.n_vocab, side.vocab_size or apart.n_vocab)
-        with self.loaded(n, vocab) as (running, logits):
-            self.words[n] = self._last_words(side, running, tokenizer or self.tokenizer)
-            if apart is not None:
-                if self.tokenizer is None or passage.text is None:
-                    raise InputError(f"{side.name}: has another tokenizer, and the text is known as ids only; leave it out")
-                own = passage.in_tokens_of(apart, self.tokenizer, side.n_positions)
-                return self._alone(logits, own, apart)._replace(logp=None)
-            with self.logits_of_first() as first:
-                found = measure_pair(first, logits, passage.ids, passage.windows, vocab=self.vocab)
-        lengths = passage.token_bytes(self.tokenizer, self.vocab)
-        both, lost = summarise(found, lengths, seed=self.seed), -gain(found.logp_a, found.logp_b)
-        self.its = _Measured(both.a, found.logp_a)
-        per, bootstrap = lengths[found.targets] * math.log(2), Bootstrap(len(found), self.seed)
-        bits = bootstrap.interval(lost.sum().item() / per.sum().item(), bootstrap.means(lost, per))
-        return _Measured(both.b, found.logp_b, Against(both.ratio, bits, both.kl_ab.mean, both.kl_ab.max, both.same_top))
-
-    def of_first(self) -> _Measured:
+    def of_first(self) -> _Shown:
         if self.its is None:
             with self.logits_of_first() as logits:
-                self.its = self._alone(logits, self.passage, self.tokenizer)
+                self.its = _Shown(*alone(logits, self.passage, self.tokenizers[0], self.vocab, self.seed))
         return self.its
 
-    @torch.inference_mode()
-    def _alone(self, logits: Logits, passage: Passage, tokenizer: Tokenizer | None) -> _Measured:
-        """Return a model's figures on a text in tokens of its own."""
-        losses, targets = [], []
-        for inputs, group in passage.windows.batches(passage.ids):
-            for row, window in zip(logits(inputs), group, strict=True):
-                targets.append(passage.ids[window.first + 1 : window.end + 1])
-                losses.append(token_losses(row[None, window.first - window.start :].cpu(), targets[-1][None])[0].double())
-        logp, right = -torch.cat(losses), torch.cat(targets)
-        lengths = passage.token_bytes(tokenizer, int(right.max()) + 1)[right]
-        return _Measured(language(logp, lengths, passage.windows, Bootstrap(len(logp), self.seed)), logp)
+    def other(self, n: int) -> _Shown:
+        """Measure a model beside the first: token by token; within bounds; or, with another tokenizer, by itself."""
+        side, passage, seed = self.sides[n], self.passage, self.seed
+        if Shown.LOGITS not in side.shows:
+            with self.loaded(0) as first, self.loaded(n) as part:
+                bounds = measure_bounds(first, part, passage, seed, self.progress)
+            assert bounds is not None
+            return self._within(bounds)
+        with self.loaded(n) as loaded:
+            self.words[n] = loaded.last_words(passage, seed, self.progress)
+            if not self.fits[n].vocabularies.comparable:
+                if passage.text is None or loaded.tokenizer is None or self.tokenizers[0] is None:
+                    raise InputError(f"{side.name}: has another tokenizer, and the text is known as ids only; leave it out")
+                own = passage.in_tokens_of(loaded.tokenizer, self.tokenizers[0], side.n_positions)
+                return _Shown(alone(loaded.logits, own, loaded.tokenizer, loaded.vocab, seed)[0], None)
+            with self.logits_of_first() as first_logits:
+                pair = first_logits, loaded.logits
+                found = measure_pair(*pair, passage.ids, passage.windows, vocab=self.vocab, progress=self.progress)
+        lengths = passage.token_bytes(self.tokenizers[0], self.vocab)
+        both, lost = summarise(found, lengths, seed=seed), -gain(found.logp_a, found.logp_b)
+        self.its = _Shown(both.a, found.logp_a)
+        per, bootstrap = lengths[found.targets] * math.log(2), Bootstrap(len(found), seed)
+        bits = bootstrap.interval(lost.sum().item() / per.sum().item(), bootstrap.means(lost, per))
+        return _Shown(both.b, found.logp_b, Against(both.ratio, bits, both.kl_ab.mean, both.kl_ab.max, both.same_top))
 
-    def _last_words(self, side: Side, running: Running, tokenizer: Tokenizer | None) -> LastWord | None:
-        text, context = self.passage.text, side.n_positions or DEFAULT_CONTEXT
-        if text is None or not text.passages or side.recording is not None or tokenizer is None:
-            return None
-        options = {"context": context, "seed": self.seed}
-        return score_last_words(running.logits, tokenizer, text.passages, **options, progress=self.progress)
-
-    def _bounded(self, side: Side) -> _Measured:
-        """Ask a side that shows only the likeliest tokens, beside the first model: its figures are the first's times a ratio."""
-        first, sides = self.sides[0], tuple(self.sides)
-        with first.running() as full, side.running() as part:
-            pair = [Loaded(first, full, self.tokenizer, sides), Loaded(side, part, None, sides)]
-            bounds = measured_bounds(pair, self.passage, self.seed, self.progress)
-        assert bounds is not None
+    def _within(self, bounds: Bounds) -> _Shown:
+        """Return the figures of a side that shows only the likeliest tokens: the first one's times a ratio."""
         ratio, a = bounds.ratio, self.of_first().language
         more = [math.log2(x) * a.score.tokens / a.score.bytes for x in (ratio.value, ratio.low, ratio.high)]
         bits = Estimate(*(a.bits_per_byte.value + each for each in more))
         perplexity = Estimate(*(a.perplexity.value * x for x in (ratio.value, ratio.low, ratio.high)))
         score = replace(a.score, loss=a.score.loss + math.log(ratio.value))
-        against = Against(ratio, Estimate(*more), bounds.kl, None, bounds.same_top)
-        return _Measured(Language(score, perplexity, bits), None, against)
+        return _Shown(Language(score, perplexity, bits), None, Against(ratio, Estimate(*more), bounds.kl, None, bounds.same_top))
 
 
-def _ranking(measured: Sequence[_Measured], words: Sequence[LastWord | None], seed: int) -> tuple[Ranked, ...]:
+def _ranking(shown: Sequence[_Shown], words: Sequence[LastWord | None], seed: int) -> tuple[Ranked, ...]:
     """Return the models from the best on, by what the text asks, each with its distance from the one before."""
-    if asked := all(words):
-        losses = [torch.tensor(each.losses, dtype=torch.float64) for each in words if each]
-    else:
-        losses = [torch.empty(0) if found.logp is None else -found.logp for found in measured]
-    bits = [
-        float(each.mean()) if asked else found.language.bits_per_byte.value for each, found in zip(losses, measured, strict=True)
-    ]
-    order = sorted(range(len(measured)), key=lambda number: (math.isnan(bits[number]), bits[number]))
+    asked = [torch.tensor(each.losses, dtype=torch.float64) for each in words if each]
+    losses: list[Tensor | None] = [None if each.logp is None else -each.logp for each in shown]
+    worth = [each.language.bits_per_byte.value for each in shown]
+    if len(asked) == len(words):
+        losses, worth = [*asked], [float(each.mean()) for each in asked]
+    order = sorted(range(len(shown)), key=lambda n: (math.isnan(worth[n]), worth[n]))
     ranked = [Ranked(order[0], None)]
-    for before, number in itertools.pairwise(order):
-        paired = len(losses[before]) and len(losses[number])
-        bootstrap = Bootstrap(len(losses[number]), seed) if paired else None
-        ranked.append(Ranked(number, perplexity_ratio(-losses[before], -losses[number], bootstrap) if bootstrap else None))
+    for number, n in itertools.pairwise(order):
+        before, own = losses[number], losses[n]
+        paired = None if before is None or own is None else perplexity_ratio(-before, -own, Bootstrap(len(own), seed))
+        ranked.append(Ranked(n, paired))
     return tuple(ranked)
+
+
+def _made_of(sides: Sequence[Side], own: Tokenizers, progress: Progress) -> list[str]:
+    """Say of each model whether it is another one, rounded to a type or as it is: "A in q8_0"; "" if not."""
+    letters, made = letters_of(len(sides)), [""] * len(sides)
+    checkpoints = {n: side for n, side in enumerate(sides) if isinstance(side, CheckpointSide)}
+    matrix = "h.0.attn.c_proj.weight"  # read of each model once: those far apart there are not looked at further
+    seen = {n: side.reader(mapped=True)(matrix).float() for n, side in checkpoints.items()}
+    for b, a in itertools.permutations(checkpoints, 2):
+        whole, rounded, names = checkpoints[a], checkpoints[b], expected(checkpoints[a].config)
+        if made[b] or seen[a].shape != seen[b].shape or (seen[a] - seen[b]).norm() > 0.05 * seen[a].norm():
+            continue
+        if names == expected(rounded.config) and not compatibility(whole.config, rounded.config, own[a], own[b]).departures:
+            progress(f"weights: is {letters[b]} made of {letters[a]}?")
+            read = readers(whole, rounded, mapped=True)
+            if all((type := quantisation(*read, some)) is not None for some in ([matrix], names)):
+                same = all(torch.equal(read[0](name), read[1](name)) for name in names)
+                made[b] = f"{letters[a]}, the same weights" * (a < b) if same else f"{letters[a]} in {type}"
+    return made
+
+
+def _moved(sides: Sequence[Side], fits: Sequence[Compatibility], progress: Progress) -> list[float | None]:
+    """Return the norm of each model's change of weights over the first one's norm; None where they cannot be compared."""
+    first, norm = sides[0], None
+    moved: list[float | None] = [None for _ in sides]
+    for n, (side, fit) in enumerate(zip(sides, fits, strict=True)):
+        if n and isinstance(first, CheckpointSide) and isinstance(side, CheckpointSide) and "weights" not in fit.impossible:
+            norm = norm or weights_norm(expected(first.config), first.reader(mapped=True))
+            read = readers(first, side, mapped=True)
+            moved[n] = distance(parameters_of_both(first.config, side.config), *read, norm, progress=progress)
+    return moved

@@ -5,20 +5,41 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from string import ascii_uppercase
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpt2.comparison.distributions import Language
 from gpt2.comparison.noise import Floor
-from gpt2.comparison.paper import PaperFigure
-from gpt2.comparison.subjects import Model, Scored, Verdict
+from gpt2.comparison.passage import Scored
+from gpt2.comparison.sides.side import Model
 from gpt2.measure.estimates import Estimate
 from gpt2.measure.last_words import LastWord
-from gpt2.pages.reports import Environment, Printed, add_texts, as_json, data_table
+from gpt2.pages.reports import Environment, Printed, as_json, data_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+# What the GPT-2 paper reports of the official models, to stand beside what was measured: Radford et al., "Language Models are
+# Unsupervised Multitask Learners", 2019, table 3, zero-shot.
+SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+PROTOCOLS = {
+    "wikitext2": "detokenised by rules that were not published, and per original token",
+    "lambada": "the last word with a filter of stop words, whose list was not published",
+}
+TABLE: dict[str, dict[str, tuple[float, ...]]] = {
+    "wikitext2": {"perplexity": (29.41, 22.76, 19.93, 18.34)},
+    "lambada": {"perplexity": (35.13, 15.60, 10.87, 8.63), "accuracy": (0.4599, 0.5548, 0.6012, 0.6324)},
+}
+
+
+@dataclass(frozen=True)
+class PaperFigure:
+    """A figure of the paper's table 3 with its protocol, which is another one than ours."""
+
+    model: str
+    metric: str  # "perplexity", or the "accuracy" of last words
+    value: float
+    protocol: str
 
 
 @dataclass(frozen=True)
@@ -55,7 +76,10 @@ class Candidate:
 
     @property
     def size_text(self) -> str:
-        return "" if self.size is None else megabytes(self.size)
+        """``"7.7 MB"``."""
+        if self.size is None:
+            return ""
+        return f"{self.size / 1e9:.2f} GB" if self.size >= 1e9 else f"{self.size / 1e6:.1f} MB"
 
     @property
     def weights_text(self) -> str:
@@ -84,7 +108,7 @@ class Comparisons(Printed):
     forward_seconds: float  # of them in the models' forward passes
     ranking: tuple[Ranked, ...] = ()  # from the best on
     floor: Floor | None = None  # of noise, of the first model in its own dtype
-    gates: tuple[tuple[Verdict, ...], ...] = ()  # of --fail-if, for each candidate but the first
+    gates: tuple[tuple[object, ...], ...] = ()  # of --fail-if, for each candidate but the first
 
     @property
     def letters(self) -> tuple[str, ...]:
@@ -129,55 +153,43 @@ class Comparisons(Printed):
         """Yield the models, a row for each, and the paper's figures."""
         from rich.text import Text
 
+        each = list(zip(self.letters, self.candidates, strict=True))
+        models, scores, far, words = [], [], [], []
+        for letter, one in each:
+            speed, step = one.tokens_per_second, "" if one.step is None else str(one.step)
+            speed_text = "" if math.isnan(speed) else f"{speed:,.0f}"
+            models.append((letter, one.model.name, step, one.size_text, speed_text, one.weights_text))
+            perplexity, bits = f"{one.language.perplexity.value:.2f}", f"{one.language.bits_per_byte.value:.4f}"
+            if (found := one.against) is None:
+                scores.append((letter, perplexity, "", "", bits, "", ""))
+            else:
+                scores.append((letter, perplexity, *found.ratio.cells(".3f"), bits, *found.bits.cells("+.4f")))
+                largest = "" if found.kl_max is None else f"{found.kl_max:.3g}"
+                far.append((letter, *found.kl.cells(".3g", ".2g"), largest, *found.same_top.cells(".1%")))
+            if (last := one.last_words) is not None:
+                right = f"{last.accuracy.value:.2%} ({last.accuracy.span('.2%')})"
+                words.append((letter, right, f"{last.perplexity.value:.2f}"))
         yield ""
-        names = data_table("", "model", "step", "size", "tokens/s", "weights moved", right=(2, 3, 4, 5))
-        if all(each.step is None for each in self.candidates):
-            names.columns[2].header = ""
-        for letter, each in zip(self.letters, self.candidates, strict=True):
-            speed = "" if math.isnan(each.tokens_per_second) else f"{each.tokens_per_second:,.0f}"
-            step = "" if each.step is None else str(each.step)
-            add_texts(names, letter, each.model.name, step, each.size_text, speed, each.weights_text)
-        yield names
-        if made := [
-            f"{letter} is {each.made_of}" for letter, each in zip(self.letters, self.candidates, strict=True) if each.made_of
-        ]:
-            yield Text("; ".join(made))
+        step = "step" if any(one.step is not None for one in self.candidates) else ""
+        yield data_table("", "model", step, "size", "tokens/s", "weights moved", right=(2, 3, 4, 5), rows=models)
+        if made := "; ".join(f"{letter} is {one.made_of}" for letter, one in each if one.made_of):
+            yield Text(made)
         yield Text(self.best, style="bold")
         protocol = f"{self.text.tokens:,} tokens, context {self.text.context}, stride {self.text.stride}"
-        yield Text(f"{self.text.name}: {protocol}; intervals are 95 %, paired with A's tokens", style="dim")
-        yield ""
-        table = data_table("", "perplexity", "x A's", "95 %", self.bits_per, "- A's", "95 %", right=range(1, 7))
-        far = data_table("", "KL(A‖)", "95 %", "largest", "same top", "95 %", right=range(1, 6))
-        for letter, each in zip(self.letters, self.candidates, strict=True):
-            perplexity, bits = f"{each.language.perplexity.value:.2f}", f"{each.language.bits_per_byte.value:.4f}"
-            if (found := each.against) is None:
-                add_texts(table, letter, perplexity, "", "", bits, "", "")
-                continue
-            ratio = f"{found.ratio.value:.3f}", found.ratio.span(".3f")
-            add_texts(table, letter, perplexity, *ratio, bits, f"{found.bits.value:+.4f}", found.bits.span("+.4f"))
-            kl = f"{found.kl.value:.3g}", found.kl.span(".2g"), "" if found.kl_max is None else f"{found.kl_max:.3g}"
-            add_texts(far, letter, *kl, f"{found.same_top.value:.1%}", found.same_top.span(".1%"))
-        yield table
-        yield far
+        yield Text(f"{self.text.name}: {protocol}; intervals are 95 %, paired with A's tokens\n", style="dim")
+        titles = "", "perplexity", "x A's", "95 %", self.bits_per, "- A's", "95 %"
+        yield data_table(*titles, right=range(1, 7), rows=scores)
+        yield data_table("", "KL(A‖)", "95 %", "largest", "same top", "95 %", right=range(1, 6), rows=far)
         if self.above_floor:
             yield Text(self.above_floor, style="dim")
-        if any(each.last_words for each in self.candidates):
-            words = data_table("", "last words right", "their perplexity", right=(1, 2))
-            for letter, each in zip(self.letters, self.candidates, strict=True):
-                if each.last_words is not None:
-                    accuracy, per_word = each.last_words.accuracy, each.last_words.perplexity
-                    cells = f"{accuracy.value:.2%} ({accuracy.span('.2%')})", f"{per_word.value:.2f}"
-                    add_texts(words, letter, *cells)
-            yield words
-        if rows := self.beside_paper():
-            paper = data_table("", "", "measured", "GPT-2 paper, table 3", right=(2, 3))
-            for row in rows:
-                add_texts(paper, *row)
-            yield paper
+        if words:
+            yield data_table("", "last words right", "their perplexity", right=(1, 2), rows=words)
+        if papers := self.beside_paper():
+            yield data_table("", "", "measured", "GPT-2 paper, table 3", right=(2, 3), rows=papers)
             yield Text(self.protocols, style="dim")
-        for letter, each in zip(self.letters, self.candidates, strict=True):
+        for letter, one in each:
             for part in ("weights", "distributions"):
-                if why := each.left_out.get(part):
+                if why := one.left_out.get(part):
                     yield Text(f"left out of {letter}: {part}: {why.partition(';')[0]}", style="yellow")
         yield f"[dim]in {self.seconds:.1f} s, {self.forward_seconds:.1f} s of them forward passes[/dim]\n"
 
@@ -185,11 +197,12 @@ class Comparisons(Printed):
         """Return the paper's figures of these models on this text: letter, metric, measured and reported."""
         rows = []
         for letter, each in zip(self.letters, self.candidates, strict=True):
+            words, forms = each.last_words, {"perplexity": ".2f", "accuracy": ".2%"}
+            here = {"perplexity": (words or each.language).perplexity, "accuracy": words.accuracy if words else None}
             for figure in each.paper:
-                form = ".2%" if figure.metric == "accuracy" else ".2f"
-                scored = each.last_words or each.language
-                here = scored.perplexity if form == ".2f" or each.last_words is None else each.last_words.accuracy
-                rows.append((letter, figure.metric, f"{here.value:{form}}", f"{figure.value:{form}}"))
+                if (found := here[figure.metric]) is not None:
+                    form = forms[figure.metric]
+                    rows.append((letter, figure.metric, f"{found.value:{form}}", f"{figure.value:{form}}"))
         return rows
 
     @property
@@ -201,9 +214,14 @@ class Comparisons(Printed):
 
 def letters_of(count: int) -> tuple[str, ...]:
     """Return a short name for each of several models."""
-    return tuple(LETTERS[:count]) if count <= len(LETTERS) else tuple(str(number + 1) for number in range(count))
+    return tuple(ascii_uppercase[:count]) if count <= 26 else tuple(str(number + 1) for number in range(count))
 
 
-def megabytes(size: float) -> str:
-    """Format a number of bytes: ``"7.7 MB"``."""
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+def paper_figures(model: str, text: str) -> tuple[PaperFigure, ...]:
+    """Return what the paper reports of a model on a text, both by the names that compare takes; nothing for other names."""
+    name, _, _ = model.removeprefix("hf/").partition(":")
+    name, (task, _, _) = name.rpartition("openai-community/")[2], text.partition(":")
+    if name not in SIZES or task not in TABLE:
+        return ()
+    at = SIZES.index(name)
+    return tuple(PaperFigure(name, metric, row[at], PROTOCOLS[task]) for metric, row in TABLE[task].items())

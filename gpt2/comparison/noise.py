@@ -12,17 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2.checkpoint.names import DEFAULT
-from gpt2.comparison.passage import open_passage
+from gpt2.comparison.passage import Scored, Settings, open_passage
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
-from gpt2.comparison.subjects import Model, Scored
+from gpt2.comparison.sides.side import Model, vocabulary
 from gpt2.errors import InputError
 from gpt2.measure.estimates import Bootstrap, Estimate
-from gpt2.measure.metrics import Progress, max_abs, silent
+from gpt2.measure.metrics import max_abs
 from gpt2.measure.per_token import measure_rows
 from gpt2.measure.rounding import rounding_noise
 from gpt2.model import GPT2
-from gpt2.pages.reports import Environment, Printed, add_texts, as_json, data_table, dtype_label, environment
+from gpt2.pages.reports import Environment, Printed, as_json, data_table, dtype_label, environment
 from gpt2.parity.streaming import Streamed
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ class Noise(Printed):
     command: ClassVar[str] = "gpt2 compare --noise"
 
     def to_json(self) -> str:
-        return as_json(dict(vars(self)))
+        return as_json(vars(self))
 
     def parts(self) -> Iterator[RenderableType]:
         from rich.markup import escape
@@ -97,10 +96,9 @@ class Noise(Printed):
         explained = [Way(f"{name}, explained", kl, logit, "") for name, kl, logit in (self.floor.ways if self.floor else ())]
         yield f"\n[bold]{escape(self.model.name)}[/bold]  [dim]the floor of noise, in {self.model.dtype}[/dim]"
         yield f"[dim]{escape(self.text.name)}: {self.text.tokens:,} tokens in rows of {self.text.context}[/dim]\n"
-        table = data_table("", "KL, nats", "95 %", "largest logit", "flipped", right=range(1, 5), wrap=True)
-        for way in (*explained, *self.ways):
-            add_texts(table, way.name, f"{way.kl.value:.1e}", way.kl.span(".1e"), f"{way.logit:.1e}", f"{way.flipped}")
-        yield table
+        ways = (*explained, *self.ways)
+        rows = ((way.name, *way.kl.cells(".1e"), f"{way.logit:.1e}", f"{way.flipped}") for way in ways)
+        yield data_table("", "KL, nats", "95 %", "largest logit", "flipped", right=range(1, 5), wrap=True, rows=rows)
         yield "[dim]flipped: tokens whose first choice is another one than that of each row run alone[/dim]"
         for way in explained:
             least = f"a KL must exceed {way.kl.high:.2g} nats, and a logit move by more than {way.logit:.2g}"
@@ -109,31 +107,23 @@ class Noise(Printed):
 
 
 @torch.inference_mode()
-def measure_noise(
-    name: str = DEFAULT,
-    *,
-    on: str | None = None,
-    tokens: int | None = None,
-    seed: int = 0,
-    offline: bool = False,
-    progress: Progress = silent,
-) -> Noise:
-    """Return a model's floor, and measure a batch, padding and another dtype; arguments as for :func:`gpt2.compare`.
+def measure_noise(name: str, settings: Settings) -> Noise:
+    """Return a model's floor, and measure a batch, padding and another dtype.
 
     Raises InputError: no such model or text, or too few tokens.
     """
-    started, side = time.perf_counter(), CheckpointSide.open(name, offline=offline)
+    started, side = time.perf_counter(), CheckpointSide.open(name, offline=settings.offline)
     if side.by_transformers:
         raise InputError(f"{name}: --noise runs our implementation; leave out hf/")
     tokenizer, other = side.tokenizer(), torch.float32 if side.dtype == torch.bfloat16 else torch.bfloat16
-    passage = open_passage(on, ROW * TOGETHER if tokens is None else tokens, [side], [tokenizer], seed, offline=offline)
-    vocab = min(side.config.vocab_size, tokenizer.n_vocab if tokenizer else side.config.vocab_size)
-    progress("loading the model")
+    tokens = ROW * TOGETHER if settings.tokens is None else settings.tokens
+    passage = open_passage([side], [tokenizer], replace(settings, tokens=tokens))
+    vocab = vocabulary(side, tokenizer)
+    settings.progress("loading the model")
     model, coarse, padding = side.checkpoint.load(), side.checkpoint.load(other), min(PADDING, side.config.n_positions // 2)
     length = min(ROW, side.config.n_positions - padding, len(passage.ids))
     rows = passage.ids[: len(passage.ids) // length * length].view(-1, length)
     padded = partial(model, attention_mask=(torch.arange(padding + length) >= padding).long()[None])
-    found, mean = [], Bootstrap(rows.numel(), seed).mean
 
     def alone(run: Callable[[Tensor], Tensor], some: Tensor) -> Tensor:
         return torch.cat([run(row[None]) for row in some])
@@ -143,14 +133,15 @@ def measure_noise(
         f"{padding} tokens of padding on the left": lambda some: alone(padded, F.pad(some, (padding, 0)))[:, padding:],
         f"in {dtype_label(other)}": partial(alone, coarse),
     }
+    found = []
     for way, run in ways.items():
-        progress(f"noise: {way}")
+        settings.progress(f"noise: {way}")
         kls, flipped, logit = list[Tensor](), 0, 0.0
         for some in rows.split(TOGETHER):
             plain, moved = (logits[..., :vocab].flatten(0, 1) for logits in (alone(model, some), run(some)))
             _, _, kl, _, _, top, other_top, *_ = measure_rows(plain, moved, some.flatten(), 1)
             kls, flipped, logit = [*kls, kl], flipped + int((top != other_top).sum()), max(logit, max_abs(moved, plain))
-        found.append(Way(way, mean(torch.cat(kls)), logit, flipped))
+        found.append(Way(way, Bootstrap(rows.numel(), settings.seed).mean(torch.cat(kls)), logit, flipped))
     floor = None if side.dtype == torch.int8 else measure_floor(model, passage.ids[:TOKENS], vocab, side.dtype)
     env, text = environment([side.dtype]), replace(passage.scored, tokens=rows.numel(), context=length, stride=length, told="")
-    return Noise(side.describe(env.versions), text, floor, tuple(found), env, seed, time.perf_counter() - started)
+    return Noise(side.describe(env.versions), text, floor, tuple(found), env, settings.seed, time.perf_counter() - started)

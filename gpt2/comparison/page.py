@@ -11,11 +11,11 @@ from typing import Any
 from gpt2.comparison import charts
 from gpt2.comparison.distributions import Distributions
 from gpt2.comparison.many_results import Comparisons
+from gpt2.comparison.passage import Scored
 from gpt2.comparison.reference_file import TRACE_PREFIX
 from gpt2.comparison.results import Comparison
-from gpt2.comparison.subjects import Scored
 from gpt2.comparison.weights import TensorChange
-from gpt2.comparison.words import Choice, Passage, Word
+from gpt2.comparison.words import Extract, Word
 from gpt2.measure.metrics import MAX_JS
 from gpt2.pages import drawing
 from gpt2.pages.drawing import A, B
@@ -34,12 +34,14 @@ def page(comparison: Comparison) -> str:
     scale = js_scale([word.js for word in text]) if words is not None else MAX_JS
     choices = [choice(word) for word in (*text, *(word for passage in passages for word in passage.words))]
     tensors = weights.tensors if weights is not None and weights.total.unchanged < 1 else ()
+    flags = [] if comparison.activations is None else ["--threshold", f"{comparison.activations.threshold:g}"]
+    flags += [] if comparison.blame is None else ["--blame"]
     return render(
         "report",
         c=comparison,
         names=names,
         verdict=verdict(comparison),
-        command=command(comparison),
+        command=again([comparison.a.name, comparison.b.name], comparison.text, comparison.seed, *flags),
         pictures=pictures(comparison, names),
         scale=scale,
         shade=lambda word: drawing.shade(math.sqrt(word.js / scale) if word.js > 0 else word.js),
@@ -82,9 +84,12 @@ def pictures(comparison: Comparison, names: tuple[str, str]) -> dict[str, str]:
     if (both := comparison.distributions) is not None:
         drawn["histogram"] = charts.kl_by_token(both.kl_ab, both.kl_ba)
     if (blame := comparison.blame) is not None:
-        drawn["blame"] = charts.part_bars(blame.parts)
-        drawn["halves"] = charts.part_bars(blame.halves, "halves") if len(blame.halves) > 1 else ""
-        drawn["tensors"] = charts.part_bars(blame.tensors, "tensors") if len(blame.tensors) > 1 else ""
+        shown = {
+            "blame": blame.parts,
+            "halves": blame.halves[1:] and blame.halves,
+            "tensors": blame.tensors[1:] and blame.tensors,
+        }
+        drawn |= {name: charts.part_bars(parts, name) for name, parts in shown.items()}
     return drawn
 
 
@@ -169,14 +174,6 @@ def ratio_form(ratio: float) -> str:
     return f".{min(12, 1 - math.floor(math.log10(off)))}f" if 0 < off < 0.1 else "#.3g"
 
 
-def command(comparison: Comparison) -> str:
-    """Return the command that makes this page again."""
-    activations = comparison.activations
-    flags = [] if activations is None else ["--threshold", f"{activations.threshold:g}"]
-    flags += [] if comparison.blame is None else ["--blame"]
-    return again([comparison.a.name, comparison.b.name], comparison.text, comparison.seed, *flags)
-
-
 def again(names: Sequence[str], text: Scored, seed: int, *flags: str) -> str:
     """Return the command that compares these models on this text again, for a page."""
     parts = ["gpt2", "compare", *names]
@@ -192,7 +189,7 @@ def js_scale(values: list[float]) -> float:
     return MAX_JS if largest > 0.02 or largest == 0 else largest
 
 
-def worst(passage: Passage) -> list[Word]:
+def worst(passage: Extract) -> list[Word]:
     """Return the four tokens of a passage with the largest divergence, in the order of the text."""
     places = sorted(range(len(passage.words)), key=lambda at: -passage.words[at].js)[:4]
     return [passage.words[at] for at in sorted(places)]
@@ -210,12 +207,9 @@ def preference(word: Word) -> int:
 
 def choice(word: Word) -> list[Any]:
     """Return a token's tooltip: its text, divergence, both probabilities, and both models' most likely candidates."""
-
-    def listed(top: tuple[Choice, ...]) -> list[list[Any]]:
-        return [[visible(choice.text), _rounded(choice.probability)] for choice in top]
-
     probabilities = _rounded(word.probability_a), _rounded(word.probability_b)
-    return [visible(word.text), number(word.js), *probabilities, listed(word.top_a), listed(word.top_b)]
+    tops = ([[visible(each.text), _rounded(each.probability)] for each in top] for top in (word.top_a, word.top_b))
+    return [visible(word.text), number(word.js), *probabilities, *tops]
 
 
 def _rounded(value: float) -> float | None:

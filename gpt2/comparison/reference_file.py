@@ -18,10 +18,8 @@ has no checksum, so ``crc32`` and one of all the rest (``checked``) are compared
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,22 +43,15 @@ TRACE_PREFIX = "trace:"  # of the name of a side that was saved
 ROWS = 256  # read at a time
 MAX_VOCAB = 1 << 24  # ids; no tokenizer has as many
 ACTIVATION = "at."  # before a traced point's name
+SHIFTS = torch.tensor([0, 8, 16, 24])  # of the four bytes of a checksum
 TOP = ("top_ids", "top_logp", "target_logp", "rest")
 
 
 class ReferenceWriter:
-    """Write a reference row by row.
+    """Write a reference of a text's ids (N,) row by row, with ``about``, which is JSON of the side and the text.
 
-    Args:
-        path: a name that ends in .safetensors.
-        about: what else is known of the side and the text (JSON).
-        ids: the text (N,); ``windows`` say which of its tokens are scored, and from what.
-        vocab: logits beyond it are not kept.
-        top: keep so many of the likeliest tokens; 0 keeps all logits.
-        token_bytes: each id's length (V,), if the tokenizer is known.
-        activations: by their names in a trace.
-
-    Raises InputError: the file cannot be written.
+    ``vocab`` cuts the logits; ``top`` keeps so many of the likeliest tokens, 0 all logits; ``token_bytes`` (V,) are lengths, and
+    ``activations`` have their names in a trace. Raises InputError: the file cannot be written.
     """
 
     def __init__(
@@ -70,32 +61,28 @@ class ReferenceWriter:
         ids: Tensor,
         windows: Windows,
         vocab: int,
-        *,
         top: int = 0,
         token_bytes: Tensor | None = None,
-        activations: Mapping[str, Tensor] | None = None,
+        activations: Mapping[str, Tensor] = {},
     ) -> None:
-        spans = list(windows.of(len(ids)))
         self.path, self.vocab, self.top, self.written = path, vocab, min(top, vocab), 0
-        self.targets = torch.cat([ids[span.first + 1 : span.end + 1] for span in spans])
+        self.targets = torch.cat([ids[span.first + 1 : span.end + 1] for span in windows.of(len(ids))])
         lengths = torch.zeros(len(self.targets)) if token_bytes is None else token_bytes[self.targets]
         self._small = {"ids": ids.int(), "token_bytes": lengths.round().int()}
-        self._small |= {ACTIVATION + name: tensor.detach() for name, tensor in (activations or {}).items()}
+        self._small |= {ACTIVATION + name: tensor.detach() for name, tensor in activations.items()}
         kept = {**vars(windows), "skipped": windows.skipped} if isinstance(windows, RowWindows) else vars(windows)
         self._about = {"format": FORMAT, "version": __version__, **about, "windows": kept, "vocab": vocab}
         self._top: list[tuple[Tensor, ...]] = []
         self._crc: list[int] = []
-        self._later: list[str] = []
-        self._stack = ExitStack()
         self._file: IO[bytes] | None = None
-        self._worker: ThreadPoolExecutor | None = None
-        self._writing: Future[None] | None = None
+        self._stack = ExitStack()
 
     def add(self, logits: Tensor) -> None:
         """Keep the next rows (R, V or more). Raises InputError: no room."""
         rows = logits[:, : self.vocab].detach().cpu().contiguous()
         targets = self.targets[self.written : self.written + len(rows)]
         self.written += len(rows)
+        columns: tuple[Tensor, ...] = (rows,)
         if self.top:
             sums = log_sums(rows)[:, None]
             ids, values = _largest(rows, self.top)
@@ -103,56 +90,34 @@ class ReferenceWriter:
             right = rows.gather(1, targets[:, None]).double() - sums
             columns = (ids.int(), logp, right[:, 0], (1 - logp.exp().sum(1)).clamp(min=0))
             self._top.append(columns)
-            self._crc += _checksums(columns)
-            return
-        try:
-            if self._worker is None:
-                self._begin({"logits": torch.empty(len(self.targets), self.vocab, dtype=rows.dtype, device="meta")})
-                self._worker = self._stack.enter_context(ThreadPoolExecutor(1))
-            self._wait()
-        except OSError as error:
-            raise self._unwritable(error) from error
-        self._writing = self._worker.submit(self._write, rows)
+        else:
+            file = self._file or self._begin(
+                {"logits": torch.empty(len(self.targets), self.vocab, dtype=rows.dtype, device="meta")}
+            )
+            write_pieces(file, rows)
+        self._crc += _checksums(columns)
 
-    def _write(self, rows: Tensor) -> None:
-        """Write and sync rows, and note their checksums, while the model computes the next ones."""
-        assert self._file is not None
-        self._crc += _checksums((rows,))
-        write_pieces(self._file, rows)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def _wait(self) -> None:
-        """Wait until the rows before are written; raises the OSError of the thread that wrote them."""
-        if self._writing is not None:
-            self._writing.result()
-
-    def _begin(self, streamed: Mapping[str, Tensor]) -> None:
-        """Write the header, and the tensors that come before the streamed one."""
+    def _begin(self, streamed: Mapping[str, Tensor]) -> IO[bytes]:
+        """Write the header, and the tensors that come before the streamed one; return the file."""
         tensors = {**self._small, **streamed, "crc32": torch.empty(len(self.targets), 4, dtype=torch.uint8, device="meta")}
         about = as_json({**self._about, "checked": checksum(self._small)}, None)
         header, order = safetensors_header(tensors, {"about": about, "about_crc32": str(zlib.crc32(about.encode()))})
         self._file = self._stack.enter_context(written_aside(self.path))
         self._file.write(header)
-        place = order.index("logits") if "logits" in order else len(order) - 1
+        place = order.index("logits" if "logits" in order else "crc32")
         for name in order[:place]:
             self._file.write(raw_bytes(tensors[name]))
-        self._later = order[place + ("logits" in order) :]
+        self._later = [name for name in order[place:] if name != "logits"]
+        return self._file
 
     def _finish(self) -> None:
-        if self.top:
-            columns = zip(*self._top, strict=True)
-            self._begin({name: torch.cat(column) for name, column in zip(TOP, columns, strict=True)})
-        self._wait()
         assert self.written == len(self.targets), f"{self.written} rows of {len(self.targets)}"
-        assert self._file is not None
-        crc = torch.tensor(self._crc, dtype=torch.int64)
-        self._small["crc32"] = torch.stack([(crc >> shift & 255).to(torch.uint8) for shift in (0, 8, 16, 24)], 1)
+        tops = zip(TOP, zip(*self._top, strict=True), strict=False)
+        file = self._file or self._begin({name: torch.cat(column) for name, column in tops})
+        crc = torch.tensor(self._crc, dtype=torch.int64)[:, None]
+        self._small["crc32"] = (crc >> SHIFTS & 255).to(torch.uint8)
         for name in self._later:
-            self._file.write(raw_bytes(self._small[name]))
-
-    def _unwritable(self, error: OSError) -> InputError:
-        return InputError(f"{self.path}: cannot be written ({error.strerror or error}); choose another place, or make room")
+            file.write(raw_bytes(self._small[name]))
 
     @contextmanager
     def open(self) -> Iterator[Self]:
@@ -162,7 +127,8 @@ class ReferenceWriter:
                 yield self
                 self._finish()
         except OSError as error:
-            raise self._unwritable(error) from error
+            why = f"cannot be written ({error.strerror or error}); choose another place, or make room"
+            raise InputError(f"{self.path}: {why}") from error
 
 
 @dataclass(frozen=True)
@@ -204,7 +170,7 @@ class Reference:
 
     def _crc(self) -> list[int]:
         columns = self.file.read("crc32").long()
-        return (columns << torch.tensor([0, 8, 16, 24])).sum(1).tolist()
+        return (columns << SHIFTS).sum(1).tolist()
 
     def _require(self, intact: bool) -> None:
         if not intact:
@@ -242,20 +208,20 @@ def read_reference(path: Path) -> Reference:
         if not all(value is None or (isinstance(value, int) and value >= 0) for value in vars(windows).values()):
             raise ValueError("its windows are not whole numbers")
         scored = sum(span.end - span.first for span in windows.of(len(ids)))
-        found = {name: (entry.shape, entry.dtype) for name, entry in file.entries.items()}
-        count = scored, found["top_ids"][0][1] if "top_ids" in found else vocab
-        wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "crc32": ((scored, 4), torch.uint8),
-            "token_bytes": ((scored,), torch.int32),
-            "ids": ((len(ids),), torch.int32),
+        found: dict[str, Any] = {name: (entry.dtype, *entry.shape) for name, entry in file.entries.items()}
+        wanted: dict[str, Any] = {
+            "crc32": (torch.uint8, scored, 4),
+            "token_bytes": (torch.int32, scored),
+            "ids": (torch.int32, len(ids)),
         }
         if "logits" in found:
-            dtype = found["logits"][1]
-            wanted["logits"] = (count, dtype if dtype.is_floating_point else torch.float32)
+            dtype, k = found["logits"][0], vocab
+            wanted["logits"] = dtype if dtype.is_floating_point else torch.float32, scored, k
         else:
-            wanted |= {"top_ids": (count, torch.int32), "top_logp": (count, torch.float64)}
-            wanted |= {"target_logp": ((scored,), torch.float64), "rest": ((scored,), torch.float64)}
-        if count[1] < 1 or any(found[name] != what for name, what in wanted.items()):
+            k = found["top_ids"][2]
+            wanted |= {"top_ids": (torch.int32, scored, k), "top_logp": (torch.float64, scored, k)}
+            wanted |= dict.fromkeys(("target_logp", "rest"), (torch.float64, scored))
+        if k < 1 or any(found[name] != what for name, what in wanted.items()):
             raise ValueError(f"its arrays are not of {scored:,} scored tokens")
         if not 0 <= int(ids.min()) <= int(ids.max()) < vocab <= MAX_VOCAB or int(small["token_bytes"].min()) < 0:
             raise ValueError(f"an id is outside its vocabulary of {vocab:,}, or a token has no length")

@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpt2.comparison.activations import Activations
+from gpt2.comparison.activations import Activations, Numerics
 from gpt2.comparison.blame_result import Blame
-from gpt2.comparison.bounds_result import Bounds
+from gpt2.comparison.bounds import Bounds
 from gpt2.comparison.cases import Cases
 from gpt2.comparison.compatibility import Compatibility
 from gpt2.comparison.distributions import Distributions
 from gpt2.comparison.noise import Floor
-from gpt2.comparison.subjects import Model, Numerics, Scored, Verdict
-from gpt2.comparison.tables import (
-    activations_table,
-    continuations_table,
-    distributions_tables,
-    moved,
-    numerics_table,
-    titled,
-    weights_table,
-    words_table,
-)
+from gpt2.comparison.passage import Scored
+from gpt2.comparison.sides.side import Model
 from gpt2.comparison.weights import WeightChanges
 from gpt2.comparison.words import Words
 from gpt2.measure.last_words import LastWords
 from gpt2.measure.metrics import LanguageScore
-from gpt2.pages.rendering import number
-from gpt2.pages.reports import Environment, Printed, as_json
+from gpt2.measure.tracing import block_of, part_of
+from gpt2.pages.rendering import number, visible
+from gpt2.pages.reports import Environment, Printed, add_texts, as_json, data_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
+
+DAMAGED = "[bold red]DAMAGED[/bold red]"
+VISIBLE_JS = 0.005  # nats; a smaller divergence is printed as 0.00
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class Comparison(Printed):
     environment: Environment
     seed: int
     seconds: float
-    gates: tuple[Verdict, ...] = ()  # of --fail-if
+    gates: tuple[object, ...] = ()  # of --fail-if: what gates.py says of it
     blame: Blame | None = None
     floor: Floor | None = None
     cases: Cases | None = None  # of --cases
@@ -120,10 +116,16 @@ class Comparison(Printed):
     def parts(self) -> Iterator[RenderableType]:
         """Yield both models, the summary, and a table for each measured part."""
         from rich.markup import escape
+        from rich.table import Table
 
         yield f"\n[bold]{escape(self.a.name)}[/bold]  →  [bold]{escape(self.b.name)}[/bold]"
         yield f"[dim]{escape(self._subjects())}[/dim]\n"
-        yield self._summary()
+        table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 3, 0, 0))
+        for _ in range(3):
+            table.add_column(overflow="fold")
+        for row in self._summary():
+            table.add_row(*row)
+        yield table
         for field, a, b in (*self.compatibility.architecture, *self.compatibility.vocabularies.rules):
             yield f"[yellow]differs[/yellow]  {field}: {escape(f'{a} → {b}')}"
         if (parting := self.compatibility.vocabularies.parting) is not None:
@@ -133,25 +135,31 @@ class Comparison(Printed):
         for why in dict.fromkeys(self.compatibility.impossible.values()):
             parts = [part for part, reason in self.compatibility.impossible.items() if reason == why]
             yield f"[yellow]left out[/yellow]  {', '.join(parts)}: {escape(why)}"
-        if self.weights is not None and not self.weights.same_numbers:
-            yield from titled("Weights", "the ten with the largest relative change", weights_table(self.weights))
-        if self.activations is not None and self.activations.points:
-            yield from titled("Activations", "relative error by block, at its worst point", activations_table(self.activations))
-        if self.numerics is not None:
-            table = numerics_table(self.numerics)
-            yield from titled("Numerics", "distance from float64, by block, at its worst point", table)
-        if self.distributions is not None:
-            tables = distributions_tables(self.distributions)
-            yield from titled("Distributions", "per token, in nats; intervals are 95 %", *tables)
-        if self.words is not None and (table := words_table(self.words)).row_count:
-            yield from titled("Words", "where they disagree most, and what each expected instead", table)
-        if self.words is not None and self.words.continuations:
-            yield continuations_table(self.words)
-        if self.cases is not None and (self.cases.lost or self.cases.gained):
-            yield from titled("Cases", "right in one, wrong in the other; probability of the answer", self.cases.table())
-        if self.blame is not None:
-            yield from titled("Blame", "KL that each part of b brings into a, in nats a token", *self.blame.rows(self.a.name))
+        for title, what, tables in self._tables():
+            if title:
+                yield f"\n[bold]{title}[/bold]  [dim]{what}[/dim]"
+            yield from tables
         yield f"[dim]in {self.seconds:.1f} s[/dim]\n"
+
+    def _tables(self) -> Iterator[tuple[str, str, Iterable[RenderableType]]]:
+        """Yield each measured part's title ("" if it goes on with the last), what it shows, and its tables."""
+        if self.weights is not None and not self.weights.same_numbers:
+            yield "Weights", "the ten with the largest relative change", [_weights_table(self.weights)]
+        if self.activations is not None and self.activations.points:
+            yield "Activations", "relative error by block, at its worst point", [_activations_table(self.activations)]
+        if self.numerics is not None:
+            yield "Numerics", "distance from float64, by block, at its worst point", [_numerics_table(self.numerics)]
+        if self.distributions is not None:
+            tables = _distributions_tables(self.distributions)
+            yield "Distributions", "per token, in nats; intervals are 95 %", tables
+        if self.words is not None and (rows := _words_table(self.words)).row_count:
+            yield "Words", "where they disagree most, and what each expected instead", [rows]
+        if self.words is not None and self.words.continuations:
+            yield "", "", [_continuations_table(self.words)]
+        if self.cases is not None and (self.cases.lost or self.cases.gained):
+            yield "Cases", "right in one, wrong in the other; probability of the answer", [self.cases.table()]
+        if self.blame is not None:
+            yield "Blame", "KL that each part of b brings into a, in nats a token", self.blame.rows(self.a.name)
 
     def _subjects(self) -> str:
         vocabularies = self.compatibility.vocabularies
@@ -163,76 +171,104 @@ class Comparison(Printed):
         dtypes = " → ".join(dict.fromkeys(each.dtype for each in (self.a, self.b) if each.dtype))
         return f"{' · '.join(filter(None, (sizes, dtypes, tokenizer)))}\n{self.text.name}: {self.protocol}"
 
-    def _summary(self) -> Table:
-        from rich.table import Table
-
-        table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 3, 0, 0))
-        for _ in range(3):
-            table.add_column(overflow="fold")
-        departures = ", ".join(self.compatibility.departures)
-        beside = f"another program: see {departures}" if departures else "nothing else"
-        both = self.distributions
+    def _summary(self) -> Iterator[tuple[str, str, str]]:
+        """Yield what the figures say together: a name, a figure, and a remark."""
         perplexities = " → ".join(f"{score.perplexity:.2f}" for score in self.scores)
         bits = " → ".join(f"{score.bits_per_byte:.4f}" for score in self.scores)
-        if both is not None:
-            table.add_row("perplexity", perplexities, f"× {both.ratio.text('.3f')}")
-            table.add_row(self.bits_per, bits)
+        if (both := self.distributions) is not None:
+            yield "perplexity", perplexities, f"× {both.ratio.text('.3f')}"
+            yield self.bits_per, bits, ""
             spread = f"median {both.kl_ab.percentiles['50']:.3g}, 99 % below {both.kl_ab.percentiles['99']:.3g}"
-            table.add_row("KL(a‖b)", f"{both.kl_ab.mean.value:.3g} nats", spread)
-            table.add_row("same top token", f"{both.same_top.value:.1%}", both.same_top.span(".1%"))
-        elif (bounds := self.bounds) is not None:
-            high = "at most, if the tokens left out are like the shown" if bounds.assumed else "at most"
-            table.add_row("KL(a‖b)", f"{bounds.kl_low.value:.3g} nats", f"at least; from {bounds.kl_low.text('.3g')}")
-            table.add_row("", f"{bounds.kl_high.value:.3g} nats", high)
-            table.add_row("same top token", f"{bounds.same_top.value:.1%}", bounds.same_top.span(".1%"))
-            table.add_row("perplexity", "", f"× {bounds.ratio.text('.3f')}")
-            if bounds.not_finite:
-                table.add_row("not finite", f"{bounds.not_finite:,} places", "whose KL is infinite or NaN, not counted above")
-            sent = f"; {bounds.sent:,} tokens sent" if bounds.sent else ""
-            table.add_row(
-                "shown", f"{bounds.shown:.1%}", f"of the probability, in {bounds.top} tokens, at {bounds.tokens:,} places{sent}"
-            )
+            yield "KL(a‖b)", f"{both.kl_ab.mean.value:.3g} nats", spread
+            yield "same top token", *both.same_top.cells(".1%")
+        elif self.bounds is not None:
+            yield from self.bounds.summary()
         elif self.alone:
-            table.add_row("bits per byte", bits, "each over its own tokens")
-            table.add_row("perplexity", perplexities, "not comparable: different tokens")
+            yield "bits per byte", bits, "each over its own tokens"
+            yield "perplexity", perplexities, "not comparable: different tokens"
         if self.floor is not None and self.above_floor:
-            table.add_row("floor of noise", f"{self.floor.kl:.2g} nats", self.above_floor)
+            yield "floor of noise", f"{self.floor.kl:.2g} nats", self.above_floor
         if self.last_words is not None:
             first, second, change = self.last_words.a, self.last_words.b, self.last_words.change
             gain = f"{change.accuracy.text('+.1%')} of {first.n:,} passages"
-            table.add_row("last words right", f"{first.accuracy.value:.1%} → {second.accuracy.value:.1%}", gain)
+            yield "last words right", f"{first.accuracy.value:.1%} → {second.accuracy.value:.1%}", gain
             ratio = f"× {change.ratio.text('.3f')} per word"
-            table.add_row("their perplexity", f"{first.perplexity.value:.2f} → {second.perplexity.value:.2f}", ratio)
+            yield "their perplexity", f"{first.perplexity.value:.2f} → {second.perplexity.value:.2f}", ratio
         if (cases := self.cases) is not None:
-            right = f"{cases.right_a.value:.1%} → {cases.right_b.value:.1%}"
             turned = f"{len(cases.lost):,} lost, {len(cases.gained):,} gained of {len(cases.cases):,}"
-            table.add_row("cases right", right, f"{turned}: {cases.gain.text('+.1%')}")
-            table.add_row("expected text", "", f"× {cases.likelier.text('.3g')} as likely")
+            right = f"{cases.right_a.value:.1%} → {cases.right_b.value:.1%}"
+            yield "cases right", right, f"{turned}: {cases.gain.text('+.1%')}"
+            yield "expected text", "", f"× {cases.likelier.text('.3g')} as likely"
         if self.weights is not None:
-            for letter, damage in zip("ab", self.weights.damage, strict=True):
-                if damage:
-                    table.add_row("[bold red]DAMAGED[/bold red]", letter, damage)
-            total, most = self.weights.total, self.weights.most_changed(1)
-            if most and self.weights.same_numbers:
-                coarser = max(self.a.dtype, self.b.dtype, key=["float64", "float32", "float16", "bfloat16", "int8"].index)
-                table.add_row("weights", "the same", f"rounded to {coarser}, and {beside}")
-            elif self.weights.rounded_to:
-                moved_by = f"which moves them by {total.distance:.2%}, and {beside}"
-                table.add_row("weights", f"a's, in {self.weights.rounded_to}", moved_by)
-            elif self.weights.nearly:
-                table.add_row(
-                    "weights", f"a's, in {self.weights.nearly}", f"but not {self.weights.beyond_text}: more than rounding"
-                )
-            elif most:
-                largest = f"most: {most[0].name}, {moved(most[0].distance)}"
-                rest = f"{len(self.weights.unchanged)} tensors unchanged"
-                table.add_row("weights moved", f"{total.distance:.2%}", f"{largest}; {rest}")
-            else:
-                table.add_row("weights", "equal", f"all {len(self.weights.tensors)} tensors, every entry")
+            yield from ((DAMAGED, letter, damage) for letter, damage in zip("ab", self.weights.damage, strict=True) if damage)
+            departures = ", ".join(self.compatibility.departures)
+            beside = f"another program: see {departures}" if departures else "nothing else"
+            yield self.weights.summary((self.a.dtype, self.b.dtype), beside)
         if self.activations is not None and self.activations.points:
             past = self.activations.first_past
             title = f"first past {self.activations.threshold:g}"
-            table.add_row(title, past.point if past else "nowhere", f"{past.error:.2g}" if past else "")
+            yield title, past.point if past else "nowhere", f"{past.error:.2g}" if past else ""
         if self.ok:
-            table.add_row("[bold green]IDENTICAL[/bold green]", "in all that was measured")
-        return table
+            yield "[bold green]IDENTICAL[/bold green]", "in all that was measured", ""
+
+
+def _weights_table(weights: WeightChanges) -> Table:
+    rows = []
+    for tensor in weights.most_changed():
+        rank = "" if tensor.rank is None else f"{tensor.rank} of {tensor.full_rank}"
+        sizes = f"{tensor.max_abs:.2g}", f"{tensor.cosine:.5f}", f"{tensor.unchanged:.1%}"
+        rows.append((tensor.name, tensor.moved, *sizes, rank))
+    return data_table("tensor", "moved", "max", "cosine", "unchanged", "rank of change", rows=rows)
+
+
+def _activations_table(activations: Activations) -> Table:
+    blocks = itertools.groupby(activations.points, lambda point: block_of(point.point))
+    worst = ((block, max(points, key=lambda point: point.error)) for block, points in blocks)
+    rows = ((block, f"{x.error:.2g}", part_of(x.point), f"{x.sqnr:.0f} dB", f"{x.cosine:.6f}") for block, x in worst)
+    return data_table("where", "error", "at", "SQNR", "cosine", rows=rows)
+
+
+def _numerics_table(numerics: Numerics) -> Table:
+    blocks = itertools.groupby(numerics.points, lambda point: block_of(point[0]))
+    worst = ((block, *max(points, key=lambda point: max(point[1:]))) for block, points in blocks)
+    rows = [(block, f"{error_a:.1e}", f"{error_b:.1e}", part_of(name)) for block, name, error_a, error_b in worst]
+    rows += [("logits", f"{error:.1e}", "", description) for description, error in numerics.logits]
+    return data_table("where", "a", "b", "at", rows=rows)
+
+
+def _distributions_tables(both: Distributions) -> tuple[RenderableType, ...]:
+    divergences = (both.kl_ab, both.kl_ba, both.js)
+    rows = [("mean", *(f"{each.mean.value:.3g}" for each in divergences))]
+    rows += [("95 % interval", *(each.mean.span(".3g") for each in divergences))]
+    names = {"50": "median"} | {key: f"{key} %" for key in ("90", "95", "99", "99.9")}
+    rows += [(name, *(f"{each.percentiles[key]:.3g}" for each in divergences)) for key, name in names.items()]
+    rows += [("max", *(f"{each.max:.3g}" for each in divergences))]
+    return (
+        data_table("", "KL(a‖b)", "KL(b‖a)", "Jensen-Shannon", rows=rows),
+        f"top {both.top} overlap {both.overlap.value:.1%} · correlation of log-probabilities {both.correlation:.4f} · "
+        f"right token's probability {100 * both.change.mean.value:+.2f} percentage points on average, "
+        f"{100 * both.change.rms.value:.2f} RMS",
+        f"calibration error {both.calibration_a.ece:.2%} → {both.calibration_b.ece:.2%}",
+    )
+
+
+def _words_table(words: Words) -> Table:
+    """Return the first two of the passages, if they differ to be seen."""
+    table = data_table("", "the text", "a", "b", "a expected", "b expected", "JS")
+    for passage in words.passages[:2]:
+        if any(word.js >= VISIBLE_JS for word in passage.words):
+            for word in passage.words:
+                tops = [f"{visible(top[0].text)} {top[0].probability:.0%}" if top else "" for top in (word.top_a, word.top_b)]
+                probabilities = f"{word.probability_a:.1%}", f"{word.probability_b:.1%}"
+                add_texts(table, "", visible(word.text), *probabilities, *tops, f"{word.js:.2f}")
+            table.add_section()
+    return table
+
+
+def _continuations_table(words: Words) -> Table:
+    rows = []
+    for row in words.continuations:
+        sampling = "greedy" if row.temperature == 0 else f"T = {row.temperature:g}"
+        parts = "not at all" if row.parts_at is None else f"from token {row.parts_at + 1}"
+        rows.append((f"{row.prompt}\n({sampling})", row.a, row.b, parts))
+    return data_table("prompt", "a goes on", "b goes on", "they differ", rows=rows, wrap=True, apart=True)

@@ -1,20 +1,29 @@
-"""``gpt2.compare``: two models in every respect, or several against the first."""
+"""``gpt2.compare``: two models in every respect, or several against the first; a training run's folder is its checkpoints."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.comparison import pair
 from gpt2.comparison.activations import THRESHOLD
-from gpt2.comparison.checkpoints import with_checkpoints
 from gpt2.comparison.many import compare_many
 from gpt2.comparison.many_results import Comparisons
+from gpt2.comparison.passage import Settings
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.saving import Keep
+from gpt2.config import number
+from gpt2.data.files import read_all
 from gpt2.errors import InputError
 from gpt2.measure.metrics import Progress
+
+STEP = re.compile(r"step-(\d+)")
 
 
 class Options(TypedDict, total=False):
@@ -77,9 +86,46 @@ def compare(a: str = DEFAULT, b: str = f"hf/{DEFAULT}", *others: str, **options:
 
 def compare_named(names: Sequence[str], *, hashes: bool = True, **options: Any) -> Comparison | Comparisons:
     """Compare models as :func:`compare` does, from a list of names; of several without the ``hashes`` of their files."""
-    each = [saved.name for name in names for saved in with_checkpoints(name)]
-    if len(each) == 2:
-        return pair.compare(*each, **options)
-    if any([options.pop("threshold", THRESHOLD) != THRESHOLD, *(options.pop(name, None) for name in ("blame", "save", "cases"))]):
+    models = [saved for name in names for saved in with_checkpoints(name)]
+    of_two = {name: options.pop(name) for name in ("threshold", "blame", "save", "cases") if name in options}
+    if len(models) == 2:
+        return pair.compare(models[0].name, models[1].name, Settings(**options), **of_two)
+    if of_two.pop("threshold", THRESHOLD) != THRESHOLD or any(of_two.values()):
         raise InputError("threshold, blame, save and cases are for two models; leave them or the other models out")
-    return compare_many(names, hashes=hashes, **options)
+    return compare_many([each.name for each in models], [each.step for each in models], Settings(**options), hashes=hashes)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint of a run; ``step`` is None for a model that is no checkpoint of one."""
+
+    name: str
+    step: int | None = None
+
+
+def with_checkpoints(name: str) -> tuple[Saved, ...]:
+    """Return a run's checkpoints in place of its folder, or the name alone. Raises InputError: a run without a checkpoint."""
+    head, colon, dtype = name.rpartition(":")
+    if not colon or os.path.isdir(os.path.expanduser(name)):
+        head, dtype = name, ""
+    suffix = f":{dtype}" if dtype else ""
+    folder = Path(head).expanduser()
+    if not folder.is_dir() or (folder / "config.json").exists() or not (folder / "recipe.json").exists():
+        return (Saved(name),)
+    saved = []
+    for entry in folder.iterdir():
+        step = STEP.fullmatch(entry.name)
+        if (step or entry.name == "best") and entry.is_dir():
+            saved.append(Saved(f"{head.rstrip('/')}/{entry.name}{suffix}", int(step[1]) if step else _step(entry)))
+    if not saved:
+        raise InputError(f"{head}: a run's folder without a checkpoint; train it for longer, or give a model")
+    return tuple(sorted(saved, key=lambda each: (each.step is None, each.step, each.name)))
+
+
+def _step(folder: Path) -> int | None:
+    """Return the step of the best checkpoint, as the run recorded it."""
+    try:
+        step = json.loads(read_all(folder / "progress.json"))["step"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return number(step, int, 0)

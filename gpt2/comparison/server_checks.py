@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2.comparison.bounds_result import Finding
 from gpt2.comparison.sides.server import RunningServer
 from gpt2.comparison.sides.side import Top
 from gpt2.data import Tokenizer
@@ -28,6 +27,14 @@ DISTINCT = 0.7  # rows are in another order only if at least this part of them f
 LEAST_REST = 1e-7  # float32's rounding of a sum of probabilities
 PLACES = 48  # of a window, at which less context is tried
 TEMPERATURES = [2 ** (step / 16) for step in range(-32, 33) if step]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``id`` is stable; ``evidence`` is what was measured."""
+
+    id: str
+    evidence: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,33 +70,36 @@ def check(
     shown = sorted((each for each in seen if int(known(each.top).sum()) > 1), key=lambda each: each.median)
     if not shown:
         return tuple(findings)
-    first, base, places = shown[-1], shown[-1].median, known(shown[-1].top)
+    first, base = shown[-1], shown[-1].median
     if (stale := _stale(seen)) is not None:
         return (*findings, stale)
     if base > ROUNDING:
-        ways = [_temperature(first), _shifted(first), _shuffled(first)]
-        if full is not None:
-            ways.insert(0, _in_front(full, first, vocab, tokenizer, server))
-        for found, id, how in ways:
-            if found <= EXPLAINS * base and not (id == "rows-shuffled" and findings):  # a shift is one order, and says more
-                findings.append(Finding(id, f"{how}: median KL falls from {base:.2g} to {found:.2g} nats"))
-        if not findings and full is not None and (less := _less_context(full, first, vocab)) is not None:
-            findings.append(less)
+        ways = [] if full is None else [_in_front(full, first, vocab, tokenizer, server)]
+        for way in (*ways, _temperature(first), _shifted(first), _shuffled(first)):
+            if way.explains and not (way.id == "rows-shuffled" and findings):  # a shift is one order, and says more
+                findings.append(way.finding)
+        if not findings and full is not None and (less := _less_context(full, first, vocab)).explains:
+            findings.append(less.finding)
         if not findings and (cut := _cut(first)) is not None:
             findings.append(cut)
     if not findings:
-        same = (first.top.ids[places, 0] == first.logp[places].argmax(1)).double().mean().item()
-        figures = f"median KL of a place at least {base:.2g} nats, same first choice {same:.0%}; nothing tried explains it"
-        if base <= ROUNDING:
-            findings.append(Finding("rounding", f"it only rounds: median KL of a place {base:.2g} nats"))
-        elif base <= QUANTISED and same > 0.8:
-            findings.append(Finding("weights-nearly-equal", f"other precision or quantisation, or a light fine-tune: {figures}"))
-        else:
-            findings.append(Finding("other-model", f"another model: {figures}"))
+        findings.append(_unexplained(first))
     if EXPLAINS * base > max(shown[0].median, ROUNDING):
         where = f" (window {first.number} of the text; window {shown[0].number}: {shown[0].median:.2g} nats)"
         findings = [Finding(each.id, each.evidence + where) for each in findings]
     return tuple(findings)
+
+
+def _unexplained(seen: Seen) -> Finding:
+    """Return how large a difference is that no suspicion explains."""
+    places, base = known(seen.top), seen.median
+    if base <= ROUNDING:
+        return Finding("rounding", f"it only rounds: median KL of a place {base:.2g} nats")
+    same = (seen.top.ids[places, 0] == seen.logp[places].argmax(1)).double().mean().item()
+    figures = f"median KL of a place at least {base:.2g} nats, same first choice {same:.0%}; nothing tried explains it"
+    if base <= QUANTISED and same > 0.8:
+        return Finding("weights-nearly-equal", f"other precision or quantisation, or a light fine-tune: {figures}")
+    return Finding("other-model", f"another model: {figures}")
 
 
 def known(top: Top) -> Tensor:
@@ -101,49 +111,56 @@ class Shares(NamedTuple):
     """P and Q of T places at the shown tokens, and what both leave out."""
 
     known: Tensor  # (T, k) bool: a token of the vocabulary is shown
-    p: Tensor  # (T, k) probabilities, 0 where nothing is shown
-    q: Tensor
-    log_q: Tensor  # (T, k)
+    q: Tensor  # (T, k) probabilities, 0 where nothing is shown
+    log_q: Tensor
     ratio: Tensor  # (T, k) log(p / q), 0 where nothing is shown
     shown: Tensor  # (T,) Q of the shown tokens together
     rest_p: Tensor  # (T,) probability of all others
     rest_q: Tensor
+    forward: Tensor  # (T,) KL(P||Q) from below, with the tokens left out as one; NaN where nothing is shown
 
-    @classmethod
-    def of(cls, logp: Tensor, top: Top) -> Shares:
-        """Take P from log-probabilities (T, V)."""
-        known = (top.ids >= 0) & (top.ids < logp.size(1))
-        log_q = top.logp.masked_fill(~known, -math.inf)
-        log_p = logp.gather(1, top.ids.clamp(0, logp.size(1) - 1)).masked_fill(~known, -math.inf)
-        p, q = log_p.exp(), log_q.exp()
-        shown = q.sum(1)
-        rest_p, rest_q = ((1 - total).clamp(min=LEAST_REST) for total in (p.sum(1), shown))
-        return cls(known, p, q, log_q, torch.where(known, log_p - log_q, 0.0), shown, rest_p, rest_q)
 
-    @property
-    def forward(self) -> Tensor:
-        """KL(P||Q) from below (T,), with the tokens left out as one; NaN where nothing is shown."""
-        cost = (self.p * self.ratio).sum(1) + self.rest_p * (self.rest_p / self.rest_q).log()
-        return cost.clamp(min=0).masked_fill(~self.known.any(1), math.nan)
+def shares(logp: Tensor, top: Top) -> Shares:
+    """Return the shares of P, from its log-probabilities (T, V), and of Q."""
+    known = (top.ids >= 0) & (top.ids < logp.size(1))
+    log_q = top.logp.masked_fill(~known, -math.inf)
+    log_p = logp.gather(1, top.ids.clamp(0, logp.size(1) - 1)).masked_fill(~known, -math.inf)
+    p, q, ratio = log_p.exp(), log_q.exp(), torch.where(known, log_p - log_q, 0.0)
+    rest_p, rest_q = ((1 - total.sum(1)).clamp(min=LEAST_REST) for total in (p, q))
+    forward = ((p * ratio).sum(1) + rest_p * (rest_p / rest_q).log()).clamp(min=0).masked_fill(~known.any(1), math.nan)
+    return Shares(known, q, log_q, ratio, q.sum(1), rest_p, rest_q, forward)
 
 
 def shown_kl(logp: Tensor, top: Top) -> Tensor:
-    """KL(P||Q) from below at each place (T,), as :class:`Shares` has it."""
-    return Shares.of(logp, top).forward
+    """KL(P||Q) from below at each place (T,), as :func:`shares` has it."""
+    return shares(logp, top).forward
 
 
 def _median(values: Tensor) -> float:
-    values = values[~values.isnan()]
-    return values.median().item() if len(values) else math.inf
+    return values[~values.isnan()].median().item() if bool((~values.isnan()).any()) else math.inf
 
 
-Way = tuple[float, str, str]  # the median KL that is left, the finding's id, the suspicion in words
+class Way(NamedTuple):
+    """A suspicion: the median KL that is ``left`` if it is right, of ``base``."""
+
+    left: float
+    id: str
+    how: str
+    base: float
+
+    @property
+    def explains(self) -> bool:
+        return self.left <= EXPLAINS * self.base
+
+    @property
+    def finding(self) -> Finding:
+        return Finding(self.id, f"{self.how}: median KL falls from {self.base:.2g} to {self.left:.2g} nats")
 
 
 def _in_front(full: Logits, seen: Seen, vocab: int, tokenizer: Tokenizer | None, server: RunningServer | None) -> Way:
     """Put a token in front of the text: the end of text, or a line's end, as a template does."""
     counted = f"; it counted {server.extra_tokens} more tokens than the prompt has" if server and server.extra_tokens > 0 else ""
-    best: Way = (math.inf, "text-in-front", "")
+    best = Way(math.inf, "text-in-front", "", seen.median)
     candidates = {} if tokenizer is None else {"a line's end": tokenizer.encode("\n"), "a space": tokenizer.encode(" ")}
     if tokenizer is not None and tokenizer.eot is not None:
         candidates = {"the end-of-text token": [tokenizer.eot], **candidates}
@@ -152,14 +169,13 @@ def _in_front(full: Logits, seen: Seen, vocab: int, tokenizer: Tokenizer | None,
             rows = torch.cat((torch.tensor(ids), seen.ids[:-1]))[None, : len(seen.ids) - 1]
             logp = full(rows)[0, len(ids) :, :vocab].double().log_softmax(-1).cpu()
             left = _median(shown_kl(logp, seen.top.at(slice(0, len(logp)))))
-            best = min(best, (left, "text-in-front", f"with {name} in front of the text{counted}"))
+            best = min(best, best._replace(left=left, how=f"with {name} in front of the text{counted}"))
     return best
 
 
 def _temperature(seen: Seen) -> Way:
-    ways = [(_median(shown_kl((seen.logp / t).log_softmax(-1), seen.top)), t) for t in TEMPERATURES]
-    left, best = min(ways)
-    return left, "temperature", f"with a temperature of about {best:.2g} applied to its log-probabilities"
+    left, best = min((_median(shown_kl((seen.logp / t).log_softmax(-1), seen.top)), t) for t in TEMPERATURES)
+    return Way(left, "temperature", f"with a temperature of about {best:.2g} applied to its log-probabilities", seen.median)
 
 
 def _shifted(seen: Seen) -> Way:
@@ -168,40 +184,30 @@ def _shifted(seen: Seen) -> Way:
     late = _median(shown_kl(seen.logp[1:], seen.top.at(slice(0, n - 1))))
     early = _median(shown_kl(seen.logp[:-1], seen.top.at(slice(1, n))))
     which = "after" if late < early else "before"
-    return min(late, early), "rows-shifted", f"with each row taken for the place {which} it"
+    return Way(min(late, early), "rows-shifted", f"with each row taken for the place {which} it", seen.median)
 
 
 def _shuffled(seen: Seen) -> Way:
     """Compare each place with the place of the window that fits it best."""
     places = known(seen.top).nonzero()[:, 0][:PLACES]
-    n, best, chosen = len(seen.logp), [], set()
-    for place in places.tolist():
-        costs = shown_kl(seen.logp, seen.top.at(torch.full((n,), place)))
-        best.append(costs.amin())
-        chosen.add(int(costs.argmin()))
+    costs = [shown_kl(seen.logp, seen.top.at(torch.full((len(seen.logp),), place))) for place in places.tolist()]
     # The flat rows of an unrelated model all fit the same few places.
-    left = _median(torch.stack(best)) if best and len(chosen) >= DISTINCT * len(best) else math.inf
-    return left, "rows-shuffled", "with each row taken for the place of the text that it fits best"
+    apart = costs and len({int(each.argmin()) for each in costs}) >= DISTINCT * len(costs)
+    left = _median(torch.stack([each.amin() for each in costs])) if apart else math.inf
+    return Way(left, "rows-shuffled", "with each row taken for the place of the text that it fits best", seen.median)
 
 
-def _less_context(full: Logits, seen: Seen, vocab: int) -> Finding | None:
+def _less_context(full: Logits, seen: Seen, vocab: int) -> Way:
     """Predict late places from their last c tokens only."""
-    n, best = len(seen.logp), (math.inf, 0, math.inf)
-    c = 1
-    while c < n:
-        late = known(seen.top).nonzero()[:, 0]
-        late = late[late >= c][-PLACES:]
+    best, places = Way(math.inf, "context-truncated", "", math.inf), known(seen.top).nonzero()[:, 0]
+    for c in (2**power for power in range((len(seen.logp) - 1).bit_length())):
+        late = places[places >= c][-PLACES:]
         if len(late):
             rows = [seen.ids[int(at) - c + 1 : int(at) + 1] for at in late]  # one at a time: logits take most memory
             logp = torch.cat([full(row[None])[:, -1, :vocab] for row in rows]).double().log_softmax(-1).cpu()
-            best = min(best, (_median(shown_kl(logp, seen.top.at(late))), c, _median(seen.costs[late])))
-        c *= 2
-    left, c, base = best
-    if left > EXPLAINS * base:
-        return None
-    return Finding(
-        "context-truncated", f"with only the last {c} tokens as context: median KL falls from {base:.2g} to {left:.2g} nats"
-    )
+            left, base = _median(shown_kl(logp, seen.top.at(late))), _median(seen.costs[late])
+            best = min(best, Way(left, best.id, f"with only the last {c} tokens as context", base), key=lambda way: way.left)
+    return best
 
 
 def _cut(seen: Seen) -> Finding | None:
@@ -211,9 +217,8 @@ def _cut(seen: Seen) -> Finding | None:
     ours = seen.logp.gather(1, seen.top.ids.clamp(min=0))[places].exp() * (seen.top.ids[places] >= 0)
     if shown.median() < 0.9999 or ours.sum(1).median() > 0.99:
         return None
-    return Finding(
-        "renormalised", f"its shown tokens add up to 1, ours to {ours.sum(1).median():.2f}: it cut before it normalised"
-    )
+    sums = f"its shown tokens add up to 1, ours to {ours.sum(1).median():.2f}"
+    return Finding("renormalised", f"{sums}: it cut before it normalised")
 
 
 def _stale(seen: list[Seen]) -> Finding | None:

@@ -55,6 +55,11 @@ class TensorChange:
     def full_rank(self) -> int:
         return min(self.shape)
 
+    @property
+    def moved(self) -> str:
+        """``distance`` in words."""
+        return "from zero" if self.distance == math.inf else f"{self.distance:.2%}"  # biases are initialised to zero
+
 
 @dataclass(frozen=True)
 class FamilyChange:
@@ -107,6 +112,20 @@ class WeightChanges:
     def unchanged(self) -> tuple[str, ...]:
         """Names of the tensors that are equal in every entry."""
         return tuple(tensor.name for tensor in self.tensors if tensor.equal)
+
+    def summary(self, dtypes: tuple[str, str], beside: str) -> tuple[str, str, str]:
+        """Say in a name, a figure and a remark what changed; ``beside`` says what else makes b another model than a."""
+        moved, most = f"{self.total.distance:.2%}", self.most_changed(1)
+        if not most:
+            return "weights", "equal", f"all {len(self.tensors)} tensors, every entry"
+        if self.same_numbers:
+            coarser = max(dtypes, key=["float64", "float32", "float16", "bfloat16", "int8"].index)
+            return "weights", "the same", f"rounded to {coarser}, and {beside}"
+        if self.rounded_to:
+            return "weights", f"a's, in {self.rounded_to}", f"which moves them by {moved}, and {beside}"
+        if self.nearly:
+            return "weights", f"a's, in {self.nearly}", f"but not {self.beyond_text}: more than rounding"
+        return "weights moved", moved, f"most: {most[0].name}, {most[0].moved}; {len(self.unchanged)} tensors unchanged"
 
 
 def compare_weights(
@@ -189,9 +208,9 @@ def _compare(name: str, family: str, layer: int | None, a: Tensor, b: Tensor) ->
         total.difference += float(difference.square().sum())
         total.max_abs = max(total.max_abs, float(difference.abs().nan_to_num(nan=math.inf).max()))
         total.equal += int((exact_a == exact_b).sum())
-        steps = ulps(chunk_a.to(coarser), chunk_b.to(coarser))
-        total.ulp_max = max(total.ulp_max, int(steps.max()))
-        total.ulp_sum += int(steps.sum())
+        apart = ulps(chunk_a.to(coarser), chunk_b.to(coarser))
+        total.ulp_max = max(total.ulp_max, int(apart.max()))
+        total.ulp_sum += int(apart.sum())
     rank = effective = None
     if a.ndim == 2 and math.isfinite(total.difference):
         spread = math.sqrt(total.b / a.numel()) * torch.finfo(coarser).eps / 2
@@ -201,24 +220,10 @@ def _compare(name: str, family: str, layer: int | None, a: Tensor, b: Tensor) ->
         # Below this, eigenvalues of a Gram matrix in float64 are rounding errors.
         resolution = float(values[0]) * math.sqrt(torch.finfo(torch.float64).eps * len(values))
         rank, effective = int((values > max(noise, resolution)).sum()), effective_rank(values)
-    change = TensorChange(
-        name=name,
-        family=family,
-        layer=layer,
-        shape=tuple(a.shape),
-        norm_a=math.sqrt(total.a),
-        norm_b=math.sqrt(total.b),
-        distance=total.distance,
-        max_abs=total.max_abs,
-        cosine=total.cosine,
-        unchanged=total.equal / a.numel(),
-        ulp_max=total.ulp_max,
-        ulp_mean=total.ulp_sum / a.numel(),
-        rank=rank,
-        effective_rank=effective,
-        not_finite=(sum(not_finite([(name, a)]).values()), sum(not_finite([(name, b)]).values())),
-    )
-    return change, total
+    bad_a, bad_b = (sum(not_finite([(name, tensor)]).values()) for tensor in (a, b))
+    sizes = math.sqrt(total.a), math.sqrt(total.b), total.distance, total.max_abs, total.cosine, total.equal / a.numel()
+    steps = total.ulp_max, total.ulp_sum / a.numel()
+    return TensorChange(name, family, layer, tuple(a.shape), *sizes, *steps, rank, effective, (bad_a, bad_b)), total
 
 
 def _chunks(a: Tensor, b: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
@@ -229,13 +234,11 @@ def _chunks(a: Tensor, b: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
 
 def _together(family: str, sums: list[_Sums]) -> FamilyChange:
     total = _Sums()
-    for part in sums:
-        for field in ("entries", "a", "b", "product", "difference", "equal"):
-            setattr(total, field, getattr(total, field) + getattr(part, field))
-        total.max_abs = max(total.max_abs, part.max_abs)
-    return FamilyChange(
-        family, len(sums), total.entries, total.distance, total.max_abs, total.cosine, total.equal / max(1, total.entries)
-    )
+    for field in ("entries", "a", "b", "product", "difference", "equal"):
+        setattr(total, field, sum(getattr(part, field) for part in sums))
+    largest = max((part.max_abs for part in sums), default=0.0)
+    unchanged = total.equal / max(1, total.entries)
+    return FamilyChange(family, len(sums), total.entries, total.distance, largest, total.cosine, unchanged)
 
 
 def ulps(a: Tensor, b: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpt2.comparison.passage import Passage
 from gpt2.data import Tokenizer
 from gpt2.measure.metrics import Logits, Progress
 from gpt2.measure.per_token import Tokens
@@ -40,7 +41,7 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Passage:
+class Extract:
     """Consecutive tokens; ``start`` counts scored tokens of the text."""
 
     start: int
@@ -64,7 +65,7 @@ class Words:
     """``text`` is the beginning of the scored text, ``passages`` have the largest divergence."""
 
     text: tuple[Word, ...]
-    passages: tuple[Passage, ...]
+    passages: tuple[Extract, ...]
     continuations: tuple[Continuation, ...]
 
 
@@ -90,50 +91,37 @@ def passages(js: Tensor, count: int = 5, length: int = PASSAGE) -> list[tuple[in
 
 
 def compare_words(
-    a: Logits,
-    b: Logits,
-    tokenizer: Tokenizer,
-    measured: Tokens,
-    ids: Tensor,
-    *,
-    context: int,
-    seed: int,
-    recorded: bool = False,
-    progress: Progress,
+    a: Logits, b: Logits, tokenizer: Tokenizer, measured: Tokens, text: Passage, *, seed: int, progress: Progress
 ) -> Words:
-    """Show a measured pair's differences on the text ``ids`` (N,), and continue its beginning and the two worst passages.
+    """Show a measured pair's differences on a text, and continue its beginning and the two worst passages.
 
-    With ``recorded``, a side is a recording of this text: nothing is continued.
+    Nothing is continued where a side is a recording of this text.
     """
+    ids, context = text.ids, text.windows.context
 
     def choices(top: Tensor, probabilities: Tensor) -> tuple[Choice, ...]:
-        pairs = zip(top.tolist(), probabilities.tolist(), strict=True)
-        return tuple(Choice(tokenizer.shown(index), probability) for index, probability in pairs)
+        return tuple(Choice(tokenizer.shown(i), p) for i, p in zip(top.tolist(), probabilities.tolist(), strict=True))
 
     def word(at: int) -> Word:
-        return Word(
-            tokenizer.shown(int(measured.targets[at])),
-            float(measured.logp_a[at].exp()),
-            float(measured.logp_b[at].exp()),
-            float(measured.js[at]),
-            choices(measured.top_a[at], measured.top_p_a[at]),
-            choices(measured.top_b[at], measured.top_p_b[at]),
-        )
+        probabilities = float(measured.logp_a[at].exp()), float(measured.logp_b[at].exp())
+        tops = choices(measured.top_a[at], measured.top_p_a[at]), choices(measured.top_b[at], measured.top_p_b[at])
+        return Word(tokenizer.shown(int(measured.targets[at])), *probabilities, float(measured.js[at]), *tops)
 
-    worst = [
-        Passage(start, js, tuple(word(at) for at in range(start, min(start + PASSAGE, len(measured)))))
-        for start, js in passages(measured.js)
-    ]
+    words = [word(at) for at in range(min(SHOWN, len(measured)))]
+    extracts = ((start, js, range(start, min(start + PASSAGE, len(measured)))) for start, js in passages(measured.js))
+    worst = [Extract(start, js, tuple(map(word, places))) for start, js, places in extracts]
     length = min(PROMPT, context // 2)
     starts = dict.fromkeys([0, *(passage.start for passage in worst[:2])])
     prompts = [ids[start : start + length].tolist() for start in starts if start + length <= len(ids)]
     rows: tuple[Continuation, ...] = ()
-    if prompts and length and not recorded and not measured.js.isnan().any():  # NaN probabilities cannot be sampled from
+    if (
+        prompts and length and text.recording is None and not measured.js.isnan().any()
+    ):  # NaN probabilities cannot be sampled from
         progress("words: continuing prompts")
         room = min(NEW_TOKENS, context - length)
         rows = continuations(a, b, tokenizer, prompts, room, temperature=0.0, seed=seed)
         rows += continuations(a, b, tokenizer, prompts[:1], room, temperature=0.8, seed=seed)
-    return Words(tuple(word(at) for at in range(min(SHOWN, len(measured)))), tuple(worst), rows)
+    return Words(tuple(words), tuple(worst), rows)
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gpt2.comparison.subjects import Model
+from gpt2.comparison.sides.side import Model
 from gpt2.errors import InputError
 from gpt2.pages.drawing import INK, MUTED, RULE, svg
 from gpt2.pages.rendering import pack_lower, readable, render, visible

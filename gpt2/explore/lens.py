@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from gpt2.checkpoint.loading import require_rows
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
-from gpt2.comparison.sides.side import environment_of, text_tokenizers
-from gpt2.comparison.subjects import Model
+from gpt2.comparison.sides.side import Model, environment_of, text_tokenizers
 from gpt2.comparison.words import Choice
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError

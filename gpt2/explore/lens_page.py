@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpt2.comparison.subjects import Model
+from gpt2.comparison.sides.side import Model
 from gpt2.comparison.words import Choice
 from gpt2.data.files import write_output
 from gpt2.errors import InputError

@@ -31,6 +31,10 @@ class Estimate:
         """Format the interval; "" if it has no width, or is not a number."""
         return f"{self.low:{form}}{between}{self.high:{form}}" if self.low < self.high else ""
 
+    def cells(self, form: str, span: str = "") -> tuple[str, str]:
+        """Return the value and the interval, which may have a form of its own, for two columns of a table."""
+        return f"{self.value:{form}}", self.span(span or form)
+
     def text(self, form: str) -> str:
         """Format the value, with its interval if that has a width."""
         return f"{self.value:{form}}" + (f" ({span})" if (span := self.span(form)) else "")

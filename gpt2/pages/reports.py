@@ -183,14 +183,23 @@ class Interrupted(KeyboardInterrupt):
         self.report = report
 
 
-def data_table(*titles: str, right: Container[int] = (), wrap: bool = False) -> Table:
-    """Return an empty table; columns in ``right`` are right-aligned, and the first one wraps only with ``wrap``."""
+def data_table(
+    *titles: str, rows: Iterable[Iterable[str]] = (), right: Container[int] = (), wrap: bool = False, apart: bool = False
+) -> Table:
+    """Return a table of untrusted texts; columns in ``right`` are right-aligned, and the first one wraps only with ``wrap``.
+
+    ``apart`` puts a line after each row.
+    """
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for number, title in enumerate(titles):
         table.add_column(title, justify="right" if number in right else "left", overflow="fold", no_wrap=number == 0 and not wrap)
+    for row in rows:
+        add_texts(table, *row)
+        if apart:
+            table.add_section()
     return table
 
 

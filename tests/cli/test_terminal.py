@@ -17,9 +17,9 @@ from gpt2.bench import Bench, Row, Spread
 from gpt2.cli.common import Status
 from gpt2.cli.main import COMMANDS, main
 from gpt2.cli.main import NAMES as COMMAND_NAMES
-from gpt2.comparison.pair import compare
+from gpt2.comparison.activations import Numerics
 from gpt2.comparison.results import Comparison
-from gpt2.comparison.subjects import Numerics
+from gpt2.comparison.run import compare
 from gpt2.data.chars import chars_of
 from gpt2.explore.attention import summarise_attention
 from gpt2.measure.last_words import LastWords, last_words_change, score_last_words

@@ -10,7 +10,7 @@ from support.commands import refusal
 import gpt2
 from gpt2.cli.main import main
 from gpt2.comparison.cases import read_cases
-from gpt2.comparison.pair import compare
+from gpt2.comparison.run import compare
 from gpt2.measure.estimates import Bootstrap
 from gpt2.testing import assert_same
 

@@ -15,6 +15,7 @@ from gpt2.checkpoint.export import Export, export
 from gpt2.checkpoint.gguf_writer import as_stored
 from gpt2.checkpoint.loading import load
 from gpt2.cli.main import main
+from gpt2.comparison import exported
 from gpt2.comparison.exported import PACKAGES, check_export, rounded
 
 KINDS = [pytest.param("hf", None, marks=pytest.mark.slow), ("gguf", "q8_0"), ("llmc", None)]
@@ -73,31 +74,23 @@ def test_the_command_exits_1_where_a_file_was_damaged(
     assert body["check"]["ok"] is True
     assert {each["program"] for each in body["check"]["opened"]} >= {"gpt2", "gguf package"}
 
-    from gpt2.cli import export_command  # noqa: F401, its late import is what is replaced below
-    from gpt2.comparison import exported
-
     right = exported.check_export
     file = tmp_path / "model.gguf"
 
-    def flipped(done: Export, **settings: object) -> object:
-        data = bytearray(file.read_bytes())
-        data[-5] ^= 0x10
-        file.write_bytes(data)
-        return right(done, **settings)
+    def flipped(data: bytes) -> bytes:
+        return data[:-5] + bytes([data[-5] ^ 0x10]) + data[-4:]
 
-    monkeypatch.setattr(exported, "check_export", flipped)
-    assert main(command) == 1
-    assert "DIFFERS" in capsys.readouterr().out
+    for damage, refused in ((flipped, 1), (lambda data: data[:5000], 2)):
 
-    def cut(done: Export, **settings: object) -> object:
-        file.write_bytes(file.read_bytes()[:5000])
-        return right(done, **settings)
+        def check(done: Export, damage=damage, **settings: object) -> object:
+            file.write_bytes(damage(file.read_bytes()))
+            return right(done, **settings)
 
-    monkeypatch.setattr(exported, "check_export", cut)
-    assert main(command) == 1
-    out = capsys.readouterr().out
-    assert out.count("DIFFERS") >= 2
-    assert "Traceback" not in out
+        monkeypatch.setattr(exported, "check_export", check)
+        assert main(command) == 1
+        out = capsys.readouterr().out
+        assert out.count("DIFFERS") >= refused
+        assert "Traceback" not in out
 
 
 def test_an_engine_that_is_missing_is_a_line_with_its_command(

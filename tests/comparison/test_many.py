@@ -19,12 +19,10 @@ from gpt2.cli.main import main
 from gpt2.comparison import many
 from gpt2.comparison.charts import quality
 from gpt2.comparison.gates import Gate, judge
-from gpt2.comparison.many import compare_many
-from gpt2.comparison.many_results import Comparisons
+from gpt2.comparison.many_results import Comparisons, paper_figures
 from gpt2.comparison.noise import Floor
 from gpt2.comparison.page import page_of_several as page
-from gpt2.comparison.pair import compare
-from gpt2.comparison.paper import paper_figures
+from gpt2.comparison.run import compare
 from gpt2.comparison.sides.checkpoint_side import RunningModule
 from gpt2.measure.estimates import Estimate
 
@@ -216,13 +214,13 @@ def test_each_candidate_is_judged(names: list[str], text: str, tmp_path: Path, c
 
 def test_another_tokenizer_has_bits_per_byte_alone(names: list[str], text: str) -> None:
     """KL over other tokens is no KL; bits per byte of the same passage still compare."""
-    found = compare_many([names[0], names[1], "shakespeare-mini"], on=text, tokens=100)
+    found = gpt2.compare(names[0], names[1], "shakespeare-mini", on=text, tokens=100)
     other = found.candidates[2]
     assert other.against is None
     assert other.language.score.bytes == pytest.approx(found.candidates[0].language.score.bytes, abs=8)
     assert "left out of C" in found.table(80)
     assert page(found)
-    smaller = compare_many(["shakespeare-mini", names[0]], on=text, tokens=60).candidates
+    smaller = gpt2.compare("shakespeare-mini", names[0], names[0], on=text, tokens=60).candidates
     assert smaller[1].against is None  # its 300 tokens were held against the 2,048 of the first
     assert smaller[1].language.score.bytes == pytest.approx(smaller[0].language.score.bytes, abs=8)
 

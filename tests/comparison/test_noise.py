@@ -15,12 +15,13 @@ import gpt2
 from gpt2.checkpoint.loading import load
 from gpt2.cli.main import main
 from gpt2.comparison.noise import Noise, measure_noise
+from gpt2.comparison.passage import Settings
 from gpt2.model import GPT2
 
 
 @pytest.fixture(scope="module")
 def found(base: Path, text: str) -> Noise:
-    return measure_noise(str(base), on=text, tokens=200)
+    return measure_noise(str(base), Settings(on=text, tokens=200))
 
 
 def test_a_batch_and_padding_round_and_do_no_more(found: Noise, base: Path, text: str) -> None:
@@ -34,7 +35,7 @@ def test_a_batch_and_padding_round_and_do_no_more(found: Noise, base: Path, text
     assert dtype.name == "in bfloat16"
     compared = gpt2.compare(str(base), f"{base}:bf16", on=text, tokens=200)
     assert found.floor.kl < dtype.kl.value == pytest.approx(compared.distributions.kl_ab.mean.value, rel=0.3)
-    other = measure_noise(f"{base}:bf16", on=text, tokens=200)
+    other = measure_noise(f"{base}:bf16", Settings(on=text, tokens=200))
     assert other.ways[2].name == "in float32"
     assert other.floor.kl > other.ways[2].kl.low / 2  # two roundings, on the first of the tokens
 
@@ -43,7 +44,7 @@ def test_padding_without_its_mask_is_seen(base: Path, text: str, monkeypatch: py
     """The negative control: padding that is read moves every position by seven."""
     forward = GPT2.forward
     monkeypatch.setattr(GPT2, "forward", lambda self, ids, attention_mask=None, **rest: forward(self, ids, **rest))
-    broken = measure_noise(str(base), on=text, tokens=60)
+    broken = measure_noise(str(base), Settings(on=text, tokens=60))
     assert broken.ways[0].kl.value < 1e-10
     assert broken.ways[1].kl.value > 1e-3
 
@@ -66,11 +67,11 @@ def test_the_table_the_page_and_the_json_say_one_thing(
 
 def test_int8_has_no_floor_and_a_short_context_has_room_for_padding(base: Path, text: str, tmp_path: Path) -> None:
     """What rounding explains is of sums in a float dtype; of whole numbers the ways alone are shown."""
-    whole = measure_noise(f"{base}:int8", on=text, tokens=60)
+    whole = measure_noise(f"{base}:int8", Settings(on=text, tokens=60))
     assert whole.floor is None
     assert "to mean anything" not in whole.table(80)
     write_checkpoint(tmp_path / "short", n_positions=4)
-    short = measure_noise(str(tmp_path / "short"), on=text, tokens=20)
+    short = measure_noise(str(tmp_path / "short"), Settings(on=text, tokens=20))
     assert short.ways[1].kl.value <= short.floor.kl
 
 
@@ -79,30 +80,29 @@ def test_flags_without_effect_are_refused(base: Path, text: str, capsys: pytest.
     model = str(base)
     assert "B has no effect with --noise; leave it out" in mistake(capsys, "compare", model, model, "--noise")
     assert "--blame has no effect with --noise" in mistake(capsys, "compare", model, "--noise", "--blame")
-    assert "leave out hf/" in refusal(measure_noise, f"hf/{model}")
-    assert "too few" in refusal(measure_noise, model, tokens=1)
+    assert "leave out hf/" in refusal(measure_noise, f"hf/{model}", Settings())
+    assert "too few" in refusal(measure_noise, model, Settings(tokens=1))
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"), [pytest.param(0.0, "exactly 0", marks=pytest.mark.slow), (1e-9, "not above it"), (0.1, "times that")]
+    ("changed", "said"),
+    [
+        pytest.param(0.0, "exactly 0", marks=pytest.mark.slow),
+        (1e-9, "not above it"),
+        (0.1, "times that"),
+        (":bf16", "not above it: rounding to float32 and bfloat16 alone makes as much"),  # a coarser dtype raises the floor
+    ],
 )
 def test_every_comparison_says_whether_it_is_above_the_floor(
-    base: Path, text: str, tmp_path: Path, changed: float, said: str
+    base: Path, text: str, tmp_path: Path, changed: float | str, said: str
 ) -> None:
     """A difference that rounding alone makes must not be reported as one of the models."""
-    model = load(str(base))
-    with torch.no_grad():
-        model.h[0].mlp.c_fc.weight.add_(torch.randn(model.h[0].mlp.c_fc.weight.shape), alpha=changed)
-    other = gpt2.save(model, gpt2.load_tokenizer(str(base)), tmp_path)
-    compared = gpt2.compare(str(base), str(other), on=text, tokens=200)
+    other = f"{base}{changed}"
+    if isinstance(changed, float):
+        model = load(str(base))
+        with torch.no_grad():
+            model.h[0].mlp.c_fc.weight.add_(torch.randn(model.h[0].mlp.c_fc.weight.shape), alpha=changed)
+        other = str(gpt2.save(model, gpt2.load_tokenizer(str(base)), tmp_path))
+    compared = gpt2.compare(str(base), other, on=text, tokens=200)
     assert said in compared.above_floor
     assert compared.above_floor in " ".join(compared.table(200).split())
-
-
-def test_a_coarser_dtype_raises_the_floor(base: Path, text: str) -> None:
-    """A model against itself in bfloat16 differs by the rounding to bfloat16, which is no difference of the models."""
-    name, on = str(base), text
-    compared = gpt2.compare(name, f"{name}:bf16", on=on, tokens=200)
-    assert compared.floor is not None
-    assert compared.floor.way == "rounding to float32 and bfloat16"
-    assert "not above it: rounding to float32 and bfloat16 alone makes as much" in compared.above_floor

@@ -13,11 +13,12 @@ from support.random_models import write_checkpoint
 import gpt2
 from gpt2.checkpoint.loading import load
 from gpt2.cli.main import main
-from gpt2.comparison.pair import compare
 from gpt2.comparison.results import Comparison
+from gpt2.comparison.run import compare
 from gpt2.config import GPT2Config
 from gpt2.data.bpe import train_bpe
 from gpt2.errors import InputError
+from gpt2.measure.tracing import points
 from gpt2.model import GPT2
 
 OTHER = "Enter GHOST. Who's there? Nay, answer me: stand, and unfold yourself. Long live the king!\n" * 20
@@ -41,7 +42,9 @@ def test_a_model_against_itself_is_zero_everywhere(base: Path, text: str, in_a_n
     assert found.ok
     assert found.weights.total.distance == 0
     assert set(found.weights.unchanged) == set(load(str(base)).state_dict())
-    assert all(point.error == 0 for point in found.activations.points)
+    for point in found.activations.points:
+        assert (point.error, point.max_abs, point.sqnr, point.cosine) == (0.0, 0.0, math.inf, 1.0)
+    assert found.activations.first_past is None
     distributions = found.distributions
     for divergence in (distributions.kl_ab, distributions.kl_ba, distributions.js):
         assert (divergence.mean.value, divergence.mean.low, divergence.mean.high, divergence.max) == (0, 0, 0, 0)
@@ -52,6 +55,8 @@ def test_a_model_against_itself_is_zero_everywhere(base: Path, text: str, in_a_n
     assert all(row.parts_at is None for row in found.words.continuations)
     assert found.numerics is None
     assert "IDENTICAL" in found.table()
+    again = run(base, base, text)  # nothing is random
+    assert replace(again, seconds=0) == replace(found, seconds=0)
     assert json.loads(found.to_json())["verdict"] == "identical"
 
 
@@ -128,6 +133,7 @@ def test_two_dtypes_of_one_model(base: Path, text: str) -> None:
     """Rounding must not look like training: the weights are equal in the coarser dtype, and a float64 run is the reference."""
     found = run(base, f"{base}:bf16", text)
     assert found.weights.same_numbers
+    assert 1e-3 < found.weights.total.distance < 3e-3
     assert "rounded to bfloat16" in found.table()
     assert found.numerics is not None
     ours, coarse = (max(row[i] for row in found.numerics.points) for i in (1, 2))
@@ -143,6 +149,7 @@ def test_two_implementations_of_one_model(base: Path, text: str, monkeypatch: py
     found = run(base, f"hf/{base}", text)
     assert found.b.implementation.startswith("transformers 5.")
     assert found.weights.total.unchanged == 1
+    assert [point.point for point in found.activations.points] == points(2)
     assert 0 < max(point.error for point in found.activations.points) < 1e-5
     assert found.numerics is not None
     assert len(found.numerics.logits) == 2
@@ -232,13 +239,6 @@ def test_random_models_are_compared_on_random_ids(monkeypatch: pytest.MonkeyPatc
     assert compare("random:tiny", "random:tiny", tokens=50).ok
 
 
-def test_the_whole_is_deterministic(base: Path, text: str, tmp_path: Path) -> None:
-    other = changed(base, tmp_path, lambda model: model.wte.weight.mul_(1.1))
-    first, second = (json.loads(run(base, other, text, seed=3).to_json()) for _ in range(2))
-    first.pop("seconds"), second.pop("seconds")
-    assert first == second
-
-
 def test_json_is_enough_to_run_it_again(base: Path, text: str) -> None:
     body = json.loads(run(base, base, text).to_json())
     assert body["a"]["files"].keys() >= {"config.json", "model.safetensors", "vocab.json", "merges.txt"}
@@ -247,17 +247,6 @@ def test_json_is_enough_to_run_it_again(base: Path, text: str) -> None:
     assert body["environment"]["versions"]["torch"] == version("torch")
     assert body["environment"]["versions"]["gpt2-toolkit"] == gpt2.__version__
     assert body["seed"] == 0
-
-
-def test_the_command(base: Path, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = changed(base, tmp_path / "other", lambda model: model.wpe.weight.mul_(1.1))
-    argv = ["compare", str(base), str(other), "--on", text, "--tokens", "100"]
-    assert main([*argv, "--json", str(tmp_path / "out.json")]) == 0
-    printed = capsys.readouterr()
-    assert "perplexity" in printed.out
-    assert json.loads((tmp_path / "out.json").read_text())["verdict"] == "different"
-    assert main([*argv, "--json", "-"]) == 0
-    json.loads(capsys.readouterr().out)
 
 
 PORT = """

@@ -12,8 +12,8 @@ from support.references import forged
 
 import gpt2
 from gpt2.cli.main import main
-from gpt2.comparison.pair import compare
-from gpt2.comparison.passage import open_passage
+from gpt2.comparison.passage import Settings, open_passage
+from gpt2.comparison.run import compare
 from gpt2.comparison.saving import Keep, save_reference
 from gpt2.comparison.sides.opening import open_side
 from gpt2.errors import CheckpointError, InputError
@@ -27,10 +27,10 @@ def model(base: Path) -> str:
 @pytest.fixture(scope="module")
 def saved(model: str, text: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     keep = Keep(tmp_path_factory.mktemp("reference") / "ref.safetensors", activations=True)
-    return f"trace:{save_reference(model, keep, on=text, tokens=200)}"
+    return f"trace:{save_reference(model, keep, Settings(on=text, tokens=200))}"
 
 
-def test_a_side_equals_its_own_reference_and_another_does_not(model: str, saved: str, text: str) -> None:
+def test_a_side_equals_its_own_reference_and_another_does_not(model: str, saved: str, text: str, tmp_path: Path) -> None:
     """Rows that are off by one, rounded or renormalised would show as a difference; a blind comparison shows none at all."""
     same = compare(saved, model)
     assert same.ok
@@ -43,6 +43,8 @@ def test_a_side_equals_its_own_reference_and_another_does_not(model: str, saved:
     assert later.activations == alone.activations
     assert later.distributions.kl_ab.mean.value > 0
     assert later.text == alone.text
+    short = Keep(tmp_path / "short.safetensors", activations=True)  # than the context: its activations were refused
+    assert compare(f"trace:{save_reference(model, short, Settings(on=text, tokens=20))}", model).ok
     both = compare(saved, saved)  # without any tokenizer
     assert both.distributions.a.score.bytes == alone.distributions.a.score.bytes
     assert "trace:" in both.table(80)
@@ -104,8 +106,8 @@ def test_a_reference_of_something_else_is_one_line(
         compare(saved, "shakespeare-mini")
     side, other = open_side(saved), gpt2.load_tokenizer("shakespeare-mini")
     with pytest.raises(InputError, match="another tokenizer"):
-        open_passage(None, None, [side, side], [None, other], 0)
-    save_reference(model, Keep(tmp_path / "b.safetensors"), on=text, tokens=100)
+        open_passage([side, side], [None, other], Settings())
+    save_reference(model, Keep(tmp_path / "b.safetensors"), Settings(on=text, tokens=100))
     with pytest.raises(InputError, match="different texts"):
         compare(saved, f"trace:{tmp_path / 'b.safetensors'}")
     assert main(["compare", f"trace:{damaged}", model]) == 2
@@ -131,11 +133,14 @@ def test_what_a_reference_says_of_its_side_is_not_believed(saved: str) -> None:
 
 def test_kl_from_the_likeliest_tokens_is_bounded_from_both_sides(model: str, saved: str, text: str, tmp_path: Path) -> None:
     """A bound on the wrong side of what all logits give promises too much; the likeliest tokens of another place are no bound."""
-    keep = Keep(tmp_path / "top.safetensors", top=20)
-    top = f"trace:{save_reference(model, keep, on=text, tokens=200)}"
-    bounds, whole = compare(top, f"{model}:bf16").bounds, compare(saved, f"{model}:bf16").distributions
-    assert 0 < bounds.kl_low.value < whole.kl_ab.mean.value < bounds.kl_high.value
-    assert bounds.same_top == whole.same_top
+    keep, coarse = Keep(tmp_path / "top.safetensors", top=20), f"{model}:bf16"
+    top = f"trace:{save_reference(model, keep, Settings(on=text, tokens=200))}"
+    for pair, whole in (((top, coarse), (saved, coarse)), ((coarse, top), (coarse, saved))):
+        bounds, exact = compare(*pair).bounds, compare(*whole).distributions
+        assert 0 < bounds.kl_low.value < exact.kl_ab.mean.value < bounds.kl_high.value
+        assert bounds.assumed == (pair[0] == coarse)  # that what is left out is like the shown
+        assert bounds.same_top == exact.same_top
+        assert bounds.ratio.value == pytest.approx(exact.ratio.value, rel=1e-9)
     assert compare(top, model).bounds.kl_low.value < 1e-15
 
 
@@ -147,7 +152,7 @@ def test_two_recordings_of_which_one_holds_the_likeliest_tokens(model: str, save
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)), alpha=0.05)
     name = str(gpt2.save(other, gpt2.load_tokenizer(model), tmp_path / "other"))
     keep = Keep(tmp_path / "top.safetensors", top=5)
-    top = f"trace:{save_reference(name, keep, on=text, tokens=200)}"
+    top = f"trace:{save_reference(name, keep, Settings(on=text, tokens=200))}"
     bounds = compare(saved, top).bounds
     assert bounds.kl_low.value == pytest.approx(compare(model, top).bounds.kl_low.value, rel=0.01)
     assert bounds.findings[-1].id in ("weights-nearly-equal", "other-model")  # which is said where nothing explains it

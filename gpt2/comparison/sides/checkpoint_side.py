@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.cache import official_files
-from gpt2.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.keys import HEAD
 from gpt2.checkpoint.loading import require_device
 from gpt2.checkpoint.names import RUNS, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.saving import sha256
-from gpt2.comparison.sides.side import Running, Shown, Side
-from gpt2.comparison.subjects import Model
+from gpt2.comparison.sides.side import Model, Running, Shown, Side
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.int8 import rounded_parameter
@@ -68,6 +67,14 @@ class CheckpointSide(Side):
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """The dtype in which the model runs."""
         return self.checkpoint.dtype
+
+    @property
+    def size(self) -> int:
+        checkpoint = self.checkpoint
+        if isinstance(checkpoint, StoredCheckpoint) and self.dtype == checkpoint.stored:
+            files, held = checkpoint.assignment.files, checkpoint.assignment.sources.values()
+            return sum(files[key].entries[key].end - files[key].entries[key].start for keys in held for key in keys)
+        return self.config.num_parameters() * self.dtype.itemsize
 
     def reader(self, *, rows: int | None = None, mapped: bool = False) -> Read:
         """Return a function that reads one parameter, in the dtype in which it runs; into new memory, unless ``mapped``.

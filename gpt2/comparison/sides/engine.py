@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from gpt2.checkpoint.saving import sha256
-from gpt2.comparison.sides.side import Shown, Side
-from gpt2.comparison.subjects import Model
+from gpt2.comparison.sides.side import Model, Shown, Side
 from gpt2.data import Tokenizer, from_directory, holds_tokenizer
 from gpt2.errors import InputError
 
@@ -58,6 +57,10 @@ class EngineSide(Side):
     def files(self) -> tuple[Path, ...]:
         """The files of the model, hashed for the report."""
         return (self.path,)
+
+    @property
+    def size(self) -> int:
+        return sum(path.stat().st_size for path in self.files)
 
     @property
     def stored(self) -> str:

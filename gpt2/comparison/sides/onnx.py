@@ -48,13 +48,8 @@ class OnnxSide(EngineSide):
         found = next((read_json(file) for file in files if file.is_file()), {})
         return {name: value for name, value in found.items() if isinstance(value, int)}
 
-    @property
-    def n_positions(self) -> int | None:
-        return self.sizes.get("n_positions")
-
-    @property
-    def vocab_size(self) -> int | None:
-        return self.sizes.get("vocab_size")
+    n_positions = property(lambda self: self.sizes.get("n_positions"))
+    vocab_size = property(lambda self: self.sizes.get("vocab_size"))
 
     @contextmanager
     def running(self) -> Iterator[Running]:

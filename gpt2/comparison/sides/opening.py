@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
+from gpt2.comparison.passage import Settings
 from gpt2.comparison.reference_file import TRACE_PREFIX
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.ctranslate2 import CTranslate2Side
@@ -23,23 +24,23 @@ KINDS: dict[str, Callable[[str], Side]] = {  # prefix of a name -> how to open i
     **{kind.prefix: kind.open for kind in (LlamaCppSide, CTranslate2Side, OnnxSide)},
 }
 
+DEFAULTS = Settings()
 
-def open_sides(*names: str, offline: bool = False, dtype: str | None = None, device: str = "cpu") -> tuple[Side, ...]:
+
+def open_sides(*names: str, settings: Settings = DEFAULTS) -> tuple[Side, ...]:
     """Open the sides of one comparison; a port gets the first checkpoint's folder, a server the first tokenizer among them."""
-    sides = [open_side(name, offline=offline, dtype=dtype, device=device) for name in names]
+    sides = [open_side(name, settings) for name in names]
     checkpoint = next((side.checkpoint for side in sides if isinstance(side, CheckpointSide)), None)
-    servers = [side for side in sides if isinstance(side, ServerSide)]
-    partner = next((side for side in sides if side.tokenizer() is not None), None) if servers else None
     for at, side in enumerate(sides):
         if isinstance(side, PortSide):
             sides[at] = replace(side, checkpoint=checkpoint)
         elif isinstance(side, ServerSide):
-            sides[at] = replace(side, partner=partner)
+            sides[at] = replace(side, partner=next((each for each in sides if each.tokenizer() is not None), None))
     return tuple(sides)
 
 
-def open_side(name: str, *, offline: bool = False, dtype: str | None = None, device: str = "cpu") -> Side:
-    """Open a side; ``dtype`` is for a model whose name gives none, and ``device`` is where a checkpoint runs.
+def open_side(name: str, settings: Settings = DEFAULTS) -> Side:
+    """Open a side; the dtype of the settings is for a model whose name gives none, and the device is where a checkpoint runs.
 
     Raises InputError: no such side or device, or its engine is missing.
     """
@@ -50,4 +51,4 @@ def open_side(name: str, *, offline: bool = False, dtype: str | None = None, dev
     for prefix, kind in KINDS.items():
         if name.startswith(prefix) and name != prefix:
             return kind(name)
-    return CheckpointSide.open(name, offline=offline, dtype=dtype, device=device)
+    return CheckpointSide.open(name, offline=settings.offline, dtype=settings.dtype, device=settings.device)

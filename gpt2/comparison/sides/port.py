@@ -17,9 +17,7 @@ from gpt2.checkpoint.containers import listed
 from gpt2.checkpoint.files import open_weights
 from gpt2.checkpoint.keys import WRAPPERS
 from gpt2.checkpoint.saving import save, sha256
-from gpt2.comparison.sides.side import Running, Shown, Side, T
-from gpt2.comparison.subjects import Model
-from gpt2.data import Tokenizer
+from gpt2.comparison.sides.side import Model, Running, Shown, Side, T
 from gpt2.errors import InputError
 from gpt2.measure.tracing import Recorded, grouped, part_of, points, trace_by_name
 from gpt2.measure.user_code import Target, builder, function_of, logits_of, module_of
@@ -34,9 +32,6 @@ class PortSide(Side):
     target: Target
     checkpoint: Checkpoint | None = None
     shows = frozenset({Shown.LOGITS, Shown.ACTIVATIONS})
-
-    def tokenizer(self) -> Tokenizer | None:
-        return None  # it reads its partner's ids
 
     def describe(self, versions: dict[str, str], *, hashes: bool = True) -> Model:
         file = self.target.path
@@ -96,10 +91,8 @@ class RunningPort(Running):
             "missing": [name for name, p in self.module.named_parameters() if name not in stored and p.data_ptr() not in filled],
             "misshapen": [name for name, tensor in stored.items() if tensor.shape != own[name].shape],
         }
-        if problems := [f"{what}: {listed(some)}" for what, some in faults.items() if some]:
-            raise InputError(
-                f"{path}: does not fit {self.side.name}: {'; '.join(problems)}; give the module that it was saved from"
-            )
+        if problems := "; ".join(f"{what}: {listed(some)}" for what, some in faults.items() if some):
+            raise InputError(f"{path}: does not fit {self.side.name}: {problems}; give the module that it was saved from")
         self.module.load_state_dict(stored, strict=False)
 
     def logits(self, ids: Tensor) -> Tensor:

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from gpt2.comparison.sides.server_request import KEY, post
-from gpt2.comparison.sides.side import Running, Shown, Side, Top
-from gpt2.comparison.subjects import Model
+from gpt2.comparison.sides.side import Model, Running, Shown, Side, T, Top
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError, printable
 
@@ -79,10 +78,6 @@ class ServerSide(Side):
         """Two less than its partner's: a request holds a window's tokens, the last target, and a new token."""
         known = self.partner.n_positions if self.partner else None
         return None if known is None else max(1, known - 2)
-
-    def tokenizer(self) -> Tokenizer | None:
-        """Its tokenizer is not shown; its tokens are compared with its partner's."""
-        return None
 
     def describe(self, versions: dict[str, str], *, hashes: bool = True) -> Model:
         calls = ", ".join(f"calls itself {name}" for name in self.answered)
@@ -155,8 +150,8 @@ class RunningServer(Running):
                 self.strings[text] = -1 if text in self.strings or not text else index
         if self.echoes is not False:
             answer = self._complete(tokenizer.decode(ids.tolist()), len(ids), echo=True)
-            given = _dict(answer.get("logprobs"))
-            if len(_list(given.get("tokens"))) >= max(2, len(ids) // 2):
+            given = _as(dict, answer.get("logprobs"))
+            if len(_as(list, given.get("tokens"))) >= max(2, len(ids) // 2):
                 self.echoes = True
                 return self._read(given, ids, tokenizer)
             self.echoes = False
@@ -168,11 +163,10 @@ class RunningServer(Running):
         count = len(ids) - 1
         expected = [_text(tokenizer, index) for index in ids.tolist()]
         tokens = [str(token) for token in given["tokens"]]
-        starts = [s for s in range(max(1, len(tokens) - count)) if tokens[s : s + 4] == expected[:4]]
-        start = starts[0] if starts else 0
+        start = next((s for s in range(max(1, len(tokens) - count)) if tokens[s : s + 4] == expected[:4]), 0)
         self.extra_tokens = self.extra_tokens or start
         target, rows = [math.nan] * count, [dict[int, float]() for _ in range(count)]
-        top, logprobs = _list(given.get("top_logprobs")), _list(given.get("token_logprobs"))
+        top, logprobs = _as(list, given.get("top_logprobs")), _as(list, given.get("token_logprobs"))
         for place in range(count):
             at = start + place + 1
             if at >= len(tokens) or tokens[at] != expected[place + 1]:
@@ -181,12 +175,10 @@ class RunningServer(Running):
                 break
             if at < len(logprobs):
                 target[place] = _log_probability(logprobs[at])
-            if at < len(top):
-                rows[place] = self._row(_dict(top[at]))
-                if ids[place + 1].item() in rows[place]:
-                    target[place] = rows[place][int(ids[place + 1])]
-                elif rows[place] and not math.isnan(target[place]):
-                    rows[place][int(ids[place + 1])] = target[place]
+            if at < len(top) and (row := self._row(_as(dict, top[at]))):
+                right = int(ids[place + 1])
+                target[place] = row.get(right, target[place])
+                rows[place] = row if math.isnan(target[place]) else {**row, right: target[place]}
         return _as_top(target, rows)
 
     def _ask_places(self, ids: Tensor, tokenizer: Tokenizer) -> Top:
@@ -195,7 +187,7 @@ class RunningServer(Running):
         target, rows = [math.nan] * count, [dict[int, float]() for _ in range(count)]
         for place in _places(count):
             answer = self._complete(tokenizer.decode(ids[: place + 1].tolist()), place + 1, echo=False)
-            rows[place] = self._row(_first_top(_dict(answer.get("logprobs"))))
+            rows[place] = self._row(_first_top(_as(dict, answer.get("logprobs"))))
             target[place] = rows[place].get(int(ids[place + 1]), math.nan)
         if not any(rows):
             raise InputError(f"{self.side.name}: its answers hold no log-probabilities; start it with them switched on")
@@ -221,26 +213,20 @@ class RunningServer(Running):
         body = {"prompt": prompt, "max_tokens": 1, "temperature": 1.0, "logprobs": TOP_K, "echo": echo, "seed": 0}
         body |= {"model": side.model} if side.model else {}
         refusable = echo and self.echoes is None  # an error answer to the first one is {}
-        answer = post(
-            f"{side.url}/completions", body, side.name, private=side.private, proxy=not side.loopback, refusable=refusable
-        )
+        way = {"private": side.private, "proxy": not side.loopback}
+        answer = post(f"{side.url}/completions", body, side.name, **way, refusable=refusable)
         named = answer.get("model")
         if isinstance(named, str) and (name := printable(named, one_line=True)[:LONGEST_NAME]) not in side.answered:
             side.answered.append(name)
-        counted = _dict(answer.get("usage")).get("prompt_tokens")
+        counted = _as(dict, answer.get("usage")).get("prompt_tokens")
         if isinstance(counted, int) and not self.extra_tokens:
             self.extra_tokens = counted - tokens
-        return _dict(next(iter(_list(answer.get("choices"))), None))
+        return _as(dict, next(iter(_as(list, answer.get("choices"))), None))
 
 
-def _dict(value: Any) -> dict[str, Any]:
-    """Return a part of an answer, or nothing where it is no object."""
-    return value if isinstance(value, dict) else {}
-
-
-def _list(value: Any) -> list[Any]:
-    """Return a part of an answer, or nothing where it is no list."""
-    return value if isinstance(value, list) else []
+def _as(kind: type[T], value: Any) -> T:
+    """Return a part of an answer, or an empty one where it is of another kind."""
+    return value if isinstance(value, kind) else kind()
 
 
 def _log_probability(value: Any) -> float:
@@ -250,10 +236,11 @@ def _log_probability(value: Any) -> float:
 
 def _first_top(given: dict[str, Any]) -> dict[str, Any]:
     """Return text -> log-probability of the first generated token's alternatives, in OpenAI's form or llama-server's."""
-    if top := _dict(next(iter(_list(given.get("top_logprobs"))), None)):
+    if top := _as(dict, next(iter(_as(list, given.get("top_logprobs"))), None)):
         return top
-    token = _dict(next(iter(_list(given.get("content"))), None))
-    return {str(each.get("token")): each.get("logprob") for each in map(_dict, _list(token.get("top_logprobs")))}
+    token = _as(dict, next(iter(_as(list, given.get("content"))), None))
+    listed: list[dict[str, Any]] = [_as(dict, each) for each in _as(list, token.get("top_logprobs"))]
+    return {str(each.get("token")): each.get("logprob") for each in listed}
 
 
 def _text(tokenizer: Tokenizer, index: int) -> str:
@@ -266,7 +253,6 @@ def _as_top(target: list[float], rows: list[dict[int, float]]) -> Top:
     ids = torch.full((len(rows), width), -1)
     logp = torch.full((len(rows), width), -math.inf, dtype=torch.float64)
     for place, row in enumerate(rows):
-        best = sorted(row.items(), key=lambda item: -item[1])
-        for at, (index, value) in enumerate(best):
+        for at, (index, value) in enumerate(sorted(row.items(), key=lambda item: -item[1])):
             ids[place, at], logp[place, at] = index, value
     return Top(torch.tensor(target, dtype=torch.float64), ids, logp)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2.comparison.subjects import Model
+from gpt2.checkpoint.cache import Official
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError, out_of_memory
@@ -23,6 +25,7 @@ from gpt2.measure.windows import Windows
 from gpt2.pages.reports import Environment, environment
 
 T = TypeVar("T")
+Tokenizers = Sequence[Tokenizer | None]  # of sides; None: it reads its partner's ids
 
 
 class Shown(StrEnum):
@@ -32,6 +35,20 @@ class Shown(StrEnum):
     ACTIVATIONS = "activations"
     LOGITS = "logits"
     TOP = "top-k log-probabilities"  # a side that shows logits need not list this
+
+
+@dataclass(frozen=True)
+class Model:
+    """One of the models, with everything needed to run it again; ``files`` are name -> sha256."""
+
+    name: str
+    implementation: str  # "gpt2" or "transformers 5.23.0"
+    dtype: str  # "" where the side does not tell it
+    revision: str | None
+    parameters: int | None  # None where the side does not tell them
+    config: dict[str, Any]  # empty where the side does not tell it
+    files: dict[str, str]
+    official: Official | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +66,11 @@ class Top:
     def at(self, places: slice | Tensor) -> Top:
         """Return some of the places."""
         return Top(self.target[places], self.ids[places], self.logp[places])
+
+    def after(self, count: int) -> Top:
+        """Return the same, after so many places that were not shown."""
+        padded = (F.pad(self.target, (count, 0), value=math.nan), F.pad(self.ids, (0, 0, count, 0), value=-1))
+        return Top(*padded, F.pad(self.logp, (0, 0, count, 0), value=-math.inf))
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +151,11 @@ class Side(ABC):
         """The number of logits at each place, padding included."""
         return self.config.vocab_size if self.config else None
 
+    @property
+    def size(self) -> int | None:
+        """The bytes of its weights as they are stored, or of the dtype in which it runs; None where it has no files here."""
+        return None
+
     def ask(self, call: Callable[[], T], advice: str = "convert the model again") -> T:
         """Return what another program, or the user's code, answers.
 
@@ -147,9 +174,9 @@ class Side(ABC):
     def running(self) -> AbstractContextManager[Running]:
         """Load the side for the time of the ``with`` block."""
 
-    @abstractmethod
     def tokenizer(self) -> Tokenizer | None:
         """Return the side's own tokenizer, or None: then it reads its partner's ids."""
+        return None
 
     @abstractmethod
     def describe(self, versions: dict[str, str], *, hashes: bool = True) -> Model:
@@ -160,12 +187,20 @@ def require_head(width: int, side: Side, sides: Iterable[Side]) -> None:
     """Raise InputError if the columns that ``side`` gives as logits are as many as the models are wide: hidden states."""
     for config in (each.config for each in sides if each.config is not None):
         if width == config.n_embd < config.vocab_size and (side.config is None or side.config.vocab_size != width):
-            what = (
-                f"gives {width:,} columns, as wide as the model: hidden states, and no logits over {config.vocab_size:,} tokens"
-            )
-            raise InputError(
-                f"{side.name}: {what}; export it with the head (logits = x @ wte.T; of ONNX: --task text-generation)"
-            )
+            what = f"{width:,} columns, as wide as the model: hidden states, and no logits over {config.vocab_size:,} tokens"
+            how = "export it with the head (logits = x @ wte.T; of ONNX: --task text-generation)"
+            raise InputError(f"{side.name}: gives {what}; {how}")
+
+
+def vocabulary(*known: Side | Tokenizer | None) -> int:
+    """Return the number of tokens that all have, without padding; 0 where none of them tells it."""
+    sizes = [each.vocab_size if isinstance(each, Side) else each.n_vocab for each in known if each is not None]
+    return min((size for size in sizes if size is not None), default=0)
+
+
+def first_tokenizer(tokenizers: Iterable[Tokenizer | None]) -> Tokenizer | None:
+    """Return the tokenizer that reads the text for sides without one."""
+    return next((tokenizer for tokenizer in tokenizers if tokenizer is not None), None)
 
 
 def environment_of(sides: Iterable[Side]) -> Environment:
@@ -178,7 +213,7 @@ def environment_of(sides: Iterable[Side]) -> Environment:
 def text_tokenizers(sides: Sequence[Side]) -> tuple[Tokenizer, ...]:
     """Return each side's own tokenizer, or the first one if it has none; without any, raise an InputError."""
     own = [side.tokenizer() for side in sides]
-    shared = next((tokenizer for tokenizer in own if tokenizer is not None), None)
+    shared = first_tokenizer(own)
     if shared is None:
         raise InputError(f"{sides[0].name}: has no tokenizer to read a text with; give a model that comes with one")
     return tuple(tokenizer or shared for tokenizer in own)

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from gpt2.comparison.llama_base import is_llama_base, read_llama_base
 from gpt2.comparison.reference_file import FORMAT, TRACE_PREFIX, Reference, about_of, read_reference
-from gpt2.comparison.sides.side import Recording, Running, Shown, Side, Top
-from gpt2.comparison.subjects import Model
+from gpt2.comparison.sides.side import Model, Recording, Running, Shown, Side, Top
 from gpt2.config import GPT2Config
-from gpt2.data import Tokenizer
 from gpt2.data.files import read_all
 from gpt2.errors import CheckpointError, InputError
 from gpt2.measure import dumps
@@ -30,17 +28,11 @@ TRACE_FORMAT = "gpt2-toolkit trace"
 MAX_LAYERS = 1000
 MAX_ABOUT = 1 << 24  # bytes of what a trace says of itself
 MAX_SIZE = 1 << 20  # ids and positions of a dump that does not tell its model's
+SQUARE = ("attn.scores", "attn.weights")  # points with a row of T for each token
 LLMC_VOCABULARY = 50257  # llm.c's debug state does not tell it
 
-KINDS: dict[str, Any] = {  # of what a reference says of its side
-    "name": str,
-    "implementation": str,
-    "dtype": str,
-    "revision": str | None,
-    "parameters": int | None,
-    "config": dict,
-    "files": dict,
-}
+SAID: dict[str, Any] = dict.fromkeys(("name", "implementation", "dtype"), str) | dict.fromkeys(("config", "files"), dict)
+SAID |= {"revision": str | None, "parameters": int | None}  # of what a reference says of its side
 
 Rows = Callable[[], Iterator[Tensor]]  # the scored tokens' logits (R, V), some at a time, from the first on
 
@@ -52,10 +44,10 @@ class TraceSide(Side):
     name: str
     shows: frozenset[Shown]
     model: Model
-    rows: Rows | None  # None: only the likeliest tokens are known
-    likeliest: Callable[[], Top] | None
-    activations: Mapping[str, Tensor]  # of the first row, (1, T, ...)
-    recording: Recording = field()  # never None here
+    recording: Recording  # never None here
+    rows: Rows | None = None  # None: only the likeliest tokens are known
+    likeliest: Callable[[], Top] | None = None
+    activations: Mapping[str, Tensor] = field(default_factory=dict)  # of the first row, (1, T, ...)
     config: GPT2Config | None = None
 
     @classmethod
@@ -74,23 +66,22 @@ class TraceSide(Side):
     def _reference(cls, name: str, path: Path) -> TraceSide:
         reference = read_reference(path)
         about = reference.about
-        lengths = reference.file.read("token_bytes").long()
         try:
             side, text = about["side"], about["text"]
-            for field, kind in KINDS.items():
-                if not isinstance(side[field], kind):
-                    raise TypeError(f"{field} is {str(side[field])[:20]!r}")
-            if not all(isinstance(text[field], str) for field in ("name", "sha256", "told")):
-                raise TypeError("the text's name, hash or protocol is not text")
+            wrong = [field for field, kind in SAID.items() if not isinstance(side[field], kind)]
+            wrong += [field for field in ("name", "sha256", "told") if not isinstance(text[field], str)]
+            if wrong:
+                raise TypeError(f"{wrong[0]} is of another kind")
             known = text["name"], text["sha256"], text["told"], about["tokenizer"]
             how = f"{side['implementation']}, saved by gpt2-toolkit {about['version']}"
             parts = {field.name: side.get(field.name) for field in dataclasses.fields(Model)}
             config = GPT2Config(**side["config"]) if side["config"] else None
         except (KeyError, TypeError, AttributeError, InputError) as error:
             raise CheckpointError(f"{path}: what is said of the side is not known here ({error}); save it again") from None
+        lengths = reference.file.read("token_bytes").long()
         recording = Recording(reference.ids, reference.windows, *known, reference.vocab, lengths)
         model = Model(**{**parts, "name": name, "implementation": how, "official": None})
-        activations = _in_order(reference, min(len(recording.ids) - 1, recording.windows.context))
+        activations = _in_order(reference, min(len(recording.ids), recording.windows.context))
         shows = {Shown.LOGITS if reference.whole else Shown.TOP} | ({Shown.ACTIVATIONS} if activations else set())
 
         def likeliest() -> Top:
@@ -98,24 +89,22 @@ class TraceSide(Side):
             return Top(top["target_logp"], top["top_ids"].long(), top["top_logp"])
 
         rows = reference.blocks if reference.whole else None
-        return cls(name, frozenset(shows), model, rows, None if rows else likeliest, activations, recording, config)
+        return cls(name, frozenset(shows), model, recording, rows, None if rows else likeliest, activations, config)
 
     @classmethod
     def _llama_base(cls, name: str, path: Path) -> TraceSide:
         base = read_llama_base(path)
         recording = Recording(base.ids, base.windows, path.name, "", "the second half of each chunk", None, base.vocab, None)
         how = "llama.cpp --kl-divergence-base: log-probabilities in 16 bits, e^-16 of the largest at least"
-        model = Model(name, how, "", None, None, {}, {})
-        return cls(name, frozenset({Shown.LOGITS}), model, base.blocks, None, {}, recording)
+        return cls(name, frozenset({Shown.LOGITS}), Model(name, how, "", None, None, {}, {}), recording, base.blocks)
 
     @classmethod
     def _trace(cls, name: str, path: Path) -> TraceSide:
         about = _about(path)
         config = None if about is None else GPT2Config(**about["config"])
+        shape = config or GPT2Config(vocab_size=MAX_SIZE, n_positions=MAX_SIZE)
         if path.suffix == ".bin":
             shape = GPT2Config(vocab_size=LLMC_VOCABULARY, n_positions=MAX_SIZE)
-        else:
-            shape = config or GPT2Config(vocab_size=MAX_SIZE, n_positions=MAX_SIZE)
         dump = dumps.read(path, shape)
         logits = dump.arrays.get("logits")
         batch, tokens = dump.ids.shape
@@ -126,19 +115,18 @@ class TraceSide(Side):
         vocab, rows = logits.size(-1), logits.reshape(batch, tokens, -1)
         if int(dump.ids.max()) >= vocab:
             raise InputError(f"{path}: holds the id {int(dump.ids.max())} and logits of {vocab:,} ids; write it again")
-        text = str((about or {}).get("ids_from", path.name))
-        told = "every token of a row but its first; each row is run alone"
-        recording = Recording(dump.ids.flatten(), RowWindows(tokens - 1), text, "", told, None, vocab, None)
-        how = f"gpt2 trace {about['version']}, computed in float64" if about else "a program that wrote its logits"
-        described = about or {"revision": None, "stored": "", "files": {}}
-        parameters = config.num_parameters() if config else None
-        fields = dataclasses.asdict(config) if config else {}
-        model = Model(name, how, described["stored"], described["revision"], parameters, fields, dict(described["files"]))
-        wanted = points(config.n_layer) if config else []
-        traced = {point: dump.arrays[point][:1] for point in wanted if point in dump.arrays}
-        traced = traced if wanted and len(traced) == len(wanted) else {}
+        text, told = (about or {}).get("ids_from", path.name), "every token of a row but its first; each row is run alone"
+        recording = Recording(dump.ids.flatten(), RowWindows(tokens - 1), str(text), "", told, None, vocab, None)
+        model = Model(name, "a program that wrote its logits", "", None, None, {}, {})
+        traced = {}
+        if about and config:
+            how = f"gpt2 trace {about['version']}, computed in float64"
+            known = config.num_parameters(), dataclasses.asdict(config), dict(about["files"])
+            model = Model(name, how, about["stored"], about["revision"], *known)
+            if all(point in dump.arrays for point in points(config.n_layer)):
+                traced = {point: dump.arrays[point][:1] for point in points(config.n_layer)}
         shows = frozenset({Shown.LOGITS, *([Shown.ACTIVATIONS] if traced else [])})
-        return cls(name, shows, model, lambda: iter(rows[:, :-1]), None, traced, recording, config)
+        return cls(name, shows, model, recording, lambda: iter(rows[:, :-1]), None, traced, config)
 
     @property
     def vocab_size(self) -> int:
@@ -147,9 +135,6 @@ class TraceSide(Side):
     @contextmanager
     def running(self) -> Iterator[Replay]:
         yield Replay(self)
-
-    def tokenizer(self) -> Tokenizer | None:
-        return None
 
     def describe(self, versions: dict[str, str], *, hashes: bool = True) -> Model:
         return self.model
@@ -166,19 +151,16 @@ class Replay(Running):
         self._top: Top | None = None
         self._place = 0
 
-    def _restart(self) -> None:
-        recording = self._side.recording
-        self._spans, self._held, self._place = recording.windows.of(len(recording.ids)), torch.empty(0), 0
-        self._rows = self._side.rows() if self._side.rows else iter(())
-
     def _next(self, inputs: Tensor) -> Window:
         """Return the next window, from the first one on after the last. Raises InputError: it is asked for another text."""
+        side, recording = self._side, self._side.recording
         span = next(self._spans, None)
         if span is None:
-            self._restart()
+            self._spans, self._held, self._place = recording.windows.of(len(recording.ids)), torch.empty(0), 0
+            self._rows = side.rows() if side.rows else iter(())
             span = next(self._spans)
-        if not torch.equal(inputs.cpu().long(), self._side.recording.ids[span.start : span.end]):
-            raise InputError(f"{self._side.name}: a recording answers for its own text only; compare it without another")
+        if not torch.equal(inputs.cpu().long(), recording.ids[span.start : span.end]):
+            raise InputError(f"{side.name}: a recording answers for its own text only; compare it without another")
         return span
 
     def _fill(self, rows: Tensor) -> None:
@@ -208,22 +190,20 @@ class Replay(Running):
         if self._top is None:
             assert self._side.likeliest is not None
             self._top = self._side.likeliest()
-        count, before = span.end - span.first, span.first - span.start
-        part = slice(self._place, self._place + count)
-        self._place += count
-        width = self._top.ids.size(1)
-        return Top(
-            torch.cat((torch.full((before,), torch.nan, dtype=torch.float64), self._top.target[part])),
-            torch.cat((torch.full((before, width), -1), self._top.ids[part])),
-            torch.cat((torch.full((before, width), -torch.inf, dtype=torch.float64), self._top.logp[part])),
-        )
+        part, before = slice(self._place, self._place + span.end - span.first), span.first - span.start
+        self._place = part.stop
+        return self._top.at(part).after(before)
 
     def blocks(self, ids: Tensor) -> Iterator[Recorded]:
         """Yield the kept activations, cut to the length of ``ids`` (1, T). Raises InputError: they are of other ids."""
         tokens, held = ids.size(1), next(iter(self._side.activations.values())).size(1)
         if tokens > held or not torch.equal(ids[0].long(), self._side.recording.ids[:tokens]):
             raise InputError(f"{self._side.name}: holds activations of its first {held} tokens; compare it without another text")
-        yield from grouped({name: _cut(name, tensor, tokens) for name, tensor in self._side.activations.items()})
+        cut = {
+            name: tensor[:, :, :tokens, :tokens] if name.endswith(SQUARE) else tensor[:, :tokens]
+            for name, tensor in self._side.activations.items()
+        }
+        yield from grouped(cut)
 
 
 def _in_order(reference: Reference, tokens: int) -> dict[str, Tensor]:
@@ -231,17 +211,11 @@ def _in_order(reference: Reference, tokens: int) -> dict[str, Tensor]:
     kept = reference.activations
     order = points(1 + min(max((layer_of(name) or 0 for name in kept), default=0), MAX_LAYERS))
     for name, tensor in kept.items():
-        square = name.endswith(("attn.scores", "attn.weights"))
+        square = name.endswith(SQUARE)
         length = tensor.size(-1 if square else 1) if tensor.ndim >= (4 if square else 2) else 0
         if name not in order or not 1 <= length <= tokens or tensor.size(0) != 1 or not tensor.is_floating_point():
             raise CheckpointError(f"{reference.path}: holds an array {name!r} that is no activation of its text; save it again")
     return {name: kept[name] for name in order if name in kept}
-
-
-def _cut(name: str, tensor: Tensor, tokens: int) -> Tensor:
-    if name.endswith(("attn.scores", "attn.weights")):
-        return tensor[:, :, :tokens, :tokens]
-    return tensor[:, :tokens]
 
 
 def _about(path: Path) -> dict[str, Any] | None:

@@ -1,0 +1,86 @@
+"""A side in memory, and what is measured of it in a comparison of two models and of several alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpt2.comparison.distributions import Language, language
+from gpt2.comparison.noise import Floor, measure_floor
+from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage
+from gpt2.comparison.sides.checkpoint_side import RunningModule
+from gpt2.comparison.sides.side import Running, Shown, Side, require_head
+from gpt2.data import Tokenizer
+from gpt2.errors import InputError
+from gpt2.measure.estimates import Bootstrap
+from gpt2.measure.last_words import LastWord, score_last_words
+from gpt2.measure.metrics import Logits, Progress, token_losses
+from gpt2.model import GPT2
+
+
+@dataclass(eq=False)
+class Loaded:
+    """One of the ``sides`` of a comparison in memory, with the tokenizer of its text; counts its passes over it, and their time.
+
+    ``vocab`` is the number of tokens that are compared; the side must know as many.
+    """
+
+    side: Side
+    running: Running
+    tokenizer: Tokenizer | None
+    sides: Sequence[Side]
+    vocab: int
+    seconds: float = 0.0
+    inputs: int = 0
+
+    @property
+    def answers(self) -> bool:
+        """Whether it gives logits for any ids, which a recording does not."""
+        return Shown.LOGITS in self.side.shows and self.side.recording is None
+
+    @property
+    def context(self) -> int:
+        return self.side.n_positions or DEFAULT_CONTEXT
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """Return the side's logits (B, T, V). Raises InputError: they are hidden states, or too few."""
+        began = time.perf_counter()
+        logits = self.running.logits(ids)
+        self.seconds += time.perf_counter() - began
+        self.inputs += ids.numel()
+        require_head(logits.size(-1), self.side, self.sides)
+        if logits.size(-1) < self.vocab:
+            sizes = f"knows {logits.size(-1):,} tokens and the text's tokenizer {self.vocab:,}"
+            raise InputError(f"{self.side.name}: {sizes}; use models of one tokenizer, or compare it alone")
+        return logits
+
+    def floor(self, ids: Tensor, *dtypes: torch.dtype | None) -> Floor | None:
+        """Return what rounding makes of one of our models in its own dtype, and of its run in others if they are given."""
+        if not isinstance(self.running, RunningModule) or type(self.running.module) is not GPT2:
+            return None
+        known = [dtype for dtype in (self.side.dtype, *dtypes) if dtype is not None and dtype != torch.int8]
+        return measure_floor(self.running.module, ids, self.vocab, *known)
+
+    def last_words(self, passage: Passage, seed: int, progress: Progress) -> LastWord | None:
+        """Score the last word of each passage of the text, if it has any and the side can be asked."""
+        if self.tokenizer is None or not self.answers or passage.text is None or not passage.text.passages:
+            return None
+        passages, options = passage.text.passages, {"context": self.context, "seed": seed}
+        return score_last_words(self.running.logits, self.tokenizer, passages, **options, progress=progress)
+
+
+@torch.inference_mode()
+def alone(logits: Logits, passage: Passage, tokenizer: Tokenizer | None, vocab: int, seed: int) -> tuple[Language, Tensor]:
+    """Return a model's score on a text in tokens of its own, and the log-probability of each scored token (N,)."""
+    losses, targets = [], []
+    for inputs, group in passage.windows.batches(passage.ids):
+        for row, window in zip(logits(inputs), group, strict=True):
+            targets.append(passage.ids[window.first + 1 : window.end + 1])
+            scored = row[None, window.first - window.start :, :vocab].cpu()
+            losses.append(token_losses(scored, targets[-1][None])[0].double())
+    logp, lengths = -torch.cat(losses), passage.token_bytes(tokenizer, vocab)[torch.cat(targets)]
+    return language(logp, lengths, passage.windows, Bootstrap(len(logp), seed)), logp
