@@ -109,7 +109,7 @@ class Watch(DeterministicMode):
                 parameter = self.sampler.parameters[name]
                 self._open.before[name] = self.sampler.take(name, parameter)
                 if parameter.grad is not None:
-                    self.sampler.write(self._open.gradient, name, parameter.grad)
+                    self._open.gradient[name] = self.sampler.gradient(name, parameter.grad)
 
     def _update(self) -> Update:
         """Return an update after the last backward pass."""
@@ -147,7 +147,7 @@ class Watch(DeterministicMode):
         def hook(tensor: Tensor) -> None:
             gradient = tensor.grad if kind == "held" else _plain(tensor)
             if gradient is not None:
-                self.sampler.write(getattr(self._backward(name, kind), kind), name, gradient)
+                getattr(self._backward(name, kind), kind)[name] = self.sampler.gradient(name, gradient)
 
         return hook
 
