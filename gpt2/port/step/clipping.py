@@ -172,8 +172,7 @@ def read_clipping(sessions: Sequence[Sequence[Update]], factor: float | None = N
     if factor is None:
         last = next((group for group in reversed(groups) if group), [])
         small = [median(one.ratios.values()) for one in last if one.ratios]
-        steady = bool(small) and max(small) - min(small) <= same * max(map(abs, small))
-        factor = small[-1] if steady and abs(small[-1] - 1) > same else 1.0
+        factor = small[-1] if small and spread(small) <= same and abs(small[-1] - 1) > same else 1.0
     reading.factor = factor
     reading.largest = max(factor * one.norm() for one in passages)
     if limits := [limit for one in passages for limit in one.clamped.values()]:
@@ -205,9 +204,9 @@ def read_clipping(sessions: Sequence[Sequence[Update]], factor: float | None = N
 
 
 def spread(values: Iterable[float]) -> float:
-    """Return the difference of the largest and the least value, over the largest."""
+    """Return the difference of the largest and the least value, over the largest one's size."""
     some = list(values)
-    return (max(some) - min(some)) / (max(some) or math.inf)
+    return (max(some) - min(some)) / (max(map(abs, some)) or math.inf)
 
 
 def _outliers(passages: Sequence[Passage]) -> dict[str, float]:
@@ -231,6 +230,7 @@ def judge_clipping(findings: Findings, reading: ClipReading, wanted: float | Non
 
     def add(id: str, detail: str) -> None:
         findings.add(id, "gradient", detail, f"gradients of norms up to {reading.largest:.3g}, before and after")
+        findings.differ("clip", 1.0)
 
     clip, factor, passed = reading.clip, reading.factor, reading.passed
     before = Clip(ClipKind.NORM, clip.limit / factor if clip and factor else 0.0)  # of the gradient that a GradScaler has scaled

@@ -18,7 +18,7 @@ from gpt2.port.diagnosis.places import Place, listed
 from gpt2.port.diagnosis.report import Diagnosis
 from gpt2.port.step.causes import Findings
 from gpt2.port.step.expected import Predictor, Weights
-from gpt2.port.step.gradients import Evidence, GradientExamination
+from gpt2.port.step.gradients import GradientExamination
 from gpt2.port.step.labels import IGNORED, Batch
 from gpt2.port.step.losses import judge_dumped_loss, losses_of
 from gpt2.port.step.recognition import Layouts, Recogniser, Recorded, units_of
@@ -87,11 +87,11 @@ class StepExamination:
         counts = [len(batches), *([max(rows, default=1), rows.count(1)] if len(batches) == 1 else [])]
         recogniser = Recogniser(layouts, self.state, self._predicted(labelled) if fitting else ())
         found = recogniser.recorded(fitting, self._options, counts)
-        sure = self.asked or bool(found.copies or any(found.raw))
+        sure = self.asked or bool(found.names)
         for name, array in {**fitting, **{loss.name: loss.values for loss in losses}}.items():
             wrong = array[~array.isfinite()]
             if len(wrong) and (sure or (name not in fitting and bool(wrong.isnan().any()))):
-                raise InputError(f"{source}: {shown(name)} holds {float(wrong[0])}; look where it comes from")
+                raise InputError(f"{source}: {shown(name)} holds NaN or infinity; look where it comes from")
         zeros = {name for name in fitting if name not in found.names and not bool(fitting[name].any())}
         still = set().union(*(covered[name] for name in zeros))
         for one in filter(None, found.raw):  # zeros are the gradients that were not recognised
@@ -145,9 +145,9 @@ class StepExamination:
             known = all(torch.equal(start[name], tensor) for name, tensor in self.state.items())
             exact = self.exact if known else predictor.gradients(start, 0, formula)
             allowed = predictor.rounding(start, exact, torch.float64 if found.float64 else torch.float32)
-            evidence = Evidence(findings, found, predictor, self.settings, exact, allowed)
+            evidence = findings, found, predictor, self.settings, exact, allowed
         if any(found.raw) and good:
-            reading = GradientExamination(evidence).read()
+            reading = GradientExamination(*evidence).read()
             formula = reading.formula
         if found.losses and good:
             whole = list(takewhile(lambda weights: weights.keys() == start.keys(), found.parameters))
@@ -158,7 +158,7 @@ class StepExamination:
             judged = dumped is not None
             formula = dumped if dumped is not None and reading is None else formula
         if found.steps:
-            UpdateExamination(evidence, reading, formula).judge()
+            UpdateExamination(*evidence, reading, formula).judge()
         diagnosis = findings.diagnosis(forward, list(self._holds(found, judged)), self.dump.source)
         return replace(diagnosis, seen="dump", logits_error=None if forward is None else forward.logits_error)
 
@@ -168,9 +168,9 @@ class StepExamination:
         Some number that fits no loss is no sign of one, nor are a few arrays of a gradient's shape that no gradient explains.
         """
         gradients = max((len(one) for one in found.raw), default=0)
-        known = 2 * gradients >= len(self.state) or (gradients > 0 and "gradient" not in self.findings.unknown)
-        known = known or bool(self.findings.causes)
-        return self.asked or known or found.steps > 0 or (bool(found.losses) and "loss" not in self.findings.unknown)
+        unknown, known = self.findings.unknown, self.asked or bool(self.findings.causes) or found.steps > 0
+        known = known or 2 * gradients >= len(self.state) or (gradients > 0 and "gradient" not in unknown)
+        return known or (bool(found.losses) and "loss" not in unknown)
 
     def _places(self, names: Collection[str]) -> str:
         return listed(map(Place.of, names), self.config.n_layer)

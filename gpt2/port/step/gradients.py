@@ -15,7 +15,7 @@ from torch import Tensor
 from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.step.causes import Findings
 from gpt2.port.step.clipping import LIMITS, ClipKind, Passage, judge_clipping, read_clipping
-from gpt2.port.step.expected import TABLE, Gradients, Predictor, Weights
+from gpt2.port.step.expected import TABLE, Gradients, Predictor
 from gpt2.port.step.labels import Formula, average_of
 from gpt2.port.step.recognition import LETTERS, Recorded
 from gpt2.port.step.records import Backward, Gradient, Update, Watched, total_norm
@@ -176,6 +176,8 @@ def judge_accumulation(findings: Findings, calls: Sequence[Watched]) -> None:
         findings.add("gradient-not-zeroed", "gradient", detail, ADDED)
     if lost:
         findings.add("accumulation-last-only", "gradient", "the gradient is zeroed between the parts of a batch", ADDED)
+    if kept or lost or other or unknown:
+        findings.differ("gradient", 1.0)
     if other or unknown:
         detail = "between the backward passes of a step the gradient is changed"
         detail += f": multiplied by {median(other):.4g}" if other else ""
@@ -229,19 +231,17 @@ class Evidence:
     allowed: Mapping[str, float]
 
 
-class GradientExamination:
+@dataclass
+class GradientExamination(Evidence):
     """The comparison of one dump's gradients."""
 
-    def __init__(self, evidence: Evidence) -> None:
-        recorded = evidence.recorded
-        self.findings, self.recorded, self.predictor = evidence.findings, recorded, evidence.predictor
-        self.settings, self.exact = evidence.settings, evidence.exact
-        self.state, self.got = recorded.parameters[0], recorded.raw[0]
-        units = [UNITS[dtype] for dtype in recorded.gradient_dtypes] or [(0.0, 0.0)]
+    def __post_init__(self) -> None:
+        self.state, self.got = self.recorded.parameters[0], self.recorded.raw[0]
+        units = [UNITS[dtype] for dtype in self.recorded.gradient_dtypes] or [(0.0, 0.0)]
         (self.unit, _), smallest = max(units), max(smallest for _, smallest in units)
         still = "no gradient reaches these parameters, and they never change"
-        wpe, how = [name for name in self.got if name.startswith("wpe")], (evidence.allowed, self.unit, smallest, CLOSE, SEEN)
-        self.comparison = Comparison(self.findings, *how, recorded.unchanged, still, wpe, derivatives=True)
+        wpe, how = [name for name in self.got if name.startswith("wpe")], (self.allowed, self.unit, smallest, CLOSE, SEEN)
+        self.comparison = Comparison(self.findings, *how, self.recorded.unchanged, still, wpe, derivatives=True)
 
     def read(self) -> GradientReading:
         """Read the first step's gradients, then those of later steps."""
@@ -256,20 +256,18 @@ class GradientExamination:
             for id, words in reading.formula.wrong:
                 self.findings.add(id, "loss", words, SEEN)
             if len(reading.wrong) == len(self.got):
-                self._leave_open(reading.made.whole)
+                deadline = self.predictor.deadline
+                for name, made in reading.made.whole.items():
+                    apart = (self.got.get(name, made) - made).norm() / made.norm().clamp(min=1e-300)
+                    self.findings.differ("gradient", float(apart))
+                late = f"the search ended at its limit of {deadline.words}: " if deadline.passed else ""
+                words = "the gradients are those of no known mistake in the loss; dump the gradient of the logits as well"
+                self.findings.leave_open("gradient", late + words)
                 return reading
             self.comparison.judge(self.got, reading.wrong, reading.factor, reading.made)
             self._judge_factor(reading)
         self._judge_later(reading)
         return reading
-
-    def _leave_open(self, right: Weights) -> None:
-        deadline = self.predictor.deadline
-        errors = (float((g - right[n]).norm() / right[n].norm().clamp(min=1e-300)) for n, g in self.got.items())
-        self.findings.differ("gradient", max(errors))
-        late = f"the search ended at its limit of {deadline.words}: " if deadline.passed else ""
-        words = "the gradients are those of no known mistake in the loss; dump the gradient of the logits as well"
-        self.findings.leave_open("gradient", late + words)
 
     def _sorted(self, formulas: list[Formula]) -> list[Formula]:
         """Return formulas, first those that give the gradient of the last bias, which needs no backward pass."""

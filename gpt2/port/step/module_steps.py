@@ -23,7 +23,7 @@ from gpt2.port.step.expected import Roles, expected_gradients
 from gpt2.port.step.gradients import Comparison, judge_accumulation
 from gpt2.port.step.losses import PADDED, judge_dropout, judge_loss, read_loss
 from gpt2.port.step.records import Sampler, Watched, total_norm, updates_of
-from gpt2.port.step.sessions import Change, MakeStep, StepError, Subject, join_tied, random_batch, scaled
+from gpt2.port.step.sessions import MakeStep, StepError, Subject, join_tied, random_batch
 from gpt2.port.step.settings import Settings
 from gpt2.port.step.updates import judge_module
 
@@ -77,14 +77,14 @@ class StepExamination:
 
     # Sessions
 
-    def _session(self, seeds: Sequence[int], change: Change | None = None) -> tuple[list[Watched], Sampler]:
+    def _session(self, seeds: Sequence[int], names: Collection[str] = (), factor: float = 1.0) -> tuple[list[Watched], Sampler]:
         batches = [random_batch(self.ours.config, self.settings, seed) for seed in seeds]
-        calls, sampler = self.subject.session(batches, change)
+        calls, sampler = self.subject.session(batches, names, factor)
         for call in calls:
             if not math.isfinite(call.loss):
                 words = "look where it comes from (a mask, a label, a division)"
                 raise InputError(f"the step returns a loss of {call.loss}; {words}")
-            if change is not None:
+            if names:
                 call.forwards.clear()  # the gradients of the parameters alone are compared
         return calls, sampler
 
@@ -95,7 +95,7 @@ class StepExamination:
             words = "the parts of your module were not recognised: clipping was judged with one size of gradients only"
             self.findings.notes.append(words)
             return [], []
-        huge, tiny = (self._session((100, 101), scaled(*how))[0] for how in ((last, HUGE), ([*last, *table], TINY)))
+        huge, tiny = (self._session((100, 101), *how)[0] for how in ((last, HUGE), ([*last, *table], TINY)))
         return huge, tiny
 
     def _require_training(self) -> None:

@@ -42,11 +42,6 @@ class Movement:
                 break
 
     @property
-    def error(self) -> float:
-        """The largest error of a parameter."""
-        return max((one.error for one in self.fits.values()), default=0.0)
-
-    @property
     def rule(self) -> Rule:
         """The rule of most parameters."""
         rules = list(self.rules.values())

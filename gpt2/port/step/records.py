@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import NamedTuple
 
@@ -70,7 +70,7 @@ class Gradient(dict[str, Sampled]):
         return Gradient({name: one.times(factor) for name, one in self.items()})
 
 
-@dataclass
+@dataclass(frozen=True)
 class Backward:
     """One backward pass: what arrived at each parameter, and ``.grad`` after it was added."""
 
@@ -78,7 +78,7 @@ class Backward:
     held: Gradient = field(default_factory=Gradient)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Update:
     """One update of the parameters: their values before and after, and the gradient that it used.
 
@@ -146,16 +146,18 @@ class Watched:
 
 def updates_of(calls: Sequence[Watched]) -> list[Update]:
     """Return all updates of some calls, each with the gradient that it used: ``.grad``, or else the sum of what arrived."""
+    found = []
     for number, call in enumerate(calls):
         done = 0
         for update in call.updates:
-            update.call, passes, done = number, call.backwards[done : update.backwards], update.backwards
-            if not update.gradient and passes:
-                update.gradient, update.held = update.held, Gradient()
-                if not update.gradient:
-                    update.summed = len(passes)
-                    update.gradient = reduce(Gradient.plus, (one.arrived for one in passes))
-    return [update for call in calls for update in call.updates]
+            gradient, held, passes, summed = update.gradient, update.held, call.backwards[done : update.backwards], 0
+            if not gradient and passes:
+                gradient, held = held, Gradient()
+                if not gradient:
+                    gradient, summed = reduce(Gradient.plus, (one.arrived for one in passes)), len(passes)
+            found.append(replace(update, call=number, gradient=gradient, held=held, summed=summed))
+            done = update.backwards
+    return found
 
 
 class Sampler:
@@ -168,10 +170,6 @@ class Sampler:
             count = parameter.numel()
             generator = torch.Generator().manual_seed(count)
             self.indices[name] = torch.randint(count, (SAMPLE,), generator=generator) if count > SAMPLE else slice(None)
-
-    def whole(self, name: str) -> bool:
-        """Whether every entry of a parameter is kept."""
-        return isinstance(self.indices[name], slice)
 
     def take(self, name: str, tensor: Tensor) -> Tensor:
         """Return the sampled entries of a tensor of this parameter's shape, as a float64 copy."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpt2.port.deadline import Deadline
 from gpt2.port.golden_section import least
-from gpt2.port.step.clipping import Clip, ClipKind, Norms, clipped
+from gpt2.port.step.clipping import Clip, ClipKind, Norms, clipped, spread
 from gpt2.port.step.records import Update
 from gpt2.port.step.rules import CORRECTIONS, PLACES, Array, Rule, Track, directions, fit
 from gpt2.port.step.settings import Settings
@@ -117,6 +117,9 @@ class Answer:
     rates: Array | None = None
 
 
+NOTHING = Answer(Rule(), math.inf)
+
+
 # The rule of some tracks
 
 
@@ -154,7 +157,7 @@ class Search:
 
     def improving(self) -> Iterator[Answer]:
         """Yield the best rule so far after each structure, the usual before the rare, until one explains the changes."""
-        best = Answer(Rule(), math.inf)
+        best = NOTHING
         for structure in self._structures():
             found = self._refined(self._from_grid(structure))
             if found.error < best.error / 30 or found.error <= self.enough < best.error:
@@ -229,12 +232,12 @@ class Search:
 
     def _descended(self, found: Answer, with_eps: bool = True) -> Answer:
         """Return the rule with constants fitted by Gauss and Newton's method, on their logarithms."""
+        axes = np.eye(4)[[True, True, with_eps, found.rule.coupled > 0]]
         for _ in range(12):
             x, residual = _numbers(found.rule), self._residual(found.rule)
-            steps = 1e-6 * np.eye(len(x)) * [1, 1, with_eps, 1][: len(x)]
-            columns = [(self._residual(_rule(found.rule, x + step)) - residual) / 1e-6 for step in steps]
+            columns = [(self._residual(_rule(found.rule, x + 1e-6 * axis)) - residual) / 1e-6 for axis in axes]
             move, *_ = np.linalg.lstsq(np.stack(columns, 1), -residual, rcond=1e-12)
-            move = np.clip(move, -2, 2)
+            move = np.clip(move, -2, 2) @ axes
             tries = (self._tried(_rule(found.rule, x + scale * move)) for scale in (1.0, 0.3, 0.1, 0.01))
             better = next((one for one in tries if one.error < found.error), found)
             done = better.error > found.error * 0.99 or better.error <= EXACT / 100
@@ -254,14 +257,13 @@ class Search:
 
 def _numbers(rule: Rule) -> Array:
     """Return the logarithms of what may be fitted: 1 - beta1, 1 - beta2, eps, and a coupled decay."""
-    x = [1 - rule.beta1, 1 - rule.beta2, rule.eps, *([rule.coupled] if rule.coupled else [])]
-    return np.log(np.maximum(x, 1e-30))
+    return np.log(np.maximum([1 - rule.beta1, 1 - rule.beta2, rule.eps, rule.coupled], 1e-30))
 
 
 def _rule(rule: Rule, x: Array) -> Rule:
     """Return the rule with constants of these logarithms."""
-    one, two, eps, *coupled = np.exp(np.minimum(x, [0.0, 0.0, 0.0, 5.0][: len(x)])).tolist()
-    return replace(rule, beta1=1 - one, beta2=1 - two, eps=eps, coupled=coupled[0] if coupled else rule.coupled)
+    one, two, eps, coupled = np.exp(np.minimum(x, [0.0, 0.0, 0.0, 5.0])).tolist()
+    return replace(rule, beta1=1 - one, beta2=1 - two, eps=eps, coupled=coupled if rule.coupled else 0.0)
 
 
 def _tidy(rule: Rule) -> Rule:
@@ -281,8 +283,6 @@ def _chosen(track: Track) -> Track:
 
 
 # Gradients that are clipped, or lack a part
-
-Try = tuple[int, Clip | None]  # a variant of the gradients, and how they are clipped
 
 
 @dataclass(frozen=True)
@@ -305,71 +305,67 @@ class RuleSearch:
     @property
     def noisy(self) -> bool:
         """Whether the changes are rounded."""
-        return any(track.noise is not None for track in self.tracks((0, None)))
+        return any(track.noise is not None for track in self.tracks(NOTHING))
 
-    def tracks(self, one: Try, session: int = 0) -> list[Track]:
-        """Return the tracks that are searched, of one variant with its clipping."""
-        variant, clip = one
-        return self.variants[variant][session].clipped(clip, self.names)
+    def tracks(self, answer: Answer, session: int = 0) -> list[Track]:
+        """Return the tracks that are searched, with the gradients of an answer."""
+        return self.variants[answer.variant][session].clipped(answer.clip, self.names)
 
     def best(self) -> Answer:
         """Return the first answer that explains all changes, the usual before the rare; else the one with the least error."""
-        best: Answer | None = None
-        enough = EXPLAINED if self.noisy else FITS if self.free else ROUNDED
+        best, enough = NOTHING, EXPLAINED if self.noisy else FITS if self.free else ROUNDED
         for answer in self._attempts():
-            best = answer if best is None or answer.error < best.error else best
+            best = answer if best is NOTHING or answer.error < best.error else best
             if self._explains(answer, enough):
                 return self._plain(answer)
             if self.deadline.passed:
                 break
-        assert best is not None
         return self._plain(best)
 
     def _explains(self, answer: Answer, enough: float) -> bool:
         """Whether an answer gives the changes of all sessions."""
-        return answer.error <= enough and self._later(answer.rule, answer.variant, answer.clip) <= LATER
+        return answer.error <= enough and self._later(answer) <= LATER
 
-    def _later(self, rule: Rule, variant: int, clip: Clip | None) -> float:
+    def _later(self, answer: Answer) -> float:
         """Return the largest error of a rule in the sessions after the first."""
-        later = (track for n in range(1, len(self.variants[variant])) for track in self.tracks((variant, clip), n))
-        return max((fit(track, rule).error for track in later), default=0.0)
+        later = (track for n in range(1, len(self.variants[answer.variant])) for track in self.tracks(answer, n))
+        return max((fit(track, answer.rule).error for track in later), default=0.0)
 
     def _attempts(self) -> Iterator[Answer]:
         """Yield attempts, the likeliest first: several rules may explain changes that are rounded; an exact one is theirs."""
-        first = list(itertools.product(range(1 if self.noisy else len(self.variants)), self.clips[:2]))
+        variants = range(len(self.variants))
+        ways = [[replace(NOTHING, clip=clip, variant=variant) for clip in self.clips] for variant in variants]
+        first = [one for some in ways[: 1 if self.noisy else None] for one in some[:2]]
         together = [[one] for one in first] if self.noisy else [first]
         yield self._side_by_side(together[0], SINGLE)
-        for one in itertools.product(range(self.likely), self.clips if len(self.clips) > 2 else ()):
+        for one in itertools.chain(*ways[: self.likely]) if len(self.clips) > 2 else ():
             yield self._side_by_side([one], USUAL)
         for search in (True,) if self.noisy else (False, True):
             yield from self._limited(search=search)
         for tries in together:
             yield self._side_by_side(tries, None)
-        for variant in range(self.likely, len(self.variants)):
-            yield self._side_by_side([(variant, self.clips[0])], SINGLE)
-            for clip in self.clips:
-                yield self._side_by_side([(variant, clip)], USUAL)
+        for some in ways[self.likely :]:
+            yield self._side_by_side(some[:1], SINGLE)
+            for one in some:
+                yield self._side_by_side([one], USUAL)
 
-    def _side_by_side(self, tries: Sequence[Try], most: int | None) -> Answer:
-        """Return the first rule of ``most`` structures that explains all sessions in one of the tries; else the nearest.
+    def _side_by_side(self, tries: Sequence[Answer], most: int | None) -> Answer:
+        """Return the first rule of ``most`` structures that explains all sessions with the gradients of a try; else the nearest.
 
         Of several that do, one with a usual eps and one rate for all steps, which SGD without its clipping has not.
         """
-        last: dict[Try, Answer] = {}
-        searches = [Search(self.tracks(one), self.settings) for one in tries]
+        last, searches = list(tries), [Search(self.tracks(one), self.settings) for one in tries]
 
         def oddness(answer: Answer) -> tuple[bool, bool]:
-            rates = _rates(self.tracks((answer.variant, answer.clip)), answer.rule)
-            return min(abs(answer.rule.eps / eps - 1) for eps in EPSILONS) > 0.01, _spread(rates) > STEADY
+            rates = _rates(self.tracks(answer), answer.rule)
+            return min(abs(answer.rule.eps / eps - 1) for eps in EPSILONS) > 0.01, spread(rates) > STEADY
 
         for bests in itertools.zip_longest(*(itertools.islice(search.improving(), most) for search in searches)):
-            for (variant, clip), best in zip(tries, bests, strict=True):
-                if best is not None:
-                    last[variant, clip] = replace(best, clip=clip, variant=variant)
-            explained = [one for one in last.values() if self._explains(one, searches[0].enough)]
-            if explained:
+            pairs = zip(last, bests, strict=True)
+            last = [one if best is None else replace(one, rule=best.rule, error=best.error) for one, best in pairs]
+            if explained := [one for one in last if self._explains(one, searches[0].enough)]:
                 return min(explained, key=oddness)
-        return min(last.values(), key=lambda one: one.error)
+        return min(last, key=lambda one: one.error)
 
     # Limits that nobody would guess
 
@@ -383,10 +379,12 @@ class RuleSearch:
         for kind, rule in itertools.product(self.free, rules):
             error, clip = self._nearest(kind, rule)
             if clip is not None and search and error > FITS and (error < NEAR or self.noisy):
-                rule = Search(self.tracks((0, clip)), self.settings).best(USUAL if self.noisy else None).rule
+                tracks = self.tracks(replace(NOTHING, clip=clip))
+                rule = Search(tracks, self.settings).best(USUAL if self.noisy else None).rule
                 error, clip = self._nearest(kind, rule)
             if clip is not None and (error <= FITS or self.noisy):
-                yield Answer(rule, Search(self.tracks((0, clip)), self.settings).error(rule), clip)
+                one = Answer(rule, error, clip)
+                yield replace(one, error=Search(self.tracks(one), self.settings).error(rule))
 
     def _nearest(self, kind: ClipKind, rule: Rule) -> tuple[float, Clip | None]:
         """Return the least error of a rule with clipping of one kind, and this clipping; None if all is cut off in it."""
@@ -397,9 +395,9 @@ class RuleSearch:
         bounded = [float(value) for value in bounded if value > 0] or [1.0]
 
         def error(log: float) -> float:
-            clip = Clip(kind, math.exp(log))
-            tracks = [replace(track, noise=None) for track in self.tracks((0, clip))]  # a residual is not limited, as by noise
-            return max(Search(tracks, self.settings).error(rule), self._later(rule, 0, clip))
+            one = Answer(rule, math.inf, Clip(kind, math.exp(log)))
+            tracks = [replace(track, noise=None) for track in self.tracks(one)]  # a residual is not limited, as by noise
+            return max(Search(tracks, self.settings).error(rule), self._later(one))
 
         points = np.linspace(math.log(min(bounded) / 10), math.log(max(bounded)), GRID).tolist()
         errors = [error(point) for point in points]
@@ -417,14 +415,14 @@ class RuleSearch:
         A factor of a step cannot be told from its rate: moments without correction move a parameter as those do whose eps is
         added before the correction, at other rates. Where noise hides eps, all corrections do.
         """
-        tracks, settings, rule = self.tracks((answer.variant, answer.clip)), self.settings, answer.rule
+        tracks, settings, rule = self.tracks(answer), self.settings, answer.rule
         search, steps = Search(tracks, settings), tracks[0].calls or range(len(tracks[0].before))
         expected = np.array([settings.rate(step) for step in steps]) if settings.scheduled else np.ones(len(steps))
         if rule.kind == "adam" and not rule.lost and bool((expected > 0).all()):
             alike = (replace(rule, correction=c, place=p) for p in PLACES for c in CORRECTIONS)
             alike = (one for one in alike if search.error(one) <= max(search.enough, 2 * answer.error))
             close = STEADY_NOISY if self.noisy else STEADY
-            rule = next((one for one in alike if _spread(_rates(tracks, one) / expected) < close), rule)
+            rule = next((one for one in alike if spread(_rates(tracks, one) / expected) < close), rule)
         if self.noisy and settings.lr is not None:
             rates = np.array([settings.rate(step) for step in steps])
             for one in (answer.rule, rule):
@@ -438,7 +436,3 @@ def _rates(tracks: Sequence[Track], rule: Rule) -> Array:
     """Return the rates of most tracks, (K,)."""
     rates: Array = np.median(np.stack([fit(track, rule).rates for track in tracks]), axis=0)
     return rates
-
-
-def _spread(rates: Array) -> float:
-    return float(np.ptp(rates)) / float(np.abs(rates).max() or 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
@@ -24,7 +24,6 @@ from gpt2.port.step.watching import Casts, Watch
 
 Step = Callable[[Tensor, Tensor], Any]
 MakeStep = Callable[[nn.Module], Step]
-Change = Callable[[dict[str, nn.Parameter]], None]  # changes the weights before a session
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 ATTRIBUTES = ("_parameters", "_buffers", "_modules")
 SHAPES = ("shape", "size", "view", "match", "dimension", "split")  # words of an error that another batch may avoid
@@ -93,16 +92,18 @@ class Subject:
                     getattr(part, name).update(content)
 
     def session(
-        self, batches: Sequence[Batch], change: Change | None = None, *, as_written: bool = False
+        self, batches: Sequence[Batch], names: Collection[str] = (), factor: float = 1.0, *, as_written: bool = False
     ) -> tuple[list[Watched], Sampler]:
         """Call a new step on each batch, in float64 and without dropout, or ``as_written``; return what was seen.
+
+        The weights are the module's, those of ``names`` times ``factor``.
 
         Raises:
             InputError: the step fails, returns no number, returns NaN, or trains another module.
         """
         while True:
             try:
-                return self._session(batches, change, as_written)
+                return self._session(batches, names, factor, as_written)
             except _CastsNeeded:
                 self.casts = Casts.SCALARS if self.casts is Casts.NONE else Casts.ALL
             finally:
@@ -110,14 +111,15 @@ class Subject:
                     gc.collect()  # an optimizer holds itself in cycles, and with it two tensors of each parameter
                     give_back_freed_memory()
 
-    def _session(self, batches: Sequence[Batch], change: Change | None, as_written: bool) -> tuple[list[Watched], Sampler]:
+    def _session(
+        self, batches: Sequence[Batch], names: Collection[str], factor: float, as_written: bool
+    ) -> tuple[list[Watched], Sampler]:
         with torch.random.fork_rng(devices=[]), plain_attention(), self._restored():
             torch.manual_seed(0)
             before = dict(self.module.named_parameters())
             self._widen(as_written)
-            if change is not None:
-                with torch.no_grad():
-                    change(before)
+            for tensor in {p.data_ptr(): p for name, p in before.items() if name in names}.values():
+                tensor.data.mul_(factor)
             step = self._made()
             sampler = Sampler(dict(self.module.named_parameters()))
             self._widen(as_written)  # make_step may have added some
@@ -195,16 +197,6 @@ def _inner(part: nn.Module) -> dict[str, dict[str, Any]]:
     return {name: dict(value) for name, value in inner if isinstance(value, dict)}
 
 
-def scaled(names: Iterable[str], factor: float) -> Change:
-    """Return a change that multiplies these parameters."""
-
-    def change(parameters: dict[str, nn.Parameter]) -> None:
-        for tensor in {p.data_ptr(): p for name, p in parameters.items() if name in names}.values():
-            tensor.data.mul_(factor)
-
-    return change
-
-
 def join_tied(sessions: Sequence[Sequence[Watched]], names: Sequence[str], sampler: Sampler) -> None:
     """Make one parameter of those that a step ties by hand: it adds their gradients, updates one, and copies it to the others.
 
@@ -231,7 +223,7 @@ def join_tied(sessions: Sequence[Sequence[Watched]], names: Sequence[str], sampl
             gradient[keeper] = sum_of(gradient)
     others = set(names) - {keeper}
     for update in updates:
-        if not sampler.whole(keeper):  # of a sum, a sample is known only: its norms are those of .grad, its multiple
+        if not isinstance(sampler.indices[keeper], slice):  # a sum of samples has the norms of .grad, which is its multiple
             held, used = update.held[keeper], update.gradient[keeper]
             share = float(held.values @ used.values / (held.values @ held.values))
             update.held[keeper] = used.times(1 / share)._replace(values=held.values) if share > 0 else held

@@ -12,14 +12,14 @@ import numpy as np
 
 from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.step.causes import Findings
-from gpt2.port.step.clipping import BITES, LIMITS, Clip, ClipKind, ClipReading, Norms, clipped, judge_clipping, read_clipping
+from gpt2.port.step.clipping import BITES, LIMITS, Clip, ClipKind, ClipReading, Norms, judge_clipping, read_clipping, spread
 from gpt2.port.step.expected import LARGE, TABLE, Gradients, role_of
 from gpt2.port.step.gradients import Evidence, GradientReading
 from gpt2.port.step.labels import Formula
 from gpt2.port.step.movement import Movement
 from gpt2.port.step.records import Gradient, Update
 from gpt2.port.step.rules import Array, Rule, Track, directions, fit
-from gpt2.port.step.search import EXPLAINED, Answer, Rounding, RuleSearch, Run, track_of
+from gpt2.port.step.search import EXPLAINED, Answer, Rounding, RuleSearch, Run
 from gpt2.port.step.settings import Settings
 
 FITTED = "this rule gives your own parameters, from your own gradients, at every entry that was compared"
@@ -48,9 +48,10 @@ class UpdateComparison:
     def judge(self) -> None:
         """Add the causes."""
         movement, rule, at = self.movement, self.movement.rule, f"at a rate of {_listed(self.rates)}"
-        self.findings.differ("update", movement.error)
+        error = max((one.error for one in movement.fits.values()), default=0.0)
+        self.findings.differ("update", error)
         if movement.odd:
-            words = f"no known rule gives the change of {self.findings.places(movement.odd)} (error {movement.error:.1e})"
+            words = f"no known rule gives the change of {self.findings.places(movement.odd)} (error {error:.1e})"
             self.findings.leave_open("update", words)
         if not movement.known:
             return
@@ -199,7 +200,7 @@ def _listed(rates: Array) -> str:
 
 def _is_one(rates: Array) -> bool:
     """Whether rates are meant to be one number."""
-    return len(rates) > 0 and float(np.ptp(rates)) <= CLOSE * float(np.abs(rates).max())
+    return len(rates) > 0 and spread(rates) <= CLOSE
 
 
 def _same(one: Array, other: Array) -> bool:
@@ -252,26 +253,28 @@ class Variant:
     detail: str = ""
 
 
-class UpdateExamination:
+@dataclass
+class UpdateExamination(Evidence):
     """The comparison of one dump's parameters after each step with the rules of optimizers; ``formula``: of the loss trained."""
 
-    def __init__(self, evidence: Evidence, reading: GradientReading | None, formula: Formula) -> None:
-        recorded, first = evidence.recorded, evidence.recorded.parameters[0]
-        self.findings, self.recorded, self.predictor = evidence.findings, recorded, evidence.predictor
-        self.settings, self.allowed, self.reading, self.formula = evidence.settings, evidence.allowed, reading, formula
+    reading: GradientReading | None
+    formula: Formula
+
+    def __post_init__(self) -> None:
+        recorded, first = self.recorded, self.recorded.parameters[0]
         self.storage = max((UNITS[dtype][0] for dtype in recorded.parameter_dtypes), default=0.0)
         self.moved = [n for n in first if n not in recorded.unchanged]
         self.large = [n for n in first if role_of(n) in LARGE]
         sets = (recorded.used, recorded.raw)
         own = (one for one in sets if len(one) == recorded.steps and all(len(each) > len(first) / 2 for each in one))
         self.given = next(own, None)  # the dump's own gradients of all steps, after clipping where it has them
-        if self.given is None and reading is None and not formula.wrong:  # nothing else tells what is trained
+        if self.given is None and self.reading is None and not self.formula.wrong:  # nothing else tells what is trained
             self.formula = self._of_change()
             for id, detail in self.formula.wrong:
                 self.findings.add(id, "loss", f"the first change goes against this gradient: {detail}", SEEN)
         self.made = [] if self.given is not None else self._predicted()
         self.gradients: Sequence[Gradient] = [Gradient.of(one) for one in self.given or [one.whole for one in self.made]]
-        self.rounding = Rounding(self.storage, {name: one / 4 for name, one in evidence.allowed.items()}, 1e-9)
+        self.rounding = Rounding(self.storage, {name: one / 4 for name, one in self.allowed.items()}, 1e-9)
         if self.given is not None:
             units = [UNITS[dtype] for dtype in recorded.gradient_dtypes]
             least, relative = max(least for _, least in units), max(unit for unit, _ in units)
@@ -308,8 +311,8 @@ class UpdateExamination:
             run = self._run(self.gradients, known)
         movement = Movement(answer, [run], self.settings, {name: role_of(name) for name in recorded.parameters[0]})
         for one in [one for one in variants if one.where == "wte" and TABLE in movement.odd]:  # by one of its two gradients
-            track = self._track(TABLE, one.gradients)
-            if track is not None and movement.add(clipped(track, answer.clip, run.norms)):
+            own = replace(self._run(one.gradients, [TABLE]), norms=run.norms).clipped(answer.clip, [TABLE])
+            if any(map(movement.add, own)):
                 findings.add(one.id, one.where, one.detail, SEEN)
                 break
         self._judge_clip(answer, search)
@@ -317,15 +320,10 @@ class UpdateExamination:
 
     # Gradients
 
-    def _updates(self, gradients: Sequence[Gradient]) -> list[Update]:
-        pairs = enumerate(zip(itertools.pairwise(self.recorded.parameters), gradients, strict=True))
-        return [Update(before, after, gradient, call=step) for step, ((before, after), gradient) in pairs]
-
     def _run(self, gradients: Sequence[Gradient], names: Sequence[str]) -> Run:
-        return Run.of(self._updates(gradients), names, Norms(gradients, self.large, self.recorded.stacks), self.rounding)
-
-    def _track(self, name: str, gradients: Sequence[Gradient]) -> Track | None:
-        return track_of(self._updates(gradients), name, name in self.large, self.rounding)
+        sides = itertools.pairwise(self.recorded.parameters)
+        updates = [Update(*pair, gradients[step], call=step) for step, pair in enumerate(sides)]
+        return Run.of(updates, names, Norms(gradients, self.large, self.recorded.stacks), self.rounding)
 
     @property
     def _is_clipped(self) -> bool:
@@ -425,7 +423,7 @@ class UpdateExamination:
 
     def _would_show(self, name: str, movement: Movement) -> bool:
         """Return whether a parameter has a gradient by which most entries would change in the dump, as the others do."""
-        track, rates = self._track(name, self.gradients), movement.common()[0]
+        track, rates = self._run(self.gradients, [name]).tracks.get(name), movement.common()[0]
         if track is None or not len(rates):
             return False
         moved = np.abs((rates[:, None] * directions(movement.rule, track)).sum(0))
@@ -447,7 +445,7 @@ class UpdateExamination:
             if answer.error > EXPLAINED or (wanted is not None and norm <= (wanted or math.inf) * BITES and clip is None):
                 return
             other = Clip(ClipKind.NORM, wanted or 1.0) if clip is None else None
-            if all(fit(one, answer.rule, answer.rates).error <= EXPLAINED for one in search.tracks((answer.variant, other))):
+            if all(fit(one, answer.rule, answer.rates).error <= EXPLAINED for one in search.tracks(replace(answer, clip=other))):
                 words = f"whether gradients (of norms up to {norm:.3g}) are clipped does not show in these parameters; "
                 words += "dump the gradients after clipping too, or more steps with other batches"
                 self.findings.notes += [] if wanted == 0 else [words]

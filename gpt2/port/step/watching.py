@@ -119,9 +119,7 @@ class Watch(DeterministicMode):
     def _close(self) -> None:
         if self._open is not None:
             now = self.sampler.values()
-            self._open.after = now
-            self._open.before = {**now, **self._open.before}
-            self.seen.updates.append(self._open)
+            self.seen.updates.append(replace(self._open, before={**now, **self._open.before}, after=now))
             self._open = None
 
     def _backward(self, name: str, kind: str) -> Backward:
