@@ -23,13 +23,9 @@ from gpt2.port.step.labels import IGNORED, Batch
 from gpt2.port.step.losses import judge_dumped_loss, losses_of
 from gpt2.port.step.recognition import Layouts, Recogniser, Recorded, units_of
 from gpt2.port.step.settings import Settings
-from gpt2.port.step.updates import UpdateExamination
+from gpt2.port.step.updates import HALF, UpdateExamination
 
 SAVE = "save the loss, every gradient, and every parameter before and after each step, in the checkpoint's shapes or transposed"
-HIDDEN = (
-    "no parameter changes by more than its rounding in half precision, so the update is undetermined; "
-    "dump the parameters in float32"
-)
 
 
 def batches_of(dump: Dump) -> list[Batch]:
@@ -130,7 +126,7 @@ class StepExamination:
         if found.steps or not found.copies:
             return
         if found.narrow and twice:
-            self.findings.leave_open("update", HIDDEN)
+            self.findings.leave_open("update", HALF)
         elif not found.narrow and (twice or (not any(found.raw) and self.asked)):
             what = "copies of the parameters after the step too, and a step whose rate is not 0"
             raise InputError(f"{self.dump.source}: no parameter changes; dump {what}")

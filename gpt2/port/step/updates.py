@@ -33,8 +33,8 @@ TENSORS = 4  # of a dump that the search uses
 SAME = 1e-3  # relative rounding of a dump's gradients before and after clipping
 PIECES = (ClipKind.ENTRY, ClipKind.PARAMETER, ClipKind.STACK)
 HALF = (
-    "the parameters are in half precision, which hides decay, eps, betas and most clipping: whether these are right is "
-    "undetermined; dump the parameters in float32"
+    "the parameters are in half precision, which hides small changes, decay, eps, betas and most clipping: whether these are "
+    "right is undetermined; dump the parameters in float32"
 )
 
 
@@ -220,10 +220,12 @@ def judge_module(
     large = [name for name, role in roles.items() if role in LARGE]
     parts = max(update.summed for session in sessions for update in session)
     shares = [1 / parts, 1.0] if parts > 1 else [1.0]  # of gradients that ``.grad`` never holds: averaged, or summed
-    scaled = [[[replace(one, gradient=one.gradient.times(by)) for one in some] for some in sessions] for by in shares]
-    variants = [
-        [Run.of(some, list(some[0].before), Norms([one.gradient for one in some], large)) for some in one] for one in scaled
-    ]
+
+    def run(updates: Sequence[Update], share: float) -> Run:
+        scaled = [replace(one, gradient=one.gradient.times(share)) for one in updates]
+        return Run.of(scaled, list(updates[0].before), Norms([one.gradient for one in scaled], large))
+
+    variants = [[run(updates, share) for updates in sessions] for share in shares]
     moving = variants[0][0].moving
     if not moving:
         return None
