@@ -100,7 +100,10 @@ def test_a_fault_before_a_wrong_derivative_is_named_beside_it() -> None:
     made = Gradients(right, {"wte.weight": right["wte.weight"]}, {"wte.weight": right["wte.weight"]})
     findings = Findings(", ".join)
     Comparison(findings, dict.fromkeys(right, 1e-9), 0.0, 0.0, 1e-3, "", derivatives=True).judge(got, wrong, 1.0, made)
-    assert [(one.id, one.where) for one in findings.causes] == [("backward-wrong", "h.0.ln_2"), ("gradient-scaled", "h.1.mlp.c_fc.weight")]
+    assert [(one.id, one.where) for one in findings.causes] == [
+        ("backward-wrong", "h.0.ln_2"),
+        ("gradient-scaled", "h.1.mlp.c_fc.weight"),
+    ]
 
 
 @pytest.mark.parametrize(
