@@ -14,13 +14,13 @@ from support.step_programs.scoring import score
 from support.steps import our_model
 
 import gpt2
+from gpt2.port.step.causes import Findings
 from gpt2.port.step.clipping import ClipKind, Norms, read_clipping
 from gpt2.port.step.expected import Gradients, Predictor
-from gpt2.port.step.fitting import Search
 from gpt2.port.step.gradients import Comparison
 from gpt2.port.step.records import Gradient, Update
 from gpt2.port.step.rules import Rule, Track, directions, fit
-from gpt2.port.step.search import RuleSearch, Run
+from gpt2.port.step.search import RuleSearch, Run, Search
 from gpt2.port.step.settings import Settings
 
 SLOW = pytest.mark.slow
@@ -98,9 +98,12 @@ def test_a_fault_before_a_wrong_derivative_is_named_beside_it() -> None:
     got["h.1.mlp.c_fc.weight"] = 3 * right["h.1.mlp.c_fc.weight"]
     wrong = [n for n in got if got[n] is not right[n]]
     made = Gradients(right, {"wte.weight": right["wte.weight"]}, {"wte.weight": right["wte.weight"]})
-    comparison = Comparison(dict.fromkeys(right, 1e-9), 0.0, 0.0, 1e-3, "", ", ".join, derivatives=True)
-    found = comparison.causes(got, wrong, 1.0, made)
-    assert [(one.id, one.where) for one in found] == [("backward-wrong", "h.0.ln_2"), ("gradient-scaled", "h.1.mlp.c_fc.weight")]
+    findings = Findings(", ".join)
+    Comparison(findings, dict.fromkeys(right, 1e-9), 0.0, 0.0, 1e-3, "", derivatives=True).judge(got, wrong, 1.0, made)
+    assert [(one.id, one.where) for one in findings.causes] == [
+        ("backward-wrong", "h.0.ln_2"),
+        ("gradient-scaled", "h.1.mlp.c_fc.weight"),
+    ]
 
 
 @pytest.mark.parametrize(

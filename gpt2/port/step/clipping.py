@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from statistics import median
@@ -11,8 +11,8 @@ from statistics import median
 import numpy as np
 from torch import Tensor
 
-from gpt2.port.step.causes import Stage, cause
-from gpt2.port.step.records import Gradient, Sizes, Update
+from gpt2.port.step.causes import Findings
+from gpt2.port.step.records import Gradient, Sampled, Update
 from gpt2.port.step.rules import Array, Track
 
 BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
@@ -66,20 +66,21 @@ class Norms:
 
     def of_kind(self, kind: ClipKind, name: str = "") -> Array:
         """Return the measure of all parameters together, or, of some kinds, of one parameter or its stack, (K,)."""
-        names: tuple[str, ...] = ()
-        if kind in (ClipKind.PARAMETER, ClipKind.STACK):
-            stack = next((one for one in self.stacks if name in one), [name])
-            names = tuple(stack) if kind is ClipKind.STACK else (name,)
+        stack = next((one for one in self.stacks if name in one), (name,))
+        groups = {ClipKind.PARAMETER: (name,), ClipKind.STACK: stack, ClipKind.MATRICES: self.large}
+        names = tuple(groups.get(kind, ()))
         if (kind, names) not in self.known:
-            some = self.large if kind is ClipKind.MATRICES else names
-            found = []
-            for each in self.gradients:
-                own = [size for one, size in each.sizes.items() if one in some or not (names or some)] or [Sizes(0.0, 0.0, 0.0)]
-                two, one, largest = zip(*own, strict=True)
-                norm = math.hypot(*two)
-                found.append({ClipKind.LARGEST: max(largest), ClipKind.SUM: sum(one), ClipKind.SQUARES: norm**2}.get(kind, norm))
-            self.known[kind, names] = np.array(found)
+            own = [[one for n, one in gradient.items() if n in names or not names] for gradient in self.gradients]
+            self.known[kind, names] = np.array([_measure(kind, some) for some in own])
         return self.known[kind, names]
+
+
+def _measure(kind: ClipKind, some: Sequence[Sampled]) -> float:
+    if kind is ClipKind.LARGEST:
+        return max((one.largest for one in some), default=0.0)
+    if kind is ClipKind.SUM:
+        return sum(one.one for one in some)
+    return math.hypot(*(one.two for one in some)) ** (2 if kind is ClipKind.SQUARES else 1)
 
 
 def clipped(track: Track, clip: Clip | None, norms: Norms) -> Track:
@@ -92,42 +93,48 @@ def clipped(track: Track, clip: Clip | None, norms: Norms) -> Track:
     return replace(track, gradient=track.gradient * factors[:, None])
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Passage:
     """A gradient after the last backward pass (``held``), and at the update.
 
-    ``ratios`` by parameter, where one is a multiple of the other; ``clamped``: the others, if their entries are cut at one value.
+    ``ratios`` by parameter, where one is a multiple of the other; ``clamped``: the others, if their entries are cut at one value;
+    ``odd``: those that are explained by neither.
     """
 
     held: Gradient
-    ratios: dict[str, float]
-    clamped: dict[str, float]
-    odd: tuple[str, ...]  # parameters that are explained by neither
+    ratios: dict[str, float] = field(default_factory=dict)
+    clamped: dict[str, float] = field(default_factory=dict)
+    odd: list[str] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, held: Gradient, used: Gradient, same: float = SAME) -> Passage:
+        """Compare two gradients, parameter by parameter, up to a relative difference of ``same``."""
 
-def passage(held: Gradient, used: Gradient, same: float = SAME) -> Passage:
-    """Compare two gradients, parameter by parameter, up to a relative difference of ``same``."""
+        def near(one: Tensor, other: Tensor) -> bool:
+            return float((one - other).norm()) <= same * float(one.norm())
 
-    def near(one: Tensor, other: Tensor) -> bool:
-        return float((one - other).norm()) <= same * float(one.norm())
+        found = cls(held)
+        for name in [name for name, one in held.items() if name in used and one.two != 0]:
+            before, after = held[name].values, used[name].values
+            ratio = float(before @ after / (before @ before)) if bool((before != 0).any()) else 1.0
+            limit = float(after.abs().max())
+            inside = (after.abs() < limit * (1 - same)) & (before != 0)
+            slope = float((after[inside] / before[inside]).median()) if bool(inside.any()) else 1.0
+            if near(after, ratio * before):
+                found.ratios[name] = ratio
+            elif near(after, (slope * before).clamp(-limit, limit)):
+                found.clamped[name] = limit
+            else:
+                found.odd.append(name)
+        return found
 
-    ratios, clamped, odd = {}, {}, []
-    for name, before in held.samples.items():
-        after = used.samples.get(name)
-        if after is None or held.sizes[name].two == 0:
-            continue
-        ratio = float(before @ after / (before @ before)) if bool((before != 0).any()) else 1.0
-        if near(after, ratio * before):
-            ratios[name] = ratio
-            continue
-        limit = float(after.abs().max())
-        inside = (after.abs() < limit * (1 - same)) & (before != 0)
-        slope = float((after[inside] / before[inside]).median()) if bool(inside.any()) else 1.0
-        if near(after, (slope * before).clamp(-limit, limit)):
-            clamped[name] = limit
-        else:
-            odd.append(name)
-    return Passage(held, ratios, clamped, tuple(odd))
+    def set_apart(self, outliers: Mapping[str, float]) -> None:
+        """Divide the ratios by the outliers' own factors; ``held`` is what they are to, then, and nothing else."""
+        self.held = Gradient({n: self.held[n].times(abs(outliers[n])) if n in outliers else self.held[n] for n in self.ratios})
+        self.ratios = {name: ratio / outliers.get(name, 1.0) for name, ratio in self.ratios.items()}
+
+    def norm(self, kind: ClipKind = ClipKind.NORM, name: str = "") -> float:
+        return _measure(kind, [self.held[name]] if kind is ClipKind.PARAMETER else list(self.held.values()))
 
 
 @dataclass
@@ -144,8 +151,8 @@ class ClipReading:
     clip: Clip | None = None
     largest: float = 0.0
     outliers: dict[str, float] = field(default_factory=dict)
-    odd: tuple[str, ...] = ()
-    passed: tuple[float, ...] = ()
+    odd: list[str] = field(default_factory=list)
+    passed: list[float] = field(default_factory=list)
 
 
 def read_clipping(sessions: Sequence[Sequence[Update]], factor: float | None = None, same: float = SAME) -> ClipReading:
@@ -154,61 +161,52 @@ def read_clipping(sessions: Sequence[Sequence[Update]], factor: float | None = N
     ``factor``: what they are always multiplied by; None: to be read from the last session, whose gradients are so small that no
     clipping bites. ``same``: the relative rounding of the gradients.
     """
-    groups = [[passage(one.held, one.gradient, same) for one in session if one.held.samples] for session in sessions]
+    groups = [[Passage.of(one.held, one.gradient, same) for one in session if one.held] for session in sessions]
     passages = [one for group in groups for one in group if one.ratios or one.clamped]
-    reading = ClipReading(odd=tuple(dict.fromkeys(name for group in groups for one in group for name in one.odd)))
+    reading = ClipReading(odd=list(dict.fromkeys(name for group in groups for one in group for name in one.odd)))
     if not passages:
         return reading
-    outliers = reading.outliers = _outliers(passages)
-    norms: dict[int, Norms] = {}  # over all parameters that a ratio is known of, with the outliers' own factors
-    shares: dict[int, dict[str, float]] = {}
+    reading.outliers = _outliers(passages)
     for one in passages:
-        sizes = {name: one.held.sizes[name].times(abs(outliers.get(name, 1.0))) for name in one.ratios}
-        norms[id(one)] = Norms([Gradient(one.held.samples, sizes)])
-        shares[id(one)] = {name: ratio / outliers.get(name, 1.0) for name, ratio in one.ratios.items()}
+        one.set_apart(reading.outliers)
     if factor is None:
-        last: list[Passage] = next((group for group in reversed(groups) if group), [])
-        small = [median(shares[id(one)].values()) for one in last if one.ratios]
-        steady = bool(small) and max(small) - min(small) <= same * max(map(abs, small))
-        factor = small[-1] if steady and abs(small[-1] - 1) > same else 1.0
+        last = next((group for group in reversed(groups) if group), [])
+        small = [median(one.ratios.values()) for one in last if one.ratios]
+        factor = small[-1] if small and spread(small) <= same and abs(small[-1] - 1) > same else 1.0
     reading.factor = factor
-    reading.largest = max(factor * float(one.of_kind(ClipKind.NORM)[0]) for one in norms.values())
+    reading.largest = max(factor * one.norm() for one in passages)
     if limits := [limit for one in passages for limit in one.clamped.values()]:
         reading.clip = Clip(ClipKind.ENTRY, median(limits))
         if spread(limits) > max(1e-3, 2 * same):
-            reading.odd += tuple(dict.fromkeys(name for one in passages for name in one.clamped))
+            reading.odd += dict.fromkeys(name for one in passages for name in one.clamped)
         return reading
-    grown = [name for share in shares.values() for name, ratio in share.items() if ratio > factor * (1 + same)]
-    biting = {one: share for one, share in shares.items() if share and min(share.values()) < factor * (1 - same)}
-    if grown or not biting:
-        reading.odd += tuple(dict.fromkeys(grown))
+    least = factor * (1 - same)
+    cut = [(one, name, ratio) for one in passages for name, ratio in one.ratios.items() if ratio < least]
+    grown = [name for one in passages for name, ratio in one.ratios.items() if ratio > factor * (1 + same)]
+    if grown or not cut:
+        reading.odd += dict.fromkeys(grown)
         return reading
-    uneven = any(spread(share.values()) > same for share in biting.values())
+    biting = [one for one in passages if one.ratios and min(one.ratios.values()) < least]
+    uneven = any(spread(one.ratios.values()) > same for one in biting)
     found = []
     for kind in (ClipKind.PARAMETER,) if uneven else (ClipKind.NORM, ClipKind.LARGEST, ClipKind.SUM, ClipKind.SQUARES):
-        bounds = {
-            (number, name): ratio * float(norms[number].of_kind(kind, name)[0])
-            for number, share in biting.items()
-            for name, ratio in share.items()
-            if ratio < factor * (1 - same)
-        }
-        found.append((spread(bounds.values()), Clip(kind, median(bounds.values())), [name for _, name in bounds]))
-    least = min(apart for apart, *_ in found)
-    steadiest = [(clip, names) for apart, clip, names in found if apart <= max(10 * least, same)]
-    clip, names = next((one for one in steadiest if one[0].usual), steadiest[0])
-    reading.clip = clip
-    if least > max(1e-3, 2 * same):
-        reading.odd = tuple(dict.fromkeys(names)) if uneven else ("the gradient",)
+        bounds = [ratio * one.norm(kind, name) for one, name, ratio in cut]
+        found.append((spread(bounds), Clip(kind, median(bounds))))
+    apart = min(apart for apart, _ in found)
+    steadiest = [clip for own, clip in found if own <= max(10 * apart, same)]
+    reading.clip = clip = next((one for one in steadiest if one.usual), steadiest[0])
+    if apart > max(1e-3, 2 * same):
+        reading.odd = list(dict.fromkeys(name for _, name, _ in cut))
     if not uneven:
-        free = [factor * float(one.of_kind(clip.kind)[0]) for number, one in norms.items() if number not in biting]
-        reading.passed = tuple(norm for norm in free if norm > BITES * clip.limit)
+        free = [factor * one.norm(clip.kind) for one in passages if one not in biting]
+        reading.passed = [norm for norm in free if norm > BITES * clip.limit]
     return reading
 
 
 def spread(values: Iterable[float]) -> float:
-    """Return the difference of the largest and the least value, over the largest."""
+    """Return the difference of the largest and the least value, over the largest one's size."""
     some = list(values)
-    return (max(some) - min(some)) / (max(some) or math.inf)
+    return (max(some) - min(some)) / (max(map(abs, some)) or math.inf)
 
 
 def _outliers(passages: Sequence[Passage]) -> dict[str, float]:
@@ -223,40 +221,38 @@ def _outliers(passages: Sequence[Passage]) -> dict[str, float]:
     return found if len(found) * 2 < len(first) and len(passages) > 1 else {}
 
 
-def clip_stage(reading: ClipReading, wanted: float | None, odd: str) -> Stage:
-    """Return the causes in a reading of the clipping.
-
-    ``wanted``: the norm to clip to; 0 for no clipping, None where nothing is said. ``odd``: words for the parameters whose
-    gradients change in an unknown way.
-    """
-    stage = Stage()
+def judge_clipping(findings: Findings, reading: ClipReading, wanted: float | None) -> None:
+    """Add the causes in a reading of the clipping; ``wanted``: the norm to clip to, 0 for none, None where nothing is said."""
     if reading.odd:
-        stage.leave_open(f"the gradient of {odd} is changed before the update in a way that is not known")
-        return stage
-    clip, factor, largest = reading.clip, reading.factor, max(reading.passed, default=0.0)
+        words = "is changed before the update in a way that is not known"
+        findings.leave_open("clip", f"the gradient of {findings.places(reading.odd)} {words}")
+        return
+
+    def add(id: str, detail: str) -> None:
+        findings.add(id, "gradient", detail, f"gradients of norms up to {reading.largest:.3g}, before and after")
+        findings.differ("clip", 1.0)
+
+    clip, factor, passed = reading.clip, reading.factor, reading.passed
     before = Clip(ClipKind.NORM, clip.limit / factor if clip and factor else 0.0)  # of the gradient that a GradScaler has scaled
     apart = abs(clip.limit / wanted - 1) if clip and wanted else math.inf
-    left = f"in {len(reading.passed)} of the updates norms up to {largest:.4g} are left as they are"
-    found = [("clip-missing", left)] if reading.passed and wanted else []
+    left = f"norms up to {max(passed, default=reading.largest):.4g} are left as they are"
+    if passed and wanted:
+        add("clip-missing", f"in {len(passed)} of the updates {left}")
     if clip is None:
         if wanted and reading.largest > wanted * BITES:
-            found.append(("clip-missing", f"norms up to {reading.largest:.4g} are left as they are"))
+            add("clip-missing", left)
         elif wanted is None:
-            stage.notes.append(f"read off: no clipping (norms up to {reading.largest:.3g})")
+            findings.notes.append(f"read off: no clipping (norms up to {reading.largest:.3g})")
     elif wanted == 0:
-        found.append(("clip-unwanted", f"it is clipped to {clip.limit:.6g}"))
+        add("clip-unwanted", f"it is clipped to {clip.limit:.6g}")
     elif clip.kind in WORDS:
         id, words = WORDS[clip.kind]
-        found.append((id, words.format(clip.limit)))
+        add(id, words.format(clip.limit))
     elif factor < 0.02 and apart > 1e-3 and (abs(before.limit / wanted - 1) < 1e-3 if wanted else before.usual):
-        detail = f"the gradient, still multiplied by {1 / factor:g}, is clipped to {clip.limit / factor:.6g}"
-        found.append(("clip-before-unscaling", detail))
+        add("clip-before-unscaling", f"the gradient, still multiplied by {1 / factor:g}, is clipped to {before.limit:.6g}")
     elif wanted is None:
-        some = f", but norms up to {largest:.4g} are left as they are" if reading.passed else ""
-        stage.notes.append(f"read off: gradients are clipped to a norm of {clip.limit:.4g}{some}")
+        findings.notes.append(
+            f"read off: gradients are clipped to a norm of {clip.limit:.4g}" + (f", but {left}" if passed else "")
+        )
     elif apart > 1e-3:
-        found.append(("clip-threshold", f"the norm is clipped to {clip.limit:.6g}, not {wanted:g}"))
-    evidence = f"gradients of norms up to {reading.largest:.3g}, before and after"
-    stage.causes = [cause(id, "gradient", detail, evidence) for id, detail in found]
-    stage.error = float(bool(found))
-    return stage
+        add("clip-threshold", f"the norm is clipped to {clip.limit:.6g}, not {wanted:g}")

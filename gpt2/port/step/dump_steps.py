@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import takewhile
 
@@ -16,21 +16,16 @@ from gpt2.measure.dumps import Dump
 from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.places import Place, listed
 from gpt2.port.diagnosis.report import Diagnosis
-from gpt2.port.step.causes import STAGES, Stage, concluded
-from gpt2.port.step.dump_gradients import GradientExamination
-from gpt2.port.step.dump_updates import UpdateExamination
+from gpt2.port.step.causes import Findings
 from gpt2.port.step.expected import Predictor, Weights
+from gpt2.port.step.gradients import GradientExamination
 from gpt2.port.step.labels import IGNORED, Batch
-from gpt2.port.step.layouts import Layouts, Piece, units_of
-from gpt2.port.step.losses import dumped_loss, losses_of
-from gpt2.port.step.recognition import Recogniser, Recorded
+from gpt2.port.step.losses import judge_dumped_loss, losses_of
+from gpt2.port.step.recognition import Layouts, Recogniser, Recorded, units_of
 from gpt2.port.step.settings import Settings
+from gpt2.port.step.updates import HALF, UpdateExamination
 
 SAVE = "save the loss, every gradient, and every parameter before and after each step, in the checkpoint's shapes or transposed"
-HIDDEN = (
-    "no parameter changes by more than its rounding in half precision, so the update is undetermined; "
-    "dump the parameters in float32"
-)
 
 
 def batches_of(dump: Dump) -> list[Batch]:
@@ -62,7 +57,7 @@ class StepExamination:
     ) -> None:
         self.dump, self.settings, self.asked = dump, settings or Settings(), settings is not None
         self.config, self.state, self.deadline = config, state, deadline
-        self.stages: dict[str, Stage] = {name: Stage() for name in STAGES}
+        self.findings = Findings(self._places)
 
     # What the dump holds
 
@@ -80,24 +75,25 @@ class StepExamination:
                 raise
             return None  # a forward pass of one token, whose values have the sizes of parameters
         self.predictor = Predictor(self.config, batches, self.settings.grad_accum, self.deadline)
-        covered = {name.partition(":")[0] for array in fitting.values() for view in layouts.views(array) for name in view}
+        covered = {n: {unit.partition(":")[0] for view in layouts.views(a) for unit in view} for n, a in fitting.items()}
         # few arrays have the sizes of parameters in a dump of a forward pass: no gradients of wrong labels are needed there
-        labelled = 2 * len(covered) >= len(self.state) or self.asked or bool(self.dump.integers)
+        labelled = 2 * len(set().union(*covered.values())) >= len(self.state) or self.asked or bool(self.dump.integers)
         self.exact = self.predictor.gradients(self.state, 0, self.predictor.right)
-        recogniser = Recogniser(layouts, self.state, self._predicted(labelled) if fitting else ())
-        parameters, gradients, rest = recogniser.pieces(fitting)
-        sure = self.asked or bool(parameters or gradients)
-        for name in [name for name, array in rest.items() if sure and not bool(array.isfinite().all())]:
-            raise InputError(f"{source}: {shown(name)} holds NaN or infinity; look which step of the program makes it")
         rows = [len(loss.values) for loss in losses]
         counts = [len(batches), *([max(rows, default=1), rows.count(1)] if len(batches) == 1 else [])]
-        found = recogniser.recorded(parameters, gradients, fitting, self._options, counts)
-        self._take_zeros(found, rest, layouts)
-        self._require_change(found, parameters)
-        for loss in losses:
-            wrong = loss.values[~loss.values.isfinite()]
-            if len(wrong) and (sure or bool(wrong.isnan().any())):
-                raise InputError(f"{source}: {shown(loss.name)} is {float(wrong[0])}; look where it comes from")
+        recogniser = Recogniser(layouts, self.state, self._predicted(labelled) if fitting else ())
+        found = recogniser.recorded(fitting, self._options, counts)
+        sure = self.asked or bool(found.names)
+        for name, array in {**fitting, **{loss.name: loss.values for loss in losses}}.items():
+            wrong = array[~array.isfinite()]
+            if len(wrong) and (sure or (name not in fitting and bool(wrong.isnan().any()))):
+                raise InputError(f"{source}: {shown(name)} holds NaN or infinity; look where it comes from")
+        zeros = {name for name in fitting if name not in found.names and not bool(fitting[name].any())}
+        still = set().union(*(covered[name] for name in zeros))
+        for one in filter(None, found.raw):  # zeros are the gradients that were not recognised
+            one |= {name: torch.zeros_like(p) for name, p in self.state.items() if name in still - one.keys()}
+            found.names |= zeros
+        self._require_change(found)
         found.losses = [loss for loss in losses if bool(loss.values.isfinite().all())]  # infinity: of a mask
         found.names |= {loss.name for loss in found.losses}
         return found if found.changes or (found.losses and (self.asked or self.dump.integers)) else self._nothing()
@@ -124,22 +120,13 @@ class StepExamination:
         known = self.predictor.formulas(step)
         return [self.predictor.gradients(weights, step, known[key]).whole for key in dict.fromkeys(("", label)) if key in known]
 
-    def _take_zeros(self, found: Recorded, rest: Mapping[str, Tensor], layouts: Layouts) -> None:
-        """Take arrays of zeros for the gradients that were not recognised."""
-        zeros = {name: array for name, array in rest.items() if not bool(array.any())}
-        covered = {name for array in zeros.values() for view in layouts.views(array) for name in view}
-        for one in filter(None, found.raw):
-            one |= {name: torch.zeros_like(self.state[name]) for name in self.state if name in covered and name not in one}
-            found.names |= zeros.keys()
-
-    def _require_change(self, found: Recorded, parameters: Sequence[Piece]) -> None:
+    def _require_change(self, found: Recorded) -> None:
         """Raise InputError for copies of parameters that are all equal; half precision may hide every change."""
-        units = [piece.units for piece in parameters]
-        twice = len(units) - len(set(units)) > len(set(units)) / 2
-        if found.steps or not parameters:
+        twice = len(found.copies) - len(set(found.copies)) > len(set(found.copies)) / 2
+        if found.steps or not found.copies:
             return
         if found.narrow and twice:
-            self.stages["update"].leave_open(HIDDEN)
+            self.findings.leave_open("update", HALF)
         elif not found.narrow and (twice or (not any(found.raw) and self.asked)):
             what = "copies of the parameters after the step too, and a step whose rate is not 0"
             raise InputError(f"{self.dump.source}: no parameter changes; dump {what}")
@@ -149,29 +136,26 @@ class StepExamination:
     def diagnosis(self, found: Recorded, forward: Diagnosis | None) -> Diagnosis:
         """Compare each stage of what the dump holds; ``forward`` is the diagnosis of its forward pass, if it has one."""
         predictor, start, good = self.predictor, found.parameters[0], forward is None or forward.verdict != "mismatch"
-        reading, formula, judged = None, predictor.right, False
+        reading, formula, judged, findings = None, predictor.right, False, self.findings
         if found.changes:
             known = all(torch.equal(start[name], tensor) for name, tensor in self.state.items())
             exact = self.exact if known else predictor.gradients(start, 0, formula)
             allowed = predictor.rounding(start, exact, torch.float64 if found.float64 else torch.float32)
-            evidence = found, predictor, self.settings, self._places, exact, allowed
+            evidence = findings, found, predictor, self.settings, exact, allowed
         if any(found.raw) and good:
             reading = GradientExamination(*evidence).read()
-            self.stages["gradient"].absorb(reading.stage)
-            self.stages["clip"].absorb(reading.clip)
             formula = reading.formula
         if found.losses and good:
             whole = list(takewhile(lambda weights: weights.keys() == start.keys(), found.parameters))
-            trained = reading.formula if reading is not None and reading.stage.explained and reading.clipped is None else None
-            said = {one.id for stage in self.stages.values() for one in stage.causes}
+            sure = reading is not None and "gradient" not in findings.unknown and reading.clipped is None
             exactly = found.float64 and any(one.dtype == torch.float64 for one in found.losses)
-            stage, dumped = dumped_loss(found.losses, whole, predictor, trained, said, exactly, self.asked)
-            self.stages["loss"].absorb(stage)
+            trained = formula if sure else None
+            dumped = judge_dumped_loss(findings, found.losses, whole, predictor, trained, exactly, self.asked)
             judged = dumped is not None
             formula = dumped if dumped is not None and reading is None else formula
-        for name, more in UpdateExamination(*evidence, reading, formula).stages().items() if found.steps else ():
-            self.stages[name].absorb(more)
-        diagnosis = concluded(self.stages, forward, self._holds(found, judged), self.dump.source)
+        if found.steps:
+            UpdateExamination(*evidence, reading, formula).judge()
+        diagnosis = findings.diagnosis(forward, list(self._holds(found, judged)), self.dump.source)
         return replace(diagnosis, seen="dump", logits_error=None if forward is None else forward.logits_error)
 
     def seen(self, found: Recorded) -> bool:
@@ -180,11 +164,11 @@ class StepExamination:
         Some number that fits no loss is no sign of one, nor are a few arrays of a gradient's shape that no gradient explains.
         """
         gradients = max((len(one) for one in found.raw), default=0)
-        known = 2 * gradients >= len(self.state) or (gradients > 0 and self.stages["gradient"].explained)
-        known = known or any(stage.causes for stage in self.stages.values())
-        return self.asked or known or found.steps > 0 or (bool(found.losses) and self.stages["loss"].explained)
+        unknown, known = self.findings.unknown, self.asked or bool(self.findings.causes) or found.steps > 0
+        known = known or 2 * gradients >= len(self.state) or (gradients > 0 and "gradient" not in unknown)
+        return known or (bool(found.losses) and "loss" not in unknown)
 
-    def _places(self, names: Sequence[str]) -> str:
+    def _places(self, names: Collection[str]) -> str:
         return listed(map(Place.of, names), self.config.n_layer)
 
     def _holds(self, found: Recorded, judged: bool) -> Iterator[str]:
@@ -198,7 +182,7 @@ class StepExamination:
         if steps and not sets:
             words = "gradients are not dumped: they were computed at its own parameters; Adam hides a factor of them"
             yield f"{words}, so dump them to see a summed loss"
-        if not steps and holds and self.stages["update"].explained:
+        if not steps and holds and "update" not in self.findings.unknown:
             lacking, too = ("the update was", "") if sets else ("gradients, clipping and update were", ", and the gradients")
             yield f"{lacking} not judged: dump the parameters after each step{too}"
         left = [shown(name) for name in self.dump.arrays if name not in found.names]

@@ -16,19 +16,11 @@ from gpt2.config import GPT2Config
 from gpt2.port.deadline import Deadline
 from gpt2.port.mapping.mapping import Mapping as Mapped
 from gpt2.port.recording.dataflow import Source, Use
-from gpt2.port.step.labels import (
-    END_OF_TEXT,
-    FACTORS,
-    SMOOTHINGS,
-    Average,
-    Batch,
-    Formula,
-    averages,
-    cause_of,
-    labelings,
-)
+from gpt2.port.step import labels
+from gpt2.port.step.labels import Average, Batch, Formula
 from gpt2.port.step.records import Forward, Sampler
 
+LARGE = ("matrix", "embedding")  # what decays
 TABLE = "wte.weight"  # its two uses are the head and the table of the tokens' rows
 MAX_WORK = 2e10  # parameters times tokens, of one more backward pass than needed
 Weights = dict[str, Tensor]  # of one model, by the checkpoint's names
@@ -171,26 +163,27 @@ class Predictor:
 
         People take for padding, so that the loss ignores it: the first id, the last, and the end of text.
         """
-        special = 0, END_OF_TEXT, self.config.eos_token_id or 0, self.config.vocab_size - 1
-        known = labelings(self.batch(step), special, self.parts)
-        return {key: Formula(labels, key, (cause_of(key),) if key else ()) for key, labels in known.items()}
+        special = 0, labels.END_OF_TEXT, self.config.eos_token_id or 0, self.config.vocab_size - 1
+        known = labels.labelings(self.batch(step), special, self.parts)
+        return {key: Formula(one, key, (labels.cause_of(key),) if key else ()) for key, one in known.items()}
 
     def numbers(self) -> list[Formula]:
         """Return the mean losses with usual smoothings of the first batch's labels, and with usual factors of the logits."""
+        smoothed, scaled = "label-smoothing", "logits-scaled"
         return [
-            *(replace(self.right, smoothing=s, wrong=(("label-smoothing", f"a label smoothing of {s:g}"),)) for s in SMOOTHINGS),
-            *(replace(self.right, factor=c, wrong=(("logits-scaled", f"the logits times {c:.4g}"),)) for c in FACTORS),
+            *(replace(self.right, smoothing=s, wrong=((smoothed, f"a label smoothing of {s:g}"),)) for s in labels.SMOOTHINGS),
+            *(replace(self.right, factor=c, wrong=((scaled, f"the logits times {c:.4g}"),)) for c in labels.FACTORS),
         ]
 
     def again(self, formula: Formula, step: int) -> Formula:
         """Return a formula of the first step with the batch of another; the right labels, if that has no such ones."""
-        labels = self.formulas(step)
-        return replace(formula, labels=labels.get(formula.key, labels[""]).labels)
+        known = self.formulas(step)
+        return replace(formula, labels=known.get(formula.key, known[""]).labels)
 
-    def averages(self, labels: Tensor) -> list[Average]:
-        """Return what a wrong average multiplies the mean over ``labels`` (B, T) by."""
-        count, rows = int((labels >= 0).sum()), len(labels)
-        return averages(count, count / rows, self.parts or 1, rows, labels.numel())
+    def averages(self, given: Tensor) -> list[Average]:
+        """Return what a wrong average multiplies the mean over labels (B, T) by."""
+        count, rows = int((given >= 0).sum()), len(given)
+        return labels.averages(count, count / rows, self.parts or 1, rows, given.numel())
 
     @property
     def can_try(self) -> bool:

@@ -7,7 +7,7 @@ of s gives w (p - (1 - s) 1_k - s/V), and logits times c give w c (softmax(c l) 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.golden_section import least
-from gpt2.port.step.causes import Stage, cause
+from gpt2.port.step.causes import Findings
 from gpt2.port.step.expected import Predictor, Weights
 from gpt2.port.step.labels import AVERAGED, IGNORED, Batch, Formula, average_of, averages, cause_of, labelings
 from gpt2.port.step.records import Forward
@@ -118,24 +118,24 @@ def along(observed: Tensor, shape: Tensor) -> Tensor:
     return (observed * shape).sum(-1) / shape.square().sum(-1).clamp(min=1e-300)
 
 
-def loss_stage(batch: Batch, reading: LossReading, factor: float) -> Stage:
-    """Return the causes in one reading of the loss; ``factor`` is what the step multiplies its gradient by before the update."""
+def judge_loss(findings: Findings, batch: Batch, reading: LossReading, factor: float) -> None:
+    """Add the causes in one reading of the loss; ``factor``: what the step multiplies its gradient by before the update."""
     right = torch.where(batch.targets >= 0, 1 / batch.count, 0.0).double()
     same = (reading.labels == batch.targets) | (reading.weights == 0)
     square = torch.where(same, (reading.weights - right) ** 2, reading.weights**2 + right**2).sum()
-    stage = Stage(error=float((square / (right**2).sum()).sqrt()))
+    findings.differ("loss", float((square / (right**2).sum()).sqrt()))
     if reading.unmatched:
-        stage.notes.append("your step runs the model on other ids than those that it is given; their rows are not judged")
+        findings.notes.append("your step runs the model on other ids than those that it is given; their rows are not judged")
     if reading.error > ODD:
-        stage.leave_open(f"the gradient of your logits is no cross-entropy of them (error {reading.error:.1e})")
-        return stage
+        findings.leave_open("loss", f"the gradient of your logits is no cross-entropy of them (error {reading.error:.1e})")
+        return
     found = [*_labels(batch, reading.labels), *_weights(batch, reading, factor)]
     if reading.smoothing > 1e-6:
         found.append(("label-smoothing", f"a label smoothing of {reading.smoothing:.4g}"))
     if abs(reading.factor - 1) > 1e-6:
         found.append(("logits-scaled", f"the logits are multiplied by {reading.factor:.6g} before the softmax"))
-    stage.causes = [cause(id, "gradient" if id == "gradient-scaled" else "loss", detail, READ) for id, detail in found]
-    return stage
+    for id, detail in found:
+        findings.add(id, "gradient" if id == "gradient-scaled" else "loss", detail, READ)
 
 
 def _labels(batch: Batch, labels: Tensor) -> Iterator[tuple[str, str]]:
@@ -163,39 +163,41 @@ def _labels(batch: Batch, labels: Tensor) -> Iterator[tuple[str, str]]:
         yield "tokens-left-out", f"{int(missing.sum())} of {missing.numel()} positions are not trained on"
 
 
-def _weights(batch: Batch, reading: LossReading, factor: float) -> list[tuple[str, str]]:
-    """Return the causes in the weights of the positions: a factor of all, or weights that differ."""
+def _weights(batch: Batch, reading: LossReading, factor: float) -> Iterator[tuple[str, str]]:
+    """Yield the causes in the weights of the positions: a factor of all, or weights that differ."""
     trained = reading.labels != IGNORED
     weights, parts = reading.weights[trained] * factor, reading.parts[trained]
     if not len(weights):
-        return []
-    if bool((trained & (batch.targets < 0))[:, :-1].any()):
-        return [("padding-in-average", "targets of -100 are trained on")]
+        return
     low, high, total, count = float(weights.min()), float(weights.max()), float(weights.sum()), len(weights)
-    if high - low > EVEN * abs(high):
+    known = averages(count, int(trained.sum(1).max()), len(parts.unique()), padded=batch.targets.numel())
+    average = average_of(total, known, EVEN)
+    if bool((trained & (batch.targets < 0))[:, :-1].any()):
+        yield "padding-in-average", "targets of -100 are trained on"
+    elif high - low > EVEN * abs(high):
         words = f"positions weigh between {low * count:.4g} and {high * count:.4g} of the mean's"
         own = [weights[parts == part] for part in parts.unique()]
         if len(own) > 1 and all(float(one.max() - one.min()) <= EVEN * abs(high) for one in own):
-            return [(AVERAGED, f"each part is averaged alone, however many targets it has; {words}")]
-        return [("loss-average-wrong", words)]
-    if abs(total - 1) <= EVEN:
-        return []
-    of_rows = int(trained.sum(1).max())
-    known = average_of(total, averages(count, of_rows, len(parts.unique()), padded=batch.targets.numel()), EVEN)
-    if known is not None and not (factor != 1 and abs(total / factor - 1) <= EVEN):
-        return [(id, f"the gradient is that of {known[2]}: {total:.6g} times the mean's") for id in known[1]]
-    return [("gradient-scaled", f"the gradient is {total:.6g} times that of the mean loss")]
+            yield AVERAGED, f"each part is averaged alone, however many targets it has; {words}"
+        else:
+            yield "loss-average-wrong", words
+    elif abs(total - 1) <= EVEN:
+        return
+    elif average is not None and not (factor != 1 and abs(total / factor - 1) <= EVEN):
+        yield from ((id, f"the gradient is that of {average[2]}: {total:.6g} times the mean's") for id in average[1])
+    else:
+        yield "gradient-scaled", f"the gradient is {total:.6g} times that of the mean loss"
 
 
-def dropout_stage(found: Iterable[float], wanted: float | None) -> Stage:
+def judge_dropout(findings: Findings, found: Iterable[float], wanted: float | None) -> None:
     """Compare the probabilities of the dropouts that are active in a step with the expected one; None: only report them."""
     said = ", ".join(f"{p:g}" for p in sorted(set(found)))
     if said and wanted is None:
-        return Stage(notes=[f"read off: dropout of {said} (it was left out of the comparison)"])
-    if said and not wanted:
-        return Stage([cause("dropout-active", "h.*", f"dropout of {said} is active in the step", "seen in its operators")])
-    missing = cause("dropout-missing", "h.*", f"no dropout is active, not {wanted or 0:g}", "its operators")
-    return Stage([missing] if wanted and not said else [])
+        findings.notes.append(f"read off: dropout of {said} (it was left out of the comparison)")
+    elif said and not wanted:
+        findings.add("dropout-active", "h.*", f"dropout of {said} is active in the step", "seen in its operators")
+    elif wanted and not said:
+        findings.add("dropout-missing", "h.*", f"no dropout is active, not {wanted:g}", "its operators")
 
 
 # From the losses of a dump
@@ -223,19 +225,19 @@ def losses_of(arrays: Mapping[str, Tensor]) -> list[Losses]:
     ]
 
 
-def dumped_loss(
+def judge_dumped_loss(
+    findings: Findings,
     losses: Sequence[Losses],
     parameters: Sequence[Weights],
     predictor: Predictor,
     trained: Formula | None,
-    known: Collection[str],
     exact: bool,
     asked: bool,
-) -> tuple[Stage, Formula | None]:
-    """Compare losses with those at the parameters before each step; beside the causes, the formula of the first loss.
+) -> Formula | None:
+    """Compare losses with those at the parameters before each step; return the formula of the first loss, if one explains it.
 
-    ``trained``: what the gradients were read to be of; ``known``: the causes that were found there. ``exact``: computed in
-    float64. ``asked``: the dump is one of steps, so that some array must be a loss. No formula is returned if none explains it.
+    ``trained``: what the gradients were read to be of. ``exact``: computed in float64. ``asked``: the dump is one of steps, so
+    that some array must be a loss.
     """
     logits = [predictor.logits(weights, step) for step, weights in enumerate(parameters)]
     right = [Formula(predictor.batch(step).targets) for step in range(len(logits))]
@@ -245,7 +247,7 @@ def dumped_loss(
         pairs = zip(one.values.tolist() if several else [float(one.values)] * len(expected), expected, strict=False)
         near = [one.near(a, b, exact) for a, b in pairs]
         if all(near) if several else any(near):
-            return Stage(), right[0]
+            return right[0]
     labels = predictor.formulas(0)
     told = [labels[trained.key]] if trained is not None else []  # by the gradients
     mistakes: list[tuple[float, Formula]] = []
@@ -256,16 +258,18 @@ def dumped_loss(
     first = [(one, float(one.values[0])) for one in losses]
     found = ((value, way) for number, way in mistakes for one, value in first if one.near(value, number, exact))
     value, made = next(found, (0.0, None))
+    known = {one.id for one in findings.causes}
     if made is not None:
         unknown = [(id, words) for id, words in made.wrong if id not in known]
         if trained is not None and len(unknown) == len(made.wrong):
             said = ", ".join(words for _, words in made.wrong)
             words = f"the loss that is dumped is not the one that is trained ({said}); the gradients are of the mean"
-            return Stage(notes=[words]), made
-        causes = [cause(id, "loss", f"{words}: {value:.6g}", SEEN) for id, words in unknown]
-        return Stage(causes, error=abs(value / expected[0] - 1)), made
-    stage = Stage()
-    if not {"label-smoothing", "logits-scaled"} & set(known) and (len(losses) == 1 or asked):
-        said = ", ".join(f"{float(one.values[0]):.6g}" for one in losses[:3])
-        stage.leave_open(f"the loss {said} is of no known mistake; the mean cross-entropy is {expected[0]:.6g}")
-    return stage, None
+            findings.notes.append(words)
+            return made
+        for id, words in unknown:
+            findings.add(id, "loss", f"{words}: {value:.6g}", SEEN)
+        findings.differ("loss", abs(value / expected[0] - 1))
+    elif not {"label-smoothing", "logits-scaled"} & known and (len(losses) == 1 or asked):
+        said = ", ".join(f"{number:.6g}" for _, number in first[:3])
+        findings.leave_open("loss", f"the loss {said} is of no known mistake; the mean cross-entropy is {expected[0]:.6g}")
+    return made

@@ -4,54 +4,42 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
 
-from gpt2.port.step.fitting import EXPLAINED, ROUNDED, Search
-from gpt2.port.step.rules import Array, Fit, Moments, Rule, Track, directions, fit
-from gpt2.port.step.search import FITS, LATER, Answer, Run
+from gpt2.port.step.rules import Array, Fit, Rule, Track, fit
+from gpt2.port.step.search import EXPLAINED, FITS, LATER, ROUNDED, Answer, Run, Search
 from gpt2.port.step.settings import Settings
 
 ALLOWED = 1.25 * EXPLAINED  # the error of one parameter with noise: it has fewer entries than the search
 
 
-@dataclass
 class Movement:
-    """The rule and the fit of each parameter in the first session; what no rule explains is in ``odd``.
+    """The rule and the fit of each parameter that moves in the first run; what no rule explains is in ``odd``.
 
-    ``rates`` (K,) and ``decays`` are those that parameters with noise have likely; exact ones tell their own.
+    ``rates`` (K,) and ``decays`` are those that parameters with noise have likely; exact ones tell their own. ``kept``: moments
+    go on from one session to the next.
     """
 
-    answer: Answer
-    settings: Settings
-    roles: Mapping[str, str]
-    rates: Array | None = None
-    decays: Sequence[float] = ()
-    rules: dict[str, Rule] = field(default_factory=dict)
-    fits: dict[str, Fit] = field(default_factory=dict)
-    kept: bool = False  # moments go on from one session to the next
-    odd: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, answer: Answer, runs: Sequence[Run], settings: Settings, roles: Mapping[str, str]) -> Movement:
-        """Fit every parameter that moves in the first session, and test its rule in the others."""
-        movement = cls(answer, settings, roles)
+    def __init__(self, answer: Answer, runs: Sequence[Run], settings: Settings, roles: Mapping[str, str]) -> None:
+        self.answer, self.settings, self.roles = answer, settings, roles
+        self.rules: dict[str, Rule] = {}
+        self.fits: dict[str, Fit] = {}
+        self.odd: list[str] = []
+        self.kept = False
+        self.rates: Array | None = None
+        self.decays: Sequence[float] = ()
         tracks, *later = (run.clipped(answer.clip, runs[0].moving) for run in runs)
-        if any(track.noise is not None for track in tracks):
-            movement._find_likely(tracks)
+        self.noisy = any(track.noise is not None for track in tracks)
+        if self.noisy:
+            self._find_likely(tracks)
         for track in tracks:
-            movement.add(track)
+            self.add(track)
         for number, (before, after) in enumerate(itertools.pairwise([tracks, *later])):
-            if not movement._goes_on(before, after, number > 0):
+            if not self._goes_on(before, after, number > 0):
                 break
-        return movement
-
-    @property
-    def error(self) -> float:
-        """The largest error of a parameter."""
-        return max((one.error for one in self.fits.values()), default=0.0)
 
     @property
     def rule(self) -> Rule:
@@ -65,19 +53,19 @@ class Movement:
 
     def add(self, track: Track) -> bool:
         """Fit a parameter; return whether a rule explains it."""
-        noisy, tried = track.noise is not None, list[tuple[Rule, Fit]]()
+        enough, tried = EXPLAINED if self.noisy else FITS, list[tuple[Rule, Fit]]()
         for pair in self._tries(track):
             tried.append(pair)
-            if pair[1].error <= (EXPLAINED if noisy else FITS):
+            if pair[1].error <= enough:
                 break
         least = min(one.error for _, one in tried)
-        rule, found = next(pair for pair in tried if pair[1].error <= max(1.1 * least, EXPLAINED if noisy else FITS))
-        if not noisy and found.error > FITS and not self.answer.error > ROUNDED:
+        rule, found = next(pair for pair in tried if pair[1].error <= max(1.1 * least, enough))
+        if not self.noisy and found.error > FITS and not self.answer.error > ROUNDED:
             new = Search([track], self.settings).best().rule
             own = fit(track, new)
             rule, found = (new, own) if own.error < found.error / 30 else (rule, found)
         self.rules[track.name], self.fits[track.name] = rule, found
-        good = found.error <= (ALLOWED if noisy else ROUNDED if self.answer.error > FITS else FITS)
+        good = found.error <= (ALLOWED if self.noisy else ROUNDED if self.answer.error > FITS else FITS)
         self.odd = [name for name in self.odd if name != track.name] + [track.name] * (not good)
         return good
 
@@ -106,8 +94,7 @@ class Movement:
         matrices = [one for one in tracks if self.roles[one.name] == "matrix"] or tracks
         fits = [fit(one, rule) for one in matrices]
         rates = np.median(np.stack([one.rates for one in fits]), axis=0)
-        if self.answer.as_set:
-            expected = np.array([settings.rate(step) for step in range(len(rates))])
+        if (expected := self.answer.rates) is not None:
             good = sum(fit(one, rule, expected).error <= ALLOWED for one in matrices)
             rates = expected if good > len(matrices) / 2 else rates
         decay = float(np.median([np.median(one.decays / np.where(rates == 0, 1, rates)) for one in fits]))
@@ -118,17 +105,15 @@ class Movement:
         """Test the rules in a later session, from moments of zero or those that the one before left; return whether to go on."""
         fresh, going_on, failed = 0, 0, []
         for earlier, track in zip(before, after, strict=True):
-            name = track.name
-            if name in self.odd or not bool((track.change != 0).any()):
+            rule = self.rules[track.name]
+            if track.name in self.odd or not bool((track.change != 0).any()):
                 continue
-            state = Moments.none(track.before.shape[1])
-            directions(self.rules[name], earlier, state)
-            if fit(track, self.rules[name]).error <= LATER:
+            if fit(track, rule).error <= LATER:
                 fresh += 1
-            elif fit(track, self.rules[name], state=state).error <= LATER:
+            elif fit(track, rule, earlier=earlier).error <= LATER:
                 going_on += 1
             else:
-                failed.append(name)
+                failed.append(track.name)
         self.kept = self.kept or going_on > fresh
         if self.kept or (failed and failed_once):
             return False
@@ -140,11 +125,11 @@ class Movement:
         values = {name: self.fits[name] for name in self.known}
         if not values:
             return np.zeros(0), {}
-        most = {
-            n: float(np.abs(np.nan_to_num(one.decays)).max()) / (float(np.abs(one.rates).max()) or 1e-300)
-            for n, one in values.items()
-        }
-        plain = [one for name, one in values.items() if most[name] <= 1e-6] or list(values.values())
+
+        def most(one: Fit) -> float:
+            return float(np.abs(np.nan_to_num(one.decays)).max()) / (float(np.abs(one.rates).max()) or 1e-300)
+
+        plain = [one for one in values.values() if most(one) <= 1e-6] or list(values.values())
         base = np.median(np.stack([one.rates for one in plain]), axis=0)
         factors = {}
         for name, one in values.items():

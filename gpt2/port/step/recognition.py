@@ -1,21 +1,31 @@
-"""Recognise by value what each array of a dump is, parameters before or after a step or a gradient, and of which step."""
+"""Recognise by value what each array of a dump is, parameters before or after a step or a gradient, and of which step.
+
+It may be one tensor, transposed, a stack over the layers, or one flat vector of all. A *unit* is a parameter by the checkpoint's
+name, or a third of ``attn.c_attn`` ("h.0.attn.c_attn.weight:q").
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, mode
 
 import torch
 from torch import Tensor
 
-from gpt2.port.step.expected import Weights
-from gpt2.port.step.gradients import LETTERS, total_norm
-from gpt2.port.step.layouts import Layouts, Piece, Units, View, by_units, joined, mode, shared_out, units_of
+from gpt2.checkpoint.containers.llmc_file import order
+from gpt2.config import GPT2Config
+from gpt2.port.step.expected import TABLE, Weights
 from gpt2.port.step.losses import Losses
+from gpt2.port.step.records import total_norm
 
+LETTERS = "qkv"
+MAX_PADDED_ROWS = 128  # of the token embedding
+View = dict[str, Tensor]  # arrays by unit, in the checkpoint's layout
+Units = tuple[str, ...]
 SAMPLED = 512  # entries of a unit that are compared
 NEAR = 0.5  # relative distance of parameters after a few steps from those before
 LIKE = 0.25  # least cosine of a gradient with a predicted one
@@ -41,6 +51,7 @@ class Recorded:
     used: list[Weights] = field(default_factory=list)
     unchanged: list[str] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
+    copies: list[Units] = field(default_factory=list)  # the parameters of each array of some
     stacks: set[Units] = field(default_factory=set)  # parameters that are one array
     parameter_dtypes: set[torch.dtype] = field(default_factory=set)
     gradient_dtypes: set[torch.dtype] = field(default_factory=set)
@@ -62,6 +73,125 @@ class Recorded:
         return any(dtype.itemsize < 4 for dtype in self.parameter_dtypes)
 
 
+# Layouts
+
+
+def units_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors by unit."""
+    thirds = ((name, tensor.chunk(3, -1)) for name, tensor in state.items() if ".attn.c_attn." in name)
+    return {**state, **{f"{name}:{letter}": part for name, parts in thirds for letter, part in zip(LETTERS, parts, strict=True)}}
+
+
+def joined(view: Mapping[str, Tensor]) -> View:
+    """Return the tensors by the checkpoint's names: thirds are put together where all three are there."""
+    whole = {name: tensor for name, tensor in view.items() if ":" not in name}
+    for name in {name.partition(":")[0] for name in view} - whole.keys():
+        parts = [view[one] for letter in LETTERS if (one := f"{name}:{letter}") in view]
+        whole |= {name: torch.cat(parts, -1)} if len(parts) == len(LETTERS) else {}
+    return whole
+
+
+class Layouts:
+    """All the ways in which arrays may hold the parameters of a model with these ``shapes``."""
+
+    def __init__(self, units: Mapping[str, Tensor], config: GPT2Config) -> None:
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in units.items()}
+        self.layers, self.vocabulary, self.width = config.n_layer, config.vocab_size, config.n_embd
+        self.by_size: dict[int, list[str]] = {}
+        for name, tensor in units.items():
+            self.by_size.setdefault(tensor.numel(), []).append(name)
+        whole = [name for name in self.shapes if ":" not in name]
+        self.total = sum(units[name].numel() for name in whole)
+        self.orders = [whole, list(order(self.layers)), sorted(whole)]
+
+    def views(self, array: Tensor) -> Iterator[View]:
+        """Yield every view of an array."""
+        for name in self.by_size.get(array.numel(), ()):
+            yield from ({name: tensor} for tensor in _oriented(array, self.shapes[name]))
+        squeezed = array.squeeze()
+        for padded in (squeezed, squeezed.t()) if squeezed.ndim == 2 else ():
+            if self.vocabulary < padded.shape[0] <= self.vocabulary + MAX_PADDED_ROWS and padded.shape[1] == self.width:
+                yield {TABLE: padded[: self.vocabulary]}
+        if array.ndim > 1 and array.shape[0] == self.layers:
+            for name in self.by_size.get(array[0].numel(), ()):
+                if name.startswith("h.0."):
+                    names = [name.replace("h.0.", f"h.{layer}.", 1) for layer in range(self.layers)]
+                    for laid in zip(*(_oriented(part, self.shapes[name]) for part in array), strict=True):
+                        yield dict(zip(names, laid, strict=True))
+        if array.ndim <= 2 and array.numel() >= self.total - self.vocabulary * self.width:
+            yield from self._flat(array.reshape(-1))
+
+    def _flat(self, flat: Tensor) -> Iterator[View]:
+        padding = flat.numel() - self.total
+        if padding < 0 or padding % self.width or padding > MAX_PADDED_ROWS * self.width:
+            return
+        for names, turned in itertools.product(self.orders, (False, True)):
+            view, at = View(), 0
+            for name in names:
+                shape, size = self.shapes[name], math.prod(self.shapes[name])
+                turn = turned and len(shape) == 2 and name.startswith("h.")
+                part = flat[at : at + size]
+                view[name] = part.reshape(shape[::-1]).t() if turn else part.reshape(shape)
+                at += size + padding * (name == TABLE)
+            yield view
+
+
+def _oriented(array: Tensor, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """Yield an array as a tensor of ``shape``, as it is and transposed."""
+    squeezed = array.squeeze()
+    if len(shape) == 1:
+        yield from [array.reshape(shape)] if squeezed.ndim <= 2 else []
+        return
+    if squeezed.ndim != 2 or tuple(squeezed.shape) == shape:
+        yield array.reshape(shape)
+    if squeezed.ndim != 2 or tuple(squeezed.shape) == shape[::-1]:
+        yield array.reshape(shape[::-1]).t()
+
+
+# Recognition
+
+
+@dataclass(eq=False)
+class Piece:
+    """An array in one view. A parameter's ``score`` is its distance from the checkpoint's, a gradient's its likeness."""
+
+    name: str
+    view: View
+    score: float
+    dtype: torch.dtype
+    label: str | None = None  # of a gradient: of the predicted one that is most like it
+    size: float = 1.0  # of a gradient: its norm over that of this one
+
+    @property
+    def units(self) -> Units:
+        return tuple(self.view)
+
+
+def by_units(pieces: Iterable[Piece]) -> dict[Units, list[Piece]]:
+    found: dict[Units, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.units, []).append(piece)
+    return found
+
+
+def shared_out(candidates: Sequence[Sequence[Piece]]) -> list[Piece]:
+    """Return one piece for each array, so that parameters of one shape get equally many: the most alike first."""
+    sizes = [sum(tensor.numel() for tensor in group[0].view.values()) for group in candidates]
+    units: dict[int, set[frozenset[str]]] = {size: set() for size in sizes}
+    for size, group in zip(sizes, candidates, strict=True):
+        units[size] |= {frozenset(piece.units) for piece in group}
+    # how many gradients of one parameter the dump may hold: of each step, before and after clipping
+    each = max((math.ceil(count / len(units[size])) for size, count in Counter(sizes).items()), default=0)
+    room = {one: each for own in units.values() for one in own}
+    given: dict[int, Piece] = {}
+    order = ((number, piece) for number, group in enumerate(candidates) for piece in group)
+    for number, piece in sorted(order, key=lambda one: -one[1].score):
+        if number not in given and room[frozenset(piece.units)] > 0:
+            given[number] = piece
+            room[frozenset(piece.units)] -= 1
+    return [given[number] for number in sorted(given)]
+
+
 class Recogniser:
     """The search; ``state`` are the checkpoint's tensors in float64, ``gradients`` the predicted ones with their labels.
 
@@ -78,11 +208,38 @@ class Recogniser:
             for name, tensor in self.units.items()
         }
         self.labels: list[str] = []
-        self.gradients: list[dict[str, Tensor]] = []
+        self.gradients: list[View] = []
         for label, one in gradients:
             self.labels.append(label)
             self.gradients.append({name: g.reshape(-1)[self.indices[name]] for name, g in units_of(one).items()})
         self._tables: dict[tuple[Units, bool], Tensor] = {}
+
+    def recorded(self, arrays: Mapping[str, Tensor], predicted: Predicted, counts: Sequence[int]) -> Recorded:
+        """Say what each array is, and order them by steps, of which there may be ``counts``, the likeliest first.
+
+        ``predicted``: gradients that a step from some weights may have.
+        """
+        parameters, gradients = self._pieces(arrays)
+        pieces = [*parameters, *gradients]
+        found = Recorded(self._sets(parameters, mode([len(group) for group in by_units(gradients).values()] or [0]), counts))
+        found.parameter_dtypes, found.gradient_dtypes = ({piece.dtype for piece in some} for some in (parameters, gradients))
+        found.names, found.copies = {piece.name for piece in pieces}, [piece.units for piece in parameters]
+        wide = (arrays[piece.name] for piece in pieces if piece.dtype == torch.float64)
+        found.float64 = any(not bool((one == one.float().double()).all()) for one in wide)
+        found.stacks = {piece.units for piece in pieces if 1 < len(piece.units) < len(self.state)}
+        later = [units_of(one) for one in found.parameters[1:]]
+        still = {
+            name
+            for name, p in self.units.items()
+            if later and all(name in one and bool(((one[name] - p).abs() <= 2**-24 * p.abs()).all()) for one in later)
+        }
+        # of c_attn, all three thirds: a key's bias has no gradient
+        found.unchanged = [n for n in self.state if n in still or all(f"{n}:{one}" in still for one in LETTERS)]
+        if gradients:
+            found.raw, found.used = self._placed(found, gradients, predicted, counts[0])
+        if not is_clipped(found.raw, found.used) or self._has_squares(arrays, found.raw[0]):
+            found.used = [{} for _ in found.raw]
+        return found
 
     def _taken(self, tensors: Mapping[str, Tensor], units: Units) -> Tensor:
         return torch.cat([tensors[name].reshape(-1)[self.indices[name]] for name in units])
@@ -98,22 +255,14 @@ class Recogniser:
 
     # What each array is
 
-    def pieces(self, arrays: Mapping[str, Tensor]) -> tuple[list[Piece], list[Piece], dict[str, Tensor]]:
-        """Return the arrays that are parameters, those that are gradients, and the rest."""
-        parameters: list[Piece] = []
-        gradients: list[list[Piece]] = []
-        rest: dict[str, Tensor] = {}
-        for name, array in arrays.items():
-            found = self._candidates(name, array) if bool(array.isfinite().all()) and array.numel() > 1 else []
-            if not found:
-                rest[name] = array
-            elif found[0].label is None:
-                parameters += found
-            else:
-                gradients.append(found)
-        usual = median(group[0].size for group in gradients) if gradients else 0.0
-        large = [kept for group in gradients if (kept := [piece for piece in group if piece.size > LEAST * usual])]
-        return parameters, shared_out(large), rest
+    def _pieces(self, arrays: Mapping[str, Tensor]) -> tuple[list[Piece], list[Piece]]:
+        """Return the arrays that are parameters, and those that are gradients."""
+        some = (item for item in arrays.items() if item[1].numel() > 1 and bool(item[1].isfinite().all()))
+        found = [pieces for name, array in some if (pieces := self._candidates(name, array))]
+        gradients = [pieces for pieces in found if pieces[0].label is not None]
+        least = LEAST * median([pieces[0].size for pieces in gradients] or [0.0])
+        large = [kept for pieces in gradients if (kept := [piece for piece in pieces if piece.size > least])]
+        return [pieces[0] for pieces in found if pieces[0].label is None], shared_out(large)
 
     def _candidates(self, name: str, array: Tensor) -> list[Piece]:
         """Return what an array may be: parameters in one view, or else gradients in several, the most alike first."""
@@ -143,39 +292,6 @@ class Recogniser:
 
     # The order of steps
 
-    def recorded(
-        self,
-        parameters: Sequence[Piece],
-        gradients: Sequence[Piece],
-        arrays: Mapping[str, Tensor],
-        predicted: Predicted,
-        counts: Sequence[int],
-    ) -> Recorded:
-        """Put the arrays in the order of their steps, of which there may be ``counts``, the likeliest first.
-
-        ``predicted``: gradients that a step from some weights may have.
-        """
-        pieces = [*parameters, *gradients]
-        found = Recorded(self._sets(parameters, mode(len(group) for group in by_units(gradients).values()), counts))
-        found.parameter_dtypes, found.gradient_dtypes = ({piece.dtype for piece in some} for some in (parameters, gradients))
-        found.names = {piece.name for piece in pieces}
-        wide = (arrays[piece.name] for piece in pieces if piece.dtype == torch.float64)
-        found.float64 = any(not bool((one == one.float().double()).all()) for one in wide)
-        found.stacks = {piece.units for piece in pieces if 1 < len(piece.units) < len(self.state)}
-        later = [units_of(one) for one in found.parameters[1:]]
-        allowed = {n: 2**-24 * p.abs() for n, p in self.units.items()}
-        moved = {
-            n for n, p in self.units.items() for one in later if n not in one or bool(((one[n] - p).abs() > allowed[n]).any())
-        }
-        still = self.units.keys() - moved if later else set()
-        # of c_attn, all three thirds: a key's bias has no gradient
-        found.unchanged = [n for n in self.state if n in still or all(f"{n}:{one}" in still for one in LETTERS)]
-        if gradients:
-            found.raw, found.used = self._placed(found, gradients, predicted, counts[0])
-        if not is_clipped(found.raw, found.used) or self._has_squares(arrays, found.raw[0]):
-            found.used = [{} for _ in found.raw]
-        return found
-
     def _sets(self, parameters: Sequence[Piece], gradients: int, counts: Sequence[int]) -> list[Weights]:
         """Return the parameters before the first step and after each; ``gradients``: so many are dumped of most parameters.
 
@@ -190,8 +306,8 @@ class Recogniser:
             equal[units], changed[units] = len(same), self._ordered(units, [piece for piece in group if piece not in same])
             if same and same[0].dtype.itemsize >= 4:  # half precision has rounded what the program computed with
                 before |= same[0].view
-        moved = mode(len(group) for group in changed.values() if group)
-        usual = mode(equal[units] for units, group in changed.items() if len(group) == moved and moved)
+        moved = mode([len(group) for group in changed.values() if group] or [0])
+        usual = mode([equal[units] for units, group in changed.items() if len(group) == moved and moved] or [0])
         copies = usual + moved
         count = next((n for n in counts if n > 1 and copies in (n, n + 1)), 1)
         steps = count if count > 1 else copies - 1

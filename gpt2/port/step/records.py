@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import NamedTuple
 
@@ -14,70 +15,62 @@ SAMPLE = 4096  # entries of each parameter that are kept; all of them in a small
 Samples = dict[str, Tensor]
 
 
-class Sizes(NamedTuple):
-    """Norms of one parameter's gradient: the Euclidean one, the sum of absolute values, and the largest of them."""
+class Sampled(NamedTuple):
+    """One parameter's gradient: entries (n,), and norms of all of it: the Euclidean one, the sum of absolutes, the largest."""
 
-    two: float
-    one: float
-    largest: float
+    values: Tensor
+    two: float = 0.0
+    one: float = 0.0
+    largest: float = 0.0
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Sizes:
-        """Return the norms of a tensor, without a copy of it."""
+    def of(cls, tensor: Tensor, values: Tensor | None = None) -> Sampled:
+        """Return a tensor with its norms, without a copy of it; ``values``: the entries to keep, in place of all."""
+        kept = tensor.reshape(-1) if values is None else values
         if not tensor.numel():
-            return cls(0.0, 0.0, 0.0)
+            return cls(kept)
         dtype = torch.float64 if tensor.dtype.itemsize < 8 else None
         two, one = (float(torch.linalg.vector_norm(tensor, order, dtype=dtype)) for order in (2, 1))
         low, high = tensor.aminmax()
-        return cls(two, one, max(-float(low), float(high)))
+        return cls(kept, two, one, max(-float(low), float(high)))
 
-    def times(self, factor: float) -> Sizes:
-        return Sizes(*(factor * size for size in self))
+    def plus(self, other: Sampled) -> Sampled:
+        """Return the sum; its norms are those of the sampled entries, which are all in a small model."""
+        return Sampled.of(self.values + other.values)
+
+    def times(self, factor: float) -> Sampled:
+        """Return the product with a positive number."""
+        return Sampled(self.values * factor, factor * self.two, factor * self.one, factor * self.largest)
 
 
-@dataclass
-class Gradient:
-    """A gradient of the parameters at one moment: by parameter, the sampled entries, and the norms of all of them."""
+def total_norm(gradient: Mapping[str, Tensor]) -> float:
+    """Return the norm of all gradients together."""
+    return math.hypot(*(float(g.norm()) for g in gradient.values()))
 
-    samples: Samples = field(default_factory=dict)
-    sizes: dict[str, Sizes] = field(default_factory=dict)
+
+class Gradient(dict[str, Sampled]):
+    """A gradient of the parameters at one moment, by parameter."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Gradient:
         """Return a gradient of which every entry is kept."""
-        return cls({name: t.reshape(-1) for name, t in tensors.items()}, {name: Sizes.of(t) for name, t in tensors.items()})
+        return cls({name: Sampled.of(tensor) for name, tensor in tensors.items()})
 
     @property
     def total(self) -> float:
         """The Euclidean norm over all parameters."""
-        return sum(size.two**2 for size in self.sizes.values()) ** 0.5
-
-    def add(self, name: str, sample: Tensor, sizes: Sizes) -> None:
-        """Add to one parameter's gradient; a sum's norms are those of the sampled entries, which are all in a small model."""
-        if name in self.samples:
-            sample = self.samples[name] + sample
-            sizes = Sizes.of(sample)
-        self.samples[name], self.sizes[name] = sample, sizes
+        return sum(one.two**2 for one in self.values()) ** 0.5
 
     def plus(self, other: Gradient) -> Gradient:
         """Return the sum."""
-        total = Gradient(dict(self.samples), dict(self.sizes))
-        for name, sample in other.samples.items():
-            total.add(name, sample, other.sizes[name])
-        return total
+        return Gradient({**self, **{n: self[n].plus(one) if n in self else one for n, one in other.items()}})
 
     def times(self, factor: float) -> Gradient:
         """Return the gradient multiplied by a positive number."""
-        sizes = {name: size.times(factor) for name, size in self.sizes.items()}
-        return Gradient({name: sample * factor for name, sample in self.samples.items()}, sizes)
-
-    def remove(self, name: str) -> None:
-        """Remove a parameter's gradient, if it has one."""
-        self.samples.pop(name, None)
-        self.sizes.pop(name, None)
+        return Gradient({name: one.times(factor) for name, one in self.items()})
 
 
-@dataclass
+@dataclass(frozen=True)
 class Backward:
     """One backward pass: what arrived at each parameter, and ``.grad`` after it was added."""
 
@@ -85,7 +78,7 @@ class Backward:
     held: Gradient = field(default_factory=Gradient)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Update:
     """One update of the parameters: their values before and after, and the gradient that it used.
 
@@ -147,21 +140,24 @@ class Watched:
 
     def arrived(self) -> Samples:
         """Return the sum of what arrived at each parameter before the first update."""
-        return reduce(Gradient.plus, (one.arrived for one in self.first_backwards), Gradient()).samples
+        arrived = reduce(Gradient.plus, (one.arrived for one in self.first_backwards), Gradient())
+        return {name: one.values for name, one in arrived.items()}
 
 
 def updates_of(calls: Sequence[Watched]) -> list[Update]:
     """Return all updates of some calls, each with the gradient that it used: ``.grad``, or else the sum of what arrived."""
+    found = []
     for number, call in enumerate(calls):
         done = 0
         for update in call.updates:
-            update.call, passes, done = number, call.backwards[done : update.backwards], update.backwards
-            if not update.gradient.samples and passes:
-                update.gradient, update.held = update.held, Gradient()
-                if not update.gradient.samples:
-                    update.summed = len(passes)
-                    update.gradient = reduce(Gradient.plus, (one.arrived for one in passes))
-    return [update for call in calls for update in call.updates]
+            gradient, held, passes, summed = update.gradient, update.held, call.backwards[done : update.backwards], 0
+            if not gradient and passes:
+                gradient, held = held, Gradient()
+                if not gradient:
+                    gradient, summed = reduce(Gradient.plus, (one.arrived for one in passes)), len(passes)
+            found.append(replace(update, call=number, gradient=gradient, held=held, summed=summed))
+            done = update.backwards
+    return found
 
 
 class Sampler:
@@ -175,10 +171,6 @@ class Sampler:
             generator = torch.Generator().manual_seed(count)
             self.indices[name] = torch.randint(count, (SAMPLE,), generator=generator) if count > SAMPLE else slice(None)
 
-    def whole(self, name: str) -> bool:
-        """Whether every entry of a parameter is kept."""
-        return isinstance(self.indices[name], slice)
-
     def take(self, name: str, tensor: Tensor) -> Tensor:
         """Return the sampled entries of a tensor of this parameter's shape, as a float64 copy."""
         index, flat = self.indices[name], tensor.detach().reshape(-1)
@@ -188,14 +180,11 @@ class Sampler:
     def values(self) -> Samples:
         return {name: self.take(name, parameter) for name, parameter in self.parameters.items()}
 
-    def write(self, gradient: Gradient, name: str, tensor: Tensor) -> None:
-        """Write a parameter's gradient into ``gradient``."""
+    def gradient(self, name: str, tensor: Tensor) -> Sampled:
+        """Return what is kept of a parameter's gradient."""
         tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-        gradient.samples[name], gradient.sizes[name] = self.take(name, tensor), Sizes.of(tensor)
+        return Sampled.of(tensor, self.take(name, tensor))
 
     def gradients(self) -> Gradient:
-        gradient = Gradient()
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None:
-                self.write(gradient, name, parameter.grad)
-        return gradient
+        found = ((name, p.grad) for name, p in self.parameters.items())
+        return Gradient({name: self.gradient(name, grad) for name, grad in found if grad is not None})

@@ -71,57 +71,45 @@ class Track:
         before, gradient, change = (one[:, index] for one in (self.before, self.gradient, self.change))
         return replace(self, before=before, gradient=gradient, change=change, noise=noise)
 
-
-@dataclass
-class Moments:
-    """The state of one parameter."""
-
-    m: Array
-    v: Array
-    most: Array
-    step: int = 0
-
-    @classmethod
-    def none(cls, n: int) -> Moments:
-        """Return the moments (n,) before the first step."""
-        return cls(np.zeros(n), np.zeros(n), np.zeros(n))
+    def then(self, later: Track) -> Track:
+        """Return this track, without noise, and then another."""
+        pairs = ([getattr(track, one) for track in (self, later)] for one in ("before", "gradient", "change", "seen"))
+        before, gradient, change, seen = map(np.concatenate, pairs)
+        return replace(later, before=before, gradient=gradient, change=change, seen=seen, noise=None)
 
 
-def directions(rule: Rule, track: Track, state: Moments | None = None) -> Array:
-    """Return the directions (K, n) in which ``rule`` moves a parameter, from its own values and gradients; ``state`` goes on.
+def directions(rule: Rule, track: Track) -> Array:
+    """Return the directions (K, n) in which ``rule`` moves a parameter, from its own values and gradients.
 
     They are (R, K, n) for a rule with R values of its constants.
     """
     n = track.before.shape[1]
-    state = Moments.none(n) if state is None else state
+    m, v, most, step = np.zeros(n), np.zeros(n), np.zeros(n), 0
     b1, b2, eps = rule.beta1, rule.beta2, rule.eps
     out = np.zeros((*np.shape(b1)[:-1], *track.before.shape))
-    for t in range(len(track.before)):
-        if not track.seen[t]:
-            continue
+    for t in np.flatnonzero(track.seen):
         g = track.gradient[t] + rule.coupled * track.before[t]
         if rule.lost:
-            state.m, state.v, state.most = np.zeros((3, n))
-            state.step *= rule.counted
-        state.step += 1
+            m, v, most = np.zeros((3, n))
+            step *= rule.counted
+        step += 1
         if rule.kind == "sgd":
-            state.m = b1 * state.m + g
-            out[..., t, :] = g + b1 * state.m if rule.nesterov else state.m
+            m = b1 * m + g
+            out[..., t, :] = g + b1 * m if rule.nesterov else m
             continue
         if rule.kind == "lion":
-            out[..., t, :] = np.sign(b1 * state.m + (1 - b1) * g)
-            state.m = b2 * state.m + (1 - b2) * g
+            out[..., t, :] = np.sign(b1 * m + (1 - b1) * g)
+            m = b2 * m + (1 - b2) * g
             continue
-        state.m = b1 * state.m + (1 - b1) * g
-        state.v = b2 * state.v + (1 - b2) * g * g
-        state.most = np.maximum(state.most, state.v) if rule.amsgrad else state.v
-        at = state.step + (rule.correction == "late")
-        c1 = 1 - b1**at if rule.correction not in ("none", "second") else 1.0
-        c2 = 1 - b2**at if rule.correction not in ("none", "first") else 1.0
-        c1, c2 = np.maximum(c1, 1e-300), np.maximum(c2, 1e-300)
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * g * g
+        most = np.maximum(most, v) if rule.amsgrad else v
+        at = step + (rule.correction == "late")
+        c1 = np.maximum(1 - b1**at, 1e-300) if rule.correction not in ("none", "second") else 1.0
+        c2 = np.maximum(1 - b2**at, 1e-300) if rule.correction not in ("none", "first") else 1.0
         inside, before, outside = ((rule.place == place) * eps for place in ("inside", "before", "outside"))
-        root = np.sqrt(state.most / c2 + inside) + before / np.sqrt(c2) + outside
-        out[..., t, :] = state.m / (c1 * np.where(root == 0, 1.0, root))
+        root = np.sqrt(most / c2 + inside) + before / np.sqrt(c2) + outside
+        out[..., t, :] = m / (c1 * np.where(root == 0, 1.0, root))
     return out
 
 
@@ -149,9 +137,13 @@ class Fit:
         return 0.0 if abs(value) < 1e-6 else value
 
 
-def fit(track: Track, rule: Rule, rates: Array | None = None, decays: Array | None = None, state: Moments | None = None) -> Fit:
-    """Fit the rates and decays of each step to ``change = -rate direction - decay before``; each may be given."""
-    change, before, direction = track.change, track.before, directions(rule, track, state)
+def fit(track: Track, rule: Rule, rates: Array | None = None, decays: Array | None = None, earlier: Track | None = None) -> Fit:
+    """Fit the rates and decays of each step to ``change = -rate direction - decay before``; each may be given.
+
+    ``earlier``: the track whose moments go on here.
+    """
+    change, before, given = track.change, track.before, (rates, decays)
+    direction = directions(rule, earlier.then(track) if earlier else track)[..., -len(change) :, :]
     if track.noise is not None:
         direction, change, before = direction / track.noise, change / track.noise, before / track.noise
     uu, up, pp = (direction * direction).sum(-1), (direction * before).sum(-1), (before * before).sum(-1)
@@ -160,20 +152,19 @@ def fit(track: Track, rule: Rule, rates: Array | None = None, decays: Array | No
         determinant = uu * pp - up * up
         both = determinant > 1e-9 * uu * pp
         safe = np.where(both, determinant, 1.0)
-        found = np.where(both, (pp * ud - up * pd) / safe, ud / np.where(uu > 0, uu, np.inf))
-        taken = np.where(both, (uu * pd - up * ud) / safe, np.nan)
-    else:
-        found = rates
-        taken = np.where(pp > 1e-30, (pd - rates * up) / np.where(pp > 1e-30, pp, 1.0), np.nan) if decays is None else decays
-    residual = change + found[..., None] * direction + np.where(np.isnan(taken), 0.0, taken)[..., None] * before
-    doubts = ROUNDING * np.sqrt(pp / np.where(uu > 0, uu, np.inf))
+        rates = np.where(both, (pp * ud - up * pd) / safe, ud / np.where(uu > 0, uu, np.inf))
+        decays = np.where(both, (uu * pd - up * ud) / safe, np.nan)
+    elif decays is None:
+        decays = np.where(pp > 1e-30, (pd - rates * up) / np.where(pp > 1e-30, pp, 1.0), np.nan)
+    residual = change + rates[..., None] * direction + np.nan_to_num(decays)[..., None] * before
     if track.noise is not None:
-        error, doubts = np.sqrt((np.minimum(np.abs(residual), MAX_SIGMA) ** 2).mean((-2, -1))), np.zeros_like(doubts)
+        error, doubts = np.sqrt((np.minimum(np.abs(residual), MAX_SIGMA) ** 2).mean((-2, -1))), np.zeros_like(uu)
     else:
+        doubts = ROUNDING * np.sqrt(pp / np.where(uu > 0, uu, np.inf))
         left = np.sqrt((residual * residual).sum((-2, -1))) - ROUNDING * math.sqrt(float(pp.sum()))
         error = np.maximum(0.0, left) / (math.sqrt(float((change * change).sum())) or np.inf)
-    here = Fit(found, taken, error if error.ndim else float(error), doubts)
+    here = Fit(rates, decays, error if error.ndim else float(error), doubts)
     if not track.small or not rule.coupled:
         return here
-    bare = fit(track, replace(rule, coupled=0.0), rates, decays)
+    bare = fit(track, replace(rule, coupled=0.0), *given)
     return replace(here, error=np.minimum(here.error, bare.error)) if error.ndim else min(here, bare, key=lambda one: one.error)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -16,14 +16,14 @@ from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.user_code import error_line
 from gpt2.port.recording.forward import plain_attention
+from gpt2.port.step.clipping import Passage
 from gpt2.port.step.labels import Batch
-from gpt2.port.step.records import Sampler, Watched
+from gpt2.port.step.records import Gradient, Sampled, Sampler, Update, Watched
 from gpt2.port.step.settings import Settings
 from gpt2.port.step.watching import Casts, Watch
 
 Step = Callable[[Tensor, Tensor], Any]
 MakeStep = Callable[[nn.Module], Step]
-Change = Callable[[dict[str, nn.Parameter]], None]  # changes the weights before a session
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 ATTRIBUTES = ("_parameters", "_buffers", "_modules")
 SHAPES = ("shape", "size", "view", "match", "dimension", "split")  # words of an error that another batch may avoid
@@ -92,16 +92,18 @@ class Subject:
                     getattr(part, name).update(content)
 
     def session(
-        self, batches: Sequence[Batch], change: Change | None = None, *, as_written: bool = False
+        self, batches: Sequence[Batch], names: Collection[str] = (), factor: float = 1.0, *, as_written: bool = False
     ) -> tuple[list[Watched], Sampler]:
         """Call a new step on each batch, in float64 and without dropout, or ``as_written``; return what was seen.
+
+        The weights are the module's, those of ``names`` times ``factor``.
 
         Raises:
             InputError: the step fails, returns no number, returns NaN, or trains another module.
         """
         while True:
             try:
-                return self._session(batches, change, as_written)
+                return self._session(batches, names, factor, as_written)
             except _CastsNeeded:
                 self.casts = Casts.SCALARS if self.casts is Casts.NONE else Casts.ALL
             finally:
@@ -109,14 +111,15 @@ class Subject:
                     gc.collect()  # an optimizer holds itself in cycles, and with it two tensors of each parameter
                     give_back_freed_memory()
 
-    def _session(self, batches: Sequence[Batch], change: Change | None, as_written: bool) -> tuple[list[Watched], Sampler]:
+    def _session(
+        self, batches: Sequence[Batch], names: Collection[str], factor: float, as_written: bool
+    ) -> tuple[list[Watched], Sampler]:
         with torch.random.fork_rng(devices=[]), plain_attention(), self._restored():
             torch.manual_seed(0)
             before = dict(self.module.named_parameters())
             self._widen(as_written)
-            if change is not None:
-                with torch.no_grad():
-                    change(before)
+            for tensor in {p.data_ptr(): p for name, p in before.items() if name in names}.values():
+                tensor.data.mul_(factor)
             step = self._made()
             sampler = Sampler(dict(self.module.named_parameters()))
             self._widen(as_written)  # make_step may have added some
@@ -179,10 +182,8 @@ class _CastsNeeded(Exception):
 
 def _number(loss: Any, maker: str) -> float:
     loss = getattr(loss, "loss", loss)
-    if isinstance(loss, dict):
-        loss = loss.get("loss")
-    if isinstance(loss, (tuple, list)) and loss:
-        loss = loss[0]
+    loss = loss.get("loss") if isinstance(loss, dict) else loss
+    loss = loss[0] if isinstance(loss, (tuple, list)) and loss else loss
     try:
         return float(loss.detach() if isinstance(loss, Tensor) else loss)
     except (TypeError, ValueError, RuntimeError):
@@ -196,23 +197,43 @@ def _inner(part: nn.Module) -> dict[str, dict[str, Any]]:
     return {name: dict(value) for name, value in inner if isinstance(value, dict)}
 
 
-def takes_model(make_step: Callable[..., Any], name: str) -> None:
-    """Raise InputError if ``make_step`` cannot be called with the module alone."""
-    try:
-        parameters = inspect.signature(make_step).parameters.values()
-    except (TypeError, ValueError):
+def join_tied(sessions: Sequence[Sequence[Watched]], names: Sequence[str], sampler: Sampler) -> None:
+    """Make one parameter of those that a step ties by hand: it adds their gradients, updates one, and copies it to the others.
+
+    ``names``: those that were one tensor before make_step. All but the one that is updated are removed from what was seen.
+    """
+    calls = [call for session in sessions for call in session]
+    updates = [update for call in calls for update in call.updates]
+
+    def sum_of(gradient: Gradient) -> Sampled:
+        return reduce(Sampled.plus, (gradient[name] for name in names if name in gradient))
+
+    def uses_sum(update: Update, keeper: str) -> bool:
+        """Whether ``.grad`` of the keeper is a multiple of the sum of all gradients, or cut from it."""
+        if keeper not in update.gradient or not any(name in update.held for name in names):
+            return False
+        return not Passage.of(Gradient({keeper: sum_of(update.held)}), update.gradient).odd
+
+    equal = all(torch.equal(update.after[names[0]], update.after[name]) for update in updates for name in names)
+    keeper = next((one for one in names if all(uses_sum(update, one) for update in updates)), None)
+    if len(names) < 2 or not updates or not equal or keeper is None:
         return
-    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required) or not list(parameters):
-        call = f"{name}({', '.join(p.name for p in parameters)})"
-        raise InputError(f"{call}: is called with the model alone; give the other arguments defaults, and return step(x, y)")
-
-
-def scaled(names: Iterable[str], factor: float) -> Change:
-    """Return a change that multiplies these parameters."""
-
-    def change(parameters: dict[str, nn.Parameter]) -> None:
-        for tensor in {p.data_ptr(): p for name, p in parameters.items() if name in names}.values():
-            tensor.data.mul_(factor)
-
-    return change
+    for gradient in (one for call in calls for backward in call.backwards for one in (backward.arrived, backward.held)):
+        if any(name in gradient for name in names):
+            gradient[keeper] = sum_of(gradient)
+    others = set(names) - {keeper}
+    for update in updates:
+        if not isinstance(sampler.indices[keeper], slice):  # a sum of samples has the norms of .grad, which is its multiple
+            held, used = update.held[keeper], update.gradient[keeper]
+            share = float(held.values @ used.values / (held.values @ held.values))
+            update.held[keeper] = used.times(1 / share)._replace(values=held.values) if share > 0 else held
+    for call in calls:
+        call.trains -= others
+    gradients = [call.start for call in calls] + [one.gradient for one in updates]
+    gradients += [one for call in calls for backward in call.backwards for one in (backward.arrived, backward.held)]
+    for name in others:
+        del sampler.parameters[name], sampler.indices[name]
+        for gradient in gradients:
+            gradient.pop(name, None)
+        for update in updates:
+            del update.before[name], update.after[name]

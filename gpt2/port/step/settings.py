@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from gpt2.errors import InputError
+from gpt2.errors import InputError, did_you_mean
 
 OPTIM = ("lr", "min_lr", "warmup", "beta1", "beta2", "weight_decay", "clip")
 COUNTS = ("steps", "batch_size", "context", "grad_accum")  # 1 or more
 WHOLE = (*COUNTS, "optim.warmup")
+PROMPT = "data.prompt"
 FRACTIONS = ("dropout", "optim.beta1", "optim.beta2")
 
 
@@ -52,16 +52,10 @@ class Settings:
     @classmethod
     def of(cls, values: Mapping[str, object]) -> Settings:
         """Return the settings of a mapping from a recipe's keys to values, as numbers or text."""
-        known: dict[str, Any] = {}
-        for key, value in values.items():
-            if key == "data.prompt":
-                known["padded"] = bool(value)
-            elif key in KEYS:
-                known[KEYS[key]] = _number(key, value)
-            else:
-                close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.5)
-                hint = f"did you mean {close[0]}?" if close else f"keys are {', '.join(KEYS)}"
-                raise InputError(f"--set {key}: not a setting of a training step; {hint}")
+        for key in values.keys() - KEYS:
+            hint = did_you_mean(key, KEYS) or f"; keys are {', '.join(KEYS)}"
+            raise InputError(f"--set {key}: not a setting of a training step{hint}")
+        known: dict[str, Any] = {KEYS[key]: _value(key, value) for key, value in values.items()}
         settings = cls(**known)
         rows, parts = settings.batch_size, settings.grad_accum
         if rows and parts and rows % parts:
@@ -85,20 +79,19 @@ class Settings:
         return least + (1 + math.cos(math.pi * part)) / 2 * (self.lr - least)
 
 
-KEYS = {f"optim.{one.name}" if one.name in OPTIM else one.name: one.name for one in fields(Settings) if one.name != "padded"}
+KEYS = {f"optim.{one}" if one in OPTIM else one: one for one in (one.name for one in fields(Settings))}
+KEYS[PROMPT] = KEYS.pop("padded")
 
 
-def _number(key: str, value: object) -> float | int:
-    said = f"--set {key}={value}: give"
+def _value(key: str, value: object) -> float | bool:
+    if key == PROMPT:
+        return bool(value)
     try:
         number = float(str(value))
     except ValueError:
-        raise InputError(f"{said} a number") from None
-    least, most = int(key in COUNTS), 1 if key in FRACTIONS else math.inf
-    if not least <= number < most:
-        raise InputError(f"{said} {least} or more{' and less than 1' if key in FRACTIONS else ''}")
-    if key not in WHOLE:
-        return number
-    if number != int(number):
-        raise InputError(f"{said} a whole number")
-    return int(number)
+        number = math.nan
+    least, most, whole = int(key in COUNTS), 1 if key in FRACTIONS else math.inf, key in WHOLE
+    if not least <= number < most or (whole and number != int(number)):
+        less = " and less than 1" if key in FRACTIONS else ""
+        raise InputError(f"--set {key}={value}: give a {'whole ' * whole}number, {least} or more{less}")
+    return int(number) if whole else number

@@ -109,7 +109,7 @@ class Watch(DeterministicMode):
                 parameter = self.sampler.parameters[name]
                 self._open.before[name] = self.sampler.take(name, parameter)
                 if parameter.grad is not None:
-                    self.sampler.write(self._open.gradient, name, parameter.grad)
+                    self._open.gradient[name] = self.sampler.gradient(name, parameter.grad)
 
     def _update(self) -> Update:
         """Return an update after the last backward pass."""
@@ -119,9 +119,7 @@ class Watch(DeterministicMode):
     def _close(self) -> None:
         if self._open is not None:
             now = self.sampler.values()
-            self._open.after = now
-            self._open.before = {**now, **self._open.before}
-            self.seen.updates.append(self._open)
+            self.seen.updates.append(replace(self._open, before={**now, **self._open.before}, after=now))
             self._open = None
 
     def _backward(self, name: str, kind: str) -> Backward:
@@ -147,7 +145,7 @@ class Watch(DeterministicMode):
         def hook(tensor: Tensor) -> None:
             gradient = tensor.grad if kind == "held" else _plain(tensor)
             if gradient is not None:
-                self.sampler.write(getattr(self._backward(name, kind), kind), name, gradient)
+                getattr(self._backward(name, kind), kind)[name] = self.sampler.gradient(name, gradient)
 
         return hook
 
