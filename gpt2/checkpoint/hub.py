@@ -235,20 +235,17 @@ def request_headers() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def explained(repo: str, revision: str = "", refused: Callable[[str, Exception], InputError] | None = None) -> Iterator[None]:
-    """Convert every failure of the Hub, or of an upload to it if ``refused`` says what those mean, into an error of one line."""
+def explained(repo: str, revision: str = "") -> Iterator[None]:
+    """Convert every failure of the Hub into an error of one line."""
     check_environment()
     from huggingface_hub.errors import HFValidationError, HTTPError
 
-    kinds = (Exception,) if refused else (HTTPError, OSError, HFValidationError)  # an answer can lead the client to any
     try:
         yield
-    except InputError as error:
-        if refused and "use --offline" in str(error):
-            raise InputError(str(error).replace("use --offline", "run it again")) from error
+    except InputError:
         raise
-    except kinds as error:
-        raise (refused(repo, error) if refused else _explain(repo, revision, error)) from error
+    except (HTTPError, OSError, HFValidationError) as error:
+        raise _explain(repo, revision, error) from error
 
 
 def check_environment() -> None:

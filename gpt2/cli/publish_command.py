@@ -14,7 +14,7 @@ from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
     from gpt2.checkpoint.card import Record
-    from gpt2.checkpoint.publish import Plan, Published, Target
+    from gpt2.checkpoint.publish import Plan, Target
 
 HELP = "send a model and its card to the Hub, in one commit"
 EXAMPLES = """\
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         write_result(args.json, lambda: json.dumps(body, indent=2), lambda: say(text))
         return 0
     with Status(f"asking the Hub for {args.repo}"):
-        target = look(args.repo, planned, public=args.public)
+        target = look(planned, public=args.public)
     print(printable(_plan(args, planned, target)), file=sys.stderr)
     if not args.yes or planned.private:
         if planned.private and (args.yes or not sys.stdin.isatty()):
@@ -72,10 +72,15 @@ def run(args: argparse.Namespace) -> int:
 
     if not sys.stderr.isatty() and not are_progress_bars_disabled():  # they are for a terminal
         disable_progress_bars()
-    done = send(planned, target)
-    body |= {"commit": done.commit, "url": done.url, "private": target.private, "wrong": done.wrong}
-    write_result(args.json, lambda: json.dumps(body, indent=2), lambda: say(_done(args.repo, target, done)))
-    return 1 if done.wrong else 0
+    commit, wrong = send(planned, target)
+    url = f"{target.url}/commit/{commit}"
+    body |= {"commit": commit, "url": url, "private": target.private, "wrong": wrong}
+    text = f"{'nothing has changed since' if commit == target.commit else 'published'} {url}\n"
+    text += f"every hash on the Hub is the one shown; gpt2 verify {args.repo}@{commit[:12]} checks what comes back"
+    if wrong:
+        text = f"{url}: the Hub holds other bytes of {', '.join(wrong)}; the folder changed meanwhile? publish again"
+    write_result(args.json, lambda: json.dumps(body, indent=2), lambda: say(text))
+    return 1 if wrong else 0
 
 
 def measure(directory: Path, status: Status, *, dry_run: bool) -> Record:
@@ -83,7 +88,8 @@ def measure(directory: Path, status: Status, *, dry_run: bool) -> Record:
 
     With ``dry_run`` the card stays as it is, and the base must be on this machine.
     """
-    from gpt2.checkpoint.card import RECORD, read_record, write_card
+    from gpt2.checkpoint.card import RECORD, contents, read_record
+    from gpt2.data.files import write
     from gpt2.parity.run import verify
 
     record = read_record(directory)
@@ -99,8 +105,11 @@ def measure(directory: Path, status: Status, *, dry_run: bool) -> Record:
         name = base.get("id", base["name"]) + (f"@{base['revision']}" if base.get("revision") else "")
         measured["compare"] = _compared(name, directory, status, offline=dry_run)
     record |= {"measured": measured}
-    if not dry_run and (remark := write_card(directory, record)):
-        print(f"note: {printable(remark)}", file=sys.stderr)
+    if not dry_run:
+        files, remark = contents(directory, record)
+        write(directory, files)
+        if remark:
+            print(f"note: {printable(remark)}", file=sys.stderr)
     if not report.ok:
         raise InputError(f"{directory}: not equal to transformers; gpt2 verify {directory} says where; or leave out --measure")
     return record
@@ -142,11 +151,3 @@ def _ask(question: str) -> None:
     print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise InputError("nothing was sent; answer y to send")
-
-
-def _done(repo: str, target: Target, done: Published) -> str:
-    if done.wrong:
-        return f"{done.url}: the Hub holds other bytes of {', '.join(done.wrong)}; the folder changed meanwhile? publish again"
-    same = "nothing has changed since" if done.commit == target.commit else "published"
-    check = f"gpt2 verify {repo}@{done.commit[:12]} checks what comes back"
-    return f"{same} {done.url}\nevery hash on the Hub is the one shown; {check}"

@@ -9,6 +9,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,11 +128,12 @@ def test_a_killed_upload_leaves_no_commit_and_goes_on(trained: Path, hub: HubSta
 
     hub.uploads.drop(after=500)  # the client tries again by itself
     hub.uploads.fails["commit"] = (503, "down")
+    planned = plan(trained, "me/tiny")
     with pytest.raises(InputError, match="run it again later, what it has is not sent again"):
-        send(plan(trained), look("me/tiny", plan(trained), public=False))
+        send(planned, look(planned, public=False))
     assert 500 in hub.uploads.received
     hub.uploads.fails.clear()
-    send(plan(trained), look("me/tiny", plan(trained), public=False))
+    send(planned, look(planned, public=False))
     assert set(hub.uploads.put.values()) == {1}
     assert on_the_hub(hub)["model.safetensors"] == (trained / "model.safetensors").read_bytes()
 
@@ -219,7 +221,7 @@ STEPS |= {"/verify": "POST", "/commit/": "POST", "/tree/": "GET"}
 def test_no_answer_of_the_hub_is_a_traceback(trained: Path, hub: HubStandIn, monkeypatch, step: str) -> None:
     """Whatever the client raises for an answer that it does not expect is one line, with what to do: 60 of 66 were not."""
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client's own, between its tries
-    planned, answers = plan(trained), [(200, {}, body) for body in GARBAGE]
+    planned, answers = plan(trained, "me/tiny"), [(200, {}, body) for body in GARBAGE]
     answers += [(status, {"X-Error-Message": "no\x1b[2Jway"}, b"") for status in (300, 302, 404, 418, 500)]
     answers += [(429, {"RateLimit": '"api";r=0;t=999999999', "Retry-After": "9" * 30}, b""), (0, {}, b"garbage\r\n\r\n")]
     for status, headers, body in answers:
@@ -231,7 +233,7 @@ def test_no_answer_of_the_hub_is_a_traceback(trained: Path, hub: HubStandIn, mon
         hub.repos.clear()
         hub.uploads.blobs.clear()
         hub.rewrite = rewrite
-        said = said_by(lambda: send(planned, look("me/tiny", planned, public=False)))
+        said = said_by(lambda: send(planned, look(planned, public=False)))
         assert not said or (said.isprintable() and re.search("[:;] ", said))
         hub.rewrite = None
 
@@ -264,8 +266,8 @@ def test_an_upload_that_is_never_answered_ends(trained: Path, hub: HubStandIn, m
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client's own, between its tries
     monkeypatch.setattr("gpt2.checkpoint.publish.PATIENCE", 0.5)
     monkeypatch.setattr("gpt2.checkpoint.publish.SLOWEST", 10**9)
-    planned = plan(trained)
-    target = look("me/tiny", planned, public=False)
+    planned = plan(trained, "me/tiny")
+    target = look(planned, public=False)
 
     def rewrite(request, answer):
         if where in request.path:
@@ -288,20 +290,20 @@ def test_an_upload_that_is_never_answered_ends(trained: Path, hub: HubStandIn, m
 
 def test_who_may_not_write_is_told(trained: Path, hub: HubStandIn, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong or missing token, another owner, and a commit that came in between."""
-    planned = plan(trained)
-    assert "403 for you/tiny" in refused(lambda: send(planned, look("you/tiny", planned, public=False)))
-    for checks_the_name in (lambda: look("tiny", planned, public=False), lambda: plan(trained, "tiny")):  # --dry-run only plans
-        assert "not OWNER/NAME" in refused(checks_the_name)
+    planned = plan(trained, "me/tiny")
+    other = replace(planned, repo="you/tiny")
+    assert "403 for you/tiny" in refused(lambda: send(other, look(other, public=False)))
+    assert "not OWNER/NAME" in refused(lambda: plan(trained, "tiny"))  # --dry-run only plans
     hub.add_repo("me/tiny", {})
     hub.repos["me/tiny"].private = True
-    target = look("me/tiny", planned, public=False)
+    target = look(planned, public=False)
     hub.add_repo("me/tiny", {"README.md": b"in between"})
     assert "changed meanwhile" in refused(lambda: send(planned, target))
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    assert "401" in refused(lambda: send(planned, look("me/fresh", planned, public=False)))
+    assert "401" in refused(lambda: send(planned, target))
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(trained / "none"))
-    assert "not logged in" in refused(lambda: look("me/tiny", planned, public=False))
+    assert "not logged in" in refused(lambda: look(planned, public=False))
 
 
 def said_by(call: Callable[[], object]) -> str:
@@ -366,11 +368,11 @@ def to_a_link(folder: Path) -> None:
 )
 def test_a_folder_that_does_not_load_or_claims_too_much_is_refused(model: Path, change: Callable, says: str) -> None:
     """A page on the Hub is believed: its figures must be the record's, and its files a model."""
-    assert plan(model).notes == (
+    assert plan(model, "me/tiny").notes == (
         "the card states no licence: add 'license: ...' to the first lines of README.md if you may grant one",
     )
     change(model)
-    assert says in refused(lambda: plan(model))
+    assert says in refused(lambda: plan(model, "me/tiny"))
 
 
 def test_only_a_model_s_own_files_are_sent(model: Path) -> None:
@@ -382,7 +384,7 @@ def test_only_a_model_s_own_files_are_sent(model: Path) -> None:
         (model / name).write_text("secret")
     (model / "adapter").mkdir()
     (model / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "/home/me/base"}')
-    planned = plan(model)
+    planned = plan(model, "me/tiny")
     sent = {file.name for file in planned.files}
     assert others <= set(planned.left_out)
     assert "adapter/adapter_config.json" in sent
