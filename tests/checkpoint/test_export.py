@@ -9,7 +9,7 @@ import gguf
 import pytest
 import torch
 from gguf.quants import dequantize, quantize
-from support.checks import content, refused
+from support.checks import all_same, content, refused
 from support.gguf_layouts import BF16, F16, F32, Q8_0, WIDE, arithmetic, write
 from support.hf_layouts import weights
 from support.official_repositories import openai_vocabulary
@@ -129,11 +129,12 @@ BY_LLAMA_CPP = {
 }
 
 
-def test_gguf_is_what_llama_cpps_converter_writes(tmp_path: Path) -> None:
+def test_gguf_is_what_llama_cpps_converter_writes() -> None:
     """Metadata that the converter does not write, or a tensor in another type, may break llama.cpp later."""
-    saved(tmp_path / "source", CONVERTED, from_directory(openai_vocabulary()[0].parent), truth=arithmetic(CONVERTED))
+    model, tokenizer = model_of(CONVERTED, arithmetic(CONVERTED)), from_directory(openai_vocabulary()[0].parent)
     for type, sha256 in BY_LLAMA_CPP.items():
-        assert export(str(tmp_path / "source"), tmp_path / type, format="gguf", type=type).files[0].sha256 == sha256
+        pieces, _ = gguf_pieces(model, tokenizer, type, "model")
+        assert hashlib.sha256(b"".join(pieces)).hexdigest() == sha256
 
 
 def test_an_embedding_is_cropped_to_the_tokenizer(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
@@ -169,13 +170,13 @@ def test_rows_that_are_no_whole_blocks_become_f16(tmp_path: Path) -> None:
     """As in llama.cpp: a width of 12 or 48 cannot be divided into blocks of 32."""
     config = dataclasses.replace(WIDE, n_embd=48, n_inner=64)
     done = export(str(saved(tmp_path / "source", config)), tmp_path / "out", format="gguf", type="q8_0")
-    kinds = {name: entry.kind.name for name, entry in GGUFFile(tmp_path / "out" / "model.gguf").entries.items()}
-    assert kinds["token_embd.weight"] == kinds["blk.1.ffn_up.weight"] == kinds["blk.0.attn_qkv.weight"] == "F16"
-    assert kinds["blk.0.ffn_down.weight"] == "Q8_0"
-    assert kinds["position_embd.weight"] == kinds["blk.0.ffn_down.bias"] == "F32"
     assert done.notes[-1] == "7 matrices in f16: the length of their rows is not a multiple of 32"
     write(tmp_path / "theirs.gguf", config, Q8_0)
     theirs, ours = GGUFFile(tmp_path / "theirs.gguf"), GGUFFile(tmp_path / "out" / "model.gguf")
+    kinds = {name: (entry.kind.name, theirs.entries[name].kind.name) for name, entry in ours.entries.items()}
+    assert kinds["token_embd.weight"] == kinds["blk.1.ffn_up.weight"] == kinds["blk.0.attn_qkv.weight"] == ("F16", "F16")
+    assert kinds["blk.0.ffn_down.weight"] == ("Q8_0", "Q8_0")
+    assert kinds["position_embd.weight"] == kinds["blk.0.ffn_down.bias"] == ("F32", "F32")
     assert all(torch.equal(ours.read(name), theirs.read(name)) for name in theirs.entries)
 
 
@@ -210,10 +211,9 @@ def test_values_that_a_type_cannot_hold_are_refused(tmp_path: Path, value: float
 def test_a_model_without_a_tokenizer_is_exported_and_said(tmp_path: Path) -> None:
     """Without a tokenizer llama.cpp needs the size of the vocabulary, and has no end-of-text token."""
     source = saved(tmp_path / "source")
-    assert "without a tokenizer" in export(str(source), tmp_path / "hf").notes[0]
+    for format in ("hf", "gguf"):
+        assert "without a tokenizer" in export(str(source), tmp_path / format, format=format).notes[0]
     assert sorted(content(tmp_path / "hf")) == HF
-    done = export(str(source), tmp_path / "gguf", format="gguf")
-    assert "without a tokenizer" in done.notes[0]
     metadata = GGUFFile(tmp_path / "gguf" / "model.gguf").metadata
     assert (metadata["tokenizer.ggml.model"], metadata["gpt2.vocab_size"]) == ("none", 300)
     export(str(tmp_path / "gguf"), tmp_path / "again", format="gguf")
@@ -224,36 +224,28 @@ def test_a_model_without_a_tokenizer_is_exported_and_said(tmp_path: Path) -> Non
 def test_random_weights_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For rehearsals: `random:SIZE` has neither path nor tokenizer."""
     monkeypatch.setitem(OFFICIAL_SIZES, "tiny", WIDE)
-    done = export("random:tiny:7", tmp_path, format="gguf", type="q8_0")
+    done = export("random:tiny:7", tmp_path, format="gguf", type="f32")
     assert done.notes == ("without a tokenizer: random:tiny:7: random weights come without a tokenizer; name a trained model",)
-    ours, file = gpt2.load("random:tiny:7"), GGUFFile(tmp_path / "model.gguf")
-    assert config_of(file) == ours.config
-    assert torch.equal(file.read("blk.1.ffn_norm.bias"), ours.h[1].ln_2.bias)
-    matrix = ours.h[1].mlp.c_proj.weight.detach().t().contiguous()
-    assert torch.equal(file.read("blk.1.ffn_down.weight"), torch.from_numpy(dequantize(quantize(matrix.numpy(), Q8_0), Q8_0)))
-
-
-def test_characters_go_along_where_they_can(tmp_path: Path) -> None:
-    """GGUF has no character tokenizer: a note must say that llama.cpp cannot read the text."""
-    config = dataclasses.replace(WIDE, vocab_size=12, bos_token_id=None, eos_token_id=None)
-    source = saved(tmp_path / "source", config, chars_of("To be,rnt\n'!"))
-    assert export(str(source), tmp_path / "hf").notes == ()
-    assert content(tmp_path / "hf") == content(source)
-    done = export(str(source), tmp_path / "gguf", format="gguf")
-    assert done.notes == ("without its tokenizer: GPT-2's in GGUF is a byte-level BPE, no other; pass ids",)
-    assert GGUFFile(tmp_path / "gguf" / "model.gguf").metadata["tokenizer.ggml.model"] == "none"
+    assert config_of(GGUFFile(tmp_path / "model.gguf")) == WIDE
+    assert all_same(gpt2.load(str(tmp_path)).state_dict(), gpt2.load("random:tiny:7").state_dict())
 
 
 def test_a_tokenizer_of_another_kind_goes_along_where_it_can(tmp_path: Path) -> None:
-    """Chinese GPT-2s have BERT's vocab.txt: it is written back as it is, and GGUF's note says that it stays behind."""
-    source = saved(tmp_path / "source", dataclasses.replace(WIDE, bos_token_id=2, eos_token_id=3))
-    bert(source)
-    done = export(str(source), tmp_path / "out")
-    assert "embedding cropped" in done.notes[0]
-    kept = {name: (source / name).read_bytes() for name in ("vocab.txt", "tokenizer_config.json")}
+    """GGUF has no character tokenizer, nor BERT's vocab.txt of Chinese GPT-2s: a note says that it stays behind."""
+    config = dataclasses.replace(WIDE, vocab_size=12, bos_token_id=None, eos_token_id=None)
+    characters = saved(tmp_path / "characters", config, chars_of("To be,rnt\n'!"))
+    assert export(str(characters), tmp_path / "hf").notes == ()
+    assert content(tmp_path / "hf") == content(characters)
+    done = export(str(characters), tmp_path / "gguf", format="gguf")
+    assert done.notes == ("without its tokenizer: GPT-2's in GGUF is a byte-level BPE, no other; pass ids",)
+    assert GGUFFile(tmp_path / "gguf" / "model.gguf").metadata["tokenizer.ggml.model"] == "none"
+    chinese = saved(tmp_path / "chinese", dataclasses.replace(WIDE, bos_token_id=2, eos_token_id=3))
+    bert(chinese)
+    assert "embedding cropped" in export(str(chinese), tmp_path / "out").notes[0]
+    kept = {name: (chinese / name).read_bytes() for name in ("vocab.txt", "tokenizer_config.json")}
     assert content(tmp_path / "out").items() >= kept.items()
     assert sorted(content(tmp_path / "out")) == sorted([*HF, *kept])
-    assert "without its tokenizer" in export(str(source), tmp_path / "gguf", format="gguf").notes[1]
+    assert "without its tokenizer" in export(str(chinese), tmp_path / "chinese.gguf", format="gguf").notes[1]
 
 
 def test_a_damaged_tokenizer_is_refused(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
@@ -317,52 +309,51 @@ def test_another_tokenizer_in_the_folder_is_refused(tmp_path: Path, tokenizer: L
     export(str(none), out, format="gguf")
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"activation_function": "gelu"}, "activation_function 'gelu'"),
-        ({"activation_function": "relu"}, "activation_function 'relu'"),
-        ({"scale_attn_weights": False}, "scale_attn_weights false"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx true"),
-    ],
-)
-def test_what_llama_cpp_does_not_compute_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
-    """llama.cpp's converter writes these without an error, and the file computes another model."""
-    source = saved(tmp_path / "source", dataclasses.replace(WIDE, **changes))
-    export_refused(source, tmp_path / "out", says, "cannot be expressed in GGUF", "export it as hf", format="gguf")
-    assert not (tmp_path / "out").exists()
-    assert export(str(source), tmp_path / "hf").config == dataclasses.replace(WIDE, **changes)
+SCALING = "only transformers knows its scaling of attention"
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "hf", "gguf", "llmc"),
     [
-        ({"activation_function": "gelu"}, "llama.cpp's converter takes gelu for the tanh GELU"),
-        ({"activation_function": "gelu_fast"}, None),
-        ({"n_inner": 256}, None),
-        ({"n_inner": 96}, "llama.cpp's converter takes a feed-forward of 96 for 256"),
-        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon 1e-06: CTranslate2 computes with 1e-05"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "only transformers knows"),
-        ({"scale_attn_weights": False}, "only transformers knows"),
-        ({"reorder_and_upcast_attn": True}, "vLLM refuses it"),
+        ({"activation_function": "gelu_fast"}, None, None, None),
+        ({"n_inner": 256}, None, None, None),
+        ({"activation_function": "gelu"}, "converter takes gelu for the tanh GELU", "activation_function 'gelu'", "'gelu'"),
+        ({"activation_function": "relu"}, "converter takes relu for the tanh GELU", "activation_function 'relu'", "'relu'"),
+        ({"n_inner": 96}, "converter takes a feed-forward of 96 for 256", None, "a feed-forward of 96"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon 1e-06: CTranslate2", None, "layer_norm_epsilon 1e-06"),
+        ({"scale_attn_weights": False}, SCALING, "scale_attn_weights false", "scale_attn_weights false"),
+        ({"scale_attn_by_inverse_layer_idx": True}, SCALING, "_by_inverse_layer_idx true", "_by_inverse_layer_idx true"),
+        ({"tie_word_embeddings": False}, None, None, "an untied head"),
+        ({"reorder_and_upcast_attn": True}, "vLLM refuses it", None, None),
     ],
 )
-def test_what_others_compute_otherwise_is_said(tmp_path: Path, changes: dict[str, Any], says: str | None) -> None:
-    """Some programs open these without an error and compute another model."""
-    notes = export(str(saved(tmp_path / "source", dataclasses.replace(WIDE, **changes))), tmp_path / "out").notes[1:]
-    assert len(notes) == (says is not None)
-    assert says is None or says in notes[0]
+def test_what_others_compute_otherwise_is_said_or_refused(
+    tmp_path: Path, changes: dict[str, Any], hf: str | None, gguf: str | None, llmc: str | None
+) -> None:
+    """Some programs, and llama.cpp's converter, open these without an error and compute another model.
 
-
-def test_an_upcast_is_only_rounding(tmp_path: Path) -> None:
-    source = saved(tmp_path / "source", dataclasses.replace(WIDE, reorder_and_upcast_attn=True))
-    assert "the same function, rounded otherwise" in export(str(source), tmp_path / "out", format="gguf").notes[1]
+    llm.c's formulas are constants in its code. ``hf`` is in the only note; what ``gguf`` and ``llmc`` cannot express is refused.
+    """
+    source = saved(tmp_path / "source", config := dataclasses.replace(WIDE, **changes))
+    done = export(str(source), tmp_path / "hf")
+    assert done.config == config
+    assert len(done.notes[1:]) == (hf is not None)
+    assert hf is None or hf in done.notes[1]
+    for format, says, place in (("gguf", gguf, "cannot be expressed in GGUF"), ("llmc", llmc, "cannot be expressed for llm.c")):
+        if says is None:
+            notes = export(str(source), tmp_path / format, format=format).notes[1:]
+            upcast = format == "gguf" and "reorder_and_upcast_attn" in changes
+            assert [("the same function, rounded otherwise" in note) for note in notes] == [True] * upcast
+        else:
+            export_refused(source, tmp_path / format, says, place, "export it as hf", format=format)
+            assert not (tmp_path / format).exists()
 
 
 def test_bad_requests_are_refused_before_anything_is_read(tmp_path: Path) -> None:
     export_refused("no/such", tmp_path, "unknown format 'onnx'", "hf, gguf", format="onnx")
     export_refused("no/such", tmp_path, "unknown type 'q4_0'", "q8_0", format="gguf", type="q4_0")
     export_refused("gpt2", tmp_path, "is for gguf", "gpt2:bf16", type="f16")
+    export_refused("gpt2", tmp_path, "llmc keeps the model's dtype", format="llmc", type="bf16")
     assert not list(tmp_path.iterdir())
 
 

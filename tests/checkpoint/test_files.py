@@ -108,12 +108,6 @@ def test_a_header_of_megabytes_is_refused(tmp_path: Path, length: int, rest: byt
     refused(lambda: SafetensorsFile(path), says, str(path))
 
 
-def rewrite(path: Path, change: Callable[[dict], object]) -> None:
-    raw = json.loads(path.read_text())
-    change(raw)
-    path.write_text(json.dumps(raw))
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -135,7 +129,9 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(tmp_path: Path, change
     """A shard of another revision, or a path that leaves the folder, must be refused."""
     sharded(tmp_path)
     assert len(open_weights(tmp_path)) == 28
-    rewrite(tmp_path / "model.safetensors.index.json", change)
+    raw = json.loads((index := tmp_path / "model.safetensors.index.json").read_text())
+    change(raw)
+    index.write_text(json.dumps(raw))
     refused(lambda: open_weights(tmp_path), says, str(tmp_path))
 
 

@@ -151,17 +151,9 @@ def test_a_config_that_makes_no_model_is_refused(tmp_path: Path, change: Callabl
 
 def test_a_file_without_an_embedding_is_refused(tmp_path: Path) -> None:
     """A file with the vocabulary only, as in llama.cpp's tests, or an embedding of one dimension."""
-    write(tmp_path / "a.gguf", truth={})
-    refused(lambda: config_of(GGUFFile(tmp_path / "a.gguf")), "lacks token_embd.weight; ")
-    write(tmp_path / "b.gguf", truth={"wte.weight": torch.ones(32)})
-    refused(lambda: config_of(GGUFFile(tmp_path / "b.gguf")), "lacks token_embd.weight; ")
-
-
-def test_the_tokenizer_comes_back(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
-    """Another order of merges, or a lost special token, gives other ids for the same text."""
-    write(tmp_path / "a.gguf", tokenizer=tokenizer)
-    assert tokenizer_of(GGUFFile(tmp_path / "a.gguf")).fingerprint == tokenizer.fingerprint
-    assert tokenizer_of(GGUFFile(tmp_path / "a.gguf")).eot == 299
+    for truth in ({}, {"wte.weight": torch.ones(32)}):
+        write(tmp_path / "a.gguf", truth=truth)
+        refused(lambda: config_of(GGUFFile(tmp_path / "a.gguf")), "lacks token_embd.weight; ")
 
 
 def vocabulary(tokenizer: LibraryTokenizer, tokens: list[str] | None = None, types: list[int] | None = None) -> Callable:
@@ -201,16 +193,19 @@ def added(file: Path) -> tuple[dict[str, int], dict[str, int]]:
     return dict(tokenizer.special_tokens), tokenizer.matched
 
 
-def test_types_may_be_absent_and_so_may_pre(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
-    """Files from before the pre-tokenizer had a name (April 2024)."""
+def test_the_tokenizer_comes_back(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
+    """Another order of merges, or a lost special token, gives other ids for the same text. Also of files from before the
+    pre-tokenizer had a name (April 2024)."""
 
-    def change(writer: gguf.GGUFWriter) -> None:
+    def old(writer: gguf.GGUFWriter) -> None:
         add_tokenizer(writer, tokenizer, WIDE)
         without("tokenizer.ggml.pre")(writer)
         without("tokenizer.ggml.token_type")(writer)
 
-    write(tmp_path / "a.gguf", change=change)
-    assert tokenizer_of(GGUFFile(tmp_path / "a.gguf")).fingerprint == tokenizer.fingerprint
+    for settings in ({"tokenizer": tokenizer}, {"change": old}):
+        write(tmp_path / "a.gguf", **settings)
+        assert tokenizer_of(GGUFFile(tmp_path / "a.gguf")).fingerprint == tokenizer.fingerprint
+        assert tokenizer_of(GGUFFile(tmp_path / "a.gguf")).eot == 299
 
 
 @pytest.mark.parametrize(
@@ -303,10 +298,9 @@ def test_a_lie_is_refused_at_once(tmp_path: Path, content: bytes, says: str) -> 
     tracemalloc.start()
     try:
         refused(lambda: GGUFFile(path), says, str(path))
-        peak = tracemalloc.get_traced_memory()[1]
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
-    assert peak < 1_000_000
 
 
 def test_the_truth_is_accepted(tmp_path: Path) -> None:

@@ -45,15 +45,6 @@ def altered(directory: Path, change: Callable[[dict[str, Tensor]], object], layo
     return directory
 
 
-def test_a_single_file_is_a_model(tmp_path: Path) -> None:
-    """`load("dir/model.safetensors")`, with a dtype suffix, and under another name."""
-    truth = official(tmp_path)
-    os.rename(tmp_path / "model.safetensors", tmp_path / "mine.safetensors")
-    assert_holds(load(str(tmp_path / "mine.safetensors")), truth)
-    halved = {name: tensor.bfloat16() for name, tensor in truth.items()}
-    assert_holds(load(f"{tmp_path}/mine.safetensors:bf16"), halved)
-
-
 def test_the_key_table_and_its_inverse() -> None:
     """Possible bugs: a row without inverse, or a layer's number read as another's."""
     names = list(expected(TINY))
@@ -76,12 +67,15 @@ def test_dtypes(tmp_path: Path, stored: torch.dtype, asked: Any) -> None:
     assert_holds(load(str(tmp_path), dtype=asked), {name: tensor.to(target) for name, tensor in truth.items()})
 
 
-def test_the_suffix_names_a_dtype(tmp_path: Path) -> None:
+def test_the_suffix_names_a_dtype_also_of_a_single_file(tmp_path: Path) -> None:
     """Possible bugs: a suffix that is ignored, or that loses against `dtype=` without an error."""
     truth = official(tmp_path)
+    os.rename(tmp_path / "model.safetensors", tmp_path / "mine.safetensors")
+    assert_holds(load(str(tmp_path / "mine.safetensors")), truth)
     rounded = {name: tensor.half() for name, tensor in truth.items()}
-    assert_holds(load(f"{tmp_path}:fp16"), rounded)
-    assert_holds(load(f"{tmp_path}:fp16", dtype="float16"), rounded)
+    for place in (tmp_path, tmp_path / "mine.safetensors"):
+        assert_holds(load(f"{place}:fp16"), rounded)
+        assert_holds(load(f"{place}:fp16", dtype="float16"), rounded)
     with pytest.raises(InputError, match="give one of them"):
         load(f"{tmp_path}:fp16", dtype="bf16")
     for wrong in ("int4", "float", torch.int64, torch.float8_e4m3fn, torch.bool):
@@ -143,9 +137,7 @@ def test_random_models_are_drawn_from_their_seed_alone(monkeypatch: pytest.Monke
 
 
 def entry_flipped(mask: Tensor, row: int, column: int) -> Tensor:
-    mask = mask.clone()
-    mask[0, 0, row, column] = 1 - mask[0, 0, row, column]
-    return mask
+    return mask.index_put((*torch.tensor([[0], [0], [row], [column]]),), 1 - mask[0, 0, row, column])
 
 
 MASKS = {
@@ -340,22 +332,19 @@ def test_building_a_model_sets_off_no_collection(tmp_path: Path, monkeypatch: py
     """Garbage collection took a quarter of the time to load gpt2-medium. It must be enabled again afterwards."""
     official(tmp_path, TINY)
     collecting: list[bool] = []
-
-    def watched(real: Callable) -> Callable:
-        return lambda *args, **kwargs: (collecting.append(gc.isenabled()), real(*args, **kwargs))[1]
-
-    monkeypatch.setattr(checkpoint, "GPT2", watched(GPT2))
-    monkeypatch.setattr(Assignment, "read", watched(Assignment.read))
+    for place, name in ((checkpoint, "GPT2"), (Assignment, "read")):
+        real = getattr(place, name)
+        watched = lambda *args, real=real, **settings: (collecting.append(gc.isenabled()), real(*args, **settings))[1]  # noqa: E731
+        monkeypatch.setattr(place, name, watched)
     before = gc.isenabled()
     try:
         (gc.enable if on else gc.disable)()
         load_path(tmp_path)
-        after = gc.isenabled()
+        assert gc.isenabled() == on
     finally:
         (gc.enable if before else gc.disable)()
     assert len(collecting) > 10
     assert not any(collecting)
-    assert after == on
 
 
 def test_what_the_machine_cannot_hold_is_refused_before_it_is_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
