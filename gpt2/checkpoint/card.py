@@ -20,7 +20,7 @@ from gpt2.checkpoint.saving import CARD as CARD
 from gpt2.checkpoint.saving import sha256
 from gpt2.config import GPT2Config
 from gpt2.data.chat import ChatFormat
-from gpt2.data.files import read, read_all
+from gpt2.data.files import read, read_all, write
 from gpt2.errors import InputError, printable
 
 RECORD, CURVES = "gpt2-record.json", "curves.png"
@@ -61,16 +61,16 @@ def of_export(done: Export, revision: str | None, command: str) -> Record:
     """Return the record of exported files, with the training record of their source if it has one."""
     kept = _own_record(ModelName.parse(done.model, revision=revision))
     run = kept.get("training") or {}
-    run = {} if run.get("classes") else run  # an export is the language model, without the head for classes
-    base = kept.get("base") if run else base_of(done.model if revision is None else f"{done.model}@{revision}")
+    if not run or run.get("classes"):  # an export is the language model, without the head for classes
+        run, base = {}, base_of(done.model if revision is None else f"{done.model}@{revision}")
+        kept = {"license": base.get("license"), "language": base.get("language")} | kept | {"base": base}
     weights = {file.name: file.sha256 for file in done.files if file.name.endswith((".safetensors", ".gguf", ".bin"))}
-    rounded = bool(run) and FLOATS.get(done.type, done.type) != kept["dtype"]
+    rounded = (kept.get("export") or {}).get("rounded") or FLOATS.get(done.type, done.type) != kept.get("dtype")
     return {
+        **{key: kept.get(key) for key in ("base", "license", "language")},
         **facts(Path(done.directory), done.format, done.type, done.config, weights),
-        "base": base,
-        **{key: (kept or base or {}).get(key) for key in ("license", "language")},
         "training": run,
-        "export": {"command": command, "notes": list(done.notes), "rounded": rounded},
+        "export": {"command": command, "notes": list(done.notes), "rounded": bool(run) and rounded},
     }
 
 
@@ -141,6 +141,13 @@ def _fenced(text: str, kind: str) -> str:
 def _named(base: Record) -> str:
     pinned = f" at {base['revision'][:12]}" if COMMIT.fullmatch(base.get("revision") or "") else ""
     return (f"[{base['id']}](https://huggingface.co/{base['id']})" if "id" in base else _code(base["name"])) + pinned
+
+
+def write_card(directory: Path, record: Record) -> str:
+    """Write the card and the record into ``directory``; return a remark, or ""."""
+    files, remark = contents(directory, record)
+    write(directory, files)
+    return remark
 
 
 def contents(directory: Path, record: Record) -> tuple[dict[str, bytes], str]:

@@ -20,7 +20,7 @@ from gpt2.checkpoint.names import OFFICIAL
 from gpt2.errors import CheckpointError, InputError, did_you_mean, printable
 
 if TYPE_CHECKING:
-    from httpx2 import Client, Response
+    from httpx2 import Response
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
 T = TypeVar("T")
@@ -151,11 +151,10 @@ def _answer(url: str, query: dict[str, str], seconds: float) -> tuple[JSON, str]
                     break
             return bytes(body), str(answer.links.get("next", {}).get("url", ""))
 
-    future = in_thread(request)
-    if not wait([future], seconds + 0.5).done:
-        raise HTTPError(f"no answer in {seconds:g} s")
     try:
-        body, link = future.result()
+        body, link = moving(request, lambda: None, seconds + 0.5)
+    except TimeoutError:
+        raise HTTPError(f"no answer in {seconds:g} s") from None
     except (HTTPError, OSError, InputError):
         raise
     except Exception as error:  # any error of huggingface_hub for a malformed response
@@ -168,8 +167,11 @@ def _answer(url: str, query: dict[str, str], seconds: float) -> tuple[JSON, str]
         raise no_hub("its answer is not JSON") from error
 
 
-def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Run ``work`` in a daemon thread, which does not block the program's exit."""
+def moving(work: Callable[[], T], moved: Callable[[], object], seconds: float) -> T:
+    """Return what ``work`` returns, run in a daemon thread, which does not block the program's exit.
+
+    Raises TimeoutError: ``moved`` returned the same for ``seconds``.
+    """
     future: Future[T] = Future()
 
     def run() -> None:
@@ -179,13 +181,8 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return future
-
-
-def moving(work: Callable[[], T], moved: Callable[[], object], seconds: float) -> T:
-    """Return what ``work`` returns, run in a thread. Raises TimeoutError: ``moved`` returned the same for ``seconds``."""
-    future, before, since = in_thread(work), moved(), time.monotonic()
-    while not wait([future], 0.1).done:
+    before, since = moved(), time.monotonic()
+    while not wait([future], min(0.1, seconds)).done:
         if (now := moved()) != before:
             before, since = now, time.monotonic()
         elif time.monotonic() > since + seconds:
@@ -198,26 +195,20 @@ def get(
     url: str, seconds: float, query: dict[str, str] | None = None, headers: dict[str, str] | None = None
 ) -> "Iterator[Response]":
     """Stream a response; ``seconds`` limit each step. A refusal raises `huggingface_hub`'s exception; its body is not read."""
-    from huggingface_hub.utils import hf_raise_for_status
-
-    sent = request_headers() | (headers or {})
-    with _session().stream("GET", url, params=query or None, headers=sent, timeout=seconds) as answer:
-        if answer.status_code >= 400:
-            said = {name: answer.headers[name][:200] for name in SAID if name in answer.headers}  # also limits a number's digits
-            hf_raise_for_status(type(answer)(answer.status_code, headers=said, request=answer.request))
-        yield answer
-
-
-def _session() -> "Client":
-    """Return `huggingface_hub`'s session. Raises InputError: a proxy or certificate of the environment cannot be used."""
-    from huggingface_hub.utils import get_session
+    from huggingface_hub.utils import get_session, hf_raise_for_status
 
     try:
-        return get_session()
+        session = get_session()
     except Exception as error:  # the HTTP library refuses a URL, a file or a scheme
         variables = (*PROXIES, "SSL_CERT_FILE", "SSL_CERT_DIR")
         names = ", ".join(name for name in variables if os.environ.get(name)) or "the proxy's settings"
         raise InputError(f"no connection can be set up ({one_line(error)}): correct or unset {names}") from error
+    sent = request_headers() | (headers or {})
+    with session.stream("GET", url, params=query or None, headers=sent, timeout=seconds) as answer:
+        if answer.status_code >= 400:
+            said = {name: answer.headers[name][:200] for name in SAID if name in answer.headers}  # also limits a number's digits
+            hf_raise_for_status(type(answer)(answer.status_code, headers=said, request=answer.request))
+        yield answer
 
 
 def request_headers() -> dict[str, str]:

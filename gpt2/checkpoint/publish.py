@@ -54,9 +54,7 @@ REFUSALS = {
     401: "the token is not valid; run `hf auth login`, or correct HF_TOKEN",
     402: "{said}; see the plan at {hub}/settings/billing",
     403: "the token may not write to {owner}; make one that may at {hub}/settings/tokens",
-    404: "the repository is gone or renamed; look at {hub}/{owner}",
     **dict.fromkeys((409, 412), "the repository changed meanwhile; run it again"),
-    408: DOWN,
     413: "too large for the Hub; split the weights into shards, or ask the Hub for more room",
     429: "too many requests; wait some minutes and " + AGAIN,
 }
@@ -284,7 +282,7 @@ def _refused(repo: str, error: Exception) -> InputError:
     if isinstance(cause, HfHubHTTPError):
         hub, status = constants.ENDPOINT, cause.response.status_code
         said = one_line(Exception(cause.response.headers.get("X-Error-Message") or "no reason given"))[:160]
-        what = REFUSALS.get(status, DOWN if status >= 500 else "{said}; correct it and publish again")
+        what = REFUSALS.get(status, DOWN if status == 408 or status >= 500 else "{said}; correct it and publish again")
         return InputError(f"{hub} answers {status} for {repo}: {what.format(hub=hub, owner=repo.partition('/')[0], said=said)}")
     if not isinstance(cause, InputError):
         if isinstance(error, HTTPError | OSError | RuntimeError):

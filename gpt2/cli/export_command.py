@@ -101,18 +101,15 @@ def _with_card(done: Export, args: argparse.Namespace) -> Export:
 
     A damaged record of the model is only noted, because the files are written and right.
     """
-    from gpt2.checkpoint.card import CARD, RECORD, contents, of_export
+    from gpt2.checkpoint.card import CARD, RECORD, of_export, write_card
     from gpt2.checkpoint.describe import File
-    from gpt2.data.files import write
 
     given = {"--format": args.format, "--type": args.type, "--keep": ",".join(args.keep), "--revision": args.revision}
     words = [word for flag, value in given.items() if value and value != "hf" for word in (flag, value)]
     model = Path(done.model).name if Path(done.model).is_absolute() else done.model  # the folders above it are private
     folder, source = Path(done.directory), replace(done, model=re.sub(r"\.py:\w*$", ".py", done.model))
     try:
-        command = shlex.join(["gpt2", "export", model, folder.name, *words])
-        files, remark = contents(folder, of_export(source, args.revision, command))
-        write(folder, files)
+        remark = write_card(folder, of_export(source, args.revision, shlex.join(["gpt2", "export", model, folder.name, *words])))
     except InputError as error:
         return replace(done, notes=(*done.notes, f"no model card was written: {error}"))
     written = [File.of(folder / name) for name in ((RECORD,) if remark else (CARD, RECORD))]

@@ -88,8 +88,7 @@ def measure(directory: Path, status: Status, *, dry_run: bool) -> Record:
 
     With ``dry_run`` the card stays as it is, and the base must be on this machine.
     """
-    from gpt2.checkpoint.card import RECORD, contents, read_record
-    from gpt2.data.files import write
+    from gpt2.checkpoint.card import RECORD, read_record, write_card
     from gpt2.parity.run import verify
 
     record = read_record(directory)
@@ -105,11 +104,8 @@ def measure(directory: Path, status: Status, *, dry_run: bool) -> Record:
         name = base.get("id", base["name"]) + (f"@{base['revision']}" if base.get("revision") else "")
         measured["compare"] = _compared(name, directory, status, offline=dry_run)
     record |= {"measured": measured}
-    if not dry_run:
-        files, remark = contents(directory, record)
-        write(directory, files)
-        if remark:
-            print(f"note: {printable(remark)}", file=sys.stderr)
+    if not dry_run and (remark := write_card(directory, record)):
+        print(f"note: {printable(remark)}", file=sys.stderr)
     if not report.ok:
         raise InputError(f"{directory}: not equal to transformers; gpt2 verify {directory} says where; or leave out --measure")
     return record
@@ -130,6 +126,8 @@ def _compared(base: str, directory: Path, status: Status, *, offline: bool) -> d
 
 
 def _plan(args: argparse.Namespace, planned: Plan, target: Target | None) -> str:
+    from gpt2.checkpoint.containers import listed
+
     state = "public" if (target and not target.private) or (target is None and args.public) else "private"
     where = "" if target is None else ", new" if target.commit is None else f", now at {target.commit[:12]}"
     lines = [f"{args.directory} -> {args.repo}  ({state}{where})"]
@@ -137,8 +135,8 @@ def _plan(args: argparse.Namespace, planned: Plan, target: Target | None) -> str
     lines += [f"  not sent: {', '.join(planned.left_out)}"] if planned.left_out else []
     lines += [f"  note: {note}" for note in planned.notes]
     if target and target.others:
-        more = f" and {len(target.others) - 6} more" if len(target.others) > 6 else ""
-        lines.append(f"  note: {', '.join(target.others[:6])}{more} stay there; another model's weights among them would mislead")
+        there = listed(list(target.others), 6)
+        lines.append(f"  note: {there} stay there; another model's weights among them would mislead")
     if target and args.public and target.private:
         lines.append(f"  note: it stays private; make it public at {target.url}/settings")
     return "\n".join(lines)

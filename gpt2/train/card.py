@@ -15,7 +15,7 @@ from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.containers import read_json
 from gpt2.checkpoint.files import WEIGHTS
 from gpt2.checkpoint.saving import sha256
-from gpt2.data.files import read_all, write
+from gpt2.data.files import read_all
 from gpt2.errors import InputError
 from gpt2.train.folders import writing
 from gpt2.train.metrics import accuracy
@@ -37,9 +37,7 @@ def write_card(folder: Path) -> str:
         return ""
     with writing(folder):
         plot([folder], folder / BEST / CURVES)
-        files, remark = card.contents(folder / BEST, record)
-        write(folder / BEST, files)
-    return remark
+        return card.write_card(folder / BEST, record)
 
 
 def record_of(folder: Path) -> Record | None:

@@ -113,7 +113,7 @@ def test_what_comes_back_is_what_was_sent(trained: Path, hub: HubStandIn, capfd:
     assert len(hub.uploads.received) == received
 
 
-def test_a_killed_upload_leaves_no_commit_and_goes_on(trained: Path, hub: HubStandIn, tmp_path: Path) -> None:
+def test_a_killed_upload_leaves_no_commit_and_goes_on(trained: Path, hub: HubStandIn, tmp_path: Path, monkeypatch) -> None:
     """After a kill there must be no repository with half a model; and what has arrived must not be sent again."""
     hub.uploads.hold(after=1000)
     environ = hub.environ(tmp_path / "home", HF_TOKEN=TOKEN)
@@ -126,7 +126,8 @@ def test_a_killed_upload_leaves_no_commit_and_goes_on(trained: Path, hub: HubSta
     assert on_the_hub(hub) == {}
     assert not hub.uploads.messages
 
-    hub.uploads.drop(after=500)  # the client tries again by itself
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client's own, between its tries
+    hub.uploads.drop(after=500)  # it tries again by itself
     hub.uploads.fails["commit"] = (503, "down")
     planned = plan(trained, "me/tiny")
     with pytest.raises(InputError, match="run it again later, what it has is not sent again"):

@@ -143,7 +143,7 @@ def test_what_is_not_a_plain_model_is_refused_before_anything_is_written(tmp_pat
 def test_a_failed_write_leaves_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, failing: int
 ) -> None:
-    """The n-th fsync or rename fails, or the tokenizer cannot be written: nothing new may lie beside old files, nor half a file."""
+    """The n-th fsync or rename fails, or the tokenizer cannot be written: nothing new may lie beside old files."""
     save(model_of(seed=1), None, tmp_path)
     tokenizer = chars_of("ab") if step == "tokenizer" else None
     where, name = (os, step) if tokenizer is None else (tokenizer, "save")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checks import PROC, refused, same
+from support.checks import PROC, all_same, refused, same
 from support.hf_layouts import TINY
 from support.torch_layouts import MAGIC, VERSION, Called, Stored, legacy_of, nanogpt, pickled, save, zip_of
 
@@ -29,12 +29,9 @@ F32 = torch.FloatStorage
 
 def holds(file: TorchFile, state: Any) -> bool:
     """Whether a file gives exactly this state dict by every way of reading."""
-    ways: list[dict[str, Any]] = [{}, {"mapped": False}]
-    return list(file.entries) == list(state) and all(
-        same(file.read(name, **way), tensor) and file.read(name, **way).is_contiguous()
-        for name, tensor in state.items()
-        for way in ways
-    )
+    read = {mapped: {name: file.read(name, mapped=mapped) for name in file.entries} for mapped in (True, False)}
+    whole = all(tensor.is_contiguous() for tensors in read.values() for tensor in tensors.values())
+    return whole and list(file.entries) == list(state) and all(all_same(tensors, state) for tensors in read.values())
 
 
 def tensor(
@@ -144,8 +141,8 @@ def test_reads_files_of_python_2(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["model", "state_dict", "model_state_dict"])
 def test_a_wrapped_state_dict(tmp_path: Path, key: str) -> None:
     state = {"a": torch.ones(2)}
-    assert holds(TorchFile(save(tmp_path / "a", {"epoch": 1, key: state, "loss": torch.tensor(3.0)})), state)
-    assert holds(TorchFile(save(tmp_path / "a", {"model": {"name": "gpt2"}, "state_dict": state})), state)
+    for wrapped in ({"epoch": 1, key: state, "loss": torch.tensor(3.0)}, {"model": {"name": "gpt2"}, "state_dict": state}):
+        assert holds(TorchFile(save(tmp_path / "a", wrapped)), state)
     assert holds(TorchFile(save(tmp_path / "a", {key: torch.ones(2)})), {key: torch.ones(2)})
 
 
@@ -156,9 +153,7 @@ def test_a_wrapped_state_dict(tmp_path: Path, key: str) -> None:
 )  # fmt: skip
 def test_model_args_are_plain_or_none(tmp_path: Path, args: Any) -> None:
     """Arguments for a config must be words and numbers, few and short."""
-    path = save(tmp_path / "a", {"model": {"a": torch.ones(1)}, "model_args": args})
-    args = TorchFile(path).model_args
-    assert args is None
+    assert TorchFile(save(tmp_path / "a", {"model": {"a": torch.ones(1)}, "model_args": args})).model_args is None
 
 
 @pytest.mark.parametrize(

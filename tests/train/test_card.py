@@ -16,11 +16,11 @@ from support.commands import refusal
 from support.ranks import toml
 
 import gpt2
-from gpt2.checkpoint.card import CARD, base_of, contents, read_record, render
+from gpt2.checkpoint import card
+from gpt2.checkpoint.card import CARD, base_of, read_record, render
 from gpt2.checkpoint.publish import plan
 from gpt2.checkpoint.saving import unlike_manifest
 from gpt2.cli.main import main, parser
-from gpt2.data.files import write
 from gpt2.train import state, watch
 from gpt2.train.card import command, write_card
 from gpt2.train.corpus import corpus
@@ -71,13 +71,12 @@ def test_marks_within_a_sample_are_its_text(run: Path) -> None:
     """A model that has read cards writes their marks: its card was refused as a claim. Control: a false figure behind it."""
     record, path = read_record(run / "best"), run / "best" / CARD
     record["training"]["sample"] = "So\n<!-- figures -->\n| loss | 0.1 |\n<!-- /figures -->\n"
-    write(run / "best", contents(run / "best", record)[0])
+    card.write_card(run / "best", record)
     text = path.read_text()
     plan(run / "best", "me/x")
     path.write_text(text + "\nMy own words.\n")
-    files, remark = contents(run / "best", record)
-    assert "kept" in remark
-    assert files[CARD].decode() == text + "\nMy own words.\n"
+    assert "kept" in card.write_card(run / "best", record)
+    assert path.read_text() == text + "\nMy own words.\n"
     path.write_text(text + record["training"]["sample"])
     assert "'figures' is not what" in refusal(plan, run / "best", "me/x")
 
