@@ -7,7 +7,7 @@ from support import forks, fuzz
 
 # For a quick and a slow run: the number of inputs, the share that must still load, and the number of different refusals.
 CASES = {
-    "dialects": (120, 20_000, 0.08, 25),
+    "dialects": (250, 20_000, 0.08, 25),
     "safetensors": (1000, 100_000, 0.08, 8),
     "tensorflow, resealed": (250, 10_000, 0.1, 10),
     "texts": (510, 20_400, 0.05, 0),
