@@ -79,13 +79,7 @@ def render(record: Record, where: Path = Path(RECORD)) -> str:
     import jinja2
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {
-        "line": _line,
-        "code": _code,
-        "fenced": _fenced,
-        "named": _named,
-        "json": partial(json.dumps, indent=1),
-    }
+    environment.filters.update(line=_line, code=_code, fenced=_fenced, named=_named, json=partial(json.dumps, indent=1))
     template = environment.from_string(Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8"))
     known = {"repo": "OWNER/NAME", "license": None, "chat": None, **record} | {part: record.get(part) or {} for part in PARTS}
     try:

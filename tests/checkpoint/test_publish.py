@@ -274,11 +274,6 @@ def test_an_upload_that_is_never_answered_ends(trained: Path, hub: HubStandIn, m
     planned = plan(trained, "me/tiny")
     target = look(planned, public=False)
 
-    def rewrite(request, answer):
-        if where in request.path:
-            hub.wait_until_closed(60)
-        return answer
-
     if where == "put":
         hub.uploads.hold(after=1000, times=1)
         send(planned, target)
@@ -286,7 +281,7 @@ def test_an_upload_that_is_never_answered_ends(trained: Path, hub: HubStandIn, m
         hub.uploads.blobs.clear()
         hub.uploads.hold(after=1000, times=99)
     else:
-        hub.rewrite = rewrite
+        hub.rewrite = lambda request, answer: (hub.wait_until_closed(60) if where in request.path else None, answer)[1]
     begin = time.monotonic()
     said = refusal(send, planned, target)
     assert re.search(r"\((nothing moves in 0.5 s|no answer in \d s|timed out)\)", said)

@@ -90,9 +90,7 @@ def test_config_has_what_other_programs_need(tmp_path: Path) -> None:
     """llama.cpp's converter fails without `n_ctx`; transformers needs `architectures` to know the class."""
     save(model_of(dtype=torch.bfloat16), None, tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
-    expected = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_ctx": 16, "n_positions": 16, "n_inner": None}
-    expected |= {"tie_word_embeddings": True, "dtype": "bfloat16", "vocab_size": 61, "bos_token_id": 60, "eos_token_id": 60}
-    expected |= {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_embd": 12, "n_layer": 2, "n_head": 3}
+    expected = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_ctx": 16, "n_inner": None, "dtype": "bfloat16"}
     assert {key: raw.get(key) for key in expected} == expected
     assert json.loads((tmp_path / "generation_config.json").read_text()) == {"bos_token_id": 60, "eos_token_id": 60}
 
