@@ -113,6 +113,22 @@ def test_what_comes_back_is_what_was_sent(trained: Path, hub: HubStandIn, capfd:
     assert len(hub.uploads.received) == received
 
 
+def test_other_bytes_on_the_hub_are_told(trained: Path, hub: HubStandIn, capsys: pytest.CaptureFixture) -> None:
+    """Exit code 1 for a small file, of which the Hub lists git's hash, and for a large one. Control: the test above."""
+
+    def rewrite(request, answer):
+        if "/tree/" not in request.path:
+            return answer
+        rows = json.loads(answer.body)
+        for row in [row for row in rows if row["path"] in ("config.json", "model.safetensors")]:
+            row |= {"oid": "0" * 40, "lfs": row.get("lfs") and {"oid": "0" * 64}}
+        return replace(answer, body=json.dumps(rows).encode())
+
+    hub.rewrite = rewrite
+    assert main(["publish", str(trained), "me/tiny", "--yes"]) == 1
+    assert "the Hub holds other bytes of config.json, model.safetensors; the folder changed" in capsys.readouterr().out
+
+
 def test_a_killed_upload_leaves_no_commit_and_goes_on(trained: Path, hub: HubStandIn, tmp_path: Path, monkeypatch) -> None:
     """After a kill there must be no repository with half a model; and what has arrived must not be sent again."""
     hub.uploads.hold(after=1000)
