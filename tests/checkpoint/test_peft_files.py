@@ -230,13 +230,6 @@ def test_the_base_is_named_as_others_know_it(tmp_path: Path, name: str | None, w
     assert (config["base_model_name_or_path"], config["revision"]) == written
 
 
-def test_a_model_beside_an_adapter_is_what_is_loaded(base: Path, adapter: Path) -> None:
-    """The adapter was added to a model that already contained it."""
-    gpt2.save(gpt2.load(str(base)), None, adapter)
-    assert not is_adapter(adapter)
-    assert torch.equal(ours(adapter), ours(base))
-
-
 def rewrite(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         tensors = {name: tensor.contiguous() for name, tensor in change(load_file(folder / WEIGHTS)).items()}
@@ -292,23 +285,17 @@ def test_what_is_no_adapter_of_its_base_is_refused(adapter: Path, what: str) -> 
     assert change is not on_another_base or ("does not fit its base" in message and "and 6 more" in message)
 
 
-def test_a_pickled_adapter_opens_as_data(base: Path, adapter: Path) -> None:
-    """PEFT before safetensors wrote `adapter_model.bin`."""
+def test_other_files_of_the_same_numbers_give_the_same_model(base: Path, adapter: Path, tmp_path: Path) -> None:
+    """PEFT before safetensors wrote `adapter_model.bin`. Of a base with [out, in] matrices, the product of A and B is transposed
+    once, not twice; only the square matrix shows the difference."""
     expected = ours(adapter)
     torch.save(load_file(adapter / WEIGHTS), adapter / "adapter_model.bin")
     (adapter / WEIGHTS).unlink()
     assert torch.equal(ours(adapter), expected)
-
-
-def test_a_base_stored_the_other_way_round_is_merged_the_right_way(base: Path, adapter: Path, tmp_path: Path) -> None:
-    """For [out, in] matrices, the product of A and B is transposed once, not twice; only the square matrix shows the
-    difference."""
-    folder = tmp_path / "linear"
-    folder.mkdir()
+    (folder := tmp_path / "linear").mkdir()
     stored = {name.removeprefix("transformer."): tensor for name, tensor in load_file(base / "model.safetensors").items()}
     save_file(turned(stored), folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_bytes((base / "config.json").read_bytes())
-    expected = ours(adapter)
     edit(adapter, base_model_name_or_path=str(folder))
     assert apart(ours(adapter), expected) < 1e-12
 
@@ -355,11 +342,13 @@ def test_verify_refuses_an_adapter_that_is_merged_wrongly_into_a_square_matrix(b
     assert failed >= {"adapter", "activations", "logits"} if how != "right" else not failed
 
 
-def test_a_model_with_an_adapter_beside_it_is_not_left_to_transformers(base: Path, adapter: Path) -> None:
-    """If PEFT is installed, transformers would add the adapter, and the reference would be another model."""
+def test_a_model_beside_an_adapter_is_what_is_loaded(base: Path, adapter: Path) -> None:
+    """The adapter was added to a model that already contained it. With PEFT, transformers would add it: another reference."""
     from gpt2.parity import reference
 
     gpt2.save(gpt2.load(str(base)), None, adapter)
+    assert not is_adapter(adapter)
+    assert torch.equal(ours(adapter), ours(base))
     assert reference.opens(open_path(base))
     assert not reference.opens(open_path(adapter))
     assert gpt2.compare(str(base), f"hf/{adapter}", tokens=16).weights.same_numbers
