@@ -137,10 +137,15 @@ def test_what_a_person_wrote_is_kept(run: Path) -> None:
 
 
 def test_an_export_s_card_claims_no_figures_of_rounded_weights(run: Path, tmp_path: Path, capsys) -> None:
-    """Nobody has measured the bfloat16 file, so the Hub's metadata must not say that it was. Control: a float32 export."""
-    for suffix, claims in (("", True), (":bf16", False)):
-        out = tmp_path / f"out{suffix[1:]}"
-        assert main(["export", f"{run / 'best'}{suffix}", str(out)]) == 0
+    """Nobody has measured the bfloat16 file, nor what was made of it, so the Hub's metadata must not say that it was. Control: a
+    float32 export."""
+    for source, name, claims in (
+        (run / "best", "out", True),
+        (f"{run / 'best'}:bf16", "bf16", False),
+        (tmp_path / "bf16", "next", False),
+    ):
+        out = tmp_path / name
+        assert main(["export", str(source), str(out)]) == 0
         text = (out / CARD).read_text()
         assert ("model-index" in text) == claims
         assert ("before the conversion rounded the weights" in text) != claims
