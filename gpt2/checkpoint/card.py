@@ -227,9 +227,7 @@ def check(folder: Path, hashes: Mapping[str, str]) -> Iterator[str]:
             what = f"claims {result.metric_type} {result.metric_value}, and {RECORD} has no such figure; correct it"
             raise InputError(f"{path}: {what}")
     if claimed.base_model not in (None, stated.base_model):
-        raise InputError(
-            f"{path}: claims base_model {claimed.base_model}, and {RECORD} says {stated.base_model}; correct the card"
-        )
+        raise InputError(f"{path}: claims base_model {claimed.base_model}, {RECORD} says {stated.base_model}; correct the card")
     for name, block in _blocks(text).items():
         if block != _blocks(due).get(name):
             raise InputError(f"{path}: its part {name!r} is not what {RECORD} says; correct the card")

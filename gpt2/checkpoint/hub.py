@@ -127,10 +127,8 @@ def wait_for_rate_limit(error: "HfHubHTTPError", waited: float) -> float:
     elif after.isascii() and after.isdecimal() and len(after) < 10:
         seconds = float(after)
     if waited + seconds > MAX_WAIT:
-        raise InputError(
-            f"rate limited by {_endpoint()}, which asks to wait {seconds:.0f} s more: run it again then, or log in "
-            "(`hf auth login` or HF_TOKEN raises the limit)"
-        ) from error
+        way_out = "run it again then, or log in (`hf auth login` or HF_TOKEN raises the limit)"
+        raise InputError(f"rate limited by {_endpoint()}, which asks to wait {seconds:.0f} s more: {way_out}") from error
     log.warning("rate limited by %s: waiting %.0f s", _endpoint(), seconds)
     time.sleep(seconds)
     return max(seconds, 1.0)

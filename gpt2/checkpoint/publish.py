@@ -18,7 +18,7 @@ from gpt2.checkpoint import card
 from gpt2.checkpoint.cache import COMMIT
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, open_path
 from gpt2.checkpoint.describe import File
-from gpt2.checkpoint.files import ADAPTER, INDEX
+from gpt2.checkpoint.files import ADAPTER, INDEX, require_small
 from gpt2.checkpoint.hub import MAX_ANSWER, check_environment, list_files, moving, no_hub, one_line, request_headers
 from gpt2.checkpoint.loading import require_finite, rows_note
 from gpt2.checkpoint.names import REPOSITORY
@@ -107,7 +107,7 @@ def plan(folder: str | Path, repo: str, record: card.Record | None = None) -> Pl
         path = folder / name
         if not (path.resolve().is_file() and path.resolve().is_relative_to(folder)):
             raise InputError(f"{given}/{name}: a link that leads out of the folder, or no file; put a copy of the file there")
-        content[name] = path if name.endswith(WEIGHTS) and path.stat().st_size > LARGE else read(path)
+        content[name] = path if name.endswith(WEIGHTS) and path.stat().st_size > LARGE else read(require_small(path))
     files = {name: _file(name, held) for name, held in content.items()}
     notes += card.check(folder, {name: file.sha256 for name, file in files.items()})
     if (folder / MANIFEST).exists() and (damage := unlike_manifest(folder, weights)):
@@ -197,9 +197,8 @@ def send(planned: Plan, target: Target) -> tuple[str, list[str]]:
             done = api.create_commit(planned.repo, files, commit_message=message, parent_commit=target.commit)
         commit = _commit(done.oid)
         listed = {name: row.digest for name, row in list_files(planned.repo, commit).items()}
-    git = {
-        name: git_hash(held) for name, held in planned.content.items() if isinstance(held, bytes)
-    }  # which small files may have
+    # The Hub may list git's hash of a small file.
+    git = {name: git_hash(held) for name, held in planned.content.items() if isinstance(held, bytes)}
     wrong = [file.name for file in planned.files if listed.get(file.name) not in (file.sha256, git.get(file.name, file.sha256))]
     return commit, wrong
 

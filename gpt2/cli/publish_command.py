@@ -96,9 +96,8 @@ def measure(directory: Path, status: Status, *, dry_run: bool) -> Record:
         raise InputError(f"{directory}: --measure needs {RECORD}, which gpt2 train and gpt2 export write; leave --measure out")
     report = verify(str(directory), offline=True, progress=status)
     done = f"{len(report.checks)} checks, {report.coverage}"
-    measured: dict[str, Any] = {
-        "verify": {"ok": report.ok, "transformers": report.environment.versions["transformers"], "checks": done}
-    }
+    measured: dict[str, Any]
+    measured = {"verify": {"ok": report.ok, "transformers": report.environment.versions["transformers"], "checks": done}}
     base = record.get("base") or {}
     if "id" in base or base.get("name") == "shakespeare-mini":
         name = base.get("id", base["name"]) + (f"@{base['revision']}" if base.get("revision") else "")

@@ -108,9 +108,7 @@ LINEAR = partial(sharded, change=turned)
 BIN = partial(torch_layouts.hf_bin, prefix="transformer.", head=True)
 STEP = {"global_step": torch.tensor(5)}  # of a fine-tuned model
 CRFM = replace(TINY, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True)
-CEREBRAS = replace(
-    TINY, n_embd=34, n_head=17, n_inner=136, n_positions=2048, activation_function="gelu", resid_pdrop=0.0, attn_pdrop=0.0
-)
+CEREBRAS = replace(TINY, n_embd=34, n_head=17, n_inner=136, n_positions=2048, activation_function="gelu")
 RINNA = replace(TINY, vocab_size=44, n_inner=50, activation_function="gelu_fast")
 UNSCALED = replace(TINY, scale_attn_weights=False)
 ODD = replace(TINY, vocab_size=100, n_embd=15)

@@ -1,7 +1,7 @@
 """Exported files: the same bytes every time, equal to the files that the target programs write themselves."""
 
-import dataclasses
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from gpt2.data.words import words_of
 from gpt2.errors import InputError
 
 KINDS = {"f32": F32, "f16": F16, "bf16": BF16, "q8_0": Q8_0}
-ODD = dataclasses.replace(WIDE, n_layer=11, n_inner=96, eos_token_id=7)  # h.10 comes before h.2
+ODD = replace(WIDE, n_layer=11, n_inner=96, eos_token_id=7)  # h.10 comes before h.2
 HF = ["config.json", "generation_config.json", "model.safetensors"]
 VOCABULARY = ["merges.txt", "tokenizer.json", "tokenizer_config.json", "vocab.json"]
 
@@ -39,9 +39,7 @@ def tokenizer() -> LibraryTokenizer:
     return train_bpe("to be or not to be that is the question whether tis nobler in the mind to suffer " * 3, WIDE.vocab_size)
 
 
-def saved(
-    directory: Path, config: GPT2Config = WIDE, tokenizer: Any = None, *, truth: Any = None, dtype: torch.dtype = torch.float32
-) -> Path:
+def saved(directory: Path, config: GPT2Config = WIDE, tokenizer: Any = None, *, truth: Any = None, dtype=torch.float32) -> Path:
     return gpt2.save(model_of(config, truth or weights(config, dtype=dtype)), tokenizer, directory)
 
 
@@ -62,9 +60,7 @@ def test_word_tokenizers_are_written_whole_over_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [WIDE, ODD], ids=["usual", "odd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_hf_export_load_export_gives_the_same_bytes(
-    tmp_path: Path, tokenizer: LibraryTokenizer, dtype: torch.dtype, config: GPT2Config
-) -> None:
+def test_hf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer, dtype: torch.dtype, config: GPT2Config) -> None:
     """The export must not depend on the day: its hash would change."""
     source = saved(tmp_path / "source", config, tokenizer, dtype=dtype)
     done = export(str(source), tmp_path / "a")
@@ -82,7 +78,7 @@ def test_hf_export_load_export_gives_the_same_bytes(
 def test_gguf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer: LibraryTokenizer, type: str) -> None:
     """Possible bugs: Q8_0 rounded twice, an epsilon that drifts, the folder's name in the file. Also when overwriting the
     mapped source."""
-    source = saved(tmp_path / "source", dataclasses.replace(WIDE, layer_norm_epsilon=3e-6), tokenizer)
+    source = saved(tmp_path / "source", replace(WIDE, layer_norm_epsilon=3e-6), tokenizer)
     done = export(str(source), tmp_path / "a", format="gguf", type=type)
     assert [file.name for file in done.files] == ["model.gguf"]
     assert done.notes == ()
@@ -105,9 +101,7 @@ def test_the_suffix_chooses_the_dtype(tmp_path: Path) -> None:
         assert file.entries["blk.0.attn_qkv.weight"].kind.name.lower() == type
 
 
-@pytest.mark.parametrize(
-    "config", [WIDE, ODD, dataclasses.replace(WIDE, tie_word_embeddings=False)], ids=["usual", "odd", "untied"]
-)
+@pytest.mark.parametrize("config", [WIDE, ODD, replace(WIDE, tie_word_embeddings=False)], ids=["usual", "odd", "untied"])
 @pytest.mark.parametrize("type", KINDS)
 def test_gguf_is_what_the_package_writes(tmp_path: Path, tokenizer: LibraryTokenizer, type: str, config: GPT2Config) -> None:
     """Possible bugs: another order of dimensions, a value of another type, missing padding. Some readers would read other
@@ -139,7 +133,7 @@ def test_gguf_is_what_llama_cpps_converter_writes() -> None:
 
 def test_an_embedding_is_cropped_to_the_tokenizer(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
     """Possible bugs: the wrong rows are cropped, or the head keeps its old size."""
-    source = saved(tmp_path / "source", dataclasses.replace(WIDE, vocab_size=352), tokenizer, dtype=torch.float64)
+    source = saved(tmp_path / "source", replace(WIDE, vocab_size=352), tokenizer, dtype=torch.float64)
     done = export(str(source), tmp_path / "out")
     assert done.notes == ("embedding cropped from 352 rows to the tokenizer's 300",)
     ids = torch.arange(16)[None] * 18
@@ -152,7 +146,7 @@ def test_q8_0_is_ggmls(tmp_path: Path) -> None:
 
     Where float16 makes the scale 0, a block is read as zeros; it must be written as zeros too, or the next export differs.
     """
-    config, truth = dataclasses.replace(WIDE, vocab_size=2000), weights(WIDE)
+    config, truth = replace(WIDE, vocab_size=2000), weights(WIDE)
     rows = torch.randn(2000, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-5, 4, 2000)[:, None]
     rows[:4] = torch.tensor([127 * 2.0**-26, 1e-44, -127 * 2.0**-26, 127 * 2.0**-24])[:, None]
     rows[4] = 0
@@ -168,7 +162,7 @@ def test_q8_0_is_ggmls(tmp_path: Path) -> None:
 
 def test_rows_that_are_no_whole_blocks_become_f16(tmp_path: Path) -> None:
     """As in llama.cpp: a width of 12 or 48 cannot be divided into blocks of 32."""
-    config = dataclasses.replace(WIDE, n_embd=48, n_inner=64)
+    config = replace(WIDE, n_embd=48, n_inner=64)
     done = export(str(saved(tmp_path / "source", config)), tmp_path / "out", format="gguf", type="q8_0")
     assert done.notes[-1] == "7 matrices in f16: the length of their rows is not a multiple of 32"
     write(tmp_path / "theirs.gguf", config, Q8_0)
@@ -232,14 +226,14 @@ def test_random_weights_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_tokenizer_of_another_kind_goes_along_where_it_can(tmp_path: Path) -> None:
     """GGUF has no character tokenizer, nor BERT's vocab.txt of Chinese GPT-2s: a note says that it stays behind."""
-    config = dataclasses.replace(WIDE, vocab_size=12, bos_token_id=None, eos_token_id=None)
+    config = replace(WIDE, vocab_size=12, bos_token_id=None, eos_token_id=None)
     characters = saved(tmp_path / "characters", config, chars_of("To be,rnt\n'!"))
     assert export(str(characters), tmp_path / "hf").notes == ()
     assert content(tmp_path / "hf") == content(characters)
     done = export(str(characters), tmp_path / "gguf", format="gguf")
     assert done.notes == ("without its tokenizer: GPT-2's in GGUF is a byte-level BPE, no other; pass ids",)
     assert GGUFFile(tmp_path / "gguf" / "model.gguf").metadata["tokenizer.ggml.model"] == "none"
-    chinese = saved(tmp_path / "chinese", dataclasses.replace(WIDE, bos_token_id=2, eos_token_id=3))
+    chinese = saved(tmp_path / "chinese", replace(WIDE, bos_token_id=2, eos_token_id=3))
     bert(chinese)
     assert "embedding cropped" in export(str(chinese), tmp_path / "out").notes[0]
     kept = {name: (chinese / name).read_bytes() for name in ("vocab.txt", "tokenizer_config.json")}
@@ -259,17 +253,15 @@ def test_a_damaged_tokenizer_is_refused(tmp_path: Path, tokenizer: LibraryTokeni
 
 def test_a_tokenizer_larger_than_the_model(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
     """An added token without a row is named and goes along; with an ordinary one the vocabulary is another model's."""
-    source = saved(tmp_path / "source", dataclasses.replace(WIDE, vocab_size=299), tokenizer)
+    source = saved(tmp_path / "source", replace(WIDE, vocab_size=299), tokenizer)
     assert "'<|endoftext|>' (299)" in export(str(source), tmp_path / "out").notes[0]
-    source = saved(tmp_path / "smaller", dataclasses.replace(WIDE, vocab_size=298, bos_token_id=1, eos_token_id=1), tokenizer)
+    source = saved(tmp_path / "smaller", replace(WIDE, vocab_size=298, bos_token_id=1, eos_token_id=1), tokenizer)
     export_refused(source, tmp_path / "other", "wrong vocabulary")
 
 
 def test_ids_beyond_the_vocabulary_become_the_end_of_the_text(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
     """If the end-of-text id is out of range, llama.cpp uses token 11, GPT-2's comma, and stops at every comma."""
-    source = saved(
-        tmp_path / "source", dataclasses.replace(WIDE, bos_token_id=50256, eos_token_id=300, vocab_size=320), tokenizer
-    )
+    source = saved(tmp_path / "source", replace(WIDE, bos_token_id=50256, eos_token_id=300, vocab_size=320), tokenizer)
     done = export(str(source), tmp_path / "gguf", format="gguf")
     assert done.notes[1:] == (
         "bos_token_id 50,256 is beyond the vocabulary, written as 299",
@@ -283,11 +275,11 @@ def test_ids_beyond_the_vocabulary_become_the_end_of_the_text(tmp_path: Path, to
 def test_an_end_of_the_text_that_nobody_names_is_said(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
     """Without an end-of-text id llama.cpp stops at every comma, too."""
     vocab = {token: i for token, i in tokenizer.vocab.items() if i < 299}
-    config = dataclasses.replace(WIDE, vocab_size=299, bos_token_id=None, eos_token_id=None)
+    config = replace(WIDE, vocab_size=299, bos_token_id=None, eos_token_id=None)
     source = saved(tmp_path / "source", config, made_bpe(vocab, tokenizer.merges))
     (note,) = export(str(source), tmp_path / "out", format="gguf").notes
     assert "takes token 11" in note
-    source = saved(tmp_path / "other", dataclasses.replace(WIDE, bos_token_id=None, eos_token_id=None), tokenizer)
+    source = saved(tmp_path / "other", replace(WIDE, bos_token_id=None, eos_token_id=None), tokenizer)
     assert export(str(source), tmp_path / "out", format="gguf").notes == ()
     assert GGUFFile(tmp_path / "out" / "model.gguf").metadata["tokenizer.ggml.eos_token_id"] == 299
 
@@ -327,14 +319,12 @@ SCALING = "only transformers knows its scaling of attention"
         ({"reorder_and_upcast_attn": True}, "vLLM refuses it", None, None),
     ],
 )
-def test_what_others_compute_otherwise_is_said_or_refused(
-    tmp_path: Path, changes: dict[str, Any], hf: str | None, gguf: str | None, llmc: str | None
-) -> None:
+def test_what_others_compute_otherwise_is_said_or_refused(tmp_path: Path, changes: dict[str, Any], hf, gguf, llmc) -> None:
     """Some programs, and llama.cpp's converter, open these without an error and compute another model.
 
     llm.c's formulas are constants in its code. ``hf`` is in the only note; what ``gguf`` and ``llmc`` cannot express is refused.
     """
-    source = saved(tmp_path / "source", config := dataclasses.replace(WIDE, **changes))
+    source = saved(tmp_path / "source", config := replace(WIDE, **changes))
     done = export(str(source), tmp_path / "hf")
     assert done.config == config
     assert len(done.notes[1:]) == (hf is not None)

@@ -216,9 +216,7 @@ EPSILON, GGML = "gpt2.attention.layer_norm_epsilon", "tokenizer.ggml."
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Duplicated key name")
-def test_metadata_that_makes_no_model_or_tokenizer_is_refused(
-    tmp_path: Path, tokenizer: LibraryTokenizer, reads: Callable, change: Callable, says: str, error: type[InputError]
-) -> None:
+def test_metadata_that_makes_no_model_or_tokenizer_is_refused(tmp_path: Path, tokenizer, reads, change, says, error) -> None:
     """Numbers of an untrusted file become sizes; the text gets other ids, or loading ends in a traceback."""
 
     def changed(writer: gguf.GGUFWriter) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.checks import content as files_in
+from support.commands import refusal
 from support.hub_client import fetch_as_others
 from support.hub_client import resolve as run
 from support.hub_standin import HubStandIn
@@ -17,7 +18,6 @@ from support.hub_standin import HubStandIn
 from gpt2.checkpoint.checkpoint import resolve
 from gpt2.checkpoint.hub import WARM_PATIENCE
 from gpt2.checkpoint.names import DEFAULT, EXPORTS, RUNS, VERIFIES, ModelName, RandomWeights
-from gpt2.errors import CheckpointError, InputError
 
 CONFIG = b'{"model_type": "gpt2"}'
 WEIGHTS = bytes(range(256)) * 4096  # 1 MiB; these tests never read its content
@@ -79,13 +79,12 @@ def test_the_parts_of_a_name(name: str, expected: tuple[Any, ...], tmp_path: Pat
         ("gpt2@v1:bf16", {"revision": "v2"}, "disagree"),
         ("random:gpt2", {"revision": "v1"}, "random:gpt2 has no revisions"),
         *((f"random:{bad}", {}, "gpt2-medium") for bad in ("", "gpt3", "gpt2:x", "gpt2:-1", "gpt2:", "gpt2:1:2")),
-        (f"random:gpt2:{2**63}", {}, r"within 0 .. 2\*\*63"),
+        (f"random:gpt2:{2**63}", {}, "within 0 .. 2**63"),
     ],
 )
 def test_a_name_that_contradicts_itself_or_its_use(name: str, beside: dict[str, Any], match: str) -> None:
     """No file holds int8 weights, and transformers cannot verify them: int8 is for running a model only."""
-    with pytest.raises(InputError, match=match):
-        ModelName.parse(name, **beside)
+    assert match in refusal(ModelName.parse, name, **beside)
     assert ModelName.parse("gpt2@v1:bf16", EXPORTS, dtype="bf16", revision="v1") == ModelName.parse("gpt2@v1:bf16", VERIFIES)
     assert ModelName.parse("gpt2", RUNS, dtype="int8").dtype == "int8"
 
@@ -102,18 +101,16 @@ def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         source = resolve(name)
         assert (source.name, source.revision) == (name, None)
         assert source.path == Path(name).expanduser()
-    with pytest.raises(InputError, match="has no revisions"):
-        resolve("out/step-2000", revision="main")
-    with pytest.raises(InputError, match=r"no such file or directory: \./out/step-200 \(did you mean step-2000\?\)"):
-        resolve("./out/step-200")
+    assert "has no revisions" in refusal(resolve, "out/step-2000", revision="main")
+    assert "no such file or directory: ./out/step-200 (did you mean step-2000?)" in refusal(resolve, "./out/step-200")
 
 
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("gtp2", r"did you mean gpt2\?"),
-        ("GPT2-Medium", r"did you mean gpt2-medium\?"),
-        ("shakespear-mini", r"did you mean shakespeare-mini\?"),
+        ("gtp2", "did you mean gpt2?"),
+        ("GPT2-Medium", "did you mean gpt2-medium?"),
+        ("shakespear-mini", "did you mean shakespeare-mini?"),
         ("", "unknown model ''"),
         ("a/b/c", "unknown model"),
         ("random:gpt2", "unknown model"),
@@ -124,9 +121,7 @@ def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_unknown_names(name: str, match: str) -> None:
-    with pytest.raises(InputError, match=match) as refused:
-        resolve(name)
-    assert "\n" not in str(refused.value)
+    assert match in refusal(resolve, name)
 
 
 def test_download_cold_warm_offline(hub: HubStandIn, tmp_path: Path) -> None:
@@ -348,9 +343,7 @@ def test_an_incomplete_cache_is_filled_online_and_refused_offline(hub: HubStandI
 
 
 @pytest.mark.parametrize("blob", [False, True], ids=["entry", "blob"])
-def test_a_shard_that_another_program_left_out_is_named_offline_and_fetched_online(
-    hub: HubStandIn, tmp_path: Path, blob: bool
-) -> None:
+def test_a_shard_that_another_program_left_out_is_named_and_fetched(hub: HubStandIn, tmp_path: Path, blob: bool) -> None:
     """Only the index says that it belongs there: offline it was called a path that cannot be read."""
     shards = {f"model-0000{n}-of-00002.safetensors": bytes(range(200)) * 9 * n for n in (1, 2)}
     index = {"model.safetensors.index.json": json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}).encode()}
@@ -395,5 +388,4 @@ def test_a_dead_hub_gives_up_quickly_or_falls_back_on_a_warm_cache(hub: HubStand
 
 def test_embedded_checkpoint_missing_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("gpt2.checkpoint.checkpoint.__file__", str(tmp_path / "gpt2/checkpoint/checkpoint.py"))
-    with pytest.raises(CheckpointError, match="reinstall"):
-        resolve(DEFAULT)
+    assert "reinstall" in refusal(resolve, DEFAULT)

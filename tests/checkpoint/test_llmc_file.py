@@ -39,9 +39,8 @@ def test_an_export_is_what_llm_c_would_write(dtype: str, type: str, tmp_path: Pa
         wanted = tensor.view(torch.int16) if type == "bf16" else tensor.float()
         np.testing.assert_array_equal(found[name], wanted.numpy(), err_msg=name)
     again = gpt2.load(str(tmp_path)).state_dict()
-    assert all_same(
-        again, {name: tensor.to(torch.bfloat16 if type == "bf16" else torch.float32) for name, tensor in state.items()}
-    )
+    wide = torch.bfloat16 if type == "bf16" else torch.float32
+    assert all_same(again, {name: tensor.to(wide) for name, tensor in state.items()})
 
 
 def test_exporting_an_export_gives_the_same_bytes(tmp_path: Path) -> None:

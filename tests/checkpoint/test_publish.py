@@ -93,9 +93,8 @@ def test_what_comes_back_is_what_was_sent(trained: Path, hub: HubStandIn, capfd:
     assert hub.repos["me/tiny"].private
     assert len(hub.uploads.messages) == 1
     there = on_the_hub(hub)
-    assert {name: hashlib.sha256(sent).hexdigest() for name, sent in there.items()} == {
-        file["name"]: file["sha256"] for file in result["files"]
-    }
+    shown = {file["name"]: file["sha256"] for file in result["files"]}
+    assert {name: hashlib.sha256(sent).hexdigest() for name, sent in there.items()} == shown
     assert there["README.md"] == before["README.md"].replace(b"OWNER/NAME", b"me/tiny") != before["README.md"]
     named = {"README.md", "gpt2-record.json"}
     assert all(sent == before[name] for name, sent in there.items() if name not in named)
@@ -146,8 +145,8 @@ def test_a_killed_upload_leaves_no_commit_and_goes_on(trained: Path, hub: HubSta
     hub.uploads.drop(after=500)  # it tries again by itself
     hub.uploads.fails["commit"] = (503, "down")
     planned = plan(trained, "me/tiny")
-    with pytest.raises(InputError, match="run it again later, what it has is not sent again"):
-        send(planned, look(planned, public=False))
+    said = refusal(lambda: send(planned, look(planned, public=False)))
+    assert "run it again later, what it has is not sent again" in said
     assert 500 in hub.uploads.received
     hub.uploads.fails.clear()
     send(planned, look(planned, public=False))
@@ -369,9 +368,8 @@ def to_a_link(folder: Path) -> None:
 )
 def test_a_folder_that_does_not_load_or_claims_too_much_is_refused(model: Path, change: Callable, says: str) -> None:
     """A page on the Hub is believed: its figures must be the record's, and its files a model."""
-    assert plan(model, "me/tiny").notes == (
-        "the card states no licence: add 'license: ...' to the first lines of README.md if you may grant one",
-    )
+    (note,) = plan(model, "me/tiny").notes
+    assert note.startswith("the card states no licence: add 'license: ...' to the first lines of README.md")
     change(model)
     assert says in refusal(plan, model, "me/tiny")
 
@@ -399,17 +397,13 @@ def test_only_a_model_s_own_files_are_sent(model: Path) -> None:
         ("README.md", f"export WANDB_API_KEY={'0123456789' * 4}\n", "README.md holds API_KEY..., which looks like a token"),
         ("config.json", f'"x": "glpat-{"a1B2" * 5}"', "config.json holds glpat-a..., which looks like a token"),
         ("config.json", '"x": "/scratch/anna/run7"', "config.json holds /scratch/anna/run7, a path"),
-        (
-            "config.json",
-            '"_name_or_path": "/home/anna/secret/model"',
-            "config.json holds /home/anna/secret/model, a path",
-        ),
+        ("config.json", '"_name_or_path": "/home/anna/secret/model"', "config.json holds /home/anna/secret/model, a path"),
         ("tokenizer_config.json", '"name_or_path": "C:\\\\Users\\\\anna\\\\m"', "tokenizer_config.json holds C:"),
         ("gpt2-record.json", '"key": "-----BEGIN OPENSSH PRIVATE KEY-----"', "which looks like a key"),
     ],
 )
 def test_tokens_and_private_paths_are_not_sent_unseen(
-    model: Path, hub: HubStandIn, capsys, monkeypatch: pytest.MonkeyPatch, name: str, text: str, says: str
+    model: Path, hub: HubStandIn, capsys, monkeypatch, name, text, says
 ) -> None:
     """They were sent: --yes is no answer to a question that was never asked. Control: a person who has seen it answers y."""
     content = (model / name).read_text()
@@ -452,9 +446,8 @@ def test_a_fine_tune_is_measured_published_and_verified_from_the_hub(hub: HubSta
     assert "`gpt2 verify`: **EQUAL** to transformers" in card
     assert re.search(r"\| KL divergence \| [\d.e-]+ nats", card)
     assert "the base model" in card
-    assert (
-        "gpt2 train finetune-shakespeare --init shakespeare-mini --set steps=10 --set eval_every=5 --set data.path=my.txt" in card
-    )
+    flags = "--init shakespeare-mini --set steps=10 --set eval_every=5 --set data.path=my.txt"
+    assert f"gpt2 train finetune-shakespeare {flags}" in card
     capsys.readouterr()
     assert main(["verify", "me/tuned"]) == 0
     assert "EQUAL" in capsys.readouterr().out

@@ -227,9 +227,7 @@ def checkpoint_prefix(directory: Path) -> Path | None:
     if indexes and text:
         raise CheckpointError(f"{state}: names no checkpoint; fetch it again, or remove it")
     if len(indexes) > 1:
-        raise CheckpointError(
-            f"{directory}: holds {containers.listed(indexes)}, and no file named checkpoint says which; give one of them"
-        )
+        raise CheckpointError(f"{directory}: holds {containers.listed(indexes)}, and no file checkpoint says which; give one")
     return directory / indexes[0].removesuffix(".index") if indexes else None
 
 
@@ -249,9 +247,7 @@ def read_hparams(path: Path) -> dict[str, int]:
     if missing := [name for name in HPARAMS if name not in content]:
         raise CheckpointError(f"{path}: lacks {containers.listed(missing)}; fetch it again")
     if unknown := sorted(name for name in content if name not in HPARAMS):
-        raise CheckpointError(
-            f"{path}: has {containers.listed(unknown)}, which OpenAI's GPT-2 has not; remove what changes nothing"
-        )
+        raise CheckpointError(f"{path}: has {containers.listed(unknown)}, which OpenAI's GPT-2 has not; remove what is no size")
     for name, value in content.items():
         if type(value) is not int or not 1 <= value <= MAX_SIZE:
             raise CheckpointError(f"{path}: {name} is {quoted(value)}, which is not a size; fetch it again")
