@@ -227,8 +227,7 @@ def test_two_processes_at_once(hub: HubStandIn, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_at_once_where_locks_do_nothing(hub: HubStandIn, tmp_path: Path) -> None:
-    """Without locks all processes write one file, which must be correct. They meet by chance, so the test repeats until they
-    do."""
+    """Without locks all processes write one file, which must be correct. They meet by chance, so it repeats."""
     for attempt in range(8):
         hub.sent.clear()
         meet(hub, tmp_path / str(attempt), NO_LOCKS)

@@ -76,8 +76,7 @@ def test_hf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer, d
 
 @pytest.mark.parametrize("type", KINDS)
 def test_gguf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer: LibraryTokenizer, type: str) -> None:
-    """Possible bugs: Q8_0 rounded twice, an epsilon that drifts, the folder's name in the file. Also when overwriting the
-    mapped source."""
+    """Possible bugs: Q8_0 rounded twice, an epsilon that drifts, the folder's name in it. Also over the mapped source."""
     source = saved(tmp_path / "source", replace(WIDE, layer_norm_epsilon=3e-6), tokenizer)
     done = export(str(source), tmp_path / "a", format="gguf", type=type)
     assert [file.name for file in done.files] == ["model.gguf"]
@@ -104,8 +103,7 @@ def test_the_suffix_chooses_the_dtype(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", [WIDE, ODD, replace(WIDE, tie_word_embeddings=False)], ids=["usual", "odd", "untied"])
 @pytest.mark.parametrize("type", KINDS)
 def test_gguf_is_what_the_package_writes(tmp_path: Path, tokenizer: LibraryTokenizer, type: str, config: GPT2Config) -> None:
-    """Possible bugs: another order of dimensions, a value of another type, missing padding. Some readers would read other
-    weights."""
+    """Possible bugs: another order of dimensions, a value of another type, missing padding: other weights."""
     source = saved(tmp_path / "source", config, tokenizer)
     export(str(source), tmp_path / "ours", format="gguf", type=type)
     write(tmp_path / "theirs.gguf", config, KINDS[type], tokenizer=tokenizer)

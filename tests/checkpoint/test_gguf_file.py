@@ -170,8 +170,7 @@ def added(file: Path) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def test_the_tokenizer_comes_back(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
-    """Another order of merges, or a lost special token, gives other ids for the same text. Also of files from before the
-    pre-tokenizer had a name (April 2024)."""
+    """Another order of merges, or a lost special token, gives other ids. Also before the pre-tokenizer had a name (in 2024)."""
 
     def old(writer: gguf.GGUFWriter) -> None:
         add_tokenizer(writer, tokenizer, WIDE)

@@ -241,8 +241,7 @@ FORMS = {
 
 
 def test_one_form_of_the_weights_is_fetched(hub: HubStandIn, tmp_path: Path) -> None:
-    """Safetensors and .bin together would double the download, and a .bin may run code. Each is hashed, fetched again when
-    damaged, and complete offline."""
+    """Both would double the download, and a .bin may run code. Each is hashed, fetched again when damaged, complete offline."""
     names = {f"org/{form.replace(' ', '-')}": FORMS[form] for form in FORMS}
     for name, (files, fetched) in names.items():
         hub.add_repo(name, files, lfs=tuple(file for file in files if files[file] in (WEIGHTS, WEIGHTS[1:], WEIGHTS[2:])))

@@ -27,8 +27,7 @@ CONFIG = replace(TINY, bos_token_id=None, eos_token_id=None)
 
 @pytest.mark.parametrize(("dtype", "type"), [("float32", "f32"), ("bfloat16", "bf16"), ("float16", "f32"), ("float64", "f32")])
 def test_an_export_is_what_llm_c_would_write(dtype: str, type: str, tmp_path: Path) -> None:
-    """llm.c's files have no names to check: a matrix that is not transposed, or parameters grouped by layer, loads without an
-    error."""
+    """llm.c's files have no names to check: a matrix that is not transposed, or parameters grouped by layer, loads."""
     done = export(f"shakespeare-mini:{dtype}", tmp_path, format="llmc")
     assert (done.type, [file.name for file in done.files]) == (type, ["model.bin", "tokenizer.bin"])
     assert any("rounded" in note for note in done.notes) == (dtype == "float64")

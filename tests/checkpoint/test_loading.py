@@ -184,8 +184,7 @@ def test_a_causal_mask_of_any_dtype_is_dropped(tmp_path: Path, dtype: torch.dtyp
     ],
 )
 def test_a_buffer_that_is_not_what_it_claims_is_refused(tmp_path: Path, change: Callable, says: str) -> None:
-    """A tensor that is dropped unseen may be one that the model computes with: if a mask is ignored, a banded or bidirectional
-    model loads as a causal one and computes something else."""
+    """A tensor that is dropped unseen may be one that the model computes with: a banded or bidirectional mask makes another."""
     refused(lambda: load_path(altered(tmp_path, change)), says, str(tmp_path))
 
 

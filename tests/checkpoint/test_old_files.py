@@ -32,8 +32,7 @@ OTHER_FILE = {"dtype": "<f4", "external": [("secret", 0, 768)]}
     [(None, PIECE), (OTHER_FILE, PIECE), ({"dtype": ">f4"}, FLOATS), ({"dtype": "<i4"}, FLOATS), ({"dtype": "S4"}, FLOATS)],
 )
 def test_a_tensor_that_is_not_plain_floats_in_its_place_is_refused(tmp_path: Path, changes: Any, says: str) -> None:
-    """Read at the offset of its first piece, a compressed tensor (None) is noise, and so are big-endian floats; a link could name
-    any file of the machine."""
+    """Read in place, a compressed tensor (None) is noise, and so are big-endian floats; a link could name any file."""
     keras(tmp_path, compression=None if changes else "gzip")
     if changes:
         with h5py.File(tmp_path / "tf_model.h5", "a") as file:

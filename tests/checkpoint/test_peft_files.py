@@ -278,8 +278,7 @@ HARMS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("what", HARMS)
 def test_what_is_no_adapter_of_its_base_is_refused(adapter: Path, what: str) -> None:
-    """If DoRA's magnitudes or PiSSA's changed base were ignored, the logits would be nearly right; one that names itself as its
-    base would recurse for ever."""
+    """Without DoRA's magnitudes or PiSSA's base the logits would be nearly right; its own base would recurse for ever."""
     change, says = HARMS[what]
     edit(adapter, **change) if isinstance(change, dict) else change(adapter)
     message = refused(lambda: gpt2.load(str(adapter)), says)
@@ -287,8 +286,7 @@ def test_what_is_no_adapter_of_its_base_is_refused(adapter: Path, what: str) -> 
 
 
 def test_other_files_of_the_same_numbers_give_the_same_model(base: Path, adapter: Path, tmp_path: Path) -> None:
-    """PEFT before safetensors wrote `adapter_model.bin`. Of a base with [out, in] matrices, the product of A and B is transposed
-    once, not twice; only the square matrix shows the difference."""
+    """PEFT wrote `adapter_model.bin` once. Of [out, in] matrices A B is transposed once: only the square one shows twice."""
     expected = ours(adapter)
     torch.save(load_file(adapter / WEIGHTS), adapter / "adapter_model.bin")
     (adapter / WEIGHTS).unlink()

@@ -103,8 +103,7 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
 
 
 def test_tensors_are_written_aligned_and_in_order(tmp_path: Path) -> None:
-    """A float32 tensor after an odd number of halves would start at an unaligned byte and could not be mapped; a transposed view
-    must not be written in its memory order."""
+    """A float32 tensor after an odd number of halves could not be mapped; a view must not be written in its memory order."""
     model = model_of(dataclasses.replace(TINY, vocab_size=61, n_embd=9), dtype=torch.float16)
     model.ln_f.float()
     truth = {name: tensor.clone() for name, tensor in model.state_dict().items()}
