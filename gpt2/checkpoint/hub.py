@@ -166,10 +166,7 @@ def _answer(url: str, query: dict[str, str], seconds: float) -> tuple[JSON, str]
 
 
 def moving(work: Callable[[], T], moved: Callable[[], object], seconds: float) -> T:
-    """Return what ``work`` returns, run in a daemon thread, which does not block the program's exit.
-
-    Raises TimeoutError: ``moved`` returned the same for ``seconds``.
-    """
+    """Return what ``work`` returns, run in a daemon thread. Raises TimeoutError: ``moved`` returned the same for ``seconds``."""
     future: Future[T] = Future()
 
     def run() -> None:

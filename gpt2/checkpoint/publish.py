@@ -156,10 +156,7 @@ def _check_model(folder: Path, given: Path) -> tuple[set[str], list[str]]:
 
 
 def look(planned: Plan, *, public: bool) -> Target:
-    """Ask the Hub for the repository; nothing is sent.
-
-    Raises InputError: no token, no answer, or a public repository where a private one is wanted.
-    """
+    """Ask the Hub for the repository; nothing is sent. Raises InputError: no token or answer, or public and not ``public``."""
     repo = planned.repo
     with _client(repo) as api:
         from huggingface_hub.errors import RepositoryNotFoundError
