@@ -42,10 +42,14 @@ def commit_of(repo: str, revision: str, kind: Literal["model", "dataset"] = "mod
     """Return the commit of a branch, tag or short commit. Raises InputError: not a Hub. HTTPError: no answer, or a refusal."""
     url = f"{_endpoint()}/api/{kind}s/{repo}/revision/{quote(revision, safe='')}"
     answer, _ = _ask(url, {}, _patience(warm), warm)
-    commit = answer.get("sha") if isinstance(answer, dict) else None
-    if not (isinstance(commit, str) and COMMIT.fullmatch(commit)):
+    return require_commit(answer.get("sha") if isinstance(answer, dict) else None)
+
+
+def require_commit(sha: object) -> str:
+    """Return the commit that a Hub names. Raises InputError: it is none."""
+    if not (isinstance(sha, str) and COMMIT.fullmatch(sha)):
         raise no_hub("names no commit")
-    return commit
+    return sha
 
 
 def list_files(repo: str, commit: str, *, warm: bool = False) -> dict[str, Declared]:

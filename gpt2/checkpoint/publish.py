@@ -14,12 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt2.checkpoint import card
-from gpt2.checkpoint.cache import COMMIT
+from gpt2.checkpoint import card, hub
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, open_path
 from gpt2.checkpoint.describe import File
 from gpt2.checkpoint.files import ADAPTER, INDEX, require_small
-from gpt2.checkpoint.hub import MAX_ANSWER, check_environment, list_files, moving, no_hub, one_line, request_headers
 from gpt2.checkpoint.loading import require_finite, rows_note
 from gpt2.checkpoint.names import REPOSITORY
 from gpt2.checkpoint.peft_files import WEIGHTS as ADAPTER_WEIGHTS
@@ -32,8 +30,8 @@ if TYPE_CHECKING:
     from httpx2 import Client, Request, Response
     from huggingface_hub import HfApi
 
-ADAPTERS = (ADAPTER, ADAPTER_WEIGHTS, f"adapter/{ADAPTER}", f"adapter/{ADAPTER_WEIGHTS}")
-BESIDE = {*SMALL, "encoder.json", "vocab.bpe", "LICENSE", *ADAPTERS, card.CARD, card.CURVES, card.RECORD}
+BESIDE = {*SMALL, "encoder.json", "vocab.bpe", "LICENSE", card.CARD, card.CURVES, card.RECORD}
+BESIDE |= {place + name for place in ("", "adapter/") for name in (ADAPTER, ADAPTER_WEIGHTS)}
 PATH = "a path of this machine"
 # What must not be sent unseen, by its name for the user. Of large weights only the first bytes are searched, their header.
 PRIVATE = {
@@ -167,7 +165,7 @@ def look(planned: Plan, *, public: bool) -> Target:
         except RepositoryNotFoundError:
             return Target(url, not public, None)
         others = {str(file.rfilename) for file in info.siblings or ()} - {*planned.content, ".gitattributes"}
-        commit = _commit(info.sha)
+        commit = hub.require_commit(info.sha)
     if info.id != repo:
         raise InputError(f"{repo} is called {quoted(info.id)} now; give that name")
     if info.private is not True and not public:
@@ -192,18 +190,12 @@ def send(planned: Plan, target: Target) -> tuple[str, list[str]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a card without metadata, which the plan's notes say
             done = api.create_commit(planned.repo, files, commit_message=message, parent_commit=target.commit)
-        commit = _commit(done.oid)
-        listed = {name: row.digest for name, row in list_files(planned.repo, commit).items()}
+        commit = hub.require_commit(done.oid)
+        listed = {name: row.digest for name, row in hub.list_files(planned.repo, commit).items()}
     # The Hub may list git's hash of a small file.
     git = {name: git_hash(held) for name, held in planned.content.items() if isinstance(held, bytes)}
     wrong = [file.name for file in planned.files if listed.get(file.name) not in (file.sha256, git.get(file.name, file.sha256))]
     return commit, wrong
-
-
-def _commit(sha: object) -> str:
-    if not (isinstance(sha, str) and COMMIT.fullmatch(sha)):
-        raise no_hub("names no commit")
-    return sha
 
 
 @contextlib.contextmanager
@@ -213,13 +205,13 @@ def _client(repo: str) -> Iterator[HfApi]:
 
     Raises InputError: there is no token, no network is allowed, or what the block raises, in one line.
     """
-    check_environment()
+    hub.check_environment()
     from huggingface_hub import HfApi, constants
     from huggingface_hub.utils import _http
 
     if constants.is_offline_mode():
         raise InputError("HF_HUB_OFFLINE is set, and publishing needs the Hub: unset it, or try --dry-run")
-    if "authorization" not in request_headers():
+    if "authorization" not in hub.request_headers():
         raise InputError("not logged in to the Hub: run `hf auth login` or set HF_TOKEN, with a token that may write")
     factory, without_xet = _http._GLOBAL_CLIENT_FACTORY, constants.HF_HUB_DISABLE_XET
 
@@ -258,15 +250,15 @@ def _whole_answer(send: Any, request: Request, **options: Any) -> Response:
         with contextlib.closing(send(request, **{**options, "stream": True})) as answer:
             for chunk in answer.iter_bytes():
                 body.extend(chunk)
-                if len(body) > MAX_ANSWER:
-                    raise no_hub("its answer does not end")
+                if len(body) > hub.MAX_ANSWER:
+                    raise hub.no_hub("its answer does not end")
         headers = {name: answer.headers[name] for name in KEPT if name in answer.headers}
         return type(answer)(answer.status_code, headers=headers, content=bytes(body), request=answer.request)
 
     try:
-        return moving(whole, lambda: None, seconds)
+        return hub.moving(whole, lambda: None, seconds)
     except TimeoutError:
-        raise no_hub(f"no answer in {seconds:.0f} s") from None
+        raise hub.no_hub(f"no answer in {seconds:.0f} s") from None
 
 
 def _refused(repo: str, error: Exception) -> InputError:
@@ -276,14 +268,15 @@ def _refused(repo: str, error: Exception) -> InputError:
 
     cause = (error.__cause__ or error) if isinstance(error, RuntimeError) else error  # the client names the file around it
     if isinstance(cause, HfHubHTTPError):
-        hub, status = constants.ENDPOINT, cause.response.status_code
-        said = one_line(Exception(cause.response.headers.get("X-Error-Message") or "no reason given"))[:160]
+        endpoint, status = constants.ENDPOINT, cause.response.status_code
+        said = hub.one_line(Exception(cause.response.headers.get("X-Error-Message") or "no reason given"))[:160]
         what = REFUSALS.get(status, DOWN if status == 408 or status >= 500 else "{said}; correct it and publish again")
-        return InputError(f"{hub} answers {status} for {repo}: {what.format(hub=hub, owner=repo.partition('/')[0], said=said)}")
+        what = what.format(hub=endpoint, owner=repo.partition("/")[0], said=said)
+        return InputError(f"{endpoint} answers {status} for {repo}: {what}")
     if not isinstance(cause, InputError):
         if isinstance(error, HTTPError | OSError | RuntimeError):
-            return InputError(f"the upload to {repo} broke off ({one_line(cause)}): check the network and {AGAIN}")
+            return InputError(f"the upload to {repo} broke off ({hub.one_line(cause)}): check the network and {AGAIN}")
         if isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError | UnicodeError):  # the checks of the card
-            return InputError(f"{repo}: {one_line(cause)}; correct it and publish again")
-        cause = no_hub(f"{type(error).__name__}: {one_line(error)}")
+            return InputError(f"{repo}: {hub.one_line(cause)}; correct it and publish again")
+        cause = hub.no_hub(f"{type(error).__name__}: {hub.one_line(error)}")
     return InputError(str(cause).replace("use --offline", AGAIN))
