@@ -116,9 +116,8 @@ def declared_by_links(folder: Path) -> dict[str, Declared]:
         if file.is_symlink() or file.is_file():
             blob = Path(os.readlink(file)).name if file.is_symlink() else ""
             rows[file.name] = Declared(blob if HASH.fullmatch(blob) else "", file.stat().st_size if file.is_file() else 0)
-        with contextlib.suppress(
-            OSError, ValueError, AttributeError, RecursionError
-        ):  # what it holds is checked when it is loaded
+        # What it holds is checked when it is loaded.
+        with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
             shards = json.loads(read_all(file)).get("weight_map") if file.name.endswith(".index.json") else {}
             rows = {str(name): Declared("", 0) for name in shards.values()} | rows
     return rows

@@ -205,9 +205,8 @@ def open_checkpoint(name: ModelName, *, offline: bool = False) -> Checkpoint:
         config = official_size(name.random.size)
         return RandomCheckpoint(name.base, None, config, dtype or torch.float32, torch.float32, name.random)
     source = resolve(name, offline=offline)
-    return open_path(
-        source.path, name=source.name, revision=source.revision, dtype=dtype, offline=offline, activation=name.activation
-    )
+    place = {"name": source.name, "revision": source.revision}
+    return open_path(source.path, **place, dtype=dtype, offline=offline, activation=name.activation)
 
 
 def open_path(
@@ -237,9 +236,8 @@ def open_path(
     config = adapter.config_of(base.config, base.reader())
     adapter.require_fit(config)
     stored = base.stored
-    return AdaptedCheckpoint(
-        name, revision, config, dtype or stored, stored, path, base.assignment, adapter, base, assumed=base.assumed
-    )
+    shared = (name, revision, config, dtype or stored, stored, path, base.assignment)
+    return AdaptedCheckpoint(*shared, adapter, base, assumed=base.assumed)
 
 
 def base_of(adapter: Adapter, *, offline: bool = False) -> Path:

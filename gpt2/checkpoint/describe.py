@@ -70,9 +70,7 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
     path, assignment = checkpoint.path, checkpoint.assignment
     counts = checkpoint.not_finite()
     notes = [f"DAMAGED: holds {broken(counts)}"] if counts else []
-    notes += (
-        ["matrices are stored [out, in], as in nn.Linear; they are read as transposed views"] if assignment.transposed else []
-    )
+    notes += ["matrices are stored [out, in], as in nn.Linear, and read as transposed views"] if assignment.transposed else []
     if isinstance(checkpoint, AdaptedCheckpoint):
         adapter = checkpoint.adapter
         whole = f", which replaces {listed(list(adapter.whole))}" if adapter.whole else ""

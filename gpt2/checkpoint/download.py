@@ -16,19 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from gpt2.checkpoint import cache
+from gpt2.checkpoint import cache, hub
 from gpt2.checkpoint.cache import COMMIT, HASH, Declared, digest, digest_of, mismatch
-from gpt2.checkpoint.hub import (
-    commit_of,
-    explained,
-    get,
-    is_final,
-    list_files,
-    no_hub,
-    one_line,
-    unreachable,
-    wait_for_rate_limit,
-)
 from gpt2.checkpoint.xet import over_xet
 from gpt2.data.files import SMALL, warn_once, written_aside
 from gpt2.errors import CheckpointError, InputError
@@ -61,7 +50,7 @@ Listing = tuple[Path, dict[str, Declared]]  # folder of a commit's files, and wh
 
 def repository_files(repo: str, revision: str, offline: bool) -> Path:
     """Return the folder of a repository's files at ``revision``, downloaded and verified; its name is the 40-hex commit."""
-    with explained(repo, revision):
+    with hub.explained(repo, revision):
         from huggingface_hub import constants
         from huggingface_hub.utils import validate_repo_id
 
@@ -112,16 +101,16 @@ def _listed(repo: str, revision: str, cached: Listing | None) -> Listing:
 
     warm = cached is not None
     try:
-        commit = revision if COMMIT.fullmatch(revision) else commit_of(repo, revision, warm=warm)
+        commit = revision if COMMIT.fullmatch(revision) else hub.commit_of(repo, revision, warm=warm)
         folder = cache.snapshot(repo, commit)
-        return folder, cache.recorded_listing(folder) or list_files(repo, commit, warm=warm)
+        return folder, cache.recorded_listing(folder) or hub.list_files(repo, commit, warm=warm)
     except HTTPError as error:
-        if is_final(error):
+        if hub.is_final(error):
             raise
         if cached is None:
             way_out = "run --offline with a warm cache, or give a local directory; HF_HUB_ETAG_TIMEOUT=30 waits longer"
-            raise unreachable(repo, error, way_out) from error
-        log.info("cannot reach the Hub (%s): using the cached %s", one_line(error), cached[0])
+            raise hub.unreachable(repo, error, way_out) from error
+        log.info("cannot reach the Hub (%s): using the cached %s", hub.one_line(error), cached[0])
         return cached
 
 
@@ -178,7 +167,7 @@ class DatasetFile:
 
 def dataset_file(file: DatasetFile, *, offline: bool = False) -> Path:
     """Return the file in the local Hub cache, downloaded if missing. Raises InputError: unavailable. CheckpointError: damaged."""
-    with explained(file.repo, file.commit):
+    with hub.explained(file.repo, file.commit):
         from huggingface_hub import constants
         from huggingface_hub.errors import HTTPError
 
@@ -191,11 +180,11 @@ def dataset_file(file: DatasetFile, *, offline: bool = False) -> Path:
             what = f"{'a damaged' if local.is_file() else 'no'} copy of {file.path} of {file.repo}"
             raise InputError(OFFLINE.format(cache=constants.HF_HUB_CACHE, what=what, way_out=way_out))
         try:  # this request has a time limit, the download has none
-            commit_of(file.repo, file.commit, "dataset")
+            hub.commit_of(file.repo, file.commit, "dataset")
         except HTTPError as error:
-            if is_final(error):
+            if hub.is_final(error):
                 raise
-            raise unreachable(file.repo, error, f"or {way_out}") from error
+            raise hub.unreachable(file.repo, error, f"or {way_out}") from error
         _make_whole(file.repo, folder, file.path, Declared(file.sha256, file.size), online=True)
         return local
 
@@ -212,11 +201,11 @@ def fetch(repo: str, folder: Path, name: str, declared: Declared, *, tries: int 
 
     if not HASH.fullmatch(declared.digest):
         raise InputError(f"{constants.ENDPOINT} declares no hash for {name} of {repo}: check HF_ENDPOINT")
-    hub, storage, file = Path(constants.HF_HUB_CACHE), folder.parents[1], folder / name
+    top, storage, file = Path(constants.HF_HUB_CACHE), folder.parents[1], folder / name
     blob = storage / "blobs" / declared.digest
-    part, lock = _part(blob), hub / ".locks" / storage.name / f"{blob.name}.lock"
-    for top, path in ((storage, file), (storage, blob), (hub, lock)):
-        cache.make_folder(top, path.parent)
+    part, lock = _part(blob), top / ".locks" / storage.name / f"{blob.name}.lock"
+    for place, path in ((storage, file), (storage, blob), (top, lock)):
+        cache.make_folder(place, path.parent)
     links = are_symlinks_supported(constants.HF_HUB_CACHE)
     with WeakFileLock(lock):
         if not blob.is_file() and not file.is_file():
@@ -312,7 +301,7 @@ def _download(url: str, out: BinaryIO, size: int) -> None:
             headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={end}-"} if end and ranges else {})
             broken: HTTPError | None = None
             try:
-                with get(url, constants.HF_HUB_DOWNLOAD_TIMEOUT, headers=headers) as answer:
+                with hub.get(url, constants.HF_HUB_DOWNLOAD_TIMEOUT, headers=headers) as answer:
                     if answer.status_code not in (200, 206):
                         raise HTTPError(f"answer {answer.status_code} without a file")
                     if answer.status_code == 200:  # the whole file, even if a range was requested
@@ -329,22 +318,22 @@ def _download(url: str, out: BinaryIO, size: int) -> None:
                             break
             except HfHubHTTPError as error:
                 if error.response.status_code == 429:
-                    pause = wait_for_rate_limit(error, waited)
+                    pause = hub.wait_for_rate_limit(error, waited)
                     waited, since = waited + pause, since + pause
                     continue
-                if is_final(error) and "Range" not in headers:
+                if hub.is_final(error) and "Range" not in headers:
                     raise
-                ranges, broken = ranges and not is_final(error), error  # it may refuse the range: retry with the whole file
+                ranges, broken = ranges and not hub.is_final(error), error  # it may refuse the range: retry with the whole file
             except HTTPError as error:
                 broken = error
             except (InputError, OSError):
                 raise
             except Exception as error:  # any error of huggingface_hub for a malformed response
-                raise no_hub(one_line(error)) from error
+                raise hub.no_hub(hub.one_line(error)) from error
             if end < size and (ranges or "Range" not in headers):
                 broken = broken or HTTPError(f"the connection ended at byte {end:,} of {size:,}")
                 if fruitless == len(PAUSES) or time.monotonic() > since + STALL_SECONDS:
                     raise broken
-                log.info("%s: %s, going on from byte %d", url, one_line(broken), end)
+                log.info("%s: %s, going on from byte %d", url, hub.one_line(broken), end)
                 time.sleep(PAUSES[fruitless])
                 fruitless += 1

@@ -73,9 +73,7 @@ def export(
     if format not in FORMATS:
         raise InputError(f"unknown format {quoted(format)}; known: {', '.join(FORMATS)}")
     if type is not None and format != "gguf":
-        raise InputError(
-            f"type {quoted(type)} is for gguf; {format} keeps the model's dtype, so put one behind its name: {name}:bf16"
-        )
+        raise InputError(f"type {quoted(type)} is for gguf; {format} keeps the model's dtype, so name that: {name}:bf16")
     if type is not None and type not in TYPES:
         raise InputError(f"unknown type {quoted(type)}; known: {', '.join(TYPES)}")
     if keep and (format != "gguf" or type is None):
@@ -167,9 +165,7 @@ def _unlike_others(config: GPT2Config) -> list[str]:
     """List what other readers of Hugging Face's layout get wrong about a config, according to their sources."""
     notes = []
     if config.scale_attn_by_inverse_layer_idx or not config.scale_attn_weights:
-        notes.append(
-            "only transformers knows its scaling of attention: CTranslate2, vLLM and llama.cpp leave it out or refuse it"
-        )
+        notes.append("only transformers knows its scaling of attention: CTranslate2, vLLM, llama.cpp leave it out or refuse it")
     if config.reorder_and_upcast_attn:
         notes.append("reorder_and_upcast_attn: vLLM refuses it")
     if config.layer_norm_epsilon != 1e-5:

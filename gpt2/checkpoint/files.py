@@ -99,9 +99,8 @@ def open_file(path: Path) -> Container:
     if path.suffix == ".msgpack":  # it has no signature: any bytes are a beginning of some MessagePack
         return FlaxFile(path)
     if path.suffix not in LONE and not head.endswith(b"\0{"):
-        raise CheckpointError(
-            f"{path}: does not begin as weights do; give safetensors, torch.save's, HDF5, .msgpack, GGUF, llm.c's, or an .index"
-        )
+        known = "safetensors, torch.save's, HDF5, .msgpack, GGUF, llm.c's, or an .index"
+        raise CheckpointError(f"{path}: does not begin as weights do; give {known}")
     return SafetensorsFile(path)
 
 
@@ -113,9 +112,8 @@ def _shards(index: Path, suffix: str) -> dict[str, Container]:
     if not shards or not all(isinstance(shard, str) and re.fullmatch(name, shard, re.ASCII) for shard in shards):
         raise CheckpointError(f"{index}: has no weight_map from tensors to {suffix} files beside it; fetch it again")
     held = _by_tensor([open_file(index.parent / shard) for shard in sorted(set(shards))])
-    there = {
-        key: shard for key, shard in weight_map.items() if key in held or from_file(key) != HEAD
-    }  # a tied copy may be left out
+    # A tied copy may be left out.
+    there = {key: shard for key, shard in weight_map.items() if key in held or from_file(key) != HEAD}
     wrong = [key for key, shard in there.items() if key not in held or held[key].path.name != shard]
     wrong += [key for key in held if key not in weight_map]
     if wrong:
@@ -255,10 +253,8 @@ def _from_shapes(path: Path, files: Mapping[str, Container]) -> GPT2Config:
     shown = _shown(files)
     heads = HEADS.get((shown.get("n_layer", 0), shown.get("n_embd", 0)))
     if heads is None or not {"vocab_size", "n_positions"} <= shown.keys():
-        raise CheckpointError(
-            f"{path}: no config.json there, and the tensors do not tell the number of heads; "
-            f"put one beside them with {', '.join(SIZES)}"
-        )
+        what = f"the tensors do not tell the number of heads; put one beside them with {', '.join(SIZES)}"
+        raise CheckpointError(f"{path}: no config.json there, and {what}")
     inner = shown.pop("n_inner", None)
     known: dict[str, Any] = {"n_head": heads, "n_inner": None if inner == 4 * shown["n_embd"] else inner}
     # minGPT of 2020, whose feed-forward is a Sequential, has the exact GELU.

@@ -14,20 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.containers.gguf_file import (
-    ARRAY,
-    CONFIG_KEYS,
-    CONTROL,
-    KINDS,
-    NORMAL,
-    SCALARS,
-    STRING,
-    UNUSED,
-    USER_DEFINED,
-    Kind,
-    dequantised,
-    padded,
-)
+from gpt2.checkpoint.containers import gguf_file
+from gpt2.checkpoint.containers.gguf_file import ARRAY, CONFIG_KEYS, KINDS, SCALARS, STRING, Kind, dequantised, padded
 from gpt2.checkpoint.keys import layer, to_file, to_gguf
 from gpt2.checkpoint.saving import raw_bytes
 from gpt2.config import GPT2Config, quoted
@@ -151,13 +139,15 @@ def _metadata(config: GPT2Config, tokenizer: LibraryTokenizer | None, file_type:
     ends = {f"tokenizer.ggml.{end}_token_id": (U32, id) for end, id in ids.items() if id is not None}
     if tokenizer is None:
         return metadata | {"gpt2.vocab_size": (U32, config.vocab_size), "tokenizer.ggml.model": (STRING, "none")} | ends
-    types = dict.fromkeys(tokenizer.special_tokens.values(), CONTROL) | dict.fromkeys(tokenizer.matched.values(), USER_DEFINED)
+    control, defined = tokenizer.special_tokens.values(), tokenizer.matched.values()
+    types = dict.fromkeys(control, gguf_file.CONTROL) | dict.fromkeys(defined, gguf_file.USER_DEFINED)
     tokens = [tokenizer.backend.id_to_token(i) for i in range(config.vocab_size)]
+    types |= {i: gguf_file.UNUSED for i, token in enumerate(tokens) if token is None}
     return metadata | {
         "tokenizer.ggml.model": (STRING, "gpt2"),
         "tokenizer.ggml.pre": (STRING, "gpt-2"),
         "tokenizer.ggml.tokens": (STRING, [f"[PAD{i}]" if token is None else token for i, token in enumerate(tokens)]),
-        "tokenizer.ggml.token_type": (I32, [UNUSED if token is None else types.get(i, NORMAL) for i, token in enumerate(tokens)]),
+        "tokenizer.ggml.token_type": (I32, [types.get(i, gguf_file.NORMAL) for i in range(len(tokens))]),
         "tokenizer.ggml.merges": (STRING, [f"{a} {b}" for a, b in tokenizer.merges or ()]),
         **ends,
         "tokenizer.ggml.add_bos_token": (BOOL, False),

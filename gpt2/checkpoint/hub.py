@@ -20,7 +20,7 @@ from gpt2.checkpoint.names import OFFICIAL
 from gpt2.errors import CheckpointError, InputError, did_you_mean, printable
 
 if TYPE_CHECKING:
-    from httpx2 import Client, Response
+    from httpx2 import Response
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
 T = TypeVar("T")
@@ -42,10 +42,14 @@ def commit_of(repo: str, revision: str, kind: Literal["model", "dataset"] = "mod
     """Return the commit of a branch, tag or short commit. Raises InputError: not a Hub. HTTPError: no answer, or a refusal."""
     url = f"{_endpoint()}/api/{kind}s/{repo}/revision/{quote(revision, safe='')}"
     answer, _ = _ask(url, {}, _patience(warm), warm)
-    commit = answer.get("sha") if isinstance(answer, dict) else None
-    if not (isinstance(commit, str) and COMMIT.fullmatch(commit)):
+    return require_commit(answer.get("sha") if isinstance(answer, dict) else None)
+
+
+def require_commit(sha: object) -> str:
+    """Return the commit that a Hub names. Raises InputError: it is none."""
+    if not (isinstance(sha, str) and COMMIT.fullmatch(sha)):
         raise no_hub("names no commit")
-    return commit
+    return sha
 
 
 def list_files(repo: str, commit: str, *, warm: bool = False) -> dict[str, Declared]:
@@ -127,10 +131,8 @@ def wait_for_rate_limit(error: "HfHubHTTPError", waited: float) -> float:
     elif after.isascii() and after.isdecimal() and len(after) < 10:
         seconds = float(after)
     if waited + seconds > MAX_WAIT:
-        raise InputError(
-            f"rate limited by {_endpoint()}, which asks to wait {seconds:.0f} s more: run it again then, or log in "
-            "(`hf auth login` or HF_TOKEN raises the limit)"
-        ) from error
+        way_out = "run it again then, or log in (`hf auth login` or HF_TOKEN raises the limit)"
+        raise InputError(f"rate limited by {_endpoint()}, which asks to wait {seconds:.0f} s more: {way_out}") from error
     log.warning("rate limited by %s: waiting %.0f s", _endpoint(), seconds)
     time.sleep(seconds)
     return max(seconds, 1.0)
@@ -151,11 +153,10 @@ def _answer(url: str, query: dict[str, str], seconds: float) -> tuple[JSON, str]
                     break
             return bytes(body), str(answer.links.get("next", {}).get("url", ""))
 
-    future = in_thread(request)
-    if not wait([future], seconds + 0.5).done:
-        raise HTTPError(f"no answer in {seconds:g} s")
     try:
-        body, link = future.result()
+        body, link = moving(request, lambda: None, seconds + 0.5)
+    except TimeoutError:
+        raise HTTPError(f"no answer in {seconds:g} s") from None
     except (HTTPError, OSError, InputError):
         raise
     except Exception as error:  # any error of huggingface_hub for a malformed response
@@ -168,8 +169,8 @@ def _answer(url: str, query: dict[str, str], seconds: float) -> tuple[JSON, str]
         raise no_hub("its answer is not JSON") from error
 
 
-def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Run ``work`` in a daemon thread, which does not block the program's exit."""
+def moving(work: Callable[[], T], moved: Callable[[], object], seconds: float) -> T:
+    """Return what ``work`` returns, run in a daemon thread. Raises TimeoutError: ``moved`` returned the same for ``seconds``."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -179,13 +180,8 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return future
-
-
-def moving(work: Callable[[], T], moved: Callable[[], object], seconds: float) -> T:
-    """Return what ``work`` returns, run in a thread. Raises TimeoutError: ``moved`` returned the same for ``seconds``."""
-    future, before, since = in_thread(work), moved(), time.monotonic()
-    while not wait([future], 0.1).done:
+    before, since = moved(), time.monotonic()
+    while not wait([future], min(0.1, seconds)).done:
         if (now := moved()) != before:
             before, since = now, time.monotonic()
         elif time.monotonic() > since + seconds:
@@ -198,26 +194,20 @@ def get(
     url: str, seconds: float, query: dict[str, str] | None = None, headers: dict[str, str] | None = None
 ) -> "Iterator[Response]":
     """Stream a response; ``seconds`` limit each step. A refusal raises `huggingface_hub`'s exception; its body is not read."""
-    from huggingface_hub.utils import hf_raise_for_status
-
-    sent = request_headers() | (headers or {})
-    with _session().stream("GET", url, params=query or None, headers=sent, timeout=seconds) as answer:
-        if answer.status_code >= 400:
-            said = {name: answer.headers[name][:200] for name in SAID if name in answer.headers}  # also limits a number's digits
-            hf_raise_for_status(type(answer)(answer.status_code, headers=said, request=answer.request))
-        yield answer
-
-
-def _session() -> "Client":
-    """Return `huggingface_hub`'s session. Raises InputError: a proxy or certificate of the environment cannot be used."""
-    from huggingface_hub.utils import get_session
+    from huggingface_hub.utils import get_session, hf_raise_for_status
 
     try:
-        return get_session()
+        session = get_session()
     except Exception as error:  # the HTTP library refuses a URL, a file or a scheme
         variables = (*PROXIES, "SSL_CERT_FILE", "SSL_CERT_DIR")
         names = ", ".join(name for name in variables if os.environ.get(name)) or "the proxy's settings"
         raise InputError(f"no connection can be set up ({one_line(error)}): correct or unset {names}") from error
+    sent = request_headers() | (headers or {})
+    with session.stream("GET", url, params=query or None, headers=sent, timeout=seconds) as answer:
+        if answer.status_code >= 400:
+            said = {name: answer.headers[name][:200] for name in SAID if name in answer.headers}  # also limits a number's digits
+            hf_raise_for_status(type(answer)(answer.status_code, headers=said, request=answer.request))
+        yield answer
 
 
 def request_headers() -> dict[str, str]:
@@ -235,20 +225,17 @@ def request_headers() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def explained(repo: str, revision: str = "", refused: Callable[[str, Exception], InputError] | None = None) -> Iterator[None]:
-    """Convert every failure of the Hub, or of an upload to it if ``refused`` says what those mean, into an error of one line."""
+def explained(repo: str, revision: str = "") -> Iterator[None]:
+    """Convert every failure of the Hub into an error of one line."""
     check_environment()
     from huggingface_hub.errors import HFValidationError, HTTPError
 
-    kinds = (Exception,) if refused else (HTTPError, OSError, HFValidationError)  # an answer can lead the client to any
     try:
         yield
-    except InputError as error:
-        if refused and "use --offline" in str(error):
-            raise InputError(str(error).replace("use --offline", "run it again")) from error
+    except InputError:
         raise
-    except kinds as error:
-        raise (refused(repo, error) if refused else _explain(repo, revision, error)) from error
+    except (HTTPError, OSError, HFValidationError) as error:
+        raise _explain(repo, revision, error) from error
 
 
 def check_environment() -> None:

@@ -40,11 +40,14 @@ EMPTY = (
 )
 
 
+Files = Mapping[str, Container]  # key -> the open file that holds it
+
+
 @dataclass(frozen=True)
 class Assignment:
     """The mapping from parameters to tensors of the files."""
 
-    files: Mapping[str, Container]  # key -> the open file that holds it
+    files: Files
     sources: Mapping[str, tuple[str, ...]]  # parameter -> its key, or the keys of its thirds q, k and v
     shapes: Mapping[str, tuple[int, ...]]  # parameter -> shape, in the order of the forward pass
     transposed: bool  # the blocks' matrices are stored [out, in], as in nn.Linear
@@ -80,7 +83,7 @@ def matrices(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     return [name for name, shape in shapes.items() if len(shape) == 2 and name.startswith("h.")]
 
 
-def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> Assignment:
+def match(files: Files, config: GPT2Config, where: Path) -> Assignment:
     """Assign every tensor to one parameter, or to a reason for dropping it. Raises CheckpointError: lists all mismatches.
 
     Whatever the config says, the head is untied if the files hold one whose values are not the token embedding's.
@@ -138,9 +141,8 @@ def match(files: Mapping[str, Container], config: GPT2Config, where: Path) -> As
         why = f" ({len(straight)} matrices lie [in, out] and {len(reversed_)} [out, in])" if straight and reversed_ else ""
         problems.append(f"misshapen: {', '.join(misshapen[:4])}{more}{why}")
     if problems:
-        raise CheckpointError(
-            f"{where}: the tensors do not fit the config: {'; '.join(problems)}; correct the config or the file"
-        )
+        what = "; ".join(problems)
+        raise CheckpointError(f"{where}: the tensors do not fit the config: {what}; correct the config or the file")
     return Assignment(files, sources, wanted, transposed, absent, tuple(dropped), tuple(extra), tuple(notes))
 
 
@@ -151,17 +153,15 @@ def _name(key: str, shape: tuple[int, ...], vocabulary: int) -> str:
     return f"classifier.{key}" if other else name
 
 
-def require_names(files: Mapping[str, Container], where: Path) -> None:
+def require_names(files: Files, where: Path) -> None:
     """Raise CheckpointError if no tensor has a GPT-2's name in any known scheme."""
     if files and not any(keys.is_parameter(keys.from_file(key)) for key in files):
         _refuse_known_cause(files, list(files))
         what = f"none of its {len(files):,} tensors has a name that a known GPT-2 gives it ({listed(list(files), 2)})"
-        raise CheckpointError(
-            f"{where}: {what}; gpt2 export {where} DIR --like FILE.py:build reads them by the module that they belong to"
-        )
+        raise CheckpointError(f"{where}: {what}; gpt2 export {where} DIR --like FILE.py:build reads them by their module")
 
 
-def _refuse_known_cause(files: Mapping[str, Container], unknown: list[str]) -> None:
+def _refuse_known_cause(files: Files, unknown: list[str]) -> None:
     for key in unknown:
         if cause := next((cause for pattern, cause in CAUSES.items() if re.search(pattern, key, re.ASCII)), None):
             raise CheckpointError(f"{files[key].path}: holds {shown(key)}: {cause}")
@@ -172,9 +172,7 @@ def _thirds(name: str) -> list[str]:
     return [name.replace(".c_attn.", f".{part}.") for part in keys.SHARES] if ".c_attn." in name else [name]
 
 
-def _drop(
-    files: Mapping[str, Container], others: Mapping[str, str], dropped: list[str]
-) -> tuple[list[str], dict[str, list[str]]]:
+def _drop(files: Files, others: Mapping[str, str], dropped: list[str]) -> tuple[list[str], dict[str, list[str]]]:
     """Add the redundant keys to ``dropped``; return the keys of other heads, and the faults of the rest."""
     extra: list[str] = []
     faults: dict[str, list[str]] = {}
@@ -203,7 +201,7 @@ def _is_causal_mask(file: Container, key: str) -> bool:
     return torch.equal(mask, ones.tril()) or (len(shape) == 2 and torch.equal(mask, ones.triu(1)))
 
 
-def _same(files: Mapping[str, Container], one: str, other: str) -> bool:
+def _same(files: Files, one: str, other: str) -> bool:
     """Return whether two tensors are equal: bit by bit, or in value if their dtypes differ."""
     a, b = files[one].entries[one], files[other].entries[other]
     if keys.without_leading_ones(a.shape) != keys.without_leading_ones(b.shape):

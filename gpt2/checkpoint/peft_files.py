@@ -86,9 +86,8 @@ class Adapter:
         """Raise CheckpointError if the parameters of the adapted model are not of the shapes that the adapter needs."""
         entries = self.file.entries
         shapes = expected(replace(config, tie_word_embeddings=False))
-        made_for: dict[str, tuple[int, ...]] = {
-            name: (entries[a].shape[1], entries[b].shape[0]) for name, (a, b, _) in self.factors.items()
-        }
+        made_for: dict[str, tuple[int, ...]]
+        made_for = {name: (entries[a].shape[1], entries[b].shape[0]) for name, (a, b, _) in self.factors.items()}
         made_for |= {HEAD: made_for[HEAD][::-1]} if HEAD in made_for else {}  # an nn.Linear, [out, in]
         made_for |= {name: entries[key].shape for name, key in self.whole.items()}
         odd = [

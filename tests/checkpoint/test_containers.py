@@ -5,6 +5,7 @@ import gzip
 import os
 import pickle
 import random
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import save as safetensors_save
-from support import gguf_layouts, hf_layouts, tf_bundle, torch_layouts
+from support import forks, gguf_layouts, hf_layouts, tf_bundle, torch_layouts
 from support.checks import PROC, refused
+from support.commands import ASSET
 from torch import Tensor
 
+import gpt2
+from gpt2.checkpoint import containers
 from gpt2.checkpoint.containers.gguf_file import GGUFFile
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.containers.tensorflow_file import TensorBundle
@@ -155,7 +159,8 @@ def test_a_file_cut_anywhere_is_refused(kind: Kind, path: Path) -> None:
     padding = kind.write is gguf_layouts.write_tensors  # the last tensor's padding may be missing
     for file in {path.with_name(path.name + end) for end in (kind.directory, kind.data)}:
         whole = file.read_bytes()
-        for size in range(max(entry.end for entry in kind.read(path).entries.values()) if padding else len(whole)):
+        end = max(entry.end for entry in kind.read(path).entries.values()) if padding else len(whole)
+        for size in sorted({*range(0, end, 3), *range(max(0, end - 60), end)}):
             file.write_bytes(whole[:size])
             refused(lambda: kind.read(path), str(file), " again")
         file.write_bytes(whole)
@@ -201,3 +206,58 @@ def test_a_file_of_another_kind_is_named(name: str, content: bytes, says: str, p
     opened = path.with_name(path.name + KINDS[name].directory)
     opened.write_bytes(content)
     refused(lambda: KINDS[name].read(path), says, str(opened))
+
+
+# Cut the file right after the model was loaded from it, as a download in place would.
+COMMAND = """
+import os, sys
+from pathlib import Path
+cut = sys.argv.pop(1)  # never the embedded model, of which this is a copy
+from gpt2.checkpoint.checkpoint import StoredCheckpoint
+real = StoredCheckpoint.load
+def load(checkpoint, *args, **settings):
+    model = real(checkpoint, *args, **settings)
+    if str(checkpoint.path) == cut:
+        os.truncate(Path(cut, "model.safetensors"), 100_000)
+    return model
+StoredCheckpoint.load = load
+from gpt2.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+COMMANDS = (
+    ["generate", "MODEL", "--prompt", "O"],
+    ["compare", "MODEL", "shakespeare-mini", "--tokens", "16"],
+    ["export", "MODEL", "OUT"],
+    ["verify", "MODEL", "--quick"],
+    ["explore", "MODEL", "--json", "-"],
+    ["train", "finetune-lora", "--init", "MODEL", "--out", "OUT", "--set", "data.source=play:hamlet"],
+)
+
+
+@pytest.mark.parametrize("words", [*COMMANDS[:3], *(pytest.param(each, marks=pytest.mark.slow) for each in COMMANDS[3:])])
+def test_a_file_cut_short_is_one_line(tmp_path: Path, words: list[str]) -> None:
+    """The process ended with "Bus error" in a shell, and with no message under a scheduler."""
+    model = shutil.copytree(ASSET, tmp_path / "model")
+    places = {"MODEL": str(model), "OUT": str(tmp_path / "out")}
+    err = forks.run("-c", COMMAND, model, *(places.get(word, word) for word in words), status=2).stderr
+    assert "Traceback" not in err
+    last = err.splitlines()[-1]
+    assert last.startswith(f"gpt2 {words[0]}: ")
+    assert "model.safetensors" in last
+
+
+def test_a_file_that_is_whole_or_gone_or_longer_is_none(tmp_path: Path) -> None:
+    """Negative controls: a mapping stays valid when the file is deleted, replaced or made longer."""
+    model = shutil.copytree(ASSET, tmp_path / "model")
+    loaded = gpt2.load(str(model))
+    expected = gpt2.generate(loaded, [1, 2, 3], 5, temperature=0)
+    weights = model / "model.safetensors"
+    with weights.open("ab") as file:
+        file.write(b"more")
+    containers.require_whole_files()
+    weights.unlink()
+    weights.write_bytes(b"another")
+    containers.require_whole_files()
+    assert gpt2.generate(loaded, [1, 2, 3], 5, temperature=0) == expected

@@ -23,9 +23,8 @@ from support.oracle import assert_same, oracle
 from torch import Tensor
 
 from gpt2.checkpoint.checkpoint import open_path
-from gpt2.checkpoint.files import config_of, open_weights
+from gpt2.checkpoint.files import open_weights
 from gpt2.checkpoint.loading import load
-from gpt2.checkpoint.match import match
 from gpt2.config import GPT2Config
 
 Truth = dict[str, Tensor]
@@ -109,9 +108,7 @@ LINEAR = partial(sharded, change=turned)
 BIN = partial(torch_layouts.hf_bin, prefix="transformer.", head=True)
 STEP = {"global_step": torch.tensor(5)}  # of a fine-tuned model
 CRFM = replace(TINY, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True)
-CEREBRAS = replace(
-    TINY, n_embd=34, n_head=17, n_inner=136, n_positions=2048, activation_function="gelu", resid_pdrop=0.0, attn_pdrop=0.0
-)
+CEREBRAS = replace(TINY, n_embd=34, n_head=17, n_inner=136, n_positions=2048, activation_function="gelu")
 RINNA = replace(TINY, vocab_size=44, n_inner=50, activation_function="gelu_fast")
 UNSCALED = replace(TINY, scale_attn_weights=False)
 ODD = replace(TINY, vocab_size=100, n_embd=15)
@@ -201,19 +198,13 @@ def test_a_dialect_is_read_as_its_authors_meant_it(tmp_path: Path, monkeypatch: 
 
 
 def test_square_matrices_follow_the_others(tmp_path: Path) -> None:
-    """attn.c_proj is square: if it alone is not transposed, only the logits are wrong."""
+    """Control of "linear-shards": attn.c_proj is square, and if it alone is not transposed, only the logits are wrong."""
     directory, truth, config = DIALECTS["linear-shards"].write(tmp_path)
-    files = open_weights(directory)
-    assignment = match(files, config_of(directory, files)[0], directory)
-    assert assignment.transposed
-    stored = files["transformer.h.1.attn.c_proj.weight"].read("transformer.h.1.attn.c_proj.weight")
-    assert not torch.equal(stored, truth["h.1.attn.c_proj.weight"])
-    assert torch.equal(assignment.read("h.1.attn.c_proj.weight", torch.float32), stored.t())
-    wrong = truth | {"h.1.attn.c_proj.weight": stored}
-    ids = torch.tensor([[1, 2, 3]])
-    model = load(str(directory), dtype="f64")
+    name, ids, model = "h.1.attn.c_proj.weight", torch.tensor([[1, 2, 3]]), load(str(directory), dtype="f64")
+    stored = open_weights(directory)[f"transformer.{name}"].read(f"transformer.{name}")
+    assert torch.equal(truth[name], stored.t())
     with pytest.raises(AssertionError):
-        assert_same(model(ids).detach(), judged(directory, wrong, config, "oracle", ids))
+        assert_same(model(ids).detach(), judged(directory, truth | {name: stored}, config, "oracle", ids))
 
 
 def test_matrices_that_lie_both_ways_are_refused(tmp_path: Path) -> None:

@@ -43,12 +43,10 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
-def resolve(
-    hub: HubStandIn, home: Path, name: str = "org/name", offline: bool = False, within: list[str] | None = None, **environ: str
-) -> dict[str, Any]:
+def resolve(hub: HubStandIn, home: Path, name: str = "org/name", offline: bool = False, **environ: str) -> dict[str, Any]:
     """The result of one process: a path, or the line of an InputError; other errors fail the test."""
     home.mkdir(parents=True, exist_ok=True)
-    (result,) = hub_client.resolve(hub.environ(home, **environ), {"name": name, "offline": offline}, within=within)
+    (result,) = hub_client.resolve(hub.environ(home, **environ), {"name": name, "offline": offline})
     assert result.get("error", "InputError") in ("InputError", "CheckpointError"), result
     return result
 
@@ -114,22 +112,17 @@ def test_a_commit_is_forty_hex_digits(hub: HubStandIn, home: Path) -> None:
     assert not list((home / "hub").glob("models--*")), "refused before anything is created"
 
 
-def test_a_pinned_commit_is_the_commit_that_is_used(hub: HubStandIn, home: Path) -> None:
-    """A server must not answer with another commit than the requested one."""
+def test_a_commit_and_a_ref_are_no_paths(hub: HubStandIn, home: Path) -> None:
+    """A server must not answer with another commit than the requested one; the client joins the text of `refs/main` to a path."""
     (commit,) = hub.repos["org/name"].commits
-    hub.rewrite = with_header("X-Repo-Commit", "0" * 40)
-    result = resolve(hub, home, f"org/name@{commit}")
-    assert result["revision"] == commit
-    assert [folder.name for folder in (storage(home) / "snapshots").iterdir()] == [commit]
-
-
-def test_a_ref_in_a_shared_cache_is_no_path(hub: HubStandIn, home: Path) -> None:
-    """The client joins the text of `refs/main` to a path."""
     (storage(home) / "refs").mkdir(parents=True)
     (storage(home) / "refs/main").write_text("../../../..")
     (storage(home) / "snapshots").mkdir()
     assert "offline" in resolve(hub, home, offline=True)["message"]
-    assert resolve(hub, home)["revision"] in hub.repos["org/name"].commits
+    hub.rewrite = with_header("X-Repo-Commit", "0" * 40)
+    for name in (f"org/name@{commit}", "org/name"):
+        assert resolve(hub, home, name)["revision"] == commit
+    assert [folder.name for folder in (storage(home) / "snapshots").iterdir()] == [commit]
 
 
 def test_the_token_stays_with_the_hub(hub: HubStandIn, home: Path) -> None:
@@ -180,12 +173,7 @@ def test_a_partial_file_is_a_regular_file_of_its_own(hub: HubStandIn, home: Path
     (tree,) = hub.repos["org/name"].commits.values()
     part = storage(home) / "blobs" / f"{tree['model.safetensors'].sha256}.gpt2-toolkit.incomplete"
     part.parent.mkdir(parents=True)
-    if kind == "link":
-        part.symlink_to(victim)
-    elif kind == "hard link":
-        part.hardlink_to(victim)
-    else:
-        os.mkfifo(part)
+    {"link": part.symlink_to, "hard link": part.hardlink_to, "pipe": lambda _: os.mkfifo(part)}[kind](victim)
     result = resolve(hub, home)
     assert victim.read_text() == MINE
     assert Path(result["path"], "model.safetensors").read_bytes() == WEIGHTS
@@ -225,10 +213,6 @@ def tree(rows: Callable[[list[dict[str, Any]]], Any]) -> Rewrite:
     return rewrite
 
 
-def without(*keys: str) -> Callable[[list[dict[str, Any]]], Any]:
-    return lambda rows: [{key: value for key, value in row.items() if key not in keys} for row in rows]
-
-
 ODD_ANSWERS: list[tuple[Rewrite, str]] = [
     (answering("/revision/", b'{"id": "org/name"}'), "names no commit"),
     (answering("/revision/", b"<html>Welcome to the airport</html>"), "is not JSON"),
@@ -243,8 +227,8 @@ ODD_ANSWERS: list[tuple[Rewrite, str]] = [
     (answering("/tree/", b"[]"), "has no model.safetensors (no weights to load)"),
     (answering("/tree/", b"[]", Link='<http://[/x?cursor=1>; rel="next"'), "has no next page"),
     (answering("/tree/", b"[]", Link='</x?cursor=MQ%3D%3D>; rel="next"'), "does not end"),
-    (tree(without("path")), "without a path and a size"),
-    (tree(without("size")), "without a path and a size"),
+    (tree(lambda rows: [row | {"path": None} for row in rows]), "without a path and a size"),
+    (tree(lambda rows: [{"path": row["path"]} for row in rows]), "without a path and a size"),
     (tree(lambda rows: [row | {"oid": None, "lfs": None} for row in rows]), "declares no hash for config.json"),
 ]
 
@@ -259,11 +243,8 @@ def test_an_answer_that_no_hub_gives_is_one_line(hub: HubStandIn, home: Path) ->
 
 def test_a_body_without_an_end_is_not_read_to_its_end(hub: HubStandIn, home: Path) -> None:
     """The client read the whole body of an error response for its message."""
-
-    def endless(request: Request, answer: Answer) -> Answer:
-        return Answer(403, {"Transfer-Encoding": "chunked"}, b"1000\r\n" + b"x" * 4096 + b"\r\n")
-
-    hub.rewrite = endless
+    endless = Answer(403, {"Transfer-Encoding": "chunked"}, b"1000\r\n" + b"x" * 4096 + b"\r\n")
+    hub.rewrite = lambda request, answer: endless
     assert f"{hub.endpoint} answers 403 for org/name" in resolve(hub, home)["message"]
 
 
@@ -295,14 +276,6 @@ def test_a_hub_that_asks_to_wait(hub: HubStandIn, home: Path) -> None:
     assert "rate limited" in (refused := resolve(hub, home)["message"])
     assert "300 s" in refused
     hub.limit(0, times=2)  # a request
-    waited = resolve(hub, home)
-    assert waited["revision"]
-    assert waited["stderr"].count("rate limited by") == 2
-    hub.limit(300)
-    assert resolve(hub, home)["path"] == waited["path"], "a cache that can serve does not wait"
-
-
-def test_a_download_that_is_asked_to_wait(hub: HubStandIn, home: Path) -> None:
     asked = []
 
     def limited(request: Request, answer: Answer) -> Answer:
@@ -310,32 +283,21 @@ def test_a_download_that_is_asked_to_wait(hub: HubStandIn, home: Path) -> None:
         first = request.cdn and sum(one.cdn for one in asked) == 1
         return Answer(429, {"RateLimit": '"resolvers";r=0;t=1'}, b"") if first else answer
 
-    hub.rewrite = limited
-    result = resolve(hub, home)
-    assert Path(result["path"], "model.safetensors").read_bytes() == WEIGHTS
-    assert "waiting 1 s" in result["stderr"]
+    hub.rewrite = limited  # the download too
+    waited = resolve(hub, home)
+    assert Path(waited["path"], "model.safetensors").read_bytes() == WEIGHTS
+    assert waited["stderr"].count("rate limited by") == 3
+    assert "waiting 1 s" in waited["stderr"]
+    hub.limit(300)
+    assert resolve(hub, home)["path"] == waited["path"], "a cache that can serve does not wait"
 
 
 @pytest.mark.parametrize("part", ["/revision/", "/lfs/"])
 def test_a_wait_of_five_thousand_digits(hub: HubStandIn, home: Path, part: str) -> None:
     """The client accepts any number of digits and Python's int does not: the fuzz test found a traceback."""
-
-    def limited(request: Request, answer: Answer) -> Answer:
-        return Answer(429, {"RateLimit": '"api";r=0;t=' + "9" * 5000}, b"") if part in request.path else answer
-
-    hub.rewrite = limited
+    digits = {"RateLimit": '"api";r=0;t=' + "9" * 5000}
+    hub.rewrite = lambda request, answer: Answer(429, digits, b"") if part in request.path else answer
     assert "rate limited" in resolve(hub, home)["message"]
-
-
-def test_the_whole_listing_tells_what_can_be_loaded(hub: HubStandIn, home: Path) -> None:
-    """A mirror may cut `siblings` short or leave it out; the listing comes in pages."""
-    (commit,) = hub.repos["org/name"].commits
-    info = {"id": "org/name", "sha": commit, "siblings": [{"rfilename": "README.md"}]}
-    hub.add_repo("org/name", FILES | {f"a/{number}.txt": b"" for number in range(20)}, lfs=LFS, commit=commit)
-    hub.rows_per_page = 3
-    hub.rewrite = answering("/revision/", json.dumps(info).encode())
-    assert resolve(hub, home)["revision"] == commit
-    assert sum("/tree/" in request.path for request in hub.requests) == 8
 
 
 def test_a_mirror_without_sha256(hub: HubStandIn, home: Path) -> None:
@@ -374,30 +336,34 @@ def test_other_programs_find_our_files_offline(hub: HubStandIn, home: Path) -> N
         assert fetch_as_others(hub, home, call, HF_HUB_OFFLINE="1") == expected
 
 
-@pytest.mark.parametrize("ours", [True, False])
-def test_a_complete_cache_that_is_read_only_serves_online(hub: HubStandIn, home: Path, ours: bool) -> None:
-    """Another user's complete cache could only be used offline, although nothing needs to be written."""
-    fetch_as_others(hub, home, "snapshot_download('org/name')")
-    if ours:
-        resolve(hub, home)
+def test_a_complete_cache_that_is_read_only_serves_online(hub: HubStandIn, home: Path) -> None:
+    """Another user's complete cache could only be used offline, although nothing needs to be written. Or one of ours."""
+    hub.add_repo("org/ours", FILES, lfs=LFS)
+    for name in ("org/name", "org/ours"):
+        fetch_as_others(hub, home, f"snapshot_download('{name}')")
+    resolve(hub, home, "org/ours")
     for place in (home / "hub", *(home / "hub").rglob("*")):
         if not place.is_symlink():
             os.chown(place, 12345, 12345) if os.geteuid() == 0 else None
             place.chmod(0o555 if place.is_dir() else 0o444)
-    record = next((home / "hub").rglob("trees/*.json"))
-    record.chmod(0o000)
+    for record in (home / "hub").rglob("trees/*.json"):
+        record.chmod(0o000)
     before = sorted((home / "hub").rglob("*"))
-    result = resolve(hub, home, within=[sys.executable, "-c", WITHOUT_PRIVILEGES])
+    results = hub_client.resolve(hub.environ(home), "org/name", "org/ours", within=[sys.executable, "-c", WITHOUT_PRIVILEGES])
     for place in (home / "hub", *(home / "hub").rglob("*")):
         if place.is_dir() and not place.is_symlink():
             place.chmod(0o755)
-    assert result["revision"] in hub.repos["org/name"].commits
+    assert [result["revision"] for result in results] == [next(iter(repo.commits)) for repo in hub.repos.values()]
     assert sorted((home / "hub").rglob("*")) == before
+
+
+PAGE = "HUB/org/name/resolve/main/config.json?"  # answers every request with 200 and some JSON
 
 
 @pytest.mark.parametrize(
     ("environ", "messages"),
     [
+        *(({"HF_ENDPOINT": place}, ["HF_ENDPOINT"]) for place in ("nonsense", "http://127.0.0.1:port", "http://[", PAGE)),
         ({"HF_HUB_ETAG_TIMEOUT": "abc"}, ["HF_HUB_ETAG_TIMEOUT=abc is not a whole number of seconds"]),
         ({"HF_HUB_DOWNLOAD_TIMEOUT": "-1"}, ["HF_HUB_DOWNLOAD_TIMEOUT=-1 is not a whole number of seconds"]),
         ({"HTTP_PROXY": "nonsense://127.0.0.1"}, ["no connection can be set up", "correct or unset HTTP_PROXY"]),
@@ -410,16 +376,13 @@ def test_a_complete_cache_that_is_read_only_serves_online(hub: HubStandIn, home:
 )
 def test_a_wrong_setting_is_named(hub: HubStandIn, home: Path, environ: dict[str, str], messages: list[str]) -> None:
     """With a bad proxy or token the message blamed HF_ENDPOINT; an invalid limit gave a traceback."""
-    result = resolve(hub, home, **environ)
+    result = resolve(hub, home, **{key: value.replace("HUB", hub.endpoint) for key, value in environ.items()})
     assert all(message in result["message"] for message in messages), result["message"]
 
 
 def test_a_refused_token_is_named(hub: HubStandIn, home: Path) -> None:
-    def rewrite(request: Request, answer: Answer) -> Answer:
-        said = {"X-Error-Message": "Invalid credentials in Authorization header"}
-        return Answer(401, said, b"") if request.authorization else answer
-
-    hub.rewrite = rewrite
+    said = {"X-Error-Message": "Invalid credentials in Authorization header"}
+    hub.rewrite = lambda request, answer: Answer(401, said, b"") if request.authorization else answer
     assert "refuses the token (401): correct HF_TOKEN" in resolve(hub, home, HF_TOKEN="hf_old")["message"]
     assert "path" in resolve(hub, home)
 

@@ -29,7 +29,6 @@ from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.describe import describe
 from gpt2.cli.main import main
 from gpt2.config import GPT2Config
-from gpt2.errors import InputError
 from gpt2.parity.run import verify
 
 State = dict[str, Tensor]
@@ -226,9 +225,8 @@ def with_config(**changes: Any) -> Callable[[Path], Path]:
 
 def quantised(suffix: str) -> Callable[[Path], Path]:
     module = "transformer.h.0.attn.c_attn"
-    return pickled(
-        lambda state: {k: t for k, t in state.items() if k != f"{module}.weight"} | {f"{module}{suffix}": torch.ones(3)}
-    )
+    parts = {f"{module}{suffix}": torch.ones(3)}
+    return pickled(lambda state: {k: t for k, t in state.items() if k != f"{module}.weight"} | parts)
 
 
 def adapter(kind: str) -> Callable[[Path], Path]:
@@ -324,5 +322,4 @@ def test_the_user_says_the_activation(tmp_path: Path, capsys: pytest.CaptureFixt
     for flag, says in (("activation_function=gello", "is no activation known"), ("optim.lr=1", "the one setting here is")):
         assert main(["info", str(path), "--set", flag]) == 2
         assert says in capsys.readouterr().err
-    with pytest.raises(InputError, match="unknown dtype"):
-        gpt2.load(f"{path}:gello")
+    assert "unknown dtype" in refusal(gpt2.load, f"{path}:gello")

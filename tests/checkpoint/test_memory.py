@@ -78,16 +78,9 @@ def test_a_tensor_is_copied_at_most_once(how: str, tmp_path: Path) -> None:
 
 
 def test_the_counter_counts() -> None:
-    """Negative control: the counter must see copies."""
+    """Negative control: the counter must see copies, and views are none."""
     source = torch.ones(3, 4)
-    for copy in (
-        lambda: source.clone(),
-        lambda: source.T.contiguous(),
-        lambda: source.to(torch.bfloat16),
-        lambda: torch.empty(3, 4).copy_(source),
-        lambda: torch.cat([source]),
-        lambda: source.T.reshape(-1),
-    ):
+    for copy in (source.clone, source.T.contiguous, source.bfloat16, lambda: torch.cat([source]), lambda: source.T.reshape(-1)):
         with Copies() as copies:
             copy()
         assert copies.elements == 12, copy

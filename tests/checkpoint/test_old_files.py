@@ -23,24 +23,21 @@ def test_without_h5py_the_line_says_what_to_install(tmp_path: Path, monkeypatch:
     refused(lambda: load(str(tmp_path)), "reading HDF5 needs h5py; pip install 'gpt2-toolkit[hdf5]'")
 
 
-def test_a_compressed_or_linked_tensor_is_refused(tmp_path: Path) -> None:
-    """Read at the offset of its first piece, a compressed tensor is noise; a link could name any file of the machine."""
-    keras(tmp_path / "compressed", compression="gzip")
-    refused(lambda: load(str(tmp_path / "compressed")), "in one piece (compressed, or in another file)")
-    keras(tmp_path / "linked")
-    (tmp_path / "secret").write_bytes(bytes(4096))
-    with h5py.File(tmp_path / "linked/tf_model.h5", "a") as file:
-        file.create_dataset(PATH, (16, 12), "<f4", external=[(str(tmp_path / "secret"), 0, 768)])
-    refused(lambda: load(str(tmp_path / "linked")), "in one piece (compressed, or in another file)")
+PIECE, FLOATS = "in one piece (compressed, or in another file)", "the weights must be floats"
+OTHER_FILE = {"dtype": "<f4", "external": [("secret", 0, 768)]}
 
 
-@pytest.mark.parametrize("dtype", [">f4", "<i4", "S4"])
-def test_keras_tensors_of_other_types_are_refused(tmp_path: Path, dtype: str) -> None:
-    """Big-endian floats read as little-endian ones are noise."""
-    keras(tmp_path)
-    with h5py.File(tmp_path / "tf_model.h5", "a") as file:
-        file.create_dataset(PATH, (16, 12), dtype)
-    refused(lambda: load(str(tmp_path)), "the weights must be floats")
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [(None, PIECE), (OTHER_FILE, PIECE), ({"dtype": ">f4"}, FLOATS), ({"dtype": "<i4"}, FLOATS), ({"dtype": "S4"}, FLOATS)],
+)
+def test_a_tensor_that_is_not_plain_floats_in_its_place_is_refused(tmp_path: Path, changes: Any, says: str) -> None:
+    """Read in place, a compressed tensor (None) is noise, and so are big-endian floats; a link could name any file."""
+    keras(tmp_path, compression=None if changes else "gzip")
+    if changes:
+        with h5py.File(tmp_path / "tf_model.h5", "a") as file:
+            file.create_dataset(PATH, (16, 12), **changes)
+    refused(lambda: load(str(tmp_path)), says)
 
 
 def ext(shape: Any, dtype: Any, data: Any, kind: int = 1) -> msgpack.ExtType:
@@ -59,18 +56,13 @@ def ext(shape: Any, dtype: Any, data: Any, kind: int = 1) -> msgpack.ExtType:
         ({"a": 1}, "neither a map nor an array"),
         ({"a/b": np.zeros(1), "a": {"b": np.zeros(1)}}, "has a/b twice"),
         ({1: np.zeros(1)}, "has an unexpected value"),
+        (b"\x81\xa1a" * 2000, "has more than 32 maps in one another"),  # could exceed Python's limit of recursion
     ],
 )
-def test_a_flax_file_that_contradicts_itself_is_refused(tmp_path: Path, tree: dict[Any, Any], says: str) -> None:
+def test_a_flax_file_that_contradicts_itself_is_refused(tmp_path: Path, tree: Any, says: str) -> None:
     """A stranger's file: its lengths and types are checked before anything is read with them."""
-    (tmp_path / "flax_model.msgpack").write_bytes(packed(tree))
+    (tmp_path / "flax_model.msgpack").write_bytes(tree if isinstance(tree, bytes) else packed(tree))
     refused(lambda: load(str(tmp_path)), says)
-
-
-def test_maps_nested_without_end_are_refused(tmp_path: Path) -> None:
-    """A thousand bytes could otherwise exceed Python's limit of recursion."""
-    (tmp_path / "flax_model.msgpack").write_bytes(b"\x81\xa1a" * 2000)
-    refused(lambda: load(str(tmp_path)), "has more than 32 maps in one another")
 
 
 def test_a_flax_file_is_read_in_place(tmp_path: Path) -> None:

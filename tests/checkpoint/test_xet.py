@@ -53,15 +53,10 @@ def test_a_large_file_comes_over_xet_and_is_hashed(hub: HubStandIn, tmp_path: Pa
 @pytest.mark.parametrize("fault", ["refused", "damaged", "silent", "no token"])
 def test_what_xet_cannot_do_is_done_over_http(hub: HubStandIn, tmp_path: Path, fault: str) -> None:
     """The client accepts a flipped byte in a block, and retries a dead storage for minutes."""
-    if fault == "refused":
-        hub.xet.status = 403
-    elif fault == "damaged":
-        hub.xet.damaged = True
-    elif fault == "silent":
-        hub.xet.silent = True
+    if fault == "no token":
+        hub.rewrite = lambda request, answer: type(answer)(403, {}, b"") if "xet-read-token" in request.path else answer
     else:
-        refuse = lambda request, answer: type(answer)(403, {}, b"") if "xet-read-token" in request.path else answer  # noqa: E731
-        hub.rewrite = refuse
+        setattr(hub.xet, *{"refused": ("status", 403), "damaged": ("damaged", True), "silent": ("silent", True)}[fault])
     assert "model.safetensors: not over Xet (" in resolve(hub, tmp_path)["stderr"]
     assert asked_over_http(hub) == [None]
 

@@ -73,12 +73,12 @@ def test_marks_within_a_sample_are_its_text(run: Path) -> None:
     record["training"]["sample"] = "So\n<!-- figures -->\n| loss | 0.1 |\n<!-- /figures -->\n"
     card.write_card(run / "best", record)
     text = path.read_text()
-    plan(run / "best")
+    plan(run / "best", "me/x")
     path.write_text(text + "\nMy own words.\n")
     assert "kept" in card.write_card(run / "best", record)
     assert path.read_text() == text + "\nMy own words.\n"
     path.write_text(text + record["training"]["sample"])
-    assert "'figures' is not what" in refusal(plan, run / "best")
+    assert "'figures' is not what" in refusal(plan, run / "best", "me/x")
 
 
 def test_a_record_that_lacks_a_part_is_said(run: Path, tmp_path: Path, capsys) -> None:
@@ -119,8 +119,8 @@ def test_what_a_person_wrote_is_kept(run: Path) -> None:
     path.write_text(text.replace("## Limits", "My own words.\n\n## Limits").replace("| perplexity | ", "| perplexity | 9"))
     assert "kept" in write_card(run)
     assert path.read_text() == text.replace("## Limits", "My own words.\n\n## Limits")
-    plan(run / "best")
-    sent = plan(run / "best", "me/macbeth").written[CARD].decode()
+    plan(run / "best", "me/x")
+    sent = plan(run / "best", "me/macbeth").content[CARD].decode()
     assert sent == path.read_text().replace("OWNER/NAME", "me/macbeth") != path.read_text()
     path.write_text("Mine alone.\n")
     assert "kept" in write_card(run)
@@ -137,15 +137,20 @@ def test_what_a_person_wrote_is_kept(run: Path) -> None:
 
 
 def test_an_export_s_card_claims_no_figures_of_rounded_weights(run: Path, tmp_path: Path, capsys) -> None:
-    """Nobody has measured the bfloat16 file, so the Hub's metadata must not say that it was. Control: a float32 export."""
-    for suffix, claims in (("", True), (":bf16", False)):
-        out = tmp_path / f"out{suffix[1:]}"
-        assert main(["export", f"{run / 'best'}{suffix}", str(out)]) == 0
+    """Nobody has measured the bfloat16 file, nor what was made of it, so the Hub's metadata must not say that it was. Control: a
+    float32 export."""
+    for source, name, claims in (
+        (run / "best", "out", True),
+        (f"{run / 'best'}:bf16", "bf16", False),
+        (tmp_path / "bf16", "next", False),
+    ):
+        out = tmp_path / name
+        assert main(["export", str(source), str(out)]) == 0
         text = (out / CARD).read_text()
         assert ("model-index" in text) == claims
         assert ("before the conversion rounded the weights" in text) != claims
         assert "trained from scratch on `text.txt`" in text
-        plan(out)
+        plan(out, "me/x")
     (out / "vocab.bpe").touch()
     assert main(["export", "shakespeare-mini", str(out)]) == 2  # another tokenizer's files are there
     assert main(["export", "shakespeare-mini", str(tmp_path / "mini"), "--format", "gguf"]) == 0
@@ -186,7 +191,7 @@ def test_a_run_that_never_improved_says_so(init: Path, recipe, tmp_path: Path, c
         best = tmp_path / name / "best"
         last, text = capsys.readouterr().out.splitlines()[-1], (best / CARD).read_text()
         said.append(("initial weights, unchanged" in last, "initial weights, unchanged" in text))
-        said[-1] += (any("initial ones, unchanged" in note for note in plan(best).notes),)
+        said[-1] += (any("initial ones, unchanged" in note for note in plan(best, "me/x").notes),)
     assert said == [(True,) * 3, (False,) * 3]
 
 

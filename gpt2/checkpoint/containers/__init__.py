@@ -62,10 +62,8 @@ def whole(tensors: Iterable[T]) -> Iterator[T]:
 
 def _require_whole(mapping: mmap.mmap, path: Path) -> None:
     if mapping.size() < len(mapping):
-        raise CheckpointError(
-            f"{path}: was cut short while it is in use ({mapping.size():,} of {len(mapping):,} bytes are left); "
-            "bring the file back and start again"
-        )
+        left = f"{mapping.size():,} of {len(mapping):,} bytes are left"
+        raise CheckpointError(f"{path}: was cut short while it is in use ({left}); bring the file back and start again")
 
 
 class MappedFile:

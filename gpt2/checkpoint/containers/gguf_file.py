@@ -182,15 +182,12 @@ def config_of(file: GGUFFile) -> GPT2Config:
         raise CheckpointError(f"{file.path}: lacks {', '.join(missing)}; convert the checkpoint again")
     shared = metadata.get("gpt2.attention.head_count_kv", metadata[CONFIG_KEYS["n_head"]])
     if shared != metadata[CONFIG_KEYS["n_head"]]:
-        raise CheckpointError(
-            f"{file.path}: has {quoted(shared)} heads of keys, and a GPT-2 has as many as of queries; it is not a GPT-2"
-        )
+        raise CheckpointError(f"{file.path}: has {quoted(shared)} heads of keys, not as many as of queries; it is not a GPT-2")
     fields = {field: metadata[key] for field, key in CONFIG_KEYS.items() if key in metadata}
     fields |= {field: metadata.get(f"tokenizer.ggml.{field}") for field in ("bos_token_id", "eos_token_id")}
     if type(epsilon := fields["layer_norm_epsilon"]) is float:
-        fields["layer_norm_epsilon"] = float(
-            str(torch.tensor(epsilon, dtype=torch.float32).numpy())
-        )  # 1e-05 for 9.999999747378752e-06
+        # 1e-05 for 9.999999747378752e-06
+        fields["layer_norm_epsilon"] = float(str(torch.tensor(epsilon, dtype=torch.float32).numpy()))
     try:
         config = GPT2Config(vocab_size=embedding.shape[0], **fields)
     except InputError as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import pickletools
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,17 @@ from gpt2.checkpoint.containers import Damaged
 
 OPCODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
 UNKNOWN = OPCODES[b"I"]  # of protocol 0, which is refused
+# Instructions that push what follows them, and those that push a value of their own.
+ARGUMENTS = {"BINUNICODE", "SHORT_BINUNICODE", "SHORT_BINSTRING", "SHORT_BINBYTES", "BINBYTES", "BINFLOAT"}
+ARGUMENTS |= {"BININT", "BININT1", "BININT2", "LONG1"}
+CONSTANTS: dict[str, Any] = {
+    "NONE": None,
+    "NEWTRUE": True,
+    "NEWFALSE": False,
+    "EMPTY_TUPLE": (),
+    "EMPTY_LIST": [],
+    "EMPTY_DICT": {},
+}
 # Per pickle. nanoGPT's ckpt.pt of GPT-2 XL with the optimizer's state has 70,000 instructions.
 INSTRUCTIONS_LIMIT = 1_000_000
 # Types of a dict's keys. Not tuples: hashing one nested a million deep overflows C's stack.
@@ -143,20 +155,10 @@ class Pickle:
                 raise Damaged("has a pickle that is cut short")
             opcode = OPCODES.get(code, UNKNOWN)
             match opcode.name:
-                case "BINUNICODE" | "SHORT_BINUNICODE" | "SHORT_BINSTRING" | "SHORT_BINBYTES" | "BINBYTES":
+                case name if name in ARGUMENTS:
                     stack.append(self.argument(opcode))
-                case "BININT1" | "BININT2" | "BININT" | "LONG1" | "BINFLOAT":
-                    stack.append(self.argument(opcode))
-                case "NONE":
-                    stack.append(None)
-                case "NEWTRUE" | "NEWFALSE":
-                    stack.append(opcode.name == "NEWTRUE")
-                case "EMPTY_TUPLE":
-                    stack.append(())
-                case "EMPTY_LIST":
-                    stack.append([])
-                case "EMPTY_DICT":
-                    stack.append({})
+                case name if name in CONSTANTS:
+                    stack.append(copy(CONSTANTS[name]))
                 case "BINPUT" | "LONG_BINPUT":
                     memo[self.argument(opcode)] = stack[-1]
                 case "BINGET" | "LONG_BINGET":
@@ -182,8 +184,7 @@ class Pickle:
                 case "GLOBAL":
                     stack.append(self.name(*self.argument(opcode).split(" ", 1)))
                 case "STACK_GLOBAL":
-                    name, module = stack.pop(), stack.pop()
-                    stack.append(self.name(module, name))
+                    stack.append(self.name(*(stack.pop(), stack.pop())[::-1]))
                 case "REDUCE" | "NEWOBJ" | "NEWOBJ_EX":
                     options = stack.pop() if opcode.name == "NEWOBJ_EX" else {}
                     args, function = stack.pop(), stack.pop()

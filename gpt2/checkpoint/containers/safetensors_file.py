@@ -132,7 +132,5 @@ def _starts(file: SafetensorsFile) -> dict[str, int]:
     except (KeyError, ValueError, TypeError, RecursionError):
         whole = fits = False
     if not whole or not fits or any(any(offsets[1:]) for offsets in found.values()):
-        raise CheckpointError(
-            f"{file.path}: its header has no {INFO} that parts tensors by rows; save the run's model as one file"
-        )
+        raise CheckpointError(f"{file.path}: has no {INFO} that parts tensors by rows; save the run's model as one file")
     return {name: offsets[0] if offsets else 0 for name, offsets in found.items()}

@@ -17,19 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.containers import (
-    HEADER_LIMIT,
-    Container,
-    Damaged,
-    Entry,
-    MappedFile,
-    Refused,
-    countable,
-    listed,
-    read_json,
-    refuse_other_format,
-    shown,
-)
+from gpt2.checkpoint import containers
+from gpt2.checkpoint.containers import Container, Damaged, Entry, MappedFile, Refused, countable, refuse_other_format, shown
 from gpt2.checkpoint.containers.sstable import masked, pairs, varint
 from gpt2.config import MAX_SIZE, quoted
 from gpt2.errors import CheckpointError
@@ -226,7 +215,7 @@ def checkpoint_prefix(directory: Path) -> Path | None:
         there = sorted(entry.name for entry in directory.iterdir() if not entry.is_dir())
         indexes = [name for name in there if name.endswith(".index")]
         if state.name in there:
-            text = MappedFile(state).bytes(0, HEADER_LIMIT)
+            text = MappedFile(state).bytes(0, containers.HEADER_LIMIT)
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot be read ({error.strerror}); check that it is yours to read") from None
     line = re.search(rb'^model_checkpoint_path:[ \t]*"((?:[^"\\\r\n]|\\.)*+)"', text, re.MULTILINE)
@@ -238,7 +227,7 @@ def checkpoint_prefix(directory: Path) -> Path | None:
     if indexes and text:
         raise CheckpointError(f"{state}: names no checkpoint; fetch it again, or remove it")
     if len(indexes) > 1:
-        raise CheckpointError(f"{directory}: holds {listed(indexes)}, and no file named checkpoint says which; give one of them")
+        raise CheckpointError(f"{directory}: holds {containers.listed(indexes)}, and no file checkpoint says which; give one")
     return directory / indexes[0].removesuffix(".index") if indexes else None
 
 
@@ -254,11 +243,11 @@ def _unescaped(text: bytes) -> str:
 
 def read_hparams(path: Path) -> dict[str, int]:
     """Read OpenAI's ``hparams.json``. Raises CheckpointError: a missing or wrong size, or unknown content."""
-    content = read_json(path)
+    content = containers.read_json(path)
     if missing := [name for name in HPARAMS if name not in content]:
-        raise CheckpointError(f"{path}: lacks {listed(missing)}; fetch it again")
+        raise CheckpointError(f"{path}: lacks {containers.listed(missing)}; fetch it again")
     if unknown := sorted(name for name in content if name not in HPARAMS):
-        raise CheckpointError(f"{path}: has {listed(unknown)}, which OpenAI's GPT-2 has not; remove what changes nothing")
+        raise CheckpointError(f"{path}: has {containers.listed(unknown)}, which OpenAI's GPT-2 has not; remove what is no size")
     for name, value in content.items():
         if type(value) is not int or not 1 <= value <= MAX_SIZE:
             raise CheckpointError(f"{path}: {name} is {quoted(value)}, which is not a size; fetch it again")
