@@ -65,15 +65,6 @@ def test_every_one_of_several_faults_counts(name, checkpoint):
         assert not same or left_out.startswith(("cache", "padding")), left_out
 
 
-@pytest.mark.parametrize("name", mostly_slow(SOUND, 4))
-@torch.no_grad()
-def test_an_architecture_without_a_fault_is_right(name, checkpoint, reference):
-    """Control: a mistake in the architecture would count as the fault under test."""
-    port = SOUND[name]
-    module = port.build(CONFIG, checkpoint)
-    if port.filled:
-        assert gpt2.load_into(module, str(checkpoint)).ok
-    assert error(module, reference) < (1e-5 if "upcast" in port.line else 1e-12)
 
 
 def test_every_cause_and_every_fault_is_there():
@@ -87,22 +78,6 @@ def test_every_cause_and_every_fault_is_there():
     assert len(COVERING) < 0.4 * len(FAULTY)
 
 
-def test_there_are_enough():
-    """At least 100 ports, 15 of them with several faults, and common causes in at least four architectures."""
-    assert len(FAULTY) >= 100
-    assert sum(" " in port.line for port in FAULTY.values()) >= 15
-    assert {port.architecture for port in FAULTY.values()} == set(ARCHITECTURES)
-    for id in (
-        "gelu-variant",
-        "scale-by-width",
-        "mask-off-by-one",
-        "rmsnorm",
-        "residual-from-normed",
-        "transposed",
-        "not-loaded",
-    ):
-        homes = {port.architecture for port in FAULTY.values() if any(id == ids[0] for ids in port.causes.values())}
-        assert len(homes) >= 4, id
 
 
 @torch.no_grad()

@@ -175,25 +175,6 @@ def test_the_port_without_a_fault_is_right() -> None:
     assert all(torch.equal(one, other) for one, other in zip(module.parameters(), by_hand(model).parameters(), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("fault", "departure", "layers"),
-    [
-        ("", None, [0, 1, 2]),
-        (
-            "layer-repeated@1",
-            Departure(DepartureKind.REPEATED, 1, "attn", port_size=2, checkpoint_size=1, module="blocks.1.attn"),
-            [0, 1, 2],
-        ),
-        ("layer-missing@1", Departure(DepartureKind.BLOCK_COUNT, port_size=2, checkpoint_size=3, names=("h.1",)), [0, 2]),
-        ("ln_1-missing", Departure(DepartureKind.NORM_MISSING, 2, "ln_1", module="blocks.2.attn"), [0, 1, 2]),
-    ],
-)
-def test_departures_are_values(fault: str, departure: Departure | None, layers: list[int], folder: Path) -> None:
-    """`diagnose` makes causes of the same departures: it must not parse sentences for a place."""
-    anatomy = Anatomy(record_probe(Faulty("fused", fault).build(CONFIG, folder), CONFIG, "GPT"))
-    departures = find_departures(Mapping(anatomy, CONFIG))
-    assert departure in departures if departure else departures == []
-    assert anatomy.layers == layers
 
 
 # A wrong mapping must be refused.
