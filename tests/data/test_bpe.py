@@ -1,6 +1,5 @@
 """GPT-2's BPE: the same ids as transformers for any text, from all kinds of files, and a clear error for wrong files."""
 
-import hashlib
 import itertools
 import json
 import random
@@ -198,8 +197,6 @@ def test_official_vocabulary(official):
     assert official.fingerprint == "079e3707f346dc2dcc3d48ebe5e3d65f38335797c8b368b1e9aa488b9cea3e36"
 
 
-
-
 def test_ids_need_not_follow_the_ranks(trained, shuffled, tmp_path):
     """tiktoken uses ranks as ids. Files of other tools (special tokens first, say) would give other ids without an error."""
     strings = varied(4, 3000)
@@ -318,8 +315,6 @@ def test_trained_vocabulary_is_numbered_like_openais(trained, play, tmp_path):
 def test_training_refuses(text, size, message):
     with pytest.raises(InputError, match=message):
         train_bpe(text, size)
-
-
 
 
 def test_saved_files(official, tmp_path):

@@ -86,14 +86,14 @@ import json, sys
 sys.path.insert(0, sys.argv[1])
 import torch
 from measure.test_rounding import errors, model_of
-print(json.dumps([errors(*model_of(number)) for number in range(30)]))
+print(json.dumps([errors(*model_of(number)) for number in range(0, 30, 3)]))
 """
 
 
 @pytest.mark.slow
 def test_it_covers_this_machine_s_kernels_under_every_setting() -> None:
     """The rule's figure is the same in each process; the kernels' errors are not."""
-    explained = [explained_by(*model_of(number)) for number in range(30)]
+    explained = [explained_by(*model_of(number)) for number in range(0, 30, 3)]
     for setting in SETTINGS:
         command = [sys.executable, "-c", KERNELS, str(Path(__file__).parents[1])]
         done = subprocess.run(command, env=os.environ | setting, capture_output=True, text=True, check=True)
@@ -140,12 +140,14 @@ QUICK = ("a cache in float16", "inputs of all products of 18 bits", "inputs of a
     "each", [each for each in IMPRECISE if each.name in QUICK], ids=lambda each: f"{each.name}, {each.dtype}"
 )
 def test_an_imprecise_model_is_refused(each: Imprecise) -> None:
-    """A rule that transformers' own luck decides lets these through; the slow test has all 42."""
+    """A rule that transformers' own luck decides lets these through; the slow test has the others of 42."""
     check_imprecise(each)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("each", IMPRECISE, ids=lambda each: f"{each.name}, {each.dtype}")
+@pytest.mark.parametrize(
+    "each", [each for each in IMPRECISE if each.name not in QUICK], ids=lambda each: f"{each.name}, {each.dtype}"
+)
 def test_every_imprecise_model_is_refused_from_the_stated_size_on(each: Imprecise) -> None:
     """Three are accepted, each just below the bound: the price of a rule that no right model breaks."""
     check_imprecise(each)

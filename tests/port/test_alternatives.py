@@ -367,7 +367,7 @@ def named(one: Alternative, calls: Calls, level: str) -> None:
 
 @pytest.mark.parametrize(
     ("count", "seed", "number"),
-    [*((4, 1, n) for n in (1, 3)), *(pytest.param(40, 2, n, marks=pytest.mark.slow) for n in range(40))],
+    [*((4, 1, n) for n in (1, 3)), *(pytest.param(16, 2, n, marks=pytest.mark.slow) for n in range(16))],
 )
 def test_a_mutant_of_our_model_is_named(count: int, seed: int, number: int) -> None:
     """Every line of the table must be found by the search, in any schedule and from few values."""

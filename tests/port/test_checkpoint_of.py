@@ -174,7 +174,7 @@ def test_what_a_config_expresses_is_saved_as_it_is(architecture: str, fault: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*COVERING, *SOUND][::5])
+@pytest.mark.parametrize("name", [*COVERING, *SOUND][::11])
 def test_every_faulty_port_is_refused_or_gives_its_own_logits(name: str, folder: Path) -> None:
     """Any port: none may end in a traceback, and none in another model."""
     port = {**FAULTY, **SOUND}[name]

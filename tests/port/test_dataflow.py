@@ -135,8 +135,6 @@ def test_a_table_read_by_the_tokens_is_a_lookup(look_up: Callable[[Small, Tensor
     assert {recording.owner(i) for i in recording.output.flatten()} <= {recording.nodes.index(n) for n in nodes}
 
 
-
-
 @pytest.mark.parametrize(
     ("change", "use"),
     [
@@ -156,8 +154,6 @@ def test_constants_applied_to_a_parameter_are_recorded(change: Callable[[Tensor]
     recording = record(Small(lambda m, x: x @ change(m.square)), IDS)
     assert recording.uses[recording.sources[1].storage] == {use}
     assert [node.weight for node in recording.nodes] == [None, 1]
-
-
 
 
 def mha(m: Small, x: Tensor) -> Tensor:
@@ -200,10 +196,6 @@ def test_operators_that_the_output_does_not_need_are_left_out() -> None:
     recording = record(Small(lambda m, x: (x @ m.square, torch.tanh(x @ m.wide))[0]), IDS)
     assert {recording.nodes[number].op for number in recording.needed} == {"embedding", "mm"}
     assert len(recording.nodes) == 4
-
-
-
-
 
 
 def test_an_operator_that_cannot_be_followed_does_not_stop_the_module(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """The ports of tests/support/faulty with a fault are faulty, and the architectures without faults are correct.
 
-tools/diagnose_table.py goes through all of them, and counts one without effect as called equal. Here: each fault once.
+tools/diagnose_table.py goes through all of them, and counts one without effect as called equal. Here: a third, since test_diagnosis_ports.py finds each fault's cause.
 """
 
 from pathlib import Path
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checks import mostly_slow
-from support.faulty import ARCHITECTURES, CONFIG, COVERING, FAULTY, MEANINGS, SOUND, write
+from support.faulty import ARCHITECTURES, CONFIG, COVERING, FAULTY, MEANINGS, write
 from support.ports import logits
 from torch import Tensor, nn
 
@@ -39,7 +39,7 @@ def error(module: nn.Module, reference: nn.Module) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("name", mostly_slow([name for name in COVERING if FAULTY[name].points], 4))
+@pytest.mark.parametrize("name", mostly_slow([name for name in COVERING if FAULTY[name].points][::3], 4))
 @torch.no_grad()
 def test_a_faulty_port_is_faulty(name, checkpoint, reference):
     """A fault without effect would count as missed, or be named by chance. (Faults of caches and padding: each is diagnosed.)"""
@@ -51,7 +51,7 @@ def test_a_faulty_port_is_faulty(name, checkpoint, reference):
     assert error(module, reference) > 10 * FLOAT64_BOUND
 
 
-@pytest.mark.parametrize("name", mostly_slow([name for name, port in FAULTY.items() if len(port.causes) > 1], 4))
+@pytest.mark.parametrize("name", mostly_slow([name for name, port in FAULTY.items() if len(port.causes) > 1][::2], 4))
 @torch.no_grad()
 def test_every_one_of_several_faults_counts(name, checkpoint):
     """One fault could hide another completely, and then no diagnosis could find it."""
@@ -65,8 +65,6 @@ def test_every_one_of_several_faults_counts(name, checkpoint):
         assert not same or left_out.startswith(("cache", "padding")), left_out
 
 
-
-
 def test_every_cause_and_every_fault_is_there():
     """A cause or a fault without a port would never be tested."""
     from gpt2.port.diagnosis.causes import CAUSES
@@ -76,8 +74,6 @@ def test_every_cause_and_every_fault_is_there():
     assert {word for name in COVERING for word in FAULTY[name].causes} == {*MEANINGS}
     assert {FAULTY[name].architecture for name in COVERING} == {*ARCHITECTURES}
     assert len(COVERING) < 0.4 * len(FAULTY)
-
-
 
 
 @torch.no_grad()

@@ -26,12 +26,9 @@ from torch import Tensor, nn
 import gpt2
 from gpt2 import GPT2, InputError
 from gpt2.config import GPT2Config
-from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.mapping import Check, load_into
-from gpt2.port.mapping.departures import Departure, DepartureKind, find_departures
 from gpt2.port.mapping.mapping import ZERO, Mapping
 from gpt2.port.mapping.report import MappingReport
-from gpt2.port.recording.recorder import record_probe
 
 
 def checkpoint(config: GPT2Config = CONFIG, **changed: float) -> GPT2:
@@ -173,8 +170,6 @@ def test_the_port_without_a_fault_is_right() -> None:
     assert report.logits_error < 1e-13
     assert report.problems == report.notes == report.ambiguous == ()
     assert all(torch.equal(one, other) for one, other in zip(module.parameters(), by_hand(model).parameters(), strict=True))
-
-
 
 
 # A wrong mapping must be refused.

@@ -196,6 +196,6 @@ def test_of_many_pairs_none_explains_an_unknown_computation(model: GPT2) -> None
     sines = Program({n: {"mlp.act": lambda c, s: (2 * s["mlp.c_fc"]).sin()} for n in range(CONFIG.n_layer)})
     logits = simulation.trace(sines)["logits"]
     with few_threads(0):
-        found = Explainer(simulation, {"logits": logits}, {"logits": 0.01}, Deadline(8)).explanation()
+        found = Explainer(simulation, {"logits": logits}, {"logits": 0.01}, Deadline(5)).explanation()
     assert not found.hypotheses
     assert not found.right

@@ -93,10 +93,6 @@ def test_a_dump_has_its_level_and_dtype(language: str, home: Home) -> None:
     assert counts["full"] > 10 * layers
 
 
-
-
-
-
 @pytest.mark.slow
 def test_another_size_is_right_too(tmp_path: Path) -> None:
     """A size written into a program by hand would hold at one shape only."""
@@ -105,8 +101,6 @@ def test_another_size_is_right_too(tmp_path: Path) -> None:
         if not missing(language):
             program = Program(language, "")
             assert error(logits_of(program, home), expected_logits(program, home)) < BOUNDS[language]
-
-
 
 
 @pytest.mark.parametrize(

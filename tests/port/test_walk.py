@@ -129,8 +129,6 @@ def causes_of(result: Walked) -> list[tuple[str, str]]:
 # ports, by test_diagnosis_ports.py.
 
 
-
-
 def act(function: Callable[[Tensor], Tensor], *blocks: int) -> Callable:
     return lambda port, x, n: function(x) if not blocks or n in blocks else Port.do_act(port, x, n)
 
@@ -168,8 +166,6 @@ def test_faults_are_named_in_other_layouts(layout: str, wrong: dict[str, Callabl
     result = walked(layout, **wrong)
     assert causes_of(result) == [(id, ALL)]
     assert result.explained
-
-
 
 
 def test_the_config_decides_what_is_right() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.commands import refusal
-from support.training import flip, metrics, outcome, stop_at, stored
+from support.training import flip, metrics, outcome, stop_at
 
 import gpt2
 from gpt2.checkpoint.files import is_adapter
@@ -81,8 +81,6 @@ def test_compare_shows_the_rank_of_each_change(run, init, text):
     assert "2 of 16" in report.table()
 
 
-
-
 # Resuming
 
 
@@ -93,8 +91,6 @@ def test_a_stopped_run_ends_with_the_undisturbed_runs_bytes(lora, init, run, tmp
         assert train(lora, tmp_path / "run", init=init, report=stop_at(step)).step == step
     assert train(lora, tmp_path / "run", init=init).stopped == "finished"
     assert outcome(tmp_path / "run") == outcome(run)
-
-
 
 
 def test_adapters_never_go_on_beside_a_damaged_base(lora, init, tmp_path):
