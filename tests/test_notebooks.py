@@ -80,7 +80,7 @@ def test_a_notebook_shows_what_it_prints(path: Path, tmp_path: Path, monkeypatch
 def test_one_line_changes_the_model(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Depth, width and number of heads must be read from the model, not written down."""
     torch.manual_seed(0)
-    sizes = {"n_positions": 320, "n_embd": 96, "n_layer": 7, "n_head": 3, "bos_token_id": None, "eos_token_id": None}
+    sizes = {"n_positions": 320, "n_embd": 48, "n_layer": 3, "n_head": 3, "bos_token_id": None, "eos_token_id": None}
     model = GPT2(GPT2Config(vocab_size=2048, **sizes))
     gpt2.save(model, gpt2.load_tokenizer("shakespeare-mini"), tmp_path / "another")
     notebook = nbformat.read(path, 4)

@@ -162,12 +162,18 @@ def test_adapters_shared_and_gone_on_with(shared, alone, tmp_path, how):
     assert furthest(tmp_path / "one", tmp_path / "run") < 1e-6
 
 
+@pytest.fixture(scope="module")
+def undisturbed(recipe, tmp_path_factory) -> tuple[Recipe, Path]:
+    """A recipe, and the folder of its job by the command line."""
+    shared, folder = replace(recipe, batch_size=4, steps=40), tmp_path_factory.mktemp("undisturbed") / "whole"
+    assert command(shared, folder).wait(300) == 0, said(folder).read_text()
+    return shared, folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_worker_is_killed_and_the_job_ends_as_if_it_had_not_been(recipe, tmp_path, victim):
-    shared = replace(recipe, batch_size=4, steps=40)
-    whole = command(shared, tmp_path / "whole")
-    assert whole.wait(300) == 0, said(tmp_path / "whole").read_text()
+def test_a_worker_is_killed_and_the_job_ends_as_if_it_had_not_been(undisturbed, tmp_path, victim):
+    shared, whole = undisturbed
     process = command(shared, tmp_path / "run")
     reached(tmp_path / "run", 10, process)
     children = Path(f"/proc/{process.pid}/task").glob("*/children")
@@ -180,7 +186,7 @@ def test_a_worker_is_killed_and_the_job_ends_as_if_it_had_not_been(recipe, tmp_p
     assert process.returncode == 0, err
     assert "restarted after a process was lost" in err
     assert "Traceback" not in err
-    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+    assert outcome(tmp_path / "run") == outcome(whole)
 
 
 @pytest.mark.slow
