@@ -1,6 +1,7 @@
 """The ports of tests/support/faulty with a fault are faulty, and the architectures without faults are correct.
 
-tools/diagnose_table.py goes through all of them, and counts one without effect as called equal. Here: a third, since test_diagnosis_ports.py finds each fault's cause.
+tools/diagnose_table.py goes through all of them, and counts one without effect as called equal. Here: a third, since
+test_diagnosis_ports.py finds each fault's cause.
 """
 
 from pathlib import Path
