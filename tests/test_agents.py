@@ -40,7 +40,7 @@ COMMANDS = {
     "train --list-data": f"train --list-data shakespeare-mini {SMALL}",
     "export": "export model out",
     "publish --dry-run": "publish run/best me/tiny --dry-run",
-    "bench": "bench model",
+    "bench": "bench model --pairs 1 --context 8 --tokens 2",
     "explore": "explore model --prompt ab",
 }
 

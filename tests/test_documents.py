@@ -211,6 +211,7 @@ def needs(example: str) -> str | None:
     return next((why for pattern, why in NEEDS.items() if re.search(pattern, command)), None)
 
 
+PARSER = parser()
 IN_README = [command for command, _ in shown() if command.startswith("gpt2")]
 IN_README += [command for command in re.findall(r"`(gpt2 [a-z][^`]*)`", README) if "..." not in command]
 
@@ -219,7 +220,7 @@ IN_README += [command for command in re.findall(r"`(gpt2 [a-z][^`]*)`", README) 
 def test_every_command_shown_parses(example: str) -> None:
     """A newcomer copies commands from the README and the help first."""
     words = shlex.split(example.partition("gpt2 ")[2])
-    assert example.startswith("torchrun") or words[-1] == "--help" or parser().parse_args(words).run
+    assert example.startswith("torchrun") or words[-1] == "--help" or PARSER.parse_args(words).run
 
 
 RUN = [example for example in examples() if needs(example) is None]

@@ -1,13 +1,13 @@
 """The model against a slow oracle written from the papers' formulas; initialisation, dropout and masks."""
 
 import math
-import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support import forks
 from support.oracle import assert_same, oracle
 from support.random_models import random_model
 from torch import Tensor
@@ -265,8 +265,7 @@ def test_building_without_weights_costs_nothing() -> None:
 
     Two negative controls: a tensor that is written, and a layer on the meta device.
     """
-    run = subprocess.run([sys.executable, "-W", "error", "-c", BUILD_XL], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
+    run = forks.run("-c", BUILD_XL, strict=True)
     growth, parameters, untouched, imported, touched, by_meta = run.stdout.splitlines()
     assert int(parameters) == 1_557_611_200
     assert float(growth) < 100

@@ -232,12 +232,12 @@ def test_an_answer_that_is_none_is_one_line(answer: str, tmp_path: Path, monkeyp
     assert len(str(error.value)) < 300
 
 
-def test_a_build_without_arguments_is_filled(tmp_path: Path) -> None:
+def test_a_build_without_arguments_is_filled(tmp_path: Path, checkpoint: Path) -> None:
     """`build()` returns a fresh module, and `random:` models have no folder."""
     (tmp_path / "gpt2.py").write_text(  # this name must not hide our module
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\nfrom support.ports import PORTS\n"
-        "def build():\n    import gpt2\n    return PORTS['nano'].build(gpt2.load('shakespeare-mini').config)\n"
+        f"def build():\n    import gpt2\n    return PORTS['nano'].build(gpt2.load({str(checkpoint)!r}).config)\n"
     )
-    found = runner.run(str(tmp_path / "gpt2.py"), "shakespeare-mini")
+    found = runner.run(str(tmp_path / "gpt2.py"), str(checkpoint))
     assert found.ok, found.table()
     assert found.module == "gpt2.py:build"

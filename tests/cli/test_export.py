@@ -170,7 +170,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.mark.parametrize("format", ["hf", "gguf", "llmc"])
+@pytest.mark.parametrize("format", ["hf", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gguf", "llmc"))])
 def test_a_module_is_exported_as_the_checkpoint_that_it_holds(format: str, mine: Path, capsys: pytest.CaptureFixture) -> None:
     """From a FILE.py:build, with what it prints kept out of the output, and a card that does not name private folders."""
     assert main(["export", f"{mine}:build", "out", "--format", format, "--check"]) == 0

@@ -133,7 +133,7 @@ def check_imprecise(each: Imprecise) -> None:
     assert first is None or first.explained is not None, "it is right in float64"
 
 
-QUICK = ("a cache in float16", "inputs of all products of 18 bits", "inputs of all products of 21 bits", "a cache in float8")
+QUICK = ("inputs of all products of 18 bits", "inputs of all products of 21 bits")  # just beyond the bound, and just below it
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from support.checks import mostly_slow
 from support.faulty.loading import weights
 from support.random_models import model_of
 from torch import Tensor, nn
@@ -300,12 +301,11 @@ IN_MODULES: list[tuple[str, int | None]] = [
     *(("residual-missing: attention's result replaces", 0), ("residual-missing: the feed-forward's result replaces", 1)),
 ]
 IN_DUMPS: list[tuple[str, int | None, str]] = [
-    *((*one, level) for one in (ONE_BLOCK, LAST) for level in ("usual", "mid")),
-    (*ZERO, "mid"),
-    ("scale-by-width: the scores are divided by the root", None, "usual"),
+    *((*ONE_BLOCK, "usual"), (*LAST, "mid"), (*ZERO, "mid")),
 ]
 IN_DUMPS_SLOWLY: list[tuple[str, int | None, str]] = [
     *((*one, "logits") for one in (ZERO, ONE_BLOCK, LAST)),
+    *((*ONE_BLOCK, "mid"), (*LAST, "usual"), ("scale-by-width: the scores are divided by the root", None, "usual")),
     (*ZERO, "usual"),
     ("the queries are those of the first head alone", None, "logits"),
     ("ln_1 layernorm-without-affine: the bias", None, "logits"),
@@ -319,7 +319,7 @@ IN_DUMPS_SLOWLY: list[tuple[str, int | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("label", "block"), IN_MODULES)
+@pytest.mark.parametrize(("label", "block"), mostly_slow(IN_MODULES, 2))
 def test_a_module_with_an_alternative_has_this_cause_at_this_place_and_no_other(label: str, block: int | None) -> None:
     """A cause beside the true one, or another place, makes the user change correct code."""
     whole = whole_of(label, block)

@@ -44,7 +44,7 @@ def filled(port: Port, config: GPT2Config) -> tuple[nn.Module, dict[str, Tensor]
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        pytest.param(name, sizes, marks=[] if sizes == "alike" and n % 6 == 0 else pytest.mark.slow)
+        pytest.param(name, sizes, marks=[] if sizes == "alike" and n % 9 == 0 else pytest.mark.slow)
         for n, name in enumerate(PORTS)
         for sizes in ("alike", *(("tiny", "apart")[n % 2 : n % 2 + 1] if n % 3 == 0 else ()))  # equal sizes are the hardest case
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.checks import mostly_slow
 from support.faulty.loading import weights
 from support.random_models import model_of
 from torch import Tensor
@@ -87,7 +88,7 @@ def test_each_program_gives_in_a_batch_what_it_gives_alone(model: GPT2) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("tokens", mostly_slow([3, 1]))
 def test_a_pair_gives_here_what_it_gives_alone(model: GPT2, tokens: int) -> None:
     """A stage that is taken from another pair's rows would rule out the true pair; so would another order of rows."""
     of = lenses(model)
@@ -114,7 +115,7 @@ def test_a_pair_gives_here_what_it_gives_alone(model: GPT2, tokens: int) -> None
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tokens", [1, 3, IDS.shape[1]])
+@pytest.mark.parametrize("tokens", mostly_slow([3, 1, IDS.shape[1]]))
 def test_a_pair_around_a_cut_gives_what_it_gives_alone(model: GPT2, tokens: int) -> None:
     """One fault before the last block, or before what is behind it, and one in there; by some a token sees later ones."""
     of = lenses(model, 1)
@@ -162,22 +163,15 @@ def test_no_pair_replaces_one_stage_twice(model: GPT2) -> None:
     ("labels", "causes"),
     [
         (("is ReLU;", "without the last norm"), {"gelu-variant", "final-norm-missing"}),  # both change the first token
-        pytest.param(  # in one block each
-            ("is ReLU;@0", "ln_2 norm-missing@1"), {"gelu-variant", "norm-missing"}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ("a token sees the one after it@0", "is ReLU;@1"), {"mask-off-by-one", "gelu-variant"}, marks=pytest.mark.slow
-        ),
-        pytest.param(  # neither changes the first token
+        (("is ReLU;@0", "ln_2 norm-missing@1"), {"gelu-variant", "norm-missing"}),  # in one block each
+        (("a token sees the one after it@0", "is ReLU;@1"), {"mask-off-by-one", "gelu-variant"}),
+        (
             ("the scores are not scaled@0", "scale-by-width: the scores are divided by the root@1"),
             {"scale-missing", "scale-by-width"},
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            ("the scores are not scaled", "is ReLU;"), {"scale-missing", "gelu-variant"}, marks=pytest.mark.slow
-        ),  # one does not
     ],
 )
+@pytest.mark.slow
 def test_two_faults_are_found_among_all_pairs(model: GPT2, labels: tuple[str, ...], causes: set[str]) -> None:
     """Pairs were tried beside the nearest single faults, which two faults at once need not be: 13 of 24 were found.
 

@@ -187,6 +187,7 @@ def test_one_tensor_a_block_names_the_block_that_nothing_explains(model: GPT2, i
     assert not explanation.hypotheses
 
 
+@pytest.mark.slow
 def test_a_fault_that_is_hardly_nearer_than_the_right_formula_is_not_named(model: GPT2, ids: Tensor) -> None:
     """Rounding just above the tolerance was called another epsilon, which came just below it."""
     right, wrong = trace(model, ids), wrong_by(model, ids, {"ln_1 layernorm-eps: epsilon 1e-06;": (1,)})

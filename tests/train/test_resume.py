@@ -327,7 +327,7 @@ def test_killed_at_random_moments(recipe, init, tmp_path, trains, seed):
     init = str(init) if trains == "adapters" else None
     run, rng, reached = tmp_path / "run", random.Random(seed), []
     train(long, tmp_path / "whole", init=init)
-    for _ in range(6):
+    for _ in range(4):
         process = start(long, run, init=init)
         aim = (reached[-1] if reached else 0) + rng.randint(4, 7)  # more than one or two checkpoints
         while process.is_alive() and logged_steps(run) < aim:
