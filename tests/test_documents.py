@@ -12,7 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support import forks
 
@@ -123,24 +122,11 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
 
 
-def write_dump(folder: Path) -> None:
-    """Write the dump of a NumPy port that does not scale the scores of one block."""
-    model = gpt2.load("shakespeare-mini")
-    weights = {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
-    np.savez(folder / "weights.npz", sizes=[model.config.n_head, model.config.n_layer], **weights)
-    verse = "ROMEO:\nBut, soft! what light through yonder window breaks?\n"
-    np.save(folder / "ids.npy", [gpt2.load_tokenizer("shakespeare-mini").encode(verse)])
-    program = [sys.executable, str(ROOT / "tests/support/programs/numpy_port.py"), "ids.npy", "dump.npz", "weights.npz"]
-    options = ["--faults", "scale-missing@2", "--compute", "float32", "--dtype", "float32", "--level", "full"]
-    subprocess.run([*program, *options], cwd=folder, check=True)
-
-
 @pytest.mark.slow
 def test_every_command_of_the_readme_prints_what_is_shown(tmp_path: Path) -> None:
     """Output that was pasted once becomes wrong after a change."""
     for name, text in (("my_port.py", PORT), ("gpt.py", RIGHT), ("train.py", ADAM)):
         (tmp_path / name).write_text(text)
-    write_dump(tmp_path)
     commands = shown()
     assert len(commands) >= 7
     for command, output in commands:

@@ -140,7 +140,7 @@ QUICK = ("inputs of all products of 18 bits", "inputs of all products of 21 bits
     "each", [each for each in IMPRECISE if each.name in QUICK], ids=lambda each: f"{each.name}, {each.dtype}"
 )
 def test_an_imprecise_model_is_refused(each: Imprecise) -> None:
-    """A rule that transformers' own luck decides lets these through; the slow test has the others of 42."""
+    """A rule that transformers' own luck decides lets these through; the slow test has 30 others."""
     check_imprecise(each)
 
 
