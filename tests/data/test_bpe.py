@@ -264,19 +264,6 @@ def test_several_special_tokens(trained, tmp_path):
     assert reference_from(tmp_path)(text)["input_ids"] == bpe.encode(text, special=True)
 
 
-def test_tokens_in_added_tokens_json(trained, tmp_path):
-    """As before transformers 5: beside vocab.json and merges.txt, and matched in every text unless a role has them."""
-    for name in ("vocab.json", "merges.txt"):
-        trained.save(tmp_path / "whole")
-        (tmp_path / name).write_bytes((tmp_path / "whole" / name).read_bytes())
-    (tmp_path / "added_tokens.json").write_text('{"\\n\\nKING:": 1000}')
-    bpe = from_directory(tmp_path)
-    assert (bpe.special_tokens, bpe.matched) == ({END_OF_TEXT: 999}, {"\n\nKING:": 1000})
-    bpe.save(tmp_path / "again")
-    assert from_directory(tmp_path / "again").fingerprint == bpe.fingerprint != trained.fingerprint
-    assert reference_from(tmp_path / "again")("O\n\nKING:")["input_ids"] == bpe.encode("O\n\nKING:")
-
-
 def test_lone_surrogate_is_refused(official):
     """tiktoken replaces it by U+FFFD without an error, so decoding would give another text."""
     with pytest.raises(InputError, match=r"U\+DC80, at character 2.*read the source as UTF-8"):
@@ -284,12 +271,6 @@ def test_lone_surrogate_is_refused(official):
     assert official.encode("ab\udc80".encode("utf-16", "surrogatepass").decode("utf-16", "replace")) == official.encode(
         "ab\ufffd"
     )
-
-
-def test_half_a_character(official):
-    ids = official.encode("😀")
-    assert official.decode(ids[:1]) == "\ufffd"
-    assert official.decode_bytes(ids[:1]) == "😀".encode()[: len(official.token_bytes(ids[0]))]
 
 
 def test_trained_vocabulary_is_numbered_like_openais(trained, play, tmp_path):
@@ -338,16 +319,6 @@ def test_saving_does_not_write_through_a_link(trained, tmp_path):
     (tmp_path / "vocab.json").symlink_to(blob)
     trained.save(tmp_path)
     assert blob.read_text() == "untouched"
-
-
-def test_transformers_opens_what_was_saved(official, strings, expected, tmp_path):
-    official.save(tmp_path)
-    reference = reference_from(tmp_path)
-    assert type(reference).__name__ == "GPT2Tokenizer"
-    assert (len(reference), reference.model_max_length) == (50257, 1024)
-    assert reference.bos_token_id == reference.eos_token_id == 50256
-    assert reference_ids(reference, strings[:5000]) == expected[:5000]
-    assert [reference.decode(ids) for ids in expected[:2000]] == strings[:2000]
 
 
 def test_without_end_of_text(trained, tmp_path):

@@ -355,17 +355,6 @@ def test_a_module_keeps_its_dtype(dtype: torch.dtype) -> None:
     assert torch.equal(module.places.weight, model.wpe.weight.to(dtype))
 
 
-def test_a_training_step_s_leftovers_are_no_obstacle() -> None:
-    """A module with gradients, optimizer state and a kept activation must be filled too."""
-    module = Port()
-    optimizer = torch.optim.AdamW(module.parameters())
-    module.kept = module(torch.arange(6).view(1, 6))
-    module.kept.sum().backward()
-    optimizer.step()
-    assert load_into(module, checkpoint()).ok
-    optimizer.step()
-
-
 @pytest.mark.slow  # for torch's compiler, which takes seconds to import
 def test_a_compiled_module_is_filled_through_its_wrapper() -> None:
     """torch.compile wraps the module in another one with the same parameters."""
