@@ -165,6 +165,7 @@ def test_decoding_equals_the_model(rows: int, tied: bool) -> None:
         assert (a - b).norm() <= 0.01 * b.norm()
 
 
+@pytest.mark.slow
 def test_what_it_costs_on_the_embedded_model() -> None:
     """The documented bound of `:int8`: KL at most 1e-3 nats, and the same most likely token 98 times in 100."""
     tokenizer = gpt2.load_tokenizer("shakespeare-mini:int8")

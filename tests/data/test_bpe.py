@@ -436,6 +436,7 @@ def test_a_file_too_large_for_a_tokenizer_is_not_read(tmp_path):
         data.from_directory(tmp_path)
 
 
+@pytest.mark.slow
 def test_accepted_vocabularies_are_read_alike():
     """tiktoken is safe only with the check on merges: each accepted vocabulary has the ids of pair-wise BPE on every string."""
     from tokenizers import Tokenizer, models

@@ -91,7 +91,7 @@ def test_an_honest_model_is_equal(report: gpt2.Report) -> None:
 )
 def test_every_switch_of_the_config_is_equal(tmp_path: Path, changes: dict) -> None:
     """Cerebras' erf GELU and odd heads, stanford-crfm's scales: ports often get these dialects wrong."""
-    report = verify(str(write_checkpoint(tmp_path / "model", **changes)))
+    report = verify(str(write_checkpoint(tmp_path / "model", **changes)), quick=True)  # gradients: test_model_parity.py
     assert failing(report) == []
 
 
@@ -322,6 +322,7 @@ def test_what_a_few_sequences_leave_open_is_decided_by_all(checkpoint: Path, rep
     ]
 
 
+@pytest.mark.slow
 def test_more_random_errors_decide_where_few_speak_against_a_model(checkpoint: Path, monkeypatch) -> None:
     """Five of 40 right models with weights of N(0, 1) were refused: their few random errors were small ones."""
     sizes = []

@@ -115,8 +115,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("checkpoint"), CONFIG)
 
 
-# That all is placed is quick for every fourth of the formulas; sentences of their own are quick.
-@pytest.mark.parametrize(("architecture", "fault"), [*mostly_slow(list(FAULTS)[:PLACED], 4), *list(FAULTS)[PLACED:]])
+# Every eighth of the formulas is quick, and every second of what has a sentence of its own.
+@pytest.mark.parametrize(
+    ("architecture", "fault"), [*mostly_slow(list(FAULTS)[:PLACED], 8), *mostly_slow(list(FAULTS)[PLACED:], 2)]
+)
 def test_a_port_with_a_fault_is_filled_by_its_structure_and_refused(architecture: str, fault: str, folder: Path) -> None:
     """If the mapping needed correct logits, a faulty port could not be filled, and these ports need a diagnosis."""
     sentence, unfilled = FAULTS[architecture, fault]

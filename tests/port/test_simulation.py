@@ -167,6 +167,7 @@ def test_faults_in_several_blocks_are_found_one_after_the_other(model: GPT2, ids
     assert (explanation.last_right, explanation.first_wrong) == ("logits", "h.0")
 
 
+@pytest.mark.slow
 def test_only_the_last_position_and_a_padded_vocabulary(model: GPT2, ids: Tensor) -> None:
     """Programs that generate show the last position only, and many pad the vocabulary."""
     logits = wrong_by(model, ids, {"is ReLU;": (0, 1)})["logits"]
