@@ -19,7 +19,9 @@ LINE = 'MODEL = "shakespeare-mini"'  # the line to change for official weights
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 assert NOTEBOOKS, "a glob that finds nothing passes everything"
 QUICK = [path for path in NOTEBOOKS if path.stem[:2] not in ("04", "05", "07")]  # these train
-SHORTER = {"STEPS = 500": "STEPS = 250"}  # a reader's run, and a test's
+SHORTER = {"STEPS = 500": "STEPS = 250", "steps=1000": "steps=600", "steps=90": "steps=40"}  # a reader's run, and a test's
+SHORTER |= {'steps=500", "eval_every=100': 'steps=260", "eval_every=130', "eval_every=125": "eval_every=300"}
+SHORTER |= {'steps=200", "eval_every=40': 'steps=120", "eval_every=60', "eval_every=18": "eval_every=20"}
 EXERCISE = "exercise"  # the tag of a cell that checks a reader's answer
 ANSWERS = tomllib.loads((Path(__file__).parent / "support" / "exercises.toml").read_text())
 ROUNDING = re.compile(r"to the last\s+bit|(to\s+)?\d(\.\d)?e-(0[6-9]|1\d)")  # rounding errors that depend on the processor

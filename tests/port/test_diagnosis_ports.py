@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from support.faulty import CONFIG, COVERING, FAULTY, SOUND, write
+from support.faulty import ARCHITECTURES, CONFIG, COVERING, FAULTY, MEANINGS, SOUND, write
 from support.faulty.drawn import draw
 from support.faulty.scoring import FAULTY_AFTER_ALL, score
 from support.ports import PORTS
@@ -18,6 +18,7 @@ import gpt2
 from gpt2.config import OFFICIAL_SIZES
 from gpt2.port import deadline
 from gpt2.port.diagnosis import diagnose
+from gpt2.port.diagnosis.causes import CAUSES
 
 # A few ports with several faults; test_official_shape has another one.
 SEVERAL = (
@@ -65,6 +66,15 @@ def in_each_dtype(names, default):
     cases = [(name, "float32") for name in names] + [(name, "bf16") for name in narrow]
     quick = {(name, "float32") for name in default} | {(narrow[0], "bf16")}
     return [pytest.param(*case, marks=[] if case in quick else [pytest.mark.slow]) for case in cases]
+
+
+def test_every_cause_and_every_fault_is_there():
+    """A cause or a fault without a port would never be tested."""
+    first = {ids[0] for name in COVERING for ids in FAULTY[name].causes.values()}
+    assert set(CAUSES) == first
+    assert {word for name in COVERING for word in FAULTY[name].causes} == {*MEANINGS}
+    assert {FAULTY[name].architecture for name in COVERING} == {*ARCHITECTURES}
+    assert len(COVERING) < 0.4 * len(FAULTY)
 
 
 @pytest.mark.parametrize("name", of_each((*EACH_CAUSE, *SEVERAL), DEFAULT))
