@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.imprecise import IMPRECISE, Imprecise, tf32
-from support.random_models import random_model
+from support.random_models import random_model, write_checkpoint
 from support.summation import ORDERS, summing
 from torch import Tensor, nn
 
@@ -153,7 +153,7 @@ def test_every_imprecise_model_is_refused_from_the_stated_size_on(each: Imprecis
     check_imprecise(each)
 
 
-def test_a_process_that_computes_imprecisely_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_computes_imprecisely_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With products in bfloat16, transformers erred as much as we did, and verify said EQUAL at 10,000 times float32's error."""
     load = reference.load_reference
 
@@ -166,7 +166,7 @@ def test_a_process_that_computes_imprecisely_is_named(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(reference, "load_reference", coarse)
     monkeypatch.setenv("MKL_CBWR", "AUTO")  # a setting to be named
-    report = verify("shakespeare-mini", quick=True)
+    report = verify(str(write_checkpoint(tmp_path / "model")), quick=True)
     assert not report.ok
     assert (report.verdict, json.loads(report.to_json())["verdict"]) == ("imprecise", "imprecise")
     assert report.imprecise.name == "h.0.mlp.c_fc"
