@@ -21,7 +21,7 @@ from gpt2.port import deadline
 from gpt2.port.diagnosis import diagnose
 from gpt2.port.diagnosis.causes import CAUSES
 
-# A few ports with several faults; test_official_shape has another one.
+# A few ports with several faults.
 SEVERAL = (
     "functions: not-normalising@0 scale-missing@1 gelu-relu@2",
     "heads: no-qkv-bias gelu-erf residual-from-normed",
@@ -199,7 +199,7 @@ def test_official_shape(tmp_path, monkeypatch):
     monkeypatch.setattr(deadline, "SLOWEST", math.inf)  # of CPU time there is enough, by the clock not always
     config = replace(OFFICIAL_SIZES["gpt2"], n_layer=3)  # its widths, context and vocabulary
     folder = write(tmp_path, config)
-    port, model = FAULTY["einsum3d: mask-multiplied not-normalising@f"], gpt2.load(str(folder))
+    port, model = FAULTY["einsum3d: mask-multiplied"], gpt2.load(str(folder))
     module = port.build(config, folder)
     row = score(port, diagnose(module, model), config, 0.0, 0.0)
     assert row.first and row.top_three and row.located, row  # noqa: PT018
