@@ -159,19 +159,27 @@ def test_no_pair_replaces_one_stage_twice(model: GPT2) -> None:
     assert not clash[3, 4]
 
 
+@pytest.mark.slow  # the whole search
 @pytest.mark.parametrize(
     ("labels", "causes"),
     [
         (("is ReLU;", "without the last norm"), {"gelu-variant", "final-norm-missing"}),  # both change the first token
-        (("is ReLU;@0", "ln_2 norm-missing@1"), {"gelu-variant", "norm-missing"}),  # in one block each
-        (("a token sees the one after it@0", "is ReLU;@1"), {"mask-off-by-one", "gelu-variant"}),
-        (
+        pytest.param(  # in one block each
+            ("is ReLU;@0", "ln_2 norm-missing@1"), {"gelu-variant", "norm-missing"}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("a token sees the one after it@0", "is ReLU;@1"), {"mask-off-by-one", "gelu-variant"}, marks=pytest.mark.slow
+        ),
+        pytest.param(  # neither changes the first token
             ("the scores are not scaled@0", "scale-by-width: the scores are divided by the root@1"),
             {"scale-missing", "scale-by-width"},
+            marks=pytest.mark.slow,
         ),
+        pytest.param(
+            ("the scores are not scaled", "is ReLU;"), {"scale-missing", "gelu-variant"}, marks=pytest.mark.slow
+        ),  # one does not
     ],
 )
-@pytest.mark.slow
 def test_two_faults_are_found_among_all_pairs(model: GPT2, labels: tuple[str, ...], causes: set[str]) -> None:
     """Pairs were tried beside the nearest single faults, which two faults at once need not be: 13 of 24 were found.
 
