@@ -1,7 +1,6 @@
 """The config: parameter counts in closed form, and a strange or hostile config.json refused in one line."""
 
 import json
-import random
 
 import pytest
 import torch
@@ -65,36 +64,6 @@ def test_reads_the_official_config() -> None:
     assert GPT2Config.from_hf(json.loads(OFFICIAL_CONFIG)) == official_size("gpt2")
 
 
-def test_round_trips_through_json() -> None:
-    """A field that is written under another name, or not written, would come back as its default."""
-    pick = random.Random(0)
-    for _ in range(300):
-        heads = pick.randint(1, 8)
-        config = GPT2Config(
-            vocab_size=pick.randint(1, 60_000),
-            n_positions=pick.randint(1, 4096),
-            n_embd=heads * pick.randint(1, 64),
-            n_layer=pick.randint(1, 60),
-            n_head=heads,
-            n_inner=pick.choice([None, pick.randint(1, 9000)]),
-            activation_function=pick.choice(ACTIVATIONS),
-            resid_pdrop=pick.random(),
-            embd_pdrop=pick.random(),
-            attn_pdrop=pick.random(),
-            layer_norm_epsilon=10 ** -pick.uniform(3, 12),
-            initializer_range=pick.random(),
-            scale_attn_weights=pick.random() < 0.5,
-            scale_attn_by_inverse_layer_idx=pick.random() < 0.5,
-            reorder_and_upcast_attn=pick.random() < 0.5,
-            bos_token_id=pick.choice([None, pick.randint(0, 99_999)]),
-            eos_token_id=pick.choice([None, pick.randint(0, 99_999)]),
-        )
-        raw = json.loads(json.dumps(config.to_hf()))
-        assert GPT2Config.from_hf(raw) == config
-        assert raw["n_ctx"] == config.n_positions
-        assert raw["model_type"] == "gpt2"
-
-
 def test_agrees_with_transformers_about_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
     """If transformers spells a field differently, each side ignores the field of the other's files."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -103,7 +72,8 @@ def test_agrees_with_transformers_about_every_field(monkeypatch: pytest.MonkeyPa
     ours = GPT2Config(91, 32, 24, 3, 4, 77, "relu", 0.3, 0.2, 0.4, 1e-3, 0.5, False, True, True, 5, 6)
     theirs = Theirs(**ours.to_hf())
     assert all(getattr(theirs, name) == value for name, value in ours.to_hf().items() if name not in ("n_ctx", "dtype"))
-    assert GPT2Config.from_hf(json.loads(theirs.to_json_string(use_diff=True))) == ours
+    assert GPT2Config.from_hf(json.loads(theirs.to_json_string(use_diff=True))) == ours == GPT2Config.from_hf(ours.to_hf())
+    assert ours.to_hf()["n_ctx"] == 32
     assert GPT2Config.from_hf(json.loads(Theirs().to_json_string(use_diff=True))) == GPT2Config()
     assert Theirs.attribute_map == {alias: name for alias, name in ALIASES.items()}
 

@@ -33,12 +33,17 @@ NAMES = {name_of(module) for module in MODULES} - {"gpt2"}
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imports(path: Path) -> set[str]:
     """The modules of this package that a file imports at once, when it runs or for types alone, under their full names.
 
     ``from gpt2.data import bpe`` imports ``gpt2.data.bpe`` alone.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     package = name_of(path).split(".")
     package = package if path.name == "__init__.py" else package[:-1]
     targets = set()
@@ -105,7 +110,7 @@ def test_no_module_has_the_name_of_a_public_function() -> None:
 def test_a_module_says_first_what_it_is_for() -> None:
     """The first lines of the docstrings are an overview of the package."""
     for path in MODULES:
-        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        docstring = ast.get_docstring(tree_of(path))
         assert docstring, f"{path} has no docstring"
         assert 10 <= len(docstring.splitlines()[0]) <= 125, path
 
@@ -123,7 +128,7 @@ def test_a_module_says_first_what_it_is_for() -> None:
 )
 def test_the_reader_of_imports_sees_every_form(source: str, expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: every form of import must be found."""
-    monkeypatch.setattr(Path, "read_text", lambda self, encoding: source)
+    monkeypatch.setitem(globals(), "tree_of", lambda path: ast.parse(source))
     assert imports.__wrapped__(PACKAGE / "data" / "planted.py") - {"gpt2.data"} == expected
 
 

@@ -59,7 +59,9 @@ def rows_of(count: int, width: int) -> torch.Tensor:
     return x * torch.logspace(-6, 6, count)[:, None]
 
 
-@pytest.mark.parametrize(("n_in", "n_out"), [(24, 41), (160, 480), (64, WEIGHT_CHUNK // 64 + 5), (17, 3)])
+@pytest.mark.parametrize(
+    ("n_in", "n_out"), [(24, 41), (160, 480), pytest.param(64, WEIGHT_CHUNK // 64 + 5, marks=pytest.mark.slow), (17, 3)]
+)
 def test_many_rows_and_few_give_the_same_product(n_in: int, n_out: int, processor: str) -> None:
     """The text must not depend on reading tokens at once or one by one; a large entry must not erase the others."""
     weight, scale = quantise(torch.randn(n_out, n_in, generator=torch.Generator().manual_seed(0)))
@@ -163,6 +165,7 @@ def test_decoding_equals_the_model(rows: int, tied: bool) -> None:
         assert (a - b).norm() <= 0.01 * b.norm()
 
 
+@pytest.mark.slow
 def test_what_it_costs_on_the_embedded_model() -> None:
     """The documented bound of `:int8`: KL at most 1e-3 nats, and the same most likely token 98 times in 100."""
     tokenizer = gpt2.load_tokenizer("shakespeare-mini:int8")

@@ -1,13 +1,13 @@
 """The model against a slow oracle written from the papers' formulas; initialisation, dropout and masks."""
 
 import math
-import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support import forks
 from support.oracle import assert_same, oracle
 from support.random_models import random_model
 from torch import Tensor
@@ -144,21 +144,6 @@ def test_upcast_attention_keeps_float32_inside(dtype: torch.dtype) -> None:
         torch.testing.assert_close(eager_attention_upcast(q, k, v, None, 0.3, 0.0), expected, rtol=0, atol=0)
 
 
-def test_state_dict_is_the_checkpoints() -> None:
-    """The names and shapes are a file format: no renamed module, no head stored twice, no buffer among the weights."""
-    model = GPT2(TINY)
-    norms = {f"ln_{n}.{kind}": (15,) for n in (1, 2) for kind in ("weight", "bias")}
-    attention = {"c_attn.weight": (15, 45), "c_attn.bias": (45,), "c_proj.weight": (15, 15), "c_proj.bias": (15,)}
-    mlp = {"c_fc.weight": (15, 19), "c_fc.bias": (19,), "c_proj.weight": (19, 15), "c_proj.bias": (15,)}
-    block = {**norms, **{f"attn.{k}": v for k, v in attention.items()}, **{f"mlp.{k}": v for k, v in mlp.items()}}
-    expected = {"wte.weight": (23, 15), "wpe.weight": (7, 15)}
-    expected |= {f"h.{n}.{name}": shape for n in range(2) for name, shape in block.items()}
-    expected |= {"ln_f.weight": (15,), "ln_f.bias": (15,)}
-    assert {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} == expected
-    assert sum(p.numel() for p in model.parameters()) == TINY.num_parameters()
-    assert all(p.requires_grad for p in model.parameters())
-
-
 def test_conv1d_takes_any_leading_shape() -> None:
     """A (T, D) or transposed input must work, although `view` refuses it."""
     layer = Conv1D(3, 5)
@@ -265,8 +250,7 @@ def test_building_without_weights_costs_nothing() -> None:
 
     Two negative controls: a tensor that is written, and a layer on the meta device.
     """
-    run = subprocess.run([sys.executable, "-W", "error", "-c", BUILD_XL], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
+    run = forks.run("-c", BUILD_XL, strict=True)
     growth, parameters, untouched, imported, touched, by_meta = run.stdout.splitlines()
     assert int(parameters) == 1_557_611_200
     assert float(growth) < 100

@@ -52,8 +52,7 @@ from support.programs.scoring import score_dump
 import gpt2
 from gpt2.port import deadline
 
-BEDS = {"first": "Bed", "eighth": "EighthBed", "eleventh": "EleventhBed", "twelfth": "TwelfthBed"}
-BEDS |= {"thirteenth": "ThirteenthBed", "fourteenth": "FourteenthBed", "ports": "Bed"}
+BEDS = {"first": "Bed", "eighth": "EighthBed", "thirteenth": "ThirteenthBed", "fourteenth": "FourteenthBed", "ports": "Bed"}
 SETS = {name: importlib.import_module("support.faulty.bed" if name == "ports" else f"support.programs.{name}") for name in BEDS}
 LEVELS = ("full", "block", "logits", "pairs")
 DTYPES = ("float32", "float16", "float64")

@@ -396,6 +396,7 @@ def test_a_full_disk_behind_stdout_is_one_line(monkeypatch: pytest.MonkeyPatch, 
     )
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_error() -> None:
     """`gpt2 info | head -1` must not end in a traceback."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}

@@ -51,7 +51,7 @@ SAID = {
     "too_big": "not enough memory (too_big.py, line 8",
     "wants_gpu": "needs a GPU, and there is none here (wants_gpu.py, line 7",
 }
-DEFAULT = ("prints", "crashes_hard")
+DEFAULT = ("prints",)
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +132,7 @@ def test_another_checkpoint_is_diagnosed_without_a_port(
     assert "unknown model 'gtp2'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGSTOP")
 def test_a_port_that_stops_itself_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a stopped process cannot end itself, so --timeout 8 took 324 s."""
@@ -141,6 +142,7 @@ def test_a_port_that_stops_itself_ends_in_time(tmp_path: Path, monkeypatch: pyte
         runner.run(str(tmp_path / "port.py"), "shakespeare-mini", timeout=1)
 
 
+@pytest.mark.slow
 def test_nothing_of_the_process_is_left(tmp_path: Path) -> None:
     """A port that started a process and hangs must not keep using the machine after the timeout."""
     (tmp_path / "port.py").write_text(
@@ -232,12 +234,12 @@ def test_an_answer_that_is_none_is_one_line(answer: str, tmp_path: Path, monkeyp
     assert len(str(error.value)) < 300
 
 
-def test_a_build_without_arguments_is_filled(tmp_path: Path) -> None:
+def test_a_build_without_arguments_is_filled(tmp_path: Path, checkpoint: Path) -> None:
     """`build()` returns a fresh module, and `random:` models have no folder."""
     (tmp_path / "gpt2.py").write_text(  # this name must not hide our module
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\nfrom support.ports import PORTS\n"
-        "def build():\n    import gpt2\n    return PORTS['nano'].build(gpt2.load('shakespeare-mini').config)\n"
+        f"def build():\n    import gpt2\n    return PORTS['nano'].build(gpt2.load({str(checkpoint)!r}).config)\n"
     )
-    found = runner.run(str(tmp_path / "gpt2.py"), "shakespeare-mini")
+    found = runner.run(str(tmp_path / "gpt2.py"), str(checkpoint))
     assert found.ok, found.table()
     assert found.module == "gpt2.py:build"

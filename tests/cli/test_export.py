@@ -60,21 +60,9 @@ def test_gguf_is_one_file_that_loads_and_writes_the_same_text(tmp_path: Path, ca
 
 
 def test_json_has_every_field_and_stdout_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Other programs rely on the keys' names."""
+    """Other programs read it; tests/test_agents.py holds its keys."""
     assert main(["export", "shakespeare-mini:bf16", str(tmp_path), "--json", "-"]) == 0
     body = json.loads(capsys.readouterr().out)
-    assert list(body) == [
-        "json_version",
-        "model",
-        "directory",
-        "format",
-        "type",
-        "config",
-        "files",
-        "notes",
-        "keep",
-        "parameters",
-    ]
     assert (body["model"], body["directory"]) == ("shakespeare-mini:bf16", str(tmp_path))
     assert (body["format"], body["type"], body["parameters"]) == ("hf", "bfloat16", 1_915_360)
     assert body["config"]["n_embd"] == 160
@@ -170,7 +158,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.mark.parametrize("format", ["hf", "gguf", "llmc"])
+@pytest.mark.parametrize("format", ["hf", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gguf", "llmc"))])
 def test_a_module_is_exported_as_the_checkpoint_that_it_holds(format: str, mine: Path, capsys: pytest.CaptureFixture) -> None:
     """From a FILE.py:build, with what it prints kept out of the output, and a card that does not name private folders."""
     assert main(["export", f"{mine}:build", "out", "--format", format, "--check"]) == 0

@@ -100,13 +100,16 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 COMMANDS = [
     ["info"],
     ["generate", "--max-new-tokens", "3", "--prompt", "O"],
+    *[["train", "shakespeare-mini", "--out", "FOLDER/run", *FROM_SCRATCH]] * 2,
+]
+OTHERS = [
     ["compare", "shakespeare-mini", "shakespeare-mini:bf16", "--tokens", "64"],
     ["diagnose", "FOLDER/port.py"],
-    *[["train", "shakespeare-mini", "--out", "FOLDER/run", *FROM_SCRATCH]] * 2,
     ["train", "finetune-lora", "--init", "shakespeare-mini", "--out", "FOLDER/lora", *SETTINGS],
+    # A layout that transformers does not open: it is rewritten for transformers.
+    ["export", "shakespeare-mini", "FOLDER/other", "--format", "gguf"],
+    ["verify", "FOLDER/other"],
 ]
-# A layout that transformers does not open: it is rewritten for transformers.
-VERIFY = [["export", "shakespeare-mini", "FOLDER/other", "--format", "gguf"], ["verify", "FOLDER/other"]]
 RUN = """
 import json, sys
 from gpt2.cli.main import main
@@ -115,7 +118,7 @@ for words in json.loads(sys.argv[1]):
 """
 
 
-@pytest.mark.parametrize("commands", [COMMANDS, pytest.param(VERIFY, marks=pytest.mark.slow)], ids=["most", "verify"])
+@pytest.mark.parametrize("commands", [COMMANDS, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["most", "others"])
 def test_commands_run_on_another_system(commands: list[list[str]], elsewhere: dict[str, str]) -> None:
     """`import fcntl` kept `gpt2 train` from starting on Windows, and SIGUSR1 `gpt2 diagnose`.
 

@@ -1,6 +1,5 @@
 """GPT-2's BPE: the same ids as transformers for any text, from all kinds of files, and a clear error for wrong files."""
 
-import hashlib
 import itertools
 import json
 import random
@@ -182,7 +181,7 @@ def test_official_ids_equal_transformers(official, strings, reference, expected,
 )
 def test_the_comparison_catches_another_pattern(strings, expected, monkeypatch, pattern):
     monkeypatch.setattr(byte_level, "PATTERN", pattern)
-    assert different(from_directory(openai_vocabulary()[0].parent), strings[:20_000], expected[:20_000])
+    assert different(from_directory(openai_vocabulary()[0].parent), strings[:4000], expected[:4000])
 
 
 def test_official_vocabulary(official):
@@ -196,13 +195,6 @@ def test_official_vocabulary(official):
     ]
     assert [official.token_bytes(i)[0] for i in range(256)] == [byte_alphabet().index(char) for char in openai_byte_order()]
     assert official.fingerprint == "079e3707f346dc2dcc3d48ebe5e3d65f38335797c8b368b1e9aa488b9cea3e36"
-
-
-def test_official_files_are_the_ones_tiktoken_pins():
-    assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in openai_vocabulary()] == [
-        "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-        "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    ]
 
 
 def test_ids_need_not_follow_the_ranks(trained, shuffled, tmp_path):
@@ -272,19 +264,6 @@ def test_several_special_tokens(trained, tmp_path):
     assert reference_from(tmp_path)(text)["input_ids"] == bpe.encode(text, special=True)
 
 
-def test_tokens_in_added_tokens_json(trained, tmp_path):
-    """As before transformers 5: beside vocab.json and merges.txt, and matched in every text unless a role has them."""
-    for name in ("vocab.json", "merges.txt"):
-        trained.save(tmp_path / "whole")
-        (tmp_path / name).write_bytes((tmp_path / "whole" / name).read_bytes())
-    (tmp_path / "added_tokens.json").write_text('{"\\n\\nKING:": 1000}')
-    bpe = from_directory(tmp_path)
-    assert (bpe.special_tokens, bpe.matched) == ({END_OF_TEXT: 999}, {"\n\nKING:": 1000})
-    bpe.save(tmp_path / "again")
-    assert from_directory(tmp_path / "again").fingerprint == bpe.fingerprint != trained.fingerprint
-    assert reference_from(tmp_path / "again")("O\n\nKING:")["input_ids"] == bpe.encode("O\n\nKING:")
-
-
 def test_lone_surrogate_is_refused(official):
     """tiktoken replaces it by U+FFFD without an error, so decoding would give another text."""
     with pytest.raises(InputError, match=r"U\+DC80, at character 2.*read the source as UTF-8"):
@@ -292,12 +271,6 @@ def test_lone_surrogate_is_refused(official):
     assert official.encode("ab\udc80".encode("utf-16", "surrogatepass").decode("utf-16", "replace")) == official.encode(
         "ab\ufffd"
     )
-
-
-def test_half_a_character(official):
-    ids = official.encode("😀")
-    assert official.decode(ids[:1]) == "\ufffd"
-    assert official.decode_bytes(ids[:1]) == "😀".encode()[: len(official.token_bytes(ids[0]))]
 
 
 def test_trained_vocabulary_is_numbered_like_openais(trained, play, tmp_path):
@@ -325,11 +298,6 @@ def test_training_refuses(text, size, message):
         train_bpe(text, size)
 
 
-def test_bytes_alone():
-    bpe = train_bpe("", 257)
-    assert bpe.encode("Aé") == [32, *(openai_byte_order().index(byte_alphabet()[byte]) for byte in "é".encode())]
-
-
 def test_saved_files(official, tmp_path):
     """OpenAI's two files come out unchanged; saving twice writes the same bytes and no other file."""
     paths = official.save(tmp_path, n_positions=1024)
@@ -351,16 +319,6 @@ def test_saving_does_not_write_through_a_link(trained, tmp_path):
     (tmp_path / "vocab.json").symlink_to(blob)
     trained.save(tmp_path)
     assert blob.read_text() == "untouched"
-
-
-def test_transformers_opens_what_was_saved(official, strings, expected, tmp_path):
-    official.save(tmp_path)
-    reference = reference_from(tmp_path)
-    assert type(reference).__name__ == "GPT2Tokenizer"
-    assert (len(reference), reference.model_max_length) == (50257, 1024)
-    assert reference.bos_token_id == reference.eos_token_id == 50256
-    assert reference_ids(reference, strings[:5000]) == expected[:5000]
-    assert [reference.decode(ids) for ids in expected[:2000]] == strings[:2000]
 
 
 def test_without_end_of_text(trained, tmp_path):
@@ -478,6 +436,7 @@ def test_a_file_too_large_for_a_tokenizer_is_not_read(tmp_path):
         data.from_directory(tmp_path)
 
 
+@pytest.mark.slow
 def test_accepted_vocabularies_are_read_alike():
     """tiktoken is safe only with the check on merges: each accepted vocabulary has the ids of pair-wise BPE on every string."""
     from tokenizers import Tokenizer, models

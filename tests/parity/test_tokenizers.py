@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.checks import mostly_slow
 from support.tokenizers import END, KINDS, SAMPLES, byte_level, pieces, resaved
 
 import gpt2
@@ -78,7 +79,7 @@ def test_ids_equal_those_of_auto_tokenizer(kind: str, tmp_path: Path) -> None:
     assert ours.eos == theirs.eos_token_id
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, 3))
 def test_files_are_written_back_as_they_were(kind: str, tmp_path: Path) -> None:
     """An export was another tokenizer: without its template, its flags, its normaliser."""
     from transformers import AutoTokenizer

@@ -13,6 +13,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from support.checks import mostly_slow
 from support.faulty.loading import weights
 from support.random_models import model_of
 from torch import Tensor, nn
@@ -124,7 +125,7 @@ def test_every_file_adds_to_the_table_and_every_cause_is_known() -> None:
     assert len(labels) - len(set(labels)) < 5, "two alternatives of one label, of which one is never tried"
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_alternative_shows_and_is_finite(every: int) -> None:
     """An alternative that changes nothing is offered for right logits; one that is NaN at once is never the program's."""
     right = [logits(None, calls) for calls in CALLS]
@@ -152,7 +153,7 @@ def test_alternatives_of_later_calls_change_nothing_at_once() -> None:
     assert {one.label for one in late if not apart(logits(one), right) < NOTHING} == set()
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_alternative_says_what_its_values_depend_on(every: int) -> None:
     """A search for pairs looks at the first tokens of the first row: a fault by which these depend on others is never found."""
     few, swapped = ids()[:1, :3], torch.stack([ids()[0], ids()[1].flip(0)])
@@ -300,12 +301,11 @@ IN_MODULES: list[tuple[str, int | None]] = [
     *(("residual-missing: attention's result replaces", 0), ("residual-missing: the feed-forward's result replaces", 1)),
 ]
 IN_DUMPS: list[tuple[str, int | None, str]] = [
-    *((*one, level) for one in (ONE_BLOCK, LAST) for level in ("usual", "mid")),
-    (*ZERO, "mid"),
-    ("scale-by-width: the scores are divided by the root", None, "usual"),
+    *((*ONE_BLOCK, "usual"), (*LAST, "mid"), (*ZERO, "mid")),
 ]
 IN_DUMPS_SLOWLY: list[tuple[str, int | None, str]] = [
     *((*one, "logits") for one in (ZERO, ONE_BLOCK, LAST)),
+    *((*ONE_BLOCK, "mid"), (*LAST, "usual"), ("scale-by-width: the scores are divided by the root", None, "usual")),
     (*ZERO, "usual"),
     ("the queries are those of the first head alone", None, "logits"),
     ("ln_1 layernorm-without-affine: the bias", None, "logits"),
@@ -319,7 +319,7 @@ IN_DUMPS_SLOWLY: list[tuple[str, int | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("label", "block"), IN_MODULES)
+@pytest.mark.parametrize(("label", "block"), mostly_slow(IN_MODULES, 3))
 def test_a_module_with_an_alternative_has_this_cause_at_this_place_and_no_other(label: str, block: int | None) -> None:
     """A cause beside the true one, or another place, makes the user change correct code."""
     whole = whole_of(label, block)
@@ -367,7 +367,7 @@ def named(one: Alternative, calls: Calls, level: str) -> None:
 
 @pytest.mark.parametrize(
     ("count", "seed", "number"),
-    [*((4, 1, n) for n in (1, 3)), *(pytest.param(40, 2, n, marks=pytest.mark.slow) for n in range(40))],
+    [*((4, 1, n) for n in (1, 3)), *(pytest.param(16, 2, n, marks=pytest.mark.slow) for n in range(16))],
 )
 def test_a_mutant_of_our_model_is_named(count: int, seed: int, number: int) -> None:
     """Every line of the table must be found by the search, in any schedule and from few values."""

@@ -44,7 +44,7 @@ def filled(port: Port, config: GPT2Config) -> tuple[nn.Module, dict[str, Tensor]
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        pytest.param(name, sizes, marks=[] if sizes == "alike" and n % 6 == 0 else pytest.mark.slow)
+        pytest.param(name, sizes, marks=[] if sizes == "alike" and n % 9 == 0 else pytest.mark.slow)
         for n, name in enumerate(PORTS)
         for sizes in ("alike", *(("tiny", "apart")[n % 2 : n % 2 + 1] if n % 3 == 0 else ()))  # equal sizes are the hardest case
     ],
@@ -174,7 +174,7 @@ def test_what_a_config_expresses_is_saved_as_it_is(architecture: str, fault: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*COVERING, *SOUND][::5])
+@pytest.mark.parametrize("name", [*COVERING, *SOUND][::11])
 def test_every_faulty_port_is_refused_or_gives_its_own_logits(name: str, folder: Path) -> None:
     """Any port: none may end in a traceback, and none in another model."""
     port = {**FAULTY, **SOUND}[name]

@@ -135,14 +135,6 @@ def test_a_table_read_by_the_tokens_is_a_lookup(look_up: Callable[[Small, Tensor
     assert {recording.owner(i) for i in recording.output.flatten()} <= {recording.nodes.index(n) for n in nodes}
 
 
-def test_positions_are_not_a_lookup_by_the_tokens() -> None:
-    """Rows chosen by arange are positions, not a lookup by the tokens."""
-    recording = record(Small(lambda m, x: x + m.square[torch.arange(3)]), IDS)
-    assert [node.kind for node in recording.nodes] == [Kind.LOOKUP, Kind.ELEMENTWISE]
-    ids = recording.sources[1].region.ids()[:3]
-    assert torch.equal(recording.nodes[1].operands[1], ids.expand(2, 3, D))
-
-
 @pytest.mark.parametrize(
     ("change", "use"),
     [
@@ -162,12 +154,6 @@ def test_constants_applied_to_a_parameter_are_recorded(change: Callable[[Tensor]
     recording = record(Small(lambda m, x: x @ change(m.square)), IDS)
     assert recording.uses[recording.sources[1].storage] == {use}
     assert [node.weight for node in recording.nodes] == [None, 1]
-
-
-def test_a_parameter_used_in_two_ways_has_two_uses() -> None:
-    """No single value serves both uses; load_into must report it."""
-    recording = record(Small(lambda m, x: (x @ m.square) @ (m.square * 2)), IDS)
-    assert recording.uses[recording.sources[1].storage] == {Use(), Use(2.0)}
 
 
 def mha(m: Small, x: Tensor) -> Tensor:
@@ -210,26 +196,6 @@ def test_operators_that_the_output_does_not_need_are_left_out() -> None:
     recording = record(Small(lambda m, x: (x @ m.square, torch.tanh(x @ m.wide))[0]), IDS)
     assert {recording.nodes[number].op for number in recording.needed} == {"embedding", "mm"}
     assert len(recording.nodes) == 4
-
-
-def test_uses_and_names() -> None:
-    """A parameter without an entry in `uses` was never used; an id leads back to the parameter's name."""
-    module = Small(lambda m, x: x @ m.square)
-    recording = record(module, IDS)
-    used = {source.name for source in recording.sources if source.storage in recording.uses}
-    assert used == {"table", "square"}
-    for source in recording.sources:
-        assert recording.name(source.region.start) == recording.name(source.region.last) == source.name
-    assert recording.name(recording.tokens) == recording.name(-1) == ""
-
-
-def test_tied_parameters_are_one() -> None:
-    """Two names, one storage, one set of ids."""
-    module = Small(lambda m, x: x @ m.other.t())
-    module.other = module.table
-    first, *_, last = (source for source in record(module, IDS).sources if source.name in ("table", "other"))
-    assert (first.name, last.name) == ("table", "other")
-    assert first.region == last.region
 
 
 def test_an_operator_that_cannot_be_followed_does_not_stop_the_module(monkeypatch: pytest.MonkeyPatch) -> None:

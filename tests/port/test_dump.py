@@ -192,22 +192,18 @@ def two_faults() -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-def test_weights_that_are_recorded_show_how_heads_were_split() -> None:
-    """Without recorded heads the walk was lost in the attention after minutes, and no norm behind it was seen."""
-    diagnosis = gpt2.diagnose(dump(two_faults(), torch.float32, IDS[:1]), MODEL)
-    assert causes(diagnosis) == [("layernorm-unbiased-variance", "h.*.ln_1, h.*.ln_2, ln_f"), ("head-layout", "h.*.attn")]
+def test_weights_that_are_recorded_show_how_heads_were_split_and_the_walk_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without recorded heads the walk was lost in the attention after minutes, and no norm behind it was seen.
 
-
-@pytest.mark.slow
-def test_a_wrong_norm_is_named_by_the_walk_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A further search took minutes on a larger model although the walk explains everything."""
+    A further search took minutes on a larger model although the walk explains everything.
+    """
 
     def never(*_: object) -> None:
         raise AssertionError("operators were fitted")
 
     monkeypatch.setattr("gpt2.port.fits.Fits.fit", never)
-    arrays = two_faults()
-    assert causes(gpt2.diagnose(dump(arrays, torch.float32, IDS[:1]), MODEL))
+    diagnosis = gpt2.diagnose(dump(two_faults(), torch.float32, IDS[:1]), MODEL)
+    assert causes(diagnosis) == [("layernorm-unbiased-variance", "h.*.ln_1, h.*.ln_2, ln_f"), ("head-layout", "h.*.attn")]
 
 
 def test_every_search_in_a_dump_ends_at_its_deadline() -> None:

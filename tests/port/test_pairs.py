@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.checks import mostly_slow
 from support.faulty.loading import weights
 from support.random_models import model_of
 from torch import Tensor
@@ -87,7 +88,7 @@ def test_each_program_gives_in_a_batch_what_it_gives_alone(model: GPT2) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("tokens", mostly_slow([3, 1]))
 def test_a_pair_gives_here_what_it_gives_alone(model: GPT2, tokens: int) -> None:
     """A stage that is taken from another pair's rows would rule out the true pair; so would another order of rows."""
     of = lenses(model)
@@ -115,7 +116,7 @@ def test_a_pair_gives_here_what_it_gives_alone(model: GPT2, tokens: int) -> None
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tokens", [1, 3, IDS.shape[1]])
+@pytest.mark.parametrize("tokens", mostly_slow([3, 1, IDS.shape[1]]))
 def test_a_pair_around_a_cut_gives_what_it_gives_alone(model: GPT2, tokens: int) -> None:
     """One fault before the last block, or before what is behind it, and one in there; by some a token sees later ones."""
     of = lenses(model, 1)
@@ -159,6 +160,7 @@ def test_no_pair_replaces_one_stage_twice(model: GPT2) -> None:
     assert not clash[3, 4]
 
 
+@pytest.mark.slow  # the whole search
 @pytest.mark.parametrize(
     ("labels", "causes"),
     [
@@ -200,6 +202,6 @@ def test_of_many_pairs_none_explains_an_unknown_computation(model: GPT2) -> None
     sines = Program({n: {"mlp.act": lambda c, s: (2 * s["mlp.c_fc"]).sin()} for n in range(CONFIG.n_layer)})
     logits = simulation.trace(sines)["logits"]
     with few_threads(0):
-        found = Explainer(simulation, {"logits": logits}, {"logits": 0.01}, Deadline(8)).explanation()
+        found = Explainer(simulation, {"logits": logits}, {"logits": 0.01}, Deadline(5)).explanation()
     assert not found.hypotheses
     assert not found.right

@@ -1,20 +1,14 @@
-"""The eighth and the eleventh to fourteenth sets of programs: right but for their faults, at each value that they show."""
+"""The eighth, thirteenth and fourteenth sets of programs: right but for their faults, at each value that they show."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from support.programs import eighth, eleventh, fourteenth, thirteenth, twelfth
+from support.programs import eighth, fourteenth, thirteenth
 from support.programs.checked import Dump, check
 
-SETS = {
-    eighth: eighth.EighthBed,
-    eleventh: eleventh.EleventhBed,
-    twelfth: twelfth.TwelfthBed,
-    thirteenth: thirteenth.ThirteenthBed,
-    fourteenth: fourteenth.FourteenthBed,
-}
+SETS = {eighth: eighth.EighthBed, thirteenth: thirteenth.ThirteenthBed, fourteenth: fourteenth.FourteenthBed}
 FLATTENED = {"h0": "embedded", "N1": "ln_1", "Q": "q", "K": "k", "U": "v", "S": "scores", "P": "weights", "Y": "mixed"}
 FLATTENED |= {"A": "attended", "mid": "middle", "N2": "ln_2", "F": "up", "G": "act", "M": "fed", "h": "result", "hf": "final"}
 CHUNKED = {"in": "embedded", "norm_a": "ln_1", "dots": "scores", "probs": "weights", "blend": "mixed", "attn_out": "attended"}

@@ -26,7 +26,12 @@ def slow_unless(quick: bool, *values: str) -> object:
 
 each_language = pytest.mark.parametrize("language", [slow_unless(name == "numpy", name) for name in LANGUAGES])
 each_program = pytest.mark.parametrize(
-    "name", [slow_unless(one.language == "numpy" and one.line in QUICK, name) for name, one in PROGRAMS.items()]
+    "name",
+    [
+        slow_unless(one.language == "numpy" and one.line in QUICK, name)
+        for number, (name, one) in enumerate(PROGRAMS.items())
+        if number % 3 == 0 or (one.language == "numpy" and one.line in QUICK)
+    ],
 )
 
 
@@ -93,27 +98,6 @@ def test_a_dump_has_its_level_and_dtype(language: str, home: Home) -> None:
     assert counts["full"] > 10 * layers
 
 
-@each_language
-def test_foreign_arrays_are_among_the_others(language: str, home: Home) -> None:
-    """A dump without noise and masks would not show that the diagnosis leaves them aside."""
-    need(language)
-    plain = read_dump(home.dump(Program(language, "", "logits")))
-    mixed = read_dump(home.dump(Program(language, "", "logits"), foreign=3))
-    assert len(mixed) >= len(plain) + 4
-    assert {array.dtype.kind for array in mixed.values()} == {"f", "i"}
-
-
-def test_shuffled_names_say_nothing(home: Home) -> None:
-    """A name left in place, or an array lost, would make the dump easier or harder than it claims."""
-    path = home.dump(Program("numpy", ""))
-    before, after = read_dump(path), read_dump(shuffled(path, 5))
-    assert np.array_equal(before.pop("input_ids"), after.pop("ids"))
-    assert all(name.startswith("array_") for name in after)
-    hashes = [sorted(array.tobytes() for array in arrays.values()) for arrays in (before, after)]
-    assert hashes[0] == hashes[1]
-    assert [array.shape for array in before.values()] != [array.shape for array in after.values()]
-
-
 @pytest.mark.slow
 def test_another_size_is_right_too(tmp_path: Path) -> None:
     """A size written into a program by hand would hold at one shape only."""
@@ -122,13 +106,6 @@ def test_another_size_is_right_too(tmp_path: Path) -> None:
         if not missing(language):
             program = Program(language, "")
             assert error(logits_of(program, home), expected_logits(program, home)) < BOUNDS[language]
-
-
-def test_there_are_enough() -> None:
-    """At least 25 kinds of fault in each language."""
-    for language in LANGUAGES:
-        words = {one.line.partition("@")[0] for one in PROGRAMS.values() if one.language == language}
-        assert len(words) >= 25, language
 
 
 @pytest.mark.parametrize(

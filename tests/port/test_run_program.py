@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from support import forks
+from support.checks import mostly_slow
 from support.commands import alive
 from support.programs import Home, numpy_port
 
@@ -190,11 +191,12 @@ while len(open(more[0], "a+").seek(0) or open(more[0]).read().split()) < 2:
 """
 
 
-SIGNALLED = [("getpid", 19), ("getppid", 9), ("getppid", 15), ("getppid", 19)]
+ENDINGS = ["sys.exit(3)", "os.kill(os.getppid(), 15)", "time.sleep(600)", "os.kill(os.getppid(), 19)", "os.kill(os.getppid(), 9)"]
+ENDINGS += ["os.kill(os.getpid(), 19)"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-@pytest.mark.parametrize("ending", ["sys.exit(3)", "time.sleep(600)", *(f"os.kill(os.{p}(), {s})" for p, s in SIGNALLED)])
+@pytest.mark.parametrize("ending", mostly_slow(ENDINGS, 2))
 def test_children_that_have_left_its_session_end_too(ending: str, tmp_path: Path, checkpoint: Checkpoint) -> None:
     """Bug: after setsid, and as orphans without our environment, they outlived a program that ended, hung or stopped itself,
     or its parent."""

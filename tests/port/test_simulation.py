@@ -167,6 +167,7 @@ def test_faults_in_several_blocks_are_found_one_after_the_other(model: GPT2, ids
     assert (explanation.last_right, explanation.first_wrong) == ("logits", "h.0")
 
 
+@pytest.mark.slow
 def test_only_the_last_position_and_a_padded_vocabulary(model: GPT2, ids: Tensor) -> None:
     """Programs that generate show the last position only, and many pad the vocabulary."""
     logits = wrong_by(model, ids, {"is ReLU;": (0, 1)})["logits"]
@@ -187,6 +188,7 @@ def test_one_tensor_a_block_names_the_block_that_nothing_explains(model: GPT2, i
     assert not explanation.hypotheses
 
 
+@pytest.mark.slow
 def test_a_fault_that_is_hardly_nearer_than_the_right_formula_is_not_named(model: GPT2, ids: Tensor) -> None:
     """Rounding just above the tolerance was called another epsilon, which came just below it."""
     right, wrong = trace(model, ids), wrong_by(model, ids, {"ln_1 layernorm-eps: epsilon 1e-06;": (1,)})

@@ -96,6 +96,7 @@ def adamw(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     return step
 
 
+@pytest.mark.slow
 def test_two_gradients_are_right_where_there_are_two_matrices(ours: GPT2) -> None:
     """With a tied checkpoint, a head of its own is a mistake in a step; here it is none."""
     settings = {"optim.lr": 1e-3, "optim.beta2": 0.99, "optim.weight_decay": 0.0, "optim.clip": 0.0}

@@ -129,10 +129,6 @@ def causes_of(result: Walked) -> list[tuple[str, str]]:
 # ports, by test_diagnosis_ports.py.
 
 
-def rms(port: Port, x: Tensor, name: str) -> Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * port.w[f"{name}.weight"] + port.w[f"{name}.bias"]
-
-
 def act(function: Callable[[Tensor], Tensor], *blocks: int) -> Callable:
     return lambda port, x, n: function(x) if not blocks or n in blocks else Port.do_act(port, x, n)
 
@@ -150,7 +146,6 @@ def squared(port: Port, x: Tensor, n: int) -> Tensor:
     return x + port.do_feed(port.do_norm(x, "h.0.ln_2"), 0) ** 2
 
 
-EVERY_NORM = "h.*.ln_1, h.*.ln_2, ln_f"
 ALL = "h.*.attn"
 ERF, NO_SCALE = {"act": act(F.gelu)}, {"scale": lambda port, s, n: s}
 STRICT, KEYS = {"soft": strict}, {"values": lambda port, q, k, v, x, n: k}
@@ -164,8 +159,7 @@ def test_the_right_port_has_no_causes_in_any_layout(layout: str) -> None:
     assert result.explained
 
 
-@pytest.mark.parametrize("layout", ["heads", "time"])
-@pytest.mark.parametrize(("wrong", "id"), [(STRICT, "mask-strict"), (KEYS, "value-projection-wrong")])
+@pytest.mark.parametrize(("layout", "wrong", "id"), [("heads", STRICT, "mask-strict"), ("time", KEYS, "value-projection-wrong")])
 def test_faults_are_named_in_other_layouts(layout: str, wrong: dict[str, Callable], id: str) -> None:
     """With a module per head, or time before batch, the same numbers are in other places."""
     result = walked(layout, **wrong)
@@ -173,19 +167,11 @@ def test_faults_are_named_in_other_layouts(layout: str, wrong: dict[str, Callabl
     assert result.explained
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fused", "heads", "time"])
-def test_other_parts_are_found_in_every_layout(layout: str) -> None:
-    result = walked(layout, **ERF, norm=rms)
-    assert set(causes_of(result)) == {("gelu-variant", "h.*.mlp.act"), ("rmsnorm", EVERY_NORM)}
-    assert result.explained
-
-
 def test_the_config_decides_what_is_right() -> None:
     """For a checkpoint with the exact GELU and scores divided by the layer's number, the usual port is wrong."""
-    config = replace(CONFIG, activation_function="gelu", scale_attn_by_inverse_layer_idx=True)
+    config = replace(CONFIG, n_layer=2, activation_function="gelu", scale_attn_by_inverse_layer_idx=True)
     result = walked(config=config)
-    assert set(causes_of(result)) == {("gelu-variant", "h.*.mlp.act"), ("scale-inverse-layer", "h.1.attn, h.2.attn")}
+    assert set(causes_of(result)) == {("gelu-variant", "h.*.mlp.act"), ("scale-inverse-layer", "h.1.attn")}
     assert "tanh" in next(cause.detail for cause in result.causes if cause.id == "gelu-variant")
     result = walked(config=config, act=act(F.gelu), scale=lambda port, s, n: s / math.sqrt(7) / (n + 1))
     assert result.causes == ()
@@ -261,20 +247,3 @@ def test_the_pool_finds_a_value_however_it_lies() -> None:
     other = x.clone()
     other[1, 2, 3] += 1e-6
     assert pool_of(other).find(x) is None
-
-
-def test_the_pool_gives_its_own_numbers() -> None:
-    """The comparison continues with the port's rounding, not with its own."""
-    x = torch.randn(2, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    theirs = x * (1 + 1e-12)
-    pool = pool_of(theirs.transpose(1, 2))
-    assert torch.equal(pool.adopt(x, pool.find(x)), theirs)
-
-
-def test_nan_is_matched() -> None:
-    """A strict mask of minus infinity gives a row of NaN, which must match NaN only."""
-    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    holed = x.clone()
-    holed[:, :, 0] = math.nan
-    assert pool_of(x).find(holed) is None
-    assert pool_of(holed.transpose(0, 1)).find(holed) is not None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.commands import refusal
-from support.training import flip, metrics, outcome, stop_at, stored
+from support.training import flip, metrics, outcome, stop_at
 
 import gpt2
 from gpt2.checkpoint.files import is_adapter
@@ -81,13 +81,6 @@ def test_compare_shows_the_rank_of_each_change(run, init, text):
     assert "2 of 16" in report.table()
 
 
-def test_a_full_fine_tune_has_another_rank(recipe, init, text, tmp_path):
-    """Negative control: a full fine-tune must show another rank."""
-    train(recipe, tmp_path / "full", init=init)
-    report = gpt2.compare(init, str(tmp_path / "full" / "best"), on=str(text), tokens=64)
-    assert min(tensor.rank for tensor in report.weights.tensors if tensor.name.startswith("h.") and tensor.rank is not None) > 8
-
-
 # Resuming
 
 
@@ -98,25 +91,6 @@ def test_a_stopped_run_ends_with_the_undisturbed_runs_bytes(lora, init, run, tmp
         assert train(lora, tmp_path / "run", init=init, report=stop_at(step)).step == step
     assert train(lora, tmp_path / "run", init=init).stopped == "finished"
     assert outcome(tmp_path / "run") == outcome(run)
-
-
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (lambda p: flip(p / "adapter_model.safetensors"), "adapter_model.safetensors does not have the sha256"),
-        (lambda p: (p / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is missing"),
-        (lambda p: (p / "adapter_config.json").unlink(), "adapter_config.json is missing"),
-    ],
-    ids=["flipped", "gone", "config gone"],
-)
-def test_a_damaged_checkpoint_is_passed_over(lora, init, run, tmp_path, damage, reason):
-    train(lora, tmp_path / "run", init=init, report=stop_at(10))
-    damage(tmp_path / "run" / "step-10")
-    events = []
-    train(lora, tmp_path / "run", init=init, report=events.append)
-    assert events[0].step == 8
-    assert [note for note in events[0].notes if reason in note]
-    assert stored(tmp_path / "run") == stored(run)
 
 
 def test_adapters_never_go_on_beside_a_damaged_base(lora, init, tmp_path):

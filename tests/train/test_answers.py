@@ -166,7 +166,8 @@ def test_accumulated_parts_weigh_by_their_scored_tokens(steps, parts, reset):
     assert furthest(Step(split, lost=True)(0), whole) > 1e-3
 
 
-@pytest.mark.parametrize("how", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_ranks_weigh_by_their_scored_tokens(steps, how):
     """DDP averages the ranks' gradients, whatever their tokens are. Ranks that average held-out losses per window do the same."""
     recipe = replace(steps, parallel=how, grad_accum=4, data=replace(steps.data, reset=True))
@@ -224,7 +225,7 @@ def test_in_padded_rows_the_evaluation_is_the_loss_of_each_document_alone(asked,
     assert first.val.loss == pytest.approx(sum(losses) / len(losses), rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["folder", "jsonl", "csv"])
+@pytest.mark.parametrize("kind", ["csv", *(pytest.param(one, marks=pytest.mark.slow) for one in ("folder", "jsonl"))])
 def test_killed_and_resumed_on_documents_to_the_bit(recipe, table, tmp_path, kind):
     """The order of files, the split and the layout must be the same in a second process."""
     rows = [json.loads(line) for line in table.read_text().splitlines()]

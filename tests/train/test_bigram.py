@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.training import outcome, stop_at
 
 import gpt2
 from gpt2.data import from_directory
@@ -38,14 +37,6 @@ def test_it_learns_what_counting_pairs_would_tell(bigram, tmp_path):
     first, *_, last = [event.val.loss for event in events if isinstance(event, Evaluated)]
     assert first == pytest.approx(np.log(ids.tokenizer.n_vocab))  # all zeros: every character is equally likely
     assert last == pytest.approx(counted, abs=0.04)
-
-
-def test_it_goes_on_bit_for_bit(bigram, tmp_path):
-    bigram = replace(bigram, steps=30, eval_every=10, save_every=10)
-    train(bigram, tmp_path / "whole")
-    train(bigram, tmp_path / "run", report=stop_at(25))
-    assert train(bigram, tmp_path / "run").stopped == "finished"
-    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
 def test_it_is_loaded_here_and_refused_as_a_gpt2(bigram, tmp_path):

@@ -41,7 +41,7 @@ def alone(shared, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     ("size", "how", "parts"),
-    [(2, "ddp", 1), (2, "fsdp", 2), *(pytest.param(3, how, 3, marks=pytest.mark.slow) for how in ("ddp", "fsdp"))],
+    [(2, "ddp", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "fsdp", 2), (3, "ddp", 3), (3, "fsdp", 3)))],
 )
 def test_many_compute_what_one_does(shared, alone, tmp_path, size, how, parts):
     """Gradients that are summed instead of averaged, or taken from other rows, train another model without an error."""
@@ -62,7 +62,7 @@ def test_the_control_of_that(shared, alone, tmp_path):
 
 @pytest.mark.parametrize(
     ("first", "then", "how"),
-    [(2, 1, "fsdp"), (1, 2, "ddp"), *(pytest.param(*case, "fsdp", marks=pytest.mark.slow) for case in ((2, 3), (1, 3)))],
+    [(2, 1, "fsdp"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 2, "ddp"), (2, 3, "fsdp"), (1, 3, "fsdp")))],
 )
 def test_saved_on_some_and_gone_on_with_on_others(shared, alone, tmp_path, first, then, how):
     """A checkpoint must resume on another number of processes: it must not hold one rank's slice or moments alone."""
@@ -74,10 +74,8 @@ def test_saved_on_some_and_gone_on_with_on_others(shared, alone, tmp_path, first
     assert furthest(alone, tmp_path / "run") < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("size", "how"),
-    [(2, "ddp"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "fsdp"), (3, "ddp"), (3, "fsdp")))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "how"), [(2, "ddp"), (2, "fsdp"), (3, "ddp"), (3, "fsdp")])
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(recipe, tmp_path, size, how):
     """With dropout. DDP's gradient buckets in the first step differ from later ones, also in the first step of a resumed run."""
     shared = replace(recipe, batch_size=6, parallel=how, device="cpu")
@@ -162,12 +160,18 @@ def test_adapters_shared_and_gone_on_with(shared, alone, tmp_path, how):
     assert furthest(tmp_path / "one", tmp_path / "run") < 1e-6
 
 
+@pytest.fixture(scope="module")
+def undisturbed(recipe, tmp_path_factory) -> tuple[Recipe, Path]:
+    """A recipe, and the folder of its job by the command line."""
+    shared, folder = replace(recipe, batch_size=4, steps=40), tmp_path_factory.mktemp("undisturbed") / "whole"
+    assert command(shared, folder).wait(300) == 0, said(folder).read_text()
+    return shared, folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_worker_is_killed_and_the_job_ends_as_if_it_had_not_been(recipe, tmp_path, victim):
-    shared = replace(recipe, batch_size=4, steps=40)
-    whole = command(shared, tmp_path / "whole")
-    assert whole.wait(300) == 0, said(tmp_path / "whole").read_text()
+def test_a_worker_is_killed_and_the_job_ends_as_if_it_had_not_been(undisturbed, tmp_path, victim):
+    shared, whole = undisturbed
     process = command(shared, tmp_path / "run")
     reached(tmp_path / "run", 10, process)
     children = Path(f"/proc/{process.pid}/task").glob("*/children")
@@ -180,7 +184,7 @@ def test_a_worker_is_killed_and_the_job_ends_as_if_it_had_not_been(recipe, tmp_p
     assert process.returncode == 0, err
     assert "restarted after a process was lost" in err
     assert "Traceback" not in err
-    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+    assert outcome(tmp_path / "run") == outcome(whole)
 
 
 @pytest.mark.slow

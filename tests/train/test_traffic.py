@@ -70,6 +70,7 @@ def test_ddp_exchanges_gradients_once_however_many_parts(parts: int) -> None:
     assert 2 * sent(found) == traffic(CONFIG, 2, "ddp", parts) == 4 * CONFIG.num_parameters()
 
 
+@pytest.mark.slow
 def test_the_control_of_that() -> None:
     """Negative control: parts that all exchange their gradients must be counted."""
     assert [name for name, _ in job(2, Traced("ddp", 3, broken=True))[0]] == ["all_reduce"] * 3

@@ -2,8 +2,8 @@
 
 An architecture is a file with `build(config, faults)`, in the style of its typical authors, and `fill(module, state)`, the
 author's loading. A port is an architecture and a line of faults (`faults.py` defines the words); faults of the weights are
-mistakes in reading the file (`loading.py`). tests/port/test_faulty_ports.py shows that every port here is faulty, and that the
-architectures without faults are correct.
+mistakes in reading the file (`loading.py`). tests/port/test_diagnosis_ports.py finds a fault of each cause, and the
+architectures without faults equal.
 """
 
 import importlib

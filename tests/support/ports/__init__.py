@@ -2,8 +2,8 @@
 
 Each file is one port, in the style of an author outside this project; `parts.py` is what many have in common. It has
 `build(config)`, a module from ids (B, T) to logits (B, T, V) (alone, first in a tuple, or as `.logits`), and
-`fill(module, state)`: the author's own loading of a checkpoint, by which tests/port/test_ports.py shows that it is correct. The
-architectures of tests/support/faulty are ports too: without faults, or with a missing bias only.
+`fill(module, state)`: the author's own loading of a checkpoint, by which tests/port/test_load_into_ports.py shows that it is
+correct. The architectures of tests/support/faulty are ports too: without faults, or with a missing bias only.
 """
 
 import importlib

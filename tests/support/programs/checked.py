@@ -30,7 +30,6 @@ class Dump:
     without: tuple[str, ...] = ()  # parts that our model does not show
     absent: tuple[str, ...] = ()  # parts of ours that the program does not show
     heads_in_width: bool = True  # q, k and v are (B, T, D), not (B, H, T, d)
-    heads_after_tokens: bool = False  # scores and weights are (B, T, H, T), not (B, H, T, T)
     least: float = 1e-3  # what each fault changes of the logits, over their norm
     tokens_first: bool = False  # all but the logits begin with (T, B) or (H, B), not (B, T) or (B, H)
 
@@ -48,8 +47,6 @@ def check(bed: Bed, program: str, faults: Iterable[str], dump: Dump) -> None:
         own, expected = value if ids.ndim == 2 else value[None], truth[name]
         if dump.tokens_first and part:
             own = own.swapaxes(0, 1)
-        if dump.heads_after_tokens and ours in ("scores", "weights"):
-            own = own.swapaxes(1, 2)  # (B, T, H, T)
         if dump.heads_in_width and ours in ("q", "k", "v"):
             expected = expected.swapaxes(1, 2).reshape(own.shape)  # (B, T, D)
         if ours in ("scores", "weights"):

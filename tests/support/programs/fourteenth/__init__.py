@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..files import Arrays, FileBed, pairs
-from ..second import Shape
+from ..bed import Shape
+from ..files import Arrays, FileBed, flat, pairs
 
 HERE = Path(__file__).parent
 SOURCES = {"flattened": "flattened.py", "chunked": "chunked.c", "session": "session.mjs"}
@@ -66,7 +66,6 @@ NOT_DUMPED = (  # from one dump to the next, an author leaves out these, by the 
     ("N1", "N2", "mid", "M", "norm_a", "norm_m", "mlp_out", "first", "second", "between", "narrow"),
 )
 PAIRS = {program: pairs(faults, f"fourteenth {program}") for program, faults in LISTS.items()}
-KINDS = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
 
 
 def source(program: str, faults: Iterable[str] = ()) -> str:
@@ -96,13 +95,8 @@ class FourteenthBed(FileBed):
 
     def __init__(self, folder: Path, shape: Shape) -> None:
         super().__init__(folder, shape)
-        names = ["wte.weight", "wpe.weight"]
-        names += [f"h.{n}.{kind}.{part}" for n in range(shape.layers) for kind in KINDS for part in ("weight", "bias")]
-        names += ["ln_f.weight", "ln_f.bias"]
-        with (folder / "model.bin").open("wb") as file:
-            file.write(np.array([shape.layers, shape.heads, shape.context, shape.width, shape.vocab], "<i4").tobytes())
-            for name in names:
-                file.write(self.weights[name].astype("<f4").tobytes())
+        sizes = [shape.layers, shape.heads, shape.context, shape.width, shape.vocab]
+        (folder / "model.bin").write_bytes(flat(self.weights, shape.layers, sizes, by_kind=False))
 
     def run(self, program: str, faults: Iterable[str] = (), dtype: str = "float64") -> tuple[np.ndarray, Arrays]:
         text, shape = source(program, faults), self.shape
