@@ -41,8 +41,11 @@ def candidates(simulation: Model) -> list[Candidate]:
     return [one for one in every if not one.rare and not one.is_local and all(not two.crosses for two, _ in one.sites)]
 
 
-def wrong(model: GPT2, *labels: str) -> Tensor:
-    """The logits of a program with faults, each by a part of its label: in all blocks, outside them, or in one ("ReLU@1")."""
+def wrong(model: GPT2, *labels: str, point: str = "logits") -> Tensor:
+    """The logits, or another value, of a program with faults, each by a part of its label.
+
+    They are in all blocks, outside them, or in one ("ReLU@1").
+    """
     simulation = Model(model.state_dict(), CONFIG, IDS)
     known = {next(iter(one.labels)): one for one in candidates(simulation) if len(one.labels) == 1}
     every = Table.of(simulation).blocks
@@ -55,7 +58,7 @@ def wrong(model: GPT2, *labels: str) -> Tensor:
             whole = whole.with_(next(one for name, one in known.items() if part in name))
     program = whole.program
     assert program is not None
-    return simulation.trace(program)["logits"]
+    return simulation.trace(program)[point]
 
 
 def lenses(model: GPT2, rows: int = 2) -> Lenses:
@@ -193,6 +196,16 @@ def test_two_faults_are_found_among_all_pairs(model: GPT2, labels: tuple[str, ..
     foreign = {"noise": noise.numpy(), "mask": torch.ones(6, 6).tril().long().numpy()}
     diagnosis = gpt2.diagnose({"ids": IDS.numpy(), "a": wrong(model, *labels).float().numpy(), **foreign}, model)
     assert {cause.id for cause in diagnosis.causes} == causes
+
+
+@pytest.mark.slow
+def test_a_dump_with_arrays_at_no_known_place_is_as_well_off_as_its_logits(model: GPT2) -> None:
+    """The values, which are wrong and of a stream's size, were taken for results of branches: no pair gave them there."""
+    labels = ("is ReLU;", "without the last norm")
+    arrays = {f"x{n}": wrong(model, *labels, point=f"h.{n}.attn.v") for n in range(CONFIG.n_layer)}
+    given = {name: value.float().numpy() for name, value in (arrays | {"a": wrong(model, *labels)}).items()}
+    diagnosis = gpt2.diagnose({"ids": IDS.numpy()} | given, model)
+    assert {cause.id for cause in diagnosis.causes} == {"gelu-variant", "final-norm-missing"}
 
 
 @pytest.mark.slow

@@ -68,7 +68,8 @@ class Simulating:
         """Return what explains the dump best, with its arrays at one place of a block or another, and this evidence."""
         right = {point: self.exact[point] for point in self.held if point not in ("wte", "wpe")}
         right, walked = (self._without_thirds(values) for values in (right, right | dict(known)))
-        trials = [(right, Placement())]  # arrays that are at none of these places: the logits decide
+        alone = right, Placement()  # arrays that are at none of these places: the logits decide
+        trials = [alone]
         if walked.keys() != right.keys():  # what a walk found, which is perhaps not so
             trials.insert(0, (walked, Placement()))
         else:
@@ -77,15 +78,19 @@ class Simulating:
             trials.append((roles, Placement()))  # right numbers that the program perhaps uses as others
         tried: list[tuple[Placement, dict[str, Tensor], Explanation]] = []
         for base, one in trials if len(trials) > 1 else ():  # single faults first, at each place
-            tried.append((one, *self._explained(base, one, several=False)))
+            tried.append((one, *self._explained(base, one, self.deadline, several=False)))
             if self.deadline.passed or (tried[-1][2].explains and tried[-1][2].faults == 1):
                 break
         explained = [trial for trial in tried if trial[2].explains]
-        if not explained and not (tried and self.deadline.passed):
-            base, one = trials[0]
-            tried.append((one, *self._explained(base, one, several=True)))
+        pairs = trials[:1] if trials[0] is alone else [trials[0], alone]
+        rest = tried[-1:]  # where nothing explains
+        for number, (base, one) in enumerate(pairs):
+            if explained or (tried and self.deadline.passed):
+                break
+            tried.append((one, *self._explained(base, one, self.deadline.part(len(pairs) - number), several=True)))
+            explained, rest = [trial for trial in tried[-1:] if trial[2].explains], rest if number else tried[-1:]
         # one fault of all, not one in each part
-        placed, evidence, explanation = min(explained, key=lambda trial: trial[2].faults) if explained else tried[-1]
+        placed, evidence, explanation = min(explained or rest, key=lambda trial: trial[2].faults)
         if not placed.stages and explanation.explains:  # arrays that are values of a program with these faults
             seen, values = self._seen(explanation.values), explanation.values
             parts = {_part(point) for point in seen}
@@ -175,11 +180,13 @@ class Simulating:
                 out[point] = allowed.get(point, max(allowed.values())) + (unit * float(finite.abs().max()) + smallest) / rms
         return out
 
-    def _explained(self, right: Mapping[str, Tensor], placed: Placement, several: bool) -> tuple[dict[str, Tensor], Explanation]:
+    def _explained(
+        self, right: Mapping[str, Tensor], placed: Placement, deadline: Deadline, several: bool
+    ) -> tuple[dict[str, Tensor], Explanation]:
         """Search for faults that explain the logits and the arrays at recognised places."""
         evidence = {**right, **placed.values, "logits": self.dumped.output.logits.double()}
         stages = {*STREAMS, *placed.stages} if placed.stages or several else ()
-        given = self.model, evidence, self._with_storage(evidence), self.deadline, self.progress
+        given = self.model, evidence, self._with_storage(evidence), deadline, self.progress
         return evidence, Explainer(*given, stages, several).explanation()
 
     # What is said
