@@ -33,13 +33,14 @@ def assert_same(
     """
     __tracebackhide__ = True  # pytest shows the test's line and the figures, not this function
     from gpt2.comparison.gates import METRICS, Gate
-    from gpt2.comparison.run import compare
+    from gpt2.comparison.pair import compare
+    from gpt2.comparison.passage import Settings
 
     if not limits:
         raise InputError(f"assert_same needs a limit, such as kl=1e-3; there are {', '.join(METRICS)}")
     least = ("same_top", "exact_match", "answer_ratio")
     gates = [Gate.parse(f"{metric}{'<' if metric in least else '>'}{limit!r}") for metric, limit in limits.items()]
-    comparison = compare(a, b, on=on, tokens=tokens, cases=cases)
+    comparison = compare(a, b, Settings(on=on, tokens=tokens), cases=cases)
     judged = [gate.judge(comparison) for gate in gates]
     if met := [str(each) for each in judged if each.met]:
         raise AssertionError(f"{a} and {b} differ: " + "; ".join(met))

@@ -228,8 +228,8 @@ def check(folder: Path, hashes: Mapping[str, str]) -> Iterator[str]:
             raise InputError(f"{path}: {what}")
     if claimed.base_model not in (None, stated.base_model):
         raise InputError(f"{path}: claims base_model {claimed.base_model}, {RECORD} says {stated.base_model}; correct the card")
-    for name, block in _blocks(text).items():
-        if block != _blocks(due).get(name):
-            raise InputError(f"{path}: its part {name!r} is not what {RECORD} says; correct the card")
+    for found in BLOCK.finditer(text):
+        if found["name"] and found[0] != _blocks(due).get(found["name"]):
+            raise InputError(f"{path}: its part {found['name']!r} is not what {RECORD} says; correct the card")
     if claimed.license is None:
         yield f"the card states no licence: add 'license: ...' to the first lines of {CARD} if you may grant one"

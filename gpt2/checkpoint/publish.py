@@ -44,7 +44,7 @@ PRIVATE = {
 WEIGHTS, HEAD, LARGE = (".safetensors", ".gguf"), 1 << 20, 10 << 20  # bytes; what is larger, the Hub lists by its sha256
 PATIENCE, SLOWEST = 60.0, 10_000  # seconds for an answer or until something moves; bytes a second that an upload has at least
 # Headers of an answer that are passed on; not how long the client would sleep, nor of a body that is decoded.
-KEPT = ("X-Error-Code", "X-Error-Message", "Content-Type", "ETag")
+KEPT = ("X-Error-Code", "X-Error-Message", "Content-Type", "ETag", "Link")
 AGAIN = "run it again, what the Hub has is not sent again"
 DOWN = "the Hub is busy or down; run it again later, what it has is not sent again"
 # Status of a refusal -> what to do; {said} is the Hub's own reason, {hub} its address.
@@ -52,6 +52,7 @@ REFUSALS = {
     401: "the token is not valid; run `hf auth login`, or correct HF_TOKEN",
     402: "{said}; see the plan at {hub}/settings/billing",
     403: "the token may not write to {owner}; make one that may at {hub}/settings/tokens",
+    404: "the repository is gone or renamed; look at {hub}/{owner}",
     **dict.fromkeys((409, 412), "the repository changed meanwhile; run it again"),
     413: "too large for the Hub; split the weights into shards, or ask the Hub for more room",
     429: "too many requests; wait some minutes and " + AGAIN,

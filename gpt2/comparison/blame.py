@@ -188,10 +188,8 @@ def find_blame(
     single = [name for part in heaviest for name in names if name in halves[part.name]]
     measure([frozenset({name}) for name in single])
     tensors = [measure.part(name, frozenset({name})) for name in single]
-    type, own_type = (
-        quantisation(weights_a.__getitem__, weights_b.__getitem__, changed),
-        OF_DTYPE[reduce(torch.promote_types, dtypes)],
-    )
+    type = quantisation(weights_a.__getitem__, weights_b.__getitem__, changed)
+    own_type = OF_DTYPE[reduce(torch.promote_types, dtypes)]
     kept = () if type is None else _kept(measure, parts, levels, type, own_type)
     precisions = () if type is None else _precisions(measure, own_type)
     whole = measure.part("", frozenset(changed))

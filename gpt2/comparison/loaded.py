@@ -24,9 +24,10 @@ from gpt2.model import GPT2
 
 @dataclass(eq=False)
 class Loaded:
-    """One of the ``sides`` of a comparison in memory, with the tokenizer of its text; counts its passes over it, and their time.
+    """One of the ``sides`` of a comparison in memory, with the tokenizer of its text.
 
-    ``vocab`` is the number of tokens that are compared; the side must know as many.
+    ``vocab`` is the number of tokens that are compared; the side must know as many. ``inputs`` counts the tokens that it was run
+    on, ``seconds`` the time of these passes.
     """
 
     side: Side
@@ -55,7 +56,9 @@ class Loaded:
         require_head(logits.size(-1), self.side, self.sides)
         if logits.size(-1) < self.vocab:
             sizes = f"knows {logits.size(-1):,} tokens and the text's tokenizer {self.vocab:,}"
-            raise InputError(f"{self.side.name}: {sizes}; use models of one tokenizer, or compare it alone")
+            several = len(self.sides) > 1
+            advice = "use models of one tokenizer, or compare it alone" if several else "use the model's own tokenizer"
+            raise InputError(f"{self.side.name}: {sizes}; {advice}")
         return logits
 
     def floor(self, ids: Tensor, *dtypes: torch.dtype | None) -> Floor | None:

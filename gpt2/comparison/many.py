@@ -116,8 +116,9 @@ class _Run:
             self.words[0] = loaded.last_words(self.passage, self.seed, self.progress)
             self.floor = loaded.floor(ids[:FLOOR_TOKENS])
             if 4 * self.vocab * len(ids) <= HELD:
-                batches = self.passage.windows.batches(ids)
-                self.kept = [loaded.logits(inputs)[..., : self.vocab].cpu() for inputs, _ in batches]
+                for inputs, _ in self.passage.windows.batches(ids):
+                    self.kept.append(loaded.logits(inputs)[..., : self.vocab].cpu())
+                    self.progress(f"{self.sides[0].name}: {loaded.inputs:,} tokens")
         others = [self.other(n) for n in range(1, len(self.sides))]
         return [self.of_first(), *others]
 

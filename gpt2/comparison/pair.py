@@ -85,7 +85,9 @@ def compare(
             compatible, readable = _read_modules(own, compatible)
             weights = None if "weights" in compatible.impossible else _weights(readable, progress)
         if "distributions" not in compatible.impossible:
-            to_save = saving(save, first, tokenizers[0] or tokenizers[1], passage) if save else nullcontext(first.logits)
+            known = first_tokenizer(tokenizers)
+            whole = replace(first, vocab=vocabulary(side_a, known))  # not only what both know
+            to_save = saving(save, whole, known, passage) if save else nullcontext(first.logits)
             kept = stack.enter_context(to_save)
             distributions, words = _distributions(own, kept, passage, seed, progress)
         elif save is None and compatible.vocabularies.comparable:

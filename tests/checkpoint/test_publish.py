@@ -85,6 +85,7 @@ def on_the_hub(hub: HubStandIn, repo: str = "me/tiny") -> dict[str, bytes]:
 def test_what_comes_back_is_what_was_sent(trained: Path, hub: HubStandIn, capfd: pytest.CaptureFixture) -> None:
     """A byte lost on the way, a second commit, optimizer state or a token in public view would each go unnoticed."""
     before = content(trained)
+    hub.rows_per_page = 2  # the list of what is there then has several pages
     assert main(["publish", str(trained), "me/tiny", "--yes", "--json", "-"]) == 0
     out, err = capfd.readouterr()
     assert content(trained) == before

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -241,6 +242,11 @@ def test_assert_same_raises_where_a_limit_is_passed(folders: tuple[str, str, str
     with pytest.raises(AssertionError, match=r"differ: kl>0.*; weights>0\.01"):
         assert_same(base, noisy, on=text, tokens=64, kl=0.0, weights=0.01, same_top=0.0)
     assert "needs a limit, such as kl=1e-3" in refusal(assert_same, base, base)
+    run = Path(base).parent / "run"
+    for place in ("step-1", "best"):
+        shutil.copytree(base, run / place)
+    (run / "recipe.json").write_text("{}")
+    assert "it is the folder of a training run" in refusal(assert_same, str(run), base, on=text, kl=1.0)
     assert "there is no metric 'nats'" in refusal(assert_same, base, base, nats=1.0)
 
 

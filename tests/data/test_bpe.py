@@ -498,3 +498,9 @@ def test_a_damaged_tokenizer_json_is_refused(tmp_path, path, value, message):
 
 def test_fingerprint_is_of_content(trained, shuffled):
     assert len({trained.fingerprint, shuffled.fingerprint, SMALL.fingerprint, spoil(trained).fingerprint}) == 4
+
+
+def test_half_a_character(official):
+    ids = official.encode("😀")
+    assert official.decode(ids[:1]) == "\ufffd"
+    assert official.decode_bytes(ids[:1]) == "😀".encode()[: len(official.token_bytes(ids[0]))]

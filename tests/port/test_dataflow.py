@@ -275,3 +275,9 @@ def test_an_output_without_logits_is_refused(output: object) -> None:
     """The error message is for the module's author."""
     with pytest.raises(ValueError, match=r"its forward returns .* with no logits in it"):
         logits_of(output, TOKENS, WORDS)
+
+
+def test_a_parameter_used_in_two_ways_has_two_uses() -> None:
+    """No single value serves both uses; load_into must report it."""
+    recording = record(Small(lambda m, x: (x @ m.square) @ (m.square * 2)), IDS)
+    assert recording.uses[recording.sources[1].storage] == {Use(), Use(2.0)}

@@ -569,3 +569,14 @@ def test_a_buffer_that_serves_as_a_bias_is_in_the_way_only_if_it_changes_somethi
     assert report.ok == (value == 0)
     sentence = "your head.bias (b_U) is a buffer and no parameter: it is left as it is"
     assert sentence in (report.problems if value else report.notes)
+
+
+def test_a_training_step_s_leftovers_are_no_obstacle() -> None:
+    """A module with gradients, optimizer state and a kept activation must be filled too."""
+    module = Port()
+    optimizer = torch.optim.AdamW(module.parameters())
+    module.kept = module(torch.arange(6).view(1, 6))
+    module.kept.sum().backward()
+    optimizer.step()
+    assert load_into(module, checkpoint()).ok
+    optimizer.step()

@@ -36,6 +36,32 @@ def test_the_causes_of_two_faults_are_named():
     assert found.perfect, found.flaws()
 
 
+def test_a_fault_of_padded_and_of_usual_batches_is_named_once():
+    """It was listed twice, where the settings have a prompt: once from the batches in which some targets are -100."""
+
+    def make_step(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            losses = [
+                F.cross_entropy(model(a).flatten(0, 1), b.flatten()) / 4 for a, b in zip(x.chunk(2), y.chunk(2), strict=True)
+            ]
+            for loss in losses:
+                loss.backward()
+            optimizer.step()
+            return losses[-1]
+
+        return step
+
+    settings = {"grad_accum": 2, "data.prompt": "p"}
+    causes = [(one.id, one.where) for one in gpt2.diagnose_step(our_model(), make_step, our_model(), settings=settings).causes]
+    assert causes.count(("accumulation-average-wrong", "loss")) == 1
+    assert len(set(causes)) == len(causes)
+    with pytest.raises(InputError, match="give the other arguments defaults, and return step"):
+        gpt2.diagnose_step(our_model(), lambda model, lr: None, our_model())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*list(FAULTY_STEPS)[1::3], *IN_NO_GRAD])
 def test_the_causes_of_faults_are_named(name):

@@ -22,7 +22,7 @@ from gpt2.checkpoint.publish import plan
 from gpt2.checkpoint.saving import unlike_manifest
 from gpt2.cli.main import main, parser
 from gpt2.train import state, watch
-from gpt2.train.card import command, write_card
+from gpt2.train.card import command, record_of, write_card
 from gpt2.train.corpus import corpus
 from gpt2.train.loop import train
 from gpt2.train.recipe import build, read
@@ -98,6 +98,15 @@ def test_an_export_of_other_weights_claims_nothing(run: Path, tmp_path: Path) ->
     text = (tmp_path / "out" / CARD).read_text()
     assert "model-index" not in text
     assert "Held-out text" not in text
+
+
+def test_the_user_s_own_text_is_not_called_shakespeare(run: Path) -> None:
+    """A text given as "." has no name: the card said that it was Shakespeare's."""
+    recipe = json.loads((run / "recipe.json").read_text())
+    (run / "recipe.json").write_text(json.dumps(recipe | {"data": recipe["data"] | {"path": "."}}))
+    record = record_of(run)
+    assert record is not None
+    assert (record["training"]["text"], record["training"]["datasets"], record["language"]) == ("a folder of texts", None, None)
 
 
 @pytest.mark.parametrize("init", [None, "gpt2"])

@@ -109,7 +109,10 @@ class Findings:
 
     def diagnosis(self, forward: Diagnosis | None, notes: Iterable[str], source: str) -> Diagnosis:
         """Return the diagnosis of the step; ``forward`` is that of its forward pass, whose causes and notes come first."""
-        causes = sorted(self.causes, key=lambda one: (-round(one.confidence, 2), STAGES.index(STAGE[one.id])))
+        once: dict[tuple[str, str], Cause] = {}
+        for one in self.causes:
+            once.setdefault((one.id, one.where), one)
+        causes = sorted(once.values(), key=lambda one: (-round(one.confidence, 2), STAGES.index(STAGE[one.id])))
         earlier, first, said = ((), None, ()) if forward is None else (forward.causes, forward.first_divergence, forward.notes)
         right = not self.unknown and (forward is None or forward.ok)
         verdict = "mismatch" if causes or earlier else "equal" if right else "undetermined"

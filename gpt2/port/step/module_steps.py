@@ -154,7 +154,9 @@ class StepExamination:
                 break
             if reading is not None:
                 self.read = True
-                judge_loss(findings, batch, reading, factor)
+                own = findings if number == 0 else Findings(self._places)  # a later call only adds causes
+                judge_loss(own, batch, reading, factor)
+                findings.causes += own.causes if own is not findings else []
         if self.read and (self.settings.padded or not findings.causes[earlier:]):
             self._padded(factor)
         dropouts = [p for call in self.calls for p in call.dropouts]

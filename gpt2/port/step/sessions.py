@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -237,3 +238,15 @@ def join_tied(sessions: Sequence[Sequence[Watched]], names: Sequence[str], sampl
             gradient.pop(name, None)
         for update in updates:
             del update.before[name], update.after[name]
+
+
+def takes_model(make_step: Callable[..., Any], name: str) -> None:
+    """Raise InputError if ``make_step`` cannot be called with the module alone."""
+    try:
+        parameters = inspect.signature(make_step).parameters.values()
+    except (TypeError, ValueError):
+        return
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required) or not list(parameters):
+        call = f"{name}({', '.join(p.name for p in parameters)})"
+        raise InputError(f"{call}: is called with the model alone; give the other arguments defaults, and return step(x, y)")
