@@ -33,7 +33,7 @@ from gpt2.port.dump.tolerance import HALVES, SLACK, measured
 from gpt2.port.step.dump_steps import StepExamination
 from gpt2.port.step.settings import Settings
 
-SECONDS = {True: 45.0, False: 140.0}  # for the whole search, by whether the model is small
+SECONDS = {True: 45.0, False: 120.0}  # for the whole search, by whether the model is small
 QUICK = 1.25  # the part of the time for what is likely, where little time is enough for the rest
 HASTY = 4.0  # the part of the time for float32, if rounding to a half precision explains the logits
 
