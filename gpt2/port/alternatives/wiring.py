@@ -211,7 +211,7 @@ def whole_blocks(model: Model) -> Iterator[Alternative]:
     """Yield blocks that do not run, run twice, or run their branches side by side."""
     yield Alternative("layer-missing", "it does not run", {"": lambda c, s: s["x"]})
     for node, norm, what in (("attn.c_proj", "ln_1", "attention"), ("mlp.c_proj", "ln_2", "the feed-forward")):
-        words = f"{what} does not run: what it should take, normalised, is added to the stream"
+        words = f"{what} does not run: its normalised input is added to the stream"
         where = (node.partition(".")[0], norm)
         yield Alternative("layer-missing", words, {node: lambda c, s, norm=norm: s[norm]}, where, fix=BLOCK)
     yield Alternative("layer-repeated", "it runs twice, on its own result", {"": _again})

@@ -44,7 +44,7 @@ class Pairing:
         everywhere = torch.tensor([_is_outside(one) or {n for _, n in one.sites} >= blocks for one in self.faults])
         self.common = torch.tensor([not one.rare for one in self.faults])
         self.rows = torch.tensor([program.rows for program in self.programs])
-        self.everywhere, self.crossing = everywhere & ~self.rows, everywhere & self.rows  # ``crossing``: a row sees others
+        self.everywhere, self.mixing = everywhere & ~self.rows, everywhere & self.rows  # ``mixing``: a row sees others
         first = torch.tensor([near.first for near, _ in tried], dtype=torch.float64)
         right = next((near.first for near, one in ranked if one.is_right), math.inf)
         bound = limit / float(self.span.wanted.square().mean().sqrt())
@@ -76,8 +76,10 @@ class Pairing:
         yield from self._apart(later, rare=False)
         for some in self._nearest(everywhere & later).split(PORTION):
             yield _paired(some, everywhere), False
-        yield from self._crossing(later, everywhere, self.common)
-        yield from _in_turn(self._beside(later), self._apart(later, rare=True), self._crossing(later, everywhere, ~self.common))
+        yield from self._mixing_rows(later, everywhere, self.common)
+        yield from _in_turn(
+            self._beside(later), self._apart(later, rare=True), self._mixing_rows(later, everywhere, ~self.common)
+        )
 
     def _beside(self, later: Tensor) -> Iterator[tuple[Tensor, bool]]:
         """Yield pairs of a fault in all blocks, the nearest first, with those in one block, and with rare ones."""
@@ -91,10 +93,10 @@ class Pairing:
             yield _paired(some[later[some]], elsewhere), False
             yield _paired(some[causal[some]], rare & visible), True
 
-    def _crossing(self, later: Tensor, everywhere: Tensor, some: Tensor) -> Iterator[tuple[Tensor, bool]]:
+    def _mixing_rows(self, later: Tensor, everywhere: Tensor, some: Tensor) -> Iterator[tuple[Tensor, bool]]:
         """Yield pairs of a fault of ``some`` by which a row sees others, the nearest first, with those ``everywhere``."""
         for wide in (~later, later):
-            for part in self._nearest(self.crossing & some & wide).split(PORTION):
+            for part in self._nearest(self.mixing & some & wide).split(PORTION):
                 yield _paired(part, everywhere), not bool(later[part].any())
 
     def _apart(self, later: Tensor, rare: bool) -> Iterator[tuple[Tensor, bool]]:
@@ -158,7 +160,7 @@ class Pairing:
         A fault that does so everywhere does so in one block.
         """
         do, seeing = set[int](), torch.tensor([any(two.sees for two, _ in one.sites) for one in self.faults])
-        for some in (self.everywhere & seeing, self.crossing):
+        for some in (self.everywhere & seeing, self.mixing):
             suspects = some.nonzero().flatten()
             lenses = [self._lens(suspects, tokens) for tokens in (min(2, self.lenses.tokens), self.lenses.tokens)]
             few, all = (self._runner(suspects, lens).alone()[:, :, :2] for lens in lenses)

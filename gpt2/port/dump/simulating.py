@@ -68,7 +68,7 @@ class Simulating:
         """Return what explains the dump best, with its arrays at one place of a block or another, and this evidence."""
         right = {point: self.exact[point] for point in self.held if point not in ("wte", "wpe")}
         right, walked = (self._without_thirds(values) for values in (right, right | dict(known)))
-        alone = right, Placement()  # arrays that are at none of these places: the logits decide
+        alone = right, Placement()  # without a place for the other arrays: the logits decide
         trials = [alone]
         if walked.keys() != right.keys():  # what a walk found, which is perhaps not so
             trials.insert(0, (walked, Placement()))
@@ -88,7 +88,8 @@ class Simulating:
             if explained or (tried and self.deadline.passed):
                 break
             tried.append((one, *self._explained(base, one, self.deadline.part(len(pairs) - number), several=True)))
-            explained, rest = [trial for trial in tried[-1:] if trial[2].explains], rest if number else tried[-1:]
+            explained = [trial for trial in tried[-1:] if trial[2].explains]
+            rest = rest if number else tried[-1:]
         # one fault of all, not one in each part
         placed, evidence, explanation = min(explained or rest, key=lambda trial: trial[2].faults)
         if not placed.stages and explanation.explains:  # arrays that are values of a program with these faults

@@ -173,7 +173,7 @@ def embedding_fit(seen: Observed, ids: Tensor, wte: Tensor, wpe: Tensor, rows: T
             fit.value, rows, Fault(id, "wpe" if id == "position-missing" else "embed", f"the embedding is {formula(factors)}")
         )
     more = (seen.value - seen.right)[rows].mean(0)
-    words_of = "one vector is added to the embedding of every token, as of token types; GPT-2 has none"
+    words_of = "one vector is added to the embedding of every token, such as that of a token type; GPT-2 adds none"
     added = Fault("extra-bias", "embed", words_of, fix="x = wte(ids) + wpe(pos)  # nothing else")
     if int(rows.sum()) > 1 and (shifted := seen.fitted(seen.right + more, rows, added)) is not None:
         return shifted
