@@ -8,7 +8,6 @@ Only the second half of a chunk is scored. Its writer ignores errors: a full dis
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from gpt2.measure.windows import RowWindows
 MAGIC = b"_logits_"
 HEAD = len(MAGIC) + 3 * 4  # bytes
 SCALES = 4  # uint16 at the beginning of each row, which hold two float32
-ROWS = 256  # converted at a time
 CUT = 16  # nats: a smaller probability than the largest times e^-16 is raised to that
 
 
@@ -37,21 +35,20 @@ class LlamaBase:
     vocab: int
     rows: np.ndarray  # (M, 4 + V or one more) uint16, of the mapped file
 
-    def blocks(self) -> Iterator[Tensor]:
-        """Yield the scored tokens' log-probabilities, some rows (R, V) at a time, in the order of the windows; float32.
+    def logits(self, scored: slice) -> Tensor:
+        """Return the log-probabilities (R, V) of some scored tokens, in the order of the windows; float32.
 
         Raises InputError: a row that no model can have written.
         """
-        for start in range(0, len(self.rows), ROWS):
-            rows = np.array(self.rows[start : start + ROWS])
-            scales = torch.from_numpy(rows[:, :SCALES].copy().view("<f4"))  # (R, 2): the step, the lowest
-            step, lowest = scales[:, :1], scales[:, 1:]
-            bad = ~(scales.isfinite().all(1) & (step[:, 0] >= 0) & (lowest[:, 0] <= 0))
-            if bool(bad.any()):
-                row = start + int(bad.nonzero()[0])
-                raise InputError(f"{self.path}: its row {row:,} holds no log-probabilities; the file is damaged, write it again")
-            steps = torch.from_numpy(rows[:, SCALES : SCALES + self.vocab].astype(np.float32))
-            yield steps.mul_(step).add_(lowest)
+        rows = np.array(self.rows[scored])
+        scales = torch.from_numpy(rows[:, :SCALES].copy().view("<f4"))  # (R, 2): the step, the lowest
+        step, lowest = scales[:, :1], scales[:, 1:]
+        bad = ~(scales.isfinite().all(1) & (step[:, 0] >= 0) & (lowest[:, 0] <= 0))
+        if bool(bad.any()):
+            row = (scored.start or 0) + int(bad.nonzero()[0])
+            raise InputError(f"{self.path}: its row {row:,} holds no log-probabilities; the file is damaged, write it again")
+        steps = torch.from_numpy(rows[:, SCALES : SCALES + self.vocab].astype(np.float32))
+        return steps.mul_(step).add_(lowest)
 
 
 def is_llama_base(path: Path) -> bool:

@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -40,7 +41,6 @@ from gpt2.pages.reports import as_json
 
 FORMAT = "gpt2-toolkit reference"
 TRACE_PREFIX = "trace:"  # of the name of a side that was saved
-ROWS = 256  # read at a time
 MAX_VOCAB = 1 << 24  # ids; no tokenizer has as many
 ACTIVATION = "at."  # before a traced point's name
 SHIFTS = torch.tensor([0, 8, 16, 24])  # of the four bytes of a checksum
@@ -153,28 +153,24 @@ class Reference:
         names = [name for name in self.file.entries if name.startswith(ACTIVATION)]
         return {name.removeprefix(ACTIVATION): self.file.read(name) for name in names}
 
-    def blocks(self) -> Iterator[Tensor]:
-        """Yield all logits, some rows (R, V) at a time. Raises CheckpointError: a row is not as it was written."""
-        logits, crc = self.file.read("logits"), self._crc()
-        for start in range(0, len(logits), ROWS):
-            require_whole_files()
-            rows = logits[start : start + ROWS]
-            self._require(_checksums((rows,)) == crc[start : start + ROWS])
-            yield rows
+    def logits(self, scored: slice) -> Tensor:
+        """Return the logits (R, V) of some scored tokens. Raises CheckpointError: a row is not as it was written."""
+        return self._intact("logits", places=scored)[0]
 
-    def top(self) -> dict[str, Tensor]:
-        """Return the arrays of the likeliest tokens. Raises CheckpointError: a row is not as it was written."""
-        arrays = {name: self.file.read(name) for name in TOP}
-        self._require(_checksums(tuple(arrays.values())) == self._crc())
-        return arrays
+    def top(self) -> tuple[Tensor, ...]:
+        """Return the arrays ``TOP`` of the likeliest tokens. Raises CheckpointError: a row is not as it was written."""
+        return self._intact(*TOP)
 
+    @cached_property
     def _crc(self) -> list[int]:
-        columns = self.file.read("crc32").long()
-        return (columns << SHIFTS).sum(1).tolist()
+        return (self.file.read("crc32").long() << SHIFTS).sum(1).tolist()
 
-    def _require(self, intact: bool) -> None:
-        if not intact:
+    def _intact(self, *names: str, places: slice = slice(None)) -> tuple[Tensor, ...]:
+        require_whole_files()
+        columns = tuple(self.file.read(name)[places] for name in names)
+        if _checksums(columns) != self._crc[places]:
             raise CheckpointError(f"{self.path}: is damaged: a row's checksum is wrong; copy the file again")
+        return columns
 
 
 def about_of(path: Path) -> dict[str, Any] | None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.comparison.llama_base import is_llama_base, read_llama_base
@@ -22,7 +25,7 @@ from gpt2.errors import CheckpointError, InputError
 from gpt2.measure import dumps
 from gpt2.measure.npy import read_npz
 from gpt2.measure.tracing import Recorded, grouped, layer_of, points
-from gpt2.measure.windows import RowWindows, Window
+from gpt2.measure.windows import RowWindows
 
 TRACE_FORMAT = "gpt2-toolkit trace"
 MAX_LAYERS = 1000
@@ -34,7 +37,7 @@ LLMC_VOCABULARY = 50257  # llm.c's debug state does not tell it
 SAID: dict[str, Any] = dict.fromkeys(("name", "implementation", "dtype"), str) | dict.fromkeys(("config", "files"), dict)
 SAID |= {"revision": str | None, "parameters": int | None}  # of what a reference says of its side
 
-Rows = Callable[[], Iterator[Tensor]]  # the scored tokens' logits (R, V), some at a time, from the first on
+Rows = Callable[[slice], Tensor]  # the logits (R, V) of some of the scored tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +48,8 @@ class TraceSide(Side):
     shows: frozenset[Shown]
     model: Model
     recording: Recording  # never None here
-    rows: Rows | None = None  # None: only the likeliest tokens are known
-    likeliest: Callable[[], Top] | None = None
+    rows: Rows
+    likeliest: Callable[[], Top] | None = None  # where only these are known
     activations: Mapping[str, Tensor] = field(default_factory=dict)  # of the first row, (1, T, ...)
     config: GPT2Config | None = None
 
@@ -84,19 +87,19 @@ class TraceSide(Side):
         activations = _in_order(reference, min(len(recording.ids), recording.windows.context))
         shows = {Shown.LOGITS if reference.whole else Shown.TOP} | ({Shown.ACTIVATIONS} if activations else set())
 
+        @cache
         def likeliest() -> Top:
-            top = reference.top()
-            return Top(top["target_logp"], top["top_ids"].long(), top["top_logp"])
+            ids, logp, target, _ = reference.top()
+            return Top(target, ids.long(), logp)
 
-        rows = reference.blocks if reference.whole else None
-        return cls(name, frozenset(shows), model, recording, rows, None if rows else likeliest, activations, config)
+        return cls(name, frozenset(shows), model, recording, reference.logits, likeliest, activations, config)
 
     @classmethod
     def _llama_base(cls, name: str, path: Path) -> TraceSide:
         base = read_llama_base(path)
         recording = Recording(base.ids, base.windows, path.name, "", "the second half of each chunk", None, base.vocab, None)
         how = "llama.cpp --kl-divergence-base: log-probabilities in 16 bits, e^-16 of the largest at least"
-        return cls(name, frozenset({Shown.LOGITS}), Model(name, how, "", None, None, {}, {}), recording, base.blocks)
+        return cls(name, frozenset({Shown.LOGITS}), Model(name, how, "", None, None, {}, {}), recording, base.logits)
 
     @classmethod
     def _trace(cls, name: str, path: Path) -> TraceSide:
@@ -112,7 +115,7 @@ class TraceSide(Side):
             raise InputError(f"{path}: holds no array named logits for its {batch} x {tokens} ids; write it with gpt2 trace")
         if tokens < 2:
             raise InputError(f"{path}: has rows of one token, so none is predicted; trace longer rows")
-        vocab, rows = logits.size(-1), logits.reshape(batch, tokens, -1)
+        vocab, rows = logits.size(-1), logits.reshape(batch, tokens, -1)[:, :-1].flatten(0, 1)
         if int(dump.ids.max()) >= vocab:
             raise InputError(f"{path}: holds the id {int(dump.ids.max())} and logits of {vocab:,} ids; write it again")
         text, told = (about or {}).get("ids_from", path.name), "every token of a row but its first; each row is run alone"
@@ -126,7 +129,7 @@ class TraceSide(Side):
             if all(point in dump.arrays for point in points(config.n_layer)):
                 traced = {point: dump.arrays[point][:1] for point in points(config.n_layer)}
         shows = frozenset({Shown.LOGITS, *([Shown.ACTIVATIONS] if traced else [])})
-        return cls(name, shows, model, recording, lambda: iter(rows[:, :-1]), None, traced, config)
+        return cls(name, shows, model, recording, rows.__getitem__, None, traced, config)
 
     @property
     def vocab_size(self) -> int:
@@ -144,55 +147,29 @@ class Replay(Running):
     """A recording in use: it answers when it is asked for its own windows, in their order."""
 
     def __init__(self, side: TraceSide) -> None:
-        self._side = side
-        self._spans: Iterator[Window] = iter(())
-        self._rows: Iterator[Tensor] = iter(())
-        self._held = torch.empty(0)
-        self._top: Top | None = None
-        self._place = 0
+        windows = list(side.recording.windows.of(len(side.recording.ids)))
+        ends = itertools.accumulate(window.end - window.first for window in windows)
+        self._side, self._windows = side, itertools.cycle(zip(windows, ends, strict=True))
 
-    def _next(self, inputs: Tensor) -> Window:
-        """Return the next window, from the first one on after the last. Raises InputError: it is asked for another text."""
-        side, recording = self._side, self._side.recording
-        span = next(self._spans, None)
-        if span is None:
-            self._spans, self._held, self._place = recording.windows.of(len(recording.ids)), torch.empty(0), 0
-            self._rows = side.rows() if side.rows else iter(())
-            span = next(self._spans)
-        if not torch.equal(inputs.cpu().long(), recording.ids[span.start : span.end]):
-            raise InputError(f"{side.name}: a recording answers for its own text only; compare it without another")
-        return span
+    def _next(self, inputs: Tensor) -> tuple[int, slice]:
+        """Return how many inputs of the next window are not scored, and the places of those that are, counted over the text.
 
-    def _fill(self, rows: Tensor) -> None:
-        """Copy the next logits into ``rows``."""
-        while len(rows):
-            if not len(self._held):
-                self._held = next(self._rows)
-            count = min(len(rows), len(self._held))
-            rows[:count] = self._held[:count]
-            rows, self._held = rows[count:], self._held[count:]
+        After the last window the first one is next. Raises InputError: it is asked for another text.
+        """
+        window, end = next(self._windows)
+        if not torch.equal(inputs.cpu().long(), self._side.recording.ids[window.start : window.end]):
+            raise InputError(f"{self._side.name}: a recording answers for its own text only; compare it without another")
+        return window.first - window.start, slice(end - (window.end - window.first), end)
 
     def logits(self, ids: Tensor) -> Tensor:
         """Return logits (B, T, V); the ones after inputs that are not scored are 0."""
-        output: Tensor | None = None
-        for row, inputs in enumerate(ids):
-            span = self._next(inputs)
-            if output is None:
-                self._held = self._held if len(self._held) else next(self._rows)
-                output = self._held.new_empty(*ids.shape, self._held.size(1))
-            output[row, : span.first - span.start] = 0
-            self._fill(output[row, span.first - span.start :])
-        assert output is not None
-        return output
+        places = [self._next(inputs) for inputs in ids]
+        return torch.stack([F.pad(self._side.rows(scored), (0, 0, before, 0)) for before, scored in places])
 
     def top(self, ids: Tensor) -> Top:
-        span = self._next(ids[:-1])
-        if self._top is None:
-            assert self._side.likeliest is not None
-            self._top = self._side.likeliest()
-        part, before = slice(self._place, self._place + span.end - span.first), span.first - span.start
-        self._place = part.stop
-        return self._top.at(part).after(before)
+        assert self._side.likeliest is not None
+        before, scored = self._next(ids[:-1])
+        return self._side.likeliest().at(scored).after(before)
 
     def blocks(self, ids: Tensor) -> Iterator[Recorded]:
         """Yield the kept activations, cut to the length of ``ids`` (1, T). Raises InputError: they are of other ids."""
