@@ -44,9 +44,8 @@ A has right and B wrong), answer_ratio (probability of the answers, B over A). O
 judged by its far end (the upper one for >, the lower one for <), so a build passes only if the whole interval does. Where
 GITHUB_STEP_SUMMARY is set, a table is appended there.
 
-A server gets the key in OPENAI_API_KEY, only over https or on this machine. Before more than 10,000 tokens are sent to another
-machine, their cost is shown and you are asked; without a terminal, the exit code is 2. GPT2_SEND_LIMIT=N allows N tokens for one
-comparison without a question (default: up to 100,000, with the question).
+A server gets the key in OPENAI_API_KEY, only over https or on this machine. At most 10,000 tokens are sent to another machine,
+and 100,000 to this one: of more the cost is shown, with exit code 2. GPT2_SEND_LIMIT=N allows N tokens for one comparison.
 
 exit code: 0 whatever the models are, but 1 if a --fail-if is met; 2 for bad input, also if the metric of a --fail-if cannot be
 measured between these models, or a file is not whole; then no --junit is written"""

@@ -1,7 +1,7 @@
 """Find what a server does besides rounding: each suspicion is computed with our model, and explains the figures or does not.
 
-A suspicion is a way to get other log-probabilities from the *same* weights: a text in front, a temperature, less context, rows in
-another order. Our model is run that way. A suspicion is found if the median KL then falls to a tenth or less. What no suspicion
+A suspicion is a way to get other log-probabilities from the *same* weights: a text in front, a temperature, less context, rows a
+place late. Our model is run that way. A suspicion is found if the median KL then falls to a tenth or less. What no suspicion
 explains is the weights' own difference: as small as a quantisation's, or another model's.
 """
 
@@ -23,7 +23,6 @@ from gpt2.measure.metrics import Logits
 ROUNDING = 1e-5  # nats, median of a place: float16's arithmetic stays below it
 QUANTISED = 0.05  # nats: a usable quantisation stays below it
 EXPLAINS = 0.1  # a suspicion is found if it leaves at most this part of the KL
-DISTINCT = 0.7  # rows are in another order only if at least this part of them fit a place that no other row fits
 LEAST_REST = 1e-7  # float32's rounding of a sum of probabilities
 PLACES = 48  # of a window, at which less context is tried
 TEMPERATURES = [2 ** (step / 16) for step in range(-32, 33) if step]
@@ -71,13 +70,9 @@ def check(
     if not shown:
         return tuple(findings)
     first, base = shown[-1], shown[-1].median
-    if (stale := _stale(seen)) is not None:
-        return (*findings, stale)
     if base > ROUNDING:
         ways = [] if full is None else [_in_front(full, first, vocab, tokenizer, server)]
-        for way in (*ways, _temperature(first), _shifted(first), _shuffled(first)):
-            if way.explains and not (way.id == "rows-shuffled" and findings):  # a shift is one order, and says more
-                findings.append(way.finding)
+        findings += [way.finding for way in (*ways, _temperature(first), _shifted(first)) if way.explains]
         if not findings and full is not None and (less := _less_context(full, first, vocab)).explains:
             findings.append(less.finding)
         if not findings and (cut := _cut(first)) is not None:
@@ -187,16 +182,6 @@ def _shifted(seen: Seen) -> Way:
     return Way(min(late, early), "rows-shifted", f"with each row taken for the place {which} it", seen.median)
 
 
-def _shuffled(seen: Seen) -> Way:
-    """Compare each place with the place of the window that fits it best."""
-    places = known(seen.top).nonzero()[:, 0][:PLACES]
-    costs = [shown_kl(seen.logp, seen.top.at(torch.full((len(seen.logp),), place))) for place in places.tolist()]
-    # The flat rows of an unrelated model all fit the same few places.
-    apart = costs and len({int(each.argmin()) for each in costs}) >= DISTINCT * len(costs)
-    left = _median(torch.stack([each.amin() for each in costs])) if apart else math.inf
-    return Way(left, "rows-shuffled", "with each row taken for the place of the text that it fits best", seen.median)
-
-
 def _less_context(full: Logits, seen: Seen, vocab: int) -> Way:
     """Predict late places from their last c tokens only."""
     best, places = Way(math.inf, "context-truncated", "", math.inf), known(seen.top).nonzero()[:, 0]
@@ -219,18 +204,3 @@ def _cut(seen: Seen) -> Finding | None:
         return None
     sums = f"its shown tokens add up to 1, ours to {ours.sum(1).median():.2f}"
     return Finding("renormalised", f"{sums}: it cut before it normalised")
-
-
-def _stale(seen: list[Seen]) -> Finding | None:
-    """Find rows that come back to the last bit after other tokens; the first three tokens of a row decide."""
-    after: dict[tuple[float, ...], set[int]] = {}
-    rows = []
-    for part in seen:
-        for last, ids, logp in zip(part.ids.tolist(), part.top.ids.tolist(), part.top.logp.tolist(), strict=False):
-            if len(ids) > 2 and ids[2] >= 0:
-                rows.append((*ids[:3], *logp[:3]))
-                after.setdefault(rows[-1], set()).add(last)
-    repeated = sum(len(after[row]) > 1 for row in rows)
-    if len(rows) < 8 or repeated < 0.3 * len(rows):
-        return None
-    return Finding("stale-answers", f"{repeated} of {len(rows)} rows are another place's to the last bit: stored answers")

@@ -29,8 +29,8 @@ from gpt2.errors import InputError, printable
 
 PREFIXES = ("http://", "https://")
 LIMIT_VARIABLE = "GPT2_SEND_LIMIT"
-SEND_LIMIT = 100_000  # tokens sent in one comparison, unless the variable says more
-ANNOUNCED = 10_000  # tokens; before more are sent, their cost is told, and the user asked
+SEND_LIMIT = 100_000  # tokens sent to this machine in one comparison, unless the variable says more
+ANNOUNCED = 10_000  # tokens; the cost of more is told, and to another machine they are sent only if the variable allows them
 TOP_K = 5  # OpenAI's API gives at most 5
 PLACES = 16  # of each window, where the server does not score a prompt
 MAX_SHOWN = 20  # tokens that are read at a place: a table of all places is as wide as the longest
@@ -83,19 +83,18 @@ class ServerSide(Side):
         calls = ", ".join(f"calls itself {name}" for name in self.answered)
         return Model(self.name, f"a server, OpenAI's completions API{calls and f', {calls}'}", "", None, None, {}, {})
 
+    def _send_limit(self) -> int:
+        text = os.environ.get(LIMIT_VARIABLE, str(SEND_LIMIT if self.loopback else ANNOUNCED))
+        if not (text.isascii() and text.isdigit()):
+            raise InputError(f"{LIMIT_VARIABLE}={text}: is not a number of tokens; write {LIMIT_VARIABLE}={SEND_LIMIT}")
+        return int(text)
+
     @contextmanager
     def running(self) -> Iterator[RunningServer]:
         tokenizer = self.partner.tokenizer() if self.partner else None
         if tokenizer is None:
             raise InputError(f"{self.name}: a server takes text; compare it with a MODEL that has a tokenizer")
-        yield RunningServer(self, tokenizer, _send_limit())
-
-
-def _send_limit() -> int:
-    text = os.environ.get(LIMIT_VARIABLE, str(SEND_LIMIT))
-    if not (text.isascii() and text.isdigit()):
-        raise InputError(f"{LIMIT_VARIABLE}={text}: is not a number of tokens; write {LIMIT_VARIABLE}={SEND_LIMIT}")
-    return int(text)
+        yield RunningServer(self, tokenizer, self._send_limit())
 
 
 def _places(count: int) -> list[int]:
@@ -116,31 +115,20 @@ class RunningServer(Running):
     other_tokens: str = ""  # where its tokens are not those of the partner's tokenizer
     strings: dict[str, int] = field(default_factory=dict)  # text of a token -> its id, -1 where several have it
     planned: list[int] = field(default_factory=list)  # inputs of the windows that it will be asked about
-    agreed: int = 0  # tokens that the user knows of
 
     def plan(self, windows: list[int]) -> None:
-        """Announce what windows of so many inputs send. Raises InputError: more than the limit, or the user says no."""
+        """Announce what windows of so many inputs send. Raises InputError: more than the limit."""
         self.planned = windows
         self._agree(sum(count + 1 for count in windows))
 
     def _agree(self, tokens: int) -> None:
-        """Tell what ``tokens`` cost; elsewhere than on this machine, send many only if a user at a terminal agrees."""
-        name, fewer = self.side.name, "give --tokens with a smaller number"
-        if tokens > self.limit:
-            more = f"{fewer}, or set {LIMIT_VARIABLE}={tokens}"
-            raise InputError(f"{name}: this would send {tokens:,} tokens, more than {self.limit:,}; {more}")
-        if tokens <= max(ANNOUNCED, self.agreed):
-            return
+        """Tell what many ``tokens`` cost. Raises InputError: more than may be sent without the user's word."""
         cost = f"{tokens:,} tokens, about {tokens / 1e6:.3f} times its price of a million tokens"
-        if self.side.loopback or LIMIT_VARIABLE in os.environ:
-            print(f"{printable(name)}: sending {cost}; Ctrl-C stops", file=sys.stderr)
-        elif not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise InputError(f"{name}: this would send {cost}; {fewer}, or set {LIMIT_VARIABLE}={tokens} to agree")
-        else:
-            print(f"\n{printable(name)}: send {cost}? [y/N] ", end="", file=sys.stderr, flush=True)
-            if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-                raise InputError(f"{name}: nothing more was sent; {fewer}")
-        self.agreed = tokens
+        if tokens > self.limit:
+            how = f"give --tokens with a smaller number, or set {LIMIT_VARIABLE}={tokens} to agree"
+            raise InputError(f"{self.side.name}: this would send {cost}, more than {self.limit:,}; {how}")
+        if tokens > ANNOUNCED:
+            print(f"{printable(self.side.name)}: sending {cost}; Ctrl-C stops", file=sys.stderr)
 
     def top(self, ids: Tensor) -> Top:
         tokenizer = self.tokenizer

@@ -189,6 +189,8 @@ def test_a_port(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert compare(MODEL, f"{other}", on=text, tokens=20).distributions.kl_ab.mean.value > 1e-3
     with pytest.raises(InputError, match="compare it with a"):
         compare(str(same), str(same), on=text, tokens=20)
+    with pytest.raises(InputError, match="--blame puts parts of B into A"):
+        compare(MODEL, str(same), on=text, tokens=20, blame=True)
 
 
 # What is advised: it said to diagnose what is only too large, and a file that no program can import.
