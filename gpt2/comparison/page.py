@@ -51,7 +51,6 @@ def page(comparison: Comparison) -> str:
         heat_scale=heat_scale([tensor.distance for tensor in tensors]),
         in_percent=in_percent,
         ratio_form=ratio_form,
-        preference=preference,
         worst=worst,
         commonprefix=commonprefix,
         data={"names": names, "tokens": choices},
@@ -193,16 +192,6 @@ def worst(passage: Extract) -> list[Word]:
     """Return the four tokens of a passage with the largest divergence, in the order of the text."""
     places = sorted(range(len(passage.words)), key=lambda at: -passage.words[at].js)[:4]
     return [passage.words[at] for at in sorted(places)]
-
-
-def preference(word: Word) -> int:
-    """Return which model gives the token the higher probability, in factors of two: -4 (A) .. 4 (B)."""
-    a, b = word.probability_a, word.probability_b
-    if a == b or math.isnan(a + b):
-        return 0
-    bits = math.log2(b / a) if a > 0 and b > 0 else math.copysign(math.inf, b - a)
-    size = math.ceil(min(4, abs(bits))) if abs(bits) >= 0.25 else 0
-    return int(math.copysign(size, bits)) if size else 0
 
 
 def choice(word: Word) -> list[Any]:

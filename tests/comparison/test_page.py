@@ -22,11 +22,11 @@ from gpt2.comparison.blame_result import Blame, Kept, Part, Precision
 from gpt2.comparison.bounds import Bounds
 from gpt2.comparison.charts import errors_by_layer
 from gpt2.comparison.gates import Gate, Judgement
-from gpt2.comparison.page import heat_scale, heat_shade, page, preference
+from gpt2.comparison.page import heat_scale, heat_shade, page
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.run import compare
 from gpt2.comparison.server_checks import Finding
-from gpt2.comparison.words import Choice, Word
+from gpt2.comparison.words import Choice
 from gpt2.measure.estimates import Estimate
 from gpt2.measure.metrics import LanguageScore
 from gpt2.pages.drawing import B, shade
@@ -215,10 +215,6 @@ def test_colours_grow_with_what_they_stand_for() -> None:
     assert heat_scale([0.0, math.nan]) is None
     assert heat_scale([0.2])[0] < 0.2
     assert len(set(RAMPS["light"])) == len(set(RAMPS["dark"])) == 17
-    word = Word("x", 0.1, 0.8, 0.1, (), ())
-    assert preference(word) == 3
-    assert preference(replace(word, probability_a=0.8, probability_b=0.1)) == -3
-    assert [preference(replace(word, probability_a=p)) for p in (0.8, 0.0, math.nan)] == [0, 4, 0]
 
 
 def test_pictures_touch_no_configuration(tmp_path: Path) -> None:

@@ -75,8 +75,3 @@ document.addEventListener("keydown", (event) => {
   all[Math.max(0, Math.min(all.length - 1, to))].focus();
 });
 document.addEventListener("scroll", hide, { capture: true, passive: true });
-for (const choice of document.querySelectorAll(".switch input")) {
-  choice.addEventListener("change", () => {
-    document.body.classList.toggle("lean", choice.value === "lean" && choice.checked);
-  });
-}
