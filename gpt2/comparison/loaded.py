@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from gpt2.comparison.distributions import Language, language
 from gpt2.comparison.noise import Floor, measure_floor
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage
 from gpt2.comparison.sides.checkpoint_side import RunningModule
-from gpt2.comparison.sides.side import Running, Shown, Side, require_head
+from gpt2.comparison.sides.side import Running, Shown, Side, require_head, vocabulary
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.measure.estimates import Bootstrap
@@ -67,6 +67,13 @@ class Loaded:
             return None
         known = [dtype for dtype in (self.side.dtype, *dtypes) if dtype is not None and dtype != torch.int8]
         return measure_floor(self.running.module, ids, self.vocab, *known)
+
+    def in_its_tokens(self, passage: Passage, first: Tokenizer | None, seed: int) -> Language:
+        """Score a text whose ids are those of ``first`` in its own tokens. Raises InputError: the text is known as ids only."""
+        if passage.text is None or self.tokenizer is None or first is None:
+            raise InputError(f"{self.side.name}: has another tokenizer, and the text is known as ids only; leave it out")
+        vocab, own = vocabulary(self.side, self.tokenizer), passage.in_tokens_of(self.tokenizer, first, self.side.n_positions)
+        return alone(replace(self, vocab=vocab).logits, own, self.tokenizer, vocab, seed)[0]
 
     def last_words(self, passage: Passage, seed: int, progress: Progress) -> LastWord | None:
         """Score the last word of each passage of the text, if it has any and the side can be asked."""

@@ -149,10 +149,7 @@ class _Run:
         with self.loaded(n) as loaded:
             self.words[n] = loaded.last_words(passage, seed, self.progress)
             if not self.fits[n].vocabularies.comparable:
-                if passage.text is None or loaded.tokenizer is None or self.tokenizers[0] is None:
-                    raise InputError(f"{side.name}: has another tokenizer, and the text is known as ids only; leave it out")
-                own = passage.in_tokens_of(loaded.tokenizer, self.tokenizers[0], side.n_positions)
-                return _Shown(alone(loaded.logits, own, loaded.tokenizer, loaded.vocab, seed)[0], None)
+                return _Shown(loaded.in_its_tokens(passage, self.tokenizers[0], seed), None)
             with self.logits_of_first() as first_logits:
                 pair = first_logits, loaded.logits
                 found = measure_pair(*pair, passage.ids, passage.windows, vocab=self.vocab, progress=self.progress)

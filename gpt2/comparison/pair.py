@@ -20,7 +20,7 @@ from gpt2.comparison.bounds import measure_bounds
 from gpt2.comparison.cases import compare_cases
 from gpt2.comparison.compatibility import compatibility, on_text, parameters_of_both, require_same_function
 from gpt2.comparison.distributions import Distributions, summarise
-from gpt2.comparison.loaded import Loaded, alone
+from gpt2.comparison.loaded import Loaded
 from gpt2.comparison.passage import Passage, Settings, open_passage
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.saving import TRACED, Keep, saving
@@ -91,7 +91,7 @@ def compare(
         elif save is not None:
             raise InputError(f"{a}: was not run over the text beside {b}, so it is not saved; save it alone")
         elif text is not None and not compatible.vocabularies.comparable:
-            scores = _alone(own, passage, seed)
+            scores = tuple(each.in_its_tokens(passage, first.tokenizer, seed).score for each in own)
         on_cases = None if cases is None else compare_cases(cases, _asked(own, cases), seed=seed, progress=progress)
         last_words = _last_words(own, passage, seed, progress)
         if distributions is not None or bounds is not None:
@@ -193,18 +193,6 @@ def _blame(sides: tuple[Side, Side], passage: Passage, vocab: int, seed: int, pr
     config = replace(a.config, vocab_size=min(a.config.vocab_size, b.config.vocab_size))
     names, text = list(expected(config)), (passage.ids, passage.windows)
     return find_blame(config, *readers(a, b), *text, names=names, vocab=vocab, seed=seed, progress=progress)
-
-
-def _alone(pair: tuple[Loaded, Loaded], passage: Passage, seed: int) -> tuple[LanguageScore, ...]:
-    """Return each model's loss on the same passage, in tokens of its own tokenizer."""
-    scores = []
-    for each in pair:
-        assert each.tokenizer is not None
-        assert pair[0].tokenizer is not None
-        own = passage.in_tokens_of(each.tokenizer, pair[0].tokenizer, each.side.n_positions)
-        apart = replace(each, vocab=vocabulary(each.side, each.tokenizer))
-        scores.append(alone(apart.logits, own, each.tokenizer, apart.vocab, seed)[0].score)
-    return tuple(scores)
 
 
 def _asked(pair: tuple[Loaded, Loaded], cases: str) -> list[tuple[Logits, Tokenizer, int]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -171,7 +172,7 @@ def _ratio(change: float, norm: float) -> float:
     return math.sqrt(change / norm) if norm else math.inf
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Sums:
     """Sums over the entries of one tensor or several, from which the figures are computed."""
 
@@ -180,10 +181,20 @@ class _Sums:
     b: float = 0.0
     product: float = 0.0
     difference: float = 0.0
-    max_abs: float = 0.0
     equal: int = 0
-    ulp_max: int = 0
-    ulp_sum: int = 0
+    max_abs: float = 0.0
+
+    @classmethod
+    def of(cls, a: Tensor, b: Tensor) -> Self:
+        a, b = a.double(), b.double()
+        change = b - a
+        squares_a, squares_b, product, squares = (float(each.sum()) for each in (a.square(), b.square(), a * b, change.square()))
+        largest = float(change.abs().nan_to_num(nan=math.inf).max())
+        return cls(a.numel(), squares_a, squares_b, product, squares, int((a == b).sum()), largest)
+
+    def __add__(self, other: Self) -> Self:
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        return replace(self, **{**sums, "max_abs": max(self.max_abs, other.max_abs)})
 
     @property
     def distance(self) -> float:
@@ -198,19 +209,11 @@ def _compare(name: str, family: str, layer: int | None, a: Tensor, b: Tensor) ->
     if a.shape != b.shape:
         raise ValueError(f"{name} is {tuple(a.shape)} in one model and {tuple(b.shape)} in the other")
     coarser = a.dtype if torch.finfo(a.dtype).eps >= torch.finfo(b.dtype).eps else b.dtype
-    total = _Sums(a.numel())
+    total, ulp_max, ulp_sum = _Sums(), 0, 0
     for chunk_a, chunk_b in _chunks(a, b):
-        exact_a, exact_b = chunk_a.double(), chunk_b.double()
-        difference = exact_b - exact_a
-        total.a += float(exact_a.square().sum())
-        total.b += float(exact_b.square().sum())
-        total.product += float((exact_a * exact_b).sum())
-        total.difference += float(difference.square().sum())
-        total.max_abs = max(total.max_abs, float(difference.abs().nan_to_num(nan=math.inf).max()))
-        total.equal += int((exact_a == exact_b).sum())
+        total += _Sums.of(chunk_a, chunk_b)
         apart = ulps(chunk_a.to(coarser), chunk_b.to(coarser))
-        total.ulp_max = max(total.ulp_max, int(apart.max()))
-        total.ulp_sum += int(apart.sum())
+        ulp_max, ulp_sum = max(ulp_max, int(apart.max())), ulp_sum + int(apart.sum())
     rank = effective = None
     if a.ndim == 2 and math.isfinite(total.difference):
         spread = math.sqrt(total.b / a.numel()) * torch.finfo(coarser).eps / 2
@@ -222,8 +225,8 @@ def _compare(name: str, family: str, layer: int | None, a: Tensor, b: Tensor) ->
         rank, effective = int((values > max(noise, resolution)).sum()), effective_rank(values)
     bad_a, bad_b = (sum(not_finite([(name, tensor)]).values()) for tensor in (a, b))
     sizes = math.sqrt(total.a), math.sqrt(total.b), total.distance, total.max_abs, total.cosine, total.equal / a.numel()
-    steps = total.ulp_max, total.ulp_sum / a.numel()
-    return TensorChange(name, family, layer, tuple(a.shape), *sizes, *steps, rank, effective, (bad_a, bad_b)), total
+    ulps_apart = ulp_max, ulp_sum / a.numel()
+    return TensorChange(name, family, layer, tuple(a.shape), *sizes, *ulps_apart, rank, effective, (bad_a, bad_b)), total
 
 
 def _chunks(a: Tensor, b: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
@@ -233,12 +236,9 @@ def _chunks(a: Tensor, b: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
 
 
 def _together(family: str, sums: list[_Sums]) -> FamilyChange:
-    total = _Sums()
-    for field in ("entries", "a", "b", "product", "difference", "equal"):
-        setattr(total, field, sum(getattr(part, field) for part in sums))
-    largest = max((part.max_abs for part in sums), default=0.0)
+    total = sum(sums, _Sums())
     unchanged = total.equal / max(1, total.entries)
-    return FamilyChange(family, len(sums), total.entries, total.distance, largest, total.cosine, unchanged)
+    return FamilyChange(family, len(sums), total.entries, total.distance, total.max_abs, total.cosine, unchanged)
 
 
 def ulps(a: Tensor, b: Tensor) -> Tensor:
