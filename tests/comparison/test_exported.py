@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,8 @@ from gpt2.cli.main import main
 from gpt2.comparison import exported
 from gpt2.comparison.exported import PACKAGES, check_export, rounded
 
-KINDS = [pytest.param("hf", None, marks=pytest.mark.slow), ("gguf", "q8_0"), ("llmc", None)]
+SLOW = [pytest.param(format, type, marks=pytest.mark.slow) for format, type in (("hf", None), ("gguf", "f16"), ("gguf", "bf16"))]
+KINDS = [("gguf", "q8_0"), ("llmc", None), *SLOW]
 PROGRAMS = {"hf": {"transformers", "CTranslate2"}, "gguf": {"gguf package", "llama.cpp"}, "llmc": set()}
 
 
@@ -47,7 +47,7 @@ def test_a_right_export_passes_everywhere_and_one_wrong_tensor_nowhere(
     assert opened | {program for program, _ in check.missing} == {"gpt2"} | PROGRAMS[format]
     assert check.ok, check.table()
     assert all(each.ok for each in check.opened), check.table()
-    assert (check.rounding > 1e-5) == (type == "q8_0")
+    assert (check.rounding > 1e-5) == (format == "gguf")
 
     bad = export(str(wrong), tmp_path / "wrong", format=format, type=type)
     refused = check_export(Export(**{**vars(bad), "model": str(source)}))
@@ -113,15 +113,3 @@ def test_rounding_is_the_writers_although_written_apart(source: Path, type: str)
     tensor[:32, 0] = 0.0
     tensor[32:, 1] = torch.arange(32) * 127.0 / 254  # halves of a step
     assert torch.equal(rounded("h.0.mlp.c_fc.weight", tensor, type), as_stored("h.0.mlp.c_fc.weight", tensor, type))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("type", ["f32", "f16", "bf16", "q8_0"])
-def test_the_embedded_model_in_every_program(tmp_path: Path, type: str) -> None:
-    """A trained model in every type, as a user would export it."""
-    check = check_export(export("shakespeare-mini", tmp_path / "gguf", format="gguf", type=type))
-    assert check.ok, check.table()
-    if type != "q8_0":
-        shutil.rmtree(tmp_path / "gguf")
-        check = check_export(export(f"shakespeare-mini:{type}", tmp_path / "hf"))
-        assert check.ok, check.table()

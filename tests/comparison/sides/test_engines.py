@@ -12,12 +12,10 @@ from support.random_models import TEXT, write_checkpoint
 import gpt2
 from gpt2.checkpoint.export import export
 from gpt2.cli.main import main
-from gpt2.comparison.compatibility import Parting
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.run import compare
 from gpt2.comparison.sides import engine as engine_module
 from gpt2.comparison.sides.opening import open_side, open_sides
-from gpt2.data.bpe import train_bpe
 from gpt2.errors import InputError
 from gpt2.measure.rounding import FORWARD_RATIO, explained_errors
 
@@ -294,11 +292,3 @@ def test_names_that_open_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     for name in ("llama.cpp/none.gguf", "ct2/none", "onnx/none.onnx", f"onnx/{tmp_path}", "none.py:build"):
         with pytest.raises(InputError, match=r"give|name one"):
             open_sides(MODEL, name)
-
-
-def test_tokenizers_are_compared_on_the_text(text: str, tmp_path: Path) -> None:
-    """Other entries give other ids: the first token that differs must be named, with both readings."""
-    other = write_checkpoint(tmp_path / "b", train_bpe("sun moon stars hail sleet\n" * 20, 270))
-    found = compare(str(write_checkpoint(tmp_path / "a")), str(other), on=text, tokens=100)
-    assert found.compatibility.vocabularies.parting == Parting(0, (297, "'Firs'"), (37, "'F'"))
-    assert "tokenizers: token 0 is 'Firs' (297) by A and 'F' (37) by B" in found.table(200)
