@@ -47,8 +47,8 @@ class TraceSide(Side):
     name: str
     shows: frozenset[Shown]
     model: Model
-    recording: Recording  # never None here
     rows: Rows
+    recording: Recording  # never None here
     likeliest: Callable[[], Top] | None = None  # where only these are known
     activations: Mapping[str, Tensor] = field(default_factory=dict)  # of the first row, (1, T, ...)
     config: GPT2Config | None = None
@@ -92,14 +92,14 @@ class TraceSide(Side):
             ids, logp, target, _ = reference.top()
             return Top(target, ids.long(), logp)
 
-        return cls(name, frozenset(shows), model, recording, reference.logits, likeliest, activations, config)
+        return cls(name, frozenset(shows), model, reference.logits, recording, likeliest, activations, config)
 
     @classmethod
     def _llama_base(cls, name: str, path: Path) -> TraceSide:
         base = read_llama_base(path)
         recording = Recording(base.ids, base.windows, path.name, "", "the second half of each chunk", None, base.vocab, None)
         how = "llama.cpp --kl-divergence-base: log-probabilities in 16 bits, e^-16 of the largest at least"
-        return cls(name, frozenset({Shown.LOGITS}), Model(name, how, "", None, None, {}, {}), recording, base.logits)
+        return cls(name, frozenset({Shown.LOGITS}), Model(name, how, "", None, None, {}, {}), base.logits, recording)
 
     @classmethod
     def _trace(cls, name: str, path: Path) -> TraceSide:
@@ -129,7 +129,7 @@ class TraceSide(Side):
             if all(point in dump.arrays for point in points(config.n_layer)):
                 traced = {point: dump.arrays[point][:1] for point in points(config.n_layer)}
         shows = frozenset({Shown.LOGITS, *([Shown.ACTIVATIONS] if traced else [])})
-        return cls(name, shows, model, recording, rows.__getitem__, None, traced, config)
+        return cls(name, shows, model, rows.__getitem__, recording, None, traced, config)
 
     @property
     def vocab_size(self) -> int:
