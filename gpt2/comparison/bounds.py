@@ -122,7 +122,7 @@ def measure_bounds(a: Loaded, b: Loaded, passage: Passage, seed: int, progress: 
         tokens=int(known.sum()),
         not_finite=not_finite,
         sent=server.sent if server else 0,
-        findings=check(whole.logits if whole.answers else None, seen, a.vocab, whole.tokenizer, server),
+        findings=check(whole.logits if server and whole.answers else None, seen, a.vocab, whole.tokenizer, server),
     )
 
 

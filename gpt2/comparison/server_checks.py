@@ -61,7 +61,7 @@ def check(
     """Return what explains the differences, most certain first; a side that agrees has the one finding ``rounding``.
 
     What is explained is the window that differs most: a server may begin right, and forget what lies far back.
-    ``full`` is None where our side is a recording: then suspicions for which it would have to run are left out.
+    ``full`` is None where a side is a recording: then suspicions for which our side would have to run are left out.
     """
     findings: list[Finding] = []
     if server is not None and server.other_tokens:
