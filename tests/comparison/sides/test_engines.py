@@ -17,20 +17,28 @@ from gpt2.comparison.run import compare
 from gpt2.comparison.sides import engine as engine_module
 from gpt2.comparison.sides.opening import open_side, open_sides
 from gpt2.errors import InputError
-from gpt2.measure.rounding import FORWARD_RATIO, explained_errors
 
 MODEL = "shakespeare-mini"
 TOKENS = 129  # one window
+
+
 PORT = """
-import torch
+import sys
 import gpt2
 
 def build(folder):
     print("a line that must not end up in the report")
+    sys.path.insert(0, "left behind")
     model = gpt2.load(folder)
-    model.ln_f.weight.data.mul_({scale})
+    CHANGE
     return model
 """
+
+
+def port(file: Path, change: str = "pass") -> str:
+    """Write a port that is our model with a change; return its name."""
+    file.write_text(PORT.replace("CHANGE", change))
+    return f"{file}:build"
 
 
 def figures(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
@@ -175,20 +183,28 @@ def test_onnx(past: bool, folder: Path, text: str, ids: list[int], reference_log
 
 
 def test_a_port(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its prints must not end up in ``--json -``; a change of its function must show as a difference."""
-    same, other = tmp_path / "same.py", tmp_path / "other.py"
-    same.write_text(PORT.format(scale=1))
-    other.write_text(PORT.format(scale=1.1))
-    assert main(["compare", MODEL, f"{same}:build", "--on", text, "--tokens", "60", "--json", "-"]) == 0
+    """Its prints must not end up in ``--json -``; its points are found by its modules' names, and the first wrong one is named."""
+    argv, path, layers = sys.argv, list(sys.path), gpt2.load(MODEL).config.n_layer
+    same = port(tmp_path / "same.py")
+    assert main(["compare", MODEL, same, "--on", text, "--tokens", "60", "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["distributions"]["kl_ab"]["max"] == 0
-    assert found["a"]["parameters"] == 1915360
-    assert found["b"]["parameters"] is None
-    assert compare(MODEL, f"{other}", on=text, tokens=20).distributions.kl_ab.mean.value > 1e-3
+    assert (found["a"]["parameters"], found["b"]["parameters"]) == (1915360, None)
+    assert [point["error"] < 1e-5 for point in found["activations"]["points"]] == [True] * (5 + 12 * layers)
+    wrong = compare(MODEL, port(tmp_path / "wrong.py", "model.h[1].mlp.c_fc.bias.data[0] += 1"), on=text, tokens=24)
+    assert wrong.activations.first_past.point == "h.1.mlp.c_fc"
+    assert wrong.distributions.kl_ab.mean.value > 1e-4
+    assert "attn.scores, attn.weights: no module of" in " ".join(wrong.table(300).split())
+    change = "blocks = list(model.h); del model.h; model.h = blocks"
+    flat = compare(MODEL, port(tmp_path / "flat.py", change), on=text, tokens=24)
+    assert flat.activations is None
+    assert "no list of" in flat.compatibility.impossible["activations"]
+    assert flat.distributions.kl_ab.max < 1e-9
+    assert (sys.argv, sys.path) == (argv, path)
     with pytest.raises(InputError, match="compare it with a"):
-        compare(str(same), str(same), on=text, tokens=20)
+        compare(same, same, on=text, tokens=20)
     with pytest.raises(InputError, match="--blame puts parts of B into A"):
-        compare(MODEL, str(same), on=text, tokens=20, blame=True)
+        compare(MODEL, same, on=text, tokens=20, blame=True)
 
 
 # What is advised: it said to diagnose what is only too large, and a file that no program can import.
@@ -209,68 +225,18 @@ def test_a_port_that_fails_is_one_line(source: str, text: str, tmp_path: Path) -
 
 def test_hidden_states_are_told_from_logits(folder: Path, text: str, tmp_path: Path) -> None:
     """A model without its head gives the stream: it was said to know 160 tokens, or compared column by column."""
-    port = tmp_path / "port.py"
-    port.write_text(PORT.format(scale=1).replace("return model", "model.head = lambda x: x\n    return model"))
+    headless = port(tmp_path / "port.py", "model.head = lambda x: x")
     model, ids = gpt2.load(MODEL), torch.arange(5, 25)[None]
     arrays = {"ids": ids.numpy(), "logits": model.hidden(ids).detach().numpy()}
     np.savez(tmp_path / "dump.npz", **arrays)
-    for side, where in ((str(port), {"on": text, "tokens": 60}), (f"trace:{tmp_path / 'dump.npz'}", {})):
+    for side, where in ((headless, {"on": text, "tokens": 60}), (f"trace:{tmp_path / 'dump.npz'}", {})):
         with pytest.raises(InputError, match=r"160 columns, as wide as the model: hidden states"):
             compare(MODEL, side, **where)
     with pytest.raises(InputError, match=r"160 columns, as wide as the model: hidden states"):
-        gpt2.compare(MODEL, MODEL, str(port), on=text, tokens=60)
+        gpt2.compare(MODEL, MODEL, headless, on=text, tokens=60)
     for name in ("logits", "stream"):
         with pytest.raises(InputError, match=r"160 columns are hidden states: save x @ wte\.T"):
             gpt2.diagnose({"ids": arrays["ids"], name: arrays["logits"]}, MODEL)
-
-
-@pytest.mark.slow
-def test_the_activations_of_a_port(text: str, tmp_path: Path) -> None:
-    """Its points are found by its modules' names: the first wrong one must be named, and what has no name be left out, aloud."""
-    port = """
-import sys
-import torch
-import gpt2
-from gpt2.model import GPT2
-
-
-class Port(torch.nn.Module):
-    def __init__(self, folder):
-        super().__init__()
-        self.model = gpt2.load(folder)
-        with torch.no_grad():
-            self.model.h[1].mlp.c_fc.bias[0] += {change}
-        {rename}
-
-    def forward(self, ids):
-        x = self.model.wte(ids) + self.model.wpe(torch.arange(ids.size(1)))
-        for block in {blocks}:
-            x = block(x, None)
-        return self.model.ln_f(x) @ self.model.wte.weight.T
-
-
-def build(folder):
-    sys.path.insert(0, "left behind")
-    return Port(folder)
-"""
-    (tmp_path / "same.py").write_text(port.format(change=0, rename="pass", blocks="self.model.h"))
-    (tmp_path / "wrong.py").write_text(port.format(change=1, rename="pass", blocks="self.model.h"))
-    flat = "self.blocks = dict(enumerate(self.model.h)); self.model.h = torch.nn.ModuleList()"
-    (tmp_path / "flat.py").write_text(port.format(change=0, rename=flat, blocks="self.blocks.values()"))
-    argv, path = sys.argv, list(sys.path)
-    same, wrong, found_none = (
-        compare(MODEL, str(tmp_path / f"{each}.py"), on=text, tokens=24) for each in ("same", "wrong", "flat")
-    )
-    assert (sys.argv, sys.path) == (argv, path)
-    ids = torch.tensor([gpt2.load_tokenizer(MODEL).encode(Path(text).read_text())[:24]])
-    explained = explained_errors(gpt2.load(MODEL, dtype=torch.float64), ids, torch.float32)
-    assert all(point.error <= 2 * FORWARD_RATIO * explained[point.point] for point in same.activations.points)
-    assert len(same.activations.points) == 5 + 12 * same.a.config["n_layer"]
-    assert wrong.activations.first_past.point == "h.1.mlp.c_fc"
-    assert "attn.scores, attn.weights: no module of" in " ".join(same.table(300).split())
-    assert found_none.activations is None
-    assert "no list of" in found_none.compatibility.impossible["activations"]
-    assert found_none.distributions.kl_ab.max < 1e-9
 
 
 def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
