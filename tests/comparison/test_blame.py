@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import refusal
-from support.random_models import write_checkpoint
+from support.random_models import random_model, write_checkpoint
 from torch import Tensor
 
 import gpt2
@@ -28,13 +28,8 @@ CONFIG = GPT2Config(300, 24, 64, 3, 4)
 IDS = torch.randint(300, (161,), generator=torch.Generator().manual_seed(3))
 
 
-def model(seed: int = 0) -> GPT2:
-    torch.manual_seed(seed)
-    made = GPT2(CONFIG)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return made.eval()
+def model() -> GPT2:
+    return random_model(CONFIG, 0.15, dtype=torch.float32)
 
 
 def changed(*names: str, by: float = 0.1) -> GPT2:

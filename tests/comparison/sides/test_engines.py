@@ -183,7 +183,7 @@ def test_onnx(past: bool, folder: Path, text: str, ids: list[int], reference_log
 
 
 def test_a_port(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its prints must not end up in ``--json -``; its points are found by its modules' names, and the first wrong one is named."""
+    """Its prints must not end up in ``--json -``; its points are found by its modules' names, and the first wrong one named."""
     argv, path, layers = sys.argv, list(sys.path), gpt2.load(MODEL).config.n_layer
     same = port(tmp_path / "same.py")
     assert main(["compare", MODEL, same, "--on", text, "--tokens", "60", "--json", "-"]) == 0
