@@ -107,12 +107,12 @@ def test_the_likeliest_tokens_and_the_rest_are_all_of_it(tmp_path: Path) -> None
     rows = logits()[: sum(span.end - span.first for span in windows.of(40))]
     reference = read_reference(write(tmp_path / "a.safetensors", rows, top=4, windows=windows))
     assert reference.windows == windows
-    top, exact = reference.top(), rows[:, :23].double().log_softmax(-1)
-    assert torch.equal(top["top_ids"].long(), exact.topk(4).indices)
-    torch.testing.assert_close(top["top_logp"], exact.topk(4).values, rtol=0, atol=1e-13)
-    assert (exact.scatter(1, top["top_ids"].long(), -torch.inf).exp().sum(1) - top["rest"]).abs().max() < 1e-14
+    (ids, logp, target, rest), exact = reference.top(), rows[:, :23].double().log_softmax(-1)
+    assert torch.equal(ids.long(), exact.topk(4).indices)
+    torch.testing.assert_close(logp, exact.topk(4).values, rtol=0, atol=1e-13)
+    assert (exact.scatter(1, ids.long(), -torch.inf).exp().sum(1) - rest).abs().max() < 1e-14
     targets = torch.cat([IDS[span.first + 1 : span.end + 1] for span in windows.of(40)])
-    assert (top["target_logp"] - exact.gather(1, targets[:, None])[:, 0]).abs().max() < 1e-13
+    assert (target - exact.gather(1, targets[:, None])[:, 0]).abs().max() < 1e-13
 
 
 @pytest.mark.parametrize("top", [0, 4])

@@ -116,8 +116,3 @@ def test_nan_is_no_equality() -> None:
     assert not found.equal
     assert math.isnan(found.cosine)
     assert (found.rank, found.effective_rank) == (None, None)
-
-
-def test_shapes_must_agree() -> None:
-    with pytest.raises(ValueError, match=r"\(2, 3\) in one model and \(3, 2\)"):
-        one(draw(2, 3), draw(3, 2))
