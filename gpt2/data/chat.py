@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
-from gpt2.data.files import read_fields
+from gpt2.data.files import read_json
+from gpt2.errors import InputError
 
 FILE = "chat.json"
 
@@ -50,7 +51,13 @@ class ChatFormat:
     def read(cls, directory: Path) -> Self | None:
         """Return the format in a model's folder, or None. Raises InputError: its file is damaged."""
         file = directory / FILE
-        return cls(*read_fields(file, before="...", after="...")) if os.path.lexists(file) else None
+        if not os.path.lexists(file):
+            return None
+        content = read_json(file)
+        texts = [content.get(name) for name in ("before", "after")] if isinstance(content, dict) else []
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise InputError(f'{file} holds no {{"before": "...", "after": "..."}}; it is damaged, save it again')
+        return cls(*texts)
 
     def text(self) -> str:
         """Return the content of the file."""

@@ -11,10 +11,10 @@ from gpt2.checkpoint.peft_files import _number as adapter_number
 from gpt2.cli.main import main
 from gpt2.config import number
 from gpt2.train.card import record_of
+from gpt2.train.plot import page
 from gpt2.train.recipe import read
 from gpt2.train.runs import read as read_runs
 from gpt2.train.state import Progress
-from gpt2.train.watch import page
 
 HUGE = 10**400
 BAD = (HUGE, -HUGE, True, None, "1", "x", float("nan"), float("inf"), [], {}, -(2**70))
