@@ -360,23 +360,17 @@ def test_a_model_that_is_not_finite_is_never_the_best(recipe, init, tmp_path):
 
 
 def test_handlers_are_put_back(recipe, tmp_path):
-    """After a run in a notebook Ctrl-C must interrupt again, also after an error."""
-
-    def handlers():
-        return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-
-    before = handlers()
-    during = []
-    train(recipe, tmp_path / "run", report=lambda event: during.append(signal.getsignal(signal.SIGTERM)))
-    assert during[0] != before[1]
-    assert handlers() == before
+    """After a run in a notebook Ctrl-C must interrupt again, here after an error."""
+    before, during = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], []
 
     def fail(event):
+        during.append(signal.getsignal(signal.SIGTERM))
         raise RuntimeError("a bug in a report")
 
     with pytest.raises(RuntimeError):
-        train(recipe, tmp_path / "other", report=fail)
-    assert handlers() == before
+        train(recipe, tmp_path / "run", report=fail)
+    assert during[0] != before[1]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_a_second_interrupt_acts_at_once(recipe, tmp_path):

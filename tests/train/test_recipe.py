@@ -141,13 +141,6 @@ def test_a_recipe_that_needs_a_network_names_the_way_without(monkeypatch):
     assert read("finetune-chat").data.needs == ""
 
 
-def test_a_fine_tune_stops_early_unless_told_otherwise():
-    """A small text is soon memorised: the training loss falls while the held-out loss rises."""
-    assert Recipe().resolved(None).patience == 0
-    assert Recipe().resolved("gpt2").patience == 5
-    assert Recipe(patience=0).resolved("gpt2").patience == 0
-
-
 def test_the_activation_reaches_the_model_and_a_wrong_one_is_refused(recipe):
     """nanoGPT's character model uses the exact GELU; a recipe key that is ignored would train another model."""
     exact = replace(recipe, model=replace(recipe.model, activation_function="gelu"))
