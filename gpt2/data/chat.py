@@ -53,11 +53,10 @@ class ChatFormat:
         file = directory / FILE
         if not os.path.lexists(file):
             return None
-        content = read_json(file)
-        texts = [content.get(name) for name in ("before", "after")] if isinstance(content, dict) else []
-        if not texts or not all(isinstance(text, str) for text in texts):
-            raise InputError(f'{file} holds no {{"before": "...", "after": "..."}}; it is damaged, save it again')
-        return cls(*texts)
+        match read_json(file):
+            case {"before": str(before), "after": str(after)}:
+                return cls(before, after)
+        raise InputError(f'{file} holds no {{"before": "...", "after": "..."}}; it is damaged, save it again')
 
     def text(self) -> str:
         """Return the content of the file."""

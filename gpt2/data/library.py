@@ -115,8 +115,9 @@ class LibraryTokenizer(Tokenizer):
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         refuse_surrogates(text)
-        slowly = self.core is None or not self.exact or (special and self.special_tokens)
-        if slowly or (not self.letters and byte_level.has_long_run(text)):
+        if self.core is None or not self.exact or (special and self.special_tokens):
+            return self._encode(text, special, False)
+        if not self.letters and byte_level.has_long_run(text):
             return self._encode(text, special, False)
         if self._split is None:
             return self.core.encode(text)

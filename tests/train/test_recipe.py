@@ -117,16 +117,8 @@ def test_a_recipe_that_starts_from_a_model_is_refused_without_one(name, tmp_path
     assert not (tmp_path / "run").exists()
     text = tmp_path / "text.txt"
     text.write_text("To be, or not to be: that is the question. " * 20)
-    scratch = [
-        "needs_init=false",
-        "lora.r=0",
-        f"data.path={text}",
-        "data.tokenizer=chars",
-        "context=8",
-        "data.prompt=",
-        "data.label=",
-        "data.padded=false",
-    ]
+    scratch = ["needs_init=false", "lora.r=0", f"data.path={text}", "data.tokenizer=chars", "context=8"]
+    scratch += ["data.prompt=", "data.label=", "data.padded=false"]
     assert list_data(read(name, [*scratch, "data.field=text"])).train_tokens == 774
 
 
