@@ -86,7 +86,7 @@ def lowercase(folder: Path) -> None:
 
 def bert_words() -> list[str]:
     letters = sorted(set(TEXT) - {" "})
-    special, words = "[PAD] [UNK] [CLS] [SEP] [MASK]".split(), "the ##odel hello 模型".split()
+    special, words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], ["the", "##odel", "hello", "模型"]
     return [*special, *letters, *(f"##{c}" for c in letters), *words]
 
 
