@@ -82,10 +82,6 @@ def test_stop_logs_and_keeps_what_was(recipe, tmp_path, poison, by, says):
 
 def test_skip_leaves_the_step_out_and_nothing_else(skipping, tmp_path, poison):
     """A skipped step must not change the weights, neither by momentum nor by weight decay."""
-    poison(*range(4))
-    train(replace(skipping, steps=4, dropout=0.0), tmp_path / "all")
-    first, last = (load_path(tmp_path / "all" / name).state_dict() for name in ("best", "step-4"))
-    assert all(torch.equal(first[name], last[name]) for name in first)
     poison(5, 6)
     events = []
     assert train(skipping, tmp_path / "run", report=events.append).stopped == "finished"
@@ -94,6 +90,10 @@ def test_skip_leaves_the_step_out_and_nothing_else(skipping, tmp_path, poison):
     assert [row["step"] for row in rows if "diverged" in row] == [6, 7]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 8, 9, 10, 11, 12]
     assert finite(tmp_path / "run" / "best")
+    poison(*range(4))
+    train(replace(skipping, steps=4, dropout=0.0), tmp_path / "all")
+    first, last = (load_path(tmp_path / "all" / name).state_dict() for name in ("best", "step-4"))
+    assert all(torch.equal(first[name], last[name]) for name in first)
 
 
 def test_skipping_has_an_end_also_across_a_restart(skipping, tmp_path, poison):
