@@ -159,8 +159,8 @@ def _train(args: argparse.Namespace) -> int:
 def _watch(args: argparse.Namespace) -> int:
     """Serve or write the page of the runs ``args.runs``."""
     from gpt2.data.files import write_output
+    from gpt2.train.plot import page
     from gpt2.train.runs import METRICS
-    from gpt2.train.watch import page
 
     if args.html:
         if args.port is not None:
@@ -179,8 +179,8 @@ def _watch(args: argparse.Namespace) -> int:
 
 def _application(folders: Sequence[str], token: str) -> Starlette:
     """Return an application that serves the page at ``/TOKEN/``, drawn again only where a run has logged or stopped."""
+    from gpt2.train.plot import page
     from gpt2.train.runs import ALIVE, METRICS
-    from gpt2.train.watch import page
 
     @lru_cache(maxsize=1)
     def drawn(stamps: tuple[object, ...]) -> str:

@@ -73,10 +73,8 @@ class Core:
         self._encoding = tiktoken.Encoding("byte-level BPE", pat_str=PATTERN, mergeable_ranks=table, special_tokens={})
 
     def encode(self, text: str) -> list[int]:
-        first, *rest = _parts(text)
-        ranks = self._encoding.encode_ordinary(first)
-        for part in rest:
-            ranks += self._encoding.encode_ordinary(part)
+        """Return the ids; of a text without a long run of whitespace (:func:`has_long_run`)."""
+        ranks = self._encoding.encode_ordinary(text)
         return ranks if self._ids is None else [self._ids[rank] for rank in ranks]
 
 
@@ -132,18 +130,11 @@ def state(part: Any) -> dict[str, Any]:
     return found
 
 
-def _parts(text: str) -> list[str]:
-    """Split `text` inside very long runs of whitespace without changing its ids.
+def has_long_run(text: str) -> bool:
+    """Return whether so much whitespace stands together, 32,768 characters or sometimes 16,384, that tiktoken might not take it.
 
-    tiktoken's regex engine overflows its stack on `\\s+(?!\\S)` above some 100,000 characters, and the process panics. That
-    pattern matches a run without its last character, except at the end of the text, so a cut before the last character changes
-    no piece. Checking every 16,384th character finds every run of 32,768.
+    Its regex engine overflows its stack on `\\s+(?!\\S)` above some 100,000 characters, and the process panics. Looking at every
+    16,384th character finds every run of 32,768.
     """
-    parts, start = [], 0
-    for at in range(0, len(text), _LONG_RUN):
-        run = _WHITE_SPACE.match(text, at) if at > start else None
-        if run and run.end() < len(text) and run.end() - at >= _LONG_RUN:
-            parts.append(text[start : run.end() - 1])
-            start = run.end() - 1
-    parts.append(text[start:])
-    return parts
+    runs = (_WHITE_SPACE.match(text, at) for at in range(0, len(text), _LONG_RUN))
+    return any(run and run.end() - run.start() >= _LONG_RUN for run in runs)

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
-from gpt2.data.files import read_fields
+from gpt2.data.files import read_json
+from gpt2.errors import InputError
 
 FILE = "chat.json"
 
@@ -50,7 +51,12 @@ class ChatFormat:
     def read(cls, directory: Path) -> Self | None:
         """Return the format in a model's folder, or None. Raises InputError: its file is damaged."""
         file = directory / FILE
-        return cls(*read_fields(file, before="...", after="...")) if os.path.lexists(file) else None
+        if not os.path.lexists(file):
+            return None
+        match read_json(file):
+            case {"before": str(before), "after": str(after)}:
+                return cls(before, after)
+        raise InputError(f'{file} holds no {{"before": "...", "after": "..."}}; it is damaged, save it again')
 
     def text(self) -> str:
         """Return the content of the file."""

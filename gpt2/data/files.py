@@ -100,16 +100,6 @@ def read_json(path: Path) -> object:
         raise InputError(f"{path} is not a tokenizer's file: {reason}; fetch it again") from None
 
 
-def read_fields(path: Path, **example: Any) -> list[Any]:
-    """Return fields of this project's own JSON, of the types in ``example``. Raises InputError: they are not there."""
-    content = read_json(path)
-    found = [content.get(name) if isinstance(content, dict) else None for name in example]
-    right = all(isinstance(value, type(usual)) for value, usual in zip(found, example.values(), strict=True))
-    if not right or not all(isinstance(part, str) for value in found for part in value or ()):
-        raise InputError(f"{path} holds no {json.dumps(example)}; it is damaged, save it again")
-    return found
-
-
 def stated_ends(folder: Path) -> tuple[int, ...] | None:
     """Return the ids at which generation_config.json, else config.json, says that a text ends (``eos_token_id``: one, a list, or
     null for none); None if neither says it.

@@ -117,6 +117,8 @@ class LibraryTokenizer(Tokenizer):
         refuse_surrogates(text)
         if self.core is None or not self.exact or (special and self.special_tokens):
             return self._encode(text, special, False)
+        if not self.letters and byte_level.has_long_run(text):
+            return self._encode(text, special, False)
         if self._split is None:
             return self.core.encode(text)
         ids: list[int] = []

@@ -118,7 +118,8 @@ def tiny_shakespeare(cache_dir: Path | None = None, *, offline: bool = False) ->
 
     Raises InputError: ``offline`` without a cached file, or a download that fails or has another hash.
     """
-    path = (cache_dir or cache_folder()) / "tinyshakespeare.txt"
+    kept = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(cache_dir or os.environ.get("GPT2_TOOLKIT_CACHE") or Path(kept) / "gpt2-toolkit") / "tinyshakespeare.txt"
     with contextlib.suppress(OSError):
         data = read_all(path)
         if hashlib.sha256(data).hexdigest() == TINY_SHA256:
@@ -141,12 +142,6 @@ def tiny_shakespeare(cache_dir: Path | None = None, *, offline: bool = False) ->
     return text
 
 
-def cache_folder() -> Path:
-    """Return the folder for what can be made again: ``$GPT2_TOOLKIT_CACHE``, else ``gpt2-toolkit`` in the user's cache folder."""
-    own = os.environ.get("GPT2_TOOLKIT_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt2-toolkit"
-
-
 def _download(url: str) -> bytes:
     deadline, data = time.monotonic() + DOWNLOAD_S, bytearray()
     try:
@@ -166,8 +161,6 @@ def _download(url: str) -> bytes:
 
 def split(text: str, fraction: float = 0.9) -> tuple[str, str]:
     """Split by characters into (train, held out), in order: as usual, 1,003,854 and 111,540 for tiny Shakespeare."""
-    if not 0.0 < fraction < 1.0:
-        raise InputError(f"split fraction {fraction} is not between 0 and 1")
     cut = int(fraction * len(text))
     return text[:cut], text[cut:]
 

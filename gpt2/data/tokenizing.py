@@ -28,7 +28,6 @@ from gpt2.data.batches import FILLER
 from gpt2.data.documents import Document, documents
 from gpt2.data.files import write as write_files
 from gpt2.data.packing import draw, lay_out
-from gpt2.data.shakespeare import cache_folder
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import InputError
 
@@ -65,8 +64,8 @@ def prepared(
 ) -> tuple[list[np.ndarray], Counter[str]]:
     """Return training ids, validation ids, and with a prompt or padding the marks of both, mapped; and the tally of documents.
 
-    The files lie beside ``path``, in ``PATH.tokens/``, or in the user's cache folder if that cannot be written. ``check`` as in
-    :func:`gpt2.data.token_files.read`. Raises InputError: as :func:`gpt2.data.documents.documents`; a vocabulary beyond 65,536; a
+    The files lie beside ``path``, in ``PATH.tokens/``. ``check`` as in :func:`gpt2.data.token_files.read`. Raises
+    InputError: as :func:`gpt2.data.documents.documents`; a vocabulary beyond 65,536; a folder that cannot be written; a
     full disk; a process that was killed.
     """
     if task.tokenizer.n_vocab > 1 << 16:
@@ -77,13 +76,15 @@ def prepared(
     from huggingface_hub.utils import WeakFileLock
 
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):  # a file system without locks
                 stack.enter_context(WeakFileLock(folder / ".lock"))  # waits until no other process writes there
             if not (folder / MANIFEST).is_file():
                 _write(folder, paths, task, made_of, say)
     except OSError as error:
-        raise InputError(f"{folder}: cannot write token files ({error.strerror}); make room: the same command goes on") from None
+        remedy = "make room, or give a link to the text from a folder of yours; the same command goes on"
+        raise InputError(f"{folder}: cannot write token files ({error.strerror}); {remedy}") from None
     except BrokenProcessPool:
         raise InputError(f"{folder}: a tokenizing process was killed, perhaps for memory; the same command goes on") from None
     manifest = json.loads((folder / MANIFEST).read_text())
@@ -100,17 +101,7 @@ def _folder(path: str, name: str) -> Path:
     while glob.has_magic(str(root)) and not root.exists():
         root = root.parent
     root = Path(os.path.abspath(root))  # without "..", which has no name to put a suffix behind
-    beside = root.with_name(f"{root.name}.tokens") / name
-    with contextlib.suppress(OSError):
-        beside.mkdir(parents=True, exist_ok=True)
-        if os.access(beside, os.W_OK):
-            return beside
-    cached = cache_folder() / "tokens" / name
-    try:
-        cached.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{beside}: not writable, nor is {cached} ({error.strerror}); make either writable") from None
-    return cached
+    return root.with_name(f"{root.name}.tokens") / name
 
 
 def _write(folder: Path, paths: Sequence[Path], task: Task, made_of: dict[str, Any], say: Callable[[str], None]) -> None:

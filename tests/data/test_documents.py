@@ -108,7 +108,6 @@ def test_a_table_counts_as_what_it_holds(tmp_path):
     [
         ("a.jsonl", '{"text": "x"}\n{"txt": "y"}', {}, "a.jsonl:2: no field 'text', only 'txt'; set data.field"),
         ("a.jsonl", '{"text": "x"}\n\n{"text": 3}', {}, "a.jsonl:3: the field 'text' is not text: 3"),
-        ("a.jsonl", '{"text": null}', {}, "a.jsonl:1: the field 'text' is not text: None"),
         ("a.jsonl", '{"text": "x"}', {"prompt": "Q: {q}"}, "no field 'q', only 'text'; set data.prompt"),
         ("a.jsonl", '{"text": "x"}', {"prompt": "Q: {q"}, "write {{ and }} for braces"),
         ("a.jsonl", '{"text": "x"}', {"prompt": "Q: {q:>9}"}, "write fields as {name}"),
@@ -121,14 +120,12 @@ def test_a_table_counts_as_what_it_holds(tmp_path):
         ("a.csv", 'text\n"x', {}, "a.csv:2: not CSV"),
         ("a.csv", "text,q\nx", {"prompt": "q"}, "a.csv:2: the field 'q' is not text: None"),
         ("a.txt", "x", {"prompt": "q"}, "a text file has none"),
-        ("a.txt", b"\xff", {}, "not UTF-8"),
         ("a.txt", b"a\0b", {}, "a.txt: not a text file: it has a NUL byte"),
         ("a" * 300, None, {}, "File name too long; check data.path"),
         ("a.json", "{}", {}, ".json is none of .txt, .md, .jsonl, .csv and .parquet"),
         ("a.parquet", "x", {}, "a.parquet: "),
         ("", "", {}, "no .txt, .md, .jsonl, .csv or .parquet in it"),
         ("none.txt", None, {"prompt": "question"}, "none.txt: no such file or folder"),
-        ("none.jsonl", None, {}, "none.jsonl: no such file or folder"),
         ("*.csv", None, {}, "no file has such a name"),
     ],
 )

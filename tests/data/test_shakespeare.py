@@ -67,10 +67,17 @@ def test_all_plays_are_there() -> None:
     assert len(plays) == 38
     assert list(plays) == sorted(plays)
     assert {"macbeth", "the-tempest", "a-winter-s-tale"} <= plays.keys()
-    assert sum(map(len, plays.values())) == 4_784_848
     assert sum(len(speeches(text)) for text in plays.values()) == 31_466
     assert plays["macbeth"].startswith("First Witch:\nWhen shall we three meet again\nIn thunder, lightning, or in rain?\n")
     assert all(text.endswith("\n") and not text.endswith("\n\n") for text in plays.values())
+
+
+def test_the_plays_are_to_the_byte_what_the_embedded_model_read() -> None:
+    """A mend of the source that is lost, such as a name split in two, is another text."""
+    every = shakespeare.plays()
+    text = "".join(f"{slug}\n{every[slug]}" for slug in every)
+    assert len(text) - sum(len(slug) + 1 for slug in every) == 4_784_848
+    assert hashlib.sha256(text.encode()).hexdigest() == "5b59a61e79aa2fe9c2b65d69419548cf5fb28b72a20b90910eb4705377e2bd5e"
 
 
 def test_no_markdown_is_left() -> None:
@@ -89,35 +96,6 @@ def test_every_block_is_a_speaker_and_a_speech() -> None:
         for speaker, speech in speeches(text):
             assert re.fullmatch(r"[A-Z][\w' ,&-]*:", speaker), (slug, speaker)
             assert speech.strip(), (slug, speaker)
-
-
-@pytest.mark.parametrize(
-    ("slug", "passage"),
-    [
-        ("henry-vi-part-1", "BISHOP OF WINCHESTER:\n"),  # the name was in two paragraphs
-        ("henry-vi-part-1", "Master-Gunner:\nBut now thou shalt not."),  # the name and the speech were joined
-        ("the-comedy-of-errors", "ANTIPHOLUS OF EPHESUS:\nDo you hear, you minion? you'll let us in, I hope?\n\nLUCE:"),
-        ("henry-iv-part-2", "Lord Chief-Justice:\nWhat's he that goes there?\n"),
-        ("othello", "CASSIO:\nGood night, honest Iago.\n"),
-        ("coriolanus", "Senators, &C:\nWe'll surety him.\n"),
-        ("coriolanus", "\nAnd Censorinus,\nnobly named so,\n"),  # an editor's conjecture is text
-        ("twelfth-night", "\nWith hey, ho, &c.\n"),
-        ("a-midsummer-night-s-dream", "\nNo, no; he'll\nSeem to break loose"),  # an editor's gap is removed
-        ("a-midsummer-night-s-dream", "TITANIA:\nWhat angel wakes me"),  # `__\[Awaking]_` is a direction
-        ("a-midsummer-night-s-dream", "defect,--'Ladies,'--or 'Fair-ladies--I would wish\n"),
-        ("the-merry-wives-of-windsor", "PAGE:\nWho's there?\n"),  # `[Within]_` lacks its first underscore
-        ("timon-of-athens", "LUCILIUS:\nServilius! you are kindly met"),  # a direction before the name
-        ("timon-of-athens", "TIMON:\nO blessed breeding sun"),  # the name is missing
-        ("measure-for-measure", "\nAs long as you or I yet he must die.\n"),  # a line was marked up as a name
-        ("henry-viii", "the queen is coming.\n\nSecond Gentleman:\nA royal train"),  # the coronation's numbered list
-        ("henry-viii", "EPILOGUE:\n'Tis ten to one this play can never please\n"),
-        ("the-tempest", "Please you, draw near.\nNow my charms are all o'erthrown,\n"),
-        ("edward-iii", "KING EDWARD:\nRobert of Artois, banished though thou be\n"),  # `*...*` over two lines
-        ("macbeth", "Go get him surgeons.\nWho comes here?\n\nMALCOLM:"),  # one speech around a direction
-    ],
-)
-def test_the_sources_warts(slug: str, passage: str) -> None:
-    assert passage in "\n" + shakespeare.play(slug)
 
 
 def test_nothing_held_out_is_trained_on() -> None:
@@ -158,6 +136,10 @@ def test_tiny_is_downloaded_once(origin: Origin, made: None, tmp_path: Path) -> 
     assert shakespeare.tiny_shakespeare(folder) == BODY.decode()
     assert origin.requests == 1
     assert [path.name for path in folder.iterdir()] == ["tinyshakespeare.txt"]
+    (folder / "tinyshakespeare.txt").write_bytes(BODY[:-1] + b"?")  # a damaged file is fetched again
+    assert shakespeare.tiny_shakespeare(folder) == BODY.decode()
+    assert (folder / "tinyshakespeare.txt").read_bytes() == BODY
+    assert origin.requests == 2
 
 
 @pytest.mark.parametrize(
@@ -171,13 +153,6 @@ def test_the_cache_is_where_it_is_said_to_be(
     monkeypatch.setenv(variable, str(tmp_path))
     shakespeare.tiny_shakespeare()
     assert (tmp_path / below / "tinyshakespeare.txt").read_bytes() == BODY
-
-
-def test_a_corrupt_cache_is_fetched_again(origin: Origin, made: None, tmp_path: Path) -> None:
-    (tmp_path / "tinyshakespeare.txt").write_bytes(BODY[:-1] + b"?")
-    assert shakespeare.tiny_shakespeare(tmp_path) == BODY.decode()
-    assert (tmp_path / "tinyshakespeare.txt").read_bytes() == BODY
-    assert origin.requests == 1
 
 
 def test_wrong_bytes_are_refused_and_not_kept(origin: Origin, tmp_path: Path) -> None:
@@ -227,9 +202,6 @@ def test_a_dead_server_is_given_up_soon(monkeypatch: pytest.MonkeyPatch, tmp_pat
         message = refusal(shakespeare.tiny_shakespeare, tmp_path)
     assert str(tmp_path / "tinyshakespeare.txt") in message
     assert "--set data.path=FILE" in message
-
-
-def test_a_url_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GPT2_TINYSHAKESPEARE_URL", "not a url")
     assert "not a url" in refusal(shakespeare.tiny_shakespeare, tmp_path)
 
@@ -238,8 +210,6 @@ def test_split_is_the_fields() -> None:
     train, held_out = shakespeare.split("x" * 1_115_394)
     assert (len(train), len(held_out)) == (1_003_854, 111_540)
     assert shakespeare.split("abcd", 0.5) == ("ab", "cd")
-    for fraction in (0.0, 1.0, -1.0, float("nan")):
-        refusal(shakespeare.split, "abcd", fraction)
 
 
 def test_checked_text() -> None:

@@ -86,19 +86,8 @@ def lowercase(folder: Path) -> None:
 
 def bert_words() -> list[str]:
     letters = sorted(set(TEXT) - {" "})
-    return [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        *letters,
-        *(f"##{c}" for c in letters),
-        "the",
-        "##odel",
-        "hello",
-        "模型",
-    ]
+    special, words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], ["the", "##odel", "hello", "模型"]
+    return [*special, *letters, *(f"##{c}" for c in letters), *words]
 
 
 def bert(folder: Path, name: str | None = "BertTokenizer", where: str = "tokenizer_config.json", **settings: object) -> None:

@@ -54,15 +54,6 @@ def test_token_files_train_as_their_text_does(recipe, files, whole, tmp_path):
     assert outcome(tmp_path / "files") == outcome(whole)
 
 
-def test_token_files_that_changed_are_another_run(recipe, files, tmp_path):
-    mapped = replace(recipe, data=Data(tokens=str(files)))
-    train(mapped, tmp_path / "run")
-    ids = np.fromfile(files / "train.bin", dtype="<u2")
-    ids[7] = (ids[7] + 1) % 10
-    ids.tofile(files / "train.bin")
-    assert "the text is not the one this run began with" in refusal(train, mapped, tmp_path / "run")
-
-
 def test_a_large_text_with_a_tokenizer_of_its_own_goes_on(recipe, text, whole, tmp_path, monkeypatch):
     """With the checkpoint's tokenizer it became token files of another hash, so a run could neither go on nor rewind."""
     monkeypatch.setattr(tokenizing, "LARGE", 0)
@@ -126,16 +117,9 @@ def test_on_an_accelerator_the_next_step_is_on_its_way(recipe, drawn):
     assert len(drawn) == 4
 
 
-def test_what_was_sent_ahead_is_what_the_step_draws(recipe):
-    plain, ahead = Feed(np.arange(200)), Feed(np.arange(200))
-    ahead.sent = (recipe.seed, 3), ahead.send(recipe, 3)
-    for mine, theirs in zip(plain(recipe, 3)[:3], ahead(recipe, 3)[:3], strict=True):
-        assert torch.equal(mine, theirs)
-
-
-def test_a_run_in_sliding_windows(recipe, tmp_path, monkeypatch):
+def test_a_run_in_sliding_windows(recipe, monkeypatch):
     """The recipe's stride must reach the code that draws windows."""
     strides = []
     monkeypatch.setattr(feed, "batch", lambda *args, **rest: strides.append(rest["stride"]) or batch(*args, **rest))
-    train(replace(recipe, steps=2, data=replace(recipe.data, stride=16)), tmp_path / "run")
-    assert set(strides) == {16}
+    Feed(np.arange(200))(replace(recipe, data=replace(recipe.data, stride=16)), 0)
+    assert strides == [16]

@@ -39,12 +39,12 @@ def kept(model, ids, precision="float32") -> int:
     return sum(sizes.values())
 
 
-@pytest.mark.parametrize(("dropout", "attn_dropout"), [(0.0, 0.0), (0.1, 0.0), (0.1, 0.1)])
-@pytest.mark.parametrize(("width", "layers", "context"), [(64, 6, 32), (96, 3, 128)])
-def test_activations_are_what_autograd_keeps(dropout, attn_dropout, width, layers, context):
+@pytest.mark.parametrize(("dropout", "attn_dropout", "width"), [(0.0, 0.0, 96), (0.1, 0.0, 64), (0.1, 0.1, 96)])
+def test_activations_are_what_autograd_keeps(dropout, attn_dropout, width):
     """An estimate that is too low by half makes a long run swap."""
+    context = 128
     recipe = Recipe(batch_size=8, grad_accum=2, context=context, dropout=dropout, attn_dropout=attn_dropout)
-    config = sized(context, width, layers, dropout, attn_dropout)
+    config = sized(context, width, 4, dropout, attn_dropout)
     measured = kept(GPT2(config).train(), torch.zeros(4, context, dtype=torch.long))
     logits = 4 * context * 65 * 4  # temporary; not kept for the backward pass
     assert cost.passing(config, recipe) - logits == pytest.approx(measured, rel=0.12)

@@ -118,12 +118,13 @@ def test_killed_while_tokenizing(recipe, table, tmp_path):
     assert np.array_equal(again.train_ids, expected.train_ids)
 
 
-def test_a_folder_that_cannot_be_written_is_left_alone(recipe, table, tmp_path, monkeypatch):
-    """The text may lie on a read-only disk."""
-    monkeypatch.setenv("GPT2_TOOLKIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(os, "access", lambda *args: False)
-    assert len(read(replace(recipe, data=Data(path=str(table))), 0).train_ids) > 1000
-    assert list((tmp_path / "cache" / "tokens").glob("*/train.bin"))
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("GPT2_TOOLKIT_CACHE", str(tmp_path / "file"))
-    assert "not writable, nor is" in refusal(read, replace(recipe, data=Data(path=str(table), held_out=0.2)), 0)
+def test_a_folder_that_cannot_be_written_names_the_way_out(recipe, table, tmp_path):
+    """The text may lie on a read-only disk: a link to it, as the message says, has its token files beside it."""
+    (tmp_path / "closed.jsonl").symlink_to(table)
+    (tmp_path / "closed.jsonl.tokens").touch()  # stands in for a folder that cannot be written, as root may write everywhere
+    says = refusal(read, replace(recipe, data=Data(path=str(tmp_path / "closed.jsonl"))), 0)
+    assert "cannot write token files" in says
+    assert "give a link to the text" in says
+    (tmp_path / "link.jsonl").symlink_to(table)
+    assert len(read(replace(recipe, data=Data(path=str(tmp_path / "link.jsonl"))), 0).train_ids) > 1000
+    assert list(tmp_path.glob("link.jsonl.tokens/*/train.bin"))

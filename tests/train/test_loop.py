@@ -11,7 +11,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.commands import refusal
 from support.training import metrics, outcome, stop_at
 
@@ -22,7 +21,7 @@ from gpt2.data import from_directory
 from gpt2.measure.metrics import language_score
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
-from gpt2.train import loop, models, state, step
+from gpt2.train import loop, state, step
 from gpt2.train.corpus import corpus
 from gpt2.train.feed import Feed
 from gpt2.train.loop import Estimated, Evaluated, Logged, Started, train
@@ -88,11 +87,10 @@ def model() -> GPT2:
     return GPT2(GPT2Config(13, 16, 16, 2, 2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).double()
 
 
-@pytest.mark.parametrize("parts", [2, 4])
-def test_accumulated_parts_are_the_whole_batch(quiet, model, ids, parts):
+def test_accumulated_parts_are_the_whole_batch(quiet, model, ids):
     """The usual bug: the sum of means, which makes the gradient of four parts four times too large."""
     free = replace(quiet, optim=replace(quiet.optim, clip=0.0))
-    whole, split = gradients(model, free, ids), gradients(model, replace(free, grad_accum=parts), ids)
+    whole, split = gradients(model, free, ids), gradients(model, replace(free, grad_accum=4), ids)
     for name in whole:
         torch.testing.assert_close(split[name], whole[name], rtol=1e-9, atol=1e-12, msg=name)
 
@@ -226,18 +224,12 @@ def test_a_tokenizer_larger_than_the_model_is_refused(recipe, init, tmp_path):
     assert f"the tokenizer has {len(chars) + 1} entries, the model {len(chars)}" in says
 
 
-def test_fine_tuning_leaves_the_file_it_starts_from_alone(recipe, init, tmp_path):
-    """Weights are views of the mapped file; training in place must not write to the file."""
-    before = {path.name: path.read_bytes() for path in init.iterdir()}
-    train(replace(recipe, steps=2), tmp_path / "run", init=str(init))
-    assert {path.name: path.read_bytes() for path in init.iterdir()} == before
-    after = load_file(tmp_path / "run" / "step-2" / "model.safetensors")
-    assert any(not torch.equal(tensor, after[name]) for name, tensor in load_file(init / "model.safetensors").items())
-
-
 def test_a_file_that_changes_under_a_fine_tune_does_not_reach_it(recipe, init, tmp_path):
-    """A mapped page that was never written to shows the file's current bytes: another program's new weights, or half of them."""
+    """A mapped page that was never written to shows the file's current bytes: another program's new weights, or half of them. Nor
+    may training write to the file."""
+    before = {path.name: path.read_bytes() for path in init.iterdir()}
     train(recipe, tmp_path / "undisturbed", init=str(init))
+    assert {path.name: path.read_bytes() for path in init.iterdir()} == before
 
     def overwrite(event):
         if isinstance(event, Started):
@@ -248,18 +240,16 @@ def test_a_file_that_changes_under_a_fine_tune_does_not_reach_it(recipe, init, t
     assert outcome(tmp_path / "run") == outcome(tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_dropout_is_the_recipes_and_not_the_models(recipe, init, tmp_path, monkeypatch, goes_on):
+def test_dropout_is_the_recipes_and_not_the_models(recipe, init, tmp_path, monkeypatch):
     """The recipe's dropout replaces that of GPT-2's config (0.1 everywhere), also after a resume."""
     tuned = replace(recipe, dropout=0.25, attn_dropout=0.5)
-    if goes_on:
-        train(tuned, tmp_path / "run", init=str(init), report=stop_at(5))
     models = []
     monkeypatch.setattr(loop, "adamw", lambda model, optim: models.append(model) or adamw(model, optim))
+    train(tuned, tmp_path / "run", init=str(init), report=stop_at(5))
     train(tuned, tmp_path / "run", init=str(init))
-    (model,) = models
-    assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.25}
-    assert [block.attn.attn_pdrop for block in model.h] == [0.5]
+    for model in models:
+        assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.25}
+        assert [block.attn.attn_pdrop for block in model.h] == [0.5]
 
 
 # Ownership of the output folder
@@ -305,8 +295,7 @@ def test_a_changed_text_is_another_run(recipe, text, tmp_path):
     assert "the text is not the one this run began with" in refusal(train, recipe, tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["best", "metrics.jsonl", "step-5"])
-@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize(("name", "fresh"), [("best", True), ("metrics.jsonl", False), ("step-5", True)])
 def test_a_strangers_files_are_not_clobbered(recipe, tmp_path, name, fresh):
     """`--out .` in a project with its own `best/` deleted that folder."""
     (tmp_path / name).mkdir()
@@ -355,24 +344,6 @@ def test_full_disk_is_one_line_and_leaves_the_last_checkpoint(recipe, tmp_path, 
     assert outcome(run) == outcome(tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize("what", ["metrics", "best", "recipe"])
-def test_writes_that_fail_anywhere_are_one_line(recipe, tmp_path, monkeypatch, what):
-    """Any failing write, also that of a log line, ends in one line and not in a traceback."""
-
-    def fail(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    if what == "metrics":
-        monkeypatch.setattr(json, "dumps", fail)
-        monkeypatch.setattr(state, "write_json", lambda *a: None)
-        monkeypatch.setattr(state, "save_best", lambda *a: None)
-    elif what == "best":
-        monkeypatch.setattr(models.saving, "save", fail)
-    else:
-        monkeypatch.setattr(state, "write_json", fail)
-    assert "cannot write there (No space left on device); make room" in refusal(train, recipe, tmp_path / "run")
-
-
 def test_a_model_that_is_not_finite_is_never_the_best(recipe, init, tmp_path):
     """The first evaluation has no previous score, so NaN became the best; and no score is lower than NaN."""
     model = load_path(init)
@@ -389,23 +360,17 @@ def test_a_model_that_is_not_finite_is_never_the_best(recipe, init, tmp_path):
 
 
 def test_handlers_are_put_back(recipe, tmp_path):
-    """After a run in a notebook Ctrl-C must interrupt again, also after an error."""
-
-    def handlers():
-        return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-
-    before = handlers()
-    during = []
-    train(recipe, tmp_path / "run", report=lambda event: during.append(signal.getsignal(signal.SIGTERM)))
-    assert during[0] != before[1]
-    assert handlers() == before
+    """After a run in a notebook Ctrl-C must interrupt again, here after an error."""
+    before, during = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], []
 
     def fail(event):
+        during.append(signal.getsignal(signal.SIGTERM))
         raise RuntimeError("a bug in a report")
 
     with pytest.raises(RuntimeError):
-        train(recipe, tmp_path / "other", report=fail)
-    assert handlers() == before
+        train(recipe, tmp_path / "run", report=fail)
+    assert during[0] != before[1]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_a_second_interrupt_acts_at_once(recipe, tmp_path):
@@ -424,19 +389,3 @@ def test_a_second_interrupt_acts_at_once(recipe, tmp_path):
         signal.signal(signal.SIGINT, before)
     assert [path.name for path in state.checkpoints(tmp_path / "run")] == ["step-4"]
     assert train(recipe, tmp_path / "run").stopped == "finished"
-
-
-def test_a_checkpoint_opens_in_transformers(recipe, tmp_path, monkeypatch):
-    """Other programs must open a checkpoint of the loop: it is in transformers' format."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    train(replace(recipe, data=replace(recipe.data, tokenizer="bpe", vocab_size=300)), tmp_path / "run")
-    transformers = pytest.importorskip("transformers")
-    for name in ("best", "step-12"):
-        folder = tmp_path / "run" / name
-        theirs = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        ids = tokenizer.encode("HAMLET:\nthou art", return_tensors="pt")
-        assert ids[0].tolist() == from_directory(folder).encode("HAMLET:\nthou art")
-        with torch.inference_mode():
-            ours = load_path(folder)(ids)
-            torch.testing.assert_close(theirs(ids).logits, ours, rtol=1e-4, atol=1e-5)

@@ -108,10 +108,9 @@ def test_rounding_is_no_worse_than_the_plain_loss(model, windows, monkeypatch, p
     assert theirs > (1e-3 if precision == torch.bfloat16 else 1e-8)  # else the precision was not in use
 
 
-@pytest.mark.parametrize("scale", [1.0, 300.0])
-def test_large_logits_do_not_overflow(model, windows, scale):
+def test_large_logits_do_not_overflow(model, windows):
     """exp(300) overflows float32; a target 300 below the maximum has probability zero and a finite loss."""
-    model.ln_f.weight.data *= scale
+    model.ln_f.weight.data *= 300
     single = model.float()
     ours, theirs = gradients(single, lambda m: Scored(m)(*windows)), gradients(single, lambda m: plain(m, *windows))
     assert ours["loss"].item() == pytest.approx(theirs["loss"].item(), rel=1e-6)

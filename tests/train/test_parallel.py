@@ -15,7 +15,7 @@ from support.training import metrics, outcome
 from gpt2.errors import InputError
 from gpt2.train import clock, state
 from gpt2.train.corpus import corpus
-from gpt2.train.loop import Logged, Started, train
+from gpt2.train.loop import train
 from gpt2.train.recipe import Lora, Recipe
 
 
@@ -39,10 +39,7 @@ def alone(shared, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("size", "how", "parts"),
-    [(2, "ddp", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "fsdp", 2), (3, "ddp", 3), (3, "fsdp", 3)))],
-)
+@pytest.mark.parametrize(("size", "how", "parts"), [(2, "ddp", 1), pytest.param(3, "fsdp", 3, marks=pytest.mark.slow)])
 def test_many_compute_what_one_does(shared, alone, tmp_path, size, how, parts):
     """Gradients that are summed instead of averaged, or taken from other rows, train another model without an error."""
     run = Run(replace(shared, parallel=how, grad_accum=parts), tmp_path / "run")
@@ -60,10 +57,7 @@ def test_the_control_of_that(shared, alone, tmp_path):
     assert furthest(alone, tmp_path / "run") > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("first", "then", "how"),
-    [(2, 1, "fsdp"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 2, "ddp"), (2, 3, "fsdp"), (1, 3, "fsdp")))],
-)
+@pytest.mark.parametrize(("first", "then", "how"), [(2, 1, "fsdp"), pytest.param(1, 3, "ddp", marks=pytest.mark.slow)])
 def test_saved_on_some_and_gone_on_with_on_others(shared, alone, tmp_path, first, then, how):
     """A checkpoint must resume on another number of processes: it must not hold one rank's slice or moments alone."""
     run = Run(replace(shared, parallel=how), tmp_path / "run", stop=5, by=first - 1)
@@ -75,7 +69,7 @@ def test_saved_on_some_and_gone_on_with_on_others(shared, alone, tmp_path, first
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "how"), [(2, "ddp"), (2, "fsdp"), (3, "ddp"), (3, "fsdp")])
+@pytest.mark.parametrize(("size", "how"), [(2, "ddp"), (3, "fsdp")])
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(recipe, tmp_path, size, how):
     """With dropout. DDP's gradient buckets in the first step differ from later ones, also in the first step of a resumed run."""
     shared = replace(recipe, batch_size=6, parallel=how, device="cpu")
@@ -188,13 +182,12 @@ def test_a_worker_is_killed_and_the_job_ends_as_if_it_had_not_been(undisturbed, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_of_a_job_saves_once_and_ends(recipe, tmp_path, number):
+def test_ctrl_c_of_a_job_saves_once_and_ends(recipe, tmp_path):
     """Deadlock on Ctrl-C: a worker waits to return its result to the launcher, and the launcher waits for the worker."""
     shared = replace(recipe, batch_size=4, steps=100_000, save_every=100_000, eval_every=100_000)
     process = command(shared, tmp_path / "run")
     reached(tmp_path / "run", 10, process)
-    os.killpg(process.pid, number)
+    os.killpg(process.pid, signal.SIGINT)
     process.wait(120)
     err = said(tmp_path / "run").read_text()
     assert process.returncode == 130, err
@@ -203,14 +196,6 @@ def test_ctrl_c_of_a_job_saves_once_and_ends(recipe, tmp_path, number):
     found, skipped = state.newest_intact(tmp_path / "run")
     assert (found, skipped) == (tmp_path / "run" / f"step-{steps[-1]}", [])
     assert f"interrupted and saved at step {steps[-1]}" in err
-
-
-def test_one_process_under_torchrun_is_one_process(shared, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    events = []
-    train(replace(shared, steps=1), tmp_path / "run", report=events.append)
-    assert [type(event) for event in events][:1] == [Started]
-    assert any(isinstance(event, Logged) for event in events)
 
 
 def test_a_device_that_is_not_there_is_refused(shared, tmp_path):

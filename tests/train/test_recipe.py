@@ -54,46 +54,35 @@ def test_recipe_by_path_has_defaults_for_what_it_does_not_say(mine):
     [
         ("step=5", "unknown key 'step'; did you mean steps?"),
         ("optim.warm_up=5", "unknown key 'optim.warm_up'; did you mean optim.warmup?"),
-        ("warmup=5", "unknown key 'warmup'; did you mean optim.warmup?"),
         ("lr=1", "unknown key 'lr'; did you mean optim.lr?"),  # it was lora
-        ("n_layers=1", "unknown key 'n_layers'; did you mean model.n_layer?"),
         ("zzz=1", "unknown key 'zzz'; keys are name, description"),
         ("steps=many", "steps must be int, found 'many'"),
-        ("steps=1.5", "steps must be int, found 1.5"),
-        ("steps=true", "steps must be int, found True"),
         ("optim.lr=fast", "optim.lr must be float, found 'fast'"),
         ("optim=1", "optim is a table of keys, found 1"),
         ("steps.more=1", "steps is a value, not a table"),
         ("steps", "write key=value"),
-        ("=5", "write key=value"),
         ("steps=0", "steps is 0; give 1 or more"),
-        ("eval_every=-1", "eval_every is -1; give 1 or more"),
         ("batch_size=6", "batch_size 6 does not divide into grad_accum 4 parts"),
         ("dropout=1.0", "dropout is 1.0; give 0 or more and less than 1"),
         ("data.held_out=0", "data.held_out is 0.0; give a fraction"),
         ("data.tokenizer=word", "data.tokenizer is 'word'; give 'bpe', 'chars', 'words' or 'gpt2'"),
-        ("model.kind=lstm", "model.kind is 'lstm'; give 'gpt2' or 'bigram'"),
         ("on_divergence=pray", "on_divergence is 'pray'; give 'stop', 'skip' or 'rewind'"),
-        ("eval_tokens=-1", "eval_tokens is -1; give 0 or more"),
         ("optim.lr=1e-9", "optim.lr 1e-09 is below optim.min_lr"),
         ("optim.lr=nan", "optim.lr is nan; give 0 or more, and finite"),
-        ("optim.lr=inf", "optim.lr is inf; give 0 or more, and finite"),
         ("optim.clip=-1", "optim.clip is -1.0; give 0 or more, and finite"),
-        ("optim.beta2=1.0", "optim.beta2 is 1.0; give 0 or more and less than 1"),
-        ("seed=-1", "seed is -1; give 0 or more"),
+        ("data.tokens=here", "data.path and data.tokens are both given"),
         ("patience=-2", "patience is -2; give 0 (never stop early) or more, or -1"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(override, says, mine):
     """Examples: a typo that would train with the default, a negative clip that increases the loss, NaN that passes
     comparisons."""
-    assert says in refusal(read, mine("steps = 9\ngrad_accum = 4\n"), [override])
+    assert says in refusal(read, mine('steps = 9\ngrad_accum = 4\n[data]\npath = "x.txt"\n'), [override])
 
 
 @pytest.mark.parametrize(
     ("override", "value"),
     [
-        ("steps=7", lambda r: r.steps == 7),
         (" steps = 7 ", lambda r: r.steps == 7),
         ("optim.lr=1", lambda r: type(r.optim.lr) is float and r.optim.lr == 1),
         ("optim.lr=.01", lambda r: r.optim.lr == 0.01),  # not TOML, but a common way to type it
@@ -110,10 +99,6 @@ def test_overrides_mean_what_a_shell_user_means(override, value, mine):
     assert value(read(mine("[optim]\nmin_lr = 0.0\n"), [override]))
 
 
-def test_later_overrides_win(mine):
-    assert read(mine("steps = 1\n"), ["steps=2", "steps=3"]).steps == 3
-
-
 def test_unknown_recipe_names_the_nearest(tmp_path):
     assert "did you mean shakespeare-mini?" in refusal(read, "shakespear-mini")
     assert "or give the path of a TOML file" in refusal(read, str(tmp_path))
@@ -124,11 +109,6 @@ def test_unknown_recipe_names_the_nearest(tmp_path):
     assert "not a TOML file" in refusal(read, str(bad))
 
 
-def test_two_texts_at_once_are_refused(mine):
-    path = mine('[data]\npath = "x.txt"\n')
-    assert "data.path and data.tokens are both given" in refusal(read, path, ["data.tokens=here"])
-
-
 @pytest.mark.parametrize("name", [name for name in recipes.names() if name.startswith("finetune")])
 def test_a_recipe_that_starts_from_a_model_is_refused_without_one(name, tmp_path):
     """A forgotten --init trained from scratch in silence, or said that vocab_size is too large."""
@@ -137,16 +117,8 @@ def test_a_recipe_that_starts_from_a_model_is_refused_without_one(name, tmp_path
     assert not (tmp_path / "run").exists()
     text = tmp_path / "text.txt"
     text.write_text("To be, or not to be: that is the question. " * 20)
-    scratch = [
-        "needs_init=false",
-        "lora.r=0",
-        f"data.path={text}",
-        "data.tokenizer=chars",
-        "context=8",
-        "data.prompt=",
-        "data.label=",
-        "data.padded=false",
-    ]
+    scratch = ["needs_init=false", "lora.r=0", f"data.path={text}", "data.tokenizer=chars", "context=8"]
+    scratch += ["data.prompt=", "data.label=", "data.padded=false"]
     assert list_data(read(name, [*scratch, "data.field=text"])).train_tokens == 774
 
 
@@ -161,13 +133,6 @@ def test_a_recipe_that_needs_a_network_names_the_way_without(monkeypatch):
     assert read("finetune-chat").data.needs == ""
 
 
-def test_a_fine_tune_stops_early_unless_told_otherwise():
-    """A small text is soon memorised: the training loss falls while the held-out loss rises."""
-    assert Recipe().resolved(None).patience == 0
-    assert Recipe().resolved("gpt2").patience == 5
-    assert Recipe(patience=0).resolved("gpt2").patience == 0
-
-
 def test_the_activation_reaches_the_model_and_a_wrong_one_is_refused(recipe):
     """nanoGPT's character model uses the exact GELU; a recipe key that is ignored would train another model."""
     exact = replace(recipe, model=replace(recipe.model, activation_function="gelu"))
@@ -176,7 +141,7 @@ def test_the_activation_reaches_the_model_and_a_wrong_one_is_refused(recipe):
     assert "model.activation_function is 'glu'; give 'gelu_new'" in refusal(read, "words", ["model.activation_function=glu"])
 
 
-@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "a/b", "a\\b", "C:x", "..", ".", "", "a\0b", "a\x1b]0;x", "x" * 300])
+@pytest.mark.parametrize("name", ["../../x", "a\\b", "C:x", "..", "", "a\x1b]0;x", "x" * 300])
 def test_a_name_is_one_component_of_a_path(mine, name):
     """A run writes to out/NAME: a name with a path in it could write anywhere."""
     path = mine(f"name = {json.dumps(name)}\n")

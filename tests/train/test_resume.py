@@ -11,11 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from support.commands import refusal
 from support.training import flip, forkserver, logged_steps, metrics, outcome, start, stop_at
 
-from gpt2.checkpoint.saving import safetensors_file
 from gpt2.errors import InputError
 from gpt2.train import loop, state
 from gpt2.train.loop import Evaluated, Logged, Started, train
@@ -44,9 +42,7 @@ def run(stopped, tmp_path):
     return shutil.copytree(stopped, tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("step", "number"), [(1, signal.SIGINT), (4, signal.SIGTERM), (5, signal.SIGTERM), (6, signal.SIGINT), (11, signal.SIGTERM)]
-)
+@pytest.mark.parametrize(("step", "number"), [(4, signal.SIGTERM), (6, signal.SIGINT), (11, signal.SIGTERM)])
 def test_an_orderly_stop_finishes_the_step_and_saves_it(recipe, tmp_path, undisturbed, step, number):
     """Steps that are saved, evaluated, both or neither: each case once logged a step twice."""
     run = tmp_path / "run"
@@ -148,11 +144,8 @@ DAMAGE = {
     "a flipped bit in the weights": (lambda p: flip(p / "model.safetensors"), "model.safetensors does not have the sha256"),
     "a flipped bit in the moments": (lambda p: flip(p / "optimizer.safetensors"), "optimizer.safetensors does not have"),
     "a file cut short": (lambda p: os.truncate(p / "model.safetensors", 99), "model.safetensors does not have the sha256"),
-    "a file gone": (lambda p: (p / "progress.json").unlink(), "progress.json is missing"),
     "no manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
     "a manifest of nothing": (lambda p: (p / "manifest.json").write_text("{}"), "manifest.json does not list config.json"),
-    "a manifest of zeros": (lambda p: (p / "manifest.json").write_bytes(bytes(50)), "unreadable"),
-    "a manifest that is a list": (lambda p: (p / "manifest.json").write_text("[]"), "does not list config.json"),
     "an empty directory": (lambda p: [f.unlink() for f in p.iterdir()], "manifest.json is missing"),
 }
 
@@ -235,15 +228,10 @@ def test_leftovers_of_a_kill_are_cleared(recipe, run, undisturbed):
     assert outcome(run) == undisturbed
 
 
-def test_a_fresh_start_brings_nothing_back(recipe, run):
-    """--fresh removed the checkpoints, and then gave one of the old run its name back."""
-    os.rename(run / "step-10", run / ".step-10.old")
-    train(replace(recipe, steps=1), run, fresh=True)
-    assert [path.name for path in state.checkpoints(run)] == ["step-1"]
-
-
 def test_a_fresh_start_stops_at_what_it_cannot_remove(recipe, run, tmp_path):
-    """The removal's error was ignored, so the next start resumed a checkpoint of the old run."""
+    """The removal's error was ignored, so the next start resumed a checkpoint of the old run. Nor may --fresh give back what a
+    kill had set aside."""
+    os.rename(run / "step-8", run / ".step-8.old")
     (run / "step-10").rename(tmp_path / "elsewhere")
     (run / "step-10").symlink_to(tmp_path / "elsewhere")
     for fresh in (True, False):
@@ -267,10 +255,9 @@ def cleared_and_killed(recipe: Recipe, run: Path, last: str) -> None:
     train(recipe, run, fresh=True)
 
 
-@pytest.mark.parametrize("last", ["step-10", "best"])
-def test_a_fresh_start_that_is_killed_while_it_clears_is_the_run_that_goes_on(recipe, run, undisturbed, last):
+def test_a_fresh_start_that_is_killed_while_it_clears_is_the_run_that_goes_on(recipe, run, undisturbed):
     """Started again without --fresh, it resumed what was left of the old run."""
-    process = forkserver().Process(target=cleared_and_killed, args=(recipe, run, last))
+    process = forkserver().Process(target=cleared_and_killed, args=(recipe, run, "step-10"))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
@@ -283,7 +270,7 @@ def test_a_fresh_start_that_is_killed_while_it_clears_is_the_run_that_goes_on(re
     assert outcome(run) == undisturbed
 
 
-@pytest.mark.parametrize("torn", ['{"step": 5, "lo', '{"step"', "\x00\x00", "5", "[]", '"step"'])
+@pytest.mark.parametrize("torn", ['{"step": 5, "lo', "\x00\x00", "[]"])
 def test_a_line_torn_by_the_kill_is_cut_off(run, torn):
     """An incomplete line in the middle of the file would break every reader."""
     before = (run / "metrics.jsonl").read_text()
@@ -317,10 +304,7 @@ def test_what_a_checkpoint_counts_on_is_on_the_disk_before_it_appears(recipe, tm
 # Killed
 
 
-RUNS = [("weights", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("weights", 2), ("adapters", 3)))]
-
-
-@pytest.mark.parametrize(("trains", "seed"), RUNS)
+@pytest.mark.parametrize(("trains", "seed"), [("weights", 1), pytest.param("adapters", 3, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(recipe, init, tmp_path, trains, seed):
     """SIGKILL during a step, a rename, a log line or an evaluation: the run must resume exactly from what is on the disk."""
     long = replace(recipe, steps=45, eval_every=2, save_every=3, lora=Lora(r=2 if trains == "adapters" else 0, dropout=0.1))
@@ -343,29 +327,3 @@ def test_killed_at_random_moments(recipe, init, tmp_path, trains, seed):
     process.join()
     assert process.exitcode == 0
     assert outcome(run) == outcome(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_process_that_is_asked_to_stop_saves_and_ends_well(recipe, tmp_path, number):
-    long = replace(recipe, steps=100_000, save_every=100_000, eval_every=100_000)
-    process = start(long, tmp_path / "run")
-    while logged_steps(tmp_path / "run") < 5:
-        assert process.is_alive()
-        time.sleep(0.02)
-    os.kill(process.pid, number)
-    process.join(60)
-    assert process.exitcode == 0
-    found, skipped = state.newest_intact(tmp_path / "run")
-    assert skipped == []
-    steps = [row["step"] for row in metrics(tmp_path / "run")]
-    assert steps == list(range(steps[-1] + 1))
-    assert found == tmp_path / "run" / f"step-{steps[-1]}"
-
-
-def test_the_moments_are_written_from_where_they_lie():
-    """Moments must be written from their memory: converting them to bytes doubled gpt2-medium's peak to 12 GB, against 7 in a
-    step."""
-    moments = {"0.exp_avg": torch.ones(3)}
-    pieces = list(safetensors_file(moments))
-    moments["0.exp_avg"].zero_()
-    assert bytes(pieces[1]) == bytes(12)  # it is the tensor's own memory

@@ -15,8 +15,8 @@ from support.browser import Browser, in_a_browser
 from support.commands import mistake
 
 from gpt2.cli.main import main
+from gpt2.train.plot import page
 from gpt2.train.runs import COLOURS, read
-from gpt2.train.watch import page
 
 
 def write(folder: Path, val: list[float], steps: int = 100, more: str = "") -> Path:
