@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 POSITIVE, NEGATIVE = (0xD8, 0x62, 0x28), (0x3F, 0x7F, 0xC4)  # visible on light and dark pages
 LABELLED = 24  # most tokens that are named along the edges
 VISIBLE = 750_000  # weights of all heads, in a page of less than 3 MB: 72 tokens of gpt2, 25 of gpt2-xl
-MAX_WEIGHTS = 500_000  # above this the page has pictures only, without single weights
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,6 @@ class AttentionReport(Printed):
             raise InputError(f"the text makes {len(self.tokens)} tokens, and {room}")
         maps = {"A": self.maps} if self.maps_b is None else {"A": self.maps, "B": self.maps_b}
         pictures = {} if self.maps_b is None else {"B − A": picture(self.difference, self.tokens, signed=True)}
-        layers, heads, n, _ = self.maps.shape
-        has_weights = len(maps) * layers * heads * n * (n + 1) // 2 <= MAX_WEIGHTS
         return render(
             "attention",
             report=self,
@@ -116,10 +113,10 @@ class AttentionReport(Printed):
             pictures=pictures | {side: picture(weights, self.tokens, signed=False) for side, weights in maps.items()},
             tokens=[readable(token) for token in self.tokens],
             data={
-                "layers": layers,
-                "heads": heads,
+                "layers": self.maps.size(0),
+                "heads": self.maps.size(1),
                 "tokens": [visible(token) for token in self.tokens],
-                "maps": {side: pack_lower(weights) for side, weights in maps.items()} if has_weights else {},
+                "maps": {side: pack_lower(weights) for side, weights in maps.items()},
             },
             rows=list(zip(self.heads, self.heads_b or [None] * len(self.heads), strict=True)),
             notable=self.notable(),
@@ -154,7 +151,7 @@ def picture(maps: Tensor, tokens: Sequence[str], *, signed: bool) -> dict[str, A
     with matplotlib_of_our_own():
         from matplotlib.image import imsave
 
-        imsave(written, image, format="png", metadata={"Software": None})
+        imsave(written, image, format="png")
     labels = [_label(token) for token in tokens] if n <= LABELLED and cell >= 7 else []
     longest = 6 * max(map(len, labels), default=0)
     sizes = {"cell": cell, "side": n * cell, "step": step * cell, "left": 34 + longest, "top": 24, "bottom": 8 + longest}
