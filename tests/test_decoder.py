@@ -212,7 +212,7 @@ def test_a_changed_model_gives_another_text(change: Callable[[GPT2], object], ro
 
 
 def test_the_model_runs_itself_where_the_results_could_differ() -> None:
-    """Possible bugs: hooks are not called, a subclass's forward is skipped, float32 is used under autocast."""
+    """Possible bugs: a subclass's forward is skipped, or float32 is used under autocast. `CHANGES` has the others."""
 
     class Mine(GPT2):
         pass
@@ -221,12 +221,6 @@ def test_the_model_runs_itself_where_the_results_could_differ() -> None:
     assert Decoder(Mine(CONFIG)).forward_pass is None
     with torch.autocast("cpu", torch.bfloat16):
         assert Decoder(drawn()).forward_pass is None
-    model, shapes = drawn(), []
-    handle = model.h[0].mlp.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
-    generate(model, [1, 2], 3, temperature=0)
-    assert shapes == [(1, 2, 24), (1, 1, 24), (1, 1, 24)]
-    handle.remove()
-    assert Decoder(model).forward_pass is not None
 
 
 def test_a_decoder_serves_many_texts() -> None:

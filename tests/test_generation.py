@@ -15,7 +15,6 @@ from torch import Tensor
 import gpt2
 from gpt2.config import GPT2Config
 from gpt2.decoder import Decoder
-from gpt2.errors import InputError
 from gpt2.generation import DRAFT_TOKENS, Ending, StopText, generate, stream
 from gpt2.model import GPT2
 from gpt2.sampling import Sampling
@@ -97,21 +96,6 @@ def test_a_draft_leaves_the_distribution(settings: dict) -> None:
         exact[text] = float(Sampling(**settings).probabilities(logits).gather(1, ids[0, 1:, None]).prod())
     found = Counter(tuple(generate(model, [0], 3, seed=seed, draft=draft, **settings)[1:]) for seed in range(runs))
     assert sum(abs(found[text] / runs - p) for text, p in exact.items()) / 2 < 0.08
-
-
-@pytest.mark.parametrize(
-    ("ids", "change", "settings", "message"),
-    [
-        (torch.ones(2, 3, dtype=torch.long), {}, {}, "a batch of 2"),
-        ([1], {"vocab_size": 62}, {}, "a vocabulary of 62 tokens, the model 61"),
-        (torch.ones(1, 3, dtype=torch.long), {}, {"attention_mask": torch.tensor([[0, 1, 1]])}, "attention_mask"),
-        ([1], {}, {"use_cache": False}, "use_cache"),
-    ],
-)
-def test_a_draft_that_cannot_guess(ids: list[int] | Tensor, change: dict, settings: dict, message: str) -> None:
-    """Possible bugs: an internal index error, one row continued for the whole batch, or padding read as text."""
-    with pytest.raises(InputError, match=message):
-        generate(lively(), ids, 3, draft=lively(replace(CONFIG, **change)), **settings)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
@@ -197,6 +181,7 @@ def test_stop_ends_a_text_and_keeps_the_id() -> None:
     assert torch.equal(found, both[:, : 3 + max(met[shared]) + 1])
 
 
+DRAFT = lively()
 BAD: list[tuple[object, dict, str]] = [
     ([], {}, "the prompt is empty"),
     (torch.empty(1, 0, dtype=torch.long), {}, "the prompt is empty"),
@@ -213,12 +198,15 @@ BAD: list[tuple[object, dict, str]] = [
     (torch.tensor([[1.0]]), {}, "torch.float32"),
     (torch.tensor([[True]]), {}, "torch.bool"),
     ([1], {"max_new_tokens": -1}, "max_new_tokens is -1"),
-    ([1], {"temperature": -1.0}, "temperature is -1.0"),
     ([1], {"temperature": -1.0, "max_new_tokens": 0}, "temperature is -1.0"),
-    ([1], {"top_k": 0}, "top_k is 0"),
     ([1], {"top_p": 0.0, "temperature": 0}, "top_p is 0.0"),
     ([1, 2], {"attention_mask": torch.ones(1, 3)}, r"attention_mask is \(1, 3\); make it \(1, 2\)"),
     ([1, 2], {"attention_mask": torch.tensor([[1, 0]])}, "pad on the left"),
+    (torch.ones(2, 3, dtype=torch.long), {"draft": DRAFT}, "a batch of 2"),
+    ([1], {"draft": lively(replace(CONFIG, vocab_size=62))}, "a vocabulary of 62 tokens, the model 61"),
+    ([2, 1], {"draft": DRAFT, "attention_mask": torch.tensor([[0, 1]])}, "a draft needs .* leave out attention_mask"),
+    ([1], {"draft": DRAFT, "use_cache": False}, "a draft needs .* and use_cache"),
+    ([1], {"draft": DRAFT, "repetition_penalty": 1.8}, "a repetition penalty"),
 ]
 
 
@@ -293,20 +281,6 @@ def test_mode_is_the_callers_between_and_after(how: str) -> None:
     assert not torch.is_inference_mode_enabled()
 
 
-def test_no_dropout_while_a_token_is_computed() -> None:
-    """Sampling in the middle of training must not use dropout; a model in eval mode must not change."""
-    dropping = lively(replace(CONFIG, embd_pdrop=0.9, attn_pdrop=0.9, resid_pdrop=0.9))
-    expected = plainly(dropping, [1, 2], 12)
-    assert generate(dropping, [1, 2], 12, temperature=0) == expected
-    state = torch.get_rng_state()
-    assert generate(dropping.train(), [1, 2], 12, temperature=0) == expected
-    assert [int(c) for c in stream(dropping, torch.tensor([[1, 2]]), 12, temperature=0)] == expected[2:]
-    assert torch.equal(state, torch.get_rng_state())
-    with torch.no_grad():  # the control: in this mode dropout is active
-        ids = torch.tensor([[1, 2]])
-        assert not torch.equal(dropping(ids), dropping(ids))
-
-
 def test_stream_yields_as_it_goes() -> None:
     """A stream must yield the first id before it computes the rest."""
     passes: list[int] = []
@@ -338,7 +312,6 @@ def test_the_penalty_counts_the_prompt_and_what_was_generated_but_no_padding() -
             logits[token] = logits[token] * 1.8 if logits[token] < 0 else logits[token] / 1.8
         text.append(int(logits.argmax()))
     assert text[5:] == alone[0]
-    assert "repetition penalty" in refusal(generate, model, [1], 3, draft=model, **settings)
 
 
 def test_a_stop_text_ends_where_transformers_ends() -> None:

@@ -105,7 +105,8 @@ def resume(device: str, work: Path, kept: dict[str, Any]) -> Rows:
     text.write_text("When shall we three meet again, in thunder, lightning, or in rain?\n" * 60)
     wanted = recipe(text, device=device.partition(":")[0], steps=STEPS)
     other = recipe(text, device=wanted.device, steps=STEPS, seed=1)
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    # CUDA does not survive a fork; a server that never uses it has torch imported once for all of them.
+    context = multiprocessing.get_context("forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn")
 
     def run(which: Any, folder: Path, kill_at: int | None = None) -> None:
         process = context.Process(target=train, args=(which, folder))

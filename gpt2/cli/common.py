@@ -88,19 +88,17 @@ def say(text: str, end: str = "\n") -> None:
     print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
-def write_result(target: str | None, to_json: Callable[[], str], show: Callable[[], None]) -> None:
-    """Write the JSON of ``--json``, an object, with the version of its keys; show the result unless the JSON goes to stdout."""
-
-    def versioned() -> str:
-        return json.dumps({"json_version": JSON_VERSION, **json.loads(to_json())}, indent=2)
-
-    if target == "-":
-        say(versioned())
-        return
-    if target:
+def write_result(target: str | None, body: dict[str, Any] | Callable[[], str], show: Callable[[], None]) -> None:
+    """Write the object of ``--json``, or its JSON, with the version of its keys; show the result unless that goes to stdout."""
+    if target is not None:
+        content = json.loads(body()) if callable(body) else body
+        text = json.dumps({"json_version": JSON_VERSION, **content}, indent=2)
+        if target == "-":
+            say(text)
+            return
         from gpt2.data.files import write_output
 
-        write_output(target, versioned() + "\n", "--json ")
+        write_output(target, text + "\n", "--json ")
     show()
 
 

@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     except Interrupted as interrupted:
         device, code = interrupted.report, 130
     both = {**json.loads(diagnosis.to_json()), "device": json.loads(device.to_json())}
-    write_result(args.json, lambda: json.dumps(both, indent=2), lambda: say(diagnosis.table(width) + "\n" + device.table(width)))
+    write_result(args.json, both, lambda: say(diagnosis.table(width) + "\n" + device.table(width)))
     return (0 if diagnosis.ok and device.ok else 1) if code is None else code
 
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import socket
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 from gpt2.cli.common import Status, add_device, add_offline, add_set, save_page, write_result
-from gpt2.cli.serving import listen, one_page, serve
+from gpt2.cli.serving import Answer, listen, serve
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
-
     from gpt2.explore.lens import Explorer
 
 HELP = "look inside a forward pass: predictions by layer, attention by head"
@@ -57,15 +54,15 @@ def run(args: argparse.Namespace) -> int:
             prompt = PROMPT if args.prompt is None else args.prompt
             lens = opened.look(prompt)  # reports a bad prompt before a browser asks
             if not writes:
-                serve(partial(application, opened, prompt), listening)
+                serve("gpt2 explore", answers(opened, prompt), listening)
     save_page(args.html, lens.save_html)
     if args.json:
         write_result(args.json, lens.to_json, lambda: None)
     return 0
 
 
-def application(opened: Explorer, prompt: str, token: str) -> Starlette:
-    """Return an application that serves the page of ``/TOKEN/?prompt=TEXT``, of ``prompt`` without a query."""
+def answers(opened: Explorer, prompt: str) -> Answer:
+    """Return what answers a query: the page of its prompt, of ``prompt`` without one."""
     from gpt2.explore.lens_page import error_page, page
 
     def answer(query: Mapping[str, str]) -> tuple[str, int]:
@@ -75,4 +72,4 @@ def application(opened: Explorer, prompt: str, token: str) -> Starlette:
         except InputError as error:
             return error_page(tuple(side.name for side in opened.sides), typed, error), 400
 
-    return one_page("gpt2 explore", answer, token)
+    return answer

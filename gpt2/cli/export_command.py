@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shlex
 from dataclasses import asdict, replace
@@ -71,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if check is not None:
         body["check"] = {"ok": check.ok, **asdict(check)}
     text = "\n".join([_text(done), *([] if check is None else [check.table()])])
-    write_result(args.json, lambda: json.dumps(body, indent=2), lambda: print(printable(text)))
+    write_result(args.json, body, lambda: print(printable(text)))
     return 0 if check is None or check.ok else 1
 
 

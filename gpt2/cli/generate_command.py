@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import json
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -101,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - started
     body = {"model": args.model, "draft": args.draft, **body, **settings, "stop": args.stop, "seconds": seconds}
     speed = f"{count} tokens in {seconds:.2f} s, {count / max(seconds, 1e-9):.0f} a second"
-    write_result(args.json, lambda: json.dumps(body, indent=2), lambda: print(speed, file=sys.stderr))
+    write_result(args.json, body, lambda: print(speed, file=sys.stderr))
     return 0
 
 

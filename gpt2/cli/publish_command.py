@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.dry_run:
         text = f"{_plan(args, planned, None)}\nnothing was sent (--dry-run)"
-        write_result(args.json, lambda: json.dumps(body, indent=2), lambda: say(text))
+        write_result(args.json, body, lambda: say(text))
         return 0
     with Status(f"asking the Hub for {args.repo}"):
         target = look(planned, public=args.public)
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     text += f"every hash on the Hub is the one shown; gpt2 verify {args.repo}@{commit[:12]} checks what comes back"
     if wrong:
         text = f"{url}: the Hub holds other bytes of {', '.join(wrong)}; the folder changed meanwhile? publish again"
-    write_result(args.json, lambda: json.dumps(body, indent=2), lambda: say(text))
+    write_result(args.json, body, lambda: say(text))
     return 1 if wrong else 0
 
 

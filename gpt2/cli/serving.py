@@ -85,13 +85,13 @@ def one_page(title: str, answer: Answer, token: str) -> Starlette:
     return served
 
 
-def serve(application: Callable[[str], Starlette], listening: socket.socket) -> None:
-    """Serve ``application(token)`` until Ctrl-C, and print its address."""
+def serve(title: str, answer: Answer, listening: socket.socket) -> None:
+    """Serve the page of ``answer`` until Ctrl-C, and print its address."""
     import uvicorn
 
     token = secrets.token_urlsafe(16)
     quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
-    config = uvicorn.Config(application(token), lifespan="off", ws="none", http="h11", **quiet)
+    config = uvicorn.Config(one_page(title, answer, token), lifespan="off", ws="none", http="h11", **quiet)
     address = f"http://{HOST}:{listening.getsockname()[1]}/{token}/"
     print(f"open {address} in a browser; Ctrl-C ends it", file=sys.stderr, flush=True)
     with suppress(KeyboardInterrupt):  # the announced end, which uvicorn does not always raise again

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import argparse
 import html
-import json
 import shutil
 import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2.cli.common import save_page, say, size, write_result
-from gpt2.cli.serving import listen, one_page, serve
+from gpt2.cli.serving import Answer, listen, serve
 from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
-
     from gpt2.train.loop import Diverged, Estimated, Evaluated, Logged, Started
     from gpt2.train.recipe import Recipe
 
@@ -68,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
             name: {"description": each.description, "expect": each.expect or None, "takes": each.takes, "needs": each.data.needs}
             for name, each in recipes.items()
         }
-        write_result(args.json, lambda: json.dumps(body, indent=2), lambda: say(_list(recipes)))
+        write_result(args.json, body, lambda: say(_list(recipes)))
         return 0
     if args.recipe in ("plot", "watch") and args.json:
         raise InputError(f"--json has no effect with {args.recipe}: the numbers are in RUN/metrics.jsonl; leave it out")
@@ -89,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         from gpt2.train.listing import list_data
 
         listing = list_data(read(args.recipe, args.set), args.init)
-        write_result(args.json, lambda: json.dumps(asdict(listing), indent=2), lambda: say(listing.table()))
+        write_result(args.json, asdict(listing), lambda: say(listing.table()))
         return 0
     if args.nproc < 1:
         raise InputError(f"--nproc {args.nproc}: give the number of processes, 1 or more")
@@ -152,7 +149,7 @@ def _train(args: argparse.Namespace) -> int:
         if not result.best_step and result.step >= min(recipe.eval_every, recipe.steps):
             unchanged = "it holds the initial weights, unchanged: training never improved on them"
             text += f"\n{unchanged}; lower optim.lr, or give more text"
-        write_result(args.json, lambda: json.dumps(body, indent=2), lambda: say(text))
+        write_result(args.json, body, lambda: say(text))
     return 130 if result.stopped == "interrupted" else 0
 
 
@@ -173,12 +170,12 @@ def _watch(args: argparse.Namespace) -> int:
         if not (Path(folder) / METRICS).exists():
             print(f"{printable(folder, one_line=True)}: no run there yet; waiting for gpt2 train to begin it", file=sys.stderr)
     with listen(PORT if args.port is None else args.port) as listening:
-        serve(partial(_application, args.runs), listening)
+        serve("gpt2 train watch", _answers(args.runs), listening)
     return 0
 
 
-def _application(folders: Sequence[str], token: str) -> Starlette:
-    """Return an application that serves the page at ``/TOKEN/``, drawn again only where a run has logged or stopped."""
+def _answers(folders: Sequence[str]) -> Answer:
+    """Return what answers with the page of the runs, drawn again only where one has logged or stopped."""
     from gpt2.train.plot import page
     from gpt2.train.runs import ALIVE, METRICS
 
@@ -194,7 +191,7 @@ def _application(folders: Sequence[str], token: str) -> Starlette:
         except (InputError, OSError) as error:
             return html.escape(str(error)), 404
 
-    return one_page("gpt2 train watch", answer, token)
+    return answer
 
 
 _ENDS = {"finished": "finished", "early": "stopped early, no longer improving", "interrupted": "interrupted and saved"}

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gpt2.comparison.sides.side import Model
 from gpt2.errors import InputError
-from gpt2.pages.drawing import INK, MUTED, RULE, svg
+from gpt2.pages.drawing import matplotlib_of_our_own
 from gpt2.pages.rendering import pack_lower, readable, render, visible
 from gpt2.pages.reports import Environment, Printed, as_json, data_table
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from rich.console import RenderableType
 
 POSITIVE, NEGATIVE = (0xD8, 0x62, 0x28), (0x3F, 0x7F, 0xC4)  # visible on light and dark pages
 LABELLED = 24  # most tokens that are named along the edges
 VISIBLE = 750_000  # weights of all heads, in a page of less than 3 MB: 72 tokens of gpt2, 25 of gpt2-xl
-MAX_WEIGHTS = 500_000  # above this the page has pictures only, without single weights
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,23 @@ class AttentionReport(Printed):
         if len(self.tokens) > most:
             room = f"a page of {len(self.heads)} heads has room for {most}: give a shorter text, or take the weights as --json"
             raise InputError(f"the text makes {len(self.tokens)} tokens, and {room}")
-        return page(self)
+        maps = {"A": self.maps} if self.maps_b is None else {"A": self.maps, "B": self.maps_b}
+        pictures = {} if self.maps_b is None else {"B − A": picture(self.difference, self.tokens, signed=True)}
+        return render(
+            "attention",
+            report=self,
+            names={"A": self.a, "B": self.b},
+            pictures=pictures | {side: picture(weights, self.tokens, signed=False) for side, weights in maps.items()},
+            tokens=[readable(token) for token in self.tokens],
+            data={
+                "layers": self.maps.size(0),
+                "heads": self.maps.size(1),
+                "tokens": [visible(token) for token in self.tokens],
+                "maps": {side: pack_lower(weights) for side, weights in maps.items()},
+            },
+            rows=list(zip(self.heads, self.heads_b or [None] * len(self.heads), strict=True)),
+            notable=self.notable(),
+        )
 
     @property
     def difference(self) -> Tensor:
@@ -112,86 +128,34 @@ class AttentionReport(Printed):
         return torch.zeros_like(self.maps) if self.maps_b is None else self.maps_b - self.maps
 
 
-def page(report: AttentionReport) -> str:
-    """Return the page as HTML text."""
-    maps = {"A": report.maps} if report.maps_b is None else {"A": report.maps, "B": report.maps_b}
-    pictures = [(side, attention_svg(weights, report.tokens, signed=False)) for side, weights in maps.items()]
-    if report.b is not None:
-        pictures.insert(0, ("B − A", attention_svg(report.difference, report.tokens, signed=True)))
-    layers, heads, n, _ = report.maps.shape
-    has_weights = len(maps) * layers * heads * n * (n + 1) // 2 <= MAX_WEIGHTS
-    return render(
-        "attention",
-        report=report,
-        names={"A": report.a, "B": report.b},
-        pictures=pictures,
-        tokens=[readable(token) for token in report.tokens],
-        data={
-            "layers": layers,
-            "heads": heads,
-            "tokens": [visible(token) for token in report.tokens],
-            "maps": {side: pack_lower(weights) for side, weights in maps.items()} if has_weights else {},
-        },
-        rows=list(zip(report.heads, report.heads_b or [None] * len(report.heads), strict=True)),
-        notable=report.notable(),
-    )
+def picture(maps: Tensor, tokens: Sequence[str], *, signed: bool) -> dict[str, Any]:
+    """Return an image of all heads of (layers, heads, T, T) maps, and the pixels of its parts.
 
-
-def attention_svg(maps: Tensor, tokens: Sequence[str], *, signed: bool) -> str:
-    """Draw (layers, heads, T, T) maps as SVG; opacity follows the root of a weight, which keeps small ones visible.
-
-    All heads are one image: a thousand axes would take a minute.
+    Opacity follows the root of a weight, which keeps small ones visible; a difference is ``signed``.
     """
     import numpy as np
 
     layers, heads, n, _ = maps.shape
-    cell = 9 if n <= LABELLED else max(1, 150 // n)  # pixels
+    cell = 9 if n <= LABELLED else max(1, 150 // n)
     while cell > 3 and heads * n * cell > 2400:
         cell -= 1
-    gap = max(1, round(10 / cell))
-    step = n + gap
+    step = n + max(1, round(10 / cell))  # from one head to the next
     panels = np.zeros((layers, step, heads, step))  # zero is transparent, for the gaps
     panels[:, :n, :, :n] = maps.double().nan_to_num().transpose(1, 2).numpy()
-    values = panels.reshape(layers * step, heads * step)[:-gap, :-gap]
-    scale = (np.abs(values).max() or 1.0) if signed else 1.0
+    values = panels.reshape(layers * step, heads * step)
+    share = np.sqrt(np.clip(np.abs(values) / ((np.abs(values).max() or 1.0) if signed else 1.0), 0, 1))
     image = np.empty((*values.shape, 4), dtype=np.uint8)
     image[..., :3] = np.where(values[..., None] < 0, NEGATIVE, POSITIVE)
-    share = np.sqrt(np.clip(np.abs(values) / scale, 0, 1))
     image[..., 3] = 5 * np.rint(51 * share)  # 52 shades look the same in half the bytes
-    texts = [_label(token) for token in tokens] if n <= LABELLED and cell >= 7 else []
-    longest = max(map(len, texts), default=0)
-    left, top, bottom = 34 + 6 * longest, 24, 8 + 6 * longest
-    width, height = image.shape[1] * cell, image.shape[0] * cell
-    size = ((left + width + 4) / 100, (top + height + bottom) / 100)
+    written = io.BytesIO()
+    with matplotlib_of_our_own():
+        from matplotlib.image import imsave
 
-    def draw(figure: Figure) -> None:
-        from matplotlib.collections import PatchCollection
-        from matplotlib.patches import Rectangle
-
-        figure.set_layout_engine("none")
-        across, down = size[0] * 100, size[1] * 100
-        axes = figure.add_axes((left / across, bottom / down, width / across, height / down))
-        axes.imshow(image, interpolation="none", aspect="auto", extent=(0, image.shape[1], image.shape[0], 0))
-        frames = [Rectangle((h * step, r * step), n, n) for r in range(layers) for h in range(heads)]
-        axes.add_collection(PatchCollection(frames, facecolor="none", edgecolor=RULE, linewidth=0.6))
-        axes.set(xlim=(-0.1, image.shape[1] + 0.1), ylim=(image.shape[0] + 0.1, -0.1))
-        axes.grid(False)
-        axes.axis("off")
-        for head in range(heads):
-            name = f"head {head}" if n * cell >= 48 else str(head)
-            axes.text(head * step + n / 2, -5 / cell, name, ha="center", va="bottom", fontsize=7, color=INK)
-        for layer in range(layers):
-            place = layer * step + n / 2
-            axes.text(-(left - 2) / cell, place, f"h.{layer}", ha="left", va="center", fontsize=7, color=INK)
-            for row, text in enumerate(texts):
-                where = -4 / cell, layer * step + row + 0.5
-                axes.text(*where, text, ha="right", va="center", fontsize=5.6, color=MUTED)
-        for head in range(heads):
-            for column, text in enumerate(texts):
-                where = head * step + column + 0.5, image.shape[0] + 4 / cell
-                axes.text(*where, text, ha="center", va="top", fontsize=5.6, color=MUTED, rotation=90)
-
-    return svg("attention-difference" if signed else "attention", size, "Attention weights of every head", draw)
+        imsave(written, image, format="png")
+    labels = [_label(token) for token in tokens] if n <= LABELLED and cell >= 7 else []
+    longest = 6 * max(map(len, labels), default=0)
+    sizes = {"cell": cell, "side": n * cell, "step": step * cell, "left": 34 + longest, "top": 24, "bottom": 8 + longest}
+    return {"png": base64.b64encode(written.getvalue()).decode(), "layers": layers, "heads": heads, "labels": labels, **sizes}
 
 
 def _label(token: str) -> str:

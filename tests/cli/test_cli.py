@@ -24,46 +24,31 @@ from support.training import logged_steps
 
 import gpt2
 from gpt2.cli import generate_command
-from gpt2.cli.main import COMMANDS, main
+from gpt2.cli.main import main, share_cores
 from gpt2.data.bpe import train_bpe
 from gpt2.data.shakespeare import play
 from gpt2.parity import run as verify_module
 
 
-@pytest.mark.parametrize(
-    ("set_by_the_user", "policy"),
-    [
-        ({}, "PASSIVE"),
-        ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
-        ({"GOMP_SPINCOUNT": "5"}, None),
-        ({"KMP_BLOCKTIME": "infinite"}, None),
-    ],
-)
-def test_waiting_threads_sleep_unless_the_user_chose_otherwise(
-    set_by_the_user: dict[str, str], policy: str | None, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    """Spinning threads made a training run on a busy machine take three times as long; a user's own setting must win."""
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in set_by_the_user.items():
-        monkeypatch.setenv(name, value)
-    assert main([]) == 0
-    assert os.environ.get("OMP_WAIT_POLICY") == policy
+def test_waiting_threads_sleep_unless_the_user_chose_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spinning threads made a training run on a busy machine take three times as long; a user's own setting must win.
 
-
-def test_openmp_reads_the_policy_of_the_command() -> None:
-    """Set after torch is imported, the policy changes nothing: libgomp prints what it read when it was loaded."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_WAIT", "GOMP_SPIN", "KMP_"))}
-    run = subprocess.run(
-        [sys.executable, "-c", "from gpt2.cli.main import main; main([]); import torch"],
-        env={**environment, "OMP_DISPLAY_ENV": "verbose"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    if "OMP_WAIT_POLICY" not in run.stderr:
+    Set after torch is imported, the policy changes nothing: libgomp prints what it read when it was loaded.
+    """
+    settings = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    for chosen in settings:
+        for name in settings:
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(chosen, "5")
+        share_cores()
+        assert [name for name in settings if name in os.environ] == [chosen]
+    monkeypatch.delenv(chosen)
+    code = "from gpt2.cli.main import main; main([]); import torch"
+    environment = {**os.environ, "OMP_DISPLAY_ENV": "verbose"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    if "OMP_WAIT_POLICY" not in done.stderr:
         pytest.skip("this build of torch does not use an OpenMP that prints its settings")
-    assert "OMP_WAIT_POLICY = 'PASSIVE'" in run.stderr
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in done.stderr
 
 
 @pytest.fixture
@@ -133,16 +118,11 @@ def test_a_damaged_checkpoint_is_one_line_and_exit_2(copy: Path, capsys: pytest.
 
 
 MISTAKES = [
-    ("verify gtp2", "did you mean"),
     ("verify ./nowhere", "no such file"),
-    ("verify random:gpt3", "sizes are"),
-    ("verify gpt2:int3", "unknown dtype"),
     ("verify --json /no/such/folder/r.json", "cannot be written"),
     ("info file", "does not begin as weights do"),
     ("info shakespeare-mini:int8", "int8"),
     ("generate --prompt ''", "prompt is empty"),
-    ("generate --temperature -1", "temperature"),
-    ("generate --top-k 0", "top_k"),
     ("generate --max-new-tokens -3", "max-new-tokens"),
     ("generate --top-p 2", "top_p"),
     ("generate --min-p 2", "min_p"),
@@ -153,9 +133,6 @@ MISTAKES = [
     ("generate --prompt O --draft random:distilgpt2", "50257 tokens, the model 2048"),
     ("generate run", "run: no model.safetensors there; it is the folder of a training run, give run/best"),
     ("train", "which recipe"),
-    ("train shakespere-mini", "did you mean shakespeare-mini"),
-    ("train shakespeare-mini --set optim.lrr=1", "did you mean optim.lr"),
-    ("train shakespeare-mini --set steps=many", "steps must be int"),
     ("train shakespeare-mini --set data.path=/no/such/text", "/no/such/text"),
     ("train finetune-shakespeare --init shakespeare-mini:int8", "int8"),
     ("compare shakespeare-mini shakespeare-mini --tokens 1", "1 tokens are too few"),
@@ -163,7 +140,6 @@ MISTAKES = [
     ("compare shakespeare-mini shakespeare-mini --on /nowhere/text.txt", "/nowhere/text.txt"),
     ("compare shakespeare-mini shakespeare-mini --html -", "--html -: only --json goes to stdout"),
     ("compare shakespeare-mini shakespeare-mini --html /nowhere/x.html", "--html /nowhere/x.html: cannot be written"),
-    ("compare shakespeare-mini ./nowhere", "no such file or directory"),
     ("compare shakespeare-mini hf/", "unknown model 'hf/'"),
     ("compare shakespeare-mini random:distilgpt2", "vocabularies of 2,048 and 50,257 ids, and one has no tokenizer"),
     ("diagnose nowhere.py:build", "nowhere.py: no such file; there are port.py; give"),
@@ -175,18 +151,13 @@ MISTAKES = [
     ("generate --prompt x --samples 1000000000", "1,000,000,000 samples: their keys and values need about"),
     ("explore --port 99999", "--port 99999: a port is 0 .. 65535; choose another"),
     ("explore --port 1 --html x.html", "--port has no effect with --html"),
-    ("explore no/such/folder", "no/such/folder"),
     ("explore --prompt '' --port 0", "the prompt is empty"),
     ("explore --html no/such/folder/x.html", "cannot be written"),
-    ("export no-such-model made", "unknown model 'no-such-model'"),
-    ("export ./none made", "no such file or directory"),
-    ("export shakespeare-mini made --type q8_0", "is for gguf"),
     ("export shakespeare-mini ''", "an empty name"),
     ("export shakespeare-mini file/made", "cannot write the checkpoint"),
     ("export shakespeare-mini file/made --format gguf", "cannot write the checkpoint"),
     ("export shakespeare-mini made --json none/x", "--json"),
     ("export shakespeare-mini made --revision main", "has no revisions"),
-    ("export shakespeare-mini:f99 made", "unknown dtype"),
     ("export openai-community/gpt2 made --offline", "offline"),
 ]
 
@@ -234,15 +205,16 @@ def test_info_needs_no_weights_for_a_size(capsys: pytest.CaptureFixture) -> None
     assert "3.12 GB" in out
 
 
-def test_generate_streams_what_the_api_returns(capsys: pytest.CaptureFixture) -> None:
-    """Streaming token by token must print the same text as decoding all tokens."""
-    argv = ["generate", "--prompt", "ROMEO:\n", "--max-new-tokens", "40", "--seed", "5", "--top-k", "20"]
-    assert main(argv) == 0
+def test_generate_streams_what_the_api_returns(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streaming token by token must print the same text as decoding all tokens; long prompts come through a pipe."""
+    argv = ["generate", "--max-new-tokens", "40", "--seed", "5", "--top-k", "20", "--prompt"]
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"ROMEO:\n")))
+    assert main([*argv, "-"]) == 0
     streamed = capsys.readouterr().out
     model, tokenizer = gpt2.load(), gpt2.load_tokenizer()
     ids = gpt2.generate(model, tokenizer.encode("ROMEO:\n"), 40, temperature=0.8, top_k=20, seed=5)
     assert streamed == tokenizer.decode(ids) + "\n"
-    assert main([*argv, "--json", "-"]) == 0
+    assert main([*argv, "ROMEO:\n", "--json", "-"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["prompt_ids"] + body["ids"] == ids
 
@@ -300,11 +272,8 @@ def test_generate_puts_the_prompt_where_the_model_is(monkeypatch: pytest.MonkeyP
     assert seen == ["meta", "cpu"]
 
 
-def test_generate_reads_a_prompt_from_stdin(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long prompts come through a pipe."""
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"JULIET:\n")))
-    assert main(["generate", "--prompt", "-", "--max-new-tokens", "3"]) == 0
-    assert capsys.readouterr().out.startswith("JULIET:\n")
+TINY = "--set data.path=text --set data.tokenizer=chars --set context=8 --set batch_size=1 --set eval_tokens=9"
+TINY += " --set model.n_layer=1 --set model.n_embd=16 --set model.n_head=2 --set sample_tokens=0"
 
 
 def test_train_runs_resumes_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -333,12 +302,10 @@ def test_train_runs_resumes_and_reports(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_ctrl_c_while_training_saves_and_exits_130(tmp_path: Path) -> None:
     """A real process and signal: the step is finished and saved, and the output does not look like a crash."""
-    text = tmp_path / "text.txt"
-    text.write_text("To be, or not to be, that is the question.\n" * 400)
-    settings = ["steps=100000", "eval_every=100000", "save_every=100000", "batch_size=2", "context=16", f"data.path={text}"]
-    settings += ["data.tokenizer=chars", "model.n_layer=1", "model.n_embd=16", "model.n_head=2", "log_every=1"]
-    argv = ["train", "shakespeare-mini", "--out", str(tmp_path / "run"), *(part for s in settings for part in ("--set", s))]
-    process = forks.start("-m", "gpt2", *argv)
+    (tmp_path / "text").write_text("To be, or not to be, that is the question.\n" * 400)
+    endless = " ".join(f"--set {name}=100000" for name in ("steps", "eval_every", "save_every"))
+    command = f"train shakespeare-mini --out run {TINY} {endless} --set log_every=1"
+    process = forks.start("-m", "gpt2", *command.split(), cwd=tmp_path)
     while logged_steps(tmp_path / "run") < 5 and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
@@ -349,27 +316,11 @@ def test_ctrl_c_while_training_saves_and_exits_130(tmp_path: Path) -> None:
     assert list((tmp_path / "run").glob("step-*"))
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
-def test_help_has_examples(command, capsys: pytest.CaptureFixture) -> None:
-    """Every command has examples to copy; tests/test_documents.py runs them."""
-    name = command.__name__.rpartition(".")[2].removesuffix("_command")
-    with pytest.raises(SystemExit, match="0"):
-        main([name, "--help"])
-    out = capsys.readouterr().out
-    assert "examples:" in out
-    assert f"gpt2 {name}" in out
-    assert "--json" in out
-
-
-TINY = "--set data.tokenizer=chars --set context=8 --set batch_size=1 --set model.n_layer=1 --set eval_tokens=9"
-TINY += " --set model.n_embd=16 --set model.n_head=2 --set sample_tokens=0 --set steps=2"
-
-
 @pytest.mark.parametrize(
     ("name", "command"),
     [
         ("stdout", "compare MODEL MODEL:bf16 --tokens 9"),
-        ("stderr", f"train shakespeare-mini --out run --set data.path=text {TINY}"),
+        ("stderr", f"train shakespeare-mini --out run {TINY} --set steps=2"),
     ],
 )
 def test_a_command_outlasts_its_reader(name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,9 @@ from support.commands import mistake
 from support.forks import Fork
 
 import gpt2
-from gpt2.cli.explore_command import application
+from gpt2.cli.explore_command import answers
 from gpt2.cli.main import main
+from gpt2.cli.serving import one_page
 from gpt2.data.chars import chars_of
 from gpt2.explore.lens import Exploration, Explorer, explorer
 
@@ -128,7 +129,8 @@ def serving(slow: Slow, token: str) -> Iterator[int]:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
-        server = uvicorn.Server(uvicorn.Config(application(slow, PROMPT, token), log_level="error", lifespan="off", http="h11"))
+        application = one_page("gpt2 explore", answers(slow, PROMPT), token)
+        server = uvicorn.Server(uvicorn.Config(application, log_level="error", lifespan="off", http="h11"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:

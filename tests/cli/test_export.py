@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -71,19 +70,6 @@ def test_json_has_every_field_and_stdout_nothing_else(tmp_path: Path, capsys: py
         assert file == {"name": file["name"], "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     assert len(body["files"]) == len(list(tmp_path.iterdir()))
     assert body["notes"] == []
-
-
-def test_a_padded_vocabulary_is_cropped_and_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """nanoGPT pads 50,257 rows to 50,304; CTranslate2 refuses a vocabulary that is shorter than the embedding."""
-    model = gpt2.load("shakespeare-mini")
-    wide = torch.cat([model.wte.weight.detach(), torch.randn(64, 160)])
-    folder = Path(shutil.copytree(ASSET, tmp_path / "padded"))
-    padded = gpt2.GPT2(type(model.config)(**{**vars(model.config), "vocab_size": 2112}), initialise=False)
-    padded.load_state_dict({**model.state_dict(), "wte.weight": wide})
-    gpt2.save(padded, None, folder)
-    assert main(["export", str(folder), str(tmp_path / "out")]) == 0
-    assert "note: embedding cropped from 2,112 rows to the tokenizer's 2,048" in capsys.readouterr().out
-    assert same_weights(tmp_path / "out", ASSET)
 
 
 @pytest.mark.parametrize("argv", [[], ["gpt2"], ["gpt2", "x", "--format", "onnx"], ["gpt2", "x", "--type", "q4_k"]])

@@ -12,7 +12,6 @@ from functools import cache
 import pytest
 import torch
 
-import gpt2
 from gpt2.bench import Bench, Row, Spread
 from gpt2.cli.common import Status
 from gpt2.cli.main import COMMANDS, main
@@ -207,14 +206,15 @@ def test_without_its_package_completion_says_what_to_install(
 
 
 def test_reports_of_two_machines_can_be_compared(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verdict that differs between machines cannot be explained if a report does not say which kernels ran."""
+    """A verdict that differs between machines cannot be explained if a report does not say which kernels ran.
+
+    Every report has it from one function; test_agents.py holds that it is there.
+    """
     monkeypatch.setenv("MKL_CBWR", "AUTO")
-    model = gpt2.load()
-    found = (main(["info", "--json", "-"]), capsys.readouterr().out)[1], gpt2.diagnose(model, model).to_json()
-    for report in (*found, gpt2.verify(quick=True).to_json()):
-        environment = json.loads(report)["environment"]
-        assert environment["processor"]
-        assert environment["capability"] == torch.backends.cpu.get_cpu_capability()
-        assert environment["blas"] in str(torch.__config__.show())
-        assert environment["threads"] == torch.get_num_threads()
-        assert environment["settings"]["MKL_CBWR"] == "AUTO"
+    assert main(["info", "--json", "-"]) == 0
+    environment = json.loads(capsys.readouterr().out)["environment"]
+    assert environment["processor"]
+    assert environment["capability"] == torch.backends.cpu.get_cpu_capability()
+    assert environment["blas"] in str(torch.__config__.show())
+    assert environment["threads"] == torch.get_num_threads()
+    assert environment["settings"]["MKL_CBWR"] == "AUTO"

@@ -7,7 +7,6 @@ for (const [side, text] of Object.entries(data.maps)) bytes[side] = unpacked(tex
 let at = n - 1;
 
 function draw() {
-  if (!model) return;
   const row = attentionRow(bytes[model.value], n, Number(layer.value) * data.heads + Number(head.value), at);
   const quoted = (index) => "“" + data.tokens[index] + "”";
   colourByAttention(tokens, row, at, 90, 0.4);
@@ -23,5 +22,5 @@ tokens.forEach((token, index) => {
     tokens[to].focus();
   });
 });
-for (const choice of [model, layer, head]) if (choice) choice.addEventListener("change", draw);
+for (const choice of [model, layer, head]) choice.addEventListener("change", draw);
 draw();
