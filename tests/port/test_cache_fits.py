@@ -4,13 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import save_file
 from support.programs import caching
 from support.programs.bed import Bed, Shape
 
 import gpt2
-from gpt2.port.fits.rounding import integers, quantised
 
 SHAPE = Shape(3, 24, 3, 61, 30, 9, 21)
 QUICK = (("first slot is empty", False, "float64"),)
@@ -50,16 +48,3 @@ def test_what_a_cache_holds_is_read_off_attention(bed: Bed, fault: str, weights:
 def test_a_right_cache_is_equal(bed: Bed) -> None:
     """Control of the test above."""
     assert gpt2.diagnose(caching.run(bed, None, "float32", False), gpt2.load(str(bed.model))).ok
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def test_groups_begin_anew_in_each_row_of_a_weight() -> None:
-    """A row of 36 numbers in groups of 32 and 4: none of the groupings, which ran on through the file, gave these."""
-    weight = random(36, 8)
-    parts = [integers(part.T, 8, "symmetric", False).T for part in weight.split(32)]
-    made = {words: make() for words, make in quantised(weight)}
-    same = [words for words, one in made.items() if torch.allclose(one, torch.cat(parts), atol=1e-12)]
-    assert same == ["in 8 bits, symmetric, a scale for each 32 along columns, anew in each"]
