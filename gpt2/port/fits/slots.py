@@ -75,8 +75,8 @@ class Slots:
         """Yield the mixtures of the values that belong to the keys that were found, or of others from some token on."""
         if self.taken is not None and self.fault is not None:
             yield from seen.fits(torch.einsum("bhtn,nhk->bhtk", self.taken, self.values.vectors), rows, self.fault)
-        first = int(rows.any(0).nonzero()[0])
-        if first > 1:  # the first token has one key, so its weight is always right
+        first, alike = int(rows.any(0).nonzero()[0]), torch.equal(rows.any(0), rows.all(0))  # else rows may read one another's
+        if first > 1 and alike:  # the first token has one key, so its weight is always right
             yield from seen.fits(seen.value, rows, _until("keys or values", first, []))
 
     def _read(self, seen: Observed, row: int, token: int, before: list[int]) -> tuple[list[int] | None, list[int]]:
@@ -91,7 +91,7 @@ class Slots:
         scores = self.scale * torch.einsum("hk,nhk->hn", self.q[row, :, token], bank.vectors)
         differing: list[int] = []
         clear = (weights / loose.clamp(min=1e-300)).amin(0)
-        for slot, number in self._anchors(row, token, count, before):
+        for slot, number in self._anchors(row, token, int(clear.argmax()), count, before):
             if float(clear[slot]) < CLEAR:
                 continue
             made = (scores + (weights[:, slot].log() - scores[:, number])[:, None]).exp()  # (H, N)
@@ -105,11 +105,12 @@ class Slots:
                 return [one for one in read if one is not None], differing
         return None, differing
 
-    def _anchors(self, row: int, token: int, count: int, before: list[int]) -> Iterator[tuple[int, int]]:
-        """Yield slots and what each may hold, from which the weights of the others are measured."""
+    def _anchors(self, row: int, token: int, clear: int, count: int, before: list[int]) -> Iterator[tuple[int, int]]:
+        """Yield slots and what each may hold, to measure the others by; ``clear``: one that may hold anything."""
         own, last = self.keys.number(row, token), count - 1
         first = [(last, own), *((slot, self.keys.number(row, slot)) for slot in range(count))]
-        yield from dict.fromkeys([*first, *enumerate(before[:count]), (0, self.keys.zero), (last, self.keys.zero)])
+        likely = [*first, *enumerate(before[:count]), (0, self.keys.zero), (last, self.keys.zero)]
+        yield from dict.fromkeys([*likely, *((clear, number) for number in range(self.keys.zero))])
 
     def _vector(self, slot: int, row: int, token: int, same: Tensor, before: list[int]) -> int | None:
         """Return the number of the vector that a slot holds, of those that are the ``same``; None if several may be."""
@@ -153,6 +154,5 @@ class Slots:
 
 def _until(what: str, token: int, slots: Sequence[int], id: str = "cache-inconsistent") -> Fault:
     """Return the fault of a cache that is right until a token."""
-    where = f" in slot{'s' * (len(slots) > 1)} {', '.join(map(str, slots))}" if slots else ""
-    words = f"attention is right until token {token}, which reads other {what} of earlier tokens from a cache{where}"
-    return Fault(id, "attn", words)
+    where = f", in slot{'s' * (len(slots) > 1)} {', '.join(map(str, slots))}" if slots else ""
+    return Fault(id, "attn", f"right until token {token}, where the cache holds other {what} than GPT-2's{where}")

@@ -174,6 +174,6 @@ def embedding_fit(seen: Observed, ids: Tensor, wte: Tensor, wpe: Tensor, rows: T
     for text, rounded in roundings():
         for part, other in (("wte", places), ("embed", rounded(places))):
             fault = Fault("reduced-precision", part, f"the weight holds the checkpoint's values rounded {text}")
-            if (fit := seen.mostly(rounded(words) + other, rows, fault)) is not None:
-                return fit
+            if (narrow := seen.mostly(rounded(words) + other, rows, fault)) is not None:
+                return narrow
     return _other_positions(seen, words, wpe, rows)

@@ -72,9 +72,9 @@ def structural_causes(mapping: Mapping) -> Iterator[PlacedCause]:
             yield cause("norm-missing", f"your {what} has no norm before it", Place(branch.layer, branch.norm))
     used = (source for source in mapping.sources if source.storage in anatomy.recording.uses and len(source.region.shape) > 1)
     known = all(mapping.parts(source) for source in used)  # else an unknown matrix may be that of a branch
-    for layer, (part, (what, norm)) in itertools.product(anatomy.layers if known else (), BRANCHES.items()):
+    for layer, (part, (what, before)) in itertools.product(anatomy.layers if known else (), BRANCHES.items()):
         if all((branch.layer, branch.part) != (layer, part) for branch in anatomy.branches):
-            yield cause("layer-missing", f"your forward has no {what} in one block", Place(layer, part), Place(layer, norm))
+            yield cause("layer-missing", f"your forward has no {what} in one block", Place(layer, part), Place(layer, before))
     for layer in sorted(anatomy.mixed_layers):
         words = "your attention mixes up heads and positions: view as (B, T, heads, size), transpose, and so back"
         yield cause("head-layout", words, Place(layer, "attn"))
