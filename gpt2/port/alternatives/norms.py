@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpt2.port.alternative import Alternative, family
-from gpt2.port.alternatives.moments import AXES, Reading, readings
+from gpt2.port.alternatives.moments import AXES, OWN, WAYS, Divided, Reading, readings
 from gpt2.port.alternatives.norm_formulas import Hypothesis, known_norms, layer_norm
 from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site
 
@@ -84,23 +84,25 @@ def formulas(model: Model) -> Iterator[Alternative]:
 @family
 def axes(model: Model) -> Iterator[Alternative]:
     """Yield norms with the mean and the variance of other entries."""
-    unbiased = (("layernorm-unbiased-variance", "the variance is divided by one less than the number of entries"),)
-    for words, reading in readings((*model.ids.shape, model.config.n_embd), model.config.n_head).items():
-        sees = ROWS if any(name in words for dims, name in AXES.items() if 0 in dims) else TEXT
-        for less, also in ((0, ()), (1, unbiased)):
-            one = Alternative("layernorm-axis", words, also=also, rare=True, shared=True, sees=sees)
-            yield from in_norms(one, of_moments(reading, less))
+    shape, eps = (*model.ids.shape, model.config.n_embd), model.config.layer_norm_epsilon
+    for (words, reading), way in itertools.product(readings(shape, model.config.n_head).items(), WAYS[:2]):
+        yield from in_norms(moved(words, way, eps, eps), of_moments(reading, way, eps))
 
 
-def of_moments(reading: Reading, less: int = 0) -> Made:
-    """Return a norm by other moments; ``less``: the variance is divided by so many fewer than there are entries."""
-
+def of_moments(reading: Reading, way: Divided, eps: float) -> Made:
     def make(c: Site, x: Tensor, part: str) -> Tensor:
-        (weight, bias), (mean, variance, size) = c.numbers(part), reading(x)
-        variance = variance * size / (size - less) if size > less else variance
-        return (x - mean) / (variance + c.config.layer_norm_epsilon).sqrt() * weight + bias
+        weight, bias = c.numbers(part)
+        return way.normed(x, reading(x), eps) * weight + bias
 
     return make
+
+
+def moved(words: str, way: Divided, eps: float, given: float) -> Alternative:
+    """Return the norm that runs over other entries, in ``words``; ``given``: the checkpoint's epsilon."""
+    causes = [("layernorm-axis", words)] * (words != OWN) + [(one.id, one.detail) for one in way.faults("", eps, given)]
+    rows = any(name in words for dims, name in AXES.items() if 0 in dims)
+    (id, detail), *also = causes or [("layernorm-eps", OWN)]
+    return Alternative(id, detail, also=tuple(also), rare=True, shared=True, sees=ROWS if rows else TEXT)
 
 
 @family

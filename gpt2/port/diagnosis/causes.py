@@ -134,6 +134,7 @@ class PlacedCause:
     confidence: float
     fix: str | None = None
     kind: str = ""
+    fitted: bool = False
 
     def cause(self) -> Cause:
         where = joined(self.places)
@@ -178,6 +179,8 @@ def ranked(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause]:
         once.setdefault((cause.id, cause.places), cause)
     merged = merge_blocks(once.values(), layers)
     implied = {id for cause in merged for id in IMPLIES.get(cause.id, ())}
+    if any(cause.id in ("not-deterministic", "batch-dependent") for cause in merged):  # a factor may fit one call only
+        merged = [cause for cause in merged if not cause.fitted]
     kept = []
     for cause in _join_nested(merged):
         places = _unexplained(cause, merged, layers)

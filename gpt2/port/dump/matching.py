@@ -12,6 +12,7 @@ from gpt2.port.alternatives.schedule import is_prompt, schedules
 from gpt2.port.deadline import Deadline
 from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.evaluate import Evaluator, Lens, Lenses, Nearness
+from gpt2.port.dump.fitting import fitted
 from gpt2.port.dump.pairing import Pairing
 from gpt2.port.dump.segments import BETTER, Fit, Segment
 from gpt2.port.dump.table import Table
@@ -24,6 +25,7 @@ BATCH = 1024  # candidates that are ranked together
 LATER = 2  # the least token from which on faults of later tokens alone are tried: to the first, many faults change nothing
 LAG = 2  # tokens behind the first call, until which a fault of later calls shows
 FEW_LEFT = 8  # faults in calls that are run whole
+CLOSE = 8.0  # times the tolerance: an error that a fitted number may take away by chance
 QUANTISED = 2.0  # the largest error, over the root mean square, that integers of four bits and more are tried for
 PAIRS = 400  # pairs of which the first row fits, that are ranked by all rows
 Ranked = list[tuple[Nearness, Candidate]]
@@ -54,8 +56,8 @@ class Search:
             self.complete &= not self.late()
             if fits := self._confirmed(ranked, Candidate()):
                 return fits
-        ways, whole = (self._since, self._in_calls, self._quantised), self.deadline
-        self.deadline = whole.part(2 if several else 1)  # two faults are as likely as one in some calls
+        ways, whole = (self._since, self._in_calls, self._fitted, self._quantised), self.deadline
+        self.deadline = whole.part(2 if several else 1)  # two faults are as likely as one in some calls, or with its own number
         fits = next((fits for way in ways if not self.late() and (fits := way())), [])
         self.deadline = whole
         if fits or self.late() or not several:
@@ -131,6 +133,14 @@ class Search:
             for number, length in zip(numbers.tolist(), right.cumprod(1).sum(1).tolist(), strict=True):
                 if LATER <= length < right.shape[1] and length > (self.wrong[0] if self.wrong else 0):
                     yield from self.table.until(length, {some[number].label}, segment, right.shape[1])
+
+    def _fitted(self) -> list[Fit]:
+        """Return the faults with one fitted number that explain the segment, such as a factor of the scores or of a branch."""
+        segment = self.segment
+        if not self.small or segment.right_errors.get(segment.end, math.inf) <= CLOSE * segment.allowed(segment.end):
+            return []
+        fits = (segment.fit(one) for one in fitted(self.lenses.whole, self.blocks, self.deadline))
+        return list(filter(None, [next(filter(None, fits), None)]))
 
     def _quantised(self) -> list[Fit]:
         """Return the matrices in integers that explain the segment, if all blocks are in it, or one."""
