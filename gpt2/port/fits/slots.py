@@ -69,15 +69,12 @@ class Slots:
         if len(held) == int(rows.sum()):
             yield from self._found(seen, rows, held)
         elif differing is not None:
-            yield from seen.fits(seen.value, rows, _until("keys", *differing))
+            yield from seen.fits(seen.value, rows, _until(*differing))
 
     def results(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
-        """Yield the mixtures of the values that belong to the keys that were found, or of others from some token on."""
+        """Yield the mixtures of the values that belong to the keys that were found."""
         if self.taken is not None and self.fault is not None:
             yield from seen.fits(torch.einsum("bhtn,nhk->bhtk", self.taken, self.values.vectors), rows, self.fault)
-        first, alike = int(rows.any(0).nonzero()[0]), torch.equal(rows.any(0), rows.all(0))  # else rows may read one another's
-        if first > 1 and alike:  # the first token has one key, so its weight is always right
-            yield from seen.fits(seen.value, rows, _until("keys or values", first, []))
 
     def _read(self, seen: Observed, row: int, token: int, before: list[int]) -> tuple[list[int] | None, list[int]]:
         """Return what the slots of a query hold, None if that is not known, and the slots whose keys are surely not GPT-2's."""
@@ -137,7 +134,7 @@ class Slots:
                     ids.add(self._id(row, numbers))
         for id in ("batch-dependent", "cache-inconsistent", "wrong-tensor"):
             if id in ids:
-                fault = _until("keys", *shown, id)
+                fault = _until(*shown, id)
                 for fit in seen.fits(value, rows, fault):
                     self.taken, self.fault = taken, fault
                     yield fit
@@ -152,7 +149,7 @@ class Slots:
         return "wrong-tensor" if other_block else "cache-inconsistent"  # the token itself is of another block as well
 
 
-def _until(what: str, token: int, slots: Sequence[int], id: str = "cache-inconsistent") -> Fault:
+def _until(token: int, slots: Sequence[int], id: str = "cache-inconsistent") -> Fault:
     """Return the fault of a cache that is right until a token."""
-    where = f", in slot{'s' * (len(slots) > 1)} {', '.join(map(str, slots))}" if slots else ""
-    return Fault(id, "attn", f"right until token {token}, where the cache holds other {what} than GPT-2's{where}")
+    where = f"slot{'s' * (len(slots) > 1)} {', '.join(map(str, slots))}"
+    return Fault(id, "attn", f"right until token {token}, where the cache holds other keys than GPT-2's, in {where}")
