@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2.measure.tracing import point_at
 from gpt2.port import graph
 from gpt2.port.alternative import IN_PROMPT, IN_STEPS, Alternative, Schedule, Which, in_schedule, scheduled
 from gpt2.port.alternatives.schedule import is_prompt, prompts_in_chunks, schedules, stepped
 from gpt2.port.blocks import BEHIND, FIRST, WHOLE, Blocks, Trial
-from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.fault import Fault
-from gpt2.port.fits import ROUNDING, Fits
+from gpt2.port.fits import Fits
 from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import ATTENTION, HIDDEN, NODES, ORDER, ROWS, Memory, State, run_block
 
 MOST_FAULTS = 4  # alternatives of one block
 MOST_ARRAYS, MOST_TRIED = 3, 24  # that may be the value of a node, the likest first
-LIKE = 0.5  # the least cosine of keys or values of a later block and GPT-2's
 LAG = 2  # tokens behind the beginning of a call, until which a fault of later calls shows
 RESULTS = ("attn.mixed", "attn.heads", "attn.c_proj")  # of attention
 TARGETS = 3  # nodes that are not found, the first ones
@@ -34,7 +30,7 @@ MIXED = (*NODES[ORDER["attn.weights"] :],)  # nodes that depend on how a text is
 
 
 class Explainer:
-    """Explains blocks by ``every`` alternative; ``exact``: GPT-2's own values by traced point.
+    """Explains blocks by ``every`` alternative.
 
     ``states``: the nodes of the blocks so far. ``faults``: those that were fitted so far. ``of_module``: of a module, whose own
     weights these are, and which is given the whole text at once.
@@ -44,17 +40,16 @@ class Explainer:
         self,
         blocks: Blocks,
         every: Sequence[Alternative],
-        exact: Mapping[str, Tensor],
         states: Sequence[State],
         faults: Sequence[Fault],
         of_module: bool,
     ) -> None:
-        self.blocks, self.exact, self.faults, self.of_module = blocks, exact, faults, of_module
+        self.blocks, self.faults, self.of_module = blocks, faults, of_module
         self.observation, self.model = blocks.observation, blocks.model
         self.widens = of_module and not self.observation.pool.narrow  # constants in float32 may be all that hides a fault
         self.inner = [one for one in every if one.edits and not one.steps]
         self.in_steps = [one for one in every if one.edits and one.steps]
-        self.fits = Fits(self.model, states, self.observation.check, self._later)
+        self.fits = Fits(self.model, states, self.observation.check, of_module)
 
     def explained(self, base: Trial) -> Trial | None:
         """Return a block with the alternatives that explain it, the likeliest; None if none do."""
@@ -299,21 +294,6 @@ class Explainer:
                 first = first or trial
         return first
 
-    def _later(self, layer: int) -> State | None:
-        """Return the arrays that are most like GPT-2's keys and values in a later block, and their rounding."""
-        state: State = {}
-        for node in ("attn.k", "attn.v"):
-            right = self.exact[point_at(layer, node)]
-            right = right if right.ndim == 3 else graph.merge(right)
-            if (seen := self.observation.find(node, right)) is not None:
-                state[node] = seen.own
-            elif (some := next(self.observation.unexplained(node, right, ()), None)) is not None and _alike(some):
-                state[node], unit = some.value, UNITS[self.observation.pool.dtypes[some.number]][0]
-                state[ROUNDING] = torch.tensor(max(unit, float(state.get(ROUNDING, 0.0))))
-            else:
-                return None
-        return state
-
     def _likeliest(self, base: Trial) -> Iterator[tuple[str, Observed]]:
         """Yield the targets that what follows confirms, or the likest of a node that has none such."""
         for node, some in itertools.groupby(self._targets(base, MOST_TRIED), key=lambda target: target[0]):
@@ -361,10 +341,6 @@ def _path(how: Schedule, paths: Paths) -> list[int]:
     for begin, end in how.calls:
         path.append(paths.setdefault((path[-1], begin, end, how.which.holds(begin, end)), len(paths) + 1))
     return path[1:]
-
-
-def _alike(seen: Observed) -> bool:
-    return float(torch.cosine_similarity(seen.value.flatten(), seen.right.flatten(), 0)) >= LIKE
 
 
 def _for_all_keys(value: Tensor, node: str, seen: Observed) -> Tensor:

@@ -113,7 +113,7 @@ class Search:
         self.states: list[State] = []
         self.faults: list[Fault] = []  # of no alternative
         self.blocks = Blocks(observation, model)
-        self.explainer = Explainer(self.blocks, every, exact, self.states, self.faults, of_module)
+        self.explainer = Explainer(self.blocks, every, self.states, self.faults, of_module)
         self.ending = Ending(observation, model, self.explainer.fits.library, self.states)
         self.sites: list[Site] = []
         self.ties: list[tuple[Alternative, ...]] = []  # by block: what explains it alike

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +12,7 @@ from port.test_walk import checkpoint
 from gpt2.config import GPT2Config
 from gpt2.port.fits.attention import weights_fit
 from gpt2.port.fits.lacking import clipped
-from gpt2.port.fits.linear import Library, Linear, place_of
+from gpt2.port.fits.linear import Library, Linear
 from gpt2.port.fits.norm import Norm
 from gpt2.port.fits.observed import Fit, Observed, distinct, laid
 from gpt2.port.fits.wiring import activation_fit, embedding_fit
@@ -65,14 +63,13 @@ def test_equal_rows_of_a_batch_are_one_token_for_a_regression() -> None:
     assert next(norm._affine(observed(normed), x, every(1, 6)), None) is not None
 
 
-def test_one_token_shows_no_factor_for_each_feature_of_its_position() -> None:
-    """Any array of a stream's size was the embedding, for each feature had a factor of its own: the search was lost at once."""
+def test_one_token_shows_no_other_position() -> None:
+    """Any array of a stream's size was the embedding, with numbers fitted to it: the search was lost at once."""
     ids, wte, wpe = torch.tensor([[3]]), STATE["wte.weight"], STATE["wpe.weight"]
     right = wte[ids] + wpe[:1]
     assert embedding_fit(observed(random(*right.shape), right), ids, wte, wpe, every(1, 1)) is None
     ids = torch.tensor([[3, 1, 4, 1]])
-    places = wpe[:4] * torch.linspace(0, 1, wpe.shape[1], dtype=torch.float64)
-    assert embedding_fit(observed(wte[ids] + places), ids, wte, wpe, every(1, 4)) is not None  # control
+    assert embedding_fit(observed(wte[ids] + wpe[1:5]), ids, wte, wpe, every(1, 4)) is not None  # control
 
 
 def weighed(q: torch.Tensor, k: torch.Tensor, heads: int, seen: Observed) -> Fit | None:
@@ -202,20 +199,3 @@ def test_logits_in_another_order_are_not_a_transposed_head() -> None:
     fit = next(layer.fits(observed(x @ wte.roll(1, 0).T), x, every(1, 9)), None)
     assert fit is not None
     assert (fit.faults[0].id, "another order" in fit.faults[0].detail) == ("wrong-tensor", True)
-
-
-@pytest.mark.slow
-def test_a_vector_is_found_among_others_without_a_copy_for_each_place() -> None:
-    """At gpt2's shape, each place of 300,000 was compared with the 3,072 of c_fc's bias at once: 15 GB."""
-    program = """
-import resource, torch
-from gpt2.port.fits.linear import place_of
-flat = torch.randn(300_000, dtype=torch.float64)
-wanted = flat[123_456 : 123_456 + 3072] + 1e-9
-resource.setrlimit(resource.RLIMIT_DATA, (2_000_000_000,) * 2)
-print(place_of(wanted, flat, 1e-7), place_of(wanted.flip(0), flat, 1e-7), place_of(torch.ones(400_000).double(), flat, 1e-7))
-"""
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert ran.stdout.split() == ["123456", "None", "None"], ran.stderr[-400:]
-    zeros = torch.zeros(500, dtype=torch.float64)
-    assert place_of(zeros[:9], torch.cat([zeros, random(4)]), 0.0) == 0

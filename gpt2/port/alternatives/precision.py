@@ -48,8 +48,6 @@ VALUES = {
 }
 RESULTS = ("ln_1", "attn.scores", "attn.heads", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.act", "mlp.c_proj")
 GROUPS: tuple[tuple[str, ...], ...] = (*((one,) for one in MATRICES), MATRICES, MATRICES[1:], MATRICES[:2], MATRICES[2:])
-BITS = ("in 8 bits", "in 4 bits", "in 5 bits", "in 6 bits")
-HALF = "scales in float16"
 ID = "reduced-precision"
 
 
@@ -161,12 +159,11 @@ def _embedded(narrow: Rounding, alone: bool, c: Site, s: dict[str, Tensor]) -> T
 def integers(model: Model) -> Iterator[Alternative]:
     """Yield the matrices in integers, with scales of every known kind; outside the blocks, the token table so.
 
-    These are hundreds, and slow: they are tried where nothing else explains a program, and are not in the table.
+    These are dozens, and slow: they are tried where nothing else explains a program, and are not in the table.
     """
     first = {module: model.state[f"h.0.{module}.weight"] for module in MATRICES}
     for words in dict.fromkeys(words for weight in first.values() for words, _ in quantised(weight)):
-        rare = HALF in words and not words.startswith(BITS[:2])  # other formats than those of eight and four bits
-        if words.startswith(BITS) and not rare:
+        if words.startswith("in "):  # integers
             change = partial(_quantised, words)
             outside: dict[str, Formula] = {
                 "embed": partial(_quantised_rows, words),

@@ -28,10 +28,9 @@ from gpt2.port.diagnosis.logits import Reference, padding_causes
 from gpt2.port.diagnosis.places import Place, listed
 from gpt2.port.diagnosis.report import SURE, Diagnosis, Divergence
 from gpt2.port.diagnosis.runs import Runs, named
-from gpt2.port.diagnosis.structure import require_size, structural_causes
 from gpt2.port.diagnosis.weights import WeightComparison
 from gpt2.port.mapping import ROUNDED_CONSTANT
-from gpt2.port.mapping.departures import DepartureKind
+from gpt2.port.mapping.departures import SHARED, other_sizes, structural_causes
 from gpt2.port.mapping.filling import fill, put
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.mapping.overwritten import overwritten
@@ -94,8 +93,7 @@ class Examination:
         self.mapping = None if anatomy is None else Mapping(anatomy, self.config)
         own, blank = self._weights(borrowed)
         every = [] if self.mapping is None else list(structural_causes(self.mapping))
-        sure = DepartureKind.HEADS_SHARED.name
-        self.structural = [cause for cause in every if not cause.kind.startswith(sure)]
+        self.structural = [cause for cause in every if cause.kind != SHARED]
         self.weight_causes += [cause for cause in every if cause not in self.structural]
         reference = Reference(self.config, self.state)
         same = Reference(self.config, own.weights, own.head) if own.placed else reference
@@ -199,7 +197,10 @@ class Examination:
                 )
                 raise InputError(f"{self.who}: {self.not_gpt2 or 'its parts are not recognised'}, {words}")
             return Own(self.state, {}, {}), None
-        require_size(self.mapping, self.who)
+        for what, size, wanted in other_sizes(self.mapping):
+            if what != "number of blocks":
+                words = f"its {what} is {size:,}, the checkpoint's {wanted:,}; build it with the checkpoint's sizes"
+                raise InputError(f"{self.who}: {words}")
         divergence = None
         if not self.fill:
             self._restore_rounded(self.mapping, borrowed)

@@ -105,20 +105,16 @@ class WeightComparison:
     def _missing_biases(self, differing: list[str]) -> None:
         placed = {name: self.own.placed[name] for name in differing if name.endswith("bias")}
         for missing in missing_entries(placed, self.state):
-            name, shares, place = missing.name, missing.shares, Place.of(missing.name)
+            name, place = missing.name, Place.of(missing.name)
             weight = f"{name.removesuffix('bias')}weight"
-            evidence = "no parameter takes the place of the checkpoint's"
             if place.stem in ("ln_1", "ln_2", "ln_f") and not bool(self.own.placed[weight].any()):
                 words, place = "your norm has no weight and no bias", replace(place, part=place.stem)
-                self._add("layernorm-without-affine", words, f"{evidence} {weight} and {name}", place, confidence=0.9)
-            elif shares == "k":
+                evidence = f"no parameter takes the place of the checkpoint's {weight} and {name}"
+                self._add("layernorm-without-affine", words, evidence, place, confidence=0.9)
+            elif missing.shares == "k":
                 self.notes.append(f"no bias for the keys ({name}): softmax does not see what is added to all keys alike")
             else:
-                share = f" for {', '.join(shares)}" if 0 < len(shares) < 3 else ""
-                words = f"you have no bias{share} here; the checkpoint's is not zero (norm {missing.norm:.2g})"
-                incomplete = _incomplete_shares(placed[name]) if place.stem == "attn.c_attn" else ("",)
-                places = [replace(place, share=one) for one in incomplete]
-                self._add("missing-bias", words, f"{evidence} {name}", *places, confidence=0.9, kind=f"no bias{share}")
+                self.causes.append(missing.cause())
 
     def _not_harmless(self, differing: list[str]) -> list[str]:
         """Return the names without branches that compute the same: heads, or hidden units, permuted consistently."""
@@ -281,12 +277,6 @@ class WeightComparison:
             words = f"your head ({name}) has weights of its own: {values}; GPT-2's head is its token embedding"
             evidence = f"{name} differs from the checkpoint's wte.weight, which your embedding {holds}"
             self._add("untied-head", words, evidence, Place(None, "logits"))
-
-
-def _incomplete_shares(placed: Tensor) -> tuple[str, ...]:
-    """Return which of q, k and v have not all their entries placed; "" for all three."""
-    incomplete = tuple(share for share, third in zip("qkv", placed.chunk(3, -1), strict=True) if not bool(third.all()))
-    return incomplete if len(incomplete) < 3 else ("",)
 
 
 def _family(tensors: Mapping[str, Tensor], stem: str) -> dict[str, Tensor]:

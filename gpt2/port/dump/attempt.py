@@ -46,7 +46,7 @@ class Attempt:
             self.notes.append("each array of your dump is one number throughout: nothing was computed, or it is other memory")
         self.settled = self.right or self.dumped.is_constant
         if not self.settled and self.dumped.is_walkable:
-            self._searched() or self._searched_narrowly()
+            self._searched()
 
     def simulate(self, deadline: Deadline) -> None:
         """Look for causes of what the walk does not explain, until ``deadline``."""
@@ -61,26 +61,16 @@ class Attempt:
 
     # Steps
 
-    def _searched_narrowly(self) -> bool:
-        """Walk with narrow tolerances, if every stage seems right and the logits are not: a fault near the tolerance."""
-        if not self._seems_right:
-            return False
-        with self.dumped.pool.narrowed():
-            return self._searched()
-
-    def _searched(self) -> bool:
+    def _searched(self) -> None:
         dumped, pool = self.dumped, self.dumped.pool
         model = Model(dumped.reference.state_dict(), dumped.config, dumped.ids)
         pool.deadline = self.deadline
         search = Search(Observation(pool, model), model, dumped.exact, self.progress)
         walked = search.run()
         pool.deadline = Deadline()
-        if self.walked is None or not self.walked.explained:
-            self.walked, self.first = walked, walked.first or self.first
-        if not walked.explained or not walked.causes:
-            return False
-        self.causes, self.settled, self.first = list(walked.causes), True, walked.first or self.first
-        return True
+        self.walked, self.first = walked, walked.first or self.first
+        if walked.explained and walked.causes:
+            self.causes, self.settled = list(walked.causes), True
 
     @property
     def _seems_right(self) -> bool:

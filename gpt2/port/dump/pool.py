@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.port.dump.tolerance import HALVES, NEEDED, SLACK, UNITS, Tolerance, excess
+from gpt2.port.dump.tolerance import HALVES, UNITS, Tolerance, excess
 from gpt2.port.recording.pool import Match, Pool
 
 FAULT_MARGIN = 4  # how many times better than the tolerance a wrong formula has to fit
-NARROWED = NEEDED / SLACK  # the part of the tolerance that right programs were seen to need
 MASKED = -1e4  # scores of this size or below hide a token
 
 
@@ -60,26 +57,6 @@ class DumpPool(Pool):
             return self.find(value, *axes)
         finally:
             self._bound = self.tolerance.stage
-
-    @contextmanager
-    def narrowed(self) -> Iterator[None]:
-        """Allow from one recorded value to the next only what right programs were seen to need."""
-        with self.kept():
-            self._allow({part: NARROWED * error for part, error in self.tolerance.stages.items()})
-            yield
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Bring the tolerance back at the end."""
-        whole = self.tolerance
-        try:
-            yield
-        finally:
-            self.tolerance, self._bound = whole, whole.stage
-
-    def _allow(self, stages: dict[str, float]) -> None:
-        self.tolerance = replace(self.tolerance, stages=stages)
-        self._bound = self.tolerance.stage
 
     def tolerance_at(self, place: str) -> float:
         return self._at(place)

@@ -14,7 +14,6 @@ from gpt2.measure.tracing import part_of, point_at, trace
 from gpt2.model import GPT2
 
 SLACK = WORST_RATIO  # times what rounding explains
-NEEDED = 3.0  # of it, what right programs need at most (tools/rounding_table.py of commit e4c4a73)
 FLOOR = 1e-9  # for programs that compute in float64: their constants, and their softmax
 # The largest relative error of rounding to a dtype, and the absolute one near zero (half of the smallest number).
 UNITS = {

@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.port.fault import Fault
 from gpt2.port.fits.attention import multiplied, weights_fit
-from gpt2.port.fits.bank import Bank
-from gpt2.port.fits.contents import Contents, changed, softmax
 from gpt2.port.fits.lacking import clipped, dropped, left_out
 from gpt2.port.fits.linear import Library, Linear
 from gpt2.port.fits.norm import Norm
@@ -36,24 +33,18 @@ LEFT_OUT = {
     "mlp.act": "gelu-variant",
     "": "residual-missing",
 }
-ROUNDING, NONE = "rounding", torch.zeros(())  # of the keys and values of a later block
 SUMS = ("mid", "")  # of stream and branch
 
 
 class Fits:
     """The fits of all nodes of a ``model``; ``earlier``: the nodes of the blocks before. ``check`` raises TimeUp.
 
-    ``later``: keys and values of a later block by its number, if they are recorded, with their relative rounding.
+    ``of_module``: the text is read at once, so there is no cache.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        earlier: Sequence[State],
-        check: Callable[[], None],
-        later: Callable[[int], State | None] = lambda layer: None,
-    ) -> None:
-        self.model, self.config, self.earlier, self.check, self.later = model, model.config, earlier, check, later
+    def __init__(self, model: Model, earlier: Sequence[State], check: Callable[[], None], of_module: bool = False) -> None:
+        self.model, self.config, self.earlier, self.check = model, model.config, earlier, check
+        self.of_module = of_module
         self.library = Library(model.state)
         self.slots: dict[int, Slots] = {}  # by block
 
@@ -90,18 +81,13 @@ class Fits:
         elif node == "attn.weights":
             q, k = (split(state[f"attn.{letter}"], self.config.n_head) for letter in "qk")
             yield from weights_fit(seen, q, k, self.config, layer, rows)
-            for fault, scores, _ in changed(q, k):
-                self.check()
-                yield from seen.fits(softmax(scores * right_scale(self.config, layer)), rows, fault)
-            self.slots[layer] = self._slots(layer, state)
-            yield from filter(None, [self.slots[layer].fit(seen, rows)])
+            if not self.of_module:
+                self.slots[layer] = self._slots(layer, state)
+                yield from self.slots[layer].weights(seen, rows)
         elif node == "attn.mixed":
             yield from multiplied(seen, rows)
-            known = self.slots.get(layer)
-            slots = self._slots(layer, state) if known is None or known.taken is None else known
-            yield from filter(None, [slots.mixed(seen, rows)])
-            held = Contents(slots, state["attn.weights"], split(state["attn.v"], self.config.n_head))
-            yield from filter(None, [held.fit(seen, rows)])
+            if not self.of_module:
+                yield from (self.slots.get(layer) or self._slots(layer, state)).results(seen, rows)
         elif node == "mlp.act":
             yield from filter(None, [activation_fit(seen, state["mlp.c_fc"], rows)])
         elif node in SUMS:
@@ -121,11 +107,8 @@ class Fits:
 
     def _slots(self, layer: int, state: State) -> Slots:
         """Return the slots of a cache, which may hold keys and values of this block and of those before."""
-        found: dict[int, State] = {layer: state, **dict(enumerate(self.earlier))}
-        found |= {n: later for n in range(layer + 1, self.config.n_layer) if (later := self.later(n)) is not None}
-        keys, values = ([split(one[f"attn.{letter}"], self.config.n_head) for one in found.values()] for letter in "kv")
-        bank = Bank(keys, values, [*found], [float(one.get(ROUNDING, NONE)) for one in found.values()])
-        return Slots(split(state["attn.q"], self.config.n_head), bank, right_scale(self.config, layer), self.check)
+        keys, values = ([split(one[f"attn.{letter}"], self.config.n_head) for one in (state, *self.earlier)] for letter in "kv")
+        return Slots(split(state["attn.q"], self.config.n_head), keys, values, right_scale(self.config, layer), self.check)
 
     def linear(self, layer: int, node: str, state: State) -> Linear:
         """Return the linear layer of a node."""

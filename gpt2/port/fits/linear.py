@@ -21,8 +21,6 @@ from gpt2.port.fits.rounding import quantised
 
 MOST = 2**29  # products of columns that are compared
 MOST_COPIED = 2**24  # entries of matrices whose columns are compared
-PROBED = 64  # entries of a vector that sort out places
-FEW = 16  # places that are compared whole
 LEAST_MATCHED = 0.4  # of the columns of a weight, to say where they come from
 UNKNOWN = "the weight is not the checkpoint's in any known way"
 ALIKE = 0.5  # cosine of a result and GPT-2's, from which on the weight may be a rounded one
@@ -95,7 +93,7 @@ class Linear:
 
     def fits(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         """Yield what the layer computed from ``x`` to give ``seen`` at ``rows``."""
-        for family in (self._scaled, self._bias, self._columns, self._rounded, self._part, self._function):
+        for family in (self._scaled, self._bias, self._columns, self._rounded):
             self.check()
             yield from family(seen, x, rows)
         yield from filter(None, [self.unknown(seen, x, rows)])
@@ -155,14 +153,9 @@ class Linear:
 
     def named_bias(self, added: Tensor, loose: float) -> tuple[str, Tensor]:
         """Return what a bias ``added`` (O,) is, in words, and its exact values, if it is one of the checkpoint's."""
-        flat = torch.cat([*self.library.vectors.values()] * 2)
-        if (number := place_of(added, flat, loose)) is not None:
-            value, entry = flat[number : number + len(added)], number % (len(flat) // 2)
-            for name, one in self.library.vectors.items():
-                if entry < len(one):
-                    behind = f", from entry {entry} on" if entry else ""
-                    return f"the bias is the checkpoint's {name}{behind}", value
-                entry -= len(one)
+        for name, one in self.library.vectors.items():
+            if one.shape == added.shape and float((added - one).abs().max()) <= loose:
+                return f"the bias is the checkpoint's {name}", one
         ordered = self.bias.sort().values
         if float((added.sort().values - ordered).abs().max()) <= loose:
             order = torch.cdist(added[:, None], self.bias[:, None]).argmin(1)
@@ -233,30 +226,6 @@ class Linear:
                 self.library.rounding = words
                 yield fit
 
-    def _part(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
-        """Only the first or the last inputs are multiplied."""
-        wanted = (seen.value - self.bias)[rows][0]
-        terms = x[rows][0, :, None] * self.weight
-        for what, sums in (("first", terms.cumsum(0)), ("last", terms.flip(0).cumsum(0))):
-            count = 1 + int((sums - wanted).abs().amax(1).argmin())
-            kept = torch.zeros_like(self.weight)
-            some = slice(0, count) if what == "first" else slice(len(kept) - count, None)
-            kept[some] = self.weight[some]
-            words = f"only the {what} {count} of {len(kept)} inputs are multiplied; the weight's other rows are zero"
-            yield from seen.fits(x @ kept + self.bias, rows, self.fault("not-loaded", words))
-
-    def _function(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
-        """Logits that are a function of GPT-2's own, one by one, such as a soft cap."""
-        order = seen.right[rows].flatten().argsort()
-        made, right = (one[rows].flatten()[order] for one in (seen.value, seen.right))
-        loose = 4 * (float(seen.slack.max()) + seen.bound * float(made.square().mean().sqrt()))
-        clear = float(made[-1] - made[0]) > 100 * loose and float((made - right).abs().max()) > 10 * loose
-        if self.part == "logits" and clear and bool((made.diff() >= -loose).all()):
-            some = range(0, len(order), max(1, len(order) // 4))
-            at = ", ".join(f"{float(right[i]):.4g} becomes {float(made[i]):.4g}" for i in some)
-            words = f"each logit is a function of GPT-2's own (such as a soft cap): {at}"
-            yield from seen.fits(seen.value, rows, self.fault("logits-scaled", words))
-
     def unknown(self, seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
         """Return the fit of weights that are not the checkpoint's in any known way, for a value that what follows confirms.
 
@@ -283,19 +252,6 @@ class Linear:
         """Return the cosine of the result and GPT-2's, each without its mean."""
         one, other = (value[rows].flatten() - value[rows].mean() for value in (seen.value, seen.right))
         return float(one @ other / (one.norm() * other.norm()).clamp(min=1e-300))
-
-
-def place_of(wanted: Tensor, flat: Tensor, loose: float) -> int | None:
-    """Return where the vector ``wanted`` (n,) begins in ``flat``, to within ``loose``; None if nowhere.
-
-    Places are sorted out entry by entry: to compare all with all entries takes 15 GB for a bias of gpt2.
-    """
-    starts = torch.arange(max(len(flat) - len(wanted) + 1, 0))
-    for offset, value in enumerate(wanted[:PROBED].tolist()):
-        starts = starts[(flat[starts + offset] - value).abs() <= loose]
-    errors = [(float((flat[start : start + len(wanted)] - wanted).abs().max()), start) for start in starts[:FEW].tolist()]
-    error, start = min(errors, default=(float("inf"), 0))
-    return start if error <= loose else None
 
 
 def permutation(order: Tensor) -> str:

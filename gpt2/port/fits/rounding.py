@@ -12,16 +12,8 @@ from torch import Tensor
 from gpt2.port.diagnosis.weights import NARROW
 from gpt2.port.fault import Function as Formula
 
-SCHEMES = (
-    "symmetric",
-    "symmetric, by a power of two",
-    "symmetric, cut off",
-    "by the largest",
-    "with a least value",
-    "with a zero point",
-)
-ANEW = ", anew in each"  # groups of 32, as in Q8_0, where a row is no multiple of them
-GROUPS = (32, 64, 128, 16, 256)
+SCHEMES = ("symmetric", "by the largest", "with a least value", "with a zero point")
+GROUPS = (32, 64, 128)
 SCALED = "float8_e4m3fn with scales"
 CUT = "bfloat16, the other digits cut off"
 PIECE = 1 << 18  # entries that are rounded at once
@@ -57,38 +49,19 @@ def quantised(weight: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Yield a weight (I, O) in fewer bits, in words: floats, decimals, and integers with a scale for each group."""
     for words, rounded in roundings():
         yield f"rounded {words}", partial(rounded, weight)
-    for where, groups, back in _grouped(weight):
-        for bits in (8, 4) if ANEW in where else (4, 8, 5, 6, 3, 2, 7):
-            for words, half in itertools.product(SCHEMES, (False, True)):
-                kind = ", scales in float16" if half else ""
-                yield f"in {bits} bits, {words}{kind}, {where}", partial(_back, back, groups, bits, words, half)
+    ways = {"along rows": weight, "along columns": weight.T}
+    sizes = {f"a scale for each {size} {way}": (rows, size) for size in GROUPS for way, rows in ways.items()}
+    sizes |= {"a scale for each column": (weight.T, len(weight)), "a scale for each row": (weight, weight.shape[1])}
+    for where, (rows, size) in {"one scale for all": (weight, weight.numel()), **sizes}.items():
+        if weight.numel() % size == 0:
+            for bits, scheme in itertools.product((8, 4), SCHEMES):
+                yield f"in {bits} bits, {scheme}, {where}", partial(_grouped, rows, size, bits, scheme, rows is not weight)
 
 
-def _back(back: Formula, groups: Tensor, bits: int, scheme: str, half: bool) -> Tensor:
-    return back(integers(groups, bits, scheme, half))
-
-
-def _grouped(weight: Tensor) -> Iterator[tuple[str, Tensor, Callable[[Tensor], Tensor]]]:
-    """Yield the weight as rows that share a scale, and how to bring them back."""
-    yield "one scale for all", weight.reshape(1, -1), lambda x: x.view(weight.shape)
-    yield "a scale for each column", weight.T, lambda x: x.T
-    yield "a scale for each row", weight, lambda x: x
-    for size, (words, one), anew in itertools.product(
-        GROUPS, (("along rows", weight), ("along columns", weight.T)), (False, True)
-    ):
-        rows = one if anew else one.reshape(1, -1)  # in the file's order, or beginning anew with each row
-        length = rows.shape[1]
-        if size >= length or (anew and (length % size == 0 or size != GROUPS[0])):
-            continue
-        padded = torch.nn.functional.pad(rows, (0, -length % size)).reshape(-1, size)
-        back = partial(_ungrouped, len(rows), length, one.shape, words == "along columns")
-        yield f"a scale for each {size} {words}{ANEW if anew else ''}", padded, back
-
-
-def _ungrouped(count: int, length: int, shape: torch.Size, turned: bool, x: Tensor) -> Tensor:
-    """Return groups as the weight that they were made of: ``count`` rows of ``length`` each, cut into ``shape``."""
-    flat = x.reshape(count, -1)[:, :length].reshape(shape)
-    return flat.T if turned else flat
+def _grouped(rows: Tensor, size: int, bits: int, scheme: str, turned: bool) -> Tensor:
+    """Return ``rows`` in integers with a scale for each ``size`` entries, in the file's order; ``turned``: transposed."""
+    made = integers(rows.reshape(-1, size), bits, scheme).reshape(rows.shape)
+    return made.T if turned else made
 
 
 def in_eight_bits(axes: tuple[int, ...], x: Tensor) -> Tensor:
@@ -108,25 +81,21 @@ def narrowed(dtype: str, x: Tensor) -> Tensor:
     return mantissa(7, True, x) if dtype == CUT else mantissa(3, False, x) if dtype == SCALED else x.to(NARROW[dtype]).to(x)
 
 
-def integers(rows: Tensor, bits: int, scheme: str, half: bool) -> Tensor:
-    """Return rows (N, size) in integers of so many bits, each row with its scale; ``half``: which is stored in float16."""
+def integers(rows: Tensor, bits: int, scheme: str) -> Tensor:
+    """Return rows (N, size) in integers of so many bits, each row with its scale."""
     top = 2**bits - 1
     most = top // 2
     low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     largest = torch.where(high > -low, high, low)
-
-    def stored(x: Tensor) -> Tensor:
-        return x.half().to(x) if half else x
-
-    if scheme.startswith("symmetric"):
-        step = _nonzero(stored(largest.abs() / (most + ("power" in scheme))))
-        return ((rows / step).trunc() if "cut" in scheme else (rows / step).round()).clamp(-most - 1, most) * step
+    if scheme == "symmetric":
+        step = _nonzero(largest.abs() / most)
+        return (rows / step).round().clamp(-most - 1, most) * step
     if scheme == "by the largest":
-        step = _nonzero(stored(largest / -(most + 1)))
+        step = _nonzero(largest / -(most + 1))
         return ((rows / step + most + 1.5).floor().clamp(0, top) - most - 1) * step
-    step, least = _nonzero(stored((high - low) / top)), stored(low)
+    step = _nonzero((high - low) / top)
     if scheme == "with a least value":
-        return ((rows - least) / step).round().clamp(0, top) * step + least
+        return ((rows - low) / step).round().clamp(0, top) * step + low
     point = (-low / step).round().clamp(0, top)
     return (((rows / step).round() + point).clamp(0, top) - point) * step
 

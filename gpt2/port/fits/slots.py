@@ -1,282 +1,155 @@
-"""Read off attention's recorded weights what the slots of a cache hold: keys and values of which block, row, token and head.
+"""Read off attention's recorded weights and results which keys and values a cache held in place of GPT-2's.
 
-Shapes: queries by heads (B, H, T, K); numbers and sources as in ``bank.py``.
+Shapes: by heads (B, H, T, K); weights (B, H, T, S). A bank numbers its vectors array by array, row by row, token by token; the
+last number is zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from gpt2.port.fault import Fault
-from gpt2.port.fits.bank import Bank
 from gpt2.port.fits.observed import Fit, Observed
 
-AMBIGUOUS = 2  # sources that fit a slot, above which none is concluded
-CLEAR = (2000.0, 100.0)  # times its rounding: a weight from which the others are measured
-WHOLE = 0.2  # the largest error of a number of empty slots
+AMBIGUOUS = 2  # vectors that fit a slot, above which none is concluded
+CLEAR = 100.0  # times its rounding: a weight from which the others are measured
+LEAST_RIGHT = 2  # slots beside one that are right, which show that others are not
 MOST = 2**24  # numbers that are computed at once
 
 
-@dataclass(frozen=True, eq=False)
-class Found:
-    """What one query reads: the ``sources`` (H, S) of its slots in front, behind them ``unseen`` vectors and ``empty`` slots."""
+class Bank:
+    """What slots may hold: ``arrays`` of keys or values (B, H, T, K), this block's first, and zeros."""
 
-    sources: Tensor
-    unseen: tuple[int, ...] = ()
-    empty: int = 0
+    def __init__(self, arrays: Sequence[Tensor]) -> None:
+        self.rows, self.heads, self.tokens, size = arrays[0].shape
+        self.zero = len(arrays) * self.rows * self.tokens
+        vectors = torch.stack(list(arrays)).transpose(2, 3).flatten(0, 2)
+        self.vectors = torch.cat([vectors, vectors.new_zeros(1, self.heads, size)])  # (N, H, K)
 
+    def number(self, row: int, token: int) -> int:
+        return row * self.tokens + token
 
-class Weighed(NamedTuple):
-    """One query's weights (H, S) and its scores (H, N) with the bank's vectors, each with its rounding; its row and token."""
-
-    weights: Tensor
-    loose: Tensor
-    scores: Tensor
-    inexact: Tensor
-    row: int
-    token: int
-
-
-Query = Callable[[Observed, int, int, dict[int, list[int]]], Found | None]
+    def place(self, number: int) -> tuple[int, int, int]:
+        """Return the array, row and token of a vector that is not zeros."""
+        array, rest = divmod(number, self.rows * self.tokens)
+        return array, *divmod(rest, self.tokens)
 
 
 class Slots:
-    """Reads sources off recorded weights of queries ``q``; GPT-2's factor of the scores is ``scale``.
+    """Reads what each query's slots hold; ``q``: the queries, ``scale``: GPT-2's factor of the scores. ``check`` raises TimeUp.
 
-    ``taken`` (B, H, T, S), by source: the weight with which each query mixes the value of each, after a fit.
+    ``taken`` (B, H, T, N): the weight of each of the bank's vectors, and ``fault``, after a fit.
     """
 
-    def __init__(self, q: Tensor, bank: Bank, scale: float, in_time: Callable[[], None]) -> None:
-        self.q, self.bank, self.scale, self.in_time = q, bank, scale, in_time
+    def __init__(
+        self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, check: Callable[[], None]
+    ) -> None:
+        self.q, self.keys, self.values, self.scale, self.check = q, Bank(keys), Bank(values), scale, check
         self.taken: Tensor | None = None
-        self.inexact = torch.zeros(1, dtype=q.dtype)  # (B, H, T, 1), the relative error of these weights
         self.fault: Fault | None = None
 
-    def fit(self, seen: Observed, rows: Tensor) -> Fit | None:
-        """Return the weights if each slot of each wrong query holds some vector of the bank, and not all hold the right one."""
-        bank = self.bank
+    def weights(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """Yield the weights if each slot of each wrong query holds some vector, or if some slots are surely right."""
         batch, heads, tokens, _ = self.q.shape
-        if batch * heads**2 * tokens * bank.zero > MOST:
-            return None
-        found = self._read(seen, rows, self._query, range(tokens)) or self._read(
-            seen, rows, self._apart, range(tokens - 1, -1, -1)
-        )
-        if found is None:
-            return None
-        if (fault := self.fault_of(found, rows, "keys")) is None:
-            return None
-        taken, value, inexact = (
-            torch.zeros(batch, heads, tokens, (bank.zero + 1) * heads),
-            seen.value * 0,
-            seen.value[..., :1] * 0,
-        )
-        taken = taken.to(value)
-        for (row, token), one in found.items():
-            scores = self._scores(row, token)
-            loose = self._loose(row, token)
-            behind = [self._whole(number) for number in one.unseen]
-            sources = torch.cat([one.sources, torch.tensor(behind, dtype=torch.long).view(-1, heads).T], 1)
-            some = torch.cat([scores.gather(1, sources), scores.new_zeros(heads, one.empty)], 1).softmax(1)
-            taken[row, :, token].scatter_add_(1, sources, some[:, : sources.shape[1]])
-            count = min(one.sources.shape[1], value.shape[-1])
-            value[row, :, token, :count] = some[:, :count]
-            inexact[row, :, token] = 2 * loose.gather(1, sources).amax(1, keepdim=True)
-        fit = replace(seen, slack=seen.slack + inexact * value).fitted(value, rows, fault)
-        if fit is not None:
-            self.taken, self.inexact, self.fault = taken, inexact, fault
-        return fit
+        if batch * heads * tokens * self.keys.zero > MOST:
+            return
+        held: dict[tuple[int, int], list[int]] = {}
+        differing: tuple[int, list[int]] | None = None  # the first token that reads other keys, and their slots
+        for row, token in rows.nonzero().tolist():
+            self.check()
+            read, other = self._read(seen, row, token, held.get((row, token - 1), []))
+            if read is None and not other:
+                return
+            if read is not None:
+                held[row, token] = read
+            differing = min(filter(None, (differing, (token, other) if other else None)), default=None)
+        if len(held) == int(rows.sum()):
+            yield from self._found(seen, rows, held)
+        elif differing is not None:
+            yield from seen.fits(seen.value, rows, _until(*differing))
 
-    def _read(self, seen: Observed, rows: Tensor, way: Query, tokens: range) -> dict[tuple[int, int], Found] | None:
-        """Return what each query reads; None if some query cannot be explained."""
-        found: dict[tuple[int, int], Found] = {}
-        for row in range(self.bank.rows):
-            held: dict[int, list[int]] = {}  # the sources of each slot, by head, as the query before found them
-            for token in tokens:
-                self.in_time()
-                right = torch.tensor([self._whole(self.bank.number(row, slot)) for slot in range(token + 1)]).T
-                one = way(seen, row, token, held) if bool(rows[row, token]) else Found(right)
-                if one is None:
-                    return None
-                found[row, token] = one
-                held |= {slot: one.sources[:, slot].tolist() for slot in range(one.sources.shape[1])}
-        return found
+    def results(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
+        """Yield the mixtures of the values that belong to the keys that were found."""
+        if self.taken is not None and self.fault is not None:
+            yield from seen.fits(torch.einsum("bhtn,nhk->bhtk", self.taken, self.values.vectors), rows, self.fault)
 
-    def unit(self) -> float:
-        """Return the largest rounding of the vectors that were found."""
-        if self.taken is None:
-            return 0.0
-        used = (self.taken > 0).flatten(0, 2).any(0).unflatten(0, (-1, self.bank.heads)).any(1)
-        return float(self.bank.unit[used].max())
-
-    def mixed(self, seen: Observed, rows: Tensor) -> Fit | None:
-        """Return the mixture of the values that belong to the keys that were found."""
-        if self.taken is None or self.fault is None:
-            return None
-        values = self.bank.values.flatten(0, 1)
-        unit = self.bank.unit.repeat_interleave(self.bank.heads)[:, None]
-        slack = seen.slack + 2 * self.taken @ (unit * values.abs()) + self.inexact * (self.taken @ values.abs())
-        return replace(seen, slack=slack).fitted(self.taken @ values, rows, self.fault)
-
-    def _whole(self, number: int) -> list[int]:
-        """Return the sources of a vector, of all heads."""
-        return [number * self.bank.heads + head for head in range(self.bank.heads)]
-
-    def _scores(self, row: int, token: int) -> Tensor:
-        """Return the scores (H, S) of a query with each source."""
-        return self.scale * torch.einsum("hk,ngk->hng", self.q[row, :, token], self.bank.keys).flatten(1)
-
-    def _loose(self, row: int, token: int) -> Tensor:
-        """Return what the rounding of the bank's keys may do to these scores."""
-        if not bool(self.bank.unit.any()):
-            return torch.zeros(1, 1, dtype=self.q.dtype).expand(self.bank.heads, (self.bank.zero + 1) * self.bank.heads)
-        sizes = torch.einsum("hk,ngk,n->hng", self.q[row, :, token].abs(), self.bank.keys.abs(), self.bank.unit)
-        return 2 * self.scale * sizes.flatten(1)
-
-    def _query(self, seen: Observed, row: int, token: int, held: dict[int, list[int]]) -> Found | None:
-        weights = seen.value[row, :, token]  # (H, S)
+    def _read(self, seen: Observed, row: int, token: int, before: list[int]) -> tuple[list[int] | None, list[int]]:
+        """Return what the slots of a query hold, None if that is not known, and the slots whose keys are surely not GPT-2's."""
+        bank, weights = self.keys, seen.value[row, :, token]
         loose = 2 * (seen.slack[row, :, token] + seen.bound * seen.value.square().mean().sqrt())
-        visible = (weights > loose).any(0).nonzero().flatten().tolist()
-        if not visible or visible[-1] + 1 != len(visible):  # slots in front, without gaps
-            return None
-        weights, loose = weights[:, : len(visible)], loose[:, : len(visible)]
-        every = self._scores(row, token)
-        index = torch.arange(self.bank.zero + 1) * self.bank.heads + torch.arange(self.bank.heads)[:, None]  # head with head
-        one = Weighed(weights, loose, every.gather(1, index), self._loose(row, token).gather(1, index), row, token)
-        clear = (weights / loose).amin(0)
-        for slot, number in self._anchors(clear, row, token, held):
-            self.in_time()
-            sources = self._sources(one, slot, number, held)
-            if sources is not None and (found := self._unseen(one, every, sources)) is not None:
-                return found
-        return None
-
-    def _apart(self, seen: Observed, row: int, token: int, held: dict[int, list[int]]) -> Found | None:
-        """Return what a query reads if the heads' slots hold other tokens and heads of this block, each its own."""
-        weights = seen.value[row, :, token, : token + 1]
-        loose = 2 * (seen.slack[row, :, token, : token + 1] + seen.bound * seen.value.square().mean().sqrt())
-        if float((loose / weights.clamp(min=1e-300)).amin()) > 1 / CLEAR[-1]:
-            return None
-        every = self._scores(row, token)
-        some = [*range(self.bank.rows * self.bank.tokens * self.bank.heads), self.bank.zero * self.bank.heads]
-        out = []
-        if len(some) ** 2 * weights.shape[1] > MOST:
-            return None
-        for head in range(self.bank.heads):
-            scores, mine, error = every[head, some], weights[head], loose[head]
-            anchor = int(mine.argmax())
-            made = (scores + mine[anchor].log() - scores[:, None]).exp()[:, None]  # (anchor's sources, 1, sources)
-            fits = (made - mine[:, None]).abs() <= error[:, None] + made * float(error[anchor] / mine[anchor])
-            fits[:, anchor] = torch.eye(len(some), dtype=torch.bool)
-            whole = fits.any(-1).all(-1).nonzero().flatten().tolist()
-            known = [held[slot][head] if slot in held else -1 for slot in range(len(mine))]
-            best = max(whole, key=lambda one: self._agreed(fits[one], some, known)[0], default=None)
-            if best is None or (len(whole) > AMBIGUOUS and not any(self._agreed(fits[best], some, known)[1])):
-                return None
-            picked = self._agreed(fits[best], some, known)[1]
-            out.append(
-                [held[slot][head] if same else some[int(fits[best, slot].int().argmax())] for slot, same in enumerate(picked)]
-            )
-        return Found(torch.tensor(out))
-
-    def _agreed(self, fits: Tensor, some: list[int], known: list[int]) -> tuple[int, list[bool]]:
-        """Return in how many slots, and in which, a source fits that is known from the query before."""
-        places = {source: place for place, source in enumerate(some)}
-        same = [source in places and bool(fits[slot, places[source]]) for slot, source in enumerate(known)]
-        return sum(same), same
-
-    def _anchors(self, clear: Tensor, row: int, token: int, held: dict[int, list[int]]) -> Iterator[tuple[int, int]]:
-        """Yield slots and what each may hold, from which the weights of the others are measured, the ``clear`` ones first."""
-        own, heads, slots = self.bank.number(row, token), self.bank.heads, len(clear)
-        first = [(min(token, slots - 1), own)]
-        first += [(slot, self.bank.number(row, slot)) for slot in range(min(slots, self.bank.tokens))]
-        first += [(slot, sources[0] // heads) for slot, sources in held.items() if slot < slots]
-        first += [(slot, own) for slot in range(slots)]
-        first += [(slot, self.bank.zero) for slot in (0, slots - 1)]
-        first += [(int(clear.argmax()), number) for number in range(self.bank.zero)]
-        for most, least in zip((float("inf"), *CLEAR), CLEAR, strict=False):
-            yield from (one for one in dict.fromkeys(first) if least < float(clear[one[0]]) <= most)
-
-    def _sources(self, one: Weighed, slot: int, number: int, held: dict[int, list[int]]) -> Tensor | None:
-        """Return the sources (H, S) if ``slot`` holds vector ``number`` and each other slot some vector."""
-        weights, loose, scores, inexact, row, token = one
-        heads = self.bank.heads
-        level = weights[:, slot].log() - scores[:, number]
-        error = loose[:, slot] / weights[:, slot] + inexact[:, number]
-        made = (scores + level[:, None]).exp()  # (H, N)
-        allowed = loose[:, :, None] + made[:, None] * (error[:, None, None] + inexact[:, None])
-        same = ((made[:, None] - weights[:, :, None]).abs() <= allowed).all(0)  # (S, N)
-        out = []
-        for place in range(weights.shape[1]):
-            mine = same[place].nonzero().flatten().tolist()
-            before = held.get(place, [])
-            likely = [self.bank.number(row, place)] if place < self.bank.tokens else []
-            likely += [before[0] // heads] if before and before == self._whole(before[0] // heads) else []
-            likely += [self.bank.number(row, token), self.bank.zero]
-            best = number if place == slot else next((n for n in likely if bool(same[place, n])), None)
-            if (best is None or (len(mine) > AMBIGUOUS and best not in likely[:2])) and not 0 < len(mine) <= AMBIGUOUS:
-                return None
-            out.append(self._whole(mine[0] if best is None else best))
-        return torch.tensor(out).T
-
-    def _unseen(self, one: Weighed, scores: Tensor, sources: Tensor) -> Found | None:
-        """Return what the query reads, with what explains a sum of recorded weights below one; None if nothing does.
-
-        ``scores`` (H, N * H): with all sources.
-        """
-        weights, loose, row, token = one.weights, one.loose, one.row, one.token
-        total, sums = weights.sum(1), scores.gather(1, sources).exp().sum(1)
-        error = loose.sum(1)
-        if bool(((1 - total).abs() <= error + 1e-6).all()):
-            return Found(sources)
-        if bool((total >= 1).any()) or not bool(sums.isfinite().all()):
-            return None
-        needed = sums * (1 - total) / total  # exponentials behind
-        error = 3 * sums * error / total.square() + 1e-6 * needed
-        seen = set((sources[0] // self.bank.heads).tolist())
-        missing = [n for n in (self.bank.number(row, slot) for slot in range(token + 1)) if n not in seen]
-        own = [n for n in missing if n == self.bank.number(row, token)]
-        every = torch.arange(self.bank.heads)
-        for some in ([], own, missing):
-            left = needed - sum((scores[every, n * self.bank.heads + every].exp() for n in some), torch.zeros_like(needed))
-            count = int(left.mean().round())
-            if (count or some) and count >= 0 and bool(((left - count).abs() <= error.clamp(max=WHOLE)).all()):
-                return Found(sources, tuple(some), count)
-        return None
-
-    def fault_of(self, found: dict[tuple[int, int], Found], rows: Tensor, kind: str) -> Fault | None:
-        """Return what is wrong with what the queries read; None if nothing is."""
-        bank, kinds, shown = self.bank, set[str](), ""
-        for (row, token), one in found.items():
-            if not bool(rows[row, token]):
+        count = int((weights > loose).any(0).sum())
+        if not bool((weights[:, :count] > loose[:, :count]).any(0).all()) or not 0 < count <= bank.tokens:
+            return None, []  # slots in front, without gaps
+        weights, loose = weights[:, :count], loose[:, :count]
+        right = torch.tensor([bank.number(row, slot) for slot in range(count)])
+        scores = self.scale * torch.einsum("hk,nhk->hn", self.q[row, :, token], bank.vectors)
+        differing: list[int] = []
+        clear = (weights / loose.clamp(min=1e-300)).amin(0)
+        for slot, number in self._anchors(row, token, int(clear.argmax()), count, before):
+            if float(clear[slot]) < CLEAR:
                 continue
-            vectors, wrong = one.sources // bank.heads, set[str]()
-            if not torch.equal(one.sources % bank.heads, torch.arange(bank.heads)[:, None].expand_as(one.sources)):
-                wrong.add("head-layout")
-            places = [None if number == bank.zero else bank.place(number) for number in vectors[0].tolist()]
-            for slot, place in enumerate(places):
-                if place != (0, row, slot):
-                    wrong.add("batch-dependent" if place and place[1] != row else "cache-inconsistent")
-            if all(place is not None and place[0] and place[1:] == (row, slot) for slot, place in enumerate(places)):
-                wrong = {"wrong-tensor"}  # the token itself is of another block as well
-            if one.unseen:
-                wrong.add("cache-inconsistent")
-            elif one.empty:
-                wrong.add("cache-inconsistent" if one.empty == 1 else "mask-multiplied")  # one place too far, or a whole buffer
-            if wrong and not shown:
-                head = (
-                    int((one.sources % bank.heads != torch.arange(bank.heads)[:, None]).any(1).nonzero()[0])
-                    if "head-layout" in wrong
-                    else 0
-                )
-                shown = bank.words(kind, one.sources[head].tolist(), row, head)
-                if one.empty:
-                    shown += f"; the softmax runs over {one.empty} more, of zeros"
-                shown = f"token {token} of row {row} reads a cache in which {shown}"
-            kinds |= wrong
-        order = ("head-layout", "batch-dependent", "cache-inconsistent", "wrong-tensor", "mask-multiplied")
-        return next((Fault(id, "attn", shown) for id in order if id in kinds), None)
+            made = (scores + (weights[:, slot].log() - scores[:, number])[:, None]).exp()  # (H, N)
+            error = loose[:, slot] / weights[:, slot]
+            same = ((made[:, None] - weights[..., None]).abs() <= loose[..., None] + (made * error[:, None])[:, None]).all(0)
+            own = same.gather(1, right[:, None])[:, 0]
+            if number == int(right[slot]) and LEAST_RIGHT < int(own.sum()) < count and not differing:
+                differing = (~own).nonzero().flatten().tolist()
+            read = [self._vector(place, row, token, some, before) for place, some in enumerate(same)]
+            if bool((same.any(1)).all()) and None not in read:
+                return [one for one in read if one is not None], differing
+        return None, differing
+
+    def _anchors(self, row: int, token: int, clear: int, count: int, before: list[int]) -> Iterator[tuple[int, int]]:
+        """Yield slots and what each may hold, to measure the others by; ``clear``: one that may hold anything."""
+        own, last = self.keys.number(row, token), count - 1
+        first = [(last, own), *((slot, self.keys.number(row, slot)) for slot in range(count))]
+        likely = [*first, *enumerate(before[:count]), (0, self.keys.zero), (last, self.keys.zero)]
+        yield from dict.fromkeys([*likely, *((clear, number) for number in range(self.keys.zero))])
+
+    def _vector(self, slot: int, row: int, token: int, same: Tensor, before: list[int]) -> int | None:
+        """Return the number of the vector that a slot holds, of those that are the ``same``; None if several may be."""
+        numbers = same.nonzero().flatten().tolist()
+        likely = [self.keys.number(row, slot), *before[slot : slot + 1], self.keys.number(row, token), self.keys.zero]
+        best = next((number for number in likely if bool(same[number])), None)
+        if best in likely[:2] or len(numbers) <= AMBIGUOUS:
+            return best if best is not None or not numbers else numbers[0]
+        return None
+
+    def _found(self, seen: Observed, rows: Tensor, held: dict[tuple[int, int], list[int]]) -> Iterator[Fit]:
+        """Yield the softmax over what the slots hold, with what is wrong with it."""
+        bank, ids, shown = self.keys, set[str](), (0, list[int]())
+        value, taken = seen.value * 0, seen.value.new_zeros(*seen.value.shape[:3], bank.zero + 1)
+        for row in range(bank.rows):
+            for token in range(bank.tokens):
+                numbers = held.get((row, token), [bank.number(row, slot) for slot in range(token + 1)])
+                scores = self.scale * torch.einsum("hk,shk->hs", self.q[row, :, token], bank.vectors[numbers])
+                value[row, :, token, : len(numbers)] = some = scores.softmax(1)
+                taken[row, :, token].index_add_(1, torch.tensor(numbers), some)
+                wrong = [slot for slot, number in enumerate(numbers) if number != bank.number(row, slot)]
+                if (row, token) in held and wrong:
+                    shown = shown if ids else (token, wrong)
+                    ids.add(self._id(row, numbers))
+        for id in ("batch-dependent", "cache-inconsistent", "wrong-tensor"):
+            if id in ids:
+                fault = _until(*shown, id)
+                for fit in seen.fits(value, rows, fault):
+                    self.taken, self.fault = taken, fault
+                    yield fit
+                return
+
+    def _id(self, row: int, numbers: Sequence[int]) -> str:
+        """Return the cause where a query of ``row`` reads these vectors."""
+        places = [None if number == self.keys.zero else self.keys.place(number) for number in numbers]
+        if any(place is not None and place[1] != row for place in places):
+            return "batch-dependent"
+        other_block = all(place is not None and place[0] and place[2] == slot for slot, place in enumerate(places))
+        return "wrong-tensor" if other_block else "cache-inconsistent"  # the token itself is of another block as well
+
+
+def _until(token: int, slots: Sequence[int], id: str = "cache-inconsistent") -> Fault:
+    """Return the fault of a cache that is right until a token."""
+    where = f"slot{'s' * (len(slots) > 1)} {', '.join(map(str, slots))}"
+    return Fault(id, "attn", f"right until token {token}, where the cache holds other keys than GPT-2's, in {where}")

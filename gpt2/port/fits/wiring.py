@@ -15,10 +15,9 @@ from gpt2.measure.metrics import worst_relative_error
 from gpt2.port.alternatives.activations import FUNCTIONS
 from gpt2.port.fault import Fault
 from gpt2.port.fits.observed import SHOWN, Fit, Observed, combined, formula, nice
-from gpt2.port.fits.rounding import quantised
+from gpt2.port.fits.rounding import roundings
 
 MOST_PAIRS = 2**22  # pairs of an id and a position that are tried
-NEAR = 0.5  # mean square of what rounding does to embeddings, of their own
 NEIGHBOURS = 0.02  # of the span of a function's results: how far those of neighbouring arguments may be apart
 GATES = {"tanh": (torch.tanh, torch.atanh), "erf": (torch.erf, torch.erfinv)}  # of GELU, and their inverses
 OPEN = 0.98  # a gate that is further from 0 than this shows its argument badly
@@ -128,8 +127,14 @@ def _other_positions(seen: Observed, words: Tensor, wpe: Tensor, rows: Tensor) -
     }
     if words[..., 0].numel() * len(wpe) <= MOST_PAIRS:
         for factor in dict.fromkeys((1.0, root, times)):
-            at = torch.where(rows, torch.cdist(value - factor * words, wpe).argmin(-1), torch.arange(words.shape[1]))
-            faults = [*_taken("position-offset", "wpe", at), *filter(None, [scaled.get(factor)])]
+            right = torch.arange(words.shape[1]).expand(words.shape[:2])
+            at = torch.where(rows, torch.cdist(value - factor * words, wpe).argmin(-1), right)
+            faults = list(filter(None, [scaled.get(factor)]))
+            if not torch.equal(at, right):
+                row, token = (at != right).nonzero()[0].tolist()
+                taken = ", ".join(map(str, at[row, token : token + SHOWN].tolist()))
+                detail = f"from token {token} of row {row} of the batch on, rows {taken} of wpe are taken"
+                faults.append(Fault("position-offset", "wpe", detail))
             if faults and (fit := seen.fitted(factor * words + wpe[at], rows, *faults)) is not None:
                 return fit
     if len(value) < 2 or not bool(rows.all()):
@@ -139,17 +144,6 @@ def _other_positions(seen: Observed, words: Tensor, wpe: Tensor, rows: Tensor) -
     if are_waves(table):
         id, detail = "position-sinusoidal", "positions are made of sines and cosines, not of the checkpoint's learned ones"
     return seen.fitted(times * words + table, rows, Fault(id, "wpe", detail), *filter(None, [scaled.get(times)]))
-
-
-def _taken(id: str, part: str, wrong: Tensor, right: Tensor | None = None) -> list[Fault]:
-    """Return the fault of other rows (B, T) of a table than the ``right`` ones, the tokens' numbers; none if they are right."""
-    right = torch.arange(wrong.shape[1]).expand_as(wrong) if right is None else right
-    if torch.equal(wrong, right):
-        return []
-    row, token = (wrong != right).nonzero()[0].tolist()
-    given, wanted = (", ".join(map(str, one[row, token : token + SHOWN].tolist())) for one in (wrong, right))
-    words = f"from token {token} of row {row} of the batch on, rows {given} of {part} are taken, not {wanted}"
-    return [Fault(id, part, words)]
 
 
 def are_waves(rows: Tensor) -> bool:
@@ -177,31 +171,9 @@ def embedding_fit(seen: Observed, ids: Tensor, wte: Tensor, wpe: Tensor, rows: T
     added = Fault("extra-bias", "embed", words_of, fix="x = wte(ids) + wpe(pos)  # nothing else")
     if int(rows.sum()) > 1 and (shifted := seen.fitted(seen.right + more, rows, added)) is not None:
         return shifted
-    apart, size = ((one[rows]).square().mean() for one in (seen.value - seen.right, seen.right))
-    near = wte.numel() <= MOST_PAIRS and bool(apart < NEAR * size)  # thousands of roundings, which leave embeddings near
-    both = dict(quantised(wpe)) if near else {}
-    for text, make in quantised(wte) if near else ():
-        taken = make()[ids]
-        for part, other in (("wte", places), ("embed", both[text]()[:tokens].expand_as(taken) if text in both else places)):
-            fault = Fault("reduced-precision", part, f"the weight holds the checkpoint's values {text}")
-            if (rounded := seen.mostly(taken + other, rows, fault)) is not None:
-                return rounded
-    if (elsewhere := _other_positions(seen, words, wpe, rows)) is not None:
-        return elsewhere
-    if len(wte) * len(wpe) > MOST_PAIRS:
-        return None
-    taken, at = torch.zeros_like(ids), torch.arange(tokens).expand_as(ids).clone()
-    for row, token in rows.nonzero().tolist():
-        apart = torch.cdist(seen.value[row, token] - wpe, wte)  # (positions, ids)
-        at[row, token], taken[row, token] = divmod(int(apart.argmin()), len(wte))
-    taken = torch.where(rows, taken, ids)
-    value = wte[taken] + wpe[at]
-    faults = [*_taken("wrong-tensor", "wte", taken, ids), *_taken("position-offset", "wpe", at)]
-    if (moved := seen.fitted(value, rows, *faults)) is not None:
-        return moved
-    if int(rows.any(0).sum()) < 2:
-        return None
-    middle = places[rows]
-    times = ((seen.value - words)[rows] * middle).sum(0) / middle.square().sum(0).clamp(min=1e-300)
-    detail = "each feature of the position has a factor of its own, some are left out"
-    return seen.fitted(words + places * times, rows, Fault("position-missing", "wpe", detail))
+    for text, rounded in roundings():
+        for part, other in (("wte", places), ("embed", rounded(places))):
+            fault = Fault("reduced-precision", part, f"the weight holds the checkpoint's values rounded {text}")
+            if (narrow := seen.mostly(rounded(words) + other, rows, fault)) is not None:
+                return narrow
+    return _other_positions(seen, words, wpe, rows)

@@ -31,11 +31,11 @@ from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.flow import Flow
 from gpt2.port.anatomy.stream import NotGPT2, Stream
 from gpt2.port.mapping import ROUNDED_CONSTANT, Check, worst_error
-from gpt2.port.mapping.departures import find_departures
+from gpt2.port.mapping.departures import structural_causes
 from gpt2.port.mapping.filling import put
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.mapping.reading import Own, own_weights
-from gpt2.port.mapping.remarks import sentence
+from gpt2.port.mapping.remarks import in_a_line
 from gpt2.port.recording.dispatch import DeterministicMode
 from gpt2.port.recording.forward import Borrowed, ForwardError, plain_attention
 from gpt2.port.recording.recorder import give_shapes, record_probe
@@ -131,8 +131,8 @@ class _Reading:
             branch.layer = order[branch.layer]
         anatomy.layers = list(order.values())
         self.mapping = Mapping(anatomy, _sizes(anatomy), from_buffers=True)
-        for departure in find_departures(self.mapping):
-            raise NotGPT2(sentence(departure).replace("the checkpoint", "GPT-2").partition(";")[0])
+        for cause in structural_causes(self.mapping):
+            raise NotGPT2(in_a_line(cause).replace("the checkpoint", "GPT-2").partition(";")[0])
         self.sources = [source for source in self.mapping.sources if self.mapping.parts(source)]
         self.dtype = reduce(torch.promote_types, (borrowed.tensors[source.name].dtype for source in self.sources))
         self.casts: set[str] = set()

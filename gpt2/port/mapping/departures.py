@@ -1,6 +1,7 @@
-"""Find the structural departures of a port from GPT-2: missing parts, extra parts, and different connections.
+"""Find where a port's structure departs from GPT-2's, as causes: missing parts, extra parts, and different connections.
 
-A new kind goes into :class:`DepartureKind`, :func:`find_departures` and the causes of :mod:`gpt2.port.diagnosis.structure`.
+A new one goes into :func:`structural_causes`. :func:`gpt2.load_into` lists them, and :func:`gpt2.diagnose` names them where its
+walk does not reach the end.
 """
 
 from __future__ import annotations
@@ -9,142 +10,120 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Mapping as MappingType
-from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gpt2.config import GPT2Config
 from gpt2.port.anatomy.anatomy import Anatomy
+from gpt2.port.diagnosis.causes import PlacedCause
+from gpt2.port.diagnosis.places import EVERY, Place
+from gpt2.port.diagnosis.report import LIKELY
 from gpt2.port.mapping.mapping import Mapping
 
-
-class DepartureKind(Enum):
-    """A kind of departure; the value is the message to the port's author. :func:`.remarks.sentence` fills in the braces."""
-
-    WIDTH = "your module is {port_size:,} wide, the checkpoint {checkpoint_size:,}"
-    BLOCK_COUNT = "your forward runs {port_size:,} block{plural}, the checkpoint has {checkpoint_size}{left_out}"
-    HEAD_COUNT = "your attention has {port_size:,} head{plural}, the checkpoint {checkpoint_size}"
-    FEED_FORWARD_WIDTH = "your feed-forward is {port_size:,} wide, the checkpoint's {checkpoint_size:,}"
-    VOCABULARY = "your vocabulary has {port_size:,} entries, the checkpoint {checkpoint_size:,}"
-    VOCABULARY_PADDED = "your vocabulary is padded from {checkpoint_size:,} to {port_size:,} entries: the rest is zero"
-    REPEATED = "your {subject} runs {port_size} times"
-    HEADS_MIXED = "your {subject} mixes up heads and positions: view as (B, T, heads, size), transpose, and so back"
-    HEADS_SHARED = (
-        "your {subject} has {port_size} head{plural} of keys or values, which its {checkpoint_size} of queries share (grouped "
-        "heads); the checkpoint has keys and values for each head"
-    )
-    POST_NORM = "your norms stand after the branches, GPT-2's before them; they are filled in running order"
-    EXTRA_NORM = "a norm that GPT-2 does not have"
-    POSITIONS_SHIFTED = "your positions begin at row {port_size} of their table, the checkpoint's at 0"
-    IN_BUFFER = "your {part} ({name}) is a buffer and no parameter: it is left as it is"
-    POSITIONS_MISSING = "your module has no learned positions; the checkpoint's wpe.weight is left out"
-    BRANCH_MISSING = "your forward has no {subject} in one block: {norm} does not run"
-    NORM_MISSING = "your {subject} has no norm before it; the checkpoint has {norm}"
-    FINAL_NORM_MISSING = "your module has no last norm; the checkpoint has ln_f"
+SEEN = "seen in the operators of its forward pass, whatever their names"
+SHARED = "shared heads"  # the kind of cause that is as certain as one of weights
+BRANCHES = {"attn": ("attention", "ln_1"), "mlp": ("feed-forward", "ln_2")}
+# The cause where a port has no place for a matrix.
+LOST = {"attn.c_proj.weight": "output-projection-missing", "attn.c_attn.weight": "value-projection-wrong"}
 
 
-@dataclass(frozen=True)
-class Departure:
-    """One departure in ``part`` of block ``layer``, with its size in the port and in the checkpoint.
-
-    ``names``: parameters of an extra norm, the buffer of a part, the checkpoint's blocks that do not run, or shares of c_attn.
-    ``module``: dotted name.
-    """
-
-    kind: DepartureKind
-    layer: int | None = None
-    part: str = ""
-    port_size: int = 0
-    checkpoint_size: int = 0
-    names: tuple[str, ...] = ()
-    module: str = ""
-
-
-def find_departures(mapping: Mapping) -> list[Departure]:
-    """Return all structural departures, sizes first."""
-    return [*_sizes(mapping.anatomy, mapping.config), *_connections(mapping.anatomy, mapping)]
-
-
-def _sizes(anatomy: Anatomy, config: GPT2Config) -> Iterator[Departure]:
-    absent = tuple(f"h.{layer}" for layer in range(config.n_layer) if layer not in anatomy.layers)
-    heads = config.n_head if anatomy.mixed_layers else len(anatomy.attentions[0].heads)
+def other_sizes(mapping: Mapping) -> Iterator[tuple[str, int, int]]:
+    """Yield each size of the port that is not the checkpoint's: what, the port's, the checkpoint's."""
+    anatomy, config = mapping.anatomy, mapping.config
     hidden: Counter[int | None] = Counter()
     for part in anatomy.parts:
         hidden[part.layer] += len(part.columns) if part.part == "mlp.c_fc" else 0
     inner = {size for size in hidden.values() if size}
-    words = anatomy.stream.vocabulary if anatomy.head is None else len(anatomy.head)
-    padded = words > config.vocab_size
-    for kind, part_name, port_size, checkpoint_size in (
-        (DepartureKind.WIDTH, "", anatomy.width, config.n_embd),
-        (DepartureKind.BLOCK_COUNT, "", len(anatomy.layers), config.n_layer),
-        (DepartureKind.HEAD_COUNT, "attn", heads, config.n_head),
-        (DepartureKind.FEED_FORWARD_WIDTH, "mlp", inner.pop() if len(inner) == 1 else config.inner, config.inner),
-        (DepartureKind.VOCABULARY_PADDED if padded else DepartureKind.VOCABULARY, "wte", words, config.vocab_size),
+    for what, size, wanted in (
+        ("width", anatomy.width, config.n_embd),
+        ("feed-forward width", inner.pop() if len(inner) == 1 else config.inner, config.inner),
+        ("vocabulary", vocabulary(anatomy), config.vocab_size),
+        ("number of blocks", max(len(anatomy.layers), config.n_layer), config.n_layer),
     ):
-        if port_size != checkpoint_size:
-            names = absent if kind is DepartureKind.BLOCK_COUNT else ()
-            yield Departure(kind, part=part_name, port_size=port_size, checkpoint_size=checkpoint_size, names=names)
+        if size != wanted and not (what == "vocabulary" and size > wanted):
+            yield what, size, wanted
 
 
-def _connections(anatomy: Anatomy, mapping: Mapping) -> Iterator[Departure]:
+def vocabulary(anatomy: Anatomy) -> int:
+    return anatomy.stream.vocabulary if anatomy.head is None else len(anatomy.head)
+
+
+def structural_causes(mapping: Mapping) -> Iterator[PlacedCause]:
+    """Yield the faults in a port's connections; less certain than a walk's causes, since nothing was recomputed."""
+    anatomy, config = mapping.anatomy, mapping.config
+
+    def cause(id: str, words: str, *places: Place, fix: str | None = None, kind: str = "") -> PlacedCause:
+        return PlacedCause(id, places, words, SEEN, LIKELY, fix, kind)
+
+    absent = [Place(layer, "") for layer in range(config.n_layer) if layer not in anatomy.layers]
+    if absent:
+        words = f"your forward runs {len(anatomy.layers)} of the checkpoint's {config.n_layer} blocks"
+        yield cause("layer-missing", words, *absent)
+    heads = len(anatomy.attentions[0].heads)
+    if heads != config.n_head and not anatomy.mixed_layers:
+        words, fix = f"your attention has {heads} heads, the checkpoint {config.n_head}", f"n_head={config.n_head}"
+        yield cause("head-layout", words, Place(EVERY, "attn"), fix=f"{fix}  # each {config.head_dim} wide")
     for branch in anatomy.branches:
+        what, _ = BRANCHES[branch.part]
         if branch.times > 1:
-            module = module_name(anatomy, branch.part, branch.layer)
-            yield Departure(
-                DepartureKind.REPEATED, branch.layer, branch.part, port_size=branch.times, checkpoint_size=1, module=module
-            )
+            yield cause("layer-repeated", f"your {what} runs {branch.times} times", Place(branch.layer, ""), kind=what)
+        if not branch.normed and not anatomy.post_norm:
+            yield cause("norm-missing", f"your {what} has no norm before it", Place(branch.layer, branch.norm))
     used = (source for source in mapping.sources if source.storage in anatomy.recording.uses and len(source.region.shape) > 1)
     known = all(mapping.parts(source) for source in used)  # else an unknown matrix may be that of a branch
-    for layer, stem in itertools.product(anatomy.layers if known else (), ("attn", "mlp")):
-        if all((branch.layer, branch.part) != (layer, stem) for branch in anatomy.branches):
-            yield Departure(DepartureKind.BRANCH_MISSING, layer, stem)
+    for layer, (part, (what, before)) in itertools.product(anatomy.layers if known else (), BRANCHES.items()):
+        if all((branch.layer, branch.part) != (layer, part) for branch in anatomy.branches):
+            yield cause("layer-missing", f"your forward has no {what} in one block", Place(layer, part), Place(layer, before))
     for layer in sorted(anatomy.mixed_layers):
-        yield Departure(DepartureKind.HEADS_MIXED, layer, "attn", module=module_name(anatomy, "attn", layer))
+        words = "your attention mixes up heads and positions: view as (B, T, heads, size), transpose, and so back"
+        yield cause("head-layout", words, Place(layer, "attn"))
     for layer, counts in anatomy.shared_heads.items():
-        heads, module, fewest = len(anatomy.attentions[0].heads), module_name(anatomy, "attn", layer), min(counts.values())
-        yield Departure(DepartureKind.HEADS_SHARED, layer, "attn", fewest, heads, tuple(counts), module)
+        words = f"your attention has {min(counts.values())} heads of keys or values, which its {heads} of queries share"
+        words += " (grouped heads); the checkpoint has keys and values for each head"
+        yield cause("head-layout", words, *(Place(layer, "attn.c_attn", share) for share in counts), kind=SHARED)
     if anatomy.post_norm:
-        yield Departure(DepartureKind.POST_NORM)
+        yield cause("post-norm", "your norms stand after the branches, GPT-2's before them", Place(EVERY, ""))
     for norm in anatomy.extra_norms:
         names = {anatomy.recording.name(int(ids[0])) for ids in (norm.scale, norm.shift) if ids is not None}
-        yield Departure(DepartureKind.EXTRA_NORM, names=tuple(sorted(names)))
+        yield cause("extra-norm", "a norm that GPT-2 does not have", *(Place(None, name) for name in sorted(names)))
     if anatomy.positions is not None and mapping.skips_positions:
-        yield Departure(DepartureKind.POSITIONS_SHIFTED, part="wpe", port_size=anatomy.positions.skipped)
-    for part, name in mapping.in_buffers:
-        yield Departure(DepartureKind.IN_BUFFER, part.layer, part.part, names=(name,))
+        words = f"your positions begin at row {anatomy.positions.skipped} of their table, the checkpoint's at 0"
+        yield cause("position-offset", words, Place(None, "wpe"))
     if anatomy.positions is None and not any(part.part == "wpe" for part, _ in mapping.in_buffers):
-        yield Departure(DepartureKind.POSITIONS_MISSING, part="wpe")
-    for branch in anatomy.branches:
-        if not branch.normed and not anatomy.post_norm:
-            module = module_name(anatomy, branch.part, branch.layer)
-            yield Departure(DepartureKind.NORM_MISSING, branch.layer, branch.norm, module=module)
+        yield cause("position-missing", "your module has no learned positions", Place(None, "wpe"))
     if not anatomy.final_norm:
-        yield Departure(DepartureKind.FINAL_NORM_MISSING, part="ln_f")
-
-
-def module_name(anatomy: Anatomy, part: str, layer: int | None) -> str:
-    """Return the dotted name that the parameters of a block's "attn" or "mlp" share, such as "blocks.0.attn"."""
-    stem = f"{part}."
-    matrices = [p for p in anatomy.parts if p.layer == layer and p.part.startswith(stem) and not p.part.endswith(".bias")]
-    names = [anatomy.recording.name(int(matrix.ids[0])).split(".")[:-1] for matrix in matrices]
-    shared = itertools.takewhile(lambda pieces: len(set(pieces)) == 1, zip(*names, strict=False))
-    return ".".join(pieces[0] for pieces in shared)
+        yield cause("final-norm-missing", "your module has no last norm", Place(None, "ln_f"))
 
 
 class MissingEntries(NamedTuple):
     """The entries of a checkpoint's tensor that have no place in a port, and their ``norm`` (0: no effect).
 
-    ``shares``: which thirds ("q", "k", "v") of c_attn are missing. ``neutral``: the tensor with a bias of zero or a scale of one
-    in place of the missing entries; None for a matrix.
+    ``shares``: which thirds ("q", "k", "v") of c_attn are missing; ``incomplete``: which are, at least in part. ``neutral``: the
+    tensor with a bias of zero or a scale of one in place of the missing entries; None for a matrix.
     """
 
     name: str
     shares: str
+    incomplete: str
     norm: float
     neutral: Tensor | None
+
+    def cause(self) -> PlacedCause:
+        """Return what is missing, as a cause."""
+        place, share = Place.of(self.name), f" for {', '.join(self.shares)}" if 0 < len(self.shares) < 3 else ""
+        if self.name.endswith("bias"):
+            id, words = "missing-bias", f"you have no bias{share} here; the checkpoint's is not zero (norm {self.norm:.2g})"
+        elif self.neutral is not None:
+            id, words = (
+                "layernorm-without-affine",
+                f"your norm has no scale; the checkpoint's is not one (off by {self.norm:.2g})",
+            )
+        else:
+            id, words = LOST.get(place.part, "not-loaded"), f"you have no projection{share} here"
+        places = tuple(Place(place.layer, place.part, one) for one in (self.incomplete if len(self.incomplete) % 3 else ("",)))
+        evidence = f"no parameter takes the place of the checkpoint's {self.name}"
+        return PlacedCause(id, places, words, evidence, 0.9, None, f"{words.partition(';')[0]}")
 
 
 def missing_entries(placed: MappingType[str, Tensor], state: MappingType[str, Tensor]) -> Iterator[MissingEntries]:
@@ -152,13 +131,14 @@ def missing_entries(placed: MappingType[str, Tensor], state: MappingType[str, Te
     for name, present in placed.items():
         if bool(present.all()):
             continue
-        tensor, shares = state[name], ""
+        tensor, shares, incomplete = state[name], "", ""
         if ".c_attn." in name:
-            thirds = zip("qkv", present.chunk(3, -1), strict=True)
-            shares = "".join(share for share, third in thirds if not bool(third.any()))
+            thirds = dict(zip("qkv", present.chunk(3, -1), strict=True))
+            shares = "".join(share for share, third in thirds.items() if not bool(third.any()))
+            incomplete = "".join(share for share, third in thirds.items() if not bool(third.all()))
         value = 1.0 if name.endswith(".weight") and tensor.ndim == 1 else 0.0
         lost = (tensor.double() - value).masked_fill(present, 0.0)
         if shares and tensor.ndim == 1:
             lost.chunk(3)[1].zero_()  # softmax ignores a constant that is added to all scores of a query
         neutral = torch.where(present, tensor, value) if tensor.ndim == 1 else None
-        yield MissingEntries(name, shares, float(torch.linalg.vector_norm(lost)), neutral)
+        yield MissingEntries(name, shares, incomplete, float(torch.linalg.vector_norm(lost)), neutral)

@@ -1,4 +1,4 @@
-"""Collect the sentences of ``load_into``'s report: problems, notes, and leftovers in the module and in the checkpoint."""
+"""Collect what ``load_into`` reports: departures as causes, and what is left over in the module and in the checkpoint."""
 
 from __future__ import annotations
 
@@ -9,38 +9,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.keys import HEAD
 from gpt2.checkpoint.keys import layer as layer_of
-from gpt2.port.mapping.departures import Departure, DepartureKind, MissingEntries, find_departures, missing_entries, module_name
+from gpt2.port.diagnosis.causes import PlacedCause, ranked
+from gpt2.port.diagnosis.places import Place, joined
+from gpt2.port.mapping.departures import missing_entries, other_sizes, structural_causes, vocabulary
 from gpt2.port.mapping.filling import Filled
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.dataflow import Source
 
-# For each tensor of the checkpoint: the subject and the predicate of the sentence if the port has no place for it.
-LACKS = {
-    "attn.c_attn.weight": ("attn", "no projection of its own for its {share}"),
-    "attn.c_attn.bias": ("attn", "no bias for its {share}"),
-    "attn.c_proj.weight": ("attn", "no output projection"),
-    "attn.c_proj.bias": ("attn", "no output bias"),
-    "mlp.c_fc.weight": ("mlp", "no first layer"),
-    "mlp.c_fc.bias": ("mlp", "no bias in its first layer"),
-    "mlp.c_proj.weight": ("mlp", "no second layer"),
-    "mlp.c_proj.bias": ("mlp", "no bias in its second layer"),
-    "ln_1.weight": ("attn", "no scale in the norm before it"),
-    "ln_1.bias": ("attn", "no shift in the norm before it"),
-    "ln_2.weight": ("mlp", "no scale in the norm before it"),
-    "ln_2.bias": ("mlp", "no shift in the norm before it"),
-    "ln_f.weight": ("", "no scale in its last norm"),
-    "ln_f.bias": ("", "no shift in its last norm"),
-}
-TOGETHER = (DepartureKind.NORM_MISSING, DepartureKind.HEADS_MIXED, DepartureKind.HEADS_SHARED)  # one sentence for all blocks
-SUBJECTS = {"attn": "attention", "mlp": "feed-forward", "ln_1": "attention", "ln_2": "feed-forward", "": "module"}
-SHARES = {"q": "queries", "k": "keys", "v": "values"}
-
 
 @dataclass
 class Remarks:
-    """The sentences of a report; ``neutral``: tensors with a bias of zero or a scale of one where the port has no place."""
+    """What a report lists; ``neutral``: tensors with a bias of zero or a scale of one where the port has no place."""
 
     mapping: Mapping
     state: MappingType[str, Tensor]
@@ -53,72 +33,52 @@ class Remarks:
     neutral: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.anatomy = self.mapping.anatomy
-        departures = find_departures(self.mapping)
-        self._in_buffers = [sentence(d) for d in departures if d.kind is DepartureKind.IN_BUFFER]
-        groups: dict[tuple[Departure | DepartureKind, str], list[Departure]] = {}
-        for departure in departures:
-            groups.setdefault((departure.kind if departure.kind in TOGETHER else departure, departure.part), []).append(departure)
-        for first, *rest in groups.values():
-            if first.kind is DepartureKind.EXTRA_NORM:
-                self.unfilled |= dict.fromkeys(first.names, sentence(first))
-            else:
-                sentences = self.notes if first.kind is DepartureKind.VOCABULARY_PADDED else self.problems
-                sentences.append(sentence(first, len(rest)))
-        if self.anatomy.head is None:
+        self.anatomy = anatomy = self.mapping.anatomy
+        causes = list(structural_causes(self.mapping))
+        for cause in causes:
+            self.unfilled |= {place.name: cause.detail for place in cause.places if cause.id == "extra-norm"}
+        self.problems += [f"your {what} is {size:,}, the checkpoint's {of:,}" for what, size, of in other_sizes(self.mapping)]
+        listed = [one for one in (*causes, *self._missing()) if one.id != "extra-norm"]
+        self.problems += map(in_a_line, ranked(listed, self.mapping.config.n_layer))
+        left = "is a buffer and no parameter: it is left as it is"
+        self._in_buffers = [f"your {part.part} ({name}) {left}" for part, name in self.mapping.in_buffers]
+        self.problems += self._in_buffers
+        size, words = self.mapping.config.vocab_size, vocabulary(anatomy)
+        if words > size:
+            self.notes.append(f"your vocabulary is padded from {size:,} to {words:,} entries: the rest is zero")
+        if anatomy.head is None:
             self.notes.append("your forward returns no logits: its hidden states are compared with ours")
-        if self.anatomy.recording.unfollowed:
-            self.notes.append(f"not followed: {', '.join(self.anatomy.recording.unfollowed)}")
-        no_norm = (DepartureKind.NORM_MISSING, DepartureKind.FINAL_NORM_MISSING)
-        self._missing_tensors({(d.layer, d.part) for d in departures if d.kind in no_norm})
+        if anatomy.recording.unfollowed:
+            self.notes.append(f"not followed: {', '.join(anatomy.recording.unfollowed)}")
 
-    def _missing_tensors(self, unnormed: set[tuple[int | None, str]]) -> None:
-        families: dict[tuple[str, str], list[MissingEntries]] = {}
+    def _missing(self) -> list[PlacedCause]:
+        """Return what the checkpoint has and the port does not, if it has an effect; set ``unused`` and ``neutral``."""
+        causes = []
+        misfits = {self.mapping.target(part) for part in self.mapping.misfits}
         for missing in missing_entries(self.mapping.placed, self.state):
-            name = missing.name
-            layer, family = layer_of(name), re.sub(r"^h\.\d+\.", "", name)
+            name, layer, placed = missing.name, layer_of(missing.name), self.mapping.placed[missing.name]
             if layer is not None and layer not in self.anatomy.layers:
                 self.unused[name] = "a block that your module does not run"
-            elif name in map(self.mapping.target, self.mapping.misfits):
+            elif name in misfits:
                 self.unused[name] = "of another size in your module"
-            elif family in ("wte.weight", "wpe.weight", HEAD):
-                self._missing_rows(name, int(self.mapping.placed[name].all(1).sum()))
+            elif layer is None and placed.ndim > 1:
+                rows, every = int(placed.all(1).sum()), len(placed)
+                self.unused[name] = f"rows {rows}:{every}" if rows else "all of it"
+                if name == "wpe.weight" and rows:
+                    words = f"your module has {rows:,} positions, the checkpoint {every:,}: the first {rows:,} are filled"
+                    self.notes.append(words)
+                elif name == "wpe.weight":
+                    self.neutral[name] = torch.zeros_like(self.state[name])
             else:
-                self._missing_entries(missing)
-                if missing.norm and (layer, family.rpartition(".")[0]) not in unnormed:  # a missing norm is reported as such
-                    families.setdefault((family, missing.shares), []).append(missing)
-        self.problems += [self._lack(family, alike) for (family, _), alike in families.items()]
-
-    def _missing_rows(self, name: str, rows: int) -> None:
-        every = len(self.state[name])
-        self.unused[name] = f"rows {rows}:{every}" if rows else "all of it"
-        if name == "wpe.weight" and rows:
-            self.notes.append(f"your module has {rows:,} positions, the checkpoint {every:,}: the first {rows:,} are filled")
-        elif name == "wpe.weight":
-            self.neutral[name] = torch.zeros_like(self.state[name])
-
-    def _missing_entries(self, missing: MissingEntries) -> None:
-        name, shares = missing.name, missing.shares
-        part = "in part" if self.mapping.placed[name].any() else "all of it"
-        self.unused[name] = " and ".join(shares) if 0 < len(shares) < 3 else part
-        if missing.neutral is None:
-            return
-        self.neutral[name] = missing.neutral
-        if shares == "k":
-            self.unused[name] += ": without effect, as softmax does not see what is added to all keys alike"
-        elif not missing.norm:
-            self.unused[name] += f": it is {'one' if name.endswith('.weight') else 'zero'}, so nothing is lost"
-
-    def _lack(self, family: str, alike: list[MissingEntries]) -> str:
-        """Return one sentence for the same missing tensor in all blocks."""
-        part, lack = LACKS[family]
-        first, *rest = alike
-        words = [SHARES[letter] for letter in first.shares]
-        lack = lack.format(share=" and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]])))
-        subject = _subject(part, module_name(self.anatomy, part, layer_of(first.name)) if part else "", len(rest))
-        others = f"; up to {max(missing.norm for missing in rest):.2g} in other blocks" if rest else ""
-        value = "one (off by" if family.endswith(".weight") and family.startswith("ln") else "zero (norm"
-        return f"your {subject} has {lack}; the checkpoint's {first.name} is not {value} {first.norm:.2g}{others})"
+                part = "in part" if placed.any() else "all of it"
+                self.unused[name] = " and ".join(missing.shares) if 0 < len(missing.shares) < 3 else part
+                if missing.norm:
+                    causes.append(missing.cause())
+                else:
+                    self.unused[name] += ": without effect"
+                if missing.neutral is not None:
+                    self.neutral[name] = missing.neutral
+        return causes
 
     def left_over(self, filled: list[Filled]) -> None:
         """Report the parameters that were not filled, not completely filled, or used in two ways."""
@@ -131,11 +91,10 @@ class Remarks:
         alike: dict[str, list[str]] = {}  # parameters that serve as two parts with different weights
         for conflict in self.mapping.conflicts:
             if not torch.equal(self._values(conflict.taken), self._values(conflict.refused)):
-                one_part, other = (self._label(int(entries[0])) for entries in (conflict.taken, conflict.refused))
-                if one_part == other:  # of another head: a departure
-                    continue
-                words = f"{conflict.source} serves as {one_part} and as {other}, which differ; it holds the first"
-                alike.setdefault(re.sub(r"\d+", "#", words), []).append(words)
+                one_part, other = (self._place(int(entries[0])) for entries in (conflict.taken, conflict.refused))
+                if one_part != other:  # else of another head: a departure
+                    words = f"{conflict.source} serves as {one_part} and as {other}, which differ; it holds the first"
+                    alike.setdefault(re.sub(r"\d+", "#", words), []).append(words)
         self.ambiguous += [words + (f"; so do {len(rest)} more" if rest else "") for words, *rest in alike.values()]
 
     def _left_out(self, source: Source, whole: bool, words: str) -> None:
@@ -167,10 +126,11 @@ class Remarks:
             values[mine] = self.state[name].flatten()[numbers].double()
         return values
 
-    def _label(self, entry: int) -> str:
+    def _place(self, entry: int) -> Place:
         name = self.mapping.owner(entry)
-        column = (entry - self.mapping.starts[name]) % self.state[name].shape[-1]
-        return f"{'qkv'[column * 3 // self.state[name].shape[-1]]} of {name}" if ".c_attn." in name else name
+        place, width = Place.of(name), self.state[name].shape[-1]
+        column = (entry - self.mapping.starts[name]) % width
+        return Place(place.layer, place.part, "qkv"[column * 3 // width]) if ".c_attn." in name else place
 
     def settle(self, agrees: bool) -> None:
         """If the logits agree, turn problems about parameters left unchanged into notes: they have no effect."""
@@ -182,23 +142,6 @@ class Remarks:
             self.notes += self._in_buffers  # such as a bias of zeros
 
 
-def sentence(departure: Departure, more: int = 0) -> str:
-    """Return a departure as a sentence for the port's author; ``more`` other blocks have the same departure."""
-    part, names = departure.part, departure.names
-    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return departure.kind.value.format(
-        port_size=departure.port_size,
-        checkpoint_size=departure.checkpoint_size,
-        plural="" if departure.port_size == 1 else "s",
-        left_out=f": {some} left out" if names else "",
-        subject=_subject(part, departure.module, more),
-        part="position embedding" if part == "wpe" else part,
-        norm=f"h.{departure.layer}.{part}",
-        name="".join(names[:1]),
-    )
-
-
-def _subject(part: str, module: str, more: int = 0) -> str:
-    """Return the subject of a sentence, such as "attention (blocks.0.attn and 2 more)"."""
-    others = f" and {more} more" if more else ""
-    return SUBJECTS.get(part, "") + (f" ({module}{others})" if module else "")
+def in_a_line(cause: PlacedCause) -> str:
+    """Return a cause as a line of a report: its id, its places, and what the port does there."""
+    return f"{cause.id} at {joined(cause.places)}: {cause.detail}"
