@@ -7,6 +7,7 @@ storage for minutes. So its result is hashed here, and a stalled transfer is giv
 import logging
 import os
 import secrets
+from functools import partial
 from pathlib import Path
 
 from gpt2.checkpoint.cache import Declared, digest_of
@@ -57,10 +58,11 @@ def _transfer(repo: str, commit: str, aside: Path, declared: Declared) -> None:
     route = _xet.xet_connection_info_refresh_url(
         token_type=_xet.XetTokenType.READ, repo_id=repo, repo_type="model", revision=commit
     )
-    with Bar(total=declared.size, unit="B", unit_scale=True, desc="over Xet", disable=None) as bar:
-        asked = {"incomplete_path": aside, "xet_file_data": XetFileData(declared.xet, route), "expected_size": declared.size}
+    data, size = XetFileData(declared.xet, route), declared.size
+    get = partial(xet_get, incomplete_path=aside, xet_file_data=data, headers=request_headers(), expected_size=size)
+    with Bar(total=size, unit="B", unit_scale=True, desc="over Xet", disable=None) as bar:  # type: ignore[no-untyped-call]
         try:
-            moving(lambda: xet_get(**asked, headers=request_headers(), _tqdm_bar=bar), lambda: bar.arrived, XET_PATIENCE)
+            moving(lambda: get(_tqdm_bar=bar), lambda: bar.arrived, XET_PATIENCE)
         except BaseException:
             _xet.abort_xet_session()
             raise
