@@ -1,4 +1,4 @@
-"""Fetch a large file over Xet, the Hub's chunked storage, by `huggingface_hub`; where it fails or stalls, the caller takes HTTP.
+"""Fetch a large file over Xet, the Hub's chunked storage, by `huggingface_hub`; if it fails or stalls, the caller takes HTTP.
 
 Its `hf_xet` is up to five times faster on fast lines. It checks no sha256, keeps nothing of a broken transfer, and retries a dead
 storage for minutes. So its result is hashed here, and a stalled transfer is given up.
