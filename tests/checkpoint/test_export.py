@@ -76,12 +76,17 @@ def test_hf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer, d
 
 @pytest.mark.parametrize("type", KINDS)
 def test_gguf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer: LibraryTokenizer, type: str) -> None:
-    """Possible bugs: Q8_0 rounded twice, an epsilon that drifts, the folder's name in it. Also over the mapped source."""
-    source = saved(tmp_path / "source", replace(WIDE, layer_norm_epsilon=3e-6), tokenizer)
+    """Possible bugs: Q8_0 rounded twice, an epsilon that drifts, a guessed n_inner, the folder's name in it.
+
+    Also over the mapped source.
+    """
+    config = replace(WIDE, layer_norm_epsilon=3e-6, n_inner=96, bos_token_id=3)
+    source = saved(tmp_path / "source", config, tokenizer)
     done = export(str(source), tmp_path / "a", format="gguf", type=type)
     assert [file.name for file in done.files] == ["model.gguf"]
     assert done.notes == ()
     first = content(tmp_path / "a")
+    assert config_of(GGUFFile(tmp_path / "a" / "model.gguf")) == config
     export(str(tmp_path / "a" / "model.gguf"), tmp_path / "b", format="gguf", type=type)
     export(str(tmp_path / "a"), tmp_path / "a", format="gguf", type=type)
     export(str(tmp_path / "a"), tmp_path / "hf")  # through the other format as well

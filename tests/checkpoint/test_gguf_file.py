@@ -19,7 +19,6 @@ from support.hf_layouts import TINY
 from gpt2.checkpoint.containers import gguf_file
 from gpt2.checkpoint.containers.gguf_file import GGUFFile, NoTokenizer, config_of, tokenizer_of
 from gpt2.checkpoint.loading import load
-from gpt2.config import GPT2Config
 from gpt2.data.bpe import train_bpe
 from gpt2.data.library import LibraryTokenizer
 from gpt2.errors import CheckpointError, InputError
@@ -107,22 +106,6 @@ def test_q8_0_is_exact_for_every_scale_and_number(tmp_path: Path, monkeypatch: p
     assert same(read, torch.from_numpy(dequantize(blocks.reshape(4, -1), Q8_0).copy()))
     exact = blocks[:, :2].copy().view(np.float16).astype(np.float64) * blocks[:, 2:].view(np.int8)
     assert torch.equal(read.double().view(-1), torch.from_numpy(exact).view(-1))
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        WIDE,
-        dataclasses.replace(WIDE, n_inner=96),
-        dataclasses.replace(WIDE, layer_norm_epsilon=3e-6),
-        dataclasses.replace(WIDE, bos_token_id=None, eos_token_id=None),
-        dataclasses.replace(WIDE, bos_token_id=3, eos_token_id=50256),
-    ],
-)
-def test_the_config_comes_back(tmp_path: Path, tokenizer: LibraryTokenizer, config: GPT2Config) -> None:
-    """Possible bugs: a guessed n_inner, 1e-05 read as 9.999999747378752e-06, an invented end-of-text id."""
-    write(tmp_path / "a.gguf", config, tokenizer=tokenizer)
-    assert config_of(GGUFFile(tmp_path / "a.gguf")) == config
 
 
 def test_a_file_without_an_embedding_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Loading files into a model: every layout, one line for every mismatch, no unnecessary copy, and a fuzz test."""
 
-import gc
 import json
 import os
 import re
@@ -19,11 +18,10 @@ from support.hf_layouts import TINY, masks, official, prefixed, weights, write_c
 from torch import Tensor
 
 from gpt2 import config as configs
-from gpt2.checkpoint import checkpoint
 from gpt2.checkpoint.files import open_weights, read_config
 from gpt2.checkpoint.keys import TABLE, expected, from_file, layer, to_file
 from gpt2.checkpoint.loading import load, load_path, load_tokenizer
-from gpt2.checkpoint.match import Assignment, match
+from gpt2.checkpoint.match import match
 from gpt2.errors import InputError
 from gpt2.generation import generate
 from gpt2.model import GPT2
@@ -307,26 +305,6 @@ def test_hostile_keys_of_a_config_change_nothing(tmp_path: Path) -> None:
     write_config(tmp_path, **hostile, torch_dtype="float16")
     assert read_config(tmp_path) == plain
     assert_holds(load(str(tmp_path)), truth)
-
-
-@pytest.mark.parametrize("on", [True, False])
-def test_building_a_model_sets_off_no_collection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
-    """Garbage collection took a quarter of the time to load gpt2-medium. It must be enabled again afterwards."""
-    official(tmp_path, TINY)
-    collecting: list[bool] = []
-    for place, name in ((checkpoint, "GPT2"), (Assignment, "read")):
-        real = getattr(place, name)
-        watched = lambda *args, real=real, **settings: (collecting.append(gc.isenabled()), real(*args, **settings))[1]  # noqa: E731
-        monkeypatch.setattr(place, name, watched)
-    before = gc.isenabled()
-    try:
-        (gc.enable if on else gc.disable)()
-        load_path(tmp_path)
-        assert gc.isenabled() == on
-    finally:
-        (gc.enable if before else gc.disable)()
-    assert len(collecting) > 10
-    assert not any(collecting)
 
 
 def test_what_the_machine_cannot_hold_is_refused_before_it_is_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,19 +214,8 @@ def test_a_refusal_is_one_line_with_what_to_do(trained: Path, hub: HubStandIn, c
     assert TOKEN not in line
 
 
-GARBAGE = [
-    b"",
-    b"[]",
-    b"null",
-    b"{",
-    b"\xff" * 9,
-    b'"x"',
-    b"7",
-    b"[[[[" * 5000,
-    b"{}",
-    b'{"id": 7}',
-    b'{"id": "me/tiny", "sha": []}',
-]
+GARBAGE = [b"", b"[]", b"null", b"{", b"\xff" * 9, b'"x"', b"7", b"[[[[" * 5000, b"{}", b'{"id": 7}']
+GARBAGE += [b'{"id": "me/tiny", "sha": []}']
 GARBAGE += [b'{"id": "me/tiny", "private": "no", "siblings": 3}', b'{"files": [{}]}', b'{"files": {"path": 1}}']
 GARBAGE += [b'{"objects": [{"oid": null}]}', b'{"objects": 4, "transfer": []}', b'{"commitUrl": 7}', b'{"url": ["x"]}']
 GARBAGE += [b'{"commitOid": "../../x", "commitUrl": "http://h/me/tiny/commit/x"}', b'{"errors": 5, "warnings": "x"}']

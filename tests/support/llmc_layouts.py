@@ -12,26 +12,11 @@ from torch import Tensor
 from gpt2.config import GPT2Config
 from support.hf_layouts import TINY, weights
 
-# llm.c's names of its parameters, in the order of its files, and ours. All layers of one kind are adjacent.
-ORDER = (
-    ("wte", "wte.weight"),
-    ("wpe", "wpe.weight"),
-    ("ln1w", "h.{}.ln_1.weight"),
-    ("ln1b", "h.{}.ln_1.bias"),
-    ("qkvw", "h.{}.attn.c_attn.weight"),
-    ("qkvb", "h.{}.attn.c_attn.bias"),
-    ("attprojw", "h.{}.attn.c_proj.weight"),
-    ("attprojb", "h.{}.attn.c_proj.bias"),
-    ("ln2w", "h.{}.ln_2.weight"),
-    ("ln2b", "h.{}.ln_2.bias"),
-    ("fcw", "h.{}.mlp.c_fc.weight"),
-    ("fcb", "h.{}.mlp.c_fc.bias"),
-    ("fcprojw", "h.{}.mlp.c_proj.weight"),
-    ("fcprojb", "h.{}.mlp.c_proj.bias"),
-    ("lnfw", "ln_f.weight"),
-    ("lnfb", "ln_f.bias"),
-)
-TURNED = ("qkvw", "attprojw", "fcw", "fcprojw")
+# llm.c's order of the parameters, by our names; all layers of one kind are adjacent.
+MODULES = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+BLOCK = [f"h.{{}}.{module}.{leaf}" for module in MODULES for leaf in ("weight", "bias")]
+ORDER = ("wte.weight", "wpe.weight", *BLOCK, "ln_f.weight", "ln_f.bias")
+TURNED = tuple(f"{module}.weight" for module in MODULES if not module.startswith("ln"))
 
 
 def write(path: Path, config: GPT2Config = TINY, *, version: int = 3, seed: int = 0) -> dict[str, Tensor]:
@@ -42,12 +27,12 @@ def write(path: Path, config: GPT2Config = TINY, *, version: int = 3, seed: int 
     numbers = [20240326, version, config.n_positions, config.vocab_size, config.n_layer, config.n_head, config.n_embd]
     numbers += [] if version == 1 else [rows]
     content = np.array(numbers + [0] * (256 - len(numbers)), dtype="<i4").tobytes()
-    for short, name in ORDER:
+    for name in ORDER:
         for layer in range(config.n_layer if "{}" in name else 1):
             tensor = truth[name.format(layer)]
-            tensor = tensor.t() if short in TURNED else tensor
+            tensor = tensor.t() if name.endswith(TURNED) else tensor
             content += tensor.contiguous().view(torch.int16 if version == 5 else torch.int32).numpy().tobytes()
-        if short == "wte":
+        if name == "wte.weight":
             content += torch.full((rows - config.vocab_size, config.n_embd), 7, dtype=dtype).view(torch.uint8).numpy().tobytes()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
@@ -56,17 +41,19 @@ def write(path: Path, config: GPT2Config = TINY, *, version: int = 3, seed: int 
 
 def parameters(flat: np.ndarray, config: GPT2Config) -> dict[str, np.ndarray]:
     """Split the numbers of a file into our parameters' names and shapes; none may be left."""
-    width, layers = config.n_embd, config.n_layer
+    width = config.n_embd
     rows = (config.vocab_size + 127) // 128 * 128
-    shapes = {"wte": (rows, width), "wpe": (config.n_positions, width), "qkvw": (3 * width, width), "qkvb": (3 * width,)}
-    shapes |= {"attprojw": (width, width), "fcw": (4 * width, width), "fcb": (4 * width,), "fcprojw": (width, 4 * width)}
+    shapes = {"wte.weight": (rows, width), "wpe.weight": (config.n_positions, width)}
+    for module, length in (("attn.c_attn", 3 * width), ("attn.c_proj", width), ("mlp.c_fc", 4 * width)):
+        shapes |= {f"h.{{}}.{module}.weight": (length, width), f"h.{{}}.{module}.bias": (length,)}
+    shapes |= {"h.{}.mlp.c_proj.weight": (width, 4 * width)}
     found = {}
-    for short, name in ORDER:
-        for layer in range(layers if "{}" in name else 1):
-            shape = shapes.get(short, (width,))
+    for name in ORDER:
+        for layer in range(config.n_layer if "{}" in name else 1):
+            shape = shapes.get(name, (width,))
             count = int(np.prod(shape))
             part, flat = flat[:count].reshape(shape), flat[count:]
-            found[name.format(layer)] = part.T if short in TURNED else part
+            found[name.format(layer)] = part.T if name.endswith(TURNED) else part
     assert not flat.size
     assert not found["wte.weight"][config.vocab_size :].any(), "padding is zeros"
     found["wte.weight"] = found["wte.weight"][: config.vocab_size]

@@ -63,7 +63,7 @@ from support.fuzz import (
     read_every_way,
 )
 from support.hf_layouts import official
-from support.tf_bundle import between, block, closed, entry, handle, header, openai, sealed, table
+from support.tf_bundle import block, closed, entry, handle, header, openai, sealed, table
 
 SMALL = GPT2Config(vocab_size=7, n_positions=8, n_embd=4, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
 
@@ -250,8 +250,7 @@ def resealed(pick: random.Random, rows: list[tuple[bytes, bytes]]) -> bytes:
     out, handles, step = b"", [], pick.choice([1, 6, 100])
     for start in range(0, len(rows), step):
         data = change("block", block(rows[start : start + step], pick.choice([1, 3, 16])), 3)
-        bound = between(rows[: start + step][-1][0], rows[start + step][0] if start + step < len(rows) else None)
-        handles.append((bound, change("place", handle(len(out), len(data)), 3)))
+        handles.append((rows[: start + step][-1][0], change("place", handle(len(out), len(data)), 3)))
         out += sealed(data)
     return closed(out, handles)
 

@@ -29,7 +29,7 @@ KINDS = {
     torch.bfloat16: 14,
     torch.float16: 19,
 }
-BLOCK_SIZE, RESTART_INTERVAL = 262_144, 16  # table::Options
+RESTART_INTERVAL = 16  # table::Options
 
 # OpenAI's names (openai/gpt-2, src/model.py) for our parameters.
 OUTSIDE = {"wte.weight": "model/wte", "wpe.weight": "model/wpe", "ln_f.weight": "model/ln_f/g", "ln_f.bias": "model/ln_f/b"}
@@ -87,36 +87,17 @@ def checksum(data: bytes) -> int:
     return ((crc >> 15 | crc << 17 & 0xFFFFFFFF) + 0xA282EAD8) % 2**32
 
 
-class Block:
-    """Entries without the prefix that their key shares with the previous one, except for every `interval`-th, and their
-    positions."""
-
-    def __init__(self, interval: int = RESTART_INTERVAL) -> None:
-        self.interval, self.count, self.last = interval, 0, b""
-        self.out, self.restarts = bytearray(), [0]
-
-    def add(self, key: bytes, value: bytes) -> None:
-        shared = 0
-        if self.count % self.interval:
-            while shared < min(len(key), len(self.last)) and key[shared] == self.last[shared]:
-                shared += 1
-        elif self.count:
-            self.restarts.append(len(self.out))
-        self.out += varint(shared) + varint(len(key) - shared) + varint(len(value)) + key[shared:] + value
-        self.last, self.count = key, self.count + 1
-
-    def size(self) -> int:
-        return len(self.out) + 4 * len(self.restarts) + 4
-
-    def content(self) -> bytes:
-        return bytes(self.out) + b"".join(n.to_bytes(4, "little") for n in [*self.restarts, len(self.restarts)])
-
-
 def block(rows: Iterable[tuple[bytes, bytes]], interval: int = RESTART_INTERVAL) -> bytes:
-    built = Block(interval)
-    for key, value in rows:
-        built.add(key, value)
-    return built.content()
+    """Entries without the prefix that their key shares with the previous one, except for every ``interval``-th, and their
+    positions."""
+    out, restarts, last = bytearray(), [0], b""
+    for number, (key, value) in enumerate(rows):
+        same = (n for n, (new, old) in enumerate(zip(key, last, strict=False)) if new != old)
+        shared = next(same, min(len(key), len(last))) if number % interval else 0
+        restarts += [len(out)] if number and number % interval == 0 else []
+        out += varint(shared) + varint(len(key) - shared) + varint(len(value)) + key[shared:] + value
+        last = key
+    return bytes(out) + b"".join(n.to_bytes(4, "little") for n in [*restarts, len(restarts)])
 
 
 def sealed(content: bytes, compression: int = 0) -> bytes:
@@ -124,17 +105,12 @@ def sealed(content: bytes, compression: int = 0) -> bytes:
     return content + checksum(content).to_bytes(4, "little")
 
 
-def table(rows: Iterable[tuple[bytes, bytes]], block_size: int = BLOCK_SIZE, interval: int = RESTART_INTERVAL) -> bytes:
-    """The whole index, rows in the given order; a block ends once it has `block_size` bytes."""
-    out, handles, built = bytearray(), [], Block(interval)
-    for key, value in rows:
-        if built.size() >= block_size and built.count:
-            handles.append((between(built.last, key), place(out, built.content())))
-            built = Block(interval)
-        built.add(key, value)
-    if built.count:
-        handles.append((between(built.last, None), place(out, built.content())))
-    return closed(bytes(out), handles)
+def table(rows: list[tuple[bytes, bytes]]) -> bytes:
+    """The whole index, rows in the given order, in one block: TensorFlow's have 256 KiB, and a GPT-2's index has 75 kB."""
+    content, last = block(rows), rows[-1][0]
+    at = next((at for at, byte in enumerate(last) if byte < 255), len(last))
+    bound = last[:at] + bytes([last[at] + 1]) if at < len(last) else last  # the short key that lists the block
+    return closed(sealed(content), [(bound, handle(0, len(content)))])
 
 
 def handle(start: int, size: int) -> bytes:
@@ -142,41 +118,17 @@ def handle(start: int, size: int) -> bytes:
     return varint(start) + varint(size)
 
 
-def place(out: bytearray, content: bytes) -> bytes:
-    """Append a block; return its position."""
-    where = handle(len(out), len(content))
-    out += sealed(content)
-    return where
-
-
 def closed(out: bytes, handles: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Data blocks and the rest of the file: an empty block, the block that lists them, the footer."""
     whole = bytearray(out)
-    places = [place(whole, content) for content in (block([]), block(handles, interval=1))]
-    return bytes(whole) + b"".join(places).ljust(40, b"\0") + MAGIC
+    places = b""
+    for content in (block([]), block(handles, interval=1)):
+        places += handle(len(whole), len(content))
+        whole += sealed(content)
+    return bytes(whole) + places.ljust(40, b"\0") + MAGIC
 
 
-def between(last: bytes, after: bytes | None) -> bytes:
-    """The short key that lists a block: not below its last key, below the next block's first one."""
-    for at, byte in enumerate(last):
-        if after is None:
-            if byte < 255:
-                return last[:at] + bytes([byte + 1])
-        elif at == len(after) or byte != after[at]:
-            shorter = last[:at] + bytes([byte + 1]) if byte < 255 else last
-            return shorter if byte < 255 and shorter < after else last
-    return last
-
-
-def write(
-    prefix: Path,
-    tensors: Mapping[str, Tensor],
-    *,
-    shards: int = 1,
-    block_size: int = BLOCK_SIZE,
-    interval: int = RESTART_INTERVAL,
-    alignment: int = 1,
-) -> Path:
+def write(prefix: Path, tensors: Mapping[str, Tensor], *, shards: int = 1) -> Path:
     """Write a bundle; the tensors go to several data files in turn. Return the index."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     rows, files = [(b"", header(shards))], [b""] * shards
@@ -184,11 +136,11 @@ def write(
         tensor, shard = tensors[name], number % shards
         data = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
         rows.append((name.encode(), entry(KINDS[tensor.dtype], tensor.shape, shard, len(files[shard]), data)))
-        files[shard] += data + bytes(-len(data) % alignment)
+        files[shard] += data
     for shard, data in enumerate(files):
         prefix.with_name(f"{prefix.name}.data-{shard:05}-of-{shards:05}").write_bytes(data)
     index = prefix.with_name(f"{prefix.name}.index")
-    index.write_bytes(table(rows, block_size, interval))
+    index.write_bytes(table(rows))
     return index
 
 
