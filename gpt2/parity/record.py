@@ -8,7 +8,7 @@ available is reported as not computed, with the reason.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -16,7 +16,15 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from gpt2.data import Tokenizer
+from gpt2.errors import InputError
+from gpt2.generation import generate
+from gpt2.measure.last_words import score_last_words
+from gpt2.measure.metrics import Progress, language_score, log_probabilities, silent, token_losses
+from gpt2.measure.texts import Text, open_text
+from gpt2.model import GPT2
 from gpt2.pages.reports import Printed, data_table
 
 if TYPE_CHECKING:
@@ -24,37 +32,24 @@ if TYPE_CHECKING:
 
 
 class Kind(Enum):
-    """The kind of number: its name in the data file, and the fields that a record of this kind has."""
+    """The kind of number, as the data file names it."""
 
-    LOGITS = "logits", "ids position columns values tolerance"  # at ``position``, of the ids ``columns``
-    MEAN_LOGIT = "mean-logit", "ids values tolerance"  # over all positions and the vocabulary
-    FINAL_HIDDEN = "final-hidden", "ids position columns values tolerance"  # the residual stream after ln_f, entries ``columns``
-    LOG_PROBABILITIES = "log-probabilities", "ids positions values tolerance"  # natural, of the id after each position
-    LOSS = "loss", "ids values tolerance"  # mean over ``ids``, nats per token
-    GREEDY_IDS = "greedy-ids", "ids values"  # the greedy continuation of ``ids``
-    GREEDY_TEXT = "greedy-text", "prompt continuation"  # the greedy continuation of ``prompt``
-    # The loss of one batch of ``text`` before each of the steps on it.
-    ADAMW_LOSSES = "adamw-losses", "text batch length optimizer values tolerance"
-    PERPLEXITY = "perplexity", "text values tolerance"
-    LAST_WORD_ACCURACY = "last-word-accuracy", "text values tolerance"  # over the passages of ``text``
-    LAST_WORD_PERPLEXITY = "last-word-perplexity", "text values tolerance"
-
-    fields: frozenset[str]
-
-    def __new__(cls, value: str, fields: str = "") -> Kind:
-        kind = object.__new__(cls)
-        kind._value_, kind.fields = value, frozenset(fields.split())
-        return kind
+    LOGITS = "logits"  # at ``position``, of the ids ``columns``
+    MEAN_LOGIT = "mean-logit"  # over all positions and the vocabulary
+    FINAL_HIDDEN = "final-hidden"  # the residual stream after ln_f at ``position``, entries ``columns``
+    LOG_PROBABILITIES = "log-probabilities"  # natural, of the id after each of the ``positions``
+    LOSS = "loss"  # mean over ``ids``, nats per token
+    GREEDY_IDS = "greedy-ids"  # the greedy continuation of ``ids``: ``values``
+    GREEDY_TEXT = "greedy-text"  # the greedy ``continuation`` of ``prompt``
+    ADAMW_LOSSES = "adamw-losses"  # of ``batch`` rows of a ``text``, ``length`` tokens each, before each of the steps on them
+    PERPLEXITY = "perplexity"  # of a ``text``
+    LAST_WORD_ACCURACY = "last-word-accuracy"  # over the passages of ``text``
+    LAST_WORD_PERPLEXITY = "last-word-perplexity"
 
     @property
     def exact(self) -> bool:
         """Whether this is a greedy continuation, which must be reproduced as a whole and counts as one number."""
-        return "tolerance" not in self.fields
-
-    @property
-    def expensive(self) -> bool:
-        """Whether it takes minutes and a text that may have to be downloaded."""
-        return "text" in self.fields
+        return self in (Kind.GREEDY_IDS, Kind.GREEDY_TEXT)
 
 
 @dataclass(frozen=True)
@@ -193,27 +188,123 @@ class RecordReport(Printed):
         yield f"{'[green]✓[/green]' if self.ok else '[bold red]✗[/bold red]'} {escape(self.line())}"
 
 
-def parse(toml: str) -> tuple[Record, ...]:
-    """Read the records from the text of a data file; a missing or unknown field is a ValueError."""
-    data = tomllib.loads(toml)
-    sources = {name: Source(**row) for name, row in data["sources"].items()}
-    return tuple(_record(row, sources) for row in data["records"])
-
-
-def _record(row: dict[str, Any], sources: Mapping[str, Source]) -> Record:
-    kind = Kind(row["kind"])
-    if odd := set(row) ^ {"model", "kind", "source", "protocol"} ^ kind.fields:
-        raise ValueError(f"a record of kind {kind.value} for {row.get('model')}: {', '.join(sorted(odd))} missing or unknown")
-    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-    if "columns" in fields and len(fields["columns"]) != len(fields["values"]):
-        raise ValueError(f"a record of kind {kind.value} for {row['model']}: columns and values differ in number")
-    fields |= {"kind": kind, "source": sources[row["source"]]}
-    if "optimizer" in fields:
-        fields["optimizer"] = AdamW(**fields["optimizer"])
-    return Record(**fields)
-
-
 @cache
 def public_record() -> tuple[Record, ...]:
     """Return every record of this package."""
-    return parse(files("gpt2.parity").joinpath("public_record.toml").read_text(encoding="utf-8"))
+    data = tomllib.loads(files("gpt2.parity").joinpath("public_record.toml").read_text(encoding="utf-8"))
+    sources = {name: Source(**row) for name, row in data["sources"].items()}
+    return tuple(_record(row, sources[row["source"]]) for row in data["records"])
+
+
+def _record(row: Mapping[str, Any], source: Source) -> Record:
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    optimizer = AdamW(**row["optimizer"]) if "optimizer" in row else None
+    return Record(**fields | {"kind": Kind(row["kind"]), "source": source, "optimizer": optimizer})
+
+
+class NotComputed(Exception):
+    """The reason why a record cannot be computed here."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What records are computed with; ``build`` makes a new model in float32 for the record that trains it."""
+
+    build: Callable[[], GPT2]
+    model: GPT2  # float32, in eval mode
+    tokenizer: Tokenizer | None
+    offline: bool = False
+    progress: Progress = silent
+
+    def own_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise NotComputed("the checkpoint comes without a tokenizer")
+        return self.tokenizer
+
+    def open(self, spec: str) -> Text:
+        self.own_tokenizer()
+        try:
+            return open_text(spec, offline=self.offline)
+        except InputError as error:
+            raise NotComputed(str(error)) from error
+
+
+def compute(model: str, records: Sequence[Record], setup: Setup, *, everything: bool = False) -> RecordReport:
+    """Compute the ``records`` of an official ``model``: those that need no text, which take seconds, or ``everything``."""
+    own = [record for record in records if record.model == model]
+    chosen = [record for record in own if everything or not record.text]
+    outcomes = []
+    for number, record in enumerate(chosen):
+        setup.progress(f"public record {number + 1} of {len(chosen)}: {record.kind.value}, {record.source.project}")
+        try:
+            outcomes.append(Outcome(record, _ours(record, setup)))
+        except NotComputed as reason:
+            outcomes.append(Outcome(record, not_computed=str(reason)))
+    return RecordReport(model, tuple(outcomes), everything, sum(record.numbers for record in own if record not in chosen))
+
+
+def _ours(record: Record, setup: Setup) -> tuple[float, ...] | str:
+    """Return what our model computes for a record."""
+    match record.kind:
+        case Kind.GREEDY_IDS:
+            ids = generate(setup.model, list(record.ids), len(record.values), temperature=0)
+            return tuple(float(i) for i in ids[len(record.ids) :])
+        case Kind.GREEDY_TEXT:
+            tokenizer = setup.own_tokenizer()
+            prompt, expected = tokenizer.encode(record.prompt), tokenizer.encode(record.continuation)
+            # A model may generate a word as more tokens than the tokenizer uses.
+            ids = generate(setup.model, prompt, len(expected) + 4, temperature=0)[len(prompt) :]
+            return tokenizer.decode(ids)[: len(record.continuation)]
+        case Kind.ADAMW_LOSSES:
+            return tuple(_adamw_losses(record, setup))
+        case Kind.PERPLEXITY:
+            text, config = setup.open(record.text), setup.model.config
+            whole = torch.tensor(setup.own_tokenizer().encode(text.text))
+            lengths = torch.ones(config.vocab_size, dtype=torch.long)  # for bits per byte, which are not used
+            windows = text.protocol.windows(config.n_positions)
+            return (language_score(setup.model, whole, lengths, windows, batch_size=1).perplexity,)
+        case Kind.LAST_WORD_ACCURACY | Kind.LAST_WORD_PERPLEXITY:
+            passages, context = setup.open(record.text).passages, setup.model.config.n_positions
+            scored = score_last_words(setup.model, setup.own_tokenizer(), passages, context=context, progress=setup.progress)
+            return ((scored.accuracy if record.kind is Kind.LAST_WORD_ACCURACY else scored.perplexity).value,)
+    return tuple(_forward(record, setup.model).flatten().tolist())
+
+
+@torch.inference_mode()
+def _forward(record: Record, model: GPT2) -> Tensor:
+    """Return the numbers of one forward pass over ``ids``."""
+    ids, at = torch.tensor([record.ids]), (0, record.position, list(record.columns))
+    if record.kind is Kind.FINAL_HIDDEN:
+        return model.hidden(ids)[at]
+    logits = model(ids)
+    match record.kind:
+        case Kind.LOGITS:
+            return logits[at]
+        case Kind.MEAN_LOGIT:
+            return logits.mean(dtype=torch.float64)
+        case Kind.LOG_PROBABILITIES:
+            before = torch.tensor(record.positions)
+            return log_probabilities(logits[0])[before, ids[0, before + 1]]
+        case Kind.LOSS:
+            return token_losses(logits[:, :-1], ids[:, 1:]).mean(dtype=torch.float64)
+    raise ValueError(f"a record of kind {record.kind.value} takes more than one forward pass")
+
+
+def _adamw_losses(record: Record, setup: Setup) -> list[float]:
+    """Return the loss before each step; without dropout, as in llm.c."""
+    ids = torch.tensor(setup.own_tokenizer().encode(setup.open(record.text).text)[: record.batch * record.length + 1])
+    x, y = (part.view(record.batch, record.length) for part in (ids[:-1], ids[1:]))
+    settings, model = record.optimizer, setup.build().eval().requires_grad_(True)
+    assert settings is not None
+    betas = (settings.beta1, settings.beta2)
+    optimizer = torch.optim.AdamW(model.parameters(), settings.lr, betas, settings.eps, settings.weight_decay)
+    losses = []
+    for _ in record.values:
+        loss = token_losses(model(x), y).mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        if settings.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        optimizer.step()
+    return losses

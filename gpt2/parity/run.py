@@ -157,16 +157,10 @@ def verify(
             _compare(subject)
             public = None
             if recorded is not None and all(check.ok for check in findings.checks()):
-                from gpt2.parity.recompute import Setup, compute
-                from gpt2.parity.record import public_record
+                from gpt2.parity.record import Setup, compute, public_record
 
-                setup = Setup(
-                    lambda: subject.build(ours.path, torch.float32),
-                    subject.build(ours.path, torch.float32),
-                    ours.own_tokenizer(),
-                    offline,
-                    progress,
-                )
+                single = partial(build, ours.path, torch.float32)
+                setup = Setup(single, single(), ours.own_tokenizer(), offline, progress)
                 public = compute(recorded, public_record(), setup, everything=record)
             return report("", public)
         except DifferenceFound:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,12 +24,12 @@ from gpt2.cli.main import main
 from gpt2.data import Tokenizer, from_directory
 from gpt2.errors import InputError
 from gpt2.measure.texts import GUIDE, LAST_WORD, RUNNING, Protocol, Text
-from gpt2.parity import recompute, reference, run
+from gpt2.parity import reference, run
 from gpt2.parity.checks import Subject
 from gpt2.parity.findings import PLAN
-from gpt2.parity.recompute import Setup, compute
-from gpt2.parity.record import AdamW, Kind, Record, Source, parse, public_record
+from gpt2.parity.record import AdamW, Kind, Record, Setup, Source, compute, public_record
 
+WORDS = TEXT[:300]
 PASSAGES = ("when shall we three meet again", "in thunder, lightning, or in rain", "fair is foul and foul is fair")
 SOURCES = [Source(f"someone/{name}", f"https://example.org/{name}") for name in "abc"]
 
@@ -42,7 +41,7 @@ def texts(spec: str | None, *, offline: bool = False) -> Text:
         "wikitext2:stride=8": replace(GUIDE, stride=8),
         "lambada": LAST_WORD,
     }
-    return Text(str(spec), "here", TEXT, "", forms[spec], PASSAGES if spec == "lambada" else ())
+    return Text(str(spec), "here", WORDS, "", forms[spec], PASSAGES if spec == "lambada" else ())
 
 
 def continued(model: torch.nn.Module, ids: list[int], new_tokens: int) -> list[int]:
@@ -57,7 +56,7 @@ def stand_in(folder: Path, tokenizer: Tokenizer) -> tuple[Record, ...]:
     """A record of every kind, computed by transformers and plain loops, without our model's code."""
     model = reference.load_reference(folder, torch.float32)
     n_positions = model.config.n_positions
-    ids = tokenizer.encode(TEXT)[:6]
+    ids = tokenizer.encode(WORDS)[:6]
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0]
         hidden = model.transformer(torch.tensor([ids])).last_hidden_state[0]
@@ -65,7 +64,7 @@ def stand_in(folder: Path, tokenizer: Tokenizer) -> tuple[Record, ...]:
     losses = -logp[:-1].gather(1, torch.tensor(ids[1:])[:, None])
     greedy = continued(model, ids, 8)[len(ids) :]
     added = continued(model, tokenizer.encode("When shall"), 5)
-    loss = as_the_guide_does(lambda ids: model(ids).logits, torch.tensor(tokenizer.encode(TEXT)), n_positions, stride=8)
+    loss = as_the_guide_does(lambda ids: model(ids).logits, torch.tensor(tokenizer.encode(WORDS)), n_positions, stride=8)
     guided = math.exp(loss)
     accuracy, of_words = last_words(model, tokenizer, n_positions)
     columns = (0, 5, model.config.vocab_size - 1)
@@ -74,7 +73,7 @@ def stand_in(folder: Path, tokenizer: Tokenizer) -> tuple[Record, ...]:
     def made(kind: Kind, **fields: object) -> Record:
         return Record("gpt2", kind, SOURCES[len(kind.value) % 3], "stand-in", **fields)  # type: ignore[arg-type]
 
-    trained = adamw(folder, tokenizer.encode(TEXT)[:25], optimizer)
+    trained = adamw(folder, tokenizer.encode(WORDS)[:25], optimizer)
     training = {"text": "tinyshakespeare:split=all", "batch": 2, "length": 12, "optimizer": optimizer}
     return (
         made(Kind.LOGITS, ids=tuple(ids), position=3, columns=columns, values=taken(logits[3], columns), tolerance=1e-4),
@@ -140,7 +139,7 @@ def recorded(checkpoint: Path) -> tuple[Record, ...]:
 
 @pytest.fixture(autouse=True)
 def own_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute, "open_text", texts)
+    monkeypatch.setattr("gpt2.parity.record.open_text", texts)
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +204,7 @@ def test_what_cannot_be_computed_is_counted_as_such(setup: Setup, recorded: tupl
     def out_of_reach(spec: str | None, *, offline: bool = False) -> Text:
         raise InputError("offline, and the text is not here")
 
-    monkeypatch.setattr(recompute, "open_text", out_of_reach)
+    monkeypatch.setattr("gpt2.parity.record.open_text", out_of_reach)
     report = compute("gpt2", recorded, setup, everything=True)
     assert report.ok
     assert report.line() == ("11 of 11 numbers recorded by 3 other projects; 7 not computed: offline, and the text is not here")
@@ -271,6 +270,8 @@ def test_the_data_file(tmp_path: Path) -> None:
     for record in found:
         assert record.source.url.startswith(f"https://github.com/{record.source.project}")
         assert all(0 <= i < 50257 for i in record.ids)
+        assert (record.tolerance == 0) is record.kind.exact
+        assert len(record.columns or record.positions or record.values) == len(record.values)
         quoted = re.match(r'"([^"]+)"', record.protocol)
         if quoted and "..." not in quoted[1]:
             ids = [i for i in record.ids if i != tokenizer.eot]
@@ -279,36 +280,3 @@ def test_the_data_file(tmp_path: Path) -> None:
         if record.kind is Kind.GREEDY_IDS:
             said = re.search(r': "([^"]+)"$', record.protocol)
             assert said is None or tokenizer.encode(said[1]) == list(record.values)
-
-
-LOGITS = """
-[sources.a]
-project = "a/b"
-url = "https://github.com/a/b"
-[[records]]
-model = "gpt2"
-kind = "logits"
-source = "a"
-protocol = ""
-ids = [1]
-position = 0
-columns = [0]
-values = [0.0]
-tolerance = 0.1
-"""
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda text: text.replace("position = 0\n", ""), "position missing or unknown"),
-        (lambda text: text + "lr = 1.0\n", "lr missing or unknown"),
-        (lambda text: text.replace("[0.0]", "[0.0, 1.0]"), "columns and values differ in number"),
-        (lambda text: text.replace('"logits"', '"logit"'), "logit"),
-    ],
-)
-def test_a_record_that_does_not_fit_its_kind(change: Callable[[str], str], says: str) -> None:
-    """A misspelt field would keep its default, and the number would be compared with another one."""
-    assert len(parse(LOGITS)) == 1
-    with pytest.raises(ValueError, match=says):
-        parse(change(LOGITS))
