@@ -39,33 +39,6 @@ def test_steps_after_the_first_touch_hardly_a_new_page():
     assert kept < given_back / 4  # a block occasionally starts at another address
 
 
-HOLES = """
-import resource, sys
-import torch
-from gpt2.measure.allocator import give_back_freed_memory
-
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 1e6
-
-blocks = [torch.ones(250_000) for _ in range(400)]  # 1 MB each: of the heap, once larger ones have been freed
-torch.ones(5_000_000)
-blocks += [torch.ones(250_000) for _ in range(400)]
-last = blocks[-1]
-full = resident()
-del blocks
-if sys.argv[1] == "given back":
-    assert give_back_freed_memory()
-print(full - resident())
-"""
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
-def test_freed_blocks_of_the_heap_are_given_back():
-    """A diagnosis of a training step grows by the gradients of each step, which are freed and never used again."""
-    kept, given_back = (float(forks.run("-c", HOLES, how).stdout) for how in ("kept", "given back"))
-    assert given_back > kept + 200
-
-
 def test_a_c_library_without_the_switch_is_left_alone(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert not keep_freed_memory()

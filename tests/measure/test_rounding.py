@@ -126,31 +126,20 @@ def refused(each: Imprecise) -> Report:
     return verify("shakespeare-mini", dtype=each.dtype, build=build, quick=not each.training)
 
 
-def check_imprecise(each: Imprecise) -> None:
+QUICK = ("inputs of all products of 18 bits", "inputs of all products of 21 bits")  # just beyond the bound, and just below it
+CASES = [
+    pytest.param(each, id=f"{each.name}, {each.dtype}", marks=() if each.name in QUICK else pytest.mark.slow)
+    for each in IMPRECISE
+]
+
+
+@pytest.mark.parametrize("each", CASES)
+def test_an_imprecise_model_is_refused_from_the_stated_size_on(each: Imprecise) -> None:
+    """A rule that transformers' own luck decides lets these through. Three, each just below the bound, are accepted."""
     report = refused(each)
     assert report.ok is not each.refused
     first = report.first_divergence
     assert first is None or first.explained is not None, "it is right in float64"
-
-
-QUICK = ("inputs of all products of 18 bits", "inputs of all products of 21 bits")  # just beyond the bound, and just below it
-
-
-@pytest.mark.parametrize(
-    "each", [each for each in IMPRECISE if each.name in QUICK], ids=lambda each: f"{each.name}, {each.dtype}"
-)
-def test_an_imprecise_model_is_refused(each: Imprecise) -> None:
-    """A rule that transformers' own luck decides lets these through; the slow test has 30 others."""
-    check_imprecise(each)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "each", [each for each in IMPRECISE if each.name not in QUICK], ids=lambda each: f"{each.name}, {each.dtype}"
-)
-def test_every_imprecise_model_is_refused_from_the_stated_size_on(each: Imprecise) -> None:
-    """Three are accepted, each just below the bound: the price of a rule that no right model breaks."""
-    check_imprecise(each)
 
 
 def test_a_process_that_computes_imprecisely_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

