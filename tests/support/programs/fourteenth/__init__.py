@@ -34,8 +34,6 @@ class Fault:
 
     name: str
     program: str
-    language: str
-    kind: str
     ids: tuple[str, ...]
     place: str
     what: str
