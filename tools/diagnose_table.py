@@ -2,7 +2,6 @@
 
     python tools/diagnose_table.py                          # all, at a tiny size
     python tools/diagnose_table.py --shape gpt2 --sample 30 # thirty of them, at the official shape
-    python tools/diagnose_table.py --drawn 100              # random combinations of faults
     python tools/diagnose_table.py --only 'fused: gelu-erf' # one, with its whole diagnosis
 
 Random weights of the size of trained ones; nothing is fetched. A table on stderr, by architecture, then each port whose
@@ -30,7 +29,6 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from support.faulty import ARCHITECTURES, CONFIG, FAULTY, SOUND, Faulty, write
-from support.faulty.drawn import draw
 from support.faulty.scoring import FAULTY_AFTER_ALL, Row, score
 from support.ports import PORTS
 
@@ -46,8 +44,7 @@ def main() -> int:
     parser.add_argument("--shape", help="an official size, such as gpt2; tiny if left out")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these ports (* for anything), and the whole diagnosis of each")
     parser.add_argument("--sample", type=int, metavar="N", help="so many faulty ports, drawn from a fixed seed")
-    parser.add_argument("--drawn", type=int, metavar="N", help="instead, so many ports of two or three faults drawn at random")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--no-equal", action="store_true", help="leave out the right ports")
     options = parser.parse_args()
     config = official_size(options.shape) if options.shape else CONFIG
@@ -57,9 +54,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         directory = write(Path(folder), config)
         model = gpt2.load(str(directory))
-        faulty = draw(options.drawn, options.seed, config, directory) if options.drawn else faulty
         outcomes = [diagnose_faulty(port, config, directory, model, bool(options.only)) for port in faulty]
-        equal = [] if options.only or options.drawn or options.no_equal else [*diagnose_equal(config, directory, model)]
+        equal = [] if options.only or options.no_equal else [*diagnose_equal(config, directory, model)]
     show(outcomes, equal)
     return 0
 

@@ -1,27 +1,26 @@
 """The yardstick of `gpt2 diagnose DUMP`: every set of programs of tests/support/programs, each fault once, at each level.
 
-    python tools/sets.py new.jsonl --sample 6 --against tools/sets.jsonl  # six of each set and level, beside older answers
-    python tools/sets.py new.jsonl --set eighth --level full --processes 2  # one set with most values
-    python tools/sets.py new.jsonl --set first --program numpy --fault 'gelu-erf*' --show  # and each diagnosis in full
-    python tools/sets.py new.jsonl --fault ''                             # programs without a fault: all must be equal
+    python tools/sets.py new.jsonl --sample 6 --against tools/sets.jsonl  # six of each level, beside older answers
+    python tools/sets.py new.jsonl --level full --processes 2              # with most values
+    python tools/sets.py new.jsonl --program session --fault '0.4*' --show  # and each diagnosis in full
+    python tools/sets.py new.jsonl --fault ''                              # programs without a fault: all must be equal
     python tools/sets.py copy.jsonl --processes 2  # whatever a copy of tools/sets.jsonl does not answer yet
 
 The file of answers has a line of JSON per dump; its first line names the columns. An answer that is there is not made again, so
 a run may be stopped at any time. Another engine needs another file. `--against` runs only what the older file answers, and
-prints each dump whose answer changed, then a table by set and level; the last line of stdout is JSON. The second to the seventh
-set, the ninth and the tenth have left the tree: commit 47a5ad9 holds them and this script (6bc3ab6 the third).
+prints each dump whose answer changed, then a table by set and level; the last line of stdout is JSON. gpt2/port/RESULTS.md says
+how today's engine answers the sets that have left the tree.
 
 Levels: `full` (most values), `block` (one tensor of each block), `logits`, `pairs` (two faults, logits). Dtype, model and seed
 are drawn from the dump's name; so is the order within a set and level, so that any beginning is a sample. A fault that changes
-the logits (in float64) by less than four times the rounding of the right program's is not counted. The set `ports` has the
-modules of tests/support/faulty, by their logits. Seconds are CPU seconds, and so is the engine's limit of time.
+the logits (in float64) by less than four times the rounding of the right program's is not counted. Seconds are CPU seconds, and
+so is the engine's limit of time.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib
 import itertools
 import json
 import math
@@ -32,7 +31,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -46,14 +45,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from support.faulty.scoring import blocks
-from support.programs import Program
-from support.programs.scoring import score_dump
+from support.programs import fourteenth
 
 import gpt2
 from gpt2.port import deadline
 
-BEDS = {"first": "Bed", "eighth": "EighthBed", "thirteenth": "ThirteenthBed", "fourteenth": "FourteenthBed", "ports": "Bed"}
-SETS = {name: importlib.import_module("support.faulty.bed" if name == "ports" else f"support.programs.{name}") for name in BEDS}
+SETS, BEDS = {"fourteenth": fourteenth}, {"fourteenth": fourteenth.FourteenthBed}
 LEVELS = ("full", "block", "logits", "pairs")
 DTYPES = ("float32", "float16", "float64")
 LIMIT = 60  # CPU seconds for one dump; the engine's own limit is below
@@ -120,14 +117,14 @@ def add(path: Path, answer: Answer) -> None:
         file.write(head + json.dumps(row, separators=(",", ":")) + "\n")
 
 
-def pairs(name: str, program: str) -> Iterable[tuple[str, ...]]:
-    """Return eight pairs of a program's faults: its author's, or drawn among those with different ids."""
-    module = SETS[name]
-    if hasattr(module, "PAIRS"):
-        return module.PAIRS[program]
-    faults = {one: ids for one, ids in module.FAULTS[program].items() if not one.startswith(getattr(module, "APART", ()))}
-    apart = [pair for pair in itertools.combinations(sorted(faults), 2) if not set(faults[pair[0]]) & set(faults[pair[1]])]
-    return random.Random(program).sample(apart, min(8, len(apart)))
+def pairs(name: str, program: str) -> list[tuple[str, str]]:
+    """Return eight pairs of a program's faults, drawn among those that stand in different lines of it."""
+    faults, draw, found = SETS[name].LISTS[program], random.Random(f"{name} {program}"), list[tuple[str, str]]()
+    while len(found) < 8:
+        one, other = sorted(draw.sample(sorted(faults), 2))
+        if faults[one][2] != faults[other][2] and (one, other) not in found:
+            found.append((one, other))
+    return found
 
 
 def dumps(options: argparse.Namespace) -> list[Answer]:
@@ -135,7 +132,7 @@ def dumps(options: argparse.Namespace) -> list[Answer]:
     ranked, lacking = list[tuple[int, Answer]](), set[str]()
     for name, level in itertools.product(options.set, options.level):
         module, found = SETS[name], list[Answer]()
-        for program in module.FAULTS if level in getattr(module, "LEVELS", LEVELS) or level == "pairs" else ():
+        for program in module.FAULTS:
             if lacks := module.missing(program):
                 lacking.add(f"{name}/{program} is not run: {lacks}")
                 continue
@@ -151,7 +148,7 @@ def dumps(options: argparse.Namespace) -> list[Answer]:
 
 @cache
 def bed_of(name: str, size: int) -> Any:
-    return getattr(SETS[name], BEDS[name])(Path(tempfile.mkdtemp()) / "bed", SETS[name].SHAPES[size])
+    return BEDS[name](Path(tempfile.mkdtemp()) / "bed", SETS[name].SHAPES[size])
 
 
 @cache
@@ -164,8 +161,7 @@ def model_of(name: str, size: int) -> gpt2.GPT2:
 def truth_and_rounding(name: str, size: int, program: str, dtype: str) -> tuple[np.ndarray, float]:
     """Return our own logits in float64, and how far those of the right program are from them."""
     ids, right = bed_of(name, size).run(program, (), "float64" if dtype == "float64" else "float32")
-    truth = gpt2.load(str(bed_of(name, size).model)).double()(torch.from_numpy(np.atleast_2d(ids))).numpy()
-    truth = truth.reshape(*ids.shape, -1)
+    truth = gpt2.load(str(bed_of(name, size).model)).double()(torch.from_numpy(ids)).numpy()
     return truth, far(right["logits"].astype(dtype), truth)
 
 
@@ -220,7 +216,7 @@ def answered(dump: Answer) -> tuple[Answer | None, str]:
         path.unlink()
     dump = replace(dump, seconds=round(time.process_time() - start, 1))
     if said is not None:
-        dump, text = judged(dump, level, said), said.table()
+        dump, text = judged(dump, said), said.table()
     return dump, f"{dump.key} [{dump.dtype}]\n{text}\n"
 
 
@@ -231,21 +227,18 @@ def answers(todo: list[Answer], processes: int) -> Iterator[tuple[Answer | None,
             yield from pool.imap_unordered(answered, todo)
 
 
-def judged(dump: Answer, level: str, said: Any) -> Answer:
+def judged(dump: Answer, said: Any) -> Answer:
     """Return ``dump`` with its verdict, its causes, and whether they are right: the first one, all of them, their blocks."""
     dump = replace(dump, verdict=said.verdict, ids=tuple(dict.fromkeys(cause.id for cause in said.causes)))
     if not dump.faults:
         return replace(dump, first=said.verdict == "equal", complete=not said.causes)
     module, config = SETS[dump.set], model_of(dump.set, dump.size).config
     found = [[one for one in said.causes if one.id in module.FAULTS[dump.program][fault]] for fault in dump.faults]
+    places = [module.LISTS[dump.program][fault][1] for fault in dump.faults]
     placed = None
-    if dump.set == "first":
-        placed = score_dump(Program(dump.program, " ".join(dump.faults), level), said, config, 0, 0).located
-    elif hasattr(module, "LISTS"):
-        places = [module.LISTS[dump.program][fault][1].replace("h.-1", f"h.{config.n_layer - 1}") for fault in dump.faults]
-        if all(place.startswith("h.") for place in places):
-            named = [blocks([cause.where for cause in causes], config.n_layer) for causes in found]
-            placed = named == [blocks([place], config.n_layer) for place in places]
+    if all(place.startswith("h.") for place in places):
+        named = [blocks([cause.where for cause in causes], config.n_layer) for causes in found]
+        placed = named == [blocks([place], config.n_layer) for place in places]
     begins = bool(said.causes) and any(said.causes[0] in causes for causes in found)
     return replace(dump, first=begins, complete=all(found), placed=placed)
 

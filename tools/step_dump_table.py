@@ -1,9 +1,7 @@
-"""Measure how often `gpt2.diagnose` is right on dumps of training steps that programs outside of torch wrote.
+"""Measure how often `gpt2.diagnose` is right on dumps of training steps that a program outside of torch wrote.
 
     python tools/step_dump_table.py                          # every fault, at each level of dump
     python tools/step_dump_table.py --levels usual --dtype float16 --layout flat
-    python tools/step_dump_table.py --drawn 20 --seed 1      # two or three faults, drawn at random
-    python tools/step_dump_table.py --language c --levels usual    # a program in C
     python tools/step_dump_table.py --levels moments --layout apart  # stacked, q, k and v apart, with moments: as in JAX
 
 A fault counts at the levels whose arrays show it; a dump that shows none must be equal. A line for each flaw on stderr, then a
@@ -14,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import time
 from collections.abc import Iterator
@@ -22,36 +19,25 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from support.step_programs import FAULTS, LAYOUTS, LEVELS, Dumped, native
-from support.step_programs.scoring import draw, score
+from support.step_programs import FAULTS, LAYOUTS, LEVELS, Dumped
+from support.step_programs.scoring import score
 
 
 def runs(options: argparse.Namespace) -> Iterator[Dumped]:
-    """The dumps of the first set that are asked for."""
-    generator = random.Random(options.seed)
-    lines = ["", *FAULTS[options.language]]
-    if options.only:
-        lines = options.only
-    if options.drawn:
-        lines = [draw(generator, options.language) for _ in range(options.drawn)]
+    """The dumps that are asked for."""
+    compute = "float64" if options.dtype == "float64" else "float32"
     for level in options.levels:
-        for line in lines:
-            compute = "float64" if options.dtype == "float64" else "float32"
-            yield Dumped(line, level, options.layout, options.dtype, compute, language=options.language)
+        for line in options.only or ["", *FAULTS]:
+            yield Dumped(line, level, options.layout, options.dtype, compute)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=list(LEVELS))
-    parser.add_argument("--language", choices=FAULTS, default="numpy", help="of the program")
     parser.add_argument("--layout", choices=LAYOUTS, default="plain")
     parser.add_argument("--dtype", choices=("float16", "float32", "float64"), default="float32")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="only these faults")
-    parser.add_argument("--drawn", type=int, metavar="N", help="instead, so many runs with two or three faults")
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    if lacking := native.missing(options.language):
-        sys.exit(f"not run: {lacking}")
     start, found = time.perf_counter(), {}
     rows = ((run.level, score(run)) for run in runs(options))
     for level, row in rows:

@@ -1,8 +1,6 @@
 """Measure how often `gpt2.diagnose_step` is right, on all training steps of tests/support/steps, faulty and right.
 
     python tools/step_table.py                      # all
-    python tools/step_table.py --drawn 60 --seed 1  # random combinations of faults of different stages
-    python tools/step_table.py --second             # the second set, which was not used to develop it; --third
     python tools/step_table.py --only 'plain: summed' 'right: fused'  # some (* for anything), with the whole diagnosis
     python tools/step_table.py --flaws FILE         # also writes every flaw into a file
 
@@ -23,25 +21,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from support.steps import FAULTY_STEPS, SECOND, SECOND_STEPS, STYLES, THIRD, THIRD_STEPS, Settings, Step, WithSettings
-from support.steps.drawn import draw
+from support.steps import FAULTY_STEPS, STYLES, Step
 from support.steps.right import RIGHT_STEPS, RightStep
 from support.steps.scoring import StepRow, diagnosis_of, score_step
 
-# Settings in which the styles of the second set are tried without a fault.
-SETTINGS = ({}, {"grad_accum": 2}, {"clip": 0.0}, {"weight_decay": 0.0}, {"lr": 3e-4, "min_lr": 3e-4, "beta2": 0.99, "clip": 0.5})
 HEADS = ("steps", "right first", "all found", "undetermined", "called equal", "beside", "failed", "mean s", "worst s")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these steps (* for anything), and the whole diagnosis of each")
-    parser.add_argument("--drawn", type=int, metavar="N", help="instead, so many steps of two or three faults drawn at random")
-    parser.add_argument(
-        "--second", action="store_true", help="instead, the second set, which was not used to develop diagnose_step"
-    )
-    parser.add_argument("--third", action="store_true", help="instead, the third set, written after both")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--slow", action="store_true", help="the steps through torch.compile as well")
     parser.add_argument("--flaws", metavar="FILE", help="write every flaw into this file")
     options = parser.parse_args()
@@ -49,12 +38,7 @@ def main() -> int:
     def asked(name: str) -> bool:
         return not options.only or any(fnmatchcase(name, one) for one in options.only)
 
-    steps: dict[str, Step | RightStep] = {step.name: step for step in draw(options.drawn, options.seed)} if options.drawn else {}
-    if options.second or options.third:
-        styles, faulty = (SECOND, SECOND_STEPS) if options.second else (THIRD, THIRD_STEPS)
-        steps = faulty | {f"right: {style} {changes}": right_step(style, changes) for style in styles for changes in SETTINGS}
-    elif not options.drawn:
-        steps = dict(FAULTY_STEPS) | {f"right: {name}": step for name, step in RIGHT_STEPS.items()}
+    steps: dict[str, Step | RightStep] = dict(FAULTY_STEPS) | {f"right: {name}": step for name, step in RIGHT_STEPS.items()}
     rows, failed = [], []
     for name, step in steps.items():
         if not asked(name) or (isinstance(step, RightStep) and step.slow and not options.slow):
@@ -66,10 +50,6 @@ def main() -> int:
     if options.flaws:
         Path(options.flaws).write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0
-
-
-def right_step(style: str, changes: dict[str, float]) -> Step:
-    return WithSettings(style, "", Settings().changed(changes))
 
 
 def measure(name: str, step: Step | RightStep, whole: bool) -> StepRow | tuple[str, str]:
@@ -119,7 +99,7 @@ def counts(rows: list[StepRow], failed: int) -> tuple[float, ...]:
 def show(rows: list[StepRow], failed: list[tuple[str, str]], lines: list[str]) -> None:
     faulty = [row for row in rows if row.style != "right"]
     print(f"\n{'':10}" + "".join(f"{head:>13}" for head in HEADS), file=sys.stderr)
-    for style in (*STYLES, *SECOND, *THIRD, "right"):
+    for style in (*STYLES, "right"):
         own = [row for row in rows if row.style == style]
         broken = sum(name.partition(":")[0] == style for name, _ in failed)
         if own or broken:

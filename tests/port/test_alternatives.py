@@ -346,6 +346,20 @@ def test_a_dump_of_a_program_with_an_alternative_has_this_cause_at_this_place_an
         assert [(cause.id, cause.where) for cause in said.causes] == [(wanted.id, joined(wanted.places))], dtype
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["full", "block"])
+@pytest.mark.parametrize(("label", "block"), [("is ReLU;", 1), ("mask-missing: every", None)])
+def test_a_large_model_is_searched_from_few_values(
+    label: str, block: int | None, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The edited node alone is looked at, the first tokens, in float32; a stream in float64 that enters them was an error."""
+    monkeypatch.setattr(graph, "SMALL", 0)
+    whole = whole_of(label, block)
+    (wanted,) = whole.found(CONFIG.n_layer)
+    said = gpt2.diagnose(dumped(whole.program, level, torch.float64), model())
+    assert [(cause.id, cause.where) for cause in said.causes] == [(wanted.id, joined(wanted.places))]
+
+
 def said_of(one: Alternative, calls: Calls, level: str) -> list[str]:
     """The ids of the causes that are found in our own model with an alternative."""
     if level == "module" and one.run is None and calls == CALLS[0]:

@@ -22,7 +22,8 @@ import torch
 from support import forks
 from support.checks import mostly_slow
 from support.commands import alive
-from support.programs import Home, numpy_port
+from support.programs.bed import Shape
+from support.programs.fourteenth import FourteenthBed
 
 import gpt2
 from gpt2.checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -36,12 +37,12 @@ Answer = TypeVar("Answer")
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
-    return Home(tmp_path_factory.mktemp("run") / "tiny")
+def home(tmp_path_factory: pytest.TempPathFactory) -> FourteenthBed:
+    return FourteenthBed(tmp_path_factory.mktemp("run") / "tiny", Shape(3, 20, 4, 67, 23, 16, 0))
 
 
 @pytest.fixture(scope="module")
-def checkpoint(home: Home) -> Checkpoint:
+def checkpoint(home: FourteenthBed) -> Checkpoint:
     return open_checkpoint(ModelName.parse(str(home.model), VERIFIES))
 
 
@@ -56,7 +57,7 @@ SAVE = "import numpy as np; np.savez(out, logits=np.zeros((16, 67)), ids=np.load
 
 
 def test_the_ids_come_as_an_array_and_as_text_and_the_model_as_a_folder(
-    tmp_path: Path, checkpoint: Checkpoint, home: Home
+    tmp_path: Path, checkpoint: Checkpoint, home: FourteenthBed
 ) -> None:
     """A program that reads another file than the announced one computes something else."""
     code = (
@@ -68,7 +69,7 @@ def test_the_ids_come_as_an_array_and_as_text_and_the_model_as_a_folder(
         arrays = np.load(dump.path)
         assert arrays["model"].tobytes().decode() == str(home.model.resolve())
         assert arrays["ids"].tolist() == dump.ids[0].tolist()
-        assert int(dump.ids.max()) < home.config.vocab_size
+        assert int(dump.ids.max()) < home.shape.vocab
         left = dump.path
     assert not left.parent.exists(), "nothing is left behind"
 
@@ -234,14 +235,11 @@ MAINS = Path(__file__).parents[1] / "support" / "programs" / "mains"
 TOOLS = {"python": sys.executable, "c": "gcc", "js": "node", "rust": "rustc", "go": "go"}
 
 
-def tensors(home: Home, line: str) -> dict[str, np.ndarray]:
+def tensors(home: FourteenthBed, checkpoint: Checkpoint, faults: list[str]) -> dict[str, np.ndarray]:
     """Intermediates of our NumPy program for the ids of every program: rows (N, M) in float32, and the ids."""
-    given, out = home.folder / "given.npy", home.folder / "computed.npz"
-    np.save(given, given_ids(home.config).numpy())
-    numpy_port.main([str(given), str(out), str(home.folder / "weights.npz"), "--faults", line])
-    arrays = dict(np.load(out))
-    ids = arrays.pop("input_ids")[0].astype(np.int32)
-    return {"ids": ids, **{name: array.reshape(-1, array.shape[-1]) for name, array in arrays.items()}}
+    home.ids = given_ids(checkpoint.config).numpy()
+    ids, arrays = home.run("flattened", faults, "float32")
+    return {"ids": ids[0].astype(np.int32), **{name: array.reshape(-1, array.shape[-1]) for name, array in arrays.items()}}
 
 
 def flat(arrays: dict[str, np.ndarray], file: Path) -> None:
@@ -284,22 +282,24 @@ def program(language: str, folder: Path, arrays: dict[str, np.ndarray]) -> str:
 
 
 @pytest.mark.parametrize("language", [pytest.param(name, marks=() if name == "python" else pytest.mark.slow) for name in TOOLS])
-def test_the_lines_shown_dump(language: str, tmp_path: Path, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lines_shown_dump(
+    language: str, tmp_path: Path, home: FourteenthBed, checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Users copy these lines: a correct program must compare as equal, and the fault of a wrong one must be named."""
     if shutil.which(TOOLS[language]) is None:
         pytest.skip(f"no {TOOLS[language]} on this machine")
-    for number, (line, code) in enumerate((("", 0), ("gelu-relu@1", 1))):
-        folder = tmp_path / str(number)
+    for code, faults in enumerate(([], ["feed-forward added to its norm"])):
+        folder = tmp_path / str(code)
         folder.mkdir()
-        command = program(language, folder, tensors(home, line))
+        command = program(language, folder, tensors(home, checkpoint, faults))
         assert main(["diagnose", "--run", command, "--model", str(home.model), "--json", "-"]) == code
         answer = json.loads(capsys.readouterr().out)
         assert answer["seen"] == "dump"
         assert answer["module"] == command
-        assert [(cause["id"], cause["where"]) for cause in answer["causes"]] == [("gelu-variant", "h.1.mlp.act")] * code
+        assert [(cause["id"], cause["where"]) for cause in answer["causes"]] == [("residual-from-normed", "h.*")] * code
 
 
-def test_ids_are_those_given_unless_the_dump_has_others(tmp_path: Path, home: Home) -> None:
+def test_ids_are_those_given_unless_the_dump_has_others(tmp_path: Path, home: FourteenthBed) -> None:
     """The diagnosis must use the ids that the program ran, and say so."""
     expected = gpt2.load(str(home.model))(torch.arange(9)[None])[0].detach().numpy()
     np.save(tmp_path / "logits.npy", expected)
@@ -312,7 +312,7 @@ def test_ids_are_those_given_unless_the_dump_has_others(tmp_path: Path, home: Ho
         diagnose_program(script(tmp_path, code), str(home.model), timeout=30)
 
 
-def test_a_program_that_draws_random_numbers_is_told_so_first(tmp_path: Path, home: Home) -> None:
+def test_a_program_that_draws_random_numbers_is_told_so_first(tmp_path: Path, home: FourteenthBed) -> None:
     """Its numbers follow from no formula: the search took a minute, and named a fault that was not there."""
     code = "import os, numpy as np; noise = np.frombuffer(os.urandom(16 * 67), np.uint8).reshape(16, 67) / 99.0\n"
     command = script(tmp_path, f"{code}np.savez(out, embed=np.ones((16, 8)), logits=noise)")
@@ -321,9 +321,11 @@ def test_a_program_that_draws_random_numbers_is_told_so_first(tmp_path: Path, ho
     assert found.causes[0].evidence.startswith("logits is the first array that differs, of 1 in 2")
 
 
-def test_training_steps_that_a_program_dumps_are_judged(tmp_path: Path, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_steps_that_a_program_dumps_are_judged(
+    tmp_path: Path, home: FourteenthBed, checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`--run` compared the forward pass alone: a wrong loss in the same dump was called equal."""
-    ids = given_ids(home.config)
+    ids = given_ids(checkpoint.config)
     logits = gpt2.load(str(home.model))(ids[:, :-1]).detach()
     loss = torch.nn.functional.cross_entropy(logits[0], ids[0, 1:]).numpy()
     for factor, verdict, causes in ((1, "equal", []), (15, "mismatch", ["loss-not-averaged"])):
@@ -336,7 +338,9 @@ def test_training_steps_that_a_program_dumps_are_judged(tmp_path: Path, home: Ho
         assert (answer["verdict"], [cause["id"] for cause in answer["causes"]]) == (verdict, causes)
 
 
-def test_the_command_line_shows_what_the_program_said(tmp_path: Path, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_shows_what_the_program_said(
+    tmp_path: Path, home: FourteenthBed, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Exit code 2; the program's last lines, then ours; its control characters must not reach the terminal."""
     code = main(["diagnose", "--run", script(tmp_path, "print('so \\x1b[31mred'); sys.exit(9)"), "--model", str(home.model)])
     printed = capsys.readouterr()
@@ -351,7 +355,7 @@ def test_the_command_line_shows_what_the_program_said(tmp_path: Path, home: Home
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no process groups")
-def test_ctrl_c_ends_the_program_with_its_children(tmp_path: Path, home: Home) -> None:
+def test_ctrl_c_ends_the_program_with_its_children(tmp_path: Path, home: FourteenthBed) -> None:
     """A training run on a GPU would go on after Ctrl-C, and every attempt would leave a copy of the weights in /tmp."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.commands import mistake
-from support.step_programs import LEVELS, NUMPY, Dumped, batches_of, given_ids, named, native, trained
+from support.step_programs import FAULTS, LEVELS, Dumped, batches_of, given_ids, named, trained
 from support.step_programs.scoring import score
 from support.steps import our_model
 
@@ -45,12 +45,6 @@ QUICK = [
 ]
 SLOWLY = [
     *(("", {"level": level, "layout": "transposed"}, "equal", ()) for level in LEVELS if level != "usual"),
-    # A wrong derivative was called a detached part, rounded biases seemed to decay, and only usual limits of clipping were found.
-    ("", {"language": "c"}, "equal", ()),
-    *(
-        (word, {"language": "c"}, "mismatch", "?")
-        for word in ("norm-derivative", "scale-lost-backward", "clipped-by-value", "decay-after")
-    ),
 ]
 
 
@@ -58,8 +52,6 @@ SLOWLY = [
 def test_a_program(line: str, how: dict, verdict: str, said: tuple[str, ...] | str) -> None:
     """Dumps of programs that are not in torch, right and wrong ones."""
     run = Dumped(line, **how)
-    if run.language != "numpy" and (lacking := native.missing(run.language)):
-        pytest.skip(lacking)
     row = score(run)
     assert row.verdict == verdict, row.flaw()
     assert row.right if said == "?" else row.said == said, row.flaw()
@@ -76,7 +68,7 @@ def test_a_rule_of_few_parameters_names_no_cause() -> None:
 @SLOW
 def test_nearly_every_fault_is_named() -> None:
     """A change of the engine lost faults that it could name: from gradients and parameters in float32. (The others: moments.)"""
-    flaws = [row.flaw() for word in list(NUMPY)[1::2] if not (row := score(Dumped(word, "usual"))).right]
+    flaws = [row.flaw() for word in list(FAULTS)[1::2] if not (row := score(Dumped(word, "usual"))).right]
     assert len(flaws) <= 1, flaws
 
 
@@ -142,7 +134,7 @@ def test_an_update_that_cannot_be_examined_is_no_equality() -> None:
 @SLOW
 def test_moments_in_a_dump_are_not_taken_for_clipped_gradients() -> None:
     """Adam's moments, and key biases whose gradient is rounding alone, made every such program faulty, also the right one."""
-    rows = {word: score(Dumped(word, "moments", "apart")) for word in ("", *list(NUMPY)[::2])}
+    rows = {word: score(Dumped(word, "moments", "apart")) for word in ("", *list(FAULTS)[::2])}
     assert rows[""].verdict == "equal", rows[""].flaw()
     assert not [row.flaw() for row in rows.values() if row.beside]
     assert sum(not row.missed for row in rows.values()) >= len(rows) - 2

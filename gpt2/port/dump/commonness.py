@@ -1,7 +1,7 @@
 """How common each mistake is among people: which of several explanations that fit a dump equally well is named first.
 
 The numbers are of 217 public reports of wrong GPT-2 programs, those of the seventh and eighth set of programs, whose sources are
-listed in tests/support/programs/seventh/SOURCES.md and eighth/SOURCES.md.
+listed in tests/support/programs/seventh/SOURCES.md (commit 47a5ad9) and eighth/SOURCES.md (6d4dc6f).
 """
 
 from __future__ import annotations

@@ -148,9 +148,11 @@ def _labels(batch: Batch, labels: Tensor) -> Iterator[tuple[str, str]]:
     elif key is None and bool((labels == right)[:, :-1][trained[:, :-1]].all()):
         yield "last-token-in-loss", f"the last position learns token {int(labels[0, -1])}"
         expected = torch.cat([right[:, :-1], labels[:, -1:]], 1)
-    if (key is None and expected is right) or not bool(trained.any()):
+    elif key is None:
         wrong = int((labels != right)[trained].sum())
-        yield from [("labels-wrong", f"{wrong} of {int(trained.sum())} positions have another label")] if wrong else []
+        yield "labels-wrong", f"{wrong} of {int(trained.sum())} positions have another label"
+        return
+    if not bool(trained.any()):
         return
     missing = ~trained & (expected >= 0)
     if bool(missing[:, -1].all()) and labels.shape[1] > 1:

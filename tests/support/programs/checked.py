@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 import gpt2
 
-from .bed import Bed
+from .bed import Arrays, Bed
 
 MODULES = {  # a block's modules: the names of what they return, and of what they are given
     "ln_1": ("ln_1", None),
@@ -22,47 +21,33 @@ MODULES = {  # a block's modules: the names of what they return, and of what the
 }
 
 
-@dataclass(frozen=True)
-class Dump:
-    """How a program shows its values: its own names of ours, what our model does not show, and the order of axes."""
+def check(bed: Bed, program: str, faults: Iterable[str], names: Mapping[str, str], absent: Iterable[str]) -> None:
+    """Raise unless ``program`` is right at each value it shows, and each of ``faults`` changes its logits by a thousandth.
 
-    names: Mapping[str, str] = field(default_factory=dict)  # a program's name of a part: ours
-    without: tuple[str, ...] = ()  # parts that our model does not show
-    absent: tuple[str, ...] = ()  # parts of ours that the program does not show
-    heads_in_width: bool = True  # q, k and v are (B, T, D), not (B, H, T, d)
-    least: float = 1e-3  # what each fault changes of the logits, over their norm
-    tokens_first: bool = False  # all but the logits begin with (T, B) or (H, B), not (B, T) or (B, H)
-
-
-def check(bed: Bed, program: str, faults: Iterable[str], dump: Dump) -> None:
-    """Raise unless ``program`` is right at each value it shows, and each of ``faults`` changes its logits by ``dump.least``."""
+    ``names`` has our own names of the program's values; ``absent`` are those of ours that it does not show.
+    """
     ids, right = bed.run(program)
-    truth, compared = values(bed, np.atleast_2d(ids)), set()
-    for name, value in right.items():
+    truth, compared = values(bed, ids), set()
+    for name, own in right.items():
         where, _, part = name.partition(" ")
-        if part in dump.without:
-            continue
-        ours = dump.names.get(part, part)
-        name = f"{where} {ours}".strip()
-        own, expected = value if ids.ndim == 2 else value[None], truth[name]
-        if dump.tokens_first and part:
-            own = own.swapaxes(0, 1)
-        if dump.heads_in_width and ours in ("q", "k", "v"):
-            expected = expected.swapaxes(1, 2).reshape(own.shape)  # (B, T, D)
-        if ours in ("scores", "weights"):
+        name = f"{where} {names.get(part, part)}".strip()
+        expected = truth[name]
+        if own.ndim < expected.ndim:  # heads side by side, (B, T, D)
+            expected = expected.swapaxes(1, 2).reshape(own.shape)
+        if name.endswith((" scores", " weights")):
             own, expected = np.tril(own), np.tril(expected)
         np.testing.assert_allclose(own, expected, rtol=0, atol=1e-12 * np.abs(expected).max(), err_msg=name)
         compared.add(name)
-    assert compared == {name for name in truth if name.partition(" ")[2] not in dump.absent}
+    assert compared == {name for name in truth if name.partition(" ")[2] not in absent}
     size = np.linalg.norm(right["logits"])
     for fault in faults:
         wrong = bed.run(program, [fault], "float32")[1]["logits"]
         assert np.isfinite(wrong).all(), fault
-        assert wrong.shape != right["logits"].shape or np.linalg.norm(wrong - right["logits"]) > dump.least * size, fault
+        assert np.linalg.norm(wrong - right["logits"]) > 1e-3 * size, fault
 
 
 @torch.no_grad()
-def values(bed: Bed, ids: np.ndarray) -> dict[str, np.ndarray]:
+def values(bed: Bed, ids: np.ndarray) -> Arrays:
     """Our own model's values in float64, batch first, by the names of the programs."""
     model, kept = gpt2.load(str(bed.model)).double().eval(), {}
 

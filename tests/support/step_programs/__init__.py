@@ -1,4 +1,4 @@
-"""Training programs outside of torch, to test `diagnose` on dumps of steps: what they dump, in which layout and names."""
+"""A training program outside of torch, to test `diagnose` on dumps of steps: what it dumps, in which layout and names."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from support.step_programs import native
+from support.patches import patched
 from support.steps import CONFIG, our_model
-from support.steps.faults import patched
 
 LEVELS = {  # what is dumped: losses, gradients, clipped gradients, parameters before and after, Adam's moments
     "all": "lgcbpq",
@@ -28,8 +27,7 @@ SETTINGS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "clip"
 NEEDS_PARTS = {"parts-summed", "last-part"}
 _TABLE = tomllib.loads(Path(__file__).with_name("faults.toml").read_text())
 PATCHES = {word: row["patch"] for rows in (_TABLE["numpy"], _TABLE["others"]) for word, row in rows.items()}
-NUMPY = {word: (row["ids"], row["shows"]) for word, row in _TABLE["numpy"].items()}  # causes, any of which says it; what shows it
-FAULTS = {"numpy": NUMPY, **native.FAULTS}  # by language
+FAULTS = {word: (row["ids"].split(), row["shows"]) for word, row in _TABLE["numpy"].items()}  # causes, any of which says it
 PROGRAM = Path(__file__).with_name("numpy_steps.py").read_text()
 Arrays = dict[str, np.ndarray]
 
@@ -40,7 +38,7 @@ class Dumped:
 
     line: str
     level: str = "usual"
-    layout: str = "plain"  # of NumPy; the others have their own
+    layout: str = "plain"
     dtype: str = "float32"
     compute: str = "float32"
     steps: int = 2
@@ -48,19 +46,14 @@ class Dumped:
     targets: bool = True
     seed: int = 0
     settings: Mapping[str, float] = field(default_factory=dict)
-    language: str = "numpy"
 
     @property
     def name(self) -> str:
-        return f"{self.language}: {self.line or 'right'} / {self.level} {self.layout} {self.dtype} {self.steps}"
+        return f"{self.line or 'right'} / {self.level} {self.layout} {self.dtype} {self.steps}"
 
     @property
     def words(self) -> list[str]:
         return self.line.split()
-
-    def causes(self, word: str) -> list[str]:
-        """The causes, any of which says a fault rightly."""
-        return FAULTS[self.language][word][0].split()
 
     @property
     def given(self) -> dict[str, float]:
@@ -75,23 +68,19 @@ class Dumped:
     @property
     def shown(self) -> list[str]:
         """The faults that this level of dump can show."""
-        return [word for word in self.words if set(FAULTS[self.language][word][1]) & set(LEVELS[self.level])]
+        return [word for word in self.words if set(FAULTS[word][1]) & set(LEVELS[self.level])]
 
     def arrays(self) -> Arrays:
         """The dump."""
         weights = {name: t.numpy() for name, t in our_model().state_dict().items()}
         batches = batches_of(self)
-        if self.language != "numpy":
-            arrays = native.run(self.line, CONFIG, weights, batches, self.given)
-            return renamed(self, batches, {name: t for name, t in arrays.items() if name[0] in LEVELS[self.level]})
         return dumped(self, weights, batches, trained(self, weights, batches))
 
 
 def trained(run: Dumped, weights: Mapping[str, np.ndarray], batches: list) -> list[dict]:
     """What each step of the NumPy program with the faults of a run computes."""
     namespace: dict[str, Any] = {"__name__": run.line}
-    source = patched(PROGRAM, [pair for word in run.words for pair in zip(PATCHES[word][::2], PATCHES[word][1::2], strict=True)])
-    assert source is not None, f"the patches of {run.line} do not apply"
+    source = patched(PROGRAM, (pair for word in run.words for pair in zip(PATCHES[word][::2], PATCHES[word][1::2], strict=True)))
     exec(compile(source, run.line, "exec"), namespace)  # our own text
     return namespace["train"](weights, CONFIG.n_head, batches, run.given, np.dtype(run.compute).type)
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 
 import gpt2
-from gpt2.port.step.causes import STAGE, STAGES
 from support.step_programs import FAULTS, Dumped
 from support.steps import our_model
-
-# Of these nothing is left beside another fault: without moments there are no betas, two labels do not add up.
-ALONE = {"sgd", "moments-lost", "parts-summed", "last-part"}
 
 
 @dataclass(frozen=True)
@@ -37,14 +32,7 @@ def score(run: Dumped) -> Row:
     """Diagnose a dump with its settings given."""
     diagnosis = gpt2.diagnose(run.arrays(), our_model(), settings=run.overrides())
     said = tuple(dict.fromkeys(cause.id for cause in diagnosis.causes))
-    known = {id for word in run.words for id in run.causes(word)}
-    missed = tuple(word for word in run.shown if not set(run.causes(word)) & set(said))
+    known = {id for word in run.words for id in FAULTS[word][0]}
+    missed = tuple(word for word in run.shown if not set(FAULTS[word][0]) & set(said))
     beside = tuple(id for id in said if id not in known)
     return Row(run.name, diagnosis.verdict, said, missed, beside, bool(said) and said[0] in known)
-
-
-def draw(generator: random.Random, language: str = "numpy") -> str:
-    """Two or three faults of different stages, as a line of words."""
-    stages = generator.sample(STAGES, generator.choice((2, 3)))
-    known = [(word, STAGE[causes.split()[0]]) for word, (causes, _) in FAULTS[language].items() if word not in ALONE]
-    return " ".join(generator.choice([word for word, stage in known if stage == one]) for one in stages)

@@ -1,13 +1,11 @@
 """Training steps that are almost right, and right ones of many kinds, to test `diagnose_step`.
 
-`plain.py` is a right step, and `faults.toml` has patches of it, one fault each. The other styles are files with
-`make(has, settings)`, which returns its author's `make_step(model)`; `has` is the set of its faults. `right.py` has the steps
-without a fault. tests/port/test_steps.py proves, by the independent computation of `reference.py`, that every faulty step ends
-at other parameters and every right one at the same.
+`plain.py` and `functional.py` are right steps, and `faults.toml` has patches of them, one fault each. `right.py` has other right
+steps. tests/port/test_steps.py proves, by the independent computation of `reference.py`, that every faulty step ends at other
+parameters and every right one at the same.
 """
 
 import copy
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -19,12 +17,12 @@ from torch import Tensor, nn
 
 from gpt2.model import GPT2
 from support.faulty import CONFIG
+from support.patches import patched
 from support.ports import PORTS
 from support.random_models import random_model
-from support.steps.faults import COMBINED, MEANINGS, STAGES, Meaning, Settings, patched
+from support.steps.faults import COMBINED, MEANINGS, PATCHES, STAGES, Meaning, Settings
 
 __all__ = [
-    "COMBINED",
     "CONFIG",
     "FAULTY_STEPS",
     "MEANINGS",
@@ -38,19 +36,10 @@ __all__ = [
 ]
 
 MakeStep = Callable[[nn.Module], Callable[[Tensor, Tensor], object]]
-PLAIN = Path(__file__).with_name("plain.py").read_text()
 
-# Style -> the module that it trains, and what it is.
-STYLES = {"plain": ("nano", "a right script; its faults are patches of it, in faults.toml")}
-
-
-# The second set: written apart from the engine, and not used to develop it.
-SECOND = {"functional": ("vmapped", "pure functions, explicit state, gradients by torch.func")}
-# The third set: written after the engine was mended on the second, run once before anything was mended on it.
-THIRD = {
-    "callbacks": ("ours", "a trainer class with callbacks, gradient hooks, AdamW called with a closure"),
-    "closures": ("ours", "an optimizer of two functions, gradients by torch.autograd.grad"),
-}
+# Style -> the module that it trains, and its right script.
+STYLES = {"plain": "nano", "functional": "vmapped"}
+SOURCES = {style: Path(__file__).with_name(f"{style}.py").read_text() for style in STYLES}
 
 
 @cache
@@ -106,24 +95,18 @@ class Step:
         return settings
 
     def module(self) -> nn.Module:
-        return module_of(kind_of(self.style))
+        return module_of(STYLES[self.style])
 
     @property
     def make_step(self) -> MakeStep:
-        if self.style in STYLES:
-            return _plain(self.words)["make"](self.settings)
-        return importlib.import_module(f"{__name__}.{self.style}").make(frozenset(self.words), self.settings)
-
-
-def patches_of(names: tuple[str, ...]) -> list[tuple[str, str]]:
-    return [patch for name in names for patch in MEANINGS[name].patches]
+        return _with_faults(self.style, self.words)["make"](self.settings)
 
 
 @cache
-def _plain(names: tuple[str, ...]) -> dict[str, Any]:
-    source, namespace = patched(PLAIN, patches_of(names)), {"__name__": "plain"}
-    assert source is not None, f"the patches of {names} do not apply"
-    exec(compile(source, f"plain with {' '.join(names)}", "exec"), namespace)  # our own text
+def _with_faults(style: str, words: tuple[str, ...]) -> dict[str, Any]:
+    namespace: dict[str, Any] = {"__name__": style}
+    source = patched(SOURCES[style], (patch for word in words for patch in PATCHES[style][word]))
+    exec(compile(source, f"{style} with {' '.join(words)}", "exec"), namespace)  # our own text
     return namespace
 
 
@@ -139,21 +122,6 @@ class WithSettings(Step):
         return self.given
 
 
-def kind_of(style: str) -> str:
-    """The module that a style trains."""
-    return (STYLES | SECOND | THIRD)[style][0]
-
-
-def words_of(style: str) -> list[str]:
-    """The faults that a style can have."""
-    if style in STYLES:
-        return [name for name, meaning in MEANINGS.items() if meaning.patches]
-    return importlib.import_module(f"{__name__}.{style}").WORDS
-
-
-def _steps(styles: dict[str, tuple[str, str]]) -> dict[str, Step]:
-    steps = (Step(style, line) for style in styles for line in (*words_of(style), *COMBINED[style]))
-    return {step.name: step for step in steps}
-
-
-FAULTY_STEPS, SECOND_STEPS, THIRD_STEPS = (_steps(styles) for styles in (STYLES, SECOND, THIRD))
+FAULTY_STEPS = {step.name: step for style, words in PATCHES.items() for step in (Step(style, word) for word in words)} | {
+    step.name: step for step in (Step("plain", line) for line in COMBINED)
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -63,26 +63,24 @@ SCHEDULE = {"warmup": 3, "steps": 12, "min_lr": 1e-4}
 PREPARED = "        model.train()\n"  # where plain.py prepares the model
 
 _FOUND = tomllib.loads(Path(__file__).with_name("faults.toml").read_text())
-COMBINED: dict[str, list[str]] = _FOUND.pop("combined")
+COMBINED: list[str] = _FOUND.pop("combined")["plain"]
+_FUNCTIONAL: dict[str, list[str]] = _FOUND.pop("functional")
+Patches = tuple[tuple[str, str], ...]
 
 
-def words(text: str) -> list[str]:
-    return text.split()
+def _pairs(texts: Sequence[str]) -> Patches:
+    return tuple(zip(texts[::2], texts[1::2], strict=True))
 
 
 def _meaning(stage: str, ids: str, patch: Sequence[str] = (), prepare: str = "", implied: str = "", **settings: Any) -> Meaning:
-    patches = [*zip(patch[::2], patch[1::2], strict=True), *([(PREPARED, f"{PREPARED}        {prepare}\n")] if prepare else [])]
+    patches = (*_pairs(patch), *([(PREPARED, f"{PREPARED}        {prepare}\n")] if prepare else []))
     shows = SCHEDULE if "schedule" in settings else settings
-    return Meaning(stage, tuple(ids.split()), shows, tuple(implied.split()), tuple(patches))
+    return Meaning(stage, tuple(ids.split()), shows, tuple(implied.split()), patches)
 
 
 MEANINGS = {word: _meaning(stage, **row) for stage, rows in _FOUND.items() for word, row in rows.items()}
-
-
-def patched(source: str, patches: Iterable[tuple[str, str]]) -> str | None:
-    """A source with patches; None if one does not apply exactly once, as where two change one place."""
-    for old, new in patches:
-        if source.count(old) != 1:
-            return None
-        source = source.replace(old, new)
-    return source
+# Style -> word -> its patches.
+PATCHES: dict[str, dict[str, Patches]] = {
+    "plain": {word: meaning.patches for word, meaning in MEANINGS.items()},
+    "functional": {word: _pairs(texts) for word, texts in _FUNCTIONAL.items()},
+}

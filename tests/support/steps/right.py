@@ -222,9 +222,8 @@ def checkpointing(s):
 
 for _style in STYLES:
     RIGHT_STEPS[f"style {_style}"] = RightStep(
-        f"style {_style}", STYLES[_style][0], lambda s, style=_style: Step(style, "").make_step
+        f"style {_style}", STYLES[_style], lambda s, style=_style: Step(style, "").make_step
     )
-
 right("style plain, prompts left out", "nano", grad_accum=2, prompt="prompt")(lambda s: WithSettings("plain", "", s).make_step)
 for _file in ("right_by_hand", "right_accumulated"):
     importlib.import_module(f"support.steps.{_file}")  # registers its own

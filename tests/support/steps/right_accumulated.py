@@ -7,8 +7,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from support.ports import logits
 from support.steps.faults import SCHEDULE
+from support.steps.reference import rate
 from support.steps.right import V, loss_of, plain, right
-from support.steps.shared import rate
 
 
 def parts_of(count):
@@ -56,7 +56,7 @@ def scheduled(scheduler):
 
 
 def factor(n, s):
-    return rate(n, s, frozenset()) / s.lr
+    return rate(n, s) / s.lr
 
 
 right("warm-up", warmup=3)(scheduled(lambda optimizer, s: LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / s.warmup))))

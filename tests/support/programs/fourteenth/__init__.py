@@ -10,17 +10,22 @@ import hashlib
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
-from ..bed import Shape
-from ..files import Arrays, FileBed, flat, pairs
+from support.patches import patched
+
+from ..bed import MATRICES, Arrays, Bed, Shape
+
+__all__ = ["FAULTS", "LISTS", "SHAPES", "FourteenthBed", "missing", "source"]
 
 HERE = Path(__file__).parent
 SOURCES = {"flattened": "flattened.py", "chunked": "chunked.c", "session": "session.mjs"}
+TOOLS = {"flattened": None, "chunked": "cc", "session": "node"}  # what a program needs on the machine
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,6 @@ class Fault:
 
     name: str
     program: str
-    language: str
-    kind: str
     ids: tuple[str, ...]
     place: str
     what: str
@@ -53,50 +56,49 @@ LISTS = {
 }
 FAULTS = {program: {fault: ids for fault, (ids, _, _) in faults.items()} for program, faults in LISTS.items()}
 SHAPES = (Shape(3, 36, 4, 151, 33, 14, 211), Shape(2, 48, 3, 223, 40, 13, 212), Shape(3, 24, 2, 187, 36, 15, 213))
-ONE_A_BLOCK = {
-    "flattened": ("h", "A", "mid", "M", "Y", "G"),
-    "chunked": ("out", "attn_out", "mid", "mlp_out", "blend", "fc_act"),
-    "session": ("end", "attention", "between", "narrow", "heads", "bent"),
-}
-NOT_DUMPED = (  # from one dump to the next, an author leaves out these, by the names of each program
-    (),
-    ("Q", "K", "U", "h0", "qkv", "in", "queries", "keys", "values", "start"),
-    ("S", "F", "dots", "fc", "scores", "wide"),
-    ("P", "Y", "hf", "probs", "blend", "last", "pattern", "heads", "normed"),
-    ("N1", "N2", "mid", "M", "norm_a", "norm_m", "mlp_out", "first", "second", "between", "narrow"),
-)
-PAIRS = {program: pairs(faults, f"fourteenth {program}") for program, faults in LISTS.items()}
 
 
 def source(program: str, faults: Iterable[str] = ()) -> str:
-    """Return the text of ``program`` with ``faults`` written into it.
-
-    Raises:
-        ValueError: a fault's old text is not there exactly once.
-    """
-    text = (HERE / SOURCES[program]).read_text()
-    for name in sorted(faults):
-        fault = BY_NAME[program, name]
-        if text.count(fault.old) != 1:
-            raise ValueError(f"{program}: the text that {name!r} replaces is there {text.count(fault.old)} times, not once")
-        text = text.replace(fault.old, fault.new)
-    return text
+    """Return the text of ``program`` with ``faults`` written into it."""
+    chosen = (BY_NAME[program, name] for name in sorted(faults))
+    return patched((HERE / SOURCES[program]).read_text(), ((fault.old, fault.new) for fault in chosen))
 
 
-class FourteenthBed(FileBed):
-    """The models and programs of this set. The C program reads ``model.bin``: five sizes, then the tensors in their order."""
+def missing(program: str) -> str | None:
+    """What the machine lacks for ``program``, or None."""
+    tool = TOOLS[program]
+    return f"no {tool} on this machine" if tool and not shutil.which(tool) else None
+
+
+def flat(weights: Mapping[str, np.ndarray], shape: Shape) -> bytes:
+    """The file of weights that the C program reads: sizes in int32, then the tensors in the order of the model."""
+    blocks = [f"h.{n}.{part}" for n in range(shape.layers) for part in ("ln_1", *[*MATRICES][:2], "ln_2", *[*MATRICES][2:])]
+    names = ["wte.weight", "wpe.weight", *(f"{part}.{leaf}" for part in (*blocks, "ln_f") for leaf in ("weight", "bias"))]
+    sizes = np.array([shape.layers, shape.heads, shape.context, shape.width, shape.vocab], "<i4")
+    return sizes.tobytes() + b"".join(weights[name].astype("<f4").tobytes() for name in names)
+
+
+class FourteenthBed(Bed):
+    """The models and programs of this set."""
 
     TABLES = 0.5
-    COMPILED = "chunked", HERE / "chunked.c", ("cc", "-O1", "-std=gnu11")
-    COMPILED_ROWS = True
-    NODE = "session", HERE / "session.mjs"
-    ONE_A_BLOCK = ONE_A_BLOCK
-    NOT_DUMPED = NOT_DUMPED
+    ONE_A_BLOCK: ClassVar = {
+        "flattened": ("h", "A", "mid", "M", "Y", "G"),
+        "chunked": ("out", "attn_out", "mid", "mlp_out", "blend", "fc_act"),
+        "session": ("end", "attention", "between", "narrow", "heads", "bent"),
+    }
+    NOT_DUMPED = (
+        (),
+        ("Q", "K", "U", "h0", "qkv", "in", "queries", "keys", "values", "start"),
+        ("S", "F", "dots", "fc", "scores", "wide"),
+        ("P", "Y", "hf", "probs", "blend", "last", "pattern", "heads", "normed"),
+        ("N1", "N2", "mid", "M", "norm_a", "norm_m", "mlp_out", "first", "second", "between", "narrow"),
+    )
 
     def __init__(self, folder: Path, shape: Shape) -> None:
         super().__init__(folder, shape)
-        sizes = [shape.layers, shape.heads, shape.context, shape.width, shape.vocab]
-        (folder / "model.bin").write_bytes(flat(self.weights, shape.layers, sizes, by_kind=False))
+        (folder / "rows.txt").write_text("".join(" ".join(map(str, row)) + "\n" for row in self.ids))
+        (folder / "model.bin").write_bytes(flat(self.weights, shape))
 
     def run(self, program: str, faults: Iterable[str] = (), dtype: str = "float64") -> tuple[np.ndarray, Arrays]:
         text, shape = source(program, faults), self.shape
@@ -125,8 +127,6 @@ class FourteenthBed(FileBed):
             path = binary.with_suffix(".c")
             path.write_text(text)
             real = "double" if dtype == "float64" else "float"
-            subprocess.run([*self.COMPILED[2], f"-DREAL={real}", "-o", str(binary), str(path), "-lm"], check=True, timeout=120)
+            command = ["cc", "-O1", "-std=gnu11", f"-DREAL={real}", "-o", str(binary), str(path), "-lm"]
+            subprocess.run(command, check=True, timeout=120)
         return binary
-
-
-missing = FourteenthBed.missing

@@ -1,0 +1,18 @@
+"""Mistakes as patches: texts that a right program has once, and what stands there instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def patched(source: str, patches: Iterable[tuple[str, str]]) -> str:
+    """Return ``source`` with each old text replaced by its new one.
+
+    Raises:
+        ValueError: an old text is not there exactly once, as where two patches change one place.
+    """
+    for old, new in patches:
+        if source.count(old) != 1:
+            raise ValueError(f"{old!r} is there {source.count(old)} times, not once")
+        source = source.replace(old, new)
+    return source
