@@ -18,7 +18,7 @@ from gpt2.comparison.blame import beyond_rounding, find_blame, quantisation
 from gpt2.comparison.blame_result import Blame
 from gpt2.comparison.bounds import measure_bounds
 from gpt2.comparison.cases import compare_cases
-from gpt2.comparison.compatibility import compatibility, on_text, parameters_of_both, require_same_function
+from gpt2.comparison.compatibility import Compatibility, compatibility, on_text, parameters_of_both, require_same_function
 from gpt2.comparison.distributions import Distributions, summarise
 from gpt2.comparison.loaded import Loaded
 from gpt2.comparison.passage import Passage, Settings, open_passage
@@ -26,6 +26,7 @@ from gpt2.comparison.results import Comparison
 from gpt2.comparison.saving import TRACED, Keep, saving
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule, readers
 from gpt2.comparison.sides.opening import open_sides
+from gpt2.comparison.sides.port import RunningPort
 from gpt2.comparison.sides.side import Running, Shown, Side, environment_of, first_tokenizer, require_head, vocabulary
 from gpt2.comparison.weights import WeightChanges, compare_weights
 from gpt2.comparison.words import Words, compare_words
@@ -80,6 +81,9 @@ def compare(
             activations = compare_activations(*blocks, start, same_shape=alike, threshold=threshold, progress=progress)
             if weights is not None and weights.same_numbers and a != b:
                 numerics = _numerics(sides, running, start, progress)
+        if weights is None and all(isinstance(each, RunningPort | RunningModule) for each in running):
+            compatible, readable = _read_modules(own, compatible)
+            weights = None if "weights" in compatible.impossible else _weights(readable, progress)
         if "distributions" not in compatible.impossible:
             known = first_tokenizer(tokenizers)
             whole = replace(first, vocab=vocabulary(side_a, known))  # not only what both know
@@ -146,6 +150,21 @@ def _weights(sides: tuple[Side, Side], progress: Progress) -> WeightChanges | No
         return replace(changes, rounded_to=type or "")
     beyond = tuple(beyond_rounding(a, b, named, type))
     return replace(changes, nearly=type, beyond=beyond) if 2 * len(beyond) <= len(named) else changes
+
+
+def _read_modules(pair: tuple[Loaded, Loaded], compatible: Compatibility) -> tuple[Compatibility, tuple[Side, Side]]:
+    """Return both sides with the checkpoints that users' modules hold, and compare configs; say so where one holds none."""
+    a, b = pair
+    try:
+        sides = [
+            CheckpointSide(each.side.name, False, each.running.weights()) if isinstance(each.running, RunningPort) else each.side
+            for each in pair
+        ]
+        fit = compatibility(sides[0].config, sides[1].config, a.tokenizer, b.tokenizer)
+    except InputError as error:
+        return replace(compatible, impossible=compatible.impossible | {"weights": str(error)}), (a.side, b.side)
+    impossible = {part: why for part, why in compatible.impossible.items() if part != "weights"} | fit.impossible
+    return replace(compatible, architecture=fit.architecture, impossible=impossible), (sides[0], sides[1])
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 Programs in C and JavaScript write these headers by hand, and NumPy, which evaluates them as Python, fails in a dozen ways. Here a
 header is read by the format's description (NumPy enhancement proposal 1): magic, version, length, a dictionary of ``descr``,
-``fortran_order`` and ``shape``, spaces, a newline. Nothing is unpickled, and NumPy reads the array of a right header only.
+``fortran_order`` and ``shape``, spaces, a newline. Nothing is evaluated or unpickled.
 """
 
 from __future__ import annotations
@@ -71,8 +71,15 @@ def _read(file: IO[bytes], where: str, size: int, most: float) -> np.ndarray:
         raise InputError(f"{where}: holds Python objects (a pickle), which are not read; save plain arrays of numbers")
     if wrong:
         raise InputError(f"{where}: {wrong}; {'' if 'write' in wrong else _right(head, fields)}".removesuffix("; "))
-    file.seek(0)
-    array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False, max_header_size=MAX_HEAD)
+    array = np.empty(fields["shape"], fields["descr"], order="F" if fields["fortran_order"] else "C")
+    room = array.reshape(-1, order="A").view(np.uint8).data
+    taken = head[fields["start"] :]
+    room[: len(taken)] = taken
+    room = room[len(taken) :]
+    while room:
+        if not (count := file.readinto(room)):  # type: ignore[attr-defined]
+            raise EOFError(f"it ends {len(room):,} bytes before its array does")
+        room = room[count:]
     return array
 
 

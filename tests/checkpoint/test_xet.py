@@ -23,9 +23,9 @@ def hub():
         yield server
 
 
-def resolve(hub: HubStandIn, home: Path, offline: bool = False, before: str = "", **environ: str) -> dict[str, Any]:
+def resolve(hub: HubStandIn, home: Path, offline: bool = False, **environ: str) -> dict[str, Any]:
     settings = hub.environ(home, **{"HF_HUB_DISABLE_XET": "0"} | environ)
-    (result,) = hub_client.resolve(settings, {"name": "org/name", "offline": offline}, before=before)
+    (result,) = hub_client.resolve(settings, {"name": "org/name", "offline": offline}, before=IMPATIENT)
     folder = Path(result["path"])
     blobs = folder.parents[1] / "blobs"
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
@@ -42,7 +42,7 @@ def test_a_large_file_comes_over_xet_and_is_hashed(hub: HubStandIn, tmp_path: Pa
     """Control: both servers count; no byte of the weights comes over HTTP."""
     result = resolve(hub, tmp_path)
     assert hub.xet.sent >= len(WEIGHTS)
-    assert asked_over_http(hub) == [], result["stderr"]
+    assert asked_over_http(hub) == []
     mode = Path(result["path"], "model.safetensors").stat().st_mode & 0o777
     assert mode == (tmp_path / "hub").stat().st_mode & 0o666, "readable to whom the cache is readable"
     before = len(hub.requests)
@@ -57,7 +57,7 @@ def test_what_xet_cannot_do_is_done_over_http(hub: HubStandIn, tmp_path: Path, f
         hub.rewrite = lambda request, answer: type(answer)(403, {}, b"") if "xet-read-token" in request.path else answer
     else:
         setattr(hub.xet, *{"refused": ("status", 403), "damaged": ("damaged", True), "silent": ("silent", True)}[fault])
-    assert "model.safetensors: not over Xet (" in resolve(hub, tmp_path, before=IMPATIENT)["stderr"]
+    assert "model.safetensors: not over Xet (" in resolve(hub, tmp_path)["stderr"]
     assert asked_over_http(hub) == [None]
 
 

@@ -243,3 +243,68 @@ def test_json_is_enough_to_run_it_again(base: Path, text: str) -> None:
     assert body["environment"]["versions"]["torch"] == version("torch")
     assert body["environment"]["versions"]["gpt2-toolkit"] == gpt2.__version__
     assert body["seed"] == 0
+
+
+PORT = """
+import gpt2
+import torch
+
+
+def build(checkpoint_dir):
+    return gpt2.load(checkpoint_dir)
+
+
+def moved(checkpoint_dir):
+    model = build(checkpoint_dir)
+    model.h[1].mlp.c_fc.weight.data[2, 3] += 1
+    return model
+
+
+def other(checkpoint_dir):
+    model = build(checkpoint_dir)
+    for norm in (*(block.ln_1 for block in model.h), *(block.ln_2 for block in model.h), model.ln_f):
+        norm.eps = 1e-3
+    return model
+
+
+def squared(checkpoint_dir):
+    model = build(checkpoint_dir)
+    for block in model.h:
+        block.mlp.activation = lambda x: torch.relu(x) ** 2
+    return model
+
+
+def longer(checkpoint_dir):
+    model = build(checkpoint_dir)
+    model.wpe.weight = torch.nn.Parameter(torch.cat((model.wpe.weight, torch.zeros_like(model.wpe.weight[:2]))).detach())
+    return model
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "moved", "differing", "why"),
+    [
+        ("build", [], [], None),
+        ("moved", ["h.1.mlp.c_fc.weight"], [], None),
+        ("other", [], ["layer_norm_epsilon"], None),
+        ("squared", None, [], "cannot become a GPT-2 checkpoint: your feed-forward computes, with each of 9 activations"),
+        ("longer", None, ["n_positions"], "the models differ in n_positions"),
+    ],
+)
+def test_the_weights_of_a_port_are_compared_where_they_can_be_read(
+    function: str, moved: list[str] | None, differing: list[str], why: str | None, base: Path, text: str, tmp_path: Path
+) -> None:
+    """A port whose logits are off gave no hint whether a tensor or the code is wrong."""
+    (tmp_path / "port.py").write_text(PORT)
+    found = run(base, f"{tmp_path / 'port.py'}:{function}", text)
+    assert [field for field, *_ in found.compatibility.architecture] == differing
+    if moved is None:
+        assert found.weights is None
+        assert why in found.compatibility.impossible["weights"]
+    else:
+        assert "weights" not in found.compatibility.impossible
+        assert [change.name for change in found.weights.most_changed()] == moved
+    assert found.distributions is not None
+    assert found.table()
+    with pytest.raises(InputError, match="--blame puts parts of B into A"):
+        run(base, f"{tmp_path / 'port.py'}:{function}", text, blame=True)

@@ -60,13 +60,6 @@ def block_before(row: int, token: int) -> Cache:
     return keys, values
 
 
-def rounded(row: int, token: int) -> Cache:
-    """No vector of the checkpoint's run: the third key is larger."""
-    keys, values = right(row, token)
-    keys[:, 2] *= 1.7
-    return keys, values
-
-
 def attended(cache: Callable[[int, int], Cache], factor: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return weights (B, H, T, S) and results of steps with a cache, behind a right prompt."""
     weights, results = torch.zeros(2, 3, 9, 9, dtype=torch.float64), torch.zeros_like(V)
@@ -88,7 +81,6 @@ CACHES = {
     "all rows read the last one's": (lambda row, token: right(1, token), "batch-dependent", "in slot"),
     "the first slot is empty": (empty, "cache-inconsistent", "in slot 0"),
     "the block before": (block_before, "cache-inconsistent", "in slots 0, 1, 2, 3"),
-    "a key is rounded": (rounded, "cache-inconsistent", "in slot 2"),
 }
 
 

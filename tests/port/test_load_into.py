@@ -281,6 +281,22 @@ def test_a_missing_bias_is_named_and_measured(port: str) -> None:
         )
 
 
+def test_each_missing_tensor_has_its_line() -> None:
+    """Bug: missing biases were one line without their sizes, and a norm's shift was left out beside its scale."""
+    module = Port()
+    module.last = nn.LayerNorm(20, elementwise_affine=False)
+    for block in module.blocks:
+        block.k, block.v, block.out = (nn.Linear(20, 20, bias=False) for _ in range(3))
+    lines = load_into(module, checkpoint()).problems
+    for begin in (
+        "missing-bias at h.*.attn.c_attn.bias (k), h.*.attn.c_attn.bias (v): you have no bias for k, v here; the checkpoint",
+        "missing-bias at h.*.attn.c_proj.bias: you have no bias here; the checkpoint's is not zero (norm ",
+        "layernorm-without-affine at ln_f.weight: your norm has no scale; the checkpoint's is not one (off by ",
+        "missing-bias at ln_f.bias: your norm has no shift; the checkpoint's is not zero (norm ",
+    ):
+        assert sum(line.startswith(begin) for line in lines) == 1, (begin, lines)
+
+
 def test_a_bias_of_the_keys_alone_is_not_missed() -> None:
     """Softmax does not change when a constant is added to all scores of a query, so a missing bias of the keys is not a fault."""
     module = Port()

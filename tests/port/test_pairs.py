@@ -17,6 +17,7 @@ from gpt2.port.deadline import Deadline, few_threads
 from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.evaluate import Evaluator, Lens, Lenses, Span
 from gpt2.port.dump.explaining import Explainer
+from gpt2.port.dump.pairing import Pairing
 from gpt2.port.dump.segments import Segment
 from gpt2.port.dump.table import Table
 from gpt2.port.graph import ORDER, ROWS, Entrance, Model, Program
@@ -218,3 +219,8 @@ def test_of_many_pairs_none_explains_an_unknown_computation(model: GPT2) -> None
         found = Explainer(simulation, {"logits": logits}, {"logits": 0.01}, Deadline(5)).explanation()
     assert not found.hypotheses
     assert not found.right
+
+
+def test_no_fault_makes_no_pair(model: GPT2) -> None:
+    """Bug: where each fault that comes near crosses from one row to another, an empty tensor had no truth values: a traceback."""
+    assert not list(Pairing(lenses(model), [], 1e-6, Deadline()).rounds())

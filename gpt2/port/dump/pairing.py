@@ -41,9 +41,11 @@ class Pairing:
         self.faults = [one for _, one in tried]
         self.programs = [one.program or Program() for one in self.faults]
         blocks = set(range(self.span.first, self.span.last))
-        everywhere = torch.tensor([_is_outside(one) or {n for _, n in one.sites} >= blocks for one in self.faults])
-        self.common = torch.tensor([not one.rare for one in self.faults])
-        self.rows = torch.tensor([program.rows for program in self.programs])
+        everywhere = torch.tensor(
+            [_is_outside(one) or {n for _, n in one.sites} >= blocks for one in self.faults], dtype=torch.bool
+        )
+        self.common = torch.tensor([not one.rare for one in self.faults], dtype=torch.bool)
+        self.rows = torch.tensor([program.rows for program in self.programs], dtype=torch.bool)
         self.everywhere, self.mixing = everywhere & ~self.rows, everywhere & self.rows  # ``mixing``: a row sees others
         first = torch.tensor([near.first for near, _ in tried], dtype=torch.float64)
         right = next((near.first for near, one in ranked if one.is_right), math.inf)
@@ -51,7 +53,7 @@ class Pairing:
         self.is_first_right = right <= bound
         self.hidden = (first - right).abs() <= HIDDEN
         self.gives_first = first <= bound
-        measures = torch.tensor([(near.log, near.angle, near.first) for near, _ in tried], dtype=torch.float64)
+        measures = torch.tensor([(near.log, near.angle, near.first) for near, _ in tried], dtype=torch.float64).reshape(-1, 3)
         self.by_nearness = measures.argsort(0).argsort(0).amin(1).argsort()  # by the measure in which a fault comes nearest
 
     def rounds(self) -> Iterator[list[Pair]]:

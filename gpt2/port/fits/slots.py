@@ -16,7 +16,6 @@ from gpt2.port.fits.observed import Fit, Observed
 
 AMBIGUOUS = 2  # vectors that fit a slot, above which none is concluded
 CLEAR = 100.0  # times its rounding: a weight from which the others are measured
-LEAST_RIGHT = 2  # slots beside one that are right, which show that others are not
 MOST = 2**24  # numbers that are computed at once
 
 
@@ -52,41 +51,33 @@ class Slots:
         self.fault: Fault | None = None
 
     def weights(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
-        """Yield the weights if each slot of each wrong query holds some vector, or if some slots are surely right."""
+        """Yield the weights if each slot of each wrong query holds some vector."""
         batch, heads, tokens, _ = self.q.shape
         if batch * heads * tokens * self.keys.zero > MOST:
             return
         held: dict[tuple[int, int], list[int]] = {}
-        differing: tuple[int, list[int]] | None = None  # the first token that reads other keys, and their slots
         for row, token in rows.nonzero().tolist():
             self.check()
-            read, other = self._read(seen, row, token, held.get((row, token - 1), []))
-            if read is None and not other:
+            read = self._read(seen, row, token, held.get((row, token - 1), []))
+            if read is None:
                 return
-            if read is not None:
-                held[row, token] = read
-            differing = min(filter(None, (differing, (token, other) if other else None)), default=None)
-        if len(held) == int(rows.sum()):
-            yield from self._found(seen, rows, held)
-        elif differing is not None:
-            yield from seen.fits(seen.value, rows, _until(*differing))
+            held[row, token] = read
+        yield from self._found(seen, rows, held)
 
     def results(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Yield the mixtures of the values that belong to the keys that were found."""
         if self.taken is not None and self.fault is not None:
             yield from seen.fits(torch.einsum("bhtn,nhk->bhtk", self.taken, self.values.vectors), rows, self.fault)
 
-    def _read(self, seen: Observed, row: int, token: int, before: list[int]) -> tuple[list[int] | None, list[int]]:
-        """Return what the slots of a query hold, None if that is not known, and the slots whose keys are surely not GPT-2's."""
+    def _read(self, seen: Observed, row: int, token: int, before: list[int]) -> list[int] | None:
+        """Return what the slots of a query hold, None if that is not known."""
         bank, weights = self.keys, seen.value[row, :, token]
         loose = 2 * (seen.slack[row, :, token] + seen.bound * seen.value.square().mean().sqrt())
         count = int((weights > loose).any(0).sum())
         if not bool((weights[:, :count] > loose[:, :count]).any(0).all()) or not 0 < count <= bank.tokens:
-            return None, []  # slots in front, without gaps
+            return None  # slots in front, without gaps
         weights, loose = weights[:, :count], loose[:, :count]
-        right = torch.tensor([bank.number(row, slot) for slot in range(count)])
         scores = self.scale * torch.einsum("hk,nhk->hn", self.q[row, :, token], bank.vectors)
-        differing: list[int] = []
         clear = (weights / loose.clamp(min=1e-300)).amin(0)
         for slot, number in self._anchors(row, token, int(clear.argmax()), count, before):
             if float(clear[slot]) < CLEAR:
@@ -94,13 +85,10 @@ class Slots:
             made = (scores + (weights[:, slot].log() - scores[:, number])[:, None]).exp()  # (H, N)
             error = loose[:, slot] / weights[:, slot]
             same = ((made[:, None] - weights[..., None]).abs() <= loose[..., None] + (made * error[:, None])[:, None]).all(0)
-            own = same.gather(1, right[:, None])[:, 0]
-            if number == int(right[slot]) and LEAST_RIGHT < int(own.sum()) < count and not differing:
-                differing = (~own).nonzero().flatten().tolist()
             read = [self._vector(place, row, token, some, before) for place, some in enumerate(same)]
             if bool((same.any(1)).all()) and None not in read:
-                return [one for one in read if one is not None], differing
-        return None, differing
+                return [one for one in read if one is not None]
+        return None
 
     def _anchors(self, row: int, token: int, clear: int, count: int, before: list[int]) -> Iterator[tuple[int, int]]:
         """Yield slots and what each may hold, to measure the others by; ``clear``: one that may hold anything."""
@@ -130,7 +118,7 @@ class Slots:
                 taken[row, :, token].index_add_(1, torch.tensor(numbers), some)
                 wrong = [slot for slot, number in enumerate(numbers) if number != bank.number(row, slot)]
                 if (row, token) in held and wrong:
-                    shown = shown if ids else (token, wrong)
+                    shown = min(shown, (token, wrong)) if ids else (token, wrong)
                     ids.add(self._id(row, numbers))
         for id in ("batch-dependent", "cache-inconsistent", "wrong-tensor"):
             if id in ids:

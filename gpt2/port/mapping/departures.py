@@ -45,6 +45,10 @@ def other_sizes(mapping: Mapping) -> Iterator[tuple[str, int, int]]:
             yield what, size, wanted
 
 
+def _counted(heads: int) -> str:
+    return f"{heads} head{'s' * (heads != 1)}"
+
+
 def vocabulary(anatomy: Anatomy) -> int:
     return anatomy.stream.vocabulary if anatomy.head is None else len(anatomy.head)
 
@@ -62,7 +66,7 @@ def structural_causes(mapping: Mapping) -> Iterator[PlacedCause]:
         yield cause("layer-missing", words, *absent)
     heads = len(anatomy.attentions[0].heads)
     if heads != config.n_head and not anatomy.mixed_layers:
-        words, fix = f"your attention has {heads} heads, the checkpoint {config.n_head}", f"n_head={config.n_head}"
+        words, fix = f"your attention has {_counted(heads)}, the checkpoint {config.n_head}", f"n_head={config.n_head}"
         yield cause("head-layout", words, Place(EVERY, "attn"), fix=f"{fix}  # each {config.head_dim} wide")
     for branch in anatomy.branches:
         what, _ = BRANCHES[branch.part]
@@ -79,7 +83,7 @@ def structural_causes(mapping: Mapping) -> Iterator[PlacedCause]:
         words = "your attention mixes up heads and positions: view as (B, T, heads, size), transpose, and so back"
         yield cause("head-layout", words, Place(layer, "attn"))
     for layer, counts in anatomy.shared_heads.items():
-        words = f"your attention has {min(counts.values())} heads of keys or values, which its {heads} of queries share"
+        words = f"your attention has {_counted(min(counts.values()))} of keys or values, which its {heads} of queries share"
         words += " (grouped heads); the checkpoint has keys and values for each head"
         yield cause("head-layout", words, *(Place(layer, "attn.c_attn", share) for share in counts), kind=SHARED)
     if anatomy.post_norm:
@@ -112,18 +116,18 @@ class MissingEntries(NamedTuple):
     def cause(self) -> PlacedCause:
         """Return what is missing, as a cause."""
         place, share = Place.of(self.name), f" for {', '.join(self.shares)}" if 0 < len(self.shares) < 3 else ""
+        value = ""
         if self.name.endswith("bias"):
-            id, words = "missing-bias", f"you have no bias{share} here; the checkpoint's is not zero (norm {self.norm:.2g})"
+            id, value = "missing-bias", f"; the checkpoint's is not zero (norm {self.norm:.2g})"
+            words = "your norm has no shift" if ".ln_" in f".{self.name}" else f"you have no bias{share} here"
         elif self.neutral is not None:
-            id, words = (
-                "layernorm-without-affine",
-                f"your norm has no scale; the checkpoint's is not one (off by {self.norm:.2g})",
-            )
+            id, value = "layernorm-without-affine", f"; the checkpoint's is not one (off by {self.norm:.2g})"
+            words = "your norm has no scale"
         else:
             id, words = LOST.get(place.part, "not-loaded"), f"you have no projection{share} here"
         places = tuple(Place(place.layer, place.part, one) for one in (self.incomplete if len(self.incomplete) % 3 else ("",)))
         evidence = f"no parameter takes the place of the checkpoint's {self.name}"
-        return PlacedCause(id, places, words, evidence, 0.9, None, f"{words.partition(';')[0]}")
+        return PlacedCause(id, places, words + value, evidence, 0.9, None, kind=words)
 
 
 def missing_entries(placed: MappingType[str, Tensor], state: MappingType[str, Tensor]) -> Iterator[MissingEntries]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.keys import layer as layer_of
-from gpt2.port.diagnosis.causes import PlacedCause, ranked
-from gpt2.port.diagnosis.places import Place, joined
+from gpt2.port.diagnosis.causes import PlacedCause, merge_blocks
+from gpt2.port.diagnosis.places import Place, forward_rank, joined
 from gpt2.port.mapping.departures import missing_entries, other_sizes, structural_causes, vocabulary
 from gpt2.port.mapping.filling import Filled
 from gpt2.port.mapping.mapping import Mapping
@@ -38,8 +38,11 @@ class Remarks:
         for cause in causes:
             self.unfilled |= {place.name: cause.detail for place in cause.places if cause.id == "extra-norm"}
         self.problems += [f"your {what} is {size:,}, the checkpoint's {of:,}" for what, size, of in other_sizes(self.mapping)]
-        listed = [one for one in (*causes, *self._missing()) if one.id != "extra-norm"]
-        self.problems += map(in_a_line, ranked(listed, self.mapping.config.n_layer))
+        unnormed = {place for cause in causes if cause.id in ("norm-missing", "final-norm-missing") for place in cause.places}
+        listed = [cause for cause in (*causes, *self._missing(unnormed)) if cause.id != "extra-norm"]
+        layers = self.mapping.config.n_layer
+        merged = sorted(merge_blocks(listed, layers), key=lambda cause: forward_rank(cause.places[0], layers))
+        self.problems += map(in_a_line, merged)
         left = "is a buffer and no parameter: it is left as it is"
         self._in_buffers = [f"your {part.part} ({name}) {left}" for part, name in self.mapping.in_buffers]
         self.problems += self._in_buffers
@@ -51,8 +54,11 @@ class Remarks:
         if anatomy.recording.unfollowed:
             self.notes.append(f"not followed: {', '.join(anatomy.recording.unfollowed)}")
 
-    def _missing(self) -> list[PlacedCause]:
-        """Return what the checkpoint has and the port does not, if it has an effect; set ``unused`` and ``neutral``."""
+    def _missing(self, unnormed: set[Place]) -> list[PlacedCause]:
+        """Return what the checkpoint has and the port does not, if it has an effect; set ``unused`` and ``neutral``.
+
+        The scales and shifts of norms that are missing, ``unnormed``, are not listed.
+        """
         causes = []
         misfits = {self.mapping.target(part) for part in self.mapping.misfits}
         for missing in missing_entries(self.mapping.placed, self.state):
@@ -72,10 +78,10 @@ class Remarks:
             else:
                 part = "in part" if placed.any() else "all of it"
                 self.unused[name] = " and ".join(missing.shares) if 0 < len(missing.shares) < 3 else part
-                if missing.norm:
-                    causes.append(missing.cause())
-                else:
+                if not missing.norm:
                     self.unused[name] += ": without effect"
+                elif Place(layer, Place.of(name).stem) not in unnormed:
+                    causes.append(missing.cause())
                 if missing.neutral is not None:
                     self.neutral[name] = missing.neutral
         return causes
