@@ -153,7 +153,8 @@ def test_a_server_among_several(text: str) -> None:
     assert (one.against.ratio, one.against.kl, one.against.same_top) == (alone.ratio, alone.kl, alone.same_top)
     exact = compare("shakespeare-mini", "shakespeare-mini:int8", on=text, tokens=60).distributions
     assert one.language.perplexity.value == pytest.approx(exact.b.perplexity.value, rel=1e-3)
-    assert found.ranking[-1].candidate == 2
+    bits = [each.language.bits_per_byte.value for each in found.candidates]  # the three are near: kernels decide which is best
+    assert [one.candidate for one in found.ranking] == sorted(range(3), key=bits.__getitem__)
     assert "C" in found.table(80)
     assert page(found)
     json.loads(found.to_json())
