@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.step_programs import FAULTS
-from support.steps import FAULTY_STEPS, MEANINGS, Settings, WithSettings, our_model
+from support.steps import FAULTY_STEPS, MEANINGS, Settings, WithSettings, module_of, our_model
 from support.steps.right import RIGHT_STEPS
 from support.steps.scoring import diagnosis_of, score_step
 from torch.func import functional_call, grad, vmap
@@ -37,6 +37,25 @@ def test_the_causes_of_two_faults_are_named():
     """A loss curve that nobody else gets: the labels are the inputs. The second fault, in the update, must be found too."""
     found = row(FAULTY_STEPS["plain: unshifted decay-coupled"])
     assert found.perfect, found.flaws()
+
+
+def test_a_bias_without_effect_need_not_move():
+    """Bug: the gradient of a key's bias is rounding, so SGD does not move it; it was called missing from the optimizer."""
+
+    def make_step(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    said = gpt2.diagnose_step(module_of("vmapped"), make_step, our_model())
+    assert "parameter-missing" not in [cause.id for cause in said.causes], said.table()
 
 
 def test_a_fault_of_padded_and_of_usual_batches_is_named_once():

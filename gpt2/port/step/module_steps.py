@@ -20,7 +20,7 @@ from gpt2.port.recording.recorder import record_probe
 from gpt2.port.step.causes import Findings
 from gpt2.port.step.clipping import judge_clipping, read_clipping
 from gpt2.port.step.expected import Roles, expected_gradients
-from gpt2.port.step.gradients import Comparison, judge_accumulation
+from gpt2.port.step.gradients import DEAD, Comparison, judge_accumulation
 from gpt2.port.step.losses import PADDED, judge_dropout, judge_loss, read_loss
 from gpt2.port.step.records import Sampler, Watched, total_norm, updates_of
 from gpt2.port.step.sessions import MakeStep, StepError, Subject, join_tied, random_batch
@@ -136,7 +136,8 @@ class StepExamination:
         if 0 < silent < len(self.calls):
             findings.add("update-skipped", "optimizer", f"{silent} of {len(self.calls)} calls change no parameter")
         arrived, updates = self.calls[0].arrived(), [update for call in self.calls for update in call.updates]
-        still = [name for name, g in arrived.items() if name in self.sampler.parameters and bool((g != 0).any())]
+        least = DEAD * total_norm(arrived)  # that of a key's bias is rounding
+        still = [name for name, g in arrived.items() if name in self.sampler.parameters and float(g.norm()) > least]
         still = [name for name in still if not any(update.moves(name) for update in updates)]
         if still and movement is not None:
             findings.add("parameter-missing", still, "these have gradients, and never change", "their values after each step")
