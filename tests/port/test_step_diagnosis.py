@@ -39,20 +39,24 @@ def test_the_causes_of_two_faults_are_named():
     assert found.perfect, found.flaws()
 
 
+def stepping(model, optimizer):
+    """A right step of an optimizer."""
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
 def test_a_bias_without_effect_need_not_move():
     """Bug: the gradient of a key's bias is rounding, so SGD does not move it; it was called missing from the optimizer."""
 
     def make_step(model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-        def step(x, y):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return step
+        return stepping(model, torch.optim.SGD(model.parameters(), lr=1e-3))
 
     said = gpt2.diagnose_step(module_of("vmapped"), make_step, our_model())
     assert "parameter-missing" not in [cause.id for cause in said.causes], said.table()
@@ -126,16 +130,7 @@ def test_a_head_of_its_own_is_named_where_the_forward_pass_differs_too():
 
 def unset(model):
     """A right step but for its settings, which nobody gives."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.02)
-
-    def step(x, y):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
+    return stepping(model, torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.02))
 
 
 @pytest.mark.slow
