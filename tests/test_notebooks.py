@@ -32,7 +32,7 @@ SHORTER = {  # a reader's run, and a test's, which shows the same
 }
 EXERCISE = "exercise"  # the tag of a cell that checks a reader's answer
 ANSWERS = tomllib.loads((Path(__file__).parent / "support" / "exercises.toml").read_text())
-ROUNDING = re.compile(r"to the last\s+bit|(to\s+)?\d(\.\d)?e-(0[6-9]|1\d)")  # rounding errors that depend on the processor
+ROUNDING = re.compile(r"to the last\s+bit|(,\s+to\s+)?\d(\.\d)?e-(0[6-9]|1\d)")  # rounding errors that depend on the processor
 
 
 VARIES = "varies"  # the tag of a cell that prints times, or figures that depend on a training step's last digits

@@ -6,10 +6,13 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 SLOWEST = 3.0  # seconds by the clock that count as one at least, on however busy a machine
 FEW = 4_000_000  # parameters of a model whose operators are too small to be shared between threads
 PAUSE = 0.02  # seconds between two looks at the CPU time
+USUAL = 0.0013  # CPU seconds of :func:`slowness`'s piece of work on the machine for which limits are set
+SLOW = 3.0  # times as long as there, at most, that a search may take
 
 
 @contextmanager
@@ -27,6 +30,26 @@ def few_threads(parameters: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+@cache
+def slowness() -> float:
+    """Return how many times as long as on the usual machine small operators take here: between 1 and SLOW.
+
+    A search multiplies its limit by it, so that a slow machine finds what a fast one does. Measured once, in 20 ms.
+    """
+    import torch
+
+    rows, weight = torch.ones(16, 64, dtype=torch.float64), torch.eye(64, dtype=torch.float64)
+
+    def piece() -> float:
+        begun, out = time.thread_time(), rows
+        for _ in range(200):
+            out = torch.layer_norm(out @ weight, (64,))
+        return time.thread_time() - begun
+
+    with torch.no_grad(), few_threads(0):
+        return min(max(1.0, min(piece() for _ in range(6)) / USUAL), SLOW)
 
 
 class TimeUp(Exception):
@@ -60,7 +83,7 @@ class Deadline:
         """The limit in words; whether it is the clock's is told of a search that has just ended."""
         cpu = time.thread_time() - self._cpu
         clock = f", reached by the clock after {cpu:.0f} s on the processor: other programs have the rest"
-        return f"{self.seconds:g} s{clock if cpu < 0.95 * self.seconds else ''}"
+        return f"{self.seconds:.0f} s{clock if cpu < 0.95 * self.seconds else ''}"
 
     @property
     def passed(self) -> bool:

@@ -19,7 +19,7 @@ from gpt2.measure.user_code import error_at
 from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
-from gpt2.port.deadline import Deadline
+from gpt2.port.deadline import Deadline, slowness
 from gpt2.port.diagnosis import entries
 from gpt2.port.diagnosis.behaviour import Behaviour
 from gpt2.port.diagnosis.causes import PlacedCause, ranked
@@ -54,7 +54,7 @@ class Examination:
 
     def __init__(self, module: nn.Module, ours: GPT2, fill: bool = False, progress: Progress = silent) -> None:
         self.module, self.ours, self.config, self.fill, self.progress = module, ours, ours.config, fill, progress
-        self.deadline = Deadline(SECONDS[ours.config.num_parameters() < SMALL])
+        self.deadline = Deadline(SECONDS[ours.config.num_parameters() < SMALL] * slowness())
         self.who = type(module).__name__
         self.weight_causes: list[PlacedCause] = []
         self.notes: list[str] = []

@@ -20,7 +20,7 @@ from gpt2.measure.dumps import SAVE, Dump, dump_of, read
 from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
-from gpt2.port.deadline import Deadline, few_threads
+from gpt2.port.deadline import Deadline, few_threads, slowness
 from gpt2.port.diagnosis.causes import ranked
 from gpt2.port.diagnosis.examination import SMALL
 from gpt2.port.diagnosis.logits import Reference, padding_causes
@@ -68,7 +68,7 @@ def _examined(
     dump: Dump, config: GPT2Config, state: Mapping[str, Tensor], settings: Settings | None, progress: Progress
 ) -> Diagnosis:
     progress("looking for training steps")
-    deadline = Deadline(SECONDS[config.num_parameters() < SMALL])
+    deadline = Deadline(SECONDS[config.num_parameters() < SMALL] * slowness())
     steps = StepExamination(dump, config, state, settings, deadline)
     found = steps.sorted()
     if found is None and len(dump.batches) > 1:
