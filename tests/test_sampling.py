@@ -1,5 +1,6 @@
 """Sampling: candidates against brute force, draws against exact probabilities."""
 
+import itertools
 import math
 import re
 
@@ -32,9 +33,9 @@ def by_hand(logits: list[float], temperature: float, top_k: int | None, top_p: f
     return [probabilities[i] / total if i in kept else 0.0 for i in range(len(logits))]
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
-@pytest.mark.parametrize("top_k", [None, 1, 2, 7, 12, 99])
-@pytest.mark.parametrize("top_p", [None, 1e-6, 0.2, 0.5, 0.9, 0.999, 1.0])
+@pytest.mark.parametrize("temperature", [0.3, 2.5])
+@pytest.mark.parametrize("top_k", [None, 1, 7, 99])
+@pytest.mark.parametrize("top_p", [None, 1e-6, 0.5, 0.999, 1.0])
 def test_restrict_is_the_definition(temperature: float, top_k: int | None, top_p: float | None) -> None:
     """Possible bugs: a nucleus that stops below p, k applied after p, probabilities before the temperature."""
     logits = torch.randn(20, 12, generator=torch.Generator().manual_seed(0)) * 3
@@ -155,24 +156,29 @@ def test_what_has_no_distribution_is_refused() -> None:
     assert "not finite numbers" in refusal(Sampling().next_ids, torch.tensor([[0.0, math.nan, 0.0]]))
 
 
-def test_accepted_and_resampled_ids_follow_the_models_distribution() -> None:
+def test_accepted_and_resampled_ids_follow_the_models_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     """Possible bugs: draft ids accepted too often, the next id drawn from the wrong distribution, or no id left where both are
-    equal."""
+    equal. Every draft of two ids, accepted and rejected, by its probability."""
     generator = torch.Generator().manual_seed(0)
     proposed, wanted = torch.rand(2, 2, 5, generator=generator).pow(3)
     wanted = torch.cat((wanted, torch.rand(1, 5, generator=generator)))
     proposed[1, 2], wanted[0, 4] = 0, 0
     proposed, wanted = (p / p.sum(-1, keepdim=True) for p in (proposed, wanted))
-    first, second, runs = torch.zeros(5), torch.zeros(5), 20_000
-    for _ in range(runs):
-        draft = torch.multinomial(proposed, 1, generator=generator)[:, 0]
-        accepted, chosen = accept_draft(draft, proposed, wanted, generator)
-        ids = torch.cat((draft[:accepted], chosen)).tolist()
-        first[ids[0]] += 1
-        if len(ids) > 1:
-            second[ids[1]] += 1
-    torch.testing.assert_close(first / runs, wanted[0], rtol=0, atol=0.012)
-    torch.testing.assert_close(second / second.sum(), wanted[1], rtol=0, atol=0.02)
+    found = torch.zeros(3, 5)  # of the first id, and of the second and third if the ids before were accepted
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "multinomial", lambda rest, count, **settings: rest / rest.sum())
+        for pair in itertools.product(range(5), repeat=2):
+            odds = torch.stack([wanted[n, i] / proposed[n, i] for n, i in enumerate(pair)]).clamp(0, 1).nan_to_num()
+            for accepts in itertools.product((True, False), repeat=2):
+                chosen = torch.tensor(accepts)
+                weight = torch.where(chosen, odds, 1 - odds).prod() * proposed[0, pair[0]] * proposed[1, pair[1]]
+                patch.setattr(torch, "rand", lambda *_, odds=odds * torch.where(chosen, 0.999, 1.001), **settings: odds)
+                if weight > 0:
+                    accepted, last = accept_draft(torch.tensor(pair), proposed, wanted)
+                    for n in range(accepted):
+                        found[n, pair[n]] += weight
+                    found[accepted] += weight * last
+    torch.testing.assert_close(found / found.sum(-1, keepdim=True), wanted, rtol=0, atol=1e-6)
     same = torch.tensor([[0.5, 0.5], [0.5, 0.5 - 1e-8]])
     assert accept_draft(torch.tensor([0]), same[:1] * (1 + 1e-6), same, generator)[0] in (0, 1)
     sure = torch.tensor([[0.0, 1.0, 0.0]]).expand(3, 3)
@@ -180,7 +186,7 @@ def test_accepted_and_resampled_ids_follow_the_models_distribution() -> None:
     assert accept_draft(torch.tensor([2, 1]), torch.tensor([[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]), sure) == (0, torch.tensor([1]))
 
 
-@pytest.mark.parametrize("penalty", [0.5, 1.2, 3.0])
+@pytest.mark.parametrize("penalty", [0.5, 1.2])
 def test_the_repetition_penalty_is_transformers(penalty: float) -> None:
     """Dividing a negative logit would make its id likelier."""
     from transformers import RepetitionPenaltyLogitsProcessor
@@ -192,9 +198,9 @@ def test_the_repetition_penalty_is_transformers(penalty: float) -> None:
     assert torch.equal(penalise(logits, seen, 1.0), logits)
 
 
-@pytest.mark.parametrize("min_p", [0.0, 0.01, 0.2, 0.99, 1.0])
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (7, None), (7, 0.6)])
+@pytest.mark.parametrize("min_p", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (7, 0.6)])
 def test_min_p_is_transformers(min_p: float, temperature: float, top_k: int | None, top_p: float | None) -> None:
     """Possible bugs: a share of 1 and not of the likeliest, and a share that is taken before the temperature."""
     from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
