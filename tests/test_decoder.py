@@ -71,6 +71,7 @@ def test_equals_the_model_in_float64(change: dict, padded: bool) -> None:
         assert_same(found, expected)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 3, 16, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 8, 15, 17))])
 def test_as_precise_as_the_model(rows: int, dtype: torch.dtype) -> None:
@@ -108,6 +109,7 @@ def test_a_prompt_may_be_read_in_parts(parts: tuple[int, ...]) -> None:
         assert_same(logits, next_logits(model, ids[:, : cache.length]))
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("rows", [3, 63, 64, 130])
 def test_gelu_is_as_precise_for_many_rows(rows: int) -> None:
     """Possible bugs: the code for many rows computes another function, in its tails or in the last rows."""

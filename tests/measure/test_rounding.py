@@ -102,6 +102,7 @@ def test_it_covers_this_machine_s_kernels_under_every_setting() -> None:
             assert max(late.values()) <= FORWARD_RATIO, (setting, number, late)
 
 
+@pytest.mark.kernels
 def test_the_figure_does_not_depend_on_the_machine() -> None:
     """Two noisy runs with other seeds agree, and a run without noise has none."""
     model, ids = model_of(3)
@@ -133,6 +134,7 @@ CASES = [
 ]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("each", CASES)
 def test_an_imprecise_model_is_refused_from_the_stated_size_on(each: Imprecise) -> None:
     """A rule that transformers' own luck decides lets these through. Three, each just below the bound, are accepted."""

@@ -56,6 +56,7 @@ def report(checkpoint: Path) -> gpt2.Report:
     return verify(str(checkpoint), seed=3)
 
 
+@pytest.mark.kernels
 def test_an_honest_model_is_equal(report: gpt2.Report) -> None:
     """For a correct model every check must pass, and none may be skipped or empty."""
     assert failing(report) == []
@@ -281,10 +282,10 @@ def off_without_a_cache(model: GPT2) -> None:
 @pytest.mark.parametrize(
     ("control", "must_fail"),
     [
-        (lambda model: None, []),
+        pytest.param(lambda model: None, [], marks=pytest.mark.kernels),
         (long_cache_forgets, ["cache"]),
         (long_cache_is_not_written, ["cache"]),
-        (coarse_behind_40_tokens, ["rounding"]),
+        pytest.param(coarse_behind_40_tokens, ["rounding"], marks=pytest.mark.kernels),
         (off_without_a_cache, ["logits"]),
     ],
 )
@@ -389,6 +390,7 @@ def test_what_adamw_moved_is_judged_by_how_far_it_moved(checkpoint: Path) -> Non
     assert all(1e-4 < error < 1.1e-3 for error in norms + blocks), (norms, blocks)
 
 
+@pytest.mark.kernels
 def test_bfloat16_is_judged_by_bfloat16(checkpoint: Path) -> None:
     """A tolerance for float32 would refuse every correct bfloat16 model; one for bfloat16 in float32 would pass bugs."""
     report = verify(f"{checkpoint}:bf16")

@@ -57,6 +57,7 @@ def causes(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     return [(cause.id, cause.where) for cause in diagnosis.causes]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [*DTYPES[1:3], *(pytest.param(one, marks=pytest.mark.slow) for one in DTYPES[::3])], ids=str)
 def test_a_right_dump_is_equal_and_a_fault_is_named(dtype: torch.dtype) -> None:
     """A tolerance that is too narrow calls rounding a fault; one that is too wide calls the other GELU right."""
@@ -70,6 +71,7 @@ def test_a_right_dump_is_equal_and_a_fault_is_named(dtype: torch.dtype) -> None:
     assert diagnosis.first_divergence.point == "h.0.mlp.act"
 
 
+@pytest.mark.kernels
 def test_a_fault_near_the_tolerance_is_named() -> None:
     """Every stage was within the tolerance and the logits were not, so a small wrong epsilon was undetermined."""
     arrays = laid_out(trace(faulty(layer_norm_epsilon=1e-6), IDS), seed=1)
