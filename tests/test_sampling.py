@@ -172,7 +172,8 @@ def test_accepted_and_resampled_ids_follow_the_models_distribution(monkeypatch: 
             for accepts in itertools.product((True, False), repeat=2):
                 chosen = torch.tensor(accepts)
                 weight = torch.where(chosen, odds, 1 - odds).prod() * proposed[0, pair[0]] * proposed[1, pair[1]]
-                patch.setattr(torch, "rand", lambda *_, odds=odds * torch.where(chosen, 0.999, 1.001), **settings: odds)
+                drawn = odds * torch.where(chosen, 0.999, 1.001)
+                patch.setattr(torch, "rand", lambda *_, drawn=drawn, **settings: drawn)
                 if weight > 0:
                     accepted, last = accept_draft(torch.tensor(pair), proposed, wanted)
                     for n in range(accepted):
