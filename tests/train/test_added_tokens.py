@@ -103,21 +103,6 @@ def test_a_padded_embedding_gives_its_spare_rows(tuned: Recipe) -> None:
     assert not padded.wte.weight[new.n_vocab :].any()
 
 
-def test_a_fine_tune_without_the_new_token_goes_as_it_would(tuned: Recipe, base: str, tmp_path: Path) -> None:
-    """Rows that are never a target must not change what the rest learns. Control: another seed."""
-    unseen = replace(tuned, data=replace(tuned.data, add_tokens=("<|scene|>",)))
-    plain = replace(tuned, data=replace(tuned.data, add_tokens=()))
-    ends = {}
-    for name, each in {"with": unseen, "without": plain, "other": replace(plain, seed=5)}.items():
-        train(each, tmp_path / name, init=base)
-        model = gpt2.load(str(tmp_path / name / "step-6"))
-        ids = torch.tensor([gpt2.load_tokenizer(base).encode("HAMLET:\nand the king doth sleep so villain,\n")[:16]])
-        with torch.no_grad():
-            ends[name] = model(ids)[..., :SIZE].double().log_softmax(-1)
-    drift = {name: float((ends["without"].exp() * (ends["without"] - end)).sum(-1).mean()) for name, end in ends.items()}
-    assert drift["with"] < 0.02 * drift["other"]
-
-
 def test_an_earlier_token_without_a_row_gets_one(tuned: Recipe) -> None:
     """A [PAD] that was added and not resized: its row was whatever the memory held."""
     start, size = gpt2.load(), gpt2.load_tokenizer().n_vocab

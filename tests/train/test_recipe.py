@@ -69,6 +69,7 @@ def test_recipe_by_path_has_defaults_for_what_it_does_not_say(mine):
         ("on_divergence=pray", "on_divergence is 'pray'; give 'stop', 'skip' or 'rewind'"),
         ("optim.lr=1e-9", "optim.lr 1e-09 is below optim.min_lr"),
         ("optim.lr=nan", "optim.lr is nan; give 0 or more, and finite"),
+        ("lora.alpha=0", "lora.alpha is 0.0; give more than 0"),
         ("optim.clip=-1", "optim.clip is -1.0; give 0 or more, and finite"),
         ("data.tokens=here", "data.path and data.tokens are both given"),
         ("patience=-2", "patience is -2; give 0 (never stop early) or more, or -1"),
