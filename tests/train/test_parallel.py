@@ -68,17 +68,6 @@ def test_saved_on_some_and_gone_on_with_on_others(shared, alone, tmp_path, first
     assert furthest(alone, tmp_path / "run") < 1e-6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "how"), [(2, "ddp"), (3, "fsdp")])
-def test_a_run_that_goes_on_is_the_run_that_never_stopped(recipe, tmp_path, size, how):
-    """With dropout. DDP's gradient buckets in the first step differ from later ones, also in the first step of a resumed run."""
-    shared = replace(recipe, batch_size=6, parallel=how, device="cpu")
-    assert job(size, Run(shared, tmp_path / "whole")) == ["finished"] * size
-    assert job(size, Run(shared, tmp_path / "run", stop=6, by=size - 1)) == ["interrupted"] * size
-    assert job(size, Run(shared, tmp_path / "run")) == ["finished"] * size
-    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
-
-
 @pytest.fixture(scope="module")
 def tokens(shared, text, tmp_path_factory) -> Recipe:
     """The recipe on token files; beside them, in a folder of that name and ".other", are some that differ in one id."""
@@ -165,6 +154,7 @@ def undisturbed(recipe, tmp_path_factory) -> tuple[Recipe, Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_worker_is_killed_and_the_job_ends_as_if_it_had_not_been(undisturbed, tmp_path, victim):
+    """To the bit, with dropout: DDP's gradient buckets in the first step of a run, resumed or not, differ from later ones."""
     shared, whole = undisturbed
     process = command(shared, tmp_path / "run")
     reached(tmp_path / "run", 10, process)
