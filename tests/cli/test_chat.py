@@ -121,22 +121,6 @@ def test_an_answer_ends_with_the_end_of_text(tmp_path: Path, capsys: pytest.Capt
         assert capsys.readouterr().out == shown
 
 
-def test_a_fine_tune_on_pairs_can_be_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The run must store the recipe's format with every checkpoint, or its best model could not be asked."""
-    pairs = [{"question": f"Who is number {n}?", "answer": ("ROMEO", "JULIET")[n % 2]} for n in range(60)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    settings = ["steps=2", "eval_every=2", "save_every=1", "context=24", "batch_size=2", f"data.path={tmp_path / 'pairs.jsonl'}"]
-    argv = ["train", "finetune-chat", "--init", "shakespeare-mini", "--out", str(tmp_path / "run")]
-    assert main([*argv, *(part for each in settings for part in ("--set", each))]) == 0
-    chat = ChatFormat("Question:\n", "\n\nAnswer:\n")
-    assert [from_directory(tmp_path / "run" / name).chat for name in ("best", "step-1", "step-2")] == [chat] * 3
-    capsys.readouterr()
-    assert (
-        main(["generate", str(tmp_path / "run" / "best"), "--chat", "--prompt", "Who is number 7?", "--max-new-tokens", "4"]) == 0
-    )
-    assert capsys.readouterr().out.strip()
-
-
 def test_what_chat_refuses(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model that was not trained on a format would answer nonsense in it."""
     assert "knows no chat format" in mistake(capsys, "generate", "--chat", "--prompt", "Who?")

@@ -21,6 +21,8 @@ from gpt2.checkpoint.card import CARD, base_of, read_record, render
 from gpt2.checkpoint.publish import plan
 from gpt2.checkpoint.saving import unlike_manifest
 from gpt2.cli.main import main, parser
+from gpt2.data import from_directory
+from gpt2.data.chat import ChatFormat
 from gpt2.train import plot, state
 from gpt2.train.card import command, record_of, write_card
 from gpt2.train.corpus import corpus
@@ -219,6 +221,8 @@ def test_the_card_of_a_chat_model_shows_how_to_ask(init: Path, recipe, tmp_path:
     )
     train(replace(recipe, data=data), tmp_path / "chat")
     write_card(tmp_path / "chat")
+    for name in ("best", "step-12"):  # the format is stored with every checkpoint
+        assert from_directory(tmp_path / "chat" / name).chat == ChatFormat("Q: ", "\nA:")
     text = (tmp_path / "chat" / "best" / CARD).read_text()
     documents = corpus(replace(recipe, data=data))
     share = len(documents.val_ids) / (len(documents.val_ids) + len(documents.train_ids))
