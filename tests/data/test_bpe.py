@@ -241,7 +241,7 @@ def test_trained_vocabulary_is_numbered_like_openais(trained, play):
     assert tokens[:256] == openai_byte_order()
     assert tokens[256:999] == [a + b for a, b in trained.merges]
     assert (trained.n_vocab, trained.eot, tokens[999]) == (1000, 999, END_OF_TEXT)
-    assert train_bpe(play, 1000).fingerprint == trained.fingerprint
+    assert train_bpe(play, 1000).fingerprint == trained.fingerprint != spoil(trained).fingerprint
     assert len(trained.encode(play)) < 0.5 * len(play.encode())
 
 
@@ -435,10 +435,6 @@ def test_a_damaged_tokenizer_json_is_refused(tmp_path, path, value, message):
     with pytest.raises(InputError, match=message) as error:
         from_directory(tmp_path)
     assert str(file) in str(error.value)
-
-
-def test_fingerprint_is_of_content(trained, shuffled):
-    assert len({trained.fingerprint, shuffled.fingerprint, SMALL.fingerprint, spoil(trained).fingerprint}) == 4
 
 
 def test_half_a_character(official):

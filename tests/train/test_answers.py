@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.ranks import job
-from support.training import metrics
+from support.training import metrics, outcome, stop_at
 
 from gpt2.config import GPT2Config
 from gpt2.data.batches import FILLER, READ, SCORED, UNSCORED, documents
@@ -189,9 +189,15 @@ def asked(quiet, table) -> Recipe:
 
 @pytest.mark.parametrize("layout", [{"reset": True}, {"padded": True}])
 def test_a_run_on_answers(asked, tmp_path, layout):
-    """Evaluations must report the loss of the answers, which decides what is best, and beside it that of all tokens."""
+    """Evaluations must report the loss of the answers, which decides what is best, and beside it that of all tokens.
+
+    A resumed run must read the documents in the same order, split and layout.
+    """
     recipe, events = replace(asked, data=replace(asked.data, **layout)), []
     train(recipe, tmp_path / "run", report=events.append)
+    train(recipe, tmp_path / "again", report=stop_at(5))
+    train(recipe, tmp_path / "again")
+    assert outcome(tmp_path / "again") == outcome(tmp_path / "run")
     text = corpus(recipe)
     answer = text.tokenizer.decode(text.train_ids[text.train_marks == SCORED])
     assert answer.count("<|endoftext|>") > 15
