@@ -113,10 +113,10 @@ def official() -> LibraryTokenizer:
 
 @pytest.fixture(scope="module")
 def strings(official) -> list[str]:
-    """Text of every kind, every token, every code point of planes 0 and 1, and a 16th of those above."""
+    """Text of every kind, an eighth of the tokens, every code point of planes 0 and 1, and a 16th of those above."""
     points = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
     starts = [i for i in range(0, len(points), 32) if i < 0x20000 or i % (16 * 32) == 0]
-    tokens = [official.token_bytes(i).decode(errors="replace") for i in range(official.n_vocab)]
+    tokens = [official.token_bytes(i).decode(errors="replace") for i in range(7, official.n_vocab, 8)]
     return varied(0, 8_000) + ["".join(points[i : i + 32]) for i in starts] + tokens
 
 
@@ -154,9 +154,10 @@ def shuffled(trained) -> LibraryTokenizer:
 
 
 def test_official_ids_equal_transformers(official, strings, expected):
-    """60,000 strings: code points, tokens, every kind of text on which tokenizers have differed, and back to the text. The
-    control: one dropped merge. Both in one test, since the workers of a parallel run do not share what was computed."""
-    assert len(strings) > 60_000
+    """18,000 strings: code points, tokens, every kind of text on which tokenizers have differed, and back to the text. The
+    control: one dropped merge. Both in one test, since the workers of a parallel run do not share what was computed. Other
+    tokens than these: the fingerprint below."""
+    assert len(strings) > 18_000
     assert different(official, strings, expected) == []
     for text, ids in zip(strings[:4000], expected, strict=False):
         assert official.decode_bytes(ids) == b"".join(map(official.token_bytes, ids)) == text.encode()
@@ -254,16 +255,12 @@ def test_training_refuses(text, size, message):
 
 
 def test_saved_files(official, tmp_path):
-    """OpenAI's two files come out unchanged; saving twice writes the same bytes and no other file."""
+    """OpenAI's two files come out unchanged. That saving twice writes the same bytes: test_tokenizers.py."""
     paths = official.save(tmp_path, n_positions=1024)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in paths)
     assert sorted(path.name for path in paths) == ["merges.txt", "tokenizer.json", "tokenizer_config.json", "vocab.json"]
     assert [(tmp_path / name).read_bytes() for name in ("vocab.json", "merges.txt")] == [
         f.read_bytes() for f in openai_vocabulary()
     ]
-    first = {path: path.read_bytes() for path in paths}
-    from_directory(tmp_path).save(tmp_path, n_positions=1024)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == first
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] == 1024
 
 

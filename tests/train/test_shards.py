@@ -110,7 +110,8 @@ def test_two_ranks_write_what_every_reader_reads(by_two):
     assert not list(by_two.rglob(".metadata"))  # DCP's pickle
 
 
-@pytest.mark.parametrize(("first", "then", "how"), [(2, 4, "fsdp"), pytest.param(4, 2, "ddp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "then", "how"), [(2, 4, "fsdp"), (4, 2, "ddp")])
+@pytest.mark.slow
 def test_read_back_on_another_number_of_ranks_to_the_bit(by_two, tmp_path, first, then, how):
     """Rows that are dealt out anew must be the same rows, of weights and of both moments."""
     source = by_two if first == 2 else written(tmp_path / "first", first)

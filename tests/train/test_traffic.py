@@ -62,6 +62,7 @@ def sent(collectives: list[tuple[str, int]]) -> int:
     return sum(4 * size if name == "all_gather" else 4 * size // 2 for name, size in collectives)
 
 
+@pytest.mark.slow
 def test_ddp_exchanges_gradients_once_however_many_parts() -> None:
     """An all-reduce after every part of a batch sends the same gradients as often as there are parts."""
     found = job(2, Traced("ddp", 3))[0]
