@@ -103,12 +103,12 @@ COMMANDS = [
     *[["train", "shakespeare-mini", "--out", "FOLDER/run", *FROM_SCRATCH]] * 2,
 ]
 OTHERS = [
-    ["compare", "shakespeare-mini", "shakespeare-mini:bf16", "--tokens", "64"],
+    ["compare", "shakespeare-mini", "shakespeare-mini:bf16", "--tokens", "16"],
     ["diagnose", "FOLDER/port.py"],
     ["train", "finetune-lora", "--init", "shakespeare-mini", "--out", "FOLDER/lora", *SETTINGS],
     # A layout that transformers does not open: it is rewritten for transformers.
     ["export", "shakespeare-mini", "FOLDER/other", "--format", "gguf"],
-    ["verify", "FOLDER/other"],
+    ["verify", "FOLDER/other", "--quick"],
 ]
 RUN = """
 import json, sys
