@@ -22,7 +22,7 @@ from gpt2.comparison.words import Words
 from gpt2.measure.last_words import LastWords
 from gpt2.measure.metrics import LanguageScore
 from gpt2.measure.tracing import block_of, part_of
-from gpt2.pages.rendering import number, visible
+from gpt2.pages.rendering import number, readable, visible
 from gpt2.pages.reports import Environment, Printed, add_texts, as_json, data_table
 
 if TYPE_CHECKING:
@@ -270,5 +270,5 @@ def _continuations_table(words: Words) -> Table:
     for row in words.continuations:
         sampling = "greedy" if row.temperature == 0 else f"T = {row.temperature:g}"
         parts = "not at all" if row.parts_at is None else f"from token {row.parts_at + 1}"
-        rows.append((f"{row.prompt}\n({sampling})", row.a, row.b, parts))
+        rows.append((f"{readable(row.prompt)}\n({sampling})", readable(row.a), readable(row.b), parts))
     return data_table("prompt", "a goes on", "b goes on", "they differ", rows=rows, wrap=True, apart=True)

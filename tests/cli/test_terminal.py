@@ -8,9 +8,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from support.random_models import write_checkpoint
 
 from gpt2.bench import Bench, Row, Spread
 from gpt2.cli.common import Status
@@ -59,7 +62,9 @@ def verified() -> Report:
 @cache
 def compared() -> Comparison:
     """A real comparison with every part, and the longest names in place of its own."""
-    real = compare("shakespeare-mini", "shakespeare-mini:bf16", on=__file__, tokens=64)
+    with TemporaryDirectory() as folder:
+        model = write_checkpoint(Path(folder) / "model")
+        real = compare(str(model), f"{model}:bf16", on=__file__, tokens=64)
     parameters = [name for name in PARAMETERS for _ in range(2)]
     tensors = [replace(real.weights.tensors[3], name=name, ulp_max=9, distance=100 + at) for at, name in enumerate(parameters)]
     numerics = tuple((name, 1e-7 * len(name), 1e-3 * len(name)) for name in points(LAYERS))
@@ -77,6 +82,7 @@ def compared() -> Comparison:
         words=replace(
             real.words,
             passages=tuple(replace(p, words=tuple(replace(w, js=0.5) for w in p.words)) for p in real.words.passages),
+            continuations=tuple(replace(each, a=f"{each.a} \0\x1b[2J", b="\0" * 50) for each in real.words.continuations),
         ),
         last_words=LastWords(scored, scored, last_words_change(scored, scored)),
     )
