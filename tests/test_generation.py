@@ -2,8 +2,8 @@
 
 import itertools
 import re
-from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from gpt2.config import GPT2Config
 from gpt2.decoder import Decoder
 from gpt2.generation import DRAFT_TOKENS, Ending, StopText, generate, stream
 from gpt2.model import GPT2
-from gpt2.sampling import Sampling
+from gpt2.sampling import Sampling, accept_draft
 
 CONFIG = GPT2Config(vocab_size=61, n_positions=8, n_embd=24, n_layer=2, n_head=3, bos_token_id=None, eos_token_id=None)
 
@@ -82,18 +82,25 @@ def test_a_draft_spares_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(each is model for each in passes) == 40 // (DRAFT_TOKENS + 1)
 
 
-@pytest.mark.slow
-def test_a_draft_leaves_the_distribution() -> None:
-    """Possible bugs: the draft draws by other settings than the model. The rule itself is tested in test_sampling.py."""
-    small, settings = replace(CONFIG, vocab_size=3), {"temperature": 0.7, "top_k": 2}
-    model, draft, runs = lively(small), lively(small, seed=3), 1500
-    exact = {}
-    for text in itertools.product(range(3), repeat=3):
-        ids = torch.tensor([[0, *text]])
-        logits = model(ids)[0, :3].detach()
-        exact[text] = float(Sampling(**settings).probabilities(logits).gather(1, ids[0, 1:, None]).prod())
-    found = Counter(tuple(generate(model, [0], 3, seed=seed, draft=draft, **settings)[1:]) for seed in range(runs))
-    assert sum(abs(found[text] / runs - p) for text, p in exact.items()) / 2 < 0.08
+def test_a_draft_is_sampled_and_judged_by_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Possible bugs: probabilities of another place, or by other settings. That ids then follow them: test_sampling.py."""
+    larger, settings, judged = replace(CONFIG, n_positions=40), {"temperature": 0.7, "top_k": 5}, []
+    model, draft, sampling = lively(larger), lively(larger, seed=3), Sampling(**settings)
+
+    def watched(ids: Tensor, *rest: Any) -> tuple[int, Tensor]:
+        judged.append((ids.tolist(), *rest[:2], found := accept_draft(ids, *rest)))
+        return found
+
+    monkeypatch.setattr("gpt2.generation.accept_draft", watched)
+    text, known = generate(model, [7], 30, seed=1, draft=draft, **settings), 1
+    for ids, proposed, wanted, (accepted, _) in judged:
+        read, places = torch.tensor([[*text[:known], *ids]]), slice(known - 1, None)
+        torch.testing.assert_close(wanted, sampling.probabilities(model(read)[0, places]).detach())
+        if ids:
+            torch.testing.assert_close(proposed, sampling.probabilities(draft(read)[0, known - 1 : -1]).detach())
+        known += accepted + 1
+    assert known == 31
+    assert 5 < len(judged) < 30
 
 
 @pytest.mark.kernels
