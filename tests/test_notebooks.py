@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -10,6 +11,7 @@ import nbformat
 import pytest
 import torch
 from nbclient import NotebookClient
+from support import forks
 
 import gpt2
 from gpt2.config import GPT2Config
@@ -21,12 +23,12 @@ assert NOTEBOOKS, "a glob that finds nothing passes everything"
 QUICK = [path for path in NOTEBOOKS if path.stem[:2] not in ("04", "05", "07")]  # these train
 SHORTER = {  # a reader's run, and a test's, which shows the same
     "STEPS = 500": "STEPS = 250",
-    "steps=1000": "steps=250",
-    'steps=500", "eval_every=100': 'steps=200", "eval_every=100',
-    'steps=200", "eval_every=40': 'steps=60", "eval_every=30',
+    "steps=1000": "steps=125",
+    'steps=500", "eval_every=100': 'steps=110", "eval_every=110',
+    'steps=200", "eval_every=40': 'steps=40", "eval_every=40',
     'steps=90", "batch_size=4", "eval_every=18': 'steps=10", "batch_size=4", "eval_every=10',
-    "steps=260": "steps=156",
-    "steps=184": "steps=92",
+    'steps=260", "eval_every=52': 'steps=104", "eval_every=104',
+    'steps=184", "eval_every=46': 'steps=61", "eval_every=61',
     "patience=4": "patience=2",
     'steps=120", "eval_every=40': 'steps=60", "eval_every=30',
     "for n in range(4)": "for n in range(1)",  # runs that are timed
@@ -85,17 +87,19 @@ def test_a_notebook_shows_what_it_prints(path: Path, tmp_path: Path, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", QUICK, ids=lambda path: path.stem)
-def test_one_line_changes_the_model(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Depth, width and number of heads must be read from the model, not written down. Nothing is diagnosed: that takes long."""
+def test_one_line_changes_the_model(path: Path, tmp_path: Path) -> None:
+    """Depth, width and number of heads must be read from the model, not written down. Nothing is diagnosed: that takes long.
+
+    The cells run in one fork, without Jupyter, whose kernel imports torch anew.
+    """
     torch.manual_seed(0)
     sizes = {"n_positions": 320, "n_embd": 48, "n_layer": 3, "n_head": 3, "bos_token_id": None, "eos_token_id": None}
     model = GPT2(GPT2Config(vocab_size=2048, **sizes))
     gpt2.save(model, gpt2.load_tokenizer("shakespeare-mini"), tmp_path / "another")
-    notebook = shortened(path)
+    code = "\n".join(cell.source for cell in shortened(path).cells if cell.cell_type == "code")
     search = "import unittest.mock\ngpt2.diagnose = gpt2.diagnose_step = unittest.mock.MagicMock()\n"  # its shapes: tests/port
-    for cell in notebook.cells:
-        cell.source = cell.source.replace(LINE, f'{search}MODEL = "{tmp_path / "another"}"')
-    execute(notebook, tmp_path, monkeypatch)
+    code = code.replace(LINE, f'{search}MODEL = "{tmp_path / "another"}"')
+    forks.run("-c", code, cwd=tmp_path, environ=os.environ | {"MPLBACKEND": "Agg", "MPLCONFIGDIR": str(tmp_path)}, timeout=300)
 
 
 def shortened(path: Path) -> nbformat.NotebookNode:
