@@ -289,10 +289,7 @@ def test_ctrl_c_while_training_saves_and_exits_130(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "command"),
-    [
-        ("stdout", "compare MODEL MODEL:bf16 --tokens 9"),
-        ("stderr", f"train shakespeare-mini --out run {TINY} --set steps=2"),
-    ],
+    [("stdout", "compare MODEL MODEL:bf16 --tokens 9"), ("stderr", f"train shakespeare-mini --out run {TINY} --set steps=2")],
 )
 def test_a_command_outlasts_its_reader(name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `| head`, a comparison exited 1 as a failed check does, and a training run stopped."""

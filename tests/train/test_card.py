@@ -180,12 +180,7 @@ def test_a_fine_tune_names_its_base_and_shows_both(whole: Path, recipe, tmp_path
     assert re.search(rf"\| loss, nats per token \| [\d.]+ \| {first['val_loss']:.4f} \|", text)
     assert "fine-tuned from `best`" in text
     assert "`finetune-shakespeare` is a recipe of gpt2-toolkit; the settings after `--set` replace its own." in text
-    assert base_of("gpt2") == {
-        "name": "gpt2",
-        "license": "mit",
-        "language": "en",
-        "id": "openai-community/gpt2",
-    }
+    assert base_of("gpt2") == {"name": "gpt2", "license": "mit", "language": "en", "id": "openai-community/gpt2"}
     assert base_of("distilgpt2")["license"] == "apache-2.0"
     assert base_of("models/moved") == {"name": "models/moved"}  # a path from another folder is no id of the Hub
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
