@@ -29,6 +29,8 @@ from gpt2.port.diagnosis.report import Diagnosis, Divergence
 # Words that the message must contain, for each refused file.
 SAID = {
     "crashes_hard": "killed by SIGABRT in its forward (crashes_hard.py, line 10, in forward)",
+    "hangs_in_build": "its build() did not end in 3 s (hangs_in_build.py, line ",
+    "wants_gpu_in_forward": "needs a GPU, and there is none here (wants_gpu_in_forward.py, line 9:",
     "hangs_in_forward": "did not end in 3 s (hangs_in_forward.py, line 13, in forward)",
     "crashes_in_build": "(crashes_in_build.py, line 5:",
     "crashes_in_forward": "(crashes_in_forward.py, line 8:",
@@ -44,6 +46,7 @@ SAID = {
     "returns_a_nan_weight": "of layers.0.up.weight)",
     "returns_hidden": "it returns (2, 8, 20), and logits are (2, 8, 67); return logits",
     "returns_nothing": "NoneType with no logits in it",
+    "returns_ids": "with no logits in it",
     "bigrams": "Bigrams: nothing in its forward weighs projections",
     "too_big": "not enough memory (too_big.py, line 8",
     "wants_gpu": "needs a GPU, and there is none here (wants_gpu.py, line 7",
@@ -93,11 +96,11 @@ def test_another_checkpoint_is_diagnosed_without_a_port(checkpoint: Path, tmp_pa
         theirs.h[1].attn.c_proj.weight.copy_(theirs.h[1].attn.c_proj.weight.t().clone())
     save_file(theirs.state_dict(), tmp_path / "model.safetensors")
     shutil.copy(checkpoint / "config.json", tmp_path)
-    theirs = str(tmp_path / "model.safetensors")
-    assert main(["diagnose", theirs, "--model", str(checkpoint), "--json", "-"]) == 1
+    file = str(tmp_path / "model.safetensors")
+    assert main(["diagnose", file, "--model", str(checkpoint), "--json", "-"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert [(one["id"], one["where"]) for one in found["causes"]] == [("transposed", "h.1.attn.c_proj.weight")]
-    assert found["module"] == theirs
+    assert found["module"] == file
     assert main(["diagnose", str(checkpoint), "--model", str(checkpoint)]) == 0
     assert main(["diagnose", "gtp2"]) == 2
     assert "unknown model 'gtp2'" in capsys.readouterr().err

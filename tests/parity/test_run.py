@@ -282,13 +282,14 @@ def off_without_a_cache(model: GPT2) -> None:
 @pytest.mark.parametrize(
     ("control", "must_fail"),
     [
-        pytest.param(lambda model: None, [], marks=pytest.mark.kernels),
+        (lambda model: None, []),
         (long_cache_forgets, ["cache"]),
         (long_cache_is_not_written, ["cache"]),
-        pytest.param(coarse_behind_40_tokens, ["rounding"], marks=pytest.mark.kernels),
+        (coarse_behind_40_tokens, ["rounding"]),
         (off_without_a_cache, ["logits"]),
     ],
 )
+@pytest.mark.kernels
 def test_positions_behind_the_traced_rows_are_judged(tmp_path: Path, control: Callable, must_fail: list[str]) -> None:
     """All positions up to the context length, cached and in the dtype: the traced rows have 32 tokens, a context up to 1,024."""
     checkpoint = write_checkpoint(tmp_path / "model", n_positions=64)
