@@ -21,7 +21,7 @@ from gpt2.data import from_directory
 from gpt2.measure.metrics import language_score
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
-from gpt2.train import loop, state, step
+from gpt2.train import loop, state
 from gpt2.train.corpus import corpus
 from gpt2.train.feed import Feed
 from gpt2.train.loop import Estimated, Evaluated, Logged, Started, train
@@ -120,15 +120,6 @@ def test_every_step_runs_at_its_scheduled_rate(recipe, tmp_path, monkeypatch):
     scheduled = [learning_rate(step, recipe.steps, recipe.optim) for step in range(recipe.steps)]
     assert used == [[lr, lr] for lr in scheduled]
     assert [row["lr"] for row in metrics(tmp_path / "run") if "lr" in row] == scheduled
-
-
-def test_seeding_a_step_is_torchs_own():
-    """Seeds may have 64 bits. A generator that truncates them, or another generator, draws other dropout masks."""
-    for seed in (0, 2**63 + 5, 2**64 - 1):
-        torch.manual_seed(seed)
-        expected = torch.rand(4)
-        step._seed(seed, torch.device("cpu"))
-        assert torch.equal(torch.rand(4), expected)
 
 
 def test_events_and_metrics_report_the_same_run(recipe, tmp_path):

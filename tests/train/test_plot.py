@@ -132,8 +132,6 @@ def test_it_follows_a_run_on_loopback(tmp_path: Path) -> None:
     address = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{22}/", process.error_line())[0]
     try:
         assert "waiting for the run to begin: step 0" in get(address)[1]
-        write(folder, [3.0, 2.5])
-        assert "step 10 of 100" in get(address)[1]
         write(folder, [3.0, 2.5, 2.4])
         status, text = get(address)
         assert (status, "step 20 of 100" in text) == (200, True)
