@@ -57,12 +57,12 @@ DEFAULT = ("prints",)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
-    write_hostile(folder.with_name("hostile"))
+    write_hostile(folder.with_name(f"{folder.name}-hostile"))
     return write(folder, CONFIG)
 
 
 def diagnose(name: str, checkpoint: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    words = ["-m", "gpt2", "diagnose", f"{checkpoint.with_name('hostile') / name}.py:build", "--model", checkpoint, *args]
+    words = ["-m", "gpt2", "diagnose", f"{checkpoint}-hostile/{name}.py:build", "--model", checkpoint, *args]
     return forks.run(*words, status=HOSTILE[name])
 
 
