@@ -12,8 +12,9 @@ from port.test_walk import IDS
 import gpt2
 from gpt2.port.deadline import Deadline
 from gpt2.port.dump.candidates import Candidate
-from gpt2.port.dump.evaluate import Evaluator, Lens, Span
+from gpt2.port.dump.evaluate import Evaluator
 from gpt2.port.dump.examination import computed_in
+from gpt2.port.dump.lenses import Lens, Span
 from gpt2.port.dump.table import Table
 from gpt2.port.fits.lacking import looks_dropped
 from gpt2.port.graph import Formula, Model, Program

@@ -15,8 +15,9 @@ from gpt2.measure.metrics import worst_relative_error
 from gpt2.model import GPT2
 from gpt2.port.deadline import Deadline, few_threads
 from gpt2.port.dump.candidates import Candidate
-from gpt2.port.dump.evaluate import Evaluator, Lens, Lenses, Span
+from gpt2.port.dump.evaluate import Evaluator
 from gpt2.port.dump.explaining import Explainer
+from gpt2.port.dump.lenses import Lens, Lenses, Span
 from gpt2.port.dump.pairing import Pairing
 from gpt2.port.dump.segments import Segment
 from gpt2.port.dump.table import Table

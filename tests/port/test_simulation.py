@@ -25,8 +25,9 @@ from gpt2.port.alternatives.norms import normed, of_moments
 from gpt2.port.alternatives.outside import sequence_faults
 from gpt2.port.deadline import Deadline
 from gpt2.port.dump.candidates import Candidate
-from gpt2.port.dump.evaluate import Evaluator, Lens, Span
+from gpt2.port.dump.evaluate import Evaluator
 from gpt2.port.dump.explaining import Explainer, Explanation
+from gpt2.port.dump.lenses import Lens, Span
 from gpt2.port.dump.segments import Segment
 from gpt2.port.dump.table import Table
 from gpt2.port.graph import Entrance, Model, Program

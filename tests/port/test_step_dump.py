@@ -19,9 +19,11 @@ from gpt2.port.step.clipping import ClipKind, Norms, read_clipping
 from gpt2.port.step.expected import Gradients, Predictor
 from gpt2.port.step.gradients import Comparison
 from gpt2.port.step.records import Gradient, Update
+from gpt2.port.step.rule_search import RuleSearch
 from gpt2.port.step.rules import Rule, Track, directions, fit
-from gpt2.port.step.search import RuleSearch, Run, Search
+from gpt2.port.step.search import Search
 from gpt2.port.step.settings import Settings
+from gpt2.port.step.tracks import Run
 
 SLOW = pytest.mark.slow
 

@@ -20,7 +20,8 @@ from gpt2.port.alternatives.norms import in_norms, moved, of_moments
 from gpt2.port.alternatives.wiring import summed
 from gpt2.port.deadline import Deadline
 from gpt2.port.dump.candidates import Candidate
-from gpt2.port.dump.evaluate import Lens, Span
+from gpt2.port.dump.evaluate import Evaluator
+from gpt2.port.dump.lenses import Lens, Span
 from gpt2.port.graph import Edits, Model, Program, Site, State, right_scale
 
 POINTS, ROUNDS = 17, 14  # of the search around the best of the numbers that are tried first; each round is 8 times finer
@@ -194,7 +195,7 @@ def _places(span: Span, family: Family, blocks: Sequence[int]) -> list[tuple[int
 def _errors(lens: Lens, tried: Sequence[Tried], values: Sequence[Values], deadline: Deadline) -> list[list[float]]:
     """Return the error of each value of each family, all run together; infinity behind the deadline."""
     some = [family.candidate(value, places) for (family, places), own in zip(tried, values, strict=True) for value in own]
-    near = lens.nearness([one.program or Program() for one in some], deadline)
+    near = Evaluator(lens, [one.program or Program() for one in some], deadline).nearness()
     errors = (near[number].log if number in near else math.inf for number in range(len(some)))
     return [list(itertools.islice(errors, len(own))) for own in values]
 

@@ -11,8 +11,9 @@ from gpt2.port.alternative import Alternative, scheduled
 from gpt2.port.alternatives.schedule import is_prompt, schedules
 from gpt2.port.deadline import Deadline
 from gpt2.port.dump.candidates import Candidate
-from gpt2.port.dump.evaluate import Evaluator, Lens, Lenses, Nearness
+from gpt2.port.dump.evaluate import Evaluator
 from gpt2.port.dump.fitting import fitted
+from gpt2.port.dump.lenses import Lens, Lenses, Nearness
 from gpt2.port.dump.pairing import Pairing
 from gpt2.port.dump.segments import BETTER, Fit, Segment
 from gpt2.port.dump.table import Table
@@ -163,7 +164,7 @@ class Search:
             for begin in range(0, len(some), BATCH):
                 self.progress(f"{self.segment.end}: {len(ranked)} {words}")
                 part = some[begin : begin + BATCH]
-                near = lens.nearness([program for _, program in part], self.deadline)
+                near = Evaluator(lens, [program for _, program in part], self.deadline).nearness()
                 ranked += [(near[number], one) for number, (one, _) in enumerate(part) if number in near]
         return sorted(ranked, key=lambda one: one[0].fit)
 

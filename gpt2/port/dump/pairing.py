@@ -19,7 +19,8 @@ from torch import Tensor
 from gpt2.port.alternatives.outside import SEQUENCE
 from gpt2.port.deadline import Deadline
 from gpt2.port.dump.candidates import Candidate
-from gpt2.port.dump.evaluate import Evaluator, Lens, Lenses, Nearness
+from gpt2.port.dump.evaluate import Evaluator
+from gpt2.port.dump.lenses import Lens, Lenses, Nearness
 from gpt2.port.graph import Program
 
 PREFIXES = (1, 2, 4)  # tokens

@@ -14,7 +14,7 @@ from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import layer_of, points
 from gpt2.port.diagnosis.last_step import STEPS
 from gpt2.port.dump.candidates import Candidate
-from gpt2.port.dump.evaluate import MIN_ROWS, Span
+from gpt2.port.dump.lenses import MIN_ROWS, Span
 from gpt2.port.fault import Fault, Function
 from gpt2.port.graph import Entrance, Model, Program
 

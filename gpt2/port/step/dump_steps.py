@@ -17,13 +17,14 @@ from gpt2.port.deadline import Deadline
 from gpt2.port.diagnosis.places import Place, listed
 from gpt2.port.diagnosis.report import Diagnosis
 from gpt2.port.step.causes import Findings
+from gpt2.port.step.dump_updates import HALF, UpdateExamination
 from gpt2.port.step.expected import Predictor, Weights
 from gpt2.port.step.gradients import GradientExamination
 from gpt2.port.step.labels import IGNORED, Batch
+from gpt2.port.step.layouts import Layouts, units_of
 from gpt2.port.step.losses import judge_dumped_loss, losses_of
-from gpt2.port.step.recognition import Layouts, Recogniser, Recorded, units_of
+from gpt2.port.step.recognition import Recogniser, Recorded
 from gpt2.port.step.settings import Settings
-from gpt2.port.step.updates import HALF, UpdateExamination
 
 SAVE = "save the loss, every gradient, and every parameter before and after each step, in the checkpoint's shapes or transposed"
 

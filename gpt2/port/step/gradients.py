@@ -17,7 +17,8 @@ from gpt2.port.step.causes import Findings
 from gpt2.port.step.clipping import LIMITS, ClipKind, Passage, judge_clipping, read_clipping
 from gpt2.port.step.expected import TABLE, Gradients, Predictor
 from gpt2.port.step.labels import Formula, average_of
-from gpt2.port.step.recognition import LETTERS, Recorded
+from gpt2.port.step.layouts import LETTERS
+from gpt2.port.step.recognition import Recorded
 from gpt2.port.step.records import Backward, Gradient, Update, Watched, total_norm
 from gpt2.port.step.settings import Settings
 

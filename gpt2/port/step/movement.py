@@ -10,8 +10,9 @@ from statistics import median
 import numpy as np
 
 from gpt2.port.step.rules import Array, Fit, Rule, Track, fit
-from gpt2.port.step.search import EXPLAINED, FITS, LATER, ROUNDED, Answer, Run, Search
+from gpt2.port.step.search import EXPLAINED, FITS, LATER, ROUNDED, Answer, Search
 from gpt2.port.step.settings import Settings
+from gpt2.port.step.tracks import Run
 
 ALLOWED = 1.25 * EXPLAINED  # the error of one parameter with noise: it has fewer entries than the search
 
