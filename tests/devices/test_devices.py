@@ -235,7 +235,9 @@ def test_a_placed_model_takes_ids_to_its_device() -> None:
 def test_the_check_of_a_gpu_runs_through_on_the_cpu(tmp_path: Path) -> None:
     """It must be complete before a GPU is seen: a script that fails there costs the only hour with one."""
     script = Path(__file__).parents[2] / "tools" / "check_gpu.py"
-    command = [sys.executable, str(script), "--device", "cpu", "--pairs", "1", "--out", str(tmp_path / "found")]
+    tiny = write_checkpoint(tmp_path / "model", n_positions=1024)
+    options = ["--device", "cpu", "--model", str(tiny), "--pairs", "1", "--out", str(tmp_path / "found")]
+    command = [sys.executable, str(script), *options]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]
     body = json.loads((tmp_path / "found.json").read_text())

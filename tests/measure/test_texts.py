@@ -318,8 +318,8 @@ def test_no_hub_is_said_after_few_requests(hub, tmp_path):
     assert "is not a URL" in nonsense["message"]
 
 
-@pytest.mark.parametrize(("context", "stride"), [(8, 8), (8, 4), (8, 3), (8, 1), (2, 1), (2, 2), (5, 2)])
-@pytest.mark.parametrize("length", [2, 7, 8, 9, 16, 17, 18, 61])
+@pytest.mark.parametrize(("context", "stride"), [(8, 8), (8, 3), (8, 1), (2, 1), (5, 2)])
+@pytest.mark.parametrize("length", [2, 8, 9, 17, 61])
 def test_the_guides_windows(context, stride, length):
     """Possible bugs: a context without the scored token, a token scored twice, a last window that reaches back. Only the right
     protocol gives 29.94."""
