@@ -89,7 +89,7 @@ def test_the_command_lists_what_turned_and_gates_on_it(
     assert "No answer turned from right to wrong or back." in same  # and not an empty table
     assert main([*command[:3], sides[0], *command[3:]]) == 2
     assert "for two models" in capsys.readouterr().err
-    with pytest.raises(AssertionError, match="differ: exact_match<0.9: fraction of the --cases that b has right[^;]*$"):
+    with pytest.raises(AssertionError, match=r"differ: exact_match<0\.9: fraction of the --cases that b has right[^;]*$"):
         assert_same(*sides, on=text, tokens=40, cases=str(file), exact_match=0.9, lost_cases=8)
 
 

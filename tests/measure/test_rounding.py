@@ -122,7 +122,7 @@ def refused(each: Imprecise) -> Report:
     return verify("shakespeare-mini", dtype=each.dtype, build=build, quick=not each.training)
 
 
-QUICK = ("inputs of all products of 18 bits", "inputs of all products of 21 bits")  # just beyond the bound, and just below it
+QUICK = ("inputs of all products of 21 bits",)  # just below the bound; of 18 bits, just beyond it, takes more random errors
 CASES = [
     pytest.param(each, id=f"{each.name}, {each.dtype}", marks=() if each.name in QUICK else pytest.mark.slow)
     for each in IMPRECISE
