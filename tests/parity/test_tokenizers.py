@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checks import content, mostly_slow
+from support.commands import refusal
 from support.tokenizers import END, KINDS, SAMPLES, pieces, resaved
 
 import gpt2
@@ -245,8 +246,7 @@ def test_logits_that_are_not_finite_end_in_one_line(value: float, tmp_path: Path
         assert main([*line]) == 2, line
         (said,) = capsys.readouterr().err.strip().splitlines()
         assert "not finite" in said
-    with pytest.raises(InputError, match="not finite"):
-        gpt2.generate(gpt2.load(str(source)), [1, 2], 3, temperature=0)
+    assert "not finite" in refusal(gpt2.generate, gpt2.load(str(source)), [1, 2], 3, temperature=0)
 
 
 def test_the_text_of_a_special_token(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -308,8 +308,7 @@ def test_a_class_that_is_not_known_is_named(tmp_path: Path, caplog: pytest.LogCa
     assert "SomethingTokenizer, is not known here" in caplog.text
     made("BERT", tmp_path / "b")
     (tmp_path / "b" / "tokenizer_config.json").write_text('{"tokenizer_class": "BertJapaneseTokenizer"}')
-    with pytest.raises(InputError, match="a BertJapaneseTokenizer, is not known here"):
-        from_directory(tmp_path / "b")
+    assert "a BertJapaneseTokenizer, is not known here" in refusal(from_directory, tmp_path / "b")
 
 
 def test_sentencepiece_is_asked_for_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,8 +325,7 @@ def test_a_damaged_piece_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "spiece.model").write_bytes((tmp_path / "spiece.model").read_bytes()[:99])
     for name in ("GPTSw3Tokenizer", "T5Tokenizer"):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
-        with pytest.raises(InputError, match="not a SentencePiece model"):
-            from_directory(tmp_path)
+        assert "not a SentencePiece model" in refusal(from_directory, tmp_path)
 
 
 def mutate(rng: random.Random, content: object) -> None:

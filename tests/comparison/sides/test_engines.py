@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.commands import refusal
 from support.random_models import TEXT, write_checkpoint
 
 import gpt2
@@ -139,8 +140,7 @@ def test_a_window_longer_than_the_engines_context(module: str, tmp_path: Path) -
         name = f"llama.cpp/{export(str(tmp_path / 'short'), tmp_path, format='gguf').directory}/model.gguf"
     with open_side(name).running() as running:
         assert running.logits(torch.zeros(1, 32, dtype=torch.int64)).shape[:2] == (1, 32)
-        with pytest.raises(InputError, match="give a shorter context"):
-            running.logits(torch.zeros(1, 40, dtype=torch.int64))
+        assert "give a shorter context" in refusal(running.logits, torch.zeros(1, 40, dtype=torch.int64))
 
 
 @pytest.mark.slow
@@ -201,10 +201,8 @@ def test_a_port(base: Path, text: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert "no list of" in flat.compatibility.impossible["activations"]
     assert flat.distributions.kl_ab.max < 1e-9
     assert (sys.argv, sys.path) == (argv, path)
-    with pytest.raises(InputError, match="compare it with a"):
-        compare(same, same, on=text, tokens=20)
-    with pytest.raises(InputError, match="--blame puts parts of B into A"):
-        compare(model, same, on=text, tokens=20, blame=True)
+    assert "compare it with a" in refusal(compare, same, same, on=text, tokens=20)
+    assert "--blame puts parts of B into A" in refusal(compare, model, same, on=text, tokens=20, blame=True)
 
 
 # What is advised: it said to diagnose what is only too large, and a file that no program can import.
