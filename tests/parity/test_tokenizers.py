@@ -23,11 +23,13 @@ from gpt2.data.files import warn_once
 from gpt2.data.library import LibraryTokenizer
 from gpt2.errors import InputError
 from gpt2.explore.lens import explorer
+from gpt2.generation import StopText
 from gpt2.parity import checks
 from gpt2.parity.checks import Probe, Subject
 from gpt2.parity.findings import Findings
 from gpt2.parity.reference import reference_ids, reference_tokenizer
 
+TRAINED: dict[str, dict[str, bytes]] = {}  # the files of each kind
 NEEDS_PIECES = ("T5", "T5 with sentinels", "ALBERT", "GPT-SW3")
 
 
@@ -36,16 +38,16 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def made(kind: str, folder: Path, trained: dict[str, dict[str, bytes]] = {}) -> Path:  # noqa: B006 - each kind is trained once
+def made(kind: str, folder: Path) -> Path:
     """A folder with that kind of tokenizer and GPT-2's config, as on the Hub."""
     if kind in NEEDS_PIECES and importlib.util.find_spec("sentencepiece") is None:
         pytest.skip("the extra sentencepiece is not installed")
     folder.mkdir(parents=True, exist_ok=True)
-    if kind not in trained:
+    if kind not in TRAINED:
         (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
         KINDS[kind](folder)
-        trained[kind] = content(folder)
-    for name, data in trained[kind].items():
+        TRAINED[kind] = content(folder)
+    for name, data in TRAINED[kind].items():
         (folder / name).write_bytes(data)
     return folder
 
@@ -201,7 +203,7 @@ def test_a_text_ends_where_its_files_say(case: str, tmp_path: Path) -> None:
     export(str(source), tmp_path / "out")
     assert gpt2.load_tokenizer(str(tmp_path / "out")).ends == ends
     model = gpt2.load(str(source))
-    stop = gpt2.generation.StopText(tokenizer)
+    stop = StopText(tokenizer)
     ids = gpt2.generate(model, [1], 40, temperature=3, seed=0, stop=stop)
     assert not {*ids[1:-1]} & {*ends}
 
