@@ -291,6 +291,7 @@ def test_more_random_errors_decide_where_few_speak_against_a_model(checkpoint: P
         return original(lucky, *args, **kwargs)
 
     monkeypatch.setattr(Subject, "noisily", noisily)
+    monkeypatch.setattr(run, "MORE_DRAWS", 3)
     assert verify(str(checkpoint), keep_going=True).ok
     assert sizes.count(run.MORE_DRAWS) > sizes.count(1) > 2
     assert failing(verify(str(checkpoint), build=broken(partial(imprecise.cache, torch.bfloat16)))) == ["rounding"]
