@@ -301,18 +301,20 @@ def test_the_log_of_the_sum_of_exponentials_has_its_digits(dtype):
 # The text
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, None])
+@pytest.mark.parametrize("batch_size", [3, None])
 @pytest.mark.parametrize(("context", "stride"), [(8, None), (8, 3), (8, 1), (5, 4), (1, 1)])
-@pytest.mark.parametrize("length", [2, 5, 9, 10, 30])
+@pytest.mark.parametrize("length", [2, 9, 10, 30])
 def test_every_token_once_with_the_context_it_had(length, context, stride, batch_size):
-    """Possible bugs: logits read one position off, or the first tokens of a window counted twice."""
+    """Possible bugs: logits read one position off, the first tokens of a window counted twice, or a short tail with a full
+    window's weight. Window k predicts up to token k * stride + context from the last ``context`` tokens."""
     a, b, ids = uneven_model(13, seed=0), uneven_model(13, seed=1), text(13, length)
     got = measure_pair(a, b, ids, Windows(context, stride), vocab=13, batch_size=batch_size)
     assert got.index.tolist() == list(range(1, length))
     assert torch.equal(got.targets, ids[1:])
     assert (got.windows.context, got.windows.step, len(got)) == (context, stride or context, length - 1)
     for i, position in enumerate(got.position.tolist()):
-        assert 1 <= position <= context
+        end = next(end for end in range(context, context + length, stride or context) if end > i)
+        assert position == i + 1 - max(0, min(end, length - 1) - context)
         seen = ids[None, i + 1 - position : i + 1]
         with torch.no_grad():
             p, q = (model(seen)[0, -1].softmax(0).numpy() for model in (a, b))
@@ -321,8 +323,9 @@ def test_every_token_once_with_the_context_it_had(length, context, stride, batch
         assert got.top_b[i, 0] == q.argmax()
     # The protocol is that of language_score.
     for model, logp in ((a, got.logp_a), (b, got.logp_b)):
-        score = language_score(model, ids, torch.ones(13), Windows(context, stride))
+        score = language_score(model, ids, torch.full((13,), 2), Windows(context, stride), batch_size=batch_size)
         assert score.loss == pytest.approx(-logp.mean().item(), rel=1e-12)
+        assert (score.tokens, score.bytes, score.stride) == (length - 1, 2 * (length - 1), stride or context)
 
 
 @pytest.mark.parametrize(("context", "stride"), [(8, 8), (8, 3)])
@@ -506,8 +509,7 @@ def autocorrelated(n: int, rho: float, generator: torch.Generator) -> Tensor:
     return torch.from_numpy(scipy.signal.lfilter([1], [1, -rho], noise.numpy()))
 
 
-@pytest.mark.parametrize("transform", ["normal", "heavy", "fraction"])
-@pytest.mark.parametrize("rho", [0.0, 0.5])
+@pytest.mark.parametrize(("transform", "rho"), [("normal", 0.0), ("normal", 0.5), ("heavy", 0.5), ("fraction", 0.5)])
 def test_intervals_hold_the_truth_as_often_as_they_say(rho, transform):
     """Resampling single tokens gives intervals of half the width, which are wrong every fifth time."""
     generator, held, naive = torch.Generator().manual_seed(3), 0, 0
@@ -568,9 +570,7 @@ def test_the_interval_of_a_fraction_is_wilsons(hits):
 
 
 def test_percentiles_between_neighbours():
-    values = draw(101).double()
-    which = (0, 0.1, 2.5, 50, 97.5, 99.9, 100)
-    np.testing.assert_allclose(percentiles(values, which), np.percentile(values.numpy(), which), rtol=1e-13)
+    """Those of finite values are NumPy's in the summary above; a difference of two infinities is NaN."""
     assert percentiles(torch.tensor([1.0, INF, INF]), (0, 25, 75, 100)) == [1.0, INF, INF, INF]
     assert percentiles(torch.tensor([7.0]), (0, 99.9)) == [7.0, 7.0]
 

@@ -68,6 +68,10 @@ def test_each_figure_is_that_of_two_models_alone(found: Comparisons, names: list
         assert each.weights == pytest.approx(alone.weights.total.distance, rel=1e-7)
     assert found.candidates[3].against.kl_max == found.candidates[3].weights == 0
     assert found.candidates[2].against.kl.value > 1e-3
+    first, half, *_ = found.candidates  # a picture in which two dtypes have one size shows nothing
+    files = sum(path.stat().st_size for path in Path(names[0]).iterdir())
+    assert first.size == 4 * first.model.parameters < files  # its tokenizer is no weight
+    assert half.size == 2 * half.model.parameters
 
 
 def test_the_first_model_runs_once_or_again_where_its_logits_are_too_many(
@@ -85,13 +89,6 @@ def test_the_first_model_runs_once_or_again_where_its_logits_are_too_many(
     assert runs.count(names[0]) - once == once // 2 * 4  # A three times, and D, which is A, once
     assert again.ranking == found.ranking
     assert [each.against for each in again.candidates] == [each.against for each in found.candidates]
-
-
-def test_the_size_is_of_the_files_or_of_the_dtype(found: Comparisons, names: list[str]) -> None:
-    """A picture in which int8 and float32 have one size shows nothing."""
-    files = sum(path.stat().st_size for path in Path(names[0]).iterdir())
-    assert found.candidates[0].size == 4 * found.candidates[0].model.parameters < files  # its tokenizer is no weight
-    assert found.candidates[1].size == 2 * found.candidates[1].model.parameters
 
 
 def test_table_json_and_page(found: Comparisons) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
@@ -52,8 +51,6 @@ def test_figures_of_a_head_are_those_of_a_loop() -> None:
     assert head.itself == pytest.approx(mean(lambda i: w[i, i]))
     assert head.moved == pytest.approx(mean(lambda i: (w[i] - v[i]).abs().sum() / 2))
     assert report.heads_b[4].distance == pytest.approx(summarise_attention("b", None, (), other).heads[4].distance)
-    with pytest.raises(FrozenInstanceError):
-        head.first = 0.0
 
 
 def test_heads_made_by_hand_are_told_apart() -> None:
@@ -109,12 +106,12 @@ def test_what_cannot_be_shown_is_said_in_a_line(models: tuple[str, str | None], 
 
 
 def test_a_text_too_long_to_be_seen_can_still_be_had_as_numbers(tmp_path: Path) -> None:
-    """200 tokens are too many for the page, but the JSON holds them all."""
-    found = compare_attention("shakespeare-mini", None, "light " * 198)
-    assert len(found.tokens) == 200
+    """One token too many for the page; the JSON holds them all."""
+    found = compare_attention("shakespeare-mini", None, "light " * 172)
+    assert len(found.tokens) == 174
     with pytest.raises(InputError, match="25 heads has room for 173: give a shorter text, or take the weights as --json"):
         found.save_html(tmp_path / "page")
     body = json.loads(found.to_json(maps=True))
-    assert torch.tensor(body["maps"]).shape == (5, 5, 200, 200)
+    assert torch.tensor(body["maps"]).shape == (5, 5, 174, 174)
     assert body["models"][0]["files"]["model.safetensors"]
     assert torch.__version__.startswith(body["environment"]["versions"]["torch"])  # without a local suffix +cu130

@@ -80,7 +80,7 @@ def test_a_layer_s_reading_is_what_a_model_cut_off_there_would_say(found: Explor
 
 
 def test_how_far_two_models_part_is_what_compare_says(found: Exploration) -> None:
-    """explore and compare must use the same definition of a metric."""
+    """explore and compare must use the same definition of a metric; transformers goes through the same hooks and names."""
     models = [gpt2.load(name).use_attention(eager_attention) for name in ("shakespeare-mini", "shakespeare-mini:bf16")]
     tok = gpt2.load_tokenizer("shakespeare-mini")
     ids = torch.tensor(tok.encode(TEXT))
@@ -89,10 +89,6 @@ def test_how_far_two_models_part_is_what_compare_says(found: Exploration) -> Non
     assert len(found.js) == len(ids)
     with explorer("shakespeare-mini", "shakespeare-mini") as opened:
         assert set(opened.look("O").js) == {0.0}
-
-
-def test_transformers_says_the_same() -> None:
-    """transformers' implementation goes through the same hooks, under the same names."""
     with explorer("shakespeare-mini", "hf/shakespeare-mini") as opened:
         ours, theirs = opened.look("O Romeo").lenses
     for one, other in zip(ours.readings, theirs.readings, strict=True):
@@ -143,17 +139,12 @@ def test_the_page_carries_the_same_figures(found: Exploration) -> None:
     assert rank == reading.rank
 
 
-def test_the_map_of_a_head_names_its_tokens(found: Exploration) -> None:
-    """Which square is which pair of tokens had to be counted."""
-    tokens = len(found.lenses[0].tokens)
-    for side in ("from", "to"):
-        labels = page(found).split(f'<div class="{side}" aria-hidden="true">')[1].split("</div>")[0]
-        assert labels.count("<span>") == tokens
-
-
 def test_the_page_is_whole_by_itself_and_the_same_each_time(found: Exploration) -> None:
-    """Users mail the page and open it offline."""
+    """Users mail the page and open it offline. Which square of a head's map is which pair of tokens had to be counted."""
     text = page(found)
+    for side in ("from", "to"):
+        labels = text.split(f'<div class="{side}" aria-hidden="true">')[1].split("</div>")[0]
+        assert labels.count("<span>") == len(found.lenses[0].tokens)
     assert text == page(found)
     assert_whole_by_itself(text)
     assert not re.search(r"url\(|https?:", text)

@@ -25,9 +25,9 @@ def step():
 
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
-for _ in range(6):  # until the pool has the shape that the steps ask for
+for _ in range(4):  # until the pool has the shape that the steps ask for
     step()
-print(faults(lambda: [step() for _ in range(6)]))
+print(faults(lambda: [step() for _ in range(3)]))
 """
 
 

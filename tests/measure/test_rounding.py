@@ -23,20 +23,16 @@ from gpt2.measure.metrics import relative_error
 from gpt2.measure.rounding import FORWARD_RATIO, root_mean_square, rounded_weights, rounding_noise
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
-from gpt2.parity import reference
+from gpt2.parity import reference, run
 from gpt2.parity.report import Report
 from gpt2.parity.run import verify
 
 TIGHT = 3.0  # times the smallest error of a right order: a figure far above all of them would let bugs through
 # Of a process each, as PyTorch and MKL read them when they are loaded.
 SETTINGS = (
-    {"OMP_NUM_THREADS": "1"},
-    {"OMP_NUM_THREADS": "2"},
     {"OMP_NUM_THREADS": "3"},
-    {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
-    {"MKL_CBWR": "COMPATIBLE"},
-    {"ATEN_CPU_CAPABILITY": "default"},
-    {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+    {"OMP_NUM_THREADS": "2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    {"OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default"},
 )
 
 
@@ -124,10 +120,13 @@ def refused(each: Imprecise) -> Report:
         each.apply(model)
         return model
 
-    return verify("shakespeare-mini", dtype=each.dtype, build=build, quick=not each.training)
+    with pytest.MonkeyPatch.context() as patch:
+        if each.training:  # far beyond the bound: few random errors are enough
+            patch.setattr(run, "MORE_DRAWS", 1)
+        return verify("shakespeare-mini", dtype=each.dtype, build=build, quick=not each.training)
 
 
-QUICK = ("inputs of all products of 18 bits", "inputs of all products of 21 bits")  # just beyond the bound, and just below it
+QUICK = ("inputs of all products of 21 bits",)  # just below the bound; before one is refused, more random errors are drawn
 CASES = [
     pytest.param(each, id=f"{each.name}, {each.dtype}", marks=() if each.name in QUICK else pytest.mark.slow)
     for each in IMPRECISE

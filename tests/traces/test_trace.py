@@ -69,6 +69,11 @@ def test_every_array_is_there_once_and_explained(traced: gpt2.Trace) -> None:
     assert traced.arrays["ids"].tolist() == IDS.tolist()
     assert traced.arrays["loss"].shape == ()
     assert traced.arrays["targets"].tolist() == [[*row[1:], -100] for row in IDS.tolist()]
+    logits, targets = (
+        traced.arrays["logits"].flatten(0, 1),
+        traced.arrays["targets"].flatten().long(),
+    )  # -100: left out by default
+    assert torch.nn.functional.cross_entropy(logits, targets).item() == pytest.approx(traced.arrays["loss"].item(), rel=1e-12)
     letters = {"B": 2, "T": 5, "D": 48, "F": 192, "H": 4, "V": 300, "1": 1}
     for name, tensor in traced.arrays.items():
         text = meaning(name)
@@ -76,12 +81,6 @@ def test_every_array_is_there_once_and_explained(traced: gpt2.Trace) -> None:
         if "(" in text and text.endswith(")"):
             shape = text.rpartition("(")[2].rstrip(")").split(", ")
             assert [letters[letter] for letter in shape] == list(tensor.shape), name
-
-
-def test_torch_s_own_loss_takes_the_targets(traced: gpt2.Trace) -> None:
-    """The mark of a token without a next one has to be the one that cross_entropy leaves out by default."""
-    logits, targets = traced.arrays["logits"].flatten(0, 1), traced.arrays["targets"].flatten().long()
-    assert torch.nn.functional.cross_entropy(logits, targets).item() == pytest.approx(traced.arrays["loss"].item(), rel=1e-12)
 
 
 def read(path: Path) -> tuple[dict[str, np.ndarray], dict]:
@@ -126,6 +125,20 @@ def test_what_is_written_is_what_was_computed(traced: gpt2.Trace, name: str, dty
         assert not np.array_equal(read(path)[0]["logits"], arrays["logits"])
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("t.safetensors", "float16"), pytest.param("t.bin", "float32", marks=pytest.mark.slow)]
+)
+def test_diagnose_calls_ours_equal_and_a_broken_one_not(model: str, name: str, dtype: str, tmp_path: Path) -> None:
+    """The reference has to pass its own judge, or nobody's program can; test_dumps.py reads every container."""
+    module = gpt2.load(model)
+    with torch.no_grad():
+        module.h[1].mlp.c_fc.bias.zero_()
+    broken = str(gpt2.save(module, None, tmp_path / "broken"))
+    for traced, code in ((model, 0), (broken, 1)):
+        given = gpt2.trace(traced, ids=IDS[:, :-1], targets=IDS[:, 1:], gradients=True, dtype=dtype)
+        assert main(["diagnose", str(given.save(tmp_path / name)), "--model", model]) == code
+
+
 def test_ids_of_every_kind_of_file(model: str, tmp_path: Path) -> None:
     """Ids that are read as other ids make a right program look wrong."""
     np.save(tmp_path / "two.npy", IDS.astype(np.uint16))
@@ -166,11 +179,8 @@ MISTAKES = [
     ("--out x.npz --ids float.npy", "holds float64"),
     ("--out x.npz --ids large.npy", "id 2048 is outside the model's vocabulary of 2,048"),
     ("--out x.npz --ids negative.npy", "id -1 is outside"),
-    ("--out x.npz --ids negative100.npy", "id -100 is outside"),
     ("--out x.npz --ids long.npy", "257 tokens in a row, the model has 256 positions"),
     ("--out x.npz --ids cube.npy", "shape [1, 1, 1]"),
-    ("--out x.npz --ids liar.npy", "the header says (4000000000000,)"),
-    ("--out x.npz --ids pickle.npy", "holds Python objects (a pickle)"),
     ("--out x.npz --ids one.npy --tokens 3", "--tokens has no effect with --ids"),
     ("--out x.npz --ids one.npy --gradients", "no token has a next one"),
     ("--out x.npz --tokens 257", "257 tokens in a row"),
@@ -193,17 +203,13 @@ def test_mistakes_are_one_line_and_write_nothing(
         "float": np.zeros(3),
         "large": np.array([0, 2048]),
         "negative": np.array([0, -1]),
-        "negative100": np.array([0, -100]),
         "long": np.zeros(257, dtype=int),
         "cube": np.zeros((1, 1, 1), dtype=int),
         "one": np.array([7]),
-        "liar": np.zeros(4, dtype=int),
     }.items():
         np.save(f"{name}.npy", array)
-    Path("liar.npy").write_bytes(Path("liar.npy").read_bytes().replace(b"(4,)", b"(4000000000000,)"))
-    np.save("pickle.npy", np.array([{}]), allow_pickle=True)
-    for name, text in {"words": "1 2\nto be", "uneven": "1 2\n3", "empty": "\n\n"}.items():
-        Path(f"{name}.txt").write_text(text.replace("to be", "3 be" if name == "words" else ""))
+    for name, text in {"words": "1 2\n3 be", "uneven": "1 2\n3", "empty": "\n\n"}.items():
+        Path(f"{name}.txt").write_text(text)
     Path("full").mkdir()
     Path("full/mine").touch()
     there = sorted(path.name for path in tmp_path.rglob("*"))
