@@ -218,7 +218,7 @@ def test_every_command_s_help_has_examples_that_are_run() -> None:
 @pytest.mark.parametrize("example", RUN)
 def test_an_example_of_the_help_runs(example: str, tmp_path: Path) -> None:
     """An example that parses may still fail."""
-    shutil.copy(ROOT / "tests" / "support" / "faulty" / "hostile" / "sound.py", tmp_path / "port.py")
+    shutil.copy(ROOT / "tests" / "support" / "faulty" / "sound.py", tmp_path / "port.py")
     (tmp_path / "train.py").write_text(STEP)
     (tmp_path / "mine.py").write_text("import port\n\n\ndef build():\n    return port.build('model')\n")
     shutil.copytree(Path(gpt2.__file__).parent / "assets" / "shakespeare-mini", tmp_path / "model")

@@ -301,7 +301,12 @@ IN_MODULES: list[tuple[str, int | None]] = [
     *(("residual-missing: attention's result replaces", 0), ("residual-missing: the feed-forward's result replaces", 1)),
 ]
 IN_DUMPS: list[tuple[str, int | None, str]] = [
-    *((*ONE_BLOCK, "usual"), (*LAST, "mid"), (*ZERO, "mid")),
+    *(
+        (*ONE_BLOCK, "usual"),
+        (*LAST, "mid"),
+        (*ZERO, "mid"),
+        ("cache-inconsistent: the softmax divides by one more", None, "full"),
+    ),
 ]
 IN_DUMPS_SLOWLY: list[tuple[str, int | None, str]] = [
     *((*one, "logits") for one in (ZERO, ONE_BLOCK, LAST)),

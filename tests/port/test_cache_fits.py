@@ -1,39 +1,15 @@
 """What a cache holds in place of GPT-2's keys and values is read off attention's weights and results."""
 
 from collections.abc import Callable
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
-from support.programs import caching
-from support.programs.bed import Bed, Shape
 from torch import Tensor
 
-import gpt2
 from gpt2.port.fits.observed import Observed
 from gpt2.port.fits.slots import Slots
 
-SHAPE = Shape(3, 24, 3, 61, 30, 9, 21)
 PROMPT, SCALE = 4, 0.35  # tokens before the first step, and GPT-2's factor of the scores
-
-
-@pytest.fixture(scope="module")
-def bed(tmp_path_factory: pytest.TempPathFactory) -> Bed:
-    bed = Bed(tmp_path_factory.mktemp("caches") / "one", SHAPE)
-    for name in ("wte.weight", "wpe.weight"):
-        bed.weights[name] *= np.float32(0.6)
-    save_file(bed.weights, Path(bed.model) / "model.safetensors", metadata={"format": "pt"})
-    return bed
-
-
-def test_a_program_with_a_cache_is_diagnosed(bed: Bed) -> None:
-    """Bug: a program with a cache was undetermined, or `softmax-missing`, whatever its slots held. Control: a right cache."""
-    model, fault = gpt2.load(str(bed.model)), "first slot is empty"
-    said = gpt2.diagnose(caching.run(bed, fault, "float64", weights_too=False), model)
-    assert [cause.id for cause in said.causes] == [caching.FAULTS[fault]]
-    assert gpt2.diagnose(caching.run(bed, None, "float32", weights_too=False), model).ok
 
 
 def random(seed: int) -> Tensor:

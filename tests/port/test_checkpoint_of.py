@@ -239,15 +239,6 @@ def test_the_dtype_is_the_module_s(dtype: torch.dtype) -> None:
     assert all(torch.equal(found.weights[name], parameter.to(dtype)) for name, parameter in module.named_parameters())
 
 
-def test_positions_in_a_buffer_are_read_as_well() -> None:
-    """A table of sines is no parameter, and no less a part of the model."""
-    module = GPT2(CONFIG)
-    table = torch.sin(torch.arange(12.0)[:, None] * torch.arange(1.0, 17.0))
-    del module.wpe.weight
-    module.wpe.register_buffer("weight", table)
-    assert torch.equal(checkpoint_of(module).weights["wpe.weight"], table)
-
-
 def adapted(scale: float) -> nn.Module:
     module = PORTS["adapters"].build(CONFIG)
     module.lm_head.weight = module.token_embedding.weight
@@ -274,14 +265,11 @@ class OnlyFloat32(GPT2):
     ("module", "message"),
     [
         ("gpt2", "checkpoint_of reads a torch.nn.Module, and was given str; build the module first"),
-        (nn.Linear(4, 4), "Linear: its forward fails on ids of shape (2, 5): RuntimeError"),
         (nn.Embedding(64, 4), "Embedding: cannot become a GPT-2 checkpoint: nothing in its forward weighs projections of"),
-        (nn.Linear(4, 4, device="meta"), "Linear: its parameters are on the meta device and hold nothing; build it on the cpu"),
         (
             OnlyFloat32(CONFIG),
             "OnlyFloat32: its forward fails in float64 (TypeError: float32, please (test_checkpoint_of.py, line ",
         ),
-        (broken(torch.nan), "GPT2: cannot become a GPT-2 checkpoint: h.1.mlp.c_fc.weight (h.1.mlp.c_fc.weight) holds NaN or inf"),
         (broken(torch.inf), "GPT2: cannot become a GPT-2 checkpoint: h.1.mlp.c_fc.weight (h.1.mlp.c_fc.weight) holds NaN or inf"),
         (adapted(0.1), "GPTModel: cannot become a GPT-2 checkpoint: your module has low-rank adapters (blocks.0."),
     ],

@@ -40,7 +40,10 @@ def one_of_each_cause() -> list[str]:
 
 EACH_CAUSE = one_of_each_cause()
 UNSEEN = [name for name in COVERING if not FAULTY[name].points and name not in EACH_CAUSE]  # no logits of one call show them
-DEFAULT = {*EACH_CAUSE[::32], "italiano: scale-by-width@1 gelu-erf@2"}
+# Mistakes of reading a file.
+READ = {"transposed-proj", "viewed-fc", "head-interleaved", "head-columns", "qkv-kqv", "bf16-fc", "wpe-rolled", "wrong-fc"}
+WEIGHTS = [name for name in COVERING if FAULTY[name].line.partition("@")[0] in READ and name not in EACH_CAUSE]
+DEFAULT = {*WEIGHTS[::2], *EACH_CAUSE[::32], "italiano: scale-by-width@1 gelu-erf@2"}
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 ONLY_IN_FLOAT32 = ("letters",)  # it mixes float32 into its computation, and torch refuses
 
@@ -77,7 +80,7 @@ def test_every_cause_and_every_fault_is_there():
     assert len(COVERING) < 0.4 * len(FAULTY)
 
 
-@pytest.mark.parametrize("name", of_each((*EACH_CAUSE, *SEVERAL), DEFAULT))
+@pytest.mark.parametrize("name", of_each((*EACH_CAUSE, *WEIGHTS, *SEVERAL), DEFAULT))
 def test_what_is_wrong_is_named_and_located(name, directory, model):
     """A wrong cause makes the user change correct code; a wrong place costs the user time."""
     port = FAULTY[name]

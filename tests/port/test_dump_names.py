@@ -10,12 +10,7 @@ from port.test_dump import MODEL, causes, dump
 from port.test_walk import IDS
 
 import gpt2
-from gpt2.port.deadline import Deadline
-from gpt2.port.dump.candidates import Candidate
-from gpt2.port.dump.evaluate import Evaluator
 from gpt2.port.dump.examination import computed_in
-from gpt2.port.dump.lenses import Lens, Span
-from gpt2.port.dump.table import Table
 from gpt2.port.fits.lacking import looks_dropped
 from gpt2.port.graph import Formula, Model, Program
 
@@ -59,15 +54,6 @@ def test_a_few_arrays_of_more_digits_are_no_sign_of_float64() -> None:
     assert computed_in(single, [double]) == ([torch.float32, torch.float64], None)
     assert computed_in(double, [single, single]) == ([torch.float32, torch.float64], None)
     assert computed_in(double, [double, torch.ones(2, dtype=torch.float32)]) == ([torch.float64, torch.float32], None)
-
-
-@pytest.mark.slow
-def test_streams_of_several_programs_pass_each_variant() -> None:
-    """A block that takes the embeddings ended a search for pairs with an exception, where streams were computed together."""
-    row = SIMULATION.on_ids(IDS[:1])
-    lens = Lens(row, Span(0, LAYERS, "logits", None, row.trace(Program())["logits"]))
-    wholes = [Candidate(tuple((one, n) for n in range(LAYERS))) for one in Table.of(SIMULATION).blocks]
-    Evaluator(lens, [one.program or Program() for one in wholes], Deadline()).alone()  # rows of a state, which is no dict
 
 
 def test_dropout_is_known_by_its_zeros() -> None:

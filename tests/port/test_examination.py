@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from port.test_walk import CONFIG as SMALL
-from port.test_walk import IDS, Port, checkpoint
+from port.test_walk import IDS, checkpoint
 from support.faulty import CONFIG, write
 from support.ports import PORTS
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from gpt2.port.diagnosis import diagnose, examination
 from gpt2.port.diagnosis.causes import CAUSES
 from gpt2.port.diagnosis.runner import PROGRESS, watch
 from gpt2.port.recording.collecting import collect
-from gpt2.port.search import search
 
 P = 0.3
 UNSCALED = {"scale": lambda port, scores, n: scores}
@@ -152,24 +151,6 @@ def test_a_search_ends_at_its_limit(model: gpt2.GPT2, monkeypatch: pytest.Monkey
     found = diagnose(unrecognised(model), model)
     assert found.verdict == "undetermined"
     assert found.notes[0].startswith("the search ended at its limit of 0 s; no stage was recognised")
-
-
-@pytest.mark.slow
-def test_values_that_come_back_unmixed_show_no_attention() -> None:
-    """Weights that saturate to "each token itself" give the values again, which are recorded in any case: that is no evidence."""
-    model = checkpoint()
-    for n in range(SMALL.n_layer):
-        model.h[n].attn.c_attn.weight.data[:, : SMALL.n_embd] *= 30  # queries times queries, unscaled, then saturate
-
-    def attend(port: Port, x: Tensor, n: int) -> Tensor:
-        q, k, v = (port.do_split(y, n) for y in port.affine(x, f"h.{n}.attn.c_attn").chunk(3, -1))
-        weights = torch.exp(-torch.cdist(q, k)).tril()
-        return port.do_project(port.do_merge(weights @ v.sin(), n), n)
-
-    pool = collect(Port(model, "batch", {"attend": attend}), IDS, SMALL)
-    found = search(pool, model.state_dict(), IDS, model)
-    assert found.causes == ()
-    assert found.lost == "h.0.attn.weights"
 
 
 def test_a_tensor_that_is_written_in_parts_is_recorded_whole() -> None:

@@ -84,7 +84,7 @@ def test_missing_places_are_reported(name, checkpoints):
     assert not report.ok
     lacking = {family.format(layer) for family in port.lacks for layer in range(config.n_layer)}
     assert set(report.unused) == lacking
-    assert report.problems
+    assert any("is the only difference from the checkpoint: without that, logits agree" in one for one in report.notes), report
 
 
 @torch.no_grad()

@@ -77,27 +77,6 @@ def test_noise_has_no_explanation(model: GPT2, ids: Tensor) -> None:
     assert explanation.first_wrong == "logits"
 
 
-@pytest.mark.slow
-def test_only_roundings_are_computed_exactly_beyond_the_bound(model: GPT2, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever halved the error was computed exactly: at gpt2's shape, before the faults of single blocks were tried at all.
-
-    Control: a fault with noise is no known fault, and no rounding.
-    """
-    computed: list[Candidate] = []
-    fit = Segment.fit
-    monkeypatch.setattr(Segment, "fit", lambda segment, candidate: (computed.append(candidate), fit(segment, candidate))[1])
-    wrong = wrong_by(model, ids, {"the exact GELU, by erf;": (0, 1)})["logits"]
-    right = model(ids).detach()
-    noise = torch.randn(wrong.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    logits = wrong + 0.02 * float((wrong - right).square().mean().sqrt()) * noise
-    explanation = explained(model, ids, {"logits": logits}, several=False)
-    assert explanation.complete
-    assert not explanation.hypotheses
-    rest = {label for one in computed if not one.rounds for label in one.labels}
-    known = Table.of(Model(model.state_dict(), model.config, ids)).blocks
-    assert rest.isdisjoint(one.label for one in known), rest  # others have a number that was fitted
-
-
 def test_a_fault_says_its_own_correction(model: GPT2, ids: Tensor) -> None:
     """The table's line was printed instead: a window was to be mended as a token that cannot see itself."""
     every = Table.of(Model(model.state_dict(), CONFIG, ids)).blocks
@@ -105,14 +84,6 @@ def test_a_fault_says_its_own_correction(model: GPT2, ids: Tensor) -> None:
     (found,) = Candidate(tuple((window, n) for n in range(CONFIG.n_layer))).found(CONFIG.n_layer)
     assert found.fix is not None
     assert "no window" in found.fix
-
-
-def test_each_fault_of_one_block_is_tried_once(model: GPT2, ids: Tensor) -> None:
-    """Roundings that go on outside the blocks were listed twice where only blocks are compared."""
-    own = Model(model.state_dict(), CONFIG, ids)
-    part = Segment(own, "h.1", Entrance(0, {"x": own.embed()}), {"h.1": own.embed()}, {})
-    keys = [one.key for one in Table.of(own).singles(part)]
-    assert len(keys) == len(set(keys))
 
 
 def test_rows_are_run_as_one_only_if_they_are_few(model: GPT2) -> None:

@@ -159,30 +159,13 @@ def test_the_config_decides_what_is_right() -> None:
     assert result.explained
 
 
-@pytest.mark.slow
-def test_an_unknown_formula_is_located_and_not_explained() -> None:
-    """Attention by distance is not among the known formulas: it is located without a cause, and the next fault is still named."""
-
-    def distant(port: Port, x: Tensor, n: int) -> Tensor:
-        if n != 0:
-            return Port.do_attend(port, x, n)
-        q, k, v = (port.do_split(y, n) for y in port.affine(x, f"h.{n}.attn.c_attn").chunk(3, -1))
-        return port.do_project(port.do_merge(Port.do_soft(port, -torch.cdist(q, k), n) @ v, n), n)
-
-    result = walked(config=replace(CONFIG, n_layer=2), attend=distant, act=act(torch.relu, 1))
-    assert not result.explained
-    assert result.lost == "h.0.attn.weights"
-    assert result.first.point.startswith("h.0.attn")
-    assert causes_of(result) == [("gelu-variant", "h.1.mlp.act")]
-
-
 def test_an_unknown_wiring_is_located() -> None:
-    """A squared branch has a place but no cause."""
-    result = walked(block=squared)
+    """A squared branch has a place but no cause, and the next fault is still named."""
+    result = walked(block=squared, act=act(torch.relu, 1))
     assert not result.explained
     assert result.lost == "h.0"
     assert result.first.point == "h.0"
-    assert result.causes == ()
+    assert causes_of(result) == [("gelu-variant", "h.1.mlp.act")]
 
 
 def test_a_cause_has_evidence_and_a_fix() -> None:

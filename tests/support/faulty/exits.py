@@ -3,14 +3,97 @@
 import shutil
 from pathlib import Path
 
-HERE = Path(__file__).parent / "hostile"  # files.txt has each file behind a line "=== NAME"; all import sound.py
+HEAD = """import atexit, math, os, signal, sys, threading, time
+
+import sound
+import torch
+
+"""
+BUILD = HEAD + "def build(checkpoint_dir):\n    {}\n"  # the text of a function begins in line 7
+FORWARD = HEAD + "class Wrong(sound.Sound):\n    def forward(self, ids):\n        {}\n"  # in line 8
+FORWARD += "\ndef build(checkpoint_dir):\n    return sound.load(Wrong, checkpoint_dir)\n"
+BUILDS = {
+    "asks": 'input("Which size? ")',
+    "class_and_no_instance": "return sound.Sound",
+    "crashes_in_build": r"""raise RuntimeError("Error(s) in loading:\n\tMissing key(s): 'a'\n\tsize mismatch for c")""",
+    "exits": "sys.exit(0)",  # as a training script that ends so
+    "exits_in_silence": "os._exit(0)",
+    "hangs_at_the_end": "threading.Thread(target=time.sleep, args=(3600,)).start(); return sound.build(checkpoint_dir)",
+    "hangs_in_build": "while True: pass",
+    "imports_what_is_not_there": "import a_package_that_nobody_has_installed",
+    "no_module": "return sound.build(checkpoint_dir).state_dict()",
+    "returns_a_nan_weight": "m = sound.build(checkpoint_dir); m.layers[0].up.weight.data[0, 0] = math.nan; return m",
+    "too_big": "return torch.nn.Linear(2**24, 2**24, dtype=torch.float64)",
+    "wants_gpu": "return sound.build(checkpoint_dir).cuda()",
+}
+FORWARDS = {
+    "crashes_hard": "os.abort()",
+    "hangs_in_forward": "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n        while True: time.sleep(3600)",
+    "returns_flat": "return super().forward(ids).flatten(0, 1)",
+    "returns_hidden": "return torch.zeros(*ids.shape, self.sizes.width) + super().forward(ids).sum()",
+    "returns_ids": "return super().forward(ids).argmax(-1)",
+    "returns_nan": "return super().forward(ids) + math.inf - math.inf",  # as with a mask of minus infinity only
+    "returns_nothing": "super().forward(ids)",
+    "training_dropout": "return torch.dropout(super().forward(ids), 0.1, True)",
+    "wants_gpu_in_forward": 'return super().forward(ids) + torch.arange(ids.size(1), device="cuda")',
+}
+WHOLE = {
+    "beside": "from sound import build\n",
+    "bigrams": """
+import json
+from torch import nn
+
+class Bigrams(nn.Embedding):
+    pass
+
+def build(checkpoint_dir):
+    words = json.load(open(checkpoint_dir + "/config.json"))["vocab_size"]
+    return Bigrams(words, words)
+""",
+    "crashes_in_forward": """
+import sound
+
+class Wrong(sound.Sound):
+    def forward(self, ids):
+        return super().forward(ids).view(7, 7, 7, -1)[1000]
+
+def build():
+    return Wrong(sound.Sizes(67, 23, 20, 3, 4, 52))
+""",
+    "needs_more": """
+import sound
+
+def build(checkpoint_dir, device, compile):
+    return sound.build(checkpoint_dir).to(device)
+""",
+    "no_build": "from sound import build as make\n",
+    # To both streams and to their file descriptors.
+    "prints": HEAD
+    + r"""
+print('{"verdict": "not this one"}')
+
+class Talks(sound.Sound):
+    def forward(self, ids):
+        print("forward", ids.shape, "x" * 10_000)
+        os.write(1, b"straight to the descriptor\n\xff\xfe\n")
+        print("and to stderr \x1b[31m", file=sys.stderr)
+        return super().forward(ids)
+
+def build(checkpoint_dir):
+    print("building ...")
+    atexit.register(print, "a last word")
+    return sound.load(Talks, checkpoint_dir)
+""",
+}
+TEXTS = WHOLE | {name: FORWARD.format(text) for name, text in FORWARDS.items()}
+TEXTS |= {name: BUILD.format(text) for name, text in BUILDS.items()}
 RUN = {"sound": 0, "beside": 0, "prints": 0, "returns_flat": 0, "hangs_at_the_end": 0, "training_dropout": 1}
-TEXTS = dict(part.split("\n", 1) for part in (HERE / "files.txt").read_text().split("=== ")[1:])
 HOSTILE = {name: RUN.get(name, 2) for name in sorted([*TEXTS, "sound"])}
 
 
 def write_hostile(folder: Path) -> None:
-    """Write every file into a new folder."""
-    shutil.copytree(HERE, folder, ignore=shutil.ignore_patterns("*.txt", "__pycache__"))
+    """Write every file into a new folder, beside the right one that all import."""
+    folder.mkdir()
+    shutil.copy(Path(__file__).with_name("sound.py"), folder)
     for name, text in TEXTS.items():
         (folder / f"{name}.py").write_text(text)

@@ -114,7 +114,6 @@ _PORTS = (
     Port("interleaved", "fused projection interleaved per head (H, 3, K), vocabulary padded to 64, -1e9 mask and id buffers"),
     Port("kqv", "fused in the order k, q, v; time first (T, B, D) inside; three levels deep; mlp declared before attention"),
     Port("prenorm", "fused (K, H, 3), heads merged (K, H), PreNorm wrappers, last norm inside the head's nn.Sequential"),
-    Port("russkiy", "Russian names, gamma/beta, head as an untied Parameter, positions (P, D), blocks in a ModuleDict"),
     Port("letters", "one ParameterDict a0, b0 ...; words and positions in one table, each norm a (2, D) tensor"),
     Port("channels", "nn.Conv1d of width one over (B, D, T), norms (1, D, 1), kinds in lists of their own, positions (1, D, P)"),
     Port("backwards", "declared in reverse: head first, ln_f before the blocks, which run from last to first; tied, with a bias"),

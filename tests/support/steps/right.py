@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -119,9 +118,7 @@ for _option in ("fused", "foreach"):
     right(_option, "nano")(lambda s, option=_option: plain(s, lambda model, s: adamw(model, s, **{option: True})))
 right("no clipping", "nano", clip=0.0)(plain)
 right("prompts left out", "nano", prompt="prompt")(plain)
-right("no decay", "mha", weight_decay=0.0)(plain)
 right("no decay, no clipping", weight_decay=0.0, clip=0.0)(plain)
-right("clipping that never bites", clip=1e6)(plain)
 right("other betas and rate", "nano", lr=6e-4, min_lr=6e-4, beta1=0.8, beta2=0.999, weight_decay=0.01)(plain)
 right("clipping with foreach", clip=0.5)(lambda s: plain(s, clip=lambda ps, c: nn.utils.clip_grad_norm_(ps, c, foreach=True)))
 
@@ -138,19 +135,6 @@ def decay_outside(s):
             return super().step(closure)
 
     return plain(s, lambda model, s: Outside(model.parameters(), lr=s.lr, betas=(s.beta1, s.beta2)))
-
-
-@right("clipping by hand", "nano")
-def clip_by_hand(s):
-    @torch.no_grad()
-    def clip(parameters, most):
-        grads = [p.grad for p in parameters]
-        norm = math.sqrt(sum(float((g**2).sum()) for g in grads))
-        for g in grads:
-            if norm > most:
-                g *= most / (norm + 1e-6)
-
-    return plain(s, clip=clip)
 
 
 @right("one-hot targets", "mha")
@@ -174,13 +158,6 @@ def shifts_by_itself(model, x, y):
 @with_loss
 def float_logits(model, x, y):
     return F.cross_entropy(logits(model, x, V).float().flatten(0, 1), y.flatten())
-
-
-@right("autocast", rounds=True)
-@with_loss
-def autocast(model, x, y):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return loss_of(model, x, y)
 
 
 @right("autocast with GradScaler", "nano")

@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support.ports import logits
 from support.steps.faults import SCHEDULE
-from support.steps.right import V, adamw, groups, loss_of, plain, right
+from support.steps.right import adamw, groups, loss_of, plain, right
 from support.steps.right_accumulated import factor
 
 
@@ -29,11 +28,6 @@ class Written(torch.optim.Optimizer):
                 v = held["v"] = held.get("v", torch.zeros_like(p)).mul(b2).addcmul(p.grad, p.grad, value=1 - b2)
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.addcdiv_(m / (1 - b1**t), (v / (1 - b2**t)).sqrt().add_(1e-8), value=-group["lr"])
-
-
-@right("written as an Optimizer", "nano")
-def written(s):
-    return plain(s, lambda model, s: Written(groups(model, s), s.lr, (s.beta1, s.beta2)))
 
 
 @right("written over lists", "mha")
@@ -57,32 +51,6 @@ def over_lists(s):
                     ratio = m / (1 - s.beta1 ** count[0]) / ((v / (1 - s.beta2 ** count[0])) ** 0.5 + 1e-8)
                     p.copy_(p * (1 - s.lr * (s.weight_decay if p.ndim > 1 else 0)) - s.lr * ratio)
             return loss.item()
-
-        return step
-
-    return make_step
-
-
-@right("one flat vector of parameters")
-def flat(s):
-    def make_step(model):
-        ps = list(model.train().parameters())
-        decays = torch.cat([torch.full((p.numel(),), s.weight_decay * (p.ndim > 1)) for p in ps]).to(ps[0])
-        state = {"m": torch.zeros_like(decays), "v": torch.zeros_like(decays), "t": 0}
-
-        def step(x, y):
-            model.zero_grad()
-            loss = loss_of(model, x, y)
-            loss.backward()
-            g = nn.utils.parameters_to_vector([p.grad for p in ps])
-            g = g * (s.clip / (g.norm() + 1e-6)).clamp(max=1)
-            state["t"] += 1
-            state["m"] = s.beta1 * state["m"] + (1 - s.beta1) * g
-            state["v"] = s.beta2 * state["v"] + (1 - s.beta2) * g**2
-            m, v = state["m"] / (1 - s.beta1 ** state["t"]), state["v"] / (1 - s.beta2 ** state["t"])
-            w = nn.utils.parameters_to_vector(ps).detach()
-            nn.utils.vector_to_parameters(w - s.lr * (decays * w + m / (v.sqrt() + 1e-8)), ps)
-            return loss
 
         return step
 
@@ -181,18 +149,6 @@ def functional(s):
         return step
 
     return make_step
-
-
-@right("Trainer-like", "nano", grad_accum=2)
-def trainer(s):
-    """Labels equal to ids, shifted by the model; sums divided by the number of targets in the whole batch."""
-
-    def losses(model, x, y):
-        for row in torch.cat([x, y[:, -1:]], dim=1).split(len(x) // s.grad_accum):
-            found = logits(model, row, V)[:, :-1]
-            yield F.cross_entropy(found.flatten(0, 1), row[:, 1:].flatten(), reduction="sum") / y.numel()
-
-    return plain(s, losses=losses)
 
 
 @right("written, with warm-up and cosine", "encoder_layer", **SCHEDULE)
