@@ -19,7 +19,6 @@ BUILDS = {
     "exits": "sys.exit(0)",  # as a training script that ends so
     "exits_in_silence": "os._exit(0)",
     "hangs_at_the_end": "threading.Thread(target=time.sleep, args=(3600,)).start(); return sound.build(checkpoint_dir)",
-    "hangs_in_build": "while True: pass",
     "imports_what_is_not_there": "import a_package_that_nobody_has_installed",
     "no_module": "return sound.build(checkpoint_dir).state_dict()",
     "returns_a_nan_weight": "m = sound.build(checkpoint_dir); m.layers[0].up.weight.data[0, 0] = math.nan; return m",
@@ -29,13 +28,10 @@ BUILDS = {
 FORWARDS = {
     "crashes_hard": "os.abort()",
     "hangs_in_forward": "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n        while True: time.sleep(3600)",
-    "returns_flat": "return super().forward(ids).flatten(0, 1)",
     "returns_hidden": "return torch.zeros(*ids.shape, self.sizes.width) + super().forward(ids).sum()",
-    "returns_ids": "return super().forward(ids).argmax(-1)",
     "returns_nan": "return super().forward(ids) + math.inf - math.inf",  # as with a mask of minus infinity only
     "returns_nothing": "super().forward(ids)",
     "training_dropout": "return torch.dropout(super().forward(ids), 0.1, True)",
-    "wants_gpu_in_forward": 'return super().forward(ids) + torch.arange(ids.size(1), device="cuda")',
 }
 WHOLE = {
     "beside": "from sound import build\n",
@@ -87,8 +83,8 @@ def build(checkpoint_dir):
 }
 TEXTS = WHOLE | {name: FORWARD.format(text) for name, text in FORWARDS.items()}
 TEXTS |= {name: BUILD.format(text) for name, text in BUILDS.items()}
-RUN = {"sound": 0, "beside": 0, "prints": 0, "returns_flat": 0, "hangs_at_the_end": 0, "training_dropout": 1}
-HOSTILE = {name: RUN.get(name, 2) for name in sorted([*TEXTS, "sound"])}
+RUN = {"beside": 0, "prints": 0, "hangs_at_the_end": 0, "training_dropout": 1}
+HOSTILE = {name: RUN.get(name, 2) for name in TEXTS}
 
 
 def write_hostile(folder: Path) -> None:
