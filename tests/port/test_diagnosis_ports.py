@@ -184,7 +184,7 @@ def test_a_finite_mask_that_scores_reach_is_named(directory):
 def test_official_shape(tmp_path, monkeypatch):
     """Some faults coincide at a tiny size, or have too small an effect. (More: tools/diagnose_table.py --shape gpt2)"""
     monkeypatch.setattr(deadline, "SLOWEST", math.inf)  # of CPU time there is enough, by the clock not always
-    config = replace(OFFICIAL_SIZES["gpt2"], n_layer=3)  # its widths, context and vocabulary
+    config = replace(OFFICIAL_SIZES["gpt2"], n_layer=3, n_positions=256, vocab_size=5003)  # its widths and heads
     folder = write(tmp_path, config)
     port, model = FAULTY["einsum3d: mask-multiplied"], gpt2.load(str(folder))
     module = port.build(config, folder)
