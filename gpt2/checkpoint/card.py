@@ -75,51 +75,21 @@ def of_export(done: Export, revision: str | None, command: str) -> Record:
 
 
 def render(record: Record, where: Path = Path(RECORD)) -> str:
-    """Return the whole card: metadata, by the Hub's own library, and text. Raises InputError: the record lacks a part."""
+    """Return the whole card. Raises InputError: the record lacks a part."""
     import jinja2
+    from huggingface_hub import ModelCardData
 
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(line=_line, code=_code, fenced=_fenced, named=_named, json=partial(json.dumps, indent=1))
-    template = environment.from_string(Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8"))
-    known = {"repo": "OWNER/NAME", "license": None, "chat": None, **record} | {part: record.get(part) or {} for part in PARTS}
+    text = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
+    form = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    form.add_extension("jinja2.ext.do")
+    form.filters.update(line=_line, code=_code, fenced=_fenced, named=_named, json=partial(json.dumps, indent=1))
+    form.filters["metadata"] = lambda values: ModelCardData(**values).to_yaml()
+    known = {"repo": "OWNER/NAME", "license": None, "language": None, "chat": None, **record}
     try:
-        text = template.render(known, metadata=_metadata(known))
+        text = form.from_string(text).render(known | {part: record.get(part) or {} for part in PARTS})
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, jinja2.UndefinedError):
         raise InputError(f"{where}: lacks a part that the card needs; remove it, or write the folder again") from None
     return re.sub("\n{3,}", "\n\n", text).replace("\0", "\n")
-
-
-def _metadata(known: Record) -> str:
-    """Return what the Hub reads: no figures of an export in another dtype, which nobody has measured."""
-    from huggingface_hub import EvalResult, ModelCardData
-
-    run, classes = known["training"], known["training"].get("classes")
-    task = "text-classification" if classes else "text-generation"
-    found = [
-        EvalResult(
-            task_type=task,
-            dataset_type=(run["datasets"] or ["text"])[0],
-            dataset_name=run["text"],
-            dataset_split="held out",
-            metric_type=kind,
-            metric_value=values[0],
-            metric_name=f"{kind.replace('_', ' ')}, {run['protocol']}",
-            metric_args={"context": run["context"], "protocol": run["protocol"], "tokens": run["val_tokens"]},
-        )
-        for kind, values in ({} if known["export"].get("rounded") else run.get("figures", {})).items()
-    ]
-    return ModelCardData(
-        base_model=known["base"].get("id"),
-        datasets=run.get("datasets"),
-        eval_results=found or None,
-        model_name=known["title"] if found else None,
-        language=known.get("language"),
-        library_name={"hf": "transformers", "gguf": "gguf"}.get(known["format"]),
-        license=known["license"],
-        metrics=["accuracy" if classes else "perplexity"] if found else None,
-        pipeline_tag=task,
-        tags=["gpt2", "gpt2-toolkit"] + (["lora"] if run and run["recipe"]["lora"]["r"] else []),
-    ).to_yaml()
 
 
 def _code(text: str) -> str:
@@ -152,14 +122,11 @@ def contents(directory: Path, record: Record) -> tuple[dict[str, bytes], str]:
     remark, edited, text = "", edited_card(directory), render(record, directory / RECORD)
     if edited is not None:
         remark = f"{directory / CARD} is not as gpt2 wrote it, so it is kept"
-        due, text = _blocks(text), edited.decode(errors="replace").replace("OWNER/NAME", record.get("repo", "OWNER/NAME"))
+        due = {found["name"]: found[0] for found in BLOCK.finditer(text) if found["name"]}
+        text = edited.decode(errors="replace").replace("OWNER/NAME", record.get("repo", "OWNER/NAME"))
         text = BLOCK.sub(lambda found: found[0] if found["fence"] else due.get(found["name"], ""), text)
     record = {**record, "card_sha256": None if remark else hashlib.sha256(text.encode()).hexdigest()}
     return {CARD: text.encode(), RECORD: (json.dumps(record, indent=2) + "\n").encode()}, remark
-
-
-def _blocks(text: str) -> dict[str, str]:
-    return {found["name"]: found[0] for found in BLOCK.finditer(text) if found["name"]}
 
 
 def edited_card(directory: Path) -> bytes | None:
@@ -198,38 +165,39 @@ def _own_record(name: ModelName) -> Record:
 def check(folder: Path, hashes: Mapping[str, str]) -> Iterator[str]:
     """Yield remarks on the card in ``folder``, whose files have these hashes.
 
-    Raises InputError: the card cannot be read, or it claims figures or a base that the record does not have, or the record is of
+    Raises InputError: the card cannot be read, or claims figures or a base that the record does not have, or the record is of
     other weights.
     """
     if CARD not in hashes:
         yield f"there is no {CARD}: the model will have an empty page"
         return
-    path, text, record = folder / CARD, read(folder / CARD).decode(errors="replace"), read_record(folder)
-    from huggingface_hub import ModelCard
-    from yaml import YAMLError
-
-    try:
-        claimed: Any = ModelCard(text if text.lstrip().startswith("---") else f"---\n\n---\n{text}").data
-    except (YAMLError, ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"{path}: its metadata cannot be read ({' '.join(str(error).split())[:160]})") from None
+    path, record = folder / CARD, read_record(folder)
+    claims, license = _claims(read(path).decode(errors="replace"), path)
     if record is None:
-        yield f"there is no {RECORD}" + (", so nothing supports the figures of the card" if claimed.eval_results else "")
+        yield f"there is no {RECORD}" + (", so nothing supports what the card claims" if claims else "")
         return
     if (record.get("training") or {}).get("unchanged"):
         yield "the weights are the initial ones, unchanged: no step of the run was better than they are"
     for name, digest in (record.get("weights") or {}).items():
         if hashes.get(name) != digest:
             raise InputError(f"{folder}: {RECORD} is of another {name}; remove it and {CARD}, or write the model again")
-    stated: Any = ModelCard(due := render(record, folder / RECORD)).data
-    known = [(result.metric_type, result.metric_value) for result in stated.eval_results or ()]
-    for result in claimed.eval_results or ():
-        if (result.metric_type, result.metric_value) not in known:
-            what = f"claims {result.metric_type} {result.metric_value}, and {RECORD} has no such figure; correct it"
-            raise InputError(f"{path}: {what}")
-    if claimed.base_model not in (None, stated.base_model):
-        raise InputError(f"{path}: claims base_model {claimed.base_model}, {RECORD} says {stated.base_model}; correct the card")
-    for found in BLOCK.finditer(text):
-        if found["name"] and found[0] != _blocks(due).get(found["name"]):
-            raise InputError(f"{path}: its part {found['name']!r} is not what {RECORD} says; correct the card")
-    if claimed.license is None:
+    known, _ = _claims(render(record, folder / RECORD), path)
+    if unknown := [what for what, text in claims if (what, text) not in known]:
+        raise InputError(f"{path}: claims {unknown[0]}, which {RECORD} does not say; correct the card")
+    if license is None:
         yield f"the card states no licence: add 'license: ...' to the first lines of {CARD} if you may grant one"
+
+
+def _claims(text: str, path: Path) -> tuple[list[tuple[str, str]], str | None]:
+    """Return what a card says of figures and base: each claim's name for the user, and its text; and the licence."""
+    from huggingface_hub import ModelCard
+    from yaml import YAMLError
+
+    try:
+        data: Any = ModelCard(text if text.lstrip().startswith("---") else f"---\n\n---\n{text}").data
+    except (YAMLError, ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"{path}: its metadata cannot be read ({' '.join(str(error).split())[:160]})") from None
+    claims = [(f"{result.metric_type} {result.metric_value}", "") for result in data.eval_results or ()]
+    claims += [(f"base_model {data.base_model}", "")] if data.base_model is not None else []
+    blocks = [(f"other figures in its part {found['name']!r}", found[0]) for found in BLOCK.finditer(text) if found["name"]]
+    return claims + blocks, data.license

@@ -7,6 +7,7 @@ next page to any host with the token, and limit neither time nor size. Here ever
 import contextlib
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -146,12 +147,7 @@ def _answer(url: str, query: dict[str, str], seconds: float) -> tuple[JSON, str]
 
     def request() -> tuple[bytes, str]:
         with get(url, seconds, query) as answer:
-            body = bytearray()
-            for chunk in answer.iter_bytes():
-                body += chunk
-                if len(body) > MAX_ANSWER or time.monotonic() > end:
-                    break
-            return bytes(body), str(answer.links.get("next", {}).get("url", ""))
+            return body_of(answer, end), str(answer.links.get("next", {}).get("url", ""))
 
     try:
         body, link = moving(request, lambda: None, seconds + 0.5)
@@ -167,6 +163,18 @@ def _answer(url: str, query: dict[str, str], seconds: float) -> tuple[JSON, str]
         return json.loads(body), link
     except (ValueError, RecursionError) as error:
         raise no_hub("its answer is not JSON") from error
+
+
+def body_of(answer: "Response", end: float = math.inf) -> bytes:
+    """Return a streamed response's body, or what of it came before ``end``. Raises InputError: it is too long."""
+    body = bytearray()
+    for chunk in answer.iter_bytes():
+        body += chunk
+        if len(body) > MAX_ANSWER:
+            raise no_hub("its answer does not end")
+        if time.monotonic() > end:
+            break
+    return bytes(body)
 
 
 def moving(work: Callable[[], T], moved: Callable[[], object], seconds: float) -> T:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,7 +45,6 @@ PATIENCE, SLOWEST = 60.0, 10_000  # seconds for an answer or until something mov
 # Headers of an answer that are passed on; not how long the client would sleep, nor of a body that is decoded.
 KEPT = ("X-Error-Code", "X-Error-Message", "Content-Type", "ETag", "Link")
 AGAIN = "run it again, what the Hub has is not sent again"
-DOWN = "the Hub is busy or down; run it again later, what it has is not sent again"
 # Status of a refusal -> what to do; {said} is the Hub's own reason, {hub} its address.
 REFUSALS = {
     401: "the token is not valid; run `hf auth login`, or correct HF_TOKEN",
@@ -56,6 +54,7 @@ REFUSALS = {
     **dict.fromkeys((409, 412), "the repository changed meanwhile; run it again"),
     413: "too large for the Hub; split the weights into shards, or ask the Hub for more room",
     429: "too many requests; wait some minutes and " + AGAIN,
+    503: "the Hub is busy or down; run it again later, what it has is not sent again",
 }
 
 
@@ -167,8 +166,6 @@ def look(planned: Plan, *, public: bool) -> Target:
             return Target(url, not public, None)
         others = {str(file.rfilename) for file in info.siblings or ()} - {*planned.content, ".gitattributes"}
         commit = hub.require_commit(info.sha)
-    if info.id != repo:
-        raise InputError(f"{repo} is called {quoted(info.id)} now; give that name")
     if info.private is not True and not public:
         raise InputError(f"{url} is public already; add --public, or choose another name for a private one")
     return Target(url, info.private is True, commit, tuple(sorted(others)))
@@ -201,8 +198,7 @@ def send(planned: Plan, target: Target) -> tuple[str, list[str]]:
 
 @contextlib.contextmanager
 def _client(repo: str) -> Iterator[HfApi]:
-    """Yield the Hub's client. It follows no redirect to another host, to which it would send the files, and waits for nothing
-    without end. So it sends over git LFS: over Xet, the Hub's chunked storage, its requests are not its own.
+    """Yield the Hub's client, which sends over git LFS: over Xet, the Hub's chunked storage, its requests are not its own.
 
     Raises InputError: there is no token, no network is allowed, or what the block raises, in one line.
     """
@@ -219,7 +215,6 @@ def _client(repo: str) -> Iterator[HfApi]:
     def careful() -> Client:
         client = factory()
         client.timeout = PATIENCE  # of each step: to connect, to write, to read
-        client.event_hooks = {**client.event_hooks, "response": [*client.event_hooks["response"], _stay]}
         client.send = partial(_whole_answer, client.send)  # type: ignore[method-assign]
         return client
 
@@ -234,27 +229,20 @@ def _client(repo: str) -> Iterator[HfApi]:
         constants.HF_HUB_DISABLE_XET = without_xet
 
 
-def _stay(answer: Response) -> None:
-    """Raise InputError if an answer leads to another host, or to the same without encryption."""
-    asked = answer.request.url
-    there = asked.join(answer.headers["location"]) if answer.has_redirect_location else asked
-    if (there.scheme, there.netloc) != (asked.scheme, asked.netloc):
-        what = f"{asked.host} sends the upload on to {there.scheme}://{there.netloc.decode()}"
-        raise InputError(f"{what}, where nothing was sent; if that is your Hub, set HF_ENDPOINT to it")
-
-
-def _whole_answer(send: Any, request: Request, **options: Any) -> Response:
-    """Send a request and return the whole answer. Raises InputError: it is too long, or not there in time."""
-    seconds, body = 2 * PATIENCE + int(request.headers.get("content-length", 0)) / SLOWEST, bytearray()
+def _whole_answer(send: Callable[..., Response], request: Request, **options: Any) -> Response:
+    """Send a request and return the whole answer. Raises InputError: it is too long, or not there in time, or leads elsewhere,
+    where the client would send the files and the token.
+    """
+    seconds = 2 * PATIENCE + int(request.headers.get("content-length", 0)) / SLOWEST
 
     def whole() -> Response:
-        with contextlib.closing(send(request, **{**options, "stream": True})) as answer:
-            for chunk in answer.iter_bytes():
-                body.extend(chunk)
-                if len(body) > hub.MAX_ANSWER:
-                    raise hub.no_hub("its answer does not end")
-        headers = {name: answer.headers[name] for name in KEPT if name in answer.headers}
-        return type(answer)(answer.status_code, headers=headers, content=bytes(body), request=answer.request)
+        with contextlib.closing(send(request, **{**options, "stream": True, "follow_redirects": False})) as answer:
+            if answer.has_redirect_location:
+                there = hub.one_line(Exception(request.url.join(answer.headers["location"])))
+                what = f"{request.url.host} sends the upload on to {there}, where nothing was sent"
+                raise InputError(f"{what}; give the repository's name there, or set HF_ENDPOINT if that is your Hub")
+            headers = {name: answer.headers[name] for name in KEPT if name in answer.headers}
+            return type(answer)(answer.status_code, headers=headers, content=hub.body_of(answer), request=request)
 
     try:
         return hub.moving(whole, lambda: None, seconds)
@@ -268,16 +256,16 @@ def _refused(repo: str, error: Exception) -> InputError:
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
     cause = (error.__cause__ or error) if isinstance(error, RuntimeError) else error  # the client names the file around it
+    why, endpoint = hub.one_line(cause), constants.ENDPOINT
+    if isinstance(cause, InputError):
+        return InputError(str(cause).replace("use --offline", AGAIN))
     if isinstance(cause, HfHubHTTPError):
-        endpoint, status = constants.ENDPOINT, cause.response.status_code
-        said = hub.one_line(Exception(cause.response.headers.get("X-Error-Message") or "no reason given"))[:160]
-        what = REFUSALS.get(status, DOWN if status == 408 or status >= 500 else "{said}; correct it and publish again")
-        what = what.format(hub=endpoint, owner=repo.partition("/")[0], said=said)
+        status, why = cause.response.status_code, cause.response.headers.get("X-Error-Message") or "no reason given"
+        what = REFUSALS.get(status, REFUSALS[503] if status == 408 or status >= 500 else "{said}; correct it and publish again")
+        what = what.format(hub=endpoint, owner=repo.partition("/")[0], said=hub.one_line(Exception(why))[:160])
         return InputError(f"{endpoint} answers {status} for {repo}: {what}")
-    if not isinstance(cause, InputError):
-        if isinstance(error, HTTPError | OSError | RuntimeError):
-            return InputError(f"the upload to {repo} broke off ({hub.one_line(cause)}): check the network and {AGAIN}")
-        if isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError | UnicodeError):  # the checks of the card
-            return InputError(f"{repo}: {hub.one_line(cause)}; correct it and publish again")
-        cause = hub.no_hub(f"{type(error).__name__}: {hub.one_line(error)}")
-    return InputError(str(cause).replace("use --offline", AGAIN))
+    if isinstance(error, HTTPError | OSError | RuntimeError):
+        return InputError(f"the upload to {repo} broke off ({why}): check the network and {AGAIN}")
+    if type(error) is ValueError:  # the checks of the card
+        return InputError(f"{repo}: {why}; correct it and publish again")
+    return InputError(str(hub.no_hub(f"{type(error).__name__}: {why}")).replace("use --offline", AGAIN))

@@ -45,9 +45,12 @@ def record_of(folder: Path) -> Record | None:
     try:
         raw = json.loads(read_all(folder / RECIPE))
         rows = [row for line in read_all(folder / METRICS).decode().splitlines() if (row := row_of(line))]
-        init, text_sha256, held_out = raw.pop("init"), raw.pop(TEXT), raw.pop(HELD_OUT)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{folder}: not the folder of a run ({error}); give one that gpt2 train made") from None
+    if lacks := sorted({"init", TEXT, HELD_OUT} - set(raw)):
+        remedy = "train it anew with --fresh to have one"
+        raise InputError(f"{folder / RECIPE}: an earlier gpt2 wrote it, without the {lacks[0]} that a card tells; {remedy}")
+    init, text_sha256, held_out = raw.pop("init"), raw.pop(TEXT), raw.pop(HELD_OUT)
     recipe = build(raw, f"{folder}/{RECIPE}")
     if recipe.model.kind == "bigram":
         return None

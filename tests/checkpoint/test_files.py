@@ -53,19 +53,12 @@ def test_reads_what_the_library_reads(tmp_path: Path) -> None:
     ("header", "says"),
     [
         ([], "invalid type: sequence"),
-        (b"", "EOF"),
-        (b'{"a": \xff}', "UTF-8"),
         (b'{"a":' * 100_000, "the safetensors library refuses"),
-        ({"a": row(0, 16) | {"shape": [5]}}, "the safetensors library refuses"),
-        ({"a": row(0, 16) | {"shape": [2**63, 2]}}, "overflow"),
-        ({"a": row(0, 16) | {"shape": [-2, -2]}}, "integer `-2`"),
         ({"a": row(0, 16) | {"dtype": "F8_E4M3", "shape": [16]}}, "dtype 'F8_E4M3'"),
         ({"a": row(0, 16), "b": row(16, 16, [0, 2**62])}, "a shape that is too large"),
         ({"a": row(0, 16, [4] + [1] * 100_000)}, "a shape that is too large"),  # a message of 300 kB shows no cause
         ({"a": ["F32", [4], [0, 16]]}, "in an unknown form"),  # the library reads both, and ours ended in a TypeError
         ({"a": row(0, 16) | {"dtype": {"F32": None}}}, "in an unknown form"),
-        ({"a": row(0, 20)}, "not fully covered"),
-        ({"a": row(4, 16)}, "invalid offset"),
         ({"a": row(0, 12), "b": row(8, 16)}, "invalid offset"),
         ({"a\n\x1b[2J": row(4, 16)}, r"`a\n\x1b[2J`"),
         ({"a" * 1000: row(4, 16)}, "invalid offset"),
@@ -103,10 +96,8 @@ def test_a_true_header_is_accepted(tmp_path: Path) -> None:
     ("change", "says"),
     [
         (lambda raw: raw.pop("weight_map"), "no weight_map"),
-        (lambda raw: raw.update(weight_map=[]), "no weight_map"),
         (lambda raw: raw.update(weight_map={}), "no weight_map"),
         (lambda raw: raw["weight_map"].update({"transformer.wte.weight": ["a"]}), "no weight_map"),
-        (lambda raw: raw["weight_map"].update({"transformer.wte.weight": None}), "no weight_map"),
         (lambda raw: raw["weight_map"].update({"transformer.wte.weight": "../secret.safetensors"}), "no weight_map"),
         (lambda raw: raw["weight_map"].update({"transformer.wte.weight": "/etc/a.safetensors"}), "no weight_map"),
         (lambda raw: raw["weight_map"].update({"transformer.wte.weight": "pytorch_model.bin"}), "no weight_map"),

@@ -8,12 +8,12 @@ from support import forks, fuzz
 # For a quick and a slow run: the number of inputs, the share that must still load, and the number of different refusals. A reader
 # without one of its checks falls within 3,100 inputs of the slow run's seed; more inputs: `python -m support.surfaces --count`.
 CASES = {
-    "dialects": (250, 8000, 0.08, 25),
-    "safetensors": (1000, 20_000, 0.08, 8),
-    "tensorflow, resealed": (250, 4000, 0.1, 10),
-    "texts": (510, 8160, 0.05, 0),
-    "arguments": (40, 2000, -1, 5),
-    "hub": (30, 1000, 0.1, 4),
+    "dialects": (250, 3100, 0.08, 25),
+    "safetensors": (1000, 5000, 0.08, 8),
+    "tensorflow, resealed": (250, 3100, 0.1, 10),
+    "texts": (510, 3230, 0.05, 0),
+    "arguments": (40, 400, -1, 5),
+    "hub": (30, 300, 0.1, 4),
 }
 
 

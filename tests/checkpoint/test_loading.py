@@ -318,13 +318,13 @@ def test_what_the_machine_cannot_hold_is_refused_before_it_is_allocated(tmp_path
 
 
 @pytest.mark.slow
-def test_ten_thousand_layers_are_read_in_time(tmp_path: Path) -> None:
-    """Each parameter that was read looked through all others: a quarter of an hour for a file of 35 MB."""
-    wide, layers = 8, 10_000
+def test_three_thousand_layers_are_read_in_time(tmp_path: Path) -> None:
+    """Each parameter that was read looked through all others: a quarter of an hour for ten thousand layers."""
+    wide, layers = 8, 3000
     head = np.zeros(256, "<i4")
     head[:8] = 20240326, 3, 8, 60, layers, 2, wide, 128
     numbers = np.zeros((128 + 8 + 2) * wide + layers * (12 * wide * wide + 13 * wide), "<f4")
     (tmp_path / "model.bin").write_bytes(head.tobytes() + numbers.tobytes())
     begin = time.process_time()
     assert load_path(tmp_path / "model.bin").config.n_layer == layers
-    assert time.process_time() < begin + 60
+    assert time.process_time() < begin + 20

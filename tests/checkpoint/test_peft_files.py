@@ -334,7 +334,7 @@ def test_verify_refuses_an_adapter_that_is_merged_wrongly_into_a_square_matrix(b
             weight.copy_(MERGES[how](weight, bare.h[1].attn.c_proj.weight))
         return model
 
-    report = gpt2.verify(str(adapter), build=build, keep_going=True, quick=how == "right")
+    report = gpt2.verify(str(adapter), build=build, keep_going=True, quick=True)
     failed = {check.id for check in report.checks if not check.ok}
     assert failed >= {"adapter", "activations", "logits"} if how != "right" else not failed
 

@@ -169,9 +169,7 @@ def test_model_args_are_plain_or_none(tmp_path: Path, args: Any) -> None:
         ({"one": {"wte.weight": torch.ones(1)}, "two": [{"gpt.wpe.weight": torch.ones(1)}]}, "under one, two.0"),
         ({"model": {"a": torch.ones(1)}, "state_dict": {"a": torch.ones(1)}}, "under model, state_dict"),
         ({"a": torch.ones(1).expand(4)}, "a is expanded"),
-        ({"a": torch.ones(2, 3).unfold(1, 2, 1)}, "a is expanded"),
         ({"a": torch.ones(2, dtype=torch.complex64)}, "a is complex64"),
-        ({"a": torch.ones(2, dtype=torch.uint16)}, "a is uint16"),
         ({"a": torch.ones(2).to(torch.float8_e4m3fn)}, "a is float8_e4m3fn"),
         ({"a": torch.ones(2, dtype=torch.complex64).conj().imag}, "a is a negated or conjugated view"),
         ({"a": torch.ones(2, 2).to_sparse()}, "a is sparse"),
@@ -242,12 +240,11 @@ def hostile_file(form: str, path: Path, evil: Any) -> Callable[[Path], Any]:
     return run
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "form",
-    ["zip", "legacy", "bare", "bare 0", "bare 4", "magic", "version", "sys_info", "keys", "device", "hooks", "state", "key",
-     "nanogpt", "optimizer", "protocol 4"],
-)  # fmt: skip
+PLACES = ["legacy", "bare", "bare 0", "bare 4", "magic", "version", "sys_info", "keys", "device", "hooks", "state", "key"]
+PLACES += ["nanogpt", "optimizer", "protocol 4"]
+
+
+@pytest.mark.parametrize(("form", "way"), [*(("zip", way) for way in WAYS), *((form, "posix.system") for form in PLACES)])
 def test_code_is_never_run(tmp_path: Path, form: str, way: str) -> None:
     """A file whose weights can be read is read, with a note of what its pickle names; the rest is refused.
 
@@ -349,10 +346,8 @@ ARCHIVES: list[tuple[Write, str]] = [
     (archive({"archive/data.pkl": ONE, "archive/data/0": bytes(8)}, zipfile.ZIP_BZIP2), "archive/data/0 in it is compressed"),
     # Other archives: NumPy's, a TorchScript program, two checkpoints in one.
     (archive({"a/data.pkl": ONE, "b/data.pkl": ONE}), "not one of torch.save"),
-    (archive({"a/b/data.pkl": ONE}), "not one of torch.save"),
     (archive({"a/weights.npy": DATA}), "not one of torch.save"),
     (archive({"a/data.pkl": ONE, "b/data/0": DATA}), "needs a storage of 8 bytes"),
-    (archive({"a/data.pkl": ONE, "a/data/0": DATA[:-1]}), "needs a storage of 8 bytes"),
     (archive({"a/data.pkl": b"", "a/data/0": DATA}), "cut short"),
     (archive({"a/data.pkl": bytes(PICKLE_LIMIT + 1), "a/data/0": DATA}), "no GPT-2 needs more than"),
     (archive({"a/data.pkl": ONE, "a/data/0": DATA, "a/byteorder": b"big"}), "big-endian"),
@@ -386,7 +381,6 @@ LIES = [
     (tensor(shape=(3,)), "reaches beyond"),
     (tensor(1), "reaches beyond"),
     (tensor(stride=(2,)), "reaches beyond"),
-    (tensor(shape=(2**40, 2**40), stride=(2**40, 1)), SENSE),
     (tensor(shape=(0, 2**47, 2**47), stride=(1, 1, 1)), SENSE),
     (tensor(shape=(2**40,), stride=(0,)), "expanded"),
     (tensor(shape=(2, 2), stride=(1, 1)), "expanded"),
@@ -394,7 +388,6 @@ LIES = [
     (tensor(1, stride=(-1,)), SENSE),
     (tensor(shape=(2**48,)), SENSE),
     (tensor(shape=(True,)), SENSE),
-    (tensor(shape=[2]), SENSE),
     (tensor(shape=(2, 1)), SENSE),
     (tensor(shape=(1,) * 9, stride=(1,) * 9), SENSE),
     (tensor(shape=None), SENSE),
@@ -406,9 +399,7 @@ LIES = [
     (tensor(count=2**60), "where a storage should be"),
     (tensor(tail=(None, None)), "where a storage should be"),
     (tensor(0, (2,), (1,), False, {}, {"neg": True}), "negated"),
-    (Called(REBUILD, Stored(Stored("storage")), 0, (2,), (1,)), "where a storage should be"),
     (Called(torch._utils._rebuild_parameter, 1, False, {}), "no tensor"),
-    (Called(torch._tensor._rebuild_from_type_v2, REBUILD, torch.Tensor), "no tensor"),
     (Called(V3, RAW, 0, (2,), (1,), False, {}, torch.float64), "beyond"),
     (Called(V3, RAW, 0, (2,), (1,), False, {}, "float32"), "is None"),
 ]  # fmt: skip
@@ -431,14 +422,11 @@ def test_a_tensor_that_leaves_its_storage_is_refused(tmp_path: Path, lie: Called
     [
         ({"0": (3, DATA + bytes(4))}, None, {"a": tensor()}, "another size"),
         ({"0": (2, DATA[:-1])}, None, {"a": tensor()}, "where its storages end"),
-        ({"0": (2, DATA + b"\0")}, None, {"a": tensor()}, "where its storages end"),
         ({"0": (2, DATA)}, None, {"a": tensor(count=2**47)}, "where its storages end"),
         ({"0": (2, DATA)}, ["0", "0"], {"a": tensor()}, "lists a storage '0'"),
-        ({"0": (2, DATA)}, ["1"], {"a": tensor()}, "lists a storage '1'"),
         ({"0": (2, DATA)}, [["0"]], {"a": tensor()}, "lists a storage ['0']"),
         ({"0": (2, DATA)}, [], {"a": tensor()}, "where its storages end"),
         ({}, {"0": 1}, {"a": tensor()}, "needs a storage of 8 bytes"),
-        ({}, None, {"a": tensor()}, "needs a storage of 8 bytes"),
         # The length in bytes would depend on which of two dtypes is used.
         ({"0": (2, DATA)}, None, {"a": tensor(), "b": tensor(kind=torch.HalfStorage)}, "contradicts itself"),
     ],
@@ -494,12 +482,9 @@ PUSHES = [
     (b"N", "cut short"),
     (b"(" + pickled(Called(os.mkdir, "canary"))[2:-1] + b"1}.", "no tensors need"),  # POP_MARK hides a call's result
     (b"cos\nsystem\n.", "the object os.system where"),
-    (b"c__builtin__\neval\n.", "the object builtins.eval where"),
-    (b"ctorch\nload\n.", "the object torch.load where"),
     (b"ctorch\nSize.__init__\n.", "Size.__init__"),
     (b"ctorch\n Size\n.", "'torch. Size'"),
     (b"c\x1b[2J\nsystem\n.", "x1b"),
-    (b"(ios\nsystem\n.", "no tensors need"),
     (b"\x8c\x02os\x8c\x06system\x93.", "the object os.system where"),
     (b"\x82\x01.", "no tensors need"),
     (b"}}\x93.", "makes no sense"),

@@ -224,7 +224,7 @@ class HubStandIn:
     def gate(self, name: str, status: int = 401) -> None:
         self.repos[name].gated = status
 
-    def limit(self, seconds: int | None, times: float = float("inf")) -> None:
+    def limit(self, seconds: int | str | None, times: float = float("inf")) -> None:
         """Answer the next ``times`` requests with 429 and a wait of ``seconds``, or without a wait."""
         self._orders["limit", "", ""] = (times, (seconds,))
 

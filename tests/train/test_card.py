@@ -80,7 +80,7 @@ def test_marks_within_a_sample_are_its_text(run: Path) -> None:
     assert "kept" in card.write_card(run / "best", record)
     assert path.read_text() == text + "\nMy own words.\n"
     path.write_text(text + record["training"]["sample"])
-    assert "'figures' is not what" in refusal(plan, run / "best", "me/x")
+    assert "in its part 'figures'" in refusal(plan, run / "best", "me/x")
 
 
 def test_a_record_that_lacks_a_part_is_said(run: Path, tmp_path: Path, capsys) -> None:
