@@ -263,15 +263,23 @@ def test_every_public_name_says_what_it_is(name: str, thing: object) -> None:
         assert re.search(r"Raises( InputError)?:", text)  # a function's docstring must list its errors for user input
 
 
-SPOKEN = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "gpt2/port/README.md", "gpt2/port/PROGRAMS.md", "gpt2/port/RESULTS.md"]
+GUIDES = [
+    path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("[gnt]*/**/*.md")) if ".venv" not in path.parts
+]
 
 
-@pytest.mark.parametrize("name", [*SPOKEN, "SECURITY.md", "tools/README.md"])
+@pytest.mark.parametrize("name", GUIDES)
 def test_files_that_are_spoken_of_are_there(name: str) -> None:
     """A guide must not name files that no longer exist."""
     text = (ROOT / name).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert ((ROOT / name).parent / target).exists() or "://" in target, target
+    for target, part in re.findall(r"\]\(([^)#:]*)#([\w-]+)\)", text):
+        other = ((ROOT / name).parent / target if target else ROOT / name).read_text(encoding="utf-8")
+        parts = [
+            re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", other, re.MULTILINE)
+        ]
+        assert part in parts, (target, part)
     if name == "gpt2/port/README.md":
         for path in re.findall(r"`(?:\.\./)?([\w/]+\.py)`", text):
             assert (ROOT / path).exists() or list(ROOT.glob(f"gpt2/port/**/{path}")), path
