@@ -47,7 +47,9 @@ def record_of(folder: Path) -> Record | None:
         rows = [row for line in read_all(folder / METRICS).decode().splitlines() if (row := row_of(line))]
     except (OSError, ValueError) as error:
         raise InputError(f"{folder}: not the folder of a run ({error}); give one that gpt2 train made") from None
-    if lacks := sorted({"init", TEXT, HELD_OUT} - set(raw)):
+    if not isinstance(raw, dict):
+        raise InputError(f"{folder / RECIPE}: not the recipe of a run; give the folder of one that gpt2 train made")
+    if lacks := sorted({"init", TEXT, HELD_OUT} - raw.keys()):
         remedy = "train it anew with --fresh to have one"
         raise InputError(f"{folder / RECIPE}: an earlier gpt2 wrote it, without the {lacks[0]} that a card tells; {remedy}")
     init, text_sha256, held_out = raw.pop("init"), raw.pop(TEXT), raw.pop(HELD_OUT)

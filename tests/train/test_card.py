@@ -111,6 +111,15 @@ def test_the_user_s_own_text_is_not_called_shakespeare(run: Path) -> None:
     assert (record["training"]["text"], record["training"]["datasets"], record["language"]) == ("a folder of texts", None, None)
 
 
+def test_a_run_of_an_earlier_build_is_named_as_one(run: Path) -> None:
+    """It was "not the folder of a run ('held_out')". A recipe that is no object was a traceback."""
+    recipe = json.loads((run / "recipe.json").read_text())
+    del recipe["held_out"]
+    for held, says in ((recipe, "an earlier gpt2 wrote it, without the held_out"), ([], "not the recipe of a run")):
+        (run / "recipe.json").write_text(json.dumps(held))
+        assert says in refusal(record_of, run)
+
+
 @pytest.mark.parametrize("init", [None, "gpt2"])
 def test_the_command_of_the_card_trains_the_same_recipe(init: str | None) -> None:
     """A command that leaves out one setting trains another model."""
