@@ -83,7 +83,7 @@ class Deadline:
         """The limit in words; whether it is the clock's is told of a search that has just ended."""
         cpu = time.thread_time() - self._cpu
         clock = f", reached by the clock after {cpu:.0f} s on the processor: other programs have the rest"
-        return f"{self.seconds:.0f} s{clock if cpu < 0.95 * self.seconds else ''}"
+        return f"{self.seconds:.3g} s{clock if cpu < 0.95 * self.seconds else ''}"
 
     @property
     def passed(self) -> bool:
