@@ -338,29 +338,25 @@ def test_a_constant_in_float32_is_distinguished_from_a_fault() -> None:
 # Modules that cannot be filled.
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
+class Made(nn.Module):
+    """A function of some parts and the ids, as a module."""
+
+    def __init__(self, function: Callable[[Made, Tensor], object], **parts: nn.Module) -> None:
         super().__init__()
-        self.table, self.lstm, self.head = nn.Embedding(67, 20), nn.LSTM(20, 20, batch_first=True), nn.Linear(20, 67)
+        self.function = function
+        for name, part in parts.items():
+            self.add_module(name, part)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.lstm(self.table(ids))[0])
-
-
-class Silent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(67, 20)
-
-    def forward(self, ids: Tensor) -> None:
-        self.table(ids)
+    def forward(self, ids: Tensor) -> object:
+        return self.function(self, ids)
 
 
-class Hidden(nn.Module):
-    """Weights that are not registered in the module."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return torch.ones(67, 20)[ids]
+RECURRENT = Made(
+    lambda m, ids: m.head(m.lstm(m.table(ids))[0]),
+    table=nn.Embedding(67, 20),
+    lstm=nn.LSTM(20, 20, batch_first=True),
+    head=nn.Linear(20, 67),
+)
 
 
 @pytest.mark.parametrize(
@@ -371,14 +367,17 @@ class Hidden(nn.Module):
             nn.Embedding(67, 67),
             "Embedding: nothing in its forward weighs projections of the tokens by one another",
         ),
-        (Recurrent(), "Recurrent: nothing in its forward weighs projections of the tokens by one another, as attention does"),
+        (RECURRENT, "Made: nothing in its forward weighs projections of the tokens by one another, as attention does"),
         (nn.Linear(4, 4), "Linear: its forward fails on ids of shape (2, 5): RuntimeError"),
         (nn.Embedding(4, 4), "Embedding: its forward fails on ids of shape (2, 5): IndexError: index out of range in self"),
         (
-            Silent(),
-            "Silent: its forward fails on ids of shape (2, 5): ValueError: its forward returns NoneType with no logits in it",
+            Made(lambda m, ids: None, table=nn.Embedding(67, 20)),
+            "Made: its forward fails on ids of shape (2, 5): ValueError: its forward returns NoneType with no logits in it",
         ),
-        (Hidden(), "Hidden: it has no parameters to fill; register its weights as torch.nn.Parameter"),
+        (
+            Made(lambda m, ids: torch.ones(67, 20)[ids]),
+            "Made: it has no parameters to fill; register its weights",
+        ),
         (nn.Linear(4, 4, device="meta"), "Linear: its parameters are on the meta device and hold nothing; build it on the cpu"),
         (nn.Sequential(nn.LazyLinear(4)), "Sequential: its parameters have no shapes yet, and its forward fails"),
     ],
