@@ -166,6 +166,8 @@ def look(planned: Plan, *, public: bool) -> Target:
             return Target(url, not public, None)
         others = {str(file.rfilename) for file in info.siblings or ()} - {*planned.content, ".gitattributes"}
         commit = hub.require_commit(info.sha)
+    if info.id != repo:
+        raise InputError(f"{repo} is called {quoted(info.id)} now; give that name")
     if info.private is not True and not public:
         raise InputError(f"{url} is public already; add --public, or choose another name for a private one")
     return Target(url, info.private is True, commit, tuple(sorted(others)))
@@ -238,8 +240,9 @@ def _whole_answer(send: Callable[..., Response], request: Request, **options: An
     def whole() -> Response:
         with contextlib.closing(send(request, **{**options, "stream": True, "follow_redirects": False})) as answer:
             if answer.has_redirect_location:
-                there = hub.one_line(Exception(request.url.join(answer.headers["location"])))
-                what = f"{request.url.host} sends the upload on to {there}, where nothing was sent"
+                there = request.url.join(answer.headers["location"]).copy_with(query=None, fragment=None, userinfo=b"")  # secrets
+                to = hub.one_line(Exception(there))
+                what = f"{request.url.host} sends the upload on to {to}, where nothing was sent"
                 raise InputError(f"{what}; give the repository's name there, or set HF_ENDPOINT if that is your Hub")
             headers = {name: answer.headers[name] for name in KEPT if name in answer.headers}
             return type(answer)(answer.status_code, headers=headers, content=hub.body_of(answer), request=request)
@@ -253,7 +256,7 @@ def _whole_answer(send: Callable[..., Response], request: Request, **options: An
 def _refused(repo: str, error: Exception) -> InputError:
     """Return what went wrong in one line, without the token."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
     cause = (error.__cause__ or error) if isinstance(error, RuntimeError) else error  # the client names the file around it
     why, endpoint = hub.one_line(cause), constants.ENDPOINT
@@ -266,6 +269,6 @@ def _refused(repo: str, error: Exception) -> InputError:
         return InputError(f"{endpoint} answers {status} for {repo}: {what}")
     if isinstance(error, HTTPError | OSError | RuntimeError):
         return InputError(f"the upload to {repo} broke off ({why}): check the network and {AGAIN}")
-    if type(error) is ValueError:  # the checks of the card
+    if type(error) is ValueError or isinstance(error, HFValidationError):  # the checks of the card, and of the name
         return InputError(f"{repo}: {why}; correct it and publish again")
     return InputError(str(hub.no_hub(f"{type(error).__name__}: {why}")).replace("use --offline", AGAIN))

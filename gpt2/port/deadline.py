@@ -11,7 +11,7 @@ from functools import cache
 SLOWEST = 3.0  # seconds by the clock that count as one at least, on however busy a machine
 FEW = 4_000_000  # parameters of a model whose operators are too small to be shared between threads
 PAUSE = 0.02  # seconds between two looks at the CPU time
-USUAL = 0.0013  # CPU seconds of :func:`slowness`'s piece of work on the machine for which limits are set
+USUAL = 0.0013  # seconds of :func:`slowness`'s piece of work on the machine for which limits are set
 SLOW = 3.0  # times as long as there, at most, that a search may take
 
 
@@ -40,13 +40,14 @@ def slowness() -> float:
     """
     import torch
 
-    rows, weight = torch.ones(16, 64, dtype=torch.float64), torch.eye(64, dtype=torch.float64)
+    rows = torch.ones(16, 64, dtype=torch.float64, device="cpu")
+    weight = torch.eye(64, dtype=torch.float64, device="cpu")
 
     def piece() -> float:
-        begun, out = time.thread_time(), rows
+        begun, out = time.perf_counter(), rows  # a CPU's time is coarser on some systems, and the least of six is of a free one
         for _ in range(200):
             out = torch.layer_norm(out @ weight, (64,))
-        return time.thread_time() - begun
+        return time.perf_counter() - begun
 
     with torch.no_grad(), few_threads(0):
         return min(max(1.0, min(piece() for _ in range(6)) / USUAL), SLOW)

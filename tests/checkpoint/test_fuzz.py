@@ -6,7 +6,7 @@ import pytest
 from support import forks, fuzz
 
 # For a quick and a slow run: the number of inputs, the share that must still load, and the number of different refusals. A reader
-# without one of its checks falls within 3,100 inputs of the slow run's seed; more inputs: `python -m support.surfaces --count`.
+# of files without one of its checks falls within 3,100 inputs of the slow run's seed; more: `python -m support.surfaces --count`.
 CASES = {
     "dialects": (250, 3100, 0.08, 25),
     "safetensors": (1000, 5000, 0.08, 8),

@@ -48,6 +48,7 @@ SAID = {
     "too_big": "not enough memory (too_big.py, line 7",
     "wants_gpu": "needs a GPU, and there is none here (wants_gpu.py, line 7",
 }
+assert set(SAID) == {name for name, code in HOSTILE.items() if code == 2}  # without words, the exit code alone would be held
 DEFAULT = ("prints",)
 
 

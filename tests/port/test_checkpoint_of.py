@@ -301,3 +301,12 @@ def test_what_was_read_is_saved_and_loaded_again(tmp_path: Path) -> None:
     assert gpt2.load(str(tmp_path)).config == found.config
     assert found.load(torch.int8).wte.weight.shape == (50, 16)
     assert (found.own_tokenizer(), found.files()) == (None, {})
+
+
+def test_positions_in_a_buffer_are_read_as_well() -> None:
+    """A table of sines is no parameter, and no less a part of the model."""
+    module = GPT2(CONFIG)
+    table = torch.sin(torch.arange(12.0)[:, None] * torch.arange(1.0, 17.0))
+    del module.wpe.weight
+    module.wpe.register_buffer("weight", table)
+    assert torch.equal(checkpoint_of(module).weights["wpe.weight"], table)

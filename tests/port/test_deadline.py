@@ -41,6 +41,15 @@ def test_the_limit_is_of_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worked.words == f"{4 * PAUSE:g} s"
 
 
+def test_a_slow_machine_has_more_time_and_no_machine_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one limit for all, a slow machine found no cause where a fast one named it."""
+    for usual, expected in ((1e9, 1.0), (1e-9, deadline.SLOW)):
+        monkeypatch.setattr(deadline, "USUAL", usual)
+        deadline.slowness.cache_clear()
+        assert deadline.slowness() == expected
+    deadline.slowness.cache_clear()
+
+
 def test_no_limit_is_ever_reached() -> None:
     assert not Deadline().passed
     assert Deadline(0).passed

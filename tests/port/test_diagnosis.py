@@ -64,6 +64,12 @@ def test_a_wrong_weight_is_named(where: str, change: Callable[[Tensor], Tensor],
     assert all(torch.equal(tensor, module.state_dict()[key]) for key, tensor in before.items()), "it must be given back unchanged"
 
 
+def test_a_padded_vocabulary_is_not_a_fault(model: gpt2.GPT2) -> None:
+    """Columns of minus infinity beyond the vocabulary are what a program adds for speed."""
+    found = diagnose(Around(port(model), lambda x: F.pad(x, (0, 5), value=-torch.inf)), model)
+    assert (found.ok, found.causes) == (True, ()), found.table()
+
+
 @torch.no_grad()
 def folded(module: nn.Module) -> nn.Module:
     """Put each block's norm into the layer that reads it, in float32: the same function, and other weights."""

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -140,6 +141,16 @@ def _gelu(a: float, c: float) -> Callable[[Tensor, Change], Tensor]:
     return lambda x, own: 0.5 * x * (1 + torch.tanh(a * (x + c * x**3)))
 
 
+def stream(dtype: torch.dtype, model: GPT2) -> None:
+    for block in model.h:
+        original = block.forward
+
+        def forward(x: Tensor, mask: Any = None, cache: Any = None, original: Any = original) -> Tensor:
+            return to(dtype)(original(to(dtype)(x), mask, cache)) if _narrow(x) else original(x, mask, cache)
+
+        block.forward = forward  # type: ignore[method-assign]
+
+
 def gradients(change: Change, model: GPT2) -> None:
     for parameter in model.parameters():
         parameter.register_hook(lambda g: change(g) if _narrow(g) else g)
@@ -166,6 +177,7 @@ IMPRECISE = (
     Imprecise("inputs of the head in TF32", partial(products, tf32, only="none", head=True)),
     Imprecise("inputs of h.1.mlp.c_fc in float16", partial(products, to(half), only="h.1.mlp.c_fc")),
     Imprecise("sums of h.0.mlp.c_proj in float16", partial(sums, half, only="h.0.mlp.c_proj")),
+    Imprecise("the residual stream in float16", partial(stream, half)),
     Imprecise("norms in float16", partial(norms, _norm_in(half))),
     Imprecise("the last norm in bfloat16", partial(norms, _norm_in(bf16), only="ln_f")),
     Imprecise("GELU with 0.0447 for 0.044715", partial(activation, _gelu(math.sqrt(2 / math.pi), 0.0447))),

@@ -11,7 +11,7 @@ from support.ranks import job
 from gpt2.config import OFFICIAL_SIZES, GPT2Config
 from gpt2.model import GPT2
 from gpt2.train import loop, parallel
-from gpt2.train.cost import FLOAT, kept_per_token
+from gpt2.train.cost import FLOAT, kept_per_token, operations
 from gpt2.train.feed import Feed
 from gpt2.train.loss import Scored
 from gpt2.train.optim import adamw
@@ -98,3 +98,18 @@ def plan_row(name: str) -> str:
     )
     figures = [state, state / 8, state / 64, *kept, traffic(config, 8, "ddp") / 1e9, traffic(config, 64, "ddp") / 1e9]
     return f"| {name} | {' | '.join(f'{figure:.2f}' for figure in [*figures, traffic(config, 64, 'fsdp') / 1e9])} |"
+
+
+def test_the_figures_beside_the_plan_are_the_arithmetic() -> None:
+    """Figures in a sentence grow old as those of a table do."""
+    tokens = [traffic(c, 64, "ddp") / 3e9 * 100e12 / operations(c, 1024) for c in OFFICIAL_SIZES.values()]
+    assert "as long as 41,000 tokens on each" in README
+    assert all(abs(count / 41_000 - 1) < 0.02 for count in tokens)
+    gathered = [f"{2 * gathered_bytes(OFFICIAL_SIZES[name]) / 1e9:.2f}" for name in ("gpt2", "gpt2-xl")]
+    assert f"{gathered[0]} GB for gpt2 and {gathered[1]} GB for gpt2-xl" in README
+
+
+def gathered_bytes(config: GPT2Config) -> int:
+    """The embeddings and the last norm, and two blocks: the one that computes and the next."""
+    outside = (config.vocab_size + config.n_positions + 2) * config.n_embd
+    return 4 * (outside + 2 * (config.num_parameters() - outside) // config.n_layer)
