@@ -232,17 +232,18 @@ def _client(repo: str) -> Iterator[HfApi]:
 
 
 def _whole_answer(send: Callable[..., Response], request: Request, **options: Any) -> Response:
-    """Send a request and return the whole answer. Raises InputError: it is too long, or not there in time, or leads elsewhere,
-    where the client would send the files and the token.
+    """Send a request and return the whole answer.
+
+    Raises InputError: it is too long, comes too late, or leads elsewhere, where the client would send the files and the token.
     """
     seconds = 2 * PATIENCE + int(request.headers.get("content-length", 0)) / SLOWEST
 
     def whole() -> Response:
         with contextlib.closing(send(request, **{**options, "stream": True, "follow_redirects": False})) as answer:
             if answer.has_redirect_location:
-                there = request.url.join(answer.headers["location"]).copy_with(query=None, fragment=None, userinfo=b"")  # secrets
-                to = hub.one_line(Exception(there))
-                what = f"{request.url.host} sends the upload on to {to}, where nothing was sent"
+                there = request.url.join(answer.headers["location"])
+                shown = hub.one_line(Exception(there.copy_with(query=None, fragment=None, userinfo=b"")))  # these may be secret
+                what = f"{request.url.host} sends the upload on to {shown}, where nothing was sent"
                 raise InputError(f"{what}; give the repository's name there, or set HF_ENDPOINT if that is your Hub")
             headers = {name: answer.headers[name] for name in KEPT if name in answer.headers}
             return type(answer)(answer.status_code, headers=headers, content=hub.body_of(answer), request=request)

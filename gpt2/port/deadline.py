@@ -1,4 +1,4 @@
-"""The limit of time of every search: CPU time of the thread that searches, and by the clock where the machine is very busy."""
+"""The limit of time of every search: CPU time of its thread, by the clock on a very busy machine, longer on a slow one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def slowness() -> float:
     weight = torch.eye(64, dtype=torch.float64, device="cpu")
 
     def piece() -> float:
-        begun, out = time.perf_counter(), rows  # a CPU's time is coarser on some systems, and the least of six is of a free one
+        begun, out = time.perf_counter(), rows  # CPU time is too coarse on some systems; the least of six is little disturbed
         for _ in range(200):
             out = torch.layer_norm(out @ weight, (64,))
         return time.perf_counter() - begun

@@ -64,12 +64,7 @@ FAULTS = [
     ("fused", "heads-split-wrongly", MIXED, None),
     ("fused", "heads-merged-wrongly", MIXED, None),
     ("italiano", "value-from-query", "as h.0.attn.c_attn.weight (q) and as h.0.attn.c_attn.weight (v), which differ", ".porta."),
-    (
-        "italiano",
-        "value-identity",
-        "at h.*.attn.c_attn.weight (v): you have no projection for v",
-        ".porta.",
-    ),
+    ("italiano", "value-identity", "at h.*.attn.c_attn.weight (v): you have no projection for v", ".porta."),
     ("fused", "output-projection-missing", "at h.*.attn.c_proj.weight: you have no projection here", ".proj."),
     ("fused", "post-norm", "post-norm at h.*: your norms stand after the branches", None),
     ("fused", "post-norm final-norm-missing", "layernorm-without-affine at ln_f.weight: your norm has no scale", "ln_f"),
