@@ -187,6 +187,9 @@ def resolve(name: str | ModelName, *, revision: str | None = None, offline: bool
         neighbours = os.listdir(path.parent) if path.parent.is_dir() else []
         raise InputError(f"no such file or directory: {name}{did_you_mean(path.name, neighbours)}: check the path")
     repo = OFFICIAL.get(name, name)
+    if repo.count("/") > 1:
+        where = Path(name).parent if Path(name).name == "best" else name
+        raise InputError(f"{name}: no such folder; gpt2 train RECIPE --out {where} makes one, gpt2 export MODEL {name} another")
     if not REPOSITORY.fullmatch(repo):
         hint = did_you_mean(repo.lower(), [DEFAULT, *OFFICIAL])
         known = ", ".join([DEFAULT, *OFFICIAL])

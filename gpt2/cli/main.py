@@ -16,7 +16,7 @@ from gpt2 import __version__
 from gpt2.cli import EARLY
 from gpt2.cli.common import name_activation, outlasting_readers, require_writable
 from gpt2.config import number
-from gpt2.errors import InputError, out_of_memory, printable
+from gpt2.errors import InputError, did_you_mean, out_of_memory, printable
 
 NAMES = ("info", "verify", "compare", "explore", "diagnose", "trace", "generate", "train", "export", "publish", "bench")
 COMMANDS = tuple(import_module(f"gpt2.cli.{name}_command") for name in NAMES)
@@ -26,10 +26,15 @@ LONG = re.compile(r"(\S{100})\S{100,}")
 
 
 class Parser(argparse.ArgumentParser):
-    """Shows control characters of a wrong argument as symbols, and the beginning of a long one."""
+    """Says in one line what is wrong with the arguments, and which command or option is alike."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(LONG.sub(r"\1...", printable(message, one_line=True)))
+        if wrong := re.match(r"argument COMMAND: invalid choice: '(.*?)'", message, re.DOTALL):
+            message = f"no command {wrong[1]!r}{did_you_mean(wrong[1], NAMES)}"
+        elif wrong := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
+            message += did_you_mean(wrong[1], re.findall(r"--[\w-]+", self.format_help()))
+        message = LONG.sub(r"\1...", message)
+        raise InputError(f"{message}; see {self.prog} --help")
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -105,7 +110,7 @@ def complete(top: argparse.ArgumentParser, shell: str) -> int:
     try:
         shtab = import_module("shtab")
     except ModuleNotFoundError:
-        raise InputError("needs the package shtab; install it with pip install 'gpt2-toolkit[completion]'") from None
+        raise InputError("--completion needs the package shtab; install it with pip install 'gpt2-toolkit[completion]'") from None
     print(shtab.complete(top, shell))
     return 0
 
@@ -128,14 +133,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a Windows pipe's code page lacks many characters
             stream.reconfigure(errors="backslashreplace")
-    top = parser()
-    args, unknown = top.parse_known_args(argv)
-    if unknown:  # with the usage of the command, and not of all commands
-        getattr(args, "refuse", top.error)(f"unrecognized arguments: {' '.join(unknown)}")
-    if args.command is None and args.completion is None:
-        top.print_help()
-        return 0
+    top, name = parser(), "gpt2"
     try:
+        args, unknown = top.parse_known_args(argv)
+        name = f"gpt2 {args.command}" if args.command else name
+        if unknown:  # refused by the command's own parser, which knows its options
+            getattr(args, "refuse", top.error)(f"unrecognized arguments: {' '.join(unknown)}")
+        if args.command is None and args.completion is None:
+            top.print_help()
+            return 0
         if args.completion is not None:
             return complete(top, args.completion)
         require_writable("--json", args.json)
@@ -146,21 +152,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except InputError as error:
-        print(f"gpt2 {args.command or '--completion'}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        print(f"gpt2 {args.command}: not enough memory for this; choose a smaller model, batch or context", file=sys.stderr)
+        print(f"{name}: not enough memory for this; choose a smaller model, batch or context", file=sys.stderr)
         return 2
     except OSError as error:
         if error.filename is None:
             raise
         said = printable(f"{error.filename}: {error.strerror}", one_line=True)
-        print(f"gpt2 {args.command}: {said}; see that it is there, and that you may use it", file=sys.stderr)
+        print(f"{name}: {said}; see that it is there, and that you may use it", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"gpt2 {args.command}: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return 130
 
 

@@ -79,13 +79,18 @@ def function_of(file: Path, name: str) -> Callable[..., Any]:
 
 
 def builder(build: Callable[..., Any], file: Path, name: str) -> tuple[Callable[..., Any], bool]:
-    """Return the function that builds the module, and whether it takes the checkpoint's folder."""
+    """Return the function, or the class, that builds the module, and whether it takes the checkpoint's folder."""
     try:
         parameters = inspect.signature(build).parameters.values()
     except (TypeError, ValueError):
         return build, True
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if isinstance(build, type):  # it takes sizes, and no folder
+        if not required:
+            return build, False
+        call = f"{name}({', '.join(p.name for p in required)})"
+        raise InputError(f"{file.name}: {call} needs values: give them defaults, or write build() that returns a {name}")
     if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required):
         call = f"{name}({', '.join(p.name for p in required)})"
         raise InputError(f"{file.name}: {call} is called with the checkpoint's folder, or nothing; give the others defaults")

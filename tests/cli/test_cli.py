@@ -89,6 +89,11 @@ def test_another_models_tokenizer_is_one_line_and_exit_2(tmp_path: Path, capsys:
 
 
 MISTAKES = [
+    ("verfy", "no command 'verfy' (did you mean verify?); see gpt2 --help"),
+    ("verify --ofline", "unrecognized arguments: --ofline (did you mean --offline?); see gpt2 verify --help"),
+    ("verify out/macbeth/best", "out/macbeth/best: no such folder; gpt2 train RECIPE --out out/macbeth makes"),
+    ("verify ~nosuchuser/x", "~nosuchuser"),
+    ("diagnose port.py:Sized", "Sized(size) needs values: give them defaults, or write build() that returns a Sized"),
     ("verify ./nowhere", "no such file"),
     ("verify --json /no/such/folder/r.json", "cannot be written"),
     ("info file", "does not begin as weights do"),
@@ -140,7 +145,7 @@ def test_mistakes_are_one_line_and_exit_2(command: str, says: str, tmp_path: Pat
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "file").write_text("mine")
-    (tmp_path / "port.py").write_text("def build(): ...")
+    (tmp_path / "port.py").write_text("def build(): ...\nclass Sized:\n    def __init__(self, size): ...")
     (tmp_path / "run" / "best").mkdir(parents=True)
     (tmp_path / "run" / "best" / "model.safetensors").touch()
     assert says in mistake(capsys, *shlex.split(command))

@@ -57,8 +57,7 @@ EVIL = "\x1b[31m\u202egnp.exe\u2066\r"
 
 def test_arguments_and_paths_are_shown_and_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Unknown options, and the names of what was written, reached the terminal with their control characters."""
-    with pytest.raises(SystemExit):
-        main(["info", f"--{EVIL}"])
+    assert main(["info", f"--{EVIL}"]) == 2
     assert main(["trace", "--out", str(tmp_path / f"{EVIL}.npz"), "--tokens", "4"]) == 0
     assert main(["info", f"./{EVIL}"]) == 2
     said = capsys.readouterr().err

@@ -199,7 +199,7 @@ def test_without_its_package_completion_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["--completion", "fish"]) == 2
-    assert capsys.readouterr().err.startswith("gpt2 --completion: needs the package shtab; install it with pip install")
+    assert capsys.readouterr().err.startswith("gpt2: --completion needs the package shtab; install it with pip install")
 
 
 def test_reports_of_two_machines_can_be_compared(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

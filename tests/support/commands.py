@@ -48,5 +48,5 @@ def mistake(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1, err
-    assert err.startswith("gpt2 ")
+    assert err.startswith("gpt2")
     return err

@@ -150,10 +150,7 @@ def arguments(folder: Path) -> Surface:
     def read() -> None:
         said = io.StringIO()
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            try:
-                code = command(words)
-            except SystemExit as end:
-                code = end.code
+            code = command(words)
         lines = said.getvalue().splitlines()
         assert code in (0, 1, 2), (code, words)
         if code == 2:
