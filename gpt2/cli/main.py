@@ -15,6 +15,7 @@ from typing import NoReturn
 from gpt2 import __version__
 from gpt2.cli import EARLY
 from gpt2.cli.common import name_activation, outlasting_readers, require_writable
+from gpt2.cli.gone import require_none_gone
 from gpt2.config import number
 from gpt2.errors import InputError, did_you_mean, out_of_memory, printable
 
@@ -133,9 +134,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a Windows pipe's code page lacks many characters
             stream.reconfigure(errors="backslashreplace")
-    top, name = parser(), "gpt2"
+    top, name, words = parser(), "gpt2", list(sys.argv[1:] if argv is None else argv)
     try:
-        args, unknown = top.parse_known_args(argv)
+        require_none_gone(words)
+        args, unknown = top.parse_known_args(words)
         name = f"gpt2 {args.command}" if args.command else name
         if unknown:  # refused by the command's own parser, which knows its options
             getattr(args, "refuse", top.error)(f"unrecognized arguments: {' '.join(unknown)}")

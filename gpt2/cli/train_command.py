@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import html
 import shutil
 import sys
 import textwrap
-import time
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2.cli.common import save_page, say, size, write_result
-from gpt2.cli.serving import Answer, listen, serve
+from gpt2.cli.common import say, size, write_result
 from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
     from gpt2.train.loop import Diverged, Estimated, Evaluated, Logged, Started
     from gpt2.train.recipe import Recipe
 
-PORT, REFRESH = 8643, 5  # of the page of gpt2 train watch; seconds
 HELP = "train from scratch or fine-tune, with a recipe"
 EXAMPLES = """\
   gpt2 train --list                                                     list the recipes
@@ -34,15 +28,14 @@ EXAMPLES = """\
   gpt2 train shakespeare-mini --nproc 2                                 two processes share each batch
   torchrun --nnodes 2 --nproc-per-node 8 ... -m gpt2 train RECIPE       several machines (see the README)
   gpt2 train plot out/mini out/chars --out curves.svg                   loss curves of runs, to PNG or SVG
-  gpt2 train watch out/mini out/chars                                   a page that follows runs while they train
 
 The same command again resumes from the newest intact checkpoint. Ctrl-C finishes the step and saves."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    help = "a recipe's name or the path of a TOML file; or plot or watch, followed by runs"
+    help = "a recipe's name or the path of a TOML file; or plot, followed by runs"
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=help)
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="after plot or watch: folders of runs")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="after plot: folders of runs")
     parser.add_argument("--list", action="store_true", help="list the recipes with their descriptions")
     parser.add_argument("--list-data", action="store_true", help="show what would be trained on, and train nothing")
     parser.add_argument("--init", metavar="MODEL", help="fine-tune this model instead of training from scratch")
@@ -51,8 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "override a key of the recipe; may be repeated"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help)
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="share each batch among N processes on this machine")
-    parser.add_argument("--html", metavar="FILE", help="for watch: write the page to FILE instead of serving it")
-    parser.add_argument("--port", type=int, metavar="N", help="for watch: the port to serve at; 0 takes a free one")
     parser.add_argument("--fresh", action="store_true", help="start again in a folder that holds a run")
 
 
@@ -67,17 +58,13 @@ def run(args: argparse.Namespace) -> int:
         }
         write_result(args.json, body, lambda: say(_list(recipes)))
         return 0
-    if args.recipe in ("plot", "watch") and args.json:
-        raise InputError(f"--json has no effect with {args.recipe}: the numbers are in RUN/metrics.jsonl; leave it out")
     if args.recipe == "plot":
+        if args.json:
+            raise InputError("--json has no effect with plot: the numbers are in RUN/metrics.jsonl; leave it out")
         from gpt2.train.plot import plot
 
         print(printable(str(plot(args.runs, args.out or "loss.png")), one_line=True), file=sys.stderr)
         return 0
-    if args.recipe == "watch":
-        return _watch(args)
-    if args.html or args.port is not None:
-        raise InputError("--html and --port are for gpt2 train watch RUN...; leave them out")
     if args.runs:
         raise InputError(f"{args.runs[0]}: give one recipe only; gpt2 train plot RUN... takes several runs")
     if args.recipe is None:
@@ -151,47 +138,6 @@ def _train(args: argparse.Namespace) -> int:
             text += f"\n{unchanged}; lower optim.lr, or give more text"
         write_result(args.json, body, lambda: say(text))
     return 130 if result.stopped == "interrupted" else 0
-
-
-def _watch(args: argparse.Namespace) -> int:
-    """Serve or write the page of the runs ``args.runs``."""
-    from gpt2.data.files import write_output
-    from gpt2.train.plot import page
-    from gpt2.train.runs import METRICS
-
-    if args.html:
-        if args.port is not None:
-            raise InputError("--port has no effect with --html, which writes a file and serves nothing; leave it out")
-        text = page(args.runs)
-        save_page(args.html, lambda target: write_output(target, text))
-        return 0
-    page(args.runs, REFRESH)  # reports what is wrong before a browser asks
-    for folder in args.runs:
-        if not (Path(folder) / METRICS).exists():
-            print(f"{printable(folder, one_line=True)}: no run there yet; waiting for gpt2 train to begin it", file=sys.stderr)
-    with listen(PORT if args.port is None else args.port) as listening:
-        serve("gpt2 train watch", _answers(args.runs), listening)
-    return 0
-
-
-def _answers(folders: Sequence[str]) -> Answer:
-    """Return what answers with the page of the runs, drawn again only where one has logged or stopped."""
-    from gpt2.train.plot import page
-    from gpt2.train.runs import ALIVE, METRICS
-
-    @lru_cache(maxsize=1)
-    def drawn(stamps: tuple[object, ...]) -> str:
-        return page(folders, REFRESH)
-
-    def answer(query: Mapping[str, str]) -> tuple[str, int]:
-        files = [path.stat() if path.exists() else None for path in (Path(folder) / METRICS for folder in folders)]
-        stamps = [stat and (stat.st_size, stat.st_mtime_ns, time.time() - stat.st_mtime < ALIVE) for stat in files]
-        try:
-            return drawn(tuple(stamps)), 200
-        except (InputError, OSError) as error:
-            return html.escape(str(error)), 404
-
-    return answer
 
 
 _ENDS = {"finished": "finished", "early": "stopped early, no longer improving", "interrupted": "interrupted and saved"}

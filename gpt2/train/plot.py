@@ -1,29 +1,25 @@
-"""Draw runs from ``metrics.jsonl``: loss curves as a picture, and a page that shows runs while they train.
+"""Draw runs from ``metrics.jsonl``: their loss curves as a picture.
 
-Training loss is thin, held-out loss bold, the best step marked. The page also has rate, gradient norm, samples, and where the
-held-out loss turned.
+Training loss is thin, held-out loss bold, the best step marked.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from gpt2.data.files import write_output
 from gpt2.errors import InputError
-from gpt2.pages.drawing import COLOURS, LIGHT, MUTED, PAPER, both, matplotlib_of_our_own
-from gpt2.pages.rendering import render
+from gpt2.pages.drawing import COLOURS, LIGHT, MUTED, matplotlib_of_our_own
 from gpt2.train.runs import METRICS, Points, Run, read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FORMATS = (".png", ".svg")
-CHARTS = (("loss", "Loss, {units}", 1.0), ("lr", "Learning rate", 0.5), ("grad_norm", "Gradient norm before clipping", 0.5))
 SMOOTHED_POINTS = 40  # points of the averaged training curve; single points are drawn pale
 REACH = 0.8  # above the lowest held-out loss, in nats (or bits per byte)
 
@@ -44,7 +40,7 @@ def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
         figure = Figure(figsize=(6.6 * panels, 4.2), layout="constrained")
         axes = figure.subplots(1, panels, squeeze=False)[0]
         for run in runs:
-            _draw_losses(axes[0], run, "white")
+            _draw_losses(axes[0], run)
         if len(runs) == 1 and (expect := runs[0].setting("expect")):
             axes[0].axhline(expect, color=COLOURS[MUTED], lw=0.9, ls=(0, (4, 3)), label=f"expected {expect:g}")
         title = "Loss" if len(runs) > 1 else f"Loss of {runs[0].name}"
@@ -61,35 +57,13 @@ def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
     return out
 
 
-def page(folders: Sequence[str | Path], refresh: int = 0) -> str:
-    """Return the runs' page as HTML, which reloads every ``refresh`` seconds and then may begin before its runs; 0: never."""
-    runs = read(folders, waits=refresh > 0)
-    shown = [(key, title.format(units=_units(runs)), share) for key, title, share in CHARTS]
-    charts = [(title, both(key, title, partial(_draw_chart, key=key, runs=runs), share=share)) for key, title, share in shown]
-    return render("watch", runs=runs, charts=charts, refresh=refresh, data={"refresh": refresh})
-
-
-def _draw_chart(axes: Axes, wide: bool, key: str, runs: Sequence[Run]) -> None:
-    for run in runs:
-        if key == "loss":
-            _draw_losses(axes, run, PAPER)
-            if run.best and run.turned is not None:
-                step, loss = run.best
-                axes.axvline(step, color=run.colour, lw=0.9, ls=(0, (2, 2)))
-                axes.annotate(f"turned at {step:,}", (step, loss), (6, 10), textcoords="offset points", color=MUTED, fontsize=8.5)
-        elif points := run.points(key):
-            axes.plot(*zip(*points, strict=True), color=run.colour, lw=1.2, ms=3, marker="" if points[1:] else "o")
-    _finish(axes, [run.points("val_loss") for run in runs] if key == "loss" else ())
-
-
 def _units(runs: Sequence[Run]) -> str:
     """Return the unit of the runs' losses; a classifier's are of whole documents."""
     each = {"document" if any("confusion" in row for row in run.rows) else "token" for run in runs}
     return f"nats per {' or '.join(sorted(each))}"
 
 
-def _draw_losses(axes: Axes, run: Run, paper: str) -> None:
-    """Draw a run's losses on a background of the colour ``paper``."""
+def _draw_losses(axes: Axes, run: Run) -> None:
     if train := run.points("loss"):
         axes.plot(*zip(*train, strict=True), color=run.colour, lw=0.6, alpha=0.25)
         axes.plot(*_smoothed(train), color=run.colour, lw=1.0, ls=(0, (3, 1.5)), label=f"{run.name}, training")
@@ -97,7 +71,7 @@ def _draw_losses(axes: Axes, run: Run, paper: str) -> None:
         step, loss = run.best
         held_out = f"{run.name}, held out: best {loss:.4f} at step {step:,}"
         axes.plot(*zip(*run.points("val_loss"), strict=True), color=run.colour, lw=1.8, label=held_out)
-        axes.plot([step], [loss], "o", color=run.colour, ms=5, mec=paper, mew=1, zorder=5)
+        axes.plot([step], [loss], "o", color=run.colour, ms=5, mec="white", mew=1, zorder=5)
 
 
 def _smoothed(points: Points) -> tuple[list[float], list[float]]:
@@ -108,7 +82,7 @@ def _smoothed(points: Points) -> tuple[list[float], list[float]]:
     return list(steps), list(losses)
 
 
-def _finish(axes: Axes, held_out: Sequence[Points] = (), title: str = "", unit: str = "") -> None:
+def _finish(axes: Axes, held_out: Sequence[Points], title: str, unit: str) -> None:
     """Label the axes, and cut off values far above the held-out losses after the first.
 
     The first of a fine-tune is its base's, and mostly within reach.

@@ -1,10 +1,8 @@
-"""Runs as their folders show them, also while they train: what the recipe says, and every line of ``metrics.jsonl``."""
+"""Runs as their folders show them: what the recipe says, and every line of ``metrics.jsonl``."""
 
 from __future__ import annotations
 
 import json
-import math
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,9 +17,7 @@ from gpt2.errors import InputError, printable
 
 METRICS, RECIPE = "metrics.jsonl", "recipe.json"
 COLOURS = ("#0b6e99", "#c2410c", "#4d7c0f", "#7e22ce", "#a16207", "#be185d", "#0f766e", "#57534e")  # distinct in grey too
-SHOWN_SAMPLES = 4  # the newest ones
 MARGIN = 0.02  # nats per token that the held-out loss may rise
-ALIVE = 120.0  # seconds since the last line after which a run counts as stopped
 
 Points = tuple[tuple[int, float], ...]  # step, value
 
@@ -34,62 +30,20 @@ class Run:
     colour: str
     recipe: dict[str, Any]
     rows: list[dict[str, Any]]
-    age: float  # seconds since the last line; inf: not begun
 
     def points(self, key: str) -> Points:
         """Return (step, value) of the finite values under ``key``."""
         found = ((row["step"], number(row.get(key), float)) for row in self.rows)
         return tuple((step, value) for step, value in found if value is not None)
 
-    def last(self, key: str) -> float | None:
-        return points[-1][1] if (points := self.points(key)) else None
-
     def setting(self, key: str) -> float | None:
         """Return a number of the recipe."""
         return number(self.recipe.get(key), float)
-
-    @property
-    def step(self) -> int:
-        return max((row["step"] for row in self.rows), default=0)
 
     @cached_property
     def best(self) -> tuple[int, float] | None:
         """The step and value of the lowest held-out loss."""
         return min(self.points("val_loss"), key=lambda point: point[1], default=None)
-
-    @property
-    def turned(self) -> int | None:
-        """The step of the lowest held-out loss, if at least two later evaluations were all higher."""
-        return self.best[0] if self.best and self._evaluations_since_best > 1 else None
-
-    @property
-    def _evaluations_since_best(self) -> int:
-        return sum(step > self.best[0] for step, _ in self.points("val_loss")) if self.best else 0
-
-    @property
-    def state(self) -> str:
-        if self.age == math.inf:
-            return "waiting for the run to begin"
-        steps, patience = self.setting("steps"), self.setting("patience")
-        if steps is not None and self.step >= steps:
-            return "finished"
-        if patience and self._evaluations_since_best >= patience:
-            return "stopped early"
-        return "training" if self.age < ALIVE else f"no new line for {self.age / 60:.0f} min"
-
-    @property
-    def warnings(self) -> list[str]:
-        """What went wrong: diverged steps, and overfitting at the last evaluation."""
-        found = [f"step {row['step']}: diverged ({row['diverged']})" for row in self.rows if "diverged" in row][-3:]
-        with suppress(KeyError, TypeError, ValueError):  # rows of another program
-            found += [text for text in [overfitting(self.rows, self.best[0] if self.best else 0)] if text]
-        return found
-
-    @property
-    def samples(self) -> list[tuple[int, str]]:
-        """The newest samples, newest first."""
-        found = [(row["step"], row["sample"]) for row in self.rows if isinstance(row.get("sample"), str) and row["sample"]]
-        return found[::-1][:SHOWN_SAMPLES]
 
 
 def overfitting(rows: Sequence[Mapping[str, Any]], best_step: int) -> str:
@@ -108,8 +62,8 @@ def overfitting(rows: Sequence[Mapping[str, Any]], best_step: int) -> str:
     return f"overfitting: since step {best_step} {fell} and the held-out loss rose from {best_val:.4f} to {val:.4f}"
 
 
-def read(folders: Sequence[str | Path], *, waits: bool = False) -> list[Run]:
-    """Read the runs, without incomplete last lines; with ``waits``, one that has not begun has no lines.
+def read(folders: Sequence[str | Path]) -> list[Run]:
+    """Read the runs, without incomplete last lines.
 
     Raises InputError: none given, or a folder without metrics.
     """
@@ -118,16 +72,12 @@ def read(folders: Sequence[str | Path], *, waits: bool = False) -> list[Run]:
     names = [Path(folder).resolve().name for folder in folders]
     runs = []
     for index, folder in enumerate(folders):
-        path, recipe = Path(folder) / METRICS, {}
-        lines, age = list[str](), math.inf
-        if path.exists() or not waits:
-            lines = lines_of(path)
-            age = max(0.0, time.time() - path.stat().st_mtime)
+        lines, recipe = lines_of(Path(folder) / METRICS), {}
         with suppress(OSError, UnicodeDecodeError):
             recipe = parsed(read_all(Path(folder) / RECIPE).decode())
         name = printable(names[index] if names.count(names[index]) == 1 else str(folder), one_line=True)
         rows = [row for row in map(row_of, lines) if row]
-        runs.append(Run(name, COLOURS[index % len(COLOURS)], recipe, rows, age))
+        runs.append(Run(name, COLOURS[index % len(COLOURS)], recipe, rows))
     return runs
 
 
