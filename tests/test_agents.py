@@ -89,6 +89,7 @@ def check(name: str, command: str, capsys: pytest.CaptureFixture) -> None:
 def test_what_is_read_first_is_there() -> None:
     """A table of promises beside another one: each command has a row, and each key of a row is in the list."""
     rows = [[cell.strip() for cell in row.split(" | ")] for row in re.findall(r"^\| (.*`gpt2 .*) \|$", TEXT, re.MULTILINE)]
+    rows = [row for row in rows if "--settings" not in row[1]]  # whose keys are those of a recipe
     words = [re.search(r"`gpt2 (\w+(?: --list-data)?)(.*?)`", row[1]) for row in rows]
     assert {found[1].split()[0] for found in words} == {*NAMES}
     every = listed() | {"publish": [*listed()["publish --dry-run"], "wrong"]}

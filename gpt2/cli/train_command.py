@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpt2.cli.common import say, size, write_result
 from gpt2.errors import InputError, printable
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 HELP = "train from scratch or fine-tune, with a recipe"
 EXAMPLES = """\
   gpt2 train --list                                                     list the recipes
+  gpt2 train finetune-texts --settings                                  list its settings, for --set
   gpt2 train shakespeare-mini --out out/mini                            the embedded model, from scratch
   gpt2 train finetune-shakespeare --init shakespeare-mini               fine-tune it on a play that it has not seen
   gpt2 train finetune-texts --init gpt2 --set data.path=my.txt          fine-tune GPT-2 on your text
@@ -37,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=help)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="after plot: folders of runs")
     parser.add_argument("--list", action="store_true", help="list the recipes with their descriptions")
+    parser.add_argument(
+        "--settings", action="store_true", dest="list_settings", help="list the recipe's keys with value and meaning, for --set"
+    )
     parser.add_argument("--list-data", action="store_true", help="show what would be trained on, and train nothing")
     parser.add_argument("--init", metavar="MODEL", help="fine-tune this model instead of training from scratch")
     help = "folder of the run (default: out/RECIPE); for plot, the picture (default: loss.png)"
@@ -69,6 +75,10 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"{args.runs[0]}: give one recipe only; gpt2 train plot RUN... takes several runs")
     if args.recipe is None:
         raise InputError(f"which recipe? one of {', '.join(names())}, or the path of a TOML file")
+    if args.list_settings:
+        settings = read(args.recipe, args.set).settings()
+        write_result(args.json, settings, lambda: say(_settings(settings)))
+        return 0
     if args.list_data:
         from gpt2.train.listing import list_data
 
@@ -95,14 +105,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(recipes: dict[str, Recipe]) -> str:
-    """List each recipe's name, description, expected loss and duration, and what it needs, wrapped to the terminal."""
-    width = max(min(shutil.get_terminal_size((80, 24)).columns, 100), 60) - 25
+    """List each recipe's name, description, expected loss and duration, and what it needs."""
+    needs = {name: f"needs {recipe.data.needs}" if recipe.data.needs else "" for name, recipe in recipes.items()}
+    return _wrapped((name, (recipe.description, _promise(recipe), needs[name])) for name, recipe in recipes.items())
+
+
+def _settings(settings: dict[str, dict[str, Any]]) -> str:
+    """List each key with its value, its meaning, and the default where that is another."""
     rows = []
-    for name, recipe in recipes.items():
-        needs = f"needs {recipe.data.needs}" if recipe.data.needs else ""
-        lines = [line for text in (recipe.description, _promise(recipe), needs) for line in textwrap.wrap(text, width)]
-        rows += [f"{head:24} {line}" for head, line in zip([name, *[""] * len(lines)], lines, strict=False)]
-    return "\n".join(rows)
+    for key, each in settings.items():
+        value, default = (json.dumps(each[name], ensure_ascii=False) for name in ("value", "default"))
+        rows.append((key, (value if default in (value, '""') else f"{value} (default {default})", each["meaning"])))
+    return _wrapped(rows)
+
+
+def _wrapped(rows: Iterable[tuple[str, Iterable[str]]]) -> str:
+    """Return rows of a name and the texts beside it, one below the other, wrapped to the terminal."""
+    width = max(min(shutil.get_terminal_size((80, 24)).columns, 100), 60) - 25
+    lines = []
+    for name, texts in rows:
+        parts = [line for text in texts for line in textwrap.wrap(text, width)]
+        lines += [f"{head:24} {part}" for head, part in zip([name, *[""] * len(parts)], parts, strict=False)]
+    return "\n".join(lines)
 
 
 def _words(args: argparse.Namespace) -> list[str]:

@@ -21,10 +21,37 @@ NAME = re.compile(r"[^/\\:\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,100}")  # a run's n
 PLAYS = "--set data.source=all-plays, with the extra plays"  # instead of tiny Shakespeare
 FINE_TUNE_PATIENCE = 5  # evaluations without improvement
 
+# Names of these settings in transformers, PEFT and nanoGPT -> the key or option here.
+ELSEWHERE = {
+    "optim.lr": ("learning_rate",),
+    "optim.min_lr": ("min_learning_rate",),
+    "optim.warmup": ("warmup_steps", "warmup_iters", "num_warmup_steps", "warmup_ratio"),
+    "optim.clip": ("max_grad_norm", "grad_clip"),
+    "optim.beta1": ("adam_beta1",),
+    "optim.beta2": ("adam_beta2",),
+    "steps": ("max_steps", "max_iters", "num_steps", "lr_decay_iters"),
+    "epochs": ("num_train_epochs", "num_epochs", "n_epochs"),
+    "batch_size": ("per_device_train_batch_size", "train_batch_size", "per_device_eval_batch_size"),
+    "context": ("block_size", "max_length", "max_seq_length", "seq_len", "n_ctx"),
+    "grad_accum": ("gradient_accumulation_steps",),
+    "eval_every": ("eval_steps", "eval_interval"),
+    "eval_tokens": ("eval_iters",),
+    "save_every": ("save_steps",),
+    "log_every": ("logging_steps", "log_interval"),
+    "patience": ("early_stopping_patience",),
+    "precision": ("bf16", "fp16", "dtype", "torch_dtype"),
+    "checkpointing": ("gradient_checkpointing",),
+    "lora.r": ("lora_r",),
+    "lora.alpha": ("lora_alpha",),
+    "lora.targets": ("target_modules",),
+    "data.path": ("train_file", "dataset", "dataset_name"),
+    "--init MODEL": ("init_from", "model_name_or_path"),
+    "--out DIR": ("out_dir", "output_dir"),
+}
 # Keys, their minimum, their exclusive upper bound, and the advice for the error.
 RANGES = (
     ("steps batch_size context grad_accum log_every eval_every save_every", 1, MAX_SIZE, "1 or more, below 2**31"),
-    ("eval_tokens sample_tokens expect data.stride lora.r optim.warmup", 0, MAX_SIZE, "0 or more, below 2**31"),
+    ("eval_tokens sample_tokens epochs expect data.stride lora.r optim.warmup", 0, MAX_SIZE, "0 or more, below 2**31"),
     ("optim.lr optim.min_lr optim.weight_decay optim.clip", 0, MAX_FLOAT, "0 or more, and finite"),
     ("dropout attn_dropout lora.dropout optim.beta1 optim.beta2", 0, 1, "0 or more and less than 1"),
     ("patience", -1, MAX_SIZE, "0 (never stop early) or more, or -1 (as suits the run)"),
@@ -43,43 +70,33 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
+def _key(default: Any, meaning: str) -> Any:
+    """Return the field of a key with its meaning in a line, which ``gpt2 train RECIPE --settings`` shows."""
+    return field(default=default, metadata={"meaning": meaning})
+
+
 @dataclass(frozen=True)
 class Data:
     """The text and its tokenizer.
 
-    ``source`` is "plays" (validation: the held-out plays), "all-plays" (every play in one text), "play:NAME" (one play), or
-    "tinyshakespeare". ``path`` is a file, folder or glob of documents to use instead (:mod:`gpt2.data.documents`): ``field`` is a
-    table's field of text, ``prompt`` the field before it, or a template over fields ("Q: {question}"), which is read and not
-    scored. ``tokens`` is a folder of token files (:mod:`gpt2.data.token_files`) to use instead of any text.
-
-    The validation text is the fraction ``held_out``: the last of a single text, or of several documents those that a hash of
-    their text and ``split_seed`` chooses; equal documents stay together.
-
-    ``tokenizer`` is "bpe" or "words" (made from the training text, ``vocab_size`` entries), "chars", or "gpt2" (the official
-    vocabulary); fine-tuning always uses the tokenizer of the initial model. ``add_tokens`` are new tokens of a byte-level BPE,
-    each one id wherever it stands in a text (:func:`gpt2.train.models.with_tokens`).
-
-    ``label`` is a table's field with the class of its ``field``, for a head on the last token (:mod:`gpt2.train.classify`); with
-    ``padded``.
-
-    Training windows begin at random positions, or, with a ``stride``, at its multiples in random order, each once per epoch. With
-    ``padded`` a window is one document, cut off or filled up. With ``reset`` attention and positions end with a document.
+    Of a single text the last part is held out, of several documents those that a hash of their text and ``split_seed`` chooses;
+    equal documents stay together. Fine-tuning always uses the tokenizer of the initial model.
     """
 
-    source: str = "tinyshakespeare"
-    path: str = ""
-    field: str = "text"
-    prompt: str = ""
-    label: str = ""
-    tokens: str = ""
-    held_out: float = 0.1
-    split_seed: int = 0
-    tokenizer: str = "bpe"
-    vocab_size: int = 2048
-    stride: int = 0
-    add_tokens: tuple[str, ...] = ()
-    padded: bool = False
-    reset: bool = False
+    source: str = _key("tinyshakespeare", "text: tinyshakespeare, plays (validation: held-out plays), all-plays, or play:NAME")
+    path: str = _key("", "file, folder or glob of documents of your own, instead of source")
+    field: str = _key("text", "a table's field of text, which is trained on")
+    prompt: str = _key("", 'the field before it, or a template of fields ("Q: {question}"), which is read and not trained on')
+    label: str = _key("", "a table's field with the class of its text, for a classifier; needs padded")
+    tokens: str = _key("", "folder of token files, train.bin and val.bin, instead of any text")
+    held_out: float = _key(0.1, "fraction of the text, or of the documents, to validate on")
+    split_seed: int = _key(0, "another number holds out other documents")
+    tokenizer: str = _key("bpe", "from scratch: bpe or words (made from the text), chars, or gpt2 (the official vocabulary)")
+    vocab_size: int = _key(2048, "entries of a tokenizer that is made from the text")
+    stride: int = _key(0, "windows begin at its multiples, each once an epoch; 0: at random positions")
+    add_tokens: tuple[str, ...] = _key((), "new tokens of a byte-level BPE, each one id wherever it stands")
+    padded: bool = _key(False, "a window is one document, cut off or filled up")
+    reset: bool = _key(False, "attention and positions end with a document")
 
     @property
     def needs(self) -> str:
@@ -93,95 +110,78 @@ class Data:
 
 @dataclass(frozen=True)
 class Model:
-    """The model to train from scratch; fine-tuning takes the shape of the initial model.
+    """The model to train from scratch; fine-tuning takes the shape of the initial model. A bigram ignores the sizes."""
 
-    ``kind`` is "gpt2", or "bigram" (:mod:`gpt2.train.bigram`), which ignores the sizes. ``activation_function`` is GPT-2's own,
-    or another of :data:`gpt2.config.ACTIVATIONS`; nanoGPT's exact "gelu" is four times as fast on a CPU.
-    """
-
-    kind: str = "gpt2"
-    n_layer: int = 5
-    n_embd: int = 160
-    n_head: int = 5
-    n_positions: int = 256
-    activation_function: str = "gelu_new"
+    kind: str = _key("gpt2", "gpt2 or bigram")
+    n_layer: int = _key(5, "blocks")
+    n_embd: int = _key(160, "width of the residual stream")
+    n_head: int = _key(5, "attention heads of a block; they divide n_embd")
+    n_positions: int = _key(256, "longest context, in tokens")
+    activation_function: str = _key("gelu_new", "GPT-2's own; nanoGPT's exact gelu is four times as fast on a CPU")
 
 
 @dataclass(frozen=True)
 class Optim:
-    """AdamW with linear warm-up to ``lr`` and cosine decay to ``min_lr``; gradients are clipped to ``clip`` (0: never)."""
+    """AdamW with linear warm-up and cosine decay (:mod:`gpt2.train.optim`)."""
 
-    lr: float = 1e-3
-    min_lr: float = 1e-4
-    warmup: int = 100
-    beta1: float = 0.9
-    beta2: float = 0.99
-    weight_decay: float = 0.1
-    clip: float = 1.0
+    lr: float = _key(1e-3, "learning rate after the warm-up")
+    min_lr: float = _key(1e-4, "learning rate at the last step")
+    warmup: int = _key(100, "steps of linear warm-up")
+    beta1: float = _key(0.9, "decay of AdamW's mean of gradients")
+    beta2: float = _key(0.99, "decay of AdamW's mean of their squares")
+    weight_decay: float = _key(0.1, "AdamW's decay, of matrices and embeddings")
+    clip: float = _key(1.0, "largest norm of all gradients together; 0: no limit")
 
 
 @dataclass(frozen=True)
 class Lora:
-    """LoRA adapters to train instead of the weights (:mod:`gpt2.lora`), of rank ``r`` (0: none), scaled by ``alpha / r``.
+    """LoRA adapters to train instead of the weights (:mod:`gpt2.lora`)."""
 
-    ``targets`` are the projections to adapt: c_attn, c_fc, c_proj (both of a block; attn.c_proj or mlp.c_proj is one of them).
-    """
-
-    r: int = 0
-    alpha: float = 16.0
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ("c_attn", "c_proj", "c_fc")
+    r: int = _key(0, "rank of the adapters; 0: none, all weights are trained")
+    alpha: float = _key(16.0, "the adapters are scaled by alpha / r")
+    dropout: float = _key(0.0, "dropout before an adapter")
+    targets: tuple[str, ...] = _key(
+        ("c_attn", "c_proj", "c_fc"), "projections to adapt; attn.c_proj and mlp.c_proj tell two apart"
+    )
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training run.
+    """One training run; ``gpt2 train RECIPE --settings`` shows its keys with their meaning.
 
-    - A step reads ``batch_size`` windows of ``context`` tokens, in ``grad_accum`` parts.
-    - Every ``eval_every`` steps the first ``eval_tokens`` tokens (0: all) of the validation text are scored. After ``patience``
-      evaluations in a row without improvement the run stops (0: never; -1: 5 when fine-tuning, never from scratch).
-    - ``dropout`` acts on the embeddings and both residual branches, ``attn_dropout`` on the attention weights. The latter is 0
-      by default, because it prevents the fused kernel (a step of the embedded model: 1.20 s with it, 0.72 s without).
-    - ``precision`` "bf16" computes matrix products in bfloat16, by autocast; weights, optimizer and evaluations stay float32.
-      "auto" measures both when the run begins, and keeps the faster one.
-    - ``checkpointing`` is activation checkpointing. ``compile`` compiles the blocks with torch.compile, for GPUs: on a CPU it
-      takes minutes, needs a C++ compiler, and gained nothing.
-    - A step that diverges (:mod:`gpt2.train.divergence`) changes no weights. ``on_divergence`` then says "stop" (the run),
-      "skip" (the step), or "rewind" to the newest checkpoint, with other windows.
-    - ``device`` is "cpu", "cuda", "mps", "xpu", or "auto": the accelerator if there is one. ``parallel`` is "ddp" (each process
-      has the whole model) or "fsdp" (each has a shard).
-    - ``needs_init``: the recipe is made for a model that it starts from, and is refused without one.
-    - ``expect`` is the validation loss that the recipe reaches on its own text, in nats per token (0: not stated), and
-      ``takes`` is the time and the machine. ``tensorboard`` and ``wandb`` also send the
-      metrics to TensorBoard and Weights & Biases (:mod:`gpt2.train.boards`).
+    ``attn_dropout`` prevents the fused kernel (a step of the embedded model: 1.20 s with it, 0.72 s without). ``compile`` is for
+    GPUs: on a CPU it takes minutes, needs a C++ compiler, and gained nothing.
     """
 
-    name: str = ""
-    description: str = ""
-    steps: int = 1000
-    batch_size: int = 16
-    context: int = 256
-    grad_accum: int = 1
-    dropout: float = 0.1
-    attn_dropout: float = 0.0
-    seed: int = 1337
-    log_every: int = 10
-    eval_every: int = 100
-    save_every: int = 100
-    sample_tokens: int = 64
-    eval_tokens: int = 0
-    patience: int = -1
-    precision: str = "float32"
-    checkpointing: bool = False
-    compile: bool = False
-    device: str = "auto"
-    parallel: str = "ddp"
-    on_divergence: str = "stop"
-    tensorboard: bool = False
-    wandb: bool = False
-    needs_init: bool = False
-    expect: float = 0.0
-    takes: str = ""
+    name: str = _key("", "name of the run")
+    description: str = _key("", "what the recipe is for")
+    steps: int = _key(1000, "optimizer steps")
+    epochs: float = _key(0.0, "passes over the training text instead of steps; 0: steps decides")
+    batch_size: int = _key(16, "windows of a step, in all its parts and processes together")
+    context: int = _key(256, "tokens of a window")
+    grad_accum: int = _key(1, "parts of a step, computed one after another to save memory")
+    dropout: float = _key(0.1, "on the embeddings and both residual branches")
+    attn_dropout: float = _key(0.0, "on the attention weights; slow")
+    seed: int = _key(1337, "of weights, windows and dropout")
+    log_every: int = _key(10, "steps between two lines of the log")
+    eval_every: int = _key(100, "steps between two evaluations")
+    save_every: int = _key(100, "steps between two checkpoints")
+    sample_tokens: int = _key(64, "tokens of the text that an evaluation generates")
+    eval_tokens: int = _key(0, "first tokens of the validation text to score; 0: all")
+    patience: int = _key(
+        -1, f"evaluations without improvement that end a run; 0: never; -1: {FINE_TUNE_PATIENCE} when fine-tuning"
+    )
+    precision: str = _key("float32", "float32; bf16: matrix products in bfloat16; auto: the faster, measured at the start")
+    checkpointing: bool = _key(False, "activation checkpointing: less memory, more time")
+    compile: bool = _key(False, "compile the blocks with torch.compile, for GPUs")
+    device: str = _key("auto", "cpu, cuda, mps, xpu; auto: the accelerator if there is one")
+    parallel: str = _key("ddp", "of several processes each has the whole model (ddp) or a shard (fsdp)")
+    on_divergence: str = _key("stop", "a step that diverges: stop the run, skip it, or rewind to the newest checkpoint")
+    tensorboard: bool = _key(False, "send the metrics to TensorBoard too")
+    wandb: bool = _key(False, "send the metrics to Weights & Biases too")
+    needs_init: bool = _key(False, "made for a model that it starts from, and refused without one")
+    expect: float = _key(0.0, "validation loss that it reaches on its own text, in nats per token; 0: not stated")
+    takes: str = _key("", "its time, and the machine")
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
     optim: Optim = field(default_factory=Optim)
@@ -215,6 +215,15 @@ class Recipe:
     def flat(self) -> dict[str, Any]:
         """Return every setting by its key, as in ``optim.lr``."""
         return {key: attrgetter(key)(self) for key, kind in _types().items() if not is_dataclass(kind)}
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Return ``value``, ``default`` and ``meaning`` of every key."""
+        default, found = Recipe().flat(), dict[str, dict[str, Any]]()
+        for key, value in self.flat().items():
+            table, _, name = key.rpartition(".")
+            (own,) = (each for each in fields(getattr(self, table) if table else self) if each.name == name)
+            found[key] = {"value": value, "default": default[key], "meaning": own.metadata["meaning"]}
+        return found
 
     def resolved(self, init: str | None) -> Self:
         """Return this recipe with its open settings decided, for a run from scratch or from the model named ``init``."""
@@ -265,6 +274,8 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     """Put ``key=value`` into the tables of a recipe's file."""
     key, text = setting(override)
     *tables, last = key.split(".")
+    if key not in _types():
+        raise _unknown(key, "--set")
     for table in tables:
         raw = raw.setdefault(table, {})
         if not isinstance(raw, dict):
@@ -308,14 +319,21 @@ def _build(kind: type, raw: Mapping[str, Any], where: str, prefix: str = "") -> 
     for name, value in raw.items():
         key = prefix + name
         if key not in _types() or "." in name:
-            known = [prefix + field.name for field in fields(kind)]
-            every = known if prefix else [*_types()]
-            meant = {each.rpartition(".")[2]: each for each in every} | {each: each for each in every}  # lr is optim.lr
-            close = difflib.get_close_matches(key, meant, n=1, cutoff=0.5)
-            hint = f"did you mean {meant[close[0]]}?" if close else f"keys are {', '.join(known)}"
-            raise InputError(f"{where}: unknown key {quoted(key)}; {hint}")
+            raise _unknown(key, where)
         values[name] = _converted(value, _types()[key], where, key)
     return kind(**values)
+
+
+def _unknown(key: str, where: str) -> InputError:
+    """Return the error of a key that no recipe has, with the one that is meant: alike, or called so in another program."""
+    table = key.rpartition(".")[0]
+    known = [each for each in _types() if each.startswith(f"{table}.")] if table in _types() else [*_types()]
+    meant = {each.rpartition(".")[2]: each for each in known} | {each: each for each in known}  # lr is optim.lr
+    meant |= {name: each for each, names in ELSEWHERE.items() for name in names}
+    close = difflib.get_close_matches(key, meant, n=1, cutoff=0.5)
+    listed = ", ".join(each for each in known if table or "." not in each)
+    hint = f"did you mean {meant[close[0]]}?" if close else f"keys are {listed}"
+    return InputError(f"{where}: unknown key {quoted(key)}; {hint} (--settings lists all)")
 
 
 def _converted(value: Any, wanted: Any, where: str, key: str) -> Any:

@@ -1,5 +1,6 @@
 """Open a run's folder: resume from its newest intact checkpoint, or begin from the recipe or the model named by --init."""
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -66,7 +67,9 @@ def start(recipe: Recipe, folder: Path, init: str | None, fresh: bool, ranks: Ra
         model = classifier(model, text.classes, recipe.seed, checkpoint or (Path(init).expanduser() if init else None))
     models.check(model, text, recipe, init or "the recipe's model")
     notes.append(models.added(text.tokenizer, text.train_ids, recipe))
-    recipe, why = decide_precision(resumed or recipe, model.config, ranks)
+    recipe, said = in_steps(resumed or recipe, text)
+    notes.append(said)
+    recipe, why = decide_precision(recipe, model.config, ranks)
     notes.append(why)
     before = state.claim(folder, recipe, init, text, fresh)
     if recipe.lora.r:
@@ -79,6 +82,20 @@ def start(recipe: Recipe, folder: Path, init: str | None, fresh: bool, ranks: Ra
         notes.append(_later_end(progress.step, before, recipe))
     config, about = model.config, (*filter(None, notes), *skipped)
     return Start(recipe, config, text.tokenizer, text.sha256, progress, about, model, text, moments)
+
+
+def in_steps(recipe: Recipe, text: Corpus) -> tuple[Recipe, str]:
+    """Return the recipe with its ``epochs`` as steps, and a line that says so; "" if it counts in steps already.
+
+    An epoch is each window of the text once, or as many random windows as have its tokens.
+    """
+    if not recipe.epochs:
+        return recipe, ""
+    stride = recipe.data.stride or recipe.context
+    windows = max(1, (len(text.train_ids) - 1 - recipe.context) // stride + 1)
+    steps = max(1, math.ceil(recipe.epochs * windows / recipe.batch_size))
+    what = f"{windows:,} windows of {recipe.context} tokens, {recipe.batch_size} in a step"
+    return replace(recipe, steps=steps), f"epochs={recipe.epochs:g} are {steps:,} steps: {what}"
 
 
 def _later_end(step: int, before: int, recipe: Recipe) -> str:

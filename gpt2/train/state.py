@@ -133,8 +133,9 @@ def resumable(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> Re
     there, here = _comparable(raw, f"{folder}/{RECIPE}"), _comparable({"init": init, **asdict(recipe)}, "recipe")
     if recipe.precision == "auto":  # a new measurement might decide otherwise
         here["precision"] = there["precision"]
-    if there["steps"] < here["steps"]:
-        there["steps"] = here["steps"]
+    for end in ("steps", "epochs"):
+        if there[end] < here[end] or (end == "steps" and here["epochs"]):  # epochs are steps once the text is read
+            there[end] = here[end]
     if differ := [f"{key} {there.get(key)!r} there, {here.get(key)!r} here" for key in here if there.get(key) != here[key]]:
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
         remedy = f"choose another --out, or start anew with --fresh{_from_its_weights(folder, differ)}"

@@ -15,7 +15,7 @@ from gpt2.train import recipe as recipes
 from gpt2.train.corpus import texts
 from gpt2.train.listing import list_data
 from gpt2.train.loop import train
-from gpt2.train.recipe import Recipe, build, read
+from gpt2.train.recipe import ELSEWHERE, Recipe, build, read
 
 
 @pytest.fixture
@@ -55,11 +55,15 @@ def test_recipe_by_path_has_defaults_for_what_it_does_not_say(mine):
         ("step=5", "unknown key 'step'; did you mean steps?"),
         ("optim.warm_up=5", "unknown key 'optim.warm_up'; did you mean optim.warmup?"),
         ("lr=1", "unknown key 'lr'; did you mean optim.lr?"),  # it was lora
-        ("zzz=1", "unknown key 'zzz'; keys are name, description"),
+        ("zzz=1", "--set: unknown key 'zzz'; keys are name, description"),  # it blamed a file of the package
+        ("learning_rate=1", "unknown key 'learning_rate'; did you mean optim.lr?"),  # transformers' and nanoGPT's names
+        ("per_device_train_batch_size=1", "did you mean batch_size?"),
+        ("out_dir=x", "did you mean --out DIR?"),
+        ("epochs=-1", "epochs is -1.0; give 0 or more"),
         ("steps=many", "steps must be int, found 'many'"),
         ("optim.lr=fast", "optim.lr must be float, found 'fast'"),
         ("optim=1", "optim is a table of keys, found 1"),
-        ("steps.more=1", "steps is a value, not a table"),
+        ("steps.more=1", "unknown key 'steps.more'; did you mean steps?"),
         ("steps", "write key=value"),
         ("steps=0", "steps is 0; give 1 or more"),
         ("batch_size=6", "batch_size 6 does not divide into grad_accum 4 parts"),
@@ -158,3 +162,11 @@ def test_toml_that_python_cannot_read_is_one_line(mine, text):
     assert len(refusal(read, path)) < 300
     key, _, value = text.partition(" = ")
     assert len(refusal(read, "shakespeare-mini", [f"{key}={value}"])) < 500
+
+
+def test_every_setting_has_a_meaning_and_every_name_of_others_a_key() -> None:
+    """`--settings` shows them: a key without a meaning, or advice to use a key that is not there, leads nowhere."""
+    settings = read("finetune-texts", ["context=64"]).settings()
+    assert settings["context"] == {"value": 64, "default": 256, "meaning": "tokens of a window"}
+    assert all(each["meaning"] for each in settings.values())
+    assert {key for key in ELSEWHERE if not key.startswith("--")} <= settings.keys()

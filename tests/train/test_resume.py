@@ -1,6 +1,7 @@
 """A run that is stopped, killed or damaged ends with the same bits as an undisturbed run."""
 
 import json
+import math
 import os
 import random
 import shlex
@@ -16,6 +17,7 @@ from support.training import flip, forkserver, logged_steps, metrics, outcome, s
 
 from gpt2.errors import InputError
 from gpt2.train import loop, state
+from gpt2.train.corpus import corpus
 from gpt2.train.loop import Evaluated, Logged, Started, train
 from gpt2.train.metrics import Metrics
 from gpt2.train.recipe import Lora, Recipe
@@ -89,6 +91,19 @@ def test_a_run_that_ended_stays_as_it_is(recipe, tmp_path, patience):
     assert train(recipe, run, report=events.append) == first
     assert [type(event) for event in events] == [Started]
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
+
+
+def test_epochs_are_turned_into_steps_and_resumed(recipe, tmp_path):
+    """People count in epochs; the steps that they are must be said, stay the same when the run goes on, and grow with them."""
+    run, events = tmp_path / "run", []
+    train(replace(recipe, epochs=0.1), run, report=stop_at(3))
+    tokens = len(corpus(recipe).train_ids)
+    steps = math.ceil(0.1 * ((tokens - 1) // 16) / 4)
+    assert steps > 3
+    assert train(replace(recipe, epochs=0.1), run, report=events.append).step == steps
+    assert f"epochs=0.1 are {steps} steps: {(tokens - 1) // 16} windows of 16 tokens, 4 in a step" in events[0].notes
+    assert train(replace(recipe, epochs=0.2), run).step in (2 * steps, 2 * steps - 1)
+    assert "epochs 0.2 there, 0.1 here" in refusal(train, replace(recipe, epochs=0.1), run)
 
 
 @pytest.mark.parametrize(("at", "min_lr"), [(5, 1e-2), (None, 1e-2), (6, 1e-3)], ids=["stopped", "finished", "falling rate"])
