@@ -6,11 +6,10 @@ import json
 import math
 import re
 import shutil
-import sys
 from typing import TYPE_CHECKING
 
 from gpt2.cli.common import Status, add_device, add_offline, say, write_result
-from gpt2.errors import InputError, printable
+from gpt2.errors import InputError
 
 if TYPE_CHECKING:
     from gpt2.port.diagnosis.report import Diagnosis
@@ -24,7 +23,6 @@ EXAMPLES = """\
   gpt2 diagnose port.py:build --json -               for programs: verdict, first_divergence, causes
   gpt2 diagnose port.py:build --step train.py:make_step --set optim.lr=3e-4 --set optim.clip=1.0
   gpt2 diagnose dump.npz --model gpt2                what a program in any language wrote
-  gpt2 diagnose steps.npz --set optim.lr=1e-3        its training steps: loss, gradients, parameters after each
   gpt2 diagnose --run 'python port.py {ids} {out}' --model gpt2
   gpt2 diagnose --run './port {text} {out}' --model gpt2
   gpt2 diagnose --run 'node port.js {text} {out} {model}/model.safetensors' --model gpt2
@@ -53,8 +51,6 @@ Trainer and Lightning: PROGRAMS.md.
 
 A dump (.npz, .safetensors, a directory of .npy, llm.c's debug state .bin) holds the token ids under the name ids, shape (T,) or
 (B, T), the logits, and any intermediate values in any layout, under any names. The more it holds, the more can be said.
-Training steps: the loss, gradients, and parameters after each step, as they are, transposed, stacked over the layers, or in one
-vector; next ids if they are no shift of the ids; ids of (K, B, T) if each step has another batch. --set says what they should do.
 
 --run runs a program for its dump: {ids} is a .npy file of token ids, shape (T,), int64; {text} the same ids as text, in one line;
 {out} the path to write to: add .npz or .safetensors, or make a directory of .npy files of it; {model} a folder with config.json
@@ -71,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "a Python file and the function in it that returns the module, a dump of arrays, or another checkpoint"
     parser.add_argument("what", nargs="?", metavar="WHAT", help=help)
     parser.add_argument("--step", metavar="FILE.py:make_step", help="diagnose a training step of the module that WHAT builds")
-    help = "with --step, or a dump of steps (also of --run): what a step should do, as in optim.lr=3e-4; may be repeated"
+    help = "with --step: what a step should do, as in optim.lr=3e-4; may be repeated"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help)
     parser.add_argument("--run", dest="program", metavar="CMD", help="in place of WHAT: a program that writes a dump")
     parser.add_argument("--model", default="shakespeare-mini", metavar="MODEL", help="the right weights (default: %(default)s)")
@@ -118,13 +114,16 @@ def _diagnosis(args: argparse.Namespace) -> "Diagnosis":
         raise InputError(f"give WHAT to diagnose or --run CMD, {both}")
     from gpt2.measure.dumps import is_dump
 
-    if args.set and args.step is None and args.what is not None and not is_dump(args.what):
-        named = "name that with --step FILE.py:make_step, or give a dump of one"
-        raise InputError(f"--set {args.set[0]}: is a setting of a training step; {named}")
+    if args.set and args.step is None:
+        raise InputError(f"--set {args.set[0]}: is a setting of a training step; name that with --step FILE.py:make_step")
     if args.program is not None:
         if args.step is not None:
             raise InputError("--step and --run: a training step is diagnosed in Python; give FILE.py:build in place of --run")
-        return _program(args)
+        from gpt2.port.dump.programs import diagnose_program
+
+        how = {"timeout": args.timeout, "revision": args.revision, "offline": args.offline}
+        with Status(f"running {args.program}") as status:
+            return diagnose_program(args.program, args.model, **how, progress=status)
     from gpt2.port.step.settings import Settings
 
     Settings.parse(args.set)  # a misspelt key is refused before anything is read or built
@@ -133,7 +132,7 @@ def _diagnosis(args: argparse.Namespace) -> "Diagnosis":
         import gpt2
 
         with Status(f"reading {args.what}") as status:
-            return gpt2.diagnose(args.what, args.model, settings=args.set or None, **given, progress=status)
+            return gpt2.diagnose(args.what, args.model, **given, progress=status)
     if args.step is None and not re.search(r"\.py(:.*)?$", args.what):
         return _checkpoint(args)
     from gpt2.port.diagnosis.runner import run
@@ -153,23 +152,3 @@ def _checkpoint(args: argparse.Namespace) -> "Diagnosis":
     with Status(f"reading {args.what}") as status:
         found = gpt2.diagnose(theirs, args.model, revision=args.revision, offline=args.offline, progress=status)
     return dataclasses.replace(found, module=args.what)
-
-
-def _program(args: argparse.Namespace) -> "Diagnosis":
-    from gpt2.port.dump.programs import ProgramError, diagnose_program
-
-    try:
-        with Status(f"running {args.program}") as status:
-            return diagnose_program(
-                args.program,
-                args.model,
-                timeout=args.timeout,
-                settings=args.set,
-                revision=args.revision,
-                offline=args.offline,
-                progress=status,
-            )
-    except ProgramError as error:
-        for line in error.printed:
-            print(f"  | {printable(line)}", file=sys.stderr)
-        raise

@@ -1,15 +1,14 @@
-"""Read a dump: the token ids and floating-point arrays of a forward pass or of training steps, as any program wrote them.
+"""Read a dump: the token ids and floating-point arrays of a forward pass, as any program wrote them.
 
 Containers: ``.npz`` (without pickles), ``.safetensors``, a directory of ``.npy`` files, and llm.c's debug state (``.bin``).
 """
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,13 +17,12 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.containers import MappedFile, shown
-from gpt2.checkpoint.containers.llmc_file import HEADER, STATE, is_matrix, magic_of, order, padded_rows
+from gpt2.checkpoint.containers.llmc_file import HEADER, STATE, magic_of
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError, require_memory
 from gpt2.measure.npy import FEWER, read_npy, read_npz
 from gpt2.measure.tracing import points_size
-from gpt2.model import GPT2
 
 IDS = ("ids", "input_ids", "tokens", "idx")  # the names of the token ids, the first found counts
 # Names of the mask of a padded batch, and the value of a real token in it.
@@ -35,6 +33,7 @@ STATE_VERSION = 2  # of llm.c's debug state: its logits are not padded
 SUFFIXES = (".npz", ".safetensors", ".bin", ".npy")
 WAYS = "a .npz or .safetensors file, a directory of .npy files, or llm.c's debug state (.bin)"
 ROWS, COPIES = 16, 64  # of the model's longest rows and of its parameters, in float64: what a dump may hold
+STEP = "diagnose the step itself: gpt2 diagnose FILE.py:build --step FILE.py:make_step"
 SAVE = f"save them as integers under the name {IDS[0]} (or {', '.join(IDS[1:])}), shape (T,) or (B, T)"
 
 
@@ -42,18 +41,13 @@ SAVE = f"save them as integers under the name {IDS[0]} (or {', '.join(IDS[1:])})
 class Dump:
     """What a program wrote: ``ids`` (B, T) int64, and ``arrays`` by their own names, of any float dtype and shape.
 
-    ``ignored``: names of arrays that are not floats. Of training steps: ``batches`` are the ids of each (K, B, T), ``ids`` the
-    first of them, and ``integers`` the arrays of one shape with ``batches``. ``mask`` (B, T): which tokens are real, None if all
-    are.
+    ``ignored``: names of arrays that are not floats.
     """
 
     source: str
     ids: Tensor
     arrays: Mapping[str, Tensor]
     ignored: tuple[str, ...] = ()
-    batches: Tensor = field(default_factory=lambda: torch.zeros(0, 0, 0, dtype=torch.int64))
-    integers: Mapping[str, Tensor] = field(default_factory=dict)
-    mask: Tensor | None = None
 
 
 def is_dump(text: str) -> bool:
@@ -70,8 +64,8 @@ def is_dump(text: str) -> bool:
     return path.suffix.lower() in SUFFIXES
 
 
-def read(path: str | Path, config: GPT2Config, ids: Tensor | None = None, *, several: bool = False) -> Dump:
-    """Read the dump at ``path``; ``ids`` (B, T) count where it holds none; with ``several``, its ids may be (K, B, T).
+def read(path: str | Path, config: GPT2Config, ids: Tensor | None = None) -> Dump:
+    """Read the dump at ``path``; ``ids`` (B, T) count where it holds none.
 
     Raises InputError: not there, damaged, without ids or floats, or with NaN.
     """
@@ -85,7 +79,7 @@ def read(path: str | Path, config: GPT2Config, ids: Tensor | None = None, *, sev
         alone = "; a single array is not a dump: put it and the ids into a directory" if path.suffix.lower() == ".npy" else ""
         raise InputError(f"{path}: is not a dump{alone or f'; give {WAYS}'}")
     numbers = ROWS * points_size(config, 1, config.n_positions) + COPIES * config.num_parameters()
-    return dump_of(dict(reader(path, min(MAX_BYTES, 8 * numbers))), config, str(path), ids, several=several)
+    return dump_of(dict(reader(path, min(MAX_BYTES, 8 * numbers))), config, str(path), ids)
 
 
 def dump_of(
@@ -93,36 +87,22 @@ def dump_of(
     config: GPT2Config,
     source: str = "your arrays",
     ids: Tensor | None = None,
-    *,
-    several: bool = False,
 ) -> Dump:
     """Return the dump of ``arrays``, NumPy's or torch's, by any names. Raises InputError as :func:`read` does."""
     tensors = {str(name): _tensor(value, f"{source}: {shown(str(name))}") for name, value in arrays.items()}
     key = _ids_name(tensors)
-    batches = None
     if key is not None:
         given = tensors.pop(key)
-        where = f"{source}: {shown(key)}"
-        if given.is_floating_point():  # a program that can only write floats: its next ids are floats too
-            tensors |= {name: tensor.long() for name, tensor in tensors.items() if _next_ids(tensor, given, config)}
-        if several and given.ndim == 3 and given.numel():  # of several training steps
-            batches = torch.stack([_ids(one, where, config) for one in given])
-            ids = batches[0]
-        else:
-            ids = _ids(given, where, config)
+        _refuse_steps(tensors, given, config, source)
+        ids = _ids(given, f"{source}: {shown(key)}", config)
     if ids is None:
         raise InputError(f"{source}: holds no token ids; {SAVE}")
-    batches = ids[None] if batches is None else batches
     floats = {name: tensor for name, tensor in tensors.items() if tensor.dtype in FLOATS and tensor.numel()}
     if not floats:
         raise InputError(f"{source}: holds no floating-point arrays beside the ids; save at least the logits")
-    integers = {
-        name: tensor.long().reshape(batches.shape)
-        for name, tensor in tensors.items()
-        if not tensor.is_floating_point() and tensor.dtype != torch.bool and tensor.numel() == batches.numel()
-    }
-    mask = next((found for name, tensor in tensors.items() if (found := _mask(name, tensor, ids)) is not None), None)
-    return Dump(source, ids, floats, tuple(name for name in tensors if name not in floats), batches, integers, mask)
+    for name, tensor in tensors.items():
+        _refuse_padding(name, tensor, ids, source)
+    return Dump(source, ids, floats, tuple(name for name in tensors if name not in floats))
 
 
 def _ids_name(tensors: Iterable[str]) -> str | None:
@@ -133,22 +113,31 @@ def _ids_name(tensors: Iterable[str]) -> str | None:
     return None
 
 
-def _mask(name: str, tensor: Tensor, ids: Tensor) -> Tensor | None:
-    """Return which tokens of ``ids`` (B, T) are real, if an array is their mask, and some are not."""
+def _refuse_padding(name: str, tensor: Tensor, ids: Tensor, source: str) -> None:
+    """Raise InputError if an array is the mask of a padded batch, and hides some tokens."""
     real = MASKS.get(PurePosixPath(name).name.lower())
     if real is None or tensor.numel() != ids.numel() or not bool(((tensor == 0) | (tensor == 1)).all()):
-        return None
-    mask = (tensor == real).reshape(ids.shape)
-    edges = mask.int().diff(dim=1).count_nonzero(1)  # one, if the padding is at one end
-    return mask if not bool(mask.all()) and bool(mask.any(1).all()) and bool((edges <= 1).all()) else None
+        return
+    if hidden := int((tensor != real).sum()):
+        many = f"{hidden} token{'s' * (hidden > 1)}"
+        raise InputError(f"{source}: {shown(name)} hides {many}; padding is not judged: dump one row without it")
 
 
-def _next_ids(tensor: Tensor, given: Tensor, config: GPT2Config) -> bool:
-    """Return whether a float array may be the next ids of ``given``: whole numbers of the same shape, -100 for none to learn."""
-    if not tensor.is_floating_point() or tensor.shape != given.shape:
-        return False
-    known = (tensor == tensor.round()) & (((tensor >= 0) & (tensor < config.vocab_size)) | (tensor == -100))
-    return bool(known.all())
+def of_a_step(tensors: Mapping[str, Tensor], config: GPT2Config) -> list[str]:
+    """Return the names of arrays that have the shape of a matrix of the model: gradients and parameters of a training step."""
+    width = config.n_embd
+    matrices = [{config.vocab_size, width}, {width, 3 * width}, {width, config.inner}]
+    return [name for name, tensor in tensors.items() if tensor.ndim == 2 and set(tensor.shape) in matrices]
+
+
+def _refuse_steps(tensors: Mapping[str, Tensor], ids: Tensor, config: GPT2Config, source: str) -> None:
+    """Raise InputError for a dump of training steps: ids of several batches, or parameters or gradients without logits."""
+    large, wide = of_a_step(tensors, config), [one for one in tensors.values() if one.shape[-1:] >= (config.vocab_size,)]
+    logits = any(one.numel() // one.shape[-1] <= ids.numel() for one in wide)
+    if (ids.ndim == 3 and ids.numel()) or (large and not logits):
+        several = f"ids of shape {tuple(ids.shape)}"
+        what = several if ids.ndim == 3 else f"{shown(large[0])}, which has a parameter's shape, and no logits"
+        raise InputError(f"{source}: holds {what}: training steps are not read from a dump; {STEP}")
 
 
 def _ids(given: Tensor, where: str, config: GPT2Config) -> Tensor:
@@ -204,7 +193,7 @@ def _safetensors(path: Path, most: float) -> Iterator[tuple[str, Tensor]]:
 
 
 def _debug_state(path: Path, config: GPT2Config) -> Iterator[tuple[str, Tensor]]:
-    """Yield ids, logits and, where the file has them, next ids, loss and gradients of llm.c's debug state."""
+    """Yield ids and logits of llm.c's debug state; its loss and gradients are not read."""
     file = MappedFile(path)
     head = file.bytes(0, HEADER.size)
     if len(head) < HEADER.size:
@@ -222,17 +211,6 @@ def _debug_state(path: Path, config: GPT2Config) -> Iterator[tuple[str, Tensor]]
     yield "ids", file.tensor(HEADER.size, (batch, tokens), torch.int32, mapped=False)
     logits = (batch, tokens, config.vocab_size)
     yield "logits", file.tensor(HEADER.size + 8 * count, logits, torch.float32, mapped=False)
-    shapes = {name: tuple(tensor.shape) for name, tensor in GPT2(config, initialise=False).state_dict().items()}
-    padding = (padded_rows(config.vocab_size) - config.vocab_size) * config.n_embd
-    if file.size - needed != 4 * (1 + padding + sum(math.prod(shape) for shape in shapes.values())):
-        return
-    yield "targets", file.tensor(HEADER.size + 4 * count, (batch, tokens), torch.int32, mapped=False)
-    yield "loss", file.tensor(needed, (), torch.float32, mapped=False)
-    start = needed + 4
-    for name in order(config.n_layer):
-        shape = shapes[name][::-1] if is_matrix(name) else shapes[name]
-        yield f"gradient of {name}", file.tensor(start, shape, torch.float32, mapped=False)
-        start += 4 * (math.prod(shape) + (padding if name == "wte.weight" else 0))
 
 
 def _directory(path: Path, most: float) -> Iterator[tuple[str, Tensor]]:

@@ -37,13 +37,13 @@ def test_every_container_gives_the_same_dump(tmp_path: Path) -> None:
     assert given.arrays["a"].dtype == torch.bfloat16
 
 
-def test_next_ids_may_be_floats_where_the_ids_are() -> None:
-    """A program in Rust whose one function writes float32 had its next ids left aside: its right loss was of no known mistake."""
-    later = (IDS + 1).astype(np.float32)
-    given = dump_of({"ids": IDS.astype(np.float32), "next": later, "half": later + 0.5, "loss": np.float32([4.5])}, CONFIG)
-    assert {name: one.tolist() for name, one in given.integers.items()} == {"next": [(IDS + 1).tolist()]}
-    assert list(given.arrays) == ["half", "loss"]
-    assert not dump_of({"ids": IDS, "next": later, "loss": np.float32([4.5])}, CONFIG).integers
+def test_training_steps_are_refused_and_said() -> None:
+    """Gradients were taken for values of a forward pass, or the user was told that the logits are missing."""
+    for arrays in (
+        {"ids": IDS[None], "logits": LOGITS},
+        {"ids": IDS, "loss": np.float32([4]), "g": np.zeros((61, CONFIG.n_embd))},
+    ):
+        assert "training steps are not read from a dump; diagnose the step itself" in refusal(dump_of, arrays, CONFIG)
 
 
 def test_the_debug_state_of_llmc_is_read(tmp_path: Path) -> None:
@@ -62,10 +62,11 @@ def test_the_debug_state_of_llmc_is_read(tmp_path: Path) -> None:
 
 
 BAD = {
+    "padding": ({"ids": IDS, "attention_mask": np.array([[0, 1, 1], [1, 1, 1]]), "logits": LOGITS}, "dump one row without it"),
     "no ids": ({"logits": LOGITS}, "holds no token ids; save them as integers under the name ids"),
     "out of range": ({"ids": IDS + 60, "logits": LOGITS}, "holds the id 66, and the model knows 0 to 60"),
     "negative": ({"ids": IDS - 2, "logits": LOGITS}, "holds the id -1"),
-    "three axes": ({"ids": IDS[None], "logits": LOGITS}, "has shape (1, 2, 3), and ids are (T,) or (B, T)"),
+    "four axes": ({"ids": IDS[None, None], "logits": LOGITS}, "has shape (1, 1, 2, 3), and ids are (T,) or (B, T)"),
     "fractions": ({"ids": IDS + 0.5, "logits": LOGITS}, "holds float64 values that are not ids"),
     "too long": ({"ids": np.zeros(17, int), "logits": LOGITS}, "has 17 tokens in a row, and the model has 16 positions"),
     "no floats": ({"ids": IDS, "logits": IDS}, "holds no floating-point arrays beside the ids"),

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from support.step_programs import FAULTS
 from support.steps import FAULTY_STEPS, MEANINGS, Settings, WithSettings, module_of, our_model
 from support.steps.right import RIGHT_STEPS
 from support.steps.scoring import diagnosis_of, score_step
@@ -22,8 +21,7 @@ RIGHT_SAMPLE = (
     *("losses of two parts summed, one backward pass", "autocast with GradScaler", "update within the backward pass"),
     *("tied by hand: gradients added, values copied", "a module that returns the loss alone", "warm-up, then cosine"),
 )
-IN_DUMPS = {ids[0] for ids, _ in FAULTS.values()}  # test_step_dump.py shows these causes
-NAMED = [f"plain: {word}" for word, meaning in MEANINGS.items() if meaning.ids[0] not in IN_DUMPS]
+NAMED = [f"plain: {word}" for word in MEANINGS]
 NAMED += [name for name, step in FAULTY_STEPS.items() if len(step.words) > 1]
 # Gradients by torch.func never reach .grad: every parameter looked detached, no clipping or share was seen.
 NAMED += [name for name in FAULTY_STEPS if name.startswith("functional")]

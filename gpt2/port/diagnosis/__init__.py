@@ -7,7 +7,7 @@ call (:mod:`.behaviour`). What another program wrote: :mod:`gpt2.port.dump`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,6 @@ def diagnose(
     what: nn.Module | str | Path | Mapping[str, Any],
     model: str | GPT2 = DEFAULT,
     *,
-    settings: Iterable[str] | Mapping[str, object] | None = None,
     revision: str | None = None,
     offline: bool = False,
     fill: bool = False,
@@ -42,10 +41,8 @@ def diagnose(
             or object that holds them, holds its author's weights, and is unchanged afterwards. The dump is a path (``.npz``,
             ``.safetensors``, a directory of ``.npy``, llm.c's ``.bin``) or a mapping of NumPy's or torch's arrays: token ids
             under ``ids`` (also ``input_ids``, ``tokens``, ``idx``), of shape (T,) or (B, T), the logits, and any number of
-            intermediate values, all in any layout and under any names. With losses, gradients, or parameters before and after
-            training steps, these steps are diagnosed too; their ids may be (K, B, T), one batch for each step.
+            intermediate values, all in any layout and under any names.
         model: a model's name, as for :func:`gpt2.load`, or a model.
-        settings: of a dump: what its training steps should do, as for :func:`gpt2.diagnose_step`.
         revision, offline: as for :func:`gpt2.load`.
         fill: first load the weights as :func:`gpt2.load_into` does, for a module that has none yet.
         progress: called with a short text at each stage.
@@ -73,8 +70,6 @@ def diagnose(
     if not isinstance(what, (torch.nn.Module, str, Path, Mapping)):
         hint = "a torch.nn.Module, the path of a dump, or a mapping of arrays"
         raise InputError(f"diagnose takes {hint}, and was given {type(what).__name__}; build the module first")
-    if isinstance(what, torch.nn.Module) and settings is not None:
-        raise InputError("settings are of training steps: give diagnose a dump of some, or use diagnose_step")
     ours = load(model, revision=revision, offline=offline) if isinstance(model, str) else model
     config = ours.config
     if counts := not_finite(whole(ours.state_dict().items())):
@@ -85,10 +80,8 @@ def diagnose(
             diagnosis = Examination(what, ours, fill, progress or silent).diagnosis()
     else:
         from gpt2.port.dump.examination import exact_weights, examine
-        from gpt2.port.step.settings import Settings
 
-        given = Settings.of(settings) if isinstance(settings, Mapping) else Settings.parse(settings) if settings else None
         state = exact_weights(ours)
         del ours  # if nobody else has it, its memory is free
-        diagnosis = examine(what, config, state, given, progress or silent)
+        diagnosis = examine(what, config, state, progress or silent)
     return replace(diagnosis, checkpoint=model if isinstance(model, str) else "a model")

@@ -16,7 +16,7 @@ from gpt2.checkpoint.containers import shown
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.int8 import require_float
-from gpt2.measure.dumps import SAVE, Dump, dump_of, read
+from gpt2.measure.dumps import STEP, Dump, dump_of, of_a_step, read
 from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
@@ -25,13 +25,10 @@ from gpt2.port.diagnosis.causes import ranked
 from gpt2.port.diagnosis.examination import SMALL
 from gpt2.port.diagnosis.logits import Reference, padding_causes
 from gpt2.port.diagnosis.report import Diagnosis
-from gpt2.port.dump import padding
 from gpt2.port.dump.arrays import find_output
 from gpt2.port.dump.attempt import Attempt
 from gpt2.port.dump.dumped import Dumped
 from gpt2.port.dump.tolerance import HALVES, SLACK, measured
-from gpt2.port.step.dump_steps import StepExamination
-from gpt2.port.step.settings import Settings
 
 SECONDS = {True: 45.0, False: 120.0}  # for the whole search, by whether the model is small
 QUICK = 1.25  # the part of the time for what is likely, where little time is enough for the rest
@@ -45,49 +42,17 @@ def exact_weights(ours: GPT2) -> dict[str, Tensor]:
 
 
 def examine(
-    what: Dump | str | Path | Mapping[str, Any],
-    config: GPT2Config,
-    state: Mapping[str, Tensor],
-    settings: Settings | None = None,
-    progress: Progress = silent,
+    what: Dump | str | Path | Mapping[str, Any], config: GPT2Config, state: Mapping[str, Tensor], progress: Progress = silent
 ) -> Diagnosis:
-    """Diagnose a dump (also its path, or arrays by name): its forward pass, and training steps if it has some.
+    """Diagnose a dump (also its path, or arrays by name).
 
-    ``state``: the right model's weights (:func:`exact_weights`); the model itself need not be kept. ``settings``: what these
-    steps should do; with them the dump must hold some. Raises InputError as :func:`gpt2.diagnose` does.
+    ``state``: the right model's weights (:func:`exact_weights`); the model itself need not be kept. Raises InputError as
+    :func:`gpt2.diagnose` does.
     """
-    if isinstance(what, Dump):
-        dump = what
-    else:
-        dump = dump_of(what, config, several=True) if isinstance(what, Mapping) else read(what, config, several=True)
+    dump = what if isinstance(what, Dump) else dump_of(what, config) if isinstance(what, Mapping) else read(what, config)
     with few_threads(config.num_parameters()):
-        return _examined(dump, config, state, settings, progress)
-
-
-def _examined(
-    dump: Dump, config: GPT2Config, state: Mapping[str, Tensor], settings: Settings | None, progress: Progress
-) -> Diagnosis:
-    progress("looking for training steps")
-    deadline = Deadline(SECONDS[config.num_parameters() < SMALL] * slowness())
-    steps = StepExamination(dump, config, state, settings, deadline)
-    found = steps.sorted()
-    if found is None and len(dump.batches) > 1:
-        raise InputError(
-            f"{dump.source}: its ids are {tuple(dump.batches.shape)}, batches of training steps, and it holds none; {SAVE}"
-        )
-    if found is None and dump.mask is not None:
-        reference = Reference(config, state)
-        return padding.examined(
-            dump, dump.mask, reference, lambda part: DumpExamination(part, config, state, deadline, progress).diagnosis()
-        )
-    if found is None:
+        deadline = Deadline(SECONDS[config.num_parameters() < SMALL] * slowness())
         return DumpExamination(dump, config, state, deadline, progress).diagnosis()
-    rest = replace(dump, arrays={name: array for name, array in dump.arrays.items() if name not in found.names})
-    examination = DumpExamination(rest, config, state, deadline.part(2 if found.changes else QUICK), progress)
-    forward = examination.diagnosis() if examination.has_logits() else None
-    progress("comparing its training steps")
-    said = steps.diagnosis(found, forward)
-    return said if forward is None or steps.seen(found) else forward
 
 
 class DumpExamination:
@@ -99,11 +64,6 @@ class DumpExamination:
         self.dump, self.config, self.progress = dump, config, progress
         self.deadline = deadline
         self.reference = Reference(config, state).model.eval()
-
-    @torch.no_grad()
-    def has_logits(self) -> bool:
-        """Whether some array may be the logits of the dump's ids."""
-        return find_output(self.dump, self.reference(self.dump.ids), self.config) is not None
 
     @torch.no_grad()
     def diagnosis(self) -> Diagnosis:
@@ -172,6 +132,8 @@ class DumpExamination:
 
     def _diagnosed(self, attempt: Attempt) -> Diagnosis:
         padding, notes = padding_causes(attempt.dumped.output.logits.double(), self.config)
+        if others := of_a_step(self.dump.arrays, self.config):
+            notes = [*notes, f"{shown(others[0])} has a parameter's shape: training steps are not read from a dump; {STEP}"]
         causes = ranked([*attempt.causes, *padding], self.config.n_layer)
         equal = attempt.equal and not causes
         verdict = "equal" if equal else "mismatch" if causes else "undetermined"

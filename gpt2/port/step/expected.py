@@ -1,10 +1,10 @@
-"""The gradients that a right backward pass gives: from a module's own gradient of the logits, or from a formula of the loss."""
+"""The gradients that a right backward pass gives: from a module's own gradient of the logits."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -13,16 +13,12 @@ from torch import Tensor, nn
 from gpt2.checkpoint.checkpoint import model_with
 from gpt2.checkpoint.keys import head_name
 from gpt2.config import GPT2Config
-from gpt2.port.deadline import Deadline
 from gpt2.port.mapping.mapping import Mapping as Mapped
 from gpt2.port.recording.dataflow import Source, Use
-from gpt2.port.step import labels
-from gpt2.port.step.labels import Average, Batch, Formula
 from gpt2.port.step.records import Forward, Sampler
 
 LARGE = ("matrix", "embedding")  # what decays
 TABLE = "wte.weight"  # its two uses are the head and the table of the tokens' rows
-MAX_WORK = 2e10  # parameters times tokens, of one more backward pass than needed
 Weights = dict[str, Tensor]  # of one model, by the checkpoint's names
 
 
@@ -135,86 +131,3 @@ def _taken(mapping: Mapped, entries: Tensor, gradients: Mapping[str, Tensor]) ->
         if name in gradients:
             values[mine] = gradients[name].reshape(-1)[places.long()]
     return values
-
-
-@dataclass(frozen=True)
-class Predictor:
-    """Gradients of a model of this size for any weights and formula of the loss, and the batch of each step.
-
-    ``parts``: of a batch, by the settings. Behind ``deadline``, no more mistakes are tried.
-    """
-
-    config: GPT2Config
-    batches: Sequence[Batch]
-    parts: int | None
-    deadline: Deadline
-
-    def batch(self, step: int) -> Batch:
-        """Return the batch of a step: the last, if there are fewer."""
-        return self.batches[min(step, len(self.batches) - 1)]
-
-    @property
-    def right(self) -> Formula:
-        """The mean over the targets of the first batch."""
-        return Formula(self.batch(0).targets)
-
-    def formulas(self, step: int) -> dict[str, Formula]:
-        """Return the mean losses of the labels that the batch of a step may have, by the keys of :func:`.labels.labelings`.
-
-        People take for padding, so that the loss ignores it: the first id, the last, and the end of text.
-        """
-        special = 0, labels.END_OF_TEXT, self.config.eos_token_id or 0, self.config.vocab_size - 1
-        known = labels.labelings(self.batch(step), special, self.parts)
-        return {key: Formula(one, key, (labels.cause_of(key),) if key else ()) for key, one in known.items()}
-
-    def numbers(self) -> list[Formula]:
-        """Return the mean losses with usual smoothings of the first batch's labels, and with usual factors of the logits."""
-        smoothed, scaled = "label-smoothing", "logits-scaled"
-        return [
-            *(replace(self.right, smoothing=s, wrong=((smoothed, f"a label smoothing of {s:g}"),)) for s in labels.SMOOTHINGS),
-            *(replace(self.right, factor=c, wrong=((scaled, f"the logits times {c:.4g}"),)) for c in labels.FACTORS),
-        ]
-
-    def again(self, formula: Formula, step: int) -> Formula:
-        """Return a formula of the first step with the batch of another; the right labels, if that has no such ones."""
-        known = self.formulas(step)
-        return replace(formula, labels=known.get(formula.key, known[""]).labels)
-
-    def averages(self, given: Tensor) -> list[Average]:
-        """Return what a wrong average multiplies the mean over labels (B, T) by."""
-        count, rows = int((given >= 0).sum()), len(given)
-        return labels.averages(count, count / rows, self.parts or 1, rows, given.numel())
-
-    @property
-    def can_try(self) -> bool:
-        """Whether one more backward pass costs little, and there is time for it."""
-        return self.config.num_parameters() * self.batches[0].ids.numel() < MAX_WORK and not self.deadline.passed
-
-    def gradients(self, state: Mapping[str, Tensor], step: int, formula: Formula) -> Gradients:
-        """Return the gradients of a formula on the batch of a step, in the dtype of ``state``."""
-        return two_shares(self.config, state, [(self.batch(step).ids, formula.loss)])
-
-    def last_bias(self, state: Mapping[str, Tensor], slope: Tensor) -> Tensor:
-        """Return the gradient (D,) of ``ln_f.bias`` by that of the logits (B, T, V): it needs no backward pass."""
-        return slope.sum((0, 1)) @ state[head_name(state)]
-
-    @torch.no_grad()
-    def logits(self, state: Mapping[str, Tensor], step: int) -> Tensor:
-        """Return the logits (B, T, V) of the batch of a step."""
-        model = model_with(self.config, state.items())
-        logits: Tensor = model.head(model.hidden(self.batch(step).ids))
-        return logits
-
-    def rounding(self, state: Mapping[str, Tensor], exact: Gradients, dtype: torch.dtype) -> dict[str, float]:
-        """Return the absolute error (root mean square) that a program in ``dtype`` may make in each gradient of the first step.
-
-        It may round 16 times as much as our model, as :mod:`gpt2.port.dump.tolerance` says; in float64, 1e-9 of the gradient.
-        """
-        norms = {name: float(g.square().mean().sqrt()) for name, g in exact.whole.items()}
-        whole = max(norms.values())
-        if dtype == torch.float64:
-            return {name: 1e-9 * norm + 1e-13 * whole for name, norm in norms.items()}
-        narrow = {name: tensor.to(torch.float32) for name, tensor in state.items()}
-        rounded = self.gradients(narrow, 0, self.right).whole
-        errors = {name: float((rounded[name].double() - g).square().mean().sqrt()) for name, g in exact.whole.items()}
-        return {name: 16 * max(errors[name], 1e-7 * norms[name]) + 1e-9 * whole for name in norms}

@@ -1,21 +1,16 @@
-"""The batch of a step, its loss as a formula, and the table of what people train on instead: labels, averages, formulas."""
+"""The batch of a step, and the table of what people train on instead: labels and averages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100  # a target that is not trained on
-END_OF_TEXT = 50_256  # in GPT-2's vocabulary; people take it for padding
 ALL = slice(None)
 SUMMED, APART, AVERAGED = "loss-not-averaged", "accumulation-not-averaged", "accumulation-average-wrong"
-SMOOTHINGS = (0.1, 0.05, 0.2, 0.01, 0.15, 0.3)
-TEMPERATURES = [n / 10 for n in range(1, 21) if n != 10]
-FACTORS = tuple(dict.fromkeys([*TEMPERATURES, *(1 / one for one in TEMPERATURES)]))  # of the logits
 Average = tuple[float, tuple[str, ...], str]  # what the mean is multiplied by, the causes, and words
 
 
@@ -40,40 +35,6 @@ class Batch:
     @property
     def count(self) -> int:
         return int((self.targets >= 0).sum())
-
-
-@dataclass(frozen=True)
-class Formula:
-    """A loss: the mean cross-entropy with ``labels`` (B, T), times ``scale``.
-
-    ``smoothing``: of the labels; ``factor``: of the logits. ``key``: of the labels in :func:`labelings`. ``wrong``: causes, with
-    words.
-    """
-
-    labels: Tensor
-    key: str = ""
-    wrong: tuple[tuple[str, str], ...] = ()
-    scale: float = 1.0
-    smoothing: float = 0.0
-    factor: float = 1.0
-
-    def loss(self, logits: Tensor) -> Tensor:
-        """Return the loss of logits (B, T, V)."""
-        scaled, labels = self.factor * logits.flatten(0, 1), self.labels.flatten()
-        return self.scale * F.cross_entropy(scaled, labels, ignore_index=IGNORED, label_smoothing=self.smoothing)
-
-    @torch.enable_grad()
-    def slope(self, logits: Tensor) -> Tensor:
-        """Return the gradient of logits (B, T, V)."""
-        leaf = logits.detach().requires_grad_()
-        return torch.autograd.grad(self.loss(leaf), leaf)[0]
-
-    def near(self, averages: Iterable[Average]) -> Iterator[Formula]:
-        """Yield this formula, where it is wrong, and with each wrong average."""
-        if self.wrong:
-            yield self
-        for scale, ids, words in averages:
-            yield replace(self, scale=scale, wrong=(*self.wrong, *((id, words) for id in ids)))
 
 
 def cause_of(key: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Read the loss that a step trains: from the gradient of its logits, position by position, or from the losses of a dump.
+"""Read the loss that a step trains from the gradient of its logits, position by position.
 
 For logits l with p = softmax(l), label k and weight w, the gradient of a mean cross-entropy is w (p - 1_k). A label smoothing
 of s gives w (p - (1 - s) 1_k - s/V), and logits times c give w c (softmax(c l) - 1_k). So each row says what it was trained on.
@@ -7,31 +7,23 @@ of s gives w (p - (1 - s) 1_k - s/V), and logits times c give w c (softmax(c l) 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.golden_section import least
 from gpt2.port.step.causes import Findings
-from gpt2.port.step.expected import Predictor, Weights
-from gpt2.port.step.labels import AVERAGED, IGNORED, Batch, Formula, average_of, averages, cause_of, labelings
+from gpt2.port.step.labels import AVERAGED, IGNORED, Batch, average_of, averages, cause_of, labelings
 from gpt2.port.step.records import Forward
 
 BOUND = 1e-7  # relative error of a row that a formula explains; float32 constants reach 1e-8
 ODD = 1e-5  # of one that is no cross-entropy
 EVEN = 1e-6  # relative difference of weights that are meant to be equal
 BETTER = 30  # times smaller is the error of a formula that has one more number
-ROUNDING, EXACT = 2e-6, 1e-10  # of a loss that is computed in float32, and in float64
-MAX_LOSSES = 64
 READ = "read from the gradient of the logits, position by position"
-SEEN = "the dump's loss is this number, from the parameters before the step"
 PADDED = {"padding-in-average", AVERAGED, "loss-average-wrong"}  # what shows where some targets are -100
-
-
-# From the gradient of the logits
 
 
 @dataclass
@@ -200,78 +192,3 @@ def judge_dropout(findings: Findings, found: Iterable[float], wanted: float | No
         findings.add("dropout-active", "h.*", f"dropout of {said} is active in the step", "seen in its operators")
     elif wanted and not said:
         findings.add("dropout-missing", "h.*", f"no dropout is active, not {wanted:g}", "its operators")
-
-
-# From the losses of a dump
-
-
-@dataclass(frozen=True)
-class Losses:
-    """A dump's losses in one array, and its name."""
-
-    name: str
-    values: Tensor  # (n,), float64
-    dtype: torch.dtype
-
-    def near(self, value: float, expected: float, exact: bool) -> bool:
-        """Whether a value is the expected one, up to rounding."""
-        return abs(value - expected) <= (4 * UNITS[self.dtype][0] + (EXACT if exact else ROUNDING)) * abs(expected)
-
-
-def losses_of(arrays: Mapping[str, Tensor]) -> list[Losses]:
-    """Return the arrays that may be losses: single numbers, or a few in a row."""
-    return [
-        Losses(name, array.double().reshape(-1), array.dtype)
-        for name, array in arrays.items()
-        if array.numel() == 1 or (array.ndim == 1 and 1 < array.numel() <= MAX_LOSSES)
-    ]
-
-
-def judge_dumped_loss(
-    findings: Findings,
-    losses: Sequence[Losses],
-    parameters: Sequence[Weights],
-    predictor: Predictor,
-    trained: Formula | None,
-    exact: bool,
-    asked: bool,
-) -> Formula | None:
-    """Compare losses with those at the parameters before each step; return the formula of the first loss, if one explains it.
-
-    ``trained``: what the gradients were read to be of. ``exact``: computed in float64. ``asked``: the dump is one of steps, so
-    that some array must be a loss.
-    """
-    logits = [predictor.logits(weights, step) for step, weights in enumerate(parameters)]
-    right = [Formula(predictor.batch(step).targets) for step in range(len(logits))]
-    expected = [float(formula.loss(one)) for formula, one in zip(right, logits, strict=True)]
-    for one in losses:
-        several = len(one.values) > 1
-        pairs = zip(one.values.tolist() if several else [float(one.values)] * len(expected), expected, strict=False)
-        near = [one.near(a, b, exact) for a, b in pairs]
-        if all(near) if several else any(near):
-            return right[0]
-    labels = predictor.formulas(0)
-    told = [labels[trained.key]] if trained is not None else []  # by the gradients
-    mistakes: list[tuple[float, Formula]] = []
-    for way in (*told, *labels.values(), *predictor.numbers()):
-        wrong_averages = predictor.averages(way.labels) if way.smoothing == 0 and way.factor == 1 else []
-        mean = float(way.loss(logits[0]))
-        mistakes += [(mean * one.scale, one) for one in way.near(wrong_averages)]
-    first = [(one, float(one.values[0])) for one in losses]
-    found = ((value, way) for number, way in mistakes for one, value in first if one.near(value, number, exact))
-    value, made = next(found, (0.0, None))
-    known = {one.id for one in findings.causes}
-    if made is not None:
-        unknown = [(id, words) for id, words in made.wrong if id not in known]
-        if trained is not None and len(unknown) == len(made.wrong):
-            said = ", ".join(words for _, words in made.wrong)
-            words = f"the loss that is dumped is not the one that is trained ({said}); the gradients are of the mean"
-            findings.notes.append(words)
-            return made
-        for id, words in unknown:
-            findings.add(id, "loss", f"{words}: {value:.6g}", SEEN)
-        findings.differ("loss", abs(value / expected[0] - 1))
-    elif not {"label-smoothing", "logits-scaled"} & known and (len(losses) == 1 or asked):
-        said = ", ".join(f"{number:.6g}" for _, number in first[:3])
-        findings.leave_open("loss", f"the loss {said} is of no known mistake; the mean cross-entropy is {expected[0]:.6g}")
-    return made

@@ -216,7 +216,7 @@ class StepExamination:
         frozen = [name for name in right if name not in first.trains]
         positions = [name for name in right if any(part == "wpe" for _, part in self.roles.parts.get(name, []))]
         still = "requires_grad is False for these parameters"
-        comparison = Comparison(self.findings, allowed, EQUAL, 0.0, 1e-6, BACKWARD, frozen, still, positions)
+        comparison = Comparison(self.findings, allowed, EQUAL, 0.0, 1e-6, BACKWARD, frozen, still, positions, first.by_hand)
         wrong = comparison.wrong(got, right)
         for name in wrong:
             self.findings.differ(

@@ -125,6 +125,7 @@ class Watched:
     backwards: list[Backward] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     unscaled: float = 1.0  # what a GradScaler multiplied the gradients by
+    by_hand: set[str] = field(default_factory=set)  # ``torch.autograd.Function``s whose backward pass somebody wrote
     half: bool = False  # the loss was computed from logits in half precision
     dropouts: set[float] = field(default_factory=set)
 

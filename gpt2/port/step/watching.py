@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_gradtrackingtensor
+from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from gpt2.errors import InputError
@@ -169,6 +170,7 @@ class Watch(DeterministicMode):
         raw = next((t for t in tensors(named) if t.numel() == size and _plain(t).data_ptr() == place), logits)
         if not raw.requires_grad:
             return
+        self.seen.by_hand |= _by_hand(raw)
         forward = Forward(ids.detach().clone(), _plain(logits).detach())
         self.seen.forwards.append(forward)
 
@@ -205,6 +207,19 @@ def _plain(tensor: Tensor) -> Tensor:
             "for the diagnosis call it on the whole batch"
         )
     return tensor
+
+
+def _by_hand(tensor: Tensor) -> set[str]:
+    """Return the names of the functions behind a tensor whose backward pass is not torch's."""
+    found, waiting, seen = set[str](), [tensor.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [one for one, _ in node.next_functions]
+            if isinstance(node, BackwardCFunction) and not type(node).__name__.startswith("Compiled"):
+                found.add(type(node).__name__.removesuffix("Backward"))
+    return found
 
 
 def _put_first(parameter: Tensor, handle: RemovableHandle) -> None:
