@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--junit", metavar="FILE", help="write what --fail-if found as a JUnit report")
     parser.add_argument("--blame", action="store_true", help="also put parts of B into A, and measure what each carries")
     parser.add_argument("--cases", metavar="FILE", help="also score both on your own questions: a .jsonl of prompt and expected")
-    help = "of A alone: what rounding explains, beside a batch, padding and another dtype"
+    help = "of A alone: what rounding explains, beside a batch, padding and another dtype; of an engine, a batch"
     parser.add_argument("--noise", action="store_true", help=help)
     parser.add_argument("--save", metavar="FILE", help="keep what A shows on the text, for a side trace:FILE (.safetensors)")
     help = "keep only the K likeliest tokens of each place; KL is then bounded"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.comparison.passage import Scored, Settings, open_passage
-from gpt2.comparison.sides.checkpoint_side import CheckpointSide
-from gpt2.comparison.sides.side import Model, vocabulary
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
+from gpt2.comparison.sides.engine import EngineSide
+from gpt2.comparison.sides.opening import open_side
+from gpt2.comparison.sides.side import Model, RunningFunction, vocabulary
 from gpt2.errors import InputError
 from gpt2.measure.estimates import Bootstrap, Estimate
-from gpt2.measure.metrics import max_abs
+from gpt2.measure.metrics import Logits, max_abs
 from gpt2.measure.per_token import measure_rows
 from gpt2.measure.rounding import rounding_noise
 from gpt2.model import GPT2
@@ -49,7 +51,7 @@ class Floor:
 
 
 @torch.no_grad()
-def measure_floor(model: GPT2, ids: Tensor, vocab: int, *dtypes: torch.dtype) -> Floor:
+def measure_floor(model: GPT2, ids: Tensor, vocab: int | None, *dtypes: torch.dtype) -> Floor:
     """Return what :mod:`gpt2.measure.rounding` explains of runs of ``model`` on ids (T,) in ``dtypes``, one or one for each."""
     ids, runs = ids[None, : model.config.n_positions].cpu(), []
     for seed, dtype in enumerate((dtypes[0], dtypes[-1])):
@@ -76,7 +78,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Noise(Printed):
-    """The floor of a model (None: it computes in int8), beside what a batch, padding and another dtype make."""
+    """The floor of a model (None: of int8 and engines), beside what a batch, padding and another dtype make."""
 
     model: Model
     text: Scored
@@ -94,7 +96,8 @@ class Noise(Printed):
         from rich.markup import escape
 
         explained = [Way(f"{name}, explained", kl, logit, "") for name, kl, logit in (self.floor.ways if self.floor else ())]
-        yield f"\n[bold]{escape(self.model.name)}[/bold]  [dim]the floor of noise, in {self.model.dtype}[/dim]"
+        kind = f", in {self.model.dtype}" if self.model.dtype else ""
+        yield f"\n[bold]{escape(self.model.name)}[/bold]  [dim]the floor of noise{kind}[/dim]"
         yield f"[dim]{escape(self.text.name)}: {self.text.tokens:,} tokens in rows of {self.text.context}[/dim]\n"
         ways = (*explained, *self.ways)
         rows = ((way.name, *way.kl.cells(".1e"), f"{way.logit:.1e}", f"{way.flipped}") for way in ways)
@@ -108,40 +111,49 @@ class Noise(Printed):
 
 @torch.inference_mode()
 def measure_noise(name: str, settings: Settings) -> Noise:
-    """Return a model's floor, and measure a batch, padding and another dtype.
+    """Return a model's floor, and measure a batch, padding and another dtype; of an engine, a batch alone.
 
-    Raises InputError: no such model or text, or too few tokens.
+    Raises InputError: no such model or text, a side that is neither, or too few tokens.
     """
-    started, side = time.perf_counter(), CheckpointSide.open(name, offline=settings.offline)
-    if side.by_transformers:
-        raise InputError(f"{name}: --noise runs our implementation; leave out hf/")
-    tokenizer, other = side.tokenizer(), torch.float32 if side.dtype == torch.bfloat16 else torch.bfloat16
-    tokens = ROW * TOGETHER if settings.tokens is None else settings.tokens
+    started, side = time.perf_counter(), open_side(name, settings)
+    ours = side if isinstance(side, CheckpointSide) and not side.by_transformers else None
+    tokenizer, tokens = side.tokenizer(), ROW * TOGETHER if settings.tokens is None else settings.tokens
     passage = open_passage([side], [tokenizer], replace(settings, tokens=tokens))
-    vocab = vocabulary(side, tokenizer)
-    settings.progress("loading the model")
-    model, coarse, padding = side.checkpoint.load(), side.checkpoint.load(other), min(PADDING, side.config.n_positions // 2)
-    length = min(ROW, side.config.n_positions - padding, len(passage.ids))
+    vocab, positions = vocabulary(side, tokenizer) or None, side.n_positions or ROW
+    padding = min(PADDING, positions // 2) if ours else 0
+    length = min(ROW, passage.windows.context, positions - padding, len(passage.ids))
     rows = passage.ids[: len(passage.ids) // length * length].view(-1, length)
-    padded = partial(model, attention_mask=(torch.arange(padding + length) >= padding).long()[None])
-
-    def alone(run: Callable[[Tensor], Tensor], some: Tensor) -> Tensor:
-        return torch.cat([run(row[None]) for row in some])
-
-    ways: dict[str, Callable[[Tensor], Tensor]] = {
-        f"{min(TOGETHER, len(rows))} rows in one batch": model,
-        f"{padding} tokens of padding on the left": lambda some: alone(padded, F.pad(some, (padding, 0)))[:, padding:],
-        f"in {dtype_label(other)}": partial(alone, coarse),
-    }
-    found = []
-    for way, run in ways.items():
-        settings.progress(f"noise: {way}")
-        kls, flipped, logit = list[Tensor](), 0, 0.0
-        for some in rows.split(TOGETHER):
-            plain, moved = (logits[..., :vocab].flatten(0, 1) for logits in (alone(model, some), run(some)))
-            _, _, kl, _, _, top, other_top, *_ = measure_rows(plain, moved, some.flatten(), 1)
-            kls, flipped, logit = [*kls, kl], flipped + int((top != other_top).sum()), max(logit, max_abs(moved, plain))
-        found.append(Way(way, Bootstrap(rows.numel(), settings.seed).mean(torch.cat(kls)), logit, flipped))
-    floor = None if side.dtype == torch.int8 else measure_floor(model, passage.ids[:TOKENS], vocab, side.dtype)
-    env, text = environment([side.dtype]), replace(passage.scored, tokens=rows.numel(), context=length, stride=length, told="")
+    settings.progress("loading the model")
+    with side.running() as running:
+        batch, ways = f"{min(TOGETHER, len(rows))} rows in one batch", dict[str, Logits]()
+        floor: Floor | None = None
+        if isinstance(side, EngineSide) and isinstance(running, RunningFunction):
+            run = ways[batch if side.batched else "rows, which it runs one after another"] = running.function
+        elif ours and isinstance(running, RunningModule) and isinstance(running.module, GPT2):
+            run = ways[batch] = running.module
+            if ours.dtype != torch.int8:
+                floor = measure_floor(running.module, passage.ids[:TOKENS], vocab, ours.dtype)
+            mask = (torch.arange(padding + length) >= padding).long()[None]
+            padded, other = partial(run, attention_mask=mask), torch.float32 if ours.dtype == torch.bfloat16 else torch.bfloat16
+            filled = f"{padding} tokens of padding on the left"
+            ways[filled] = lambda some: _alone(padded, F.pad(some, (padding, 0)))[:, padding:]
+            ways[f"in {dtype_label(other)}"] = partial(_alone, ours.checkpoint.load(other))
+        else:
+            raise InputError(f"{name}: --noise runs our implementation, or an engine such as onnx/FILE; leave out hf/")
+        found = []
+        for way, moved_by in ways.items():
+            settings.progress(f"noise: {way}")
+            kls, flipped, logit = list[Tensor](), 0, 0.0
+            for some in rows.split(TOGETHER):
+                plain, moved = (logits[..., :vocab].flatten(0, 1) for logits in (_alone(run, some), moved_by(some)))
+                _, _, kl, _, _, top, other_top, *_ = measure_rows(plain, moved, some.flatten(), 1)
+                kls, flipped, logit = [*kls, kl], flipped + int((top != other_top).sum()), max(logit, max_abs(moved, plain))
+            found.append(Way(way, Bootstrap(rows.numel(), settings.seed).mean(torch.cat(kls)), logit, flipped))
+    env = environment([side.dtype] if side.dtype else [])
+    text = replace(passage.scored, tokens=rows.numel(), context=length, stride=length, told="")
     return Noise(side.describe(env.versions), text, floor, tuple(found), env, settings.seed, time.perf_counter() - started)
+
+
+def _alone(run: Logits, rows: Tensor) -> Tensor:
+    """Return what a model says of each row, run alone."""
+    return torch.cat([run(row[None]) for row in rows])

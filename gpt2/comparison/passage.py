@@ -88,7 +88,7 @@ def open_passage(sides: Sequence[Side], tokenizers: Tokenizers, settings: Settin
     if recorded := [side for side in sides if side.recording is not None]:
         return _recorded(recorded, sides, tokenizers, settings)
     tokenizer, tokens = first_tokenizer(tokenizers), settings.tokens
-    text = open_text(settings.on, offline=settings.offline) if tokenizer else None
+    text = open_text(settings.on, offline=settings.offline) if tokenizer or settings.on else None
     known = [side.n_positions for side in sides if side.n_positions is not None]
     if not any(side.config for side in sides):  # no GPT-2: others have 100,000 positions
         known.append(DEFAULT_CONTEXT)
@@ -97,9 +97,12 @@ def open_passage(sides: Sequence[Side], tokenizers: Tokenizers, settings: Settin
         tokens = 0 if windows.guide else TOKENS
     if tokens < 0 or tokens == 1:
         raise InputError(f"{tokens} tokens are too few to predict one from another; give 2 or more, or 0 for all of the text")
-    ids = _random(sides, tokens, settings.seed) if text is None or tokenizer is None else _read(text, tokenizer, tokens)
-    name, sha256, protocol = (text.name, text.sha256, text.protocol.description) if text else ("random ids", "", "")
-    return Passage(ids, windows, text, Scored(name, sha256, len(ids), windows.context, windows.step, protocol))
+    if text is None or tokenizer is None:
+        name = f"random ids, as no tokenizer is here to read {settings.on}" if settings.on else "random ids"
+        ids = _random(sides, tokens, settings.seed)
+        return Passage(ids, windows, None, Scored(name, "", len(ids), windows.context, windows.step, ""))
+    ids, told = _read(text, tokenizer, tokens), text.protocol.description
+    return Passage(ids, windows, text, Scored(text.name, text.sha256, len(ids), windows.context, windows.step, told))
 
 
 def _recorded(recorded: Sequence[Side], sides: Sequence[Side], tokenizers: Tokenizers, settings: Settings) -> Passage:

@@ -7,11 +7,11 @@ beginning; a word is correct if each of its tokens is the likeliest one; perplex
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
@@ -96,9 +96,8 @@ def last_words_change(a: LastWord, b: LastWord, *, seed: int = 0, bootstrap: Boo
 
 
 def score_targets(model: Logits, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-    """Score each row's last tokens, rows of (ids, number scored): the losses' sum in nats, and whether all are the likeliest."""
-    inputs = pad_sequence([torch.tensor(ids[:-1]) for ids, _ in rows], batch_first=True)
-    output = model(inputs)  # (B, T, V)
+    """Score each row's last tokens, rows of (ids, number scored) of one length: their loss in nats, and whether all are first."""
+    output = model(torch.tensor([ids[:-1] for ids, _ in rows]))  # (B, T, V)
     scores = []
     for row, (ids, length) in enumerate(rows):
         targets = torch.tensor(ids[len(ids) - length :], dtype=torch.long, device=output.device)
@@ -127,12 +126,8 @@ def _encode(tokenizer: Tokenizer, passage: str, number: int, context: int) -> tu
 
 
 def _batches(lengths: list[int]) -> Iterator[list[int]]:
-    """Yield batches of indices, longest first, of at most :data:`BATCH` tokens including padding."""
-    batch: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batch and lengths[batch[0]] * (len(batch) + 1) > BATCH:
+    """Yield batches of indices of one length, longest first, of at most :data:`BATCH` tokens: padding would move int8 engines."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    for length, equally_long in itertools.groupby(order, lengths.__getitem__):
+        while batch := list(itertools.islice(equally_long, max(1, BATCH // max(1, length)))):
             yield batch
-            batch = []
-        batch.append(i)
-    if batch:
-        yield batch

@@ -106,7 +106,7 @@ def test_in_any_batch_and_cut_from_the_left(tokenizer, batch, context, monkeypat
         assert right == bool((logits.argmax(-1) == targets).all())
     assert any(cut) == (context < 64)
     assert reported[-1] == "last words: 6 of 6 passages"
-    assert len(set(found.losses)) == 5  # the two equal passages
+    assert len({f"{loss:.9g}" for loss in found.losses}) == 5  # the two equal passages, which may be in two batches
 
 
 def test_a_single_word_is_predicted_from_end_of_text():

@@ -29,6 +29,7 @@ class EngineSide(Side):
     extra: ClassVar[str]  # of this project, which installs it
     otherwise: ClassVar[str] = ""  # what can be done without it
     wanted: ClassVar[str]  # what the user gives, in words
+    batched: ClassVar[bool] = True  # whether it runs several rows together
 
     @classmethod
     def open(cls, name: str) -> Self:

@@ -24,7 +24,7 @@ FILE_TYPE = "LLAMA_FTYPE_"  # llama.cpp's names of the types of a whole file beg
 @dataclass(frozen=True)
 class LlamaCppSide(EngineSide):
     prefix, package, module, extra = "llama.cpp/", "llama_cpp_python", "llama_cpp", "llamacpp"
-    wanted = "a GGUF file, as in llama.cpp/model.gguf"
+    wanted, batched = "a GGUF file, as in llama.cpp/model.gguf", False
     otherwise = ", or leave llama.cpp/ out: F32, F16, BF16 and Q8_0 are also read here"
 
     @cached_property

@@ -119,12 +119,15 @@ class Running:
 
 @dataclass(frozen=True)
 class RunningFunction(Running):
-    """A side that shows logits alone, computed by a function of the ids."""
+    """A side that shows logits alone, computed by a function of the ids (B, T).
+
+    It is asked one row at a time, as people run it: int8 engines choose a scale for the whole batch, so neighbours move a row.
+    """
 
     function: Logits
 
     def logits(self, ids: Tensor) -> Tensor:
-        return self.function(ids)
+        return torch.cat([self.function(row[None]) for row in ids])
 
 
 class Side(ABC):

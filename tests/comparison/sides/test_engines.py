@@ -2,7 +2,9 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from gpt2.comparison.run import compare
 from gpt2.comparison.sides import engine as engine_module
 from gpt2.comparison.sides.opening import open_side, open_sides
 from gpt2.errors import InputError
+from gpt2.measure.last_words import score_last_words
 
 MODEL = "shakespeare-mini"
 TOKENS = 129  # one window
@@ -180,6 +183,57 @@ def test_onnx(past: bool, folder: Path, text: str, ids: list[int], reference_log
     feeds |= {name: np.zeros((1, heads, 0, width), np.float32) for name in names[2:]}
     (theirs,) = ort.InferenceSession(str(file)).run(["logits"], feeds)
     holds(run(f"onnx/{tmp_path}", text), reference_logits, theirs[0], 1e-11)
+
+
+class ScaledTogether:
+    """ONNX Runtime with dynamic quantisation, in small: whole numbers times one scale for all of a batch."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.model = gpt2.load(MODEL)
+
+    def get_inputs(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name="input_ids", type="tensor(int64)", shape=["rows", "tokens"])]
+
+    def get_outputs(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name="logits")]
+
+    def run(self, _: list[str], feeds: dict[str, np.ndarray]) -> tuple[np.ndarray]:
+        logits = self.model(torch.from_numpy(feeds["input_ids"])).detach()
+        scale = logits.abs().max() / 31
+        return (((logits / scale).round_() * scale).numpy(),)
+
+
+def test_an_engine_is_asked_one_row_at_a_time(
+    text: str, ids: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An int8 engine's rows depend on their neighbours: KL was that of a batch, which nobody runs (onnxruntime #5653)."""
+    runtime = SimpleNamespace(SessionOptions=SimpleNamespace, InferenceSession=ScaledTogether)
+    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
+    (tmp_path / "model.onnx").touch()
+    gpt2.load_tokenizer(MODEL).save(tmp_path)
+    side, model, engine = f"onnx/{tmp_path}", gpt2.load(MODEL), ScaledTogether()
+    rows = torch.tensor(ids[:128]).view(8, 16)
+    exact, alone, together = (
+        model(rows).detach().numpy(),
+        np.concatenate([engine.run([], {"input_ids": row[None].numpy()})[0] for row in rows]),
+        engine.run([], {"input_ids": rows.numpy()})[0],
+    )
+    kl, of_batch = figures(exact, alone)[0], figures(exact, together)[0]
+    assert abs(of_batch / kl - 1) > 0.02
+    found = compare(MODEL, side, on=f"{text}:context=16", tokens=129)
+    assert found.distributions.kl_ab.mean.value == pytest.approx(kl, rel=1e-4)
+    assert main(["compare", side, "--noise", "--on", f"{text}:context=16", "--tokens", "128", "--json", "-"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    moved = [figures(alone[i : i + 4], engine.run([], {"input_ids": rows[i : i + 4].numpy()})[0])[0] for i in (0, 4)]
+    assert [(way["name"], way["kl"]["value"]) for way in body["ways"]] == [
+        ("4 rows in one batch", pytest.approx(np.mean(moved), rel=1e-4))
+    ]
+    assert body["floor"] is None
+    passages, score = ("to be or not to be", "I pray you, go"), partial(score_last_words, tokenizer=gpt2.load_tokenizer(MODEL))
+    with open_side(side).running() as running:  # nor with the padding of a longer row
+        words = score(running.logits, passages=passages, context=64)
+        single = [score(running.function, passages=[passage], context=64).losses[0] for passage in passages]
+    assert words.losses == pytest.approx(single, abs=1e-6)
 
 
 def test_a_port(base: Path, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
