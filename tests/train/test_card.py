@@ -23,7 +23,7 @@ from gpt2.checkpoint.saving import unlike_manifest
 from gpt2.cli.main import main, parser
 from gpt2.data import from_directory
 from gpt2.data.chat import ChatFormat
-from gpt2.train import plot, state
+from gpt2.train import state
 from gpt2.train.card import command, record_of, write_card
 from gpt2.train.corpus import corpus
 from gpt2.train.loop import train
@@ -66,7 +66,6 @@ def test_names_and_samples_are_shown_and_not_obeyed(whole: Path, tmp_path: Path)
         outside = re.sub(r"(?s)\n(```+)\w+\n.*?\n\1(?=\n)", "", text.split("\n---\n", 1)[1])
         assert "\n# Free" not in outside
         assert outside.startswith("\n# run␊# Free\\udcff $\\frac$\n")
-    assert "run␊# Free" in plot.page([folder])
 
 
 def test_marks_within_a_sample_are_its_text(run: Path) -> None:

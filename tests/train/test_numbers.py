@@ -10,7 +10,7 @@ from support.commands import mistake, refusal
 from gpt2.checkpoint.peft_files import _number as adapter_number
 from gpt2.config import number
 from gpt2.train.card import record_of
-from gpt2.train.plot import page
+from gpt2.train.plot import plot
 from gpt2.train.recipe import read
 from gpt2.train.runs import read as read_runs
 from gpt2.train.state import Progress
@@ -45,7 +45,7 @@ def test_adapters() -> None:
 
 
 def test_metrics_and_state(whole: Path, tmp_path: Path) -> None:
-    """A loss that is no number ended the page of runs, the card and the next start with a traceback."""
+    """A loss that is no number ended the plot of runs, the card and the next start with a traceback."""
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     lines = (run / "metrics.jsonl").read_text().splitlines()
     forged = [
@@ -54,7 +54,7 @@ def test_metrics_and_state(whole: Path, tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("\n".join([*lines, *forged, "[" * 9000, "7", ""]))
     (found,) = read_runs([run])
     assert found.points("val_loss") == read_runs([whole])[0].points("val_loss")
-    assert "run" in page([run])
+    assert plot([run], tmp_path / "loss.svg").exists()
     assert record_of(run)["training"]["best_step"] == record_of(whole)["training"]["best_step"]
     file = next(run.glob("step-*")) / "progress.json"
     good = json.loads(file.read_text())
