@@ -20,6 +20,7 @@ from gpt2.measure.estimates import Bootstrap
 from gpt2.measure.last_words import LastWord, score_last_words
 from gpt2.measure.metrics import Logits, Progress, token_losses
 from gpt2.model import GPT2
+from gpt2.sampling import not_finite
 
 
 @dataclass(eq=False)
@@ -48,7 +49,7 @@ class Loaded:
         return self.side.n_positions or DEFAULT_CONTEXT
 
     def logits(self, ids: Tensor) -> Tensor:
-        """Return the side's logits (B, T, V). Raises InputError: they are hidden states, or too few."""
+        """Return the side's logits (B, T, V). Raises InputError: they are hidden states, too few, or not finite."""
         began = time.perf_counter()
         logits = self.running.logits(ids)
         self.seconds += time.perf_counter() - began
@@ -59,6 +60,10 @@ class Loaded:
             several = len(self.sides) > 1
             advice = "use models of one tokenizer, or compare it alone" if several else "use the model's own tokenizer"
             raise InputError(f"{self.side.name}: {sizes}; {advice}")
+        shown = [] if isinstance(self.running, RunningModule) else [("logits", logits[..., : self.vocab or None])]
+        if bad := not_finite(shown):  # our models, and transformers', look for themselves, and name the weights
+            which = f"{bad['logits']:,} logits are not finite numbers, but NaN or infinite"
+            raise InputError(f"{self.side.name}: {which}; {self.side.advice}")
         return logits
 
     def floor(self, ids: Tensor, *dtypes: torch.dtype | None) -> Floor | None:
@@ -80,7 +85,7 @@ class Loaded:
         if self.tokenizer is None or not self.answers or passage.text is None or not passage.text.passages:
             return None
         passages, options = passage.text.passages, {"context": self.context, "seed": seed}
-        return score_last_words(self.running.logits, self.tokenizer, passages, **options, progress=progress)
+        return score_last_words(self.logits, self.tokenizer, passages, **options, progress=progress)
 
 
 @torch.inference_mode()

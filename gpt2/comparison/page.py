@@ -157,8 +157,6 @@ def verdict(comparison: Comparison) -> tuple[str, str]:
 
 
 def _prediction(both: Distributions) -> str:
-    if both.undefined:
-        return f"for {both.undefined:,} of {both.tokens:,} tokens a model gave no number at all"
     same = f"both would choose the same next token {percent(both.same_top.value)} of the time"
     if not both.ratio.low <= 1 <= both.ratio.high:
         better = "better" if both.ratio.value < 1 else "worse"

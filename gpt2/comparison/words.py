@@ -114,8 +114,7 @@ def compare_words(
     starts = dict.fromkeys([0, *(passage.start for passage in worst[:2])])
     prompts = [ids[start : start + length].tolist() for start in starts if start + length <= len(ids)]
     rows: tuple[Continuation, ...] = ()
-    possible = not measured.js.isnan().any()  # NaN probabilities cannot be sampled from
-    if prompts and length and text.recording is None and possible:
+    if prompts and length and text.recording is None:
         progress("words: continuing prompts")
         room = min(NEW_TOKENS, context - length)
         rows = continuations(a, b, tokenizer, prompts, room, temperature=0.0, seed=seed)

@@ -42,12 +42,13 @@ class PortSide(Side):
         argv, path = sys.argv, list(sys.path)
         try:
             with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):  # its prints must not end up in a report
-                yield RunningPort(self, self.called(lambda: self._build(Path(folder))))
+                yield RunningPort(self, self.ask(lambda: self._build(Path(folder))))
         finally:  # changed for the user's file, which may import its neighbours as late as in a forward pass
             sys.argv, sys.path[:] = argv, path
 
-    def called(self, call: Callable[[], T]) -> T:
-        return self.ask(call, f"gpt2 diagnose {self.name} finds out why")
+    @property
+    def advice(self) -> str:  # type: ignore[override]  # read-only
+        return f"gpt2 diagnose {self.name} finds out why"
 
     def _build(self, folder: Path) -> nn.Module:
         path, name = self.target.path, self.target.name
@@ -78,7 +79,7 @@ class RunningPort(Running):
 
     def weights(self) -> ModuleCheckpoint:
         """Read the module as a checkpoint. Raises InputError: it is no GPT-2."""
-        return self.side.called(lambda: checkpoint_of(self.module, self.side.name))
+        return self.side.ask(lambda: checkpoint_of(self.module, self.side.name))
 
     def fill(self, path: Path) -> None:
         """Load the tensors of a file or folder into the module by its own names. Raises InputError: they do not fit."""
@@ -105,7 +106,7 @@ class RunningPort(Running):
     def _asked(self, ids: Tensor, ask: Callable[[Tensor], T]) -> T:
         """Call the user's module, where its parameters are."""
         device = next((tensor.device for tensor in self.module.parameters()), torch.device("cpu"))
-        return self.side.called(lambda: ask(ids.to(device)))
+        return self.side.ask(lambda: ask(ids.to(device)))
 
     def _traced(self, ids: Tensor, checkpoint: Checkpoint) -> Recorded:
         """Return the activations on (1, T) ``ids``, and the logits."""

@@ -143,6 +143,7 @@ class Side(ABC):
     dtype: torch.dtype | None = None  # in which it runs, where torch has that dtype
     device: torch.device = torch.device("cpu")
     recording: Recording | None = None  # of a side that can be asked about no other text
+    advice: str = "convert the model again"  # where it fails
 
     @property
     def n_positions(self) -> int | None:
@@ -159,10 +160,10 @@ class Side(ABC):
         """The bytes of its weights as they are stored, or of the dtype in which it runs; None where it has no files here."""
         return None
 
-    def ask(self, call: Callable[[], T], advice: str = "convert the model again") -> T:
+    def ask(self, call: Callable[[], T], advice: str = "") -> T:
         """Return what another program, or the user's code, answers.
 
-        Raises InputError: it fails, with the ``advice``; or memory does not suffice.
+        Raises InputError: it fails, with the ``advice``, by default the side's; or memory does not suffice.
         """
         try:
             return call()
@@ -171,7 +172,7 @@ class Side(ABC):
         except (Exception, SystemExit) as error:  # theirs have no common base
             if out_of_memory(error):
                 advice = "memory does not suffice: choose a smaller model, or a shorter context, as in --on TEXT:context=512"
-            raise InputError(f"{self.name}: {error_line(error)}; {advice}") from None
+            raise InputError(f"{self.name}: {error_line(error)}; {advice or self.advice}") from None
 
     @abstractmethod
     def running(self) -> AbstractContextManager[Running]:

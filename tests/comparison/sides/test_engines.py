@@ -275,6 +275,18 @@ def test_a_port_that_fails_is_one_line(source: str, text: str, tmp_path: Path) -
         pass
 
 
+def test_logits_of_a_port_that_are_not_finite(base: Path, text: str, tmp_path: Path) -> None:
+    """A port whose logits are NaN made a table of nan, and exit code 0; one token's is enough, of either side, in any mode."""
+    head = "head = model.head; model.head = lambda x: head(x).index_fill(-1, torch.tensor([7]), float('inf'))"
+    broken, model = port(tmp_path / "broken.py", f"import torch; {head}"), str(base)
+    for names in ((model, broken), (broken, model), (model, model, broken)):
+        said = refusal(compare, *names, on=text, tokens=24)
+        assert f"{broken}: 23 logits are not finite numbers, but NaN or infinite; gpt2 diagnose {broken} finds out why" in said
+    padded = "model.head = lambda x: torch.cat((head(x), torch.full((*x.shape[:2], 3), -torch.inf)), -1)"  # and no tokens there
+    masked = port(tmp_path / "masked.py", f"import torch; head = model.head; {padded}")
+    assert compare(model, masked, on=text, tokens=24).distributions.kl_ab.max < 1e-9
+
+
 def test_hidden_states_are_told_from_logits(base: Path, text: str, tmp_path: Path) -> None:
     """A model without its head gives the stream: it was said to know 160 tokens, or compared column by column."""
     headless, name = port(tmp_path / "port.py", "model.head = lambda x: x"), str(base)
