@@ -11,7 +11,7 @@ a run may be stopped at any time. Another engine needs another file. `--against`
 prints each dump whose answer changed, then a table by set and level; the last line of stdout is JSON. gpt2/port/RESULTS.md says
 how today's engine answers the sets that have left the tree.
 
-Levels: `full` (most values), `block` (one tensor of each block), `logits`, `pairs` (two faults, logits). Dtype, model and seed
+Levels: `full` (most values), `block` (one tensor of each block), `logits`. Dtype, model and seed
 are drawn from the dump's name; so is the order within a set and level, so that any beginning is a sample. A fault that changes
 the logits (in float64) by less than four times the rounding of the right program's is not counted. Seconds are CPU seconds, and
 so is the engine's limit of time.
@@ -51,7 +51,7 @@ import gpt2
 from gpt2.port import deadline
 
 SETS, BEDS = {"fourteenth": fourteenth}, {"fourteenth": fourteenth.FourteenthBed}
-LEVELS = ("full", "block", "logits", "pairs")
+LEVELS = ("full", "block", "logits")
 DTYPES = ("float32", "float16", "float64")
 LIMIT = 60  # CPU seconds for one dump; the engine's own limit is below
 VISIBLE = 4.0  # times the rounding
@@ -117,16 +117,6 @@ def add(path: Path, answer: Answer) -> None:
         file.write(head + json.dumps(row, separators=(",", ":")) + "\n")
 
 
-def pairs(name: str, program: str) -> list[tuple[str, str]]:
-    """Return eight pairs of a program's faults, drawn among those that stand in different lines of it."""
-    faults, draw, found = SETS[name].LISTS[program], random.Random(f"{name} {program}"), list[tuple[str, str]]()
-    while len(found) < 8:
-        one, other = sorted(draw.sample(sorted(faults), 2))
-        if faults[one][2] != faults[other][2] and (one, other) not in found:
-            found.append((one, other))
-    return found
-
-
 def dumps(options: argparse.Namespace) -> list[Answer]:
     """Return the dumps that are asked for, the first of each set and level first."""
     ranked, lacking = list[tuple[int, Answer]](), set[str]()
@@ -136,9 +126,8 @@ def dumps(options: argparse.Namespace) -> list[Answer]:
             if lacks := module.missing(program):
                 lacking.add(f"{name}/{program} is not run: {lacks}")
                 continue
-            faults = pairs(name, program) if level == "pairs" else [(fault,) for fault in module.FAULTS[program]]
-            found += [Answer(name, program, tuple(some), level) for some in faults]
-            found += [Answer(name, program, (), level, dtype) for dtype in DTYPES if level != "pairs"]
+            found += [Answer(name, program, (fault,), level) for fault in module.FAULTS[program]]
+            found += [Answer(name, program, (), level, dtype) for dtype in DTYPES]
         wanted = [(one, " + ".join(one.faults)) for one in found if one.program in (options.program or [one.program])]
         found = [one for one, word in wanted if any(word == name or fnmatchcase(word, name) for name in options.fault)]
         ranked += enumerate(sorted(found, key=lambda one: one.drawn)[: options.sample])
@@ -170,12 +159,10 @@ def far(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def visible(dump: Answer) -> bool:
-    """Return whether each fault changes the logits, and each changes those that the others give."""
+    """Return whether the fault changes the logits."""
     truth, rounding = truth_and_rounding(dump.set, dump.size, dump.program, dump.dtype)
-    sets = [dump.faults, *([fault] for fault in dump.faults if len(dump.faults) > 1)]
-    whole, *alone = [bed_of(dump.set, dump.size).run(dump.program, faults)[1]["logits"] for faults in sets]
-    gaps = [far(whole, truth), *(far(one, other) for one in alone for other in (truth, whole))]
-    return min(gaps) > VISIBLE * rounding
+    found = bed_of(dump.set, dump.size).run(dump.program, dump.faults)[1]["logits"]
+    return far(found, truth) > VISIBLE * rounding
 
 
 def too_long(*_: object) -> None:
@@ -201,8 +188,8 @@ def answered(dump: Answer) -> tuple[Answer | None, str]:
         kind = next((kind for kind in kinds if not kind.faults or visible(kind)), None)
         if kind is None:
             return replace(dump, verdict=HIDDEN), ""
-        dump, level = replace(kind, seed=dump.drawn % 100_000), "logits" if dump.level == "pairs" else dump.level
-        path = bed_of(dump.set, dump.size).dump(dump.program, dump.faults, level, dump.dtype, dump.seed)
+        dump = replace(kind, seed=dump.drawn % 100_000)
+        path = bed_of(dump.set, dump.size).dump(dump.program, dump.faults, dump.level, dump.dtype, dump.seed)
     except Exception as error:
         return None, f"{dump.key}: the program did not run: {error}"
     signal.setitimer(signal.ITIMER_PROF, LIMIT)

@@ -1,4 +1,4 @@
-"""Run many programs, and pairs of them, on a part of the forward pass: what they share is computed once, the rest in one batch.
+"""Run many programs on a part of the forward pass: what they share is computed once, the rest in one batch.
 
 Up to its first replaced node, a program is GPT-2. From there on it is a row of a batch, in which a node is computed for all rows
 that do not replace it, and for all rows that replace it by the same formula. So a program costs little more than its own
@@ -21,7 +21,6 @@ from gpt2.port.graph import (
     NODES,
     ORDER,
     RIGHT,
-    Entrance,
     Formula,
     Program,
     Site,
@@ -30,19 +29,15 @@ from gpt2.port.graph import (
 
 BEFORE = -1  # the step before all nodes: the embeddings, and the order of blocks
 MAX_ELEMENTS = 1 << 20  # of the widest tensor of the rows that are run together: few enough to stay in a cache
-MAX_PAIRED = 1 << 23  # the same of rows of two programs, of which many have one formula
 MAX_WORK = 1 << 34  # multiplications for these rows: seconds, after which a caller looks at the clock
 
 
 class Evaluator:
-    """Runs ``programs`` on the part that ``lens`` shows. Their numbers begin at 1; 0 replaces nothing.
-
-    A row is one program and 0, or two programs that replace no node both.
-    """
+    """Runs ``programs`` on the part that ``lens`` shows; each is known by its number."""
 
     def __init__(self, lens: Lens, programs: Sequence[Program], deadline: Deadline) -> None:
         self.lens, self.model, self.span, self.deadline = lens, lens.model, lens.span, deadline
-        self.programs = [Program(), *programs]
+        self.programs = list(programs)
         self.tables: dict[tuple[int | None, str], dict[int, Formula]] = defaultdict(dict)
         begins = []
         for number, program in enumerate(self.programs):
@@ -60,100 +55,69 @@ class Evaluator:
         config, size = self.model.config, self.model.ids.numel()
         widest = max(config.inner, 3 * config.n_embd, config.n_head * self.model.ids.shape[1], len(lens.columns))
         work = size * max(1, self.span.last - self.span.first) * (4 * config.n_embd + 2 * config.inner) * config.n_embd
-        few, many = (max(1, min(most // (size * widest), MAX_WORK // work)) for most in (MAX_ELEMENTS, MAX_PAIRED))
-        self.chunk, self.chunk_of_pairs = few, many
-
-    def clash(self) -> Tensor:
-        """Return (P, P): whether both programs replace the same node, or both have an order of blocks."""
-        ordered = torch.tensor([program.order is not None for program in self.programs])
-        replaced = torch.stack([*self.having.values(), ordered], 1).float()
-        return replaced @ replaced.T > 0
+        self.chunk = max(1, min(MAX_ELEMENTS // (size * widest), MAX_WORK // work))
 
     def alone(self) -> Tensor:
-        """Return what each program gives (P - 1, B, T, X), from the first given one on; NaN behind the deadline."""
-        out = torch.full((len(self.programs) - 1, *self.lens.wanted.shape), torch.nan, dtype=self.model.dtype)
-        for numbers, values in self.values(self.singles):
+        """Return what each program gives (P, B, T, X); NaN behind the deadline."""
+        out = torch.full((len(self.programs), *self.lens.wanted.shape), torch.nan, dtype=self.model.dtype)
+        for numbers, values in self.values():
             out[numbers] = values
         return out
 
     def nearness(self) -> dict[int, Nearness]:
-        """Return how near each given program comes, by its number; only those that ended before the deadline."""
+        """Return how near each program comes, by its number; only those that ended before the deadline."""
         out: dict[int, Nearness] = {}
-        for numbers, values in self.values(self.singles):
+        for numbers, values in self.values():
             out |= zip(numbers.tolist(), self.lens.nearness(values), strict=True)
         return out
 
-    @property
-    def singles(self) -> Tensor:
-        """A row for each given program."""
-        return torch.arange(1, len(self.programs))[:, None] * torch.tensor([1, 0])
+    def values(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the numbers of some programs, and what each gives (N, B, T, X); until the deadline.
 
-    def near(self, rows: Tensor, limit: float, streams: Tensor | None = None, layer: int = 0) -> Tensor:
-        """Return the numbers of those ``rows`` that differ from what is wanted by ``limit`` at most, the nearest first.
-
-        ``streams``, ``layer``: as in :meth:`values`.
+        NaN if a formula cannot be computed.
         """
-        found, errors = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0)]
-        for numbers, values in self.values(rows, streams, layer):
-            error = (values - self.lens.wanted).abs().amax((1, 2, 3)).nan_to_num(torch.inf, torch.inf)
-            found.append(numbers[error <= limit])
-            errors.append(error[error <= limit])
-        return torch.cat(found)[torch.cat(errors).argsort()]
-
-    def values(self, rows: Tensor, streams: Tensor | None = None, layer: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the numbers of some of the ``rows`` (N, 2), and what each gives (N, B, T, X); until the deadline.
-
-        ``streams`` (S, T, D): what enters block ``layer``; a row is then a program and the number of a stream.
-        NaN if a formula cannot be computed, or if both programs of a row have another shape than GPT-2's.
-        """
-        shared = self.lens.right if streams is None else Shared(self.model, Entrance(layer, {"x": streams}), self.span)
-        batch = torch.arange(len(self.model.ids))
-        programs = rows if streams is None else rows * torch.tensor([1, 0])
-        parts, step = self._parts(programs), self.chunk_of_pairs if bool(programs[:, 1].any()) else self.chunk
+        parts = self._parts()
         for part in parts:
             odd: dict[int, list[Tensor]] = defaultdict(list)
-            for some in part.split(step):
+            for some in part.split(self.chunk):
                 if self.deadline.passed:
                     return
-                sources = rows[some, 1] if streams is not None else batch.repeat(len(some))
-                made = _Batch(self, programs[some], shared, sources)
+                made = _Batch(self, some)
                 values = made.ended()
                 for number in made.odd.unique().tolist():
                     fits = made.odd == number
-                    if number and len(some) > 1:  # once more, with others of this shape
+                    if number >= 0 and len(some) > 1:  # once more, with others of this shape
                         odd[number].append(some[fits])
                     else:
                         yield some[fits], values[fits]
             parts.extend(torch.cat(same) for same in odd.values())
 
-    def _parts(self, rows: Tensor) -> list[Tensor]:
-        """Return the numbers of rows that run the same sequence of blocks, those that begin late behind the others."""
-        whole = torch.tensor([program.order is not None or program.run is not None for program in self.programs])[rows].any(1)
-        groups: dict[object, list[int]] = defaultdict(list)
-        for number in whole.nonzero().flatten().tolist():
-            one, other = (self.programs[each] for each in rows[number].tolist())
-            groups[one.run or other.run or one.order or other.order].append(number)
-        natural = (~whole).nonzero().flatten()
-        natural = natural[rows[natural].amax(1).argsort(stable=True)]
-        natural = natural[self.begins[rows[natural]].amin(1).argsort(stable=True)]
-        return [part for part in (natural, *map(torch.tensor, groups.values())) if len(part)]
+    def _parts(self) -> list[Tensor]:
+        """Return the numbers of programs that run the same sequence of blocks, those that begin late behind the others."""
+        natural, groups = list[int](), dict[object, list[int]]()
+        for number, program in enumerate(self.programs):
+            other = program.run or program.order
+            (natural if other is None else groups.setdefault(other, [])).append(number)
+        natural.sort(key=lambda number: int(self.begins[number]))
+        return [torch.tensor(part) for part in (natural, *groups.values()) if part]
 
 
 class _Batch:
-    """Some ``rows`` (N, 2) of an evaluator, those that begin first first; each has ``sources`` among the rows of what is shared.
+    """The programs ``numbers`` (N,) of an evaluator, those that begin first first.
 
-    ``odd`` (N,): a program of which some value has another shape than GPT-2's, so that it needs a batch of its own; else 0.
+    ``odd`` (N,): a program of which some value has another shape than GPT-2's, so that it needs a batch of its own; else -1.
     """
 
-    def __init__(self, of: Evaluator, rows: Tensor, shared: Shared, sources: Tensor) -> None:
-        self.of, self.rows, self.shared, self.sources = of, rows, shared, sources
-        self.each = len(sources) // len(rows)  # rows of a stream
-        self.odd = torch.zeros(len(rows), dtype=torch.long)
+    def __init__(self, of: Evaluator, numbers: Tensor) -> None:
+        self.of, self.numbers, self.shared = of, numbers, of.lens.right
+        self.each = len(of.model.ids)  # rows of a stream
+        self.sources = torch.arange(self.each).repeat(len(numbers))
+        self.odd = torch.full_like(numbers, -1)
 
     def ended(self) -> Tensor:
         """Return the values at the end (N, B, T, X)."""
         lens, span, model = self.of.lens, self.of.span, self.of.model
-        run = next((program.run for program in self._programs(0) if program.run), None)
+        run = self.of.programs[int(self.numbers[0])].run
         x = self._stream() if run is None else run(model)
         usual = self.shared.entering(span.last)
         if x.shape[1:] != usual.shape[1:]:
@@ -165,20 +129,16 @@ class _Batch:
             heads = self.of.tables.get((None, "head"), {})
             parts = []
             for number, places in self._groups(None, "head", len(x)):
-                head = heads[number](model.site(0), {}) if number else model.table
+                head = heads[number](model.site(0), {}) if number >= 0 else model.table
                 parts.append((places, x[places] @ head[lens.columns].to(x.dtype).T))
             x = _placed(parts)
-        x = x.unflatten(0, (len(self.rows), -1))
+        x = x.unflatten(0, (len(self.numbers), -1))
         return x - x.mean(-1, keepdim=True) if span.softmaxed else x
-
-    def _programs(self, row: int) -> list[Program]:
-        return [self.of.programs[number] for number in self.rows[row].tolist()]
 
     def _stream(self) -> Tensor:
         """Return the stream at the end of the blocks (N B, T, D)."""
         span, entrance = self.of.span, self.shared.entrance
-        begins = self.of.begins[self.rows].amin(1)
-        order = next((program.order for program in self._programs(0) if program.order is not None), None)
+        begins, order = self.of.begins[self.numbers], self.of.programs[int(self.numbers[0])].order
         begun = int((begins <= BEFORE).sum()) * self.each
         x = entrance.state["x"][self.sources[:begun]]
         if begun and entrance.layer == span.first:
@@ -201,15 +161,15 @@ class _Batch:
         return torch.cat([x, self.shared.entering(span.last)[self.sources[len(x) :]]])
 
     def _groups(self, layer: int | None, node: str, begun: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield each program that replaces a node with the numbers of the streams that have it; 0 with those that have none."""
-        rows, has = self.rows[: begun // self.each], self.of.having.get((layer, node))
+        """Yield each program that replaces a node with the numbers of its streams; -1 with those that have GPT-2's."""
+        numbers, has = self.numbers[: begun // self.each], self.of.having.get((layer, node))
         if has is None:
-            yield 0, torch.arange(begun)
+            yield -1, torch.arange(begun)
             return
-        which = (rows * has[rows]).amax(1)
+        which = torch.where(has[numbers], numbers, -1)
         ordered, places = which.sort(stable=True)
-        numbers, counts = ordered.unique_consecutive(return_counts=True)
-        for number, some in zip(numbers.tolist(), places.split(counts.tolist()), strict=True):
+        unique, counts = ordered.unique_consecutive(return_counts=True)
+        for number, some in zip(unique.tolist(), places.split(counts.tolist()), strict=True):
             yield number, (some[:, None] * self.each + torch.arange(self.each)).flatten()
 
     def _node(self, layer: int | None, node: str, state: Mapping[str, Tensor], begun: int) -> Tensor:
@@ -219,17 +179,17 @@ class _Batch:
         right = RIGHT[node] if node != "embed" else lambda c, s: s["x"]
         usual = state["x"] if layer is None else self.shared.block(layer)[node]
         unknown = torch.full((1, *usual.shape[1:]), torch.nan)
-        if len(groups) == 1 and (begun == len(self.sources) or not groups[0][0]):  # whatever its shape
+        if len(groups) == 1 and (begun == len(self.sources) or groups[0][0] < 0):  # whatever its shape
             number = groups[0][0]
             made = self._formed(number, table.get(number, right), site, state, torch.arange(begun))
             return _as_many(unknown if made is None else made, begun, self.of.model.dtype)
         parts = []
-        most = any(number == 0 and 2 * len(places) > begun for number, places in groups)
+        most = any(number < 0 and 2 * len(places) > begun for number, places in groups)
         made = _tried(right, site, state if most else _Rows(state, torch.tensor([0])))  # of most, no rows are picked for it
         unknown = unknown if made is None else torch.full_like(made[:1], torch.nan)
         whole = _as_many(unknown if made is None else made, begun, self.of.model.dtype).clone() if most else None
-        for number, places in groups if whole is None else [group for group in groups if group[0]]:
-            one = self._formed(number, table[number] if number else right, site, _Rows(state, places), places)
+        for number, places in groups if whole is None else [group for group in groups if group[0] >= 0]:
+            one = self._formed(number, table[number] if number >= 0 else right, site, _Rows(state, places), places)
             if one is None or one.shape[1:] != unknown.shape[1:]:
                 self.odd[places // self.each] = number
                 one = unknown
@@ -238,7 +198,7 @@ class _Batch:
 
     def _formed(self, number: int, formula: Formula, site: Site, state: Mapping[str, Tensor], places: Tensor) -> Tensor | None:
         """Return what a program's formula gives for the rows at ``places``; for those of each stream, if a row sees others."""
-        if not self.of.programs[number].rows or len(places) == self.each:
+        if number < 0 or not self.of.programs[number].rows or len(places) == self.each:
             return _tried(formula, site, state)
         parts = [_tried(formula, site, _Rows(state, some)) for some in torch.arange(len(places)).split(self.each)]
         kept = [one for one in parts if one is not None]

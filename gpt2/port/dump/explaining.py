@@ -1,7 +1,7 @@
 """Explain a program's numbers by faults: which known ones, switched on in our own forward pass, give the same numbers.
 
-A program may show one tensor a block, or only its logits. Between two streams that it shows, every known fault is tried, alone
-and then in pairs; the search goes on behind an explained part with our own values, and ends where nothing explains a part.
+A program may show one tensor a block, or only its logits. Between two streams that it shows, every known fault is tried; the
+search goes on behind an explained part with our own values, and ends where nothing explains a part.
 """
 
 from __future__ import annotations
@@ -83,7 +83,6 @@ class Explainer:
         tolerance: the relative error that rounding explains, by point.
         deadline: when to stop.
         stages: of a block, such as "attn.c_proj": where they are shown, the search begins anew behind them.
-        several: try pairs of faults between two shown tensors, where no single one explains them.
     """
 
     def __init__(
@@ -94,10 +93,9 @@ class Explainer:
         deadline: Deadline,
         progress: Progress = silent,
         stages: Collection[str] = STREAMS,
-        several: bool = True,
     ) -> None:
         self.model, self.layers = model, model.config.n_layer
-        self.deadline, self.progress, self.several = deadline, progress, several
+        self.deadline, self.progress = deadline, progress
         self.order, self.tolerance = points(self.layers), tolerance
         self.shown = {point: evidence[point] for point in self.order if point in evidence}
         if "logits" in self.shown:
@@ -117,7 +115,7 @@ class Explainer:
             last_right = before[-1] if before else None
             segment = self._segment(end, last_right, found[0].candidate)
             search = Search(segment, self.deadline, self.progress)
-            fits = [] if segment.first_wrong(Candidate()) is None else search.fits(self.several)
+            fits = [] if segment.first_wrong(Candidate()) is None else search.fits()
             complete &= search.complete
             reach, wider = self._widened(found, fits, segment) if fits else (-1, [])
             if reach <= self.order.index(wrong):

@@ -46,10 +46,6 @@ class Span:
         entrance = None if self.entrance is None else self.entrance.cut(rows, tokens)
         return replace(self, entrance=entrance, wanted=self.wanted[:rows, :tokens])
 
-    def before(self, layer: int, stream: Tensor) -> Span:
-        """Return the part before a block, which ends with a ``stream`` (B, T, D)."""
-        return Span(self.first, layer, "h.0", self.entrance, stream)
-
     def computes(self, layer: int, node: str) -> bool:
         """Return whether a node of a block is in this part."""
         begin = (self.first, -1 if self.entrance is None else self.entrance.after)
@@ -173,7 +169,7 @@ class Lenses:
         return self.row if self.span.wanted.shape[1] < self.tokens else self.first(min(TOKENS, self.tokens))
 
     @property
-    def shows_pairs(self) -> bool:
+    def shows_all(self) -> bool:
         """Whether whole blocks lie between what is known and what is compared, of which every token is shown."""
         return self.span.is_whole and not self.span.softmaxed and self.span.wanted.shape[1] == self.tokens
 

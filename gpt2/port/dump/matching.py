@@ -14,7 +14,6 @@ from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.evaluate import Evaluator
 from gpt2.port.dump.fitting import fitted
 from gpt2.port.dump.lenses import Lens, Lenses, Nearness
-from gpt2.port.dump.pairing import Pairing
 from gpt2.port.dump.segments import BETTER, Fit, Segment
 from gpt2.port.dump.table import Table
 from gpt2.port.graph import ROWS, Program
@@ -28,12 +27,11 @@ LAG = 2  # tokens behind the first call, until which a fault of later calls show
 FEW_LEFT = 8  # faults in calls that are run whole
 CLOSE = 8.0  # times the tolerance: an error that a fitted number may take away by chance
 QUANTISED = 2.0  # the largest error, over the root mean square, that integers of four bits and more are tried for
-PAIRS = 400  # pairs of which the first row fits, that are ranked by all rows
 Ranked = list[tuple[Nearness, Candidate]]
 
 
 class Search:
-    """Looks for the faults that explain a segment: single faults, then pairs."""
+    """Looks for the one fault that explains a segment."""
 
     def __init__(self, segment: Segment, deadline: Deadline, progress: Progress) -> None:
         self.segment, self.deadline, self.progress = segment, deadline, progress
@@ -48,35 +46,27 @@ class Search:
     def late(self) -> bool:
         return self.deadline.passed
 
-    def fits(self, several: bool = True) -> list[Fit]:
-        """Return the candidates that explain the segment, the simplest first; single faults only, unless ``several``."""
+    def fits(self) -> list[Fit]:
+        """Return the candidates that explain the segment, the simplest first."""
         ranked: Ranked = []
-        *groups, waiting = self._groups()
-        for some in groups:  # of a large model, most faults are common ones, in all blocks or outside them
+        for some in self._groups():  # of a large model, most faults are common ones, in all blocks or outside them
             ranked = sorted([*ranked, *self._ranked(some, "single faults")], key=lambda one: one[0].fit)
             self.complete &= not self.late()
             if fits := self._confirmed(ranked, Candidate()):
                 return fits
-        ways, whole = (self._since, self._in_calls, self._fitted, self._quantised), self.deadline
-        self.deadline = whole.part(2 if several else 1)  # two faults are as likely as one in some calls, or with its own number
-        fits = next((fits for way in ways if not self.late() and (fits := way())), [])
-        self.deadline = whole
-        if fits or self.late() or not several:
-            return fits
-        return self._paired([*ranked, *self._ranked(waiting, "faults of later calls")])
+        ways = (self._since, self._in_calls, self._fitted, self._quantised)
+        return next((fits for way in ways if not self.late() and (fits := way())), [])
 
     def _groups(self) -> Iterator[list[Candidate]]:
-        """Yield the single faults that are tried one after the other, and those that are tried in pairs alone."""
+        """Yield the faults that are tried one after the other."""
         every = [Candidate(), *self.table.singles(self.segment, self.small)]
         if not self.small:
             kinds = ((local, rare) for local in (False, True) for rare in (False, True))
             yield from ([one for one in every if (one.is_local, one.rare) == kind] for kind in kinds)
-            yield []
             return
         # a fault of later calls alone shows soon behind the first one: others of them cannot be the only fault
-        near = [not self.wrong or any(begins(one, t) for t in range(self.wrong[0] - LAG, self.wrong[0] + 1)) for one in every]
-        yield [one for one, shows in zip(every, near, strict=True) if shows]
-        yield [one for one, shows in zip(every, near, strict=True) if not shows]
+        near = range(self.wrong[0] - LAG, self.wrong[0] + 1) if self.wrong else ()
+        yield [one for one in every if not near or any(begins(one, token) for token in near)]
 
     def _since(self) -> list[Fit]:
         """Return the faults of later tokens alone that explain the segment, if those before them are right."""
@@ -91,7 +81,7 @@ class Search:
         What a call computes does not depend on later ones. So a fault must give the first call's tokens, then the first two's.
         """
         segment, tokens = self.segment, self.lenses.tokens
-        if not (self.small and self.lenses.shows_pairs):
+        if not (self.small and self.lenses.shows_all):
             return []
         first = self.wrong[0] if self.wrong else tokens
         plain = (one for one in (*self.table.blocks, *self.table.embeddings) if one.calls is None and one.sees != ROWS)
@@ -129,14 +119,14 @@ class Search:
         """Yield faults of a prompt alone by which no token depends on later ones: of as many tokens as they give."""
         segment, lens, bound = self.segment, self.lenses.whole, self.segment.allowed(self.segment.end)
         runner = Evaluator(lens, [self._everywhere(one).program or Program() for one in some], self.deadline)
-        for numbers, values in runner.values(runner.singles):
+        for numbers, values in runner.values():
             right = (values - lens.wanted).abs().amax((1, 3)) <= 2 * bound * lens.wanted.square().mean().sqrt()  # (N, T)
             for number, length in zip(numbers.tolist(), right.cumprod(1).sum(1).tolist(), strict=True):
                 if LATER <= length < right.shape[1] and length > (self.wrong[0] if self.wrong else 0):
                     yield from self.table.until(length, {some[number].label}, segment, right.shape[1])
 
     def _fitted(self) -> list[Fit]:
-        """Return the faults with one fitted number that explain the segment, such as a factor of the scores or of a branch."""
+        """Return the faults with one fitted number that explain the segment: a factor of the scores, or an epsilon."""
         segment = self.segment
         if not self.small or segment.right_errors.get(segment.end, math.inf) <= CLOSE * segment.allowed(segment.end):
             return []
@@ -193,17 +183,6 @@ class Search:
         return sorted(
             known or fits, key=lambda fit: (fit.candidate.order_of_naming, fit.error)
         )  # a head's free weights hide other faults
-
-    def _paired(self, ranked: Ranked) -> list[Fit]:
-        """Return pairs of faults that explain the segment, of those that give the first row; of a large model, in all blocks."""
-        ranked = [(near, one) for near, one in ranked if self.small or not one.is_local]
-        for pairs in Pairing(self.lenses, ranked, self.limit, self.deadline).rounds():
-            wholes = [one.with_(other) for one, other in pairs[:PAIRS]]
-            parts = {whole.key[:2]: both for whole, both in zip(wholes, pairs, strict=False)}
-            fits = self._all(wholes, "pairs of faults")
-            if fits := [fit for fit in fits if self.segment.needs(fit, *parts[fit.candidate.key[:2]])]:
-                return fits
-        return []
 
 
 def begins(one: Candidate, token: int) -> bool:

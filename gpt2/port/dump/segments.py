@@ -160,12 +160,6 @@ class Segment:
         left, whole = (shown - one[self.end][:, -shown.shape[1] :] for one in (values, self.right))
         return bool(left.square().mean().sqrt() <= FLIPPED * whole.square().mean().sqrt())
 
-    def needs(self, fit: Fit, *parts: Candidate) -> bool:
-        """Return whether each of the ``parts`` of a fit is needed: one without the other is much worse."""
-        alone = [replace(one, head=fit.candidate.head) for one in parts]
-        best = BETTER * self._share(self.errors(fit.candidate))
-        return all(best <= self._share(self.errors(one)) for one in alone)
-
     def _share(self, errors: Mapping[str, float]) -> float:
         """Return the largest error, in units of the tolerance."""
         return max(error / max(self.allowed(point), 1e-300) for point, error in errors.items())

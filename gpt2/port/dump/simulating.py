@@ -76,22 +76,19 @@ class Simulating:
             trials = [*((right, one) for one in self._placements(right)[:MAX_PLACEMENTS]), *trials]
         if (roles := {point: value for point, value in right.items() if _part(point) not in EXCHANGED}).keys() != right.keys():
             trials.append((roles, Placement()))  # right numbers that the program perhaps uses as others
-        tried: list[tuple[Placement, dict[str, Tensor], Explanation]] = []
-        for base, one in trials if len(trials) > 1 else ():  # single faults first, at each place
-            tried.append((one, *self._explained(base, one, self.deadline, several=False)))
-            if self.deadline.passed or (tried[-1][2].explains and tried[-1][2].faults == 1):
+        Trial = tuple[Placement, dict[str, Tensor], Explanation]
+        whole, parted = list[Trial](), list[Trial]()
+        for base, one in trials if len(trials) > 1 else ():  # one fault of all, not one in each part, comes first
+            whole.append((one, *self._explained(base, one, one.stages)))
+            if self.deadline.passed or (whole[-1][2].explains and whole[-1][2].faults == 1):
                 break
-        explained = [trial for trial in tried if trial[2].explains]
-        pairs = trials[:1] if trials[0] is alone else [trials[0], alone]
-        rest = tried[-1:]  # where nothing explains
-        for number, (base, one) in enumerate(pairs):
-            if explained or (tried and self.deadline.passed):
+        explained = [trial for trial in whole if trial[2].explains]
+        for base, one in trials[:1] if trials[0] is alone else (trials[0], alone):
+            if explained or ((whole or parted) and self.deadline.passed):
                 break
-            tried.append((one, *self._explained(base, one, self.deadline.part(len(pairs) - number), several=True)))
-            explained = [trial for trial in tried[-1:] if trial[2].explains]
-            rest = rest if number else tried[-1:]
-        # one fault of all, not one in each part
-        placed, evidence, explanation = min(explained or rest, key=lambda trial: trial[2].faults)
+            parted.append((one, *self._explained(base, one, STREAMS)))
+            explained = [trial for trial in parted[-1:] if trial[2].explains]
+        placed, evidence, explanation = min(explained or parted[:1] or whole[-1:], key=lambda trial: trial[2].faults)
         if not placed.stages and explanation.explains:  # arrays that are values of a program with these faults
             seen, values = self._seen(explanation.values), explanation.values
             parts = {_part(point) for point in seen}
@@ -182,13 +179,13 @@ class Simulating:
         return out
 
     def _explained(
-        self, right: Mapping[str, Tensor], placed: Placement, deadline: Deadline, several: bool
+        self, right: Mapping[str, Tensor], placed: Placement, stages: Collection[str]
     ) -> tuple[dict[str, Tensor], Explanation]:
         """Search for faults that explain the logits and the arrays at recognised places."""
         evidence = {**right, **placed.values, "logits": self.dumped.output.logits.double()}
-        stages = {*STREAMS, *placed.stages} if placed.stages or several else ()
-        given = self.model, evidence, self._with_storage(evidence), deadline, self.progress
-        return evidence, Explainer(*given, stages, several).explanation()
+        parts = {*STREAMS, *placed.stages} if stages else ()
+        given = self.model, evidence, self._with_storage(evidence), self.deadline, self.progress
+        return evidence, Explainer(*given, parts).explanation()
 
     # What is said
 
@@ -212,8 +209,9 @@ class Simulating:
                     "way: see whether they were loaded at all, and from where"
                 )
             if between := self.order[self.order.index(last) + 1 if last else 0 : self.order.index(wrong)]:
-                more = ", ".join(between[:FEW]) + (", ..." if len(between) > FEW else "")
-                self.notes.append(f"dump more between these places: {more}")
+                streams = [point for point in between if stage_of(point) == ""] or between
+                more = ", ".join(streams[:FEW]) + (", ..." if len(streams) > FEW else "")
+                self.notes.append(f"only one mistake between two arrays is looked for: dump more, first {more}")
         if not explanation.complete:
             self.notes.append("the search ended at its time limit, before every known fault was tried")
         return first
