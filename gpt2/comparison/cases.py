@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2.data import Tokenizer
-from gpt2.data.documents import READERS
+from gpt2.data.tables import READERS, records
 from gpt2.errors import InputError
 from gpt2.measure.estimates import Bootstrap, Estimate
 from gpt2.measure.last_words import last_words_change, score_pairs
@@ -80,7 +80,7 @@ def read_cases(path: str) -> list[tuple[str, str]]:
     if file.suffix.lower() not in READERS or not file.exists():
         raise InputError(f"--cases {path}: give a .jsonl, .csv or .parquet file with the fields {' and '.join(FIELDS)}")
     cases = []
-    for where, record in READERS[file.suffix.lower()](file):
+    for where, record in records(file):
         prompt, expected = (record.get(field) for field in FIELDS)
         if not isinstance(prompt, str) or not isinstance(expected, str) or not prompt or not expected.strip():
             raise InputError(f"{where}: a case needs {' and '.join(FIELDS)}, both text; it has {', '.join(map(str, record))}")

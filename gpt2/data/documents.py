@@ -1,42 +1,40 @@
-"""Read documents from text files and tables: .txt, .md, .jsonl, .csv and .parquet; one file, a folder, or a glob."""
+"""Read documents from text files (.txt, .md) and tables (:mod:`gpt2.data.tables`): one file, a folder, or a glob."""
 
-import csv
 import glob
-import json
 import os
 import re
 import string
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import NamedTuple
 
 from gpt2.config import quoted
-from gpt2.data.files import END_OF_TEXT, opened
+from gpt2.data.files import END_OF_TEXT
+from gpt2.data.tables import Record, records, text_file
 from gpt2.errors import InputError, require_memory
 
-TEXTS, TABLES = (".txt", ".md", ""), (".jsonl", ".csv", ".parquet")
+TEXTS, TABLES = (".txt", ".md", ""), (".jsonl", ".csv", ".tsv", ".parquet")
+NAMED = (*TEXTS, *TABLES, ".json")  # a folder's .json files are settings more often than texts
 # The mark between documents: a line of its own, which is dropped with its line end, or within a line.
 BOUNDARY = re.compile(rf"(?m:^){re.escape(END_OF_TEXT)}\r?\n|{re.escape(END_OF_TEXT)}")
 
 WHOLE = 8  # bytes of memory for a character of a text that is read whole: its pieces and ids too
-PIECE, MAX_LINE = 1 << 20, 1 << 26  # characters: of a text that is read in pieces, and of a line of a table
-
-Record = Mapping[str, Any]  # one line of a table: field to value
+PIECE = 1 << 20  # characters of a text that is read in pieces
 
 
 class Document(NamedTuple):
     """One document: ``text`` is trained on, ``prompt`` is read before it and not scored; ``where`` is FILE or FILE:LINE.
 
-    With ``more`` it is a piece of a document, which goes on in the next.
+    With ``more`` it is a piece of a document, which goes on in the next. Answers of one ``conversation`` are held out together.
     """
 
     text: str
     prompt: str
     where: str
     more: bool = False
+    conversation: str = ""
 
 
 def files(path: str) -> list[Path]:
@@ -52,16 +50,25 @@ def files(path: str) -> list[Path]:
         raise InputError(f"{quoted(path)}: {error.strerror}; check data.path") from None
     if folder:
         if not (found := [file for file in _inside(place) if file.suffix and file.suffix.lower() in TEXTS + TABLES]):
-            raise InputError(f"{path}: no .txt, .md, .jsonl, .csv or .parquet in it; give another with --set data.path=TEXTS")
+            raise InputError(
+                f"{path}: no .txt, .md, .jsonl, .csv, .tsv or .parquet in it; give another with --set data.path=TEXTS"
+            )
     else:
         found = [place] if there else [Path(name) for name in glob.glob(path, recursive=True) if Path(name).is_file()]
         if not found:
             missing = "no file has such a name" if glob.has_magic(path) else "no such file or folder"
             raise InputError(f"{path}: {missing}; give another with --set data.path=TEXTS")
     for file in found:
-        if file.suffix.lower() not in TEXTS + TABLES:
-            raise InputError(f"{file}: {file.suffix} is none of .txt, .md, .jsonl, .csv and .parquet; convert or rename it")
+        if file.suffix.lower() not in NAMED:
+            known = "none of .txt, .md, .jsonl, .json, .csv, .tsv and .parquet"
+            raise InputError(f"{file}: {file.suffix} is {known}; convert or rename it")
     return sorted(found, key=lambda file: file.as_posix())
+
+
+def skipped(path: str) -> list[str]:
+    """Return the names of a folder's files that :func:`files` leaves out for their suffix; those of other paths are none."""
+    found = _inside(Path(path)) if Path(path).is_dir() else []
+    return sorted(file.name for file in found if not file.suffix or file.suffix.lower() not in TEXTS + TABLES)
 
 
 def _inside(folder: Path) -> Iterator[Path]:
@@ -119,7 +126,7 @@ def documents(
                 raise InputError(f"{path}: data.prompt names a field, and a text file has none; give tables, as in DIR/*.jsonl")
             yield from _texts(path, PIECE if streamed else -1, tally)
             continue
-        for where, record in READERS[path.suffix.lower()](path):
+        for where, record in records(path):
             before = prompted(record, where)
             if END_OF_TEXT in before:
                 raise InputError(f"{where}: {END_OF_TEXT} within a prompt, where no document can end; remove it")
@@ -127,7 +134,7 @@ def documents(
             tally["boundaries"] += len(texts) - 1
             for index, text in enumerate(texts):
                 if text.strip():
-                    yield Document(text, "" if index else before, where)
+                    yield Document(text, "" if index else before, where, conversation=record.get("conversation", ""))
                 elif len(texts) == 1:
                     tally["empty"] += 1
 
@@ -137,7 +144,7 @@ def _texts(path: Path, piece: int, tally: Counter[str]) -> Iterator[Document]:
 
     A piece ends before whitespace that follows other characters, where no word of the tokenizers' patterns goes on.
     """
-    with _opened(path, newline="") as file:
+    with text_file(path, newline="") as file:
         if piece < 0:
             require_memory(WHOLE * path.stat().st_size, f"{path}: its text and ids", "cut a piece of it, e.g. with head -c")
         text, at, last, more = "", 0, False, False  # what lies before `at` is done; its last character says whether a line begins
@@ -194,75 +201,3 @@ def _text(record: Record, field: str, where: str, key: str) -> str:
         raise InputError(f"{where}: the field {quoted(field)} is not text: {quoted(value)}; correct it, or set data.{key}")
     there = ", ".join(quoted(name) for name in list(record)[:8]) or "none"
     raise InputError(f"{where}: no field {quoted(field)}, only {there}; set data.{key}")
-
-
-def _lines(path: Path) -> Iterator[tuple[str, Record]]:
-    """Yield the records of a .jsonl file, each with its place; empty lines are skipped."""
-    with _opened(path, newline="\n") as lines:
-        for number, line in enumerate(_whole_lines(path, lines), 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                what = "too deep or too long"
-                what = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else what
-                raise InputError(f"{where}: not JSON ({what}); write one object on each line") from None
-            if not isinstance(record, dict):
-                raise InputError(f"{where}: {quoted(record)} is not an object with fields; write one object on each line")
-            yield where, record
-
-
-def _rows(path: Path) -> Iterator[tuple[str, Record]]:
-    """Yield the records of a .csv file, each with its last line; the first line names the fields."""
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the module's own limit is 128 KB a field
-    with _opened(path, newline="") as lines:
-        reader = csv.DictReader(_whole_lines(path, lines), strict=True)
-        try:
-            for record in reader:
-                where = f"{path}:{reader.line_num}"
-                if None in record:
-                    raise InputError(f"{where}: more values than the {len(reader.fieldnames or ())} fields of the first line")
-                yield where, record
-        except csv.Error as error:
-            raise InputError(f"{path}:{reader.reader.line_num}: not CSV ({error}); save the table again") from None
-
-
-def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
-    """Yield the records of a .parquet file, each with its row."""
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise InputError(f"{path}: reading .parquet needs pyarrow: pip install 'gpt2-toolkit[parquet]', or give .jsonl") from None
-    try:
-        row = 0
-        with opened(path) as stream, parquet.ParquetFile(stream) as file:
-            for batch in file.iter_batches(batch_size=64):
-                for record in batch.to_pylist():
-                    row += 1
-                    yield f"{path}, row {row}", record
-    except (OSError, ArrowException, ValueError, OverflowError) as error:  # dates and texts that Python cannot hold
-        raise InputError(f"{path}: cannot be read ({error}); save the table again") from None
-
-
-def _whole_lines(path: Path, file: IO[str]) -> Iterator[str]:
-    while line := file.readline(MAX_LINE):
-        if len(line) == MAX_LINE:
-            raise InputError(f"{path}: has a line of more than {MAX_LINE >> 20} Mi characters; write one record on each line")
-        yield line
-
-
-@contextmanager
-def _opened(path: Path, newline: str) -> Iterator[IO[str]]:
-    """Open a UTF-8 file for reading, without a byte-order mark; what goes wrong meanwhile becomes an InputError."""
-    try:
-        with opened(path, mode="r", encoding="utf-8-sig", newline=newline) as lines:
-            yield lines
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or error}; check data.path") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 (byte 0x{error.object[error.start]:02x}); convert it, e.g. iconv -t UTF-8") from None
-
-
-READERS: dict[str, Callable[[Path], Iterator[tuple[str, Record]]]] = {".jsonl": _lines, ".csv": _rows, ".parquet": _parquet}

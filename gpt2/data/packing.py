@@ -27,8 +27,8 @@ def held_out(documents: Sequence[Document], fraction: float, seed: int) -> np.nd
 
 
 def draw(document: Document, seed: int) -> float:
-    """Return the document's number between 0 and 1."""
-    content = (document.prompt + document.text)[:HASHED].encode("utf-8", errors="surrogatepass")
+    """Return the document's number between 0 and 1, or that of its conversation."""
+    content = (document.conversation or document.prompt + document.text)[:HASHED].encode("utf-8", errors="surrogatepass")
     return int.from_bytes(hashlib.blake2b(content, digest_size=8, key=seed.to_bytes(8)).digest()) / 2**64
 
 

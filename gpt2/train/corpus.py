@@ -15,13 +15,14 @@ from gpt2.data import Tokenizer, from_directory, holds_tokenizer, shakespeare, t
 from gpt2.data.batches import FILLER, SCORED, slices
 from gpt2.data.bpe import train_bpe
 from gpt2.data.chars import chars_of
-from gpt2.data.documents import Document, documents, files, size
+from gpt2.data.documents import Document, documents, files, size, skipped
 from gpt2.data.files import END_OF_TEXT
 from gpt2.data.packing import HASHED, held_out, lay_out
 from gpt2.data.words import words_of
 from gpt2.errors import InputError
 from gpt2.train.classify import classes_of
 from gpt2.train.recipe import PLAYS, Recipe
+from gpt2.train.remarks import remarks
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, scratch: bool 
             train_text, val_text = shakespeare.split(found[0].text, 1 - data.held_out) if found else texts(recipe)
             tokenizer = tokenizer or _new_tokenizer(recipe, train_text, val_text)
             train, val = ((np.array(tokenizer.encode(text), dtype=np.int32), None) for text in (train_text, val_text))
+            notes += remarks(data, tokenizer, found, None) if found else []
         notes += _about(recipe, tally)
     share = "" if data.padded else f"{len(val[0]) / max(1, len(train[0]) + len(val[0])):.1%} of the tokens, "
     share += "never trained on"
@@ -127,6 +129,11 @@ def _end(tokenizer: Tokenizer, notes: list[str]) -> int:
 def _about(recipe: Recipe, tally: Counter[str]) -> list[str]:
     """Return lines for the log about boundaries, empty documents, and those that are cut off."""
     notes = []
+    if left := skipped(recipe.data.path) if recipe.data.path else []:
+        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+        notes.append(f"left out for their suffix: {', '.join(left[:5])}{more}; convert them to .txt or .jsonl")
+    if tally["unlabelled"]:
+        notes.append(f"{tally['unlabelled']:,} rows are left out: their {recipe.data.label} is empty")
     if tally["boundaries"]:
         notes.append(f"{END_OF_TEXT} in the text is the boundary between documents, {tally['boundaries']:,} of them")
     if tally["empty"]:
@@ -144,7 +151,7 @@ def _documents(recipe: Recipe, tally: Counter[str]) -> list[Document]:
     if data.label:  # the class is the text, and the text is read before it
         found = list(documents(paths, data.label, data.prompt or data.field, tally=tally, key="label"))
         texts = [document for document in found if document.prompt.strip()]
-        tally["empty"] += len(found) - len(texts)
+        tally["unlabelled"], tally["empty"] = tally["empty"], len(found) - len(texts)
         return texts
     found = list(documents(paths, data.field, data.prompt, tally=tally))
     if not found:
@@ -167,6 +174,7 @@ def _of_documents(
         tokenizer = _new_tokenizer(recipe, *joined)
     tally["held_out"] = len(parts[1])
     notes = [f"{len(found):,} documents: {len(parts[0]):,} to train on, {len(parts[1]):,} held out (split by their text)"]
+    notes += remarks(data, tokenizer, found, chosen)
     end = _end(tokenizer, notes)
     classes = classes_of([each.text.strip() for each in found], tokenizer.n_vocab) if data.label else ()
     notes += [f"{len(classes)} classes in the field {data.label}: {', '.join(classes[:9])}"] if classes else []

@@ -122,9 +122,9 @@ def test_a_table_counts_as_what_it_holds(tmp_path):
         ("a.txt", "x", {"prompt": "q"}, "a text file has none"),
         ("a.txt", b"a\0b", {}, "a.txt: not a text file: it has a NUL byte"),
         ("a" * 300, None, {}, "File name too long; check data.path"),
-        ("a.json", "{}", {}, ".json is none of .txt, .md, .jsonl, .csv and .parquet"),
+        ("a.docx", "{}", {}, ".docx is none of .txt, .md, .jsonl, .json, .csv, .tsv and .parquet"),
         ("a.parquet", "x", {}, "a.parquet: "),
-        ("", "", {}, "no .txt, .md, .jsonl, .csv or .parquet in it"),
+        ("", "", {}, "no .txt, .md, .jsonl, .csv, .tsv or .parquet in it"),
         ("none.txt", None, {"prompt": "question"}, "none.txt: no such file or folder"),
         ("*.csv", None, {}, "no file has such a name"),
     ],
@@ -162,3 +162,50 @@ def test_the_layout_of_a_document():
     ]
     lay_out([5] * 4, [7], 9, 4, padded=True, tally=tally)
     assert dict(tally) == {"documents": 5, "tokens": 22, "long": 2, "lost": 1}
+
+
+CHAT = [
+    [
+        ("system", "Be brief."),
+        ("user", "Who?"),
+        ("assistant", "He."),
+        ("user", "Why?"),
+        ("assistant", "For love."),
+        ("user", "So?"),
+    ],
+    [("user", "When?"), ("assistant", "Now.")],
+]
+
+
+@pytest.mark.parametrize(("key", "role", "content"), [("messages", "role", "content"), ("conversations", "from", "value")])
+def test_a_conversation_is_a_document_for_each_answer_and_is_held_out_whole(tmp_path, key, role, content):
+    """Chats as most people have them had to be rewritten by hand; a question without an answer has nothing to train on."""
+    names = {"user": "human", "assistant": "gpt", "system": "system"} if key == "conversations" else {}
+    chats = [{key: [{role: names.get(who, who), content: said} for who, said in chat]} for chat in CHAT]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    (tmp_path / "a.json").write_text(json.dumps(chats))
+    expected = [("Q: Be brief.\nWho?\n", "He."), ("Q: Why?\n", "For love."), ("Q: When?\n", "Now.")]
+    for name in ("a.jsonl", "a.json"):
+        assert [row[:2] for row in read(tmp_path / name, "answer", "Q: {question}\n")] == expected
+    found = list(documents([tmp_path / "a.jsonl"], "answer", "question", tally=Counter()))
+    for seed in range(20):
+        first, second, other = held_out(found, 0.5, seed)
+        assert first == second != other
+    chats[0][key][0][role] = "tool"
+    (tmp_path / "a.json").write_text(json.dumps(chats))
+    assert "a.json, object 1: message 1 has role 'tool'; give text by one of" in refusal(read, tmp_path / "a.json", "answer")
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_the_separator_of_a_table_is_found(tmp_path, separator):
+    """Spreadsheets of half of Europe write `;`: the first line was one field with a strange name."""
+    (tmp_path / "a.csv").write_text(f'q{separator}a\r\n"1;2,3"{separator}yes\r\n')
+    assert [row[:2] for row in read(tmp_path / "a.csv", "a", "q")] == [("1;2,3", "yes")]
+    (tmp_path / "b.csv").write_text("text\none; two, three\n".replace(", ", " ") if separator == "," else "text\none two\n")
+    assert len(read(tmp_path / "b.csv")) == 1
+
+
+def test_json_that_is_no_table_is_refused(tmp_path):
+    for text, says in (("{}", "is no array of objects"), ("[1]", "is no array of objects"), ("[", "not JSON")):
+        (tmp_path / "a.json").write_text(text)
+        assert says in refusal(read, tmp_path / "a.json")

@@ -1,5 +1,7 @@
 """The data of a recipe: texts by their tokenizers, token files, and windows copied to the device."""
 
+import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +19,7 @@ from gpt2.train.feed import Feed
 from gpt2.train.loop import Evaluated, Started, train
 from gpt2.train.parallel import Ranks
 from gpt2.train.recipe import Data
+from gpt2.train.remarks import SEEDS
 
 
 @pytest.mark.parametrize(("tokenizer", "size"), [("chars", 0), ("words", 270), ("bpe", 270)])
@@ -123,3 +126,64 @@ def test_a_run_in_sliding_windows(recipe, monkeypatch):
     monkeypatch.setattr(feed, "batch", lambda *args, **rest: strides.append(rest["stride"]) or batch(*args, **rest))
     Feed(np.arange(200))(replace(recipe, data=replace(recipe.data, stride=16)), 0)
     assert strides == [16]
+
+
+def noted(recipe, path, content, **data):
+    """The lines that are said of a text before training on it."""
+    folder = path if isinstance(content, dict) else path.parent
+    for name, text in (content if isinstance(content, dict) else {path.name: content}).items():
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    own = Data(path=str(path), tokenizer="chars", **data)
+    return "\n".join(corpus(replace(recipe, data=own, context=8)).notes)
+
+
+def rows(*pairs):
+    return "\n".join(json.dumps({"question": question, "answer": answer}) for question, answer in pairs)
+
+
+def test_a_share_of_the_text_far_from_what_was_asked_is_said(recipe, tmp_path):
+    """Of 13 files, `held_out=0.1` held out one short licence, which then decided `best/`; the seed that is advised must mend it."""
+    sizes = {f"{n}.txt": f"{n} " * (400 if n < 12 else 20) for n in range(13)}
+    for seed in range(SEEDS):
+        said = noted(recipe, tmp_path / "texts", sizes, split_seed=seed)
+        if "where held_out=0.1: they alone decide" in said:
+            advised = int(re.search(r"--set data.split_seed=(\d+) holds out", said)[1])
+            assert "they alone decide" not in noted(recipe, tmp_path / "texts", sizes, split_seed=advised)
+            break
+    else:
+        raise AssertionError("no seed held out a share far from 10 %")
+
+
+def test_answers_that_were_trained_on_are_said(recipe, tmp_path):
+    """72 nouns in four phrasings: a held-out loss of 0.0008, and on unseen nouns 0 of 15 right."""
+    alike = rows(*((f"{how} {n}?", f"noun{n}") for n in range(20) for how in ("What is", "Name", "Say", "Which is")))
+    told = r"held-out answers are answers of training rows too"
+    asked = {"prompt": "question", "field": "answer"}
+    assert re.search(rf"(\d+) of \1 {told}", noted(recipe, tmp_path / "a.jsonl", alike, **asked))
+    apart = rows(*((f"What is {n}?", f"noun{n}") for n in range(80)))
+    assert told not in noted(recipe, tmp_path / "b.jsonl", apart, **asked)
+
+
+def test_what_is_read_otherwise_than_meant_is_said(recipe, tmp_path):
+    """Texts were left out by their suffix, a mark was read letter by letter, and samples ran into each other, without a word."""
+    files = {
+        "a.txt": "<|startoftext|>To be.\n\nOr not.\n" * 9,
+        "b.txt": "<|endoftext|>".join("ab" * 9 for _ in range(3)),
+        "l.docx": "",
+    }
+    said = noted(recipe, tmp_path / "texts", files)
+    assert "left out for their suffix: l.docx; convert" in said
+    assert "<|startoftext|> stands 9 times" in said
+    assert "<|endoftext|> stands" not in said
+    names = "\n".join(f"{first}{last}" for first in "abcdef" for last in ("nna", "lly", "mmy", "ddy"))
+    for text, running in (
+        (names, True),
+        (names.replace("n\n", "n\n\n").replace("a\n", "a\n\n"), False),
+        ("a b c d\n" * 30, False),
+    ):
+        assert ("24 lines are read as one running text" in noted(recipe, tmp_path / "one.txt", text)) == running
+    labelled = "\n".join(json.dumps({"text": f"t{n} and more", "label": ["", "x", "y"][n % 3]}) for n in range(30))
+    assert "10 rows are left out: their label is empty" in noted(
+        recipe, tmp_path / "l.jsonl", labelled, label="label", padded=True
+    )

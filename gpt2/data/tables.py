@@ -1,0 +1,145 @@
+"""Read the records of tables: .jsonl, .json, .csv, .tsv and .parquet; a conversation becomes a record for each answer."""
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from gpt2.config import quoted
+from gpt2.data.files import opened
+from gpt2.errors import InputError, require_memory
+
+MAX_LINE = 1 << 26  # characters of a line
+PARSED = 12  # bytes of memory for a byte of a .json file
+SPEAKERS = {"user": "question", "human": "question", "assistant": "answer", "gpt": "answer", "system": "system"}
+
+Record = Mapping[str, Any]  # one line of a table: field to value
+
+
+def records(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield the records of a table, each with its place, FILE:LINE. Raises InputError: what cannot be read, with its place.
+
+    A record with ``messages`` (``role``, ``content``) or ShareGPT's ``conversations`` (``from``, ``value``) becomes one with
+    ``question`` and ``answer`` for each answer in it, in order; ``conversation`` tells which belong together.
+    """
+    for where, record in READERS[path.suffix.lower()](path):
+        turns = record.get("messages", record.get("conversations"))
+        if isinstance(turns, list):
+            yield from ((where, each) for each in _answers(turns, where))
+        else:
+            yield where, record
+
+
+def _answers(turns: list[Any], where: str) -> Iterator[Record]:
+    """Yield question and answer of each answer; a system message is read before the first question."""
+    asked: list[str] = []
+    for number, turn in enumerate(turns, 1):
+        said = turn if isinstance(turn, dict) else {}
+        role, text = said.get("role", said.get("from")), said.get("content", said.get("value"))
+        if not isinstance(text, str) or role not in SPEAKERS:
+            known = ", ".join(SPEAKERS)
+            raise InputError(f"{where}: message {number} has role {quoted(role)}; give text by one of {known}, or leave it out")
+        if SPEAKERS[role] != "answer":
+            asked.append(text)
+            continue
+        yield {"question": "\n".join(asked), "answer": text, "conversation": where}
+        asked = []
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield the records of a .jsonl file, each with its place; empty lines are skipped."""
+    with text_file(path, newline="\n") as lines:
+        for number, line in enumerate(_whole_lines(path, lines), 1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                what = "too deep or too long"
+                what = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else what
+                raise InputError(f"{where}: not JSON ({what}); write one object on each line") from None
+            if not isinstance(record, dict):
+                raise InputError(f"{where}: {quoted(record)} is not an object with fields; write one object on each line")
+            yield where, record
+
+
+def _array(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield the records of a .json file, which holds one array of objects."""
+    with text_file(path, newline="") as file:
+        require_memory(PARSED * path.stat().st_size, f"{path}: its objects", "write it as .jsonl, one object on each line")
+        try:
+            body = json.load(file)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}: not JSON ({str(error)[:80]}); correct it") from None
+    if not isinstance(body, list) or not all(isinstance(each, dict) for each in body):
+        raise InputError(f"{path}: is no array of objects with fields; write [{{...}}, ...], or .jsonl, one object on each line")
+    yield from ((f"{path}, object {number}", each) for number, each in enumerate(body, 1))
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield the records of a .csv or .tsv file, each with its last line; the first line shows fields and separator."""
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the module's own limit is 128 KB a field
+    with text_file(path, newline="") as lines:
+        try:
+            separator = csv.Sniffer().sniff(lines.readline(MAX_LINE), delimiters=",;\t").delimiter
+        except csv.Error:  # one field
+            separator = ","
+        lines.seek(0)
+        reader = csv.DictReader(_whole_lines(path, lines), delimiter=separator, strict=True)
+        try:
+            for record in reader:
+                where = f"{path}:{reader.line_num}"
+                if None in record:
+                    raise InputError(f"{where}: more values than the {len(reader.fieldnames or ())} fields of the first line")
+                yield where, record
+        except csv.Error as error:
+            raise InputError(f"{path}:{reader.reader.line_num}: not CSV ({error}); save the table again") from None
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield the records of a .parquet file, each with its row."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise InputError(f"{path}: reading .parquet needs pyarrow: pip install 'gpt2-toolkit[parquet]', or give .jsonl") from None
+    try:
+        row = 0
+        with opened(path) as stream, parquet.ParquetFile(stream) as file:
+            for batch in file.iter_batches(batch_size=64):
+                for record in batch.to_pylist():
+                    row += 1
+                    yield f"{path}, row {row}", record
+    except (OSError, ArrowException, ValueError, OverflowError) as error:  # dates and texts that Python cannot hold
+        raise InputError(f"{path}: cannot be read ({error}); save the table again") from None
+
+
+def _whole_lines(path: Path, file: IO[str]) -> Iterator[str]:
+    while line := file.readline(MAX_LINE):
+        if len(line) == MAX_LINE:
+            raise InputError(f"{path}: has a line of more than {MAX_LINE >> 20} Mi characters; write one record on each line")
+        yield line
+
+
+@contextmanager
+def text_file(path: Path, newline: str) -> Iterator[IO[str]]:
+    """Open a UTF-8 file for reading, without a byte-order mark; what goes wrong meanwhile becomes an InputError."""
+    try:
+        with opened(path, mode="r", encoding="utf-8-sig", newline=newline) as lines:
+            yield lines
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}; check data.path") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 (byte 0x{error.object[error.start]:02x}); convert it, e.g. iconv -t UTF-8") from None
+
+
+READERS: dict[str, Callable[[Path], Iterator[tuple[str, Record]]]] = {
+    ".jsonl": _lines,
+    ".json": _array,
+    ".csv": _rows,
+    ".tsv": _rows,
+    ".parquet": _parquet,
+}
