@@ -143,7 +143,7 @@ def rows(*pairs):
 
 
 def test_a_share_of_the_text_far_from_what_was_asked_is_said(recipe, tmp_path):
-    """Of 13 files, `held_out=0.1` held out one short licence, which then decided `best/`; the seed that is advised must mend it."""
+    """Of 13 files, `held_out=0.1` held out one short licence, which then decided `best/`; the advised seed must mend it."""
     sizes = {f"{n}.txt": f"{n} " * (400 if n < 12 else 20) for n in range(13)}
     for seed in range(SEEDS):
         said = noted(recipe, tmp_path / "texts", sizes, split_seed=seed)
@@ -166,7 +166,7 @@ def test_answers_that_were_trained_on_are_said(recipe, tmp_path):
 
 
 def test_what_is_read_otherwise_than_meant_is_said(recipe, tmp_path):
-    """Texts were left out by their suffix, a mark was read letter by letter, and samples ran into each other, without a word."""
+    """Texts were left out by their suffix, a mark was read letter by letter, samples ran into each other, without a word."""
     files = {
         "a.txt": "<|startoftext|>To be.\n\nOr not.\n" * 9,
         "b.txt": "<|endoftext|>".join("ab" * 9 for _ in range(3)),
@@ -179,10 +179,10 @@ def test_what_is_read_otherwise_than_meant_is_said(recipe, tmp_path):
     names = "\n".join(f"{first}{last}" for first in "abcdef" for last in ("nna", "lly", "mmy", "ddy"))
     for text, running in (
         (names, True),
-        (names.replace("n\n", "n\n\n").replace("a\n", "a\n\n"), False),
+        (names.replace("\n", "\n\n"), False),
         ("a b c d\n" * 30, False),
     ):
-        assert ("24 lines are read as one running text" in noted(recipe, tmp_path / "one.txt", text)) == running
+        assert ("24 lines are one running text" in noted(recipe, tmp_path / "one.txt", text)) == running
     labelled = "\n".join(json.dumps({"text": f"t{n} and more", "label": ["", "x", "y"][n % 3]}) for n in range(30))
     assert "10 rows are left out: their label is empty" in noted(
         recipe, tmp_path / "l.jsonl", labelled, label="label", padded=True
