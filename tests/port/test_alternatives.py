@@ -155,7 +155,7 @@ def test_alternatives_of_later_calls_change_nothing_at_once() -> None:
 
 @pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_alternative_says_what_its_values_depend_on(every: int) -> None:
-    """A search in a large model looks at the first tokens of the first row: a fault by which these depend on others is never found."""
+    """A search in large models looks at the first tokens of the first row: a fault that makes them depend on others is missed."""
     few, swapped = ids()[:1, :3], torch.stack([ids()[0], ids()[1].flip(0)])
     for one in alternatives()[::every]:
         whole = logits(one)
