@@ -7,11 +7,13 @@ relative error of one rounding. The errors' root mean squares:
 - one elementary result (sum of two, product, quotient, square root): 0.425 u, of mantissas that are distributed as 1 / m;
 - exp, tanh, log, 1 / sqrt and the like: 1.2 u, up to two units in the last place, as vendors allow themselves. Kernels for 16-bit
   numbers compute these, norms and softmax in float32 and round once: 0.425 u;
-- a sum y of K products t: 0.425 u sqrt(min(K, 4096) (y^2 / 3 + sum(t^2) / 6) + sum(t^2)). That is adding one after another: the K
+- a sum y of K products t: 0.425 u sqrt(K (y^2 / 3 + sum(t^2) / 6) + sum(t^2)). That is adding one after another: the K
   partial sums go from 0 to y like a Brownian bridge, whose mean square is the bracket. Other orders are as precise or better. The
   last sum is the products' own rounding, on a processor (or in a kernel) without fused multiply-add.
-  No library adds more than 4,096 terms one after another. Sums of 16-bit numbers are kept in float32 and rounded once, but for
-  the gradients of a norm's weight and bias, which PyTorch's CPU kernel adds up in 16 bits;
+  K is all of them: kernels add 50,257 in turn where the other side is narrow (n_embd 2 to 8). This costs no sharpness where it
+  matters: a forward pass sums over n_embd or n_inner, and only the gradient that the head hands down over the vocabulary.
+  Sums of 16-bit numbers are kept in float32 and rounded once, but for the gradients of a norm's weight and bias, which
+  PyTorch's CPU kernel adds up in 16 bits;
 - below 2^-14, float16 has numbers 2^-24 apart: 2^-24 / sqrt(12).
 
 A device may compute less precisely than the dtype allows (:class:`Coarser`): round a product's operands first (TF32), keep its
@@ -47,10 +49,12 @@ Error = Callable[[Tensor, Tensor], float]  # of a tensor and the right one
 FORWARD_RATIO = 2.0
 TRAINING_RATIO = 3.0  # of loss, gradients and AdamW: a near-tie in one softmax may decide a sequence's gradient
 WORST_RATIO = 8.0  # of the worst entry's error: the largest of many errors varies more than their norm
+# Of two implementations whose float64 results are equal, and whose errors in the dtype are the same ones: see ``of_the_machine``.
+MACHINE_RATIO = 8.0
+SAME_ERRORS = 1 / 4  # two errors are the same one if their difference is at most so much of the smaller
 
 ELEMENTARY = 0.425  # root mean square of one rounding's relative error, in units of u
 FUNCTION = 1.2
-LONGEST = 4096  # terms that are added one after another
 NORMALS = 131_071  # random numbers: few, which stay in a cache, and a prime, so that no tensor's rows have this length
 
 # By the names of PyTorch's operators, in place or not.
@@ -83,7 +87,7 @@ class Coarser:
     name: str
     off: str = ""
     operands: float = 0.0
-    sums: int = 0
+    sums: float = 0
     flushes: bool = False
 
 
@@ -97,7 +101,7 @@ def coarser_arithmetics(dtype: torch.dtype, kind: str) -> tuple[Coarser, ...]:
     short = "fp16" if dtype == torch.float16 else "bf16"
     partly = f"{matmul}.allow_{short}_reduced_precision_reduction = False" if kind == "cuda" else ""
     wholly = f"{matmul}.allow_fp16_accumulation = False" if kind == "cuda" and short == "fp16" else ""
-    return flush, Coarser(f"partial sums in {label}", partly, sums=16), Coarser(f"sums in {label}", wholly, sums=LONGEST)
+    return flush, Coarser(f"partial sums in {label}", partly, sums=16), Coarser(f"sums in {label}", wholly, sums=math.inf)
 
 
 @contextmanager
@@ -138,6 +142,15 @@ def explained_errors(
     with rounding_noise(dtype):
         noisy = trace(rounded_weights(model, dtype), ids)
     return {name: error(noisy[name], tensor) for name, tensor in (exact or trace(model, ids)).items()}
+
+
+def of_the_machine(error: float, other: float, apart: float) -> bool:
+    """Return whether two errors against float64 are the machine's: the two results differ far less from each other (``apart``).
+
+    Two implementations that are right in float64 err alike only where they call the same kernel. One that is imprecise alone is
+    as far from the other as from float64.
+    """
+    return apart <= SAME_ERRORS * min(error, other)
 
 
 def root_mean_square(values: Sequence[float]) -> float:
@@ -232,7 +245,7 @@ class _Noise(TorchDispatchMode):
     def _summed(self, result: Tensor, squares: Tensor, terms: float, unit: float | None = None, operands: float = 0.0) -> Tensor:
         """Give sums of ``terms`` products, whose squares sum to ``squares``, the error of adding them and of rounding the sum."""
         one = (ELEMENTARY * (unit or self.sums)) ** 2
-        each = min(terms, LONGEST) * one
+        each = terms * one
         whole = (ELEMENTARY * self.unit) ** 2 if self.unit > self.sums else 0.0
         both = 2 * (ELEMENTARY * operands) ** 2  # a product has two operands
         for part, square in zip(_parts(result), _parts(squares), strict=True):

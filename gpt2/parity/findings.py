@@ -64,16 +64,20 @@ class Findings:
         """Add a relative error in float64; only rounding is allowed."""
         self.points[id].append(Point(name, error, FLOAT64_BOUND))
 
-    def rounding(self, id: str, name: str, ours: float, reference: float, *noise: float) -> None:
-        """Add our error and transformers' in the same dtype, and those of noisy runs, all against the float64 run."""
+    def rounding(self, id: str, name: str, ours: float, reference: float, *noise: float, apart: float) -> None:
+        """Add our error, transformers' in the same dtype, and those of noisy runs, against the float64 run; and how far the first
+        two are ``apart``.
+        """
         explained = root_mean_square(noise)
         ratio = TRAINING_RATIO if PLAN[id][2] else FORWARD_RATIO
-        self.points[id].append(Point(name, ours, ratio * explained, explained, reference))
+        self.points[id].append(Point(name, ours, ratio * explained, explained, reference, apart))
 
     def only_rounding(self, before: Findings) -> bool:
         """Whether, of the points since ``before``, nothing but what random errors bound does not hold."""
         since = [(id, point) for id, points in self.points.items() for point in points[len(before.points[id]) :]]
-        doubtful = [(id, point) for id, point in since if not point.ok or (point.imprecise and id == "rounding")]
+        doubtful = [
+            (id, point) for id, point in since if not point.ok or point.of_the_machine or (point.imprecise and id == "rounding")
+        ]
         return bool(doubtful) and all(id == "text" or point.explained is not None for id, point in doubtful)
 
     def copy(self) -> Findings:

@@ -17,7 +17,7 @@ from gpt2.errors import InputError
 from gpt2.generation import generate
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.metrics import max_abs, relative_error, worst_relative_error
-from gpt2.measure.rounding import FORWARD_RATIO
+from gpt2.measure.rounding import FORWARD_RATIO, MACHINE_RATIO
 from gpt2.measure.tracing import Recorded, points, stepwise, trace_steps
 from gpt2.model import GPT2
 from gpt2.pages.reports import dtype_label
@@ -44,16 +44,16 @@ def lockstep(*walks: Walk[T]) -> Generator[tuple[T | None, ...]]:
 def forward(subject: Subject) -> None:
     """Compare a forward pass at every point; each row of a batch must give what it gives alone."""
     text, where = _greedy(subject)
-    expected, noise = _activations(subject, torch.cat((subject.probe.rows, text)))
-    _text(subject, text[0], where, expected[-1], [each[-1] for each in noise])
+    expected, theirs, noise = _activations(subject, torch.cat((subject.probe.rows, text)))
+    _text(subject, text[0], where, expected[-1], theirs[-1], [each[-1] for each in noise])
     _parts(subject, expected[:-1], [each[:-1] for each in noise])
-    del expected, noise
+    del expected, theirs, noise
     give_back_freed_memory()
     _windows(subject)
 
 
-def _activations(subject: Subject, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Compare all models at every point, block by block; return transformers' logits in float64, and those with noise."""
+def _activations(subject: Subject, rows: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Compare all models at every point, block by block; return transformers' logits in float64, in ``dtype``, and with noise."""
     findings, label = subject.findings, dtype_label(subject.dtype)
 
     def exactly(model: nn.Module, what: str) -> Walk[Recorded]:
@@ -83,16 +83,17 @@ def _activations(subject: Subject, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
                 findings.mapping("activations", name, worst_relative_error(exact.get(name, MISSING), tensor))
                 samples = noisy[name].chunk(count) if len(noisy[name]) > len(tensor) else [noisy[name]]  # wpe has one row
                 found = (ours.get(name, MISSING), reference.get(name, MISSING), *samples)
-                findings.rounding("rounding", name, *(relative_error(each, tensor) for each in found))
+                apart = relative_error(*found[:2])
+                findings.rounding("rounding", name, *(relative_error(each, tensor) for each in found), apart=apart)
                 if name == "logits":
-                    logits, noise = [tensor], list(samples)
+                    logits, noise = [tensor, found[1]], list(samples)
             seen += expected
             findings.progress(f"{label}: activations")
             findings.settle()
     if seen != points(subject.config.n_layer):
         raise RuntimeError(f"the trace of transformers' model lacks {set(points(subject.config.n_layer)) - set(seen)}")
     findings.settle("activations")
-    return logits[0], noise
+    return logits[0], logits[1], noise
 
 
 def _parts(subject: Subject, expected: Tensor, noise: list[Tensor]) -> None:
@@ -106,7 +107,8 @@ def _parts(subject: Subject, expected: Tensor, noise: list[Tensor]) -> None:
     findings.progress(f"{label}: cache and padding")
     read: list[_Reader | Tensor] = [_Reader(subject.ours_rounded), _Reader(subject.reference_rounded), *noise]
     for each in zip(*(_ways(probe, logits, expected, whole=False) for logits in read), strict=True):
-        findings.rounding("rounding", each[0][1], *(relative_error(logits, exact) for _, _, logits, exact in each))
+        apart = relative_error(each[0][2], each[1][2])
+        findings.rounding("rounding", each[0][1], *(relative_error(logits, exact) for _, _, logits, exact in each), apart=apart)
     findings.settle()
 
 
@@ -200,7 +202,8 @@ def _windows(subject: Subject) -> None:
                 rounded += [hidden_of(noisy, ids) for _ in range(subject.draws)]
             for part in _chunks(len(window)):
                 errors = (relative_error(each[:, part], expected[:, part]) for each in rounded)
-                findings.rounding("rounding", _named("ln_f", index, part), *errors)
+                apart = relative_error(*(each[:, part] for each in rounded[:2]))
+                findings.rounding("rounding", _named("ln_f", index, part), *errors, apart=apart)
         findings.settle()
     findings.settle("logits", "cache", "rounding")
 
@@ -232,15 +235,17 @@ def _greedy(subject: Subject) -> tuple[Tensor, slice]:
     return row, slice(prompt, end)
 
 
-def _text(subject: Subject, row: Tensor, text: slice, exact: Tensor, noise: list[Tensor]) -> None:
+def _text(subject: Subject, row: Tensor, text: slice, exact: Tensor, theirs: Tensor, noise: list[Tensor]) -> None:
     """Compare a greedy text of ours with transformers' best id after each of its tokens, by its float64 logits (T, V).
 
     Our text was generated in ``dtype``, so the logit of an id may be lower than the best by what the rounding of two logits
-    explains: twice the largest error of the logits with ``noise``, by the rule of rounding.
+    explains: twice the largest error of the logits with ``noise``, by the rule of rounding; by that of a machine for the best
+    ids of ``theirs`` (T, V), transformers' logits in ``dtype``.
     """
     before = slice(text.start - 1, text.stop - 1)
     logits = exact[before].double()
     lower = logits.amax(-1) - logits.gather(-1, row[text, None])[:, 0]
-    explained = 2 * FORWARD_RATIO * max(max_abs(each[before], exact[before]) for each in noise)
+    ratio = torch.where(theirs[before].argmax(-1) == row[text], MACHINE_RATIO, FORWARD_RATIO)
+    explained = 2 * ratio * max(max_abs(each[before], exact[before]) for each in noise)
     subject.findings.exact("text", "text (generated with the cache)", int((~(lower <= explained)).sum()))
     subject.findings.settle("text")

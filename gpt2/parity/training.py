@@ -42,7 +42,7 @@ class Step:
     losses: Tensor | None = None  # (B, T)
 
 
-Errors = defaultdict[str, tuple[list[float], ...]]  # of each parameter and sequence: ours, transformers', and with noise
+Errors = defaultdict[str, tuple[list[float], ...]]  # of a parameter in each sequence: distance, ours, transformers', noisy
 NOTHING = Step(None, -1, {}, {})
 Walk = Callable[[Callable[[Step], None]], None]
 
@@ -172,7 +172,7 @@ def rounded_gradients(subject: Subject) -> None:
     decides.
     """
     findings, sequences = subject.findings, subject.probe.short
-    errors: Errors = defaultdict(lambda: tuple([] for _ in range(2 + subject.draws)))
+    errors: Errors = defaultdict(lambda: tuple([] for _ in range(3 + subject.draws)))
     _round(subject, sequences[:FIRST_SEQUENCES], errors, last=False)
     if errors:
         _round(subject, sequences[FIRST_SEQUENCES:], errors, last=True)
@@ -198,15 +198,18 @@ def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> N
 
     def compare(name: str, tensors: list[Tensor | None], exact: Tensor) -> None:
         if not last or name in undecided:
-            for found, tensor in zip(errors[name], tensors, strict=True):
-                found.append(relative_error(_present(tensor), exact))
+            apart, *found = errors[name]
+            apart.append(relative_error(*map(_present, tensors[:2])))
+            for each, tensor in zip(found, tensors, strict=True):
+                each.append(relative_error(_present(tensor), exact))
 
     def decide(check: str, name: str) -> None:
         if name not in errors:
             return
-        each = zip(*errors[name], strict=True)  # of a sequence: our error, transformers', and those with noise
-        if last or all(ours <= TRAINING_RATIO * root_mean_square(noise) for ours, _, *noise in each):
-            findings.rounding(check, name, *(root_mean_square(found) for found in errors.pop(name)))
+        each = zip(*errors[name], strict=True)  # of a sequence, in the order of Errors
+        if last or all(ours <= TRAINING_RATIO * root_mean_square(noise) for _, ours, _, *noise in each):
+            apart, *found = map(root_mean_square, errors.pop(name))
+            findings.rounding(check, name, *found, apart=apart)
 
     with closing(lockstep(*walks)) as steps:
         for expected, *others in ((step or NOTHING for step in steps_) for steps_ in steps):
@@ -221,7 +224,8 @@ def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> N
                 if changes:
                     inside = "ln_f" if "ln_f.weight" in changes else f"h.{expected.layer}"
                     where = inside if expected.layer is not None else UNTIED if UNTIED in changes else "wte, wpe"
-                    findings.rounding("adamw-rounding", f"{where} (all parameters)", *(_whole(each, changes) for each in moved))
+                    found = (_whole(each, changes) for each in moved)
+                    findings.rounding("adamw-rounding", f"{where} (all parameters)", *found, apart=_whole(*moved[:2]))
             if expected.layer is None or expected.row == len(sequences) - 1:
                 for name in expected.gradients:
                     decide("gradients-rounding", name)
