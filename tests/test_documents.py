@@ -166,7 +166,6 @@ NEEDS = {
     r"\bgpt2(-medium|-xl)?(:bf16|:int8)?( |$)": "the official weights",
     r"out/(macbeth|step|mini|finetune-chat)|\./my-model|ckpt\.pt|my\.txt|steps\.npz": "files of the reader's",
     r"llama\.cpp/": "llama.cpp, an optional extra; tests/comparison/sides runs it",
-    r"http://": "a server",
     r"^train (?!--list)": "minutes",
     r"^explore(?!.*(--html|--json))": "a browser",
 }

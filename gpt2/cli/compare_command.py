@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from gpt2.comparison.gates import Gate, Judged
     from gpt2.comparison.many_results import Comparisons
     from gpt2.comparison.results import Comparison
-    from gpt2.comparison.saving import Keep
 
 HELP = "measure how models differ, from weights to words"
 EXAMPLES = """\
@@ -33,7 +32,6 @@ EXAMPLES = """\
   gpt2 compare shakespeare-mini out/macbeth                  all checkpoints of a run, in the order of steps
   gpt2 compare shakespeare-mini port.py:build --tokens 60    a model that you wrote, in a file of yours
   gpt2 compare shakespeare-mini llama.cpp/model-Q4_K_M.gguf  a GGUF file, run by llama.cpp; also ct2/DIR and onnx/FILE_OR_DIR
-  gpt2 compare shakespeare-mini http://127.0.0.1:8080/v1     is the server the model that it says? #NAME selects one of several
   gpt2 compare gpt2 ./quantised --fail-if 'kl>1e-3' --fail-if 'same_top<0.98' --junit gpt2.xml      in a build
   gpt2 compare gpt2 model-Q8_0.gguf --fail-if 'beyond_rounding>0'    gpt2, rounded, and nothing else? (the model first)
 
@@ -43,9 +41,6 @@ change over the norm), beyond_rounding (tensors of B that are not A's, rounded t
 A has right and B wrong), answer_ratio (probability of the answers, B over A). OP: >, >=, <, <=. A metric with a 95 % interval is
 judged by its far end (the upper one for >, the lower one for <), so a build passes only if the whole interval does. Where
 GITHUB_STEP_SUMMARY is set, a table is appended there.
-
-A server gets the key in OPENAI_API_KEY, only over https or on this machine. At most 10,000 tokens are sent to another machine,
-and 100,000 to this one: of more the cost is shown, with exit code 2. GPT2_SEND_LIMIT=N allows N tokens for one comparison.
 
 exit code: 0 whatever the models are, but 1 if a --fail-if is met; 2 for bad input, also if the metric of a --fail-if cannot be
 measured between these models, or a file is not whole; then no --junit is written"""
@@ -58,7 +53,7 @@ UNUSED = {  # of a mode, the options that have no effect in it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    help = "a model, a port, trace:FILE, an engine's file or a server; hf/ is transformers', a suffix such as :bf16 the dtype"
+    help = "a model, a port, trace:FILE or an engine's file; hf/ is transformers', a suffix such as :bf16 the dtype"
     parser.add_argument("a", metavar="A", help=help)
     parser.add_argument("b", metavar="B", nargs="?", help="the second model; optional with --attention and --save")
     help = "more models, each compared with A; a run's folder stands for all its checkpoints"
@@ -81,9 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "of A alone: what rounding explains, beside a batch, padding and another dtype; of an engine, a batch"
     parser.add_argument("--noise", action="store_true", help=help)
     parser.add_argument("--save", metavar="FILE", help="keep what A shows on the text, for a side trace:FILE (.safetensors)")
-    help = "keep only the K likeliest tokens of each place; KL is then bounded"
-    parser.add_argument("--save-top", type=int, default=0, metavar="K", help=help)
-    parser.add_argument("--save-activations", action="store_true", help="keep the activations of the first 256 tokens too")
     parser.add_argument("--attention", metavar="TEXT", help="compare only the attention of each head on TEXT")
     parser.add_argument("--html", metavar="FILE", help="write the report as one self-contained page")
 
@@ -91,8 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not args.threshold >= 0:
         raise InputError(f"--threshold {args.threshold}: give a number from 0 up, such as 1e-3")
-    if args.save is None and (args.save_top or args.save_activations):
-        raise InputError("--save-top and --save-activations say what --save keeps; add --save FILE")
     if args.noise:
         return _noise(args)
     names = _names(args)
@@ -107,9 +97,9 @@ def run(args: argparse.Namespace) -> int:
     from gpt2.comparison.run import compare_named
     from gpt2.measure.allocator import keep_freed_memory
 
-    keep = _keep(args)
+    require_writable("--save", args.save)
     if len(names) == 1:
-        return _save(args, keep)
+        return _save(args)
     if args.junit and not args.fail_if:
         raise InputError("--junit reports what --fail-if found; add a --fail-if, such as --fail-if 'kl>1e-3'")
     require_writable("--junit", args.junit)
@@ -123,8 +113,8 @@ def run(args: argparse.Namespace) -> int:
     with Status() as status:
         options = {name: getattr(args, name) for name in (*DEFAULTS, "device", "offline", "blame", "cases")}
         shown = bool(args.json or args.html)
-        result = compare_named(_given(args), **options, save=keep, hashes=shown, progress=status)
-    _say_saved(keep)
+        result = compare_named(_given(args), **options, save=args.save, hashes=shown, progress=status)
+    _say_saved(args.save)
     return _judged(args, result, gates)
 
 
@@ -206,34 +196,22 @@ def _given(args: argparse.Namespace) -> list[str]:
     return [name for name in (args.a, args.b, *args.others) if name is not None]
 
 
-def _keep(args: argparse.Namespace) -> "Keep | None":
-    """Return what --save asks for. Raises InputError: it cannot be written."""
-    from gpt2.comparison.saving import Keep
-
-    if args.save is None:
-        return None
-    require_writable("--save", args.save)
-    return Keep(Path(args.save), args.save_top, args.save_activations)
-
-
-def _save(args: argparse.Namespace, keep: "Keep | None") -> int:
+def _save(args: argparse.Namespace) -> int:
     """Save one side; nothing is compared."""
     from gpt2.comparison.passage import Settings
-    from gpt2.comparison.saving import save_reference
+    from gpt2.comparison.reference import save_reference
 
     _require_used(args, "--save and one model")
-    assert keep is not None
     with Status() as status:
         options = {name: getattr(args, name) for name in ("on", "tokens", "seed", "device", "offline")}
-        save_reference(args.a, keep, Settings(**options, progress=status))
-    _say_saved(keep)
+        save_reference(args.a, args.save, Settings(**options, progress=status))
+    _say_saved(args.save)
     return 0
 
 
-def _say_saved(keep: "Keep | None") -> None:
-    if keep is not None:
-        what = f"the {keep.top} likeliest tokens of each place" if keep.top else "all logits; --save-top 100 keeps less"
-        print(f"wrote {printable(str(keep.path), one_line=True)}: {size(keep.path.stat().st_size)}, {what}", file=sys.stderr)
+def _say_saved(path: str | None) -> None:
+    if path is not None:
+        print(f"wrote {printable(path, one_line=True)}: {size(os.path.getsize(path))}, all logits", file=sys.stderr)
 
 
 def _attention(args: argparse.Namespace) -> int:

@@ -5,7 +5,11 @@ from collections.abc import Sequence
 from gpt2.errors import InputError
 
 BOARDS = "draw a run with gpt2 train plot RUN --out loss.svg, or follow it with --set tensorboard=true or --set wandb=true"
+WHOLE = (
+    "--save FILE keeps all logits; --tokens N makes the file smaller, and gpt2 trace MODEL --out FILE.safetensors has activations"
+)
 GONE = {  # of a command, what may stand in its line -> what to do
+    "compare": {"--save-top": WHOLE, "--save-activations": WHOLE},
     "train": {"watch": BOARDS, "--html": BOARDS, "--port": BOARDS},
 }
 

@@ -27,8 +27,8 @@ optim.weight_decay and optim.clip.
 
 What each array is, the environment, the ids' origin and the sha256 of the checkpoint's files are in index.json, in an .npz under
 about.json (bytes of JSON), in a .safetensors in its metadata. A .bin is llm.c's debug state; it has no room for these, and the
-last id of each row of --ids is a next id only. gpt2 diagnose reads all of these forms; gpt2 compare takes them as a
-side, trace:PATH."""
+last id of each row of --ids is a next id only. gpt2 diagnose reads all of these forms; gpt2 compare takes a
+.safetensors as a side, trace:FILE."""
 
 
 NAMES = ("ids", "text", "tokens", "gradients", "steps", "dtype", "device", "revision", "offline")

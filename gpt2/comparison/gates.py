@@ -34,13 +34,11 @@ MANY = ("kl", "kl_max", "same_top", "perplexity_ratio", "weights")  # that are m
 
 
 def _figures(found: Comparison) -> Figures:
-    """Return every metric that was measured; of a side that shows only the likeliest tokens, bounds are the interval."""
+    """Return every metric that was measured."""
     figures: Figures = {}
     if (both := found.distributions) is not None:
         figures |= {"kl": both.kl_ab.mean, "kl_max": both.kl_ab.max, "js": both.js.mean}
         figures |= {"same_top": both.same_top, "perplexity_ratio": both.ratio}
-    elif (bounds := found.bounds) is not None:
-        figures |= {"kl": bounds.kl, "same_top": bounds.same_top, "perplexity_ratio": bounds.ratio}
     if (weights := found.weights) is not None:
         rounded = weights.same_numbers or bool(weights.rounded_to)
         beyond = 0 if rounded else len(weights.beyond) or len(weights.tensors) - len(weights.unchanged)

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 from gpt2.checkpoint.keys import expected
 from gpt2.comparison import page  # noqa: F401 - gives Comparisons their page
 from gpt2.comparison.blame import quantisation
-from gpt2.comparison.bounds import Bounds, measure_bounds
 from gpt2.comparison.compatibility import Compatibility, compatibility, on_text, parameters_of_both
 from gpt2.comparison.distributions import Language, gain, perplexity_ratio, summarise
 from gpt2.comparison.loaded import Loaded, alone
@@ -25,10 +23,10 @@ from gpt2.comparison.noise import Floor
 from gpt2.comparison.passage import Passage, Settings, open_passage
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide, readers
 from gpt2.comparison.sides.opening import open_sides
-from gpt2.comparison.sides.side import Shown, Side, Tokenizers, environment_of, first_tokenizer, vocabulary
+from gpt2.comparison.sides.side import Side, Tokenizers, environment_of, first_tokenizer, vocabulary
 from gpt2.comparison.weights import distance, weights_norm
 from gpt2.errors import InputError
-from gpt2.measure.estimates import Bootstrap, Estimate
+from gpt2.measure.estimates import Bootstrap
 from gpt2.measure.last_words import LastWord
 from gpt2.measure.metrics import Logits, Progress
 from gpt2.measure.per_token import measure_pair
@@ -46,8 +44,6 @@ def compare_many(names: Sequence[str], steps: Sequence[int | None], settings: Se
     started, seed, progress = time.perf_counter(), settings.seed, settings.progress
     sides = open_sides(*names, settings=settings)
     first = sides[0]
-    if Shown.LOGITS not in first.shows:
-        raise InputError(f"{first.name}: shows only {' and '.join(sorted(first.shows))}; name another model first")
     own = [side.tokenizer() for side in sides]
     fits = [compatibility(first.config, side.config, own[0], tokenizer) for side, tokenizer in zip(sides, own, strict=True)]
     passage = open_passage(sides, own, settings)
@@ -139,13 +135,8 @@ class _Run:
         return self.its
 
     def other(self, n: int) -> _Shown:
-        """Measure a model beside the first: token by token; within bounds; or, with another tokenizer, by itself."""
-        side, passage, seed = self.sides[n], self.passage, self.seed
-        if Shown.LOGITS not in side.shows:
-            with self.loaded(0) as first, self.loaded(n) as part:
-                bounds = measure_bounds(first, part, passage, seed, self.progress)
-            assert bounds is not None
-            return self._within(bounds)
+        """Measure a model beside the first: token by token; or, with another tokenizer, by itself."""
+        passage, seed = self.passage, self.seed
         with self.loaded(n) as loaded:
             self.words[n] = loaded.last_words(passage, seed, self.progress)
             if not self.fits[n].vocabularies.comparable:
@@ -159,15 +150,6 @@ class _Run:
         per, bootstrap = lengths[found.targets] * math.log(2), Bootstrap(len(found), seed)
         bits = bootstrap.interval(lost.sum().item() / per.sum().item(), bootstrap.means(lost, per))
         return _Shown(both.b, found.logp_b, Against(both.ratio, bits, both.kl_ab.mean, both.kl_ab.max, both.same_top))
-
-    def _within(self, bounds: Bounds) -> _Shown:
-        """Return the figures of a side that shows only the likeliest tokens: the first one's times a ratio."""
-        ratio, a = bounds.ratio, self.of_first().language
-        more = [math.log2(x) * a.score.tokens / a.score.bytes for x in (ratio.value, ratio.low, ratio.high)]
-        bits = Estimate(*(a.bits_per_byte.value + each for each in more))
-        perplexity = Estimate(*(a.perplexity.value * x for x in (ratio.value, ratio.low, ratio.high)))
-        score = replace(a.score, loss=a.score.loss + math.log(ratio.value))
-        return _Shown(Language(score, perplexity, bits), None, Against(ratio, Estimate(*more), bounds.kl, None, bounds.same_top))
 
 
 def _ranking(shown: Sequence[_Shown], words: Sequence[LastWord | None], seed: int) -> tuple[Ranked, ...]:

@@ -49,7 +49,7 @@ class Against:
     ratio: Estimate  # its perplexity over the first one's
     bits: Estimate  # its bits per byte minus the first one's
     kl: Estimate
-    kl_max: float | None  # None of a side that shows only the likeliest tokens
+    kl_max: float
     same_top: Estimate
 
 
@@ -164,8 +164,7 @@ class Comparisons(Printed):
                 scores.append((letter, perplexity, "", "", bits, "", ""))
             else:
                 scores.append((letter, perplexity, *found.ratio.cells(".3f"), bits, *found.bits.cells("+.4f")))
-                largest = "" if found.kl_max is None else f"{found.kl_max:.3g}"
-                far.append((letter, *found.kl.cells(".3g", ".2g"), largest, *found.same_top.cells(".1%")))
+                far.append((letter, *found.kl.cells(".3g", ".2g"), f"{found.kl_max:.3g}", *found.same_top.cells(".1%")))
             if (last := one.last_words) is not None:
                 right = f"{last.accuracy.value:.2%} ({last.accuracy.span('.2%')})"
                 words.append((letter, right, f"{last.perplexity.value:.2f}"))

@@ -12,8 +12,8 @@ from gpt2.comparison import charts
 from gpt2.comparison.distributions import Distributions
 from gpt2.comparison.many_results import Comparisons
 from gpt2.comparison.passage import Scored
-from gpt2.comparison.reference_file import TRACE_PREFIX
 from gpt2.comparison.results import Comparison
+from gpt2.comparison.sides.trace_side import PREFIX as TRACE_PREFIX
 from gpt2.comparison.weights import TensorChange
 from gpt2.comparison.words import Extract, Word
 from gpt2.measure.metrics import MAX_JS
@@ -147,9 +147,6 @@ def verdict(comparison: Comparison) -> tuple[str, str]:
         subject = f"Two models that differ in {', '.join(differing)}" if differing else "Two models"
     if both is not None:
         return subject, f": {_prediction(both)}."
-    if (bounds := comparison.bounds) is not None:
-        low, high = number(bounds.kl_low.value), number(bounds.kl_high.value)
-        return subject, f": as far as the shown tokens tell, KL(A‖B) is between {low} and {high} nats a token."
     if comparison.alone:
         bits_a, bits_b = (number(score.bits_per_byte) for score in comparison.alone)
         return subject, f": with tokenizers of their own, A needs {bits_a} and B {bits_b} bits per byte of this text."

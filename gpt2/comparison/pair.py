@@ -7,6 +7,7 @@ import re
 import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,14 +17,13 @@ from gpt2.comparison import page  # noqa: F401 - gives a Comparison its page
 from gpt2.comparison.activations import THRESHOLD, Numerics, compare_activations
 from gpt2.comparison.blame import beyond_rounding, find_blame, quantisation
 from gpt2.comparison.blame_result import Blame
-from gpt2.comparison.bounds import measure_bounds
 from gpt2.comparison.cases import compare_cases
 from gpt2.comparison.compatibility import Compatibility, compatibility, on_text, parameters_of_both, require_same_function
 from gpt2.comparison.distributions import Distributions, summarise
 from gpt2.comparison.loaded import Loaded
 from gpt2.comparison.passage import Passage, Settings, open_passage
+from gpt2.comparison.reference import require_name, saving
 from gpt2.comparison.results import Comparison
-from gpt2.comparison.saving import TRACED, Keep, saving
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule, readers
 from gpt2.comparison.sides.opening import open_sides
 from gpt2.comparison.sides.port import RunningPort
@@ -38,6 +38,8 @@ from gpt2.measure.per_token import measure_pair
 from gpt2.measure.tracing import trace_blocks
 from gpt2.model import GPT2, eager_attention, sdpa_attention
 
+TRACED = 256  # tokens whose activations are compared
+
 
 def compare(
     a: str,
@@ -46,11 +48,12 @@ def compare(
     *,
     threshold: float = THRESHOLD,
     blame: bool = False,
-    save: Keep | None = None,
+    save: str | Path | None = None,
     cases: str | None = None,
 ) -> Comparison:
     """Compare two models by name; arguments and errors are those of :func:`gpt2.comparison.run.compare`."""
     started, seed, progress = time.perf_counter(), settings.seed, settings.progress
+    kept = None if save is None else require_name(save)
     side_a, side_b = open_sides(a, b, settings=settings)
     sides = side_a, side_b
     for side in sides:
@@ -65,7 +68,7 @@ def compare(
         require_same_function(compatible)
     weights = None if "weights" in compatible.impossible else _weights(sides, progress)
     vocab = vocabulary(*sides, *tokenizers)
-    activations = numerics = distributions = words = bounds = floor = None
+    activations = numerics = distributions = words = floor = None
     scores: tuple[LanguageScore, ...] = ()
     with ExitStack() as stack:
         progress("loading both models")
@@ -87,18 +90,16 @@ def compare(
         if "distributions" not in compatible.impossible:
             known = first_tokenizer(tokenizers)
             whole = replace(first, vocab=vocabulary(side_a, known))  # not only what both know
-            to_save = saving(save, whole, known, passage) if save else nullcontext(first.logits)
-            kept = stack.enter_context(to_save)
-            distributions, words = _distributions(own, kept, passage, seed, progress)
-        elif save is None and compatible.vocabularies.comparable:
-            bounds = measure_bounds(*own, passage, seed, progress)
-        elif save is not None:
+            to_save = saving(kept, whole, known, passage) if kept else nullcontext(first.logits)
+            logits_a = stack.enter_context(to_save)
+            distributions, words = _distributions(own, logits_a, passage, seed, progress)
+        elif kept is not None:
             raise InputError(f"{a}: was not run over the text beside {b}, so it is not saved; save it alone")
         elif text is not None and not compatible.vocabularies.comparable:
             scores = tuple(each.in_its_tokens(passage, first.tokenizer, seed).score for each in own)
         on_cases = None if cases is None else compare_cases(cases, _asked(own, cases), seed=seed, progress=progress)
         last_words = _last_words(own, passage, seed, progress)
-        if distributions is not None or bounds is not None:
+        if distributions is not None:
             progress("the floor of noise")
             for each, other in ((first, sides[1]), (second, sides[0])):
                 floor = floor or each.floor(ids[:TRACED], other.dtype)
@@ -121,7 +122,6 @@ def compare(
         seconds=time.perf_counter() - started,
         blame=blamed,
         floor=floor,
-        bounds=bounds,
         cases=on_cases,
     )
 

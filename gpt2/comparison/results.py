@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from gpt2.comparison.activations import Activations, Numerics
 from gpt2.comparison.blame_result import Blame
-from gpt2.comparison.bounds import Bounds
 from gpt2.comparison.cases import Cases
 from gpt2.comparison.compatibility import Compatibility
 from gpt2.comparison.distributions import Distributions
@@ -55,7 +54,6 @@ class Comparison(Printed):
     blame: Blame | None = None
     floor: Floor | None = None
     cases: Cases | None = None  # of --cases
-    bounds: Bounds | None = None  # where one side shows only the likeliest tokens
 
     @property
     def ok(self) -> bool:
@@ -82,19 +80,15 @@ class Comparison(Printed):
     @property
     def above_floor(self) -> str:
         """Whether the measured KL is above what rounding makes of one model, in words; "" if either was not measured."""
-        if self.floor is None or (self.distributions is None and self.bounds is None):
+        if self.floor is None or self.distributions is None:
             return ""
-        floor, bounded = self.floor, self.distributions is None
-        kl = self.distributions.kl_ab.mean if self.distributions is not None else self.bounds.kl if self.bounds else None
-        if kl is None or not all(map(math.isfinite, (kl.value, kl.low, floor.kl))):
+        floor, kl = self.floor, self.distributions.kl_ab.mean
+        if not all(map(math.isfinite, (kl.value, kl.low, floor.kl))):
             return ""
-        if kl.value == 0 and not bounded:
+        if kl.value == 0:
             return f"KL is exactly 0; {floor.way} alone makes more" if floor.kl else "KL is exactly 0"
         if kl.low > floor.kl:
-            least = "at least " if bounded else ""
-            return f"KL is {least}{number(kl.value / floor.kl, '.2g')} times that" if floor.kl else "KL is above it"
-        if bounded and kl.high > floor.kl:
-            return "KL may be above it, or not: its bounds lie on both sides"
+            return f"KL is {number(kl.value / floor.kl, '.2g')} times that" if floor.kl else "KL is above it"
         return f"KL is not above it: {floor.way} alone makes as much"
 
     @property
@@ -130,8 +124,6 @@ class Comparison(Printed):
             yield f"[yellow]differs[/yellow]  {field}: {escape(f'{a} → {b}')}"
         if (parting := self.compatibility.vocabularies.parting) is not None:
             yield f"[yellow]differs[/yellow]  tokenizers: {escape(str(parting))}"
-        for finding in self.bounds.findings if self.bounds else ():
-            yield f"[yellow]found[/yellow]  {finding.id}: {escape(finding.evidence)}"
         for why in dict.fromkeys(self.compatibility.impossible.values()):
             parts = [part for part, reason in self.compatibility.impossible.items() if reason == why]
             yield f"[yellow]left out[/yellow]  {', '.join(parts)}: {escape(why)}"
@@ -181,8 +173,6 @@ class Comparison(Printed):
             spread = f"median {both.kl_ab.percentiles['50']:.3g}, 99 % below {both.kl_ab.percentiles['99']:.3g}"
             yield "KL(a‖b)", f"{both.kl_ab.mean.value:.3g} nats", spread
             yield "same top token", *both.same_top.cells(".1%")
-        elif self.bounds is not None:
-            yield from self.bounds.summary()
         elif self.alone:
             yield "bits per byte", bits, "each over its own tokens"
             yield "perplexity", perplexities, "not comparable: different tokens"

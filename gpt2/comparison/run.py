@@ -17,7 +17,6 @@ from gpt2.comparison.many import compare_many
 from gpt2.comparison.many_results import Comparisons
 from gpt2.comparison.passage import Settings
 from gpt2.comparison.results import Comparison
-from gpt2.comparison.saving import Keep
 from gpt2.config import number
 from gpt2.data.files import read_all
 from gpt2.errors import InputError
@@ -43,7 +42,7 @@ class PairOptions(Options, total=False):
 
     threshold: float
     blame: bool
-    save: Keep | None
+    save: str | Path | None
     cases: str | None
 
 
@@ -63,9 +62,8 @@ def compare(a: str = DEFAULT, b: str = f"hf/{DEFAULT}", *others: str, **options:
 
     Args:
         a, b, others: names as for :func:`gpt2.load`, each with an optional ``:dtype`` suffix, or other sides of a comparison
-            (``hf/gpt2``, ``trace:FILE``, ``FILE.py:build``, ``llama.cpp/FILE.gguf``, ``ct2/DIR``, ``onnx/FILE_OR_DIR``; and a
-            server, ``http://HOST:PORT/v1``, where only two are compared). The folder of a training run stands for all its
-            checkpoints, in the order of steps.
+            (``hf/gpt2``, ``trace:FILE``, ``FILE.py:build``, ``llama.cpp/FILE.gguf``, ``ct2/DIR``, ``onnx/FILE_OR_DIR``).
+            The folder of a training run stands for all its checkpoints, in the order of steps.
         on: the text: a file, ``-`` for stdin, or a name that :func:`gpt2.measure.texts.open_text` knows, with options.
         tokens: use this many tokens from the beginning; 0 means all. Default: 8192, or the whole text if its protocol needs it,
             as for published figures on WikiText-2.
@@ -74,7 +72,7 @@ def compare(a: str = DEFAULT, b: str = f"hf/{DEFAULT}", *others: str, **options:
         dtype: the dtype of a model whose name gives none; default: as stored.
         device: where checkpoints run, as for :func:`gpt2.load`; float64 runs, and what other engines run, stay on the CPU.
         blame: also put parts of b into a and measure what each carries, for models of one shape (:mod:`gpt2.comparison.blame`).
-        save: keep what ``a`` shows in a file, for the side ``trace:FILE``.
+        save: keep the logits of ``a`` in this safetensors file, for the side ``trace:FILE``.
         cases: a table of the user's own questions, on which both are scored too (:mod:`gpt2.comparison.cases`).
 
     Raises:

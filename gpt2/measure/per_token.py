@@ -196,20 +196,6 @@ def exp_into(x: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def log_sums(logits: Tensor) -> Tensor:
-    """Return the log of each row's sum of exponentials (R,), in float64, of logits (R, V) on the CPU."""
-
-    def measure(mine: slice) -> list[Tensor]:
-        sums = []
-        for part in logits[mine].split(max(1, CACHED // logits.size(1))):
-            largest = part.amax(1, keepdim=True).double()
-            x = part.double() - largest
-            sums.append(exp_into(x, x).sum(1).log_() + largest[:, 0])
-        return [torch.cat(sums)]
-
-    return in_shares(measure, logits)[0]
-
-
 def _wide_divergences(x: Tensor, y: Tensor) -> Tensor:
     """Return the three divergences (R, 3) of any log-probabilities (R, V): 0 log 0 is 0, and p log(p / 0) is infinite."""
     p, q, d = x.exp(), y.exp(), x - y

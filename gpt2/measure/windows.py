@@ -78,21 +78,15 @@ class Windows:
 
 @dataclass(frozen=True)
 class RowWindows(Windows):
-    """A text of rows that were run separately, each of ``context`` inputs and the token after them.
-
-    The first ``skipped`` inputs of a row are read and not scored: half of a row in llama.cpp's perplexity, none in a trace.
-    """
-
-    skipped: int = 0
+    """A text of rows that were run separately, each of ``context`` inputs and the token after them."""
 
     @property
     def step(self) -> int:
         return self.context + 1
 
     def of(self, n: int) -> Iterator[Window]:
-        if self.context < 1 + self.skipped or n < 2 + self.skipped:
+        if self.context < 1 or n < 2:
             raise InputError(f"rows of {min(n, self.step)} tokens leave none to predict; give longer ones")
         for start in range(0, n, self.step):
-            end = min(start + self.context, n - 1)
-            if end - start > self.skipped:
-                yield Window(start, end, start + self.skipped)
+            if (end := min(start + self.context, n - 1)) > start:
+                yield Window(start, end, start)

@@ -71,7 +71,7 @@ def test_arguments_and_paths_are_shown_and_not_obeyed(tmp_path: Path, capsys: py
         ("diagnose", "--model", "shakespeare-mini", "{}.npz"),
         ("diagnose", "{}.py:build"),
         ("compare", "shakespeare-mini", "{}.py:build"),
-        ("compare", "shakespeare-mini", "trace:{}.npz"),
+        ("compare", "shakespeare-mini", "trace:{}.safetensors"),
         ("compare", "shakespeare-mini", "shakespeare-mini", "--on", "{}.txt:context=8"),
         ("compare", "shakespeare-mini", "shakespeare-mini", "--cases", "{}.jsonl"),
         ("info", "{}.safetensors"),

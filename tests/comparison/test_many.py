@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.completions_standin import Standin, completions
 from support.pages import assert_whole_by_itself
 
 import gpt2
@@ -136,25 +135,6 @@ def test_another_program_is_not_called_a_rounding(names: list[str], text: str, t
     found = gpt2.compare(names[0], names[1], str(tmp_path / "other"), on=text, tokens=40)
     assert [each.made_of for each in found.candidates] == ["", "A in bfloat16", ""]
     assert found.candidates[2].weights == 0
-
-
-@pytest.mark.slow
-def test_a_server_among_several(text: str) -> None:
-    """It had to be compared alone: its KL is bounded, its perplexity is the first one's times the ratio."""
-    server = Standin(gpt2.load("shakespeare-mini:int8"), gpt2.load_tokenizer("shakespeare-mini"))
-    with completions(server) as url:
-        found = gpt2.compare("shakespeare-mini", "shakespeare-mini:bf16", url, on=text, tokens=60)
-        alone = compare("shakespeare-mini", url, on=text, tokens=60).bounds
-    one, windows = found.candidates[2], found.text.context
-    assert windows == 254  # what a request holds
-    assert (one.against.ratio, one.against.kl, one.against.same_top) == (alone.ratio, alone.kl, alone.same_top)
-    exact = compare("shakespeare-mini", "shakespeare-mini:int8", on=text, tokens=60).distributions
-    assert one.language.perplexity.value == pytest.approx(exact.b.perplexity.value, rel=1e-3)
-    bits = [each.language.bits_per_byte.value for each in found.candidates]  # the three are near: kernels decide which is best
-    assert [one.candidate for one in found.ranking] == sorted(range(3), key=bits.__getitem__)
-    assert "C" in found.table(80)
-    assert page(found)
-    json.loads(found.to_json())
 
 
 def test_labels_and_ticks_of_near_models_do_not_overlap(found: Comparisons) -> None:

@@ -19,13 +19,10 @@ from support.pages import ATTACK, Parts, assert_whole_by_itself
 
 from gpt2.comparison.activations import Numerics
 from gpt2.comparison.blame_result import Blame, Kept, Part, Precision
-from gpt2.comparison.bounds import Bounds
 from gpt2.comparison.charts import errors_by_layer
-from gpt2.comparison.gates import Gate, Judgement
 from gpt2.comparison.page import heat_scale, heat_shade, page
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.run import compare
-from gpt2.comparison.server_checks import Finding
 from gpt2.comparison.words import Choice
 from gpt2.measure.estimates import Estimate
 from gpt2.measure.metrics import LanguageScore
@@ -86,24 +83,6 @@ def test_the_section_of_blame(found: Comparison) -> None:
     assert "--blame" in parts.text
     same = replace(BLAME, parts=(), kept=(), precisions=(), quantised=None)
     assert "no part of B carries anything" in few(found, blame=same).text
-
-
-def test_bounds_are_told_from_measurements(found: Comparison) -> None:
-    """A bound that is shown like a measurement would be quoted as one; the assumption of the upper bound is named.
-
-    The verdict of ``--fail-if`` stood on the page of several models alone.
-    """
-    gate = Judgement(Gate.parse("kl>1e-4"), SMALL, 3e-4, True)
-    bounds = Bounds(
-        SMALL, Estimate(3e-4, 2e-4, 4e-4), True, Estimate(0.9, 0.8, 0.95), SMALL, 0.97, 5, 99, 3, 0, (Finding("x", ATTACK),)
-    )
-    text = few(found, bounds=bounds, gates=(gate,)).text
-    assert "failed: kl>0.0001" in text
-    assert "Bounded, not measured" in text
-    assert "between 0.000100 and 0.000300 nats" in text
-    assert "assumes that the tokens left out" in text
-    assert ATTACK in text
-    assert "assumes that" not in few(found, bounds=replace(bounds, assumed=False)).text
 
 
 def test_text_from_models_and_files_stays_text(found: Comparison, html: str) -> None:

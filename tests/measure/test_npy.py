@@ -91,6 +91,5 @@ def test_the_commands_say_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureF
         ("diagnose", str(folder)),
         ("diagnose", str(tmp_path / "dump.npz")),
         ("trace", "--out", str(tmp_path / "out.npz"), "--ids", str(folder / "ids.npy")),
-        ("compare", "shakespeare-mini", f"trace:{folder}"),
     ):
         assert "byte 128 is 0x00, and should be '}'" in mistake(capsys, *words)

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gpt2.comparison.passage import Settings
-from gpt2.comparison.reference_file import TRACE_PREFIX
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.ctranslate2 import CTranslate2Side
 from gpt2.comparison.sides.llama_cpp import LlamaCppSide
 from gpt2.comparison.sides.onnx import OnnxSide
 from gpt2.comparison.sides.port import PortSide
-from gpt2.comparison.sides.server import PREFIXES, ServerSide
 from gpt2.comparison.sides.side import Side
+from gpt2.comparison.sides.trace_side import PREFIX as TRACE_PREFIX
 from gpt2.comparison.sides.trace_side import TraceSide
+from gpt2.errors import InputError
 from gpt2.measure.user_code import target
 
 PORT = re.compile(r".*\.py(:\w*)?", re.DOTALL)  # FILE.py:build
@@ -24,18 +24,17 @@ KINDS: dict[str, Callable[[str], Side]] = {  # prefix of a name -> how to open i
     **{kind.prefix: kind.open for kind in (LlamaCppSide, CTranslate2Side, OnnxSide)},
 }
 
+ADDRESSES = ("http://", "https://")
 DEFAULTS = Settings()
 
 
 def open_sides(*names: str, settings: Settings = DEFAULTS) -> tuple[Side, ...]:
-    """Open the sides of one comparison; a port gets the first checkpoint's folder, a server the first tokenizer among them."""
+    """Open the sides of one comparison; a port gets the first checkpoint's folder."""
     sides = [open_side(name, settings) for name in names]
     checkpoint = next((side.checkpoint for side in sides if isinstance(side, CheckpointSide)), None)
     for at, side in enumerate(sides):
         if isinstance(side, PortSide):
             sides[at] = replace(side, checkpoint=checkpoint)
-        elif isinstance(side, ServerSide):
-            sides[at] = replace(side, partner=next((each for each in sides if each.tokenizer() is not None), None))
     return tuple(sides)
 
 
@@ -46,8 +45,9 @@ def open_side(name: str, settings: Settings = DEFAULTS) -> Side:
     """
     if PORT.fullmatch(name):
         return PortSide(name, target(name))
-    if name.startswith(PREFIXES):
-        return ServerSide.open(name)
+    if name.startswith(ADDRESSES):
+        how = "give the engine's own file, or save its ids and logits as safetensors, and give trace:FILE"
+        raise InputError(f"{name}: a server shows a few tokens of each place, so it is not compared; {how}")
     for prefix, kind in KINDS.items():
         if name.startswith(prefix) and name != prefix:
             return kind(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -11,7 +10,6 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.checkpoint.cache import Official
@@ -34,7 +32,6 @@ class Shown(StrEnum):
     WEIGHTS = "weights"
     ACTIVATIONS = "activations"
     LOGITS = "logits"
-    TOP = "top-k log-probabilities"  # a side that shows logits need not list this
 
 
 @dataclass(frozen=True)
@@ -52,28 +49,6 @@ class Model:
 
 
 @dataclass(frozen=True, eq=False)
-class Top:
-    """The likeliest tokens at each of N places: CPU tensors; nats, float64; ids int64.
-
-    A place that the side did not show has NaN in ``target`` and -inf in ``logp``. A row with fewer than k tokens is filled
-    with the id -1 and -inf.
-    """
-
-    target: Tensor  # (N,) log-probability of the text's own next token
-    ids: Tensor  # (N, k) distinct ids, likeliest first
-    logp: Tensor  # (N, k) their log-probabilities
-
-    def at(self, places: slice | Tensor) -> Top:
-        """Return some of the places."""
-        return Top(self.target[places], self.ids[places], self.logp[places])
-
-    def after(self, count: int) -> Top:
-        """Return the same, after so many places that were not shown."""
-        padded = (F.pad(self.target, (count, 0), value=math.nan), F.pad(self.ids, (0, 0, count, 0), value=-1))
-        return Top(*padded, F.pad(self.logp, (0, 0, count, 0), value=-math.inf))
-
-
-@dataclass(frozen=True, eq=False)
 class Recording:
     """The only text that a recorded side can be asked about."""
 
@@ -84,17 +59,7 @@ class Recording:
     told: str  # the protocol in words
     tokenizer: str | None  # the fingerprint of the tokenizer, where it is known
     vocab: int
-    lengths: Tensor | None  # (M,) bytes of each scored token, where they are known
-
-    @property
-    def token_bytes(self) -> Tensor | None:
-        """(V,) the length of each token that is scored; None where lengths are unknown."""
-        if self.lengths is None or not bool(self.lengths.any()):
-            return None
-        spans = self.windows.of(len(self.ids))
-        table = torch.zeros(self.vocab, dtype=torch.int64)
-        table[torch.cat([self.ids[span.first + 1 : span.end + 1] for span in spans])] = self.lengths
-        return table
+    token_bytes: Tensor | None  # (V,) the bytes that each token stands for, where they are known
 
 
 class Running:
@@ -111,10 +76,6 @@ class Running:
     def left_out(self, ids: Tensor) -> dict[str, str]:
         """Return the parts of a comparison of (1, T) ``ids`` that turn out not to be shown, each with the reason."""
         return {}
-
-    def top(self, ids: Tensor) -> Top:
-        """Return what the side predicts for ``ids[1:]`` of one window ``ids`` (T + 1,), each from the tokens before it."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

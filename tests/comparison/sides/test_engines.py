@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.commands import refusal
 from support.random_models import TEXT, write_checkpoint
 
@@ -292,8 +293,8 @@ def test_hidden_states_are_told_from_logits(base: Path, text: str, tmp_path: Pat
     headless, name = port(tmp_path / "port.py", "model.head = lambda x: x"), str(base)
     model, ids, says = gpt2.load(name), torch.arange(5, 25)[None], r"48 columns, as wide as the model: hidden states"
     arrays = {"ids": ids.numpy(), "logits": model.hidden(ids).detach().numpy()}
-    np.savez(tmp_path / "dump.npz", **arrays)
-    for side, where in ((headless, {"on": text, "tokens": 60}), (f"trace:{tmp_path / 'dump.npz'}", {})):
+    save_file({"ids": ids, "logits": model.hidden(ids).detach()}, tmp_path / "dump.safetensors")
+    for side, where in ((headless, {"on": text, "tokens": 60}), (f"trace:{tmp_path / 'dump.safetensors'}", {})):
         with pytest.raises(InputError, match=says):
             compare(name, side, **where)
     with pytest.raises(InputError, match=says):
