@@ -27,7 +27,6 @@ from gpt2.errors import CheckpointError, InputError
 from gpt2.measure.dumps import IDS
 from gpt2.measure.tracing import Recorded, grouped, points
 from gpt2.measure.windows import RowWindows, Windows
-from gpt2.sampling import require_finite
 
 PREFIX, SUFFIX = "trace:", ".safetensors"
 FORMAT, TRACE_FORMAT = "gpt2-toolkit reference", "gpt2-toolkit trace"
@@ -148,7 +147,7 @@ class Replay(Running):
     def logits(self, ids: Tensor) -> Tensor:
         """Return logits (B, T, V), 0 after inputs that are not scored; after the last window the first one is next.
 
-        Raises InputError: they are not finite, or it is asked for another text.
+        Raises InputError: it is asked for another text.
         """
         answers = []
         for inputs in ids:
@@ -156,7 +155,6 @@ class Replay(Running):
             if not torch.equal(inputs.cpu().long(), self._side.recording.ids[window.start : window.end]):
                 raise InputError(f"{self._side.name}: a recording answers for its own text only; compare it without another")
             rows = self._side.rows[end - (window.end - window.first) : end]
-            require_finite(rows, self._side.name)
             answers.append(F.pad(rows, (0, 0, window.first - window.start, 0)))
         return torch.stack(answers)
 
