@@ -323,14 +323,14 @@ def test_a_stop_text_ends_where_transformers_ends() -> None:
     """A stop text that begins in one token and ends in another, or lies inside one token, must end the text at that token."""
     from transformers import StopStringCriteria
 
-    from gpt2.parity.reference import reference_tokenizer
+    from gpt2.data.adapter import auto_tokenizer
 
     model, tokenizer = gpt2.load(), gpt2.load_tokenizer()
     prompt = tokenizer.encode("ROMEO:\n")
     new = generate(model, prompt, 60, seed=0)[len(prompt) :]
     text = tokenizer.decode(new)
     stops = [text[33:36], text[10:14], text[21:30], "e", "not in it at all"]
-    theirs, ends = reference_tokenizer(ASSET), []
+    theirs, ends = auto_tokenizer(ASSET), []
     for stop in stops:
         criteria, end = StopStringCriteria(theirs, [stop]), Ending(StopText(tokenizer, (stop,)))
         done = [(end.reached(token), bool(criteria(torch.tensor([new[:count]]), None))) for count, token in enumerate(new, 1)]

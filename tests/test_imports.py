@@ -155,6 +155,21 @@ def test_nothing_heavy_is_imported_before_it_is_used(code: str, unused: set[str]
     assert run(f"import sys; {code}; print(sorted({unused} & set(sys.modules)))").strip() == "[]"
 
 
+def test_two_files_import_transformers_and_only_when_called() -> None:
+    """The reference, and the adapter of tokenizers: whatever else used it would compare transformers with itself."""
+
+    def found(nodes: object) -> bool:
+        names = [(node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name for node in nodes if kind(node)]
+        return any(name.split(".")[0] == "transformers" for name in names)
+
+    def kind(node: ast.AST) -> bool:
+        return isinstance(node, ast.Import | ast.ImportFrom)
+
+    users = {name_of(path) for path in MODULES if found(ast.walk(tree_of(path)))}
+    assert users == {"gpt2.data.adapter", "gpt2.parity.reference"}
+    assert not any(found(tree_of(path).body) for path in MODULES)
+
+
 def test_every_public_name_is_there() -> None:
     """Names are looked up lazily, so a typo in the table would show only on first use."""
     for name in gpt2.__all__:

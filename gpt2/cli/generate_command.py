@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = "text to continue; - reads stdin (default: a new line). With --chat a question, and may be repeated"
     parser.add_argument("--prompt", action="append", metavar="TEXT", help=prompt)
     chat = "answer questions in the format that the model was fine-tuned on; without --prompt, each line of stdin is one"
-    special = "read the text of a special token in the prompt, such as <|endoftext|>, as that token"
+    special = "read the text of a special token in the prompt, such as <|endoftext|>, as that token, and show those written"
     parser.add_argument("--no-prompt", action="store_true", help="show only what the model writes, without the prompt before it")
     parser.add_argument("--special", action="store_true", help=special)
     parser.add_argument("--chat", action="store_true", help=chat)
@@ -112,11 +112,16 @@ class _Writer:
 
         settings = {**settings, "rows": rows_with_tokens(tokenizer, decoder.model.config)}
         self.args, self.tokenizer, self.decoder, self.settings = args, tokenizer, decoder, settings
+        self.hidden = set() if args.special else set(tokenizer.special_tokens.values())
         self.stop = StopText(tokenizer, tuple(args.stop))
 
     def show(self, text: str, end: str = "") -> None:
         if self.args.json != "-":
             say(text, end)
+
+    def text(self, ids: list[int]) -> str:
+        """Return the text of new ids; special tokens are left out, as pipelines do, unless --special."""
+        return self.tokenizer.decode([token for token in ids if token not in self.hidden])
 
     def __call__(self, ids: list[int], samples: int = 1) -> list[list[int]]:
         """Return the new ids of each sample, without the one that ends the text; print a single one."""
@@ -145,7 +150,7 @@ class _Writer:
                 end.reached(token)
                 if token not in self.tokenizer.ends:
                     new.append(token)
-                    if samples == 1:  # only one text can be shown while it is made
+                    if samples == 1 and token not in self.hidden:  # only one text can be shown while it is made
                         self.show(text.decode(self.tokenizer.token_bytes(token)))
             if all(end.ended for end in ends) or nobody_reads():
                 break
@@ -166,7 +171,7 @@ def _continue(text: str, writer: _Writer) -> tuple[dict[str, Any], int]:
     if samples == 1:
         writer.show(shown)
     rows = writer(ids, samples)
-    texts = [writer.tokenizer.decode(new) for new in rows]
+    texts = [writer.text(new) for new in rows]
     for number, sample in enumerate(texts if samples > 1 else (), 1):
         writer.show(f"--- {number}\n{shown}{sample}", "\n")
     body = {"prompt": text, "text": texts[0], "prompt_ids": ids, "ids": rows[0]}
@@ -184,7 +189,7 @@ def _answer(questions: Iterable[str], writer: _Writer, chat: ChatFormat, most: i
             raise InputError("--prompt is empty, and the model's chat format has no text of its own; give a question")
         (new,) = writer(ids)
         turns.append((question, new))
-        report.append({"prompt": question, "text": writer.tokenizer.decode(new), "prompt_ids": ids, "ids": new})
+        report.append({"prompt": question, "text": writer.text(new), "prompt_ids": ids, "ids": new})
     return {"turns": report}, sum(len(new) for _, new in turns)
 
 

@@ -31,12 +31,12 @@ from gpt2.comparison.sides.ctranslate2 import CTranslate2Side
 from gpt2.comparison.sides.llama_cpp import LlamaCppSide
 from gpt2.comparison.sides.side import Side
 from gpt2.data import Tokenizer
+from gpt2.data.adapter import auto_ids, auto_tokenizer
 from gpt2.errors import InputError
 from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.rounding import FORWARD_RATIO, rounding_noise
 from gpt2.measure.user_code import error_line
 from gpt2.model import GPT2
-from gpt2.parity import reference
 
 TOKENS = 128
 TEXTS = ("To be, or not to be\n", "ROMEO:\nI'll   be 21 — naïve?\t\U0001f3ad", "   ", "e\u0301 12345 don't")
@@ -206,7 +206,7 @@ class _Check:
     def _transformers(self) -> Outcome:
         encode = None
         if self.tokenizer is not None and (self.folder / "vocab.json").is_file():
-            encode = partial(reference.reference_ids, reference.reference_tokenizer(self.folder))
+            encode = partial(auto_ids, auto_tokenizer(self.folder))
         side = CheckpointSide.open(f"hf/{self.folder}", offline=True)
         return self._logits(side, self._ours(self.model.wte.weight.dtype), encode)
 

@@ -22,7 +22,7 @@ def from_directory(path: str | os.PathLike[str]) -> Tokenizer:
     if not path.is_dir():
         raise InputError(f"{path} is not a directory; give the one that holds the tokenizer's files")
     tokenizer = open_folder(path)
-    tokenizer.chat, tokenizer.stated = ChatFormat.read(path), stated_ends(path)
+    tokenizer.folder, tokenizer.chat, tokenizer.stated = path, ChatFormat.read(path), stated_ends(path)
     return tokenizer
 
 

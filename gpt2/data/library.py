@@ -39,10 +39,6 @@ def library(where: str) -> Iterator[None]:
         raise InputError(f"{where}: the tokenizers library cannot read it ({reason}); fetch the files again") from None
 
 
-def text_of(token: Any) -> str:
-    return str(token["content"] if isinstance(token, dict) else getattr(token, "content", token))
-
-
 def template_around(before: str | None, behind: str | None, pipeline: "Backend") -> Any:
     """Return a post-processor that puts a token before and one behind every prompt."""
     from tokenizers import processors
@@ -53,13 +49,12 @@ def template_around(before: str | None, behind: str | None, pipeline: "Backend")
 
 
 class LibraryTokenizer(Tokenizer):
-    """A pipeline of the `tokenizers` library, with the bytes of the files that it was read from.
+    """A pipeline of the `tokenizers` library; ``kept`` are the files that it was read from, to be written back as they are.
 
     Args:
         backend: the pipeline; truncation and padding are switched off.
         roles: "eos_token" and the like, each with its token.
         merges: a BPE's merges in rank order, which the library does not give back.
-        kept: file name -> content, to be written back as it is.
     """
 
     def __init__(
@@ -68,11 +63,10 @@ class LibraryTokenizer(Tokenizer):
         *,
         roles: Mapping[str, str] | None = None,
         merges: byte_level.Merges | None = None,
-        kept: Mapping[str, bytes] | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
-        self.backend, self.roles, self.merges, self.kept = backend, dict(roles or {}), merges, dict(kept or {})
+        self.backend, self.roles, self.merges = backend, dict(roles or {}), merges
         self.added = backend.get_added_tokens_decoder()  # id -> AddedToken
         self.vocab = dict(sorted(backend.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1]))
         self.special_tokens = {token.content: i for i, token in sorted(self.added.items()) if token.special}

@@ -26,12 +26,15 @@ class Tokenizer(ABC):
     special_tokens: Mapping[str, int] = {}
     added: Mapping[int, Any] = {}  # the ids of tokens that stand outside the model's own vocabulary
     exact = True  # the bytes of a text's ids, joined, are the text
+    by_transformers = False  # AutoTokenizer itself made it
+    folder: Path | None = None  # where it was read from
+    kept: dict[str, bytes]  # the files that it was read from, by their names
     elsewhere: Mapping[str, str] = {}  # entries of the file by which the program that it is made for splits a text otherwise
     chat: ChatFormat | None = None
 
     def __init__(self, tokens: Sequence[bytes | None]) -> None:
         self._bytes = tokens  # None: an id that no token has
-        self.n_vocab = len(tokens)
+        self.n_vocab, self.kept = len(tokens), {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_vocab={self.n_vocab})"

@@ -23,6 +23,8 @@ from gpt2.checkpoint.keys import HEAD, PREFIX, from_file, layer, share, to_file
 from gpt2.checkpoint.loading import rows_note
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
+from gpt2.data.adapter import auto_ids, auto_tokenizer
+from gpt2.data.auto import transformers_reads
 from gpt2.data.library import LibraryTokenizer
 from gpt2.measure.metrics import differing_bits, worst_relative_error
 from gpt2.measure.rounding import rounding_noise
@@ -276,14 +278,17 @@ def tokens(subject: Subject) -> None:
         return
     for note in rows_note(ours, subject.config, str(subject.checkpoint.path)):
         log.warning("%s", note)
-    tokenizer = reference.reference_tokenizer(subject.folder)
+    if ours.by_transformers:
+        findings.skip("tokens", "run by transformers")
+        return
+    tokenizer = auto_tokenizer(ours.folder if ours.folder and transformers_reads(ours.folder) else subject.folder)
     for index, sample in enumerate((*SAMPLES, *_own_samples(ours))):
         if isinstance(ours, LibraryTokenizer) and ours.letters:
             sample = "".join(character for character in sample if character in ours.vocab)
-        ids, expected = ours.encode(sample), reference.reference_ids(tokenizer, sample)
+        ids, expected = ours.encode(sample), auto_ids(tokenizer, sample)
         same = ids == expected and ours.decode(ids) == tokenizer.decode(expected, clean_up_tokenization_spaces=False)
-        same &= ours.encode(sample, special=True) == reference.reference_ids(tokenizer, sample, special=True)
-        same &= ours.encode_prompt(sample) == reference.reference_ids(tokenizer, sample, template=True)
+        same &= ours.encode(sample, special=True) == auto_ids(tokenizer, sample, special=True)
+        same &= ours.encode_prompt(sample) == auto_ids(tokenizer, sample, template=True)
         findings.exact("tokens", f"tokens (sample {index})", not same)
 
 

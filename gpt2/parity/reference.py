@@ -1,9 +1,8 @@
-"""Run transformers' GPT-2 as the reference on the same files. Only this module imports transformers, and only when called."""
+"""Run transformers' GPT-2 as the reference on the same files. transformers is imported here and in gpt2/data/adapter.py."""
 
 from __future__ import annotations
 
 import gc
-import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +17,7 @@ from gpt2.checkpoint.files import ADAPTER, INDEX, LAYOUTS, WEIGHTS, read_config
 from gpt2.checkpoint.hub import check_environment
 from gpt2.checkpoint.keys import to_file
 from gpt2.config import GPT2Config
-from gpt2.data.auto import class_name
+from gpt2.data.adapter import quiet
 from gpt2.errors import CheckpointError, InputError
 from gpt2.measure.metrics import Progress, silent
 
@@ -32,18 +31,6 @@ def _transformers() -> Any:
         raise InputError(f"the reference needs transformers, which does not import ({error}); pip install transformers") from None
     transformers.logging.disable_progress_bar()
     return transformers
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress transformers' warnings."""
-    library = logging.getLogger("transformers")
-    before = library.level
-    library.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        library.setLevel(before)
 
 
 def opens(checkpoint: StoredCheckpoint) -> bool:
@@ -96,19 +83,19 @@ def load_reference(path: Path, dtype: torch.dtype, stated: GPT2Config | None = N
 def _transformers_config(config: GPT2Config) -> Any:
     """Build transformers' config from ours, so that only keys that we check reach it."""
     raw = {key: value for key, value in config.to_hf().items() if key not in ("architectures", "model_type", "dtype", "n_ctx")}
-    with _quiet():
+    with quiet():
         return _transformers().GPT2Config(**raw)
 
 
 @contextmanager
-def _opening(path: Path, advice: str = "repair the files") -> Iterator[None]:
+def _opening(path: Path) -> Iterator[None]:
     """Report a failure of transformers to open the files as an InputError of one line."""
     try:
-        with _quiet():
+        with quiet():
             yield
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        raise CheckpointError(f"{path}: transformers cannot open it ({reason}); {advice}") from error
+        raise CheckpointError(f"{path}: transformers cannot open it ({reason}); repair the files") from error
 
 
 def reference_cache(model: nn.Module) -> Any:
@@ -119,30 +106,10 @@ def reference_cache(model: nn.Module) -> Any:
     return _transformers().DynamicCache(config=model.config)
 
 
-def reference_tokenizer(path: Path) -> Any:
-    """Return transformers' tokenizer of that directory, with the class that the directory names."""
-    library, config = _transformers(), _transformers_config(read_config(path))
-    name = config.tokenizer_class = class_name(path)
-    with _opening(path, "repair the files"):  # a name may stand for a module whose own imports fail
-        known = hasattr(library, name) or hasattr(library, f"{name}Fast")
-    copy = 'in a copy, write "tokenizer_class": "GPT2Tokenizer" into tokenizer_config.json, or else add its tokenizer.json'
-    with _opening(path, "repair the files" if known else f"it has no {name}; {copy}"):
-        return library.AutoTokenizer.from_pretrained(path, local_files_only=True, config=config)
-
-
-def reference_ids(tokenizer: Any, text: str, *, special: bool = False, template: bool = False) -> list[int]:
-    """Encode ``text`` with transformers' tokenizer: without ``special`` the text of a special token is ordinary characters."""
-    tokenizer.split_special_tokens = not special
-    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-        backend.encode_special_tokens = not special
-    with _quiet():
-        return tokenizer(text, add_special_tokens=template)["input_ids"]
-
-
 def save_with_transformers(config: GPT2Config, weights: dict[str, Tensor], directory: Path) -> None:
     """Save ``weights`` (our names) with the ``save_pretrained`` of transformers' ``GPT2LMHeadModel``."""
     library = _transformers()
-    with _quiet():
+    with quiet():
         with torch.device("meta"):
             model = library.GPT2LMHeadModel(_transformers_config(config))
         missing, unexpected = model.load_state_dict({to_file(n): t for n, t in weights.items()}, strict=False, assign=True)

@@ -17,8 +17,8 @@ from gpt2.checkpoint.export import export
 from gpt2.checkpoint.saving import save
 from gpt2.cli.main import main
 from gpt2.data import from_directory
+from gpt2.data.adapter import auto_tokenizer
 from gpt2.data.chat import ChatFormat
-from gpt2.parity.reference import reference_tokenizer
 
 FORMAT = ChatFormat("Question:\n", '\n\nAnswer "é\\":\n')
 TURNS = [("Who is there?", "BERNARDO"), ("And who\nthen?", "FRANCISCO"), ("Is it cold?", "Tis bitter cold")]
@@ -61,13 +61,13 @@ def test_transformers_writes_the_same_conversation(model: Path) -> None:
     messages = [{"role": "user", "content": TURNS[0][0]}]
     for (_, answer), (question, _) in pairwise(TURNS):
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
-    theirs = reference_tokenizer(model).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    theirs = auto_tokenizer(model).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     turns = [(question, tokenizer.encode(answer)) for question, answer in TURNS[:-1]]
     assert FORMAT.conversation(tokenizer, turns, TURNS[-1][0], 256) == theirs
     assert FORMAT.conversation(tokenizer, turns, TURNS[0][0], 256) != theirs
     system = [{"role": "system", "content": "Be kind."}, *messages]  # was written as an answer
     with pytest.raises(TemplateError, match="knows no system"):
-        reference_tokenizer(model).apply_chat_template(system, return_dict=False)
+        auto_tokenizer(model).apply_chat_template(system, return_dict=False)
 
 
 def test_turns_that_do_not_fit_are_left_out_whole() -> None:

@@ -408,7 +408,7 @@ def test_missing_files(tmp_path):
         (["model", "vocab"], [], "tokenizers library cannot read it"),
         (["model", "merges"], [["t"]], "tokenizers library cannot read it"),
         (["model"], 5, "of the `tokenizers` library"),
-        (["added_tokens"], [{"id": 1}], "added token"),
+        (["added_tokens"], [{"id": 1}], "missing field `content`"),
         (["normalizer"], {"type": "Nothing"}, "tokenizers library cannot read it"),
     ],
 )

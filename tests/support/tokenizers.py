@@ -174,6 +174,13 @@ def byte_fallback(folder: Path) -> None:
     _whole(folder, Tokenizer.from_str(json.dumps(content)), bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
+def lowercase_words() -> Tokenizer:
+    """From-scratch tutorials: a BPE of lower-case words, in tokenizer.json alone."""
+    trainer = trainers.BpeTrainer(vocab_size=90, special_tokens=["<unk>"], show_progress=False)
+    parts = {"normalizer": normalizers.Lowercase(), "pre_tokenizer": pre_tokenizers.Whitespace()}
+    return _trained(models.BPE(unk_token="<unk>"), trainer, **parts)
+
+
 def word_level(folder: Path) -> None:
     trainer = trainers.WordLevelTrainer(special_tokens=["[UNK]", "[BOS]", "[EOS]"], show_progress=False)
     pipeline = _trained(models.WordLevel(unk_token="[UNK]"), trainer, pre_tokenizer=pre_tokenizers.Whitespace())

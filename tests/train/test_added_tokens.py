@@ -11,9 +11,9 @@ from support.training import outcome, stop_at
 import gpt2
 from gpt2.checkpoint.export import export
 from gpt2.data import Tokenizer
+from gpt2.data.adapter import auto_ids, auto_tokenizer
 from gpt2.data.chars import chars_of
 from gpt2.data.library import LibraryTokenizer
-from gpt2.parity.reference import reference_ids, reference_tokenizer
 from gpt2.train import models
 from gpt2.train.loop import train
 from gpt2.train.recipe import Data, Lora, Recipe, build
@@ -129,9 +129,9 @@ def test_transformers_reads_the_new_tokens(run: Path, base: str) -> None:
     """transformers' own tokenizer must give one id for each new token, also where special tokens are text."""
     ours, folder = gpt2.load_tokenizer(str(run / "best")), run / "best"
     assert isinstance(ours, LibraryTokenizer)
-    theirs = reference_tokenizer(folder)
-    assert reference_ids(theirs, TEXT, special=True) == ours.encode(TEXT, special=True)
-    assert reference_ids(theirs, TEXT) == ours.encode(TEXT)
+    theirs = auto_tokenizer(folder)
+    assert auto_ids(theirs, TEXT, special=True) == ours.encode(TEXT, special=True)
+    assert auto_ids(theirs, TEXT) == ours.encode(TEXT)
     assert [ours.encode(TEXT).count(token) for token in range(SIZE, SIZE + 3)] == [2, 2, 2]
     assert ours.encode(TEXT) != gpt2.load_tokenizer(base).encode(TEXT)
 
