@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2.cli.common import Status, add_device, add_offline, add_set, require_writable, save_page, say, seed, size, write_result
@@ -32,23 +31,22 @@ EXAMPLES = """\
   gpt2 compare shakespeare-mini out/macbeth                  all checkpoints of a run, in the order of steps
   gpt2 compare shakespeare-mini port.py:build --tokens 60    a model that you wrote, in a file of yours
   gpt2 compare shakespeare-mini llama.cpp/model-Q4_K_M.gguf  a GGUF file, run by llama.cpp; also ct2/DIR and onnx/FILE_OR_DIR
-  gpt2 compare gpt2 ./quantised --fail-if 'kl>1e-3' --fail-if 'same_top<0.98' --junit gpt2.xml      in a build
+  gpt2 compare gpt2 ./quantised --fail-if 'kl>1e-3' --fail-if 'same_top<0.98'      in a build
   gpt2 compare gpt2 model-Q8_0.gguf --fail-if 'beyond_rounding>0'    gpt2, rounded, and nothing else? (the model first)
 
 METRIC of --fail-if: kl, kl_max, js (nats a token), same_top (a fraction), perplexity_ratio (B over A), weights (norm of the
 change over the norm), beyond_rounding (tensors of B that are not A's, rounded to one type, and settings that differ), activation
 (the largest relative error), logit (that of the logits); of --cases exact_match (the fraction that B has right), lost_cases (that
 A has right and B wrong), answer_ratio (probability of the answers, B over A). OP: >, >=, <, <=. A metric with a 95 % interval is
-judged by its far end (the upper one for >, the lower one for <), so a build passes only if the whole interval does. Where
-GITHUB_STEP_SUMMARY is set, a table is appended there.
+judged by its far end (the upper one for >, the lower one for <), so a build passes only if the whole interval does.
 
 exit code: 0 whatever the models are, but 1 if a --fail-if is met; 2 for bad input, also if the metric of a --fail-if cannot be
-measured between these models, or a file is not whole; then no --junit is written"""
+measured between these models, or a file is not whole"""
 DEFAULTS = {"on": None, "tokens": None, "threshold": 1e-3, "seed": 0}  # options that --attention does not use
 UNUSED = {  # of a mode, the options that have no effect in it
-    "--attention": (*DEFAULTS, "blame", "fail_if", "junit", "save", "cases"),
-    "--noise": ("b", "attention", "blame", "fail_if", "junit", "save", "cases", "threshold", "device"),
-    "--save and one model": ("fail_if", "junit", "html", "json", "blame", "cases", "threshold"),
+    "--attention": (*DEFAULTS, "blame", "fail_if", "save", "cases"),
+    "--noise": ("b", "attention", "blame", "fail_if", "save", "cases", "threshold", "device"),
+    "--save and one model": ("fail_if", "html", "json", "blame", "cases", "threshold"),
 }
 
 
@@ -70,7 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "METRIC OP NUMBER: exit 1 if it is met; repeat for several"
     parser.add_argument("--fail-if", action="append", default=[], metavar="EXPR", help=help)
     add_set(parser)
-    parser.add_argument("--junit", metavar="FILE", help="write what --fail-if found as a JUnit report")
     parser.add_argument("--blame", action="store_true", help="also put parts of B into A, and measure what each carries")
     parser.add_argument("--cases", metavar="FILE", help="also score both on your own questions: a .jsonl of prompt and expected")
     help = "of A alone: what rounding explains, beside a batch, padding and another dtype; of an engine, a batch"
@@ -100,9 +97,6 @@ def run(args: argparse.Namespace) -> int:
     require_writable("--save", args.save)
     if len(names) == 1:
         return _save(args)
-    if args.junit and not args.fail_if:
-        raise InputError("--junit reports what --fail-if found; add a --fail-if, such as --fail-if 'kl>1e-3'")
-    require_writable("--junit", args.junit)
     if args.cases is not None:
         read_cases(args.cases)  # before anything is downloaded
     gates = [Gate.parse(text) for text in args.fail_if]
@@ -134,26 +128,9 @@ def _judged(args: argparse.Namespace, result: "Comparison | Comparisons", gates:
     write_result(args.json, result.to_json, lambda: result.print(Terminal()))
     if not_measured is not None:
         raise not_measured
-    return _report_gates(judged, args.junit) if judged else 0
-
-
-def _report_gates(judged: "Judged", junit_file: str | None) -> int:
-    """Report the gates on stderr and to the build; return the exit code."""
-    from gpt2.comparison.gates import junit, step_summary
-    from gpt2.data.files import write_output
-
     for names, gates in judged.items():
         for gate in gates:
-            where = f"{names}: " if len(judged) > 1 else ""
-            print(f"{where}{gate.verdict}", file=sys.stderr)
-    if junit_file:
-        write_output(junit_file, junit(judged))
-    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
-        try:
-            with Path(summary).open("a", encoding="utf-8") as file:
-                file.write(step_summary(judged))
-        except OSError as error:
-            raise InputError(f"GITHUB_STEP_SUMMARY {summary}: cannot be written ({error.strerror}); unset it") from None
+            print(f"{names}{gate.verdict}", file=sys.stderr)
     return 1 if any(gate.met for gates in judged.values() for gate in gates) else 0
 
 

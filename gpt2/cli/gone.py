@@ -8,8 +8,9 @@ BOARDS = "draw a run with gpt2 train plot RUN --out loss.svg, or follow it with 
 WHOLE = (
     "--save FILE keeps all logits; --tokens N makes the file smaller, and gpt2 trace MODEL --out FILE.safetensors has activations"
 )
+JUNIT = "assert it in a test with gpt2.testing.assert_same, and run pytest --junitxml FILE"
 GONE = {  # of a command, what may stand in its line -> what to do
-    "compare": {"--save-top": WHOLE, "--save-activations": WHOLE},
+    "compare": {"--junit": JUNIT, "--save-top": WHOLE, "--save-activations": WHOLE},
     "train": {"watch": BOARDS, "--html": BOARDS, "--port": BOARDS},
 }
 

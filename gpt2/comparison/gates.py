@@ -1,4 +1,4 @@
-"""Judge a comparison by thresholds, such as ``kl>1e-3``, and report the judgement to a build: ``--fail-if``."""
+"""Judge a comparison by thresholds, such as ``kl>1e-3``: ``--fail-if``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from xml.etree import ElementTree
 
 from gpt2.comparison.many_results import Candidate, Comparisons
 from gpt2.comparison.results import Comparison
-from gpt2.errors import InputError, printable
+from gpt2.errors import InputError
 from gpt2.measure.estimates import Estimate
 
 Figures = dict[str, float | Estimate | None]
@@ -143,44 +142,14 @@ class Judgement:
         return f"{end} is {past:.2g} past the limit" if past else f"{end} is the limit itself"
 
 
-Judged = Mapping[str, Sequence[Judgement]]  # "a and b" -> what its gates say
+Judged = Mapping[str, Sequence[Judgement]]  # "" of two models, "A, model and B, other" of several -> what its gates say
 
 
 def judge(result: Comparison | Comparisons, gates: Sequence[Gate]) -> tuple[Comparison | Comparisons, Judged]:
     """Return the result with its gates judged, and the judgements; raises InputError as :meth:`Gate.judge` does."""
     if isinstance(result, Comparison):
         of_two = tuple(gate.judge(result) for gate in gates)
-        return replace(result, gates=of_two), {f"{result.a.name} and {result.b.name}": of_two}
+        return replace(result, gates=of_two), {"": of_two}
     first, *others = (f"{letter}, {each.model.name}" for letter, each in zip(result.letters, result.candidates, strict=True))
     of_each = tuple(tuple(gate.judge(each) for gate in gates) for each in result.candidates[1:])
-    return replace(result, gates=of_each), dict(zip((f"{first} and {other}" for other in others), of_each, strict=True))
-
-
-def junit(judged: Judged) -> str:
-    """Return the judgements as a JUnit XML report: a test case for each gate, one failure for each condition that is met."""
-    rows = [(names, each) for names, judgements in judged.items() for each in judgements]
-    met = sum(each.met for _, each in rows)
-    suites = ElementTree.Element("testsuites")
-    suite = ElementTree.SubElement(suites, "testsuite", name="gpt2 compare", tests=str(len(rows)), failures=str(met), errors="0")
-    for names, each in rows:
-        where = printable(names, one_line=True)  # XML has no control characters
-        case = ElementTree.SubElement(suite, "testcase", classname=where, name=str(each.gate))
-        if each.met:
-            ElementTree.SubElement(case, "failure", message=str(each))
-        else:
-            ElementTree.SubElement(case, "system-out").text = str(each)
-    ElementTree.indent(suites)
-    return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
-
-
-def step_summary(judged: Judged) -> str:
-    """Return the judgements as Markdown, for GitHub's step summary."""
-
-    def cell(text: str) -> str:
-        return printable(text, one_line=True).replace("|", "\\|")
-
-    lines = []
-    for names, judgements in judged.items():
-        rows = [f"| {'❌' if each.met else '✅'} | `{each.gate}` | {cell(str(each))} |" for each in judgements]
-        lines += [f"### gpt2 compare: {cell(names)}", "", "| | fails if | measured |", "| --- | --- | --- |", *rows, ""]
-    return "\n".join(lines)
+    return replace(result, gates=of_each), dict(zip((f"{first} and {other}: " for other in others), of_each, strict=True))

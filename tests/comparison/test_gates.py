@@ -1,4 +1,4 @@
-"""`compare --fail-if`: conditions are parsed, judged by the worse end of an interval, and reported in CI formats."""
+"""`compare --fail-if`: conditions are parsed, and judged by the worse end of an interval."""
 
 import json
 import math
@@ -7,11 +7,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
-from support.commands import refusal
+from support.commands import mistake, refusal
 from support.random_models import write_checkpoint
 
 import gpt2
@@ -19,7 +18,7 @@ from gpt2.checkpoint import gguf_writer
 from gpt2.checkpoint.export import export
 from gpt2.checkpoint.loading import load
 from gpt2.cli.main import main
-from gpt2.comparison.gates import METRICS, Gate, junit, step_summary
+from gpt2.comparison.gates import METRICS, Gate
 from gpt2.comparison.results import Comparison
 from gpt2.data.bpe import train_bpe
 from gpt2.measure.estimates import Estimate
@@ -165,61 +164,23 @@ def test_full_agreement_on_too_few_tokens_says_how_many_decide(folders: tuple[st
     assert Gate.parse("same_top<0.95").judge(gpt2.compare(folders[0], folders[0], on=text, tokens=enough - 2)).met
 
 
-def test_exit_codes_and_reports(
-    folders: tuple[str, str, str],
-    text: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Met, not met, not measurable: exit 1, 0, 2; each condition is in the JSON, the JUnit file and the step summary."""
+def test_exit_codes(folders: tuple[str, str, str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Met, not met, not measurable: exit 1, 0, 2; each condition is in the JSON and on stderr."""
     base, noisy, other = folders
-    summary, report = tmp_path / "summary.md", tmp_path / "gates.xml"
-    summary.write_text("before\n")
-    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     command = ["compare", base, noisy, "--on", text, "--tokens", "200", "--json", "-"]
-    assert main([*command, "--fail-if", "kl>1e-9", "--fail-if", "weights>1e9", "--junit", str(report)]) == 1
+    assert main([*command, "--fail-if", "kl>1e-9", "--fail-if", "weights>1e9"]) == 1
     out, err = capsys.readouterr()
     first, second = json.loads(out)["gates"]
     assert (first["gate"]["metric"], first["met"], second["met"]) == ("kl", True, False)
     assert err.splitlines()[0].startswith("failed: kl>1e-09: mean KL(a‖b) in nats is ")
     assert err.splitlines()[1].startswith("passed: weights>1e+09")
-    suite = ElementTree.fromstring(report.read_text())[0]
-    assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
-    assert [case.find("failure") is not None for case in suite] == [True, False]
-    assert summary.read_text().startswith("before\n### gpt2 compare")
-    assert summary.read_text().count("| `") == 2
     assert main([*command, "--fail-if", "kl>1e9"]) == 0
     capsys.readouterr()
     assert main(["compare", base, other, "--on", text, "--fail-if", "kl>1"]) == 2
     out, err = capsys.readouterr()
     assert "bits per byte" in out  # the measured figures are shown
     assert "kl was not measured (" in err.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--junit", "x.xml"], "add a --fail-if"),
-        (["--fail-if", "kl>1", "--junit", "/nowhere/x.xml"], "--junit /nowhere/x.xml: cannot be written"),
-        (["--fail-if", "kl>1", "--attention", "To be"], "no effect with --attention"),
-    ],
-)
-def test_flags_that_cannot_work_are_refused_before_the_measurement(
-    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Conflicting flags must be refused before minutes of measuring."""
-    assert main(["compare", "shakespeare-mini", "shakespeare-mini:bf16", *flags]) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_reports_stand_hostile_names(compared: Comparison) -> None:
-    """A name with markup or control characters would break the XML for a build server, or the summary's table."""
-    judged = [Gate.parse("kl>1e-9").judge(compared)]
-    names = "a|b<c>&\x1b[31m", 'd"\n\x00'
-    suite = ElementTree.fromstring(junit({" and ".join(names): judged}))[0]
-    assert "a|b<c>&␛[31m" in suite[0].get("classname")
-    assert len(step_summary({" and ".join(names): judged}).splitlines()) == 5
+    assert "no effect with --attention" in mistake(capsys, "compare", base, noisy, "--fail-if", "kl>1", "--attention", "To be")
 
 
 def test_assert_same_raises_where_a_limit_is_passed(folders: tuple[str, str, str], text: str) -> None:
