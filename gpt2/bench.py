@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt2.checkpoint.loading import load_path, require_device
+from gpt2.checkpoint.loading import load_path, require_device, require_intact
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.decoder import Decoder
 from gpt2.errors import InputError
@@ -250,6 +250,8 @@ def bench(
         first = {key: partial(seconds, partial(_first_logits, load, x[:, :1])) for key, load in loads.items()}
         measure("load to first logits", 0, first)
         models, shape = [(key, load()) for key, load in loads.items()], f"{batch} x {context}"
+        for _, model in models:
+            require_intact(model.model, name)  # NaN takes another time than numbers
         prompts = {key: partial(seconds, partial(model.prefill, x)) for key, model in models}
         measure(f"prefill {shape}", batch * context, prompts)
         measure(f"decode after {shape}", batch * tokens, {key: partial(model.decode, x, tokens) for key, model in models})

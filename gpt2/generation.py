@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
+from gpt2.damage import require_finite
 from gpt2.data import Tokenizer
 from gpt2.decoder import Decoder
 from gpt2.errors import InputError
 from gpt2.kv_cache import KVCache
 from gpt2.model import GPT2
-from gpt2.sampling import Sampling, accept_draft, penalise, require_finite
+from gpt2.sampling import Sampling, accept_draft, penalise
 
 DRAFT_TOKENS = 4  # ids that the draft model proposes at a time
 

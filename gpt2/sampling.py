@@ -1,13 +1,13 @@
 """Choose the next id from logits: temperature, top-k, top-p, min-p, penalties, and the acceptance rule of a draft."""
 
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from gpt2.damage import require_finite
 from gpt2.errors import InputError
 
 
@@ -49,35 +49,6 @@ class Sampling:
         if bool(logits.isnan().any()):
             require_finite(logits)
         return restrict(logits, self.temperature, self.top_k, self.top_p, self.min_p).softmax(-1)
-
-
-def require_finite(logits: Tensor, name: str = "the model", model: nn.Module | None = None) -> None:
-    """Raise InputError, which names damaged weights of ``model``, if a logit is NaN or infinite: its results would look right."""
-    if not not_finite([("logits", logits)]):
-        return
-    why = "damaged weights, or a dtype too small for them; fetch the file again, or load it in float32"
-    if model is not None:
-        counts = not_finite(model.state_dict().items())
-        damaged = f"the weights hold {broken(counts)}; fetch the file again"
-        why = damaged if counts else "the dtype is too small; load it in float32"
-    raise InputError(f"{name}: the logits are not finite numbers, but NaN or infinite: {why}")
-
-
-def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """Return how many values of each tensor are NaN or infinite, by the names of those that have some."""
-    counts = {}
-    for name, tensor in tensors:
-        parts = tensor.detach().flatten().split(1 << 20)  # a mask of it all is as large as it
-        if count := sum(int((~part.isfinite()).sum()) for part in parts):
-            counts[name] = count
-    return counts
-
-
-def broken(counts: Mapping[str, int]) -> str:
-    """Say in words what :func:`not_finite` counted: "values that are not finite: ... in 1 tensor (3 of wte.weight)"."""
-    named = ", ".join(f"{count:,} of {name}" for name, count in list(counts.items())[:3])
-    more = f", {sum(list(counts.values())[3:]):,} of others" if len(counts) > 3 else ""
-    return f"values that are not finite: NaN or infinite in {len(counts)} tensor{'s' * (len(counts) > 1)} ({named}{more})"
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

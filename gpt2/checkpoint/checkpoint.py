@@ -22,11 +22,11 @@ from gpt2.checkpoint.match import Assignment, match, require_names
 from gpt2.checkpoint.names import DEFAULT, OFFICIAL, PATHS, REPOSITORY, ModelName, RandomWeights
 from gpt2.checkpoint.peft_files import MERGE_WITH_PEFT, Adapter, read_adapter
 from gpt2.config import GPT2Config, official_size
+from gpt2.damage import ADVICE, Look, look
 from gpt2.data import from_directory, holds_tokenizer
 from gpt2.errors import CheckpointError, InputError, did_you_mean, require_memory
 from gpt2.int8 import Int8GPT2
 from gpt2.model import GPT2
-from gpt2.sampling import not_finite
 
 if TYPE_CHECKING:
     from gpt2.data import Tokenizer
@@ -64,16 +64,23 @@ class Checkpoint(ABC):
         if dtype == torch.int8:
             model: GPT2 = (small := Int8GPT2(self.config))
             for name in names:  # one at a time: all of them in float32 need four times the result's memory
-                small.put(name, read(name, torch.float32), device)
+                tensor = read(name, torch.float32)
+                if damage := look([(name, tensor)]).damage:  # it would be the scale of its row
+                    raise CheckpointError(f"{self.name}: holds {damage}; {ADVICE}")
+                small.put(name, tensor, device)
         else:
             model = model_with(self.config, ((name, read(name, dtype).to(device)) for name in names))
+            if torch.finfo(dtype).max < torch.finfo(self.stored).max and look(model.named_parameters()).damage:
+                found, rest = self.look(), f"if that is damage, {ADVICE}; else load it in float32"
+                small = f"{found.worst}, too large for {str(dtype).removeprefix('torch.')}; {rest}"
+                raise CheckpointError(f"{self.name}: {f'holds {found.damage}; {ADVICE}' if found.damage else small}")
         model.name = self.name
         return model
 
-    def not_finite(self) -> dict[str, int]:
-        """Return how many values of each parameter are NaN or infinite, by the names of those that have some."""
+    def look(self) -> Look:
+        """Look once at every weight, for damaged ones."""
         read = self.reader()
-        return not_finite(whole((name, read(name, self.stored)) for name in expected(self.config)))
+        return look(whole((name, read(name, self.stored)) for name in expected(self.config)))
 
     def own_tokenizer(self) -> Tokenizer | None:
         """Return :meth:`tokenizer`, or None if the checkpoint has none. Raises InputError: it is damaged."""

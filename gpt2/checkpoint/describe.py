@@ -13,7 +13,6 @@ from gpt2.checkpoint.containers import listed
 from gpt2.checkpoint.names import DEFAULT, EXPORTS, ModelName
 from gpt2.checkpoint.saving import sha256
 from gpt2.config import GPT2Config
-from gpt2.sampling import broken
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Description:
     dropped: tuple[str, ...]
     files: tuple[File, ...]
     official: Official | None
-    not_finite: dict[str, int]  # parameter -> how many of its values are NaN or infinite
+    not_finite: dict[str, int]  # parameter -> how many of its values are NaN, infinite, or too large for float32
 
     @property
     def weights_bytes(self) -> int:
@@ -68,8 +67,8 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
     if not isinstance(checkpoint, StoredCheckpoint):
         return Description(checkpoint.name, None, None, checkpoint.config, dtype, "none", (), (), (), None, {})
     path, assignment = checkpoint.path, checkpoint.assignment
-    counts = checkpoint.not_finite()
-    notes = [f"DAMAGED: holds {broken(counts)}"] if counts else []
+    found = checkpoint.look()
+    notes = [f"DAMAGED: holds {found.damage}"] if found.damage else [found.outlier] if found.outlier else []
     notes += ["matrices are stored [out, in], as in nn.Linear, and read as transposed views"] if assignment.transposed else []
     if isinstance(checkpoint, AdaptedCheckpoint):
         adapter = checkpoint.adapter
@@ -93,5 +92,5 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
         dropped=assignment.dropped,
         files=files,
         official=official_files({file.name: file.sha256 for file in files}, checkpoint.name),
-        not_finite=counts,
+        not_finite=dict(found.counts),
     )

@@ -15,7 +15,7 @@ from gpt2.checkpoint.describe import File
 from gpt2.checkpoint.files import WEIGHTS
 from gpt2.checkpoint.gguf_writer import TANH_GELU, TYPES, gguf_pieces
 from gpt2.checkpoint.llmc_writer import model_pieces, require_expressible, tokenizer_file
-from gpt2.checkpoint.loading import require_finite, rows_note
+from gpt2.checkpoint.loading import require_usable, rows_note
 from gpt2.checkpoint.names import EXPORTS, ModelName
 from gpt2.checkpoint.saving import save, write_file, writing
 from gpt2.config import GPT2Config, quoted
@@ -142,12 +142,13 @@ def exported_model(source: str | Checkpoint, revision: str | None, offline: bool
     else:
         checkpoint = source
     model = checkpoint.load()
-    require_finite(model, checkpoint.name)
+    outlier = require_usable(model, checkpoint.name).outlier
+    notes = [outlier] if outlier else []
     try:
         tokenizer = checkpoint.tokenizer()
     except NoTokenizer as error:
-        return model, None, [f"without a tokenizer: {error}"]
-    notes, n_vocab = rows_note(tokenizer, model.config, checkpoint.name), tokenizer.n_vocab
+        return model, None, [*notes, f"without a tokenizer: {error}"]
+    notes, n_vocab = [*notes, *rows_note(tokenizer, model.config, checkpoint.name)], tokenizer.n_vocab
     if n_vocab < model.config.vocab_size:
         notes.append(f"embedding cropped from {model.config.vocab_size:,} rows to the tokenizer's {n_vocab:,}")
         model.with_tables(lambda rows: rows[:n_vocab])

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from gpt2 import sampling
 from gpt2.checkpoint.checkpoint import open_checkpoint, open_path, resolve, tokenizer_of
 from gpt2.checkpoint.containers import require_whole_files, whole
 from gpt2.checkpoint.names import DEFAULT, RUNS, ModelName
 from gpt2.config import GPT2Config, quoted
+from gpt2.damage import ADVICE, Look, look, require_finite
 from gpt2.errors import InputError
 from gpt2.model import GPT2
 
@@ -92,14 +93,22 @@ def require_rows(ids: Iterable[int], tokenizer: Tokenizer, config: GPT2Config, n
         raise InputError(f"{name}: the token {token} (id {highest:,}) has no row in the embedding of {rows}; {remedy}")
 
 
-def require_finite(model: GPT2, name: str) -> None:
-    """Raise InputError if a parameter, or a logit of the first ids, is NaN or infinite."""
+def require_intact(model: nn.Module, name: str) -> Look:
+    """Return a look at a model's weights. Raises InputError, which names tensor, entry and value: some are damaged."""
+    found = look(whole(model.named_parameters()))
+    if found.damage:
+        raise InputError(f"{name}: holds {found.damage}; {ADVICE}")
+    return found
+
+
+def require_usable(model: GPT2, name: str) -> Look:
+    """Do the same, and raise InputError too if a logit of the first ids is NaN or infinite."""
     ids = torch.arange(min(16, model.config.n_positions, model.config.vocab_size), device=model.wte.weight.device)[None]
+    found = require_intact(model, name)
     with torch.inference_mode():
-        if counts := sampling.not_finite(whole(model.state_dict().items())):
-            raise InputError(f"{name}: holds {sampling.broken(counts)}; fetch the file again, or train it anew")
         require_whole_files()
-        sampling.require_finite(model(ids), name, model)
+        require_finite(model(ids), name, model)
+    return found
 
 
 def require_device(asked: str | torch.device, dtype: torch.dtype | None = None) -> torch.device:

@@ -17,7 +17,7 @@ from gpt2.checkpoint import card, hub
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, open_path
 from gpt2.checkpoint.describe import File
 from gpt2.checkpoint.files import ADAPTER, INDEX, require_small
-from gpt2.checkpoint.loading import require_finite, rows_note
+from gpt2.checkpoint.loading import require_usable, rows_note
 from gpt2.checkpoint.names import REPOSITORY
 from gpt2.checkpoint.peft_files import WEIGHTS as ADAPTER_WEIGHTS
 from gpt2.checkpoint.saving import MANIFEST, sha256, unlike_manifest
@@ -147,7 +147,7 @@ def _check_model(folder: Path, given: Path) -> tuple[set[str], list[str]]:
             raise InputError(f"{given}: {what}; gpt2 export {given} DIR writes safetensors")
         weights |= {INDEX} if len(weights) > 1 else set()
     model, tokenizer = checkpoint.load(), checkpoint.own_tokenizer()
-    require_finite(model, str(folder))
+    require_usable(model, str(folder))
     if tokenizer is None:
         return weights, ["there is no tokenizer in the folder: nobody can type a prompt"]
     return weights, rows_note(tokenizer, model.config, str(folder))

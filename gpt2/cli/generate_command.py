@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     with Status(f"loading {args.model}"):
         import torch
 
-        from gpt2.checkpoint.loading import load, load_tokenizer, rows_note
+        from gpt2.checkpoint.loading import load, load_tokenizer, require_intact, rows_note
         from gpt2.decoder import Decoder
         from gpt2.generation import check_draft
         from gpt2.sampling import Sampling
@@ -86,8 +86,10 @@ def run(args: argparse.Namespace) -> int:
         draft = None if args.draft is None else load(args.draft, device=args.device, offline=args.offline)
         if draft is not None:
             check_draft(draft, model, torch.zeros(args.samples, 1))
-    for note in rows_note(tokenizer, model.config, args.model):
-        print(f"note: {note}; a prompt with one is refused", file=sys.stderr)
+    outliers = [look.outlier for each in (model, draft) if each is not None and (look := require_intact(each, each.name)).outlier]
+    without = [f"{note}; a prompt with one is refused" for note in rows_note(tokenizer, model.config, args.model)]
+    for note in (*outliers, *without):
+        print(f"note: {note}", file=sys.stderr)
     if answers and not args.chat:
         print(f"note: {args.model} was fine-tuned on questions and answers; --chat asks it in their format", file=sys.stderr)
     settings = {**asdict(sampling), "seed": args.seed}

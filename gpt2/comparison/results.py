@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-DAMAGED = "[bold red]DAMAGED[/bold red]"
 VISIBLE_JS = 0.005  # nats; a smaller divergence is printed as 0.00
 
 
@@ -190,7 +189,6 @@ class Comparison(Printed):
             yield "cases right", right, f"{turned}: {cases.gain.text('+.1%')}"
             yield "expected text", "", f"× {cases.likelier.text('.3g')} as likely"
         if self.weights is not None:
-            yield from ((DAMAGED, letter, damage) for letter, damage in zip("ab", self.weights.damage, strict=True) if damage)
             departures = ", ".join(self.compatibility.departures)
             beside = f"another program: see {departures}" if departures else "nothing else"
             yield self.weights.summary((self.a.dtype, self.b.dtype), beside)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from gpt2.measure.metrics import Progress, cosine, silent
-from gpt2.sampling import broken, not_finite
 
 CHUNK = 1 << 18  # entries compared at a time: their float64 copies stay in the cache
 
@@ -46,7 +45,6 @@ class TensorChange:
     ulp_mean: float
     rank: int | None
     effective_rank: float | None
-    not_finite: tuple[int, int] = (0, 0)  # values of a and of b that are NaN or infinite
 
     @property
     def equal(self) -> bool:
@@ -87,22 +85,15 @@ class WeightChanges:
     beyond: tuple[str, ...] = ()  # then the tensors that this type does not explain
 
     def most_changed(self, count: int = 10) -> tuple[TensorChange, ...]:
-        """Return the tensors with the largest relative change, without unchanged ones; first those that are not finite."""
-        moved = [tensor for tensor in self.tensors if not tensor.equal or any(tensor.not_finite)]
-        return tuple(sorted(moved, key=lambda tensor: (-sum(tensor.not_finite), -tensor.distance))[:count])
+        """Return the tensors with the largest relative change, without unchanged ones."""
+        moved = [tensor for tensor in self.tensors if not tensor.equal]
+        return tuple(sorted(moved, key=lambda tensor: -tensor.distance)[:count])
 
     @property
     def beyond_text(self) -> str:
         """The tensors that ``nearly`` does not explain, in words."""
         more = len(self.beyond) - 1
         return f"{self.beyond[0]}{f' and {more} more' if more else ''}"
-
-    @property
-    def damage(self) -> tuple[str, str]:
-        """What of a's and of b's weights is NaN or infinite, in words; "" where nothing is."""
-        found = self.most_changed(len(self.tensors))
-        a, b = ({each.name: count for each in found if (count := each.not_finite[side])} for side in (0, 1))
-        return broken(a) if a else "", broken(b) if b else ""
 
     @property
     def same_numbers(self) -> bool:
@@ -221,10 +212,9 @@ def _compare(name: str, family: str, layer: int | None, a: Tensor, b: Tensor) ->
         # Below this, eigenvalues of a Gram matrix in float64 are rounding errors.
         resolution = float(values[0]) * math.sqrt(torch.finfo(torch.float64).eps * len(values))
         rank, effective = int((values > max(noise, resolution)).sum()), effective_rank(values)
-    bad_a, bad_b = (sum(not_finite([(name, tensor)]).values()) for tensor in (a, b))
     sizes = math.sqrt(total.a), math.sqrt(total.b), total.distance, total.max_abs, total.cosine, total.equal / a.numel()
     ulps_apart = ulp_max, ulp_sum / a.numel()
-    return TensorChange(name, family, layer, tuple(a.shape), *sizes, *ulps_apart, rank, effective, (bad_a, bad_b)), total
+    return TensorChange(name, family, layer, tuple(a.shape), *sizes, *ulps_apart, rank, effective), total
 
 
 def _chunks(a: Tensor, b: Tensor) -> Iterable[tuple[Tensor, Tensor]]:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import model_with, open_checkpoint
-from gpt2.checkpoint.containers import require_whole_files
-from gpt2.checkpoint.loading import require_device
+from gpt2.checkpoint.loading import require_device, require_intact
 from gpt2.checkpoint.names import DEFAULT, VERIFIES, ModelName
 from gpt2.decoder import Decoder
 from gpt2.devices.judge import Judge
@@ -57,7 +56,7 @@ def verify_device(
     checkpoint = open_checkpoint(replace(parsed, dtype=None), offline=offline)
     progress("loading")
     model = _first_blocks(checkpoint.load(torch.float32))
-    require_whole_files()
+    require_intact(model, name)
     judge, config, stopped = Judge(target, progress), model.config, ""
     ids = torch.randint(config.vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(seed))[:, : config.n_positions]
     ids[0, -1], ids[1, 0] = config.vocab_size - 1, ids[0, 0]  # the table's last row, and an id that occurs twice

@@ -22,6 +22,7 @@ from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.keys import HEAD, PREFIX, from_file, layer, share, to_file
 from gpt2.checkpoint.loading import rows_note
 from gpt2.config import GPT2Config
+from gpt2.damage import look
 from gpt2.data import Tokenizer
 from gpt2.data.adapter import auto_ids, auto_tokenizer
 from gpt2.data.auto import transformers_reads
@@ -33,7 +34,6 @@ from gpt2.model import GPT2
 from gpt2.parity import reference
 from gpt2.parity.findings import Findings
 from gpt2.parity.streaming import Converted, Receive, Streamed
-from gpt2.sampling import not_finite
 
 log = logging.getLogger("gpt2")
 SEQUENCES = 16  # whose gradients' rounding is judged
@@ -221,7 +221,7 @@ def weights(subject: Subject) -> None:
     parameters = {name: tensor for name, tensor in subject.ours.state_dict().items() if name not in subject.adapted}
     require_whole_files()
     add, found, absent = partial(subject.findings.exact, "weights"), set(), set(subject.checkpoint.assignment.absent)
-    for name, count in not_finite(whole(subject.ours.state_dict().items())).items():
+    for name, count in look(whole(subject.ours.state_dict().items())).counts.items():
         add(f"{name} (not finite)", count)  # no two models can be equal on them
     for key, stored in _stored(subject.checkpoint):
         name, third = share(from_file(key))

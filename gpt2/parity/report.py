@@ -119,6 +119,7 @@ class Report(Printed):
     record: RecordReport | None = None  # published numbers of the official weights, computed again
     stopped: str = ""  # why the run ended early: "interrupted", "stopped at the first difference"
     assumed: str = ""  # what the files do not say of the model, and both were given alike
+    outlier: str = ""  # a weight that is far larger than the others
 
     @property
     def ok(self) -> bool:
@@ -189,6 +190,8 @@ class Report(Printed):
             f"what rounding explains, at most {FORWARD_RATIO:g} ({TRAINING_RATIO:g} in training). theirs: transformers'.[/dim]\n"
         )
         yield self._checks()
+        if self.outlier:
+            yield f"\n[yellow]{escape(self.outlier)}[/yellow]"
         if self.official is not None and self.official.model is not None:
             yield f"\n[dim]files: {escape(str(self.official))}[/dim]"
         if self.record is not None:

@@ -16,6 +16,7 @@ from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkp
 from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.names import DEFAULT, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.saving import sha256
+from gpt2.damage import ADVICE
 from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.metrics import Progress, silent
@@ -129,6 +130,8 @@ def verify(
         ours = checkpoint if isinstance(checkpoint, StoredCheckpoint) else open_path(folder)  # random: as transformers wrote it
         files = files or {file: sha256(path) for file, path in ours.files().items()}
         given = "" if folder == ours.path else " (given our tensors: it cannot open these files itself)"
+        if damage := (seen := ours.look()).damage:
+            raise InputError(f"{name}: holds {damage}; {ADVICE}")
         probe, findings = Probe.draw(ours.config, seed, quick), Findings(rounding, quick, keep_going, progress)
 
         def report(stopped: str = "", public: RecordReport | None = None) -> Report:
@@ -148,6 +151,7 @@ def verify(
                 record=public,
                 stopped=stopped,
                 assumed=ours.assumed,
+                outlier=seen.outlier,
             )
 
         if watch is not None:

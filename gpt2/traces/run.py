@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from gpt2.checkpoint.containers import require_whole_files
-from gpt2.checkpoint.loading import require_device
+from gpt2.checkpoint.loading import require_device, require_intact
 from gpt2.checkpoint.names import DEFAULT, EXPORTS, FLOATS, ModelName
 from gpt2.checkpoint.saving import sha256
 from gpt2.config import quoted
@@ -84,7 +83,7 @@ def trace(
     files = {file: sha256(path) for file, path in checkpoint.files().items()}
     progress("loading")
     model = checkpoint.load().double() if where is None else placed(checkpoint.load().float(), where)
-    require_whole_files()
+    require_intact(model, name)
     found = dict(arrays.forward(model, batch, kept, progress))
     if gradients or steps:
         progress("gradients")

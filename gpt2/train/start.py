@@ -7,7 +7,7 @@ from typing import Self
 
 from torch import Tensor
 
-from gpt2.checkpoint.loading import load, load_tokenizer
+from gpt2.checkpoint.loading import load, load_tokenizer, require_intact
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer, from_directory
 from gpt2.data.chat import ChatFormat
@@ -59,6 +59,7 @@ def start(recipe: Recipe, folder: Path, init: str | None, fresh: bool, ranks: Ra
         model, tokenizer = load_model(state.model_of(folder, checkpoint)), from_directory(checkpoint)
     elif init is not None:
         model, tokenizer = models.with_tokens(load(init, dtype="float32"), load_tokenizer(init), recipe)
+        require_intact(model, init)
     text = corpus(recipe, tokenizer, scratch=init is None)
     if text.tokenizer.eot is not None and not text.classes:  # else an answer has no end
         text.tokenizer.chat = ChatFormat.of_template(recipe.data.prompt) or text.tokenizer.chat

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from gpt2.checkpoint.cache import official_files
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.keys import HEAD
-from gpt2.checkpoint.loading import require_device
+from gpt2.checkpoint.loading import require_device, require_intact
 from gpt2.checkpoint.names import RUNS, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.saving import sha256
 from gpt2.comparison.sides.side import Model, Running, Shown, Side
 from gpt2.config import GPT2Config
+from gpt2.damage import require_finite
 from gpt2.data import Tokenizer
 from gpt2.int8 import rounded_parameter
 from gpt2.measure.placement import placed
 from gpt2.measure.tracing import Recorded, trace_blocks
 from gpt2.pages.reports import dtype_label
 from gpt2.parity import reference
-from gpt2.sampling import require_finite
 
 Read = Callable[[str], Tensor]  # parameter's name -> its tensor
 
@@ -96,9 +96,13 @@ class CheckpointSide(Side):
         """Load the model in eval mode, on the side's device, for the time of the ``with`` block; ``dtype`` replaces its own."""
         if self.by_transformers:
             with reference.directory(self.checkpoint) as folder:
-                yield placed(reference.load_reference(folder, dtype or self.dtype, self.config), self.device)
+                yield self._intact(reference.load_reference(folder, dtype or self.dtype, self.config))
         else:
-            yield placed(self.checkpoint.load(dtype), self.device)
+            yield self._intact(self.checkpoint.load(dtype))
+
+    def _intact(self, model: nn.Module) -> nn.Module:
+        require_intact(model, self.name)
+        return placed(model, self.device)
 
     @contextmanager
     def running(self) -> Iterator[RunningModule]:

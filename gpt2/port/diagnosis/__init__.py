@@ -59,21 +59,18 @@ def diagnose(
     """
     import torch
 
-    from gpt2.checkpoint.containers import whole
-    from gpt2.checkpoint.loading import load
+    from gpt2.checkpoint.loading import load, require_intact
     from gpt2.int8 import require_float
     from gpt2.measure.metrics import silent
     from gpt2.port.deadline import few_threads
     from gpt2.port.diagnosis.examination import Examination
-    from gpt2.sampling import broken, not_finite
 
     if not isinstance(what, (torch.nn.Module, str, Path, Mapping)):
         hint = "a torch.nn.Module, the path of a dump, or a mapping of arrays"
         raise InputError(f"diagnose takes {hint}, and was given {type(what).__name__}; build the module first")
     ours = load(model, revision=revision, offline=offline) if isinstance(model, str) else model
     config = ours.config
-    if counts := not_finite(whole(ours.state_dict().items())):
-        raise InputError(f"{ours.name or 'model'}: the right model holds {broken(counts)}; give intact weights")
+    require_intact(ours, f"the right model{ours.name and f', {ours.name}'}")
     if isinstance(what, torch.nn.Module):
         require_float(ours, "diagnose")
         with torch.no_grad(), few_threads(config.num_parameters()):

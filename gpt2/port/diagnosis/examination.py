@@ -12,6 +12,7 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
+from gpt2.damage import look
 from gpt2.errors import InputError
 from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent, worst_relative_error
 from gpt2.measure.tracing import layer_of, points, trace
@@ -42,7 +43,6 @@ from gpt2.port.recording.forward import Borrowed, plain_attention
 from gpt2.port.recording.pool import Pool
 from gpt2.port.recording.recorder import give_shapes, record_probe
 from gpt2.port.search import Walked, search
-from gpt2.sampling import broken, not_finite
 
 SMALL = 20_000_000  # parameters of a model whose diagnosis must be quick
 SECONDS = {True: 25.0, False: 150.0}  # for all walks through a module, by whether the model is small
@@ -68,9 +68,9 @@ class Examination:
         with torch.random.fork_rng(devices=[]), plain_attention(), Borrowed(self.module) as borrowed:
             self.module.eval()  # some modules override it
             weights = dict(self.module.named_parameters())  # a buffer may be a mask of infinite values
-            if counts := not_finite((k, v) for k, v in borrowed.tensors.items() if k in weights or bool(v.isnan().any())):
+            if damage := look((k, v) for k, v in borrowed.tensors.items() if k in weights or bool(v.isnan().any())).damage:
                 first = self.runs.first_nan(self.runs.probes()[0])
-                raise InputError(f"{self.who}: its weights hold {broken(counts)}{first}; look where they come from")
+                raise InputError(f"{self.who}: its weights hold {damage}{first}; look where they come from")
             diagnosis = self._examine(borrowed)
             return replace(diagnosis, notes=(*self._training(training), *diagnosis.notes))
 
