@@ -68,11 +68,8 @@ def look(tensors: Iterable[tuple[str, Tensor]]) -> Look:
     return Look(counts, worst, largest, median_low(sizes) if sizes else 0.0)
 
 
-def require_finite(logits: Tensor, name: str = "the model", model: nn.Module | None = None, otherwise: str = "") -> None:
-    """Raise InputError if a logit is NaN or infinite, because results would look right.
-
-    It names damaged weights of ``model``; where there are none, it says ``otherwise``, or that another dtype may help.
-    """
+def require_finite(logits: Tensor, name: str = "the model", model: nn.Module | None = None) -> None:
+    """Raise InputError, which names damaged weights of ``model``, if a logit is NaN or infinite: its results would look right."""
     if not logits.numel() or bool(torch.stack(torch.aminmax(logits)).isfinite().all()):
         return
     why = f"damaged weights, or a dtype too small for them; {ADVICE}, or load it in float32"
@@ -80,5 +77,5 @@ def require_finite(logits: Tensor, name: str = "the model", model: nn.Module | N
         found, dtypes = look(model.named_parameters()), {p.dtype for p in model.parameters()}
         wider = "float64" if torch.float32 in dtypes else "float32"
         damage = f"it holds {found.damage}; {ADVICE}" if found.damage else found.outlier
-        why = damage or otherwise or f"the dtype is too small; load it in {wider}"
+        why = damage or f"the dtype is too small; load it in {wider}"
     raise InputError(f"{name}: the logits are not finite numbers, but NaN or infinite: {why}")

@@ -56,7 +56,6 @@ def test_logits_are_judged_by_their_numbers() -> None:
     bad = torch.tensor([[1.0, math.inf]])
     require_finite(bad[:, :1])
     assert "the dtype is too small; load it in float32" in refusal(require_finite, bad, "m", model)
-    assert "ask diagnose" in refusal(require_finite, bad, "m", model, "ask diagnose")
     model.weight.data[1, 0] = 6e4
     assert "weight[1, 0] is 6e+04" in refusal(require_finite, bad, "m", model)
     model.bias.data[1] = math.nan
@@ -125,24 +124,20 @@ def test_info_and_notes_name_it_too(damaged: Callable[..., Path], tmp_path: Path
     assert describe().notes == ()
 
 
-def test_a_port_may_have_a_mask_of_minus_infinity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_may_have_a_mask_of_minus_infinity(tmp_path: Path) -> None:
     """A mask is often a parameter that is not trained: nothing in it is damaged, and compare must not refuse the port."""
     port = tmp_path / "port.py"
     port.write_text(
         "import gpt2, torch\n\n"
         "class Port(torch.nn.Module):\n"
-        "    def __init__(self, factor):\n"
+        "    def __init__(self):\n"
         "        super().__init__()\n"
-        "        self.model, self.factor = gpt2.load('shakespeare-mini'), factor\n"
+        "        self.model = gpt2.load('shakespeare-mini')\n"
         "        self.mask = torch.nn.Parameter(torch.full((4, 4), -torch.inf).triu(1), requires_grad=False)\n\n"
         "    def forward(self, ids):\n"
-        "        return self.model(ids) * self.factor\n\n"
-        "def right():\n    return Port(1.0)\n\n"
-        "def wrong():\n    return Port(torch.nan)\n"
+        "        return self.model(ids)\n\n"
+        "def right():\n    return Port()\n"
     )
     out = tmp_path / "out.json"
     assert main(["compare", "shakespeare-mini", f"{port}:right", "--tokens", "40", "--json", str(out)]) == 0
     assert json.loads(out.read_text())["distributions"]["same_top"]["value"] == 1
-    for sides in (["shakespeare-mini", f"{port}:wrong"], [f"{port}:wrong", "shakespeare-mini"]):
-        assert main(["compare", *sides, "--tokens", "40"]) == 2
-        assert "the logits are not finite numbers" in capsys.readouterr().err

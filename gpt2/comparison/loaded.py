@@ -20,7 +20,6 @@ from gpt2.measure.estimates import Bootstrap
 from gpt2.measure.last_words import LastWord, score_last_words
 from gpt2.measure.metrics import Logits, Progress, token_losses
 from gpt2.model import GPT2
-from gpt2.sampling import not_finite
 
 
 @dataclass(eq=False)
@@ -60,9 +59,9 @@ class Loaded:
             several = len(self.sides) > 1
             advice = "use models of one tokenizer, or compare it alone" if several else "use the model's own tokenizer"
             raise InputError(f"{self.side.name}: {sizes}; {advice}")
-        shown = [] if isinstance(self.running, RunningModule) else [("logits", logits[..., : self.vocab or None])]
-        if bad := not_finite(shown):  # our models, and transformers', look for themselves, and name the weights
-            which = f"{bad['logits']:,} logits are not finite numbers, but NaN or infinite"
+        ours = isinstance(self.running, RunningModule)  # ours, and transformers', look for themselves, and name the weights
+        if not ours and (bad := int((~logits[..., : self.vocab or None].isfinite()).sum())):
+            which = f"{bad:,} logits are not finite numbers, but NaN or infinite"
             raise InputError(f"{self.side.name}: {which}; {self.side.advice}")
         return logits
 
