@@ -10,8 +10,8 @@ from gpt2.comparison.blame_result import Part
 from gpt2.comparison.distributions import Divergence
 from gpt2.comparison.many_results import Comparisons
 from gpt2.measure.tracing import layer_of
-from gpt2.pages.drawing import INK, MUTED, NARROW, RULE, WIDE, A, B, both
-from gpt2.pages.rendering import number, power_of_ten
+from gpt2.pages.drawing import INK, MUTED, NARROW, RULE, WIDE, A, B, both, logarithmic
+from gpt2.pages.rendering import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,13 +27,6 @@ def _finite(value: float) -> float:
 
 def _legend(axes: Axes, columns: int = 2) -> None:
     axes.figure.legend(loc="outside upper left", ncols=columns, handlelength=1.4, columnspacing=1.6, borderpad=0)
-
-
-def _power(value: float, _: object = None) -> str:
-    """Format a power of ten as 10⁻⁴, for an axis."""
-    exponent = round(math.log10(value)) if value > 0 else 0
-    plain = value <= 0 or abs(math.log10(value) - exponent) > 1e-6 or -3 < exponent < 4
-    return f"{value:g}" if plain else power_of_ten(exponent)
 
 
 def errors_by_layer(name: str, lines: Sequence[tuple[str, str, Errors]], threshold: float | None = None) -> str:
@@ -61,9 +54,7 @@ def errors_by_layer(name: str, lines: Sequence[tuple[str, str, Errors]], thresho
         low, high = axes.get_ylim()
         if threshold is not None and low / 30 < threshold < high * 30:
             axes.axhline(threshold, color=MUTED, linewidth=1, linestyle=DASHED, label=f"threshold {threshold:g}")
-            low, high = axes.get_ylim()
-        axes.yaxis.set_major_formatter(_power)
-        axes.yaxis.set_minor_formatter(_power if high < 10 * low else lambda value, at: "")  # else its own are formulas for TeX
+        logarithmic(axes, "y")
         _legend(axes, 5 if wide else 2)
 
     return both(name, f"{what} by layer", draw) if shown else ""
@@ -97,8 +88,7 @@ def kl_by_token(kl_ab: Divergence, kl_ba: Divergence) -> str:
                 edges = [bins[0][0], *(high for _, high, _ in bins)]
                 alpha, width = (0.75, 0) if filled else (None, 1.1)
                 axes.stairs([n for *_, n in bins], edges, fill=filled, label=label, color=colour, alpha=alpha, linewidth=width)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(_power)
+        logarithmic(axes, "x")
         top = axes.get_ylim()[1] * 1.12
         axes.set_ylim(0, top)
         for text, key, side, at in (("median", "50", "right", -3), ("99 %", "99", "left", 3)):

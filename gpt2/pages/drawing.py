@@ -14,7 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -111,6 +111,33 @@ def both(name: str, title: str, draw: Callable[[Axes, bool], None], height: floa
         return f'<div class="{kind}">{picture}</div>'
 
     return one("wide", WIDE[0] * share, WIDE[1]) + one("narrow", *NARROW)
+
+
+def logarithmic(axes: Axes, which: Literal["x", "y"]) -> None:
+    """Make an axis logarithmic, once its values are drawn, with three labels or more, such as 10⁻⁴ or 0.02."""
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
+    axes.set(**{f"{which}scale": "log"})
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    low, high = sorted(axis.get_view_interval())
+    for locator in (LogLocator(), LogLocator(subs=(1, 2, 5)), MaxNLocator(4, min_n_ticks=3)):
+        if sum(low <= tick <= high for tick in locator.tick_values(low, high)) >= 3:
+            break
+    axis.set_major_locator(locator)
+    axis.set_major_formatter(_power)
+    axis.set_minor_formatter(lambda value, at: "")  # its own are formulas for TeX
+
+
+def _power(value: float, _: object = None) -> str:
+    """Format a power of ten as 10⁻⁴, for an axis."""
+    exponent = round(math.log10(value)) if value > 0 else 0
+    plain = value <= 0 or abs(math.log10(value) - exponent) > 1e-6 or -4 < exponent < 4
+    return f"{value:g}" if plain else power_of_ten(exponent)
+
+
+def power_of_ten(exponent: int) -> str:
+    """Format ``-4`` as ``"10⁻⁴"``."""
+    return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def _inline(text: str, title: str) -> str:

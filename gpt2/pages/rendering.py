@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpt2.pages.drawing import LEVELS
+from gpt2.pages.drawing import LEVELS, power_of_ten
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,11 +64,6 @@ def number(value: float | None, form: str = "#.3g") -> str:
     digits, _, exponent = text.partition("e")
     digits = digits.removesuffix(".")
     return (f"{digits} × {power_of_ten(int(exponent))}" if exponent else digits).replace("-", "−")
-
-
-def power_of_ten(exponent: int) -> str:
-    """Format ``-4`` as ``"10⁻⁴"``."""
-    return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def percent(value: float | None, digits: int = 1) -> str:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".svg")
 SMOOTHED_POINTS = 40  # points of the averaged training curve; single points are drawn pale
-REACH = 0.8  # above the lowest held-out loss, in nats (or bits per byte)
 
 
 def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
@@ -44,12 +43,12 @@ def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
         if len(runs) == 1 and (expect := runs[0].setting("expect")):
             axes[0].axhline(expect, color=COLOURS[MUTED], lw=0.9, ls=(0, (4, 3)), label=f"expected {expect:g}")
         title = "Loss" if len(runs) > 1 else f"Loss of {runs[0].name}"
-        _finish(axes[0], [run.points("val_loss") for run in runs], title, _units(runs))
+        _finish(axes[0], title, _units(runs))
         if panels == 2:
             held_out = [run.points("val_bits_per_byte") for run in runs]
             for run, bits in zip(runs, held_out, strict=True):
                 axes[1].plot(*zip(*bits, strict=True), color=run.colour, lw=1.8, marker="o", ms=2.5, label=run.name)
-            _finish(axes[1], held_out, "Across tokenizers", "bits per byte, held out")
+            _finish(axes[1], "Across tokenizers", "bits per byte, held out")
         picture = io.BytesIO()
         metadata = {"Date": None} if out.suffix.lower() == ".svg" else None
         figure.savefig(picture, format=out.suffix[1:].lower(), metadata=metadata)
@@ -82,16 +81,8 @@ def _smoothed(points: Points) -> tuple[list[float], list[float]]:
     return list(steps), list(losses)
 
 
-def _finish(axes: Axes, held_out: Sequence[Points], title: str, unit: str) -> None:
-    """Label the axes, and cut off values far above the held-out losses after the first.
-
-    The first of a fine-tune is its base's, and mostly within reach.
-    """
-    later = [value for points in held_out for _, value in points[1:]]
-    if len(later) > 2:
-        bottom, top = axes.get_ylim()
-        first = [points[0][1] for points in held_out if points and points[0][1] < min(later) + REACH]
-        axes.set_ylim(bottom, min(top, max(max(later) + 0.4 * (max(later) - min(later)), *first, 0) + 0.05))
+def _finish(axes: Axes, title: str, unit: str) -> None:
+    """Label the axes."""
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold")
     axes.set(xlabel="step", ylabel=unit)
     axes.locator_params(axis="x", integer=True, min_n_ticks=1)

@@ -264,3 +264,12 @@ def test_an_axis_within_one_power_of_ten_has_numbers() -> None:
     for drawn in errors_by_layer("layers", [("stream", B, list(errors.items()))], 0.02).split(NARROW):  # a longer axis
         assert {"0.1", "0.01"} & set(labels := re.findall(r">([^<>]+)</text>", drawn))
         assert "0.09" not in labels
+
+
+@pytest.mark.parametrize("top", [0.02, 0.2, 2.0, 20.0, 2e6])
+def test_a_logarithmic_axis_has_three_labels(top: float) -> None:
+    """One of two decades had two labels, from which no value between can be read; one within a decade had none."""
+    errors = [("embed", 0.011), ("h.0.mid", 0.012), ("h.0", top)]
+    for drawn in errors_by_layer("layers", [("stream", B, errors)]).split(NARROW):
+        labels = [text for text in re.findall(r">([^<>\n]+)</text>", drawn) if re.fullmatch(r"[\d.e+]+|10[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", text)]
+        assert len(labels) >= 3, labels
