@@ -6,7 +6,6 @@ biases and positions in float32; tensors in the order of their Hugging Face name
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -57,12 +56,6 @@ def type_of(name: str, shape: Sequence[int], type: str) -> str:
         return "f32"
     row = shape[0] if name.startswith("h.") else shape[1]  # in the file, matrices are [out, in]
     return "f16" if row % KIND[type][1].block else type
-
-
-def stored_bytes(name: str, shape: Sequence[int], type: str) -> int:
-    """Return the bytes of a parameter in such a file."""
-    kind = KIND[type_of(name, shape, type)][1]
-    return math.prod(shape) // kind.block * kind.size
 
 
 def as_stored(name: str, tensor: Tensor, type: str) -> Tensor:

@@ -128,10 +128,10 @@ def _judged(args: argparse.Namespace, result: "Comparison | Comparisons", gates:
     write_result(args.json, result.to_json, lambda: result.print(Terminal()))
     if not_measured is not None:
         raise not_measured
-    for names, gates in judged.items():
-        for gate in gates:
-            print(f"{names}{gate.verdict}", file=sys.stderr)
-    return 1 if any(gate.met for gates in judged.values() for gate in gates) else 0
+    for names, each in judged.items():
+        for judgement in each:
+            print(f"{names}{judgement.verdict}", file=sys.stderr)
+    return 1 if any(judgement.met for each in judged.values() for judgement in each) else 0
 
 
 def _noise(args: argparse.Namespace) -> int:

@@ -10,10 +10,8 @@ order from the embeddings to the last norm, where the last figure is that of all
 
 from __future__ import annotations
 
-import time
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import reduce
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,14 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from gpt2.checkpoint.export import OF_DTYPE
-from gpt2.checkpoint.gguf_writer import TYPES, as_stored, stored_bytes
 from gpt2.checkpoint.keys import head_name, layer
-from gpt2.comparison.blame_result import Blame, Kept, Part, Precision
+from gpt2.comparison.blame_result import Blame, Part
 from gpt2.comparison.distributions import gain
-from gpt2.comparison.weights import Read
 from gpt2.config import GPT2Config
-from gpt2.int8 import rounded_parameter
 from gpt2.measure.estimates import Bootstrap
 from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.per_token import measure_rows
@@ -36,10 +30,6 @@ from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
 
 TOKENS = 2048  # tokens of the text that are used at most: enough for 64 blocks of the bootstrap
-HALVES_IN_TENSORS = 3  # halves of blocks whose tensors are measured one by one: those that carry most
-KEPT = 6  # parts that are kept in a's precision at most
-INT8 = "int8"
-HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class _Effect(NamedTuple):
@@ -57,37 +47,6 @@ def half_name(name: str) -> str:
     """Return the half of a block to which a parameter belongs: ``h.3.attn`` or ``h.3.mlp``, each with its norm."""
     number, module = layer(name), name.split(".")[2]
     return f"h.{number}.{'attn' if module in ('ln_1', 'attn') else 'mlp'}"
-
-
-def quantisation(a: Read, b: Read, changed: Collection[str]) -> str | None:
-    """Return the type to which b's parameters are a's, rounded, or None: of a GGUF file, "int8", or a dtype of all tensors."""
-    for type in (*TYPES, INT8, *HALVES):
-        if changed and next(beyond_rounding(a, b, changed, type), None) is None:
-            return type
-    return None
-
-
-def beyond_rounding(a: Read, b: Read, changed: Iterable[str], type: str) -> Iterator[str]:
-    """Yield the parameters of b that are not a's, rounded to a type of :func:`quantisation`."""
-    return (name for name in changed if not torch.equal(rounded(name, a(name), type), b(name).float()))
-
-
-def rounded(name: str, tensor: Tensor, type: str) -> Tensor:
-    """Return a parameter in float32, rounded to a type of :func:`quantisation`."""
-    if type in HALVES:
-        return tensor.to(HALVES[type]).float()
-    return rounded_parameter(name, tensor) if type == INT8 else as_stored(name, tensor, type)
-
-
-def _bytes(name: str, shape: Sequence[int], type: str) -> int:
-    entries = torch.Size(shape).numel()
-    if type in HALVES:
-        return 2 * entries
-    if type != INT8:
-        return stored_bytes(name, shape, type)
-    if len(shape) != 2 or name == "wpe.weight":
-        return 4 * entries
-    return entries + 4 * shape[1 if name.startswith("h.") else 0]  # a float32 scale per output
 
 
 class _Mixed:
@@ -125,7 +84,7 @@ class _Mixed:
         return kept[block]
 
     def logits(self, taken: Mapping[str, Tensor]) -> Tensor:
-        """Return logits (B, T, V) with the parameters ``taken``: those of a, of b, or others."""
+        """Return logits (B, T, V) with the parameters ``taken``, each that of a or of b."""
         last = len(self.stages) - 1
         of_a, of_b = self._first_differing(taken, self.a), self._first_differing(taken, self.b)
         stage = min(last, max(of_a, of_b))
@@ -164,14 +123,11 @@ def find_blame(
     ``a`` and ``b`` read a parameter by its name, of the same ``names`` and shapes; all is computed in float32, or in float64
     where a has float64 weights. Unchanged tensors are held once.
     """
-    started = time.perf_counter()
     weights_a: dict[str, Tensor] = {}
     weights_b: dict[str, Tensor] = {}
-    dtypes: set[torch.dtype] = set()
     for name in names:
         progress(f"blame: reading {name}")
         tensor = a(name)
-        dtypes.add(tensor.dtype)
         weights_a[name] = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         other = b(name).to(weights_a[name].dtype)
         weights_b[name] = weights_a[name] if torch.equal(weights_a[name], other) else other
@@ -184,18 +140,8 @@ def find_blame(
     measure([frozenset(changed), *parts.values(), *in_order, *halves.values()])
     levels = [measure.part(name, own, upto) for (name, own), upto in zip(parts.items(), in_order, strict=True)]
     half_parts = [measure.part(name, own) for name, own in halves.items()]
-    heaviest = sorted(half_parts, key=lambda part: -part.alone.value)[:HALVES_IN_TENSORS]
-    single = [name for part in heaviest for name in names if name in halves[part.name]]
-    measure([frozenset({name}) for name in single])
-    tensors = [measure.part(name, frozenset({name})) for name in single]
-    type = quantisation(weights_a.__getitem__, weights_b.__getitem__, changed)
-    own_type = OF_DTYPE[reduce(torch.promote_types, dtypes)]
-    kept = () if type is None else _kept(measure, parts, levels, type, own_type)
-    precisions = () if type is None else _precisions(measure, own_type)
-    whole = measure.part("", frozenset(changed))
-    levels_down = tuple(levels), tuple(half_parts), tuple(sorted(tensors, key=lambda part: -part.alone.value))
-    passes, seconds = mixed.blocks_run / config.n_layer / len(measure.batches), time.perf_counter() - started
-    return Blame(measure.tokens, *levels_down, whole.alone, whole.gain, type, kept, precisions, passes, seconds)
+    whole, passes = measure.part("", frozenset(changed)), mixed.blocks_run / config.n_layer / len(measure.batches)
+    return Blame(measure.tokens, tuple(levels), tuple(half_parts), whole.alone, whole.gain, passes)
 
 
 class _Measured:
@@ -210,14 +156,10 @@ class _Measured:
 
     def __call__(self, sets: Sequence[frozenset[str]]) -> None:
         """Measure b's parameters in each of these sets."""
-        wanted = [names for names in dict.fromkeys(sets) if names not in self.effects]
-        taken = [ChainMap({name: self.mixed.b[name] for name in names}, self.mixed.a) for names in wanted]
-        self.effects |= dict(zip(wanted, self.of(taken), strict=True))
-
-    def of(self, models: Sequence[Mapping[str, Tensor]]) -> list[_Effect]:
-        """Measure models, given by their parameters, against a."""
+        wanted = list(dict.fromkeys(sets))
+        models = [ChainMap({name: self.mixed.b[name] for name in names}, self.mixed.a) for names in wanted]
         effects: list[list[_Effect]] = [[] for _ in models]
-        for number, (inputs, group) in enumerate(self.batches if models else []):
+        for number, (inputs, group) in enumerate(self.batches):
             self.mixed.start(inputs)
             reference = self.mixed.logits(self.mixed.a)
             for place, taken in enumerate(models):
@@ -229,7 +171,8 @@ class _Measured:
                     rows_a, rows_b = (each[row, first:, : self.vocab] for each in (reference, logits))
                     logp_a, logp_b, kl, *_ = measure_rows(rows_a, rows_b, targets, 1)
                     effects[place].append(_Effect(kl, gain(logp_a, logp_b)))
-        return [_Effect(*map(torch.cat, zip(*parts, strict=True))) for parts in effects]
+        joined = [_Effect(*map(torch.cat, zip(*parts, strict=True))) for parts in effects]
+        self.effects = dict(zip(wanted, joined, strict=True))
 
     def part(self, name: str, own: frozenset[str], upto: frozenset[str] | None = None) -> Part:
         alone, mean = self.effects[own], self.bootstrap.mean
@@ -238,37 +181,3 @@ class _Measured:
 
 def _grouped(names: Sequence[str], group: Callable[[str], str]) -> dict[str, frozenset[str]]:
     return {part: frozenset(name for name in names if group(name) == part) for part in dict.fromkeys(map(group, names))}
-
-
-def _kept(
-    measure: _Measured, parts: Mapping[str, frozenset[str]], levels: Sequence[Part], type: str, own: str
-) -> tuple[Kept, ...]:
-    """Keep the parts in a's precision that carry most for their bytes: one, two, and so on."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in measure.mixed.a.items()}
-
-    def more(names: Collection[str]) -> int:
-        return sum(_bytes(name, shapes[name], own) - _bytes(name, shapes[name], type) for name in names)
-
-    changed = frozenset().union(*parts.values())
-    same = [name for name in shapes if name not in changed and more([name]) > 0]  # b has them in a's precision already
-    before = tuple(dict.fromkeys(map(part_name, same)))
-    ordered = [part.name for part in sorted(levels, key=lambda part: -part.alone.value / max(1, more(parts[part.name])))]
-    small = sum(_bytes(name, shape, type) for name, shape in shapes.items()) + more(same)
-    choices = [ordered[:count] for count in range(min(KEPT, len(ordered) - 1) + 1)]
-    left = [changed - frozenset().union(*(parts[name] for name in choice)) for choice in choices]
-    measure(left)
-    means = [measure.bootstrap.mean(measure.effects[names].kl) for names in left]
-    rows = zip(choices, left, means, strict=True)
-    return tuple(Kept((*before, *choice), small + more(changed - names), kl) for choice, names, kl in rows)
-
-
-def _precisions(measure: _Measured, own: str) -> tuple[Precision, ...]:
-    """Round a's parameters to every type that takes fewer bytes than its own."""
-    weights, found = measure.mixed.a, []
-    for each in (*TYPES, INT8):
-        size = sum(_bytes(name, tensor.shape, each) for name, tensor in weights.items())
-        if size < sum(_bytes(name, tensor.shape, own) for name, tensor in weights.items()):
-            measure.progress(f"blame: rounding to {each}")
-            (effect,) = measure.of([{name: rounded(name, tensor, each).to(tensor.dtype) for name, tensor in weights.items()}])
-            found.append(Precision(each, size, measure.bootstrap.mean(effect.kl)))
-    return tuple(sorted(found, key=lambda precision: -precision.bytes))

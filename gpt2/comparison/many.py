@@ -14,7 +14,6 @@ from torch import Tensor
 
 from gpt2.checkpoint.keys import expected
 from gpt2.comparison import page  # noqa: F401 - gives Comparisons their page
-from gpt2.comparison.blame import quantisation
 from gpt2.comparison.compatibility import Compatibility, compatibility, on_text, parameters_of_both
 from gpt2.comparison.distributions import Language, gain, perplexity_ratio, summarise
 from gpt2.comparison.loaded import Loaded, alone
@@ -24,7 +23,7 @@ from gpt2.comparison.passage import Passage, Settings, open_passage
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide, readers
 from gpt2.comparison.sides.opening import open_sides
 from gpt2.comparison.sides.side import Side, Tokenizers, environment_of, first_tokenizer, vocabulary
-from gpt2.comparison.weights import distance, weights_norm
+from gpt2.comparison.weights import distance, quantisation, weights_norm
 from gpt2.errors import InputError
 from gpt2.measure.estimates import Bootstrap
 from gpt2.measure.last_words import LastWord

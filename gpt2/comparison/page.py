@@ -22,7 +22,7 @@ from gpt2.pages.drawing import A, B
 from gpt2.pages.rendering import number, percent, render, short_names, visible
 from gpt2.pages.reports import page_of
 
-CHARTS = ("layers", "numerics", "histogram", "blame", "halves", "tensors")
+CHARTS = ("layers", "numerics", "histogram", "blame", "halves")
 
 
 @page_of(Comparison)
@@ -86,7 +86,6 @@ def pictures(comparison: Comparison, names: tuple[str, str]) -> dict[str, str]:
         shown = {
             "blame": blame.parts,
             "halves": blame.halves[1:] and blame.halves,
-            "tensors": blame.tensors[1:] and blame.tensors,
         }
         drawn |= {name: charts.part_bars(parts, name) for name, parts in shown.items()}
     return drawn

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpt2.checkpoint.keys import expected, layer
 from gpt2.comparison import page  # noqa: F401 - gives a Comparison its page
 from gpt2.comparison.activations import THRESHOLD, Numerics, compare_activations
-from gpt2.comparison.blame import beyond_rounding, find_blame, quantisation
+from gpt2.comparison.blame import find_blame
 from gpt2.comparison.blame_result import Blame
 from gpt2.comparison.cases import compare_cases
 from gpt2.comparison.compatibility import Compatibility, compatibility, on_text, parameters_of_both, require_same_function
@@ -28,7 +28,7 @@ from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule,
 from gpt2.comparison.sides.opening import open_sides
 from gpt2.comparison.sides.port import RunningPort
 from gpt2.comparison.sides.side import Running, Shown, Side, environment_of, first_tokenizer, require_head, vocabulary
-from gpt2.comparison.weights import WeightChanges, compare_weights
+from gpt2.comparison.weights import WeightChanges, beyond_rounding, compare_weights, quantisation
 from gpt2.comparison.words import Words, compare_words
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError

@@ -150,7 +150,7 @@ class Comparison(Printed):
         if self.cases is not None and (self.cases.lost or self.cases.gained):
             yield "Cases", "right in one, wrong in the other; probability of the answer", [self.cases.table()]
         if self.blame is not None:
-            yield "Blame", "KL that each part of b brings into a, in nats a token", self.blame.rows(self.a.name)
+            yield "Blame", "KL that each part of b brings into a, in nats a token", self.blame.rows()
 
     def _subjects(self) -> str:
         vocabularies = self.compatibility.vocabularies

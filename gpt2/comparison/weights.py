@@ -7,15 +7,19 @@ that rounding alone could produce are not counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from gpt2.checkpoint.gguf_writer import TYPES, as_stored
+from gpt2.int8 import rounded_parameter
 from gpt2.measure.metrics import Progress, cosine, silent
 
+INT8 = "int8"
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 CHUNK = 1 << 18  # entries compared at a time: their float64 copies stay in the cache
 
 Read = Callable[[str], Tensor]  # parameter's name -> its tensor, of any floating dtype
@@ -262,3 +266,23 @@ def effective_rank(values: Tensor) -> float:
         return 0.0
     share = values / total
     return float(torch.special.entr(share).sum().exp())
+
+
+def quantisation(a: Read, b: Read, changed: Collection[str]) -> str | None:
+    """Return the type to which b's parameters are a's, rounded, or None: of a GGUF file, "int8", or a dtype of all tensors."""
+    for type in (*TYPES, INT8, *HALVES):
+        if changed and next(beyond_rounding(a, b, changed, type), None) is None:
+            return type
+    return None
+
+
+def beyond_rounding(a: Read, b: Read, changed: Iterable[str], type: str) -> Iterator[str]:
+    """Yield the parameters of b that are not a's, rounded to a type of :func:`quantisation`."""
+    return (name for name in changed if not torch.equal(rounded(name, a(name), type), b(name).float()))
+
+
+def rounded(name: str, tensor: Tensor, type: str) -> Tensor:
+    """Return a parameter in float32, rounded to a type of :func:`quantisation`."""
+    if type in HALVES:
+        return tensor.to(HALVES[type]).float()
+    return rounded_parameter(name, tensor) if type == INT8 else as_stored(name, tensor, type)

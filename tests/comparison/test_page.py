@@ -18,7 +18,7 @@ from support.browser import Browser, in_a_browser
 from support.pages import ATTACK, Parts, assert_whole_by_itself
 
 from gpt2.comparison.activations import Numerics
-from gpt2.comparison.blame_result import Blame, Kept, Part, Precision
+from gpt2.comparison.blame_result import Blame, Part
 from gpt2.comparison.charts import errors_by_layer
 from gpt2.comparison.page import heat_scale, heat_shade, page
 from gpt2.comparison.results import Comparison
@@ -39,14 +39,9 @@ BLAME = Blame(
     tokens=199,
     parts=(Part("wte", 1, SMALL, SMALL, SMALL), Part("h.0", 4, SMALL, SMALL, SMALL)),
     halves=(),
-    tensors=(),
     whole=SMALL,
     gain=SMALL,
-    quantised="q8_0",
-    kept=(Kept((), 1000, SMALL), Kept(("h.0",), 1500, Estimate(4e-5, 3e-5, 5e-5))),
-    precisions=(Precision("f16", 2000, SMALL),),
     passes=7.0,
-    seconds=0.5,
 )
 
 
@@ -76,12 +71,12 @@ def few(found: Comparison, **changes: Any) -> Parts:
 
 
 def test_the_section_of_blame(found: Comparison) -> None:
-    """Parts, what to keep and the command for it; where no tensor changed it says so, and it is absent without --blame."""
+    """Parts, and the one that carries most; where no tensor changed it says so, and it is absent without --blame."""
     parts = few(found, blame=BLAME)
     assert "blame" in parts.ids
-    assert "--format gguf --type q8_0 --keep h.0" in parts.text
+    assert "carries most alone, 0.000100" in parts.text
     assert "--blame" in parts.text
-    same = replace(BLAME, parts=(), kept=(), precisions=(), quantised=None)
+    same = replace(BLAME, parts=())
     assert "no part of B carries anything" in few(found, blame=same).text
 
 
