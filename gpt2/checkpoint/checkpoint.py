@@ -72,8 +72,8 @@ class Checkpoint(ABC):
             model = model_with(self.config, ((name, read(name, dtype).to(device)) for name in names))
             if torch.finfo(dtype).max < torch.finfo(self.stored).max and look(model.named_parameters()).damage:
                 found, rest = self.look(), f"if that is damage, {ADVICE}; else load it in float32"
-                small = f"{found.worst}, too large for {str(dtype).removeprefix('torch.')}; {rest}"
-                raise CheckpointError(f"{self.name}: {f'holds {found.damage}; {ADVICE}' if found.damage else small}")
+                narrow = f"{found.worst}, too large for {str(dtype).removeprefix('torch.')}; {rest}"
+                raise CheckpointError(f"{self.name}: {f'holds {found.damage}; {ADVICE}' if found.damage else narrow}")
         model.name = self.name
         return model
 

@@ -20,7 +20,7 @@ from support.ports import CONFIGS, PORTS, Port, logits
 from torch import Tensor, nn
 
 import gpt2
-from gpt2 import GPT2, InputError, checkpoint_of
+from gpt2 import GPT2, InputError, checkpoint_of, diagnose, load_into
 from gpt2.checkpoint.checkpoint import Checkpoint, model_with
 from gpt2.config import ACTIVATIONS, GPT2Config
 from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
@@ -29,6 +29,7 @@ from gpt2.port.mapping.mapping import ZERO, Mapping
 
 CONFIG = GPT2Config(50, 12, 16, 2, 4, bos_token_id=None, eos_token_id=None)
 FLOAT64 = {name for name, port in PORTS.items() if not port.exact}  # in float32 they hold other numbers than the checkpoint's
+NOT = "GPT2: cannot become a GPT-2 checkpoint: "
 POSITIONS = {"heads": 1, "lecture": 1, "functions": 1}  # rows of their own beyond the checkpoint's
 PADDED = {"interleaved": 64}  # the multiple to which a vocabulary is padded
 
@@ -254,6 +255,17 @@ def broken(value: float) -> nn.Module:
     return module
 
 
+class Cropped(GPT2):
+    """Returns fewer logits than its embedding has rows."""
+
+    def __init__(self, config: GPT2Config, logits: int) -> None:
+        super().__init__(config)
+        self.logits = logits
+
+    def forward(self, ids: Tensor, **_: Any) -> Tensor:
+        return super().forward(ids)[..., : self.logits]
+
+
 class OnlyFloat32(GPT2):
     def forward(self, ids: Tensor, **_: Any) -> Tensor:
         if self.wte.weight.dtype != torch.float32:
@@ -270,12 +282,27 @@ class OnlyFloat32(GPT2):
             OnlyFloat32(CONFIG),
             "OnlyFloat32: its forward fails in float64 (TypeError: float32, please (test_checkpoint_of.py, line ",
         ),
-        (broken(torch.inf), "GPT2: cannot become a GPT-2 checkpoint: h.1.mlp.c_fc.weight (h.1.mlp.c_fc.weight) holds NaN or inf"),
+        (broken(torch.inf), f"{NOT}h.1.mlp.c_fc.weight holds a damaged value: h.1.mlp.c_fc.weight[3, 4] is inf, not finite"),
+        (broken(1e38), f"{NOT}h.1.mlp.c_fc.weight holds a damaged value: h.1.mlp.c_fc.weight[3, 4] is 1e+38, too large"),
         (adapted(0.1), "GPTModel: cannot become a GPT-2 checkpoint: your module has low-rank adapters (blocks.0."),
     ],
 )
 def test_a_module_that_cannot_be_read_is_refused_in_one_line(module: nn.Module, message: str) -> None:
     assert refusal(checkpoint_of, module).startswith(message)
+
+
+def test_as_many_logits_as_rows_of_the_embedding() -> None:
+    """A module of 2,048 tokens that returned 7 logits was written as a model of 7 tokens, and diagnosed as equal to one."""
+    config = replace(CONFIG, vocab_size=2048)
+    for count in (7, 1023):
+        said = refusal(checkpoint_of, Cropped(config, count))
+        assert f"it returns {count:,} logits and embeds 2,048 tokens" in said
+    small = GPT2(replace(config, vocab_size=7))
+    assert "it returns 7 logits and embeds 2,048 tokens" in refusal(diagnose, Cropped(config, 7), small)
+    report = load_into(Cropped(config, 7), small)
+    assert "it returns 7 logits and embeds 2,048 tokens" in report.problems[0]
+    for count in (2041, 2048):  # the rest is padding, to a round number
+        assert checkpoint_of(Cropped(config, count)).config.vocab_size == count
 
 
 def test_notes_say_what_was_left_out_or_differs(folder: Path) -> None:

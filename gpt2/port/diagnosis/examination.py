@@ -31,7 +31,7 @@ from gpt2.port.diagnosis.report import SURE, Diagnosis, Divergence
 from gpt2.port.diagnosis.runs import Runs, named
 from gpt2.port.diagnosis.weights import WeightComparison
 from gpt2.port.mapping import ROUNDED_CONSTANT
-from gpt2.port.mapping.departures import SHARED, other_sizes, structural_causes
+from gpt2.port.mapping.departures import SHARED, other_sizes, rows_apart, structural_causes
 from gpt2.port.mapping.filling import fill, put
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.mapping.overwritten import overwritten
@@ -197,6 +197,8 @@ class Examination:
                 )
                 raise InputError(f"{self.who}: {self.not_gpt2 or 'its parts are not recognised'}, {words}")
             return Own(self.state, {}, {}), None
+        if apart := rows_apart(self.mapping.anatomy):
+            raise InputError(f"{self.who}: {apart}")
         for what, size, wanted in other_sizes(self.mapping):
             if what != "number of blocks":
                 words = f"its {what} is {size:,}, the checkpoint's {wanted:,}; build it with the checkpoint's sizes"

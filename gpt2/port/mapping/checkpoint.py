@@ -24,6 +24,7 @@ from gpt2.checkpoint.containers.gguf_file import NoTokenizer
 from gpt2.checkpoint.keys import head_name
 from gpt2.checkpoint.saving import DTYPE_NAMES
 from gpt2.config import ACTIVATIONS, GPT2Config
+from gpt2.damage import look
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.measure.metrics import FLOAT64_BOUND
@@ -31,7 +32,8 @@ from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.flow import Flow
 from gpt2.port.anatomy.stream import NotGPT2, Stream
 from gpt2.port.mapping import ROUNDED_CONSTANT, Check, worst_error
-from gpt2.port.mapping.departures import structural_causes
+from gpt2.port.mapping.departures import rows_apart, structural_causes
+from gpt2.port.mapping.departures import vocabulary as vocabulary_of
 from gpt2.port.mapping.filling import put
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.mapping.reading import Own, own_weights
@@ -110,7 +112,9 @@ def _anatomy(module: nn.Module, name: str) -> Anatomy:
 
 def _sizes(anatomy: Anatomy) -> GPT2Config:
     """Return a config with the module's sizes, and defaults elsewhere."""
-    vocabulary = anatomy.stream.vocabulary if anatomy.head is None else len(anatomy.head)
+    if apart := rows_apart(anatomy):
+        raise NotGPT2(apart)
+    vocabulary = vocabulary_of(anatomy)
     positions = 1 if anatomy.positions is None else len(anatomy.positions.rows)
     inner = sum(len(part.columns) for part in anatomy.parts if part.part == "mlp.c_fc" and part.layer == 0)
     end, heads = END if vocabulary > END else None, len(anatomy.attentions[0].heads)
@@ -144,8 +148,8 @@ class _Reading:
         for key, placed in own.placed.items():
             if placed.ndim > 1 and not bool(placed.all()):
                 raise NotGPT2(f"no parameter takes the place of {f'a part of {key}' if bool(placed.any()) else key}")
-            if not bool(own.weights[key].isfinite().all()):
-                raise NotGPT2(f"{own.names[key]} ({key}) holds NaN or infinity")
+            if damage := look([(key, own.weights[key])]).damage:
+                raise NotGPT2(f"{own.names[key]} holds {damage}")
         self.check = Check(self.mapping, own.weights, {})
 
     def _own(self) -> Own:

@@ -53,6 +53,14 @@ def vocabulary(anatomy: Anatomy) -> int:
     return anatomy.stream.vocabulary if anatomy.head is None else len(anatomy.head)
 
 
+def rows_apart(anatomy: Anatomy) -> str:
+    """Say that a port returns fewer logits than its embedding has rows; "" if it does not, or if the rest is padding."""
+    rows, logits = anatomy.stream.vocabulary, vocabulary(anatomy)
+    padded = rows % 8 == 0 and rows - logits < min(1024, logits)
+    advice = "return one logit for each row, or cut the embedding to the rows that count"
+    return "" if padded or logits >= rows else f"it returns {logits:,} logits and embeds {rows:,} tokens; {advice}"
+
+
 def structural_causes(mapping: Mapping) -> Iterator[PlacedCause]:
     """Yield the faults in a port's connections; less certain than a walk's causes, since nothing was recomputed."""
     anatomy, config = mapping.anatomy, mapping.config

@@ -12,7 +12,7 @@ from torch import Tensor
 from gpt2.checkpoint.keys import layer as layer_of
 from gpt2.port.diagnosis.causes import PlacedCause, merge_blocks
 from gpt2.port.diagnosis.places import Place, forward_rank, joined
-from gpt2.port.mapping.departures import missing_entries, other_sizes, structural_causes, vocabulary
+from gpt2.port.mapping.departures import missing_entries, other_sizes, rows_apart, structural_causes, vocabulary
 from gpt2.port.mapping.filling import Filled
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.dataflow import Source
@@ -38,6 +38,7 @@ class Remarks:
         for cause in causes:
             self.unfilled |= {place.name: cause.detail for place in cause.places if cause.id == "extra-norm"}
         self.problems += [f"your {what} is {size:,}, the checkpoint's {of:,}" for what, size, of in other_sizes(self.mapping)]
+        self.problems += [apart] if (apart := rows_apart(anatomy)) else []
         unnormed = {place for cause in causes if cause.id in ("norm-missing", "final-norm-missing") for place in cause.places}
         listed = [cause for cause in (*causes, *self._missing(unnormed)) if cause.id != "extra-norm"]
         layers = self.mapping.config.n_layer
