@@ -22,7 +22,7 @@ def assert_same(
         a, b, on, tokens, cases: as for :func:`gpt2.compare`.
         limits: the largest ``kl``, ``kl_max`` or ``js`` (nats), ``perplexity_ratio``, ``weights``, ``activation`` or ``logit``
             (relative errors) or ``beyond_rounding`` (tensors) that passes, or the smallest ``same_top`` (a fraction); of
-            the cases the largest ``lost_cases``, or the smallest ``exact_match`` or ``answer_ratio``. At least one.
+            the cases the largest ``lost_cases``, or the smallest ``exact_match``, ``contains`` or ``answer_ratio``. At least one.
 
     A metric with a 95 % interval passes only if the whole interval does, as with ``gpt2 compare --fail-if``.
 
@@ -38,7 +38,7 @@ def assert_same(
 
     if not limits:
         raise InputError(f"assert_same needs a limit, such as kl=1e-3; there are {', '.join(METRICS)}")
-    least = ("same_top", "exact_match", "answer_ratio")
+    least = ("same_top", "exact_match", "contains", "answer_ratio")
     gates = [Gate.parse(f"{metric}{'<' if metric in least else '>'}{limit!r}") for metric, limit in limits.items()]
     comparison = compare(a, b, Settings(on=on, tokens=tokens), cases=cases)
     judged = [gate.judge(comparison) for gate in gates]

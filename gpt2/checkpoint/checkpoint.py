@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from gpt2.checkpoint.containers import gguf_file, whole
+from gpt2.checkpoint.containers import gguf_file, read_json, whole
 from gpt2.checkpoint.download import repository_files
 from gpt2.checkpoint.files import ADAPTER, config_of, files_of, folder_of, is_adapter, open_weights
 from gpt2.checkpoint.keys import HEAD, expected
@@ -90,6 +90,15 @@ class Checkpoint(ABC):
             return None
 
 
+@dataclass(frozen=True, eq=False)
+class ClassifierHead:
+    """A classifier's head on the last token of a text: the names of its C classes, and a map (C, D) with or without a bias."""
+
+    classes: tuple[str, ...]
+    weight: Tensor
+    bias: Tensor | None
+
+
 @dataclass(frozen=True)
 class StoredCheckpoint(Checkpoint):
     """A checkpoint in a local directory or file; ``assignment`` maps parameters to tensors."""
@@ -102,6 +111,18 @@ class StoredCheckpoint(Checkpoint):
     def extra(self) -> dict[str, Tensor]:
         """The tensors of other heads beside the language model, such as a classifier's, by their keys."""
         return {key: self.assignment.files[key].read(key) for key in self.assignment.extra}
+
+    @property
+    def classifier(self) -> ClassifierHead | None:
+        """The head ``score`` of transformers' GPT2ForSequenceClassification, with the names that the config gives the classes."""
+        key = next((key for key in self.assignment.extra if f".{key}".endswith(".score.weight")), None)
+        if key is None:
+            return None
+        weight, config = (held := self.extra)[key], (self.path if self.path.is_dir() else self.path.parent) / "config.json"
+        names = read_json(config).get("id2label") if config.is_file() else None
+        names = names if isinstance(names, dict) else {}
+        classes = tuple(str(names.get(str(index), f"LABEL_{index}")) for index in range(len(weight)))
+        return ClassifierHead(classes, weight, held.get(key.removesuffix("weight") + "bias"))
 
     @property
     def container(self) -> str:

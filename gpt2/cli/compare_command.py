@@ -36,9 +36,10 @@ EXAMPLES = """\
 
 METRIC of --fail-if: kl, kl_max, js (nats a token), same_top (a fraction), perplexity_ratio (B over A), weights (norm of the
 change over the norm), beyond_rounding (tensors of B that are not A's, rounded to one type, and settings that differ), activation
-(the largest relative error), logit (that of the logits); of --cases exact_match (the fraction that B has right), lost_cases (that
-A has right and B wrong), answer_ratio (probability of the answers, B over A). OP: >, >=, <, <=. A metric with a 95 % interval is
-judged by its far end (the upper one for >, the lower one for <), so a build passes only if the whole interval does.
+(the largest relative error), logit (that of the logits); of --cases exact_match (the fraction that B has right), contains (of B's
+answers that hold the expected text), lost_cases (that A has right and B wrong), answer_ratio (probability of the expected texts,
+B over A). OP: >, >=, <, <=. A metric with a 95 % interval is judged by its far end (the upper one for >, the lower one for <), so
+a build passes only if the whole interval does.
 
 exit code: 0 whatever the models are, but 1 if a --fail-if is met; 2 for bad input, also if the metric of a --fail-if cannot be
 measured between these models, or a file is not whole"""
@@ -69,7 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fail-if", action="append", default=[], metavar="EXPR", help=help)
     add_set(parser)
     parser.add_argument("--blame", action="store_true", help="also put parts of B into A, and measure what each carries")
-    parser.add_argument("--cases", metavar="FILE", help="also score both on your own questions: a .jsonl of prompt and expected")
+    parser.add_argument(
+        "--cases",
+        metavar="FILE",
+        help="also ask both your own questions: a .jsonl of prompt and expected, or of text and label for classifiers",
+    )
     help = "of A alone: what rounding explains, beside a batch, padding and another dtype; of an engine, a batch"
     parser.add_argument("--noise", action="store_true", help=help)
     parser.add_argument("--save", metavar="FILE", help="keep what A shows on the text, for a side trace:FILE (.safetensors)")

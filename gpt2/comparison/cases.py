@@ -1,37 +1,45 @@
-"""Compare two models on the user's own questions: which cases turned from right to wrong, and back (``--cases``).
+"""Compare two models on the user's own questions, or labelled texts: which turned from right to wrong, and back (``--cases``).
 
-A case is a prompt and the text that is expected after it. It is right if greedy decoding begins with that text, which one forward
-pass shows: each of its tokens is the likeliest one. The prompt is encoded apart from the answer, as in training, in the model's
-chat format where it has one; elsewhere a space is put between two words, as in "The capital is", "Paris".
+A question is a prompt and the text that is expected after it. It is right if greedy decoding answers with that text, and nothing
+else, up to the end of a text that the model writes; spaces around both do not count. The prompt is encoded apart from the answer,
+as in training, in the model's chat format where it has one; elsewhere a space is put between two words, as in "The capital is",
+"Paris". A labelled text is right if a classifier's likeliest class is its label; a model without a classifier's head is asked
+which label is likeliest after the text.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
+from gpt2.comparison.loaded import Loaded
 from gpt2.data import Tokenizer
 from gpt2.data.tables import READERS, records
 from gpt2.errors import InputError
 from gpt2.measure.estimates import Bootstrap, Estimate
-from gpt2.measure.last_words import last_words_change, score_pairs
-from gpt2.measure.metrics import Logits, Progress
+from gpt2.measure.last_words import LastWord, last_words_change, score_pairs, score_targets, scored
+from gpt2.measure.metrics import Progress
 from gpt2.pages.rendering import visible
 from gpt2.pages.reports import data_table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-FIELDS = ("prompt", "expected")
-SHOWN = 10  # cases that a table lists
+FIELDS, LABELLED = ("prompt", "expected"), ("text", "label")  # the second as training a classifier reads them
+SHOWN = 10  # cases of a kind that a table lists
+ROOM = 32  # tokens of an answer beyond twice those of the expected text
 
 
 @dataclass(frozen=True)
 class Case:
-    """One question; the probabilities are those of the whole expected text."""
+    """One question, or a labelled text; the probabilities are those of the whole expected text, or of the label."""
 
     prompt: str
     expected: str
@@ -39,13 +47,21 @@ class Case:
     right_b: bool
     probability_a: float
     probability_b: float
+    answer_a: str  # the whole answer without spaces around it, or the class; "..." behind one that did not end
+    answer_b: str
+
+    @property
+    def kind(self) -> str:
+        """What became of it from A to B."""
+        return ("right" if self.right_b else "lost") if self.right_a else "gained" if self.right_b else "wrong"
 
 
 @dataclass(frozen=True)
 class Cases:
     """Two models on the same cases, with 95 % intervals, paired by case: the fraction that each has right and B's gain.
 
-    ``likelier`` is B's probability of an expected text over A's, the geometric mean.
+    ``likelier`` is B's probability of an expected text over A's, the geometric mean. ``contains_a`` and ``contains_b`` are the
+    fractions of answers that hold the expected text, whatever else; None of labelled texts.
     """
 
     file: str
@@ -54,58 +70,110 @@ class Cases:
     right_b: Estimate
     gain: Estimate
     likelier: Estimate
+    contains_a: Estimate | None
+    contains_b: Estimate | None
 
     @property
     def lost(self) -> tuple[Case, ...]:
         """What A has right and B wrong."""
-        return tuple(case for case in self.cases if case.right_a and not case.right_b)
+        return tuple(case for case in self.cases if case.kind == "lost")
 
     @property
     def gained(self) -> tuple[Case, ...]:
-        return tuple(case for case in self.cases if case.right_b and not case.right_a)
+        return tuple(case for case in self.cases if case.kind == "gained")
+
+    @property
+    def by_kind(self) -> tuple[Case, ...]:
+        """All of them: those that turned first, then the wrong ones."""
+        return tuple(sorted(self.cases, key=lambda case: ("lost", "gained", "wrong", "right").index(case.kind)))
 
     def table(self) -> Table:
-        """Return the cases that changed, those that were lost first."""
-        turned = [("lost", case) for case in self.lost[:SHOWN]] + [("gained", case) for case in self.gained[:SHOWN]]
-        rows = (
-            (kind, visible(case.prompt), visible(case.expected), f"{case.probability_a:.1%}", f"{case.probability_b:.1%}")
-            for kind, case in turned
-        )
-        return data_table("", "prompt", "expected", "a", "b", wrap=True, rows=rows)
+        """Return the cases that are not right in both, some of each kind."""
+        kinds = itertools.groupby(self.by_kind, lambda case: case.kind)
+        shown = [case for kind, cases in kinds if kind != "right" for case in itertools.islice(cases, SHOWN)]
+        texts = ((case.prompt, case.expected, case.answer_a, case.answer_b) for case in shown)
+        chances = (f"{case.probability_a:.1%} → {case.probability_b:.1%}" for case in shown)
+        rows = ((case.kind, *map(visible, each), chance) for case, each, chance in zip(shown, texts, chances, strict=True))
+        asked = LABELLED if self.contains_a is None else FIELDS
+        return data_table("", *asked, "a answers", "b answers", f"probability of {asked[1]}", wrap=True, rows=rows)
 
 
-def read_cases(path: str) -> list[tuple[str, str]]:
-    """Read (prompt, expected) from a table. Raises InputError: no such file, another kind of file, a field that is not text."""
+class _Said(NamedTuple):
+    """What one model answered."""
+
+    scored: LastWord
+    answers: Sequence[str]
+    contains: Estimate | None
+
+
+def read_cases(path: str) -> tuple[list[tuple[str, str]], bool]:
+    """Read (prompt, expected), or (text, label), from a table; return them, and whether they are labelled texts.
+
+    Raises InputError: no such file, another kind of file, a field that is not text.
+    """
     file = Path(path).expanduser()
+    wanted = f"{' and '.join(FIELDS)}, both text, or {' and '.join(LABELLED)}"
     if file.suffix.lower() not in READERS or not file.exists():
-        raise InputError(f"--cases {path}: give a .jsonl, .csv or .parquet file with the fields {' and '.join(FIELDS)}")
-    cases = []
+        raise InputError(f"--cases {path}: give a .jsonl, .csv or .parquet file with the fields {wanted}")
+    cases, labelled = list[tuple[str, str]](), False
     for where, record in records(file):
-        prompt, expected = (record.get(field) for field in FIELDS)
+        labelled = labelled if cases else not {*FIELDS} <= {*record} and {*LABELLED} <= {*record}
+        prompt, expected = (record.get(field) for field in (LABELLED if labelled else FIELDS))
+        expected = str(expected) if labelled and isinstance(expected, int) else expected
         if not isinstance(prompt, str) or not isinstance(expected, str) or not prompt or not expected.strip():
-            raise InputError(f"{where}: a case needs {' and '.join(FIELDS)}, both text; it has {', '.join(map(str, record))}")
+            raise InputError(f"{where}: a case needs {wanted}; it has {', '.join(map(str, record))}")
         cases.append((prompt, expected))
     if not cases:
         raise InputError(f'--cases {path}: holds no case; write one a line, as in {{"prompt": "2+2=", "expected": "4"}}')
-    return cases
+    return cases, labelled
 
 
-def compare_cases(path: str, models: Sequence[tuple[Logits, Tokenizer, int]], *, seed: int, progress: Progress) -> Cases:
-    """Score two models, each given as (logits, tokenizer, context), on the cases of a file."""
-    cases = read_cases(path)
+@torch.inference_mode()
+def compare_cases(path: str, models: tuple[Loaded, Loaded], *, seed: int, progress: Progress) -> Cases:
+    """Ask two models the cases of a file. Raises InputError: one cannot be asked, or a case does not fit it."""
+    cases, labelled = read_cases(path)
     bootstrap = Bootstrap(len(cases), seed, independent=True)
-    scored = []
-    for logits, tokenizer, context in models:
-        pairs = list(_encoded(cases, tokenizer, context))
-        scored.append(score_pairs(logits, pairs, bootstrap, context=context, what=("cases", "answers"), progress=progress))
-    a, b = scored
-    said = zip(cases, zip(a.right, b.right, strict=True), zip(a.losses, b.losses, strict=True), strict=True)
-    rows = tuple(Case(*case, *right, *(math.exp(-loss) for loss in losses)) for case, right, losses in said)
-    gain, likelier = (last_words_change(*pair, bootstrap=bootstrap) for pair in ((a, b), (b, a)))
-    return Cases(path, rows, a.accuracy, b.accuracy, gain.accuracy, likelier.ratio)
+    if cannot := next((each for each in models if not each.answers or each.tokenizer is None), None):
+        raise InputError(f"{cannot.side.name}: cannot be asked {path}; give a model that runs here, with a tokenizer")
+    names = next(
+        (head.classes for each in models if labelled and (head := each.classifier)),
+        tuple(dict.fromkeys(label.strip() for _, label in cases)),
+    )
+    ask = partial(_classify, names=names) if labelled else _ask
+    a, b = (ask(each, each.tokenizer, cases, bootstrap, progress) for each in models if each.tokenizer is not None)
+    columns = (a.scored.right, b.scored.right, *([math.exp(-loss) for loss in each.scored.losses] for each in (a, b)))
+    rows = tuple(Case(*case, *said) for case, *said in zip(cases, *columns, a.answers, b.answers, strict=True))
+    gain, likelier = (last_words_change(x.scored, y.scored, bootstrap=bootstrap) for x, y in ((a, b), (b, a)))
+    right = a.scored.accuracy, b.scored.accuracy
+    return Cases(path, rows, *right, gain.accuracy, likelier.ratio, a.contains, b.contains)
 
 
-def _encoded(cases: Sequence[tuple[str, str]], tokenizer: Tokenizer, context: int) -> Iterator[tuple[list[int], int]]:
+def _ask(
+    model: Loaded, tokenizer: Tokenizer, cases: Sequence[tuple[str, str]], bootstrap: Bootstrap, progress: Progress
+) -> _Said:
+    """Let a model answer each question, a batch of prompts of one length at a time."""
+    pairs = list(_encoded(cases, tokenizer, model.context))
+    found = score_pairs(
+        model.logits, pairs, bootstrap, context=model.context, what=("cases", "expected texts"), progress=progress
+    )
+    prompts, answers = [torch.tensor(ids[: len(ids) - count]) for ids, count in pairs], [""] * len(pairs)
+    right, holds = torch.zeros(2, len(pairs), dtype=torch.bool)
+    stops = {*tokenizer.ends, tokenizer.eos}
+    order = sorted(range(len(pairs)), key=lambda i: len(prompts[i]))
+    for done, (_, few) in enumerate(itertools.groupby(order, lambda i: len(prompts[i])), 1):
+        batch = list(few)
+        room = ROOM + 2 * max(pairs[i][1] for i in batch)
+        for i, ids in zip(batch, model.continued(torch.stack([prompts[i] for i in batch]), tokenizer, room), strict=True):
+            end, expected = next((at for at, token in enumerate(ids) if token in stops), None), cases[i][1].strip()
+            said = tokenizer.decode(ids[:end]).strip()
+            answers[i] = said if end is not None else f"{said} ..."
+            right[i], holds[i] = end is not None and said == expected, expected in said
+        progress(f"cases: answers of {done} lengths of prompts")
+    accuracy, contains = bootstrap.fraction(right), bootstrap.fraction(holds)
+    return _Said(replace(found, right=tuple(right.tolist()), accuracy=accuracy), answers, contains)
+
+
+def _encoded(cases: Iterable[tuple[str, str]], tokenizer: Tokenizer, context: int) -> Iterator[tuple[list[int], int]]:
     """Yield each case's ids, at most context + 1 with the prompt's beginning left out, and the number that is expected."""
     for number, (prompt, expected) in enumerate(cases, 1):
         if tokenizer.chat is not None:
@@ -119,3 +187,41 @@ def _encoded(cases: Sequence[tuple[str, str]], tokenizer: Tokenizer, context: in
             what = f"its {FIELDS[bool(before)]} is {len(answer) if before else 0} tokens of a context of {context}"
             raise InputError(f"--cases, case {number}: {what}; leave it out")
         yield [*before, *answer][-(context + 1) :], len(answer)
+
+
+def _classify(
+    model: Loaded,
+    tokenizer: Tokenizer,
+    cases: Sequence[tuple[str, str]],
+    bootstrap: Bootstrap,
+    progress: Progress,
+    *,
+    names: tuple[str, ...],
+) -> _Said:
+    """Ask a classifier for the class of each text; of a model without its head, take which of ``names`` is likeliest after it."""
+    head = model.classifier
+    names = names if head is None else head.classes
+    losses, right, answers = torch.zeros(len(cases), dtype=torch.float64), torch.zeros(len(cases), dtype=torch.bool), []
+    for i, (text, label) in enumerate(cases):
+        if (index := _index(label, names)) is None:
+            raise InputError(f"--cases, case {i + 1}: the label {label!r} is no class of {model.side.name}: {', '.join(names)}")
+        if head is None:
+            each = (_encoded([(text, name)], tokenizer, model.context) for name in names)
+            scores = torch.tensor([-score_targets(model.logits, list(row))[0][0] for row in each])
+        elif ids := tokenizer.encode_prompt(text)[: model.context]:
+            scores = head.scores(torch.tensor([ids]))
+        else:
+            raise InputError(f"--cases, case {i + 1}: its text has no token; leave it out")
+        logp, likeliest = scores.double().log_softmax(0), int(scores.argmax())
+        losses[i], right[i] = -logp[index], likeliest == index
+        answers.append(names[likeliest])
+        progress(f"cases: {i + 1:,} of {len(cases):,} texts")
+    return _Said(scored(losses, right, bootstrap, model.context), answers, None)
+
+
+def _index(label: str, names: Sequence[str]) -> int | None:
+    """Return the class of a label: its name, or its number."""
+    label = label.strip()
+    if label in names:
+        return names.index(label)
+    return int(label) if label.isdecimal() and int(label) < len(names) else None

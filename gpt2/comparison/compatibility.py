@@ -174,7 +174,8 @@ def parameters_of_both(a: GPT2Config, b: GPT2Config) -> list[str]:
 def require_same_function(compatible: Compatibility) -> None:
     """Raise InputError unless one model's tensors can stand in for the other's."""
     function = [field for field, *_ in compatible.architecture if field in FUNCTION]
-    if why := list(compatible.impossible.values())[:1] or (function and [f"the models differ in {', '.join(function)}"]):
+    parts = [compatible.impossible[part] for part in ("weights", "activations", "distributions") if part in compatible.impossible]
+    if why := parts or (function and [f"the models differ in {', '.join(function)}"]):
         raise InputError(f"--blame puts parts of B into A, and that needs models of one shape: {why[0]}; leave out --blame")
 
 

@@ -25,6 +25,7 @@ METRICS = {
     "beyond_rounding": "number of tensors of b that are not a's, rounded to one type, and of other settings",
     "activation": "largest relative error of a traced point",
     "exact_match": "fraction of the --cases that b has right",
+    "contains": "fraction of the --cases in which b's answer holds the expected text",
     "lost_cases": "number of the --cases that a has right and b wrong",
     "answer_ratio": "probability of an expected text under b over that under a",
     "logit": "relative error of the logits on the traced tokens",
@@ -48,6 +49,7 @@ def _figures(found: Comparison) -> Figures:
         figures |= {"logit": errors["logits"]} if "logits" in errors else {}
     if (cases := found.cases) is not None:
         figures |= {"exact_match": cases.right_b, "lost_cases": float(len(cases.lost)), "answer_ratio": cases.likelier}
+        figures["contains"] = cases.contains_b
     return figures
 
 

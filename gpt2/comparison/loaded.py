@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from gpt2.checkpoint.checkpoint import ClassifierHead, StoredCheckpoint
 from gpt2.comparison.distributions import Language, language
 from gpt2.comparison.noise import Floor, measure_floor
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage
@@ -16,10 +19,12 @@ from gpt2.comparison.sides.checkpoint_side import RunningModule
 from gpt2.comparison.sides.side import Running, Shown, Side, require_head, vocabulary
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
+from gpt2.generation import Ending, StopText, rows_with_tokens, stream
 from gpt2.measure.estimates import Bootstrap
 from gpt2.measure.last_words import LastWord, score_last_words
 from gpt2.measure.metrics import Logits, Progress, token_losses
 from gpt2.model import GPT2
+from gpt2.sampling import Sampling
 
 
 @dataclass(eq=False)
@@ -79,12 +84,62 @@ class Loaded:
         vocab, own = vocabulary(self.side, self.tokenizer), passage.in_tokens_of(self.tokenizer, first, self.side.n_positions)
         return alone(replace(self, vocab=vocab).logits, own, self.tokenizer, vocab, seed)[0]
 
+    @property
+    def classifier(self) -> Classifier | None:
+        """The model with its classifier's head, if it has one."""
+        checkpoint, running = getattr(self.side, "checkpoint", None), self.running
+        if not isinstance(checkpoint, StoredCheckpoint) or not isinstance(running, RunningModule):
+            return None
+        return None if (head := checkpoint.classifier) is None else Classifier(running, head)
+
+    @torch.inference_mode()
+    def continued(
+        self, prompts: Tensor, tokenizer: Tokenizer, new_tokens: int, *, temperature: float = 0.0, seed: int = 0
+    ) -> list[list[int]]:
+        """Return what the side writes after each prompt (B, T), as ``generate`` does: up to and with its end."""
+        texts, ends = [list[int]() for _ in prompts], [Ending(StopText(tokenizer)) for _ in prompts]
+        for chosen in self._next_ids(prompts, tokenizer, new_tokens, temperature, seed):
+            for text, end, token in zip(texts, ends, chosen.tolist(), strict=True):
+                text += [] if end.ended else [token]
+                end.reached(token)
+            if all(end.ended for end in ends):
+                break
+        return texts
+
+    def _next_ids(self, ids: Tensor, tokenizer: Tokenizer, new_tokens: int, temperature: float, seed: int) -> Iterator[Tensor]:
+        if isinstance(self.running, RunningModule) and isinstance(model := self.running.module, GPT2):
+            rows, ids = rows_with_tokens(tokenizer, model.config), ids.to(model.wte.weight.device)
+            yield from stream(model, ids, new_tokens, temperature=temperature, seed=seed, rows=rows)
+            return
+        generator, held = torch.Generator().manual_seed(seed), torch.tensor([tokenizer.holds(i) for i in range(self.vocab)])
+        for _ in range(new_tokens):
+            logits = self.logits(ids[:, -self.context :])[:, -1, : self.vocab].cpu().float()
+            yield (chosen := Sampling(temperature).next_ids(logits.masked_fill(~held, -math.inf), generator))
+            ids = torch.cat((ids, chosen[:, None]), dim=1)
+
     def last_words(self, passage: Passage, seed: int, progress: Progress) -> LastWord | None:
         """Score the last word of each passage of the text, if it has any and the side can be asked."""
         if self.tokenizer is None or not self.answers or passage.text is None or not passage.text.passages:
             return None
         passages, options = passage.text.passages, {"context": self.context, "seed": seed}
         return score_last_words(self.logits, self.tokenizer, passages, **options, progress=progress)
+
+
+@dataclass(frozen=True, eq=False)
+class Classifier:
+    """A model that tells the class of a text from its last token."""
+
+    running: RunningModule
+    head: ClassifierHead
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.head.classes
+
+    def scores(self, ids: Tensor) -> Tensor:
+        """Return the score of each class (C,), of a text (1, T)."""
+        bias = None if self.head.bias is None else self.head.bias.float()
+        return F.linear(self.running.hidden(ids)[0, -1].float(), self.head.weight.float(), bias)
 
 
 @torch.inference_mode()

@@ -131,7 +131,8 @@ def verdict(comparison: Comparison) -> tuple[str, str]:
     if comparison.ok:
         return "Identical", ": nothing that was measured differs, not a weight, not an activation, not a probability."
     if weights is not None and weights.total.unchanged == 1:
-        how = a.dtype != b.dtype and f"run in {a.dtype} and in {b.dtype}"
+        how = "heads" in comparison.compatibility.impossible and "with other heads, which are left out"
+        how = how or (a.dtype != b.dtype and f"run in {a.dtype} and in {b.dtype}")
         how = how or (a.implementation != b.implementation and f"run by {a.implementation} and by {b.implementation}")
         subject = f"The same weights, {how or 'run in two ways'}"
     elif weights is not None and weights.same_numbers:

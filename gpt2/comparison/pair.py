@@ -24,13 +24,12 @@ from gpt2.comparison.loaded import Loaded
 from gpt2.comparison.passage import Passage, Settings, open_passage
 from gpt2.comparison.reference import require_name, saving
 from gpt2.comparison.results import Comparison
-from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule, readers
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule, heads_left_out, readers
 from gpt2.comparison.sides.opening import open_sides
 from gpt2.comparison.sides.port import RunningPort
 from gpt2.comparison.sides.side import Running, Shown, Side, environment_of, first_tokenizer, require_head, vocabulary
 from gpt2.comparison.weights import WeightChanges, beyond_rounding, compare_weights, quantisation
 from gpt2.comparison.words import Words, compare_words
-from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.measure.last_words import LastWords, last_words_change
 from gpt2.measure.metrics import LanguageScore, Logits, Progress, relative_error
@@ -60,7 +59,7 @@ def compare(
         require_head(side.vocab_size or 0, side, sides)  # of a recording
     tokenizers = sides[0].tokenizer(), sides[1].tokenizer()
     compatible = compatibility(sides[0].config, sides[1].config, *tokenizers)
-    compatible = replace(compatible, impossible=_not_shown(sides) | compatible.impossible)
+    compatible = replace(compatible, impossible=_not_shown(sides) | compatible.impossible | heads_left_out(*sides))
     passage = open_passage(sides, tokenizers, settings)
     ids, windows, text = passage.ids, passage.windows, passage.text
     compatible = on_text(compatible, *tokenizers, ids)
@@ -73,7 +72,8 @@ def compare(
     with ExitStack() as stack:
         progress("loading both models")
         running = stack.enter_context(sides[0].running()), stack.enter_context(sides[1].running())
-        first, second = (Loaded(*each, sides, vocab) for each in zip(sides, running, tokenizers, strict=True))
+        read_by = [tokenizer or first_tokenizer(tokenizers) for tokenizer in tokenizers]  # its partner's, where it has none
+        first, second = (Loaded(*each, sides, vocab) for each in zip(sides, running, read_by, strict=True))
         own = first, second
         start = ids[None, : min(windows.context, TRACED)]
         if "activations" not in compatible.impossible:
@@ -97,7 +97,7 @@ def compare(
             raise InputError(f"{a}: was not run over the text beside {b}, so it is not saved; save it alone")
         elif text is not None and not compatible.vocabularies.comparable:
             scores = tuple(each.in_its_tokens(passage, first.tokenizer, seed).score for each in own)
-        on_cases = None if cases is None else compare_cases(cases, _asked(own, cases), seed=seed, progress=progress)
+        on_cases = None if cases is None else compare_cases(cases, own, seed=seed, progress=progress)
         last_words = _last_words(own, passage, seed, progress)
         if distributions is not None:
             progress("the floor of noise")
@@ -197,12 +197,11 @@ def _distributions(
 ) -> tuple[Distributions, Words | None]:
     """Compare both models' predictions after each token; with a tokenizer, also as words."""
     a, b = pair
-    tokenizer = a.tokenizer or b.tokenizer
     measured = measure_pair(logits_a, b.logits, passage.ids, passage.windows, vocab=a.vocab, progress=progress)
-    found = summarise(measured, passage.token_bytes(tokenizer, a.vocab), seed=seed)
-    if tokenizer is None:
+    found = summarise(measured, passage.token_bytes(a.tokenizer, a.vocab), seed=seed)
+    if a.tokenizer is None or b.tokenizer is None:
         return found, None
-    return found, compare_words(a.logits, b.logits, tokenizer, measured, passage, seed=seed, progress=progress)
+    return found, compare_words(a, b, (a.tokenizer, b.tokenizer), measured, passage, seed=seed, progress=progress)
 
 
 def _blame(sides: tuple[Side, Side], passage: Passage, vocab: int, seed: int, progress: Progress) -> Blame | None:
@@ -212,14 +211,6 @@ def _blame(sides: tuple[Side, Side], passage: Passage, vocab: int, seed: int, pr
     config = replace(a.config, vocab_size=min(a.config.vocab_size, b.config.vocab_size))
     names, text = list(expected(config)), (passage.ids, passage.windows)
     return find_blame(config, *readers(a, b), *text, names=names, vocab=vocab, seed=seed, progress=progress)
-
-
-def _asked(pair: tuple[Loaded, Loaded], cases: str) -> list[tuple[Logits, Tokenizer, int]]:
-    """Return each model's logits, tokenizer (its partner's if it has none) and context. Raises InputError: it cannot be asked."""
-    shared = first_tokenizer(each.tokenizer for each in pair)
-    if cannot := next((each for each in pair if not each.answers or shared is None), None):
-        raise InputError(f"{cannot.side.name}: cannot be asked {cases}; give a model that runs here, with a tokenizer")
-    return [(each.logits, each.tokenizer or shared, each.context) for each in pair if shared]
 
 
 def _last_words(pair: tuple[Loaded, Loaded], passage: Passage, seed: int, progress: Progress) -> LastWords | None:

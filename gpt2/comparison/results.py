@@ -61,6 +61,7 @@ class Comparison(Printed):
         activations = self.activations is None or all(point.max_abs == 0 for point in self.activations.points)
         distributions = self.distributions is not None and self.distributions.js.max == 0
         program = not self.compatibility.architecture and not self.compatibility.departures
+        program = program and "heads" not in self.compatibility.impossible
         return weights and activations and distributions and program
 
     @property
@@ -147,8 +148,8 @@ class Comparison(Printed):
             yield "Words", "where they disagree most, and what each expected instead", [rows]
         if self.words is not None and self.words.continuations:
             yield "", "", [_continuations_table(self.words)]
-        if self.cases is not None and (self.cases.lost or self.cases.gained):
-            yield "Cases", "right in one, wrong in the other; probability of the answer", [self.cases.table()]
+        if self.cases is not None and any(case.kind != "right" for case in self.cases.cases):
+            yield "Cases", "those that turned, and the wrong ones; --html and --json have every answer", [self.cases.table()]
         if self.blame is not None:
             yield "Blame", "KL that each part of b brings into a, in nats a token", self.blame.rows()
 
@@ -186,8 +187,10 @@ class Comparison(Printed):
         if (cases := self.cases) is not None:
             turned = f"{len(cases.lost):,} lost, {len(cases.gained):,} gained of {len(cases.cases):,}"
             right = f"{cases.right_a.value:.1%} → {cases.right_b.value:.1%}"
-            yield "cases right", right, f"{turned}: {cases.gain.text('+.1%')}"
-            yield "expected text", "", f"× {cases.likelier.text('.3g')} as likely"
+            yield "cases right" if cases.contains_a else "accuracy", right, f"{turned}: {cases.gain.text('+.1%')}"
+            if cases.contains_a and cases.contains_b:
+                yield "expected within", f"{cases.contains_a.value:.1%} → {cases.contains_b.value:.1%}", "of the answers"
+            yield "expected text" if cases.contains_a else "right label", "", f"× {cases.likelier.text('.3g')} as likely"
         if self.weights is not None:
             departures = ", ".join(self.compatibility.departures)
             beside = f"another program: see {departures}" if departures else "nothing else"

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from gpt2.comparison.loaded import Loaded
 from gpt2.comparison.passage import Passage
 from gpt2.data import Tokenizer
-from gpt2.measure.metrics import Logits, Progress
+from gpt2.measure.metrics import Progress
 from gpt2.measure.per_token import Tokens
-from gpt2.sampling import Sampling
 
 SHOWN = 1500  # tokens of the text that a report shows individually
 PASSAGE = 16  # tokens
@@ -91,7 +91,14 @@ def passages(js: Tensor, count: int = 5, length: int = PASSAGE) -> list[tuple[in
 
 
 def compare_words(
-    a: Logits, b: Logits, tokenizer: Tokenizer, measured: Tokens, text: Passage, *, seed: int, progress: Progress
+    a: Loaded,
+    b: Loaded,
+    tokenizers: tuple[Tokenizer, Tokenizer],
+    measured: Tokens,
+    text: Passage,
+    *,
+    seed: int,
+    progress: Progress,
 ) -> Words:
     """Show a measured pair's differences on a text, and continue its beginning and the two worst passages.
 
@@ -99,13 +106,14 @@ def compare_words(
     """
     ids, context = text.ids, text.windows.context
 
-    def choices(top: Tensor, probabilities: Tensor) -> tuple[Choice, ...]:
+    def choices(tokenizer: Tokenizer, top: Tensor, probabilities: Tensor) -> tuple[Choice, ...]:
         return tuple(Choice(tokenizer.shown(i), p) for i, p in zip(top.tolist(), probabilities.tolist(), strict=True))
 
     def word(at: int) -> Word:
         probabilities = float(measured.logp_a[at].exp()), float(measured.logp_b[at].exp())
-        tops = choices(measured.top_a[at], measured.top_p_a[at]), choices(measured.top_b[at], measured.top_p_b[at])
-        return Word(tokenizer.shown(int(measured.targets[at])), *probabilities, float(measured.js[at]), *tops)
+        likeliest = (measured.top_a[at], measured.top_p_a[at]), (measured.top_b[at], measured.top_p_b[at])
+        tops = (choices(own, *each) for own, each in zip(tokenizers, likeliest, strict=True))
+        return Word(tokenizers[0].shown(int(measured.targets[at])), *probabilities, float(measured.js[at]), *tops)
 
     words = [word(at) for at in range(min(SHOWN, len(measured)))]
     extracts = ((start, js, range(start, min(start + PASSAGE, len(measured)))) for start, js in passages(measured.js))
@@ -117,33 +125,26 @@ def compare_words(
     if prompts and length and text.recording is None:
         progress("words: continuing prompts")
         room = min(NEW_TOKENS, context - length)
-        rows = continuations(a, b, tokenizer, prompts, room, temperature=0.0, seed=seed)
-        rows += continuations(a, b, tokenizer, prompts[:1], room, temperature=0.8, seed=seed)
+        rows = continuations(a, b, tokenizers, prompts, room, temperature=0.0, seed=seed)
+        rows += continuations(a, b, tokenizers, prompts[:1], room, temperature=0.8, seed=seed)
     return Words(tuple(words), tuple(worst), rows)
 
 
-@torch.inference_mode()
 def continuations(
-    a: Logits, b: Logits, tokenizer: Tokenizer, prompts: list[list[int]], new_tokens: int, *, temperature: float, seed: int
+    a: Loaded,
+    b: Loaded,
+    tokenizers: tuple[Tokenizer, Tokenizer],
+    prompts: list[list[int]],
+    new_tokens: int,
+    *,
+    temperature: float,
+    seed: int,
 ) -> tuple[Continuation, ...]:
     """Continue prompts of one length with both models, with the same sampling settings and random numbers."""
-    ids = torch.tensor(prompts)
-    held = torch.tensor([tokenizer.holds(index) for index in range(tokenizer.n_vocab)])
-    ids_a, ids_b = (_continue(model, ids, held, new_tokens, temperature, seed).tolist() for model in (a, b))
-    rows = []
-    for prompt, new_a, new_b in zip(prompts, ids_a, ids_b, strict=True):
-        parts_at = next((index for index in range(new_tokens) if new_a[index] != new_b[index]), None)
-        text, text_a, text_b = (tokenizer.decode(part) for part in (prompt, new_a, new_b))
-        rows.append(Continuation(text, text_a, text_b, parts_at, temperature))
+    ids, both, rows = torch.tensor(prompts), zip((a, b), tokenizers, strict=True), []
+    new = zip(*(each.continued(ids, own, new_tokens, temperature=temperature, seed=seed) for each, own in both), strict=True)
+    for prompt, texts in zip(prompts, new, strict=True):
+        parts_at = next((index for index, (x, y) in enumerate(itertools.zip_longest(*texts)) if x != y), None)
+        said_a, said_b = (own.decode(ids) for own, ids in zip(tokenizers, texts, strict=True))
+        rows.append(Continuation(tokenizers[0].decode(prompt), said_a, said_b, parts_at, temperature))
     return tuple(rows)
-
-
-def _continue(model: Logits, ids: Tensor, held: Tensor, new_tokens: int, temperature: float, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    text = ids
-    for _ in range(new_tokens):
-        logits = model(text)[:, -1, : len(held)].float()
-        logits = logits.masked_fill(~held[: logits.size(-1)].to(logits.device), -math.inf)  # rows without a token
-        chosen = Sampling(temperature).next_ids(logits, generator)
-        text = torch.cat((text, chosen[:, None]), dim=1)
-    return text[:, ids.size(1) :]

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
@@ -81,9 +82,14 @@ def score_pairs(
             losses[i], right[i] = loss, likeliest
         done += len(batch)
         progress(f"{what[0]}: {done:,} of {len(pairs):,} {what[1]}")
+    return scored(losses, right, bootstrap, context)
+
+
+def scored(losses: Tensor, right: Tensor, bootstrap: Bootstrap, context: int) -> LastWord:
+    """Sum up the losses (N,) of passages, and whether each is right (N,)."""
     perplexity = bootstrap.interval(exp_or_inf(losses.mean().item()), bootstrap.means(losses).exp())
     losses_and_right = tuple(losses.tolist()), tuple(right.tolist())
-    return LastWord(bootstrap.fraction(right), perplexity, len(pairs), context, *losses_and_right)
+    return LastWord(bootstrap.fraction(right), perplexity, len(losses), context, *losses_and_right)
 
 
 def last_words_change(a: LastWord, b: LastWord, *, seed: int = 0, bootstrap: Bootstrap | None = None) -> LastWordChange:

@@ -15,7 +15,6 @@ from torch import nn
 
 from gpt2.checkpoint import saving
 from gpt2.checkpoint.checkpoint import open_path
-from gpt2.checkpoint.containers import read_json
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.data.batches import SCORED
@@ -45,10 +44,9 @@ def classifier(model: GPT2, classes: Sequence[str], seed: int, directory: Path |
     made.load_state_dict({name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}, False, True)
     head = made.score.weight.data.normal_(0, model.config.initializer_range, generator=torch.Generator().manual_seed(seed))
     if directory is not None and (directory / "config.json").is_file():
-        names = read_json(directory / "config.json").get("id2label")
-        stored = open_path(directory).extra.get(HEAD, torch.empty(0))
-        if isinstance(names, dict) and [*names.values()] == [*classes] and stored.shape == head.shape:
-            head.copy_(stored)
+        stored = open_path(directory).classifier
+        if stored is not None and stored.classes == tuple(classes) and stored.weight.shape == head.shape:
+            head.copy_(stored.weight)
     return made
 
 

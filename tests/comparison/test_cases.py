@@ -9,57 +9,84 @@ from support.commands import refusal
 
 import gpt2
 from gpt2.cli.main import main
-from gpt2.comparison.cases import read_cases
+from gpt2.comparison.cases import ROOM, read_cases
 from gpt2.comparison.run import compare
 from gpt2.measure.estimates import Bootstrap
 from gpt2.testing import assert_same
 
-PROMPTS = ("To be, or not to", "I pray", "O, my good", "DUKE ORSINO:\n", "The", "What is", "My lord,", "Good")
+PROMPTS = ("To be, or not to", "I pray", "O, my good", "DUKE ORSINO:\n", "The", "What is", "My lord, I", "Good")
+BEGINNING = "The"  # of what the first model says after this prompt, the beginning alone is expected
 
 
 @pytest.fixture(scope="module")
 def sides(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """The embedded model, and one far enough from it to say other things."""
-    model, generator = gpt2.load("shakespeare-mini"), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std() * 0.4)
-    tuned = gpt2.save(model, gpt2.load_tokenizer("shakespeare-mini"), tmp_path_factory.mktemp("tuned"))
-    return "shakespeare-mini", str(tuned)
+    """The embedded model, whose texts end with a line, and one far enough from it to say other things."""
+    model, tokenizer, generator = gpt2.load("shakespeare-mini"), gpt2.load_tokenizer("shakespeare-mini"), torch.Generator()
+    names = []
+    for name, scale in (("plain", 0.0), ("tuned", 0.4)):
+        generator.manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std() * scale)
+        folder = gpt2.save(model, tokenizer, tmp_path_factory.mktemp(name))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.encode("\n")}))
+        names.append(str(folder))
+    return names[0], names[1]
+
+
+def said(side: str, prompt: str, room: int) -> str:
+    """What greedy decoding says up to the end of a line, token by token, in float64; "..." behind it where it goes on."""
+    model, tokenizer = gpt2.load(side, dtype="float64"), gpt2.load_tokenizer("shakespeare-mini")
+    ids, new = tokenizer.encode(prompt), list[int]()
+    for _ in range(room):
+        new.append(int(model(torch.tensor([ids + new]))[0, -1].argmax()))
+        if tokenizer.decode(new[-1:]) == "\n":
+            return tokenizer.decode(new).strip()
+    return f"{tokenizer.decode(new).strip()} ..."
 
 
 @pytest.fixture(scope="module")
 def file(sides: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Cases of which each model has some right: what it says itself, two tokens long."""
-    lines, tokenizer = [], gpt2.load_tokenizer(sides[0])
+    """Cases of which each model has some right: what it says itself, whole; one is only its beginning."""
+    lines = []
     for number, prompt in enumerate(PROMPTS):
-        ids = tokenizer.encode(prompt)
-        said = tokenizer.decode(gpt2.generate(gpt2.load(sides[number % 2]), ids, 2, temperature=0)[-2:])
-        lines.append({"prompt": prompt, "expected": said, "number": number})
+        expected = said(sides[number % 2], prompt, 30).removesuffix(" ...")
+        lines.append({"prompt": prompt, "expected": expected[:3] if prompt == BEGINNING else expected, "number": number})
     path = tmp_path_factory.mktemp("cases") / "mine.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + json.dumps({"prompt": "I pray", "expected": "you"}))
     return path
 
 
-def by_hand(side: str, prompt: str, expected: str) -> tuple[bool, float]:
-    """Whether greedy decoding, token by token, begins with the expected text; and its probability."""
+def probability(side: str, prompt: str, expected: str) -> float:
+    """The probability of an expected text, token by token."""
     model, tokenizer = gpt2.load(side, dtype="float64"), gpt2.load_tokenizer(side)
-    expected = " you" if expected == "you" else expected  # the one that is written without its space
-    ids, right, probability = tokenizer.encode(prompt), True, 1.0
-    for token in tokenizer.encode(expected):
-        p = model(torch.tensor([ids]))[0, -1].detach().softmax(-1)
-        right, probability = right and int(p.argmax()) == token, probability * float(p[token])
+    words = (prompt[-1].isalnum() or prompt[-1] in ",:") and expected[0].isalnum()
+    ids, whole = tokenizer.encode(prompt), 1.0
+    for token in tokenizer.encode(f" {expected}" if words else expected):
+        whole *= float(model(torch.tensor([ids]))[0, -1].detach().softmax(-1)[token])
         ids.append(token)
-    return right, probability
+    return whole
 
 
 def test_each_case_is_what_greedy_decoding_says(sides: tuple[str, str], file: Path, text: str) -> None:
-    """Base against tuned on one's own questions was not measured; each figure beside the same one computed token by token."""
+    """A prefix was counted as exact: expected "book", answered "books" was right, and no answer was shown."""
     found = compare(*sides, on=text, tokens=40, cases=str(file)).cases
-    expected = [[by_hand(side, case.prompt, case.expected) for side in sides] for case in found.cases]
-    for case, ((right_a, p_a), (right_b, p_b)) in zip(found.cases, expected, strict=True):
-        assert (case.right_a, case.right_b) == (right_a, right_b)
-        assert (case.probability_a, case.probability_b) == pytest.approx((p_a, p_b), rel=1e-4)
+    tokenizer = gpt2.load_tokenizer(sides[0])
+    expected = []
+    for case in found.cases:
+        words = (case.prompt[-1].isalnum() or case.prompt[-1] in ",:") and case.expected[0].isalnum()
+        room = ROOM + 2 * len(tokenizer.encode(" " * words + case.expected))
+        answers = [said(side, case.prompt, room) for side in sides]
+        assert [case.answer_a, case.answer_b] == answers
+        right = [answer == case.expected.strip() for answer in answers]
+        chances = [probability(side, case.prompt, case.expected) for side in sides]
+        expected.append(list(zip(right, chances, strict=True)))
+        assert [case.right_a, case.right_b] == right
+        assert (case.probability_a, case.probability_b) == pytest.approx(chances, rel=1e-4)
+    (begun,) = (case for case in found.cases if case.prompt == BEGINNING)
+    assert begun.answer_a.startswith(begun.expected)
+    assert not begun.right_a
+    assert found.contains_a.value > found.right_a.value
     assert found.lost
     assert found.gained
     lost = [case.prompt for case, (a, b) in zip(found.cases, expected, strict=True) if a[0] and not b[0]]
@@ -87,10 +114,72 @@ def test_the_command_lists_what_turned_and_gates_on_it(
     assert main([*command[:2], sides[0], *command[3:]]) == 0
     assert " ();" not in (same := page.read_text())
     assert "No answer turned from right to wrong or back." in same  # and not an empty table
+    assert all(f"<td>{side}</td>" in same for side in (said(sides[0], "I pray", 40), "you"))  # what was answered, of each case
     assert main([*command[:3], sides[0], *command[3:]]) == 2
     assert "for two models" in capsys.readouterr().err
     with pytest.raises(AssertionError, match=r"differ: exact_match<0\.9: fraction of the --cases that b has right[^;]*$"):
         assert_same(*sides, on=text, tokens=40, cases=str(file), exact_match=0.9, lost_cases=8)
+
+
+TEXTS = tuple(
+    f"{a} {b}" for a in ("Good morrow,", "Farewell,", "Away,", "Speak,") for b in ("my lord.", "villain.", "old man, be brief.")
+)
+
+
+@pytest.fixture(scope="module")
+def classifiers(sides: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Two of transformers' classifiers, and the class that transformers gives each text."""
+    from transformers import AutoTokenizer, GPT2ForSequenceClassification
+
+    tokenizer, said = AutoTokenizer.from_pretrained(sides[0]), {}
+    names = {"id2label": {0: "kind", 1: "harsh"}, "label2id": {"kind": 0, "harsh": 1}, "num_labels": 2}
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = GPT2ForSequenceClassification.from_pretrained(sides[0], pad_token_id=tokenizer.eos_token_id, **names).eval()
+        ids = [torch.tensor([tokenizer(text)["input_ids"]]) for text in TEXTS]
+        with torch.no_grad():
+            middle = torch.stack([model.transformer(each).last_hidden_state[0, -1] for each in ids]).mean(0)
+            weight = torch.randn(2, model.config.n_embd)
+            model.score.weight.copy_(weight - torch.outer(weight @ middle, middle) / middle.dot(middle))  # so that both occur
+            folder = tmp_path_factory.mktemp("classifier")
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            said[str(folder)] = [model.config.id2label[int(model(each).logits.argmax())] for each in ids]
+    return said
+
+
+def test_classifiers_are_compared_on_labelled_texts(
+    classifiers: dict[str, list[str]], sides: tuple[str, str], text: str, tmp_path: Path
+) -> None:
+    """A classifier was compared as a language model without a word of its head, and labelled cases were refused."""
+    (one, of_one), (two, of_two) = classifiers.items()
+    other = {"kind": "harsh", "harsh": "kind"}
+    labels = [label if number % 4 else other[label] for number, label in enumerate(of_one)]
+    file = tmp_path / "labelled.jsonl"
+    lines = [
+        {"text": each, "label": label if number % 2 else int(label == "harsh")}
+        for number, (each, label) in enumerate(zip(TEXTS, labels, strict=True))
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for pair in ((one, two), (f"hf/{one}", two)):
+        compared = compare(*pair, on=text, tokens=40, cases=str(file))
+        found = compared.cases
+        assert [(case.answer_a, case.answer_b) for case in found.cases] == list(zip(of_one, of_two, strict=True))
+        assert found.right_a.value == sum(map(str.__eq__, labels, of_one)) / len(labels)
+        assert found.right_b.value == sum(map(str.__eq__, labels, of_two)) / len(labels)
+        turned = [each for each, label, a, b in zip(TEXTS, labels, of_one, of_two, strict=True) if (a == label) != (b == label)]
+        assert {case.prompt for case in (*found.lost, *found.gained)} == {*turned}
+        assert "accuracy" in compared.table()
+        assert "score.weight: no part of a language model" in " ".join(compared.table(200).split())
+        assert not compared.ok  # the trunks are the same, the heads are not
+    assert compare(one, one, on=text, tokens=40).ok
+    plain = compare(sides[0], one, on=text, tokens=40, cases=str(file))  # a model without a head: the likelier label
+    by_hand = [max(("kind", "harsh"), key=lambda name: probability(sides[0], each, name)) for each in TEXTS[:3]]
+    assert [case.answer_a for case in plain.cases.cases[:3]] == by_hand
+    file.write_text(json.dumps({"text": "a", "label": "rude"}))
+    assert f"the label 'rude' is no class of {one}: kind, harsh" in refusal(
+        compare, one, two, on=text, tokens=40, cases=str(file)
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,6 +188,11 @@ def test_the_command_lists_what_turned_and_gates_on_it(
         ("none.jsonl", None, "give a .jsonl, .csv or .parquet file with the fields prompt and expected"),
         ("cases.txt", "a", "give a .jsonl, .csv or .parquet file"),
         ("empty.jsonl", "\n", "holds no case"),
+        (
+            "labels.jsonl",
+            '{"text": "a", "label": 1.5}\n',
+            "labels.jsonl:1: a case needs prompt and expected, both text, or text and label",
+        ),
         ("fields.jsonl", '{"question": "a", "answer": "b"}\n', "fields.jsonl:1: a case needs prompt and expected"),
         ("number.jsonl", '{"prompt": "a", "expected": 4}\n', "number.jsonl:1: a case needs prompt and expected, both text"),
         ("line.jsonl", '{"prompt": "a", "expected": "b"}\n{\n', "line.jsonl:2: not JSON"),

@@ -65,7 +65,7 @@ def test_every_metric_is_what_the_report_says(compared: Comparison) -> None:
         "activation": max(point.error for point in compared.activations.points),
         "logit": compared.activations.points[-1].error,
     }
-    assert set(METRICS) - set(shown) == {"exact_match", "lost_cases", "answer_ratio"}  # of --cases
+    assert set(METRICS) - set(shown) == {"exact_match", "contains", "lost_cases", "answer_ratio"}  # of --cases
     for metric, value in shown.items():
         judged = [Gate(metric, op, limit).judge(compared) for op, limit in ((">", -1.0), ("<", 1e9), (">", 1e9), ("<", -1.0))]
         assert judged[0].measured.value == value, metric

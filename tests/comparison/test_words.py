@@ -1,12 +1,15 @@
 """Passages and continuations, on models with known answers."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from gpt2.comparison.compatibility import compare_vocabularies
+from gpt2.comparison.loaded import Loaded
+from gpt2.comparison.sides.side import RunningFunction
 from gpt2.comparison.words import continuations, passages
 from gpt2.data.bpe import train_bpe
 from gpt2.data.chars import chars_of
@@ -54,12 +57,17 @@ def test_continuations_part_where_they_part() -> None:
     """The position counts from the first new token; None if both texts are equal."""
     tokenizer = chars_of("abcde")
     prompts = [[0, 1], [3, 4]]
-    found = continuations(Counting(99), Counting(4), tokenizer, prompts, 4, temperature=0.0, seed=0)
+
+    def side(turn: int) -> Loaded:
+        running = RunningFunction(Counting(turn))
+        return Loaded(SimpleNamespace(config=None, n_positions=None, name="counting"), running, tokenizer, [], 5)  # type: ignore[arg-type]
+
+    found = continuations(side(99), side(4), (tokenizer, tokenizer), prompts, 4, temperature=0.0, seed=0)
     assert [(row.prompt, row.a, row.b, row.parts_at) for row in found] == [
         ("ab", "cdea", "cdaa", 2),
         ("de", "abcd", "abaa", 2),
     ]
-    same = continuations(Counting(99), Counting(99), tokenizer, prompts, 4, temperature=0.8, seed=1)
+    same = continuations(side(99), side(99), (tokenizer, tokenizer), prompts, 4, temperature=0.8, seed=1)
     assert all(row.parts_at is None and row.a == row.b for row in same)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from gpt2.data import Tokenizer
 from gpt2.int8 import rounded_parameter
 from gpt2.measure.placement import placed
 from gpt2.measure.tracing import Recorded, trace_blocks
+from gpt2.model import GPT2
 from gpt2.pages.reports import dtype_label
 from gpt2.parity import reference
 
@@ -123,6 +125,20 @@ class CheckpointSide(Side):
         return Model(self.name, implementation, dtype, revision, parameters, asdict(config), files, official)
 
 
+def heads_left_out(*sides: Side) -> dict[str, str]:
+    """Return what is said of heads beside the language model's, which a comparison leaves out; {} where no model has one."""
+    stored = [side for side in sides if isinstance(side, CheckpointSide) and isinstance(side.checkpoint, StoredCheckpoint)]
+    heads = {side.name: side.checkpoint.extra for side in stored if isinstance(side.checkpoint, StoredCheckpoint)}
+    if not any(heads.values()):
+        return {}
+    (first, *others), count = heads.values(), len(sides)
+    equal = len(stored) == count and all(first.keys() == each.keys() for each in others)
+    equal = equal and all(torch.equal(first[key], each[key]) for each in others for key in first)
+    which = "; ".join(f"{name} has {', '.join(held)}" for name, held in heads.items() if held)
+    how = "; --cases FILE with text and label compares classes" if "score.weight" in which else ""
+    return {"heads, which are equal" if equal else "heads": f"{which}: no part of a language model{how}"}
+
+
 def readers(a: CheckpointSide, b: CheckpointSide, *, mapped: bool = False) -> tuple[Read, Read]:
     """Return a reader of each model's parameters, of the tables as many rows as both have."""
     rows = min(a.config.vocab_size, b.config.vocab_size)
@@ -141,6 +157,14 @@ class RunningModule(Running):
         logits: Tensor = output if isinstance(output, Tensor) else output.logits
         require_finite(logits, self.name, self.module)
         return logits
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Return what the head reads (B, T, D)."""
+        module: Any = self.module
+        trunk = module if isinstance(module, GPT2) else module.transformer
+        ids = ids.to(trunk.wte.weight.device)
+        hidden: Tensor = trunk.hidden(ids) if trunk is module else trunk(ids).last_hidden_state
+        return hidden.cpu()
 
     def blocks(self, ids: Tensor) -> Iterator[Recorded]:
         return trace_blocks(self.module, ids)
