@@ -191,7 +191,7 @@ def test_classifiers_are_compared_on_labelled_texts(
         (
             "labels.jsonl",
             '{"text": "a", "label": 1.5}\n',
-            "labels.jsonl:1: a case needs prompt and expected, both text, or text and label",
+            "labels.jsonl:1: a case needs prompt and expected, both text, or text",
         ),
         ("fields.jsonl", '{"question": "a", "answer": "b"}\n', "fields.jsonl:1: a case needs prompt and expected"),
         ("number.jsonl", '{"prompt": "a", "expected": 4}\n', "number.jsonl:1: a case needs prompt and expected, both text"),
