@@ -10,12 +10,10 @@ import hashlib
 import json
 import random
 import resource
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import pytest
 import torch
 from support import tf_bundle
@@ -26,7 +24,6 @@ from support.tf_bundle import block, closed, entry, field, handle, header, seale
 
 import gpt2.data
 from gpt2.checkpoint.containers.tensorflow_file import (
-    DTYPES,
     INDEX_LIMIT,
     MAX_TENSORS,
     TensorBundle,
@@ -62,26 +59,6 @@ def test_reads_what_tensorflow_wrote() -> None:
         assert same(bundle.read(name), tensor)
         assert same(bundle.read(name, mapped=False), tensor)
         assert same(bundle.read(name, torch.bfloat16), tensor.to(torch.bfloat16))
-    bundle = TensorBundle(DATA / "shards" / "model.ckpt")
-    assert [entry.shard for entry in bundle.entries.values()] == [0, 1, 2, 0, 1, 2]
-    assert all(same(bundle.read(name), numbers(name, (2, 3)).float()) for name in bundle.entries)
-
-
-def test_reads_every_dtype_that_tensorflow_wrote() -> None:
-    """bfloat16 read as float16 is noise of a plausible size. Few of these tensors are aligned."""
-    bundle = TensorBundle(DATA / "dtypes" / "model.ckpt")
-    kinds = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-    assert set(bundle.entries) == {*kinds, "scalar", "empty", "text", "complex"}
-    for name, dtype in kinds.items():
-        drawn = numbers(name, (3, 5))
-        expected = drawn > 0 if name == "bool" else drawn.abs() if dtype.is_floating_point else (drawn.abs() * 32).floor()
-        for mapped in (True, False):
-            assert same(bundle.read(name, mapped=mapped), expected.to(dtype)), name
-        assert same(bundle.read(name, torch.float64), expected.to(dtype).double()), name
-    assert same(bundle.read("scalar"), torch.tensor(2.5))
-    assert same(bundle.read("empty"), torch.zeros(0, 4))
-    refused(lambda: bundle.read("text"), "text is text, which is not a weight")
-    refused(lambda: bundle.read("complex", torch.float32), "complex is of TensorFlow's dtype 8")
 
 
 def test_slices_that_tensorflow_wrote_are_refused() -> None:
@@ -91,13 +68,9 @@ def test_slices_that_tensorflow_wrote_are_refused() -> None:
 
 def test_the_writer_of_these_tests_writes_what_tensorflow_writes(tmp_path: Path) -> None:
     """Otherwise the other tests would show nothing about TensorFlow's files."""
-    drawn = {f"part{number}": numbers(f"part{number}", (2, 3)).float() for number in range(6)}
-    for name, tensors, shards in (("gpt2", gpt2_numbers(), 1), ("shards", drawn, 3)):
-        tf_bundle.write(tmp_path / name / "model.ckpt", tensors, shards=shards)
-        written = sorted((tmp_path / name).iterdir())
-        assert len(written) == 1 + shards
-        for file in written:
-            assert file.read_bytes() == (DATA / name / file.name).read_bytes(), file
+    tf_bundle.write(tmp_path / "model.ckpt", gpt2_numbers())
+    for file in tmp_path.iterdir():
+        assert file.read_bytes() == (DATA / "gpt2" / file.name).read_bytes(), file
 
 
 NUMBERS = bytes(range(1, 17))  # the data file of the invalid bundles: one tensor of four floats
@@ -126,78 +99,56 @@ def restarts(*places: int) -> bytes:
 
 
 ROWS = block([FIRST, ROW])
-HEAD, LAST = block([FIRST]), block([ROW])
-BLOCKS = closed(sealed(HEAD) + sealed(LAST), [(b"", handle(0, len(HEAD))), (b"b", handle(len(sealed(HEAD)), len(LAST)))])
 ENTRY = bytes([0, 1, len(HONEST)]) + b"a" + HONEST
 HEADER_ENTRY = bytes([0, 0, len(header())]) + header()
 
 
 def test_the_honest_ancestor_of_the_lies_is_read(tmp_path: Path) -> None:
     (tmp_path / "m.data-00000-of-00001").write_bytes(NUMBERS)
-    longer = one_block(HEADER_ENTRY + ENTRY + b"\1\1\0b" + restarts(0, len(HEADER_ENTRY)))
-    for honest in (table([FIRST, ROW]), table([FIRST, (b"a", fields())]), one_block(ROWS), BLOCKS, longer):
+    for honest in (table([FIRST, ROW]), table([FIRST, (b"a", fields())]), one_block(ROWS)):
         (tmp_path / "m.index").write_bytes(honest)
         assert bytes(bits(TensorBundle(tmp_path / "m").read("a")).tolist()) == NUMBERS
+    (tmp_path / "m.index").write_bytes(table([FIRST, (b"a", fields(dtype=field(1, 7)))]))
+    refused(lambda: TensorBundle(tmp_path / "m").read("a"), "a is text, which is not a weight")
 
 
-@pytest.mark.parametrize(
-    ("index", "says"),
-    [
-        # Errors in the table's rows.
-        (closed(b"", []), "no header entry"),
-        (table([ROW]), "no header entry"),
-        (table([FIRST, (b"b", HONEST), ROW]), "not in order"),
-        (table([(b"", header(0))]), "claims 0 data files"),
-        (table([(b"", header(endianness=1)), ROW]), "big-endian"),
-        (table([(b"", header(version=field(1, 2) + field(2, 2))), ROW]), "readers of version 2"),
-        (table([(b"", field(1, b"1"))]), "contradicts itself"),
-        (table([FIRST, (b"a\xff", HONEST)]), "a name that is not text"),
-        (table([FIRST, (b"a" * 513, HONEST)]), "a name of 513 bytes"),
-        (table([FIRST, (b"\0wte\0\1\1\2\x80\x04", HONEST)]), "wte is stored in slices"),
-        (table([FIRST, (b"a", HONEST + field(7, b""))]), "a is stored in slices"),
-        (table([FIRST, (b"a", HONEST), (b"b", entry(1, [1], 0, 12, NUMBERS[12:]))]), "b overlaps"),
-        (table([FIRST, *((b"%06d" % n, b"") for n in range(MAX_TENSORS + 1))]), "more than 20,000 tensors"),
-        # Errors in an entry.
-        (table([FIRST, (b"a", HONEST[:-1])]), "cut short"),
-        (table([FIRST, (b"a", HONEST + b"\x80")]), "ends within a number"),
-        (table([FIRST, (b"a", HONEST + b"\x40" + b"\x80" * 10 + b"\x01")]), "more than 64 bits"),
-        (table([FIRST, (b"a", HONEST + b"\x43")]), "not a protobuf"),
-        (table([FIRST, (b"a", HONEST + b"\x42" + varint(2**40))]), "cut short"),
-        (table([FIRST, (b"a", fields(dtype=field(1, b"1")))]), "contradicts itself"),
-        (table([FIRST, (b"a", fields(shape=field(2, field(2, 4))))]), "impossible shape"),
-        (table([FIRST, (b"a", fields(shape=field(2, field(2, field(1, 1)) * 9)))]), "impossible shape"),
-        (table([FIRST, (b"a", fields(shape=field(2, field(3, 1))))]), "unknown shape"),
-        (table([FIRST, (b"a", fields(shape=field(2, field(2, field(1, 2**47)) * 2)))]), "contradicts itself about a"),
-        (table([FIRST, (b"a", fields(shape=b""))]), "contradicts itself about a: float32 [] in 16 bytes"),
-        (table([FIRST, (b"a\x1b[2J\n", fields(dtype=field(1, 2)))]), "contradicts itself about 'a\\x1b[2J\\n'"),
-        (table([FIRST, (b"a", fields(shard=field(3, 1)))]), "data file 1"),
-        (table([FIRST, (b"a", fields(offset=field(4, 2**64 - 16)))]), "contradicts itself about a"),
-        (table([FIRST, (b"a", fields(offset=field(4, 1)))]), "m.data-00000-of-00001: is cut short"),
-        (table([FIRST, (b"a", fields(dtype=field(1, 99), size=field(5, 2**47)))]), "m.data-00000-of-00001: is cut short"),
-        (table([(b"", header(2)), ROW]), "m.data-00000-of-00002"),
-        # Errors in the table's structure.
-        (one_block(ROWS, compression=1), "compressed"),
-        (one_block(b""), "too short for its restarts"),
-        (one_block(HEADER_ENTRY + ENTRY + (2**32 - 1).to_bytes(4, "little")), "too short for its restarts"),
-        (one_block(HEADER_ENTRY + b"\1" + ENTRY[1:] + restarts(0)), "contradicts itself"),
-        (one_block(HEADER_ENTRY + ENTRY + restarts(len(HEADER_ENTRY))), "contradicts itself"),
-        (one_block(HEADER_ENTRY + ENTRY + bytes([1, 1, len(HONEST)]) + b"b" + HONEST + restarts(0, 0)), "contradicts itself"),
-        (one_block(HEADER_ENTRY + ENTRY + b"\x80" + restarts(0)), "contradicts itself"),
-        (closed(sealed(ROWS), [(b"b", handle(0, len(ROWS))), (b"c", handle(0, len(ROWS)))]), "overlap"),
-        (closed(sealed(ROWS), [(b"A", handle(0, len(ROWS)))]), "under the wrong key"),
-        (closed(sealed(ROWS), [(b"b", handle(0, 2**63))]), "names a block up to byte"),
-        (closed(sealed(ROWS)[:-1] + b"\0", [(b"b", handle(0, len(ROWS)))]), "checksum of the block at byte 0"),
-        (b"\xff" * 40 + tf_bundle.MAGIC, "more than 64 bits"),
-        # Files that are not a table.
-        (table([FIRST, ROW])[:-1], "does not end as an index does"),
-        (bytes(INDEX_LIMIT + 1), "500,001 bytes long"),
-    ],
-)
-def test_a_lying_index_is_refused(tmp_path: Path, index: bytes, says: str) -> None:
-    """With valid checksums: two parameters in one place, reads past the end, a search that differs from a scan."""
+LIES = [
+    (table([ROW]), "no header entry"),
+    (table([FIRST, (b"b", HONEST), ROW]), "not in order"),
+    (table([(b"", header(2)), ROW]), "claims 2 data files, and OpenAI's have one"),
+    (table([(b"", header(endianness=1)), ROW]), "big-endian"),
+    (table([(b"", header(version=field(1, 2) + field(2, 2))), ROW]), "readers of version 2"),
+    (table([(b"", field(1, b"1"))]), "contradicts itself"),
+    (table([FIRST, (b"a" * 513, HONEST)]), "a name of 513 bytes"),
+    (table([FIRST, (b"a", HONEST + field(7, b""))]), "a is stored in slices"),
+    (table([FIRST, (b"a", HONEST), (b"b", entry(1, [1], 0, 12, NUMBERS[12:]))]), "b overlaps"),
+    (table([FIRST, *((b"%06d" % n, b"") for n in range(MAX_TENSORS + 1))]), "more than 20,000 tensors"),
+    (table([FIRST, (b"a", HONEST[:-1])]), "cut short"),
+    (table([FIRST, (b"a", HONEST + b"\x40" + b"\x80" * 10 + b"\x01")]), "more than 64 bits"),
+    (table([FIRST, (b"a", HONEST + b"\x43")]), "not a protobuf"),
+    (table([FIRST, (b"a", fields(shape=field(2, field(2, field(1, 1)) * 9)))]), "impossible shape"),
+    (table([FIRST, (b"a", fields(shape=field(2, field(3, 1))))]), "unknown shape"),
+    (table([FIRST, (b"a", fields(shape=field(2, field(2, field(1, 2**47)) * 2)))]), "contradicts itself about a"),
+    (table([FIRST, (b"a\x1b[2J\n", fields(shape=b""))]), "contradicts itself about 'a\\x1b[2J\\n': float32 [] in 16 bytes"),
+    (table([FIRST, (b"a", fields(offset=field(4, 2**64 - 16)))]), "contradicts itself about a"),
+    (table([FIRST, (b"a", fields(dtype=field(1, 99), size=field(5, 2**47)))]), "m.data-00000-of-00001: is cut short"),
+    (one_block(ROWS, compression=1), "compressed"),
+    (one_block(b""), "too short for its restarts"),
+    (one_block(HEADER_ENTRY + b"\1" + ENTRY[1:] + restarts(0)), "contradicts itself"),
+    (closed(sealed(ROWS), [(b"b", handle(0, len(ROWS))), (b"c", handle(0, len(ROWS)))]), "overlap"),
+    (closed(sealed(ROWS), [(b"b", handle(0, 2**63))]), "names a block up to byte"),
+    (closed(sealed(ROWS)[:-1] + b"\0", [(b"b", handle(0, len(ROWS)))]), "checksum of the block at byte 0"),
+    (table([FIRST, ROW])[:-1], "does not end as an index does"),
+    (bytes(INDEX_LIMIT + 1), "500,001 bytes long"),
+]
+
+
+def test_a_lying_index_is_refused(tmp_path: Path) -> None:
+    """With valid checksums: two parameters in one place, reads past the end, sizes beyond the file."""
     (tmp_path / "m.data-00000-of-00001").write_bytes(NUMBERS)
-    (tmp_path / "m.index").write_bytes(index)
-    refused(lambda: TensorBundle(tmp_path / "m"), says, str(tmp_path / "m."))
+    for index, says in LIES:
+        (tmp_path / "m.index").write_bytes(index)
+        refused(lambda: TensorBundle(tmp_path / "m"), says, str(tmp_path / "m."))
 
 
 def test_a_flipped_bit_in_the_data_is_refused_wherever_it_is(tmp_path: Path) -> None:
@@ -215,43 +166,22 @@ def test_a_flipped_bit_in_the_data_is_refused_wherever_it_is(tmp_path: Path) -> 
         assert all(torch.equal(bits(bundle.read(name)), truth[name]) for name in truth if name != hit)
 
 
-def test_data_files_that_are_missing_short_or_none_are_named(tmp_path: Path) -> None:
-    """The index has a few kilobytes and is rarely cut; the 498 MB beside it often are."""
-    tensors = {name: torch.ones(3) for name in "abcd"}
-    tf_bundle.write(tmp_path / "m", tensors, shards=2)
-    second = tmp_path / "m.data-00001-of-00002"
-    honest = second.read_bytes()
-    for content, says in (
-        (honest[:-1], "is cut short: 23 bytes"),
-        (b"", "is cut short: 0 bytes"),
-        (b"version https://git-lfs", "git lfs pull"),
-        (b"<html>", "a web page"),
-    ):
-        second.write_bytes(content)
-        refused(lambda: TensorBundle(tmp_path / "m"), says, str(second))
-    second.unlink()
-    refused(lambda: TensorBundle(tmp_path / "m"), "No such file", str(second))
-    tf_bundle.write(tmp_path / "m", {"a": torch.ones(3)}, shards=2)
-    second.unlink()
-    assert TensorBundle(tmp_path / "m").read("a").tolist() == [1, 1, 1], "a shard without tensors need not be there"
-
-
-def test_large_tensors_are_checked_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Possible bugs: the last piece's checksum instead of the whole one, or a second check of 498 MB on each read."""
+def test_a_data_file_that_is_missing_short_or_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index has a few kilobytes and is rarely cut; the 498 MB beside it often are. Their checksum is taken in pieces."""
     monkeypatch.setattr("gpt2.checkpoint.containers.tensorflow_file.PIECE", 1001)
-    pieces = []
-
-    def counted(crc: int, data: bytes, real: Callable[[int, bytes], int] = google_crc32c.extend) -> int:
-        pieces.append(len(data))
-        return real(crc, data)
-
-    monkeypatch.setattr(google_crc32c, "extend", counted)
     tf_bundle.write(tmp_path / "m", {"a": torch.arange(1000.0), "b": torch.ones(3)})
-    bundle = TensorBundle(tmp_path / "m")
-    assert pieces == []
-    for _ in range(2):
-        assert bundle.read("a").sum() == 499_500
-        assert pieces == [1001, 1001, 1001, 997]
+    assert TensorBundle(tmp_path / "m").read("a").sum() == 499_500
+    data = tmp_path / "m.data-00000-of-00001"
+    honest = data.read_bytes()
+    for content, says in (
+        (honest[:-1], "is cut short: 4,011"),
+        (b"version https://git-lfs", "git lfs pull"),
+        (b"<html>", "web page"),
+    ):
+        data.write_bytes(content)
+        refused(lambda: TensorBundle(tmp_path / "m"), says, str(data))
+    data.unlink()
+    refused(lambda: TensorBundle(tmp_path / "m"), "No such file", str(data))
 
 
 @pytest.mark.parametrize(
@@ -277,29 +207,17 @@ def test_the_largest_lie_takes_little_time_and_memory(tmp_path: Path, content: b
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        (
-            'model_checkpoint_path: "model-9"\nall_model_checkpoint_paths: "model-7"\nall_model_checkpoint_paths: "model-9"\n',
-            "model-9",
-        ),
         ('all_model_checkpoint_paths: "model-7"\nmodel_checkpoint_path: "model-9"', "model-9"),
-        ('model_checkpoint_path: "/home/ada/models/124M/model-9"\r\n', "model-9"),
-        ('model_checkpoint_path: "C:\\\\models\\\\124M\\\\model-9"\n', "model-9"),
-        ('model_checkpoint_path: "/tmp/\\346\\250\\241/\\"/model-9"\n', "model-9"),
-        ('model_checkpoint_path: "../../etc/model-9"\n', "model-9"),
-        ('model_checkpoint_path: "\\346\\250\\241\\345\\236\\213"\n', "模型"),
-        ('model_checkpoint_path: "model-8"', "names model-8, and no model-8.index is there"),
-        ('model_checkpoint_path: "../secret/model-8"', "names model-8, and no model-8.index is there"),
-        ('model_checkpoint_path: "\\033[2J\\n"', "names '\\x1b[2J\\n'"),
-        ('model_checkpoint_path: "model-7\\000"', "names 'model-7\\x00'"),
-        ('model_checkpoint_path: "' + "\\" * 100_001, "names no checkpoint"),
-        ('all_model_checkpoint_paths: "model-7"', "names no checkpoint"),
-        ("\\" * 10_000_000, "names no checkpoint"),
+        ('model_checkpoint_path: "/home/me/runs/model-7"', "model-7"),
+        ('model_checkpoint_path: "C:\\\\runs\\\\model-7"', "model-7"),
+        ('model_checkpoint_path: "../secret/model-8"', "no model-8.index is there"),
+        ('model_checkpoint_path: "model-8"', "no model-8.index is there"),
+        ("<html>", "names no checkpoint"),
     ],
-    ids=lambda value: ascii(value)[:40],
 )
-def test_the_file_checkpoint_names_the_bundle_or_is_refused(tmp_path: Path, text: str, found: str) -> None:
-    """Not the alphabetically last one, not the path on the training machine, and none out of the folder."""
-    for place in (*(tmp_path / name for name in ("model-7", "model-9", "model-10", "模型")), tmp_path.parent / "secret/model-8"):
+def test_the_file_checkpoint_names_the_bundle(tmp_path: Path, text: str, found: str) -> None:
+    """The newest of several is meant, wherever it was trained; nothing outside the folder is opened."""
+    for place in (tmp_path / "model-7", tmp_path / "model-9", tmp_path.parent / "secret/model-8"):
         tf_bundle.write(place, {"a": torch.ones(1)})
     (tmp_path / "checkpoint").write_bytes(text.encode())
     if (tmp_path / f"{found}.index").exists():

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+import google_crc32c
 import torch
 from torch import Tensor
 
@@ -17,18 +18,7 @@ from gpt2.config import GPT2Config
 from support.hf_layouts import TINY, weights
 
 MAGIC = bytes.fromhex("57fb808b247547db")
-KINDS = {
-    torch.float32: 1,
-    torch.float64: 2,
-    torch.int32: 3,
-    torch.uint8: 4,
-    torch.int16: 5,
-    torch.int8: 6,
-    torch.int64: 9,
-    torch.bool: 10,
-    torch.bfloat16: 14,
-    torch.float16: 19,
-}
+KINDS = {torch.float32: 1, torch.int32: 3, torch.int64: 9, torch.bfloat16: 14, torch.float16: 19}
 RESTART_INTERVAL = 16  # table::Options
 
 # OpenAI's names (openai/gpt-2, src/model.py) for our parameters.
@@ -65,25 +55,9 @@ def entry(kind: int, shape: Iterable[int], shard: int, offset: int, data: bytes)
     return field(1, kind) + field(2, dims) + field(3, shard) + field(4, offset) + field(5, len(data)) + fixed32(6, checksum(data))
 
 
-def crc32c(data: bytes) -> int:
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = TABLE[(crc ^ byte) & 255] ^ crc >> 8
-    return ~crc & 0xFFFFFFFF
-
-
-def _row(byte: int) -> int:
-    for _ in range(8):
-        byte = byte >> 1 ^ 0x82F63B78 * (byte & 1)
-    return byte
-
-
-TABLE = [_row(byte) for byte in range(256)]
-
-
 def checksum(data: bytes) -> int:
     """The CRC rotated right by 15 bits, plus a constant."""
-    crc = crc32c(data)
+    crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17 & 0xFFFFFFFF) + 0xA282EAD8) % 2**32
 
 
@@ -128,17 +102,16 @@ def closed(out: bytes, handles: Iterable[tuple[bytes, bytes]]) -> bytes:
     return bytes(whole) + places.ljust(40, b"\0") + MAGIC
 
 
-def write(prefix: Path, tensors: Mapping[str, Tensor], *, shards: int = 1) -> Path:
-    """Write a bundle; the tensors go to several data files in turn. Return the index."""
+def write(prefix: Path, tensors: Mapping[str, Tensor]) -> Path:
+    """Write a bundle; return the index."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    rows, files = [(b"", header(shards))], [b""] * shards
-    for number, name in enumerate(sorted(tensors, key=str.encode)):
-        tensor, shard = tensors[name], number % shards
+    rows, content = [(b"", header())], b""
+    for name in sorted(tensors, key=str.encode):
+        tensor = tensors[name]
         data = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
-        rows.append((name.encode(), entry(KINDS[tensor.dtype], tensor.shape, shard, len(files[shard]), data)))
-        files[shard] += data
-    for shard, data in enumerate(files):
-        prefix.with_name(f"{prefix.name}.data-{shard:05}-of-{shards:05}").write_bytes(data)
+        rows.append((name.encode(), entry(KINDS[tensor.dtype], tensor.shape, 0, len(content), data)))
+        content += data
+    prefix.with_name(f"{prefix.name}.data-00000-of-00001").write_bytes(content)
     index = prefix.with_name(f"{prefix.name}.index")
     index.write_bytes(table(rows))
     return index

@@ -1,7 +1,7 @@
 """Read OpenAI's TensorFlow checkpoints without TensorFlow.
 
 A checkpoint is a *bundle*: ``model.ckpt.index``, a table (`sstable.py`) from names to protobufs, says where each tensor lies in
-``model.ckpt.data-00000-of-00001`` (or several such files), with a checksum (tensorflow, ``core/util/tensor_bundle``,
+``model.ckpt.data-00000-of-00001``, with a checksum (tensorflow, ``core/util/tensor_bundle``,
 ``core/protobuf/tensor_bundle.proto``). ``checkpoint`` names the bundle; ``hparams.json`` is OpenAI's. The ``.meta`` file, a
 graph to run, is not read.
 """
@@ -23,19 +23,8 @@ from gpt2.checkpoint.containers.sstable import masked, pairs, varint
 from gpt2.config import MAX_SIZE, quoted
 from gpt2.errors import CheckpointError
 
-# TensorFlow's dtype numbers (core/framework/types.proto) that have an equal torch dtype.
-DTYPES = {
-    1: torch.float32,
-    2: torch.float64,
-    3: torch.int32,
-    4: torch.uint8,
-    5: torch.int16,
-    6: torch.int8,
-    9: torch.int64,
-    10: torch.bool,
-    14: torch.bfloat16,
-    19: torch.float16,
-}
+# TensorFlow's dtype numbers (core/framework/types.proto) of weights and counters.
+DTYPES = {1: torch.float32, 3: torch.int32, 9: torch.int64, 14: torch.bfloat16, 19: torch.float16}
 TEXT = 7
 # The fields that we read of each message, and their encoding: varint, four bytes, or length and bytes.
 VARINT, BYTES, FIXED32 = 0, 2, 5
@@ -46,24 +35,24 @@ SLICES, IN_SLICES = 7, "%s is stored in slices; save the checkpoint without a pa
 ENTRY = {1: VARINT, 2: BYTES, 3: VARINT, 4: VARINT, 5: VARINT, 6: FIXED32, SLICES: BYTES}
 SHAPE_DIM, SHAPE_UNKNOWN, DIM = 2, 3, {1: VARINT}
 # gpt2-xl with Adam's moments: 1,743 tensors, an index of 75 kB, one data file.
-INDEX_LIMIT, MAX_TENSORS, MAX_SHARDS = 500_000, 20_000, 1_000
+INDEX_LIMIT, MAX_TENSORS = 500_000, 20_000
 PIECE = 1 << 23  # bytes per checksum step
 HPARAMS = ("n_vocab", "n_ctx", "n_embd", "n_head", "n_layer")
 
 
 @dataclass(frozen=True)
 class Stored(Entry):
-    """A tensor in data file ``shard``; ``kind`` is TensorFlow's dtype number."""
+    """A tensor in the data file; ``kind`` is TensorFlow's dtype number."""
 
     kind: int
-    shard: int
     checksum: int
 
 
 class TensorBundle(Container):
-    """The checkpoint ``prefix.index`` with its ``prefix.data-*`` files, with TensorFlow's names and shapes.
+    """The checkpoint ``prefix.index`` with its data file, with TensorFlow's names and shapes.
 
-    A tensor without a torch dtype is listed as uint8 and refused on reading; slices and big-endian order are refused at once.
+    A tensor of a type that weights have not is listed as uint8 and refused on reading. Several data files, slices and big-endian
+    order, which OpenAI's have not, are refused at once.
     """
 
     kind = "TensorFlow"
@@ -71,7 +60,6 @@ class TensorBundle(Container):
 
     def __init__(self, prefix: Path) -> None:
         self._prefix = prefix
-        self._shards: dict[int, MappedFile] = {}
         self._checked: set[str] = set()
         super().__init__(prefix.with_name(f"{prefix.name}.index"))
 
@@ -89,57 +77,23 @@ class TensorBundle(Container):
             raise Refused("is in big-endian byte order; convert the checkpoint to safetensors where it was made")
         if version > 1:
             raise Refused(f"asks for readers of version {version}, and this is one of version 1; save it with TensorFlow 2")
-        if not 1 <= shards <= MAX_SHARDS:
-            raise Damaged(f"claims {shards:,} data files")
+        if shards != 1:
+            raise Refused(f"claims {shards:,} data files, and OpenAI's have one; save the checkpoint in one")
         entries: dict[str, Stored] = {}
         for key, value in table:
             if len(entries) == MAX_TENSORS:
                 raise Damaged(f"lists more than {MAX_TENSORS:,} tensors")
-            name = self._name(key)
-            entries[name] = self._entry(name, value, shards)
-        self._open(entries, shards)
-        return entries
-
-    def _name(self, key: bytes) -> str:
-        slice_of = key.split(b"\0")[1] if key.startswith(b"\0") else None  # zero, variable, zero, where in it
-        try:
-            name = (key if slice_of is None else slice_of).decode()
-        except UnicodeDecodeError:
-            raise Damaged(f"has a name that is not text, {quoted(key)}") from None
-        if slice_of is not None:
-            raise Refused(IN_SLICES % shown(name))
-        return name
-
-    def _entry(self, name: str, message: bytes, shards: int) -> Stored:
-        """Parse one tensor (BundleEntryProto)."""
-        entry = _record(message, ENTRY)
-        if SLICES in entry:
-            raise Refused(IN_SLICES % shown(name))
-        kind, shard, start, size, checksum = (entry.get(field, 0) for field in (1, 3, 4, 5, 6))
-        shape = _shape(entry.get(2, b""))
-        if shard >= shards or max(start, size) >= 1 << 48 or not countable(shape):
-            raise Damaged(f"contradicts itself about {shown(name)}: {size:,} bytes at {start:,} of data file {shard:,}")
-        if kind not in DTYPES:
-            return Stored(torch.uint8, (size,), start, kind, shard, checksum)
-        stored = Stored(DTYPES[kind], shape, start, kind, shard, checksum)
-        if stored.end != start + size:
-            claim = f"{stored.dtype} {list(shape)}".removeprefix("torch.")
-            raise Damaged(f"contradicts itself about {shown(name)}: {claim} in {size:,} bytes")
-        return stored
-
-    def _open(self, entries: Mapping[str, Stored], count: int) -> None:
-        """Open the data files; check that they hold every tensor, without overlap."""
-        files, ends = self._shards, dict[int, int]()
-        for name, entry in sorted(entries.items(), key=lambda item: (item[1].shard, item[1].start, item[1].end)):
-            shard = entry.shard
-            if shard not in files:
-                files[shard] = MappedFile(self._prefix.with_name(f"{self._prefix.name}.data-{shard:05d}-of-{count:05d}"))
-            if entry.start < ends.get(shard, 0):
+            name = _name(key)
+            entries[name] = _entry(name, value)
+        self._data = MappedFile(self._prefix.with_name(f"{self._prefix.name}.data-00000-of-00001"))
+        end = 0
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+            if entry.start < end:
                 raise Refused(f"{shown(name)} overlaps the tensor before it; fetch the checkpoint again")
-            ends[shard] = entry.end
-            if entry.end > files[shard].size:
-                refuse_other_format(files[shard])
-                raise CheckpointError(f"{files[shard].path}: is cut short: {files[shard].size:,} bytes; fetch it again")
+            if (end := entry.end) > self._data.size:
+                refuse_other_format(self._data)
+                raise CheckpointError(f"{self._data.path}: is cut short: {self._data.size:,} bytes; fetch it again")
+        return entries
 
     def read(self, name: str, dtype: torch.dtype | None = None, *, mapped: bool = True) -> Tensor:
         """Read as :meth:`Container.read`; verify a tensor's checksum on first use."""
@@ -149,7 +103,7 @@ class TensorBundle(Container):
         if entry.kind not in DTYPES:
             what = "text" if entry.kind == TEXT else f"of TensorFlow's dtype {entry.kind}"
             raise CheckpointError(f"{self.path}: {shown(name)} is {what}, which is not a weight; save the checkpoint without it")
-        file = self._shards[entry.shard]
+        file = self._data
         crc, at = 0, entry.start
         while name not in self._checked and at < entry.end:
             if not (piece := file.bytes(at, min(PIECE, entry.end - at))):
@@ -159,6 +113,32 @@ class TensorBundle(Container):
             raise CheckpointError(f"{file.path}: {shown(name)} is damaged, its checksum does not fit; fetch the file again")
         self._checked.add(name)
         return file.tensor(entry.start, entry.shape, entry.dtype, dtype, mapped=mapped)
+
+
+def _name(key: bytes) -> str:
+    if key.startswith(b"\0"):  # of a slice: zero, variable, zero, where in it
+        raise Refused(IN_SLICES % shown(key.split(b"\0")[1].decode(errors="replace")))
+    if not key.isascii():
+        raise Damaged(f"has a name that is not ASCII, {quoted(key)}")
+    return key.decode()
+
+
+def _entry(name: str, message: bytes) -> Stored:
+    """Parse one tensor (BundleEntryProto)."""
+    entry = _record(message, ENTRY)
+    if SLICES in entry:
+        raise Refused(IN_SLICES % shown(name))
+    kind, shard, start, size, checksum = (entry.get(field, 0) for field in (1, 3, 4, 5, 6))
+    shape = _shape(entry.get(2, b""))
+    if shard or max(start, size) >= 1 << 48 or not countable(shape):
+        raise Damaged(f"contradicts itself about {shown(name)}: {size:,} bytes at {start:,} of data file {shard:,}")
+    if kind not in DTYPES:
+        return Stored(torch.uint8, (size,), start, kind, checksum)
+    stored = Stored(DTYPES[kind], shape, start, kind, checksum)
+    if stored.end != start + size:
+        claim = f"{stored.dtype} {list(shape)}".removeprefix("torch.")
+        raise Damaged(f"contradicts itself about {shown(name)}: {claim} in {size:,} bytes")
+    return stored
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int, Any]]:
@@ -220,7 +200,7 @@ def checkpoint_prefix(directory: Path) -> Path | None:
         raise CheckpointError(f"{directory}: cannot be read ({error.strerror}); check that it is yours to read") from None
     line = re.search(rb'^model_checkpoint_path:[ \t]*"((?:[^"\\\r\n]|\\.)*+)"', text, re.MULTILINE)
     if line is not None:
-        name = re.split(r"[/\\]", _unescaped(line[1]))[-1]
+        name = re.split(r"[/\\]", line[1].decode("utf-8", "replace"))[-1]
         if f"{name}.index" in indexes:
             return directory / name
         raise CheckpointError(f"{state}: names {shown(name)}, and no {shown(f'{name}.index')} is there; fetch it too")
@@ -229,16 +209,6 @@ def checkpoint_prefix(directory: Path) -> Path | None:
     if len(indexes) > 1:
         raise CheckpointError(f"{directory}: holds {containers.listed(indexes)}, and no file checkpoint says which; give one")
     return directory / indexes[0].removesuffix(".index") if indexes else None
-
-
-def _unescaped(text: bytes) -> str:
-    """Decode a protobuf text string, where non-ASCII bytes are octal escapes."""
-    escapes = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
-
-    def unescape(match: re.Match[bytes]) -> bytes:
-        return bytes([int(match[1], 8) & 255]) if match[1] else escapes.get(match[2], match[2])
-
-    return re.sub(rb"\\(?:([0-7]{1,3})|(.))", unescape, text).decode("utf-8", "replace")
 
 
 def read_hparams(path: Path) -> dict[str, int]:

@@ -55,37 +55,20 @@ def gpt2() -> None:
     variable("global_step", np.int64(1000))
 
 
-def shards() -> None:
-    for number in range(6):
-        with tf.device(f"/cpu:{number % 3}"):
-            variable(f"part{number}", numbers(f"part{number}", (2, 3)).astype(np.float32))
-
-
-def dtypes() -> None:
-    for dtype in (tf.float32, tf.float64, tf.int32, tf.uint8, tf.int16, tf.int8, tf.int64, tf.bfloat16, tf.float16):
-        values = np.abs(numbers(dtype.name, (3, 5)))
-        variable(dtype.name, tf.constant(values if dtype.is_floating else np.floor(values * 32), dtype))
-    variable("bool", numbers("bool", (3, 5)) > 0)
-    variable("scalar", np.float32(2.5))
-    variable("empty", np.zeros((0, 4), np.float32))
-    variable("text", tf.constant(["two", "words"]))
-    variable("complex", np.array([1 + 2j], np.complex64))
-
-
 def slices() -> None:
     v1.get_variable("model/wte", shape=(10, 4), partitioner=v1.fixed_size_partitioner(3), use_resource=False)
     variable("model/wpe", np.ones(3, np.float32))
 
 
-def save(build, devices: int = 1) -> None:
+def save(build) -> None:
     out = Path(build.__name__)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
     with tf.Graph().as_default():
         build()
-        with v1.Session(config=v1.ConfigProto(device_count={"CPU": devices})) as session:
+        with v1.Session() as session:
             session.run(v1.global_variables_initializer())
-            v1.train.Saver(sharded=devices > 1).save(session, f"{out}/model.ckpt", write_meta_graph=False)
+            v1.train.Saver().save(session, f"{out}/model.ckpt", write_meta_graph=False)
 
 
 if __name__ == "__main__":
@@ -94,6 +77,4 @@ if __name__ == "__main__":
     os.chdir(HERE)  # else `checkpoint` would hold an absolute path
     save(gpt2)
     Path("gpt2/hparams.json").write_text(json.dumps(SIZES))
-    save(shards, devices=3)
-    save(dtypes)
     save(slices)
