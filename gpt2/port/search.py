@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.places import OUTSIDE
 from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
 from gpt2.port.dump.candidates import Candidate, Site
+from gpt2.port.effect import Moves, effect, moved_by, moving
 from gpt2.port.explainer import MOST_ARRAYS, Explainer
 from gpt2.port.fault import Fault
 from gpt2.port.fits.ending import Ending
@@ -47,8 +48,8 @@ from gpt2.port.recording.pool import LOOSE, Pool
 class Walked:
     """What a walk found: the faults, whether they explain the logits, and the first place that is not GPT-2's.
 
-    ``values``: the program's own numbers by traced point. ``lost``: the first point that is not explained, None if all are.
-    ``timed_out``: the walk ended at its limit of time.
+    ``rounded``: faults within float32's rounding, as of a constant. ``values``: the program's own numbers by traced point.
+    ``lost``: the first point that is not explained, None if all are. ``timed_out``: the walk ended at its limit of time.
     """
 
     causes: tuple[PlacedCause, ...]
@@ -58,6 +59,7 @@ class Walked:
     blocks: tuple[int, ...] = ()  # that run
     lost: str | None = None
     timed_out: bool = False
+    rounded: tuple[PlacedCause, ...] = ()
 
     def edge(self, layers: int) -> str:
         """Say which point is the last that was recognised, and which is the first that was not."""
@@ -65,6 +67,19 @@ class Walked:
         known = [point for point in order[: order.index(self.lost)] if point in self.values] if self.lost in order else []
         last = f"{known[-1]} is the last stage that was recognised" if known else "no stage was recognised"
         return f"{last}; {self.lost} is the first that was not"
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Where a fault moves a program: the error of what is ``shown`` there, and what GPT-2's formula ``missed``.
+
+    ``rounded``: rounding to float32 explains it. ``moves``: what it adds to the right nodes, of a fault that has no formula.
+    """
+
+    shown: float
+    missed: float
+    rounded: bool
+    moves: Moves = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -75,11 +90,13 @@ def search(
     reference: GPT2,
     head: Tensor | None = None,
     progress: Progress = silent,
+    rounding: Mapping[str, float] | None = None,
 ) -> Walked:
     """Walk through the tensors in ``pool``, which a program computed on ``ids`` (B, T), B and T at least 2.
 
     ``own``: the program's weights by the checkpoint's names. ``reference``: our model in float64. ``head`` (V, D): a head that is
-    not the token embedding. At the pool's deadline the walk ends with what it has found.
+    not the token embedding. ``rounding``: the error that rounding to float32 explains, by traced point. At the pool's deadline
+    the walk ends with what it has found.
     """
     weights = {name: tensor.detach().double() for name, tensor in own.items()}
     if not bool(weights["wpe.weight"].any()):  # no positions: it may add the checkpoint's, others, or none
@@ -87,13 +104,15 @@ def search(
     if head is not None:
         weights[HEAD] = head.double()
     model = Model(weights, reference.config, ids)
-    return Search(Observation(pool, model), model, trace(reference, ids), progress, of_module=True).run()
+    right = Model(reference.state_dict(), reference.config, ids)
+    return Search(Observation(pool, model), model, trace(reference, ids), progress, right, rounding or {}).run()
 
 
 class Search:
     """A walk through an ``observation`` with the weights in ``model``; ``exact``: GPT-2's own values by traced point.
 
-    ``of_module``: of a module, whose own weights these are, and which is given the whole text at once.
+    ``right``: the checkpoint, in a walk through a module, whose own weights are in ``model``, and which is given the whole text
+    at once. ``rounding``: the error that rounding to float32 explains, by traced point.
     """
 
     def __init__(
@@ -102,10 +121,12 @@ class Search:
         model: Model,
         exact: Mapping[str, Tensor],
         progress: Progress = silent,
-        of_module: bool = False,
+        right: Model | None = None,
+        rounding: Mapping[str, float] | None = None,
     ) -> None:
         self.observation, self.model, self.exact, self.progress = observation, model, exact, progress
-        self.of_module, self.layers = of_module, model.config.n_layer
+        self.right, self.rounding, self.layers = right, rounding or {}, model.config.n_layer
+        self.of_module = of_module = right is not None
         every = [one for one in table(model) if one.run is None and not one.crosses]
         every = [one for one in every if not (of_module and one.id == "not-loaded")]
         self.embeddings = [one for one in every if "embed" in one.outside and not one.edits]
@@ -118,7 +139,7 @@ class Search:
         self.sites: list[Site] = []
         self.ties: list[tuple[Alternative, ...]] = []  # by block: what explains it alike
         self.ran: list[int] = []
-        self.evidence: dict[str, tuple[float, float]] = {}  # by label: the error of what is found, and of GPT-2's formula
+        self.departures: dict[Site | Fault, Departure] = {}
         self.first: Divergence | None = None
         self.values: dict[str, Tensor] = {}
         self.computed: dict[str, Tensor] = {}  # whether found or not
@@ -136,9 +157,11 @@ class Search:
         lost = None if explained else self.lost or (point_at(len(self.ran), "") if len(self.ran) < self.layers else "logits")
         pool, limit = self.observation.pool, self.observation.pool.deadline
         pool.deadline = Deadline()  # what is left is soon done
-        causes, first = tuple(self._causes(explained)), self._first(lost)
+        both = list(self._causes(explained))
+        causes, rounded = (tuple(cause for cause, is_rounded in both if is_rounded == kind) for kind in (False, True))
+        first = self._first(lost)
         pool.deadline = limit
-        return Walked(causes, explained, first, self.values, tuple(self.ran), lost, timed_out)
+        return Walked(causes, explained, first, self.values, tuple(self.ran), lost, timed_out, rounded)
 
     def _first(self, lost: str | None) -> Divergence | None:
         """Return the first point whose value is not GPT-2's."""
@@ -146,13 +169,15 @@ class Search:
             return self.first
         pool, narrow = self.observation.pool, self.observation.pool.narrow
         least = LOOSE if narrow and not pool.allowance else FLOAT64_BOUND
+        rounds = any(one.rounded for one in self.departures.values())
+        allowed = self.rounding if rounds else pool.allowance
         for point in points(self.layers):
             if point == lost and lost != "logits":
                 return Divergence(point, layer_of(point), self._departure(point))
             if point in self.computed and point in self.exact and self.observation.find(_node(point), self.exact[point]) is None:
                 value, right = self.computed[point], self.exact[point]
                 error = worst_relative_error(value, right) if value.shape == right.shape else math.inf
-                if error > max(pool.allowance.get(point, 0.0), least):
+                if error > max(allowed.get(point, 0.0), least):
                     return Divergence(point, layer_of(point), error)
         return self.first
 
@@ -205,7 +230,7 @@ class Search:
         follows = was_found or self.blocks.goes_on(self.blocks.block(0, x))
         if not follows and self.explainer.explained(self.blocks.block(0, right)) is not None:
             return right  # one fault of the block, and not two
-        self._blame(one, None, "embed", x, right)
+        self._blame(one, None, "embed", {"embed": (x, right)})
         self.computed["embed"] = x
         return x
 
@@ -219,9 +244,8 @@ class Search:
             own = None if fit is None else self.observation.find("embed", fit.value)
             x = right if fit is None else fit.value if own is None else own.own
             if fit is not None and self.blocks.shown_in(0, x):
-                self.faults += fit.faults
                 part = fit.faults[0].part if fit.faults else "embed"
-                self._note(part if part in OUTSIDE else "embed", worst_relative_error(x, right))
+                self._fitted(fit.faults, part if part in OUTSIDE else "embed", {"embed": (x, right)})
                 self.computed["embed"] = x
                 return x
         return None
@@ -303,7 +327,7 @@ class Search:
                 words = "a later block takes an earlier stream, so what this block gives has no effect"
                 later = range(number if node == "x" else number + 1, layer)
                 self.faults += [Fault("layer-missing", "", words, layer=one) for one in later]
-                self._note(point_at(layer, "ln_1"), math.inf)
+                self._note([], point_at(layer, "ln_1"), math.inf)
                 return stream
         return None
 
@@ -322,7 +346,7 @@ class Search:
         if best is None:
             return None
         _, one, value = best
-        self._blame(one, self.ran[-1], "", value, self.states[-1][""])
+        self._blame(one, self.ran[-1], "", {"": (value, self.states[-1][""])})
         self.states[-1][""] = self.computed[point_at(len(self.ran) - 1, "")] = value
         return value
 
@@ -338,38 +362,51 @@ class Search:
         if trial.alternatives:
             self.blocks.known = [trial.alternatives, *(one for one in self.blocks.known if one != trial.alternatives)]
         right = run_block(self.model.site(trial.layer, trial.state), {"x": trial.state["x"]}, {}) if trial.alternatives else {}
-        self.faults += trial.faults
+
+        def expected(node: str) -> Tensor:
+            before = {n: trial.state[n] for n in ("x", *NODES[: ORDER[node]]) if n in trial.state}
+            return graph.RIGHT[node](self.model.site(trial.layer, before), before) if node not in HIDDEN else right[node]
+
         if trial.faults:
-            self._note(point_at(number, trial.faults[0].part), math.inf)
+            known = {node for one in trial.alternatives for node in one.edits}
+            fits = {node: (trial.state[node], expected(node)) for node in trial.edits if node not in (*known, *HIDDEN)}
+            self._fitted(trial.faults, point_at(number, _traced(next(iter(fits), trial.faults[0].part))), fits)
         self.ties.append(trial.ties)
         for one in trial.alternatives:
-            node = next(iter(one.edits))
-            before = {n: trial.state[n] for n in ("x", *NODES[: ORDER[node]]) if n in trial.state}
-            expected = graph.RIGHT[node](self.model.site(trial.layer, before), before) if node not in HIDDEN else right[node]
-            self._blame(one, trial.layer, node, trial.state.get(node, expected), expected, trial.seen)
+            values = {node: (trial.state[node], expected(node)) for node in one.edits if node in trial.state}
+            self._blame(one, trial.layer, next(iter(one.edits)), values, trial.seen)
 
     def _blame(
         self,
         one: Alternative,
         layer: int | None,
         node: str,
-        value: Tensor,
-        right: Tensor,
+        values: Mapping[str, tuple[Tensor, Tensor]],
         seen: Mapping[str, Seen] | None = None,
     ) -> None:
+        """Note an alternative, from its value and GPT-2's own at each node; ``node``: the first of these."""
         self.sites.append((one, layer))
-        missed = worst_relative_error(value, right) if value.shape == right.shape else math.inf
+        missed = max((_missed(*both) for both in values.values()), default=math.inf)
         shown = next((each.error for name, each in (seen or {}).items() if ORDER[name] >= ORDER[node]), 0.0)
-        error, other = self.evidence.get(one.label, (0.0, 0.0))
-        self.evidence[one.label] = max(error, shown), max(other, missed)
         part = next(iter(one.parts(None)), node)
         point = (part if part in OUTSIDE else node) if layer is None else point_at(len(self.ran) - 1, _traced(node))
-        self._note(point, missed)
+        self._note([(one, layer)], point, missed, shown)
 
-    def _note(self, point: str, error: float) -> None:
-        if self.first is None:
+    def _fitted(self, faults: Sequence[Fault], point: str, values: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Note faults that have no formula, from the value and the right value of each node that they change."""
+        self.faults += faults
+        same = {node: both for node, both in values.items() if both[0].shape == both[1].shape}
+        missed = max((_missed(*both) for both in values.values()), default=math.inf)
+        self._note(faults, point, missed, moves={node: moved_by(*both) for node, both in same.items()})
+
+    def _note(
+        self, blamed: Sequence[Site | Fault], point: str, missed: float, shown: float = 0.0, moves: Moves | None = None
+    ) -> None:
+        departure = Departure(shown, missed, 0 < missed <= self.rounding.get(point, 0.0), moves or {})
+        self.departures |= dict.fromkeys(blamed, departure)
+        if self.first is None and not departure.rounded:
             place = point.split(".")
-            self.first = Divergence(point, int(place[1]) if place[0] == "h" else None, error)
+            self.first = Divergence(point, int(place[1]) if place[0] == "h" else None, missed)
 
     # To the logits
 
@@ -397,10 +434,11 @@ class Search:
             if self.observation.are_logits(value if found is None else found.own, head):
                 key = (one not in earlier, found is None, Candidate(((one, None),)).order_of_naming)
                 if best is None or key < best[0]:
-                    best = key, one, value
+                    best = key, one, value if "ln_f" in one.outside else normed @ head.T
         if best is not None:
             _, one, value = best
-            self._blame(one, None, "ln_f" if "ln_f" in one.outside else "logits", value, right)
+            stage, expected = ("ln_f", right) if "ln_f" in one.outside else ("logits", normed @ self.model.table.T)
+            self._blame(one, None, stage, {stage: (value, expected)})
             return True
         if not fitted:
             return False
@@ -409,23 +447,26 @@ class Search:
             if seen is None or self.sites or self.faults or not asked:
                 return False
             self.guessed = True
-            self.faults.append(Fault("untied-head", "logits", "the head has weights other than wte's"))
-            self._note("logits", math.inf)
-            return True
-        self.faults += ended.fit.faults
-        missed = worst_relative_error(ended.fit.value, ended.right)
-        self._note(ended.stage, missed or self.observation.logits_error(normed, self.model.table))
+        faults = ended.fit.faults if ended else (Fault("untied-head", "logits", "the head has weights other than wte's"),)
+        given = self.observation.pool.logits[..., : len(self.model.table)]
+        made = (normed @ self.model.table.T)[:, -given.shape[1] :]
+        self._fitted(faults, ended.stage if ended else "logits", {"logits": (given, made)})
         return True
 
     # What was found
 
-    def _causes(self, explained: bool) -> Iterator[PlacedCause]:
+    def _causes(self, explained: bool) -> Iterator[tuple[PlacedCause, bool]]:
+        """Yield the causes, and whether each is no more than rounding to float32."""
         sequence = sequence_faults(self.ran, self.layers, self.of_module) if explained else []
-        whole = Candidate(tuple(self._widest()), head=(*self.faults, *sequence))
+        sites = list(self._widest())
+        whole = Candidate(tuple(sites), head=(*self.faults, *sequence))
         for found in whole.found(self.layers):
-            own = [one.label for one, _ in self.sites if found.id in (one.id, *(id for id, _ in one.also))]
-            labels = own or [one.label for one, _ in self.sites]
-            error, missed = map(max, zip(*(self.evidence[label] for label in labels), strict=True)) if labels else (0.0, 0.0)
+            named = found.id, found.detail
+            is_own = [named in ((fault.id, fault.detail) for fault in one.faults(layer)) for one, layer in sites]
+            own: list[Site | Fault] = [site for site, is_one in zip(self.sites, is_own, strict=True) if is_one]
+            own += [one for one in self.faults if one.id == found.id and any(place.contains(one.place) for place in found.places)]
+            departed = [self.departures[one] for one in own if one in self.departures]
+            error, missed = (max((getattr(one, name) for one in departed), default=0.0) for name in ("shown", "missed"))
             evidence = "computed so from your own values, it is what you have there"
             evidence += f", to {error:.0e}" if error else ""
             evidence += f"; GPT-2's formula is off by {missed:.0e}" if math.isfinite(missed) and missed else ""
@@ -440,9 +481,21 @@ class Search:
                 fix = f"nn.LayerNorm(n_embd, eps={config.layer_norm_epsilon:g})"
             elif found.id == "gelu-variant" and SAME.get(config.activation_function, config.activation_function) != "gelu_new":
                 fix = f"the checkpoint's activation is {config.activation_function}"
-            yield PlacedCause(
-                found.id, found.places, found.detail, evidence, SURE if explained and not self.guessed else LIKELY, fix
-            )
+            moved = self._effect(own, [site for site, is_one in zip(sites, is_own, strict=True) if is_one], found.id in SEQUENCE)
+            sure = SURE if explained and not self.guessed else LIKELY
+            cause = PlacedCause(found.id, found.places, found.detail, evidence, sure, fix, effect=moved)
+            yield cause, bool(departed) and all(one.rounded for one in departed)
+
+    def _effect(self, own: Sequence[Site | Fault], sites: Sequence[Site], is_order: bool) -> float | None:
+        """Return how far ``own``, the sites and faults of a cause, move the logits of the checkpoint; None if that is unknown."""
+        if self.right is None:
+            return None
+        for one in own:
+            moves = self.departures[one].moves if one in self.departures else {}
+            if "logits" in moves:
+                return float(moves["logits"].abs().max() * self.exact["logits"].square().mean().sqrt())
+            sites = [*sites, *moving(one.layer, moves)] if isinstance(one, Fault) else sites
+        return effect(self.right, sites, self.ran if is_order and not own else ())
 
     def _widest(self) -> Iterator[Site]:
         """Yield the sites; of several alternatives that explain a block alike, that which explains most blocks."""
@@ -450,6 +503,11 @@ class Search:
         for one, layer in self.sites:
             alike = self.ties[self.ran.index(layer)] if layer is not None else ()
             yield max((one, *alike), key=lambda other: blocks[other]) if one in alike else one, layer
+
+
+def _missed(value: Tensor, right: Tensor) -> float:
+    """Return the error of GPT-2's value at a node of a program; infinity if their shapes differ."""
+    return worst_relative_error(value, right) if value.shape == right.shape else math.inf
 
 
 def _node(point: str) -> str:

@@ -236,17 +236,18 @@ def test_deterministic_mode_removes_randomness_and_narrow_casts() -> None:
     assert len(watching.dropouts) == 1
 
 
-def placed(id: str, *places: Place, confidence: float = 1.0) -> PlacedCause:
-    return PlacedCause(id, places, "detail", "evidence", confidence)
+def placed(id: str, *places: Place, effect: float | None = None) -> PlacedCause:
+    return PlacedCause(id, places, "detail", "evidence", 1.0, effect=effect)
 
 
-def test_causes_are_sorted_and_consequences_dropped() -> None:
-    """Users act on the first cause."""
-    causes = [placed("gelu-variant", Place(n, "mlp.act")) for n in range(3)]
-    unlikely, first = placed("rmsnorm", Place(0, "ln_1"), confidence=0.5), placed("position-offset", Place(None, "wpe"))
+def test_causes_are_sorted_by_effect_and_consequences_dropped() -> None:
+    """Users act on the first cause, and it was an epsilon where the last norm was missing as well."""
+    causes = [placed("gelu-variant", Place(n, "mlp.act"), effect=2.0 + n) for n in range(3)]
+    small, unknown = placed("rmsnorm", Place(0, "ln_1"), effect=0.1), placed("position-offset", Place(None, "wpe"))
     follows = placed("missing-bias", Place(0, "ln_1.bias"))
-    order = [one.id for one in ranked([unlikely, follows, *causes, first], 3)]
-    assert order == ["position-offset", "gelu-variant", "rmsnorm"]
+    found = ranked([unknown, small, follows, *causes], 3, lambda cause: 3.0 if cause.id == "position-offset" else None)
+    assert [(one.id, one.effect) for one in found] == [("gelu-variant", 4.0), ("position-offset", 3.0), ("rmsnorm", 0.1)]
+    assert [one.id for one in ranked([unknown, small], 3)] == ["rmsnorm", "position-offset"]
 
 
 def test_every_cause_has_a_fix_of_one_line() -> None:
@@ -278,6 +279,6 @@ def test_the_json() -> None:
     """Other programs read these keys; infinity and NaN become null."""
     shown = json.loads(FOUND.to_json())
     assert shown["first_divergence"] == {"point": "h.0.mlp.act", "layer": 0, "error": 2.4e-4}
-    assert set(shown["causes"][0]) == {"id", "where", "detail", "evidence", "confidence", "fix"}
+    assert set(shown["causes"][0]) == {"id", "where", "detail", "evidence", "confidence", "fix", "effect"}
     assert shown["logits_error"] is None
     assert json.loads(Diagnosis("equal", None, ()).to_json())["first_divergence"] is None

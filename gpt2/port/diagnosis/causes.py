@@ -6,7 +6,7 @@ stream (B, T, D); ``q``, ``k``, ``v`` are (B, H, T, K); ``w`` is the checkpoint'
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -125,7 +125,10 @@ CAUSES = {id: KnownCause(*row) for rows in SECTIONS.values() for id, row in rows
 
 @dataclass(frozen=True)
 class PlacedCause:
-    """A :class:`Cause` while causes are collected; ``places`` become text at the end. One id and ``kind`` are one fault."""
+    """A :class:`Cause` while causes are collected; ``places`` become text at the end. One id and ``kind`` are one fault.
+
+    ``held``: parameters at these places do it, by what they hold.
+    """
 
     id: str
     places: tuple[Place, ...]
@@ -134,12 +137,13 @@ class PlacedCause:
     confidence: float
     fix: str | None = None
     kind: str = ""
-    fitted: bool = False
+    effect: float | None = None
+    held: bool = False
 
     def cause(self) -> Cause:
         where = joined(self.places)
         fix = (self.fix or CAUSES[self.id].fix).replace("{where}", where)
-        return Cause(self.id, where, self.detail, self.evidence, self.confidence, fix)
+        return Cause(self.id, where, self.detail, self.evidence, self.confidence, fix, self.effect)
 
 
 DROPPED = "of a block that drops attention's result: its feed-forward takes the block's input, as in a parallel block"
@@ -169,27 +173,29 @@ IMPLIES = {
 }
 
 
-def ranked(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause]:
-    """Merge the same fault in several blocks; sort by confidence, then by the order of the forward pass.
+def ranked(
+    causes: Iterable[PlacedCause], layers: int, effect: Callable[[PlacedCause], float | None] = lambda cause: None
+) -> list[PlacedCause]:
+    """Merge the same fault in several blocks; sort by effect, then by the order of the forward pass.
 
-    What changes from call to call comes first: all else was seen in one of them.
+    What changes from call to call comes first: all else was seen in one of them. What has no known effect comes last.
+    ``effect``: measures that of a cause which has none yet.
     """
     once: dict[tuple[str, tuple[Place, ...]], PlacedCause] = {}
     for cause in causes:
         once.setdefault((cause.id, cause.places), cause)
     merged = merge_blocks(once.values(), layers)
     implied = {id for cause in merged for id in IMPLIES.get(cause.id, ())}
-    if any(cause.id in ("not-deterministic", "batch-dependent") for cause in merged):  # a factor may fit one call only
-        merged = [cause for cause in merged if not cause.fitted]
     kept = []
     for cause in _join_nested(merged):
         places = _unexplained(cause, merged, layers)
         if cause.id not in implied and places:
             kept.append(replace(cause, places=places))
     kept = [*(cause for cause in kept if cause.id != "missing-bias"), *_one_cause_of_biases(kept, layers)]
+    kept = [cause if cause.effect is not None else replace(cause, effect=effect(cause)) for cause in kept]
 
     def order(cause: PlacedCause) -> tuple[object, ...]:
-        return cause.id != "not-deterministic", -round(cause.confidence, 2), forward_rank(cause.places[0], layers)
+        return cause.id != "not-deterministic", -(cause.effect or 0.0), forward_rank(cause.places[0], layers)
 
     return sorted(kept, key=order)
 
@@ -206,7 +212,7 @@ def _one_cause_of_biases(causes: Iterable[PlacedCause], layers: int) -> list[Pla
 
 
 def merge_blocks(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause]:
-    """Merge causes that differ only in the block, with the words of the first and the lowest confidence."""
+    """Merge causes that differ only in the block, with the words of the first, the lowest confidence and the largest effect."""
     groups: dict[tuple[object, ...], list[PlacedCause]] = {}
     for cause in causes:
         parts = frozenset((place.layer is None, place.part, place.share) for place in cause.places)
@@ -214,7 +220,8 @@ def merge_blocks(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause
     merged = []
     for same in groups.values():
         places = collapsed((place for cause in same for place in cause.places), layers)
-        merged.append(replace(same[0], places=places, confidence=min(cause.confidence for cause in same)))
+        effect = max((cause.effect for cause in same if cause.effect is not None), default=None)
+        merged.append(replace(same[0], places=places, confidence=min(cause.confidence for cause in same), effect=effect))
     return merged
 
 

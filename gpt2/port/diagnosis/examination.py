@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from collections.abc import Mapping as MappingType
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
+from gpt2.checkpoint.keys import HEAD
 from gpt2.damage import look
 from gpt2.errors import InputError
-from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent, worst_relative_error
+from gpt2.measure.metrics import FLOAT64_BOUND, Progress, max_abs, silent, worst_relative_error
 from gpt2.measure.tracing import layer_of, points, trace
 from gpt2.measure.user_code import error_at
 from gpt2.model import GPT2
@@ -26,10 +28,12 @@ from gpt2.port.diagnosis.behaviour import Behaviour
 from gpt2.port.diagnosis.causes import PlacedCause, ranked
 from gpt2.port.diagnosis.last_step import last_steps
 from gpt2.port.diagnosis.logits import Reference, padding_causes
-from gpt2.port.diagnosis.places import Place, listed
+from gpt2.port.diagnosis.places import ALL_WEIGHTS, Place, listed
 from gpt2.port.diagnosis.report import SURE, Diagnosis, Divergence
 from gpt2.port.diagnosis.runs import Runs, named
 from gpt2.port.diagnosis.weights import WeightComparison
+from gpt2.port.effect import effect_of_weights
+from gpt2.port.graph import Model
 from gpt2.port.mapping import ROUNDED_CONSTANT
 from gpt2.port.mapping.departures import SHARED, other_sizes, rows_apart, structural_causes
 from gpt2.port.mapping.filling import fill, put
@@ -60,6 +64,7 @@ class Examination:
         self.notes: list[str] = []
         self.runs = Runs(module, ours.config, self.notes)
         self.exact = True  # all is explained in float64
+        self.rounding: dict[str, float] = {}  # by traced point, what rounding to float32 explains
         self.not_gpt2, self.holds = "", True  # why the parts are not recognised; whether some tensor is the checkpoint's
 
     def diagnosis(self) -> Diagnosis:
@@ -92,6 +97,7 @@ class Examination:
         borrowed.to_float64()
         self.mapping = None if anatomy is None else Mapping(anatomy, self.config)
         own, blank = self._weights(borrowed)
+        self.own = own
         every = [] if self.mapping is None else list(structural_causes(self.mapping))
         self.structural = [cause for cause in every if cause.kind != SHARED]
         self.weight_causes += [cause for cause in every if cause not in self.structural]
@@ -100,6 +106,7 @@ class Examination:
         self.progress("comparing your logits with ours")
         outputs = self.runs.outputs(borrowed, self.runs.probes(anatomy))
         ids, first_logits = outputs[0]
+        self.ids = ids
         if own.extra:  # perhaps a bias of the head
             same.bias = (first_logits[..., : self.config.vocab_size] - same(ids)[:, -first_logits.shape[1] :]).mean((0, 1))
         padding, notes = padding_causes(first_logits, self.config)
@@ -112,7 +119,8 @@ class Examination:
         rounding, ends, unread = self.runs.bound, list[PlacedCause](), self.weight_causes
         if self.weight_causes or worst > self.runs.bound:
             probe = outputs[errors.index(worst)][0]
-            rounding = self.runs.explained(probe, torch.float32)  # as of folded weights
+            self.rounding = self.runs.explained(probe, torch.float32)
+            rounding = self.rounding["logits"]  # as of folded weights
             mine, right = same(probe), reference(probe)
             unread = [cause for cause in self.weight_causes if blank or _is_unread(cause, own, self.state)]
             if own.placed and (worst_relative_error(mine, right) <= rounding or (ends := _ends(mine, right, rounding))):
@@ -128,6 +136,7 @@ class Examination:
         if wrong:
             self.notes.append(f"your logits are right for {ids.size(1)} tokens; they part at {outputs[wrong][0].size(1)}")
         ids, logits = outputs[wrong]
+        self.ids = ids
         own_error = same.error(logits, ids)
         if own.placed and own_error <= self.runs.bound:
             expected, traced = trace(reference.model, ids), trace(same.model, ids)
@@ -138,7 +147,7 @@ class Examination:
             causes = [_sure(cause, evidence) for cause in [*self.weight_causes, *silent]]
         else:
             mixed = any(cause.id == "batch-dependent" for cause in behaviour.causes)
-            divergence, causes = self._walked(ids, own, reference, mixed)
+            divergence, causes = self._walked(ids, own, reference, mixed, worst <= rounding)
         if worst <= rounding:
             causes, self.runs.bound = causes if self.exact else [], rounding
             self.notes += [f"your logits are right: float32's rounding explains errors up to {rounding:.1e}"] * (not causes)
@@ -146,7 +155,7 @@ class Examination:
 
     def _diagnosed(self, error: float, divergences: list[Divergence | None], causes: list[PlacedCause]) -> Diagnosis:
         """Build the diagnosis; its place is the first of these divergences in the forward pass."""
-        causes = ranked(causes, self.config.n_layer)
+        causes = ranked(causes, self.config.n_layer, self._effect)
         equal = error <= self.runs.bound and not causes
         order = {point: number for number, point in enumerate(points(self.config.n_layer))}
         known = [one for one in divergences if one is not None]
@@ -154,6 +163,21 @@ class Examination:
         verdict = "equal" if equal else "mismatch" if causes else "undetermined"
         shown, notes = tuple(cause.cause() for cause in causes), tuple(dict.fromkeys(self.notes))
         return Diagnosis(verdict, None if equal else first, shown, notes, self.who, logits_error=error)
+
+    def _effect(self, cause: PlacedCause) -> float | None:
+        """Return how far the parameters at a cause's places, and no others, move the checkpoint's logits; None if unknown."""
+        own, tensors = self.own, dict[str, Tensor]()
+        if cause.id == "untied-head" and own.head is not None:
+            tensors[HEAD] = own.head
+        for name, held in own.weights.items() if cause.held else ():
+            places = [place for place in cause.places if place == ALL_WEIGHTS or place.holds(name)]
+            if any(not place.share for place in places):
+                tensors[name] = held
+            elif places:
+                thirds = zip("qkv", held.chunk(3, -1), self.state[name].chunk(3, -1), strict=True)
+                shares = [place.share for place in places]
+                tensors[name] = torch.cat([mine if share in shares else ours for share, mine, ours in thirds], -1)
+        return effect_of_weights(Model(self.state, self.config, self.ids), tensors)
 
     # The module's weights
 
@@ -241,11 +265,13 @@ class Examination:
 
     # The module's computation
 
-    def _walked(self, ids: Tensor, own: Own, reference: Reference, mixed: bool) -> tuple[Divergence | None, list[PlacedCause]]:
+    def _walked(
+        self, ids: Tensor, own: Own, reference: Reference, mixed: bool, is_right: bool
+    ) -> tuple[Divergence | None, list[PlacedCause]]:
         """Walk through GPT-2's stages with the module's own weights and recorded tensors.
 
         ``mixed``: rows of a batch change one another. What else is wrong shows in a batch of equal rows, unless it leaves
-        nothing of them: a mean over the batch, subtracted, makes equal rows zero.
+        nothing of them: a mean over the batch, subtracted, makes equal rows zero. ``is_right``: within float32's rounding.
         """
         weights = dict(own.weights)
         if own.placed and not bool(own.placed["wpe.weight"].any()):  # the walk finds what is added in place of positions
@@ -259,6 +285,12 @@ class Examination:
                 again = self._best_walk(pool, alike, reference, weights, own)
                 if again.explained or len(again.values) > len(walked.values):
                     walked = replace(again, first=walked.first or again.first)
+        if is_right or walked.causes or self.weight_causes or not walked.explained:
+            for one in walked.rounded:
+                words = f"{one.detail}, at {listed(one.places, self.config.n_layer)}"
+                self.notes.append(f"{words}: float32's rounding explains that; it moves the logits by {one.effect or 0:.1e}")
+        else:  # it adds up to more than float32's rounding
+            walked = replace(walked, causes=walked.rounded)
         if walked.lost:
             limit = f"the search ended at its limit of {self.deadline.words}; " if walked.timed_out else ""
             self.notes.append(limit + walked.edge(self.config.n_layer))
@@ -294,20 +326,22 @@ class Examination:
         A bias that the anatomy has not found, or blocks that it has taken for others, need not be wrong: if the walk comes
         further with the checkpoint's own, the causes that say so are dropped.
         """
-        best = search(pool, weights, ids, reference.model, own.head, self.progress)
+        walk = partial(search, pool, ids=ids, reference=reference.model, head=own.head, progress=self.progress)
+        walk = partial(walk, rounding=self.rounding)
+        best = walk(weights)
         completed = {name: torch.where(placed, weights[name], self.state[name]) for name, placed in own.placed.items()}
         checkpoint = self.state if own.placed else {}
         misread_all = {cause.id for cause in self.weight_causes}
         for others, misread in ((completed, {"missing-bias", "layernorm-without-affine"}), (checkpoint, misread_all)):
             if best.explained or all(torch.equal(tensor, weights[name]) for name, tensor in others.items()):
                 continue
-            walked = search(pool, others, ids, reference.model, own.head, self.progress)
+            walked = walk(others)
             if walked.explained or len(walked.values) > len(best.values):
                 best = walked
                 self.weight_causes = [cause for cause in self.weight_causes if cause.id not in misread]
         if not best.explained and not pool.narrow:  # float32 constants may be the only obstacle
             pool.narrow = True
-            walked = search(pool, weights, ids, reference.model, own.head, self.progress)
+            walked = walk(weights)
             best = walked if walked.explained else best
         return best
 
@@ -328,10 +362,11 @@ def _is_unread(cause: PlacedCause, own: Own, state: MappingType[str, Tensor]) ->
 
 def _ends(mine: Tensor, right: Tensor, bound: float) -> list[PlacedCause]:
     """Return what the port's weights do to right logits (B, T, V), if a known step gives ``mine``."""
-    found = (fault for fault, formula in last_steps() if worst_relative_error(formula(right), mine) <= bound)
+    found = ((fault, formula(right)) for fault, formula in last_steps())
+    ends = ((fault, max_abs(end, right)) for fault, end in found if worst_relative_error(end, mine) <= bound)
     same = worst_relative_error(mine.softmax(-1), right.softmax(-1)) <= bound
     evidence = f"with your weights our model gives that, to {bound:.0e}{'; the softmax of it is right' if same else ''}"
-    return [PlacedCause(one.id, (one.place,), one.detail, evidence, SURE) for one in islice(found, 1)]
+    return [PlacedCause(one.id, (one.place,), one.detail, evidence, SURE, effect=moved) for one, moved in islice(ends, 1)]
 
 
 def _sure(cause: PlacedCause, evidence: str = "") -> PlacedCause:

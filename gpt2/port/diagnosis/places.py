@@ -66,6 +66,11 @@ class Place:
         whole_block = not self.stem and self.layer is not None
         return whole_block or other.stem == self.stem or other.stem.startswith(f"{self.stem}.")
 
+    def holds(self, name: str) -> bool:
+        """Return whether the tensor ``name`` is at this place: that tensor alone, if the place is one."""
+        tensor = Place.of(name)
+        return self.contains(tensor) and (self.part == self.stem or self.part == tensor.part)
+
 
 LISTED = 6  # places that a sentence names
 ALL_WEIGHTS = Place(None, "all weights")

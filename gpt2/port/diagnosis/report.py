@@ -22,7 +22,7 @@ class Cause:
 
     ``id`` is a key of :data:`.causes.CAUSES`. ``where`` is a traced point or a part of one (``h.3.attn``, ``wte``); a star means
     every block (``h.*.mlp.act``). ``detail``: what the port does. ``evidence``: how we know. ``confidence``: 0 to 1. ``fix``: the
-    corrected line.
+    corrected line. ``effect``: how far it alone moves a logit, at most; None if that is unknown.
     """
 
     id: str
@@ -31,6 +31,7 @@ class Cause:
     evidence: str
     confidence: float
     fix: str
+    effect: float | None = None
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class Divergence:
 class Diagnosis:
     """The result: ``verdict`` is "equal", "mismatch" or "undetermined" (logits differ, and no known causes explain it).
 
-    ``causes``: the most likely first. ``notes``: facts that do not affect the verdict. ``logits_error``: the largest difference
-    of a logit over the root mean square of the reference's; None if they cannot be compared. ``seen``: what was given: "module",
-    "dump" or "logits".
+    ``causes``: first what moves the logits most. ``notes``: facts that do not affect the verdict. ``logits_error``: the largest
+    difference of a logit over the root mean square of the reference's; None if they cannot be compared. ``seen``: what was given:
+    "module", "dump" or "logits".
     """
 
     verdict: str
@@ -80,7 +81,8 @@ class Diagnosis:
         lines = [self._headline(), f"{self.module}  against  {self.checkpoint}"]
         for number, cause in enumerate(self.causes, 1):
             lines += ["", *_wrapped(f"{number:<3}{cause.id}  ", f"at {cause.where}", width)]
-            lines += _wrapped("   ", cause.detail, width)
+            moves = "" if cause.effect is None else f"; this alone moves the logits by {cause.effect:.2g}"
+            lines += _wrapped("   ", cause.detail + moves, width)
             for label, text in zip(LABELS, (cause.evidence, cause.fix), strict=True):
                 lines += _wrapped(f"   {label:<{len(LABELS[0])}}  ", text, width) if text else []
         notes = [line for note in self.notes for line in _wrapped("·  ", note, width)]
@@ -92,7 +94,8 @@ class Diagnosis:
         if self.ok:
             return f"EQUAL  {error}".rstrip()
         where = "" if at is None else f"  first at {at.point}" + (f" (error {at.error:.1e})" if at.error >= SHOWN else "")
-        return f"{self.verdict.upper()}{where}"
+        most = f", most by {self.causes[0].id}" if len(self.causes) > 1 and self.causes[0].effect is not None else ""
+        return f"{self.verdict.upper()}{where}{most}"
 
 
 def _wrapped(lead: str, text: str, width: int) -> list[str]:

@@ -80,7 +80,8 @@ class WeightComparison:
         self, id: str, words: str, evidence: str, *places: Place, confidence: float = EXACT, called: str = "", kind: str = ""
     ) -> None:
         """Add a cause: ``words`` say what the parameter ``called`` is or holds; causes of one ``kind`` are merged over blocks."""
-        self.causes.append(PlacedCause(id, places, f"{called} {words}".strip(), evidence, confidence, None, kind or words))
+        detail = f"{called} {words}".strip()
+        self.causes.append(PlacedCause(id, places, detail, evidence, confidence, None, kind or words, held=True))
 
     # Many causes as one
 

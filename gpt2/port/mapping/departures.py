@@ -66,7 +66,7 @@ def structural_causes(mapping: Mapping) -> Iterator[PlacedCause]:
     anatomy, config = mapping.anatomy, mapping.config
 
     def cause(id: str, words: str, *places: Place, fix: str | None = None, kind: str = "") -> PlacedCause:
-        return PlacedCause(id, places, words, SEEN, LIKELY, fix, kind)
+        return PlacedCause(id, places, words, SEEN, LIKELY, fix, kind, held=id == "position-missing")
 
     absent = [Place(layer, "") for layer in range(config.n_layer) if layer not in anatomy.layers]
     if absent:
@@ -135,7 +135,7 @@ class MissingEntries(NamedTuple):
             id, words = LOST.get(place.part, "not-loaded"), f"you have no projection{share} here"
         places = tuple(Place(place.layer, place.part, one) for one in (self.incomplete if len(self.incomplete) % 3 else ("",)))
         evidence = f"no parameter takes the place of the checkpoint's {self.name}"
-        return PlacedCause(id, places, words + value, evidence, 0.9, None, kind=words)
+        return PlacedCause(id, places, words + value, evidence, 0.9, None, words, held=True)
 
 
 def missing_entries(placed: MappingType[str, Tensor], state: MappingType[str, Tensor]) -> Iterator[MissingEntries]:
