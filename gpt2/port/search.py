@@ -19,7 +19,8 @@ from torch import Tensor
 
 from gpt2.checkpoint.keys import HEAD
 from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent, worst_relative_error
-from gpt2.measure.tracing import layer_of, point_at, points, trace
+from gpt2.measure.rounding import FORWARD_RATIO
+from gpt2.measure.tracing import layer_of, part_of, point_at, points, trace
 from gpt2.model import GPT2
 from gpt2.port import graph
 from gpt2.port.alternative import IN_STEPS, Alternative, Schedule, Which, in_schedule
@@ -33,6 +34,7 @@ from gpt2.port.diagnosis.causes import PlacedCause
 from gpt2.port.diagnosis.places import OUTSIDE
 from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
 from gpt2.port.dump.candidates import Candidate, Site
+from gpt2.port.dump.tolerance import SLACK, Tolerance, measured
 from gpt2.port.effect import Moves, effect, moved_by, moving
 from gpt2.port.explainer import MOST_ARRAYS, Explainer
 from gpt2.port.fault import Fault
@@ -90,13 +92,11 @@ def search(
     reference: GPT2,
     head: Tensor | None = None,
     progress: Progress = silent,
-    rounding: Mapping[str, float] | None = None,
 ) -> Walked:
     """Walk through the tensors in ``pool``, which a program computed on ``ids`` (B, T), B and T at least 2.
 
     ``own``: the program's weights by the checkpoint's names. ``reference``: our model in float64. ``head`` (V, D): a head that is
-    not the token embedding. ``rounding``: the error that rounding to float32 explains, by traced point. At the pool's deadline
-    the walk ends with what it has found.
+    not the token embedding. At the pool's deadline the walk ends with what it has found.
     """
     weights = {name: tensor.detach().double() for name, tensor in own.items()}
     if not bool(weights["wpe.weight"].any()):  # no positions: it may add the checkpoint's, others, or none
@@ -104,15 +104,16 @@ def search(
     if head is not None:
         weights[HEAD] = head.double()
     model = Model(weights, reference.config, ids)
-    right = Model(reference.state_dict(), reference.config, ids)
-    return Search(Observation(pool, model), model, trace(reference, ids), progress, right, rounding or {}).run()
+    right, exact = Model(reference.state_dict(), reference.config, ids), trace(reference, ids)
+    rounding = measured(reference, ids, exact, torch.float32)
+    return Search(Observation(pool, model), model, exact, progress, right, rounding).run()
 
 
 class Search:
     """A walk through an ``observation`` with the weights in ``model``; ``exact``: GPT-2's own values by traced point.
 
     ``right``: the checkpoint, in a walk through a module, whose own weights are in ``model``, and which is given the whole text
-    at once. ``rounding``: the error that rounding to float32 explains, by traced point.
+    at once. ``rounding``: what rounding to float32 explains.
     """
 
     def __init__(
@@ -122,10 +123,10 @@ class Search:
         exact: Mapping[str, Tensor],
         progress: Progress = silent,
         right: Model | None = None,
-        rounding: Mapping[str, float] | None = None,
+        rounding: Tolerance | None = None,
     ) -> None:
         self.observation, self.model, self.exact, self.progress = observation, model, exact, progress
-        self.right, self.rounding, self.layers = right, rounding or {}, model.config.n_layer
+        self.right, self.rounding, self.layers = right, rounding, model.config.n_layer
         self.of_module = of_module = right is not None
         every = [one for one in table(model) if one.run is None and not one.crosses]
         every = [one for one in every if not (of_module and one.id == "not-loaded")]
@@ -170,7 +171,7 @@ class Search:
         pool, narrow = self.observation.pool, self.observation.pool.narrow
         least = LOOSE if narrow and not pool.allowance else FLOAT64_BOUND
         rounds = any(one.rounded for one in self.departures.values())
-        allowed = self.rounding if rounds else pool.allowance
+        allowed = self.rounding.points if self.rounding and rounds else pool.allowance
         for point in points(self.layers):
             if point == lost and lost != "logits":
                 return Divergence(point, layer_of(point), self._departure(point))
@@ -402,7 +403,8 @@ class Search:
     def _note(
         self, blamed: Sequence[Site | Fault], point: str, missed: float, shown: float = 0.0, moves: Moves | None = None
     ) -> None:
-        departure = Departure(shown, missed, 0 < missed <= self.rounding.get(point, 0.0), moves or {})
+        explained = FORWARD_RATIO / SLACK * self.rounding.stages.get(part_of(point), 0.0) if self.rounding else 0.0
+        departure = Departure(shown, missed, 0 < missed <= explained, moves or {})
         self.departures |= dict.fromkeys(blamed, departure)
         if self.first is None and not departure.rounded:
             place = point.split(".")

@@ -16,10 +16,13 @@ from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import layer_of, trace
 from gpt2.measure.user_code import error_at, logits_of
 from gpt2.port.diagnosis.causes import PlacedCause
+from gpt2.port.diagnosis.later_calls import in_later_calls
 from gpt2.port.diagnosis.logits import Reference
 from gpt2.port.diagnosis.places import EVERY, Place, collapsed
 from gpt2.port.diagnosis.report import SURE, Divergence
-from gpt2.port.recording.dispatch import DeterministicMode, Dropout, RandomMask, run_deterministically
+from gpt2.port.diagnosis.runs import Runs
+from gpt2.port.graph import Model
+from gpt2.port.recording.dispatch import DeterministicMode, Dropout, run_deterministically
 from gpt2.port.recording.pool import Pool
 
 MIN_BOUND = 1e-9  # relative, in float64: other shapes change the order of sums
@@ -27,22 +30,20 @@ PAST = re.compile(r"past|cache|kv|present")  # in the name of an argument, or of
 NO_PAST = re.compile(r"use|return|reset|pos|len|index|idx|implementation")
 SWITCHES = ("use_cache", "use_kv_cache", "return_cache", "return_past")
 STARTS = ("start_pos", "start", "offset", "pos_offset", "past_len", "past_length", "position_offset")
+STATELESS = "keep nothing from call to call: take the cache as an argument and return it, or empty it before each new text"
 RESETS = ("reset_cache", "reset_kv_cache", "clear_cache")
 
 
 class Behaviour:
     """Tests a module in float64; the results are ``causes``, ``notes`` and ``divergence`` (where randomness begins).
 
-    ``expected``: our model with the port's weights; locates dropouts and padding. ``bound``: the allowed error of the port's
-    logits. ``masked``: the dropouts made by hand, as :func:`.dispatch.random_masks` numbers them.
+    ``expected``: our model with the port's weights; locates dropouts and padding. ``runs``: the module's calls so far.
     """
 
-    def __init__(
-        self, module: nn.Module, expected: Reference, bound: float, masked: Mapping[int, RandomMask] | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, expected: Reference, runs: Runs) -> None:
         self.module, self.expected, self.config = module, expected, expected.model.config
-        self.masked = masked
-        self.bound = max(bound, MIN_BOUND)
+        self.masked, self.rewind = runs.masked, runs.rewind
+        self.bound = max(runs.bound, MIN_BOUND)
         self.causes: list[PlacedCause] = []
         self.notes: list[str] = []
         self.divergence: Divergence | None = None
@@ -56,18 +57,24 @@ class Behaviour:
 
     @torch.no_grad()
     def test(self, ids: Tensor) -> None:
+        self.size = float(self._logits(ids).square().mean().sqrt())  # of a logit
         self._repeat(ids)
         self._rows(ids)
         self._cached(ids)
         self._padded(ids)
 
-    def _add(self, id: str, words: str, evidence: str, *places: Place) -> None:
-        self.causes.append(PlacedCause(id, places or (Place(None, "logits"),), words, evidence, SURE))
+    def _add(self, id: str, words: str, evidence: str, error: float, *places: Place, fix: str | None = None) -> None:
+        """Add a cause, by the relative ``error`` of the logits that it makes."""
+        places = places or (Place(None, "logits"),)
+        effect = error * self.size if math.isfinite(error) else None
+        self.causes.append(PlacedCause(id, places, words, evidence, SURE, fix, effect=effect))
 
     def _output(self, ids: Tensor, **arguments: Any) -> Any:
         return run_deterministically(lambda: self.module(ids, **arguments), masked=self.masked)[0]
 
     def _logits(self, ids: Tensor, **arguments: Any) -> Tensor:
+        """Return the logits of a call that no earlier one has changed."""
+        self.rewind()
         return self._logits_in(self._output(ids, **arguments), ids)
 
     def _logits_in(self, output: Any, ids: Tensor) -> Tensor:
@@ -86,6 +93,7 @@ class Behaviour:
     # Repeated
 
     def _repeat(self, ids: Tensor) -> None:
+        self.rewind()
         mode = DeterministicMode(keep_casts=True, keep_random=True, masked=self.masked)
         try:
             first, second = self._twice(ids, mode)
@@ -100,10 +108,13 @@ class Behaviour:
         if mode.dropouts:
             self._dropouts(ids, error, evidence)
             return
-        why = "your forward depends on more than the ids: a state that changes from call to call"
-        if mode.draws:
-            why = f"your forward draws random numbers ({', '.join(dict.fromkeys(mode.draws))})"
-        self._add("not-deterministic", f"the same ids give other logits every time; {why}", evidence)
+        self.rewind()
+        keeps = not mode.draws and torch.equal(first, self._twice(ids, mode)[0])
+        why = "your forward depends on a state that is not in your module, or on random numbers"
+        why = f"your forward draws random numbers ({', '.join(dict.fromkeys(mode.draws))})" if mode.draws else why
+        why = "your module keeps a state from call to call, and its logits depend on it" if keeps else why
+        words = f"the same ids give other logits every time; {why}"
+        self._add("not-deterministic", words, evidence, error, fix=STATELESS if keeps else None)
 
     def _twice(self, ids: Tensor, mode: DeterministicMode) -> list[Tensor]:
         with mode:
@@ -115,12 +126,13 @@ class Behaviour:
         for before in (ids, ids[:, :3]):
             try:
                 self._logits(before)
-                after.append(self._logits(ids[:, :1]))
+                after.append(self._logits_in(self._output(ids[:, :1]), ids[:, :1]))
             except Exception:
                 return
         if error := self._differ(*after):
             words = "the logits of one token depend on the text that was run before: your module remembers it"
-            self._add("not-deterministic", words, f"after {ids.size(1)} tokens and after 3, they differ by {error:.1e}")
+            evidence = f"after {ids.size(1)} tokens and after 3, they differ by {error:.1e}"
+            self._add("not-deterministic", words, evidence, error, fix=STATELESS)
 
     def _dropouts(self, ids: Tensor, error: float, evidence: str) -> None:
         """Locate the dropouts: compare their inputs with the traced values, while all dropouts are the identity."""
@@ -138,7 +150,7 @@ class Behaviour:
         count = f"{len(mode.dropouts)} dropouts ran in eval mode" if len(mode.dropouts) > 1 else "one dropout ran in eval mode"
         words = f"your dropout{' inside the feed-forward' if inside else ''} does not stop in eval mode"
         where = collapsed(places, self.config.n_layer) or (Place(EVERY, "mlp" if inside else ""),)
-        self._add("ffn-dropout" if inside else "dropout-active", words, f"{count}; {evidence}", *where)
+        self._add("ffn-dropout" if inside else "dropout-active", words, f"{count}; {evidence}", error, *where)
         first = next((point for point in traced if point in points), None)
         self.divergence = None if first is None else Divergence(first, layer_of(first), error)
 
@@ -156,11 +168,11 @@ class Behaviour:
                 alone = self._logits(ids[row : row + 1])
             except Exception as failure:
                 words = f"your forward fails on a batch of one ({error_at(failure)})"
-                self._add("batch-dependent", words, "the same ids in a batch of two pass")
+                self._add("batch-dependent", words, "the same ids in a batch of two pass", math.inf)
                 return
             if error := self._differ(both[row : row + 1], alone):
                 evidence = f"row {row} alone and row {row} in a batch of {len(ids)} differ by {error:.1e}"
-                self._add("batch-dependent", "a row's logits depend on the rows beside it", evidence)
+                self._add("batch-dependent", "a row's logits depend on the rows beside it", evidence, error)
                 return
 
     # Cached
@@ -172,15 +184,33 @@ class Behaviour:
         wrong = [words for words, error in errors.items() if not error <= self.bound]
         self.has_right_cache = bool(errors) and not wrong
         if wrong:
-            only = "; single tokens are right, so the mask of several new tokens is wrong"
-            hint = only if wrong == ["in one piece"] and len(errors) > 1 else ""
-            self._add("cache-inconsistent", f"with your cache the logits are others than without{hint}", _split(errors))
+            only = "; single tokens are right: look at the mask and the positions of several new tokens"
+            hint = self._cache_mistakes(ids, wrong) or (only if wrong == ["in one piece"] and len(errors) > 1 else "")
+            words = f"with your cache the logits are others than without{hint}"
+            self._add("cache-inconsistent", words, _split(errors), max(errors.values()))
+
+    def _cache_mistakes(self, ids: Tensor, wrong: list[str]) -> str:
+        """Say which known mistakes of later calls give the logits of a text in pieces; "" if none do."""
+        half, model = ids.size(1) // 2, Model(self.expected.model.state_dict(), self.config, ids.cpu())
+        for way in reversed(wrong) if self.expected.own_head is None else ():
+            pieces = self._ways(ids)[way]
+            given = self._in_pieces(ids, pieces, {}, True).cpu()
+            for words, logits in in_later_calls(model, pieces):
+                if not self._differ(given, logits[:, half:][:, -given.size(1) :]):
+                    return f": {way}, {words}"
+        return ""
+
+    @staticmethod
+    def _ways(ids: Tensor) -> dict[str, list[int]]:
+        """Return the ways to read a text (B, T) in calls: the number of tokens of each."""
+        half = ids.size(1) // 2
+        rest = ids.size(1) - half
+        return {"token by token": [half, *[1] * rest], "in one piece": [half, rest]}
 
     def _piecewise(self, ids: Tensor, whole: Tensor, **masks: Tensor) -> dict[str, float]:
         """Return by how much logits of a text in pieces differ from those of the ``whole`` (B, T, V), in each way that works."""
-        half, errors = ids.size(1) // 2, dict[str, float]()
-        rest = ids.size(1) - half
-        for words, pieces in {"token by token": [half, *[1] * rest], "in one piece": [half, rest]}.items():
+        rest, errors = ids.size(1) - ids.size(1) // 2, dict[str, float]()
+        for words, pieces in self._ways(ids).items():
             why = ""
             for of_all in (True, False) if masks else (True,):  # the mask, of the tokens before too, or of the new ones alone
                 try:
@@ -198,6 +228,7 @@ class Behaviour:
         new_cache: Callable[[int], Any] | None = getattr(self.module, "new_cache", None)
         given = cache = new_cache(len(ids)) if new_cache and past and not switch and not start else None
         at, logits = 0, []
+        self.rewind()
         for reset in (getattr(self.module, name, None) for name in RESETS):
             if callable(reset):
                 reset()
@@ -242,21 +273,21 @@ class Behaviour:
         elif error := self._differ(refilled[:1, gap:], first):
             words = "what stands at padded positions changes the logits of real ones"
             evidence = f"other ids under the padding change them by {error:.1e}"
-        elif (apart := self._differ(first, alone)) and not self._counts_padding(ids[:1, gap:], gap, first, alone):
+        elif (error := self._differ(first, alone)) and not self._counts_padding(ids[:1, gap:], gap, first, alone):
             words = "a row that is padded on the left gives other logits than the same row alone"
-            evidence = f"they differ by {apart:.1e}, and are not those of positions counted with the padding either"
-        elif error := self._differ(padded[1:], unmasked[1:]):
-            words, evidence = "a row without padding changes where another is padded", f"by {error:.1e}"
+            evidence = f"they differ by {error:.1e}, and are not those of positions counted with the padding either"
+        elif other := self._differ(padded[1:], unmasked[1:]):
+            words, evidence = "a row without padding changes where another is padded", f"by {(error := other):.1e}"
         else:
             errors = self._piecewise(ids, padded[:1], **{name: mask}) if self.has_right_cache else {}
-            if apart and not self._differ(alone, self.expected(ids[:1, gap:])):
-                words = f"a row padded on the left gives other logits than alone, by {apart:.1e}, unless position_ids are given"
+            if error and not self._differ(alone, self.expected(ids[:1, gap:])):
+                words = f"a row padded on the left gives other logits than alone, by {error:.1e}, unless position_ids are given"
                 self.notes.append(f"your positions count the padding: {words}")
             if all(error <= self.bound for error in errors.values()):
                 return
             words = "with your cache, a row that is padded on the left gives other logits than without"
-            evidence = _split(errors)
-        self._add("padding-wrong", words, evidence)
+            evidence, error = _split(errors), max(errors.values())
+        self._add("padding-wrong", words, evidence, error)
 
     def _counts_padding(self, ids: Tensor, gap: int, padded: Tensor, alone: Tensor) -> bool:
         """Return whether positions count the padding; assume so if the port departs from GPT-2 even without padding."""

@@ -26,6 +26,7 @@ from gpt2.port.deadline import Deadline, slowness
 from gpt2.port.diagnosis import entries
 from gpt2.port.diagnosis.behaviour import Behaviour
 from gpt2.port.diagnosis.causes import PlacedCause, ranked
+from gpt2.port.diagnosis.imprecise import imprecise
 from gpt2.port.diagnosis.last_step import last_steps
 from gpt2.port.diagnosis.logits import Reference, padding_causes
 from gpt2.port.diagnosis.places import ALL_WEIGHTS, Place, listed
@@ -64,13 +65,13 @@ class Examination:
         self.notes: list[str] = []
         self.runs = Runs(module, ours.config, self.notes)
         self.exact = True  # all is explained in float64
-        self.rounding: dict[str, float] = {}  # by traced point, what rounding to float32 explains
         self.not_gpt2, self.holds = "", True  # why the parts are not recognised; whether some tensor is the checkpoint's
 
     def diagnosis(self) -> Diagnosis:
         give_shapes(self.module, self.config, self.who)
         training = [part for part in self.module.modules() if part.training]
         with torch.random.fork_rng(devices=[]), plain_attention(), Borrowed(self.module) as borrowed:
+            self.runs.rewind = borrowed.rewind
             self.module.eval()  # some modules override it
             weights = dict(self.module.named_parameters())  # a buffer may be a mask of infinite values
             if damage := look((k, v) for k, v in borrowed.tensors.items() if k in weights or bool(v.isnan().any())).damage:
@@ -81,10 +82,14 @@ class Examination:
 
     def _training(self, training: list[nn.Module]) -> Iterator[str]:
         """Yield a note on a module of which some parts came in ``training`` mode, if it is random there; leave it so."""
-        for part in training:
-            part.training = True
+        results = []
         with suppress(Exception):
-            first, second = (self.module(self.runs.probes()[0].to(self.runs.device)) for _ in range(2 if training else 0))
+            for _ in range(2 if training else 0):
+                self.runs.rewind()
+                for part in training:
+                    part.training = True
+                results.append(self.module(self.runs.probes()[0].to(self.runs.device)))
+            first, second = results
             if not all(map(torch.equal, tensors(first), tensors(second))):
                 words = "there it gives other logits in each call, by dropout or the like"
                 yield f"your module came in training mode, and was judged in eval mode: {words}; call .eval() before you use it"
@@ -110,17 +115,19 @@ class Examination:
         if own.extra:  # perhaps a bias of the head
             same.bias = (first_logits[..., : self.config.vocab_size] - same(ids)[:, -first_logits.shape[1] :]).mean((0, 1))
         padding, notes = padding_causes(first_logits, self.config)
-        behaviour = Behaviour(self.module, same, self.runs.bound, self.runs.masked)
+        behaviour = Behaviour(self.module, same, self.runs)
         self.progress("trying your module alone, repeated, cached and padded")
         behaviour.test(ids.to(self.runs.device))
         self.notes += notes + behaviour.notes
+        changing = any(cause.id == "not-deterministic" for cause in behaviour.causes) or self.runs.masked
+        if self.dtype == torch.float32 and self.runs.bound == FLOAT64_BOUND and not changing:
+            padding += imprecise(self.runs, borrowed, ids, first_logits, same)
         errors = [reference.error(logits, ids) for ids, logits in outputs]
         worst, others = max(errors), [*padding, *behaviour.causes]
         rounding, ends, unread = self.runs.bound, list[PlacedCause](), self.weight_causes
         if self.weight_causes or worst > self.runs.bound:
             probe = outputs[errors.index(worst)][0]
-            self.rounding = self.runs.explained(probe, torch.float32)
-            rounding = self.rounding["logits"]  # as of folded weights
+            rounding = self.runs.explained(probe, torch.float32)  # as of folded weights
             mine, right = same(probe), reference(probe)
             unread = [cause for cause in self.weight_causes if blank or _is_unread(cause, own, self.state)]
             if own.placed and (worst_relative_error(mine, right) <= rounding or (ends := _ends(mine, right, rounding))):
@@ -199,7 +206,7 @@ class Examination:
         sizes: Counter[torch.dtype] = Counter()
         for tensor in borrowed.tensors.values():
             sizes[tensor.dtype] += tensor.numel() if tensor.is_floating_point() else 0
-        dtype = sizes.most_common(1)[0][0] if sizes else torch.float32
+        self.dtype = dtype = sizes.most_common(1)[0][0] if sizes else torch.float32
         state = {name: tensor.detach().to("cpu") for name, tensor in self.ours.state_dict().items()}
         if dtype in NARROW and any(tensor.dtype != dtype for tensor in state.values()):
             self.notes.append(f"your module is in {named(dtype)}: it is compared with the checkpoint rounded to that, in float64")
@@ -314,6 +321,7 @@ class Examination:
 
     def _pool(self, ids: Tensor) -> Pool:
         """Return the module's recorded tensors."""
+        self.runs.rewind()
         pool, _ = run_deterministically(
             lambda: collect(self.module, ids.to(self.runs.device), self.config), masked=self.runs.masked
         )
@@ -327,7 +335,6 @@ class Examination:
         further with the checkpoint's own, the causes that say so are dropped.
         """
         walk = partial(search, pool, ids=ids, reference=reference.model, head=own.head, progress=self.progress)
-        walk = partial(walk, rounding=self.rounding)
         best = walk(weights)
         completed = {name: torch.where(placed, weights[name], self.state[name]) for name, placed in own.placed.items()}
         checkpoint = self.state if own.placed else {}

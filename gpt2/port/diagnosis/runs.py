@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
-from gpt2.measure.rounding import FORWARD_RATIO, WORST_RATIO, explained_errors
+from gpt2.measure.rounding import WORST_RATIO, explained_errors
 from gpt2.measure.user_code import error_at, logits_of
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.diagnosis.logits import Reference, require_logits
@@ -39,6 +39,7 @@ class Runs:
         self.state: Mapping[str, Tensor] = {}
         self.bound = FLOAT64_BOUND
         self.masked: Mapping[int, RandomMask] = {}
+        self.rewind: Callable[[], None] = lambda: None  # what makes each call the module's first one
 
     def probes(self, anatomy: Anatomy | None = None) -> list[Tensor]:
         """Return ids (2, T) of several lengths, drawn from a fixed seed, that a module of this anatomy takes."""
@@ -88,6 +89,7 @@ class Runs:
 
     def _run(self, ids: Tensor) -> Tensor | Exception:
         """Return the logits of ids (B, T), or the error."""
+        self.rewind()
         try:
             output, mode = run_deterministically(
                 lambda: logits_of(self.module(ids.to(self.device)), ids, self.config.vocab_size), masked=self.masked
@@ -110,16 +112,15 @@ class Runs:
             self.module(ids.to(self.device))
         return f"; the first array with NaN is the result of {mode.words}" if mode.words else ""
 
-    def explained(self, ids: Tensor, dtype: torch.dtype) -> dict[str, float]:
-        """Return the error that rounding to ``dtype`` explains, by traced point; of logits, the largest of any right module."""
-        errors = explained_errors(Reference(self.config, self.state).model, ids, dtype, worst_relative_error)
-        logits = max(self.bound, WORST_RATIO * errors["logits"])
-        return {point: FORWARD_RATIO * error for point, error in errors.items()} | {"logits": logits}
+    def explained(self, ids: Tensor, dtype: torch.dtype) -> float:
+        """Return the largest error of right logits that rounding to ``dtype`` explains, or the bound if that is larger."""
+        model = Reference(self.config, self.state).model
+        return max(self.bound, WORST_RATIO * explained_errors(model, ids, dtype, worst_relative_error)["logits"])
 
     def _allow_rounding(self, output: Tensor, failure: Exception | None) -> None:
         """For a module without float64, allow the errors that rounding to its dtype explains."""
         dtype = output.dtype if output.dtype != torch.float64 else torch.float32
-        self.bound = self.explained(self.probes()[0], dtype)["logits"]
+        self.bound = self.explained(self.probes()[0], dtype)
         why = f" (in float64 it fails: {error_at(failure)})" if failure else ""
         self.notes.append(f"your forward was measured in {named(dtype)}, and may be off by {self.bound:.1e}{why}")
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.names import VERIFIES, ModelName
@@ -25,7 +26,7 @@ from gpt2.measure.user_code import Target, builder, error_line, error_place, fun
 from gpt2.model import GPT2
 from gpt2.port.diagnosis import diagnose
 from gpt2.port.diagnosis.runner import PROGRESS
-from gpt2.port.recording.forward import ForwardError
+from gpt2.port.recording.forward import Borrowed, ForwardError
 
 NO_GPU = re.compile(
     r"not compiled with CUDA|NVIDIA driver|CUDA-capable|No CUDA GPUs|CUDA error|support for mps|MPS backend|cuda.is_available"
@@ -135,12 +136,13 @@ def write_official(model: GPT2, folder: Path) -> Path:
 
 
 def _once(module: nn.Module, model: GPT2) -> Exception | None:
-    """Call the module once, so that a hang meets the short time limit; return the error if it fails."""
+    """Call the module once, so that a hang meets the short time limit; return the error. It keeps no state of that."""
     device = next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
     length = min(8, model.config.n_positions)
+    modes = [(part, part.training) for part in module.modules()]
+    lazy = any(is_lazy(tensor) for tensor in [*module.parameters(), *module.buffers()])  # it takes shape in its first call
     try:
-        modes = [(part, part.training) for part in module.modules()]
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), contextlib.nullcontext() if lazy else Borrowed(module):
             module.eval()(torch.arange(2 * length, device=device).view(2, length) % model.config.vocab_size)
         for part, training in modes:
             part.training = training

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +38,9 @@ class ForwardError(InputError):
 class Borrowed:
     """A module in eval mode that may be changed; leaving the context restores all except what :meth:`keep` names.
 
-    Modes, attributes and buffers are restored; objects that the module refers to (a growing list, for example) are not. This is
-    the module itself, not a copy: many modules cannot be copied, and a lambda in a copy still calls the original's layers.
+    Modes, attributes (what is in lists and dictionaries, too) and buffers are restored; other objects that the module refers to
+    are not. This is the module itself, not a copy: many modules cannot be copied, and a lambda in a copy still calls the
+    original's layers.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -57,7 +59,22 @@ class Borrowed:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
         for part, _ in self._modes:  # some modules override eval()
             part.training = False
+        held = [value for _, attributes, _ in self._attributes for value in attributes.values() if isinstance(value, list | dict)]
+        self._held = [(value, copy(value)) for value in held]
         return self
+
+    def rewind(self) -> None:
+        """Restore what the module keeps beside its tensors as it was at first: what a call leaves there changes the next one."""
+        for part, attributes, inner in self._attributes:
+            vars(part).clear()
+            vars(part).update(attributes)
+            for name, content in inner.items():
+                getattr(part, name).clear()
+                getattr(part, name).update(content)
+            part.training = False
+        for value, before in self._held:
+            value.clear()
+            value.extend(before) if isinstance(value, list) else value.update(before)
 
     def to_float64(self) -> None:
         """Replace parameters and floating-point buffers by float64 copies; keep the originals."""
@@ -72,6 +89,17 @@ class Borrowed:
         for tensor, before in self._swapped.values():
             tensor.data = tensor.data.to(before.dtype)
 
+    @contextmanager
+    def in_own_dtype(self) -> Iterator[None]:
+        """Let the float64 values be rounded to each tensor's own dtype meanwhile."""
+        wide = [(tensor, tensor.data) for tensor, _ in self._swapped.values()]
+        self.to_own_dtype()
+        try:
+            yield
+        finally:
+            for tensor, data in wide:
+                tensor.data = data
+
     def keep(self, names: Iterable[str]) -> None:
         """Let these tensors keep their final values after the context ends."""
         self._kept |= {id(self.tensors[name]) for name in names}
@@ -85,11 +113,6 @@ class Borrowed:
         for buffer, before in self._buffers:
             if id(buffer) not in self._kept:
                 buffer.copy_(before)
-        for part, attributes, inner in self._attributes:
-            vars(part).clear()
-            vars(part).update(attributes)
-            for name, content in inner.items():
-                getattr(part, name).clear()
-                getattr(part, name).update(content)
+        self.rewind()
         for part, training in self._modes:
             part.training = training
