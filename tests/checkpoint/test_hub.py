@@ -112,7 +112,7 @@ def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("GPT2-Medium", "did you mean gpt2-medium?"),
         ("shakespear-mini", "did you mean shakespeare-mini?"),
         ("", "unknown model ''"),
-        ("a/b/c", "unknown model"),
+        ("a/b/c", "no such folder; gpt2 train RECIPE --out a/b/c makes one"),
         ("random:gpt2", "unknown model"),
         ("gpt2@", "cannot be a revision"),
         ("org/name@../../etc", "cannot be a revision"),
