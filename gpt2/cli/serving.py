@@ -51,7 +51,7 @@ def listen(port: int) -> socket.socket:
 def one_page(title: str, answer: Answer, token: str) -> Starlette:
     """Return an application that serves one page, ``/TOKEN/``.
 
-    ``answer`` runs for one request at a time, since it uses all cores, and not for a browser that has disconnected.
+    ``answer`` runs for one request at a time, since it uses all cores.
 
     Security: every user of this machine can connect to the port, so the address contains a secret that only this terminal shows.
     A request that another site caused is refused, and a wrong Host header (DNS rebinding).
@@ -74,8 +74,6 @@ def one_page(title: str, answer: Answer, token: str) -> Starlette:
             page = f'<!doctype html><title>{title}</title><p>Another site led here. <a href="./">Open the page</a>'
             return HTMLResponse(page, 403, HEADERS)
         async with one_at_a_time:
-            if await request.is_disconnected():
-                return HTMLResponse("the browser has disconnected", 499)
             page, status = await run_in_threadpool(answer, request.query_params)
         return HTMLResponse(page.encode(errors="backslashreplace"), status, HEADERS)
 

@@ -9,10 +9,7 @@ import re
 import signal
 import socket
 import sys
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
@@ -24,11 +21,9 @@ from support.commands import mistake
 from support.forks import Fork
 
 import gpt2
-from gpt2.cli.explore_command import answers
 from gpt2.cli.main import main
-from gpt2.cli.serving import one_page
 from gpt2.data.chars import chars_of
-from gpt2.explore.lens import Exploration, Explorer, explorer
+from gpt2.explore.lens import explorer
 
 PROMPT = "O Romeo,\nwherefore art"
 
@@ -115,61 +110,6 @@ def test_who_does_not_know_the_address_gets_nothing(served: Page, path: str) -> 
     assert status == 404
     assert "Romeo" not in body
     assert get(Page(served.port, served.path[:-2] + "/"))[0] == 404
-
-
-class Slow:
-    """An opened model that takes as long as a test sets, and records its prompts."""
-
-    def __init__(self, opened: Explorer) -> None:
-        self.opened, self.sides = opened, opened.sides
-        self.asked: list[str] = []
-        self.go = threading.Event()
-
-    def look(self, prompt: str) -> Exploration:
-        self.asked.append(prompt)
-        self.go.wait()
-        return self.opened.look(prompt)
-
-
-@contextmanager
-def serving(slow: Slow, token: str) -> Iterator[int]:
-    import uvicorn
-
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        application = one_page("gpt2 explore", answers(slow, PROMPT), token)
-        server = uvicorn.Server(uvicorn.Config(application, log_level="error", lifespan="off", http="h11"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        try:
-            yield listening.getsockname()[1]
-        finally:
-            slow.go.set()
-            server.should_exit = True
-            thread.join()
-
-
-def test_what_nobody_waits_for_is_not_computed() -> None:
-    """Five clicks on the button started five forward passes of gpt2-xl, one after another, before the last request."""
-    with explorer("shakespeare-mini") as opened, serving(slow := Slow(opened), "secret") as port:
-
-        def ask(prompt: str) -> socket.socket:
-            asking = socket.create_connection(("127.0.0.1", port))
-            asking.sendall(f"GET /secret/?prompt={prompt} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
-            return asking
-
-        with ask("first") as first:
-            while slow.asked != ["first"]:
-                time.sleep(0.01)
-            for _ in range(3):
-                ask("abandoned").close()
-            with ask("last") as last:
-                time.sleep(0.5)  # by now the server has read all of them, and waits for the first
-                slow.go.set()
-                for asking in (first, last):
-                    assert asking.recv(12) == b"HTTP/1.1 200"
-        assert slow.asked == ["first", "last"]
 
 
 def test_a_file_and_json_instead_of_a_server(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
@@ -180,23 +179,12 @@ def test_progress_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys
     assert max(map(len, lines)) == 49
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_tab_key_completes(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Options had to be looked up in the help."""
+def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script for the Tab key must know our commands and options; shtab's writing of it is its own."""
     pytest.importorskip("shtab")
-    assert main(["--completion", shell]) == 0
+    assert main(["--completion", "bash"]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in COMMAND_NAMES)
-    assert "fail-if" in out
-    if shell == "bash":
-        typed = "COMP_WORDS=(gpt2 compare --fai); COMP_CWORD=2; _shtab_gpt2; echo ${COMPREPLY[@]}"
-        completed = subprocess.run(["bash", "-c", f"{out}\n{typed}"], capture_output=True, text=True, check=True)
-        assert completed.stdout == "--fail-if\n"
-
-
-def test_without_its_package_completion_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    assert all(name in out for name in (*COMMAND_NAMES, "fail-if"))
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["--completion", "fish"]) == 2
     assert capsys.readouterr().err.startswith("gpt2: --completion needs the package shtab; install it with pip install")

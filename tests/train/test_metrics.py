@@ -73,17 +73,6 @@ def test_time_left_counts_steps_and_evaluations(monkeypatch):
     assert pace(10) == (pytest.approx(10 * 10 / 5), pytest.approx(90 * 0.5 + 4 * 7), 0.0)
 
 
-def test_tensorboard_holds_what_the_file_does(recipe, tmp_path):
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    train(replace(recipe, tensorboard=True), tmp_path / "run")
-    board = reader.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
-    board.Reload()
-    lines = metrics(tmp_path / "run")
-    for name in ("loss", "val_loss", "lr", "grad_norm"):
-        logged = [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in lines if name in row]
-        assert [(event.step, event.value) for event in board.Scalars(name)] == logged
-
-
 def test_weights_and_biases_gets_what_the_file_does(recipe, tmp_path, monkeypatch):
     """By a stand-in of its package, which the tests do not install: each metric once, and a resumed run keeps its id."""
     logged, opened, error = [], [], type("Error", (Exception,), {})
