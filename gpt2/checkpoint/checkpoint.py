@@ -18,7 +18,7 @@ from gpt2.checkpoint.containers import gguf_file, read_json, whole
 from gpt2.checkpoint.download import repository_files
 from gpt2.checkpoint.files import ADAPTER, config_of, files_of, folder_of, is_adapter, open_weights
 from gpt2.checkpoint.keys import HEAD, expected
-from gpt2.checkpoint.match import Assignment, match, require_names
+from gpt2.checkpoint.match import Assignment, match, require_gpt2
 from gpt2.checkpoint.names import DEFAULT, OFFICIAL, PATHS, REPOSITORY, ModelName, RandomWeights
 from gpt2.checkpoint.peft_files import MERGE_WITH_PEFT, Adapter, read_adapter
 from gpt2.config import GPT2Config, official_size
@@ -253,7 +253,7 @@ def open_path(
     name = str(path) if name is None else name
     if not is_adapter(path):
         files = open_weights(path)
-        require_names(files, path)
+        require_gpt2(files, path)
         config, assumed = config_of(path, files, activation)
         assignment = match(files, config, path)
         config = replace(config, tie_word_embeddings=assignment.tied)

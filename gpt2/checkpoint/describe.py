@@ -10,9 +10,11 @@ import torch
 from gpt2.checkpoint.cache import Official, official_files
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.containers import listed
+from gpt2.checkpoint.loading import rows_note
 from gpt2.checkpoint.names import DEFAULT, EXPORTS, ModelName
 from gpt2.checkpoint.saving import sha256
 from gpt2.config import GPT2Config
+from gpt2.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,11 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
             notes.append("the head is untied: the adapter changes the embedding and the head each for itself")
     notes += [checkpoint.assumed] if checkpoint.assumed else []
     notes += [*assignment.notes, *(note for file in dict.fromkeys(assignment.files.values()) for note in file.notes)]
-    notes += ["no biases are stored; zeros are used"] if assignment.absent else []
+    try:
+        tokenizer = checkpoint.own_tokenizer()
+        notes += [] if tokenizer is None else rows_note(tokenizer, checkpoint.config, checkpoint.name)
+    except InputError as error:
+        notes.append(f"no command reads text with it: {error}")
     notes += [f"left out, as no part of the language model: {listed(list(assignment.extra))}"] if assignment.extra else []
     files = tuple(File.of(file) for file in checkpoint.files().values() if file.is_relative_to(path))
     return Description(

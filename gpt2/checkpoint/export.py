@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpt2.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.containers.gguf_file import NoTokenizer
 from gpt2.checkpoint.describe import File
 from gpt2.checkpoint.files import WEIGHTS
@@ -143,7 +143,7 @@ def exported_model(source: str | Checkpoint, revision: str | None, offline: bool
         checkpoint = source
     model = checkpoint.load()
     outlier = require_usable(model, checkpoint.name).outlier
-    notes = [outlier] if outlier else []
+    notes = [*([outlier] if outlier else []), *(checkpoint.assignment.notes if isinstance(checkpoint, StoredCheckpoint) else ())]
     try:
         tokenizer = checkpoint.tokenizer()
     except NoTokenizer as error:

@@ -14,7 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpt2.checkpoint.containers import Container, MappedFile, gguf_file, listed, read_json, refuse_other_format, shown
+from gpt2.checkpoint.containers import (
+    Container,
+    MappedFile,
+    gguf_file,
+    listed,
+    read_json,
+    refuse_other_format,
+    shown,
+)
 from gpt2.checkpoint.containers.flax_file import FlaxFile
 from gpt2.checkpoint.containers.gguf_file import GGUFFile
 from gpt2.checkpoint.containers.keras_file import SIGNATURE, KerasFile
@@ -22,8 +30,8 @@ from gpt2.checkpoint.containers.llmc_file import MODEL, OTHER_FILES, LlmcFile, m
 from gpt2.checkpoint.containers.safetensors_file import NAME, RowShards, SafetensorsFile
 from gpt2.checkpoint.containers.tensorflow_file import TensorBundle, checkpoint_prefix, read_hparams
 from gpt2.checkpoint.containers.torch_file import TorchFile
-from gpt2.checkpoint.keys import HEAD, from_file, sizes
-from gpt2.config import OFFICIAL_SIZES, GPT2Config
+from gpt2.checkpoint.keys import HEAD, SYNONYMS, from_file, sizes
+from gpt2.config import OFFICIAL_SIZES, GPT2Config, quoted
 from gpt2.data.files import LIMIT, SMALL
 from gpt2.errors import CheckpointError, InputError
 
@@ -44,9 +52,6 @@ TRAINERS = re.compile(r"(optimizer|scheduler|scaler|rng_state\w*|training_args|\
 HEADS = {(size.n_layer, size.n_embd): size.n_head for size in OFFICIAL_SIZES.values()}
 HEADS |= {(8, 512): 16, (6, 192): 6, (4, 128): 4, (3, 48): 3}
 SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
-# Different names for the same sizes: OpenAI's hparams.json (openai/gpt-2, src/model.py: default_hparams); nanoGPT's model_args.
-OPENAI = {"vocab_size": "n_vocab", "n_positions": "n_ctx"}
-NANOGPT = {"n_positions": "block_size"}
 HOW = "say another with --set activation_function=NAME"
 TENSORFLOW = re.compile(r"(.+)\.(index|meta|data-\d{5}-of-\d{5})", re.ASCII)
 
@@ -67,6 +72,8 @@ def open_weights(path: Path) -> dict[str, Container]:
             return _shards(path / index, suffix)
     if rows := [file.name for file in _files(path) if NAME.fullmatch(file.name)]:
         return _by_tensor([RowShards(path, rows)])
+    if (path / "checkpoint").is_file():
+        refuse_other_format(MappedFile(path / "checkpoint"))
     if (prefix := checkpoint_prefix(path)) is not None:
         return _by_tensor([TensorBundle(prefix)])
     if old := [path / name for name in OLD_LAYOUTS if os.path.lexists(path / name)]:
@@ -213,39 +220,53 @@ def _stated(path: Path, files: Mapping[str, Container]) -> tuple[GPT2Config, str
     file = next(iter(files.values()), None)
     if isinstance(file, gguf_file.GGUFFile):
         return gguf_file.config_of(file), ""
-    stated = None
-    if isinstance(file, TensorBundle) and os.path.lexists(hparams := file.path.parent / "hparams.json"):
-        stated = _checked(_sizes(read_hparams(hparams), OPENAI), hparams)
+    raw: Mapping[str, Any] = {}
+    where = file.path if file is not None else path
+    if isinstance(file, TensorBundle) and os.path.lexists(hparams := where.parent / "hparams.json"):
+        raw, where = read_hparams(hparams), hparams
     if isinstance(file, TorchFile) and file.model_args:
-        stated = _from_nanogpt(file.model_args, file.path, files)
+        raw = file.model_args
     if isinstance(file, LlmcFile):
-        stated = _checked(file.sizes, file.path)
-    written = read_config(path) if os.path.lexists(folder_of(path) / "config.json") else None
-    if written and stated and (odd := [name for name in SIZES if getattr(written, name) != getattr(stated, name)]):
-        both = ", ".join(f"{name} {getattr(written, name)} and {getattr(stated, name)}" for name in odd)
-        raise CheckpointError(f"{path}: config.json and the checkpoint itself disagree: {both}; remove the wrong config.json")
-    if written is not None:
+        raw = file.sizes
+    stated = _sizes(raw, where)
+    if os.path.lexists(folder_of(path) / "config.json"):
+        written = read_config(path)
+        if odd := [name for name in SIZES if getattr(written, name) != stated.get(name, getattr(written, name))]:
+            both = ", ".join(f"{name} {getattr(written, name)} and {quoted(stated[name])}" for name in odd)
+            raise CheckpointError(f"{path}: config.json and the checkpoint itself disagree: {both}; remove the wrong config.json")
         return written, ""
-    if stated is None:
+    if not stated:
         return _from_shapes(path, files), "since there is no config.json"
-    return stated, "since nanoGPT's files do not say it, and it was gelu_new until June 2023" * isinstance(file, TorchFile)
+    if not isinstance(file, TorchFile):
+        return _checked(stated, where), ""
+    return _from_nanogpt(raw, stated, where, files), "since nanoGPT's files do not say it, and it was gelu_new until June 2023"
 
 
-def _sizes(raw: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    return {name: raw[names.get(name, name)] for name in SIZES if raw.get(names.get(name, name)) is not None}
+def _sizes(raw: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """Return the sizes that a file states, under any of their names. Raises CheckpointError: it states two for one."""
+    stated: dict[str, Any] = {}
+    for key, value in raw.items():
+        if (name := SYNONYMS.get(key, key)) in SIZES and value is not None and stated.setdefault(name, value) != value:
+            raise CheckpointError(f"{where}: says {name} {quoted(stated[name])} and {key} {quoted(value)}; correct it")
+    return stated
 
 
-def _from_nanogpt(raw: Mapping[str, Any], where: Path, files: Mapping[str, Container]) -> GPT2Config:
-    """Convert nanoGPT's model_args (karpathy/nanoGPT, train.py and model.py).
+def _from_nanogpt(raw: Mapping[str, Any], stated: Mapping[str, Any], where: Path, files: Mapping[str, Container]) -> GPT2Config:
+    """Convert nanoGPT's model_args (karpathy/nanoGPT, train.py and model.py), of which ``stated`` are the sizes.
 
     The MLP has the exact GELU since June 2023. Files without ``bias`` are from before February 2023.
     """
-    known = _shown(files) | _sizes(raw, NANOGPT)
+    known = {**_shown(files), **stated}
     config = _checked({name: known[name] for name in SIZES if name in known}, where)
     dropout = raw.get("dropout", 0.0)
     dropout = dropout if isinstance(dropout, float | int) else 0.0
-    activation = "gelu" if "bias" in raw else "gelu_new"
+    activation = "gelu" if "bias" in raw or _exact(files) else "gelu_new"
     return replace(config, activation_function=activation, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
+
+
+def _exact(files: Mapping[str, Container]) -> bool:
+    """Return whether the names are of minGPT of 2020 and those after it, who call PyTorch's GELU: the exact one."""
+    return any(re.search(r"\bblocks\.0\.", key) for key in files)
 
 
 def _from_shapes(path: Path, files: Mapping[str, Container]) -> GPT2Config:
@@ -257,8 +278,7 @@ def _from_shapes(path: Path, files: Mapping[str, Container]) -> GPT2Config:
         raise CheckpointError(f"{path}: no config.json there, and {what}")
     inner = shown.pop("n_inner", None)
     known: dict[str, Any] = {"n_head": heads, "n_inner": None if inner == 4 * shown["n_embd"] else inner}
-    # minGPT of 2020, whose feed-forward is a Sequential, has the exact GELU.
-    known |= {"activation_function": "gelu"} if any(re.search(r"\bblocks\.0\.mlp\.0\.", key) for key in files) else {}
+    known |= {"activation_function": "gelu"} if _exact(files) else {}
     return _checked(shown | known, path)
 
 

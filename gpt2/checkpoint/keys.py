@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Mapping
 
-from gpt2.config import GPT2Config
+from gpt2.config import ALIASES, GPT2Config
 
 PREFIX = "transformer."  # written by transformers, absent from the official files
 # Names that wrappers put before or into keys: torch.compile, DDP, FSDP, activation checkpointing, Lightning Fabric, Opacus.
@@ -43,6 +43,8 @@ SHARES = ("q", "k", "v")  # parts of c_attn, under which files with three matric
 _GGUF = {ours: gguf for ours, _, _, gguf in _ROWS} | {HEAD: "output.weight"}
 _OURS = {openai: ours for ours, _, openai, _ in _ROWS} | {gguf: ours for ours, gguf in _GGUF.items()}
 
+_STACKS, _NORMS = ("blocks", "layers"), ("h.{}.ln_1", "h.{}.ln_2", "ln_f")
+_PARTS = tuple(dict.fromkeys(ours.rpartition(".")[0].removeprefix("h.{}.") for ours in TABLE if ours.startswith("h.")))
 # Other projects' names of our modules: rasbt/LLMs-from-scratch (ch04), Lightning-AI/litgpt (model.py), karpathy/minGPT of 2020.
 _SCHEMES: tuple[dict[str, str], ...] = (
     {
@@ -61,17 +63,32 @@ _SCHEMES: tuple[dict[str, str], ...] = (
         **{"blocks.{}.attn.value": "h.{}.attn.v", "blocks.{}.attn.proj": "h.{}.attn.c_proj", "blocks.{}.ln2": "h.{}.ln_2"},
         **{"blocks.{}.mlp.0": "h.{}.mlp.c_fc", "blocks.{}.mlp.2": "h.{}.mlp.c_proj", "head": "lm_head"},
     },
+    # Our own names of a block's parts, in a list of another name.
+    *({f"{stack}.{{}}.{part}": f"h.{{}}.{part}" for part in _PARTS} for stack in _STACKS),
+    {norm: norm for norm in _NORMS},
 )
+# Names of the sizes in model_args, hparams.json and other configs: openai/gpt-2, karpathy/nanoGPT, and what others write.
+SYNONYMS = ALIASES | {
+    **{"n_vocab": "vocab_size", "block_size": "n_positions", "n_ctx": "n_positions", "context_length": "n_positions"},
+    **{"max_seq_len": "n_positions", "embed_dim": "n_embd", "emb_dim": "n_embd", "d_model": "n_embd", "num_layers": "n_layer"},
+    **{"n_layers": "n_layer", "num_heads": "n_head", "n_heads": "n_head"},
+}
 
 # Last names of a key in transformers' Keras and Flax files, where they differ from ours.
 _LEAVES = dict.fromkeys(("kernel", "gamma", "scale", "embedding", "embeddings"), "weight") | {"beta": "bias"}
 
 # Our names of a key without its prefix ("{}" is the layer): each of the schemes above, and redundant tensors beside them.
-_LEAF = {"weight": "weight", "bias": "bias", "scale": "weight", "shift": "bias"}
+_LEAF = {"weight": "weight", "bias": "bias", "scale": "weight", "shift": "bias", "gamma": "weight", "beta": "bias"}
 _NAMED = {name: name for name in (*TABLE, HEAD, "h.{}.attn.bias", "h.{}.attn.masked_bias")}
-_NAMED |= {f"{theirs}.{leaf}": f"{ours}.{_LEAF[leaf]}" for each in _SCHEMES for theirs, ours in each.items() for leaf in _LEAF}
+_NAMED |= {
+    f"{theirs}.{leaf}": f"{ours}.{_LEAF[leaf]}"
+    for each in _SCHEMES
+    for theirs, ours in each.items()
+    for leaf in _LEAF
+    if ours in _NORMS or leaf in ("weight", "bias")
+}
+_NAMED |= {f"{stack}.{{}}.attn.{mask}": "h.{}.attn.bias" for stack in ("h", *_STACKS) for mask in ("bias", "mask", "tril")}
 _NAMED |= {"lm_head.decoder.weight": HEAD, "pos_emb": "wpe.weight", "trf_blocks.{}.att.mask": "h.{}.attn.bias"}
-_NAMED |= {"blocks.{}.attn.mask": "h.{}.attn.bias"}
 _LONGEST = max(name.count(".") for name in _NAMED) + 1  # parts of a name
 
 # Redundant tensors, dropped only after their content is checked.
@@ -121,6 +138,11 @@ def is_parameter(name: str) -> bool:
     """Return whether one of our names is a parameter's of some GPT-2, or of a third of one."""
     name, _ = share(name)
     return name in TABLE or name == HEAD or layer(name) is not None
+
+
+def is_redundant(name: str) -> bool:
+    """Return whether a tensor of this name may stand beside the parameters: a mask, another head, an optimizer's state."""
+    return any(kind.fullmatch(name) for kind in (CAUSAL_MASK, MASKED_SCORE, OTHER_HEADS, TRAINING_STATE))
 
 
 def layer(name: str) -> int | None:

@@ -20,6 +20,7 @@ from gpt2.checkpoint.containers import Container, listed, shown
 from gpt2.config import GPT2Config
 from gpt2.errors import CheckpointError
 
+OTHER = "another architecture; this loader reads GPT-2 only"
 # A pattern of keys that no GPT-2 has -> what the file is, and what to do about it.
 CAUSES = {
     r"\.(q_?weight|W_q|codebooks|qzeros|g_idx|(nested_)?(absmax|quant_map)|SCB|weight_format|quant_state\..*|weight_scale)$": (
@@ -33,7 +34,21 @@ CAUSES = {
         "a weight that torch computes (pruning, parametrization); make it permanent (prune.remove, remove_parametrizations)"
     ),
     r"(^|\.)_?flat_param": "FSDP's flat parameters; save a full state dict (StateDictType.FULL_STATE_DICT)",
+    r"(^|\.)(gpt_neox|embed_in|embed_out)\.": f"a tensor of GPT-NeoX (Pythia), {OTHER}",
+    r"(^|\.)(language_model|word_embeddings)\.|\.(self_)?attention\.(query_key_value|linear_qkv)\.": (
+        f"a tensor of Megatron, BLOOM or Falcon, {OTHER} (Megatron's GPT-2: transformers has convert_megatron_gpt2_checkpoint.py)"
+    ),
+    r"\.self_attn\.q_proj\.|\.gate_proj\.|\.fc_in\.|\.attn\.attention\.|\.Wqkv\.": (
+        f"a tensor of Llama, OPT, GPT-J, GPT-Neo, MPT or the like, {OTHER}"
+    ),
+    r"\.attention\.self\.|\.SelfAttention\.|\.q_lin\.|(^|\.)tokens_embed\.": f"a tensor of BERT, T5, GPT-1 or the like, {OTHER}",
+    r"rotary|inv_freq|freqs_cis": f"rotary positions, which make it {OTHER}",
 }
+LACKING = {
+    "wpe.weight": f"without learned positions it is {OTHER}",
+    "ln_f.weight": f"a GPT-2 has a norm after its last block; with norms after each part (as in GPT-1) it is {OTHER}",
+}
+LIKE = "gpt2 export {} DIR --like FILE.py:build reads them by their module"
 EMPTY = (
     "empty, as DeepSpeed ZeRO-3 leaves them where a process saves its own state dict; run zero_to_fp32.py, which DeepSpeed wrote "
     "beside its checkpoints, and give what that writes"
@@ -51,10 +66,10 @@ class Assignment:
     sources: Mapping[str, tuple[str, ...]]  # parameter -> its key, or the keys of its thirds q, k and v
     shapes: Mapping[str, tuple[int, ...]]  # parameter -> shape, in the order of the forward pass
     transposed: bool  # the blocks' matrices are stored [out, in], as in nn.Linear
-    absent: tuple[str, ...]  # biases that no block has: zeros
+    absent: tuple[str, ...]  # biases of the kinds that no block has: zeros
     dropped: tuple[str, ...]  # redundant keys
     extra: tuple[str, ...]  # keys of other heads, which are no part of the language model
-    notes: tuple[str, ...]  # about the head
+    notes: tuple[str, ...]  # about the head and absent biases
 
     @property
     def tied(self) -> bool:
@@ -116,8 +131,14 @@ def match(files: Files, config: GPT2Config, where: Path) -> Assignment:
         dropped += sources.pop(keys.HEAD, ())
     used = {part for name in sources for part in parts[name]} | {keys.HEAD}
     extra, faults = _drop(files, {name: held[0] for name, held in found.items() if name not in used}, dropped)
-    biases = [name for name in wanted if name.endswith("attn.c_attn.bias" if apart else ".bias")]
-    absent = () if sources.keys() & set(biases) else tuple(biases)
+    biases = {name: keys.template(name) for name in wanted if name.endswith(".bias")}
+    stored = {kind for name, kind in biases.items() if name in sources}
+    # Norms without biases beside projections with them are no LayerNorm.
+    zeros = {kind for kind in biases.values() if kind not in stored and not (stored and "ln_" in kind)}
+    absent = tuple(name for name, kind in biases.items() if kind in zeros)
+    if absent:
+        which = f" of {listed(sorted(kind.removeprefix('h.{}.').removesuffix('.bias') for kind in zeros))}" if stored else ""
+        notes.append(f"no biases{which} are stored; zeros are used")
     given = sources.keys() | set(absent)
     faults |= {
         "missing": [name for name in wanted if name not in given],
@@ -141,8 +162,9 @@ def match(files: Files, config: GPT2Config, where: Path) -> Assignment:
         why = f" ({len(straight)} matrices lie [in, out] and {len(reversed_)} [out, in])" if straight and reversed_ else ""
         problems.append(f"misshapen: {', '.join(misshapen[:4])}{more}{why}")
     if problems:
-        what = "; ".join(problems)
-        raise CheckpointError(f"{where}: the tensors do not fit the config: {what}; correct the config or the file")
+        what, renamed = "; ".join(problems), faults["missing"] and faults.get("unexpected")
+        advice = f"if they have other names, {LIKE.format(where)}" if renamed else "correct the config or the file"
+        raise CheckpointError(f"{where}: the tensors do not fit the config: {what}; {advice}")
     return Assignment(files, sources, wanted, transposed, absent, tuple(dropped), tuple(extra), tuple(notes))
 
 
@@ -153,12 +175,23 @@ def _name(key: str, shape: tuple[int, ...], vocabulary: int) -> str:
     return f"classifier.{key}" if other else name
 
 
-def require_names(files: Files, where: Path) -> None:
-    """Raise CheckpointError if no tensor has a GPT-2's name in any known scheme."""
-    if files and not any(keys.is_parameter(keys.from_file(key)) for key in files):
-        _refuse_known_cause(files, list(files))
-        what = f"none of its {len(files):,} tensors has a name that a known GPT-2 gives it ({listed(list(files), 2)})"
-        raise CheckpointError(f"{where}: {what}; gpt2 export {where} DIR --like FILE.py:build reads them by their module")
+def require_gpt2(files: Files, where: Path) -> None:
+    """Raise CheckpointError if files lack a part of every GPT-2: another architecture, names of no known scheme, or half a file.
+
+    It comes before the config, of which only a GPT-2 has any use.
+    """
+    named = {key: keys.from_file(key) for key in files}
+    held, blocks = set(named.values()), any(keys.layer(keys.share(name)[0]) is not None for name in named.values())
+    there = {"wte.weight": bool(held & {"wte.weight", keys.HEAD}), "h.0": blocks}
+    there |= {name: name in held for name in ("wpe.weight", "ln_f.weight")}
+    if not (lacking := [name for name, is_there in there.items() if not is_there]):
+        return
+    unknown = [key for key, name in named.items() if not keys.is_parameter(name) and not keys.is_redundant(name)]
+    _refuse_known_cause(files, unknown)
+    if unknown:
+        what = f"{len(unknown):,} of its {len(files):,} tensors have names that no known GPT-2 gives them ({listed(unknown, 2)})"
+        raise CheckpointError(f"{where}: {what}, and {listed(lacking)} is missing; {LIKE.format(where)}")
+    raise CheckpointError(f"{where}: missing: {listed(lacking)}; {LACKING.get(lacking[0], 'give the whole model')}")
 
 
 def _refuse_known_cause(files: Files, unknown: list[str]) -> None:

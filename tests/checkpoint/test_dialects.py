@@ -119,6 +119,7 @@ BARE = replace(NANO, bos_token_id=None, eos_token_id=None)
 BOOK = untied(torch_layouts.llms_from_scratch, "model.pth", config=BARE)
 BOOK_NO_BIAS = untied(torch_layouts.llms_from_scratch, "model.pth", config=BARE, qkv_bias=False)
 MINGPT_2020 = untied(torch_layouts.mingpt_2020, "model.pt", config=replace(BARE, activation_function="gelu"))
+SLM = file(torch_layouts.slm, "ckpt.pt", replace(TINY, activation_function="gelu"))
 MINGPT, OPENAI = file(torch_layouts.mingpt, "model.pt", NANO), file(tf_bundle.openai, "", TINY, more=STEP)
 BY_LAYER = {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}
 ALIASES = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "max_position_embeddings": 16}
@@ -148,6 +149,8 @@ DIALECTS = {
     "nanogpt": Dialect("nanoGPT `ckpt.pt`: `[out, in]`, erf GELU, optimizer beside it", nanogpt(), "oracle"),
     "nanogpt-compiled": Dialect("nanoGPT, compiled (`_orig_mod.`), mask buffers", nanogpt(compiled=True, masked=True), "oracle"),
     "nanogpt-padded": Dialect("nanoGPT, vocabulary padded, no biases", nanogpt(64, bias=False, compiled=True), "oracle"),
+    "nanogpt-norms": Dialect("nanoGPT's names, biases in the norms alone", nanogpt(bias="ln_"), "oracle"),
+    "slm": Dialect("our names in `blocks`, `gamma` and `beta`, `num_heads` (SLM_4096)", SLM, "oracle"),
     "mingpt": Dialect("minGPT state dict, no config: heads from its published sizes", MINGPT, "oracle"),
     "lightning": Dialect("Lightning and DistributedDataParallel wrappers", lightning, "oracle"),
     "untied": Dialect("a head of its own, of which the config says nothing", untied(torch_layouts.untied)),
@@ -224,6 +227,7 @@ def test_matrices_that_lie_both_ways_are_refused(tmp_path: Path) -> None:
         (nanogpt(n_layer=3), "config says n_layer 3, the tensors 2"),
         (nanogpt(n_head="three"), "n_head must be int"),
         (nanogpt(n_head=None), "does not say n_head"),
+        (nanogpt(num_heads=6), "says n_head 3 and num_heads 6"),
     ],
 )
 def test_model_args_that_lie_are_told(tmp_path: Path, write: Callable, says: str) -> None:
@@ -236,7 +240,10 @@ def test_a_config_that_contradicts_the_container_is_told(tmp_path: Path) -> None
     path, _, _ = nanogpt()(tmp_path)
     write_config(path, replace(TINY, n_head=4))
     refused(lambda: load(str(path)), "disagree: n_head 4 and 3")
-    write_config(path, replace(TINY, activation_function="gelu_new"))
+    for args in ({}, {"n_head": None}, {"n_head": None, "num_heads": 3}):  # what they do not say, config.json does
+        torch_layouts.nanogpt(path / "ckpt.pt", **args)
+        write_config(path, replace(TINY, activation_function="gelu_new"))
+        assert load(str(path)).config.n_head == 3
     assert load(str(path)).config.activation_function == "gelu_new"  # the config of an old nanoGPT: values written by hand win
 
 

@@ -12,6 +12,7 @@ import struct
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,16 @@ def adapter(kind: str) -> Callable[[Path], Path]:
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 548105171\n"
 GGML = struct.pack("<i", 0x67676D6C) + struct.pack("<6i", 50257, 1024, 768, 12, 12, 1) + bytes(5000)
 LORA = "transformer.h.0.attn.c_attn.lora_A.default.weight"
+
+
+def renamed(*pairs: tuple[str, str]) -> Callable[[Path], Path]:
+    return pickled(lambda s: {reduce(lambda name, pair: name.replace(*pair), pairs, n): t for n, t in s.items()})
+
+
+def without(part: str) -> Callable[[Path], Path]:
+    return pickled(lambda s: {n: t for n, t in s.items() if not re.search(part, n)})
+
+
 CAUSES: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "ZeRO-3": (pickled(lambda s: {k: torch.empty(0) if t.ndim == 2 else t for k, t in s.items()}), ("ZeRO-3", "zero_to_fp32.py")),
     "GPTQ": (quantised(".qweight"), ("quantised weights", "give the model that they were made from")),
@@ -244,7 +255,25 @@ CAUSES: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "a quantised config": (with_config(quantization_config={"quant_method": "awq"}), ("'awq'", "quantised weights are not read")),
     "an unmerged adapter": (pickled(lambda s: s | {LORA: torch.ones(2, 12)}), ("PEFT's parts", "save the adapter alone")),
     "FSDP's": (pickled(lambda s: {"_fsdp_wrapped_module._flat_param": torch.ones(9)} | s), ("FSDP's flat", "FULL_STATE_DICT")),
-    "names of its own": (pickled(lambda s: {f"net.{n}": t for n, t in enumerate(s.values())}), ("none of its", "FILE.py:build")),
+    "names of its own": (
+        pickled(lambda s: {f"net.{n}": t for n, t in enumerate(s.values())}),
+        ("no known GPT-2", "--like FILE.py:build"),
+    ),
+    "names of a module's own": (
+        renamed(("attn.c_attn", "look"), ("h.", "storeys.")),
+        ("24 of its 29 tensors have names that no known GPT-2 gives them", "h.0 is missing; gpt2 export", "--like FILE.py:build"),
+    ),
+    "one name of its own": (renamed(("c_fc", "wide")), ("unexpected", "--like FILE.py:build")),
+    "Megatron's": (
+        pickled(lambda s: {"model": {"language_model": {part: {"x": s["lm_head.weight"]} for part in ("embedding", "encoder")}}}),
+        ("model.language_model.embedding.x: a tensor of Megatron", "another architecture"),
+    ),
+    "GPT-NeoX's": (renamed(("transformer.", "gpt_neox."), ("ln_f", "norm")), ("a tensor of GPT-NeoX", "another architecture")),
+    "rotary positions": (renamed(("wpe.weight", "inv_freq")), ("rotary positions, which make it another architecture",)),
+    "no positions": (without("wpe"), ("missing: wpe.weight; without learned positions",)),
+    "post-norm": (without("ln_f"), ("missing: ln_f.weight", "(as in GPT-1) it is another architecture")),
+    "half a file": (without(r"h\."), ("missing: h.0; give the whole model",)),
+    "RMSNorm": (without(r"ln_\w\.bias"), ("missing: h.0.ln_1.bias",)),
     "only FSDP's": (pickled(lambda s: {"_fsdp_wrapped_module._flat_param": torch.ones(9)}), ("FSDP's flat",)),
     "cross-attention": (
         pickled(lambda s: s | {"transformer.h.0.crossattention.c_attn.bias": torch.ones(2)}),
@@ -269,6 +298,7 @@ CAUSES: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
         f"a pointer in {name}": (content(name, POINTER), ("is a git-lfs pointer", "run `git lfs pull`"))
         for name in ("model.safetensors", "pytorch_model.bin", "model.gguf", "tf_model.h5", "flax_model.msgpack")
     },
+    "a pointer in checkpoint": (lambda d: content("checkpoint", POINTER)(d).parent, ("checkpoint: is a git-lfs pointer",)),
     "a pointer in config.json": (lambda d: (with_config()(d), (d / "config.json").write_bytes(POINTER))[0], ("git-lfs pointer",)),
     **{kind: (adapter(kind), (f"'{kind}'", "run it with PEFT")) for kind in ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")},
     "IA3": (adapter("IA3"), ("'IA3'", "merge it with PEFT")),
@@ -282,6 +312,24 @@ def test_the_true_cause_is_said(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path)
     message = refused(lambda: gpt2.load(str(path)), *words)
     assert kind not in ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING") or "merge_and_unload" not in message
+
+
+def test_biases_that_are_not_there_are_zero_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A usual LayerNorm beside Linears without biases was refused for 8 missing tensors; zeros for them must not stay unsaid."""
+    torch_layouts.nanogpt(tmp_path / "ckpt.pt", bias="ln_")
+    said = "no biases of attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj are stored; zeros are used"
+    assert said in describe(str(tmp_path / "ckpt.pt")).notes
+    assert main(["export", str(tmp_path / "ckpt.pt"), str(tmp_path / "out")]) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_info_says_where_tokenizer_and_rows_do_not_fit(tmp_path: Path) -> None:
+    """`generate` refused the folder that `info` had described without a word."""
+    config, tokenizer, folder = gpt2.load().config, gpt2.load_tokenizer(), tmp_path / "model"
+    gpt2.save(gpt2.load(), tokenizer, folder)
+    assert describe(str(folder)).notes == ()
+    gpt2.save(gpt2.GPT2(replace(config, vocab_size=99, bos_token_id=None, eos_token_id=None)), None, folder)
+    assert any(f"wrong vocabulary, the tokenizer has {tokenizer.n_vocab:,}" in note for note in describe(str(folder)).notes)
 
 
 def nanogpt(path: Path, activation: str, **model_args: Any) -> GPT2Config:

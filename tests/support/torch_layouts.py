@@ -69,20 +69,20 @@ def nanogpt(
     config: GPT2Config = TINY,
     *,
     compiled: bool = False,
-    bias: bool = True,
+    bias: bool | str = True,
     masked: bool = False,
     zipped: bool = True,
     **model_args: Any,
 ) -> dict[str, Tensor]:
     """`ckpt.pt` of nanoGPT's train.py, with AdamW's state; ``compiled`` adds torch.compile's prefix to the names.
 
-    Without ``bias`` the layers have none; the expected biases are then zero. ``masked`` adds mask buffers, as without flash
-    attention.
+    Without ``bias`` the layers have none, with "ln_" the norms alone; the expected biases are then zero. ``masked`` adds mask
+    buffers, as without flash attention.
     """
     truth, prefix = weights(config), "_orig_mod.transformer." if compiled else "transformer."
-    if not bias:
-        truth = {name: torch.zeros_like(value) if name.endswith("bias") else value for name, value in truth.items()}
-    state = {name: tensor for name, tensor in linear(truth, prefix).items() if bias or not name.endswith("bias")}
+    without = {name for name in truth if name.endswith("bias") and bias is not True and not (bias and bias in name)}
+    truth = {name: torch.zeros_like(value) if name in without else value for name, value in truth.items()}
+    state = {name: tensor for name, tensor in linear(truth, prefix).items() if name.removeprefix(prefix) not in without}
     state |= masks(config, prefix) if masked else {}
     moments = {"exp_avg": 1e-3, "exp_avg_sq": 1e-6}
     adamw = {
@@ -91,7 +91,7 @@ def nanogpt(
     }
     groups = [{"lr": 6e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": None, "params": list(adamw)}]
     args = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd, "block_size": config.n_positions}
-    args |= {"bias": bias, "vocab_size": config.vocab_size, "dropout": 0.0}
+    args |= {"bias": bool(bias), "vocab_size": config.vocab_size, "dropout": 0.0}
     run = {"out_dir": "out", "eval_interval": 2000, "learning_rate": 6e-4, "device": "cuda", "compile": compiled}
     checkpoint = {"model": OrderedDict(state), "optimizer": {"state": adamw, "param_groups": groups}, "iter_num": 2000}
     checkpoint |= {"model_args": args | model_args}
@@ -159,6 +159,19 @@ def mingpt_2020(path: Path, config: GPT2Config) -> dict[str, Tensor]:
     state = named(truth, names)
     state["pos_emb"] = state.pop("pos_emb.weight")[None]
     save(path, state | {name.format(0): mask for name, mask in zip([f"{at}attn.mask"], masks(config).values(), strict=False)})
+    return truth
+
+
+def slm(path: Path, config: GPT2Config) -> dict[str, Tensor]:
+    """As kunalkohli/SLM_4096 saves: our names in `blocks`, a tied head, a config beside; with other names of norms and sizes."""
+    truth = weights(config)
+    parts = ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    names = {"wte": "tok_emb", "wpe": "pos_emb", "ln_f": "ln_f"} | {f"h.{part}": f"blocks.{{}}.{part}" for part in parts}
+    state = {re.sub(r"(ln_\w)\.weight", r"\1.gamma", name): tensor for name, tensor in named(truth, names).items()}
+    state = {re.sub(r"(ln_\w)\.bias", r"\1.beta", name): tensor for name, tensor in state.items()}
+    state |= {name.replace("h.", "blocks."): mask for name, mask in masks(config).items()} | {"head.weight": truth["wte.weight"]}
+    args = {"vocab_size": config.vocab_size, "block_size": config.n_positions, "num_heads": config.n_head}
+    save(path, {"model_state": state, "config": args | {"d_model": config.n_embd}, "stoi": {"a": 0}})
     return truth
 
 

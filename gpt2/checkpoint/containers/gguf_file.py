@@ -139,6 +139,8 @@ class GGUFFile(Container):
             if name in values:
                 raise Damaged(f"has metadata {shown(name)} twice")
             values[name] = header.value(name)
+            if name == "general.architecture" and values[name] != "gpt2":  # the first entry: nothing behind it need be whole
+                raise Refused(f"is of architecture {quoted(values[name])}, not 'gpt2'; this loader reads GPT-2 only")
         if values.get("split.count", 1) not in (0, 1):
             raise Refused(f"is one part of {quoted(values['split.count'])}; join them with llama.cpp's llama-gguf-split --merge")
         return values
@@ -172,11 +174,9 @@ def dequantised(blocks: Tensor) -> Tensor:
 def config_of(file: GGUFFile) -> GPT2Config:
     """Return the config as llama.cpp computes it: tanh GELU, scaled attention, tied head. Raises CheckpointError: not a GPT-2."""
     metadata = file.metadata
-    architecture = metadata.get("general.architecture")
-    if architecture != "gpt2":
-        raise CheckpointError(f"{file.path}: is of architecture {quoted(architecture)}, not 'gpt2'; this loader reads GPT-2 only")
     embedding = file.entries.get("token_embd.weight")
-    missing = [key for field, key in CONFIG_KEYS.items() if key not in metadata and field != "n_inner"]
+    needed = ("general.architecture", *(key for field, key in CONFIG_KEYS.items() if field != "n_inner"))
+    missing = [key for key in needed if key not in metadata]
     missing += [] if embedding and len(embedding.shape) == 2 else ["token_embd.weight"]
     if missing or embedding is None:
         raise CheckpointError(f"{file.path}: lacks {', '.join(missing)}; convert the checkpoint again")

@@ -24,7 +24,7 @@ from torch import Tensor
 from gpt2.checkpoint.containers import Container, Damaged, Refused, listed, refuse_other_format, shown
 from gpt2.checkpoint.containers.pickle_data import Call, Pickle
 from gpt2.checkpoint.containers.torch_tensors import ALLOWED, NotDense, Storage, Strided, describe, is_tensor, kind_of, storage
-from gpt2.checkpoint.keys import from_file, is_parameter
+from gpt2.checkpoint.keys import SYNONYMS, from_file, is_parameter
 from gpt2.config import quoted
 
 # nanoGPT's ckpt.pt of GPT-2 XL has a pickle of 200 kB; some contain every loss of a long run.
@@ -146,12 +146,12 @@ class TorchFile(Container):
         return described.value, places
 
     def _state_dict(self, value: Any) -> dict[str, Call]:
-        """Return the only dict of tensors with a GPT-2's names in a pickle's value; where none has, the only dict of tensors."""
+        """Return the only dict of tensors with a GPT-2's names in a pickle's value; where none has, all of them."""
         held = dict(_tensors(value))
         known = [path for path, state in held.items() if any(is_parameter(from_file(name)) for name in state)]
         wrapped = [path for path in held if path.rpartition(".")[2] in WRAPPERS]
         paths = known or wrapped or list(held)
-        if len(paths) > 1:
+        if len(known) > 1:
             where = listed([path or "the top" for path in paths])
             raise Refused(f"has weights under {where}; save one of them alone")
         if not paths:
@@ -160,7 +160,8 @@ class TorchFile(Container):
             else:
                 what = f"holds {kind_of(value)} where a state dict should be"
             raise Refused(f"{what}; save model.state_dict()")
-        found = held[paths[0]]
+        several = {f"{path}.{key}".lstrip("."): tensor for path in paths for key, tensor in held[path].items()}  # Megatron's
+        found = held[paths[0]] if len(paths) == 1 else several
         self.plain = not paths[0] and len(found) == len(value.items if type(value) is Call else value)
         return found
 
@@ -193,11 +194,10 @@ def _tensors(value: Any) -> Iterator[tuple[str, dict[str, Call]]]:
 
 
 def _arguments(value: dict[str, Any]) -> Mapping[str, Any] | None:
-    """Return nanoGPT's model_args, or the same fields of a config object beside the weights (karpathy/build-nanogpt)."""
-    config = value.get("config")
-    config = config.state if type(config) is Call else config
-    sized = type(config) is dict and {"block_size", "n_head"} <= config.keys()
-    return next((args for args in (value.get("model_args"), config if sized else None) if _plain(args)), None)
+    """Return nanoGPT's model_args, or else what beside the weights says a number of heads (karpathy/build-nanogpt's config)."""
+    beside = [each.state if type(each) is Call else each for each in value.values()]
+    said = [each for each in beside if _plain(each) and any(SYNONYMS.get(key, key) == "n_head" for key in each)]
+    return next((args for args in (value.get("model_args"), *said) if _plain(args)), None)
 
 
 def _plain(value: Any) -> bool:
