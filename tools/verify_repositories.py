@@ -27,8 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from gpt2.checkpoint.download import choose
-from gpt2.checkpoint.hub import commit_of, explained, is_final, list_files
+from gpt2.checkpoint.hub import BUSY, choose, explained
 from gpt2.checkpoint.names import REPOSITORY, ModelName
 from gpt2.errors import InputError, printable
 
@@ -117,10 +116,11 @@ def report(send: Connection, name: str, max_bytes: float, folder: str) -> None:
         for found in examine(name, max_bytes):
             send.send_bytes(json.dumps(found).encode())
     except Exception as error:
-        from huggingface_hub.errors import HTTPError
+        from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
         cause, kind = error.__cause__, "" if isinstance(error, InputError) else f"unforeseen {type(error).__name__}: "
-        verdict = "no answer" if isinstance(cause, HTTPError) and not is_final(cause) else "refused"
+        final = isinstance(cause, HfHubHTTPError) and cause.response.status_code not in BUSY
+        verdict = "no answer" if isinstance(cause, HTTPError) and not final else "refused"
         reason = re.sub(rf"{re.escape(folder)}/\S*/[0-9a-f]{{40}}", name, " ".join(f"{kind}{error}".split()))
         send.send_bytes(json.dumps({"verdict": verdict, "reason": printable(reason, one_line=True)[:500]}).encode())
 
@@ -129,12 +129,14 @@ def examine(name: str, max_bytes: float) -> Iterator[dict[str, Any]]:
     """Yield the commit, then the verdict. Raises InputError: the repository cannot be opened."""
     repo, _, revision = name.partition("@")
     with explained(repo, revision or "main"):
-        commit = commit_of(repo, revision or "main")
-        yield {"revision": commit}
-        files = list_files(repo, commit)
-    size = sum(files[file].size for file in choose(repo, files))
+        from huggingface_hub import HfApi
+
+        info = HfApi().model_info(repo, revision=revision or "main", files_metadata=True)
+        yield {"revision": info.sha}
+    files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    size = sum(files[file] for file in choose(repo, files))
     reason = f"{size:,} bytes to download, more than {max_bytes:,.0f}"
-    yield {"verdict": "too large", "reason": reason} if size > max_bytes else judge(f"{repo}@{commit}")
+    yield {"verdict": "too large", "reason": reason} if size > max_bytes else judge(f"{repo}@{info.sha}")
 
 
 def judge(name: str) -> dict[str, Any]:

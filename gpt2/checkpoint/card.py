@@ -1,7 +1,7 @@
-"""Model cards: a README.md that the Hub understands, filled from a record, and checked against it before it is published.
+"""Model cards: a README.md that `huggingface_hub` fills from a record, and checks that a card claims no more than its record.
 
 ``gpt2-record.json`` holds what is known of a model: the run that trained it, the export that made its files, what was measured.
-Every figure of the card comes from there; `card.md.jinja` is its text.
+Every figure of the card comes from there; `card.md.jinja` is its text. A card that a person has edited is left as it is.
 """
 
 import hashlib
@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpt2.checkpoint.cache import COMMIT, official_name, storage
 from gpt2.checkpoint.export import Export
+from gpt2.checkpoint.hub import COMMIT
 from gpt2.checkpoint.names import DEFAULT, FLOATS, OFFICIAL, REPOSITORY, ModelName
+from gpt2.checkpoint.official import official_name
 from gpt2.checkpoint.saving import CARD as CARD
 from gpt2.checkpoint.saving import sha256
 from gpt2.config import GPT2Config
@@ -23,12 +24,9 @@ from gpt2.data.chat import ChatFormat
 from gpt2.data.files import read, read_all, write
 from gpt2.errors import InputError, printable
 
-RECORD, CURVES = "gpt2-record.json", "curves.png"
+RECORD, CURVES, PLACEHOLDER = "gpt2-record.json", "curves.png", "OWNER/NAME"  # of the repository, until it is published
 PARTS = ("base", "training", "export", "measured")  # of a record, each an object or nothing
-# The parts that are rewritten in a card that a person has edited. They are no part of a fenced block.
-BLOCK = re.compile(
-    r"^(?P<fence>```+)[\s\S]*?\n(?P=fence)$|^<!-- (?P<name>figures|measured) -->\n[\s\S]*?\n<!-- /(?P=name) -->", re.MULTILINE
-)
+FIGURES = re.compile(r"<!-- figures -->[\s\S]*?<!-- /figures -->")
 
 Record = dict[str, Any]
 _line = partial(printable, one_line=True)
@@ -43,6 +41,8 @@ def facts(folder: Path, format: str, dtype: str, config: GPT2Config, weights: Ma
 
 def base_of(name: str) -> Record:
     """Return what a card says of the model ``name`` that another one was made from; its licence only where it is known."""
+    from huggingface_hub import constants
+
     parsed, base = ModelName.parse(name), Record(name=name)
     official = None if parsed.local else official_name(parsed.base)
     if official or parsed.base == DEFAULT:
@@ -51,8 +51,8 @@ def base_of(name: str) -> Record:
         inner = _own_record(parsed).get("base") or {}
         base |= {key: inner[key] for key in ("id", "license", "language") if re.fullmatch(r"[\w./-]+", str(inner.get(key, "")))}
         base["name"] = Path(parsed.base).expanduser().resolve().name  # the folders above it are private
-    # A name without a cache is a path that has moved.
-    if official or (not parsed.local and REPOSITORY.fullmatch(parsed.base) and storage(parsed.base).is_dir()):
+    cached = Path(constants.HF_HUB_CACHE, f"models--{parsed.base.replace('/', '--')}")  # without it, a path that has moved
+    if official or (not parsed.local and REPOSITORY.fullmatch(parsed.base) and cached.is_dir()):
         base |= {"id": OFFICIAL.get(official or "", parsed.base)} | ({"revision": parsed.revision} if parsed.revision else {})
     return base
 
@@ -76,20 +76,36 @@ def of_export(done: Export, revision: str | None, command: str) -> Record:
 
 def render(record: Record, where: Path = Path(RECORD)) -> str:
     """Return the whole card. Raises InputError: the record lacks a part."""
-    import jinja2
-    from huggingface_hub import ModelCardData
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+    from jinja2 import UndefinedError
 
-    text = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
-    form = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    form.add_extension("jinja2.ext.do")
-    form.filters.update(line=_line, code=_code, fenced=_fenced, named=_named, json=partial(json.dumps, indent=1))
-    form.filters["metadata"] = lambda values: ModelCardData(**values).to_yaml()
-    known = {"repo": "OWNER/NAME", "license": None, "language": None, "chat": None, **record}
+    known = {"repo": PLACEHOLDER, "license": None, "language": None, "chat": None, **record}
+    known |= {part: record.get(part) or {} for part in PARTS}
     try:
-        text = form.from_string(text).render(known | {part: record.get(part) or {} for part in PARTS})
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, jinja2.UndefinedError):
+        base, run = known["base"], known["training"]
+        task = "text-classification" if run.get("classes") else "text-generation"
+        shared = {"task_type": task, "dataset_type": (run.get("datasets") or ["text"])[0], "dataset_split": "held out"}
+        results = [
+            EvalResult(
+                **shared, dataset_name=run["text"], metric_type=kind, metric_value=values[0], metric_args=args, metric_name=name
+            )
+            for kind, values in ({} if known["export"].get("rounded") or not run else run["figures"]).items()
+            for args in [{"context": run["context"], "protocol": run["protocol"], "tokens": run.get("val_tokens")}]
+            for name in [f"{kind.replace('_', ' ')}, {run['protocol']}"]
+        ]
+        data = ModelCardData(
+            **{key: known[key] for key in ("language", "license")},
+            **{"base_model": base.get("id"), "datasets": run.get("datasets"), "pipeline_tag": task},
+            library_name={"hf": "transformers", "gguf": "gguf"}.get(known["format"]),
+            metrics=["accuracy" if run.get("classes") else "perplexity"] if results else None,
+            tags=["gpt2", "gpt2-toolkit"] + ["lora"] * bool(run and run["recipe"]["lora"]["r"]),
+            **({"model_name": known["title"], "eval_results": results} if results else {}),
+        )
+        template = str(Path(__file__).with_name("card.md.jinja"))
+        text = str(ModelCard.from_template(data, template, **known, **HELPERS))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, UndefinedError):
         raise InputError(f"{where}: lacks a part that the card needs; remove it, or write the folder again") from None
-    return re.sub("\n{3,}", "\n\n", text).replace("\0", "\n")
+    return re.sub("\n{3,}", "\n\n", text).replace("\0", "\n").rstrip() + "\n"
 
 
 def _code(text: str) -> str:
@@ -107,26 +123,28 @@ def _named(base: Record) -> str:
     return (f"[{base['id']}](https://huggingface.co/{base['id']})" if "id" in base else _code(base["name"])) + pinned
 
 
+HELPERS: dict[str, Any] = {
+    "line": _line,
+    "code": _code,
+    "fenced": _fenced,
+    "named": _named,
+    "json": partial(json.dumps, indent=1),
+}
+
+
 def write_card(directory: Path, record: Record) -> str:
     """Write the card and the record into ``directory``; return a remark, or ""."""
-    files, remark = contents(directory, record)
+    files = contents(directory, record)
     write(directory, files)
-    return remark
+    return "" if CARD in files else f"{directory / CARD} is not as gpt2 wrote it, so it is left as it is"
 
 
-def contents(directory: Path, record: Record) -> tuple[dict[str, bytes], str]:
-    """Return the card and the record by name of file, and a remark, or ""; nothing is written.
-
-    A README.md that somebody else wrote, or edited, is kept: only its blocks with figures, and the repository, are renewed.
-    """
-    remark, edited, text = "", edited_card(directory), render(record, directory / RECORD)
-    if edited is not None:
-        remark = f"{directory / CARD} is not as gpt2 wrote it, so it is kept"
-        due = {found["name"]: found[0] for found in BLOCK.finditer(text) if found["name"]}
-        text = edited.decode(errors="replace").replace("OWNER/NAME", record.get("repo", "OWNER/NAME"))
-        text = BLOCK.sub(lambda found: found[0] if found["fence"] else due.get(found["name"], ""), text)
-    record = {**record, "card_sha256": None if remark else hashlib.sha256(text.encode()).hexdigest()}
-    return {CARD: text.encode(), RECORD: (json.dumps(record, indent=2) + "\n").encode()}, remark
+def contents(directory: Path, record: Record) -> dict[str, bytes]:
+    """Return the record, and the card unless somebody wrote or edited the one there, by name of file; nothing is written."""
+    text = render(record, directory / RECORD).encode()
+    card = {} if edited_card(directory) is not None else {CARD: text}
+    record = {**record, "card_sha256": hashlib.sha256(text).hexdigest() if card else None}
+    return card | {RECORD: (json.dumps(record, indent=2) + "\n").encode()}
 
 
 def edited_card(directory: Path) -> bytes | None:
@@ -199,5 +217,4 @@ def _claims(text: str, path: Path) -> tuple[list[tuple[str, str]], str | None]:
         raise InputError(f"{path}: its metadata cannot be read ({' '.join(str(error).split())[:160]})") from None
     claims = [(f"{result.metric_type} {result.metric_value}", "") for result in data.eval_results or ()]
     claims += [(f"base_model {data.base_model}", "")] if data.base_model is not None else []
-    blocks = [(f"other figures in its part {found['name']!r}", found[0]) for found in BLOCK.finditer(text) if found["name"]]
-    return claims + blocks, data.license
+    return claims + [("other figures", block) for block in FIGURES.findall(text)], data.license

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.containers import gguf_file, read_json, whole
-from gpt2.checkpoint.download import repository_files
 from gpt2.checkpoint.files import ADAPTER, config_of, files_of, folder_of, is_adapter, open_weights
+from gpt2.checkpoint.hub import repository_files
 from gpt2.checkpoint.keys import HEAD, expected
 from gpt2.checkpoint.match import Assignment, match, require_gpt2
 from gpt2.checkpoint.names import DEFAULT, OFFICIAL, PATHS, REPOSITORY, ModelName, RandomWeights

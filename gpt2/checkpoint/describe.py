@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from gpt2.checkpoint.cache import Official, official_files
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.containers import listed
 from gpt2.checkpoint.loading import rows_note
 from gpt2.checkpoint.names import DEFAULT, EXPORTS, ModelName
+from gpt2.checkpoint.official import Official, official_files
 from gpt2.checkpoint.saving import sha256
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError

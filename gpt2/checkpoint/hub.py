@@ -1,311 +1,314 @@
-"""Ask the Hub: which commit a name means, which files it has, and a file's bytes; make every failure one line.
+"""Fetch files from the Hub with `huggingface_hub`: choose them, hash each one once, and make every failure one line.
 
-Session, proxies, token, settings and the errors behind HTTP codes are `huggingface_hub`'s. Its listing functions (2.4) follow a
-next page to any host with the token, and limit neither time nor size. Here every part of a response is checked.
+The library lists, downloads, locks, retries and caches. It checks a file's size alone, so each file is hashed on its first load
+against what the Hub declares: the name of its blob in the cache, else the hash in the commit's listing.
 """
 
 import contextlib
+import functools
+import hashlib
+import io
 import json
 import logging
-import math
 import os
-import threading
+import re
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
-from urllib.parse import parse_qsl, quote, urlsplit
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
-from gpt2.checkpoint.cache import COMMIT, HASH, XET_HASH, Declared
 from gpt2.checkpoint.names import OFFICIAL
-from gpt2.errors import CheckpointError, InputError, did_you_mean, printable
-
-if TYPE_CHECKING:
-    from httpx2 import Response
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from gpt2.checkpoint.official import other_than_official
+from gpt2.data.client import check_environment, one_line
+from gpt2.data.files import SMALL, read_all, warn_once, written_aside
+from gpt2.errors import CheckpointError, InputError, did_you_mean
 
 T = TypeVar("T")
-JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
 
-WARM_PATIENCE = 3.0  # seconds for a response if the cache can serve instead
-MAX_WAIT = 60.0  # seconds in total that a Hub may ask to wait
-MAX_ANSWER = 32 << 20  # bytes of one response; a listing's page has a thousand rows of 200 bytes
-MAX_LISTING = 3  # time limit of a whole listing, in multiples of one response's
-MAX_FILES = 200_000  # of a repository
-BUSY = (408, 429, 500, 502, 503, 504)  # status codes of temporary failures
-SAID = ("X-Error-Code", "X-Error-Message", "RateLimit", "RateLimit-Policy", "Retry-After")  # headers that explain a refusal
-PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "https_proxy", "http_proxy", "all_proxy")
+# Weights: only the first name that exists, with the files that match its pattern.
+WEIGHTS = {
+    "model.safetensors": "",
+    "model.safetensors.index.json": r"model-\d+-of-\d+\.safetensors",
+    "pytorch_model.bin": "",
+    "pytorch_model.bin.index.json": r"pytorch_model-\d+-of-\d+\.bin",
+    "model.ckpt.index": r"model\.ckpt\.data-\d+-of-\d+|checkpoint|hparams\.json|encoder\.json|vocab\.bpe",  # OpenAI's own
+    "flax_model.msgpack": "",
+    "tf_model.h5": "",
+}
+# If none exists: a PEFT adapter, whose base is another repository.
+ADAPTER, ADAPTED = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+# Else the only file that can be a whole model, such as a GGUF or nanoGPT's ckpt.pt.
+ALONE = r"(?!adapter_)[\w.+-]+\.(gguf|safetensors|pth?|ckpt)"
+OTHERS = r"[\w./+-]+\.(safetensors|bin|h5|msgpack|ot|onnx|pth?|ckpt|index|gguf)"  # to name what is there instead
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # git's, or a sha256
+GIT_LIMIT = 10 << 20  # bytes: git holds no larger file, only its pointer
+WARM_PATIENCE, MAX_WAIT = 3.0, 60.0  # seconds for an answer if the cache can serve, and in all that a Hub may ask to wait
+SETTINGS = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "https_proxy", "http_proxy", "all_proxy", "SSL_CERT_FILE", "HF_ENDPOINT")
+LOCAL = "run it again later, use --offline with a warm cache, or give a local directory"
+OFFLINE = "offline, and the cache {} holds {}: run once online (no --offline, no HF_HUB_OFFLINE=1), or give a local directory"
+BUSY = (408, 429, 500, 502, 503, 504)  # statuses of temporary failures
+# Status of a refusal -> what to do; {hub} is the Hub's address, {owner} the repository's, {otherwise} the general advice.
+REFUSALS = {
+    401: "the token is not valid; correct HF_TOKEN, or run `hf auth login`",
+    402: "see the plan at {hub}/settings/billing",
+    403: "the token may not do this to a repository of {owner}; make one that may at {hub}/settings/tokens",
+    **dict.fromkeys((409, 412), "the repository changed meanwhile; run it again"),
+    413: "too large for the Hub; split the weights into shards, or ask the Hub for more room",
+    **dict.fromkeys(BUSY, "{otherwise}"),
+    429: "wait some minutes and run it again, or log in (`hf auth login` raises the limit)",
+}
 
 log = logging.getLogger("gpt2")
 
 
-def commit_of(repo: str, revision: str, kind: Literal["model", "dataset"] = "model", *, warm: bool = False) -> str:
-    """Return the commit of a branch, tag or short commit. Raises InputError: not a Hub. HTTPError: no answer, or a refusal."""
-    url = f"{_endpoint()}/api/{kind}s/{repo}/revision/{quote(revision, safe='')}"
-    answer, _ = _ask(url, {}, _patience(warm), warm)
-    return require_commit(answer.get("sha") if isinstance(answer, dict) else None)
+@dataclass(frozen=True)
+class Snapshot:
+    """A commit in the cache: its folder, and its files with the hash that is declared of each (sha256, git's, or "")."""
 
+    folder: Path
+    declared: dict[str, str]
+    listed: bool  # the commit's listing is known; else these are the files that another program left there
 
-def require_commit(sha: object) -> str:
-    """Return the commit that a Hub names. Raises InputError: it is none."""
-    if not (isinstance(sha, str) and COMMIT.fullmatch(sha)):
-        raise no_hub("names no commit")
-    return sha
-
-
-def list_files(repo: str, commit: str, *, warm: bool = False) -> dict[str, Declared]:
-    """Return all files of a commit by path. Raises as :func:`commit_of` does."""
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError
-
-    files: dict[str, Declared] = {}
-    query, seen = {"recursive": "true", "expand": "false"}, set[str]()
-    seconds = _patience(warm)
-    end = time.monotonic() + MAX_LISTING * seconds
-    while query:
-        left = min(seconds, max(end - time.monotonic(), 0.1))
+    def lacking(self, repo: str, names: Collection[str] = ()) -> list[str]:
+        """Return the files of a model that are not there; "the weights" where nothing says how they are called."""
         try:
-            rows, link = _ask(f"{_endpoint()}/api/models/{repo}/tree/{commit}", query, left, warm)
-        except HfHubHTTPError as error:
-            if type(error) is not HfHubHTTPError or error.response.status_code != 404:
+            return [name for name in choose(repo, names or self.declared) if not (self.folder / name).is_file()]
+        except CheckpointError:
+            if names or self.listed:
                 raise
-            raise InputError(f"{_endpoint()} knows {repo}, and lists none of its files (404): check HF_ENDPOINT") from error
-        if not isinstance(rows, list):
-            raise no_hub("its listing is not a list")
-        files |= dict(_row(row) for row in rows if not (isinstance(row, dict) and row.get("type") == "directory"))
-        try:  # security: use only the query, since the URL may point to another host
-            query = dict(parse_qsl(urlsplit(link).query))
-        except ValueError as error:
-            raise no_hub("its listing has no next page") from error
-        if link in seen or len(files) > MAX_FILES:
-            raise no_hub("its listing does not end")
-        if query and time.monotonic() > end:
-            raise HTTPError(f"no whole listing in {MAX_LISTING * seconds:g} s")
-        seen.add(link)
-    return files
+            return ["the weights" if "config.json" in self.declared else "config.json"]
 
 
-def _row(row: JSON) -> tuple[str, Declared]:
-    if not isinstance(row, dict):
-        raise no_hub("its listing has a row that is not a file")
-    path, oid, size, xet, lfs = (row.get(key) for key in ("path", "oid", "size", "xetHash", "lfs"))
-    sha256 = lfs.get("oid") if isinstance(lfs, dict) else None
-    digest = next((value for value in (sha256, oid) if isinstance(value, str) and HASH.fullmatch(value)), "")
-    if not (isinstance(path, str) and isinstance(size, int) and 0 <= size < 1 << 60):
-        raise no_hub("its listing has a row without a path and a size")
-    return path, Declared(digest, size, xet if isinstance(xet, str) and XET_HASH.fullmatch(xet) else "")
+def repository_files(repo: str, revision: str, offline: bool) -> Path:
+    """Return the folder of a repository's files at ``revision``, downloaded and verified; its name is the 40-hex commit."""
+    with explained(repo, revision):
+        from huggingface_hub import constants
+
+        offline, found = offline or constants.is_offline_mode(), _cached(repo, revision)
+        if not offline:
+            found = _brought_up_to_date(repo, revision, found)
+        if found is None or (lacking := found.lacking(repo)):
+            what = f"no copy of {repo} at {revision}"
+            if found and (there := sorted(file.name for file in found.folder.iterdir() if file.is_file())):
+                what = f"only a part of {repo} at {revision} ({', '.join(there[:4])}), without {', '.join(lacking[:4])}"
+            raise InputError(OFFLINE.format(constants.HF_HUB_CACHE, what))
+        for name in choose(repo, found.declared):
+            _require_hash(repo, found.folder / name, found.declared[name], mend=not offline)
+        if others := other_than_official(repo, found.declared):
+            what = f"has other files than the official ones: {', '.join(others)} (sha256 differs)"
+            warn_once(f"{repo} at {found.folder.name[:12]} {what}")
+    return found.folder
 
 
-def _endpoint() -> str:
+def _cached(repo: str, revision: str) -> Snapshot | None:
+    """Return what the cache holds of a commit, or of the last known commit of a branch or tag. Makes no request."""
+    from huggingface_hub import get_cached_repo_tree, snapshot_download
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=[], local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    if not COMMIT.fullmatch(folder.name):
+        return None
+    try:
+        declared, listed = {file.path: file.blob_id for file in get_cached_repo_tree(repo, revision=folder.name)}, True
+    except CachedRepoTreeNotFoundError:
+        declared, listed = {}, False
+    for file in [file for file in folder.iterdir() if file.is_symlink() or file.is_file()]:
+        blob = Path(os.readlink(file)).name if file.is_symlink() else ""
+        declared[file.name] = blob if HASH.fullmatch(blob) else declared.get(file.name, "")
+        if not listed and file.name.endswith(".index.json"):  # it names shards; what it holds is checked when it is loaded
+            with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
+                declared = {str(name): "" for name in json.loads(read_all(file))["weight_map"].values()} | declared
+    return Snapshot(folder, declared, listed)
+
+
+def _brought_up_to_date(repo: str, revision: str, found: Snapshot | None) -> Snapshot | None:
+    """Return the snapshot that the Hub has at ``revision``, downloaded; ``found`` if the Hub does not answer, and it is whole."""
+    from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+    from huggingface_hub.utils import tqdm
+
+    whole = found if found and not found.lacking(repo) else None
+    if whole and whole.listed and COMMIT.fullmatch(revision):
+        return whole
+    seconds = WARM_PATIENCE if whole and "HF_HUB_ETAG_TIMEOUT" not in os.environ else float(constants.HF_HUB_ETAG_TIMEOUT)
+    try:
+        info = _patiently(lambda: HfApi().model_info(repo, revision=revision, timeout=seconds), not whole)
+    except HTTPError as error:
+        if not whole or (isinstance(error, HfHubHTTPError) and error.response.status_code not in BUSY):
+            raise
+        log.info("cannot reach the Hub (%s): using the cached %s", one_line(error), whole.folder)
+        return whole
+    if not COMMIT.fullmatch(info.sha or ""):
+        raise ValueError("it names no commit")
+    files = choose(repo, names := [file.rfilename for file in info.siblings or ()])
+    current = found if found and found.folder.name == info.sha else None
+    if current and not current.lacking(repo, names) and (current.listed or not os.access(current.folder, os.W_OK)):
+        return current
+    for name in [name for name in files if name not in SMALL]:
+        # In this thread, which Ctrl-C ends; the threads of snapshot_download end when their files are there.
+        _patiently(functools.partial(hf_hub_download, repo, name, revision=info.sha))
+    target = info.sha if current else revision  # for a branch's name the cache then remembers where it points
+    bar = type("Bar", (tqdm,), {"__init__": functools.partialmethod(tqdm.__init__, disable=None)})  # on a terminal alone
+    ask = functools.partial(snapshot_download, repo, revision=target, allow_patterns=files, tqdm_class=bar)
+    return _cached(repo, Path(_patiently(ask)).name)
+
+
+def choose(repo: str, names: Collection[str]) -> list[str]:
+    """Choose the files to download, weights last. Raises CheckpointError: the repository has nothing that can be loaded."""
+    small = [name for name in SMALL if name in names]
+    first = next((name for name in WEIGHTS if name in names), None)
+    if first is not None:
+        if "config.json" not in names and first != "model.ckpt.index":
+            raise CheckpointError(f"{repo} has no config.json: it is not a GPT-2 checkpoint in the Hub's layout")
+        return [*small, first, *sorted(name for name in names if re.fullmatch(WEIGHTS[first], name, re.ASCII))]
+    if ADAPTER in names and (adapter := next((name for name in ADAPTED if name in names), None)):
+        return [*small, ADAPTER, adapter]
+    alone = sorted(name for name in names if re.fullmatch(ALONE, name, re.ASCII))
+    if len(alone) == 1:
+        return small + alone
+    others = sorted(name for name in names if re.fullmatch(OTHERS, name, re.ASCII))
+    there = f"only {', '.join(others[:3])}{' and more' * (len(others) > 3)}" if others else "no weights to load"
+    advice = "choose a revision that has it (refs/pr/N often does), or fetch the files yourself and give the directory"
+    if alone:
+        advice = f"fetch the right one of these {len(alone)} yourself, and give its path"
+    raise CheckpointError(f"{repo} has no model.safetensors ({there}): {advice}")
+
+
+@dataclass(frozen=True)
+class DatasetFile:
+    """A file of a Hub data set, pinned by its hash so that measurements on it stay comparable."""
+
+    repo: str  # "org/name"
+    commit: str  # 40 hex
+    path: str
+    sha256: str
+
+
+def dataset_file(file: DatasetFile, *, offline: bool = False) -> Path:
+    """Return the file in the local Hub cache, downloaded if missing. Raises InputError: unavailable. CheckpointError: damaged."""
+    with explained(file.repo, file.commit):
+        from huggingface_hub import constants, hf_hub_download
+
+        offline = offline or constants.is_offline_mode()
+        place: dict[str, Any] = {"repo_type": "dataset", "revision": file.commit, "local_files_only": offline}
+        local = Path(_patiently(lambda: hf_hub_download(file.repo, file.path, **place)))
+        _require_hash(file.repo, local, file.sha256, mend=not offline)
+    return local
+
+
+def _require_hash(repo: str, file: Path, expected: str, *, mend: bool) -> None:
+    """Hash a file, once for each state of it, and remember a right one.
+
+    Raises CheckpointError: it has another hash; with ``mend`` it is removed from the cache, so that the next run fetches it.
+    """
     from huggingface_hub import constants
 
-    return constants.ENDPOINT
+    if not expected:
+        return log.warning("%s: the cache keeps no hash for it, so it is used unverified", file)
+    record = Path(constants.HF_HOME, "gpt2-toolkit", "verified", expected)  # of the last file that was seen to have it
+    with file.open("rb") as stream:
+        stat = os.fstat(stream.fileno())
+        stamp = f"{stat.st_size} {stat.st_mtime_ns} {file.resolve()}\n".encode(errors="surrogateescape")
+        with contextlib.suppress(OSError):
+            if record.read_bytes() == stamp:
+                return None
+        actual = hashes_of(stream)
+    if expected not in actual:
+        if mend:
+            _discard(file)
+        what = f"{file.name} hashes to {actual[len(expected) == 40]}, the Hub declares {expected}"
+        advice = "it was removed, run it again to fetch it; twice: a proxy or mirror alters it" if mend else "run once online"
+        raise CheckpointError(f"{repo}: {what}: {advice}")
+    with contextlib.suppress(OSError):  # in a read-only home it is hashed again by the next load
+        record.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(record) as out:
+            out.write(stamp)
+    return None
 
 
-def _patience(warm: bool) -> float:
+def hashes_of(stream: io.BufferedReader | io.BytesIO) -> tuple[str, str, str]:
+    """Return a file's sha256, and git's hashes by which the Hub lists it: of a small file, and of a large one's pointer."""
+    sha256, size = hashlib.file_digest(stream, "sha256").hexdigest(), stream.tell()
+    stream.seek(0)
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {size}\n".encode()
+    blobs = (stream.read() if size <= GIT_LIMIT else pointer, pointer)
+    own, pointers = (hashlib.sha1(b"blob %d\0" % len(blob) + blob, usedforsecurity=False).hexdigest() for blob in blobs)
+    return sha256, own, pointers
+
+
+def _discard(file: Path) -> None:
+    """Remove a snapshot's entry and its blob; never a file outside of the cache, even if the blob links to it."""
     from huggingface_hub import constants
 
-    return WARM_PATIENCE if warm and "HF_HUB_ETAG_TIMEOUT" not in os.environ else float(constants.HF_HUB_ETAG_TIMEOUT)
+    links, top = [file], Path(constants.HF_HUB_CACHE).resolve()
+    while links[-1].is_symlink():
+        links.append(links[-1].parent / os.readlink(links[-1]))
+    for each in links:
+        if each.parent.resolve().is_relative_to(top):
+            each.unlink(missing_ok=True)
 
 
-def _ask(url: str, query: dict[str, str], seconds: float, warm: bool) -> tuple[JSON, str]:
-    """Return one JSON response and the next page's URL. With ``warm`` (the cache can serve), do not wait for a rate limit."""
-    from huggingface_hub.errors import HfHubHTTPError
+def _patiently(ask: Callable[[], T], patient: bool = True) -> T:
+    """Return what ``ask`` returns; wait for as long as a Hub that limits the rate asks, up to a minute in all."""
+    from huggingface_hub.utils import parse_ratelimit_headers
 
     waited = 0.0
     while True:
         try:
-            return _answer(url, query, seconds)
-        except HfHubHTTPError as error:
-            if warm or error.response.status_code != 429:
+            return ask()
+        except OSError as error:  # a refusal, or what the client makes of it
+            refusal = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
+            if refusal is None or refusal.status_code != 429 or not patient:
                 raise
-            waited += wait_for_rate_limit(error, waited)
-
-
-def wait_for_rate_limit(error: "HfHubHTTPError", waited: float) -> float:
-    """Wait as long as a 429 asks, log it, return the seconds. Raises InputError: more than a minute in total."""
-    from huggingface_hub.utils import parse_ratelimit_headers
-
-    limit, after = parse_ratelimit_headers(error.response.headers), error.response.headers.get("Retry-After", "")
-    seconds = 10.0  # if the response names no time
-    if limit is not None and limit.remaining == 0:
-        seconds = float(min(limit.reset_in_seconds, 10**9))
-    elif after.isascii() and after.isdecimal() and len(after) < 10:
-        seconds = float(after)
-    if waited + seconds > MAX_WAIT:
-        way_out = "run it again then, or log in (`hf auth login` or HF_TOKEN raises the limit)"
-        raise InputError(f"rate limited by {_endpoint()}, which asks to wait {seconds:.0f} s more: {way_out}") from error
-    log.warning("rate limited by %s: waiting %.0f s", _endpoint(), seconds)
-    time.sleep(seconds)
-    return max(seconds, 1.0)
-
-
-def _answer(url: str, query: dict[str, str], seconds: float) -> tuple[JSON, str]:
-    """Request in a thread: a socket's timeout restarts at each byte and address, and does not cover the DNS lookup."""
-    from huggingface_hub.errors import HTTPError
-
-    end = time.monotonic() + seconds
-
-    def request() -> tuple[bytes, str]:
-        with get(url, seconds, query) as answer:
-            return body_of(answer, end), str(answer.links.get("next", {}).get("url", ""))
-
-    try:
-        body, link = moving(request, lambda: None, seconds + 0.5)
-    except TimeoutError:
-        raise HTTPError(f"no answer in {seconds:g} s") from None
-    except (HTTPError, OSError, InputError):
-        raise
-    except Exception as error:  # any error of huggingface_hub for a malformed response
-        raise no_hub(one_line(error)) from error
-    if time.monotonic() > end:
-        raise HTTPError(f"no whole answer in {seconds:g} s")
-    try:
-        return json.loads(body), link
-    except (ValueError, RecursionError) as error:
-        raise no_hub("its answer is not JSON") from error
-
-
-def body_of(answer: "Response", end: float = math.inf) -> bytes:
-    """Return a streamed response's body, or what of it came before ``end``. Raises InputError: it is too long."""
-    body = bytearray()
-    for chunk in answer.iter_bytes():
-        body += chunk
-        if len(body) > MAX_ANSWER:
-            raise no_hub("its answer does not end")
-        if time.monotonic() > end:
-            break
-    return bytes(body)
-
-
-def moving(work: Callable[[], T], moved: Callable[[], object], seconds: float) -> T:
-    """Return what ``work`` returns, run in a daemon thread. Raises TimeoutError: ``moved`` returned the same for ``seconds``."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    before, since = moved(), time.monotonic()
-    while not wait([future], min(0.1, seconds)).done:
-        if (now := moved()) != before:
-            before, since = now, time.monotonic()
-        elif time.monotonic() > since + seconds:
-            raise TimeoutError(f"nothing moves in {seconds:g} s")
-    return future.result()
+            limit, after = parse_ratelimit_headers(refusal.headers), refusal.headers.get("Retry-After", "")
+            seconds = float(limit.reset_in_seconds if limit else after if after.isdecimal() else 10)
+            if waited + seconds > MAX_WAIT:
+                raise
+            log.warning("rate limited by the Hub: waiting %.0f s", seconds)
+            time.sleep(seconds)
+            waited += max(seconds, 1.0)
 
 
 @contextlib.contextmanager
-def get(
-    url: str, seconds: float, query: dict[str, str] | None = None, headers: dict[str, str] | None = None
-) -> "Iterator[Response]":
-    """Stream a response; ``seconds`` limit each step. A refusal raises `huggingface_hub`'s exception; its body is not read."""
-    from huggingface_hub.utils import get_session, hf_raise_for_status
-
-    try:
-        session = get_session()
-    except Exception as error:  # the HTTP library refuses a URL, a file or a scheme
-        variables = (*PROXIES, "SSL_CERT_FILE", "SSL_CERT_DIR")
-        names = ", ".join(name for name in variables if os.environ.get(name)) or "the proxy's settings"
-        raise InputError(f"no connection can be set up ({one_line(error)}): correct or unset {names}") from error
-    sent = request_headers() | (headers or {})
-    with session.stream("GET", url, params=query or None, headers=sent, timeout=seconds) as answer:
-        if answer.status_code >= 400:
-            said = {name: answer.headers[name][:200] for name in SAID if name in answer.headers}  # also limits a number's digits
-            hf_raise_for_status(type(answer)(answer.status_code, headers=said, request=answer.request))
-        yield answer
-
-
-def request_headers() -> dict[str, str]:
-    """Return `huggingface_hub`'s headers with its token. Raises InputError: the token cannot be sent."""
-    from huggingface_hub.utils import build_hf_headers
-
-    try:
-        headers = build_hf_headers()
-    except (ValueError, PermissionError) as error:
-        raise InputError(f"the Hub's token cannot be read ({one_line(error)}): set HF_TOKEN or run `hf auth login`") from error
-    token = headers.get("authorization", "")
-    if not (token.isascii() and token.isprintable()):
-        raise InputError("the Hub's token holds characters that no token has: set HF_TOKEN again, or run `hf auth login`")
-    return headers
-
-
-@contextlib.contextmanager
-def explained(repo: str, revision: str = "") -> Iterator[None]:
-    """Convert every failure of the Hub into an error of one line."""
+def explained(repo: str, revision: str = "", otherwise: str = LOCAL) -> Iterator[None]:
+    """Convert every failure of the library, whatever its type, into an error of one line; ``otherwise`` is the general advice."""
     check_environment()
-    from huggingface_hub.errors import HFValidationError, HTTPError
+    from huggingface_hub import constants, errors
 
+    hub = constants.ENDPOINT
     try:
         yield
     except InputError:
         raise
-    except (HTTPError, OSError, HFValidationError) as error:
-        raise _explain(repo, revision, error) from error
-
-
-def check_environment() -> None:
-    """Raise InputError for a variable that would make importing `huggingface_hub` or transformers fail."""
-    try:
-        urlsplit(os.environ.get("HF_ENDPOINT", "")).port  # noqa: B018
-    except ValueError as error:
-        raise InputError(f"HF_ENDPOINT={os.environ['HF_ENDPOINT']} is not a URL: set or unset it ({error})") from error
-    for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
-        value = os.environ.get(name, "1").strip()
-        if not (value.isascii() and value.isdecimal() and 0 < int(value[:9]) < 10**6 and len(value) < 9):
-            raise InputError(f"{name}={os.environ[name]} is not a whole number of seconds: set or unset it")
-
-
-def no_hub(why: str) -> InputError:
-    """Return the error for a response that no Hub sends."""
-    return InputError(f"{_endpoint()} does not answer as a Hub does ({why}): check HF_ENDPOINT, or use --offline")
-
-
-def is_final(error: "HTTPError") -> bool:
-    """Return whether the refusal is final: no such repository or revision, or no access."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    return isinstance(error, HfHubHTTPError) and error.response.status_code not in BUSY
-
-
-def unreachable(repo: str, error: "HTTPError", way_out: str) -> InputError:
-    """Return the error for a Hub that does not answer while the cache cannot serve."""
-    proxies = [name for name in PROXIES if os.environ.get(name)]
-    check = f"the network, the proxy in {proxies[0]}, or HF_ENDPOINT" if proxies else "the network or HF_ENDPOINT"
-    return InputError(f"cannot reach the Hub at {_endpoint()} for {repo} ({one_line(error)}): check {check}, {way_out}")
-
-
-def one_line(error: BaseException) -> str:
-    """Return an exception's message as one printable line, or its class name if it has none."""
-    return printable(" ".join(str(error).split()), one_line=True)[:300] or type(error).__name__
-
-
-def _explain(repo: str, revision: str, error: Exception) -> InputError:
-    from huggingface_hub import constants, errors
-
-    hub = _endpoint()
-    match error:
-        case errors.HFValidationError():
-            return InputError(f"{repo} cannot be a repository on the Hub: {one_line(error)}")
-        case errors.RevisionNotFoundError():
-            return InputError(f"{repo} has no revision {revision!r}: name one of its branches, tags or commits")
-        case errors.GatedRepoError():
-            return InputError(f"{repo} is gated: accept its terms at {hub}/{repo}, then run `hf auth login` or set HF_TOKEN")
-        case errors.RepositoryNotFoundError():
-            what = f"no repository {repo} at {hub}, and no such path here{did_you_mean(repo.lower(), OFFICIAL.values())}"
-            return InputError(f"{what}: check the spelling; a private one needs `hf auth login` or HF_TOKEN")
-        case errors.HfHubHTTPError():
-            status, token = error.response.status_code, "authorization" in error.response.request.headers
-            if status == 401 and token:
-                return InputError(f"{hub} refuses the token (401): correct HF_TOKEN, or run `hf auth login`")
-            check = "check HF_TOKEN and HF_ENDPOINT, or retry" if token else "check HF_ENDPOINT, or retry"
-            return InputError(f"{hub} answers {status} for {repo}: {check}")
-        case errors.HTTPError():
-            cause = one_line(error.__cause__ or error)
-            return InputError(f"the download of {repo} broke off ({cause}): run it again, it goes on from where it was")
-    return CheckpointError(
-        f"cannot store or read {repo} in the cache {constants.HF_HUB_CACHE} ({one_line(error)}): "
-        "check its disk and permissions, or set HF_HOME to another place"
-    )
+    except Exception as error:
+        wrapped = isinstance(error, errors.LocalEntryNotFoundError | RuntimeError) and error.__cause__  # the client's own words
+        match cause := wrapped or error:
+            case errors.HFValidationError():
+                what = f"{repo} cannot be a repository on the Hub: {one_line(cause)}"
+            case errors.RevisionNotFoundError():
+                what = f"{repo} has no revision {revision!r}: name one of its branches, tags or commits"
+            case errors.GatedRepoError():
+                what = f"{repo} is gated: accept its terms at {hub}/{repo}, then run `hf auth login` or set HF_TOKEN"
+            case errors.RepositoryNotFoundError():
+                what = f"no repository {repo} at {hub}, and no such path here{did_you_mean(repo.lower(), OFFICIAL.values())}"
+                what += ": check the spelling; a private one needs `hf auth login` or HF_TOKEN"
+            case errors.LocalEntryNotFoundError():
+                what = OFFLINE.format(constants.HF_HUB_CACHE, f"no copy of {repo} at {revision}")
+            case errors.HfHubHTTPError():
+                said, status = one_line(Exception(cause.server_message or "no reason given")), cause.response.status_code
+                advice = REFUSALS.get(status, "check HF_ENDPOINT, or correct it and run it again")
+                advice = advice.format(hub=hub, owner=repo.partition("/")[0], otherwise=otherwise)
+                what = f"{hub} answers {status} for {repo} ({said}): {advice}"
+            case OSError() if cause.errno is not None and cause.filename is not None:
+                where = f"cannot store or read {repo} in the cache {constants.HF_HUB_CACHE} ({one_line(cause)})"
+                raise CheckpointError(f"{where}: check its disk and permissions, or set HF_HOME to another place") from error
+            case _:
+                check = ", ".join(name for name in SETTINGS if os.environ.get(name)) or "HF_ENDPOINT"
+                what = f"{repo} at {hub} broke off ({one_line(cause)}): check the network and {check}, {otherwise}"
+        raise InputError(what) from error

@@ -49,13 +49,8 @@ def run(args: argparse.Namespace) -> int:
         record = measure(Path(args.directory), status, dry_run=args.dry_run) if args.measure else None
         status(f"checking {args.directory}")
         planned = plan(args.directory, args.repo, record)
-    body: dict[str, Any] = {
-        "repo": args.repo,
-        "files": [asdict(file) for file in planned.files],
-        "not_sent": planned.left_out,
-        "notes": planned.notes,
-        "commit": None,
-    }
+    body: dict[str, Any] = {"repo": args.repo, "files": [asdict(file) for file in planned.files], "not_sent": planned.left_out}
+    body |= {"notes": planned.notes, "commit": None}
     if args.dry_run:
         text = f"{_plan(args, planned, None)}\nnothing was sent (--dry-run)"
         write_result(args.json, body, lambda: say(text))
@@ -63,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
     with Status(f"asking the Hub for {args.repo}"):
         target = look(planned, public=args.public)
     print(printable(_plan(args, planned, target)), file=sys.stderr)
-    if not args.yes or planned.private:
-        if planned.private and (args.yes or not sys.stdin.isatty()):
-            raise InputError(f"{planned.private[0]}: remove it, or leave out --yes and answer on a terminal")
+    if planned.private and (args.yes or not sys.stdin.isatty()):
+        raise InputError(f"{planned.private[0]}: remove it, or leave out --yes and answer on a terminal")
+    if not args.yes:
         _ask(f"send these {len(planned.files)} files, {size(sum(file.size for file in planned.files))}, to {target.url}?")
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 
@@ -77,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     text = f"{'nothing has changed since' if commit == target.commit else 'published'} {url}\n"
     text += f"every hash on the Hub is the one shown; gpt2 verify {args.repo}@{commit[:12]} checks what comes back"
     if wrong:
-        text = f"{url}: the Hub holds other bytes of {', '.join(wrong)}; the folder changed meanwhile? publish again"
+        text = f"{url}: the Hub stored other bytes of {', '.join(wrong)}; the folder changed meanwhile? publish again"
     write_result(args.json, body, lambda: say(text))
     return 1 if wrong else 0
 
@@ -87,40 +82,34 @@ def measure(directory: Path, status: Status, *, dry_run: bool) -> Record:
 
     With ``dry_run`` the card stays as it is, and the base must be on this machine.
     """
-    from gpt2.checkpoint.card import RECORD, read_record, write_card
+    from gpt2.checkpoint.card import PLACEHOLDER, RECORD, read_record, write_card
+    from gpt2.comparison.run import compare
     from gpt2.parity.run import verify
 
     record = read_record(directory)
     if record is None:
         raise InputError(f"{directory}: --measure needs {RECORD}, which gpt2 train and gpt2 export write; leave --measure out")
     report = verify(str(directory), offline=True, progress=status)
+    if not report.ok:
+        raise InputError(f"{directory}: not equal to transformers; gpt2 verify {directory} says where; or leave out --measure")
     done = f"{len(report.checks)} checks, {report.coverage}"
-    measured: dict[str, Any]
-    measured = {"verify": {"ok": report.ok, "transformers": report.environment.versions["transformers"], "checks": done}}
+    measured: dict[str, Any] = {"verify": {"transformers": report.environment.versions["transformers"], "checks": done}}
     base = record.get("base") or {}
     if "id" in base or base.get("name") == "shakespeare-mini":
         name = base.get("id", base["name"]) + (f"@{base['revision']}" if base.get("revision") else "")
-        measured["compare"] = _compared(name, directory, status, offline=dry_run)
+        change = compare(name, str(directory), tokens=BASE_TOKENS, offline=dry_run, progress=status)
+        rows = {"text": f"{change.text.name}: {change.protocol}"}
+        if both := change.distributions:
+            rows["perplexity"] = f"{both.a.score.perplexity:.2f} to {both.b.score.perplexity:.2f}"
+            rows["KL divergence"] = f"{both.kl_ab.mean.value:.3g} nats ({both.kl_ab.mean.span('.3g', ' to ')})"
+            rows["same first choice"] = f"{both.same_top.value:.1%} of the tokens"
+        if change.weights is not None:
+            rows["weights moved"] = f"{change.weights.total.distance:.2%} of their norm"
+        measured["compare"] = {"command": f"gpt2 compare {name} {PLACEHOLDER} --tokens {BASE_TOKENS}", "rows": rows}
     record |= {"measured": measured}
     if not dry_run and (remark := write_card(directory, record)):
         print(f"note: {printable(remark)}", file=sys.stderr)
-    if not report.ok:
-        raise InputError(f"{directory}: not equal to transformers; gpt2 verify {directory} says where; or leave out --measure")
     return record
-
-
-def _compared(base: str, directory: Path, status: Status, *, offline: bool) -> dict[str, Any]:
-    from gpt2.comparison.run import compare
-
-    change = compare(base, str(directory), tokens=BASE_TOKENS, offline=offline, progress=status)
-    rows, both = {"text": f"{change.text.name}: {change.protocol}"}, change.distributions
-    if both is not None:
-        rows["perplexity"] = f"{both.a.score.perplexity:.2f} to {both.b.score.perplexity:.2f}"
-        rows["KL divergence"] = f"{both.kl_ab.mean.value:.3g} nats ({both.kl_ab.mean.span('.3g', ' to ')})"
-        rows["same first choice"] = f"{both.same_top.value:.1%} of the tokens"
-    if change.weights is not None:
-        rows["weights moved"] = f"{change.weights.total.distance:.2%} of their norm"
-    return {"command": f"gpt2 compare {base} OWNER/NAME --tokens {BASE_TOKENS}", "rows": rows}
 
 
 def _plan(args: argparse.Namespace, planned: Plan, target: Target | None) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2.config import quoted
+from gpt2.data.client import check_environment
 from gpt2.data.library import BYTE, LibraryTokenizer
 from gpt2.data.tokenizer import Tokenizer, refuse_surrogates
 from gpt2.errors import InputError
@@ -39,6 +40,7 @@ def auto_tokenizer(folder: Path, model_type: str | None = None) -> Any:
     """
     for file in folder.glob("*.model") if find_spec("sentencepiece") is None else ():
         raise InputError(f"{file}: reading it takes sentencepiece and protobuf; pip install 'gpt2-toolkit[sentencepiece]'")
+    check_environment()
     try:
         with quiet():
             from transformers import AutoTokenizer

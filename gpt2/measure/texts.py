@@ -38,7 +38,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gpt2.checkpoint.download import DatasetFile, dataset_file
+from gpt2.checkpoint.hub import DatasetFile, dataset_file
 from gpt2.data import shakespeare
 from gpt2.data.files import read_all
 from gpt2.errors import InputError, did_you_mean
@@ -49,14 +49,12 @@ WIKITEXT2 = DatasetFile(
     "927b3642933080f1b0e811e2f916e14c292992f9",
     "wikitext-2-raw-v1.zip",
     "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11",
-    4_721_645,
 )
 LAMBADA = DatasetFile(
     "EleutherAI/lambada_openai",
     "900124bf3b8235c6daf21033af9948b3f07346c4",
     "data/lambada_test.jsonl",
     "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226",
-    1_819_752,
 )
 MAX_BYTES = 1 << 28  # limit of a user's text: /dev/zero and `yes |` end too
 OWN_FILE = "--on FILE"

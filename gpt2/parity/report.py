@@ -13,7 +13,7 @@ from gpt2.pages.reports import Environment, Printed, as_json, data_table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from gpt2.checkpoint.cache import Official
+    from gpt2.checkpoint.official import Official
     from gpt2.parity.record import RecordReport
 
 EXACT, MAPPING, ROUNDING = "exact", "mapping", "rounding"

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, overload
 
 import torch
 
-from gpt2.checkpoint.cache import Official, official_files
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint, open_path
 from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.names import DEFAULT, VERIFIES, ModelName, dtype_name
+from gpt2.checkpoint.official import Official, official_files
 from gpt2.checkpoint.saving import sha256
 from gpt2.damage import ADVICE
 from gpt2.errors import InputError

@@ -1,4 +1,4 @@
-"""Thousands of damaged files, arguments and answers of a Hub: each is read, or refused in one line, in little time and memory."""
+"""Thousands of damaged files and arguments: each is read, or refused in one line, in little time and memory."""
 
 import json
 
@@ -13,7 +13,6 @@ CASES = {
     "tensorflow, resealed": (250, 3100, 0.1, 10),
     "texts": (510, 3230, 0.05, 0),
     "arguments": (40, 400, -1, 5),
-    "hub": (30, 300, 0.1, 4),
 }
 
 

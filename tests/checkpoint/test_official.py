@@ -6,7 +6,7 @@ import json
 import pytest
 from support.official_repositories import small_files
 
-from gpt2.checkpoint.cache import GIT_BLOBS, OFFICIAL_FILES, WEIGHTS, official_files, other_than_official
+from gpt2.checkpoint.official import GIT_BLOBS, OFFICIAL_FILES, WEIGHTS, official_files, other_than_official
 from gpt2.config import official_size
 
 

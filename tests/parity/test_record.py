@@ -16,7 +16,7 @@ from support.official_repositories import small_files
 from support.oracle import as_the_guide_does
 from support.random_models import TEXT, write_checkpoint
 
-from gpt2.checkpoint import cache
+from gpt2.checkpoint import official
 from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.names import OFFICIAL
@@ -217,7 +217,7 @@ def test_what_cannot_be_computed_is_counted_as_such(setup: Setup, recorded: tupl
 def known_here(checkpoint: Path, recorded: tuple[Record, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the tiny checkpoint as the official gpt2."""
     hashes = {path.name: run.sha256(path) for path in checkpoint.iterdir() if path.suffix != ".md"}
-    monkeypatch.setattr(cache, "OFFICIAL_FILES", {**cache.OFFICIAL_FILES, "gpt2": hashes})
+    monkeypatch.setattr(official, "OFFICIAL_FILES", {**official.OFFICIAL_FILES, "gpt2": hashes})
     monkeypatch.setattr("gpt2.parity.record.public_record", lambda: recorded)
 
     def left_out(subject: Subject) -> None:

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 from support import torch_layouts
 from support.commands import load_script
-from support.hub_standin import Answer, HubStandIn, Request, Unread
+from support.hub_standin import HubStandIn, Unread
 from support.random_models import write_checkpoint
 from torch import nn
 
@@ -78,11 +77,7 @@ def test_kinds_then_a_second_run_with_limits(tmp_path: Path) -> None:
         for name in ("kinds/hangs", "kinds/away"):
             hub.repos[name] = hub.repos[names[0]]
         hub.hold("kinds/hangs", SINGLE, after=100, times=9)
-
-        def away(request: Request, answer: Answer) -> Answer:
-            return replace(answer, status=503) if "away" in request.path else answer
-
-        hub.rewrite = away
+        hub.fails["away"] = (503, "down")
         more = [*names, "kinds/hangs@main", "kinds/away"]
         again, table, said = verify_all(hub, tmp_path, more, "--timeout", "4")
         assert again[:4] == lines

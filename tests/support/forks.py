@@ -33,7 +33,7 @@ from typing import Any
 
 TESTS = Path(__file__).parents[1]
 # Imported before the forks: heavy modules, and ours. Never `huggingface_hub`, which reads the environment when it is imported.
-MODULES = "torch safetensors.torch numpy httpx2 yaml filelock tqdm.auto rich.console gpt2.cli.main gpt2.checkpoint.download"
+MODULES = "torch safetensors.torch numpy httpx2 yaml filelock tqdm.auto rich.console gpt2.cli.main gpt2.checkpoint.hub"
 
 
 class Fork:

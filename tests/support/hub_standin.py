@@ -1,4 +1,4 @@
-"""A Hub on loopback: the protocol that `huggingface_hub` speaks, over real sockets, with faults on demand.
+"""A Hub on loopback: what `huggingface_hub` asks of one, over real sockets, with faults on demand.
 
     with HubStandIn() as hub:
         commit = hub.add_repo("org/name", {"config.json": b"{}", "model.safetensors": path}, lfs=("model.safetensors",))
@@ -7,15 +7,11 @@
         subprocess.run([...], env=hub.environ(tmp_path))  # the client reads HF_ENDPOINT once, when it is imported
         assert hub.requests
 
-It answers as the real Hub does in 2026. A small file is a 307 to `/api/resolve-cache/...`. A large one ("lfs") is a 302 to a
-signed address on another host, which refuses an `Authorization` header. Large files have a Xet hash. A listing comes in pages,
-joined by a `Link` header. Every answer says how many requests are left (`RateLimit`). A gated repository shows its file list
-and refuses its files. Files may be paths, which are streamed.
-`hub.rewrite` alters any answer before it is sent.
+It has no other host for large files ("lfs"), no Xet, no pages of listings: those are the client's business. A token of
+`hub.tokens` may upload: `repos/create`, `validate-yaml`, `preupload`, the LFS batch, a PUT of each large file, a commit.
 """
 
 import base64
-import gzip
 import hashlib
 import json
 import os
@@ -25,63 +21,27 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+from urllib.parse import unquote, urlsplit
 
-from support.hub_uploads import Uploads
+import yaml
 
-CHUNK = 1 << 20
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer before it is sent. ``body`` is None if a file's bytes follow; status 0 sends the body alone and closes the
-    connection."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes | None
+LARGE = 100_000  # bytes of an uploaded file that goes to git LFS; or with zeros in its first bytes
+CARD = re.compile(r"---\n([\S\s]*?)\n---\n")
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request as it came in. ``cdn`` is true if it came to the large files' host."""
-
     method: str
     path: str
-    range: str | None
-    authorization: str | None
-    cdn: bool
 
     @property
     def file(self) -> str:
-        """The last part of the path, without the signature."""
-        return urlsplit(self.path).path.rpartition("/")[2]
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Bytes, or a file on disk."""
-
-    content: bytes | Path
-
-    @property
-    def size(self) -> int:
-        return self.content.stat().st_size if isinstance(self.content, Path) else len(self.content)
-
-    def read(self, start: int, stop: int) -> Iterator[bytes]:
-        if isinstance(self.content, bytes):
-            yield self.content[start:stop]
-            return
-        with self.content.open("rb") as stream:
-            stream.seek(start)
-            while start < stop and (chunk := stream.read(min(CHUNK, stop - start))):
-                yield chunk
-                start += len(chunk)
+        return self.path.rpartition("/")[2]
 
 
 @dataclass(frozen=True)
@@ -90,62 +50,39 @@ class Unread:
 
     size: int
 
-    def read(self, start: int, stop: int) -> Iterator[bytes]:
-        raise AssertionError("this file was not to be downloaded")
-
 
 @dataclass(frozen=True)
 class File:
-    """A file of a commit: its content, and the Hub's metadata of it."""
+    """A file of a commit, with git's hash (of a large file: of its pointer), and a large file's sha256."""
 
-    content: Stored | Unread
-    size: int
-    git_sha1: str  # of the content, or of the pointer text for a large file
-    sha256: str  # of a large file
+    content: bytes | Unread
     lfs: bool
 
-    @classmethod
-    def of(cls, content: bytes | Path | Unread, lfs: bool) -> "File":
-        source = Stored(content) if isinstance(content, (bytes, Path)) else content
-        digest = hashlib.sha256() if lfs else hashlib.sha1(b"blob %d\0" % source.size)
-        for chunk in [b"%d" % source.size] if isinstance(source, Unread) else source.read(0, source.size):
-            digest.update(chunk)
-        sha256 = git = digest.hexdigest()
-        if lfs:
-            git = hashlib.sha1(b"blob %d\0" % len(pointer := _pointer(sha256, source.size)) + pointer).hexdigest()
-        return cls(source, source.size, git, sha256 if lfs else "", lfs)
+    @property
+    def size(self) -> int:
+        return len(self.content) if isinstance(self.content, bytes) else self.content.size
 
     @property
     def etag(self) -> str:
-        return self.sha256 if self.lfs else self.git_sha1
-
-    def tree_row(self, path: str) -> dict:
-        row = {"type": "file", "oid": self.git_sha1, "size": self.size, "path": path}
-        if self.lfs:
-            pointer_size = len(_pointer(self.sha256, self.size))
-            row["lfs"] = {"oid": self.sha256, "size": self.size, "pointerSize": pointer_size}
-            row["xetHash"] = self.xet_hash
-        return row
+        return hashlib.sha256(self.content if isinstance(self.content, bytes) else b"").hexdigest() if self.lfs else self.oid
 
     @property
-    def xet_hash(self) -> str:
-        """A stand-in for the Merkle hash of the chunks: a name to request from the Xet storage."""
-        return hashlib.sha256(b"xet " + self.sha256.encode()).hexdigest()
+    def oid(self) -> str:
+        pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.etag if self.lfs else ''}\nsize {self.size}\n"
+        data = pointer.encode() if self.lfs else self.content
+        return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
-
-def _pointer(sha256: str, size: int) -> bytes:
-    return f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {size}\n".encode()
+    def row(self, path: str) -> dict[str, Any]:
+        lfs = {"lfs": {"oid": self.etag, "size": self.size, "pointerSize": 130}} if self.lfs else {}
+        return {"type": "file", "oid": self.oid, "size": self.size, "path": path} | lfs
 
 
 @dataclass
 class Repo:
     commits: dict[str, dict[str, File]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)  # branch or tag -> commit
-    gated: int = 0  # the status that refuses its files
-    private: bool = False  # hidden from a client without a token of its owner's
-
-    def commit_of(self, revision: str) -> str | None:
-        return self.refs.get(revision, revision if revision in self.commits else None)
+    gated: bool = False
+    private: bool = False
 
 
 class HubStandIn:
@@ -154,30 +91,19 @@ class HubStandIn:
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.repos: dict[str, Repo] = {}
-        self.aliases: dict[str, str] = {}
-        self.outage: int | None = None  # answer every request with this status, such as 503
-        self.sent: Counter[tuple[str, str]] = Counter()  # (repo, path) -> bytes of bodies sent
-        self.ranges = True  # whether a Range is honoured; if not, the answer is the whole file
-        self.range_refusal: int | None = None  # refuse every GET with a Range with this status, such as 403
-        self.rows_per_page = 1000  # entries on a page of a listing
-        self.lists_sha256 = True  # whether the listing has large files' sha256; some mirrors leave it out
-        self.rewrite: Callable[[Request, Answer], Answer] | None = None
-        self.xet: Any = None  # an `XetStandIn`, if large files are served over Xet
-        self.uploads = Uploads(self)
-        self.gzip = False  # compress for clients that accept it, as the real Hub does with text: no length, no ranges
-        self._orders: dict[tuple[str, str, str], tuple[float, Any]] = {}  # (fault, repo, path) -> number of answers, argument
-        self._closing = threading.Event()
-        self._lock = threading.Lock()
-        handler = type("Handler", (_Handler,), {"hub": self})
-        self._servers = [_Server(("127.0.0.1", 0), handler) for _ in range(2)]
-        hosts = zip(("127.0.0.1", "localhost"), self._servers, strict=True)
-        self.endpoint, self.cdn = (f"http://{host}:{server.server_port}" for host, server in hosts)
-        self._threads = [
-            threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True) for server in self._servers
-        ]
-        for server, thread in zip(self._servers, self._threads, strict=True):
-            server.daemon_threads = True
-            thread.start()
+        self.fails: dict[str, tuple[int, str]] = {}  # a part of "METHOD path" -> status and message of its answer
+        self.sent: Counter[str] = Counter()  # path -> bytes of bodies sent
+        self.tokens: dict[str, tuple[str, ...]] = {}  # token -> the owners that it may write to
+        self.blobs: dict[str, bytes] = {}  # sha256 -> uploaded
+        self.put: Counter[str] = Counter()  # sha256 -> number of whole bodies received
+        self.messages: list[str] = []  # of the commits
+        self.rewrite: Callable[[Request, bytes], bytes] | None = None  # alters a JSON answer
+        self._orders: dict[tuple[str, str], tuple[float, Any]] = {}  # (fault, place) -> number of answers, argument
+        self.closing, self._lock = threading.Event(), threading.Lock()
+        self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> "HubStandIn":
         return self
@@ -186,12 +112,11 @@ class HubStandIn:
         self.close()
 
     def close(self) -> None:
-        self._closing.set()
-        for server, thread in zip(self._servers, self._threads, strict=True):
-            server.shutdown()
-            server.server_close()
-            thread.join()
-        self._servers, self._threads = [], []
+        if not self.closing.is_set():
+            self.closing.set()
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
 
     def add_repo(
         self,
@@ -207,68 +132,49 @@ class HubStandIn:
         A data set's ``name`` begins with "datasets/".
         """
         repo = self.repos.setdefault(name, Repo())
-        tree = {path: File.of(content, path in lfs) for path, content in files.items()}
-        seed = json.dumps([name, branch, len(repo.commits), sorted((p, f.etag) for p, f in tree.items())])
+        tree = {path: File(c.read_bytes() if isinstance(c, Path) else c, path in lfs) for path, c in files.items()}
+        seed = json.dumps([name, branch, len(repo.commits), sorted((path, file.etag) for path, file in tree.items())])
         commit = commit or hashlib.sha1(seed.encode()).hexdigest()
         repo.commits[commit] = tree
         repo.refs[branch] = commit
         return commit
 
-    def tag(self, name: str, tag: str, commit: str) -> None:
-        self.repos[name].refs[tag] = commit
-
-    def alias(self, old: str, new: str) -> None:
-        """Answer ``old`` (a bare name or org/name) with a 307 to ``new``, as the Hub does for a renamed repository."""
-        self.aliases[old] = new
-
-    def gate(self, name: str, status: int = 401) -> None:
-        self.repos[name].gated = status
-
-    def limit(self, seconds: int | str | None, times: float = float("inf")) -> None:
-        """Answer the next ``times`` requests with 429 and a wait of ``seconds``, or without a wait."""
-        self._orders["limit", "", ""] = (times, (seconds,))
+    def limit(self, place: str, times: float = float("inf"), seconds: int = 1) -> None:
+        """Answer the next ``times`` requests with ``place`` in "METHOD path" with 429, and a wait of ``seconds``."""
+        self._orders["limit", place] = (times, seconds)
 
     def corrupt(self, name: str, path: str, times: float = float("inf")) -> None:
         """Flip a byte in the middle of the next ``times`` bodies of a file: same length, same headers, other content."""
-        self._orders["corrupt", name, path] = (times, True)
-
-    def fail(self, name: str, path: str, status: int, times: float = float("inf")) -> None:
-        """Answer the next ``times`` requests for a file's bytes with ``status``."""
-        self._orders["fail", name, path] = (times, status)
-
-    def drop(self, name: str, path: str, after: int, times: float = float("inf")) -> None:
-        """Cut the connection after ``after`` bytes of the next ``times`` bodies of a file, if they are longer than that."""
-        self._orders["cut", name, path] = (times, (after, False))
+        self._orders["corrupt", f"{name}/{path}"] = (times, True)
 
     def hold(self, name: str, path: str, after: int, times: float = 1) -> None:
-        """After ``after`` bytes of the next ``times`` bodies of a file, send nothing more until the client closes the
-        connection."""
-        self._orders["cut", name, path] = (times, (after, True))
+        """After ``after`` bytes of the next ``times`` bodies of a file, send or read nothing more until the client is gone."""
+        self._orders["hold", f"{name}/{path}"] = (times, after)
 
-    def take(self, fault: str, name: str = "", path: str = "") -> Any:
+    def take(self, fault: str, place: str) -> Any:
         """The fault ordered for this answer, or None."""
         with self._lock:
-            left, what = self._orders.get((fault, name, path), (0, None))
-            self._orders[fault, name, path] = (left - 1, what)
-            return what if left > 0 else None
+            for (kind, where), (left, what) in self._orders.items():
+                if kind == fault and (where in place if fault == "limit" else where == place) and left > 0:
+                    self._orders[kind, where] = (left - 1, what)
+                    return what
+        return None
 
     def environ(self, home: Path, **extra: str) -> dict[str, str]:
         """The environment of a process that knows this Hub alone, with its cache under ``home``."""
         kept = {k: v for k, v in os.environ.items() if not re.match(r"HF_|HUGGING|TRANSFORMERS_|.*_PROXY$", k, re.I)}
-        ours = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_XET_CACHE": str(home / "xet")}
-        ours |= {"HF_XET_LOG_DEST": str(home / "xet.log")}
         quiet = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        return kept | ours | quiet | extra
+        return kept | {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home)} | quiet | extra
 
-    def wait_until_closed(self, seconds: float) -> bool:
-        return self._closing.wait(seconds)
-
-    def count(self, name: str, path: str, sent: int) -> None:
-        with self._lock:
-            self.sent[name, path] += sent
+    def files(self, name: str) -> dict[str, bytes]:
+        """The files of the newest commit."""
+        repo = self.repos[name]
+        return {path: file.content for path, file in repo.commits[repo.refs["main"]].items() if path != ".gitattributes"}
 
 
 class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
     def handle_error(self, request: object, client_address: object) -> None:
         """A closed connection is not an error here; other errors go to the real stderr, which no test captures."""
         if not isinstance(sys.exception(), ConnectionError):
@@ -279,212 +185,171 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # headers and body are two writes: otherwise a client waits 40 ms for the second
     hub: HubStandIn
-    request_seen: Request
 
     def log_message(self, *args: object) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_POST(self) -> None:
-        hub = self.hub
-        on_cdn = self.server.server_port == urlsplit(hub.cdn).port
-        self.request_seen = Request(self.command, self.path, None, self.headers["Authorization"], on_cdn)
-        hub.requests.append(self.request_seen)
-        hub.uploads.answer(self)
-
-    do_PUT = do_POST
-
     def do_GET(self) -> None:
-        hub, headers = self.hub, self.headers
-        on_cdn = self.server.server_port == urlsplit(hub.cdn).port
-        self.request_seen = Request(self.command, self.path, headers["Range"], headers["Authorization"], on_cdn)
-        hub.requests.append(self.request_seen)
-        parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
-        limited = hub.take("limit")
-        if hub.outage is not None:
-            self._error(hub.outage, None, "the Hub is down")
-        elif limited:
-            wait = {} if limited == (None,) else {"RateLimit": f'"api";r=0;t={limited[0]}'}
-            self._error(429, None, "Too Many Requests", wait)
-        elif on_cdn and parts[0] == "lfs":
-            self._bridge(parts[1:])
-        elif on_cdn:
-            status, extra, body = hub.xet.answer(self.path, headers) if hub.xet else (404, {}, b"")
-            self._send(status, extra, body)
-        elif parts[:2] == ["api", "resolve-cache"]:
-            *name, commit, path = self._split(parts[2:])
-            file = hub.repos["/".join(name)].commits[commit][path]
-            self._body("/".join(name), path, file, {"X-Repo-Commit": commit, "ETag": f'"{file.etag}"'})
-        elif parts[:2] == ["api", "models"]:
-            self._with_repo(parts[2:], ("revision", "tree", "xet-read-token"), self._api)
-        elif parts[:2] == ["api", "datasets"]:
-            self._with_repo(parts[2:], ("revision", "tree"), self._api, "datasets/")
-        elif "resolve" in parts:
-            kind = "datasets/" if parts[0] == "datasets" else ""
-            self._with_repo(parts[bool(kind) :], ("resolve",), self._resolve, kind)
-        else:
-            self._error(404, None, "no such page")
+        hub, path = self.hub, unquote(urlsplit(self.path).path).strip("/")
+        hub.requests.append(Request(self.command, unquote(self.path)))
+        place = f"{self.command} {path}"
+        body = b"" if self.command == "PUT" else self.rfile.read(int(self.headers["Content-Length"] or 0))
+        if (seconds := hub.take("limit", place)) is not None:
+            return self.error(429, "Too Many Requests", RateLimit=f'"api";r=0;t={seconds}')
+        if failure := next((answer for part, answer in hub.fails.items() if part in place), None):
+            return self.error(*failure)
+        if found := re.fullmatch(r"api/(?:models|(datasets))/([^/]+/[^/]+)(?:/(revision|tree|preupload|commit)/(.+))?", path):
+            kind, name, verb, revision = found.groups()
+            return self.api(f"{kind}/{name}" if kind else name, verb or "revision", revision or "main", body)
+        if found := re.fullmatch(r"(.+)/resolve/([^/]+)/(.+)", path):
+            return self.file(*found.groups())
+        if path == "api/repos/create":
+            return self.create(json.loads(body))
+        if path == "api/validate-yaml":
+            license = (yaml.safe_load(CARD.match(json.loads(body)["content"])[1]) or {}).get("license", "mit")
+            wrong = [] if license in ("mit", "apache-2.0") else [{"message": '"license" must be one of the known licences'}]
+            return self.json({"errors": wrong, "warnings": []}, 400 if wrong else 200)
+        if found := re.fullmatch(r"([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
+            return self.batch(json.loads(body)) if self.may_write(found[1]) else None
+        return self.upload(path.rpartition("/")[2]) if self.command == "PUT" else self.error(404, "no such page")
 
-    @staticmethod
-    def _split(parts: list[str]) -> tuple[str, ...]:
-        """``models, org, name, commit, folder, file`` -> ``org, name, commit, folder/file``; "datasets" stays in front."""
-        parts = parts[parts[0] == "models" :]
-        cut = 3 if parts[0] == "datasets" else 2
-        return (*parts[: cut + 1], "/".join(parts[cut + 1 :]))
+    do_HEAD = do_POST = do_PUT = do_GET
 
-    def _bridge(self, parts: list[str]) -> None:
-        """The large files' host: it serves signed addresses, and refuses a token, which is for the Hub only."""
-        *name, commit, path = self._split(parts)
-        if self.headers["Authorization"]:
-            return self._error(400, None, "Only one auth mechanism allowed")
-        if "Signature=" not in self.path:
-            return self._error(403, None, "not signed")
-        if self.hub.range_refusal and self.headers["Range"]:
-            return self._error(self.hub.range_refusal, None, "invalid range")
-        return self._body("/".join(name), path, self.hub.repos["/".join(name)].commits[commit][path], {})
+    def tree_of(self, name: str, revision: str) -> tuple[Repo, str, dict[str, File]] | None:
+        """The repository, the commit and its files; None if the request was refused."""
+        if self.token and self.hub.tokens and self.token not in self.hub.tokens:
+            return self.error(401, "Invalid credentials in Authorization header")
+        repo, owner = self.hub.repos.get(name), name.partition("/")[0]
+        if repo is None or (repo.private and owner not in self.hub.tokens.get(self.token, ())):
+            return self.error(401, "Repository not found", X_Error_Code="RepoNotFound")
+        commit = repo.refs.get(revision, revision)
+        if commit not in repo.commits:
+            return self.error(404, f"Invalid rev id: {revision}", X_Error_Code="RevisionNotFound")
+        return repo, commit, repo.commits[commit]
 
-    def _with_repo(self, parts: list[str], verbs: tuple[str, ...], then: Callable, kind: str = "") -> None:
-        """Split ``[org,] name [, verb, revision, ...]``, follow aliases, and look up the repository and the revision."""
-        cut = next((i for i in (1, 2) if len(parts) > i and parts[i] in verbs), len(parts))
-        name, rest = kind + "/".join(parts[:cut]), parts[cut:]
-        if new := self.hub.aliases.get(name):
-            return self._send(307, {"Location": self.path.replace(f"/{name}", f"/{new}", 1)}, b"")
-        repo = self.hub.repos.get(name)
-        owners = self.hub.uploads.tokens.get((self.headers["Authorization"] or "").removeprefix("Bearer "), ())
-        if repo is None or (repo.private and name.partition("/")[0] not in owners):
-            return self._error(401, "RepoNotFound", "Repository not found")  # the Hub's answer to a client that is not logged in
-        verb, revision, *path = rest if len(rest) > 1 else (None, "main")
-        commit = repo.commit_of(revision)
-        if commit is None:
-            return self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        return then(name, repo, verb, commit, "/".join(path))
+    @property
+    def token(self) -> str:
+        return (self.headers["Authorization"] or "").removeprefix("Bearer ")
 
-    def _api(self, name: str, repo: Repo, verb: str | None, commit: str, path: str) -> None:
-        tree = repo.commits[commit]
-        if verb == "xet-read-token":
-            expires = str(int(time.time()) + 3600)
-            names = ("X-Xet-Cas-Url", "X-Xet-Access-Token", "X-Xet-Token-Expiration")
-            return self._send(200, dict(zip(names, (self.hub.cdn, "xet-token", expires), strict=True)), b"{}")
-        if verb == "tree":
-            try:
-                page = self._tree(tree)
-            except ValueError:
-                return self._error(400, None, "no such page of the listing")
-            return self._json(*page)
-        siblings = [{"rfilename": path} for path in sorted(tree)]
-        gated = "auto" if repo.gated else False
-        return self._json(
-            {"id": name.removeprefix("datasets/"), "sha": commit, "private": repo.private, "gated": gated, "siblings": siblings}
-        )
-
-    def _tree(self, tree: dict[str, File]) -> tuple[list[dict], dict[str, str]]:
-        """A page of a listing, and the header that leads to the next one."""
-        folders = sorted({str(parent) for file in tree for parent in Path(file).parents} - {"."})
-        rows = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": folder} for folder in folders]
-        rows += [file.tree_row(path) for path, file in sorted(tree.items())]
-        if not self.hub.lists_sha256:
-            rows = [{key: row[key] for key in ("type", "oid", "size", "path")} for row in rows]
-        address = urlsplit(self.path)
-        query = dict(parse_qsl(address.query))
-        start = int(base64.b64decode(query.get("cursor", "")) or 0)
-        stop = start + self.hub.rows_per_page
-        if stop >= len(rows):
-            return rows[start:], {}
-        query["cursor"] = base64.b64encode(b"%d" % stop).decode()
-        return rows[start:stop], {"Link": f'<{self.hub.endpoint}{address.path}?{urlencode(query)}>; rel="next"'}
-
-    def _resolve(self, name: str, repo: Repo, verb: str, commit: str, path: str) -> None:
-        headers = {"X-Repo-Commit": commit}
-        if repo.gated:
-            return self._error(repo.gated, "GatedRepo", f"Access to model {name} is restricted.", headers)
-        file = repo.commits[commit].get(path)
-        if file is None:
-            return self._error(404, "EntryNotFound", "Entry not found", headers)
-        linked = headers | {"X-Linked-Etag": f'"{file.etag}"', "X-Linked-Size": str(file.size)}
-        if not file.lfs:
-            kind = "" if name.startswith("datasets/") else "models/"
-            return self._send(307, linked | {"Location": f"/api/resolve-cache/{kind}{name}/{commit}/{quote(path)}"}, b"")
-        location = f"{self.hub.cdn}/lfs/{name}/{commit}/{quote(path)}?X-Amz-Expires=3600&Signature=stand-in"
-        if name.startswith("datasets/"):
-            return self._send(302, linked | {"Location": location}, b"")
-        token = f'<{self.hub.endpoint}/api/models/{name}/xet-read-token/{commit}>; rel="xet-auth"'
-        return self._send(302, linked | {"Location": location, "X-Xet-Hash": file.xet_hash, "Link": token}, b"")
-
-    def _body(self, name: str, path: str, file: File, headers: dict[str, str]) -> None:
-        """The file or the requested range, a chunk at a time, with a byte flipped or the connection cut if ordered."""
-        hub = self.hub
-        start, stop, status = 0, file.size, 200
-        if self.command == "GET" and (failure := hub.take("fail", name, path)):
-            return self._error(failure, None, "so it was ordered")
-        if hub.gzip and self.command == "GET" and "gzip" in (self.headers["Accept-Encoding"] or ""):
-            self._send(200, headers | {"Content-Encoding": "gzip"}, gzip.compress(b"".join(file.content.read(0, stop))))
-            return None
-        if hub.ranges and (asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers["Range"] or "")):
-            start, stop, status = int(asked[1]), min(int(asked[2] or file.size) + 1, file.size), 206
-            if start >= file.size:
-                return self._error(416, None, "out of range", {"Content-Range": f"bytes */{file.size}"})
-            headers = headers | {"Content-Range": f"bytes {start}-{stop - 1}/{file.size}"}
-        if hub.ranges:
-            headers = headers | {"Accept-Ranges": "bytes"}
-        if self._send(status, headers, None, stop - start).body is not None or self.command == "HEAD":
-            return None
-        flip = file.size // 2 if hub.take("corrupt", name, path) else -1
-        cut = hub.take("cut", name, path)
-        until = stop if cut is None else min(stop, start + cut[0])
-        try:
-            for chunk in file.content.read(start, until):
-                if start <= flip < start + len(chunk):
-                    place = flip - start
-                    chunk = b"".join((chunk[:place], bytes([chunk[place] ^ 1]), chunk[place + 1 :]))
-                self.wfile.write(chunk)
-                start += len(chunk)
-                hub.count(name, path, len(chunk))
-            if until < stop:
-                self.close_connection = True
-                if cut and cut[1]:
-                    self._until_the_client_is_gone()
-        except ConnectionError:  # the client was killed, as some tests do
-            self.close_connection = True
-        return None
-
-    def _until_the_client_is_gone(self) -> None:
-        while not self.hub.wait_until_closed(0) and not self.client_is_gone():
-            pass
-
-    def client_is_gone(self) -> bool:
-        self.connection.settimeout(0.05)
-        try:
-            return not self.connection.recv(1 << 16)
-        except TimeoutError:
+    def may_write(self, name: str) -> bool:
+        owners = self.hub.tokens.get(self.token)
+        if owners is None or name.partition("/")[0] not in owners:
+            self.error(401 if owners is None else 403, "Invalid credentials in Authorization header")
             return False
-        except ConnectionError:
-            return True
+        return True
 
-    def _json(self, value: object, headers: dict[str, str] | None = None, status: int = 200) -> None:
-        self._send(status, {"Content-Type": "application/json"} | (headers or {}), json.dumps(value).encode())
+    def api(self, name: str, verb: str, revision: str, body: bytes) -> None:
+        if (found := self.tree_of(name, revision)) is None:
+            return None
+        repo, commit, tree = found
+        if verb == "tree":
+            folders = sorted({str(parent) for path in tree for parent in Path(path).parents} - {"."})
+            rows = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": folder} for folder in folders]
+            return self.json(rows + [file.row(path) for path, file in sorted(tree.items())])
+        if verb == "revision":
+            siblings = [{"rfilename": path, "size": file.size} for path, file in sorted(tree.items())]
+            return self.json({"id": name.removeprefix("datasets/"), "sha": commit, "private": repo.private, "siblings": siblings})
+        if not self.may_write(name):
+            return None
+        if verb == "preupload":
+            return self.json({"files": [self.preupload(row, tree) for row in json.loads(body)["files"]]})
+        return self.commit(name, commit, body)
 
-    def _error(self, status: int, code: str | None, message: str, headers: dict[str, str] | None = None) -> None:
-        named = {"X-Error-Code": code} if code else {}
-        self._send(status, (headers or {}) | named | {"X-Error-Message": message}, b"")
+    def file(self, name: str, revision: str, path: str) -> None:
+        """Send a file, with a byte flipped or held back if ordered."""
+        if (found := self.tree_of(name, revision)) is None:
+            return None
+        repo, commit, tree = found
+        if repo.gated:
+            return self.error(403, f"Access to model {name} is restricted.", X_Error_Code="GatedRepo")
+        if path not in tree:
+            return self.error(404, "Entry not found", X_Error_Code="EntryNotFound")
+        data, place = tree[path].content, f"{name}/{path}"
+        assert isinstance(data, bytes), f"{path} was not to be downloaded"
+        start = int(re.fullmatch(r"bytes=(\d+)-", self.headers["Range"] or "bytes=0-")[1])
+        kept = {"ETag": f'"{tree[path].etag}"', "X-Repo-Commit": commit, "Content-Length": str(len(data) - start)}
+        self.head(206 if start else 200, kept)
+        if self.command == "HEAD":
+            return None
+        if self.hub.take("corrupt", place):
+            data = b"".join((data[: len(data) // 2], bytes([data[len(data) // 2] ^ 1]), data[len(data) // 2 + 1 :]))
+        held = self.hub.take("hold", place)
+        self.hub.sent[place] += len(data[start:held])
+        self.wfile.write(data[start:held])
+        return None if held is None else self.wait_for_the_end()
 
-    def _send(self, status: int, headers: dict[str, str], body: bytes | None, length: int | None = None) -> Answer:
-        headers = {"RateLimit": '"api";r=499;t=300', "RateLimit-Policy": '"fixed window";"api";q=500;w=300'} | headers
-        headers["Content-Length"] = str(len(body) if body is not None else length)
-        answer = Answer(status, headers, body)
+    def wait_for_the_end(self) -> None:
+        self.close_connection = True
+        self.connection.settimeout(0.05)
+        while not self.hub.closing.is_set():
+            try:
+                if not self.connection.recv(1 << 16):
+                    return
+            except TimeoutError:
+                time.sleep(0.01)
+            except ConnectionError:
+                return
+
+    def create(self, asked: dict) -> None:
+        name = f"{asked['organization']}/{asked['name']}"
+        if self.may_write(name):
+            self.hub.add_repo(name, {".gitattributes": b"*.safetensors filter=lfs\n"})
+            self.hub.repos[name].private = asked["visibility"] == "private"
+            self.json({"url": f"{self.hub.endpoint}/{name}"})
+
+    def preupload(self, row: dict, tree: dict[str, File]) -> dict[str, Any]:
+        large = row["size"] > LARGE or b"\0" in base64.b64decode(row["sample"])
+        there = tree[row["path"]].etag if row["path"] in tree else None
+        return {"path": row["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False, "oid": there}
+
+    def batch(self, asked: dict) -> None:
+        objects = [{"oid": each["oid"], "size": each["size"]} for each in asked["objects"]]
+        for each in objects:
+            if each["oid"] not in self.hub.blobs:
+                each["actions"] = {"upload": {"href": f"{self.hub.endpoint}/upload/{each['oid']}", "header": {}}}
+        self.json({"transfer": "basic", "objects": objects})
+
+    def upload(self, oid: str) -> None:
+        size, held = int(self.headers["Content-Length"]), self.hub.take("hold", "put/")
+        content = self.rfile.read(size if held is None else held)
+        if held is not None:
+            self.hub.put["held"] += 1
+            return self.wait_for_the_end()
+        self.hub.blobs[oid] = content
+        self.hub.put[oid] += 1
+        return self.reply(200, b"")
+
+    def commit(self, name: str, parent: str, body: bytes) -> None:
+        lines = [json.loads(line) for line in body.splitlines()]
+        header = next(line["value"] for line in lines if line["key"] == "header")
+        if header.get("parentCommit", parent) != parent:
+            return self.error(412, "A commit has happened since. Please refresh and try again.")
+        tree = dict(self.hub.repos[name].commits[parent])
+        for value, key in [(line["value"], line["key"]) for line in lines if line["key"] != "header"]:
+            content = base64.b64decode(value["content"]) if key == "file" else self.hub.blobs[value["oid"]]
+            tree[value["path"]] = File(content, key == "lfsFile")
+        self.hub.messages.append(header["summary"])
+        files = {path: file.content for path, file in tree.items()}
+        commit = self.hub.add_repo(name, files, lfs=tuple(path for path, file in tree.items() if file.lfs))
+        url = f"{self.hub.endpoint}/{name}/commit/{commit}"
+        return self.json({"success": True, "commitOid": commit, "commitUrl": url})
+
+    def json(self, value: object, status: int = 200) -> None:
+        body = json.dumps(value).encode()
         if self.hub.rewrite is not None:
-            answer = self.hub.rewrite(self.request_seen, answer)
-            if answer.body is not body and answer.body is not None:
-                answer.headers["Content-Length"] = str(len(answer.body))
-        if answer.status == 0:
-            self.close_connection = True
-            self.wfile.write(answer.body or b"")
-            return answer
-        self.send_response(answer.status)
-        for key, value in answer.headers.items():
+            body = self.hub.rewrite(Request(self.command, unquote(self.path)), body)
+        self.reply(status, body, {"Content-Type": "application/json"})
+
+    def error(self, status: int, message: str, **headers: str) -> None:
+        self.reply(status, b"", {key.replace("_", "-"): value for key, value in headers.items()} | {"X-Error-Message": message})
+
+    def reply(self, status: int, body: bytes, headers: Mapping[str, str] = {}) -> None:
+        self.head(status, {**headers, "Content-Length": str(len(body))})
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def head(self, status: int, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for key, value in headers.items():
             self.send_header(key, value)
         self.end_headers()
-        if answer.body and self.command != "HEAD":
-            self.wfile.write(answer.body)
-        return answer

@@ -46,7 +46,7 @@ from gpt2.traces.batch import read_ids
 from gpt2.train.recipe import read as read_recipe
 from gpt2.train.runs import read as read_runs
 from gpt2.train.state import Progress
-from support import fuzz, gguf_layouts, hub_surface
+from support import fuzz, gguf_layouts
 from support.checks import all_same, random_bits
 from support.commands import ASSET
 from support.fuzz import (
@@ -106,7 +106,7 @@ def texts(folder: Path) -> dict[str, Surface]:
         "generation": ("tokenizer/generation_config.json", lambda path: from_directory(path.parent).encode("a b")),
         "adapter": ("adapter/adapter_config.json", lambda path: read_adapter(path.parent)),
         "adapted": ("adapter/adapter_model.safetensors", lambda path: open_path(path.parent).load()),
-        "metrics": ("metrics.jsonl", lambda path: [run.best for run in read_runs([path.parent])]),
+        "metrics": ("metrics.jsonl", lambda path: [run.warnings or run.best for run in read_runs([path.parent])]),
         "state": ("progress.json", lambda path: state(path.parent)),
         "recipe": ("r.toml", lambda path: read_recipe(str(path))),
         "jsonl": ("t.jsonl", lambda path: list(documents([path], tally=Counter()))),
@@ -393,13 +393,12 @@ ALONE: dict[str, Callable[[Path], Surface]] = {
     "safetensors": safetensors_files,
     "tensorflow, resealed": tensorflow,
     "arguments": arguments,
-    "hub": hub_surface.answers,
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", metavar="NAME", nargs="*", default=["texts", *ALONE][:-1], help="default: all but hub")
+    parser.add_argument("names", metavar="NAME", nargs="*", default=["texts", *ALONE], help="default: all")
     parser.add_argument("--count", type=int, default=20_000, help="inputs, over all surfaces")
     parser.add_argument("--seed", type=int, default=1)
     args, fallen = parser.parse_args(argv), list[str]()
@@ -409,7 +408,7 @@ def main(argv: list[str] | None = None) -> int:
             (place := Path(folder, name)).mkdir()
             torch.manual_seed(args.seed)
             found |= texts(place) if name == "texts" else {name: ALONE[name](place)}
-        if not {"arguments", "hub"} & found.keys():
+        if "arguments" not in found:
             sys.addaudithook(fuzz.forbid)
         for name, surface in found.items():
             report = fuzz.fuzz(name, surface, args.count // len(found), args.seed)

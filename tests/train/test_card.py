@@ -73,13 +73,10 @@ def test_marks_within_a_sample_are_its_text(run: Path) -> None:
     record, path = read_record(run / "best"), run / "best" / CARD
     record["training"]["sample"] = "So\n<!-- figures -->\n| loss | 0.1 |\n<!-- /figures -->\n"
     card.write_card(run / "best", record)
-    text = path.read_text()
     plan(run / "best", "me/x")
-    path.write_text(text + "\nMy own words.\n")
-    assert "kept" in card.write_card(run / "best", record)
-    assert path.read_text() == text + "\nMy own words.\n"
-    path.write_text(text + record["training"]["sample"])
-    assert "in its part 'figures'" in refusal(plan, run / "best", "me/x")
+    text = path.read_text()
+    path.write_text(text.replace("| perplexity | ", "| perplexity | 9"))
+    assert "claims other figures" in refusal(plan, run / "best", "me/x")
 
 
 def test_a_record_that_lacks_a_part_is_said(run: Path, tmp_path: Path, capsys) -> None:
@@ -131,26 +128,23 @@ def test_the_command_of_the_card_trains_the_same_recipe(init: str | None) -> Non
     assert command(replace(recipe, seed=8), init) != command(recipe, init)
 
 
-def test_what_a_person_wrote_is_kept(run: Path) -> None:
-    """A resumed run wrote over the user's own text. Only the figures are renewed."""
+def test_what_a_person_wrote_is_left(run: Path) -> None:
+    """A resumed run wrote over the user's own text. It is sent as it is, and both are said."""
     path = run / "best" / CARD
-    text = path.read_text()
-    path.write_text(text.replace("## Limits", "My own words.\n\n## Limits").replace("| perplexity | ", "| perplexity | 9"))
-    assert "kept" in write_card(run)
-    assert path.read_text() == text.replace("## Limits", "My own words.\n\n## Limits")
-    plan(run / "best", "me/x")
-    sent = plan(run / "best", "me/macbeth").content[CARD].decode()
-    assert sent == path.read_text().replace("OWNER/NAME", "me/macbeth") != path.read_text()
+    mine = path.read_text().replace("## Limits", "My own words.\n\n## Limits")
+    path.write_text(mine)
+    assert "left as it is" in write_card(run)
+    planned = plan(run / "best", "me/macbeth")
+    assert planned.content[CARD].decode() == path.read_text() == mine
+    assert any("is sent as it is" in note for note in planned.notes)
     path.write_text("Mine alone.\n")
-    assert "kept" in write_card(run)
-    assert path.read_text() == "Mine alone.\n"
     model = gpt2.load(str(run / "best"))
     state.save_best(run, model, gpt2.load_tokenizer(str(run / "best")), Progress(step=9))  # as a resumed run does
     assert path.read_text() == "Mine alone.\n"
     path.write_text("Mine, again.\n")
     assert unlike_manifest(run / "best") == ""
     path.unlink()
-    write_card(run)
+    assert write_card(run) == ""
     state.save_best(run, model, gpt2.load_tokenizer(str(run / "best")), Progress(step=9))
     assert not path.exists()  # a card with the figures of other weights
 

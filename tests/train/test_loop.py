@@ -339,7 +339,7 @@ def test_a_model_that_is_not_finite_is_never_the_best(recipe, init, tmp_path):
     model.ln_f.weight.data[0] = math.nan
     save(model, from_directory(init), tmp_path / "broken")
     says = refusal(train, recipe, tmp_path / "run", init=str(tmp_path / "broken"))
-    assert "broken: holds a damaged value: ln_f.weight[0] is nan" in says
+    assert "step 0: the validation loss is nan; the initial model is broken" in says
     assert "no such file" in refusal(train, recipe, tmp_path / "out" / "run", init=str(tmp_path / "none.safetensors"))
     assert not (tmp_path / "out").exists()  # what failed before its start leaves no folder
     assert not (tmp_path / "run" / "best").exists()

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt2.checkpoint.cache import official_files
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.keys import HEAD
 from gpt2.checkpoint.loading import require_device, require_intact
 from gpt2.checkpoint.names import RUNS, VERIFIES, ModelName, dtype_name
+from gpt2.checkpoint.official import official_files
 from gpt2.checkpoint.saving import sha256
 from gpt2.comparison.sides.side import Model, Running, Shown, Side
 from gpt2.config import GPT2Config

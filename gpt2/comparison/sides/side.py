@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.cache import Official
+from gpt2.checkpoint.official import Official
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError, out_of_memory
