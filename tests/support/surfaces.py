@@ -106,7 +106,7 @@ def texts(folder: Path) -> dict[str, Surface]:
         "generation": ("tokenizer/generation_config.json", lambda path: from_directory(path.parent).encode("a b")),
         "adapter": ("adapter/adapter_config.json", lambda path: read_adapter(path.parent)),
         "adapted": ("adapter/adapter_model.safetensors", lambda path: open_path(path.parent).load()),
-        "metrics": ("metrics.jsonl", lambda path: [run.warnings or run.best for run in read_runs([path.parent])]),
+        "metrics": ("metrics.jsonl", lambda path: [run.best for run in read_runs([path.parent])]),
         "state": ("progress.json", lambda path: state(path.parent)),
         "recipe": ("r.toml", lambda path: read_recipe(str(path))),
         "jsonl": ("t.jsonl", lambda path: list(documents([path], tally=Counter()))),
