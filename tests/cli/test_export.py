@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from pathlib import Path
 
@@ -52,20 +51,6 @@ def test_gguf_is_one_file_that_loads_and_writes_the_same_text(tmp_path: Path, ca
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     assert texts[0].startswith("ROMEO:")
-
-
-def test_json_has_every_field_and_stdout_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Other programs read it; tests/test_agents.py holds its keys."""
-    assert main(["export", "shakespeare-mini:bf16", str(tmp_path), "--json", "-"]) == 0
-    body = json.loads(capsys.readouterr().out)
-    assert (body["model"], body["directory"]) == ("shakespeare-mini:bf16", str(tmp_path))
-    assert (body["format"], body["type"], body["parameters"]) == ("hf", "bfloat16", 1_915_360)
-    assert body["config"]["n_embd"] == 160
-    for file in body["files"]:
-        data = (tmp_path / file["name"]).read_bytes()
-        assert file == {"name": file["name"], "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    assert len(body["files"]) == len(list(tmp_path.iterdir()))
-    assert body["notes"] == []
 
 
 @pytest.mark.parametrize("argv", [[], ["gpt2"], ["gpt2", "x", "--format", "onnx"], ["gpt2", "x", "--type", "q4_k"]])

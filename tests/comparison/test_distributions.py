@@ -15,7 +15,7 @@ import torch
 from support.random_models import uneven_model
 from torch import Tensor
 
-from gpt2.comparison.distributions import Bootstrap, calibration, correlation, percentiles, summarise
+from gpt2.comparison.distributions import Bootstrap, calibration, summarise
 from gpt2.errors import InputError
 from gpt2.measure import per_token
 from gpt2.measure.metrics import language_score
@@ -541,16 +541,6 @@ def test_seeds_make_intervals_and_nothing_else():
     assert torch.equal(torch.rand(1), before)  # the global generator must not change
 
 
-@pytest.mark.parametrize(("n", "blocks"), [(1, 1), (16, 1), (40, 2), (1024, 64), (16384, 64), (100_000, 97), (3_000_000, 1024)])
-def test_blocks_are_runs_of_equal_length(n, blocks):
-    bootstrap = Bootstrap(n, resamples=3)
-    sizes = bootstrap.block.bincount()
-    assert (bootstrap.blocks, len(sizes)) == (blocks, blocks)
-    assert sizes.max() - sizes.min() <= 1
-    assert (bootstrap.block.diff() >= 0).all()
-    assert bootstrap.weights.sum(1).tolist() == [blocks] * 3
-
-
 @pytest.mark.parametrize("hits", [0, 1, 60, 128])
 def test_the_interval_of_a_fraction_is_wilsons(hits):
     """If all or no tokens agree, a bootstrap has no spread and shows certainty."""
@@ -559,19 +549,6 @@ def test_the_interval_of_a_fraction_is_wilsons(hits):
     got = Bootstrap(128).fraction(values)
     expected = scipy.stats.binomtest(hits, 128).proportion_ci(method="wilson")
     assert (got.value, got.low, got.high) == pytest.approx((hits / 128, expected.low, expected.high), abs=1e-12)
-
-
-def test_percentiles_between_neighbours():
-    """Those of finite values are NumPy's in the summary above; a difference of two infinities is NaN."""
-    assert percentiles(torch.tensor([1.0, INF, INF]), (0, 25, 75, 100)) == [1.0, INF, INF, INF]
-    assert percentiles(torch.tensor([7.0]), (0, 99.9)) == [7.0, 7.0]
-
-
-def test_correlation_at_its_ends():
-    x = draw(50).double()
-    assert correlation(x, x) == 1.0
-    assert correlation(x, 3 - 2 * x) == pytest.approx(-1.0, rel=1e-14)
-    assert math.isnan(correlation(x, torch.ones(50)))
 
 
 def test_bits_per_byte_is_resampled_with_the_bytes():

@@ -119,10 +119,8 @@ def test_a_quantised_file_is_the_model_rounded_and_nothing_else(text: str, tmp_p
 SETTINGS = {
     "nothing": ({}, "IDENTICAL"),
     "epsilon": ({"gpt2.attention.layer_norm_epsilon": 1e-6}, "layer_norm_epsilon: 1e-05 → 1e-06"),
-    "another split": ({"tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre: gpt-2 → default"),
     "no split named": ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre: gpt-2 → missing, which llama.cpp reads as default"),
     "a token in front": ({"tokenizer.ggml.add_bos_token": True}, "around a prompt: nothing → <|endoftext|>"),
-    "another end": ({"tokenizer.ggml.eos_token_id": 65}, "a text ends at: <|endoftext|> →"),
     "two tokens swapped": ({"tokenizer.ggml.tokens": lambda tokens: [*tokens[:-3], tokens[-2], tokens[-3], tokens[-1]]}, "in 2"),
 }
 
