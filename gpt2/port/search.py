@@ -165,14 +165,15 @@ class Search:
         return Walked(causes, explained, first, self.values, tuple(self.ran), lost, timed_out, rounded)
 
     def _first(self, lost: str | None) -> Divergence | None:
-        """Return the first point whose value is not GPT-2's."""
+        """Return the first point whose value is not GPT-2's; before the first fault, by more than rounding to float32."""
         if self.first is not None and self.first.point in ("wte", "wpe", "embed"):
             return self.first
         pool, narrow = self.observation.pool, self.observation.pool.narrow
         least = LOOSE if narrow and not pool.allowance else FLOAT64_BOUND
-        rounds = any(one.rounded for one in self.departures.values())
-        allowed = self.rounding.points if self.rounding and rounds else pool.allowance
+        allowed = self.rounding.points if self.rounding else pool.allowance
         for point in points(self.layers):
+            if self.first is not None and point == self.first.point:
+                allowed = pool.allowance
             if point == lost and lost != "logits":
                 return Divergence(point, layer_of(point), self._departure(point))
             if point in self.computed and point in self.exact and self.observation.find(_node(point), self.exact[point]) is None:

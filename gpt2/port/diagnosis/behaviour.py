@@ -42,7 +42,7 @@ class Behaviour:
 
     def __init__(self, module: nn.Module, expected: Reference, runs: Runs) -> None:
         self.module, self.expected, self.config = module, expected, expected.model.config
-        self.masked, self.rewind = runs.masked, runs.rewind
+        self.masked, self.keep_casts, self.rewind = runs.masked, runs.keep_casts, runs.rewind
         self.bound = max(runs.bound, MIN_BOUND)
         self.causes: list[PlacedCause] = []
         self.notes: list[str] = []
@@ -70,7 +70,7 @@ class Behaviour:
         self.causes.append(PlacedCause(id, places, words, evidence, SURE, fix, effect=effect))
 
     def _output(self, ids: Tensor, **arguments: Any) -> Any:
-        return run_deterministically(lambda: self.module(ids, **arguments), masked=self.masked)[0]
+        return run_deterministically(lambda: self.module(ids, **arguments), self.keep_casts, self.masked)[0]
 
     def _logits(self, ids: Tensor, **arguments: Any) -> Tensor:
         """Return the logits of a call that no earlier one has changed."""
@@ -110,11 +110,11 @@ class Behaviour:
             return
         self.rewind()
         keeps = not mode.draws and torch.equal(first, self._twice(ids, mode)[0])
-        why = "your forward depends on a state that is not in your module, or on random numbers"
+        why = "your forward depends on a state that is not in your module, or on a generator without a seed"
         why = f"your forward draws random numbers ({', '.join(dict.fromkeys(mode.draws))})" if mode.draws else why
         why = "your module keeps a state from call to call, and its logits depend on it" if keeps else why
         words = f"the same ids give other logits every time; {why}"
-        self._add("not-deterministic", words, evidence, error, fix=STATELESS if keeps else None)
+        self._add("not-deterministic", words, evidence, error, fix=None if mode.draws else STATELESS)
 
     def _twice(self, ids: Tensor, mode: DeterministicMode) -> list[Tensor]:
         with mode:

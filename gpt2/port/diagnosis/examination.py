@@ -323,7 +323,7 @@ class Examination:
         """Return the module's recorded tensors."""
         self.runs.rewind()
         pool, _ = run_deterministically(
-            lambda: collect(self.module, ids.to(self.runs.device), self.config), masked=self.runs.masked
+            lambda: collect(self.module, ids.to(self.runs.device), self.config), self.runs.keep_casts, self.runs.masked
         )
         pool.narrow, pool.deadline = self.runs.bound > FLOAT64_BOUND, self.deadline
         return pool

@@ -39,6 +39,7 @@ class Runs:
         self.state: Mapping[str, Tensor] = {}
         self.bound = FLOAT64_BOUND
         self.masked: Mapping[int, RandomMask] = {}
+        self.keep_casts = False
         self.rewind: Callable[[], None] = lambda: None  # what makes each call the module's first one
 
     def probes(self, anatomy: Anatomy | None = None) -> list[Tensor]:
@@ -90,12 +91,17 @@ class Runs:
     def _run(self, ids: Tensor) -> Tensor | Exception:
         """Return the logits of ids (B, T), or the error."""
         self.rewind()
+
+        def run() -> Tensor:
+            return logits_of(self.module(ids.to(self.device)), ids, self.config.vocab_size)
+
         try:
-            output, mode = run_deterministically(
-                lambda: logits_of(self.module(ids.to(self.device)), ids, self.config.vocab_size), masked=self.masked
-            )
+            output, mode = run_deterministically(run, self.keep_casts, self.masked)
         except Exception as error:
             return error
+        if mode.casts and not mode.keep_casts and bool(output.isnan().any()):  # it reads the bits of narrower numbers
+            self.keep_casts = True
+            output, mode = run_deterministically(run, self.keep_casts, self.masked)
         if mode.casts and not mode.keep_casts:
             self.notes.append(f"your forward casts to {', '.join(sorted(mode.casts))}; it was measured with float64 there")
         elif mode.casts:

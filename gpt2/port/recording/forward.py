@@ -64,7 +64,7 @@ class Borrowed:
         return self
 
     def rewind(self) -> None:
-        """Restore what the module keeps beside its tensors as it was at first: what a call leaves there changes the next one."""
+        """Restore what the module keeps beside its parameters as it was at first: a call may leave something for the next one."""
         for part, attributes, inner in self._attributes:
             vars(part).clear()
             vars(part).update(attributes)
@@ -75,6 +75,9 @@ class Borrowed:
         for value, before in self._held:
             value.clear()
             value.extend(before) if isinstance(value, list) else value.update(before)
+        for buffer, old in self._buffers:
+            if buffer.shape == old.shape and id(buffer) not in self._kept:
+                buffer.data.copy_(old)
 
     def to_float64(self) -> None:
         """Replace parameters and floating-point buffers by float64 copies; keep the originals."""
@@ -110,9 +113,6 @@ class Borrowed:
             if id(tensor) in self._kept:
                 before.copy_(tensor.data)
             tensor.data = before
-        for buffer, before in self._buffers:
-            if id(buffer) not in self._kept:
-                buffer.copy_(before)
         self.rewind()
         for part, training in self._modes:
             part.training = training
