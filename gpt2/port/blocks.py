@@ -175,7 +175,7 @@ class Blocks:
             found |= node in seen
         if not changed:
             return None
-        trial = Trial(base.layer, state, seen, (*base.alternatives, one), both, again=again)
+        trial = Trial(base.layer, state, seen, (*base.alternatives, one), both, base.faults, again)
         return trial if found or not shown or self.shown_behind(base.layer, state[""]) else None
 
     def gives_any(self, base: Trial, one: Alternative, nodes: Collection[str]) -> bool:

@@ -224,3 +224,37 @@ def test_a_state_that_is_kept_is_no_random_number(model: gpt2.GPT2) -> None:
     assert "empty it" in cause.fix
     assert "random" not in found.table()
     assert "dropout" not in found.table()
+
+
+def test_a_fit_beside_a_known_mistake_is_kept(model: gpt2.GPT2) -> None:
+    """The known mistake explained the rest of the block, and the fitted one before it was forgotten: half of a diagnosis."""
+    module = port(model, act=F.gelu)
+    for block in module.transformer["h"]:
+
+        def norm(x: Tensor, own: nn.Module = block.block.ln_1) -> Tensor:
+            middle = x - x.mean(-1, keepdim=True)
+            return middle / middle.abs().pow(3).mean(-1, keepdim=True) ** (1 / 3) * own.weight + own.bias
+
+        block.norm = norm
+    found = {cause.id: cause.where for cause in diagnose(module, model).causes}
+    assert found == {"layernorm-not-normalising": "h.*.ln_1", "gelu-variant": "h.*.mlp.act"}
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_brackets_that_are_missing_in_a_norm_are_named_in_all_norms(outer: bool, model: gpt2.GPT2) -> None:
+    """x - mean / sqrt(var + eps), in eleven norms, was found in two blocks at the limit of time, or not at all."""
+
+    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        mean, root = x.mean(-1, keepdim=True), (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
+        return (x - mean / root) * weight + bias if outer else x - mean / root * weight + bias
+
+    module = port(model, act=F.gelu)
+    for block in module.transformer["h"]:
+        block.norm = lambda x, own=block.block.ln_1: norm(x, own.weight, own.bias)
+        block.block.ln_2.forward = lambda x, own=block.block.ln_2: norm(x, own.weight, own.bias)
+    last = module.transformer["ln_f"]
+    last.forward = lambda x: norm(x, last.weight, last.bias)
+    found = diagnose(module, model)
+    assert [cause.id for cause in found.causes] == ["layernorm-not-normalising", "gelu-variant"], found.table()
+    assert found.causes[0].where == "h.*.ln_1, h.*.ln_2, ln_f"
+    assert found.causes[0].detail.startswith("the mean alone is divided")

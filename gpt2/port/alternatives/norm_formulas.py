@@ -46,15 +46,20 @@ def layer_norm(
     square: bool = False,
     power: float = 0.5,
     again: bool = False,
+    brackets: int = 2,
 ) -> Tensor:
     """Normalise over ``axes``. ``outside``: epsilon is added to the root. ``centred``: subtract the mean from the numerator.
     ``square``: divide by the root mean square. ``power``: 0.5 takes the root of the variance.
-    ``again``: takes the root of the divisor, too.
+    ``again``: takes the root of the divisor, too. ``brackets``: without those around x - mean, 1, and without those around the
+    normalised value too, 0, the mean alone is divided.
     """
-    middle = x - x.mean(axes, keepdim=True)
+    mean = x.mean(axes, keepdim=True)
+    middle = x - mean
     count = max(math.prod(x.shape[axis] for axis in axes) - correction, 1)
     spread = (x if square else middle).square().sum(axes, keepdim=True) / count
     divisor = spread**power + eps if outside else (spread + eps) ** power
+    if brackets < 2:
+        return (x - mean / divisor) * weight + bias if brackets else x - mean / divisor * weight + bias
     return (middle if centred else x) / (divisor.sqrt() if again else divisor) * weight + bias
 
 
@@ -107,6 +112,8 @@ def known_norms(config: GPT2Config, state: Mapping[str, Tensor], name: str) -> l
     for beside, words in ((True, "the standard deviation plus epsilon"), (False, "the standard deviation")):
         rooted = fault(undivided, f"it divides by the root of {words}")
         add(f"by the root of {words}", rooted, outside=beside, again=True)
+    for brackets, words in ((1, "the mean alone is divided"), (0, "the mean alone is divided, and multiplied by the weight")):
+        add(f"brackets {brackets}", fault(undivided, f"{words}: brackets around x - mean are missing"), brackets=brackets)
     add("by the square", fault(undivided, "it divides by the square of the variance"), power=2.0)
     if not trivial:
         add("no affine", no_affine, affine=plain)
