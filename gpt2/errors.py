@@ -1,4 +1,5 @@
-"""Errors that the user can fix, functions that make untrusted text safe to print, and the one guard of memory.
+"""Errors that the user can fix, functions that make untrusted text safe to print, the one guard of memory,
+and the one reading of ``~`` in a path.
 
 A wrong name, path, file or flag raises :class:`InputError` with one line: what is wrong, where, and what to do. The command
 line prints it and exits 2. A traceback always means a bug in this package.
@@ -68,3 +69,15 @@ def require_memory(needed: float, what: str, advice: str, most: float = math.inf
     if needed > limit:
         has = f"and at most {limit / 1e9:,.1f} fit here" if limit == most else f"this machine has {limit / 0.9 / 1e9:,.1f}"
         raise InputError(f"{what} need about {needed / 1e9:,.1f} GB, {has}; {advice}")
+
+
+def user_path(text: str | os.PathLike[str]) -> Path:
+    """Return the path that a user means: ``~`` and ``~name`` at its beginning are home folders, and nowhere else.
+
+    Raises InputError: nobody here has that name. The only place that expands ``~``.
+    """
+    expanded = os.path.expanduser(given := os.fspath(text))
+    if expanded.startswith("~") and not os.path.lexists(given):
+        name = given.partition(os.sep)[0]
+        raise InputError(f"{given}: {name} is no user of this machine; write ./{given} for a path of that name")
+    return Path(expanded)

@@ -24,7 +24,7 @@ from gpt2.checkpoint.peft_files import MERGE_WITH_PEFT, Adapter, read_adapter
 from gpt2.config import GPT2Config, official_size
 from gpt2.damage import ADVICE, Look, look
 from gpt2.data import from_directory, holds_tokenizer
-from gpt2.errors import CheckpointError, InputError, did_you_mean, require_memory
+from gpt2.errors import CheckpointError, InputError, did_you_mean, require_memory, user_path
 from gpt2.int8 import Int8GPT2
 from gpt2.model import GPT2
 
@@ -206,12 +206,12 @@ def resolve(name: str | ModelName, *, revision: str | None = None, offline: bool
     parsed = name if isinstance(name, ModelName) else ModelName.parse(name, revision=revision)
     name = parsed.base
     if parsed.local:
-        path = Path(__file__).parent.parent / "assets" / DEFAULT if name == DEFAULT else Path(name).expanduser()
+        path = Path(__file__).parent.parent / "assets" / DEFAULT if name == DEFAULT else user_path(name)
         if not path.exists():
             raise CheckpointError(f"the embedded checkpoint {path} is missing: reinstall the package")
         return Source(name, path, None)
     if name.startswith(PATHS):
-        path = Path(os.path.expanduser(name))
+        path = user_path(name)
         neighbours = os.listdir(path.parent) if path.parent.is_dir() else []
         raise InputError(f"no such file or directory: {name}{did_you_mean(path.name, neighbours)}: check the path")
     repo = OFFICIAL.get(name, name)

@@ -21,7 +21,7 @@ from gpt2.checkpoint.saving import save, write_file, writing
 from gpt2.config import GPT2Config, quoted
 from gpt2.data.chat import FILE as CHAT
 from gpt2.data.files import LEGACY, SMALL
-from gpt2.errors import InputError
+from gpt2.errors import InputError, user_path
 
 if TYPE_CHECKING:
     from gpt2.data import Tokenizer
@@ -80,7 +80,7 @@ def export(
         raise InputError("keep names parts that a gguf of another type leaves in the model's dtype; give that type, such as q8_0")
     if not str(directory):
         raise InputError("the folder to write has an empty name; give one, or . for this one")
-    directory = Path(directory)
+    directory = user_path(directory)
     model, tokenizer, notes = exported_model(source, revision, offline)
     if format == "hf":
         mine = {CHAT} if tokenizer is not None and tokenizer.chat else set[str]()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpt2.config import ACTIVATIONS, OFFICIAL_SIZES, official_size, quoted
-from gpt2.errors import InputError
+from gpt2.errors import InputError, user_path
 
 DEFAULT = "shakespeare-mini"
 OFFICIAL = {
@@ -82,7 +82,7 @@ class ModelName:
         if None not in (dtype, suffix) and dtype != suffix:
             raise InputError(f"{text}: asks for {suffix}, and dtype= for {dtype}; give one of them")
         repo, at, pinned = base.partition("@")
-        local = base == DEFAULT or (repo not in OFFICIAL and os.path.exists(os.path.expanduser(base)))
+        local = base == DEFAULT or (repo not in OFFICIAL and os.path.exists(user_path(base)))
         random = None if local else _random(base)
         if (random is not None or local) and revision is not None:
             raise InputError(f"{base} has no revisions, only models of the Hub do: leave out revision {revision!r}")
@@ -96,14 +96,14 @@ class ModelName:
 def _split_activation(text: str, given: str | None) -> tuple[str, str | None]:
     """Return the name without an activation at its end, and the activation, there or ``given``."""
     head, colon, suffix = text.rpartition(":")
-    if not colon or suffix not in ACTIVATIONS or text.startswith("random:") or os.path.exists(os.path.expanduser(text)):
+    if not colon or suffix not in ACTIVATIONS or text.startswith("random:") or os.path.exists(user_path(text)):
         return text, given
     return head, suffix
 
 
 def _split_dtype(text: str, use: Mapping[str, str]) -> tuple[str, str | None]:
     head, colon, suffix = text.rpartition(":")
-    if not colon or "/" in suffix or "\\" in suffix or os.path.exists(os.path.expanduser(text)):
+    if not colon or "/" in suffix or "\\" in suffix or os.path.exists(user_path(text)):
         return text, None
     if text.startswith("random:") and (head == "random" or suffix not in RUNS):
         return text, None  # the size or the seed

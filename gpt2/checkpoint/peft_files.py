@@ -30,7 +30,7 @@ from gpt2.checkpoint.keys import HEAD, expected, from_file, is_parameter, layer,
 from gpt2.checkpoint.names import DEFAULT, OFFICIAL, ModelName
 from gpt2.checkpoint.saving import safetensors_file, write_file, write_json
 from gpt2.config import GPT2Config, number, quoted
-from gpt2.errors import CheckpointError, InputError
+from gpt2.errors import CheckpointError, InputError, user_path
 from gpt2.lora import PROJECTIONS, adapters, merge_into
 
 if TYPE_CHECKING:
@@ -241,5 +241,5 @@ def _portable(base: str | None) -> tuple[str | None, str | None]:
         return None, None
     name = ModelName.parse(base)
     if name.local and name.base != DEFAULT:
-        return os.path.abspath(os.path.expanduser(name.base)), None
+        return os.path.abspath(user_path(name.base)), None
     return OFFICIAL.get(name.base, name.base), name.revision

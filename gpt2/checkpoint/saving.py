@@ -21,7 +21,7 @@ from gpt2.checkpoint.containers.safetensors_file import DTYPES, SafetensorsFile
 from gpt2.checkpoint.files import WEIGHTS, require_small
 from gpt2.checkpoint.keys import expected, to_file
 from gpt2.data.files import MOST, opened, read_all, warn_once, written_aside
-from gpt2.errors import CheckpointError, InputError
+from gpt2.errors import CheckpointError, InputError, user_path
 
 if TYPE_CHECKING:
     from gpt2.config import GPT2Config
@@ -47,7 +47,7 @@ def save(
     Raises:
         InputError: the directory cannot be written, or ``model`` is not a plain GPT2 (wrapped, quantised, adapters unmerged).
     """
-    directory = Path(directory)
+    directory = user_path(directory)
     tensors = _plain(model)
     with writing(directory), tempfile.TemporaryDirectory(prefix=".partial-", dir=directory, ignore_cleanup_errors=True) as aside:
         written = {**{to_file(name): tensor for name, tensor in tensors.items()}, **more}

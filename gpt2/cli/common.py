@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from gpt2.config import ACTIVATIONS
-from gpt2.errors import InputError, printable
+from gpt2.errors import InputError, printable, user_path
 
 JSON_VERSION = 3  # rises when a key is removed or changes its meaning (AGENTS.md)
 
@@ -56,7 +56,7 @@ def name_activation(args: argparse.Namespace) -> None:
             if getattr(args, model, None) is not None:
                 setattr(args, model, f"{getattr(args, model)}:{name}")
         for side in ("a", "b"):  # of compare, which takes other things than models
-            if os.path.exists(os.path.expanduser((getattr(args, side, None) or "").removeprefix("hf/"))):
+            if os.path.exists(user_path((getattr(args, side, None) or "").removeprefix("hf/"))):
                 setattr(args, side, f"{getattr(args, side)}:{name}")
         args.set = others
 

@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ import torch
 from gpt2.comparison.loaded import Loaded
 from gpt2.data import Tokenizer
 from gpt2.data.tables import READERS, records
-from gpt2.errors import InputError
+from gpt2.errors import InputError, user_path
 from gpt2.measure.estimates import Bootstrap, Estimate
 from gpt2.measure.last_words import LastWord, last_words_change, score_pairs, score_targets, scored
 from gpt2.measure.metrics import Progress
@@ -111,7 +110,7 @@ def read_cases(path: str) -> tuple[list[tuple[str, str]], bool]:
 
     Raises InputError: no such file, another kind of file, a field that is not text.
     """
-    file = Path(path).expanduser()
+    file = user_path(path)
     wanted = f"{' and '.join(FIELDS)}, both text, or {' and '.join(LABELLED)}"
     if file.suffix.lower() not in READERS or not file.exists():
         raise InputError(f"--cases {path}: give a .jsonl, .csv or .parquet file with the fields {wanted}")

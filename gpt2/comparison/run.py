@@ -19,7 +19,7 @@ from gpt2.comparison.passage import Settings
 from gpt2.comparison.results import Comparison
 from gpt2.config import number
 from gpt2.data.files import read_all
-from gpt2.errors import InputError
+from gpt2.errors import InputError, user_path
 from gpt2.measure.metrics import Progress
 
 STEP = re.compile(r"step-(\d+)")
@@ -104,10 +104,10 @@ class Saved:
 def with_checkpoints(name: str) -> tuple[Saved, ...]:
     """Return a run's checkpoints in place of its folder, or the name alone. Raises InputError: a run without a checkpoint."""
     head, colon, dtype = name.rpartition(":")
-    if not colon or os.path.isdir(os.path.expanduser(name)):
+    if not colon or os.path.isdir(user_path(name)):
         head, dtype = name, ""
     suffix = f":{dtype}" if dtype else ""
-    folder = Path(head).expanduser()
+    folder = user_path(head)
     if not folder.is_dir() or (folder / "config.json").exists() or not (folder / "recipe.json").exists():
         return (Saved(name),)
     saved = []

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from gpt2.config import quoted
 from gpt2.data.files import END_OF_TEXT
 from gpt2.data.tables import Record, records, text_file
-from gpt2.errors import InputError, require_memory
+from gpt2.errors import InputError, require_memory, user_path
 
 TEXTS, TABLES = (".txt", ".md", ""), (".jsonl", ".csv", ".tsv", ".parquet")
 NAMED = (*TEXTS, *TABLES, ".json")  # a folder's .json files are settings more often than texts
@@ -43,6 +43,7 @@ def files(path: str) -> list[Path]:
     In a folder, hidden files, links to folders, and other suffixes are ignored. Raises InputError: nothing there, a folder in it
     that cannot be read, or a suffix that is none of ours.
     """
+    path = str(user_path(path))  # a shell expands no ~ behind the = of --set
     place = Path(path)
     try:
         folder, there = place.is_dir(), place.exists()

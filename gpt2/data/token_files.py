@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from gpt2.data.files import opened
-from gpt2.errors import InputError
+from gpt2.errors import InputError, user_path
 
 TRAIN, VAL = "train.bin", "val.bin"
 SAMPLES, BLOCK = 4096, 2048  # of a longer file, only so many blocks of so many ids are checked
@@ -21,7 +21,7 @@ def read(directory: str | Path, n_vocab: int, *, check: bool = True) -> tuple[np
     random places. Raises InputError: a file that is missing, is empty, has an odd size, or has an id outside the vocabulary.
     """
     files = []
-    for path in (Path(directory) / TRAIN, Path(directory) / VAL):
+    for path in (user_path(directory) / TRAIN, user_path(directory) / VAL):
         try:
             size = path.stat().st_size
         except OSError as error:

@@ -20,7 +20,7 @@ from gpt2.checkpoint.containers import MappedFile, shown
 from gpt2.checkpoint.containers.llmc_file import HEADER, STATE, magic_of
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.config import GPT2Config
-from gpt2.errors import InputError, require_memory
+from gpt2.errors import InputError, require_memory, user_path
 from gpt2.measure.npy import FEWER, read_npy, read_npz
 from gpt2.measure.tracing import points_size
 
@@ -52,7 +52,7 @@ class Dump:
 
 def is_dump(text: str) -> bool:
     """Return whether WHAT of the command line is meant as a dump, not as ``FILE.py:build`` or as a checkpoint."""
-    path = Path(text).expanduser()
+    path = user_path(text)
     if path.is_dir():
         return not os.path.lexists(path / "config.json")
     if path.suffix.lower() == ".safetensors" and path.is_file():
@@ -69,7 +69,7 @@ def read(path: str | Path, config: GPT2Config, ids: Tensor | None = None) -> Dum
 
     Raises InputError: not there, damaged, without ids or floats, or with NaN.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     if not path.exists():
         raise InputError(f"{path}: no such file or directory; give {WAYS}")
     readers: dict[str, Callable[[Path, float], Iterator[tuple[str, Tensor]]]]

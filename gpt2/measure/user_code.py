@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from gpt2.data.files import read_all
-from gpt2.errors import InputError
+from gpt2.errors import InputError, user_path
 
 OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent))  # torch, and this package
 PYTHON = sysconfig.get_paths()["stdlib"]
@@ -40,7 +40,7 @@ def target(text: str, default: str = "build") -> Target:
     file, colon, name = text.rpartition(":")
     if not colon or name.endswith(".py") or os.sep in name:
         file, name = text, default
-    path = Path(file).expanduser()
+    path = user_path(file)
     if path.is_dir():
         raise InputError(f"{file}: is a directory; give the Python file that builds your model, as in {path / 'port.py'}:build")
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from gpt2.checkpoint.containers import require_whole_files
-from gpt2.errors import InputError, require_memory
+from gpt2.errors import InputError, require_memory, user_path
 from gpt2.measure.allocator import keep_freed_memory
 from gpt2.model import GPT2
 from gpt2.train import divergence, models, parallel, shards, state
@@ -55,7 +55,7 @@ def train(
     another process of the job died.
     """
     recipe.check(init)
-    recipe, folder = recipe.resolved(init), Path(folder)
+    recipe, folder = recipe.resolved(init), user_path(folder)
     keep_freed_memory()
     rewind: Rewind | None = None
     signals: list[int] = []

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from gpt2.data.files import write_output
-from gpt2.errors import InputError
+from gpt2.errors import InputError, user_path
 from gpt2.pages.drawing import COLOURS, LIGHT, MUTED, matplotlib_of_our_own
 from gpt2.train.runs import METRICS, Points, Run, read
 
@@ -25,7 +25,7 @@ SMOOTHED_POINTS = 40  # points of the averaged training curve; single points are
 
 def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
     """Draw the runs into the PNG or SVG ``out``; return its path. Several runs get a second panel in bits per byte."""
-    out = Path(out)
+    out = user_path(out)
     if out.suffix.lower() not in FORMATS:
         raise InputError(f"{out}: a picture ends in {' or '.join(FORMATS)}; give such a name with --out")
     runs = read(folders)

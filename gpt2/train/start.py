@@ -11,6 +11,7 @@ from gpt2.checkpoint.loading import load, load_tokenizer, require_intact
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer, from_directory
 from gpt2.data.chat import ChatFormat
+from gpt2.errors import user_path
 from gpt2.lora import chosen_projections
 from gpt2.model import GPT2
 from gpt2.train import models, state
@@ -65,7 +66,7 @@ def start(recipe: Recipe, folder: Path, init: str | None, fresh: bool, ranks: Ra
         text.tokenizer.chat = ChatFormat.of_template(recipe.data.prompt) or text.tokenizer.chat
     model = model or models.new(recipe, text.tokenizer)
     if text.classes and isinstance(model, GPT2):
-        model = classifier(model, text.classes, recipe.seed, checkpoint or (Path(init).expanduser() if init else None))
+        model = classifier(model, text.classes, recipe.seed, checkpoint or (user_path(init) if init else None))
     models.check(model, text, recipe, init or "the recipe's model")
     notes.append(models.added(text.tokenizer, text.train_ids, recipe))
     recipe, said = in_steps(resumed or recipe, text)

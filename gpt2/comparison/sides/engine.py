@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from gpt2.checkpoint.saving import sha256
 from gpt2.comparison.sides.side import Model, Shown, Side
 from gpt2.data import Tokenizer, from_directory, holds_tokenizer
-from gpt2.errors import InputError
+from gpt2.errors import InputError, user_path
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class EngineSide(Side):
     @classmethod
     def open(cls, name: str) -> Self:
         """Open a side by name. Raises InputError: the program is not installed, or there is no such model."""
-        side = cls(name, Path(name.removeprefix(cls.prefix)).expanduser())
+        side = cls(name, user_path(name.removeprefix(cls.prefix)))
         side.engine()
         return replace(side, path=side.located())
 

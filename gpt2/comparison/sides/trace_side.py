@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.saving import raw_bytes
 from gpt2.comparison.sides.side import Model, Recording, Running, Shown, Side
 from gpt2.config import GPT2Config
-from gpt2.errors import CheckpointError, InputError
+from gpt2.errors import CheckpointError, InputError, user_path
 from gpt2.measure.dumps import IDS
 from gpt2.measure.tracing import Recorded, grouped, points
 from gpt2.measure.windows import RowWindows, Windows
@@ -48,7 +47,7 @@ class TraceSide(Side):
     @classmethod
     def open(cls, name: str) -> TraceSide:
         """Open ``trace:FILE``. Raises InputError, CheckpointError: nothing there, damaged, or nothing that can be compared."""
-        path = Path(name.removeprefix(PREFIX)).expanduser()
+        path = user_path(name.removeprefix(PREFIX))
         if path.suffix != SUFFIX or not path.exists():
             how = f"gpt2 compare A --save FILE{SUFFIX} writes one, and gpt2 trace MODEL --out FILE{SUFFIX}"
             raise InputError(f"{name}: is not the name of a {SUFFIX} file that is there; {how}")
