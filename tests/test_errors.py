@@ -10,7 +10,7 @@ from gpt2.errors import user_path
 
 
 def test_a_home_folder_is_meant_at_the_beginning_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`~nosuchuser/x` was a traceback, `./~` the home folder, and `data.path=~/x`, which no shell expands, a folder called `~`."""
+    """`~nosuchuser/x` was a traceback, `./~` the home folder, and `data.path=~/x`, which no shell expands, a folder `~`."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("a")

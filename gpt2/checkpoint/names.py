@@ -82,7 +82,7 @@ class ModelName:
         if None not in (dtype, suffix) and dtype != suffix:
             raise InputError(f"{text}: asks for {suffix}, and dtype= for {dtype}; give one of them")
         repo, at, pinned = base.partition("@")
-        local = base == DEFAULT or (repo not in OFFICIAL and os.path.exists(user_path(base)))
+        local = base == DEFAULT or (repo not in OFFICIAL and _exists(base))
         random = None if local else _random(base)
         if (random is not None or local) and revision is not None:
             raise InputError(f"{base} has no revisions, only models of the Hub do: leave out revision {revision!r}")
@@ -93,17 +93,21 @@ class ModelName:
         return cls(base, revision, dtype or suffix, random, local, activation)
 
 
+def _exists(text: str) -> bool:
+    return text != "" and os.path.exists(user_path(text))
+
+
 def _split_activation(text: str, given: str | None) -> tuple[str, str | None]:
     """Return the name without an activation at its end, and the activation, there or ``given``."""
     head, colon, suffix = text.rpartition(":")
-    if not colon or suffix not in ACTIVATIONS or text.startswith("random:") or os.path.exists(user_path(text)):
+    if not colon or suffix not in ACTIVATIONS or text.startswith("random:") or _exists(text):
         return text, given
     return head, suffix
 
 
 def _split_dtype(text: str, use: Mapping[str, str]) -> tuple[str, str | None]:
     head, colon, suffix = text.rpartition(":")
-    if not colon or "/" in suffix or "\\" in suffix or os.path.exists(user_path(text)):
+    if not colon or "/" in suffix or "\\" in suffix or _exists(text):
         return text, None
     if text.startswith("random:") and (head == "random" or suffix not in RUNS):
         return text, None  # the size or the seed
