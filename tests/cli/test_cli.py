@@ -242,7 +242,7 @@ def test_generate_puts_the_prompt_where_the_model_is(monkeypatch: pytest.MonkeyP
     seen: list[str] = []
     monkeypatch.setattr("gpt2.generation.stream", lambda decoder, ids, *args, **kwargs: seen.append(ids.device.type) or ())
     for device in ("meta", "cpu"):
-        args = SimpleNamespace(stop=[], json="-", max_new_tokens=1)
+        args = SimpleNamespace(stop=[], json="-", max_new_tokens=1, special=False)
         writer = generate_command._Writer(args, gpt2.load_tokenizer(), SimpleNamespace(model=gpt2.load().to(device)), {})
         assert writer([1, 2]) == [[]]
     assert seen == ["meta", "cpu"]
