@@ -100,7 +100,8 @@ class Distributions:
 
     ``ratio`` is b's perplexity over a's, ``difference`` the mean log-probability under b minus that under a (ratio =
     exp(-difference)), both paired token by token. ``correlation`` is Pearson's, of the log-probabilities; NaN if one never
-    varies. ``undefined`` counts tokens with NaN figures, because a model returned NaN.
+    varies. ``only_a`` is the probability that a gives to entries that b lacks, on average: KL(a||b) is infinite where it is above
+    0. ``undefined`` counts tokens with NaN figures, because a model returned NaN.
     """
 
     a: Language
@@ -119,6 +120,8 @@ class Distributions:
     by_confidence: tuple[Bin, ...]
     calibration_a: Calibration
     calibration_b: Calibration
+    only_a: Estimate
+    only_b: Estimate
     undefined: int
     tokens: int
     blocks: int
@@ -153,6 +156,8 @@ def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distribu
         by_confidence=_bins(tokens, tokens.top_p_a[:, 0], _equal_bins(CONFIDENCE_BINS), first=0),
         calibration_a=calibration(tokens.top_p_a[:, 0], tokens.top_a[:, 0] == tokens.targets),
         calibration_b=calibration(tokens.top_p_b[:, 0], tokens.top_b[:, 0] == tokens.targets),
+        only_a=bootstrap.mean(tokens.only_a),
+        only_b=bootstrap.mean(tokens.only_b),
         undefined=int(undefined.sum()),
         tokens=len(tokens),
         blocks=bootstrap.blocks,

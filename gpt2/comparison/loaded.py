@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -31,17 +31,20 @@ from gpt2.sampling import Sampling
 class Loaded:
     """One of the ``sides`` of a comparison in memory, with the tokenizer of its text.
 
-    ``vocab`` is the number of tokens that are compared; the side must know as many. ``inputs`` counts the tokens that it was run
-    on, ``seconds`` the time of these passes.
+    ``vocab`` is the number of its own tokens; the side must know as many. ``inputs`` counts the tokens that it was run on,
+    ``seconds`` the time of these passes, and ``unnamed`` is the sum of what it gives to rows without a token.
     """
 
     side: Side
     running: Running
     tokenizer: Tokenizer | None
     sides: Sequence[Side]
-    vocab: int
     seconds: float = 0.0
     inputs: int = 0
+    unnamed: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.vocab = vocabulary(self.side, self.tokenizer) or vocabulary(*self.sides)
 
     @property
     def answers(self) -> bool:
@@ -53,7 +56,12 @@ class Loaded:
         return self.side.n_positions or DEFAULT_CONTEXT
 
     def logits(self, ids: Tensor) -> Tensor:
-        """Return the side's logits (B, T, V). Raises InputError: they are hidden states, too few, or not finite."""
+        """Return the side's logits (B, T, V) of its own tokens, without rows that have none.
+
+        Raises InputError: an id that it does not know; they are hidden states, too few, or not finite.
+        """
+        if self.vocab and (largest := int(ids.max())) >= self.vocab:
+            raise InputError(f"the text holds the id {largest}, and {self.side.name} knows {self.vocab:,} tokens; leave it out")
         began = time.perf_counter()
         logits = self.running.logits(ids)
         self.seconds += time.perf_counter() - began
@@ -65,7 +73,11 @@ class Loaded:
             advice = "use models of one tokenizer, or compare it alone" if several else "use the model's own tokenizer"
             raise InputError(f"{self.side.name}: {sizes}; {advice}")
         ours = isinstance(self.running, RunningModule)  # ours, and transformers', look for themselves, and name the weights
-        if not ours and (bad := int((~logits[..., : self.vocab or None].isfinite()).sum())):
+        if self.vocab and logits.size(-1) > self.vocab:
+            beyond = logits[..., self.vocab :].float().logsumexp(-1)
+            self.unnamed += float((beyond - logits.float().logsumexp(-1)).exp().sum())
+            logits = logits[..., : self.vocab]
+        if not ours and (bad := int((~logits.isfinite()).sum())):
             which = f"{bad:,} logits are not finite numbers, but NaN or infinite"
             raise InputError(f"{self.side.name}: {which}; {self.side.advice}")
         return logits
@@ -81,8 +93,14 @@ class Loaded:
         """Score a text whose ids are those of ``first`` in its own tokens. Raises InputError: the text is known as ids only."""
         if passage.text is None or self.tokenizer is None or first is None:
             raise InputError(f"{self.side.name}: has another tokenizer, and the text is known as ids only; leave it out")
-        vocab, own = vocabulary(self.side, self.tokenizer), passage.in_tokens_of(self.tokenizer, first, self.side.n_positions)
-        return alone(replace(self, vocab=vocab).logits, own, self.tokenizer, vocab, seed)[0]
+        return alone(self.logits, passage.in_tokens_of(self.tokenizer, first, self.side.n_positions), self.tokenizer, seed)[0]
+
+    @property
+    def rows_left_out(self) -> dict[str, str]:
+        """Say of rows without a token what they take of the probability, where that is 0.1 % or more; {} else."""
+        share = self.unnamed / max(1, self.inputs)
+        why = f"they take {share:.1%} of its probability in programs that count them; generate leaves them out too"
+        return {f"rows of {self.side.name} without a token": why} if share >= 0.001 else {}
 
     @property
     def classifier(self) -> Classifier | None:
@@ -113,7 +131,7 @@ class Loaded:
             return
         generator, held = torch.Generator().manual_seed(seed), torch.tensor([tokenizer.holds(i) for i in range(self.vocab)])
         for _ in range(new_tokens):
-            logits = self.logits(ids[:, -self.context :])[:, -1, : self.vocab].cpu().float()
+            logits = self.logits(ids[:, -self.context :])[:, -1].cpu().float()
             yield (chosen := Sampling(temperature).next_ids(logits.masked_fill(~held, -math.inf), generator))
             ids = torch.cat((ids, chosen[:, None]), dim=1)
 
@@ -143,13 +161,13 @@ class Classifier:
 
 
 @torch.inference_mode()
-def alone(logits: Logits, passage: Passage, tokenizer: Tokenizer | None, vocab: int, seed: int) -> tuple[Language, Tensor]:
+def alone(logits: Logits, passage: Passage, tokenizer: Tokenizer | None, seed: int) -> tuple[Language, Tensor]:
     """Return a model's score on a text in tokens of its own, and the log-probability of each scored token (N,)."""
     losses, targets = [], []
     for inputs, group in passage.windows.batches(passage.ids):
         for row, window in zip(logits(inputs), group, strict=True):
             targets.append(passage.ids[window.first + 1 : window.end + 1])
-            scored = row[None, window.first - window.start :, :vocab].cpu()
+            scored = row[None, window.first - window.start :].cpu()
             losses.append(token_losses(scored, targets[-1][None])[0].double())
-    logp, lengths = -torch.cat(losses), passage.token_bytes(tokenizer, vocab)[torch.cat(targets)]
+    logp, lengths = -torch.cat(losses), passage.token_bytes(tokenizer)[torch.cat(targets)]
     return language(logp, lengths, passage.windows, Bootstrap(len(logp), seed)), logp

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -20,11 +21,10 @@ from gpt2.comparison.loaded import Loaded, alone
 from gpt2.comparison.many_results import Against, Candidate, Comparisons, Ranked, letters_of, paper_figures
 from gpt2.comparison.noise import Floor
 from gpt2.comparison.passage import Passage, Settings, open_passage
-from gpt2.comparison.sides.checkpoint_side import CheckpointSide, readers
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide, heads_left_out, readers
 from gpt2.comparison.sides.opening import open_sides
-from gpt2.comparison.sides.side import Side, Tokenizers, environment_of, first_tokenizer, vocabulary
+from gpt2.comparison.sides.side import Side, Tokenizers, environment_of, first_tokenizer
 from gpt2.comparison.weights import distance, quantisation, weights_norm
-from gpt2.errors import InputError
 from gpt2.measure.estimates import Bootstrap
 from gpt2.measure.last_words import LastWord
 from gpt2.measure.metrics import Logits, Progress
@@ -55,7 +55,9 @@ def compare_many(names: Sequence[str], steps: Sequence[int | None], settings: Se
         model, speed = side.describe(env.versions, hashes=hashes), run.inputs[n] / run.seconds[n] if run.seconds[n] else math.nan
         figures = shown[n].language, run.words[n], shown[n].against, moved[n]
         papers = paper_figures(side.name, passage.scored.name)
-        candidates.append(Candidate(model, steps[n], side.size, speed, *figures, fits[n].impossible, papers, made[n]))
+        left_out = run.fits[n].impossible | heads_left_out(side)
+        more = side.vocab_size - first.vocab_size if side.vocab_size and first.vocab_size else 0
+        candidates.append(Candidate(model, steps[n], side.size, speed, *figures, left_out, papers, made[n], more))
     ranking, forward = _ranking(shown, run.words, seed), sum(run.seconds)
     seconds = time.perf_counter() - started
     return Comparisons(tuple(candidates), passage.scored, env, seed, seconds, forward, ranking=ranking, floor=run.floor)
@@ -81,12 +83,8 @@ class _Run:
         seed: int,
         progress: Progress,
     ) -> None:
-        self.sides, self.fits, self.passage, self.seed, self.progress = sides, fits, passage, seed, progress
+        self.sides, self.fits, self.passage, self.seed, self.progress = sides, [*fits], passage, seed, progress
         self.tokenizers = [tokenizer or first_tokenizer(own) for tokenizer in own]  # that read the text
-        together = [n for n, fit in enumerate(fits) if fit.vocabularies.comparable]
-        self.vocab = vocabulary(*(sides[n] for n in together), *(self.tokenizers[n] for n in together))
-        if (largest := int(passage.ids.max())) >= self.vocab:
-            raise InputError(f"the text holds the id {largest}, and a model knows {self.vocab:,} tokens; leave it out")
         self.words: list[LastWord | None] = [None for _ in sides]
         self.seconds, self.inputs = [0.0 for _ in sides], [0 for _ in sides]
         self.kept: list[Tensor] = []  # the first model's logits of each batch; none where they are too many
@@ -98,9 +96,9 @@ class _Run:
         """Load a side."""
         side, tokenizer = self.sides[n], self.tokenizers[n]
         self.progress(f"{side.name}: loading")
-        vocab = self.vocab if self.fits[n].vocabularies.comparable else vocabulary(side, tokenizer)
         with side.running() as running:
-            yield (loaded := Loaded(side, running, tokenizer, self.sides, vocab))
+            yield (loaded := Loaded(side, running, tokenizer, self.sides))
+        self.fits[n] = replace(self.fits[n], impossible=self.fits[n].impossible | loaded.rows_left_out)
         self.seconds[n] += loaded.seconds
         self.inputs[n] += loaded.inputs
 
@@ -110,9 +108,9 @@ class _Run:
         with self.loaded(0) as loaded, torch.inference_mode():
             self.words[0] = loaded.last_words(self.passage, self.seed, self.progress)
             self.floor = loaded.floor(ids[:FLOOR_TOKENS])
-            if 4 * self.vocab * len(ids) <= HELD:
+            if 4 * loaded.vocab * len(ids) <= HELD:
                 for inputs, _ in self.passage.windows.batches(ids):
-                    self.kept.append(loaded.logits(inputs)[..., : self.vocab].cpu())
+                    self.kept.append(loaded.logits(inputs).cpu())
                     self.progress(f"{self.sides[0].name}: {loaded.inputs:,} tokens")
         others = [self.other(n) for n in range(1, len(self.sides))]
         return [self.of_first(), *others]
@@ -130,7 +128,7 @@ class _Run:
     def of_first(self) -> _Shown:
         if self.its is None:
             with self.logits_of_first() as logits:
-                self.its = _Shown(*alone(logits, self.passage, self.tokenizers[0], self.vocab, self.seed))
+                self.its = _Shown(*alone(logits, self.passage, self.tokenizers[0], self.seed))
         return self.its
 
     def other(self, n: int) -> _Shown:
@@ -142,13 +140,17 @@ class _Run:
                 return _Shown(loaded.in_its_tokens(passage, self.tokenizers[0], seed), None)
             with self.logits_of_first() as first_logits:
                 pair = first_logits, loaded.logits
-                found = measure_pair(*pair, passage.ids, passage.windows, vocab=self.vocab, progress=self.progress)
-        lengths = passage.token_bytes(self.tokenizers[0], self.vocab)
+                found = measure_pair(*pair, passage.ids, passage.windows, progress=self.progress)
+        lengths = passage.token_bytes(self.tokenizers[0])
         both, lost = summarise(found, lengths, seed=seed), -gain(found.logp_a, found.logp_b)
         self.its = _Shown(both.a, found.logp_a)
         per, bootstrap = lengths[found.targets] * math.log(2), Bootstrap(len(found), seed)
         bits = bootstrap.interval(lost.sum().item() / per.sum().item(), bootstrap.means(lost, per))
-        return _Shown(both.b, found.logp_b, Against(both.ratio, bits, both.kl_ab.mean, both.kl_ab.max, both.same_top))
+        return _Shown(
+            both.b,
+            found.logp_b,
+            Against(both.ratio, bits, both.kl_ab.mean, both.kl_ab.max, both.same_top, both.only_a, both.only_b),
+        )
 
 
 def _ranking(shown: Sequence[_Shown], words: Sequence[LastWord | None], seed: int) -> tuple[Ranked, ...]:

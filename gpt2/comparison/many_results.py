@@ -51,6 +51,8 @@ class Against:
     kl: Estimate
     kl_max: float
     same_top: Estimate
+    only_first: Estimate  # the probability that the first model gives to tokens that this one lacks
+    only_it: Estimate  # and the other way around
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Candidate:
     left_out: dict[str, str]
     paper: tuple[PaperFigure, ...]
     made_of: str = ""  # "A in q8_0": another one's weights, rounded
+    rows: int = 0  # of the vocabulary more than the first model's
 
     @property
     def size_text(self) -> str:
@@ -81,12 +84,18 @@ class Candidate:
             return ""
         return f"{self.size / 1e9:.2f} GB" if self.size >= 1e9 else f"{self.size / 1e6:.1f} MB"
 
+    def lacks(self, letter: str) -> list[tuple[str, str, float]]:
+        """Return who lacks tokens of whom, and what these have of its probability; A is the first model."""
+        both = [] if self.against is None else [(letter, "A", self.against.only_first), ("A", letter, self.against.only_it)]
+        return [(lacking, whose, share.value) for lacking, whose, share in both if share.value > 0]
+
     @property
     def weights_text(self) -> str:
         """How far the weights moved; empty for the first model, and where they cannot be compared."""
         if self.weights is None:
             return ""
-        return "equal" if self.weights == 0 else f"{self.weights:.2%}"
+        moved = "equal" if self.weights == 0 else f"{self.weights:.2%}"
+        return f"{moved}, {self.rows:+,} rows" if self.rows else moved
 
 
 class Ranked(NamedTuple):
@@ -187,8 +196,10 @@ class Comparisons(Printed):
             yield data_table("", "", "measured", "GPT-2 paper, table 3", right=(2, 3), rows=papers)
             yield Text(self.protocols, style="dim")
         for letter, one in each:
-            for part in ("weights", "distributions"):
-                if why := one.left_out.get(part):
+            for lacking, whose, share in one.lacks(letter):
+                yield Text(f"{lacking} lacks tokens that have {100 * share:.3g}% of {whose}'s probability", style="yellow")
+            for part, why in one.left_out.items():
+                if part != "activations":
                     yield Text(f"left out of {letter}: {part}: {why.partition(';')[0]}", style="yellow")
         yield f"[dim]in {self.seconds:.1f} s, {self.forward_seconds:.1f} s of them forward passes[/dim]\n"
 

@@ -135,6 +135,7 @@ def verdict(comparison: Comparison) -> tuple[str, str]:
         how = how or (a.dtype != b.dtype and f"run in {a.dtype} and in {b.dtype}")
         how = how or (a.implementation != b.implementation and f"run by {a.implementation} and by {b.implementation}")
         subject = f"The same weights, {how or 'run in two ways'}"
+        subject = f"The same weights in the rows that both have, and {weights.rows_text}" if weights.rows else subject
     elif weights is not None and weights.same_numbers:
         subject = f"The same weights in another precision, {a.dtype} and {b.dtype}"
     elif weights is not None:

@@ -66,14 +66,13 @@ def compare(
     if blame:
         require_same_function(compatible)
     weights = None if "weights" in compatible.impossible else _weights(sides, progress)
-    vocab = vocabulary(*sides, *tokenizers)
     activations = numerics = distributions = words = floor = None
     scores: tuple[LanguageScore, ...] = ()
     with ExitStack() as stack:
         progress("loading both models")
         running = stack.enter_context(sides[0].running()), stack.enter_context(sides[1].running())
         read_by = [tokenizer or first_tokenizer(tokenizers) for tokenizer in tokenizers]  # its partner's, where it has none
-        first, second = (Loaded(*each, sides, vocab) for each in zip(sides, running, read_by, strict=True))
+        first, second = (Loaded(*each, sides) for each in zip(sides, running, read_by, strict=True))
         own = first, second
         start = ids[None, : min(windows.context, TRACED)]
         if "activations" not in compatible.impossible:
@@ -88,9 +87,7 @@ def compare(
             compatible, readable = _read_modules(own, compatible)
             weights = None if "weights" in compatible.impossible else _weights(readable, progress)
         if "distributions" not in compatible.impossible:
-            known = first_tokenizer(tokenizers)
-            whole = replace(first, vocab=vocabulary(side_a, known))  # not only what both know
-            to_save = saving(kept, whole, known, passage) if kept else nullcontext(first.logits)
+            to_save = saving(kept, first, first.tokenizer, passage) if kept else nullcontext(first.logits)
             logits_a = stack.enter_context(to_save)
             distributions, words = _distributions(own, logits_a, passage, seed, progress)
         elif kept is not None:
@@ -99,11 +96,13 @@ def compare(
             scores = tuple(each.in_its_tokens(passage, first.tokenizer, seed).score for each in own)
         on_cases = None if cases is None else compare_cases(cases, own, seed=seed, progress=progress)
         last_words = _last_words(own, passage, seed, progress)
+        left_out = first.rows_left_out | second.rows_left_out
+        compatible = replace(compatible, impossible=compatible.impossible | left_out)
         if distributions is not None:
             progress("the floor of noise")
             for each, other in ((first, sides[1]), (second, sides[0])):
                 floor = floor or each.floor(ids[:TRACED], other.dtype)
-    blamed = _blame(sides, passage, vocab, seed, progress) if blame else None
+    blamed = _blame(sides, passage, vocabulary(*sides, *tokenizers), seed, progress) if blame else None
     env = environment_of(sides)
     return Comparison(
         a=sides[0].describe(env.versions),
@@ -141,6 +140,7 @@ def _weights(sides: tuple[Side, Side], progress: Progress) -> WeightChanges | No
     ]
     a, b = readers(sides[0], sides[1])
     changes = compare_weights(names, a, b, progress=progress)
+    changes = replace(changes, rows=sides[1].config.vocab_size - sides[0].config.vocab_size)
     if changes.same_numbers:
         return changes
     small_first = sorted((each for each in changes.tensors if not each.equal), key=lambda each: math.prod(each.shape))
@@ -197,8 +197,8 @@ def _distributions(
 ) -> tuple[Distributions, Words | None]:
     """Compare both models' predictions after each token; with a tokenizer, also as words."""
     a, b = pair
-    measured = measure_pair(logits_a, b.logits, passage.ids, passage.windows, vocab=a.vocab, progress=progress)
-    found = summarise(measured, passage.token_bytes(a.tokenizer, a.vocab), seed=seed)
+    measured = measure_pair(logits_a, b.logits, passage.ids, passage.windows, progress=progress)
+    found = summarise(measured, passage.token_bytes(a.tokenizer), seed=seed)
     if a.tokenizer is None or b.tokenizer is None:
         return found, None
     return found, compare_words(a, b, (a.tokenizer, b.tokenizer), measured, passage, seed=seed, progress=progress)

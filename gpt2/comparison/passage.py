@@ -54,21 +54,21 @@ class Passage:
     scored: Scored
     recording: Recording | None = None
 
-    def token_bytes(self, tokenizer: Tokenizer | None, vocab: int) -> Tensor:
-        """Return the bytes that each token stands for, (V,); ones where neither a tokenizer nor a recording tells.
+    def token_bytes(self, tokenizer: Tokenizer | None) -> Tensor:
+        """Return the bytes that each token stands for, (V,) or longer; ones where neither a tokenizer nor a recording tells.
 
         A byte-level token has its own. What a normaliser drops, an unknown token and a space between words depend on the text:
         then these are the token's mean bytes of this very text, and all of them together are the text's UTF-8 bytes.
         """
         if tokenizer is None:
             known = None if self.recording is None else self.recording.token_bytes
-            return torch.ones(vocab, dtype=torch.int64) if known is None else known
+            return torch.ones(int(self.ids.max()) + 1, dtype=torch.int64) if known is None else known
         lengths = torch.tensor(tokenizer.bytes_by_id())
         if not tokenizer.exact and self.text is not None:
             own = torch.tensor(tokenizer.lengths(self.text.text)[: len(self.ids)], dtype=torch.float64)
             counts = torch.bincount(self.ids, minlength=tokenizer.n_vocab)
             lengths = torch.where(counts > 0, torch.bincount(self.ids, own, minlength=tokenizer.n_vocab) / counts, lengths)
-        return lengths[:vocab]
+        return lengths
 
     def in_tokens_of(self, tokenizer: Tokenizer, first: Tokenizer, n_positions: int | None) -> Passage:
         """Return the same passage, whose ids are those of ``first``, in another tokenizer's. It must be known as text."""

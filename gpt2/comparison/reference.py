@@ -28,7 +28,7 @@ from gpt2.checkpoint.saving import raw_bytes, safetensors_header, write_pieces
 from gpt2.comparison.loaded import Loaded
 from gpt2.comparison.passage import Passage, Settings, open_passage
 from gpt2.comparison.sides.opening import open_side
-from gpt2.comparison.sides.side import environment_of, vocabulary
+from gpt2.comparison.sides.side import environment_of
 from gpt2.comparison.sides.trace_side import FORMAT, SUFFIX, checksum
 from gpt2.data import Tokenizer
 from gpt2.data.files import written_aside
@@ -53,7 +53,7 @@ def save_reference(name: str, path: str | Path, settings: Settings) -> Path:
     tokenizer = side.tokenizer()
     passage = open_passage([side], [tokenizer], settings)
     with side.running() as running:
-        loaded = Loaded(side, running, tokenizer, [side], vocabulary(side, tokenizer))
+        loaded = Loaded(side, running, tokenizer, [side])
         with saving(path, loaded, tokenizer, passage) as logits, torch.inference_mode():
             for inputs, group in passage.windows.batches(passage.ids):
                 logits(inputs)
@@ -77,7 +77,7 @@ def saving(path: Path, loaded: Loaded, tokenizer: Tokenizer | None, passage: Pas
     said = {"side": asdict(side.describe(env.versions)), "text": asdict(passage.scored), "environment": env}
     said |= {"tokenizer": tokenizer.fingerprint if tokenizer else None, "windows": vars(windows)}
     about = as_json({"format": FORMAT, "version": __version__, **said}, None)
-    lengths = passage.token_bytes(tokenizer, vocab).double() if tokenizer else torch.zeros(vocab, dtype=torch.float64)
+    lengths = passage.token_bytes(tokenizer)[:vocab].double() if tokenizer else torch.zeros(vocab, dtype=torch.float64)
     held = {"ids": passage.ids.int(), "token_bytes": lengths, "crc32": torch.empty(4, dtype=torch.uint8)}
     later, rest = list[str](), iter(spans)
     file: IO[bytes] | None = None
@@ -88,7 +88,7 @@ def saving(path: Path, loaded: Loaded, tokenizer: Tokenizer | None, passage: Pas
         output = loaded.logits(ids)
         for row in output:
             span = next(rest)
-            rows = row[span.first - span.start :, :vocab].detach().cpu().contiguous()
+            rows = row[span.first - span.start :].detach().cpu().contiguous()
             if file is None:  # the header needs the type of the logits
                 shape = sum(span.end - span.first for span in spans), vocab
                 held["logits"] = torch.empty(shape, dtype=rows.dtype, device="meta")

@@ -87,6 +87,7 @@ class WeightChanges:
     rounded_to: str = ""  # the type to which b's are a's, rounded, where that alone explains every change
     nearly: str = ""  # else the type to which at least half of the tensors that changed are a's, rounded
     beyond: tuple[str, ...] = ()  # then the tensors that this type does not explain
+    rows: int = 0  # of the vocabulary that b has more than a; those that both have are compared
 
     def most_changed(self, count: int = 10) -> tuple[TensorChange, ...]:
         """Return the tensors with the largest relative change, without unchanged ones."""
@@ -98,6 +99,11 @@ class WeightChanges:
         """The tensors that ``nearly`` does not explain, in words."""
         more = len(self.beyond) - 1
         return f"{self.beyond[0]}{f' and {more} more' if more else ''}"
+
+    @property
+    def rows_text(self) -> str:
+        """The rows that only one has, in words; "" where there are none."""
+        return f"{abs(self.rows):,} rows {'more' if self.rows > 0 else 'fewer'}" if self.rows else ""
 
     @property
     def same_numbers(self) -> bool:
@@ -112,8 +118,11 @@ class WeightChanges:
     def summary(self, dtypes: tuple[str, str], beside: str) -> tuple[str, str, str]:
         """Say in a name, a figure and a remark what changed; ``beside`` says what else makes b another model than a."""
         moved, most = f"{self.total.distance:.2%}", self.most_changed(1)
+        if not most and self.rows:
+            return "weights", self.rows_text, f"{len(self.tensors)} tensors equal in the shared rows"
         if not most:
             return "weights", "equal", f"all {len(self.tensors)} tensors, every entry"
+        beside = f"{self.rows_text}, and {beside}" if self.rows else beside
         if self.same_numbers:
             coarser = max(dtypes, key=["float64", "float32", "float16", "bfloat16", "int8"].index)
             return "weights", "the same", f"rounded to {coarser}, and {beside}"
@@ -121,7 +130,8 @@ class WeightChanges:
             return "weights", f"a's, in {self.rounded_to}", f"which moves them by {moved}, and {beside}"
         if self.nearly:
             return "weights", f"a's, in {self.nearly}", f"but not {self.beyond_text}: more than rounding"
-        return "weights moved", moved, f"most: {most[0].name}, {most[0].moved}; {len(self.unchanged)} tensors unchanged"
+        kept = f"{len(self.unchanged)} tensors unchanged" + f"; {self.rows_text}" * bool(self.rows)
+        return "weights moved", moved, f"most: {most[0].name}, {most[0].moved}; {kept}"
 
 
 def compare_weights(

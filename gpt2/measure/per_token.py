@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt2.errors import InputError
 from gpt2.measure.metrics import Logits, Progress, silent
 from gpt2.measure.windows import Windows
 
@@ -34,14 +33,15 @@ class Tokens:
     position: Tensor  # (N,) number of tokens that it was predicted from
     logp_a: Tensor  # (N,) its log-probability under a
     logp_b: Tensor
-    kl_ab: Tensor  # (N,) KL(a||b), summed over the vocabulary
+    kl_ab: Tensor  # (N,) KL(a||b), summed over the entries of both, and one for all that the other lacks
     kl_ba: Tensor
     js: Tensor  # (N,) Jensen-Shannon
     top_a: Tensor  # (N, k) a's likeliest tokens, likeliest first; among equals, the lower id
     top_b: Tensor
     top_p_a: Tensor  # (N, k) their probabilities
     top_p_b: Tensor
-    vocab: int
+    only_a: Tensor  # (N,) the probability that a gives to the entries that b lacks, because its vocabulary is shorter
+    only_b: Tensor
     windows: Windows
 
     def __len__(self) -> int:
@@ -70,44 +70,34 @@ def measure_pair(
     ids: Tensor,
     windows: Windows,
     *,
-    vocab: int,
     batch_size: int | None = None,
     progress: Progress = silent,
 ) -> Tokens:
     """Run both models over a text (N,) and compare their predictions of each token but the first, in float64.
 
-    ``vocab`` is the tokenizer's size: logits beyond it (padding) are dropped before normalisation. A divergence is exactly 0 for
-    bitwise equal logits, never negative, and otherwise accurate to about 1e-15; infinite where a probability is 0 in one model;
-    NaN logits make all of the token's measurements NaN. Raises InputError: no token to predict, a protocol that skips tokens, an
-    id or a model that does not fit the vocabulary.
+    Each model is normalised over all of its logits (B, T, V), which hold no padding; one V may be larger than the other. A
+    divergence is exactly 0 for bitwise equal logits, never negative, and otherwise accurate to about 1e-15; infinite where a
+    probability is 0 in one model; NaN logits make all of the token's measurements NaN. Raises InputError: no token to predict, a
+    protocol that skips tokens.
     """
     ids = ids.long()
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
-        bad = int(ids.max() if ids.min() >= 0 else ids.min())
-        raise InputError(f"token {bad} of the text is not within the vocabulary of {vocab}; use the models' own tokenizer")
     parts: list[tuple[Tensor, ...]] = []
     done = 0
     for inputs, group in windows.batches(ids, batch_size):
-        logits_a, logits_b = _logits(a, "a", inputs, vocab), _logits(b, "b", inputs, vocab)
+        logits_a, logits_b = a(inputs), b(inputs)
+        top = min(TOP, logits_a.size(-1), logits_b.size(-1))
         for row, window in enumerate(group):
             first = window.first - window.start
             targets = ids[window.first + 1 : window.end + 1]
             index = torch.arange(window.first + 1, window.end + 1)
-            measured = measure_rows(logits_a[row, first:, :vocab], logits_b[row, first:, :vocab], targets, min(TOP, vocab))
+            measured = measure_rows(logits_a[row, first:], logits_b[row, first:], targets, top)
             parts.append((targets, index, index - window.start, *(tensor.cpu() for tensor in measured)))
             done += len(targets)
         del logits_a, logits_b  # else two batches of each are alive while the next are computed
         progress(f"distributions: {done:,} of {len(ids) - 1:,} tokens")
     names = [field.name for field in fields(Tokens) if field.type == "Tensor"]
     columns: dict[str, Any] = {name: torch.cat(column) for name, column in zip(names, zip(*parts, strict=True), strict=True)}
-    return Tokens(**columns, vocab=vocab, windows=windows)
-
-
-def _logits(model: Logits, name: str, inputs: Tensor, vocab: int) -> Tensor:
-    logits = model(inputs)
-    if logits.size(-1) < vocab:
-        raise InputError(f"model {name} knows {logits.size(-1)} tokens and the tokenizer {vocab}; use the models' own tokenizer")
-    return logits
+    return Tokens(**columns, windows=windows)
 
 
 def measure_rows(a: Tensor, b: Tensor, targets: Tensor, top: int) -> list[Tensor]:
@@ -139,52 +129,65 @@ def in_shares(measure: Callable[[slice], list[Tensor]], rows: Tensor) -> list[Te
 
 
 def _measure(a: Tensor, b: Tensor, targets: Tensor, top: int) -> list[Tensor]:
-    """Measure logits (R, V) and targets (R,): logp of a and b, KL both ways, JS; ids and probabilities of the likeliest.
+    """Measure logits (R, Va), (R, Vb) and targets (R,): the columns of :class:`Tokens` from ``logp_a`` on.
 
-    With x, y the logits minus their maxima, P = exp(x), Q = exp(y) and Sa, Sb their sums::
+    With x, y the logits minus their maxima, P = exp(x), Q = exp(y) and Sa, Sb their sums over each model's own entries, where
+    other sums are over the entries that both have, with the shares pa and pb of the probability::
 
-        KL(a||b) = sum P (x - y) / Sa - log(Sa / Sb)
-        JS       = KL(b||a) / 2 - sum (P / Sa + Q / Sb) L / 2,    L = log((1 + Q Sa / (P Sb)) / 2)
+        D(a||b) = sum P (x - y) / Sa - pa log(Sa / Sb)
+        JS      = D(b||a) / 2 - sum (P / Sa + Q / Sb) L / 2 + (2 - pa - pb) log(2) / 2,    L = log((1 + Q Sa / (P Sb)) / 2)
 
-    No large numbers cancel, and for x = y every term is exactly 0. All in float64: with float32 exponentials summed in float64,
-    single tokens were wrong by half at a mean KL of 3e-7.
+    KL(a||b) is D(a||b), or infinite where pa < 1: the entries that b lacks have probability 0 there. No large numbers cancel, and
+    for x = y every term is exactly 0. All in float64: with float32 exponentials summed in float64, single tokens were wrong by
+    half at a mean KL of 3e-7.
     """
     a = a if a.is_cuda else a.cpu()  # not every device has float64
     b, targets = b.to(a.device), targets.to(a.device)
     (top_a, value_a), (top_b, value_b) = likeliest(a, top), likeliest(b, top)
     max_a, max_b = value_a[:, :1], value_b[:, :1]
-    step = max(1, (1 << 24 if a.is_cuda else CACHED) // a.size(1))
+    shared = min(a.size(1), b.size(1))
+    rest = torch.zeros(2, len(a), dtype=torch.float64, device=a.device)  # of the sums, by entries that the other lacks
+    step = max(1, (1 << 24 if a.is_cuda else CACHED) // shared)
     # Allocated once: allocating in each of a thousand small steps would cost more than the arithmetic.
-    work = torch.empty(4, min(step, len(a)), a.size(1), dtype=torch.float64, device=a.device)
+    work = torch.empty(4, min(step, len(a)), shared, dtype=torch.float64, device=a.device)
     sums = torch.empty(6, len(a), dtype=torch.float64, device=a.device)
     for start in range(0, len(a), step):
         part = slice(start, start + step)
-        _add_up(a[part], b[part], max_a[part], max_b[part], work, out=sums[:, part])
-    sum_a, sum_b, dot_a, dot_b, mixed_a, mixed_b = sums
+        for own, x, most in ((rest[0], a, max_a), (rest[1], b, max_b)):
+            if x.size(1) > shared:
+                own[part] = (x[part, shared:].double() - most[part]).exp().sum(1)
+        _add_up(a[part, :shared], b[part, :shared], max_a[part], max_b[part], rest[:, part], work, out=sums[:, part])
+    (sum_a, sum_b), (dot_a, dot_b, mixed_a, mixed_b) = sums[:2] + rest, sums[2:]
     log_a, log_b = sum_a.log(), sum_b.log()
+    only_a, only_b = rest[0] / sum_a, rest[1] / sum_b
     between = torch.log1p((sum_a - sum_b) / sum_b)  # log(Sa / Sb), accurate to 1e-16 for nearly equal sums
-    kl_ab, kl_ba = dot_a / sum_a - between, between - dot_b / sum_b
+    kl_ab, kl_ba = dot_a / sum_a - (1 - only_a) * between, (1 - only_b) * between - dot_b / sum_b
     divergences = torch.stack((kl_ab, kl_ba, (kl_ba - mixed_a / sum_a - mixed_b / sum_b) / 2), 1)
     # -inf among the logits, or a span so wide that a quotient overflowed
     for wide in (~divergences.isfinite().all(1)).nonzero()[:, 0].split(step):
-        x = a[wide].double() - max_a[wide] - log_a[wide, None]
-        divergences[wide] = _wide_divergences(x, b[wide].double() - max_b[wide] - log_b[wide, None])
+        x = a[wide, :shared].double() - max_a[wide] - log_a[wide, None]
+        divergences[wide] = _wide_divergences(x, b[wide, :shared].double() - max_b[wide] - log_b[wide, None])
+    infinite = torch.where(torch.stack((only_a, only_b)) > 0, math.inf, 0.0)
+    divergences += torch.stack((*infinite, (only_a + only_b) * math.log(2) / 2), 1)
     divergences.clamp_(min=0)  # rounding errors: at most 1e-15 below 0
     logp_a = (a.gather(1, targets[:, None]).double() - max_a)[:, 0] - log_a
     logp_b = (b.gather(1, targets[:, None]).double() - max_b)[:, 0] - log_b
     p_a, p_b = (value_a - max_a - log_a[:, None]).exp(), (value_b - max_b - log_b[:, None]).exp()
-    return [logp_a, logp_b, *divergences.T, top_a, top_b, p_a, p_b]
+    return [logp_a, logp_b, *divergences.T, top_a, top_b, p_a, p_b, only_a, only_b]
 
 
-def _add_up(a: Tensor, b: Tensor, max_a: Tensor, max_b: Tensor, work: Tensor, out: Tensor) -> None:
-    """Sum P, Q, P (x - y), Q (x - y), P L and Q L over the vocabulary; ``work`` (4, R or more, V) is a cache-sized buffer."""
+def _add_up(a: Tensor, b: Tensor, max_a: Tensor, max_b: Tensor, rest: Tensor, work: Tensor, out: Tensor) -> None:
+    """Sum P, Q, P (x - y), Q (x - y), P L and Q L over the vocabulary; ``work`` (4, R or more, V) is a cache-sized buffer.
+
+    ``rest`` (2, R) is what entries beyond add to the sums in L.
+    """
     x, y, p, q = work[:, : len(a)]
     exp_into(x.copy_(a).sub_(max_a), p)
     exp_into(y.copy_(b).sub_(max_b), q)
     d = x.sub_(y)
     sum_a, sum_b = p.sum(1), q.sum(1)
     dot_a, dot_b = torch.mul(p, d, out=y).sum(1), torch.mul(q, d, out=y).sum(1)
-    mixed = torch.div(q, p, out=d).mul_((sum_a / sum_b / 2)[:, None]).add_(0.5).log_()
+    mixed = torch.div(q, p, out=d).mul_(((sum_a + rest[0]) / (sum_b + rest[1]) / 2)[:, None]).add_(0.5).log_()
     torch.stack((sum_a, sum_b, dot_a, dot_b, p.mul_(mixed).sum(1), q.mul_(mixed).sum(1)), out=out)
 
 

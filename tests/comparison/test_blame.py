@@ -51,7 +51,7 @@ def blame(a: GPT2, b: GPT2) -> Blame:
 
 def kl(a: GPT2, b: GPT2) -> float:
     """The mean KL by the same measurement as a comparison, of two whole models."""
-    measured = measure_pair(a, b, IDS, Windows(CONFIG.n_positions), vocab=CONFIG.vocab_size)
+    measured = measure_pair(a, b, IDS, Windows(CONFIG.n_positions))
     return measured.kl_ab.mean().item()
 
 

@@ -43,28 +43,28 @@ def pair(
     b: Tensor,
     ids: Tensor | None = None,
     windows: Windows | None = None,
-    vocab: int | None = None,
     **how,
 ) -> Tokens:
     """The rows of two tables, each used once, in order: token i of the result is predicted by row i."""
     ids = torch.cat((torch.arange(len(a)), torch.zeros(1, dtype=torch.long))) if ids is None else ids
-    return measure_pair(bigram(a), bigram(b), ids, windows or Windows(4), vocab=vocab or a.size(1), **how)
+    return measure_pair(bigram(a), bigram(b), ids, windows or Windows(4), **how)
 
 
 def divergences(tokens: Tokens) -> Tensor:
     return torch.stack((tokens.kl_ab, tokens.kl_ba, tokens.js))
 
 
-def made(n: int, seed: int = 0, vocab: int = 40, context: int = 64) -> Tokens:
+def made(n: int, seed: int = 0, context: int = 64) -> Tokens:
     """Random token measurements: every column is random."""
     generator = torch.Generator().manual_seed(seed)
     p = torch.rand(2, n, 5, generator=generator, dtype=torch.float64).sort(2, descending=True).values / 5
     top = torch.stack([torch.randperm(7, generator=generator)[:5] for _ in range(2 * n)]).view(2, n, 5)
     logs = -torch.rand(2, n, generator=generator, dtype=torch.float64) * 6
     kl = torch.rand(3, n, generator=generator, dtype=torch.float64).square()
+    only = torch.rand(2, n, generator=generator, dtype=torch.float64)
     targets = torch.randint(7, (n,), generator=generator)
     index = torch.arange(1, n + 1)
-    return Tokens(targets, index, (index - 1) % context + 1, *logs, *kl, *top, *p, vocab=vocab, windows=Windows(context))
+    return Tokens(targets, index, (index - 1) % context + 1, *logs, *kl, *top, *p, *only, windows=Windows(context))
 
 
 # The divergences
@@ -173,7 +173,7 @@ def test_a_finite_mask_is_no_infinity(lowest):
     keep = [0, 1, 3, 4, 5, 6, 7]
     ids = torch.tensor([0, 1, 3, 4, 0])
     kept = torch.tensor([0, 1, 2, 3, 0])
-    expected = pair(a[:, keep][[0, 1, 3, 4]], b[:, keep][[0, 1, 3, 4]], kept, vocab=7)
+    expected = pair(a[:, keep][[0, 1, 3, 4]], b[:, keep][[0, 1, 3, 4]], kept)
     torch.testing.assert_close(divergences(pair(a, b, ids)), divergences(expected), rtol=1e-13, atol=0)
     b[:, 2] = 0
     got = pair(a, b, ids)
@@ -300,7 +300,7 @@ def test_every_token_once_with_the_context_it_had(length, context, stride, batch
     """Possible bugs: logits read one position off, the first tokens of a window counted twice, or a short tail with a full
     window's weight. Window k predicts up to token k * stride + context from the last ``context`` tokens."""
     a, b, ids = uneven_model(13, seed=0), uneven_model(13, seed=1), text(13, length)
-    got = measure_pair(a, b, ids, Windows(context, stride), vocab=13, batch_size=batch_size)
+    got = measure_pair(a, b, ids, Windows(context, stride), batch_size=batch_size)
     assert got.index.tolist() == list(range(1, length))
     assert torch.equal(got.targets, ids[1:])
     assert (got.windows.context, got.windows.step, len(got)) == (context, stride or context, length - 1)
@@ -325,7 +325,7 @@ def test_tokens_that_a_protocol_leaves_out_are_left_out_of_everything(context, s
     """The guide's windows do not score their first token: its bytes must not count, and the other positions must not shift."""
     a, b, ids, lengths = uneven_model(13, seed=0), uneven_model(13, seed=1), text(13, 30), torch.arange(1, 14)
     windows = Windows(context, stride, guide=True)
-    got = measure_pair(a, b, ids, windows, vocab=13)
+    got = measure_pair(a, b, ids, windows)
     places = {place: window for window in windows.of(30) for place in range(window.first, window.end)}
     assert got.index.tolist() == [place + 1 for place in places]
     assert got.position.tolist() == [place + 1 - window.start for place, window in places.items()]
@@ -335,32 +335,33 @@ def test_tokens_that_a_protocol_leaves_out_are_left_out_of_everything(context, s
     assert asdict(summarise(got, lengths).a.score) == pytest.approx(asdict(score), rel=1e-12)
 
 
-def test_padded_vocabularies_are_cut_before_they_are_normalised():
-    """nanoGPT pads to 50,304 rows that were never trained: their probability must not count, as the tokenizer has no such ids."""
-    a, b = draw(20, 20), draw(20, 20, seed=1)
-    ids = text(20, 40)
-    expected = pair(a, b, ids)
-    wide_a, wide_b = torch.cat((a, torch.full((20, 7), 50.0)), 1), torch.cat((b, torch.full((20, 2), -INF)), 1)
-    got = pair(wide_a, wide_b, ids, vocab=20)
-    assert torch.equal(divergences(got), divergences(expected))
-    assert torch.equal(got.logp_a, expected.logp_a)
-    assert torch.equal(got.top_a, expected.top_a)
-    assert got.top_a.max() < 20
-    with pytest.raises(InputError, match=r"model b knows 20 tokens and the tokenizer 21; use the models' own tokenizer"):
-        pair(wide_a, b, ids, vocab=21)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("more", "high"), [(1, 0.0), (2, 9.0), (70, 2.0), (3, 600.0), (2, -INF)])
+def test_entries_that_one_model_lacks_are_one_more_entry(more, high, dtype):
+    """Added tokens were left out: a model that gives them 90 % of the probability was called unchanged."""
+    a, b = draw(30, 20, scale=3).to(dtype), draw(30, 20 + more, seed=1, scale=3).to(dtype)
+    b[:, 20:] += high
+    ids = text(20, 31)
+    p, q = (scipy.special.softmax(table[ids[:-1]].double().numpy(), axis=1) for table in (a, b))
+    p, q_beyond = np.concatenate((p, np.zeros((30, 1))), 1), q[:, 20:].sum(1)
+    whole, q = q, np.concatenate((q[:, :20], q_beyond[:, None]), 1)
+    for got, (x, y) in ((pair(a, b, ids), (p, q)), (pair(b, a, ids), (q, p))):
+        np.testing.assert_allclose(got.kl_ab, scipy.special.rel_entr(x, y).sum(1), rtol=1e-11)
+        np.testing.assert_allclose(got.kl_ba, scipy.special.rel_entr(y, x).sum(1), rtol=1e-11)
+        np.testing.assert_allclose(got.js, scipy.spatial.distance.jensenshannon(x, y, axis=1) ** 2, rtol=1e-9)
+    assert got.kl_ab.isinf().all() == (high > -INF)
+    np.testing.assert_allclose(got.only_a, q_beyond, rtol=1e-12)
+    assert (got.only_b == 0).all()
+    np.testing.assert_allclose(got.logp_a, np.log(whole[np.arange(30), ids[1:].numpy()]), rtol=1e-12)
+    np.testing.assert_array_equal(got.top_a[:, 0], whole.argmax(1))
+    found = summarise(got, torch.ones(20))
+    assert found.only_a.value == pytest.approx(q_beyond.mean())
+    assert found.same_top.value == (whole.argmax(1) == p.argmax(1)).mean()
 
 
-@pytest.mark.parametrize(
-    ("ids", "says"),
-    [
-        *(([1, 2, 3, bad, 4], f"token {bad} of the text is not within the vocabulary of 20") for bad in (-1, 20, 10**9)),
-        ([1], "a text of 1 tokens has none to predict"),
-    ],
-)
-def test_a_text_that_cannot_be_scored_is_refused(ids, says):
-    """An id beyond the logits raises an IndexError; a negative id reads from the end of the vocabulary."""
-    with pytest.raises(InputError, match=says):
-        pair(draw(20, 20), draw(20, 20), torch.tensor(ids))
+def test_a_text_that_cannot_be_scored_is_refused():
+    with pytest.raises(InputError, match="a text of 1 tokens has none to predict"):
+        pair(draw(20, 20), draw(20, 20), torch.tensor([1]))
 
 
 def test_only_one_batch_of_logits_of_each_model_is_alive():
@@ -375,7 +376,7 @@ def test_only_one_batch_of_logits_of_each_model_is_alive():
         return logits
 
     reported: list[str] = []
-    measure_pair(model, model, text(20, 100), Windows(5), vocab=20, batch_size=2, progress=reported.append)
+    measure_pair(model, model, text(20, 100), Windows(5), batch_size=2, progress=reported.append)
     assert len(alive) == 2 * 10
     assert reported[-1] == "distributions: 99 of 99 tokens"
     assert len(reported) == 10

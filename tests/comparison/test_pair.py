@@ -13,6 +13,7 @@ from support.random_models import write_checkpoint
 
 import gpt2
 from gpt2.checkpoint.loading import load
+from gpt2.comparison.gates import Gate
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.run import compare
 from gpt2.config import GPT2Config
@@ -143,7 +144,7 @@ def test_another_vocabulary_leaves_bits_per_byte(base: Path, text: str, tmp_path
 
 
 def test_a_padded_vocabulary_is_compared_over_the_tokens_there_are(base: Path, text: str, tmp_path: Path) -> None:
-    """Padding rows would take probability, and a model would differ from its padded copy."""
+    """Padding rows would take probability, and a model would differ from its padded copy; what they take is said."""
     model = load(str(base))
     config = replace(model.config, vocab_size=model.config.vocab_size + 20)
     padded = GPT2(config)
@@ -155,6 +156,15 @@ def test_a_padded_vocabulary_is_compared_over_the_tokens_there_are(base: Path, t
     found = run(base, tmp_path, text)
     assert found.distributions.js.max < 1e-12
     assert found.weights.same_numbers  # on the rows that both have
+    assert "weights 20 rows more 28 tensors equal in the shared rows" in " ".join(found.table(200).split())
+    logits = padded(torch.tensor([gpt2.load_tokenizer(str(base)).encode(Path(text).read_text())[:32]])).detach().double()
+    share = float(logits.softmax(-1)[..., 300:].sum(-1).mean())
+    said = found.compatibility.impossible[f"rows of {tmp_path} without a token"]
+    assert float(said.split("take ")[1].split("%")[0]) / 100 == pytest.approx(share, rel=0.1)
+    several = gpt2.compare(str(base), str(base), str(tmp_path), on=text, tokens=200)
+    assert several.candidates[2].against.kl_max < 1e-12
+    assert "equal, +20 rows" in several.table(200)
+    assert f"left out of C: rows of {tmp_path} without a token: they take" in " ".join(several.table(300).split())
 
 
 def with_token(base: Path, folder: Path, token: str) -> Path:
@@ -166,19 +176,61 @@ def with_token(base: Path, folder: Path, token: str) -> Path:
     return gpt2.save(model, tokenizer, folder)
 
 
+def test_added_tokens_that_take_the_probability(base: Path, text: str, tmp_path: Path) -> None:
+    """Two untrained rows took 90 %: the report said x 1.000, KL 0, equal weights and continuations, and gates passed."""
+    from transformers import GPT2LMHeadModel
+
+    model, tokenizer = load(str(base)), gpt2.load_tokenizer(str(base))
+    ids = tokenizer.encode(Path(text).read_text())[:200]
+    with torch.no_grad():
+        mean = model.hidden(torch.tensor([ids[:32]]))[0].mean(0)
+        model.with_tables(lambda rows: torch.cat((rows, (mean / mean.norm()).expand(2, -1))))
+    grown = gpt2.save(model, tokenizer.with_tokens(["[first]", "[second]"]), tmp_path / "grown")
+    found, back = run(base, grown, text), run(grown, base, text)
+    windows = [(max(0, min(at + 32, 199) - 32), at, min(at + 32, 199)) for at in range(0, 199, 32)]
+    p, q = (
+        torch.cat([whole(torch.tensor([ids[a:b]])).logits[0, at - a :].detach().log_softmax(-1) for a, at, b in windows])
+        for whole in (GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64).eval() for folder in (base, grown))
+    )
+    right = torch.tensor(ids[1:])[:, None]
+    ratio = float((p.gather(1, right) - q.gather(1, right)).mean().exp())
+    share, same = float(q.exp()[:, 300:].sum(-1).mean()), float((p.argmax(1) == q.argmax(1)).double().mean())
+    assert ratio > 2
+    both = found.distributions
+    assert (both.ratio.value, both.same_top.value) == pytest.approx((ratio, same), rel=1e-4)
+    assert (both.only_a.value, both.only_b.value) == (0, pytest.approx(share, rel=1e-4))
+    assert both.kl_ab.mean.value == pytest.approx(float((p.exp() * (p - q[:, :300])).sum(-1).mean()), rel=1e-4)
+    assert both.kl_ba.mean.value == back.distributions.kl_ab.mean.value == math.inf
+    assert back.distributions.ratio.value == pytest.approx(1 / ratio, rel=1e-4)
+    assert any("[first]" in row.b or "[second]" in row.b for row in found.words.continuations)
+    table = " ".join(found.table(200).split())
+    assert f"A lacks {100 * share:.3g}% of B's probability" in table
+    assert "weights 2 rows more 28 tensors equal in the shared rows" in table
+    assert "weights 2 rows fewer" in " ".join(back.table(200).split())
+    assert Gate.parse("perplexity_ratio>1.05").judge(found).met
+    assert not found.ok
+    assert "The same weights in the rows that both have, and 2 rows more" in found.html()
+    assert "of B’s probability is on tokens that A lacks" in found.html()
+    several = gpt2.compare(str(base), str(base), str(grown), on=text, tokens=200)
+    assert several.candidates[2].against.ratio.value == pytest.approx(ratio, rel=1e-4)
+    assert f"A lacks tokens that have {100 * share:.3g}% of C's probability" in " ".join(several.table(200).split())
+
+
 def test_a_vocabulary_that_another_extends(base: Path, text: str, tmp_path: Path) -> None:
     """A fine-tune with one more token, which is not in the text, was said to read other tokens: no KL, no weights, no gate."""
     tuned = with_token(base, tmp_path / "pad", "[PAD]")
     plain = changed(base, tmp_path / "plain", lambda model: model.h[1].mlp.c_fc.weight.mul_(1.1))
     found, without = run(base, tuned, text, blame=True), run(base, plain, text)
     assert [tensor.name for tensor in found.weights.most_changed()] == ["h.1.mlp.c_fc.weight"]
-    assert found.distributions.kl_ab.mean.value == pytest.approx(without.distributions.kl_ab.mean.value, rel=1e-9)
-    assert found.blame.whole.value == pytest.approx(found.distributions.kl_ab.mean.value, rel=1e-4)
+    assert found.blame.whole.value == pytest.approx(without.distributions.kl_ab.mean.value, rel=1e-4)
+    assert "over the tokens that both have" in found.table(200)
+    assert found.distributions.kl_ab.mean.value > without.distributions.kl_ab.mean.value
     assert found.activations.first_past.point == "h.1.mlp.c_fc"
     assert "B's vocabulary has 1 more, '[PAD]' (300)" in found.table(200)
     assert "A's vocabulary has 1 more, '[PAD]' (300)" in run(tuned, base, text).table(200)
     several = gpt2.compare(str(base), str(tuned), str(plain), on=text, tokens=200).candidates
-    assert several[1].against.kl.value == pytest.approx(several[2].against.kl.value, rel=1e-6)
+    assert several[1].against.kl.value == pytest.approx(found.distributions.kl_ab.mean.value, rel=1e-6)
+    assert several[2].against.kl.value == pytest.approx(without.distributions.kl_ab.mean.value, rel=1e-6)
     assert several[1].weights == several[2].weights > 0
     apart = run(base, with_token(base, tmp_path / "word", "thunder"), text)  # a token that the text does hold
     assert apart.distributions is None

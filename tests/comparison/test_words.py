@@ -60,7 +60,7 @@ def test_continuations_part_where_they_part() -> None:
 
     def side(turn: int) -> Loaded:
         running = RunningFunction(Counting(turn))
-        return Loaded(SimpleNamespace(config=None, n_positions=None, name="counting"), running, tokenizer, [], 5)  # type: ignore[arg-type]
+        return Loaded(SimpleNamespace(config=None, n_positions=None, name="counting", n_vocab=5), running, tokenizer, [])  # type: ignore[arg-type]
 
     found = continuations(side(99), side(4), (tokenizer, tokenizer), prompts, 4, temperature=0.0, seed=0)
     assert [(row.prompt, row.a, row.b, row.parts_at) for row in found] == [

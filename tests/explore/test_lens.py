@@ -82,7 +82,7 @@ def test_how_far_two_models_part_is_what_compare_says(found: Exploration) -> Non
     models = [gpt2.load(name).use_attention(eager_attention) for name in ("shakespeare-mini", "shakespeare-mini:bf16")]
     tok = gpt2.load_tokenizer("shakespeare-mini")
     ids = torch.tensor(tok.encode(TEXT))
-    measured = measure_pair(*models, ids, Windows(len(ids) - 1), vocab=tok.n_vocab)
+    measured = measure_pair(*models, ids, Windows(len(ids) - 1))
     assert found.js[:-1] == pytest.approx(measured.js.tolist(), rel=1e-3, abs=1e-9)
     assert len(found.js) == len(ids)
     with explorer("shakespeare-mini", "shakespeare-mini") as opened:
