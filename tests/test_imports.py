@@ -19,7 +19,7 @@ import gpt2
 PACKAGE = Path(gpt2.__file__).parent
 # Each room may import itself and the rooms to its left.
 ORDER = [
-    *("errors", "config", "data", "kv_cache", "model", "int8", "lora", "damage", "sampling", "decoder", "generation"),
+    *("errors", "config", "data", "kv_cache", "model", "int8", "lora", "damage", "optim", "sampling", "decoder", "generation"),
     *("checkpoint", "measure", "pages", "devices", "parity", "port", "comparison", "testing", "explore"),
     *("train", "traces", "bench", "cli"),
 ]

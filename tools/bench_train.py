@@ -28,11 +28,11 @@ from gpt2.bench import Spread, interleaved, machine, ratio
 from gpt2.config import GPT2Config
 from gpt2.measure.allocator import keep_freed_memory
 from gpt2.model import GPT2
+from gpt2.optim import adamw
 from gpt2.train.cost import gemm_rate, operations
 from gpt2.train.feed import Feed
 from gpt2.train.loss import Scored
 from gpt2.train.models import prepare
-from gpt2.train.optim import adamw
 from gpt2.train.parallel import Ranks
 from gpt2.train.recipe import Recipe
 from gpt2.train.step import optimizer_step

@@ -15,10 +15,10 @@ from gpt2.errors import InputError, require_memory
 from gpt2.measure.metrics import Progress, token_losses
 from gpt2.measure.tracing import part_of, points, points_size, trace_blocks
 from gpt2.model import GPT2
+from gpt2.optim import Optim, adamw
 from gpt2.pages.reports import dtype_label
 from gpt2.traces.batch import NO_TARGET, Batch
-from gpt2.train.optim import adamw
-from gpt2.train.recipe import Optim, build
+from gpt2.train.recipe import build
 
 # What each point is, with its shape: B batch, T tokens, D width, F feed-forward, H heads, V vocabulary.
 POINTS = {

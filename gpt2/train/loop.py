@@ -16,6 +16,7 @@ from gpt2.checkpoint.containers import require_whole_files
 from gpt2.errors import InputError, require_memory, user_path
 from gpt2.measure.allocator import keep_freed_memory
 from gpt2.model import GPT2
+from gpt2.optim import adamw, learning_rate
 from gpt2.train import divergence, models, parallel, shards, state
 from gpt2.train.bigram import Bigram
 from gpt2.train.clock import Clock
@@ -27,7 +28,6 @@ from gpt2.train.feed import Feed
 from gpt2.train.interrupt import interruptions
 from gpt2.train.loss import Scored
 from gpt2.train.metrics import Diverged, Estimated, Evaluated, Event, Logged, Metrics, Pace, Result, Started
-from gpt2.train.optim import adamw, learning_rate
 from gpt2.train.parallel import Ranks
 from gpt2.train.recipe import Recipe
 from gpt2.train.runs import overfitting

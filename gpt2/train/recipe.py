@@ -15,6 +15,8 @@ from typing import Any, Self, get_type_hints
 from gpt2.config import ACTIVATIONS, MAX_FLOAT, MAX_SIZE, number, quoted
 from gpt2.data.files import read_all
 from gpt2.errors import InputError, did_you_mean
+from gpt2.optim import Optim
+from gpt2.optim import described as _key
 
 FOLDER = Path(__file__).parent / "recipes"
 NAME = re.compile(r"[^/\\:\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,100}")  # a run's name: one component of a path on any system
@@ -70,11 +72,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _key(default: Any, meaning: str) -> Any:
-    """Return the field of a key with its meaning in a line, which ``gpt2 train RECIPE --settings`` shows."""
-    return field(default=default, metadata={"meaning": meaning})
-
-
 @dataclass(frozen=True)
 class Data:
     """The text and its tokenizer.
@@ -118,19 +115,6 @@ class Model:
     n_head: int = _key(5, "attention heads of a block; they divide n_embd")
     n_positions: int = _key(256, "longest context, in tokens")
     activation_function: str = _key("gelu_new", "GPT-2's own; nanoGPT's exact gelu is four times as fast on a CPU")
-
-
-@dataclass(frozen=True)
-class Optim:
-    """AdamW with linear warm-up and cosine decay (:mod:`gpt2.train.optim`)."""
-
-    lr: float = _key(1e-3, "learning rate after the warm-up")
-    min_lr: float = _key(1e-4, "learning rate at the last step")
-    warmup: int = _key(100, "steps of linear warm-up")
-    beta1: float = _key(0.9, "decay of AdamW's mean of gradients")
-    beta2: float = _key(0.99, "decay of AdamW's mean of their squares")
-    weight_decay: float = _key(0.1, "AdamW's decay, of matrices and embeddings")
-    clip: float = _key(1.0, "largest norm of all gradients together; 0: no limit")
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from gpt2.data.chat import ChatFormat
 from gpt2.errors import user_path
 from gpt2.lora import chosen_projections
 from gpt2.model import GPT2
+from gpt2.optim import learning_rate
 from gpt2.train import models, state
 from gpt2.train.bigram import Bigram, BigramConfig, load_model
 from gpt2.train.classify import classifier
 from gpt2.train.corpus import Corpus, corpus
 from gpt2.train.cost import decide_precision
-from gpt2.train.optim import learning_rate
 from gpt2.train.parallel import Ranks
 from gpt2.train.recipe import Recipe
 from gpt2.train.state import Progress

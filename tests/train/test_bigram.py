@@ -9,10 +9,11 @@ import torch
 import gpt2
 from gpt2.data import from_directory
 from gpt2.errors import InputError
+from gpt2.optim import Optim
 from gpt2.train.bigram import Bigram, load_model
 from gpt2.train.corpus import corpus
 from gpt2.train.loop import Evaluated, train
-from gpt2.train.recipe import Model, Optim
+from gpt2.train.recipe import Model
 
 
 @pytest.fixture

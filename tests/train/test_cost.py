@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gpt2.config import GPT2Config
 from gpt2.model import GPT2, eager_attention
+from gpt2.optim import adamw
 from gpt2.train import cost, models
 from gpt2.train.bigram import Bigram, BigramConfig
 from gpt2.train.loop import Logged, Started, train
 from gpt2.train.loss import Scored
-from gpt2.train.optim import adamw
 from gpt2.train.parallel import ALONE
 from gpt2.train.recipe import Lora, Recipe
 

@@ -21,12 +21,12 @@ from gpt2.data import from_directory
 from gpt2.measure.metrics import language_score
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
+from gpt2.optim import adamw, learning_rate
 from gpt2.train import loop, state
 from gpt2.train.corpus import corpus
 from gpt2.train.feed import Feed
 from gpt2.train.loop import Estimated, Evaluated, Logged, Started, train
 from gpt2.train.loss import Scored
-from gpt2.train.optim import adamw, learning_rate
 from gpt2.train.recipe import Data, Optim, Recipe
 
 # Learning

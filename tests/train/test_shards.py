@@ -23,9 +23,9 @@ from gpt2.config import GPT2Config
 from gpt2.data.chars import chars_of
 from gpt2.errors import InputError
 from gpt2.model import GPT2
+from gpt2.optim import adamw
 from gpt2.train import folders, parallel, shards, state
 from gpt2.train.loss import Scored
-from gpt2.train.optim import adamw
 from gpt2.train.recipe import Recipe
 
 # Rows that neither 2 nor 4 ranks divide; of 5 positions, the fourth of four ranks has none.

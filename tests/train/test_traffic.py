@@ -10,11 +10,11 @@ from support.ranks import job
 
 from gpt2.config import OFFICIAL_SIZES, GPT2Config
 from gpt2.model import GPT2
+from gpt2.optim import adamw
 from gpt2.train import loop, parallel
 from gpt2.train.cost import FLOAT, kept_per_token, operations
 from gpt2.train.feed import Feed
 from gpt2.train.loss import Scored
-from gpt2.train.optim import adamw
 from gpt2.train.recipe import Recipe
 
 CONFIG = GPT2Config(64, 16, 32, 3, 2, bos_token_id=None, eos_token_id=None)

@@ -1,11 +1,29 @@
-"""AdamW with its parameter groups, and the learning rate as a function of the step."""
+"""AdamW: its settings, its parameter groups, and the learning rate as a function of the step."""
 
 import math
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
-from gpt2.train.recipe import Optim
+
+def described(default: Any, meaning: str) -> Any:
+    """Return the field of a key with its meaning in a line, which ``gpt2 train RECIPE --settings`` shows."""
+    return field(default=default, metadata={"meaning": meaning})
+
+
+@dataclass(frozen=True)
+class Optim:
+    """AdamW with linear warm-up and cosine decay (:func:`learning_rate`)."""
+
+    lr: float = described(1e-3, "learning rate after the warm-up")
+    min_lr: float = described(1e-4, "learning rate at the last step")
+    warmup: int = described(100, "steps of linear warm-up")
+    beta1: float = described(0.9, "decay of AdamW's mean of gradients")
+    beta2: float = described(0.99, "decay of AdamW's mean of their squares")
+    weight_decay: float = described(0.1, "AdamW's decay, of matrices and embeddings")
+    clip: float = described(1.0, "largest norm of all gradients together; 0: no limit")
 
 
 def learning_rate(step: int, steps: int, optim: Optim) -> float:

@@ -7,8 +7,7 @@ import torch
 
 from gpt2.config import GPT2Config
 from gpt2.model import GPT2
-from gpt2.train.optim import adamw, learning_rate
-from gpt2.train.recipe import Optim
+from gpt2.optim import Optim, adamw, learning_rate
 
 
 def test_schedule_has_its_closed_form_values():
