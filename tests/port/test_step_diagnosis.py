@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,9 @@ from torch.func import functional_call, grad, vmap
 import gpt2
 from gpt2.errors import InputError
 from gpt2.port.diagnosis.report import Cause, Diagnosis, Divergence
+from gpt2.port.step.clipping import ClipKind, read_clipping
+from gpt2.port.step.records import Gradient, Sampled, Update
+from gpt2.port.step.rules import Rule, Track, directions, fit, recognised
 from gpt2.port.step.settings import Settings as Given
 
 RIGHT = "fused"
@@ -84,6 +88,90 @@ def test_a_fault_of_padded_and_of_usual_batches_is_named_once():
     assert len(set(causes)) == len(causes)
     with pytest.raises(InputError, match="give the other arguments defaults, and return step"):
         gpt2.diagnose_step(our_model(), lambda model, lr: None, our_model())
+
+
+def accumulated(mend: str):
+    """A step of two parts with unequal numbers of targets, each averaged alone, or as ``mend`` says."""
+
+    def make_step(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            names, total = {"F": F, "all_targets": (y != -100).sum()}, 0.0
+            for a, targets in zip(x.flatten(0, 1).view(2, -1, x.shape[1]), y.flatten().view(2, -1), strict=True):
+                logits = model(a).flatten(0, 1)
+                loss = F.cross_entropy(logits, targets) / 2 if not mend else eval(mend, names, locals())
+                loss.backward()
+                total += float(loss.detach())
+            optimizer.step()
+            return total
+
+        return step
+
+    return make_step
+
+
+def padded_with_end_of_text(mend: str):
+    """A step that takes every end of text for padding, or leaves out labels as ``mend`` says."""
+
+    def make_step(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+        def step(x, labels):
+            attention_mask = torch.ones_like(labels)
+            end = model.config.eos_token_id
+            labels = labels.masked_fill(labels == end, -100) if not mend else eval(mend)
+            assert attention_mask.all()
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x).flatten(0, 1), labels.flatten())
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    return make_step
+
+
+def in_half_precision(mend: str):
+    """A step whose weights are kept in bfloat16, or in float32 and computed as ``mend`` says."""
+
+    def make_step(model):
+        if not mend:
+            model.bfloat16()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            device, dtype, space = "cpu", torch.bfloat16, {"torch": torch, "loss": None}
+            mean = "F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())"
+            line = mend.replace("...", mean) if mend else f"loss = {mean}"
+            exec(line, space | {"F": F, "model": model, "x": x, "y": y, "device": device, "dtype": dtype}, space)
+            space["loss"].backward()
+            optimizer.step()
+            return space["loss"]
+
+        return step
+
+    return make_step
+
+
+@pytest.mark.parametrize(
+    ("faulty", "id", "settings"),
+    [
+        (accumulated, "accumulation-average-wrong", {"grad_accum": 2, "data.prompt": "p"}),
+        (padded_with_end_of_text, "token-ignored", {}),
+        (in_half_precision, "update-rounded", {}),
+    ],
+)
+def test_a_correction_that_is_carried_out_heals_the_step(faulty, id: str, settings: dict[str, object]) -> None:
+    """The line that was printed was the one that the user already had: `(loss / grad_accum)`, `ignore_index=-100`; weights in
+    bfloat16 were called detached from the gradient, by their own rounding."""
+    (cause,) = gpt2.diagnose_step(our_model(), faulty(""), our_model(), settings=settings).causes
+    assert cause.id == id
+    mend = cause.fix.partition("  #")[0].rpartition("mask: " if "mask" in cause.fix else "precision: ")[2]
+    assert gpt2.diagnose_step(our_model(), faulty(mend), our_model(), settings=settings).ok, mend
 
 
 @pytest.mark.slow
@@ -181,3 +269,29 @@ def test_a_mismatch_is_no_number_that_is_zero_for_a_reader() -> None:
     found = [Diagnosis("mismatch", Divergence("update", None, error), (cause,), (), "a step") for error in (6.4e-17, 0.25)]
     heads = [one.table().splitlines()[0] for one in found]
     assert heads == ["MISMATCH  first at update", "MISMATCH  first at update (error 2.5e-01)"]
+
+
+@pytest.mark.parametrize(
+    "rule", [Rule(beta1=0.88, beta2=0.93, eps=3e-7), Rule(coupled=0.03), Rule(correction="late", beta2=0.95)]
+)
+def test_a_rule_with_any_constants_is_recognised(rule: Rule) -> None:
+    """The nearest usual constants would be reported as the author's."""
+    draw = np.random.default_rng(0)
+    before, gradient, seen = draw.standard_normal((6, 50)), 1e-2 * draw.standard_normal((6, 50)), np.ones(6, dtype=bool)
+    change = -1e-3 * directions(rule, Track(before, gradient, before, seen)) - 1e-4 * before
+    track = Track(before, gradient, change, seen)
+    found, _ = recognised([track], Given())
+    assert found == rule
+    assert fit(track, found).rates == pytest.approx(1e-3)
+
+
+def test_gradients_that_clipping_cannot_have_made_are_no_traceback() -> None:
+    """A gradient that was set to zero was divided by; one that had grown gave a limit that is no number."""
+
+    def read(a: float, b: float):
+        sizes = ({"a": 1.0, "b": 1.0}, {"a": a, "b": b})
+        held, used = (Gradient({n: Sampled.of(f * torch.ones(3)) for n, f in some.items()}) for some in sizes)
+        return read_clipping([[Update(held=held, gradient=used)]], 1.0)
+
+    assert read(0.5, 0.0).clip.kind is ClipKind.PARAMETER
+    assert read(1.0, 2.0).odd

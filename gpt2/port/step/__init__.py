@@ -60,7 +60,7 @@ def diagnose_step(
     from gpt2.port.deadline import few_threads
     from gpt2.port.diagnosis import diagnose
     from gpt2.port.mapping import load_into
-    from gpt2.port.step.module_steps import StepExamination
+    from gpt2.port.step.examination import StepExamination
     from gpt2.port.step.sessions import takes_model
     from gpt2.port.step.settings import Settings
 

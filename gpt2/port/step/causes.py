@@ -5,7 +5,7 @@ What the comparison of each stage of a step shows is collected in :class:`Findin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from gpt2.port.diagnosis.report import SURE, Cause, Diagnosis, Divergence
@@ -27,7 +27,7 @@ _TABLE: dict[str, dict[str, str]] = {
         SHIFTED: "labels-not-shifted labels-shifted-twice labels-wrong last-token-in-loss last-token-missing",
         MEAN: "tokens-left-out loss-not-averaged loss-average-wrong",
         PARTS: "accumulation-not-averaged accumulation-average-wrong",
-        "ignore_index=-100, which is no token": "token-ignored",
+        "ignore_index=-100, which is no token, and labels by the attention mask": "token-ignored",
         "loss.sum() / (y != -100).sum()": "padding-in-average",
         "label_smoothing=0.0": "label-smoothing",
         "F.cross_entropy(logits, targets)  # no temperature": "logits-scaled",
@@ -65,6 +65,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "each parameter in one group of one optimizer": "parameter-twice",
         ORDER: "step-per-micro-batch",
         "GradScaler with a smaller init_scale, or bfloat16 without one": "update-skipped",
+        "weights in float32, computed in half precision: with torch.autocast(device, dtype): loss = ...": "update-rounded",
     },
 }
 STAGES = tuple(_TABLE)
@@ -94,10 +95,6 @@ class Findings:
         if (id, place) not in [(one.id, one.where) for one in self.causes]:
             self.causes.append(Cause(id, place, detail, seen, confidence, fix or FIXES[id]))
 
-    def of(self, stage: str) -> list[Cause]:
-        """Return the causes in a stage."""
-        return [one for one in self.causes if STAGE[one.id] == stage]
-
     def leave_open(self, stage: str, why: str) -> None:
         """Say that not all of a stage is explained, and why."""
         self.unknown.add(stage)
@@ -107,17 +104,17 @@ class Findings:
         """Note how far a stage is from the reference's."""
         self.errors[stage] = max(error, self.errors.get(stage, 0.0))
 
-    def diagnosis(self, forward: Diagnosis | None, notes: Iterable[str], source: str) -> Diagnosis:
+    def diagnosis(self, forward: Diagnosis) -> Diagnosis:
         """Return the diagnosis of the step; ``forward`` is that of its forward pass, whose causes and notes come first."""
         once: dict[tuple[str, str], Cause] = {}
         for one in self.causes:
             once.setdefault((one.id, one.where), one)
         causes = sorted(once.values(), key=lambda one: (-round(one.confidence, 2), STAGES.index(STAGE[one.id])))
-        earlier, first, said = ((), None, ()) if forward is None else (forward.causes, forward.first_divergence, forward.notes)
-        right = not self.unknown and (forward is None or forward.ok)
-        verdict = "mismatch" if causes or earlier else "equal" if right else "undetermined"
+        right, first = not self.unknown and forward.ok, forward.first_divergence
+        verdict = "mismatch" if causes or forward.causes else "equal" if right else "undetermined"
         if verdict != "equal" and first is None:
-            at = next((stage for stage in STAGES if self.of(stage) or stage in self.unknown), STAGES[-1])
+            stages = {STAGE[one.id] for one in causes} | self.unknown
+            at = next((stage for stage in STAGES if stage in stages), STAGES[-1])
             first = Divergence(at, None, self.errors.get(at) or max(self.errors.values(), default=0.0))
-        told = tuple(dict.fromkeys([*said, *notes, *self.notes]))
-        return Diagnosis(verdict, first if verdict != "equal" else None, (*earlier, *causes), told, source)
+        notes, causes = tuple(dict.fromkeys([*forward.notes, *self.notes])), [*forward.causes, *causes]
+        return Diagnosis(verdict, first if verdict != "equal" else None, tuple(causes), notes, forward.module)

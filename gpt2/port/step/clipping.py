@@ -1,42 +1,38 @@
-"""The clipping of a gradient: its kinds, how it is read from gradients before and after it, and what is wrong with it."""
+"""The clipping of a gradient: how it is read from gradients before and after it, and what is wrong with it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from statistics import median
 
-import numpy as np
 from torch import Tensor
 
 from gpt2.port.step.causes import Findings
-from gpt2.port.step.records import Gradient, Sampled, Update
-from gpt2.port.step.rules import Array, Track
+from gpt2.port.step.records import Gradient, Update
+from gpt2.port.step.rules import spread
 
 BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
 SAME = 1e-6  # relative difference of numbers that are meant to be equal; torch adds 1e-6 to the norm before it divides
-LIMITS = (1.0, 0.5, 0.25, 2.0, 5.0, 0.1, 10.0)  # norms that people clip to
+LIMITS = (1.0, 0.5, 0.25, 2.0, 5.0, 0.1, 10.0, 0.01)  # norms that people clip to
 
 
 class ClipKind(Enum):
-    """What must not exceed the limit: a measure of the whole gradient, of each parameter or array, or each entry."""
+    """What must not exceed the limit: a measure of the whole gradient, of each parameter, or each entry."""
 
     NORM = "norm"
     LARGEST = "largest absolute value"
     SUM = "sum of absolute values"
     SQUARES = "sum of squares, without the root,"
-    MATRICES = "norm without biases and norms"
     PARAMETER = "norm of each parameter"
-    STACK = "norm of each stack of parameters"
     ENTRY = "each entry"
 
 
 WORDS = {kind: ("clip-norm", f"its {kind.value} is clipped to {{:.6g}}") for kind in ClipKind if kind is not ClipKind.NORM} | {
     ClipKind.ENTRY: ("clip-by-value", "entries beyond {:.6g} are cut"),
     ClipKind.PARAMETER: ("clip-per-tensor", "that of each parameter is clipped to {:.6g}"),
-    ClipKind.STACK: ("clip-per-tensor", "that of each stack of parameters is clipped to {:.6g}"),
 }
 
 
@@ -52,48 +48,17 @@ class Clip:
         return any(abs(self.limit / limit - 1) < 1e-3 for limit in LIMITS)
 
 
-@dataclass(eq=False)
-class Norms:
-    """What clipping compares with its limit, of K gradients.
-
-    ``large``: matrices and embeddings. ``stacks``: the parameters that are one array of a dump.
-    """
-
-    gradients: Sequence[Gradient]
-    large: Collection[str] = ()
-    stacks: Collection[Sequence[str]] = ()
-    known: dict[tuple[ClipKind, tuple[str, ...]], Array] = field(default_factory=dict)
-
-    def of_kind(self, kind: ClipKind, name: str = "") -> Array:
-        """Return the measure of all parameters together, or, of some kinds, of one parameter or its stack, (K,)."""
-        stack = next((one for one in self.stacks if name in one), (name,))
-        groups = {ClipKind.PARAMETER: (name,), ClipKind.STACK: stack, ClipKind.MATRICES: self.large}
-        names = tuple(groups.get(kind, ()))
-        if (kind, names) not in self.known:
-            own = [[one for n, one in gradient.items() if n in names or not names] for gradient in self.gradients]
-            self.known[kind, names] = np.array([_measure(kind, some) for some in own])
-        return self.known[kind, names]
-
-
-def _measure(kind: ClipKind, some: Sequence[Sampled]) -> float:
+def measure(kind: ClipKind, gradient: Gradient, name: str) -> float:
+    """Return what clipping compares with its limit: of all parameters together, or of one."""
     if kind is ClipKind.LARGEST:
-        return max((one.largest for one in some), default=0.0)
+        return max((one.largest for one in gradient.values()), default=0.0)
     if kind is ClipKind.SUM:
-        return sum(one.one for one in some)
-    return math.hypot(*(one.two for one in some)) ** (2 if kind is ClipKind.SQUARES else 1)
+        return sum(one.one for one in gradient.values())
+    whole = gradient[name].two if kind is ClipKind.PARAMETER else gradient.total
+    return whole**2 if kind is ClipKind.SQUARES else whole
 
 
-def clipped(track: Track, clip: Clip | None, norms: Norms) -> Track:
-    """Return a parameter's track with gradients as clipping makes them."""
-    if clip is None:
-        return track
-    if clip.kind is ClipKind.ENTRY:
-        return replace(track, gradient=np.clip(track.gradient, -clip.limit, clip.limit))
-    factors = np.minimum(1.0, clip.limit / (norms.of_kind(clip.kind, track.name) + 1e-6))
-    return replace(track, gradient=track.gradient * factors[:, None])
-
-
-@dataclass(eq=False)
+@dataclass
 class Passage:
     """A gradient after the last backward pass (``held``), and at the update.
 
@@ -107,34 +72,26 @@ class Passage:
     odd: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, held: Gradient, used: Gradient, same: float = SAME) -> Passage:
-        """Compare two gradients, parameter by parameter, up to a relative difference of ``same``."""
-
-        def near(one: Tensor, other: Tensor) -> bool:
-            return float((one - other).norm()) <= same * float(one.norm())
-
+    def of(cls, held: Gradient, used: Gradient) -> Passage:
+        """Compare two gradients, parameter by parameter."""
         found = cls(held)
         for name in [name for name, one in held.items() if name in used and one.two != 0]:
             before, after = held[name].values, used[name].values
-            ratio = float(before @ after / (before @ before)) if bool((before != 0).any()) else 1.0
             limit = float(after.abs().max())
-            inside = (after.abs() < limit * (1 - same)) & (before != 0)
+            inside = (after.abs() < limit * (1 - SAME)) & (before != 0)
             slope = float((after[inside] / before[inside]).median()) if bool(inside.any()) else 1.0
-            if near(after, ratio * before):
+            ratio = float(before @ after / (before @ before)) if bool((before != 0).any()) else 1.0
+            if _near(before, after, ratio * before):
                 found.ratios[name] = ratio
-            elif near(after, (slope * before).clamp(-limit, limit)):
+            elif _near(before, after, (slope * before).clamp(-limit, limit)):
                 found.clamped[name] = limit
             else:
                 found.odd.append(name)
         return found
 
-    def set_apart(self, outliers: Mapping[str, float]) -> None:
-        """Divide the ratios by the outliers' own factors; ``held`` is what they are to, then, and nothing else."""
-        self.held = Gradient({n: self.held[n].times(abs(outliers[n])) if n in outliers else self.held[n] for n in self.ratios})
-        self.ratios = {name: ratio / outliers.get(name, 1.0) for name, ratio in self.ratios.items()}
 
-    def norm(self, kind: ClipKind = ClipKind.NORM, name: str = "") -> float:
-        return _measure(kind, [self.held[name]] if kind is ClipKind.PARAMETER else list(self.held.values()))
+def _near(before: Tensor, after: Tensor, made: Tensor) -> bool:
+    return float((after - made).norm()) <= SAME * float(after.norm())
 
 
 @dataclass
@@ -155,58 +112,52 @@ class ClipReading:
     passed: list[float] = field(default_factory=list)
 
 
-def read_clipping(sessions: Sequence[Sequence[Update]], factor: float | None = None, same: float = SAME) -> ClipReading:
+def read_clipping(sessions: Sequence[Sequence[Update]], factor: float | None = None) -> ClipReading:
     """Return what happens to the gradients of several sessions.
 
     ``factor``: what they are always multiplied by; None: to be read from the last session, whose gradients are so small that no
-    clipping bites. ``same``: the relative rounding of the gradients.
+    clipping bites.
     """
-    groups = [[Passage.of(one.held, one.gradient, same) for one in session if one.held] for session in sessions]
+    groups = [[Passage.of(one.held, one.gradient) for one in session if one.held] for session in sessions]
     passages = [one for group in groups for one in group if one.ratios or one.clamped]
     reading = ClipReading(odd=list(dict.fromkeys(name for group in groups for one in group for name in one.odd)))
     if not passages:
         return reading
     reading.outliers = _outliers(passages)
-    for one in passages:
-        one.set_apart(reading.outliers)
+    for one in passages:  # ``held`` is what the ratios are to, without the outliers' own factors
+        own = {name: reading.outliers.get(name, 1.0) for name in one.ratios}
+        one.held = Gradient({name: one.held[name].times(abs(times)) for name, times in own.items()})
+        one.ratios = {name: ratio / own[name] for name, ratio in one.ratios.items()}
     if factor is None:
         last = next((group for group in reversed(groups) if group), [])
         small = [median(one.ratios.values()) for one in last if one.ratios]
-        factor = small[-1] if small and spread(small) <= same and abs(small[-1] - 1) > same else 1.0
-    reading.factor = factor
-    reading.largest = max(factor * one.norm() for one in passages)
+        factor = small[-1] if small and spread(small) <= SAME < abs(small[-1] - 1) else 1.0
+    reading.factor, reading.largest = factor, max(factor * one.held.total for one in passages)
     if limits := [limit for one in passages for limit in one.clamped.values()]:
         reading.clip = Clip(ClipKind.ENTRY, median(limits))
-        if spread(limits) > max(1e-3, 2 * same):
-            reading.odd += dict.fromkeys(name for one in passages for name in one.clamped)
+        reading.odd += [name for one in passages for name in one.clamped] if spread(limits) > 1e-3 else []
         return reading
-    least = factor * (1 - same)
+    least = factor * (1 - SAME)
     cut = [(one, name, ratio) for one in passages for name, ratio in one.ratios.items() if ratio < least]
-    grown = [name for one in passages for name, ratio in one.ratios.items() if ratio > factor * (1 + same)]
+    grown = [name for one in passages for name, ratio in one.ratios.items() if ratio > factor * (1 + SAME)]
     if grown or not cut:
         reading.odd += dict.fromkeys(grown)
         return reading
-    biting = [one for one in passages if one.ratios and min(one.ratios.values()) < least]
-    uneven = any(spread(one.ratios.values()) > same for one in biting)
+    uneven = any(spread(list(one.ratios.values())) > SAME for one, _, _ in cut)
+    whole = (ClipKind.NORM, ClipKind.LARGEST, ClipKind.SUM, ClipKind.SQUARES)
     found = []
-    for kind in (ClipKind.PARAMETER,) if uneven else (ClipKind.NORM, ClipKind.LARGEST, ClipKind.SUM, ClipKind.SQUARES):
-        bounds = [ratio * one.norm(kind, name) for one, name, ratio in cut]
+    for kind in (ClipKind.PARAMETER,) if uneven else whole:  # what every gradient that is cut comes down to is the limit
+        bounds = [ratio * measure(kind, one.held, name) for one, name, ratio in cut]
         found.append((spread(bounds), Clip(kind, median(bounds))))
     apart = min(apart for apart, _ in found)
-    steadiest = [clip for own, clip in found if own <= max(10 * apart, same)]
+    steadiest = [clip for own, clip in found if own <= max(10 * apart, SAME)]
     reading.clip = clip = next((one for one in steadiest if one.usual), steadiest[0])
-    if apart > max(1e-3, 2 * same):
+    if apart > 1e-3:
         reading.odd = list(dict.fromkeys(name for _, name, _ in cut))
     if not uneven:
-        free = [factor * one.norm(clip.kind) for one in passages if one not in biting]
+        free = [factor * measure(clip.kind, one.held, "") for one in passages if one.ratios and min(one.ratios.values()) >= least]
         reading.passed = [norm for norm in free if norm > BITES * clip.limit]
     return reading
-
-
-def spread(values: Iterable[float]) -> float:
-    """Return the difference of the largest and the least value, over the largest one's size."""
-    some = list(values)
-    return (max(some) - min(some)) / (max(map(abs, some)) or math.inf)
 
 
 def _outliers(passages: Sequence[Passage]) -> dict[str, float]:
@@ -251,8 +202,7 @@ def judge_clipping(findings: Findings, reading: ClipReading, wanted: float | Non
     elif factor < 0.02 and apart > 1e-3 and (abs(before.limit / wanted - 1) < 1e-3 if wanted else before.usual):
         add("clip-before-unscaling", f"the gradient, still multiplied by {1 / factor:g}, is clipped to {before.limit:.6g}")
     elif wanted is None:
-        findings.notes.append(
-            f"read off: gradients are clipped to a norm of {clip.limit:.4g}" + (f", but {left}" if passed else "")
-        )
+        words = f"read off: gradients are clipped to a norm of {clip.limit:.4g}" + (f", but {left}" if passed else "")
+        findings.notes.append(words)
     elif apart > 1e-3:
         add("clip-threshold", f"the norm is clipped to {clip.limit:.6g}, not {wanted:g}")

@@ -1,104 +1,212 @@
-"""Causes in the gradients of a module: what each step adds to what, and where a derivative is wrong."""
+"""The gradients of a module's parameters, beside those that a right backward pass makes of its own gradient of the logits."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from gpt2.checkpoint.checkpoint import model_with
+from gpt2.checkpoint.keys import head_name
+from gpt2.config import GPT2Config
+from gpt2.port.mapping.mapping import Mapping as Mapped
+from gpt2.port.recording.dataflow import Source, Use
 from gpt2.port.step.causes import Findings
-from gpt2.port.step.expected import Gradients
-from gpt2.port.step.records import Backward, Gradient, Watched, total_norm
+from gpt2.port.step.records import Backward, Forward, Gradient, Sampler, Samples, Watched, total_norm
 
+TABLE = "wte.weight"  # its two uses are the head and the table of the tokens' rows
+EQUAL, NOISE = 1e-8, 1e-11  # error of a parameter's gradient, relative to it (constants in float32), and to the whole gradient
 DEAD = 1e-9  # of the norm of all gradients: a gradient that is none
+SEEN = "from your own gradient of the logits, our model in float64 gives other gradients"
 ADDED = ".grad after each backward pass, and what arrived in it"
+BACKWARD = ("ln_f", "mlp.c_proj", "mlp.c_fc", "ln_2", "attn.c_proj", "attn.", "ln_1")  # the order of its parts
 
 
-@dataclass
-class Comparison:
-    """Which gradients are the expected ones, and the causes in the others.
+def role_of(name: str) -> str:
+    """Return what a parameter is, by the checkpoint's name or that of a part: "embedding", "bias", "norm" or "matrix"."""
+    if name.split(".")[0] in ("wte", "wpe", "head"):
+        return "embedding"
+    if name.endswith(".bias"):
+        return "bias"
+    return "norm" if ".ln_" in f".{name}" else "matrix"
 
-    ``allowed``: each parameter's absolute error of computing its gradient (root mean square). ``relative`` and ``smallest``: the
-    relative and absolute error of all; ``close``: the relative difference of factors that are meant to be equal. ``seen``: how
-    we know. ``frozen``: parameters that are not trained, for the reason ``still``. ``positions``: those that hold the position
-    embedding. ``by_hand``: functions whose backward pass the author wrote.
+
+class Roles:
+    """Which tensors of the checkpoint each parameter of a module holds, by the names that its step's parameters have."""
+
+    def __init__(self, module: nn.Module, mapping: Mapped | None) -> None:
+        self.mapping = mapping
+        self.aliases: dict[int, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            self.aliases.setdefault(id(parameter), []).append(name)
+        self.sources: dict[str, Source] = {}
+        self.parts: dict[str, list[tuple[int | None, str]]] = {}
+        for source in mapping.sources if mapping else ():
+            same = next((names for names in self.aliases.values() if source.name in names), [source.name])
+            self.sources |= dict.fromkeys(same, source)
+            self.parts |= {name: [(part.layer, part.part) for part in mapping.parts(source)] for name in same if mapping}
+
+    def names_of(self, *parts: str) -> list[str]:
+        """Return the parameters that hold only these parts, such as "ln_f"."""
+        return [name for name, held in self.parts.items() if held and all(part in parts for _, part in held)]
+
+    def role(self, name: str, parameter: Tensor) -> str:
+        """Return "embedding", "norm", "bias" or "matrix"."""
+        kinds = {role_of(part) for _, part in self.parts.get(name, [])}
+        if len(kinds) == 1 or "embedding" in kinds:
+            return "embedding" if "embedding" in kinds else kinds.pop()
+        return "matrix" if parameter.ndim >= 2 else "norm" if not kinds and "bias" not in name.split(".")[-1] else "bias"
+
+    def where(self, name: str) -> list[str]:
+        """Return the checkpoint's names for a parameter; its own name if it holds none of its tensors."""
+        found = []
+        for layer, part in self.parts.get(name, []):
+            stem = head_name(self.mapping.shapes if self.mapping else ()) if part == "head" else part
+            stem = re.sub(r"^attn\.[qkv](?=\.|$)", "attn.c_attn", stem)
+            stem += "" if stem.endswith((".weight", ".bias")) else ".weight"
+            found.append(stem if layer is None else f"h.{layer}.{stem}")
+        return list(dict.fromkeys(found)) or [name]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of one loss by parameter; ``head`` and ``table``: the two shares of those that hold a tied token embedding."""
+
+    whole: Samples
+    head: Samples
+    table: Samples
+
+
+@torch.enable_grad()
+def _two_shares(config: GPT2Config, state: Samples, passes: Iterable[tuple[Tensor, Callable[[Tensor], Tensor]]]) -> Gradients:
+    """Return our model's gradients, summed over ``passes``: ids (b, T), and a number made of their logits (b, T, V)."""
+    model = model_with(config, state.items())
+    model.requires_grad_(True)
+    table = model.wte.weight.detach().clone().requires_grad_(True)
+    for ids, loss in passes:
+        loss(model.head(model.hidden(ids, rows=F.embedding(ids, table)))).backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert table.grad is not None
+    head = found.get(TABLE, torch.zeros_like(table))  # none, if the head is untied
+    return Gradients({**found, TABLE: head + table.grad}, {TABLE: head}, {TABLE: table.grad})
+
+
+def expected_gradients(
+    config: GPT2Config, state: Samples, roles: Roles, sampler: Sampler, forwards: Sequence[Forward]
+) -> Gradients:
+    """Return the gradients of a module's parameters for its own gradients of the logits; 0 where the checkpoint has none.
+
+    ``state`` is the checkpoint in float64. Parameters that are used scaled or shifted, and those without a place in the
+    checkpoint, are left out. The gradients have the sampled entries.
     """
+    mapping = roles.mapping
+    assert mapping is not None
 
-    findings: Findings
-    allowed: Mapping[str, float]
-    relative: float
-    smallest: float
-    close: float
-    seen: str
-    frozen: Collection[str] = ()
-    still: str = ""
-    positions: Collection[str] = ()
-    by_hand: Collection[str] = ()
+    def loss(slope: Tensor) -> Callable[[Tensor], Tensor]:
+        given = slope.cpu().double().reshape(len(slope), -1, slope.shape[-1])[..., : config.vocab_size]
+        return lambda logits: (logits[:, -given.shape[1] :] * given).sum()
 
-    def same(self, name: str, got: Tensor, expected: Tensor, factor: float = 1.0) -> bool:
-        """Whether a gradient is ``factor`` times the expected one, up to the rounding of computing and storing it."""
-        apart = float((got - factor * expected).square().mean().sqrt())
-        size = float(expected.square().mean().sqrt()) * abs(factor)
-        return apart <= abs(factor) * self.allowed[name] + self.relative * size + self.smallest
+    right = _two_shares(config, state, ((one.ids.cpu(), loss(one.gradient)) for one in forwards if one.gradient is not None))
+    out = Gradients({}, {}, {})
+    for name, parameter in sampler.parameters.items():
+        source = roles.sources.get(name)
+        if source is None or Use() not in mapping.anatomy.recording.uses.get(source.storage, {Use()}):
+            continue
+        entries = mapping.entries(source).flatten()
+        if entries.numel() != parameter.numel():
+            continue
+        shares = [(out.whole, right.whole)]
+        if config.tie_word_embeddings and any(part in ("wte", "head") for _, part in roles.parts[name]):
+            shares += [(out.head, right.head), (out.table, right.table)]
+        for found, gradients in shares:
+            found[name] = _taken(mapping, entries[sampler.indices[name]], gradients)
+    return out
 
-    def wrong(self, got: Mapping[str, Tensor], expected: Mapping[str, Tensor], factor: float = 1.0) -> list[str]:
-        """Return the parameters whose gradients are not ``factor`` times the expected ones."""
-        return [name for name, g in got.items() if not self.same(name, g, expected[name], factor)]
 
-    def multiple(self, name: str, got: Tensor, expected: Tensor) -> float | None:
-        """Return what the expected gradient is multiplied by; None if the other is no multiple of it."""
-        factor = ratio(got, expected)
-        return factor if self.same(name, got, expected, factor) else None
+def _taken(mapping: Mapped, entries: Tensor, gradients: Mapping[str, Tensor]) -> Tensor:
+    values = torch.full(entries.shape, torch.nan, dtype=torch.float64)
+    for name, mine, places in mapping.by_tensor(entries):
+        if name in gradients:
+            values[mine] = gradients[name].reshape(-1)[places.long()]
+    return values
 
-    def judge(self, got: Mapping[str, Tensor], wrong: Sequence[str], factor: float, made: Gradients) -> None:
-        """Add the causes in the gradients ``wrong``; all others are ``factor`` times those of ``made``."""
-        right, add = made.whole, partial(self.findings.add, seen=self.seen)
-        dead = [name for name in wrong if float(got[name].norm()) <= DEAD * total_norm(right) * abs(factor)]
-        frozen = [name for name in dead if name in self.frozen]
-        unreached = [name for name in dead if name not in frozen]
-        rest = [name for name in wrong if name not in dead]
-        lost = any(name in self.positions for name in (*unreached, *rest))  # both embeddings lack what reaches the stream
-        for name in [name for name in rest if name in made.head]:
-            head, table, lost_id, doubled = made.head[name], made.table[name], "tied-gradient-lost", "tied-gradient-doubled"
-            ways = (
-                (lost_id, "it gets the head's gradient only, not that of the rows that the ids choose", head),
-                (lost_id, "it gets the gradient of the rows that the ids choose only, not the head's", table),
-                (doubled, "a gradient of it is counted twice", 2 * right[name]),
-                (doubled, "the head's gradient is counted twice", 2 * head + table),
-                (doubled, "the gradient of the rows is counted twice", head + 2 * table),
+
+def judge_gradients(
+    findings: Findings, call: Watched, made: Gradients, roles: Roles, untied: Collection[str], relative: float = EQUAL
+) -> None:
+    """Add the causes in the gradients of a call that are not those of ``made``.
+
+    ``untied``: the token embedding and the head, if they are two parameters. ``relative``: the error that rounding explains.
+    """
+    arrived = call.arrived()
+    got = {name: arrived.get(name, torch.zeros_like(g)).masked_fill(g.isnan(), 0.0) for name, g in made.whole.items()}
+    for share in (made.whole, made.head, made.table):  # the checkpoint has no entry for some, as an unused bias
+        share |= {name: g.nan_to_num(0.0) for name, g in share.items()}
+    right = made.whole
+    whole = total_norm(right)
+
+    def same(name: str, expected: Tensor) -> bool:
+        return float((got[name] - expected).norm()) <= NOISE * whole + relative * float(expected.norm())
+
+    wrong = [name for name in got if not same(name, right[name])]
+    for name in wrong:
+        findings.differ("gradient", float((got[name] - right[name]).norm()) / max(float(right[name].norm()), NOISE * whole))
+    wrong = [name for name in wrong if name not in untied or name not in call.trains]
+    dead = [name for name in wrong if float(got[name].norm()) <= DEAD * whole]
+    unreached, rest = [name for name in dead if name in call.trains], [name for name in wrong if name not in dead]
+    # both embeddings lack what reaches the stream
+    lost = any(part == "wpe" for name in (*unreached, *rest) for _, part in roles.parts.get(name, []))
+    for name in [name for name in rest if name in made.head]:
+        head, table = made.head[name], made.table[name]
+        ways = (
+            ("tied-gradient-lost", "it gets the head's gradient only, not that of the rows that the ids choose", head),
+            ("tied-gradient-lost", "it gets the gradient of the rows that the ids choose only, not the head's", table),
+            ("tied-gradient-doubled", "a gradient of it is counted twice", 2 * right[name]),
+            ("tied-gradient-doubled", "the head's gradient is counted twice", 2 * head + table),
+            ("tied-gradient-doubled", "the gradient of the rows is counted twice", head + 2 * table),
+        )
+        for id, detail, value in ways:
+            if same(name, value) and not (lost and value is head):
+                findings.add(id, "wte", detail, SEEN)
+                rest.remove(name)
+                break
+    if frozen := [name for name in dead if name not in unreached]:
+        findings.add("parameters-frozen", frozen, "requires_grad is False for these parameters", SEEN)
+    if unreached:
+        findings.add("gradient-detached", unreached, "no gradient reaches these parameters", SEEN)
+    elif rest:
+        factors = [float((got[name] * right[name]).sum() / right[name].square().sum().clamp(min=1e-300)) for name in rest]
+        multiples = all(same(name, factor * right[name]) for name, factor in zip(rest, factors, strict=True))
+        if multiples and max(factors) - min(factors) < 1e-6 * max(map(abs, factors)):
+            findings.add(
+                "gradient-scaled", rest, f"the gradient of these parameters is multiplied by {median(factors):.6g}", SEEN
             )
-            for id, detail, value in ways:
-                if self.same(name, got[name], value, factor) and not (lost and value is head):
-                    add(id, "wte", detail)
-                    rest.remove(name)
-                    break
-        if frozen:
-            add("parameters-frozen", frozen, self.still)
-        if unreached:
-            add("gradient-detached", unreached, "no gradient reaches these parameters")
-        elif rest:
-            factors = [self.multiple(name, got[name], right[name]) for name in rest]
-            known = [one / factor for one in factors if one is not None]
-            if len(known) == len(factors) and max(known) - min(known) < self.close * max(map(abs, known)):
-                add("gradient-scaled", rest, f"the gradient of these parameters is multiplied by {median(known):.6g}")
-            elif self.by_hand:
-                words = "the gradients of these parameters are wrong; the backward pass of {} is written by hand"
-                self.findings.add("backward-wrong", rest, words.format(" and ".join(sorted(self.by_hand))), self.seen)
-            else:
-                detail = "the gradients of these parameters lack a part, or have one more"
-                add("gradient-detached", rest, detail, confidence=0.8)
+        elif call.by_hand:
+            words = f"the backward pass of {' and '.join(sorted(call.by_hand))}, which is written by hand, gives other gradients"
+            findings.add("backward-wrong", _latest(rest, roles), f"{words}, from these parameters on backward", SEEN)
+        else:
+            detail = "the gradients of these parameters lack a part, or have one more"
+            findings.add("gradient-detached", rest, detail, SEEN, confidence=0.8)
 
 
-def ratio(got: Tensor, expected: Tensor) -> float:
-    """Return the factor that brings the expected gradient nearest."""
-    return float((got * expected).sum() / expected.square().sum().clamp(min=torch.finfo(torch.float64).tiny))
+def _latest(names: Sequence[str], roles: Roles) -> list[str]:
+    """Return those of some parameters whose part comes first in the backward pass."""
+
+    def order(name: str) -> tuple[int, int]:
+        places = [(1000 if part.startswith("ln_f") else layer, part) for layer, part in roles.parts.get(name, [])]
+        found = ((layer, at) for layer, part in places for at, one in enumerate(BACKWARD) if part.startswith(one))
+        return min(((-layer, at) for layer, at in found if layer is not None), default=(1, 0))
+
+    first = min(map(order, names))
+    return [name for name in names if order(name) == first]
 
 
-# What a module adds to its gradients
+# What is added to what
 
 
 def judge_accumulation(findings: Findings, calls: Sequence[Watched]) -> None:

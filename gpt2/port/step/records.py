@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+HALVES = (torch.float16, torch.bfloat16)
 SAMPLE = 4096  # entries of each parameter that are kept; all of them in a small model
 Samples = dict[str, Tensor]
 
@@ -50,11 +51,6 @@ def total_norm(gradient: Mapping[str, Tensor]) -> float:
 
 class Gradient(dict[str, Sampled]):
     """A gradient of the parameters at one moment, by parameter."""
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Gradient:
-        """Return a gradient of which every entry is kept."""
-        return cls({name: Sampled.of(tensor) for name, tensor in tensors.items()})
 
     @property
     def total(self) -> float:
@@ -126,6 +122,7 @@ class Watched:
     updates: list[Update] = field(default_factory=list)
     unscaled: float = 1.0  # what a GradScaler multiplied the gradients by
     by_hand: set[str] = field(default_factory=set)  # ``torch.autograd.Function``s whose backward pass somebody wrote
+    rounds: float = 0.0  # the relative rounding of the numbers that are computed, beyond float64's
     half: bool = False  # the loss was computed from logits in half precision
     dropouts: set[float] = field(default_factory=set)
 

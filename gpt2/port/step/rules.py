@@ -1,23 +1,38 @@
-"""Update rules of optimizers: AdamW as it should be and as it is mistaken, SGD; and the direction in which each moves.
+"""The rules by which an optimizer moves a parameter: AdamW, a table of what is written in its place, and how one is recognised.
 
 Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2; Kingma and Ba, "Adam" (2015). With
 gradients g of step t, m = b1 m + (1 - b1) g and v = b2 v + (1 - b2) g^2, the direction is (m / c1) / (sqrt(v / c2) + eps), with
-c = 1 - b^t. A parameter p becomes p - rate direction - decay p. Everything is elementwise, so a sample of the entries is enough.
+c = 1 - b^t. A parameter p becomes p - rate direction - decay p; rate and decay of each step are solved by least squares.
+Everything is elementwise, so a sample of the entries is enough.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpt2.port.step.settings import Settings
+
 Array = NDArray[np.float64]
 ROUNDING = 2 * 2.0**-52  # of a parameter, when a change is added to it in float64
-MAX_SIGMA = 4.0  # a residual counts as so many times its noise at most, so that a few odd ones do not decide
-
+EXACT = 1e-8  # relative error of changes that a rule explains
+FITS = 1e-6  # the same, of a rule that is known
+ROUNDED = 1e-4  # the same, where the author keeps moments or constants in float32; also in later sessions
+NEAR = 0.7  # the error above which constants are not refined
+STEADY = 1e-4  # relative spread of rates that are meant to be one
+BETTER = 30  # times smaller is the error of a rarer rule that is preferred
+PART = 192  # entries of each parameter that the search uses
+BETAS1 = (0.9, 0.95, 0.8, 0.99, 0.0, 0.999, 0.98, 0.5)
+BETAS2 = (0.999, 0.95, 0.99, 0.9, 0.98, 0.995, 0.8)
+EPSILONS = (1e-8, 1e-6, 1e-5, 1e-7, 1e-10, 1e-12, 1e-4, 1e-3)
+DECAYS = (0.1, 0.01, 0.001, 0.05, 1e-4, 0.5)
+MAX_BETA2, MAX_EPS = 0.99999, 1e-2  # beyond them, Adam is what SGD is
 
 # The step whose factors correct the moments' bias: the right one, none, the one after, or that of one moment only.
 Correction = Literal["full", "none", "late", "first", "second"]
@@ -29,16 +44,16 @@ PLACES: tuple[Place, ...] = get_args(Place)
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer's formula, without its rate and its decoupled decay, which are fitted for each step and parameter.
+    """An optimizer's formula, without its rate and its decoupled decay.
 
     ``coupled``: a decay that is added to the gradient. ``lost``: the moments begin at zero in every step; ``counted``: but the
-    number of the step, for their correction, does not. Several constants at once are arrays (R, 1).
+    number of the step, for their correction, does not.
     """
 
     kind: Literal["adam", "sgd", "lion"] = "adam"
-    beta1: Any = 0.9
-    beta2: Any = 0.999
-    eps: Any = 1e-8
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
     correction: Correction = "full"
     place: Place = "outside"
     amsgrad: bool = False
@@ -50,82 +65,69 @@ class Rule:
 
 @dataclass(frozen=True)
 class Track:
-    """One parameter over K updates: values before, gradients, and changes, each (K, n); ``seen``: whether it had a gradient.
+    """One parameter over K updates: values before, gradients, and changes, each (K, n); ``seen``: whether it had a gradient."""
 
-    ``noise``: the error (K, n) that rounding may make in the changes; None where they are exact. ``small``: a norm or bias, which
-    a coupled decay may leave out. ``calls``: the number of the step that each update belongs to.
-    """
-
-    name: str
     before: Array
     gradient: Array
     change: Array
     seen: NDArray[np.bool_]
-    noise: Array | None = None
-    small: bool = False
-    calls: tuple[int, ...] = ()
-
-    def part(self, index: NDArray[np.int64]) -> Track:
-        """Return some entries."""
-        noise = None if self.noise is None else self.noise[:, index]
-        before, gradient, change = (one[:, index] for one in (self.before, self.gradient, self.change))
-        return replace(self, before=before, gradient=gradient, change=change, noise=noise)
 
     def then(self, later: Track) -> Track:
-        """Return this track, without noise, and then another."""
-        pairs = ([getattr(track, one) for track in (self, later)] for one in ("before", "gradient", "change", "seen"))
-        before, gradient, change, seen = map(np.concatenate, pairs)
-        return replace(later, before=before, gradient=gradient, change=change, seen=seen, noise=None)
+        """Return this track, and then another."""
+        return Track(*(np.concatenate([vars(one)[name] for one in (self, later)]) for name in vars(self)))
+
+    @property
+    def sample(self) -> Track:
+        """Entries whose gradients differ in size, with small ones, where eps shows."""
+        size = np.abs(self.gradient).sum(0)
+        order = np.argsort(size)
+        order = order[size[order] > 0] if bool((size > 0).any()) else order
+        index = order[np.unique(np.linspace(0, len(order) - 1, PART).astype(np.int64))]
+        return Track(self.before[:, index], self.gradient[:, index], self.change[:, index], self.seen)
 
 
 def directions(rule: Rule, track: Track) -> Array:
-    """Return the directions (K, n) in which ``rule`` moves a parameter, from its own values and gradients.
-
-    They are (R, K, n) for a rule with R values of its constants.
-    """
-    n = track.before.shape[1]
-    m, v, most, step = np.zeros(n), np.zeros(n), np.zeros(n), 0
-    b1, b2, eps = rule.beta1, rule.beta2, rule.eps
-    out = np.zeros((*np.shape(b1)[:-1], *track.before.shape))
+    """Return the directions (K, n) in which a rule moves a parameter, from its own values and gradients."""
+    m, v, most = np.zeros((3, track.before.shape[1]))
+    b1, b2, step, out = rule.beta1, rule.beta2, 0, np.zeros(track.before.shape)
     for t in np.flatnonzero(track.seen):
         g = track.gradient[t] + rule.coupled * track.before[t]
         if rule.lost:
-            m, v, most = np.zeros((3, n))
+            m, v, most = np.zeros((3, len(g)))
             step *= rule.counted
         step += 1
         if rule.kind == "sgd":
             m = b1 * m + g
-            out[..., t, :] = g + b1 * m if rule.nesterov else m
-            continue
-        if rule.kind == "lion":
-            out[..., t, :] = np.sign(b1 * m + (1 - b1) * g)
+            out[t] = g + b1 * m if rule.nesterov else m
+        elif rule.kind == "lion":
+            out[t] = np.sign(b1 * m + (1 - b1) * g)
             m = b2 * m + (1 - b2) * g
-            continue
-        m = b1 * m + (1 - b1) * g
-        v = b2 * v + (1 - b2) * g * g
-        most = np.maximum(most, v) if rule.amsgrad else v
-        at = step + (rule.correction == "late")
-        c1 = np.maximum(1 - b1**at, 1e-300) if rule.correction not in ("none", "second") else 1.0
-        c2 = np.maximum(1 - b2**at, 1e-300) if rule.correction not in ("none", "first") else 1.0
-        inside, before, outside = ((rule.place == place) * eps for place in ("inside", "before", "outside"))
-        root = np.sqrt(most / c2 + inside) + before / np.sqrt(c2) + outside
-        out[..., t, :] = m / (c1 * np.where(root == 0, 1.0, root))
+        else:
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+            most = np.maximum(most, v) if rule.amsgrad else v
+            at = step + (rule.correction == "late")
+            c1 = max(1 - b1**at, 1e-300) if rule.correction not in ("none", "second") else 1.0
+            c2 = max(1 - b2**at, 1e-300) if rule.correction not in ("none", "first") else 1.0
+            inside, before, outside = ((rule.place == place) * rule.eps for place in ("inside", "before", "outside"))
+            root = np.sqrt(most / c2 + inside) + before / math.sqrt(c2) + outside
+            out[t] = m / (c1 * np.where(root == 0, 1.0, root))
     return out
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A rule on one parameter: its rates and decays by step (K,), and its error; decay NaN if unknown.
+    """A rule on one parameter: its rates and decays by step (K,), NaN where unknown, and the error relative to the changes.
 
-    The error is relative to the changes; of a track with noise, the root mean square of the residuals in units of it; (R,) for a
-    rule with R values of its constants. ``doubts``: how much each rate may be off because the parameter is rounded; much, where
-    its gradient is nearly zero.
+    ``doubts``: how much each rate may be off because the parameter is rounded; much, where its gradient is nearly zero.
+    ``residual`` (K, n): what is left of the changes.
     """
 
+    rule: Rule
     rates: Array
     decays: Array
-    error: Any
+    error: float
     doubts: Array
+    residual: Array
 
     @property
     def decay(self) -> float | None:
@@ -137,34 +139,141 @@ class Fit:
         return 0.0 if abs(value) < 1e-6 else value
 
 
-def fit(track: Track, rule: Rule, rates: Array | None = None, decays: Array | None = None, earlier: Track | None = None) -> Fit:
-    """Fit the rates and decays of each step to ``change = -rate direction - decay before``; each may be given.
+def fit(track: Track, rule: Rule, earlier: Track | None = None) -> Fit:
+    """Fit the rates and decays of each step to ``change = -rate direction - decay before``.
 
     ``earlier``: the track whose moments go on here.
     """
-    change, before, given = track.change, track.before, (rates, decays)
-    direction = directions(rule, earlier.then(track) if earlier else track)[..., -len(change) :, :]
-    if track.noise is not None:
-        direction, change, before = direction / track.noise, change / track.noise, before / track.noise
+    change, before = track.change, track.before
+    direction = directions(rule, earlier.then(track) if earlier else track)[-len(change) :]
     uu, up, pp = (direction * direction).sum(-1), (direction * before).sum(-1), (before * before).sum(-1)
     ud, pd = -(direction * change).sum(-1), -(before * change).sum(-1)
-    if rates is None:
-        determinant = uu * pp - up * up
-        both = determinant > 1e-9 * uu * pp
-        safe = np.where(both, determinant, 1.0)
-        rates = np.where(both, (pp * ud - up * pd) / safe, ud / np.where(uu > 0, uu, np.inf))
-        decays = np.where(both, (uu * pd - up * ud) / safe, np.nan)
-    elif decays is None:
-        decays = np.where(pp > 1e-30, (pd - rates * up) / np.where(pp > 1e-30, pp, 1.0), np.nan)
-    residual = change + rates[..., None] * direction + np.nan_to_num(decays)[..., None] * before
-    if track.noise is not None:
-        error, doubts = np.sqrt((np.minimum(np.abs(residual), MAX_SIGMA) ** 2).mean((-2, -1))), np.zeros_like(uu)
-    else:
-        doubts = ROUNDING * np.sqrt(pp / np.where(uu > 0, uu, np.inf))
-        left = np.sqrt((residual * residual).sum((-2, -1))) - ROUNDING * math.sqrt(float(pp.sum()))
-        error = np.maximum(0.0, left) / (math.sqrt(float((change * change).sum())) or np.inf)
-    here = Fit(rates, decays, error if error.ndim else float(error), doubts)
-    if not track.small or not rule.coupled:
-        return here
-    bare = fit(track, replace(rule, coupled=0.0), *given)
-    return replace(here, error=np.minimum(here.error, bare.error)) if error.ndim else min(here, bare, key=lambda one: one.error)
+    determinant = uu * pp - up * up
+    both = determinant > 1e-9 * uu * pp
+    safe = np.where(both, determinant, 1.0)
+    rates = np.where(both, (pp * ud - up * pd) / safe, ud / np.where(uu > 0, uu, np.inf))
+    decays = np.where(both, (uu * pd - up * ud) / safe, np.nan)
+    residual = change + rates[:, None] * direction + np.nan_to_num(decays)[:, None] * before
+    left = math.sqrt(float((residual * residual).sum())) - ROUNDING * math.sqrt(float(pp.sum()))
+    error = max(0.0, left) / (math.sqrt(float((change * change).sum())) or math.inf)
+    doubts = ROUNDING * np.sqrt(pp / np.where(uu > 0, uu, np.inf))
+    return Fit(rule, rates, decays, error, doubts, residual)
+
+
+def error_of(rule: Rule, tracks: Sequence[Track]) -> float:
+    """Return the error of a rule on some parameters together, each with its own rates and decays, relative to all changes."""
+    if rule.beta2 > MAX_BETA2 or rule.eps > MAX_EPS:
+        return math.inf
+    sizes = [float((track.change**2).sum()) for track in tracks]
+    errors = (fit(track, rule).error ** 2 * size for track, size in zip(tracks, sizes, strict=True))
+    return math.sqrt(sum(errors) / max(sum(sizes), 1e-300))
+
+
+def table(settings: Settings) -> Iterator[Rule]:
+    """Yield the rules that people write, AdamW and the usual mistakes before the rare."""
+    adam = Rule(beta1=settings.beta1 or 0.9, beta2=settings.beta2 or 0.999)
+    momentum, lost, largest = Rule("sgd", 0.9), replace(adam, lost=True), replace(adam, amsgrad=True)
+    decays = dict.fromkeys(decay for decay in (settings.weight_decay, *DECAYS) if decay)
+    coupled = [replace(adam, coupled=decay) for decay in decays]
+    yield from (adam, lost, Rule("sgd", 0.0), replace(lost, counted=True), momentum, *coupled[:2])
+    yield from (replace(adam, correction=c, place=p) for c, p in itertools.product(CORRECTIONS, PLACES))
+    yield from (largest, replace(momentum, nesterov=True), Rule("lion", 0.9, 0.99), replace(adam, beta1=0.0, correction="none"))
+    yield from (replace(largest, place="inside"), replace(largest, correction="none"))
+    for one in coupled:
+        yield from (one, replace(one, correction="none"), replace(one, correction="late"), replace(one, place="inside"))
+        yield from (replace(one, amsgrad=True), replace(momentum, coupled=one.coupled))
+
+
+def constants(rule: Rule, settings: Settings) -> Iterator[Rule]:
+    """Yield a rule with other usual constants: betas, also swapped, then an eps."""
+    one, two = settings.beta1, settings.beta2
+    firsts, seconds = ([b for b in dict.fromkeys(row) if b is not None] for row in ((one, *BETAS1, two), (two, *BETAS2, one)))
+    if (rule.beta1 or rule.kind == "adam") and not (rule.lost and not rule.counted):
+        pairs = itertools.product(firsts if rule.beta1 else [0.0], seconds if rule.kind != "sgd" else [rule.beta2])
+        yield from (replace(rule, beta1=a, beta2=b) for a, b in pairs)
+    if rule.kind == "adam":
+        yield from (replace(rule, eps=eps) for eps in EPSILONS)
+
+
+def recognised(tracks: Sequence[Track], settings: Settings, usual: int | None = None) -> tuple[Rule, float]:
+    """Return the rule that moved some parameters, and its error: AdamW as the settings say, or the first of the table that does.
+
+    ``usual``: so many rules of the table are tried alone.
+    """
+    tracks = [track.sample for track in tracks]
+    best, error, nearest = Rule(), math.inf, dict[bool, tuple[float, Rule]]()
+    rules = list(dict.fromkeys(itertools.islice(table(settings), usual)))
+    for enough, some in ((EXACT, rules), (FITS, itertools.chain(*(constants(rule, settings) for rule in rules)))):
+        for rule in some if error > enough else ():
+            if (own := error_of(rule, tracks)) < error / BETTER or own <= EXACT:
+                best, error = rule, own
+            if rule.kind == "adam" and own < nearest.get(rule.coupled > 0, (math.inf, rule))[0] / BETTER:
+                nearest[rule.coupled > 0] = own, rule
+            if error <= EXACT:
+                break
+    for near in (rule for own, rule in nearest.values() if error > EXACT and own < NEAR):
+        rule, own = _refined(near, tracks, settings)
+        best, error = (rule, own) if own < error / BETTER or own <= EXACT else (best, error)
+    if best.kind == "adam" and max(best.beta1, best.beta2) < 1e-3:  # moments that hold one step: they are lost
+        lost = Rule(eps=best.eps, place=best.place, coupled=best.coupled, lost=True)
+        best = lost if error_of(lost, tracks) <= max(EXACT, 2 * error) else best
+    return best, error
+
+
+def _refined(rule: Rule, tracks: Sequence[Track], settings: Settings) -> tuple[Rule, float]:
+    """Return a rule with any constants that explain as much as possible: the best usual ones, then one after the other."""
+    near = [rule, *constants(rule, settings), *(replace(rule, coupled=decay) for decay in DECAYS if rule.coupled)]
+    near += [replace(one, eps=eps) for one in near for eps in (1e-8, rule.eps)]
+    error, rule = min(((error_of(one, tracks), one) for one in near), key=lambda one: one[0])
+    axes = np.eye(4)[[True, True, True, rule.coupled > 0]]
+    for _ in range(12):  # Gauss and Newton's method
+        left = _residual(rule, tracks)
+        columns = [(_residual(_changed(rule, 1e-6 * axis), tracks) - left) / 1e-6 for axis in axes]
+        move = np.clip(np.linalg.lstsq(np.stack(columns, 1), -left, rcond=1e-12)[0], -2, 2) @ axes
+        tries = (_changed(rule, scale * move) for scale in (1.0, 0.3, 0.1, 0.01))
+        found = next(((own, one) for one in tries if (own := error_of(one, tracks)) < error), None)
+        if found is None or error <= EXACT / 100:
+            break
+        error, rule = found
+    eps, coupled = float(f"{rule.eps:.2g}"), float(f"{rule.coupled:.4g}")  # as people write them
+    tidy = replace(rule, beta1=round(rule.beta1, 5), beta2=round(rule.beta2, 6), eps=eps, coupled=coupled)
+    rounded = error_of(tidy, tracks)
+    return (tidy, rounded) if rounded <= max(2 * error, EXACT / 10) else (rule, error)
+
+
+def _residual(rule: Rule, tracks: Sequence[Track]) -> Array:
+    size = math.sqrt(sum(float((track.change**2).sum()) for track in tracks))
+    return np.concatenate([fit(track, rule).residual.ravel() for track in tracks]) / size
+
+
+def _changed(rule: Rule, by: Array) -> Rule:
+    """Return a rule with other logarithms of 1 - beta1, 1 - beta2, eps, and a coupled decay."""
+    one, two, eps, coupled = np.exp(np.clip(by, -5.0, 5.0)).tolist()
+    beta1, beta2 = (1 - min(1.0, (1 - beta) * times) for beta, times in ((rule.beta1, one), (rule.beta2, two)))
+    return replace(rule, beta1=beta1, beta2=beta2, eps=rule.eps * eps, coupled=rule.coupled * coupled)
+
+
+def plainest(rule: Rule, tracks: Sequence[Track], expected: Array) -> Rule:
+    """Return the rule whose rates (K,) are steady beside the ``expected`` ones, of those that give the same changes.
+
+    A factor of a step cannot be told from its rate: moments without correction move a parameter as those do whose eps is added
+    before the correction, at other rates.
+    """
+    if rule.kind != "adam" or rule.lost or not bool((expected > 0).all()):
+        return rule
+    tracks = [track.sample for track in tracks]
+    most = max(EXACT, 2 * error_of(rule, tracks))
+    alike = (replace(rule, correction=c, place=p) for p in PLACES for c in CORRECTIONS)
+    alike = (one for one in alike if error_of(one, tracks) <= most)
+    return next((one for one in alike if spread(rates_of(tracks, one) / expected) < STEADY), rule)
+
+
+def rates_of(tracks: Sequence[Track], rule: Rule) -> Array:
+    """Return the rates of most tracks, (K,)."""
+    rates: Array = np.median(np.stack([fit(track, rule).rates for track in tracks]), axis=0)
+    return rates
+
+
+def spread(values: Sequence[float] | Array) -> float:
+    """Return the difference of the largest and the least value, over the largest one's size."""
+    return float(max(values) - min(values)) / (float(max(map(abs, values))) or math.inf)

@@ -18,7 +18,7 @@ from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.user_code import error_line
 from gpt2.port.recording.forward import plain_attention
 from gpt2.port.step.clipping import Passage
-from gpt2.port.step.labels import Batch
+from gpt2.port.step.loss import Batch
 from gpt2.port.step.records import Gradient, Sampled, Sampler, Update, Watched
 from gpt2.port.step.settings import Settings
 from gpt2.port.step.watching import Casts, Watch
@@ -29,6 +29,7 @@ HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 ATTRIBUTES = ("_parameters", "_buffers", "_modules")
 SHAPES = ("shape", "size", "view", "match", "dimension", "split")  # words of an error that another batch may avoid
 MAX_WORK = 4e10  # parameters times tokens of one batch
+DISTURBED = 1 + 2.0**-5  # a factor that half precision shows
 MANY = 30e6  # parameters; above it memory is given back after each call
 
 
@@ -65,6 +66,7 @@ class Subject:
         self.module, self.make_step, self.vocabulary, self.note_stage = module, make_step, vocabulary, watch
         self.maker = getattr(make_step, "__name__", "make_step")
         self.casts = Casts.NONE
+        self.dtypes: dict[str, torch.dtype] = {}  # in which the step keeps each parameter
         self.large = sum(parameter.numel() for parameter in module.parameters()) > MANY
 
     @contextmanager
@@ -118,13 +120,22 @@ class Subject:
         with torch.random.fork_rng(devices=[]), plain_attention(), self._restored():
             torch.manual_seed(0)
             before = dict(self.module.named_parameters())
+            own = {name: p.dtype for name, p in before.items()}
             self._widen(as_written)
             for tensor in {p.data_ptr(): p for name, p in before.items() if name in names}.values():
                 tensor.data.mul_(factor)
             step = self._made()
             sampler = Sampler(dict(self.module.named_parameters()))
+            made = ((name, p.dtype) for name, p in sampler.parameters.items())
+            self.dtypes = {name: own.get(name, kind) if kind == torch.float64 else kind for name, kind in made}
             self._widen(as_written)  # make_step may have added some
-            return [self._call(step, batch, sampler, as_written) for batch in batches], sampler
+            calls = []
+            for number, batch in enumerate(batches):
+                if as_written and 0 < number == len(batches) - 1:  # an optimizer with its own copy of the weights undoes it
+                    for parameter in sampler.parameters.values():
+                        parameter.data.mul_(DISTURBED)
+                calls.append(self._call(step, batch, sampler, as_written))
+            return calls, sampler
 
     def _widen(self, as_written: bool) -> None:
         """Bring parameters and buffers into float64, unless the step is to be run as it is written."""
@@ -169,6 +180,8 @@ class Subject:
         seen = watch.seen
         seen.loss = _number(loss, self.maker)
         widths = {one.logits.shape[-1] for one in seen.forwards}
+        if casts is Casts.ALL and not as_written:
+            seen.rounds = max((torch.finfo(dtype).eps for dtype in watch.narrow if dtype.is_floating_point), default=0.0)
         seen.half = seen.half or (not as_written and any(shape and shape[-1] in widths for shape in watch.halved))
         return seen
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from gpt2.errors import InputError, did_you_mean
+from gpt2.optim import Optim, learning_rate
 
-OPTIM = ("lr", "min_lr", "warmup", "beta1", "beta2", "weight_decay", "clip")
 COUNTS = ("steps", "batch_size", "context", "grad_accum")  # 1 or more
 WHOLE = (*COUNTS, "optim.warmup")
 PROMPT = "data.prompt"
@@ -68,18 +68,13 @@ class Settings:
         return self.lr is not None and (self.warmup, self.min_lr, self.steps) != (None, None, None)
 
     def rate(self, step: int) -> float:
-        """Return the rate at ``step`` (from 0): linear warm-up to ``lr``, then cosine decay to ``min_lr``, as a recipe says."""
+        """Return the rate at ``step`` (from 0), as a recipe has it; without ``steps`` it does not fall."""
         assert self.lr is not None
-        warmup, least = self.warmup or 0, self.lr if self.min_lr is None else self.min_lr
-        if step < warmup:
-            return self.lr * (step + 1) / warmup
-        if self.steps is None:
-            return self.lr
-        part = min(1.0, (step - warmup) / max(1, self.steps - warmup))
-        return least + (1 + math.cos(math.pi * part)) / 2 * (self.lr - least)
+        least = self.lr if self.min_lr is None or self.steps is None else self.min_lr
+        return learning_rate(step, self.steps or 1, Optim(lr=self.lr, min_lr=least, warmup=self.warmup or 0))
 
 
-KEYS = {f"optim.{one}" if one in OPTIM else one: one for one in (one.name for one in fields(Settings))}
+KEYS = {f"optim.{one}" if one in {key.name for key in fields(Optim)} else one: one for one in (f.name for f in fields(Settings))}
 KEYS[PROMPT] = KEYS.pop("padded")
 
 

@@ -1,48 +1,213 @@
-"""Causes in updates: their rule, constants, rates and decays, against the settings; and in those of a module, which are exact."""
+"""How a step moves each parameter, by which rule, and what of that is not as the settings say."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import median
 
 import numpy as np
+import torch
 
 from gpt2.port.step.causes import Findings
-from gpt2.port.step.clipping import Clip, ClipKind, ClipReading, Norms, spread
-from gpt2.port.step.expected import LARGE
-from gpt2.port.step.movement import Movement
-from gpt2.port.step.records import Update
-from gpt2.port.step.rule_search import RuleSearch
-from gpt2.port.step.rules import Array, Rule
+from gpt2.port.step.clipping import LIMITS, Clip, ClipKind, measure
+from gpt2.port.step.records import Gradient, Update
+from gpt2.port.step.rules import (
+    EPSILONS,
+    FITS,
+    ROUNDED,
+    STEADY,
+    Array,
+    Fit,
+    Rule,
+    Track,
+    error_of,
+    fit,
+    plainest,
+    rates_of,
+    recognised,
+    spread,
+    table,
+)
 from gpt2.port.step.settings import Settings
-from gpt2.port.step.tracks import Run
 
 FITTED = "this rule gives your own parameters, from your own gradients, at every entry that was compared"
 EPSILON = 1e-8
 CLOSE = 1e-4  # relative difference of constants that are meant to be equal
 CORRECTED = {"none": "neither moment", "first": "only the first moment", "second": "only the second"}
 WORDS = {"matrix": "matrices", "embedding": "embeddings", "norm": "norms", "bias": "biases"}
+LARGE = ("matrix", "embedding")  # what decays
 FREE = (ClipKind.NORM, ClipKind.PARAMETER, ClipKind.ENTRY, ClipKind.LARGEST)  # clipping of gradients that nothing shows
+USUAL = 7  # the first rules of the table, which are tried with each way of clipping
+Tracks = dict[str, Track]
 
 
-class UpdateComparison:
-    """The comparison of a movement with the settings; ``calls``: the number of the call that each update belongs to."""
+@dataclass(frozen=True)
+class Way:
+    """What updates use of gradients that ``.grad`` never holds: a share of their sum, clipped in a way that nothing shows."""
 
-    def __init__(self, findings: Findings, movement: Movement, settings: Settings, calls: Sequence[int]) -> None:
-        self.findings, self.movement, self.settings, self.calls = findings, movement, settings, calls
-        self.rates, self.factors = movement.common()
+    share: float = 1.0
+    clip: Clip | None = None
+
+    def tracks(self, updates: Sequence[Update], names: Collection[str]) -> Tracks:
+        """Return the tracks of some parameters over a session."""
+        return {name: self._track(updates, name) for name in names}
+
+    def _track(self, updates: Sequence[Update], name: str) -> Track:
+        rows = [self._used(one.gradient, name) if name in one.gradient else 0.0 * one.before[name].numpy() for one in updates]
+        before, after = (torch.stack([getattr(one, side)[name] for one in updates]).numpy() for side in ("before", "after"))
+        return Track(before, np.stack(rows), after - before, np.array([name in one.gradient for one in updates]))
+
+    def _used(self, gradient: Gradient, name: str) -> Array:
+        values, clip = self.share * gradient[name].values.numpy(), self.clip
+        if clip is None:
+            return values
+        if clip.kind is ClipKind.ENTRY:
+            return np.clip(values, -clip.limit, clip.limit)
+        size = self.share * measure(clip.kind, gradient, name)
+        return values * min(1.0, clip.limit / (size + 1e-6))
+
+
+class Moves:
+    """The rule and the fit of each parameter that moves in the first session; ``odd``: those that no rule explains.
+
+    ``kept``: moments go on from one session to the next. ``way``: of gradients that were not seen as they are used.
+    """
+
+    def __init__(self, sessions: Sequence[Sequence[Update]], settings: Settings, roles: Mapping[str, str]) -> None:
+        self.sessions, self.settings, self.roles = sessions, settings, roles
+        first = sessions[0]
+        self.moving = [n for n in first[0].before if any(u.moves(n) for u in first) and any(n in u.gradient for u in first)]
+        self.fits: dict[str, Fit] = {}
+        self.odd: list[str] = []
+        self.kept = False
+        names = [name for name in self.moving if roles[name] == "matrix"] or self.moving
+        self.chosen = [names[len(names) // 3], names[2 * len(names) // 3]] if len(names) > 2 else names
+        if self.moving:
+            self.way, rule, error = self._rule_of_most()
+            tracks = self.way.tracks(first, self.moving)
+            steps = [one.call for one in first]
+            expected = np.array([settings.rate(step) for step in steps]) if settings.scheduled else np.ones(len(steps))
+            rule = plainest(rule, [tracks[name] for name in self.chosen], expected)
+            for name, track in tracks.items():
+                self._add(name, track, rule, error)
+            self._test_later(tracks)
+
+    @property
+    def rule(self) -> Rule:
+        """The rule of most parameters."""
+        rules = [one.rule for one in self.fits.values()]
+        return max(dict.fromkeys(rules), key=rules.count)
+
+    @property
+    def known(self) -> dict[str, Fit]:
+        return {name: one for name, one in self.fits.items() if name not in self.odd}
+
+    def _rule_of_most(self) -> tuple[Way, Rule, float]:
+        """Return the rule of two parameters, its error, and what it uses of gradients that ``.grad`` does not hold."""
+        parts = max(update.summed for session in self.sessions for update in session)
+        plain = Way(1 / parts if parts else 1.0)
+        if not parts:
+            return (plain, *recognised(self._tracks(plain), self.settings))
+        shares, settings, clip = dict.fromkeys((1 / parts, 1.0)), self.settings, self.settings.clip
+        usual = [Way(share, one) for share in shares for one in (None, *([Clip(ClipKind.NORM, clip)] if clip else []))]
+        tried = [(way, *recognised(self._tracks(way), settings, USUAL)) for way in usual]
+        if not any(self._explains(*one) for one in tried):
+            rare = (Way(share, Clip(kind, limit)) for share in shares for kind in FREE for limit in (clip or 1.0, *LIMITS))
+            adam = next(table(settings))
+            tried = [(way, adam, error_of(adam, self._tracks(way))) for way in rare]
+        found = [one for one in tried if self._explains(*one)]
+        return min(found, key=self._oddness) if found else (plain, *recognised(self._tracks(plain), settings))
+
+    def _tracks(self, way: Way, session: int = 0) -> list[Track]:
+        return list(way.tracks(self.sessions[session], self.chosen).values())
+
+    def _explains(self, way: Way, rule: Rule, error: float) -> bool:
+        """Whether a rule gives the changes of all sessions."""
+        later = (track for number in range(1, len(self.sessions)) for track in self._tracks(way, number))
+        return error <= FITS and all(fit(track, rule).error <= ROUNDED for track in later)
+
+    def _oddness(self, found: tuple[Way, Rule, float]) -> tuple[bool, bool]:
+        """Return what makes one of several answers unlikely: an unusual eps, or rates that differ."""
+        way, rule, _ = found
+        rates = rates_of(self._tracks(way), rule)
+        return min(abs(rule.eps / eps - 1) for eps in EPSILONS) > 0.01, spread(rates) > STEADY
+
+    def _add(self, name: str, track: Track, rule: Rule, error: float) -> None:
+        """Fit a parameter by the rule of most, by those of others, without or with a coupled decay, or by one of its own."""
+        rules = list(dict.fromkeys([rule, *(one.rule for one in self.known.values())]))
+        decay = self.settings.weight_decay
+        rules += [replace(one, coupled=0.0) for one in rules if one.coupled]
+        rules += [replace(one, coupled=decay) for one in rules if decay and not one.coupled]
+        found = min((fit(track, one) for one in rules[:1]), key=lambda one: one.error)
+        for one in rules[1:] if found.error > FITS else ():
+            other = fit(track, one)
+            found = other if other.error < found.error / 1.1 else found
+        if found.error > FITS and error <= ROUNDED:
+            own = fit(track, recognised([track], self.settings)[0])
+            found = own if own.error < found.error / 30 else found
+        self.fits[name] = found
+        self.odd += [name] * (found.error > (ROUNDED if error > FITS else FITS))
+
+    def _test_later(self, tracks: Tracks) -> None:
+        """Test the rules in the later sessions, from moments of zero or those that the session before left."""
+        failed_once = False
+        for session in self.sessions[1:]:
+            later, fresh, going_on, failed = self.way.tracks(session, self.moving), 0, 0, []
+            for name, track in later.items():
+                rule = self.fits[name].rule
+                if name in self.odd or not bool((track.change != 0).any()):
+                    continue
+                if fit(track, rule).error <= ROUNDED:
+                    fresh += 1
+                elif fit(track, rule, tracks[name]).error <= ROUNDED:
+                    going_on += 1
+                else:
+                    failed.append(name)
+            self.kept = self.kept or going_on > fresh
+            if self.kept or (failed and failed_once):
+                return
+            self.odd += failed if len(failed) > len(self.fits) // 4 else []
+            tracks, failed_once = later, True
+
+    @cached_property
+    def rates(self) -> Array:
+        """The rates (K,) of most parameters, without what decay explains."""
+        fits = list(self.known.values())
+        plain = [one for one in fits if np.abs(np.nan_to_num(one.decays)).max() <= 1e-6 * np.abs(one.rates).max()] or fits
+        rates: Array = np.median(np.stack([one.rates for one in plain]), axis=0)
+        return rates
+
+    @cached_property
+    def factors(self) -> dict[str, float]:
+        """What the rates of the other parameters are multiplied by."""
+        found = {}
+        for name, one in self.known.items():
+            live = np.abs(self.rates) > 100 * one.doubts
+            factor = median((one.rates[live] / self.rates[live]).tolist()) if bool(live.any()) else 1.0
+            if abs(factor - 1) > 0.01:
+                found[name] = factor
+        return found
+
+
+class UpdateJudge:
+    """Adds the causes in how parameters move to ``findings``."""
+
+    def __init__(self, findings: Findings, moves: Moves) -> None:
+        self.findings, self.moves, self.settings = findings, moves, moves.settings
+        self.calls = np.array([one.call for one in moves.sessions[0]])
 
     def judge(self) -> None:
-        """Add the causes."""
-        movement, rule, at = self.movement, self.movement.rule, f"at a rate of {_listed(self.rates)}"
-        error = max((one.error for one in movement.fits.values()), default=0.0)
-        self.findings.differ("update", error)
-        if movement.odd:
-            words = f"no known rule gives the change of {self.findings.places(movement.odd)} (error {error:.1e})"
-            self.findings.leave_open("update", words)
-        if not movement.known:
+        moves, findings = self.moves, self.findings
+        error = max(one.error for one in moves.fits.values())
+        findings.differ("update", error)
+        if moves.odd:
+            words = f"no known rule gives the change of {findings.places(moves.odd)} (error {error:.1e})"
+            findings.leave_open("update", words)
+        if not moves.known:
             return
+        rule, at = moves.rule, f"at a rate of {_listed(moves.rates)}"
         if rule.kind != "adam":
             momentum = f" with a momentum of {rule.beta1:.4g}" if rule.beta1 else ""
             sgd = rule.kind == "sgd"
@@ -54,7 +219,7 @@ class UpdateComparison:
             self._constants(rule)
             self._rates()
             self._decays()
-            if movement.kept:
+            if moves.kept:
                 self._add("momentum-kept", "the first step after a new make_step goes on with the moments of the last")
 
     def _add(self, id: str, detail: str, where: str | Collection[str] = "optimizer", fix: str = "") -> None:
@@ -68,14 +233,13 @@ class UpdateComparison:
             self._add("amsgrad", "the largest second moment so far is used")
         if rule.lost:
             self._add("momentum-lost", "the moments are zero at the beginning of each step")
-            return
-        if rule.correction == "late":
+        elif rule.correction == "late":
             self._add("bias-correction-step", "the factors 1 - beta**t are those of step t + 1")
         elif rule.correction != "full":
             self._add("bias-correction-missing", f"{CORRECTED[rule.correction]} is divided by 1 - beta**t")
-        if rule.place == "inside":
+        if rule.place == "inside" and not rule.lost:
             self._add("eps-inside-root", f"the divisor is sqrt(v + {rule.eps:.4g})")
-        elif rule.place == "before":
+        elif rule.place == "before" and not rule.lost:
             self._add("eps-before-correction", f"{rule.eps:.4g} is added to sqrt(v) before its correction")
 
     def _constants(self, rule: Rule) -> None:
@@ -95,29 +259,29 @@ class UpdateComparison:
                 self._add("eps-wrong", f"{eps}, not {EPSILON:g}", fix=fix)
 
     def _rates(self) -> None:
-        rates, settings, calls = self.rates, self.settings, np.array(self.calls)
-        twice = [name for name, factor in self.factors.items() if abs(factor - 2) < 0.02]
-        others = [name for name in self.factors if name not in twice]
+        rates, factors, settings = self.moves.rates, self.moves.factors, self.settings
+        twice = [name for name, factor in factors.items() if abs(factor - 2) < 0.02]
+        others = [name for name in factors if name not in twice]
         if twice:
             self._add("parameter-twice", "these parameters move twice as far as the others", twice)
         if others:
-            times = median(self.factors[name] for name in others)
+            times = median(factors[name] for name in others)
             self._add("rate-wrong", f"the rate of these parameters is {times:.6g} times that of the others", others)
-        steady = _is_one(rates)
+        steady = spread(rates) <= CLOSE
         if settings.lr is None or not (steady or settings.scheduled):
             self._read_off(f"a rate of {_listed(rates)}" + ("" if steady else " (it changes from step to step)"))
             return
         # the rates that the settings say, also those of the steps after and before
-        expected, after, before = (np.array([settings.rate(max(0, call + by)) for call in calls]) for by in (0, 1, -1))
+        expected, after, before = (np.array([settings.rate(max(0, call + by)) for call in self.calls]) for by in (0, 1, -1))
         said, live = f"a rate of {_listed(rates)}, not {_listed(expected)}", expected != 0
         if _same(rates, expected):
             return
         if _same(rates, after) or _same(rates, before):
             which = "after" if _same(rates, after) else "before"
             self._add("schedule-step", f"the rate of each step is that of the one {which}: {_listed(rates)}")
-        elif bool(live.any()) and _is_one(rates[live] / expected[live]):
+        elif bool(live.any()) and spread(rates[live] / expected[live]) <= CLOSE:
             self._add("rate-wrong", said)
-        elif any(not _is_one(one) and _is_one(rates / np.where(one == 0, 1, one)) for one in (after, before)):
+        elif any(spread(one) > CLOSE >= spread(rates / np.where(one == 0, 1, one)) for one in (after, before)):
             self._add("rate-wrong", said)
             self._add("schedule-step", said)
         else:
@@ -125,9 +289,9 @@ class UpdateComparison:
 
     def _decays(self) -> None:
         """Add the causes in the decay: which parameters decay, by how much, and how."""
-        movement, wanted, roles = self.movement, self.settings.weight_decay, self.movement.roles
-        coupled = {name: movement.rules[name].coupled for name in movement.known if movement.rules[name].coupled}
-        values = {name: decay for name in movement.known if (decay := movement.fits[name].decay) is not None}
+        known, wanted, roles = self.moves.known, self.settings.weight_decay, self.moves.roles
+        coupled = {name: one.rule.coupled for name, one in known.items() if one.rule.coupled}
+        values = {name: decay for name, one in known.items() if (decay := one.decay) is not None}
         amount = median(coupled.values()) if coupled else 0.0
         if coupled:
             how = "is added to the gradient, and so divided by the root of its second moment"
@@ -155,73 +319,31 @@ class UpdateComparison:
 
     def _amount(self, names: list[str], wanted: float) -> None:
         """Add the causes in how far matrices and embeddings decay."""
-        fits, rates = self.movement.fits, self.rates
-        live = np.abs(rates) > 0
-        if bool(live.any()):
-            usual = [name for name in names if abs(float(np.median(fits[name].rates[live] / rates[live])) - 1) < 0.01]
-            names = usual or names
+        fits, rates = self.moves.fits, self.moves.rates
+        names = [name for name in names if name not in self.moves.factors] or names
         raw = np.nanmedian(np.stack([fits[name].decays for name in names]), axis=0)
-        if all(self._is_after(name) for name in names) and any(name not in names for name in fits):
+        if all(self._is_after(fits[name]) for name in names) and any(name not in names for name in fits):
             self._add("decay-after-update", "the decay is of the parameter as updated, not as it was", names)
+        live = np.abs(rates) > 0
         value = float(np.median(raw[live] / rates[live])) if bool(live.any()) else 0.0
         if bool((np.abs(raw / wanted - 1) < 1e-3).all()) and abs(float(np.median(rates)) - 1) > 1e-3:
             self._add("decay-without-rate", f"in each step {wanted:g} of the parameter is taken off, whatever the rate", names)
         elif abs(value / wanted - 1) > 1e-3:
             self._add("decay-wrong", f"a decay of {value:.4g}, not {wanted:g}", names)
 
-    def _is_after(self, name: str) -> bool:
+    def _is_after(self, one: Fit) -> bool:
         """Whether a parameter's rates are smaller than the others' by just its decay."""
-        one = self.movement.fits[name]
-        known = ~np.isnan(one.decays) & (np.abs(self.rates) > 0) & (np.abs(one.decays) > 1e-9)
-        lost = 1 - one.rates[known] / self.rates[known]
+        known = ~np.isnan(one.decays) & (np.abs(self.moves.rates) > 0) & (np.abs(one.decays) > 1e-9)
+        lost = 1 - one.rates[known] / self.moves.rates[known]
         return bool(known.any()) and bool((np.abs(lost / one.decays[known] - 1) < 0.1).all())
 
 
 def _listed(rates: Array) -> str:
     """Return rates in words: one number, or the first few."""
-    if not len(rates):
-        return "0"
-    if _is_one(rates):
+    if spread(rates) <= CLOSE:
         return f"{float(np.median(rates)):.6g}"
     return ", ".join(f"{rate:.4g}" for rate in rates[:4]) + (", ..." if len(rates) > 4 else "")
 
 
-def _is_one(rates: Array) -> bool:
-    """Whether rates are meant to be one number."""
-    return len(rates) > 0 and spread(rates) <= CLOSE
-
-
 def _same(one: Array, other: Array) -> bool:
     return bool((np.abs(one - other) <= CLOSE * np.abs(other).max()).all())
-
-
-def judge_module(
-    findings: Findings, sessions: Sequence[Sequence[Update]], clip: ClipReading, settings: Settings, roles: Mapping[str, str]
-) -> Movement | None:
-    """Add the causes in the updates of several sessions; return how parameters move, None if none with a gradient does.
-
-    ``clip``: what is read of the clipping; what the rule alone shows is written to it.
-    """
-    large = [name for name, role in roles.items() if role in LARGE]
-    parts = max(update.summed for session in sessions for update in session)
-    shares = [1 / parts, 1.0] if parts > 1 else [1.0]  # of gradients that ``.grad`` never holds: averaged, or summed
-
-    def run(updates: Sequence[Update], share: float) -> Run:
-        scaled = [replace(one, gradient=one.gradient.times(share)) for one in updates]
-        return Run.of(scaled, list(updates[0].before), Norms([one.gradient for one in scaled], large))
-
-    variants = [[run(updates, share) for updates in sessions] for share in shares]
-    moving = variants[0][0].moving
-    if not moving:
-        return None
-    names = [name for name in moving if roles[name] == "matrix"] or moving
-    chosen = [names[len(names) // 3], names[2 * len(names) // 3]] if len(names) > 2 else names
-    wanted = [None, Clip(ClipKind.NORM, settings.clip)] if settings.clip and parts else [None]
-    answer = RuleSearch(variants, chosen, settings, wanted, FREE if parts else ()).best()
-    movement = Movement(answer, variants[answer.variant], settings, roles)
-    UpdateComparison(findings, movement, settings, [one.call for one in sessions[0]]).judge()
-    share = shares[answer.variant]
-    clip.factor, clip.clip = clip.factor * share, answer.clip or clip.clip
-    if parts and not movement.odd:
-        clip.largest = share * max(update.gradient.total for session in sessions for update in session if update.summed)
-    return movement

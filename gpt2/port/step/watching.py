@@ -16,9 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from gpt2.errors import InputError
 from gpt2.measure.user_code import logits_of
 from gpt2.port.recording.dispatch import RANDOM, Call, DeterministicMode, tensors
-from gpt2.port.step.records import Backward, Forward, Gradient, Sampler, Update, Watched
+from gpt2.port.step.records import HALVES, Backward, Forward, Gradient, Sampler, Update, Watched
 
-HALVES = (torch.float16, torch.bfloat16)
 LOSSES = {"_log_softmax", "_softmax", "logsumexp", "exp", "nll_loss_forward"}
 HANDLED = {"_to_copy", "native_dropout", "bernoulli", "bernoulli_", *RANDOM}
 PADDING = 128  # columns that are added to the vocabulary, at most
@@ -45,6 +44,7 @@ class Watch(DeterministicMode):
         super().__init__(keep_casts=casts is Casts.ALL, keep_random=keep_random)
         self.keeps_scalars = casts is Casts.SCALARS
         self.halved: list[tuple[int, ...]] = []
+        self.narrow: set[torch.dtype] = set()
         self.module, self.sampler, self.vocabulary = module, sampler, vocabulary
         self.seen = seen
         self._names = {p.untyped_storage()._cdata: name for name, p in sampler.parameters.items()}
@@ -94,6 +94,7 @@ class Watch(DeterministicMode):
         if isinstance(keep, float) and 0 < keep < 1:
             self.seen.dropouts.add(round(1 - keep, 9))
         if call.name == "_to_copy" and call.args[0].dtype == torch.float64:
+            self.narrow |= {call.named["dtype"]} if call.named.get("dtype") else set()
             if call.named.get("dtype") in HALVES:
                 self.halved.append(tuple(call.args[0].shape))
             if self.keeps_scalars and call.args[0].numel() == 1:

@@ -1,4 +1,4 @@
-"""Read the loss that a step trains from the gradient of its logits, position by position.
+"""What a step trains on: its labels, and the average that its loss is, read from the gradient of its logits.
 
 For logits l with p = softmax(l), label k and weight w, the gradient of a mean cross-entropy is w (p - 1_k). A label smoothing
 of s gives w (p - (1 - s) 1_k - s/V), and logits times c give w c (softmax(c l) - 1_k). So each row says what it was trained on.
@@ -15,15 +15,38 @@ from torch import Tensor
 
 from gpt2.port.golden_section import least
 from gpt2.port.step.causes import Findings
-from gpt2.port.step.labels import AVERAGED, IGNORED, Batch, average_of, averages, cause_of, labelings
 from gpt2.port.step.records import Forward
 
+IGNORED = -100  # a target that is not trained on
 BOUND = 1e-7  # relative error of a row that a formula explains; float32 constants reach 1e-8
 ODD = 1e-5  # of one that is no cross-entropy
 EVEN = 1e-6  # relative difference of weights that are meant to be equal
 BETTER = 30  # times smaller is the error of a formula that has one more number
 READ = "read from the gradient of the logits, position by position"
+AVERAGED = "accumulation-average-wrong"
 PADDED = {"padding-in-average", AVERAGED, "loss-average-wrong"}  # what shows where some targets are -100
+PAD = "another padding token than the end of text, or labels by the attention mask: labels.masked_fill(attention_mask == 0, -100)"
+UNEQUAL = 'F.cross_entropy(logits, targets, reduction="sum") / all_targets  # of each part; all_targets: of the whole batch'
+Told = tuple[str, str, str]  # a cause, what the step does, and the corrected line if it is not the table's
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens (B, T + 1), the last IGNORED where nothing follows; ``ignored`` (B, T): targets that are not trained on."""
+
+    tokens: Tensor
+    ignored: Tensor | None = None
+
+    @property
+    def ids(self) -> Tensor:
+        """What the model reads, (B, T)."""
+        return self.tokens[:, :-1]
+
+    @property
+    def targets(self) -> Tensor:
+        """The right labels (B, T): the next token of each, IGNORED where there is none to learn."""
+        right = self.tokens[:, 1:]
+        return right if self.ignored is None else right.masked_fill(self.ignored, IGNORED)
 
 
 @dataclass
@@ -74,13 +97,13 @@ def read_loss(forwards: Iterable[Forward], batch: Batch) -> LossReading | None:
         made[rows, labels] -= 1 - smoothing
         return made
 
-    reading.smoothing, reading.factor, reading.error = free_numbers(wanted, shape)
-    reading.weights[trains] = along(wanted, shape(reading.smoothing, reading.factor)) / reading.factor
+    reading.smoothing, reading.factor, reading.error = _free_numbers(wanted, shape)
+    reading.weights[trains] = _along(wanted, shape(reading.smoothing, reading.factor)) / reading.factor
     reading.labels[trains] = labels
     return reading
 
 
-def free_numbers(observed: Tensor, shape: Callable[[float, float], Tensor]) -> tuple[float, float, float]:
+def _free_numbers(observed: Tensor, shape: Callable[[float, float], Tensor]) -> tuple[float, float, float]:
     """Return the smoothing of labels and the factor of logits that explain ``observed`` (n, V), and the worst row's error.
 
     ``shape``: a function of both, which returns rows (n, V). Each row has a weight of its own.
@@ -88,7 +111,7 @@ def free_numbers(observed: Tensor, shape: Callable[[float, float], Tensor]) -> t
 
     def left(smoothing: float, factor: float) -> Tensor:
         made = shape(smoothing, factor)
-        return observed - along(observed, made)[:, None] * made
+        return observed - _along(observed, made)[:, None] * made
 
     def error(smoothing: float, factor: float) -> float:
         return float((left(smoothing, factor).abs().amax(-1) / observed.abs().amax(-1)).max())
@@ -105,14 +128,14 @@ def free_numbers(observed: Tensor, shape: Callable[[float, float], Tensor]) -> t
     return best
 
 
-def along(observed: Tensor, shape: Tensor) -> Tensor:
+def _along(observed: Tensor, shape: Tensor) -> Tensor:
     """Return what each row of ``shape`` (n, V) is multiplied by in ``observed``, (n,)."""
     return (observed * shape).sum(-1) / shape.square().sum(-1).clamp(min=1e-300)
 
 
-def judge_loss(findings: Findings, batch: Batch, reading: LossReading, factor: float) -> None:
+def judge_loss(findings: Findings, batch: Batch, reading: LossReading, factor: float, end_of_text: int | None = None) -> None:
     """Add the causes in one reading of the loss; ``factor``: what the step multiplies its gradient by before the update."""
-    right = torch.where(batch.targets >= 0, 1 / batch.count, 0.0).double()
+    right = torch.where(batch.targets >= 0, 1 / int((batch.targets >= 0).sum()), 0.0).double()
     same = (reading.labels == batch.targets) | (reading.weights == 0)
     square = torch.where(same, (reading.weights - right) ** 2, reading.weights**2 + right**2).sum()
     findings.differ("loss", float((square / (right**2).sum()).sqrt()))
@@ -121,66 +144,100 @@ def judge_loss(findings: Findings, batch: Batch, reading: LossReading, factor: f
     if reading.error > ODD:
         findings.leave_open("loss", f"the gradient of your logits is no cross-entropy of them (error {reading.error:.1e})")
         return
-    found = [*_labels(batch, reading.labels), *_weights(batch, reading, factor)]
+    found = [*_labels(batch, reading.labels, end_of_text), *_weights(batch, reading, factor)]
     if reading.smoothing > 1e-6:
-        found.append(("label-smoothing", f"a label smoothing of {reading.smoothing:.4g}"))
+        found.append(("label-smoothing", f"a label smoothing of {reading.smoothing:.4g}", ""))
     if abs(reading.factor - 1) > 1e-6:
-        found.append(("logits-scaled", f"the logits are multiplied by {reading.factor:.6g} before the softmax"))
-    for id, detail in found:
-        findings.add(id, "gradient" if id == "gradient-scaled" else "loss", detail, READ)
+        found.append(("logits-scaled", f"the logits are multiplied by {reading.factor:.6g} before the softmax", ""))
+    for id, detail, fix in found:
+        findings.add(id, "gradient" if id == "gradient-scaled" else "loss", detail, READ, fix)
 
 
-def _labels(batch: Batch, labels: Tensor) -> Iterator[tuple[str, str]]:
+def _other_labels(batch: Batch) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield causes, words, and the labels (B, T) that people train on in place of the right ones."""
+    ids, right = batch.ids, batch.targets
+    first, last, none = ids[:, :1], right[:, -1:], torch.full_like(ids[:, :1], IGNORED)
+    yield "labels-not-shifted", "each position learns the token that it reads", ids
+    twice = torch.cat([ids[:, 2:], last, none], 1)[:, -ids.shape[1] :]
+    for end in (twice[:, -1:], last):
+        yield "labels-shifted-twice", "each position learns the token after the next", torch.cat([twice[:, :-1], end], 1)
+    yield "labels-wrong", "each position learns the token before", torch.cat([first, ids[:, :-1]], 1)
+    for words, token in {"the row's first token": first, "the next row's first": first.roll(-1, 0), "token 0": 0 * first}.items():
+        yield "last-token-in-loss", f"the last position learns {words}", torch.cat([right[:, :-1], token], 1)
+
+
+def _labels(batch: Batch, labels: Tensor, end_of_text: int | None) -> Iterator[Told]:
     """Yield the causes in the labels (B, T), with what they are: other ones, and positions that are left out."""
-    right, trained, known = batch.targets, labels != IGNORED, labelings(batch)
-    key = next((key for key, one in known.items() if bool((labels == one)[trained].all())), None)
-    expected = known.get(key or "", right)
-    if key:
-        yield cause_of(key)
-    elif key is None and bool((labels == right)[:, :-1][trained[:, :-1]].all()):
-        yield "last-token-in-loss", f"the last position learns token {int(labels[0, -1])}"
-        expected = torch.cat([right[:, :-1], labels[:, -1:]], 1)
-    elif key is None:
+    right, trained = batch.targets, labels != IGNORED
+    ways = (("", "", right), *_other_labels(batch), ("padding-in-average", "targets of -100 are trained on", right.clamp(min=0)))
+    found = next((way for way in ways if bool((labels == way[2])[trained].all())), None)
+    if found is None and bool((labels == right)[:, :-1][trained[:, :-1]].all()):
+        words = f"the last position learns token {int(labels[0, -1])}"
+        found = "last-token-in-loss", words, torch.cat([right[:, :-1], labels[:, -1:]], 1)
+    if found is None:
         wrong = int((labels != right)[trained].sum())
-        yield "labels-wrong", f"{wrong} of {int(trained.sum())} positions have another label"
+        yield "labels-wrong", f"{wrong} of {int(trained.sum())} positions have another label", ""
         return
+    id, words, expected = found
+    if id:
+        yield id, words, ""
     if not bool(trained.any()):
         return
-    missing = ~trained & (expected >= 0)
+    missing = ~trained & (expected >= 0) & (right >= 0)
     if bool(missing[:, -1].all()) and labels.shape[1] > 1:
-        yield "last-token-missing", "the last position of each row has no label"
+        yield "last-token-missing", "the last position of each row has no label", ""
         missing[:, -1] = False
     left = expected[missing]
     if len(left.unique()) == 1 and bool(((expected == left[0]) == missing)[:, :-1].all()):
-        yield "token-ignored", f"positions with the label {int(left[0])} are not trained on"
+        token = int(left[0])
+        yield "token-ignored", f"positions with the label {token} are not trained on", PAD if token == end_of_text else ""
     elif len(left):
-        yield "tokens-left-out", f"{int(missing.sum())} of {missing.numel()} positions are not trained on"
+        yield "tokens-left-out", f"{int(missing.sum())} of {missing.numel()} positions are not trained on", ""
 
 
-def _weights(batch: Batch, reading: LossReading, factor: float) -> Iterator[tuple[str, str]]:
+def _averages(count: int, length: int, parts: int, padded: int) -> Iterator[tuple[float, tuple[str, ...], str]]:
+    """Yield what a wrong average multiplies the mean by, its causes, and words.
+
+    ``count`` tokens are trained on in ``parts``, ``length`` in each row; ``padded`` with ignored ones.
+    """
+    summed, apart, again = "loss-not-averaged", "accumulation-not-averaged", "divided by their number again"
+    if parts > 1:
+        yield parts, (apart,), f"the sum over {parts} parts"
+        yield 1 / parts, (AVERAGED,), f"the mean over {parts} parts, {again}"
+        yield count / parts, (summed,), "the sum over the tokens of each part"
+        yield 1 / parts**2, (AVERAGED,), f"the mean over {parts} parts, {again}"
+        yield count, (summed, apart), "the sum over all tokens and parts"
+        yield length * parts, (summed, apart), "the sum over the tokens of a row, and over parts"
+    yield count, (summed,), "the sum over all tokens"
+    yield length, (summed,), "the sum over the tokens of a row"
+    if padded > count:
+        yield count / padded, ("padding-in-average",), "the sum, divided by all targets, ignored ones too"
+
+
+def _weights(batch: Batch, reading: LossReading, factor: float) -> Iterator[Told]:
     """Yield the causes in the weights of the positions: a factor of all, or weights that differ."""
     trained = reading.labels != IGNORED
     weights, parts = reading.weights[trained] * factor, reading.parts[trained]
     if not len(weights):
         return
     low, high, total, count = float(weights.min()), float(weights.max()), float(weights.sum()), len(weights)
-    known = averages(count, int(trained.sum(1).max()), len(parts.unique()), padded=batch.targets.numel())
-    average = average_of(total, known, EVEN)
+    known = _averages(count, int(trained.sum(1).max()), len(parts.unique()), batch.targets.numel())
+    average = next((one for one in known if abs(total / one[0] - 1) <= EVEN), None)
     if bool((trained & (batch.targets < 0))[:, :-1].any()):
-        yield "padding-in-average", "targets of -100 are trained on"
+        yield "padding-in-average", "targets of -100 are trained on", ""
     elif high - low > EVEN * abs(high):
         words = f"positions weigh between {low * count:.4g} and {high * count:.4g} of the mean's"
         own = [weights[parts == part] for part in parts.unique()]
         if len(own) > 1 and all(float(one.max() - one.min()) <= EVEN * abs(high) for one in own):
-            yield AVERAGED, f"each part is averaged alone, however many targets it has; {words}"
+            yield AVERAGED, f"each part is averaged alone, however many targets it has; {words}", UNEQUAL
         else:
-            yield "loss-average-wrong", words
+            yield "loss-average-wrong", words, ""
     elif abs(total - 1) <= EVEN:
         return
     elif average is not None and not (factor != 1 and abs(total / factor - 1) <= EVEN):
-        yield from ((id, f"the gradient is that of {average[2]}: {total:.6g} times the mean's") for id in average[1])
+        yield from ((id, f"the gradient is that of {average[2]}: {total:.6g} times the mean's", "") for id in average[1])
     else:
-        yield "gradient-scaled", f"the gradient is {total:.6g} times that of the mean loss"
+        yield "gradient-scaled", f"the gradient is {total:.6g} times that of the mean loss", ""
 
 
 def judge_dropout(findings: Findings, found: Iterable[float], wanted: float | None) -> None:
