@@ -1,4 +1,4 @@
-"""Compare several models, each with the first: a loop over pairs, in which the first one's logits are computed once."""
+"""Compare several models, each with the first: pairs with chosen parts, in which the first one's logits are computed once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +17,16 @@ from gpt2.comparison import page  # noqa: F401 - gives Comparisons their page
 from gpt2.comparison.compatibility import Compatibility, compatibility, on_text, parameters_of_both
 from gpt2.comparison.distributions import Language, gain, perplexity_ratio, summarise
 from gpt2.comparison.loaded import Loaded, alone
-from gpt2.comparison.many_results import Against, Candidate, Comparisons, Ranked, letters_of, paper_figures
-from gpt2.comparison.noise import Floor
+from gpt2.comparison.many_results import Against, Candidate, Comparisons, Ranked, paper_figures
 from gpt2.comparison.passage import Passage, Settings, open_passage
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide, heads_left_out, readers
 from gpt2.comparison.sides.opening import open_sides
-from gpt2.comparison.sides.side import Side, Tokenizers, environment_of, first_tokenizer
+from gpt2.comparison.sides.side import Side, environment_of, first_tokenizer
 from gpt2.comparison.weights import distance, quantisation, weights_norm
-from gpt2.measure.estimates import Bootstrap
-from gpt2.measure.last_words import LastWord
+from gpt2.data import Tokenizer
+from gpt2.measure.estimates import Bootstrap, Estimate
 from gpt2.measure.metrics import Logits, Progress
-from gpt2.measure.per_token import measure_pair
+from gpt2.measure.per_token import Tokens, measure_pair
 
 HELD = 2 << 30  # bytes of the first model's logits that are kept in memory; where they are more, it runs again beside each other
 FLOOR_TOKENS = 64  # on which the first model's floor of noise is computed
@@ -38,163 +36,123 @@ def compare_many(names: Sequence[str], steps: Sequence[int | None], settings: Se
     """Compare models, or a training run's ``steps``, each with the first: quality with paired intervals, KL, weights and speed.
 
     Settings and errors are those of :func:`gpt2.comparison.run.compare`; ``hashes`` are of the models' files, which the JSON and
-    the page hold and the table does not show.
+    the page hold and the table does not show. One model is in memory at a time, where the first one's logits can be kept.
     """
     started, seed, progress = time.perf_counter(), settings.seed, settings.progress
     sides = open_sides(*names, settings=settings)
-    first = sides[0]
-    own = [side.tokenizer() for side in sides]
-    fits = [compatibility(first.config, side.config, own[0], tokenizer) for side, tokenizer in zip(sides, own, strict=True)]
+    first, own, env = sides[0], [side.tokenizer() for side in sides], environment_of(sides)
     passage = open_passage(sides, own, settings)
-    fits = [on_text(fit, own[0], tokenizer, passage.ids) for fit, tokenizer in zip(fits, own, strict=True)]
-    run = _Run(sides, own, fits, passage, seed, progress)
-    shown, env = run.all(), environment_of(sides)
-    moved, made = _moved(sides, fits, progress), _made_of(sides, own, progress)
-    candidates = []
+    reads = [tokenizer or first_tokenizer(own) for tokenizer in own]  # the text
+    logits_of_first, weights = _First(first, reads[0], sides), _Weights(first)
+    rows, forward = list[dict[str, Any]](), 0.0
+    shown: dict[int, tuple[Language, Tensor | None]] = {}  # the log-probabilities only where they are of the same tokens
     for n, side in enumerate(sides):
-        model, speed = side.describe(env.versions, hashes=hashes), run.inputs[n] / run.seconds[n] if run.seconds[n] else math.nan
-        figures = shown[n].language, run.words[n], shown[n].against, moved[n]
-        papers = paper_figures(side.name, passage.scored.name)
-        left_out = run.fits[n].impossible | heads_left_out(side)
-        more = side.vocab_size - first.vocab_size if side.vocab_size and first.vocab_size else 0
-        candidates.append(Candidate(model, steps[n], side.size, speed, *figures, left_out, papers, made[n], more))
-    ranking, forward = _ranking(shown, run.words, seed), sum(run.seconds)
-    seconds = time.perf_counter() - started
-    return Comparisons(tuple(candidates), passage.scored, env, seed, seconds, forward, ranking=ranking, floor=run.floor)
-
-
-class _Shown(NamedTuple):
-    """What one model showed; ``logp`` (N,) are of the right tokens, None where they are not those of the first model."""
-
-    language: Language
-    logp: Tensor | None
-    against: Against | None = None
-
-
-class _Run:
-    """Runs each model over the text, beside the first one's logits; counts what the forward passes of each took."""
-
-    def __init__(
-        self,
-        sides: Sequence[Side],
-        own: Tokenizers,
-        fits: Sequence[Compatibility],
-        passage: Passage,
-        seed: int,
-        progress: Progress,
-    ) -> None:
-        self.sides, self.fits, self.passage, self.seed, self.progress = sides, [*fits], passage, seed, progress
-        self.tokenizers = [tokenizer or first_tokenizer(own) for tokenizer in own]  # that read the text
-        self.words: list[LastWord | None] = [None for _ in sides]
-        self.seconds, self.inputs = [0.0 for _ in sides], [0 for _ in sides]
-        self.kept: list[Tensor] = []  # the first model's logits of each batch; none where they are too many
-        self.floor: Floor | None = None  # of the first model, in its own dtype
-        self.its: _Shown | None = None  # its figures: from the pairs, or where no other reads its tokens, from its logits
-
-    @contextmanager
-    def loaded(self, n: int) -> Iterator[Loaded]:
-        """Load a side."""
-        side, tokenizer = self.sides[n], self.tokenizers[n]
-        self.progress(f"{side.name}: loading")
+        progress(f"{side.name}: loading")
+        fit = on_text(compatibility(first.config, side.config, own[0], own[n]), own[0], own[n], passage.ids)
         with side.running() as running:
-            yield (loaded := Loaded(side, running, tokenizer, self.sides))
-        self.fits[n] = replace(self.fits[n], impossible=self.fits[n].impossible | loaded.rows_left_out)
-        self.seconds[n] += loaded.seconds
-        self.inputs[n] += loaded.inputs
+            loaded = Loaded(side, running, reads[n], sides)
+            words, against = loaded.last_words(passage, seed, progress), None
+            if n == 0:
+                floor = loaded.floor(passage.ids[:FLOOR_TOKENS])
+                logits_of_first.keep(loaded, passage)  # its figures are those of the pairs
+            elif fit.vocabularies.comparable:
+                with logits_of_first() as logits:
+                    found = measure_pair(logits, loaded.logits, passage.ids, passage.windows, progress=progress)
+                both, bits = summarise(found, passage.token_bytes(reads[0]), seed=seed), _bits(found, passage, reads[0], seed)
+                far = both.kl_ab.mean, both.kl_ab.max, both.same_top, both.only_a, both.only_b
+                shown[0], shown[n], against = (both.a, found.logp_a), (both.b, found.logp_b), Against(both.ratio, bits, *far)
+            else:
+                shown[n] = loaded.in_its_tokens(passage, reads[0], seed), None
+            ran, forward = _ran(loaded), forward + loaded.seconds
+        moved, made_of = weights(side, fit, progress) if n else (None, "")
+        more = side.vocab_size - first.vocab_size if side.vocab_size and first.vocab_size else 0
+        paper, left_out = paper_figures(side.name, passage.scored.name), fit.impossible | heads_left_out(side)
+        row = {"last_words": words, "against": against, "weights": moved, "made_of": made_of, "rows": more, "paper": paper}
+        rows.append(row | {"tokens_per_second": ran[0], "left_out": left_out | ran[1], "step": steps[n], "size": side.size})
+    if 0 not in shown:
+        with logits_of_first() as logits:
+            shown[0] = alone(logits, passage, reads[0], seed)
+    again = logits_of_first.again
+    rows[0] |= again | {"left_out": rows[0]["left_out"] | again.get("left_out", {})}
+    models = [side.describe(env.versions, hashes=hashes) for side in sides]
+    candidates = tuple(Candidate(models[n], language=shown[n][0], **row) for n, row in enumerate(rows))
+    ranking, forward = _ranking(candidates, [shown[n][1] for n in range(len(sides))], seed), forward + logits_of_first.seconds
+    seconds = time.perf_counter() - started
+    return Comparisons(candidates, passage.scored, env, seed, seconds, forward, ranking=ranking, floor=floor)
 
-    def all(self) -> list[_Shown]:
-        """Run every model, one in memory at a time where the first one's logits could be kept."""
-        ids = self.passage.ids
-        with self.loaded(0) as loaded, torch.inference_mode():
-            self.words[0] = loaded.last_words(self.passage, self.seed, self.progress)
-            self.floor = loaded.floor(ids[:FLOOR_TOKENS])
-            if 4 * loaded.vocab * len(ids) <= HELD:
-                for inputs, _ in self.passage.windows.batches(ids):
-                    self.kept.append(loaded.logits(inputs).cpu())
-                    self.progress(f"{self.sides[0].name}: {loaded.inputs:,} tokens")
-        others = [self.other(n) for n in range(1, len(self.sides))]
-        return [self.of_first(), *others]
+
+def _ran(loaded: Loaded) -> tuple[float, dict[str, str]]:
+    """Return a model's tokens a second, and what is left out of its rows."""
+    return loaded.inputs / loaded.seconds if loaded.seconds else math.nan, loaded.rows_left_out
+
+
+def _bits(found: Tokens, passage: Passage, tokenizer: Tokenizer | None, seed: int) -> Estimate:
+    """Return the difference in bits per byte, b minus a."""
+    per, lost = passage.token_bytes(tokenizer)[found.targets] * math.log(2), -gain(found.logp_a, found.logp_b)
+    bootstrap = Bootstrap(len(found), seed)
+    return bootstrap.interval(lost.sum().item() / per.sum().item(), bootstrap.means(lost, per))
+
+
+class _First:
+    """The first model's logits of the text's batches, in their order: kept in memory, or computed again beside each other."""
+
+    def __init__(self, side: Side, tokenizer: Tokenizer | None, sides: Sequence[Side]) -> None:
+        self.side, self.tokenizer, self.sides = side, tokenizer, sides
+        self.kept: list[Tensor] = []
+        self.seconds, self.again = 0.0, dict[str, Any]()  # of the passes beside others: their time, and the last one's figures
+
+    @torch.inference_mode()
+    def keep(self, loaded: Loaded, passage: Passage) -> None:
+        """Compute the logits of the model, which is loaded, and keep them, unless they are too many."""
+        if 4 * loaded.vocab * len(passage.ids) <= HELD:
+            self.kept = [loaded.logits(inputs).cpu() for inputs, _ in passage.windows.batches(passage.ids)]
 
     @contextmanager
-    def logits_of_first(self) -> Iterator[Logits]:
-        """Give the first model's logits of the text's batches, in their order: those that were kept, or computed again."""
+    def __call__(self) -> Iterator[Logits]:
         if self.kept:
             kept = iter(self.kept)
             yield lambda _: next(kept)
-        else:
-            with self.loaded(0) as loaded:
-                yield loaded.logits
-
-    def of_first(self) -> _Shown:
-        if self.its is None:
-            with self.logits_of_first() as logits:
-                self.its = _Shown(*alone(logits, self.passage, self.tokenizers[0], self.seed))
-        return self.its
-
-    def other(self, n: int) -> _Shown:
-        """Measure a model beside the first: token by token; or, with another tokenizer, by itself."""
-        passage, seed = self.passage, self.seed
-        with self.loaded(n) as loaded:
-            self.words[n] = loaded.last_words(passage, seed, self.progress)
-            if not self.fits[n].vocabularies.comparable:
-                return _Shown(loaded.in_its_tokens(passage, self.tokenizers[0], seed), None)
-            with self.logits_of_first() as first_logits:
-                pair = first_logits, loaded.logits
-                found = measure_pair(*pair, passage.ids, passage.windows, progress=self.progress)
-        lengths = passage.token_bytes(self.tokenizers[0])
-        both, lost = summarise(found, lengths, seed=seed), -gain(found.logp_a, found.logp_b)
-        self.its = _Shown(both.a, found.logp_a)
-        per, bootstrap = lengths[found.targets] * math.log(2), Bootstrap(len(found), seed)
-        bits = bootstrap.interval(lost.sum().item() / per.sum().item(), bootstrap.means(lost, per))
-        return _Shown(
-            both.b,
-            found.logp_b,
-            Against(both.ratio, bits, both.kl_ab.mean, both.kl_ab.max, both.same_top, both.only_a, both.only_b),
-        )
+            return
+        with self.side.running() as running:
+            yield (loaded := Loaded(self.side, running, self.tokenizer, self.sides)).logits
+            speed, left_out = _ran(loaded)
+        self.seconds, self.again = self.seconds + loaded.seconds, {"tokens_per_second": speed, "left_out": left_out}
 
 
-def _ranking(shown: Sequence[_Shown], words: Sequence[LastWord | None], seed: int) -> tuple[Ranked, ...]:
+class _Weights:
+    """Compares weights with the first model's: the norm of the change over the norm, and whether it is rounding alone."""
+
+    def __init__(self, first: Side) -> None:
+        self.first, self.norm = first, 0.0
+
+    def __call__(self, side: Side, fit: Compatibility, progress: Progress) -> tuple[float | None, str]:
+        """Return the distance, None where there is none, and "A in q8_0" or "A, the same weights", "" where they are others."""
+        first = self.first
+        if not (isinstance(first, CheckpointSide) and isinstance(side, CheckpointSide)) or "weights" in fit.impossible:
+            return None, ""
+        read, names = readers(first, side, mapped=True), parameters_of_both(first.config, side.config)
+        self.norm = self.norm or weights_norm(expected(first.config), first.reader(mapped=True))
+        moved = distance(names, *read, self.norm, progress=progress)
+        if fit.departures or expected(first.config) != expected(side.config):
+            return moved, ""
+        if not moved:
+            return moved, "A, the same weights"
+        matrix = ["h.0.attn.c_proj.weight"]  # where it is no rounding, the others are not tried
+        type = quantisation(*read, matrix) and quantisation(*read, names)
+        return moved, f"A in {type}" if type else ""
+
+
+def _ranking(candidates: Sequence[Candidate], shown: Sequence[Tensor | None], seed: int) -> tuple[Ranked, ...]:
     """Return the models from the best on, by what the text asks, each with its distance from the one before."""
-    asked = [torch.tensor(each.losses, dtype=torch.float64) for each in words if each]
-    losses: list[Tensor | None] = [None if each.logp is None else -each.logp for each in shown]
-    worth = [each.language.bits_per_byte.value for each in shown]
-    if len(asked) == len(words):
-        losses, worth = [*asked], [float(each.mean()) for each in asked]
-    order = sorted(range(len(shown)), key=lambda n: (math.isnan(worth[n]), worth[n]))
+    worth = [each.language.bits_per_byte.value for each in candidates]
+    losses = [None if logp is None else -logp for logp in shown]
+    if all(each.last_words for each in candidates):
+        losses = [torch.tensor(each.last_words.losses, dtype=torch.float64) for each in candidates if each.last_words]
+        worth = [float(each.mean()) for each in losses if each is not None]
+    order = sorted(range(len(worth)), key=lambda n: (math.isnan(worth[n]), worth[n]))
     ranked = [Ranked(order[0], None)]
-    for number, n in itertools.pairwise(order):
-        before, own = losses[number], losses[n]
-        paired = None if before is None or own is None else perplexity_ratio(-before, -own, Bootstrap(len(own), seed))
+    for before, n in itertools.pairwise(order):
+        one, other = losses[before], losses[n]
+        paired = None if one is None or other is None else perplexity_ratio(-one, -other, Bootstrap(len(other), seed))
         ranked.append(Ranked(n, paired))
     return tuple(ranked)
-
-
-def _made_of(sides: Sequence[Side], own: Tokenizers, progress: Progress) -> list[str]:
-    """Say of each model whether it is another one, rounded to a type or as it is: "A in q8_0"; "" if not."""
-    letters, made = letters_of(len(sides)), [""] * len(sides)
-    checkpoints = {n: side for n, side in enumerate(sides) if isinstance(side, CheckpointSide)}
-    matrix = "h.0.attn.c_proj.weight"  # read of each model once: those far apart there are not looked at further
-    seen = {n: side.reader(mapped=True)(matrix).float() for n, side in checkpoints.items()}
-    for b, a in itertools.permutations(checkpoints, 2):
-        whole, rounded, names = checkpoints[a], checkpoints[b], expected(checkpoints[a].config)
-        if made[b] or seen[a].shape != seen[b].shape or (seen[a] - seen[b]).norm() > 0.05 * seen[a].norm():
-            continue
-        if names == expected(rounded.config) and not compatibility(whole.config, rounded.config, own[a], own[b]).departures:
-            progress(f"weights: is {letters[b]} made of {letters[a]}?")
-            read = readers(whole, rounded, mapped=True)
-            if all((type := quantisation(*read, some)) is not None for some in ([matrix], names)):
-                same = all(torch.equal(read[0](name), read[1](name)) for name in names)
-                made[b] = f"{letters[a]}, the same weights" * (a < b) if same else f"{letters[a]} in {type}"
-    return made
-
-
-def _moved(sides: Sequence[Side], fits: Sequence[Compatibility], progress: Progress) -> list[float | None]:
-    """Return the norm of each model's change of weights over the first one's norm; None where they cannot be compared."""
-    first, norm = sides[0], None
-    moved: list[float | None] = [None for _ in sides]
-    for n, (side, fit) in enumerate(zip(sides, fits, strict=True)):
-        if n and isinstance(first, CheckpointSide) and isinstance(side, CheckpointSide) and "weights" not in fit.impossible:
-            norm = norm or weights_norm(expected(first.config), first.reader(mapped=True))
-            read = readers(first, side, mapped=True)
-            moved[n] = distance(parameters_of_both(first.config, side.config), *read, norm, progress=progress)
-    return moved

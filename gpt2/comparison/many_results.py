@@ -19,27 +19,17 @@ from gpt2.pages.reports import Environment, Printed, as_json, data_table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-# What the GPT-2 paper reports of the official models, to stand beside what was measured: Radford et al., "Language Models are
-# Unsupervised Multitask Learners", 2019, table 3, zero-shot.
 SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+# What the GPT-2 paper reports of them, to stand beside what was measured, and how it measured: Radford et al., "Language Models
+# are Unsupervised Multitask Learners", 2019, table 3, zero-shot.
+PAPER: dict[str, dict[str, tuple[float, ...]]] = {
+    "wikitext2": {"perplexity": (29.41, 22.76, 19.93, 18.34)},
+    "lambada": {"perplexity": (35.13, 15.60, 10.87, 8.63), "accuracy": (0.4599, 0.5548, 0.6012, 0.6324)},
+}
 PROTOCOLS = {
     "wikitext2": "detokenised by rules that were not published, and per original token",
     "lambada": "the last word with a filter of stop words, whose list was not published",
 }
-TABLE: dict[str, dict[str, tuple[float, ...]]] = {
-    "wikitext2": {"perplexity": (29.41, 22.76, 19.93, 18.34)},
-    "lambada": {"perplexity": (35.13, 15.60, 10.87, 8.63), "accuracy": (0.4599, 0.5548, 0.6012, 0.6324)},
-}
-
-
-@dataclass(frozen=True)
-class PaperFigure:
-    """A figure of the paper's table 3 with its protocol, which is another one than ours."""
-
-    model: str
-    metric: str  # "perplexity", or the "accuracy" of last words
-    value: float
-    protocol: str
 
 
 @dataclass(frozen=True)
@@ -73,7 +63,7 @@ class Candidate:
     against: Against | None
     weights: float | None
     left_out: dict[str, str]
-    paper: tuple[PaperFigure, ...]
+    paper: dict[str, float]  # what the GPT-2 paper reports, by metric
     made_of: str = ""  # "A in q8_0": another one's weights, rounded
     rows: int = 0  # of the vocabulary more than the first model's
 
@@ -122,7 +112,8 @@ class Comparisons(Printed):
     @property
     def letters(self) -> tuple[str, ...]:
         """A short name for each model: A, B, C ... and numbers after Z."""
-        return letters_of(len(self.candidates))
+        count = len(self.candidates)
+        return tuple(ascii_uppercase[:count]) if count <= 26 else tuple(str(number + 1) for number in range(count))
 
     @property
     def best(self) -> str:
@@ -207,31 +198,20 @@ class Comparisons(Printed):
         """Return the paper's figures of these models on this text: letter, metric, measured and reported."""
         rows = []
         for letter, each in zip(self.letters, self.candidates, strict=True):
-            words, forms = each.last_words, {"perplexity": ".2f", "accuracy": ".2%"}
-            here = {"perplexity": (words or each.language).perplexity, "accuracy": words.accuracy if words else None}
-            for figure in each.paper:
-                if (found := here[figure.metric]) is not None:
-                    form = forms[figure.metric]
-                    rows.append((letter, figure.metric, f"{found.value:{form}}", f"{figure.value:{form}}"))
+            here = each.last_words or each.language
+            for metric, value in each.paper.items():
+                form, found = {"perplexity": ".2f", "accuracy": ".2%"}[metric], getattr(here, metric, None)
+                rows += [] if found is None else [(letter, metric, f"{found.value:{form}}", f"{value:{form}}")]
         return rows
 
     @property
     def protocols(self) -> str:
         """How the text was measured, and how the paper did."""
-        told = next((figure.protocol for each in self.candidates for figure in each.paper), "")
+        told = PROTOCOLS.get(self.text.name.partition(":")[0], "")
         return f"not the same protocol; measured: {self.text.told}; the paper: {told}"
 
 
-def letters_of(count: int) -> tuple[str, ...]:
-    """Return a short name for each of several models."""
-    return tuple(ascii_uppercase[:count]) if count <= 26 else tuple(str(number + 1) for number in range(count))
-
-
-def paper_figures(model: str, text: str) -> tuple[PaperFigure, ...]:
+def paper_figures(model: str, text: str) -> dict[str, float]:
     """Return what the paper reports of a model on a text, both by the names that compare takes; nothing for other names."""
-    name, _, _ = model.removeprefix("hf/").partition(":")
-    name, (task, _, _) = name.rpartition("openai-community/")[2], text.partition(":")
-    if name not in SIZES or task not in TABLE:
-        return ()
-    at = SIZES.index(name)
-    return tuple(PaperFigure(name, metric, row[at], PROTOCOLS[task]) for metric, row in TABLE[task].items())
+    name, task = model.removeprefix("hf/").partition(":")[0].rpartition("openai-community/")[2], text.partition(":")[0]
+    return {metric: row[SIZES.index(name)] for metric, row in PAPER.get(task, {}).items()} if name in SIZES else {}
