@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt2.checkpoint.containers import gguf_file, read_json, whole
@@ -97,6 +98,10 @@ class ClassifierHead:
     classes: tuple[str, ...]
     weight: Tensor
     bias: Tensor | None
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Return the score of each class (C,) from what the head reads of a text's last token (D,)."""
+        return F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from gpt2.comparison.loaded import Loaded
+from gpt2.comparison.sides.checkpoint_side import RunningModule
 from gpt2.data import Tokenizer
 from gpt2.data.tables import READERS, records
 from gpt2.errors import InputError, user_path
 from gpt2.measure.estimates import Bootstrap, Estimate
-from gpt2.measure.last_words import LastWord, last_words_change, score_pairs, score_targets, scored
+from gpt2.measure.last_words import LastWord, batches, last_words_change, score_pairs, score_targets, scored
 from gpt2.measure.metrics import Progress
 from gpt2.pages.rendering import visible
 from gpt2.pages.reports import data_table
@@ -31,6 +31,10 @@ from gpt2.pages.reports import data_table
 if TYPE_CHECKING:
     from rich.table import Table
 
+Asked = Sequence[tuple[str, str]]  # prompts or texts, each with the expected text or label
+Said = tuple[
+    LastWord, Sequence[str], Estimate | None
+]  # by one model: what is right, the answers, how many hold the expected text
 FIELDS, LABELLED = ("prompt", "expected"), ("text", "label")  # the second as training a classifier reads them
 SHOWN = 10  # cases of a kind that a table lists
 ROOM = 32  # tokens of an answer beyond twice those of the expected text
@@ -97,14 +101,6 @@ class Cases:
         return data_table("", *asked, "a answers", "b answers", f"probability of {asked[1]}", wrap=True, rows=rows)
 
 
-class _Said(NamedTuple):
-    """What one model answered."""
-
-    scored: LastWord
-    answers: Sequence[str]
-    contains: Estimate | None
-
-
 def read_cases(path: str) -> tuple[list[tuple[str, str]], bool]:
     """Read (prompt, expected), or (text, label), from a table; return them, and whether they are labelled texts.
 
@@ -130,46 +126,37 @@ def read_cases(path: str) -> tuple[list[tuple[str, str]], bool]:
 @torch.inference_mode()
 def compare_cases(path: str, models: tuple[Loaded, Loaded], *, seed: int, progress: Progress) -> Cases:
     """Ask two models the cases of a file. Raises InputError: one cannot be asked, or a case does not fit it."""
-    cases, labelled = read_cases(path)
+    (cases, labelled), said = read_cases(path), list[Said]()
     bootstrap = Bootstrap(len(cases), seed, independent=True)
-    if cannot := next((each for each in models if not each.answers or each.tokenizer is None), None):
-        raise InputError(f"{cannot.side.name}: cannot be asked {path}; give a model that runs here, with a tokenizer")
-    names = next(
-        (head.classes for each in models if labelled and (head := each.classifier)),
-        tuple(dict.fromkeys(label.strip() for _, label in cases)),
-    )
-    ask = partial(_classify, names=names) if labelled else _ask
-    a, b = (ask(each, each.tokenizer, cases, bootstrap, progress) for each in models if each.tokenizer is not None)
-    columns = (a.scored.right, b.scored.right, *([math.exp(-loss) for loss in each.scored.losses] for each in (a, b)))
-    rows = tuple(Case(*case, *said) for case, *said in zip(cases, *columns, a.answers, b.answers, strict=True))
-    gain, likelier = (last_words_change(x.scored, y.scored, bootstrap=bootstrap) for x, y in ((a, b), (b, a)))
-    right = a.scored.accuracy, b.scored.accuracy
-    return Cases(path, rows, *right, gain.accuracy, likelier.ratio, a.contains, b.contains)
+    names = next((head.classes for each in models if (head := each.classifier)), tuple({case[1].strip(): 0 for case in cases}))
+    for each in models:
+        if not each.answers or each.tokenizer is None:
+            raise InputError(f"{each.side.name}: cannot be asked {path}; give a model that runs here, with a tokenizer")
+        how = each, each.tokenizer, cases, bootstrap, progress
+        said.append(_classify(*how, names) if labelled else _ask(*how))
+    (a, answers_a, contains_a), (b, answers_b, contains_b) = said
+    columns = a.right, b.right, *([math.exp(-loss) for loss in each.losses] for each in (a, b)), answers_a, answers_b
+    rows = tuple(Case(*case, *rest) for case, *rest in zip(cases, *columns, strict=True))
+    gain, likelier = (last_words_change(*pair, bootstrap=bootstrap) for pair in ((a, b), (b, a)))
+    return Cases(path, rows, a.accuracy, b.accuracy, gain.accuracy, likelier.ratio, contains_a, contains_b)
 
 
-def _ask(
-    model: Loaded, tokenizer: Tokenizer, cases: Sequence[tuple[str, str]], bootstrap: Bootstrap, progress: Progress
-) -> _Said:
+def _ask(model: Loaded, tokenizer: Tokenizer, cases: Asked, bootstrap: Bootstrap, progress: Progress) -> Said:
     """Let a model answer each question, a batch of prompts of one length at a time."""
-    pairs = list(_encoded(cases, tokenizer, model.context))
-    found = score_pairs(
-        model.logits, pairs, bootstrap, context=model.context, what=("cases", "expected texts"), progress=progress
-    )
-    prompts, answers = [torch.tensor(ids[: len(ids) - count]) for ids, count in pairs], [""] * len(pairs)
+    pairs, answers = list(_encoded(cases, tokenizer, model.context)), [""] * len(cases)
+    what = "cases", "expected texts"
+    found = score_pairs(model.logits, pairs, bootstrap, context=model.context, what=what, progress=progress)
     right, holds = torch.zeros(2, len(pairs), dtype=torch.bool)
-    stops = {*tokenizer.ends, tokenizer.eos}
-    order = sorted(range(len(pairs)), key=lambda i: len(prompts[i]))
-    for done, (_, few) in enumerate(itertools.groupby(order, lambda i: len(prompts[i])), 1):
-        batch = list(few)
-        room = ROOM + 2 * max(pairs[i][1] for i in batch)
-        for i, ids in zip(batch, model.continued(torch.stack([prompts[i] for i in batch]), tokenizer, room), strict=True):
-            end, expected = next((at for at, token in enumerate(ids) if token in stops), None), cases[i][1].strip()
-            said = tokenizer.decode(ids[:end]).strip()
-            answers[i] = said if end is not None else f"{said} ..."
-            right[i], holds[i] = end is not None and said == expected, expected in said
-        progress(f"cases: answers of {done} lengths of prompts")
-    accuracy, contains = bootstrap.fraction(right), bootstrap.fraction(holds)
-    return _Said(replace(found, right=tuple(right.tolist()), accuracy=accuracy), answers, contains)
+    for batch in batches([len(ids) - count for ids, count in pairs]):
+        prompts, room = [pairs[i][0][: -pairs[i][1]] for i in batch], ROOM + 2 * max(pairs[i][1] for i in batch)
+        for i, ids in zip(batch, model.continued(torch.tensor(prompts), tokenizer, room), strict=True):
+            ends = (at for at, token in enumerate(ids) if token in (*tokenizer.ends, tokenizer.eos))
+            said, expected = tokenizer.decode(ids[: (end := next(ends, None))]).strip(), cases[i][1].strip()
+            answers[i], holds[i] = f"{said} ..." if end is None else said, expected in said
+            right[i] = end is not None and said == expected
+        progress(f"cases: {sum(map(bool, answers)):,} of {len(cases):,} answers")
+    found = replace(found, right=tuple(right.tolist()), accuracy=bootstrap.fraction(right))
+    return found, answers, bootstrap.fraction(holds)
 
 
 def _encoded(cases: Iterable[tuple[str, str]], tokenizer: Tokenizer, context: int) -> Iterator[tuple[list[int], int]]:
@@ -189,38 +176,31 @@ def _encoded(cases: Iterable[tuple[str, str]], tokenizer: Tokenizer, context: in
 
 
 def _classify(
-    model: Loaded,
-    tokenizer: Tokenizer,
-    cases: Sequence[tuple[str, str]],
-    bootstrap: Bootstrap,
-    progress: Progress,
-    *,
-    names: tuple[str, ...],
-) -> _Said:
+    model: Loaded, tokenizer: Tokenizer, cases: Asked, bootstrap: Bootstrap, progress: Progress, names: tuple[str, ...]
+) -> Said:
     """Ask a classifier for the class of each text; of a model without its head, take which of ``names`` is likeliest after it."""
-    head = model.classifier
+    head, losses, right, answers = model.classifier, list[float](), list[bool](), list[str]()
     names = names if head is None else head.classes
-    losses, right, answers = torch.zeros(len(cases), dtype=torch.float64), torch.zeros(len(cases), dtype=torch.bool), []
-    for i, (text, label) in enumerate(cases):
-        if (index := _index(label, names)) is None:
-            raise InputError(f"--cases, case {i + 1}: the label {label!r} is no class of {model.side.name}: {', '.join(names)}")
-        if head is None:
-            each = (_encoded([(text, name)], tokenizer, model.context) for name in names)
-            scores = torch.tensor([-score_targets(model.logits, list(row))[0][0] for row in each])
-        elif ids := tokenizer.encode_prompt(text)[: model.context]:
-            scores = head.scores(torch.tensor([ids]))
+    for number, (text, label) in enumerate(cases, 1):
+        index, ids = _index(label.strip(), names), tokenizer.encode_prompt(text)[: model.context]
+        if index is None or not ids:
+            why = f"the label {label!r} is no class of {model.side.name}: {', '.join(names)}" if ids else "its text has no token"
+            raise InputError(f"--cases, case {number}: {why}; leave it out")
+        if head is not None and isinstance(model.running, RunningModule):
+            scores = head.scores(model.running.hidden(torch.tensor([ids]))[0, -1])
         else:
-            raise InputError(f"--cases, case {i + 1}: its text has no token; leave it out")
-        logp, likeliest = scores.double().log_softmax(0), int(scores.argmax())
-        losses[i], right[i] = -logp[index], likeliest == index
+            after = (_encoded([(text, name)], tokenizer, model.context) for name in names)
+            scores = torch.tensor([-score_targets(model.logits, list(each))[0][0] for each in after])
+        likeliest = int(scores.argmax())
+        losses.append(-float(scores.double().log_softmax(0)[index]))
+        right.append(likeliest == index)
         answers.append(names[likeliest])
-        progress(f"cases: {i + 1:,} of {len(cases):,} texts")
-    return _Said(scored(losses, right, bootstrap, model.context), answers, None)
+        progress(f"cases: {number:,} of {len(cases):,} texts")
+    return scored(torch.tensor(losses, dtype=torch.float64), torch.tensor(right), bootstrap, model.context), answers, None
 
 
 def _index(label: str, names: Sequence[str]) -> int | None:
     """Return the class of a label: its name, or its number."""
-    label = label.strip()
     if label in names:
         return names.index(label)
     return int(label) if label.isdecimal() and int(label) < len(names) else None

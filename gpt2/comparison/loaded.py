@@ -8,14 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.checkpoint.checkpoint import ClassifierHead, StoredCheckpoint
 from gpt2.comparison.distributions import Language, language
 from gpt2.comparison.noise import Floor, measure_floor
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage
-from gpt2.comparison.sides.checkpoint_side import RunningModule
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
 from gpt2.comparison.sides.side import Running, Shown, Side, require_head, vocabulary
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
@@ -103,12 +102,10 @@ class Loaded:
         return {f"rows of {self.side.name} without a token": why} if share >= 0.001 else {}
 
     @property
-    def classifier(self) -> Classifier | None:
-        """The model with its classifier's head, if it has one."""
-        checkpoint, running = getattr(self.side, "checkpoint", None), self.running
-        if not isinstance(checkpoint, StoredCheckpoint) or not isinstance(running, RunningModule):
-            return None
-        return None if (head := checkpoint.classifier) is None else Classifier(running, head)
+    def classifier(self) -> ClassifierHead | None:
+        """The head beside the model that tells the class of a text, if it has one."""
+        checkpoint = self.side.checkpoint if isinstance(self.side, CheckpointSide) else None
+        return checkpoint.classifier if isinstance(checkpoint, StoredCheckpoint) else None
 
     @torch.inference_mode()
     def continued(
@@ -141,23 +138,6 @@ class Loaded:
             return None
         passages, options = passage.text.passages, {"context": self.context, "seed": seed}
         return score_last_words(self.logits, self.tokenizer, passages, **options, progress=progress)
-
-
-@dataclass(frozen=True, eq=False)
-class Classifier:
-    """A model that tells the class of a text from its last token."""
-
-    running: RunningModule
-    head: ClassifierHead
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self.head.classes
-
-    def scores(self, ids: Tensor) -> Tensor:
-        """Return the score of each class (C,), of a text (1, T)."""
-        bias = None if self.head.bias is None else self.head.bias.float()
-        return F.linear(self.running.hidden(ids)[0, -1].float(), self.head.weight.float(), bias)
 
 
 @torch.inference_mode()

@@ -77,7 +77,7 @@ def score_pairs(
 ) -> LastWord:
     """Return how well a model predicts the last tokens of each row, pairs of (ids, number of tokens to predict)."""
     losses, right, done = torch.zeros(len(pairs), dtype=torch.float64), torch.zeros(len(pairs), dtype=torch.bool), 0
-    for batch in _batches([len(ids) - 1 for ids, _ in pairs]):
+    for batch in batches([len(ids) - 1 for ids, _ in pairs]):
         for i, (loss, likeliest) in zip(batch, score_targets(model, [pairs[i] for i in batch]), strict=True):
             losses[i], right[i] = loss, likeliest
         done += len(batch)
@@ -131,7 +131,7 @@ def _encode(tokenizer: Tokenizer, passage: str, number: int, context: int) -> tu
     return ids[-(context + 1) :], length
 
 
-def _batches(lengths: list[int]) -> Iterator[list[int]]:
+def batches(lengths: list[int]) -> Iterator[list[int]]:
     """Yield batches of indices of one length, longest first, of at most :data:`BATCH` tokens: padding would move int8 engines."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     for length, equally_long in itertools.groupby(order, lengths.__getitem__):

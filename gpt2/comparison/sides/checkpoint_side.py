@@ -127,16 +127,13 @@ class CheckpointSide(Side):
 
 def heads_left_out(*sides: Side) -> dict[str, str]:
     """Return what is said of heads beside the language model's, which a comparison leaves out; {} where no model has one."""
-    stored = [side for side in sides if isinstance(side, CheckpointSide) and isinstance(side.checkpoint, StoredCheckpoint)]
-    heads = {side.name: side.checkpoint.extra for side in stored if isinstance(side.checkpoint, StoredCheckpoint)}
-    if not any(heads.values()):
-        return {}
-    (first, *others), count = heads.values(), len(sides)
-    equal = len(stored) == count and all(first.keys() == each.keys() for each in others)
-    equal = equal and all(torch.equal(first[key], each[key]) for each in others for key in first)
-    which = "; ".join(f"{name} has {', '.join(held)}" for name, held in heads.items() if held)
-    how = "; --cases FILE with text and label compares classes" if "score.weight" in which else ""
-    return {"heads, which are equal" if equal else "heads": f"{which}: no part of a language model{how}"}
+    stored = [(side.name, side.checkpoint if isinstance(side, CheckpointSide) else None) for side in sides]
+    heads = [(name, each.extra if isinstance(each, StoredCheckpoint) else {}) for name, each in stored]
+    (_, first), *_ = heads
+    equal = all(first.keys() == each.keys() and all(torch.equal(first[key], each[key]) for key in first) for _, each in heads)
+    which = "; ".join(f"{name} has {', '.join(held)}" for name, held in heads if held)
+    how = "; --cases FILE with text and label compares classes" * ("score.weight" in which)
+    return {"heads, which are equal" if equal else "heads": f"{which}: no part of a language model{how}"} if which else {}
 
 
 def readers(a: CheckpointSide, b: CheckpointSide, *, mapped: bool = False) -> tuple[Read, Read]:
