@@ -57,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("b", metavar="B", nargs="?", help="the second model; optional with --attention and --save")
     help = "more models, each compared with A; a run's folder stands for all its checkpoints"
     parser.add_argument("others", metavar="C", nargs="*", help=help)
-    help = "a text file, - for stdin, or a name (default: Twelfth Night, new to shakespeare-mini)"
+    help = (
+        "a text file or table, read as train reads it, - for stdin, or a name (default: Twelfth Night, new to shakespeare-mini)"
+    )
     parser.add_argument("--on", metavar="TEXT", help=help)
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens of the text, 0 for all (default: 8192; all of wikitext2)")
     help = "report the first activation with a larger relative error (default: %(default)s)"

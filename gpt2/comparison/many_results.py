@@ -174,8 +174,7 @@ class Comparisons(Printed):
         if made := "; ".join(f"{letter} is {one.made_of}" for letter, one in each if one.made_of):
             yield Text(made)
         yield Text(self.best, style="bold")
-        protocol = f"{self.text.tokens:,} tokens, context {self.text.context}, stride {self.text.stride}"
-        yield Text(f"{self.text.name}: {protocol}; intervals are 95 %, paired with A's tokens\n", style="dim")
+        yield Text(f"{self.text.name}: {self.text.cut}; intervals are 95 %, paired with A's tokens\n", style="dim")
         titles = "", "perplexity", "x A's", "95 %", self.bits_per, "- A's", "95 %"
         yield data_table(*titles, right=range(1, 7), rows=scores)
         yield data_table("", "KL(A‖)", "95 %", "largest", "same top", "95 %", right=range(1, 6), rows=far)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,6 +42,12 @@ class Scored:
     context: int
     stride: int
     told: str  # the protocol in words
+    reading: str = ""  # how many documents it has, what stands before each, and line ends that were read as others
+
+    @property
+    def cut(self) -> str:
+        """In words: how many tokens are scored, how they are cut, and how the text was read."""
+        return "; ".join(filter(None, (f"{self.tokens:,} tokens, context {self.context}, stride {self.stride}", self.reading)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +70,9 @@ class Passage:
             known = None if self.recording is None else self.recording.token_bytes
             return torch.ones(int(self.ids.max()) + 1, dtype=torch.int64) if known is None else known
         lengths = torch.tensor(tokenizer.bytes_by_id())
-        if not tokenizer.exact and self.text is not None:
-            own = torch.tensor(tokenizer.lengths(self.text.text)[: len(self.ids)], dtype=torch.float64)
+        parted = self.text is not None and len(self.text.documents) > 1
+        if self.text is not None and (parted or not tokenizer.exact):
+            own = torch.tensor(self.text.lengths(tokenizer)[: len(self.ids)], dtype=torch.float64)
             counts = torch.bincount(self.ids, minlength=tokenizer.n_vocab)
             lengths = torch.where(counts > 0, torch.bincount(self.ids, own, minlength=tokenizer.n_vocab) / counts, lengths)
         return lengths
@@ -73,14 +80,9 @@ class Passage:
     def in_tokens_of(self, tokenizer: Tokenizer, first: Tokenizer, n_positions: int | None) -> Passage:
         """Return the same passage, whose ids are those of ``first``, in another tokenizer's. It must be known as text."""
         assert self.text is not None
-        written, count = self.text.text, len(self.ids)
-        if first.exact:
-            written = first.decode(first.encode(written)[:count])
-        else:
-            written = written.encode()[: sum(first.lengths(written)[:count])].decode()
-        text = replace(self.text, text=written)
+        text = self.text.beginning(first, len(self.ids))
         windows = text.protocol.windows(n_positions or DEFAULT_CONTEXT)
-        return Passage(torch.tensor(tokenizer.encode(text.text)), windows, text, self.scored)
+        return Passage(torch.tensor(text.encode(tokenizer)), windows, text, self.scored)
 
 
 def open_passage(sides: Sequence[Side], tokenizers: Tokenizers, settings: Settings) -> Passage:
@@ -102,7 +104,8 @@ def open_passage(sides: Sequence[Side], tokenizers: Tokenizers, settings: Settin
         ids = _random(sides, tokens, settings.seed)
         return Passage(ids, windows, None, Scored(name, "", len(ids), windows.context, windows.step, ""))
     ids, told = _read(text, tokenizer, tokens), text.protocol.description
-    return Passage(ids, windows, text, Scored(text.name, text.sha256, len(ids), windows.context, windows.step, told))
+    scored = Scored(text.name, text.sha256, len(ids), windows.context, windows.step, told, text.reading(tokenizer))
+    return Passage(ids, windows, text, scored)
 
 
 def _recorded(recorded: Sequence[Side], sides: Sequence[Side], tokenizers: Tokenizers, settings: Settings) -> Passage:
@@ -125,7 +128,8 @@ def _recorded(recorded: Sequence[Side], sides: Sequence[Side], tokenizers: Token
             what = f"predicts from {recording.windows.context:,} tokens, and {side.name} has {side.n_positions:,} positions"
             raise InputError(f"{first.name}: {what}; save it with a context that both have")
     windows = recording.windows
-    scored = Scored(recording.text, recording.sha256, len(recording.ids), windows.context, windows.step, recording.told)
+    said, tokens = (recording.text, recording.sha256), len(recording.ids)
+    scored = Scored(*said, tokens, windows.context, windows.step, recording.told, recording.reading)
     return Passage(recording.ids, windows, None, scored, recording)
 
 
@@ -136,7 +140,7 @@ def _random(sides: Sequence[Side], tokens: int, seed: int) -> Tensor:
 
 
 def _read(text: Text, tokenizer: Tokenizer, tokens: int) -> Tensor:
-    ids = tokenizer.encode(text.text)[: tokens or None]
+    ids = text.encode(tokenizer)[: tokens or None]
     if len(ids) < 2:
         raise InputError(f"{text.name}: the text is {len(ids)} tokens, too few to predict one from another; give a longer text")
     return torch.tensor(ids)

@@ -68,8 +68,9 @@ class Comparison(Printed):
     def protocol(self) -> str:
         """Scored tokens, context and stride; one set per model if the tokenizers differ."""
         if self.alone:
-            return " → ".join(f"{s.tokens:,} tokens scored, context {s.context}, stride {s.stride}" for s in self.alone)
-        return f"{self.text.tokens:,} tokens, context {self.text.context}, stride {self.text.stride}"
+            each = " → ".join(f"{s.tokens:,} tokens scored, context {s.context}, stride {s.stride}" for s in self.alone)
+            return "; ".join(filter(None, (each, self.text.reading)))
+        return self.text.cut
 
     @property
     def bits_per(self) -> str:

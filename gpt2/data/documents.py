@@ -19,9 +19,20 @@ TEXTS, TABLES = (".txt", ".md", ""), (".jsonl", ".csv", ".tsv", ".parquet")
 NAMED = (*TEXTS, *TABLES, ".json")  # a folder's .json files are settings more often than texts
 # The mark between documents: a line of its own, which is dropped with its line end, or within a line.
 BOUNDARY = re.compile(rf"(?m:^){re.escape(END_OF_TEXT)}\r?\n|{re.escape(END_OF_TEXT)}")
+LINE_ENDS = r"line ends \r\n and \r are read as \n"
 
 WHOLE = 8  # bytes of memory for a character of a text that is read whole: its pieces and ids too
 PIECE = 1 << 20  # characters of a text that is read in pieces
+
+
+def parted(text: str) -> list[str]:
+    """Return the documents of a text, or the text itself if it is nothing but whitespace."""
+    return [part for part in BOUNDARY.split(text) if part.strip()] or [text]
+
+
+def joined(texts: Iterable[str]) -> str:
+    """Return the text whose documents these are: the reverse of :func:`parted`."""
+    return "".join(f"{text}{END_OF_TEXT}\n" if text.endswith("\n") else f"{text}{END_OF_TEXT}" for text in texts)
 
 
 class Document(NamedTuple):
@@ -114,9 +125,10 @@ def documents(
     """Yield the documents of files, in order. ``field`` is a table's field of text.
 
     ``prompt`` is the field of the text before it, or, with braces, a template over fields: ``"Q: {question}\\nA: "``.
-    ``<|endoftext|>`` in a text ends a document; documents of nothing but whitespace are left out. ``tally`` counts both, as
-    "boundaries" and "empty". ``streamed`` reads text files in pieces, which tokenize as the whole does. ``key`` is the setting
-    that names ``field``; a number or truth value may be a "label".
+    ``<|endoftext|>`` in a text ends a document; documents of nothing but whitespace are left out. Line ends of text files become
+    line feeds, as in Python's :func:`open`. ``tally`` counts "boundaries", "empty", and files with other "line_ends".
+    ``streamed`` reads text files in pieces, which tokenize as the whole does. ``key`` is the setting that names ``field``; a
+    number or truth value may be a "label".
 
     Raises InputError: what cannot be read, with its file and line.
     """
@@ -145,7 +157,7 @@ def _texts(path: Path, piece: int, tally: Counter[str]) -> Iterator[Document]:
 
     A piece ends before whitespace that follows other characters, where no word of the tokenizers' patterns goes on.
     """
-    with text_file(path, newline="") as file:
+    with text_file(path, newline=None) as file:
         if piece < 0:
             require_memory(WHOLE * path.stat().st_size, f"{path}: its text and ids", "cut a piece of it, e.g. with head -c")
         text, at, last, more = "", 0, False, False  # what lies before `at` is done; its last character says whether a line begins
@@ -169,6 +181,7 @@ def _texts(path: Path, piece: int, tally: Counter[str]) -> Iterator[Document]:
                 yield Document(text[at:cut], "", str(path), more=True)
                 at, more = cut, True
         tally["boundaries"] += marks
+        tally["line_ends"] += getattr(file, "newlines", None) not in (None, "\n")
         if more or text[at:].strip():
             yield Document(text[at:], "", str(path))
         elif not marks:

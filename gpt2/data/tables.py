@@ -125,7 +125,7 @@ def _whole_lines(path: Path, file: IO[str]) -> Iterator[str]:
 
 
 @contextmanager
-def text_file(path: Path, newline: str) -> Iterator[IO[str]]:
+def text_file(path: Path, newline: str | None) -> Iterator[IO[str]]:
     """Open a UTF-8 file for reading, without a byte-order mark; what goes wrong meanwhile becomes an InputError."""
     try:
         with opened(path, mode="r", encoding="utf-8-sig", newline=newline) as lines:

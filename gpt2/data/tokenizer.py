@@ -50,6 +50,17 @@ class Tokenizer(ABC):
         return next(filter(self.holds, self.ends), self.eos)
 
     @property
+    def parting(self) -> int:
+        """The id that parts documents: :attr:`eot`, else a line end. Raises InputError: neither is there."""
+        if self.eot is not None:
+            return self.eot
+        try:
+            return self.encode("\n")[0]
+        except InputError:
+            why = "this tokenizer has neither an end-of-text token nor a line end to part documents"
+            raise InputError(f"{why}; give a single text, or a model with another tokenizer") from None
+
+    @property
     @abstractmethod
     def fingerprint(self) -> str:
         """Sha256 (hex); equal fingerprints mean equal ids for every text, from whatever files."""

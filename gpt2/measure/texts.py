@@ -34,12 +34,14 @@ import json
 import os
 import sys
 import zipfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gpt2.checkpoint.hub import DatasetFile, dataset_file
-from gpt2.data import shakespeare
+from gpt2.data import Tokenizer, shakespeare
+from gpt2.data.documents import LINE_ENDS, TABLES, documents, joined, parted
 from gpt2.data.files import read_all
 from gpt2.errors import InputError, did_you_mean
 from gpt2.measure.windows import Windows
@@ -91,6 +93,41 @@ class Text:
     sha256: str  # of ``text`` as UTF-8
     protocol: Protocol
     passages: tuple[str, ...] = ()
+    line_ends: str = ""  # in words, which of a user's file were read as others
+
+    @property
+    def documents(self) -> list[str]:
+        """The documents that ``<|endoftext|>`` parts, as training reads them (:mod:`gpt2.data.documents`); one or more."""
+        return parted(self.text)
+
+    def reading(self, tokenizer: Tokenizer) -> str:
+        """Return in words how many documents there are, what stands before each, and what of the file is read otherwise."""
+        count, name = len(self.documents), tokenizer.shown(tokenizer.parting) if len(self.documents) > 1 else ""
+        return "; ".join(filter(None, (f"{count:,} documents, each behind {name!r}" if name else "", self.line_ends)))
+
+    def encode(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the ids of the text; of several documents, each behind the token that parts documents."""
+        if len(self.documents) == 1:
+            return tokenizer.encode(self.documents[0])
+        return [i for part in self.documents for i in (tokenizer.parting, *tokenizer.encode(part))]
+
+    def lengths(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the bytes of the text that each id of :meth:`encode` stands for; a token between documents stands for none."""
+        if len(self.documents) == 1:
+            return tokenizer.lengths(self.documents[0])
+        return [n for part in self.documents for n in (0, *tokenizer.lengths(part))]
+
+    def beginning(self, tokenizer: Tokenizer, count: int) -> Text:
+        """Return the text of the first ``count`` ids; of what lies in one document alone, no token stands before it."""
+        kept, ends = list[str](), int(len(self.documents) > 1)
+        for part in self.documents:
+            ids = tokenizer.encode(part)[: max(0, count - ends)]
+            text = (
+                tokenizer.decode(ids) if tokenizer.exact else part.encode()[: sum(tokenizer.lengths(part)[: len(ids)])].decode()
+            )
+            kept.append(text)
+            count -= len(ids) + ends
+        return replace(self, text=joined(kept))
 
 
 RUNNING = Protocol("every token but the first", "the text as it stands")
@@ -116,6 +153,7 @@ class Named:
     open: Opener
     protocol: Protocol = RUNNING
     options: dict[str, str] = field(default_factory=dict)
+    of_user: bool = False
 
 
 def open_text(spec: str | None = None, *, offline: bool = False) -> Text:
@@ -134,9 +172,11 @@ def open_text(spec: str | None = None, *, offline: bool = False) -> Text:
     try:
         source, text, passages = named.open(own, offline)
     except InputError as error:  # training reads the same texts, but its option for a file has another name
-        raise type(error)(str(error).replace(shakespeare.OWN_FILE, OWN_FILE)) from error
+        raise type(error)(str(error).replace(shakespeare.OWN_FILE, OWN_FILE).replace("set data.field", "name it text")) from error
     protocol = replace(named.protocol, context=sizes.get("context"), stride=sizes.get("stride"))
-    return Text(spec, source, text, hashlib.sha256(text.encode()).hexdigest(), protocol, passages)
+    line_ends = LINE_ENDS if named.of_user and "\r" in text else ""
+    text = text.replace("\r\n", "\n").replace("\r", "\n") if line_ends else text
+    return Text(spec, source, text, hashlib.sha256(text.encode()).hexdigest(), protocol, passages, line_ends)
 
 
 def _parse(spec: str) -> tuple[Named, dict[str, str]]:
@@ -146,7 +186,7 @@ def _parse(spec: str) -> tuple[Named, dict[str, str]]:
     if colon and not _is_file(spec) and ("=" in after or before == "-" or before in NAMES or _is_file(before)):
         head, parts = before, after.split(",")
     if head == "-" or _is_file(head):
-        named = Named(lambda own, offline: ("stdin" if head == "-" else os.path.abspath(head), _read(head), ()))
+        named = Named(lambda own, offline: ("stdin" if head == "-" else os.path.abspath(head), _read(head), ()), of_user=True)
     elif head in NAMES:
         named = NAMES[head]
     else:
@@ -186,6 +226,8 @@ def _read(path: str) -> str:
     if path == "-" and sys.stdin is None:
         raise InputError("there is no standard input to read the text from; give a text file")
     where = "stdin" if path == "-" else path
+    if Path(path).suffix.lower() in TABLES:  # rows with a field "text", as in data sets of texts
+        return joined(document.text for document in documents([Path(path)], tally=Counter()))
     try:
         data = sys.stdin.buffer.read(MAX_BYTES + 2) if path == "-" else read_all(path, MAX_BYTES)
     except OSError as error:

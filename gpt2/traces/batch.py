@@ -118,15 +118,15 @@ def default_batch(checkpoint: Checkpoint, text: str | None, tokens: int | None, 
         opened = open_text(text, offline=offline)
     except InputError as error:
         raise type(error)(str(error).replace(OWN_FILE, "--text FILE")) from None
-    ids = torch.tensor(tokenizer.encode(opened.text)[: ROWS * length + 1], dtype=torch.int64)
+    ids = torch.tensor(opened.encode(tokenizer)[: ROWS * length + 1], dtype=torch.int64)
     if len(ids) < 2 or (tokens is not None and len(ids) <= length):
         raise InputError(f"{opened.name}: {len(ids):,} tokens are too few for a row of {length:,} and a next one; give more text")
     known = len(ids) - 1  # tokens with a next one
     rows = known // length
     if tokens is None and rows < 2:
         rows = min(2, known)  # in a single row, the batch cannot be told from a dimension of one
-    length = min(length, known // rows)
-    return _cut(ids, rows, length, f"{opened.name} ({opened.source}), sha256 {opened.sha256[:16]}")
+    length, told = min(length, known // rows), f"; {read}" if (read := opened.reading(tokenizer)) else ""
+    return _cut(ids, rows, length, f"{opened.name} ({opened.source}), sha256 {opened.sha256[:16]}{told}")
 
 
 def _cut(ids: Tensor, rows: int, length: int, source: str) -> Batch:

@@ -15,7 +15,7 @@ from gpt2.data import Tokenizer, from_directory, holds_tokenizer, shakespeare, t
 from gpt2.data.batches import FILLER, SCORED, slices
 from gpt2.data.bpe import train_bpe
 from gpt2.data.chars import chars_of
-from gpt2.data.documents import Document, documents, files, size, skipped
+from gpt2.data.documents import LINE_ENDS, Document, documents, files, size, skipped
 from gpt2.data.files import END_OF_TEXT
 from gpt2.data.packing import HASHED, held_out, lay_out
 from gpt2.data.words import words_of
@@ -116,14 +116,9 @@ def _of_token_files(recipe: Recipe, tokenizer: Tokenizer, check: bool) -> tuple[
 
 def _end(tokenizer: Tokenizer, notes: list[str]) -> int:
     """Return the id that is put behind each document."""
-    if tokenizer.eot is not None:
-        return tokenizer.eot
-    notes.append("this tokenizer has no end-of-text token: a line end is put behind each document instead")
-    try:
-        return tokenizer.encode("\n")[0]
-    except InputError:
-        why = "this tokenizer has neither an end-of-text token nor a line end to put behind each document"
-        raise InputError(f"{why}; give a single text as data.path, or a model with another tokenizer") from None
+    if tokenizer.eot is None:
+        notes.append("this tokenizer has no end-of-text token: a line end is put behind each document instead")
+    return tokenizer.parting
 
 
 def _about(recipe: Recipe, tally: Counter[str]) -> list[str]:
@@ -136,6 +131,8 @@ def _about(recipe: Recipe, tally: Counter[str]) -> list[str]:
         notes.append(f"{tally['unlabelled']:,} rows are left out: their {recipe.data.label} is empty")
     if tally["boundaries"]:
         notes.append(f"{END_OF_TEXT} in the text is the boundary between documents, {tally['boundaries']:,} of them")
+    if tally["line_ends"]:
+        notes.append(f"{LINE_ENDS}, in {tally['line_ends']:,} files")
     if tally["empty"]:
         notes.append(f"{tally['empty']:,} documents without text are left out")
     if recipe.data.padded and tally["long"]:

@@ -314,3 +314,22 @@ def test_the_weights_of_a_port_are_compared_where_they_can_be_read(
     assert found.distributions is not None
     assert found.table()
     assert "--blame puts parts of B into A" in refusal(run, base, f"{tmp_path / 'port.py'}:{function}", text, blame=True)
+
+
+def test_documents_are_scored_behind_the_end_of_text(base: Path, tmp_path: Path) -> None:
+    """Their mark was read as letters, in the models that were trained to see it as one token. With CRLF it is the same text."""
+    parts = ["Enter GHOST.\n", "Who's there?\n", "Nay, answer me.\n"]
+    (tmp_path / "lf.txt").write_bytes("<|endoftext|>\n".join(parts).encode())
+    (tmp_path / "crlf.txt").write_bytes("<|endoftext|>\n".join(parts).replace("\n", "\r\n").encode())
+    tokenizer, model = gpt2.load_tokenizer(str(base)), load(str(base)).double()
+    ids = torch.tensor([i for part in parts for i in (tokenizer.eot, *tokenizer.encode(part))])[:32]
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(ids[None, :-1])[0], ids[1:])
+    for name in ("lf", "crlf"):
+        found = compare(str(base), str(base), on=str(tmp_path / f"{name}.txt"), tokens=len(ids))
+        assert found.distributions.a.score.perplexity == pytest.approx(loss.exp().item(), rel=1e-4)
+        said = " ".join(found.table().split())
+        assert "3 documents, each behind '<|endoftext|>'" in said
+        assert (r"line ends \r\n and \r are read as \n" in said) == (name == "crlf")
+        shown = tokenizer.decode([i for i in ids.tolist() if i != tokenizer.eot])
+        assert found.distributions.a.score.bytes == len(shown.encode())

@@ -7,6 +7,7 @@ import math
 import re
 import sys
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ from support.oracle import as_the_guide_does
 from support.random_models import uneven_model
 
 from gpt2.data import shakespeare
+from gpt2.data.bpe import train_bpe
+from gpt2.data.chars import chars_of
+from gpt2.data.documents import documents
 from gpt2.errors import InputError
 from gpt2.measure import texts
 from gpt2.measure.metrics import language_score
@@ -27,6 +31,7 @@ from gpt2.train.recipe import read
 
 WIKI = " \n = Robert = \n \n Robert is a film , television 8 @,@ 600 actor . \n She said : é \n"
 JOINED = "\n\n = Robert = \n\n\n\n\n Robert is a film , television 8 @,@ 600 actor . \n\n\n She said : é \n"
+BPE = train_bpe(WIKI, 259)
 PASSAGES = ("the cat sat on the mat", "he opened the old door", "naïve, she said to the king")
 
 
@@ -67,15 +72,47 @@ def test_plays_by_name():
 
 @pytest.mark.parametrize("name", ["my.txt", "sub/my.txt", "{}/my.txt"])
 def test_a_file_is_read_as_it_is(tmp_path, name):
-    """Translated newlines would give another text with another hash."""
+    """Its source, name and hash say what was measured."""
     (tmp_path / "sub").mkdir()
     path = name.format(tmp_path)
-    Path(path).write_bytes("one\r\ntwo – é\n\n".encode())
+    Path(path).write_bytes("one\ntwo – é\n\n".encode())
     text = open_text(f"{path}:stride=12,context=24")
-    assert (text.text, text.protocol.stride, text.protocol.context) == ("one\r\ntwo – é\n\n", 12, 24)
+    assert (text.text, text.protocol.stride, text.protocol.context) == ("one\ntwo – é\n\n", 12, 24)
+    assert text.reading(BPE) == ""
     assert text.sha256 == hashlib.sha256(Path(path).read_bytes()).hexdigest()
     assert Path(text.source).samefile(path)
     assert text.name == f"{path}:stride=12,context=24"
+
+
+def test_line_ends_are_those_of_python(stdin):
+    """The same text with CRLF had twelve times the perplexity, and nothing said so."""
+    stdin(b"one\r\ntwo\rthree\n")
+    text = open_text("-")
+    assert text.text == "one\ntwo\nthree\n"
+    assert text.sha256 == hashlib.sha256(b"one\ntwo\nthree\n").hexdigest()
+    assert text.reading(BPE) == r"line ends \r\n and \r are read as \n"
+
+
+def test_documents_are_read_as_training_reads_them(tmp_path):
+    """The mark between documents was thirteen letters: perplexity 46,508 for 345. Its token stands for no byte of the text."""
+    Path("docs.txt").write_text("one\n<|endoftext|>\ntwo<|endoftext|>\n \n<|endoftext|>\nthree")
+    Path("docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one\n", "two", " ", "three")))
+    text, end = open_text("docs.txt"), BPE.eot
+    trained = [document.text for document in documents([Path("docs.txt")], tally=Counter())]
+    assert text.documents == trained == open_text("docs.jsonl").documents == ["one\n", "two", "three"]
+    ids = [i for part in trained for i in (end, *BPE.encode(part))]
+    assert text.encode(BPE) == open_text("docs.jsonl").encode(BPE) == ids
+    assert text.reading(BPE) == "3 documents, each behind '<|endoftext|>'"
+    assert sum(text.lengths(BPE)) == len("one\ntwothree")
+    assert [n for i, n in zip(ids, text.lengths(BPE), strict=True) if i == end] == [0, 0, 0]
+    chars = chars_of("one\ntwthr")  # has no end of text: a line end parts documents, as in training
+    assert text.encode(chars) == chars.encode("\none\n\ntwo\nthree")
+    whole = text.beginning(BPE, len(ids))
+    assert (whole.encode(BPE), text.beginning(BPE, 8).encode(BPE)) == (ids, ids[:8])
+    Path("one.txt").write_text("one\n<|endoftext|>\n")
+    assert open_text("one.txt").encode(BPE) == BPE.encode("one\n")
+    Path("odd.jsonl").write_text('{"body": "one"}')
+    assert "no field 'text', only 'body'; name it text" in refusal(open_text, "odd.jsonl")
 
 
 def test_a_path_that_exists_wins(tmp_path):

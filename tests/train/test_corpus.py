@@ -87,7 +87,7 @@ def test_documents_of_one_line_and_a_character_tokenizer(recipe, tmp_path):
         (tmp_path / f"{name}.txt").write_text(f"{name} c d e " * 9)
     made = corpus(replace(recipe, data=data))
     assert made.tokenizer.decode(made.train_ids).endswith(" \n")
-    assert "nor a line end to put behind each document" in refusal(corpus, replace(recipe, data=data), chars_of("abcde "))
+    assert "nor a line end to part documents" in refusal(corpus, replace(recipe, data=data), chars_of("abcde "))
 
 
 def test_documents_that_begin_alike_cannot_be_split(recipe, tmp_path):
@@ -133,7 +133,7 @@ def noted(recipe, path, content, **data):
     folder = path if isinstance(content, dict) else path.parent
     for name, text in (content if isinstance(content, dict) else {path.name: content}).items():
         folder.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, newline="")
     own = Data(path=str(path), tokenizer="chars", **data)
     return "\n".join(corpus(replace(recipe, data=own, context=8)).notes)
 
@@ -169,13 +169,14 @@ def test_what_is_read_otherwise_than_meant_is_said(recipe, tmp_path):
     """Texts were left out by their suffix, a mark was read letter by letter, samples ran into each other, without a word."""
     files = {
         "a.txt": "<|startoftext|>To be.\n\nOr not.\n" * 9,
-        "b.txt": "<|endoftext|>".join("ab" * 9 for _ in range(3)),
+        "b.txt": "<|endoftext|>".join("ab" * 9 for _ in range(3)) + "\r\n",
         "l.docx": "",
     }
     said = noted(recipe, tmp_path / "texts", files)
     assert "left out for their suffix: l.docx; convert" in said
     assert "<|startoftext|> stands 9 times" in said
     assert "<|endoftext|> stands" not in said
+    assert r"line ends \r\n and \r are read as \n, in 1 files" in said
     names = "\n".join(f"{first}{last}" for first in "abcdef" for last in ("nna", "lly", "mmy", "ddy"))
     for text, running in (
         (names, True),

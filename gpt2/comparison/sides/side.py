@@ -60,6 +60,7 @@ class Recording:
     tokenizer: str | None  # the fingerprint of the tokenizer, where it is known
     vocab: int
     token_bytes: Tensor | None  # (V,) the bytes that each token stands for, where they are known
+    reading: str = ""  # how the text was read, in words
 
 
 class Running:

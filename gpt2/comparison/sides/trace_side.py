@@ -90,7 +90,7 @@ class TraceSide(Side):
         if any(each.size(-1 if point.endswith(SQUARE) else 1) != windows.context + 1 for point, each in traced.items()):
             raise ValueError("its activations are not of its tokens")
         said = str(text["name"]), str(text["sha256"]), str(text["told"]), about.get("tokenizer")
-        recording = Recording(ids.flatten(), windows, *said, vocab, lengths)
+        recording = Recording(ids.flatten(), windows, *said, vocab, lengths, str(text.get("reading", "")))
         how = f"{side['implementation']}, saved by gpt2-toolkit {about['version']}" if about else "another program"
         files = {str(each): str(digest) for each, digest in side["files"].items()}
         revision = None if side.get("revision") is None else str(side["revision"])
