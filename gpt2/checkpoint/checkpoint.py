@@ -6,7 +6,8 @@ import gc
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,18 +64,18 @@ class Checkpoint(ABC):
             needed = self.config.num_parameters() * dtype.itemsize
             require_memory(needed, f"{self.name}: its weights in {dtype}".replace("torch.", ""), "leave the dtype out")
         if dtype == torch.int8:
-            model: GPT2 = (small := Int8GPT2(self.config))
-            for name in names:  # one at a time: all of them in float32 need four times the result's memory
-                tensor = read(name, torch.float32)
-                if damage := look([(name, tensor)]).damage:  # it would be the scale of its row
-                    raise CheckpointError(f"{self.name}: holds {damage}; {ADVICE}")
-                small.put(name, tensor, device)
+            with _uncollected():
+                model: GPT2 = (small := Int8GPT2(self.config))
+                for name in names:  # one at a time: all of them in float32 need four times the result's memory
+                    small.put(name, read(name, torch.float32), device)
         else:
             model = model_with(self.config, ((name, read(name, dtype).to(device)) for name in names))
-            if torch.finfo(dtype).max < torch.finfo(self.stored).max and look(model.named_parameters()).damage:
-                found, rest = self.look(), f"if that is damage, {ADVICE}; else load it in float32"
-                narrow = f"{found.worst}, too large for {str(dtype).removeprefix('torch.')}; {rest}"
-                raise CheckpointError(f"{self.name}: {f'holds {found.damage}; {ADVICE}' if found.damage else narrow}")
+        int8 = [(name, 127 * scale) for name, scale in model.named_buffers() if name.endswith(".scale")]  # a row's largest
+        narrows = bool(int8) or torch.finfo(dtype).max < torch.finfo(self.stored).max
+        if narrows and look([*model.named_parameters(), *int8]).damage:  # said of the file: here it may be an infinity
+            found, small_type = self.look(), str(dtype).removeprefix("torch.")
+            narrow = f"{found.worst}, too large for {small_type}; if that is damage, {ADVICE}; else load it in float32"
+            raise CheckpointError(f"{self.name}: {f'holds {found.damage}; {ADVICE}' if found.damage else narrow}")
         model.name = self.name
         return model
 
@@ -311,17 +312,24 @@ def tokenizer_of(path: Path, *, offline: bool = False) -> Tokenizer:
 
 def model_with(config: GPT2Config, tensors: Iterable[tuple[str, Tensor]]) -> GPT2:
     """Build a GPT2 in eval mode around the given tensors, without copying them. Missing parameters stay uninitialised."""
-    collects = gc.isenabled()
-    gc.disable()  # thousands of new objects would trigger a collection that walks all of torch: 0.1 s
-    try:
+    with _uncollected():
         model = GPT2(config, initialise=False)
         for name, tensor in tensors:
             module, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(module), leaf, nn.Parameter(tensor))
+    return model.eval()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Switch garbage collection off: thousands of new objects would trigger one that walks all of torch, in 0.1 s."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collects:
             gc.enable()
-    return model.eval()
 
 
 def random_model(random: RandomWeights) -> GPT2:

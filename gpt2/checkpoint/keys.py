@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Mapping
+from functools import lru_cache
 
 from gpt2.config import ALIASES, GPT2Config
 
@@ -151,6 +152,7 @@ def layer(name: str) -> int | None:
     return int(match[1]) if match and f"h.{{}}.{name[match.end() :]}" in TABLE else None
 
 
+@lru_cache(maxsize=4096)
 def from_file(key: str) -> str:
     """Return our name for a file's key in any known format, behind any prefix; of an unknown key, what follows known prefixes.
 
