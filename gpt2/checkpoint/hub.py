@@ -131,7 +131,6 @@ def _brought_up_to_date(repo: str, revision: str, found: Snapshot | None) -> Sna
     """Return the snapshot that the Hub has at ``revision``, downloaded; ``found`` if the Hub does not answer, and it is whole."""
     from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
-    from huggingface_hub.utils import tqdm
 
     whole = found if found and not found.lacking(repo) else None
     if whole and whole.listed and COMMIT.fullmatch(revision):
@@ -153,6 +152,8 @@ def _brought_up_to_date(repo: str, revision: str, found: Snapshot | None) -> Sna
     for name in [name for name in files if name not in SMALL]:
         # In this thread, which Ctrl-C ends; the threads of snapshot_download end when their files are there.
         _patiently(functools.partial(hf_hub_download, repo, name, revision=info.sha))
+    from huggingface_hub.utils import tqdm
+
     target = info.sha if current else revision  # for a branch's name the cache then remembers where it points
     bar = type("Bar", (tqdm,), {"__init__": functools.partialmethod(tqdm.__init__, disable=None)})  # on a terminal alone
     ask = functools.partial(snapshot_download, repo, revision=target, allow_patterns=files, tqdm_class=bar)

@@ -1,5 +1,6 @@
 """Settings with which `huggingface_hub`, and so transformers, cannot be imported or used; and its errors in one line."""
 
+import gc
 import os
 import re
 from urllib.parse import urlsplit
@@ -11,8 +12,10 @@ def check_environment() -> None:
     """Raise InputError for a setting with which `huggingface_hub`, and so transformers, cannot be imported or used."""
     names = [name for name in ("HF_ENDPOINT", "HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT") if name in os.environ]
     given = ", ".join(f"{name}={os.environ[name]}" for name in names) or "HF_HOME"
+    collects = gc.isenabled()
+    gc.disable()  # the client's new objects would trigger collections that walk all of torch: a half of the time of its import
     try:
-        from huggingface_hub import constants, get_token
+        from huggingface_hub import HfApi, constants, get_token  # noqa: F401
 
         if not urlsplit(constants.ENDPOINT).hostname or urlsplit(constants.ENDPOINT).port == 0:
             raise ValueError("an endpoint is https://HOST")
@@ -21,6 +24,9 @@ def check_environment() -> None:
             raise ValueError("the token holds characters that no token has")
     except (ValueError, OSError) as error:
         raise InputError(f"the Hub's settings cannot be used ({one_line(error)}): correct or unset {given}") from None
+    finally:
+        if collects:
+            gc.enable()
 
 
 def one_line(error: BaseException) -> str:
