@@ -149,8 +149,7 @@ def _brought_up_to_date(repo: str, revision: str, found: Snapshot | None) -> Sna
     current = found if found and found.folder.name == info.sha else None
     if current and not current.lacking(repo, names) and (current.listed or not os.access(current.folder, os.W_OK)):
         return current
-    for name in [name for name in files if name not in SMALL]:
-        # In this thread, which Ctrl-C ends; the threads of snapshot_download end when their files are there.
+    for name in files:  # in this thread, which Ctrl-C ends: the threads of snapshot_download end when their files are there
         _patiently(functools.partial(hf_hub_download, repo, name, revision=info.sha))
     from huggingface_hub.utils import tqdm
 

@@ -15,10 +15,12 @@ def check_environment() -> None:
     collects = gc.isenabled()
     gc.disable()  # the client's new objects would trigger collections that walk all of torch: a half of the time of its import
     try:
-        from huggingface_hub import HfApi, constants, get_token  # noqa: F401
+        from huggingface_hub import constants
 
         if not urlsplit(constants.ENDPOINT).hostname or urlsplit(constants.ENDPOINT).port == 0:
             raise ValueError("an endpoint is https://HOST")
+        from huggingface_hub import HfApi, get_token  # noqa: F401 (prints a line for a setting that is refused above)
+
         if not ((token := get_token() or "").isascii() and token.isprintable()):
             given = "HF_TOKEN, or run `hf auth login`"
             raise ValueError("the token holds characters that no token has")

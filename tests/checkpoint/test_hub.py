@@ -303,11 +303,12 @@ def start(hub: HubStandIn, home: Path) -> forks.Fork:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_download_that_a_signal_ended_is_done_again(hub: HubStandIn, tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_download_that_a_signal_ended_is_done_again(hub: HubStandIn, tmp_path: Path, name: str, number: int) -> None:
     """The client's threads wait for their files after a Ctrl-C, and a part of a file must not be taken for it."""
-    hub.hold("org/name", "model.safetensors", after=1_000_000)
+    hub.hold("org/name", name, after=len(FILES[name]) // 2)
     process, deadline = start(hub, tmp_path), time.monotonic() + 60
-    while not hub.sent["org/name/model.safetensors"] and time.monotonic() < deadline:
+    while not hub.sent[f"org/name/{name}"] and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.3)
     process.send_signal(number)
