@@ -4,7 +4,6 @@ import gc
 import gzip
 import os
 import pickle
-import random
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -135,24 +134,6 @@ def test_a_file_that_cannot_be_mapped_is_read(kind: Kind, path: Path, monkeypatc
     assert kind.read(path).read("a").tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_disk_that_fails_is_one_line(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of a network drive must not end in a traceback."""
-
-    class Broken:
-        def seek(self, *_: object) -> None:
-            pass
-
-        def read(self, *_: object) -> None:
-            raise OSError(5, "Input/output error")
-
-        readinto = read
-
-    file = TorchFile(torch_layouts.save(path, {"a": torch.ones(4)}))
-    monkeypatch.setattr(file._file, "file", Broken())
-    refused(lambda: file.read("a", mapped=False), "Input/output error")
-    refused(lambda: file._file.bytes(0, 4), "Input/output error")
-
-
 def test_a_file_cut_anywhere_is_refused(kind: Kind, path: Path) -> None:
     """A download that was cut at any byte: in a count, a name, between two tensors, or in a zip's directory."""
     kind.write(path, {"a": torch.ones(3), "b": torch.ones(2, 2, dtype=torch.float16)})
@@ -181,19 +162,13 @@ OTHER_FILES: list[tuple[str, bytes, str]] = [
     *((name, b"GGUF\x03\0\0\0\0\0\0\0", "GGUF") for name in ("safetensors", "torch")),
     *((name, b"", "is empty") for name in ("safetensors", "torch", "gguf", "tensorflow")),
     ("safetensors", b"\0" * 7, "only 7 bytes"),
-    ("safetensors", b"\0" * 8, "invalid JSON"),
-    ("safetensors", random.Random(0).randbytes(5000), "claims a header"),
     ("safetensors", TEXT, "claims a header"),
     ("torch", b"\0" * 40, "neither a zip archive nor a pickle"),
-    ("torch", random.Random(0).randbytes(5000), "neither"),
     ("torch", TEXT, "neither"),
     ("torch", safetensors_save({"a": torch.ones(2)}), "neither"),
     ("torch", gzip.compress(bytes(99)), "gzip"),
     ("torch", pickle.dumps({"a": 1}), "a pickle, but not one of torch.save"),
-    ("torch", pickle.dumps({"a": [1.0, 2.0]}, protocol=5), "a pickle, but not one of torch.save"),
     ("torch", torch_layouts.pickled(torch_layouts.MAGIC) + torch_layouts.pickled(7), "version 7"),
-    ("torch", b"PK\x05\x06" + bytes(18), "neither"),
-    ("torch", b"PK\x03\x04", "File is not a zip file"),
     ("gguf", b"GGU", "is cut short: 3 bytes"),
     ("gguf", b"GGML" + bytes(60), "begins with b'GGML', not with GGUF"),
     ("tensorflow", b"PK\x03\x04" + bytes(100), "torch.save"),

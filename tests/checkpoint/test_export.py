@@ -95,17 +95,6 @@ def test_gguf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer:
     assert content(tmp_path / "a") == content(tmp_path / "b") == content(tmp_path / "c") == first
 
 
-def test_the_suffix_chooses_the_dtype(tmp_path: Path) -> None:
-    """`:bf16` after the model's name; GGUF's matrices have the model's dtype unless `type` is given."""
-    source = saved(tmp_path / "source")
-    assert export(f"{source}:bf16", tmp_path / "hf").type == "bfloat16"
-    assert gpt2.load(str(tmp_path / "hf")).wte.weight.dtype == torch.bfloat16
-    for suffix, type in (("bf16", "bf16"), ("f16", "f16"), ("f32", "f32"), ("f64", "f32")):
-        assert export(f"{source}:{suffix}", tmp_path / suffix, format="gguf").type == type
-        file = GGUFFile(tmp_path / suffix / "model.gguf")
-        assert file.entries["blk.0.attn_qkv.weight"].kind.name.lower() == type
-
-
 @pytest.mark.parametrize("config", [WIDE, ODD, UNTIED, NARROW], ids=["usual", "odd", "untied", "narrow"])
 @pytest.mark.parametrize("type", KINDS)
 def test_gguf_is_what_the_package_writes(tmp_path: Path, tokenizer: LibraryTokenizer, type: str, config: GPT2Config) -> None:

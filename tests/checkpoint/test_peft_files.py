@@ -151,20 +151,6 @@ def test_the_advice_of_a_refusal_leads_to_the_model_that_peft_computes(peft, bas
     assert apart(ours(tmp_path / "merged"), expected) < 1e-10
 
 
-def test_the_adapter_alone_is_what_a_file_with_peft_inside_is_told_to_be(peft, base: Path, tmp_path: Path) -> None:
-    """The state dict of a PEFT model holds the base and the adapter's parts: the advice is its save_pretrained."""
-    with quiet():
-        model = draw(peft.get_peft_model(reference(base), peft.LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM")))
-        expected = model.double().eval()(IDS).logits
-        (tmp_path / "whole").mkdir()
-        torch.save(model.state_dict(), tmp_path / "whole" / "pytorch_model.bin")
-        model.config.save_pretrained(tmp_path / "whole")
-        refused(lambda: gpt2.load(str(tmp_path / "whole")), "save the adapter alone (save_pretrained of the PEFT model)")
-        model.save_pretrained(tmp_path / "alone")
-    edit(tmp_path / "alone", base_model_name_or_path=str(base))
-    assert apart(ours(tmp_path / "alone"), expected) < 1e-10
-
-
 @pytest.mark.parametrize("what", SETTINGS)
 def test_what_peft_writes_opens_here(peft, base: Path, tmp_path: Path, what: str) -> None:
     expected = written_by_peft(peft, base, tmp_path, **SETTINGS[what])

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from support import random_models
 from support.checks import MEMORY, PROC, all_same, content, refused, report_of
 from support.hf_layouts import TINY, weights
@@ -65,22 +64,6 @@ def test_transformers_opens_it_unedited(tmp_path: Path, monkeypatch, config: GPT
         theirs.set_attn_implementation("eager")
         with torch.no_grad():
             torch.testing.assert_close(model(ids), theirs(ids).logits, rtol=1e-10, atol=1e-10)
-
-
-def test_the_file_is_as_the_library_reads_it(tmp_path: Path) -> None:
-    """Names, order, alignment and metadata: our own reader may accept a header that others refuse."""
-    model = model_of()
-    save(model, None, tmp_path)
-    path = tmp_path / "model.safetensors"
-    with safe_open(path, "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-        theirs = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    assert all_same(theirs, {f"transformer.{name}": tensor for name, tensor in model.state_dict().items()})
-    length = int.from_bytes(path.read_bytes()[:8], "little")
-    assert (8 + length) % 64 == 0, "what we write, we map"
-    names = [name for name in json.loads(path.read_bytes()[8 : 8 + length]) if name != "__metadata__"]
-    assert names == [f"transformer.{name}" for name in model.state_dict()]
-    assert path.stat().st_size == 8 + length + 4 * TINY.num_parameters()
 
 
 def test_config_has_what_other_programs_need(tmp_path: Path) -> None:

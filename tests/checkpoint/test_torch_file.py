@@ -113,22 +113,6 @@ def test_reads_the_state_dict_of_a_module(tmp_path: Path, zipped: bool) -> None:
     assert holds(TorchFile(save(tmp_path / "a", {"epoch": 1, "model": state}, zipped=zipped)), state)
 
 
-def test_the_stride_of_a_single_row_means_nothing(tmp_path: Path) -> None:
-    """A mask cut to one position has any stride; it is still contiguous, so still mapped."""
-    state = {"a": torch.arange(12.0).view(3, 4)[1:2], "b": torch.arange(12.0).view(1, 12)[:, 2:9]}
-    file = TorchFile(save(tmp_path / "a", state))
-    assert holds(file, state)
-    assert all(file.entries[name].contiguous for name in state)
-
-
-def test_an_empty_tensor_may_have_any_other_size(tmp_path: Path) -> None:
-    """Control of the overflow test below."""
-    for shape in [(0,), (0, 2**40), (2**20, 0, 2**20)]:
-        description = pickled({"a": tensor(0, shape, (1,) * len(shape), count=0)})
-        file = TorchFile(zip_of(tmp_path / "a", description, {"0": b""}))
-        assert file.read("a").shape == file.read("a", torch.bfloat16).shape == shape
-
-
 def test_reads_files_of_python_2(tmp_path: Path) -> None:
     """Python 2 pickles text as bytes, and an OrderedDict as a list of pairs; checkpoints of 2019 have both."""
     pid = b"(U\x07storagectorch\nFloatStorage\nU\x01kU\x03cpuK\x02NtQ"
@@ -136,14 +120,6 @@ def test_reads_files_of_python_2(tmp_path: Path) -> None:
     description = b"\x80\x02ccollections\nOrderedDict\n](](U\x03h.0" + tensor + b"ee\x85R."
     path = legacy_of(tmp_path / "a", description, {"k": (2, torch.tensor([1.0, 2]).numpy().tobytes())}, keys=["k"])
     assert holds(TorchFile(path), {"h.0": torch.tensor([1.0, 2])})
-
-
-@pytest.mark.parametrize("key", ["model", "state_dict", "model_state_dict"])
-def test_a_wrapped_state_dict(tmp_path: Path, key: str) -> None:
-    state = {"a": torch.ones(2)}
-    for wrapped in ({"epoch": 1, key: state, "loss": torch.tensor(3.0)}, {"model": {"name": "gpt2"}, "state_dict": state}):
-        assert holds(TorchFile(save(tmp_path / "a", wrapped)), state)
-    assert holds(TorchFile(save(tmp_path / "a", {key: torch.ones(2)})), {key: torch.ones(2)})
 
 
 @pytest.mark.parametrize(
@@ -185,16 +161,6 @@ def test_what_is_no_state_dict_of_dense_tensors_is_refused(tmp_path: Path, value
     refused(lambda: TorchFile(save(tmp_path / "a", value, zipped=zipped)), says, str(tmp_path / "a"))
 
 
-# Calls in a hostile pickle that create a folder: functions of the system, a shell, eval, exec.
-WAYS: dict[str, Callable[[str], tuple[Any, ...]]] = {
-    "posix.mkdir": lambda canary: (os.mkdir, canary),
-    "posix.system": lambda canary: (os.system, f"mkdir {canary}"),
-    "builtins.eval": lambda canary: (eval, f"__import__('os').mkdir({canary!r})"),
-    "builtins.exec": lambda canary: (exec, f"__import__('os').mkdir({canary!r})"),
-    "os.makedirs": lambda canary: (os.makedirs, canary),
-}
-
-
 def unpickle(path: Path) -> None:
     pickle.loads(path.read_bytes())
 
@@ -227,10 +193,6 @@ def hostile_file(form: str, path: Path, evil: Any) -> Callable[[Path], Any]:
             zip_of(path, pickled({"a": Called(OrderedDict, state={"x": evil})}), {})
         case "key":
             zip_of(path, pickled({evil: 1}), {})
-        case "nanogpt":
-            nanogpt(path)
-            checkpoint = torch.load(path, weights_only=True)
-            save(path, checkpoint | {"config": {"device": evil}})
         case "optimizer":
             save(path, {"model": good, "optimizer": {"state": {0: {"step": evil}}}}, zipped=False)
         case "protocol 4":
@@ -238,24 +200,24 @@ def hostile_file(form: str, path: Path, evil: Any) -> Callable[[Path], Any]:
     return run
 
 
-PLACES = ["legacy", "bare", "bare 0", "bare 4", "magic", "version", "sys_info", "keys", "device", "hooks", "state", "key"]
-PLACES += ["nanogpt", "optimizer", "protocol 4"]
+PLACES = ["zip", "legacy", "bare", "bare 0", "bare 4", "magic", "version", "sys_info", "keys", "device", "hooks", "state", "key"]
+PLACES += ["optimizer", "protocol 4"]
 
 
-@pytest.mark.parametrize(("form", "way"), [*(("zip", way) for way in WAYS), *((form, "posix.system") for form in PLACES)])
-def test_code_is_never_run(tmp_path: Path, form: str, way: str) -> None:
+@pytest.mark.parametrize("form", PLACES)
+def test_code_is_never_run(tmp_path: Path, form: str) -> None:
     """A file whose weights can be read is read, with a note of what its pickle names; the rest is refused.
 
     Control: unpickling the same file does run the code.
     """
     path, canary = tmp_path / "pytorch_model.bin", tmp_path / "canary"
-    victim = hostile_file(form, path, Called(*WAYS[way](str(canary))))
-    if form in ("zip", "legacy", "device", "hooks", "nanogpt", "optimizer"):
+    victim = hostile_file(form, path, Called(os.system, f"mkdir {canary}"))
+    if form in ("zip", "legacy", "device", "hooks", "optimizer"):
         file = TorchFile(path)
         assert file.entries
         assert all(file.read(name).numel() for name in file.entries)
         (note,) = file.notes
-        assert way in note
+        assert "posix.system" in note
     else:
         refused(lambda: TorchFile(path), str(path))
     assert not canary.exists()
@@ -331,10 +293,8 @@ ARCHIVES: list[tuple[Write, str]] = [
     (patched(CENTRAL, 42, bytes(4), 1), "lies about archive/data"),  # two members share their data
     (patched(CENTRAL, 42, b"\x03\x00\x00\x00"), "lies about archive/data.pkl"),
     (patched(CENTRAL, 16, b"\x01\x02\x03\x04"), "checksum"),
-    (patched(CENTRAL, 6, b"\xff\x00"), "zip file version 25.5"),
     (patched(LOCAL, 26, b"\xff\xff", 1), "lies about archive/data/0"),
     (patched(LOCAL, 2, b"\x03\x03", 1), "lies about archive/data/0"),
-    (patched(END, 12, b"\xff\xff\xff\x7f"), "cannot be read"),
     (patched(END, 16, b"\xff\xff\xff\x7f"), "zip directory"),
     *((archive({"archive/data.pkl": ONE}, offset=offset), "lies about archive/data.pkl") for offset in BEYOND),
     (large_directory, "claims 4,600,000 bytes"),
@@ -361,16 +321,10 @@ def test_an_archive_that_lies_or_is_another_is_refused(tmp_path: Path, write: Wr
 
 
 def test_checksums(tmp_path: Path) -> None:
-    """A flipped bit in the description changes a tensor; without torch's checksums it cannot be found."""
+    """A flipped bit in the description changes a tensor."""
     path = save(tmp_path / "a", {"h.0.weight": torch.ones(2)})
     path.write_bytes(path.read_bytes().replace(b"h.0.weight", b"h.1.weight"))
     refused(lambda: TorchFile(path), "checksum")
-    torch.serialization.set_crc32_options(False)
-    try:
-        save(path, {"a": torch.ones(2)})
-    finally:
-        torch.serialization.set_crc32_options(True)
-    assert holds(TorchFile(path), {"a": torch.ones(2)})
 
 
 SENSE = "makes no sense"
@@ -464,28 +418,19 @@ PUSHES = [
     (b"ccollections\nOrderedDict\n](](U\x01aee\x85R.", SENSE),
     (b"]N.", "holds None"),
     (b"NR.", SENSE),
-    (b"}(Nu.", SENSE),
     (b"h\x00.", SENSE),
-    (b"q\x00.", SENSE),
     (b"t.", SENSE),
     (b"(N0t.", "no tensors need"),
-    (b"b.", SENSE),
     (b"NQ.", "type Persistent"),
-    (b".", SENSE),
     (b"X\xff\xff\xff\xff.", "cut short"),
-    (b"\x8a\xff.", "cut short"),
     (b"L" + b"9" * 5000 + b"L\n.", "no tensors need"),
-    (b"X\x01\x00\x00\x00\xff.", "not UTF-8"),
     (b"X\x03\x00\x00\x00\xed\xa0\x80.", "not UTF-8"),
     (b"N", "cut short"),
     (b"(" + pickled(Called(os.mkdir, "canary"))[2:-1] + b"1}.", "no tensors need"),  # POP_MARK hides a call's result
     (b"cos\nsystem\n.", "the object os.system where"),
-    (b"ctorch\nSize.__init__\n.", "Size.__init__"),
-    (b"ctorch\n Size\n.", "'torch. Size'"),
     (b"c\x1b[2J\nsystem\n.", "x1b"),
     (b"\x8c\x02os\x8c\x06system\x93.", "the object os.system where"),
     (b"\x82\x01.", "no tensors need"),
-    (b"}}\x93.", "makes no sense"),
     (b"\x8c\x02osN\x93.", "makes no sense"),
     (b"c" + b"a" * 1001 + b"\nsystem\n.", "aaa"),
     (b"cos\n\xff\n.", "not UTF-8"),
