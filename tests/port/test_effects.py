@@ -258,3 +258,48 @@ def test_brackets_that_are_missing_in_a_norm_are_named_in_all_norms(outer: bool,
     assert [cause.id for cause in found.causes] == ["layernorm-not-normalising", "gelu-variant"], found.table()
     assert found.causes[0].where == "h.*.ln_1, h.*.ln_2, ln_f"
     assert found.causes[0].detail.startswith("the mean alone is divided")
+
+
+def nano(model: gpt2.GPT2) -> nn.Module:
+    module = PORTS["nano"].build(CONFIG)
+    PORTS["nano"].fill(module, model.state_dict())
+    return module.eval()
+
+
+class OverRows(nn.Module):
+    """An attention by torch's module, which takes (T, B, D) if nobody says otherwise."""
+
+    def __init__(self, attn: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, HEADS)
+        names = {"in_proj": attn.c_attn, "out_proj": attn.c_proj}
+        weights = {"in_proj_weight": names["in_proj"].weight, "in_proj_bias": names["in_proj"].bias}
+        weights |= {"out_proj.weight": names["out_proj"].weight, "out_proj.bias": names["out_proj"].bias}
+        self.inner.load_state_dict(weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(len(x), len(x)).triu(1).bool()
+        return self.inner(x, x, x, attn_mask=mask, need_weights=False)[0]
+
+
+def test_consequences_are_folded_into_their_cause(model: gpt2.GPT2) -> None:
+    """[Block(config)] * n_layer had three false causes beside the true one; exchanged norms were four; attention over the batch
+    was 'a token sees itself alone'."""
+    one, exchanged, rows = nano(model), nano(model), nano(model)
+    blocks = one.transformer["h"]
+    one.transformer["h"] = nn.ModuleList([blocks[-1]] * len(blocks))
+    found = diagnose(one, model)
+    assert [(cause.id, cause.where) for cause in found.causes] == [("layer-repeated", "h.*")], found.table()
+    assert "for _ in range(n_layer)" in found.causes[0].fix
+    for block in exchanged.transformer["h"]:
+        for leaf in ("weight", "bias"):
+            first, second = getattr(block.ln_1, leaf), getattr(block.ln_2, leaf)
+            first.data, second.data = second.data, first.data
+    found = diagnose(exchanged, model)
+    assert [(cause.id, cause.where) for cause in found.causes] == [("norms-swapped", "h.*.ln_1, h.*.ln_2")], found.table()
+    assert found.causes[0].fix.startswith("load h.N.ln_1 into")
+    for block in rows.transformer["h"]:
+        block.attn = OverRows(block.attn)
+    found = diagnose(rows, model)
+    assert [(cause.id, cause.where) for cause in found.causes] == [("batch-dependent", "h.*.attn")], found.table()
+    assert "batch_first=True" in found.causes[0].fix

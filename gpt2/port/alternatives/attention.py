@@ -16,7 +16,7 @@ from gpt2.port.alternative import Alternative, Changed, changed, family
 from gpt2.port.alternatives.norm_formulas import layer_norm
 from gpt2.port.diagnosis.causes import SCORES
 from gpt2.port.fault import Fault
-from gpt2.port.graph import ROWS, Formula, Model, Site, right_scale, split
+from gpt2.port.graph import ROWS, Formula, Model, Site, State, right_scale, split
 
 ROUNDED = "rounded to float32"
 OFFICIAL_SIZE = 64  # of a head, in all official models
@@ -165,6 +165,11 @@ def comparisons(model: Model) -> Iterator[Alternative]:
         words = "every row of the batch compares its queries with the keys of the first row (axis 0)"
         edits = {"attn.kh": Changed("attn.kh", lambda c, y: y[:1].expand_as(y))}
         yield Alternative("batch-dependent", words, edits, sees=ROWS)
+        words = "attention runs over the rows of the batch, not over the tokens, as of (T, B, D)"
+        fix = "nn.MultiheadAttention(..., batch_first=True)  # or x.transpose(0, 1) before it and behind it"
+        for mask, what in ((True, "each row sees those before it"), (False, "each row sees all rows")):
+            edits = {"attn.mixed": partial(_over_rows, mask)}
+            yield Alternative("batch-dependent", f"{words}: {what}", edits, sees=ROWS, fix=fix)
     for halves, what in ((False, "neighbouring numbers"), (True, "the halves of a head")) if config.head_dim > 1 else ():
         words = f"queries and keys are turned by their position, {what} as pairs"
         edits = {node: Changed(node, lambda c, y, halves=halves: rotated(y, c.tokens, halves)) for node in ("attn.qh", "attn.kh")}
@@ -187,6 +192,13 @@ def rotated(x: Tensor, tokens: Tensor, halves: bool) -> Tensor:
     cos, sin = angle.to(x).cos(), angle.to(x).sin()
     parts = one * cos - other * sin, one * sin + other * cos
     return torch.cat([torch.cat(parts, -1) if halves else torch.stack(parts, -1).flatten(-2), rest], -1)
+
+
+def _over_rows(mask: bool, c: Site, s: State) -> Tensor:
+    q, k, v = (s[f"attn.{name}h"].permute(2, 1, 0, 3) for name in "qkv")  # (T, H, B, K)
+    scores = right_scale(c.config, c.layer) * q @ k.mT
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1) & mask
+    return (scores.masked_fill(hidden, -math.inf).softmax(-1) @ v).permute(2, 1, 0, 3)
 
 
 def _distant(c: Site, scores: Tensor) -> Tensor:

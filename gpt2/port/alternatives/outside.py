@@ -16,6 +16,7 @@ from torch import Tensor
 from gpt2.port.alternative import Alternative, Changed, family
 from gpt2.port.alternatives.norm_formulas import RMS, layer_norm
 from gpt2.port.alternatives.wiring import usual_factors
+from gpt2.port.diagnosis.places import EVERY
 from gpt2.port.fault import Fault
 from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site, State, embedding
 
@@ -25,6 +26,7 @@ MOST_SPANS = 32  # tokens after which positions may begin again
 MOST_ROWS = 64  # of the position table, that steps are tried to stay at
 Rows = Callable[[Site], Tensor]  # the rows of the position table (t,) or (B, t)
 SEQUENCE = ("layer-order", "layer-missing", "layer-repeated")
+ONE_BLOCK = "h = nn.ModuleList([Block(config) for _ in range(n_layer)])  # [Block(config)] * n_layer is one block, n times"
 SINES = "positions are sines and cosines, not the checkpoint's learned ones"
 BOTH = "the embeddings, tokens and positions together,"
 
@@ -198,7 +200,8 @@ def sequence_faults(ran: Sequence[int], layers: int, weights_seen: bool = False)
     names = ", ".join(f"h.{block}" for block in ran) or "none"
     if len(set(ran)) == 1 < len(ran) and layers > 1:
         if weights_seen or len(ran) != layers:
-            return [Fault("layer-repeated", "", f"it runs {len(ran)} times, in place of every block", layer=ran[0])]
+            words = f"one block runs {len(ran)} times, in place of every block"
+            return [Fault("layer-repeated", "", words, layer=EVERY, fix=ONE_BLOCK)]
         words = f"it computes with the weights of h.{ran[0]}, or that block runs {len(ran)} times"
         return [Fault("wrong-tensor", "", words, layer=block) for block in range(layers) if block != ran[0]]
     faults = []

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from gpt2.port.diagnosis.places import Place, collapsed, forward_rank, joined
+from gpt2.port.diagnosis.places import EVERY, Place, collapsed, forward_rank, joined
 from gpt2.port.diagnosis.report import Cause
 
 
@@ -147,6 +147,7 @@ class PlacedCause:
 
 
 DROPPED = "of a block that drops attention's result: its feed-forward takes the block's input, as in a parallel block"
+ONE_FOR_ALL = "of all blocks, which are one: it holds the weights of the last that was loaded, and the others hold none"
 # The cause on the left explains those on the right, which are dropped, at the same place or at the part of it that is named: what
 # else is missing there is a fault of its own.
 EXPLAINS: dict[str, dict[str, str]] = {
@@ -162,6 +163,7 @@ EXPLAINS: dict[str, dict[str, str]] = {
     "head-layout": {"missing-bias": ""},
     "position-sinusoidal": {"position-missing": ""},
     "residual-missing": {"parallel-block": DROPPED},
+    "layer-repeated": dict.fromkeys(("missing-bias", "layernorm-without-affine", "wrong-tensor"), ONE_FOR_ALL),
 }
 FUTURE = ("head-layout", "mask-missing", "mask-multiplied", "mask-off-by-one", "mask-strict", "softmax-axis", "softmax-missing")
 RANDOM = ("not-deterministic", "dropout-active", "ffn-dropout")
@@ -186,6 +188,7 @@ def ranked(
         once.setdefault((cause.id, cause.places), cause)
     merged = merge_blocks(once.values(), layers)
     implied = {id for cause in merged for id in IMPLIES.get(cause.id, ())}
+    merged = [cause for cause in merged if not _is_seen_inside(cause, merged)]
     kept = []
     for cause in _join_nested(merged):
         places = _unexplained(cause, merged, layers)
@@ -198,6 +201,12 @@ def ranked(
         return cause.id != "not-deterministic", -(cause.effect or 0.0), forward_rank(cause.places[0], layers)
 
     return sorted(kept, key=order)
+
+
+def _is_seen_inside(cause: PlacedCause, others: Iterable[PlacedCause]) -> bool:
+    """Return whether a row's logits depend on others by what a block does, which is named there."""
+    inside = (other.id == cause.id and other.places[0].layer is not None for other in others)
+    return cause.id == "batch-dependent" and cause.places[0].layer is None and any(inside)
 
 
 def _one_cause_of_biases(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause]:
@@ -268,6 +277,8 @@ def _follows(place: Place, from_place: Place, part: str) -> bool:
     """Return whether a fault at ``place`` follows from one at ``from_place``, or at a part of that."""
     if part == DROPPED:
         return from_place.part == "mid" and Place(from_place.layer, "").contains(place)
+    if part == ONE_FOR_ALL:
+        return from_place.layer == EVERY and from_place.contains(place)
     if not part:
         same_share = not from_place.share or place.share == from_place.share
         return same_share and (from_place.contains(place) or (place.contains(from_place) and bool(place.part)))

@@ -20,6 +20,7 @@ from gpt2.port.mapping.departures import missing_entries
 from gpt2.port.mapping.reading import Own
 
 NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
+NORMS = "load h.N.ln_1 into the norm before attention, and h.N.ln_2 into the one before the feed-forward"
 MAX_KINDS = 4  # merge causes of one id in more kinds of parameters
 EXACT = 0.95  # the confidence if all entries are equal
 
@@ -46,6 +47,7 @@ class WeightComparison:
         self._rounded: dict[str, list[Place]] = {}  # by dtype
         self._likeness: dict[tuple[Place, ...], str] = {}  # a description of values that are not the checkpoint's
         self._exchanged: dict[str, list[tuple[Piece, Place]]] = {}  # shares of c_attn that hold another share
+        self._lent: dict[int, list[tuple[Piece, Place]]] = {}  # by block: norms that hold the other one's tensors
         self._compare()
 
     def _compare(self) -> None:
@@ -65,6 +67,7 @@ class WeightComparison:
             place = Place.of(name.rpartition(".")[0])
             words = f"queries, keys and values have changed places: {got}"
             self._add("qkv-order", words, self._holder_evidence(*pieces[0]), place)
+        self._lent_norms()
         self._head()
         for dtype, places in self._rounded.items():
             some, many = replace(places[0], others=len(places) - 1), len(places) > 1
@@ -77,11 +80,19 @@ class WeightComparison:
         self._combine_not_loaded()
 
     def _add(
-        self, id: str, words: str, evidence: str, *places: Place, confidence: float = EXACT, called: str = "", kind: str = ""
+        self,
+        id: str,
+        words: str,
+        evidence: str,
+        *places: Place,
+        confidence: float = EXACT,
+        called: str = "",
+        kind: str = "",
+        fix: str | None = None,
     ) -> None:
         """Add a cause: ``words`` say what the parameter ``called`` is or holds; causes of one ``kind`` are merged over blocks."""
         detail = f"{called} {words}".strip()
-        self.causes.append(PlacedCause(id, places, detail, evidence, confidence, None, kind or words, held=True))
+        self.causes.append(PlacedCause(id, places, detail, evidence, confidence, fix, kind or words, held=True))
 
     # Many causes as one
 
@@ -239,12 +250,21 @@ class WeightComparison:
         if other.name == place.name:
             self._exchanged.setdefault(other.name, []).append((piece, other))
             return
-        id, words = "wrong-tensor", f"holds the checkpoint's {other}"
-        if place.part.startswith("ln_") and other.layer == place.layer and other.part.startswith("ln_"):
-            words += ": ln_1 stands before attention, ln_2 before the feed-forward"
-            id = "wrong-tensor" if other.layer is None else "norms-swapped"
-        kind = f"another tensor: {other.pattern}"
-        self._add(id, words, self._holder_evidence(piece, other), place, called=piece.called, kind=kind)
+        if place.layer is not None and other.layer == place.layer and {place.stem, other.stem} == {"ln_1", "ln_2"}:
+            self._lent.setdefault(place.layer, []).append((piece, other))
+            return
+        kind, words = f"another tensor: {other.pattern}", f"holds the checkpoint's {other}"
+        self._add("wrong-tensor", words, self._holder_evidence(piece, other), place, called=piece.called, kind=kind)
+
+    def _lent_norms(self) -> None:
+        """Add one cause for the norms of a block that hold each other's weights, or for the one that holds the other's."""
+        for layer, pieces in self._lent.items():
+            stems = list(dict.fromkeys(piece.place.stem for piece, _ in pieces))
+            got = " and ".join(f"{piece.called.removeprefix('your ')} holds {other}" for piece, other in pieces)
+            places = [Place(layer, stem) for stem in stems] if len(stems) > 1 else [piece.place for piece, _ in pieces]
+            kind, evidence = f"norms: {', '.join(place.part for place in places)}", self._holder_evidence(*pieces[0])
+            words = f"norms hold each other's weights: {got}" if len(stems) > 1 else f"a norm holds the other's weights: {got}"
+            self._add("norms-swapped", words, evidence, *places, kind=kind, fix=NORMS)
 
     def _unrelated(self, piece: Piece) -> None:
         held, ours = piece.held[piece.placed], piece.ours[piece.placed]
