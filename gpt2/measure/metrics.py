@@ -99,7 +99,8 @@ def differing_bits(a: Tensor, b: Tensor) -> int:
     if a.dtype != b.dtype or a.shape != b.shape:
         raise ValueError(f"{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)} cannot be compared bit by bit")
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return int((a.contiguous().view(integer) != b.contiguous().view(integer)).sum())
+    parts = zip(a.flatten().split(PART), b.flatten().split(PART), strict=True)
+    return sum(int(torch.count_nonzero(x.view(integer) != y.view(integer))) for x, y in parts)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ SAME_ERRORS = 1 / 4  # two errors are the same one if their difference is at mos
 
 ELEMENTARY = 0.425  # root mean square of one rounding's relative error, in units of u
 FUNCTION = 1.2
+TOGETHER = 1 << 24  # entries of a product whose squares exist at a time
 NORMALS = 131_071  # random numbers: few, which stay in a cache, and a prime, so that no tensor's rows have this length
 
 # By the names of PyTorch's operators, in place or not.
@@ -211,9 +212,11 @@ class _Noise(TorchDispatchMode):
         if name in PRODUCTS:
             a, b = args[-2:]
             multiply = {"addmm": torch.mm, "baddbmm": torch.bmm}.get(name, func)
-            squares, own = multiply(a.float().square_(), b.float().square_()), self.coarser
+            own, rows = self.coarser, max(1, TOGETHER * a.size(-2) // max(1, result.numel())) if result.ndim == 2 else None
             terms, partial = (min(a.size(-1), own.sums), unit(self.dtype)) if own.sums else (a.size(-1), None)
-            return self._summed(result, squares, terms, partial, own.operands)
+            for part, of in zip(result.split(rows), a.split(rows), strict=True) if rows else ((result, a),):
+                self._summed(part, _squares(multiply, of, b), terms, partial, own.operands)
+            return result
         if name == "native_layer_norm_backward":
             return self._norm_gradients(result, *args)
         if name in SUMS:
@@ -278,6 +281,18 @@ def _normals(seed: int) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=32)
 def _factors(seed: int, size: float) -> Tensor:
     return 1 + size * _normals(seed)[0]
+
+
+def _squares(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
+    """Return the sum of each product's squared terms, in float32; those of a large ``b`` exist in parts only."""
+    a = a.float().square_()
+    if b.ndim < 2 or b.numel() <= TOGETHER:
+        return multiply(a, b.float().square_())
+    columns = max(1, TOGETHER // (2 * b.size(-2)))
+    result = a.new_empty(*a.shape[:-1], b.size(-1))
+    for start in range(0, b.size(-1), columns):
+        result[..., start : start + columns] = multiply(a, b[..., start : start + columns].float().square_())
+    return result
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:

@@ -128,6 +128,7 @@ def trace_steps(model: nn.Module, ids: Tensor, emit: Callable[[Recorded], None])
             stack.callback(block.register_forward_hook(lambda *_: emit(take())).remove)
         out = model(ids)
     recorded["logits"] = (out if isinstance(out, Tensor) else out.logits).detach()
+    del out  # whoever has the step may let the logits go
     emit(take())
 
 

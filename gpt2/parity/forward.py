@@ -34,26 +34,45 @@ T = TypeVar("T")
 Walk = Callable[[Callable[[T], None]], object]
 
 
-def lockstep(*walks: Walk[T]) -> Generator[tuple[T | None, ...]]:
-    """Advance several computations side by side; yield what each gives in each step, None from one that has ended."""
+def lockstep(*walks: Walk[T]) -> Generator[Iterator[T | None]]:
+    """Advance several computations side by side; yield, for each step, what each gives in turn, None from one that has ended.
+
+    A computation takes its step when it is asked, so what the one before gave can be let go first. All have to be asked.
+    """
     with ExitStack() as stack:
-        yield from itertools.zip_longest(*(stack.enter_context(closing(stepwise(walk))) for walk in walks))
+        running, ended = [stack.enter_context(closing(stepwise(walk))) for walk in walks], False
+
+        def row() -> Iterator[T | None]:
+            nonlocal ended
+            for walk in running:
+                step = next(walk, None)
+                ended &= step is None
+                yield step
+
+        while not ended:
+            ended = True
+            yield row()
 
 
 @torch.no_grad()
 def forward(subject: Subject) -> None:
     """Compare a forward pass at every point; each row of a batch must give what it gives alone."""
     text, where = _greedy(subject)
-    expected, theirs, noise = _activations(subject, torch.cat((subject.probe.rows, text)))
-    _text(subject, text[0], where, expected[-1], theirs[-1], [each[-1] for each in noise])
-    _parts(subject, expected[:-1], [each[:-1] for each in noise])
-    del expected, theirs, noise
+    expected, theirs, noise = _activations(subject, torch.cat((subject.probe.rows, text)), slice(where.start - 1, where.stop - 1))
+    _text(subject, text[0], where, expected[-1], theirs, max(largest for _, largest in noise))
+    give_back_freed_memory()
+    _parts(subject, expected[:-1], [errors for errors, _ in noise])
+    del expected
     give_back_freed_memory()
     _windows(subject)
 
 
-def _activations(subject: Subject, rows: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Compare all models at every point, block by block; return transformers' logits in float64, in ``dtype``, and with noise."""
+def _activations(subject: Subject, rows: Tensor, chosen: slice) -> tuple[Tensor, Tensor, list[tuple[list[float], float]]]:
+    """Compare all models at every point, block by block.
+
+    Return transformers' logits in float64, its best ids in ``dtype`` of the last row (T,), and :func:`_of_noise` of each sample
+    with noise.
+    """
     findings, label = subject.findings, dtype_label(subject.dtype)
 
     def exactly(model: nn.Module, what: str) -> Walk[Recorded]:
@@ -75,18 +94,34 @@ def _activations(subject: Subject, rows: Tensor) -> tuple[Tensor, Tensor, list[T
     walks.append(noisily)
     seen: list[str] = []
     logits: list[Tensor] = []
-    noise: list[Tensor] = []
+    noise: list[tuple[list[float], float]] = []
     with closing(lockstep(*walks)) as every_step:  # a difference, or Ctrl-C, ends the threads
         for steps in every_step:
-            expected, exact, ours, reference, noisy = (step or {} for step in steps)
+            expected, exact = next(steps) or Recorded(), next(steps) or Recorded()
             for name, tensor in expected.items():
                 findings.mapping("activations", name, worst_relative_error(exact.get(name, MISSING), tensor))
-                samples = noisy[name].chunk(count) if len(noisy[name]) > len(tensor) else [noisy[name]]  # wpe has one row
-                found = (ours.get(name, MISSING), reference.get(name, MISSING), *samples)
-                apart = relative_error(*found[:2])
-                findings.rounding("rounding", name, *(relative_error(each, tensor) for each in found), apart=apart)
+            exact.clear()  # each step is let go before the next model's
+            ours, reference = next(steps) or Recorded(), next(steps) or Recorded()
+            errors: dict[str, list[float]] = {}
+            for name, tensor in expected.items():
+                pair = ours.get(name, MISSING), reference.get(name, MISSING)
+                errors[name] = [relative_error(*pair), *(relative_error(each, tensor) for each in pair)]
                 if name == "logits":
-                    logits, noise = [tensor, found[1]], list(samples)
+                    logits = [tensor, pair[1][-1].argmax(-1)]
+                del pair
+            ours.clear()
+            reference.clear()
+            if logits:
+                give_back_freed_memory()
+            noisy = next(steps) or Recorded()
+            for name, tensor in expected.items():
+                samples = noisy[name].chunk(count) if len(noisy[name]) > len(tensor) else [noisy[name]]  # wpe has one row
+                apart, *found = *errors[name], *(relative_error(each, tensor) for each in samples)
+                findings.rounding("rounding", name, *found, apart=apart)
+                if name == "logits":
+                    noise = [_of_noise(subject.probe, each, tensor, chosen) for each in samples]
+                del samples
+            noisy.clear()
             seen += expected
             findings.progress(f"{label}: activations")
             findings.settle()
@@ -96,7 +131,15 @@ def _activations(subject: Subject, rows: Tensor) -> tuple[Tensor, Tensor, list[T
     return logits[0], logits[1], noise
 
 
-def _parts(subject: Subject, expected: Tensor, noise: list[Tensor]) -> None:
+def _of_noise(probe: Probe, sample: Tensor, expected: Tensor, chosen: slice) -> tuple[list[float], float]:
+    """Return errors of (4, T, V) logits with noise: of each way of reading the first rows, and the largest of the last row at the
+    positions that chose a text.
+    """
+    ways = _ways(probe, sample[:-1], expected[:-1], whole=False)
+    return [relative_error(logits, exact) for _, _, logits, exact in ways], max_abs(sample[-1, chosen], expected[-1, chosen])
+
+
+def _parts(subject: Subject, expected: Tensor, noise: list[list[float]]) -> None:
     """Compare what our model gives through the cache and with padding: in float64, and in ``dtype``, as far off as ``noise``."""
     findings, label, probe = subject.findings, dtype_label(subject.dtype), subject.probe
     with subject.exactly(subject.ours, "float64: cache and padding"):
@@ -105,10 +148,10 @@ def _parts(subject: Subject, expected: Tensor, noise: list[Tensor]) -> None:
             findings.settle()
     findings.settle("padding")
     findings.progress(f"{label}: cache and padding")
-    read: list[_Reader | Tensor] = [_Reader(subject.ours_rounded), _Reader(subject.reference_rounded), *noise]
-    for each in zip(*(_ways(probe, logits, expected, whole=False) for logits in read), strict=True):
-        apart = relative_error(each[0][2], each[1][2])
-        findings.rounding("rounding", each[0][1], *(relative_error(logits, exact) for _, _, logits, exact in each), apart=apart)
+    ways = (_ways(probe, _Reader(model), expected, whole=False) for model in (subject.ours_rounded, subject.reference_rounded))
+    for (_, name, ours, exact), (*_, theirs, _), *errors in zip(*ways, *noise, strict=True):
+        pair = (relative_error(each, exact) for each in (ours, theirs))
+        findings.rounding("rounding", name, *pair, *errors, apart=relative_error(ours, theirs))
     findings.settle()
 
 
@@ -156,7 +199,7 @@ class _Reader:
 
     def read_in_parts(self, ids: Tensor, sizes: list[int], mask: Tensor | None) -> Tensor:
         """Return the logits (B, T, V) of ids that are read in parts of the given sizes."""
-        self.cache = self.model.new_cache(len(ids)) if isinstance(self.model, GPT2) else reference_cache(self.model)
+        self.cache = self.model.new_cache(*ids.shape) if isinstance(self.model, GPT2) else reference_cache(self.model)
         starts = itertools.accumulate(sizes, initial=0)
         logits = [self.read(ids[:, start : start + size], start, mask, True) for start, size in zip(starts, sizes, strict=False)]
         self.cache = None
@@ -235,17 +278,16 @@ def _greedy(subject: Subject) -> tuple[Tensor, slice]:
     return row, slice(prompt, end)
 
 
-def _text(subject: Subject, row: Tensor, text: slice, exact: Tensor, theirs: Tensor, noise: list[Tensor]) -> None:
+def _text(subject: Subject, row: Tensor, text: slice, exact: Tensor, theirs: Tensor, noise: float) -> None:
     """Compare a greedy text of ours with transformers' best id after each of its tokens, by its float64 logits (T, V).
 
     Our text was generated in ``dtype``, so the logit of an id may be lower than the best by what the rounding of two logits
-    explains: twice the largest error of the logits with ``noise``, by the rule of rounding; by that of a machine for the best
-    ids of ``theirs`` (T, V), transformers' logits in ``dtype``.
+    explains: twice the largest error of the logits with ``noise``, by the rule of rounding; by that of a machine for ``theirs``
+    (T,), transformers' best ids in ``dtype``.
     """
     before = slice(text.start - 1, text.stop - 1)
     logits = exact[before].double()
     lower = logits.amax(-1) - logits.gather(-1, row[text, None])[:, 0]
-    ratio = torch.where(theirs[before].argmax(-1) == row[text], MACHINE_RATIO, FORWARD_RATIO)
-    explained = 2 * ratio * max(max_abs(each[before], exact[before]) for each in noise)
+    explained = 2 * noise * torch.where(theirs[before] == row[text], MACHINE_RATIO, FORWARD_RATIO)
     subject.findings.exact("text", "text (generated with the cache)", int((~(lower <= explained)).sum()))
     subject.findings.settle("text")

@@ -6,13 +6,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 import torch
 
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint, open_path
-from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.names import DEFAULT, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.official import Official, official_files
 from gpt2.checkpoint.saving import sha256
@@ -21,7 +19,6 @@ from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.placement import missing_kernel
-from gpt2.model import GPT2
 from gpt2.pages.reports import Interrupted, environment
 from gpt2.parity import checks, reference
 from gpt2.parity.checks import Build, Probe, Subject
@@ -39,10 +36,6 @@ MORE_DRAWS = 8  # times as many runs with random errors, before rounding errors 
 MORE_BYTES = 1e9  # of a large model fewer, but two: each has a gradient of the embedding in float64
 
 
-def _load(path: Path, dtype: torch.dtype | None, activation: str | None = None) -> GPT2:
-    return load_path(path, dtype=dtype, offline=True, activation=activation)  # every file was fetched before
-
-
 @overload
 def verify(
     name: str = ...,
@@ -54,7 +47,7 @@ def verify(
     quick: bool = ...,
     keep_going: bool = ...,
     record: bool = ...,
-    build: Build = ...,
+    build: Build | None = ...,
     progress: Progress = ...,
     watch: Callable[[Report], None] | None = ...,
 ) -> Report: ...
@@ -82,7 +75,7 @@ def verify(
     quick: bool = False,
     keep_going: bool = False,
     record: bool = False,
-    build: Build = _load,
+    build: Build | None = None,
     progress: Progress = silent,
     watch: Callable[[Report], None] | None = None,
     device: str | torch.device | None = None,
@@ -97,7 +90,7 @@ def verify(
         keep_going: look for further differences behind the first one.
         record: compute every number of the public record (:mod:`gpt2.parity.record`) of official weights, not only the cheap
             ones. This takes minutes and may download a text.
-        build: makes the model under test from (directory, dtype); ``None`` is the dtype of the files.
+        build: makes the model under test from (directory, dtype), a dtype of ``None`` is that of the files; default: our loader.
         progress: called with a few words at each stage.
         watch: called with the report so far after each step. A difference by rounding may be gone in a later one.
         device: judge this device instead, as :func:`gpt2.verify_device` does, with ``seed``, ``revision``, ``offline`` and
@@ -109,7 +102,7 @@ def verify(
         Interrupted: Ctrl-C; it has the report so far.
     """
     if device is not None:
-        if dtype != "float32" or build is not _load or any((quick, keep_going, record, watch)):
+        if dtype != "float32" or build is not None or any((quick, keep_going, record, watch)):
             raise InputError("verify: device takes seed, revision, offline and progress alone; leave the others out")
         from gpt2.devices.run import verify_device
 
@@ -118,8 +111,6 @@ def verify(
     parsed = ModelName.parse(name, VERIFIES, revision=revision)
     rounding = getattr(torch, parsed.dtype or dtype_name(dtype, VERIFIES))
     checkpoint = open_checkpoint(replace(parsed, dtype=None), offline=offline)
-    if build is _load and parsed.activation is not None:
-        build = partial(_load, activation=parsed.activation)
     progress("sha256 of the files")
     files = {file: sha256(path) for file, path in checkpoint.files().items()}
     official, recorded = _official(checkpoint, files)
@@ -156,14 +147,15 @@ def verify(
 
         if watch is not None:
             findings.watch = lambda: watch(report(RUNNING))
-        subject = Subject(ours, folder, build, rounding, probe, findings)
+        make = build or (lambda _, dtype: ours.load(dtype))  # from the files that are mapped already
+        subject = Subject(ours, folder, make, rounding, probe, findings)
         try:
             _compare(subject)
             public = None
             if recorded is not None and all(check.ok for check in findings.checks()):
                 from gpt2.parity.record import Setup, compute, public_record
 
-                single = partial(build, ours.path, torch.float32)
+                single = partial(make, ours.path, torch.float32)
                 setup = Setup(single, single(), ours.own_tokenizer(), offline, progress)
                 public = compute(recorded, public_record(), setup, everything=record)
             return report("", public)
@@ -182,6 +174,7 @@ def verify(
 def _compare(subject: Subject) -> None:
     """Run every check. Raises DifferenceFound: one does not hold, and the run is to stop there."""
     findings = subject.findings
+    give_back_freed_memory()  # of the files that transformers wrote
     findings.progress("tokens")
     checks.tokens(subject)  # first, because a damaged vocabulary should be reported at once
     findings.settle("tokens")

@@ -41,6 +41,15 @@ class Step:
     parameters: Weights
     losses: Tensor | None = None  # (B, T)
 
+    @property
+    def names(self) -> list[str]:
+        return [*self.gradients, *(["loss"] if self.losses is not None else [])]
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a gradient or the losses; NaN if it is missing."""
+        found = self.losses if name == "loss" else self.gradients.get(name)
+        return MISSING if found is None else found
+
 
 Errors = defaultdict[str, tuple[list[float], ...]]  # of a parameter in each sequence: distance, ours, transformers', noisy
 NOTHING = Step(None, -1, {}, {})
@@ -148,18 +157,19 @@ def gradients(subject: Subject) -> None:
     with closing(lockstep(*walks)) as steps:
         for expected, ours in ((a or NOTHING, b or NOTHING) for a, b in steps):
             if expected.losses is not None:
-                findings.mapping("loss", "loss", worst_relative_error(_present(ours.losses), expected.losses))
+                findings.mapping("loss", "loss", worst_relative_error(ours["loss"], expected.losses))
                 findings.settle("loss")
             for name, gradient in expected.gradients.items():
-                error = worst_relative_error(_present(ours.gradients.get(name)), gradient)
-                worst[name] = max(error, worst.get(name, 0.0))
+                worst[name] = max(worst_relative_error(ours[name], gradient), worst.get(name, 0.0))
             moved = own.changes(ours)
             for name, change in theirs.changes(expected).items():
-                findings.mapping("adamw", name, worst_relative_error(_present(moved.get(name)), change))
+                findings.mapping("adamw", name, worst_relative_error(moved.get(name, MISSING), change))
             if expected.layer is None or expected.row == len(sequences) - 1:
                 for name in expected.gradients:
                     findings.mapping("gradients", name, worst.pop(name))
                 _settle(subject, expected)
+            expected.gradients.clear()
+            ours.gradients.clear()
     norm = theirs.norm()
     findings.mapping("gradients", "norm, as clipping computes it", abs(own.norm() - norm) / norm)
     findings.settle("gradients", "adamw")
@@ -196,12 +206,9 @@ def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> N
     ids = sequences[:, :-1].unique()
     optimizers = [_Optimizer(model, ids) for model in (subject.reference, *models.values())]
 
-    def compare(name: str, tensors: list[Tensor | None], exact: Tensor) -> None:
+    def compare(name: str, number: int, tensor: Tensor, exact: Tensor) -> None:
         if not last or name in undecided:
-            apart, *found = errors[name]
-            apart.append(relative_error(*map(_present, tensors[:2])))
-            for each, tensor in zip(found, tensors, strict=True):
-                each.append(relative_error(_present(tensor), exact))
+            errors[name][number].append(relative_error(tensor, exact))
 
     def decide(check: str, name: str) -> None:
         if name not in errors:
@@ -212,32 +219,45 @@ def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> N
             findings.rounding(check, name, *found, apart=apart)
 
     with closing(lockstep(*walks)) as steps:
-        for expected, *others in ((step or NOTHING for step in steps_) for steps_ in steps):
+        for row in steps:  # each model's step is let go before the next one's; ours waits for transformers'
+            expected, own, own_changes, moved = next(row) or NOTHING, NOTHING, dict[str, Tensor](), list[float]()
+            changes = {} if last else optimizers[0].changes(expected)
+            for number, step in enumerate((each or NOTHING for each in row), start=1):
+                for name in expected.names:
+                    compare(name, number, step[name], expected[name])
+                    if number == 2:
+                        compare(name, 0, own[name], step[name])
+                if not last:
+                    changed = optimizers[number].changes(step if number <= 2 else _rounded(step, subject.dtype))
+                    if changes:
+                        moved += [_whole(changed, changes), *([_whole(own_changes, changed)] if number == 2 else [])]
+                    own_changes = changed if number == 1 else {}
+                    del changed
+                if number == 1:
+                    own = step
+                else:
+                    own.gradients.clear()
+                    step.gradients.clear()
+            if moved:
+                inside = "ln_f" if "ln_f.weight" in changes else f"h.{expected.layer}"
+                where = inside if expected.layer is not None else UNTIED if UNTIED in changes else "wte, wpe"
+                ours, theirs, apart, *noise = moved
+                findings.rounding("adamw-rounding", f"{where} (all parameters)", ours, theirs, *noise, apart=apart)
             if expected.losses is not None:
-                compare("loss", [each.losses for each in others], expected.losses)
                 decide("loss-rounding", "loss")
-            for name, gradient in expected.gradients.items():
-                compare(name, [each.gradients.get(name) for each in others], gradient)
-            if not last:
-                stored = *others[:2], *(_rounded(noisy, subject.dtype) for noisy in others[2:])
-                changes, *moved = (run.changes(step) for run, step in zip(optimizers, (expected, *stored), strict=True))
-                if changes:
-                    inside = "ln_f" if "ln_f.weight" in changes else f"h.{expected.layer}"
-                    where = inside if expected.layer is not None else UNTIED if UNTIED in changes else "wte, wpe"
-                    found = (_whole(each, changes) for each in moved)
-                    findings.rounding("adamw-rounding", f"{where} (all parameters)", *found, apart=_whole(*moved[:2]))
             if expected.layer is None or expected.row == len(sequences) - 1:
                 for name in expected.gradients:
                     decide("gradients-rounding", name)
                 _settle(subject, expected)
+            expected.gradients.clear()
             if last and not errors:
                 return
 
 
 def _settle(subject: Subject, step: Step) -> None:
-    """End a block's step; after the final norm's, give back the memory of the head's gradients, where nothing else fits."""
+    """End a block's step. Give back the memory of the head's gradients after the final norm, and that of blocks after the first."""
     subject.findings.settle()
-    if step.layer == subject.config.n_layer:
+    if step.layer in (0, subject.config.n_layer):
         give_back_freed_memory()
 
 
@@ -251,10 +271,6 @@ def _whole(changes: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the relative error of a block's whole change; a bias alone has too few entries for a stable figure."""
     error = size = 0.0
     for name, change in expected.items():
-        error += _square(_present(changes.get(name)) - change)
+        error += _square(changes.get(name, MISSING) - change)
         size += _square(change)
     return math.sqrt(error / size)
-
-
-def _present(tensor: Tensor | None) -> Tensor:
-    return MISSING if tensor is None else tensor
