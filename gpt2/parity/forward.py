@@ -25,7 +25,9 @@ from gpt2.parity.checks import Probe, Subject, head_of, hidden_of
 from gpt2.parity.reference import reference_cache
 
 GREEDY_TOKENS = 24
-SAMPLES = 2  # runs with random rounding errors, each with the rows of a batch of its own
+SAMPLES = 2  # runs with random rounding errors, each with the rows of a batch of its own; one
+ENOUGH = 1 << 16  # where a point has so many errors
+NOISY = 256  # positions of a context that are run with random errors at first: the later ones round as the last of these
 CHUNK = 128  # positions whose logits are compared at a time
 SINGLE_TOKENS = 2  # read through the cache: the second one reads what the first one wrote
 MISSING = torch.tensor(math.nan)  # stands for a missing point: NaN fails any bound
@@ -83,7 +85,7 @@ def _activations(subject: Subject, rows: Tensor, chosen: slice) -> tuple[Tensor,
         return walk
 
     noisy_model = subject.noisy()  # made before a walk begins: a later copy would have the walk's hooks
-    count = SAMPLES * subject.draws
+    count = subject.draws * (SAMPLES if rows.numel() * subject.config.n_embd < ENOUGH else 1)
 
     def noisily(emit: Callable[[Recorded], None]) -> None:
         with subject.noisily(noisy_model, "float64: activations", seed=0):
@@ -242,11 +244,14 @@ def _windows(subject: Subject) -> None:
             findings.progress(f"{dtype_label(subject.dtype)}: context 1")
             rounded = [hidden_of(model, ids) for model in (subject.ours_rounded, subject.reference_rounded)]
             with subject.noisily(noisy := subject.noisy(), what, seed=1):
-                rounded += [hidden_of(noisy, ids) for _ in range(subject.draws)]
+                first = ids[:, :NOISY] if subject.draws == 1 else ids
+                noise = [hidden_of(noisy, first) for _ in range(subject.draws)]
             for part in _chunks(len(window)):
-                errors = (relative_error(each[:, part], expected[:, part]) for each in rounded)
-                apart = relative_error(*(each[:, part] for each in rounded[:2]))
-                findings.rounding("rounding", _named("ln_f", index, part), *errors, apart=apart)
+                pair = [each[:, part] for each in rounded]
+                if part.stop <= first.size(1):
+                    explained = [relative_error(each[:, part], expected[:, part]) for each in noise]
+                errors = *(relative_error(each, expected[:, part]) for each in pair), *explained
+                findings.rounding("rounding", _named("ln_f", index, part), *errors, apart=relative_error(*pair))
         findings.settle()
     findings.settle("logits", "cache", "rounding")
 

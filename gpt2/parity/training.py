@@ -255,7 +255,7 @@ def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> N
 
 
 def _settle(subject: Subject, step: Step) -> None:
-    """End a block's step. Give back the memory of the head's gradients after the final norm, and that of blocks after the first."""
+    """End a block's step; before and behind the blocks, give back the memory of what is freed, where nothing else fits."""
     subject.findings.settle()
     if step.layer in (0, subject.config.n_layer):
         give_back_freed_memory()

@@ -103,7 +103,7 @@ def test_files_that_are_no_dump(tmp_path: Path) -> None:
     said = {
         "cut.npz": "cut.npz: cannot be read",
         "empty.npz": "empty.npz: cannot be read",
-        "objects.npz": "holds Python objects (a pickle)",
+        "objects.npz": "Object arrays cannot be loaded",
         "out.npz": "a path that leads out of it",
         "none": "is a directory without .npy files",
         "linked": "links to a file outside",
