@@ -20,7 +20,6 @@ from tokenizers import Tokenizer as Pipeline
 from gpt2.config import quoted
 from gpt2.data import adapter
 from gpt2.data.bpe import as_pairs, byte_level_pipeline
-from gpt2.data.byte_level import N_BYTES, Merges, byte_alphabet
 from gpt2.data.files import END_OF_TEXT, TOKENIZER_FILES, read, read_json, read_text, warn_once
 from gpt2.data.library import ROLES, LibraryTokenizer, library, template_around
 from gpt2.data.tokenizer import Tokenizer
@@ -84,8 +83,8 @@ def open_folder(folder: Path) -> Tokenizer:
             name = "PreTrainedTokenizerFast" if named in GENERAL else named
             kept[CONFIG] = (json.dumps({**config, "tokenizer_class": name}, indent=2) + "\n").encode()
         opened.kept = kept
-        if isinstance(opened, LibraryTokenizer) and opened.core is not None and opened.merges is not None:
-            _check(folder, opened, opened.merges, kept if whole else {})
+        if isinstance(opened, LibraryTokenizer) and (lost := opened.unreachable()):
+            warn_once(f"{folder}: {len(lost):,} tokens are made by no merge ({quoted(lost[0])} first); are the merges cut off?")
         return opened
 
 
@@ -180,20 +179,3 @@ def _own_files(folder: Path, files: tuple[str, str], config: Mapping[str, Any]) 
     pipeline.post_processor = template_around(None, None, pipeline)
     pipeline.add_tokens([AddedToken(text, special=True) for text in special])
     return LibraryTokenizer(pipeline, roles=roles, merges=merges)
-
-
-def _check(folder: Path, tokenizer: LibraryTokenizer, merges: Merges, kept: Mapping[str, bytes]) -> None:
-    """Warn of tokens that no merge makes, and where vocab.json and merges.txt say something else than tokenizer.json."""
-    vocab = tokenizer.vocab
-    if len(vocab) > N_BYTES + len(merges) + len(tokenizer.added):
-        made = {*byte_alphabet(), *(a + b for a, b in merges), *tokenizer.special_tokens, *tokenizer.matched}
-        lost = [token for token in vocab if token not in made]
-        warn_once(f"{folder}: {len(lost):,} tokens are made by no merge ({quoted(lost[0])} first); are the merges cut off?")
-    if kept.keys() >= set(BPE_FILES):
-        stated = {**_object(folder / BPE_FILES[0]), **_object(folder / ADDED)}
-        lines = read_text(folder / BPE_FILES[1]).replace("\r\n", "\n").splitlines()
-        same = "\n".join(" ".join(pair) for pair in merges) == "\n".join(line for line in lines if line[:8] != "#version")
-        if stated != vocab or not same:
-            odd = [token for token in {**vocab, **stated} if vocab.get(token) != stated.get(token)]
-            what = f"about {quoted(odd[0])}" if odd else "about the merges"
-            warn_once(f"{folder}: {WHOLE} and {' + '.join(BPE_FILES)} disagree {what}; {WHOLE} is read")

@@ -86,6 +86,13 @@ class LibraryTokenizer(Tokenizer):
         names = sorted(self.matched, key=len, reverse=True)  # a token may be the beginning of a longer one
         self._split = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
 
+    def unreachable(self) -> list[str]:
+        """Return the tokens of a BPE of GPT-2's own kind that no merge makes; others may be made otherwise."""
+        if self.core is None or self.merges is None or len(self.vocab) <= len(self.merges) + len(self.added) + byte_level.N_BYTES:
+            return []
+        made = {*byte_level.byte_alphabet(), *(a + b for a, b in self.merges), *self.special_tokens, *self.matched}
+        return [token for token in self.vocab if token not in made]
+
     @cached_property
     def fingerprint(self) -> str:
         content: list[object] = [list(self.vocab), self.merges, sorted(self.special_tokens.values())]

@@ -99,15 +99,6 @@ def bert(folder: Path, name: str | None = "BertTokenizer", where: str = "tokeniz
         path.write_text(json.dumps({**content, "tokenizer_class": name, **settings}))
 
 
-def bert_fast(folder: Path) -> None:
-    from transformers import BertTokenizerFast
-
-    base = folder.with_name(f"{folder.name}-base")
-    base.mkdir()
-    bert(base)
-    BertTokenizerFast.from_pretrained(base).save_pretrained(folder)
-
-
 def pieces(
     folder: Path, name: str, model_type: str = "unigram", trainer: dict[str, object] | None = None, **settings: object
 ) -> None:
@@ -142,49 +133,11 @@ def unigram(folder: Path) -> None:
     _whole(folder, pipeline, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-def metaspace(folder: Path) -> None:
-    """Korean: BPE with Metaspace."""
-    special = ["</s>", "<usr>", "<pad>", "<unk>"]
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
-    pipeline = _trained(
-        models.BPE(unk_token="<unk>"),
-        trainer,
-        normalizer=normalizers.NFKC(),
-        pre_tokenizer=pre_tokenizers.Metaspace(),
-        decoder=decoders.Metaspace(),
-    )
-    _whole(folder, pipeline, bos_token="</s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>")
-
-
-def byte_fallback(folder: Path) -> None:
-    """BPE with byte fallback: Llama's kind."""
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special[:3], show_progress=False)
-    pipeline = _trained(
-        models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True),
-        trainer,
-        normalizer=normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
-        decoder=decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-        ),
-    )
-    content = json.loads(pipeline.to_str())
-    for token in special[3:]:
-        content["model"]["vocab"].setdefault(token, len(content["model"]["vocab"]))
-    _whole(folder, Tokenizer.from_str(json.dumps(content)), bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-
-
 def lowercase_words() -> Tokenizer:
     """From-scratch tutorials: a BPE of lower-case words, in tokenizer.json alone."""
     trainer = trainers.BpeTrainer(vocab_size=90, special_tokens=["<unk>"], show_progress=False)
     parts = {"normalizer": normalizers.Lowercase(), "pre_tokenizer": pre_tokenizers.Whitespace()}
     return _trained(models.BPE(unk_token="<unk>"), trainer, **parts)
-
-
-def word_level(folder: Path) -> None:
-    trainer = trainers.WordLevelTrainer(special_tokens=["[UNK]", "[BOS]", "[EOS]"], show_progress=False)
-    pipeline = _trained(models.WordLevel(unk_token="[UNK]"), trainer, pre_tokenizer=pre_tokenizers.Whitespace())
-    _whole(folder, pipeline, unk_token="[UNK]", bos_token="[BOS]", eos_token="[EOS]")
 
 
 def characters(folder: Path) -> None:
@@ -196,40 +149,6 @@ def characters(folder: Path) -> None:
         single="<s> $A </s>", pair="<s> $A </s> $B:1", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
     _whole(folder, pipeline, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-
-
-def clip(folder: Path) -> None:
-    trainer = trainers.BpeTrainer(
-        vocab_size=700,
-        special_tokens=["<|startoftext|>", END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        end_of_word_suffix="</w>",
-        show_progress=False,
-    )
-    pattern = Regex(r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+")
-    pipeline = _trained(
-        models.BPE(unk_token=END, end_of_word_suffix="</w>"),
-        trainer,
-        normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]),
-        pre_tokenizer=pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(pattern, "removed", invert=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        ),
-        decoder=decoders.ByteLevel(),
-    )
-    _whole(folder, pipeline, bos_token="<|startoftext|>", eos_token=END, unk_token=END)
-
-
-def word_piece(folder: Path) -> None:
-    """WordPiece in tokenizer.json under the general class."""
-    trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=["[UNK]", "[CLS]", "[SEP]"], show_progress=False)
-    pipeline = _trained(
-        models.WordPiece(unk_token="[UNK]"),
-        trainer,
-        normalizer=normalizers.BertNormalizer(lowercase=False),
-        pre_tokenizer=pre_tokenizers.BertPreTokenizer(),
-        decoder=decoders.WordPiece(),
-    )
-    _whole(folder, pipeline, unk_token="[UNK]", eos_token="[SEP]")
 
 
 def stale(folder: Path) -> None:
@@ -265,21 +184,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
         eos_token="</s>",
         unk_token="<unk>",
     ),
-    "byte-level, tokenizer.json of no class": lambda folder: byte_level_bpe([END]).save(str(folder / "tokenizer.json")),
     "byte-level, normalizer": lambda folder: _whole(folder, byte_level_bpe([END], normalizer=normalizers.NFKC()), eos_token=END),
-    "byte-level, normalizer that the class drops": lambda folder: _whole(
-        folder, byte_level_bpe([END], normalizer=normalizers.Lowercase()), "GPT2Tokenizer"
-    ),
-    "byte-level, digits apart": lambda folder: _whole(
-        folder,
-        byte_level_bpe(
-            [END],
-            pre_tokenizer=pre_tokenizers.Sequence(
-                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-            ),
-        ),
-        eos_token=END,
-    ),
     "lowercase beside vocab.json": lowercase,
     "flags of added tokens": lambda folder: resaved(
         folder, [AddedToken("port", single_word=True), AddedToken("<bot>", rstrip=True), AddedToken("<l>", lstrip=True), "odel"]
@@ -289,15 +194,8 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "stale vocab.json": stale,
     "legacy files": legacy,
     "BERT": bert,
-    "BERT, cased": lambda folder: bert(folder, do_lower_case=False, tokenize_chinese_chars=False),
     "BERT in config.json": lambda folder: bert(folder, "BertTokenizerFast", "config.json"),
-    "BERT, tokenizer.json": bert_fast,
-    "WordPiece": word_piece,
     "T5": lambda folder: pieces(folder, "T5Tokenizer", trainer=T5, extra_ids=0, bos_token="<s>", eos_token="</s>"),
-    "T5 with sentinels": lambda folder: pieces(folder, "T5Tokenizer"),
-    "ALBERT": lambda folder: pieces(
-        folder, "AlbertTokenizer", trainer={"control_symbols": ["[CLS]", "[SEP]"], "pad_id": 3}, keep_accents=True
-    ),
     "GPT-SW3": lambda folder: pieces(
         folder,
         "GPTSw3Tokenizer",
@@ -313,11 +211,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
         additional_special_tokens=["<bot>"],
     ),
     "Unigram": unigram,
-    "Metaspace": metaspace,
-    "byte fallback": byte_fallback,
-    "WordLevel": word_level,
     "characters": characters,
-    "CLIP": clip,
 }
 SAMPLES = (
     "the export of it",
