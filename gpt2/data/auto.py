@@ -141,7 +141,11 @@ def _as_it_is(folder: Path, named: str, config: Mapping[str, Any], whole: Mappin
     stated = list(_stated(folder, config))
     roles = _roles(stated, named)
     stated += [Stated(text, role, None, {"special": True}) for role, text in roles.items()]
-    if named not in (GPT2, *GENERAL) or not all(token.adds_nothing(added) for token in stated):
+    if (
+        named not in (GPT2, *GENERAL)
+        or "fast_tokenizer_files" in config
+        or not all(token.adds_nothing(added) for token in stated)
+    ):
         return None
     if named == GPT2:  # builds its own pipeline from vocabulary and merges, and keeps the template alone
         ids = dict(model["vocab"])
