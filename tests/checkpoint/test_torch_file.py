@@ -146,16 +146,16 @@ def test_model_args_are_plain_or_none(tmp_path: Path, args: Any) -> None:
         ({"a": torch.ones(2, dtype=torch.complex64)}, "a is complex64"),
         ({"a": torch.ones(2).to(torch.float8_e4m3fn)}, "a is float8_e4m3fn"),
         ({"a": torch.ones(2, dtype=torch.complex64).conj().imag}, "a is a negated or conjugated view"),
-        ({"a": torch.ones(2, 2).to_sparse()}, "a is sparse"),
-        ({"a": torch.empty(2, device="meta")}, "a is on the meta device"),
-        ({"a": torch.nn.Parameter(torch.empty(2, device="meta"))}, "a is on the meta device"),
-        ({}, "a is quantised"),
+        ({"a": torch.ones(2, 2).to_sparse()}, "a is of the kind sparse; save it as a plain dense"),
+        ({"a": torch.empty(2, device="meta")}, "a is of the kind meta"),
+        ({"a": torch.nn.Parameter(torch.empty(2, device="meta"))}, "a is of the kind meta"),
+        ({}, "a is of the kind qtensor"),
     ],
 )  # fmt: skip
 @FORMS
 def test_what_is_no_state_dict_of_dense_tensors_is_refused(tmp_path: Path, value: Any, says: str, zipped: bool) -> None:
     """Read as dense tensors, these would give other numbers or a later crash."""
-    if says == "a is quantised":
+    if says == "a is of the kind qtensor":
         with warnings.catch_warnings(action="ignore"):  # it is deprecated
             value = {"a": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}
     refused(lambda: TorchFile(save(tmp_path / "a", value, zipped=zipped)), says, str(tmp_path / "a"))
@@ -351,7 +351,7 @@ LIES = [
     (tensor(count=2**60), "where a storage should be"),
     (tensor(tail=(None, None)), "where a storage should be"),
     (tensor(0, (2,), (1,), False, {}, {"neg": True}), "negated"),
-    (Called(torch._utils._rebuild_parameter, 1, False, {}), "no tensor"),
+    (Called(torch._utils._rebuild_parameter, 1, False, {}), "of the kind parameter"),
     (Called(V3, RAW, 0, (2,), (1,), False, {}, torch.float64), "beyond"),
     (Called(V3, RAW, 0, (2,), (1,), False, {}, "float32"), "is None"),
 ]  # fmt: skip

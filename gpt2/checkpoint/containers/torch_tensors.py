@@ -7,6 +7,7 @@ A tensor is a call of `torch._utils._rebuild_tensor_v2` with a storage, an offse
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,16 +25,7 @@ STORAGES["torch.storage.UntypedStorage"] = torch.uint8
 REBUILD = ("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 WRAPPED = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
-# Functions that build other kinds of tensors -> the kind.
-OTHER_TENSORS = {
-    "torch._utils._rebuild_qtensor": "quantised",
-    "torch._utils._rebuild_sparse_tensor": "sparse",
-    "torch._utils._rebuild_nested_tensor": "nested",
-    "torch._utils._rebuild_meta_tensor_no_storage": "on the meta device, without data",
-    "torch._utils._rebuild_wrapper_subclass": "of a tensor class of its own",
-    "torch._utils._rebuild_device_tensor_from_numpy": "a copy from a device without storages",
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a copy from a device without storages",
-}
+OTHER = re.compile(r"torch\._utils\._rebuild_(\w+?)(_tensor)?(_no_storage|_from_\w+)?", re.ASCII)  # other kinds of tensors
 TYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 # The names in a pickle of weights alone: those of torch's weights_only. None is ever called, and no other either.
 ALLOWED = frozenset([*_get_allowed_globals(), *(name.replace("torch.", "torch.cuda.", 1) for name in STORAGES)])
@@ -91,7 +83,8 @@ def describe(call: Call, places: Mapping[str, tuple[int, int]]) -> Strided:
         elif call.name == FROM_TYPE and len(call.args) == 4 and _are(call.args, (Name, Name, tuple)):
             call = Call(call.args[0].name, call.args[2])
     if call.name not in REBUILD:
-        raise NotDense(OTHER_TENSORS.get(call.name, "no tensor"))
+        other = OTHER.fullmatch(call.name)
+        raise NotDense(f"of the kind {other[1]}" if other else "no tensor")
     if len(call.args) < 4 or not _are(call.args, (Persistent, int, tuple, tuple)):
         raise Damaged("is described in a way that makes no sense")
     source, offset, shape, stride, *rest = call.args
@@ -124,7 +117,7 @@ def describe(call: Call, places: Mapping[str, tuple[int, int]]) -> Strided:
 
 def is_tensor(value: Any) -> bool:
     """Return whether a pickle's value is a tensor, of any kind."""
-    return type(value) is Call and value.name in (*REBUILD, *WRAPPED, *OTHER_TENSORS, FROM_TYPE)
+    return type(value) is Call and (value.name == FROM_TYPE or OTHER.fullmatch(value.name) is not None)
 
 
 def kind_of(value: Any) -> str:
