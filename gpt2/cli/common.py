@@ -56,8 +56,9 @@ def name_activation(args: argparse.Namespace) -> None:
             if getattr(args, model, None) is not None:
                 setattr(args, model, f"{getattr(args, model)}:{name}")
         for side in ("a", "b"):  # of compare, which takes other things than models
-            if os.path.exists(user_path((getattr(args, side, None) or "").removeprefix("hf/"))):
-                setattr(args, side, f"{getattr(args, side)}:{name}")
+            given: str = getattr(args, side, None) or ""
+            if given and os.path.exists(user_path(given.removeprefix("hf/"))):
+                setattr(args, side, f"{given}:{name}")
         args.set = others
 
 
