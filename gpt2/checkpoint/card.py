@@ -81,23 +81,27 @@ def render(record: Record, where: Path = Path(RECORD)) -> str:
 
     known = {"repo": PLACEHOLDER, "license": None, "language": None, "chat": None, **record}
     known |= {part: record.get(part) or {} for part in PARTS}
+    base, run = known["base"], known["training"]
+    task = "text-classification" if run.get("classes") else "text-generation"
     try:
-        base, run = known["base"], known["training"]
-        task = "text-classification" if run.get("classes") else "text-generation"
-        shared = {"task_type": task, "dataset_type": (run.get("datasets") or ["text"])[0], "dataset_split": "held out"}
-        results = [
-            EvalResult(
-                **shared, dataset_name=run["text"], metric_type=kind, metric_value=values[0], metric_args=args, metric_name=name
-            )
-            for kind, values in ({} if known["export"].get("rounded") or not run else run["figures"]).items()
-            for args in [{"context": run["context"], "protocol": run["protocol"], "tokens": run.get("val_tokens")}]
-            for name in [f"{kind.replace('_', ' ')}, {run['protocol']}"]
-        ]
+        results, shown = list[EvalResult](), {} if known["export"].get("rounded") or not run else run["figures"]
+        for kind, values in shown.items():
+            texts = {"dataset_type": (run["datasets"] or ["text"])[0], "dataset_name": run["text"], "dataset_split": "held out"}
+            metric = {
+                "metric_type": kind,
+                "metric_value": values[0],
+                "metric_name": f"{kind.replace('_', ' ')}, {run['protocol']}",
+            }
+            args = {"context": run["context"], "protocol": run["protocol"], "tokens": run.get("val_tokens")}
+            results.append(EvalResult(task_type=task, **texts, **metric, metric_args=args))
         data = ModelCardData(
-            **{key: known[key] for key in ("language", "license")},
-            **{"base_model": base.get("id"), "datasets": run.get("datasets"), "pipeline_tag": task},
+            base_model=base.get("id"),
+            datasets=run.get("datasets"),
+            language=known["language"],
             library_name={"hf": "transformers", "gguf": "gguf"}.get(known["format"]),
+            license=known["license"],
             metrics=["accuracy" if run.get("classes") else "perplexity"] if results else None,
+            pipeline_tag=task,
             tags=["gpt2", "gpt2-toolkit"] + ["lora"] * bool(run and run["recipe"]["lora"]["r"]),
             **({"model_name": known["title"], "eval_results": results} if results else {}),
         )

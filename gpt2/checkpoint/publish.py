@@ -42,8 +42,8 @@ AGAIN = "run it again, what the Hub has is not sent again"
 class Plan:
     """What would be sent to ``repo``: files with size and sha256; the names of other files; remarks for the user.
 
-    ``content`` has the bytes of each file, or its path if it is large. ``private`` says which files hold what looks like a token
-    or a private path.
+    ``content`` has the bytes of each file, or its path if it is large, ``hashes`` by which the Hub may list it. ``private`` says
+    which files hold what looks like a token or a private path.
     """
 
     repo: str
@@ -51,6 +51,7 @@ class Plan:
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
     content: Mapping[str, bytes | Path]
+    hashes: Mapping[str, tuple[str, str, str]]
     private: tuple[str, ...]
 
 
@@ -86,19 +87,22 @@ def plan(folder: str | Path, repo: str, record: card.Record | None = None) -> Pl
         if not (path.resolve().is_file() and path.resolve().is_relative_to(folder)):
             raise InputError(f"{given}/{name}: a link that leads out of the folder, or no file; put a copy of the file there")
         content[name] = path if name.endswith(WEIGHTS) and path.stat().st_size > LARGE else read(require_small(path))
-    notes += card.check(folder, {name: _hashes(held)[0] for name, held in content.items()})
+    hashes = {name: _hashes(held) for name, held in content.items()}
+    notes += card.check(folder, {name: each[0] for name, each in hashes.items()})
     if (folder / MANIFEST).exists() and (damage := unlike_manifest(folder, weights)):
         raise InputError(f"{given}: {damage}; restore it from a copy, or, if you changed it yourself, remove {MANIFEST}")
     if (record := record or card.read_record(folder)) and card.CARD in content:
         content |= (written := card.contents(folder, record | {"repo": repo}))
+        hashes |= {name: _hashes(held) for name, held in written.items()}
         notes += [] if card.CARD in written else [f"{card.CARD} is not as gpt2 wrote it, and is sent as it is"]
     private = tuple(f"{name} holds {what}" for name, held in content.items() for what in _private(held))
     sizes = {name: held.stat().st_size if isinstance(held, Path) else len(held) for name, held in content.items()}
-    files = tuple(File(name, sizes[name], _hashes(held)[0]) for name, held in content.items())
-    return Plan(repo, files, tuple(name for name in present if name not in content), (*notes, *private), content, private)
+    files = tuple(File(name, sizes[name], hashes[name][0]) for name in content)
+    left_out = tuple(name for name in present if name not in content)
+    return Plan(repo, files, left_out, (*notes, *private), content, hashes, private)
 
 
-def _hashes(held: bytes | Path) -> tuple[str, ...]:
+def _hashes(held: bytes | Path) -> tuple[str, str, str]:
     with opened(held) if isinstance(held, Path) else io.BytesIO(held) as file:
         return hashes_of(file)
 
@@ -176,4 +180,4 @@ def send(planned: Plan, target: Target) -> tuple[str, list[str]]:
                 raise InputError(f"{planned.repo}: {one_line(error)}; correct it and publish again") from error
         rows = api.list_repo_tree(planned.repo, revision=done.oid, recursive=True)
         stored = {row.path: row.lfs.sha256 if row.lfs else row.blob_id for row in rows if isinstance(row, RepoFile)}
-    return done.oid, [name for name, held in planned.content.items() if stored.get(name) not in _hashes(held)]
+    return done.oid, [name for name, hashes in planned.hashes.items() if stored.get(name) not in hashes]

@@ -120,6 +120,15 @@ def test_other_bytes_on_the_hub_are_told(trained: Path, hub: HubStandIn, capsys:
     assert "the Hub stored other bytes of config.json, model.safetensors; the folder changed" in capsys.readouterr().out
 
 
+def test_weights_that_change_after_they_were_shown_are_told(model: Path, hub: HubStandIn, monkeypatch) -> None:
+    """What was sent is not what was checked. Small files are sent as they were read. Control: the first test."""
+    monkeypatch.setattr("gpt2.checkpoint.publish.LARGE", 0)
+    planned = plan(model, "me/tiny")
+    flip(model / "model.safetensors")
+    (model / "config.json").write_text("{}")
+    assert send(planned, look(planned, public=False))[1] == ["model.safetensors"]
+
+
 def test_a_killed_upload_leaves_no_commit(trained: Path, hub: HubStandIn, tmp_path: Path, monkeypatch) -> None:
     """After a kill there must be no repository with half a model; and what has arrived must not be sent again."""
     hub.hold("put", "", after=1000)

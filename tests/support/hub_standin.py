@@ -39,10 +39,6 @@ class Request:
     method: str
     path: str
 
-    @property
-    def file(self) -> str:
-        return self.path.rpartition("/")[2]
-
 
 @dataclass(frozen=True)
 class Unread:
