@@ -70,12 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser, "where checkpoints run; float64 stays on the CPU")
     help = "METRIC OP NUMBER: exit 1 if it is met; repeat for several"
     parser.add_argument("--fail-if", action="append", default=[], metavar="EXPR", help=help)
-    add_set(parser)
+    add_set(parser, "data.prompt=NAME and data.field=NAME, the fields of --cases; ")
     parser.add_argument("--blame", action="store_true", help="also put parts of B into A, and measure what each carries")
     parser.add_argument(
         "--cases",
         metavar="FILE",
-        help="also ask both your own questions: a .jsonl of prompt and expected, or of text and label for classifiers",
+        help="also ask both your own questions: prompt and expected (or question and answer), or text and label",
     )
     help = "of A alone: what rounding explains, beside a batch, padding and another dtype; of an engine, a batch"
     parser.add_argument("--noise", action="store_true", help=help)
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     if args.attention is not None:
         _require_used(args, "--attention")
         return _attention(args)
-    from gpt2.comparison.cases import read_cases
+    from gpt2.comparison.cases import CaseTable, read_cases
     from gpt2.comparison.gates import Gate
     from gpt2.comparison.run import compare_named
     from gpt2.measure.allocator import keep_freed_memory
@@ -104,6 +104,11 @@ def run(args: argparse.Namespace) -> int:
     require_writable("--save", args.save)
     if len(names) == 1:
         return _save(args)
+    named = dict(each.split("=", 1) for each in args.set if "=" in each)
+    if args.set and (args.cases is None or named.keys() != {"data.prompt", "data.field"}):
+        raise InputError(f"--set {args.set[0]}: give data.prompt=NAME and data.field=NAME, the fields of --cases, both or none")
+    if args.set:
+        args.cases = CaseTable(args.cases, (named["data.prompt"], named["data.field"]))
     if args.cases is not None:
         read_cases(args.cases)  # before anything is downloaded
     gates = [Gate.parse(text) for text in args.fail_if]

@@ -31,18 +31,30 @@ from gpt2.pages.reports import data_table
 if TYPE_CHECKING:
     from rich.table import Table
 
-Asked = Sequence[tuple[str, str]]  # prompts or texts, each with the expected text or label
+Asked = Sequence[tuple[str, tuple[str, ...]]]  # prompts or texts, each with the texts that are right, or the label
 Said = tuple[
     LastWord, Sequence[str], Estimate | None
 ]  # by one model: what is right, the answers, how many hold the expected text
-FIELDS, LABELLED = ("prompt", "expected"), ("text", "label")  # the second as training a classifier reads them
+FIELDS = ("prompt", "expected"), ("question", "answer")  # the second as training on questions reads them
+LABELLED = ("text", "label")  # as training a classifier reads them
 SHOWN = 10  # cases of a kind that a table lists
 ROOM = 32  # tokens of an answer beyond twice those of the expected text
 
 
 @dataclass(frozen=True)
+class CaseTable:
+    """A user's table of cases; ``fields`` names prompt and expected text where they have other names."""
+
+    path: str
+    fields: tuple[str, str]
+
+
+@dataclass(frozen=True)
 class Case:
-    """One question, or a labelled text; the probabilities are those of the whole expected text, or of the label."""
+    """One question, or a labelled text; ``expected`` joins several right texts by " | ".
+
+    The probabilities are those of the whole first expected text, or of the label.
+    """
 
     prompt: str
     expected: str
@@ -97,48 +109,63 @@ class Cases:
         texts = ((case.prompt, case.expected, case.answer_a, case.answer_b) for case in shown)
         chances = (f"{case.probability_a:.1%} → {case.probability_b:.1%}" for case in shown)
         rows = ((case.kind, *map(visible, each), chance) for case, each, chance in zip(shown, texts, chances, strict=True))
-        asked = LABELLED if self.contains_a is None else FIELDS
+        asked = LABELLED if self.contains_a is None else FIELDS[0]
         return data_table("", *asked, "a answers", "b answers", f"probability of {asked[1]}", wrap=True, rows=rows)
 
 
-def read_cases(path: str) -> tuple[list[tuple[str, str]], bool]:
-    """Read (prompt, expected), or (text, label), from a table; return them, and whether they are labelled texts.
+def read_cases(table: str | CaseTable) -> tuple[Asked, bool]:
+    """Read (prompt, expected) or (text, label) from a table; return them, and whether they are labelled texts.
 
-    Raises InputError: no such file, another kind of file, a field that is not text.
+    Numbers are text; a list of expected texts are several that are right. Raises InputError: no such file, another kind of file,
+    a field that is missing, empty, or neither text nor number.
     """
-    file = user_path(path)
-    wanted = f"{' and '.join(FIELDS)}, both text, or {' and '.join(LABELLED)}"
-    if file.suffix.lower() not in READERS or not file.exists():
+    path, fields = (table, None) if isinstance(table, str) else (table.path, table.fields)
+    file, known = user_path(path), [fields] if fields else [*FIELDS, LABELLED]
+    wanted = ", or ".join(" and ".join(each) for each in known)
+    if file.suffix.lower() not in READERS or not file.is_file():
         raise InputError(f"--cases {path}: give a .jsonl, .csv or .parquet file with the fields {wanted}")
-    cases, labelled = list[tuple[str, str]](), False
+    cases, own = list[tuple[str, tuple[str, ...]]](), known[0]
     for where, record in records(file):
-        labelled = labelled if cases else not {*FIELDS} <= {*record} and {*LABELLED} <= {*record}
-        prompt, expected = (record.get(field) for field in (LABELLED if labelled else FIELDS))
-        expected = str(expected) if labelled and isinstance(expected, int) else expected
-        if not isinstance(prompt, str) or not isinstance(expected, str) or not prompt or not expected.strip():
-            raise InputError(f"{where}: a case needs {wanted}; it has {', '.join(map(str, record))}")
-        cases.append((prompt, expected))
+        own = own if cases else next((each for each in known if {*each} <= {*record}), own)
+        prompt, expected = (record.get(field) for field in own)
+        right = [
+            str(each) for each in (expected if isinstance(expected, list) else [expected]) if isinstance(each, str | int | float)
+        ]
+        if not isinstance(prompt, str) or not prompt or not right or not all(map(str.strip, right)):
+            empty = f"its {own[1]} is empty" if right else f"it has {', '.join(map(str, record))}"
+            names = "" if fields else "; --set data.prompt=NAME and --set data.field=NAME name others"
+            raise InputError(f"{where}: a case needs {wanted}; {empty}{names}")
+        cases.append((prompt, tuple(right)))
     if not cases:
         raise InputError(f'--cases {path}: holds no case; write one a line, as in {{"prompt": "2+2=", "expected": "4"}}')
-    return cases, labelled
+    return cases, own == LABELLED
 
 
 @torch.inference_mode()
-def compare_cases(path: str, models: tuple[Loaded, Loaded], *, seed: int, progress: Progress) -> Cases:
+def compare_cases(table: str | CaseTable, models: tuple[Loaded, Loaded], *, seed: int, progress: Progress) -> Cases:
     """Ask two models the cases of a file. Raises InputError: one cannot be asked, or a case does not fit it."""
-    (cases, labelled), said = read_cases(path), list[Said]()
+    (cases, labelled), said = read_cases(table), list[Said]()
     bootstrap = Bootstrap(len(cases), seed, independent=True)
-    names = next((head.classes for each in models if (head := each.classifier)), tuple({case[1].strip(): 0 for case in cases}))
+    names = next((head.classes for each in models if (head := each.classifier)), tuple({case[1][0].strip(): 0 for case in cases}))
     for each in models:
         if not each.answers or each.tokenizer is None:
-            raise InputError(f"{each.side.name}: cannot be asked {path}; give a model that runs here, with a tokenizer")
+            raise InputError(f"{each.side.name}: cannot be asked --cases; give a model that runs here, with a tokenizer")
         how = each, each.tokenizer, cases, bootstrap, progress
         said.append(_classify(*how, names) if labelled else _ask(*how))
     (a, answers_a, contains_a), (b, answers_b, contains_b) = said
     columns = a.right, b.right, *([math.exp(-loss) for loss in each.losses] for each in (a, b)), answers_a, answers_b
-    rows = tuple(Case(*case, *rest) for case, *rest in zip(cases, *columns, strict=True))
+    rows = tuple(Case(asked, " | ".join(right), *rest) for (asked, right), *rest in zip(cases, *columns, strict=True))
     gain, likelier = (last_words_change(*pair, bootstrap=bootstrap) for pair in ((a, b), (b, a)))
-    return Cases(path, rows, a.accuracy, b.accuracy, gain.accuracy, likelier.ratio, contains_a, contains_b)
+    return Cases(
+        table if isinstance(table, str) else table.path,
+        rows,
+        a.accuracy,
+        b.accuracy,
+        gain.accuracy,
+        likelier.ratio,
+        contains_a,
+        contains_b,
+    )
 
 
 def _ask(model: Loaded, tokenizer: Tokenizer, cases: Asked, bootstrap: Bootstrap, progress: Progress) -> Said:
@@ -151,17 +178,17 @@ def _ask(model: Loaded, tokenizer: Tokenizer, cases: Asked, bootstrap: Bootstrap
         prompts, room = [pairs[i][0][: -pairs[i][1]] for i in batch], ROOM + 2 * max(pairs[i][1] for i in batch)
         for i, ids in zip(batch, model.continued(torch.tensor(prompts), tokenizer, room), strict=True):
             ends = (at for at, token in enumerate(ids) if token in (*tokenizer.ends, tokenizer.eos))
-            said, expected = tokenizer.decode(ids[: (end := next(ends, None))]).strip(), cases[i][1].strip()
-            answers[i], holds[i] = f"{said} ..." if end is None else said, expected in said
-            right[i] = end is not None and said == expected
+            said, expected = tokenizer.decode(ids[: (end := next(ends, None))]).strip(), [each.strip() for each in cases[i][1]]
+            answers[i], holds[i] = f"{said} ..." if end is None else said, any(each in said for each in expected)
+            right[i] = end is not None and said in expected
         progress(f"cases: {sum(map(bool, answers)):,} of {len(cases):,} answers")
     found = replace(found, right=tuple(right.tolist()), accuracy=bootstrap.fraction(right))
     return found, answers, bootstrap.fraction(holds)
 
 
-def _encoded(cases: Iterable[tuple[str, str]], tokenizer: Tokenizer, context: int) -> Iterator[tuple[list[int], int]]:
+def _encoded(cases: Iterable[tuple[str, tuple[str, ...]]], tokenizer: Tokenizer, context: int) -> Iterator[tuple[list[int], int]]:
     """Yield each case's ids, at most context + 1 with the prompt's beginning left out, and the number that is expected."""
-    for number, (prompt, expected) in enumerate(cases, 1):
+    for number, (prompt, (expected, *_)) in enumerate(cases, 1):
         if tokenizer.chat is not None:
             before = tokenizer.chat.question(tokenizer, prompt)
         else:
@@ -170,7 +197,7 @@ def _encoded(cases: Iterable[tuple[str, str]], tokenizer: Tokenizer, context: in
             expected = f" {expected}" if words else expected
         answer = tokenizer.encode(expected)
         if not before or not 0 < len(answer) <= context:
-            what = f"its {FIELDS[bool(before)]} is {len(answer) if before else 0} tokens of a context of {context}"
+            what = f"its {FIELDS[0][bool(before)]} is {len(answer) if before else 0} tokens of a context of {context}"
             raise InputError(f"--cases, case {number}: {what}; leave it out")
         yield [*before, *answer][-(context + 1) :], len(answer)
 
@@ -181,7 +208,7 @@ def _classify(
     """Ask a classifier for the class of each text; of a model without its head, take which of ``names`` is likeliest after it."""
     head, losses, right, answers = model.classifier, list[float](), list[bool](), list[str]()
     names = names if head is None else head.classes
-    for number, (text, label) in enumerate(cases, 1):
+    for number, (text, (label, *_)) in enumerate(cases, 1):
         index, ids = _index(label.strip(), names), tokenizer.encode_prompt(text)[: model.context]
         if index is None or not ids:
             why = f"the label {label!r} is no class of {model.side.name}: {', '.join(names)}" if ids else "its text has no token"
@@ -189,7 +216,7 @@ def _classify(
         if head is not None and isinstance(model.running, RunningModule):
             scores = head.scores(model.running.hidden(torch.tensor([ids]))[0, -1])
         else:
-            after = (_encoded([(text, name)], tokenizer, model.context) for name in names)
+            after = (_encoded([(text, (name,))], tokenizer, model.context) for name in names)
             scores = torch.tensor([-score_targets(model.logits, list(each))[0][0] for each in after])
         likeliest = int(scores.argmax())
         losses.append(-float(scores.double().log_softmax(0)[index]))

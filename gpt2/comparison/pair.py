@@ -17,7 +17,7 @@ from gpt2.comparison import page  # noqa: F401 - gives a Comparison its page
 from gpt2.comparison.activations import THRESHOLD, Numerics, compare_activations
 from gpt2.comparison.blame import find_blame
 from gpt2.comparison.blame_result import Blame
-from gpt2.comparison.cases import compare_cases
+from gpt2.comparison.cases import CaseTable, compare_cases
 from gpt2.comparison.compatibility import Compatibility, compatibility, on_text, parameters_of_both, require_same_function
 from gpt2.comparison.distributions import Distributions, summarise
 from gpt2.comparison.loaded import Loaded
@@ -48,7 +48,7 @@ def compare(
     threshold: float = THRESHOLD,
     blame: bool = False,
     save: str | Path | None = None,
-    cases: str | None = None,
+    cases: str | CaseTable | None = None,
 ) -> Comparison:
     """Compare two models by name; arguments and errors are those of :func:`gpt2.comparison.run.compare`."""
     started, seed, progress = time.perf_counter(), settings.seed, settings.progress

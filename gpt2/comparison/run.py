@@ -13,6 +13,7 @@ from typing import Any, TypedDict, Unpack, overload
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.comparison import pair
 from gpt2.comparison.activations import THRESHOLD
+from gpt2.comparison.cases import CaseTable
 from gpt2.comparison.many import compare_many
 from gpt2.comparison.many_results import Comparisons
 from gpt2.comparison.passage import Settings
@@ -43,7 +44,7 @@ class PairOptions(Options, total=False):
     threshold: float
     blame: bool
     save: str | Path | None
-    cases: str | None
+    cases: str | CaseTable | None
 
 
 @overload
@@ -73,7 +74,7 @@ def compare(a: str = DEFAULT, b: str = f"hf/{DEFAULT}", *others: str, **options:
         device: where checkpoints run, as for :func:`gpt2.load`; float64 runs, and what other engines run, stay on the CPU.
         blame: also put parts of b into a and measure what each carries, for models of one shape (:mod:`gpt2.comparison.blame`).
         save: keep the logits of ``a`` in this safetensors file, for the side ``trace:FILE``.
-        cases: a table of the user's own questions, on which both are scored too (:mod:`gpt2.comparison.cases`).
+        cases: a table of questions, which both are asked too: a file, or a :class:`gpt2.comparison.cases.CaseTable`.
 
     Raises:
         InputError: no such model or text; threshold, blame, save or cases with more than two models.

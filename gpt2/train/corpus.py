@@ -43,6 +43,7 @@ class Corpus:
     tally: Mapping[str, int] = field(default_factory=dict)  # of documents (:func:`gpt2.data.packing.lay_out`)
     mapped: bool = False  # from token files; else in memory
     held_out: str = ""  # in words, what of the text is validation
+    held: tuple[Document, ...] = ()  # those documents, where they are in memory
     classes: tuple[str, ...] = ()  # of ``data.label``; the scored token behind a text is the number of its class
 
     def beginning(self) -> np.ndarray:
@@ -63,6 +64,7 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, scratch: bool 
     data, notes, tally, mapped, classes = recipe.data, list[str](), Counter[str](), True, tuple[str, ...]()
     train: Stream
     val: Stream
+    held: tuple[Document, ...] = ()
     reads_files = data.tokenizer == "gpt2" or (tokenizer and not scratch)  # other tokenizers are made from a text in memory
     if data.tokens:
         folder = Path(data.tokens)
@@ -77,12 +79,13 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, scratch: bool 
         mapped, sha256 = False, ""
         found = _documents(recipe, tally) if data.path else []
         if len(found) > 1 or data.prompt or data.padded:
-            tokenizer, train, val, notes, classes = _of_documents(recipe, tokenizer, found, tally)
+            tokenizer, train, val, notes, classes, held = _of_documents(recipe, tokenizer, found, tally)
         else:
             train_text, val_text = shakespeare.split(found[0].text, 1 - data.held_out) if found else texts(recipe)
             tokenizer = tokenizer or _new_tokenizer(recipe, train_text, val_text)
             train, val = ((np.array(tokenizer.encode(text), dtype=np.int32), None) for text in (train_text, val_text))
             notes += remarks(data, tokenizer, found, None) if found else []
+            held = (Document(val_text, "", data.path),)
         notes += _about(recipe, tally)
     share = "" if data.padded else f"{len(val[0]) / max(1, len(train[0]) + len(val[0])):.1%} of the tokens, "
     share += "never trained on"
@@ -158,8 +161,8 @@ def _documents(recipe: Recipe, tally: Counter[str]) -> list[Document]:
 
 def _of_documents(
     recipe: Recipe, tokenizer: Tokenizer | None, found: Sequence[Document], tally: Counter[str]
-) -> tuple[Tokenizer, Stream, Stream, list[str], tuple[str, ...]]:
-    """Split documents and lay out their tokens; return tokenizer, training and validation stream, lines for the log, classes."""
+) -> tuple[Tokenizer, Stream, Stream, list[str], tuple[str, ...], tuple[Document, ...]]:
+    """Split documents and lay out their tokens; return tokenizer, both streams, lines for the log, classes, and what is held out."""
     data = recipe.data
     chosen = held_out(found, data.held_out, data.split_seed)
     parts = [[document for document, out in zip(found, chosen, strict=True) if out == held] for held in (False, True)]
@@ -191,7 +194,7 @@ def _of_documents(
         if data.padded:  # the target of the last row's last token
             ids, marks = np.append(ids, np.int32(end)), np.append(marks, np.uint8(FILLER))
         streams.append((ids, marks if data.prompt or data.padded else None))
-    return tokenizer, streams[0], streams[1], notes, classes
+    return tokenizer, streams[0], streams[1], notes, classes, tuple(parts[1])
 
 
 def _encode(tokenizer: Tokenizer, text: str, document: Document) -> list[int]:

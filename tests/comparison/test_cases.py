@@ -1,5 +1,7 @@
 """`compare --cases`: which of the user's own questions turned from right to wrong, and back."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from support.commands import refusal
 
 import gpt2
 from gpt2.cli.main import main
-from gpt2.comparison.cases import ROOM, read_cases
+from gpt2.comparison.cases import ROOM, CaseTable, read_cases
 from gpt2.comparison.run import compare
 from gpt2.measure.estimates import Bootstrap
 from gpt2.testing import assert_same
@@ -188,13 +190,10 @@ def test_classifiers_are_compared_on_labelled_texts(
         ("none.jsonl", None, "give a .jsonl, .csv or .parquet file with the fields prompt and expected"),
         ("cases.txt", "a", "give a .jsonl, .csv or .parquet file"),
         ("empty.jsonl", "\n", "holds no case"),
-        (
-            "labels.jsonl",
-            '{"text": "a", "label": 1.5}\n',
-            "labels.jsonl:1: a case needs prompt and expected, both text, or text",
-        ),
-        ("fields.jsonl", '{"question": "a", "answer": "b"}\n', "fields.jsonl:1: a case needs prompt and expected"),
-        ("number.jsonl", '{"prompt": "a", "expected": 4}\n', "number.jsonl:1: a case needs prompt and expected, both text"),
+        ("labels.jsonl", '{"text": "a", "label": " "}\n', "labels.jsonl:1: a case needs prompt and expected, or"),
+        ("labels.jsonl", '{"text": "a", "label": ""}\n', "its label is empty"),
+        ("fields.jsonl", '{"q": "a", "a": "b"}\n', "it has q, a; --set data.prompt=NAME and --set data.field=NAME name others"),
+        ("nothing.jsonl", '{"prompt": "a", "expected": null}\n', "nothing.jsonl:1: a case needs prompt and expected, or"),
         ("line.jsonl", '{"prompt": "a", "expected": "b"}\n{\n', "line.jsonl:2: not JSON"),
     ],
 )
@@ -202,6 +201,28 @@ def test_a_bad_file_is_one_line(name: str, content: str | None, says: str, tmp_p
     if content is not None:
         (tmp_path / name).write_text(content)
     assert says in refusal(read_cases, str(tmp_path / name))
+
+
+def test_fields_of_training_numbers_and_several_right_answers(sides: tuple[str, str], tmp_path: Path) -> None:
+    """A table that was trained on had to be renamed; 4 was refused where "4" was not; "four" or "4" could not both be right."""
+    file, line = tmp_path / "a.jsonl", {"question": "2+2=", "answer": [4, "four"]}
+    file.write_text(json.dumps(line))
+    assert read_cases(str(file)) == ([("2+2=", ("4", "four"))], False)
+    file.write_text(json.dumps({"q": "2+2=", "a": 4}))
+    assert read_cases(CaseTable(str(file), ("q", "a"))) == ([("2+2=", ("4",))], False)
+    answer = said(sides[0], PROMPTS[0], 30)
+    file.write_text(json.dumps({"question": PROMPTS[0], "answer": ["nothing", answer]}))
+    (case,) = compare(*sides, tokens=40, cases=str(file)).cases.cases
+    assert (case.right_a, case.expected) == (True, f"nothing | {answer}")
+    assert "both or none" in mistake_of("--set", "data.prompt=q", "--cases", str(file))
+
+
+def mistake_of(*options: str) -> str:
+    args = ["compare", "shakespeare-mini", "shakespeare-mini", *options]
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        assert main(args) == 2
+    return said.getvalue()
 
 
 def test_few_independent_values_have_an_interval() -> None:
