@@ -20,6 +20,7 @@ import torch
 from gpt2.comparison.loaded import Loaded
 from gpt2.comparison.sides.checkpoint_side import RunningModule
 from gpt2.data import Tokenizer
+from gpt2.data.documents import HELD_OUT
 from gpt2.data.tables import READERS, records
 from gpt2.errors import InputError, user_path
 from gpt2.measure.estimates import Bootstrap, Estimate
@@ -120,10 +121,11 @@ def read_cases(table: str | CaseTable) -> tuple[Asked, bool]:
     a field that is missing, empty, or neither text nor number.
     """
     path, fields = (table, None) if isinstance(table, str) else (table.path, table.fields)
-    file, known = user_path(path), [fields] if fields else [*FIELDS, LABELLED]
+    place = user_path(path)
+    file, known = place / HELD_OUT if place.is_dir() else place, [fields] if fields else [*FIELDS, LABELLED]
     wanted = ", or ".join(" and ".join(each) for each in known)
     if file.suffix.lower() not in READERS or not file.is_file():
-        raise InputError(f"--cases {path}: give a .jsonl, .csv or .parquet file with the fields {wanted}")
+        raise InputError(f"--cases {path}: give a .jsonl, .csv or .parquet file with the fields {wanted}; or a training run")
     cases, own = list[tuple[str, tuple[str, ...]]](), known[0]
     for where, record in records(file):
         own = own if cases else next((each for each in known if {*each} <= {*record}), own)

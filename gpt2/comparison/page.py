@@ -9,7 +9,6 @@ from os.path import commonprefix
 from typing import Any
 
 from gpt2.comparison import charts
-from gpt2.comparison.distributions import Distributions
 from gpt2.comparison.many_results import Comparisons
 from gpt2.comparison.passage import Scored
 from gpt2.comparison.results import Comparison
@@ -19,7 +18,7 @@ from gpt2.comparison.words import Extract, Word
 from gpt2.measure.metrics import MAX_JS
 from gpt2.pages import drawing
 from gpt2.pages.drawing import A, B
-from gpt2.pages.rendering import number, percent, render, short_names, visible
+from gpt2.pages.rendering import number, render, short_names, visible
 from gpt2.pages.reports import page_of
 
 CHARTS = ("layers", "numerics", "histogram", "blame", "halves")
@@ -40,7 +39,7 @@ def page(comparison: Comparison) -> str:
         "report",
         c=comparison,
         names=names,
-        verdict=verdict(comparison),
+        verdict=comparison.sentence(),
         command=again([comparison.a.name, comparison.b.name], comparison.text, comparison.seed, *flags),
         pictures=pictures(comparison, names),
         scale=scale,
@@ -122,45 +121,6 @@ def in_percent(distance: float) -> str:
         return "=" if distance == 0 else "∞" if distance > 0 else "?"
     share = 100 * distance
     return f"{share:.0f}" if share >= 99.5 else f"{share:#.2g}".rstrip(".") if share >= 0.01 else f"{share:.0e}"
-
-
-def verdict(comparison: Comparison) -> tuple[str, str]:
-    """Return the result in one sentence: its beginning, printed bold, and its end."""
-    weights, both = comparison.weights, comparison.distributions
-    a, b = comparison.a, comparison.b
-    if comparison.ok:
-        return "Identical", ": nothing that was measured differs, not a weight, not an activation, not a probability."
-    if weights is not None and weights.total.unchanged == 1:
-        how = "heads" in comparison.compatibility.impossible and "with other heads, which are left out"
-        how = how or (a.dtype != b.dtype and f"run in {a.dtype} and in {b.dtype}")
-        how = how or (a.implementation != b.implementation and f"run by {a.implementation} and by {b.implementation}")
-        subject = f"The same weights, {how or 'run in two ways'}"
-        subject = f"The same weights in the rows that both have, and {weights.rows_text}" if weights.rows else subject
-    elif weights is not None and weights.same_numbers:
-        subject = f"The same weights in another precision, {a.dtype} and {b.dtype}"
-    elif weights is not None:
-        rounded = f" (A’s, rounded to {weights.rounded_to})" if weights.rounded_to else ""
-        if weights.nearly:
-            rounded = f" (A’s, rounded to {weights.nearly}, but not {weights.beyond_text})"
-        subject = f"The weights{rounded} moved by {percent(weights.total.distance)} of their size"
-    else:
-        differing = [field for field, *_ in comparison.compatibility.architecture]
-        subject = f"Two models that differ in {', '.join(differing)}" if differing else "Two models"
-    if both is not None:
-        return subject, f": {_prediction(both)}."
-    if comparison.alone:
-        bits_a, bits_b = (number(score.bits_per_byte) for score in comparison.alone)
-        return subject, f": with tokenizers of their own, A needs {bits_a} and B {bits_b} bits per byte of this text."
-    return subject, "."
-
-
-def _prediction(both: Distributions) -> str:
-    same = f"both would choose the same next token {percent(both.same_top.value)} of the time"
-    if not both.ratio.low <= 1 <= both.ratio.high:
-        better = "better" if both.ratio.value < 1 else "worse"
-        perplexity = f"{number(both.a.perplexity.value, '#.4g')} → {number(both.b.perplexity.value, '#.4g')}"
-        return f"B predicts this text {better} (perplexity {perplexity}), and {same}"
-    return f"they predict this text equally well, as far as {both.tokens:,} tokens can tell, and {same}"
 
 
 def ratio_form(ratio: float) -> str:

@@ -21,7 +21,7 @@ from gpt2.comparison.words import Words
 from gpt2.measure.last_words import LastWords
 from gpt2.measure.metrics import LanguageScore
 from gpt2.measure.tracing import block_of, part_of
-from gpt2.pages.rendering import number, readable, visible
+from gpt2.pages.rendering import number, percent, readable, visible
 from gpt2.pages.reports import Environment, Printed, add_texts, as_json, data_table
 
 if TYPE_CHECKING:
@@ -105,6 +105,34 @@ class Comparison(Printed):
         both = self.distributions
         return self.alone if both is None else (both.a.score, both.b.score)
 
+    def sentence(self) -> tuple[str, str]:
+        """Return the result in one sentence: its beginning, printed bold, and its end."""
+        weights, both, a, b = self.weights, self.distributions, self.a, self.b
+        if self.ok:
+            return "Identical", ": nothing that was measured differs, not a weight, not an activation, not a probability."
+        if weights is not None and weights.total.unchanged == 1:
+            how = "heads" in self.compatibility.impossible and "with other heads, which are left out"
+            how = how or (a.dtype != b.dtype and f"run in {a.dtype} and in {b.dtype}")
+            how = how or (a.implementation != b.implementation and f"run by {a.implementation} and by {b.implementation}")
+            subject = f"The same weights, {how or 'run in two ways'}"
+            subject = f"The same weights in the rows that both have, and {weights.rows_text}" if weights.rows else subject
+        elif weights is not None and weights.same_numbers:
+            subject = f"The same weights in another precision, {a.dtype} and {b.dtype}"
+        elif weights is not None:
+            rounded = f" (A’s, rounded to {weights.rounded_to})" if weights.rounded_to else ""
+            if weights.nearly:
+                rounded = f" (A’s, rounded to {weights.nearly}, but not {weights.beyond_text})"
+            subject = f"The weights{rounded} moved by {percent(weights.total.distance)} of their size"
+        else:
+            differing = [field for field, *_ in self.compatibility.architecture]
+            subject = f"Two models that differ in {', '.join(differing)}" if differing else "Two models"
+        if both is not None:
+            return subject, f": {_prediction(both)}."
+        if self.alone:
+            bits_a, bits_b = (number(score.bits_per_byte) for score in self.alone)
+            return subject, f": with tokenizers of their own, A needs {bits_a} and B {bits_b} bits per byte of this text."
+        return subject, "."
+
     def to_json(self) -> str:
         """Return the whole comparison as JSON, with both models, the text, versions and hashes."""
         body = {"verdict": "identical" if self.ok else "different", "ok": self.ok, **vars(self)}
@@ -121,7 +149,8 @@ class Comparison(Printed):
         from rich.table import Table
 
         yield f"\n[bold]{escape(self.a.name)}[/bold]  →  [bold]{escape(self.b.name)}[/bold]"
-        yield f"[dim]{escape(self._subjects())}[/dim]\n"
+        yield f"[dim]{escape(self._subjects())}[/dim]"
+        yield f"[bold]{escape(self.sentence()[0])}[/bold]{escape(self.sentence()[1])}\n"
         table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 3, 0, 0))
         for _ in range(3):
             table.add_column(overflow="fold")
@@ -212,6 +241,15 @@ class Comparison(Printed):
             yield title, past.point if past else "nowhere", f"{past.error:.2g}" if past else ""
         if self.ok:
             yield "[bold green]IDENTICAL[/bold green]", "in all that was measured", ""
+
+
+def _prediction(both: Distributions) -> str:
+    same = f"both would choose the same next token {percent(both.same_top.value)} of the time"
+    if not both.ratio.low <= 1 <= both.ratio.high:
+        better = "better" if both.ratio.value < 1 else "worse"
+        perplexity = f"{number(both.a.perplexity.value, '#.4g')} → {number(both.b.perplexity.value, '#.4g')}"
+        return f"B predicts this text {better} (perplexity {perplexity}), and {same}"
+    return f"they predict this text equally well, as far as {both.tokens:,} tokens can tell, and {same}"
 
 
 def _weights_table(weights: WeightChanges) -> Table:

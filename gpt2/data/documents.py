@@ -19,6 +19,7 @@ TEXTS, TABLES = (".txt", ".md", ""), (".jsonl", ".csv", ".tsv", ".parquet")
 NAMED = (*TEXTS, *TABLES, ".json")  # a folder's .json files are settings more often than texts
 # The mark between documents: a line of its own, which is dropped with its line end, or within a line.
 BOUNDARY = re.compile(rf"(?m:^){re.escape(END_OF_TEXT)}\r?\n|{re.escape(END_OF_TEXT)}")
+HELD_OUT = "held_out.jsonl"  # in a run's folder: the documents that it never trains on
 LINE_ENDS = r"line ends \r\n and \r are read as \n"
 
 WHOLE = 8  # bytes of memory for a character of a text that is read whole: its pieces and ids too

@@ -41,7 +41,7 @@ from pathlib import Path
 
 from gpt2.checkpoint.hub import DatasetFile, dataset_file
 from gpt2.data import Tokenizer, shakespeare
-from gpt2.data.documents import LINE_ENDS, TABLES, documents, joined, parted
+from gpt2.data.documents import HELD_OUT, LINE_ENDS, TABLES, documents, files, joined, parted
 from gpt2.data.files import read_all
 from gpt2.errors import InputError, did_you_mean
 from gpt2.measure.windows import Windows
@@ -226,8 +226,10 @@ def _read(path: str) -> str:
     if path == "-" and sys.stdin is None:
         raise InputError("there is no standard input to read the text from; give a text file")
     where = "stdin" if path == "-" else path
-    if Path(path).suffix.lower() in TABLES:  # rows with a field "text", as in data sets of texts
-        return joined(document.text for document in documents([Path(path)], tally=Counter()))
+    held_out = Path(path, HELD_OUT)  # of a training run
+    if os.path.isdir(path) or Path(path).suffix.lower() in TABLES:  # rows of a table have a field "text"
+        found = [held_out] if held_out.is_file() else files(path)
+        return joined(document.text for document in documents(found, tally=Counter()))
     try:
         data = sys.stdin.buffer.read(MAX_BYTES + 2) if path == "-" else read_all(path, MAX_BYTES)
     except OSError as error:

@@ -98,7 +98,7 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, scratch: bool 
         raise InputError("data.reset: this tokenizer has no end-of-text token to tell documents apart; --set data.reset=false")
     _require_enough(recipe, train, val)
     end = tokenizer.eot if data.reset else None
-    return Corpus(tokenizer, train[0], val[0], sha256, train[1], val[1], tuple(notes), end, tally, mapped, share, classes)
+    return Corpus(tokenizer, train[0], val[0], sha256, train[1], val[1], tuple(notes), end, tally, mapped, share, held, classes)
 
 
 def _of_token_files(recipe: Recipe, tokenizer: Tokenizer, check: bool) -> tuple[Stream, Stream, str, Counter[str], list[str]]:
@@ -162,7 +162,7 @@ def _documents(recipe: Recipe, tally: Counter[str]) -> list[Document]:
 def _of_documents(
     recipe: Recipe, tokenizer: Tokenizer | None, found: Sequence[Document], tally: Counter[str]
 ) -> tuple[Tokenizer, Stream, Stream, list[str], tuple[str, ...], tuple[Document, ...]]:
-    """Split documents and lay out their tokens; return tokenizer, both streams, lines for the log, classes, and what is held out."""
+    """Split documents and lay out their tokens; return tokenizer, streams, lines for the log, classes, what is held out."""
     data = recipe.data
     chosen = held_out(found, data.held_out, data.split_seed)
     parts = [[document for document, out in zip(found, chosen, strict=True) if out == held] for held in (False, True)]

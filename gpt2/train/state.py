@@ -32,7 +32,8 @@ from gpt2.checkpoint.files import ADAPTER, open_weights
 from gpt2.checkpoint.peft_files import WEIGHTS
 from gpt2.checkpoint.saving import CARD, safetensors_file, unlike_manifest, write_file, write_json
 from gpt2.config import number, quoted
-from gpt2.data import Tokenizer
+from gpt2.data import Tokenizer, documents
+from gpt2.data.chat import ChatFormat
 from gpt2.data.files import read_all
 from gpt2.errors import InputError
 from gpt2.model import GPT2
@@ -57,6 +58,7 @@ RESUME_FILES = ("optimizer.safetensors", "progress.json")  # beside the model or
 OPTIMIZER = "optimizer"  # folder of the ranks' parts of the moments; their parts of the model are beside it
 TEXT, HELD_OUT = "text_sha256", "held_out"  # in recipe.json, beside the recipe's own keys and `init`
 CLEARING = "clearing"  # the same, while --fresh removes the run that was there before
+KEPT_TEXT = 1 << 24  # characters of held-out documents that a run's folder keeps
 SHAPE = ("init ", "model.", "data.tokenizer ", "data.vocab_size ", "data.add_tokens ")  # keys that decide the model itself
 # Keys of a recipe that do not change what it computes, or only how sums are rounded.
 NOT_COMPARED = ("name", "description", "expect", "takes", "needs_init", "tensorboard", "wandb", "device", "parallel")
@@ -185,9 +187,24 @@ def claim(folder: Path, recipe: Recipe, init: str | None, text: Corpus, fresh: b
             remedy = "restore that text, choose another --out, or start anew with --fresh"
             raise InputError(f"{folder}: the text is not the one this run began with; {remedy}")
         before = there["steps"] if there else 0
+        if there is None and sum(len(each.text) for each in text.held) < KEPT_TEXT:
+            write_file(folder / documents.HELD_OUT, _held_out(recipe, text).encode())
         if before != recipe.steps:
             write_json(path, run)
     return before
+
+
+def _held_out(recipe: Recipe, text: Corpus) -> str:
+    """Return the held-out documents as lines of JSON: a text for ``compare --on``, and a case for ``--cases`` where it is one."""
+    lines, form = list[str](), ChatFormat.of_template(recipe.data.prompt) or ChatFormat("", "")
+    for each in text.held:
+        line = {"text": each.prompt + each.text}
+        if recipe.data.label:
+            line = {"text": each.prompt, "label": each.text}
+        elif recipe.data.prompt:
+            line |= {"question": each.prompt.removeprefix(form.before).removesuffix(form.after), "answer": each.text}
+        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    return "".join(lines)
 
 
 def save(

@@ -207,7 +207,7 @@ def test_offline_makes_no_request(monkeypatch):
         ("tinyshakespeare:split=test", r"^tinyshakespeare: no split 'test'"),
         ("lambada:stride=2", r"no option 'stride=2'"),
         ("lambada:passages=0", r"passages is '0'"),
-        ("folder", r"^folder: cannot read the text: Is a directory; give a UTF-8 text file$"),
+        ("folder", r"^folder: no .txt, .md, .jsonl, .csv, .tsv or .parquet in it; give another"),
         ("empty.txt", r"the file is empty"),
         ("latin.txt", r"not UTF-8: byte 0xe9 at position 3"),
         ("nul.txt:stride=2", r"^nul.txt: not a text file: NUL byte"),

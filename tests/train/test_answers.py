@@ -12,9 +12,12 @@ import torch.nn.functional as F
 from support.ranks import job
 from support.training import metrics, outcome, stop_at
 
+from gpt2.comparison.cases import read_cases
 from gpt2.config import GPT2Config
+from gpt2.data import from_directory
 from gpt2.data.batches import FILLER, READ, SCORED, UNSCORED, documents
 from gpt2.data.chars import chars_of
+from gpt2.measure.texts import open_text
 from gpt2.model import GPT2
 from gpt2.train import loop, parallel
 from gpt2.train.corpus import Corpus, corpus
@@ -244,3 +247,23 @@ def test_the_listing_shows_what_is_scored_and_what_is_cut_off(asked, monkeypatch
     ids, end = corpus(apart).train_ids, corpus(apart).end
     monkeypatch.setattr("gpt2.data.batches.BLOCK", 7)  # counted in blocks
     assert list_data(apart).train_scored == len(ids) - (ids[:-1] == end).sum() < list_data(apart).train_tokens
+
+
+def test_a_run_keeps_what_it_never_trains_on_for_compare(recipe: Recipe, tmp_path: Path) -> None:
+    """`compare BASE TUNED --on RUN` and `--cases RUN` ask whether the model got better on what it has not seen."""
+    rows = [{"question": f"{n} plus {n}?", "answer": f"it is {2 * n}"} for n in range(40)]
+    (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = Data(path=str(tmp_path / "qa.jsonl"), prompt="Q: {question}\nA: ", field="answer", tokenizer="chars")
+    run = tmp_path / "run"
+    train(replace(recipe, data=data, steps=1, eval_every=1, save_every=1), run)
+    cases, _ = read_cases(str(run))
+    text = open_text(str(run))
+    held = [row for row in rows if (row["question"], (row["answer"],)) in cases]
+    assert 0 < len(held) == len(cases) < 20
+    assert text.documents == [f"Q: {row['question']}\nA: {row['answer']}" for row in held]
+    tokens, trained = from_directory(run / "best"), corpus(replace(recipe, data=data)).train_ids
+    assert not any(row["question"] in tokens.decode(trained.tolist()) for row in held)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("one")
+    (tmp_path / "texts" / "b.txt").write_text("two")
+    assert open_text(str(tmp_path / "texts")).documents == ["one", "two"]

@@ -262,7 +262,14 @@ def test_another_recipes_folder_is_refused_and_fresh_clears_it(recipe, run):
     assert "is in" in refusal(train, other, run, init=str(run / "best"), fresh=True)
     assert (run / "step-12" / "model.safetensors").read_bytes() == before
     train(other, run, fresh=True)
-    assert sorted(path.name for path in run.iterdir()) == ["best", "metrics.jsonl", "notes.txt", "recipe.json", "step-3"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        "best",
+        "held_out.jsonl",
+        "metrics.jsonl",
+        "notes.txt",
+        "recipe.json",
+        "step-3",
+    ]
     assert [row["step"] for row in metrics(run) if "loss" in row] == [1, 2, 3]
 
 
@@ -328,7 +335,7 @@ def test_full_disk_is_one_line_and_leaves_the_last_checkpoint(recipe, tmp_path, 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, soft_hard)
     assert "cannot write there (File too large); make room" in says
-    assert sorted(path.name for path in run.iterdir()) == ["best", "metrics.jsonl", "recipe.json", "step-4"]
+    assert sorted(path.name for path in run.iterdir()) == ["best", "held_out.jsonl", "metrics.jsonl", "recipe.json", "step-4"]
     train(wide, run)
     assert outcome(run) == outcome(tmp_path / "undisturbed")
 
@@ -339,7 +346,7 @@ def test_a_model_that_is_not_finite_is_never_the_best(recipe, init, tmp_path):
     model.ln_f.weight.data[0] = math.nan
     save(model, from_directory(init), tmp_path / "broken")
     says = refusal(train, recipe, tmp_path / "run", init=str(tmp_path / "broken"))
-    assert "step 0: the validation loss is nan; the initial model is broken" in says
+    assert "broken: holds a damaged value: ln_f.weight[0] is nan" in says
     assert "no such file" in refusal(train, recipe, tmp_path / "out" / "run", init=str(tmp_path / "none.safetensors"))
     assert not (tmp_path / "out").exists()  # what failed before its start leaves no folder
     assert not (tmp_path / "run" / "best").exists()
