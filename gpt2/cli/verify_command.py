@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "leave out training (loss, gradients, optimizer steps), and read 128 tokens, not whole contexts"
     parser.add_argument("--quick", action="store_true", help=help)
     parser.add_argument("--keep-going", action="store_true", help="look for more differences; the default stops at the first one")
-    help = "compute every number that others recorded of the official weights, in a table"
+    help = "show each number that others recorded of the official weights, beside ours"
     parser.add_argument("--record", action="store_true", help=help)
     parser.add_argument("--html", metavar="FILE", help="also write the report as one HTML file")
     add_device(parser, "judge this device instead, operator by operator", default=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, overload
 
 import torch
@@ -88,8 +87,7 @@ def verify(
         seed: draws the token ids.
         quick: leave out training (loss, gradients, optimizer steps), and read 128 tokens in place of whole contexts.
         keep_going: look for further differences behind the first one.
-        record: compute every number of the public record (:mod:`gpt2.parity.record`) of official weights, not only the cheap
-            ones. This takes minutes and may download a text.
+        record: show each number of the public record (:mod:`gpt2.parity.record`), which is computed for official weights.
         build: makes the model under test from (directory, dtype), a dtype of ``None`` is that of the files; default: our loader.
         progress: called with a few words at each stage.
         watch: called with the report so far after each step. A difference by rounding may be gone in a later one.
@@ -153,11 +151,10 @@ def verify(
             _compare(subject)
             public = None
             if recorded is not None and all(check.ok for check in findings.checks()):
-                from gpt2.parity.record import Setup, compute, public_record
+                from gpt2.parity.record import compute, public_record
 
-                single = partial(make, ours.path, torch.float32)
-                setup = Setup(single, single(), ours.own_tokenizer(), offline, progress)
-                public = compute(recorded, public_record(), setup, everything=record)
+                model = make(ours.path, torch.float32)
+                public = compute(recorded, public_record(), model, ours.own_tokenizer(), progress, asked=record)
             return report("", public)
         except DifferenceFound:
             return report(AT_DIFFERENCE)
