@@ -216,18 +216,6 @@ def test_text_is_data(official, tmp_path):
     assert [official.encode(text, special=True) for text in strings] == reference(strings)["input_ids"]
 
 
-def test_several_special_tokens(trained, tmp_path):
-    """Of two with a common beginning the longer one matches, as in transformers."""
-    special = [END_OF_TEXT, "<|pad|>", "<|pad|><|x|>", "[SEP]"]
-    bpe = made_bpe(trained.vocab, trained.merges, special, eos=END_OF_TEXT)
-    text = f"a<|pad|><|x|>b<|pad|>[SEP]\n{END_OF_TEXT}"
-    a, b, newline = (bpe.encode(char)[0] for char in "ab\n")
-    assert bpe.encode(text, special=True) == [a, 1001, b, 1000, 1002, newline, 999]
-    assert not {999, 1000, 1001, 1002} & {*bpe.encode(text)}
-    bpe.save(tmp_path)
-    assert reference_from(tmp_path)(text)["input_ids"] == bpe.encode(text, special=True)
-
-
 def test_lone_surrogate_is_refused(official):
     """tiktoken replaces it by U+FFFD without an error, so decoding would give another text."""
     with pytest.raises(InputError, match=r"U\+DC80, at character 2.*read the source as UTF-8"):
