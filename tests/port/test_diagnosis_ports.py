@@ -1,6 +1,6 @@
 """Diagnose the ports of tests/support: the right cause at the right place for faulty ports, no cause for correct ones.
 
-tools/diagnose_table.py measures the whole confusion table, also at official shapes. Here: one port for each cause.
+tools/diagnose_table.py measures the same ports, also at official shapes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.faulty import ARCHITECTURES, CONFIG, COVERING, FAULTY, MEANINGS, SOUND, write
+from support.faulty import ARCHITECTURES, CONFIG, FAULTY, MEANINGS, SOUND, write
 from support.faulty.scoring import FAULTY_AFTER_ALL, score
 from support.ports import PORTS
 
@@ -20,32 +20,13 @@ from gpt2.port import deadline
 from gpt2.port.diagnosis import diagnose
 from gpt2.port.diagnosis.causes import CAUSES
 
-# A few ports with several faults.
-SEVERAL = (
-    "functions: not-normalising@0 scale-missing@1 gelu-relu@2",
-    "heads: no-qkv-bias gelu-erf residual-from-normed",
-    "italiano: scale-by-width@1 gelu-erf@2",
-    "scanned: scale-by-width mask-off-by-one@2",
+SEEN = [name for name, port in FAULTY.items() if port.points]
+UNSEEN = [name for name in FAULTY if name not in SEEN]  # no logits of one call show them
+DEFAULT = (
+    *("fused: gelu-erf", "fused: viewed-fc", "heads: unbiased@f", "heads: bf16-fc@1", "einsum3d: head-columns"),
+    *("italiano: scale-by-width@1 gelu-erf@2", "conv1d: transposed-proj@1", "scanned: wrong-fc@1"),
 )
-
-
-def one_of_each_cause() -> list[str]:
-    """Names of ports with one fault: one for each cause, from alternating architectures."""
-    homes: dict[str, list[str]] = {}
-    for name, port in FAULTY.items():
-        if port.line and len(port.causes) == 1 and port.architecture != "compiled":
-            homes.setdefault(next(iter(port.causes.values()))[0], []).append(name)
-    return [names[turn % len(names)] for turn, names in enumerate(homes.values())]
-
-
-EACH_CAUSE = one_of_each_cause()
-UNSEEN = [name for name in COVERING if not FAULTY[name].points and name not in EACH_CAUSE]  # no logits of one call show them
-# Mistakes of reading a file.
-READ = {"transposed-proj", "viewed-fc", "head-interleaved", "head-columns", "qkv-kqv", "bf16-fc", "wpe-rolled", "wrong-fc"}
-WEIGHTS = [name for name in COVERING if FAULTY[name].line.partition("@")[0] in READ and name not in EACH_CAUSE]
-DEFAULT = {*WEIGHTS[::2], *EACH_CAUSE[::32], "italiano: scale-by-width@1 gelu-erf@2"}
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
-ONLY_IN_FLOAT32 = ("letters",)  # it mixes float32 into its computation, and torch refuses
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +46,7 @@ def of_each(names, default):
 
 def in_each_dtype(names, default):
     """Each name, and every third in bfloat16 too, of which all but the first are slow, as are names outside of ``default``."""
-    narrow = [name for name in names if name not in ONLY_IN_FLOAT32][::3]
+    narrow = names[::3]
     cases = [(name, "float32") for name in names] + [(name, "bf16") for name in narrow]
     quick = {(name, "float32") for name in default} | {(narrow[0], "bf16")}
     return [pytest.param(*case, marks=[] if case in quick else [pytest.mark.slow]) for case in cases]
@@ -73,14 +54,12 @@ def in_each_dtype(names, default):
 
 def test_every_cause_and_every_fault_is_there():
     """A cause or a fault without a port would never be tested."""
-    first = {ids[0] for name in COVERING for ids in FAULTY[name].causes.values()}
-    assert set(CAUSES) == first
-    assert {word for name in COVERING for word in FAULTY[name].causes} == {*MEANINGS}
-    assert {FAULTY[name].architecture for name in COVERING} == {*ARCHITECTURES}
-    assert len(COVERING) < 0.4 * len(FAULTY)
+    assert set(CAUSES) == {ids[0] for port in FAULTY.values() for ids in port.causes.values()}
+    assert {word for port in FAULTY.values() for word in port.causes} == {*MEANINGS}
+    assert {port.architecture for port in FAULTY.values()} == {*ARCHITECTURES}
 
 
-@pytest.mark.parametrize("name", of_each((*EACH_CAUSE, *WEIGHTS, *SEVERAL), DEFAULT))
+@pytest.mark.parametrize("name", of_each(SEEN, DEFAULT))
 def test_what_is_wrong_is_named_and_located(name, directory, model):
     """A wrong cause makes the user change correct code; a wrong place costs the user time."""
     port = FAULTY[name]
@@ -104,23 +83,17 @@ def test_a_fault_that_one_call_does_not_show_is_named(name, directory, model):
     assert row.first, row
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), in_each_dtype(SOUND, [name for name in SOUND if "load_into" not in name and "compiled" not in name][::8])
-)
+@pytest.mark.parametrize(("name", "dtype"), in_each_dtype([*SOUND], [name for name in SOUND if "compiled" not in name][::8]))
 def test_a_right_architecture_is_called_right(name, dtype, directory, model):
     """Negative control of the tests above: a correct port has no cause."""
-    port = SOUND[name]
-    module = port.build(CONFIG, directory)
-    if port.filled:
-        gpt2.load_into(module, model)
-    found = diagnose(module.to(DTYPES[dtype]), model)
+    found = diagnose(SOUND[name].build(CONFIG, directory).to(DTYPES[dtype]), model)
     assert found.ok, found.table()
     assert found.causes == ()
 
 
 # The architectures of these ports are in SOUND.
 RIGHT = [name for name, port in PORTS.items() if port.complete and not port.home and name not in FAULTY_AFTER_ALL]
-QUICK = ["nano", "functions"]
+QUICK = ["nano"]
 
 
 @pytest.mark.parametrize(("name", "dtype"), in_each_dtype(RIGHT, QUICK))
@@ -160,7 +133,7 @@ def test_positions_that_count_padding_are_said(directory, model):
     assert "positions count the padding" in found.notes[0]
 
 
-@pytest.mark.parametrize("name", ["attentions: heads-grouped", "attentions: heads-grouped rotary"])
+@pytest.mark.parametrize("name", ["italiano: heads-grouped", "italiano: heads-grouped rotary"])
 def test_heads_that_share_keys_are_filled(name, directory, model):
     """With rotary positions, half of the rows of queries and keys were left as they were, which is random."""
     report = gpt2.load_into(FAULTY[name].build(CONFIG, directory), model)

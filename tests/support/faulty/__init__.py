@@ -1,15 +1,15 @@
-"""Hundreds of GPT-2s with known faults, in nine architectures, to test `diagnose`.
+"""GPT-2s with known faults, in seven architectures, to test `diagnose`.
 
 An architecture is a file with `build(config, faults)`, in the style of its typical authors, and `fill(module, state)`, the
 author's loading. A port is an architecture and a line of faults (`faults.py` defines the words); faults of the weights are
-mistakes in reading the file (`loading.py`). tests/port/test_diagnosis_ports.py finds a fault of each cause, and the
-architectures without faults equal.
+mistakes in reading the file (`loading.py`). An architecture has the faults that its way of writing makes a case of its own;
+tests/port/test_alternatives.py has the others, from the table. tests/port/test_diagnosis_ports.py finds each of these ports
+faulty, and the architectures without faults equal.
 """
 
 import importlib
 import tomllib
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,21 +19,19 @@ from gpt2.config import GPT2Config
 from support.faulty.faults import MEANINGS, Faults, Meaning, matches
 from support.faulty.loading import read, write
 
-__all__ = ["ARCHITECTURES", "CONFIG", "COVERING", "FAULTY", "MEANINGS", "SOUND", "Faults", "Faulty", "matches", "write"]
+__all__ = ["ARCHITECTURES", "CONFIG", "FAULTY", "MEANINGS", "SOUND", "Faults", "Faulty", "matches", "write"]
 
 # All sizes differ.
 CONFIG = GPT2Config(vocab_size=67, n_positions=23, n_embd=20, n_layer=3, n_head=4, n_inner=52, bos_token_id=0, eos_token_id=0)
 
 ARCHITECTURES = {
     "fused": "modules all the way down, one fused Linear, attention spelt out, tied",
-    "functions": "bare functions over flat parameters, no submodule; separate projections",
     "heads": "a ModuleList of single heads, an untied head",
     "einsum3d": "einsum over (H, D, K) tensors, an untied head",
-    "italiano": "another language, separate projections, scaled_dot_product_attention",
+    "italiano": "another language, separate projections, scaled_dot_product_attention, keys and values kept",
     "conv1d": "Conv1D, the checkpoint's names, cache, attention mask, an object out",
     "compiled": "fused, through torch.compile",
     "scanned": "layers stacked in single tensors, time first, bmm",
-    "attentions": "attention in forms that no tutorial has; separate projections",
 }
 
 
@@ -84,42 +82,13 @@ class Faulty:
 
 _FOUND = tomllib.loads(Path(__file__).with_name("lines.toml").read_text())
 _LOADED, _SOUND = _FOUND.pop("load_into"), _FOUND.pop("sound")
-LINES: dict[str, list[str]] = {name: [*one["single"].split(), *one["several"]] for name, one in _FOUND.items()}
 
 
-def _named(*ports: Faulty) -> dict[str, Faulty]:
+def _named(found: dict[str, list[str]], filled: bool = False) -> dict[str, Faulty]:
+    ports = [Faulty(name, line, filled) for name, lines in found.items() for line in lines]
     return {port.name: port for port in ports}
 
 
-FAULTY = _named(
-    *(Faulty(name, line) for name, lines in LINES.items() for line in lines),
-    *(Faulty(name, line, filled=True) for name, lines in _LOADED.items() for line in lines),
-)
-
-
-def _covering(ports: dict[str, Faulty]) -> list[str]:
-    """Names of a third of the ports: each fault, alone where it can be, from the architecture with the fewest so far.
-
-    So each id of a cause is there as well. One port of each architecture that `load_into` fills is added.
-    """
-    homes: dict[str, list[str]] = {}
-    for name, port in ports.items():
-        for key in port.causes if not port.filled else [port.architecture]:
-            homes.setdefault(key, []).append(name)
-    chosen, there = Counter[str](), dict[str, None]()
-    for names in homes.values():
-        if not there.keys() & {*names}:
-            name = min(names, key=lambda name: (len(ports[name].causes), chosen[ports[name].architecture]))
-            chosen[ports[name].architecture] += 1
-            there[name] = None
-    return list(there)
-
-
-COVERING = _covering(FAULTY)
+FAULTY = _named(_FOUND) | _named(_LOADED, filled=True)
 # The same architectures without a fault.
-_RIGHT = [Faulty(name, "") for name in LINES]
-SOUND = _named(
-    *_RIGHT,
-    *(Faulty(name, line) for name, lines in _SOUND.items() for line in lines.split()),
-    *(replace(port, filled=True) for port in _RIGHT),
-)
+SOUND = _named({name: [""] for name in ARCHITECTURES}) | _named(_SOUND)

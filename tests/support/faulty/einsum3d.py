@@ -2,18 +2,19 @@
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from support.faulty.loading import put
-from support.faulty.shared import activation, divisor, ending, entering, normalise, order, sines, wired
 
 
 class LayerNorm(nn.Module):
-    def __init__(self, d, wrong):
+    def __init__(self, d):
         super().__init__()
-        self.w, self.b, self.wrong = nn.Parameter(torch.ones(d)), nn.Parameter(torch.zeros(d)), wrong
+        self.w, self.b = nn.Parameter(torch.ones(d)), nn.Parameter(torch.zeros(d))
 
     def forward(self, residual):
-        return normalise(residual, self.w, self.b, self.wrong)
+        centred = residual - residual.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * self.w + self.b
 
 
 class Attention(nn.Module):
@@ -30,28 +31,18 @@ class Attention(nn.Module):
         wrong = self.wrong
         q = torch.einsum("bpd,ndh->bpnh", x, self.W_Q) + self.b_Q
         k = torch.einsum("bpd,ndh->bpnh", x, self.W_K) + self.b_K
-        v = torch.einsum("bpd,ndh->bpnh", x, self.W_K if "value-from-key" in wrong else self.W_V)
-        v = v + (self.b_K if "value-from-key" in wrong else self.b_V)
+        v = torch.einsum("bpd,ndh->bpnh", x, self.W_V) + self.b_V
         if cache is not None:
             k, v = cache.add(self.layer, k, v, forget="cache-forgets" in wrong)
-        scores = torch.einsum("bqnh,bknh->bnqk", q, k)
-        scores = scores / divisor(wrong, x.size(-1), q.size(2), self.layer)
+        scores = torch.einsum("bqnh,bknh->bnqk", q, k) / q.size(-1) ** 0.5
         size, seen = x.size(1), k.size(1)
-        if "mask-missing" not in wrong:
-            start = 0 if "mask-strict" in wrong else 2 if "mask-off-by-one" in wrong else 1
-            start = start if "cache-mask" in wrong else start + seen - size
-            future = torch.ones(size, seen, device=x.device).triu(start).bool()
-            scores = scores.masked_fill(future, 0.0 if "mask-multiplied" in wrong else -1e5)
+        start = (2 if "mask-off-by-one" in wrong else 1) + seen - size
+        future = torch.ones(size, seen, device=x.device).triu(start).bool()
+        scores = scores.masked_fill(future, 0.0 if "mask-multiplied" in wrong else -1e5)
         if real is not None:
             scores = scores.masked_fill(real[:, None, None, :] == (1 if "padding-inverted" in wrong else 0), -1e5)
-        pattern = scores.softmax({"softmax-queries": 2, "softmax-heads": 1}.get(next(iter(wrong & AXES), ""), 3))
-        z = torch.einsum("bnqk,bknh->bqnh", pattern, v)
-        if "output-projection-missing" in wrong:
-            return z.flatten(2)
+        z = torch.einsum("bnqk,bknh->bqnh", scores.softmax(3), v)
         return torch.einsum("bqnh,nhd->bqd", z, self.W_O) + self.b_O
-
-
-AXES = frozenset({"softmax-queries", "softmax-heads"})
 
 
 class MLP(nn.Module):
@@ -64,23 +55,21 @@ class MLP(nn.Module):
 
     def forward(self, x):
         pre = torch.einsum("bpd,df->bpf", x, self.W_in) + self.b_in
-        post = activation(pre, self.wrong)
+        post = F.gelu(pre, approximate="tanh")
         if "ffn-dropout" in self.wrong:
-            post = torch.nn.functional.dropout(post, 0.1)
+            post = F.dropout(post, 0.1)
         return torch.einsum("bpf,fd->bpd", post, self.W_out) + self.b_out
 
 
 class TransformerBlock(nn.Module):
     def __init__(self, config, layer, faults):
         super().__init__()
-        self.wrong = faults.at(layer)
-        self.ln1 = LayerNorm(config.n_embd, faults.at(f"{layer}.ln_1"))
-        self.attn = Attention(config, layer, self.wrong)
-        self.ln2 = LayerNorm(config.n_embd, faults.at(f"{layer}.ln_2"))
-        self.mlp = MLP(config, self.wrong)
+        self.ln1, self.attn = LayerNorm(config.n_embd), Attention(config, layer, faults.at(layer))
+        self.ln2, self.mlp = LayerNorm(config.n_embd), MLP(config, faults.at(layer))
 
-    def forward(self, pre, cache=None, real=None):
-        return wired(pre, self.ln1, lambda x: self.attn(x, cache, real), self.ln2, self.mlp, self.wrong)
+    def forward(self, pre, cache, real):
+        mid = pre + self.attn(self.ln1(pre), cache, real)
+        return mid + self.mlp(self.ln2(mid))
 
 
 class Cache:
@@ -106,26 +95,19 @@ class Clear(nn.Module):
         self.W_E = nn.Parameter(torch.randn(config.vocab_size, d) * 0.02)
         self.W_pos = nn.Parameter(torch.randn(config.n_positions, d) * 0.02)
         self.blocks = nn.ModuleList(TransformerBlock(config, layer, faults) for layer in range(config.n_layer))
-        self.ln_final = LayerNorm(d, faults.at("f"))
-        extra = 5 if "padded-vocab" in faults else 0
-        self.W_U = nn.Parameter(torch.randn(d, config.vocab_size + extra) * 0.5)
+        self.ln_final = LayerNorm(d)
+        self.W_U = nn.Parameter(torch.randn(d, config.vocab_size) * 0.5)
 
     def new_cache(self, batch):
         return Cache()
 
     def forward(self, tokens, kv_cache=None, attention_mask=None):
         before = 0 if kv_cache is None or "cache-positions" in self.faults else kv_cache.length
-        residual = self.W_E[tokens]
-        if "position-sinusoidal" in self.faults:
-            residual = residual + sines(tokens.size(1), residual.size(-1)).to(residual)
-        elif "position-missing" not in self.faults:
-            residual = residual + self.W_pos[before : before + tokens.size(1)].unsqueeze(0)
-        residual = entering(residual, self.faults)
-        for layer in order(len(self.blocks), self.faults):
-            residual = self.blocks[layer](residual, kv_cache, attention_mask)
-        if "final-norm-missing" not in self.faults:
-            residual = self.ln_final(residual)
-        return ending(torch.einsum("bpd,dv->bpv", residual, self.W_U), self.faults)
+        residual = self.W_E[tokens] + self.W_pos[before : before + tokens.size(1)].unsqueeze(0)
+        for block in self.blocks:
+            residual = block(residual, kv_cache, attention_mask)
+        logits = torch.einsum("bpd,dv->bpv", self.ln_final(residual), self.W_U)
+        return logits.softmax(-1) if "logits-softmaxed" in self.faults else logits
 
 
 def build(config, faults):
@@ -134,7 +116,7 @@ def build(config, faults):
 
 def fill(model, state):
     put(model, state, {"W_E": "wte.weight", "W_pos": "wpe.weight", "ln_final": "ln_f"})
-    model.W_U[:, : len(state["wte.weight"])] = state["head.weight"].t()
+    model.W_U.copy_(state["head.weight"].t())
     for layer, block in enumerate(model.blocks):
         put(block, state, {"ln1": "ln_1", "ln2": "ln_2"}, f"h.{layer}.")
         put(block.attn, state, {"W_O": "c_proj.weight", "b_O": "c_proj.bias"}, f"h.{layer}.attn.")

@@ -7,18 +7,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from support.faulty.loading import put
-from support.faulty.shared import EPS, activation, divisor, ending, entering, normalise, order, sines, wired
+from support.faulty.shared import activation, divisor, normalise, order, sines, turned, wired
 
-HAND = {
-    "rmsnorm",
-    "not-normalising",
-    "unbiased",
-    "annotated",
-    "eps-outside",
-    "batch-statistics",
-    "norm-upcast",
-    "norm-over-tokens",
-}
+HAND = {"rmsnorm", "not-normalising", "unbiased", "annotated", "eps-outside", "norm-upcast", "norm-over-tokens"}
 
 
 class HandNorm(nn.Module):
@@ -35,50 +26,30 @@ class HandNorm(nn.Module):
 def norm(width, wrong):
     if wrong & HAND:
         return HandNorm(width, wrong)
-    if "rmsnorm-no-bias" in wrong:
-        return nn.RMSNorm(width, eps=1e-5)
-    eps = next((EPS[word] for word in EPS if word in wrong), 1e-5)
-    return nn.LayerNorm(width, eps=eps, elementwise_affine="no-affine" not in wrong, bias="no-norm-bias" not in wrong)
-
-
-def turned(x, halves):
-    """(B, H, T, K), each pair of a head's first numbers turned by the position times its own frequency."""
-    size = x.size(-1) // 4 * 4
-    angle = torch.arange(x.size(-2))[:, None] / 10000 ** (torch.arange(0, size, 2) / size)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    x, rest = x[..., :size], x[..., size:]
-    if halves:
-        a, b = x.chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
-    a, b = x[..., ::2], x[..., 1::2]
-    x = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
-    return torch.cat([x, rest], -1)
+    return nn.LayerNorm(width, eps=1e-6 if "eps-1e-6" in wrong else 1e-5, elementwise_affine="no-affine" not in wrong)
 
 
 class SelfAttention(nn.Module):
     def __init__(self, config, layer, wrong):
         super().__init__()
         self.n_head, self.layer, self.wrong = config.n_head, layer, wrong
-        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias="no-qkv-bias" not in wrong)
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias="no-out-bias" not in wrong)
-        shift = {"mask-strict": -1, "mask-off-by-one": 1}
-        k = next((shift[word] for word in shift if word in wrong), 0)
         full = torch.ones(config.n_positions, config.n_positions)
-        self.register_buffer("mask", full if "mask-missing" in wrong else full.tril(k), persistent=False)
+        past = full if "mask-missing" in wrong else full.tril(-1 if "mask-strict" in wrong else 0)
+        self.register_buffer("mask", past, persistent=False)
 
     def forward(self, x):
         (b, t, c), wrong = x.shape, self.wrong
         q, k, v = self.qkv(x).split(c, dim=2)
         if "value-from-key" in wrong:
             v = k
-        if "value-identity" in wrong:
-            v = x
         if "heads-split-wrongly" in wrong:
             q, k, v = (part.reshape(b, self.n_head, t, c // self.n_head) for part in (q, k, v))
         else:
             q, k, v = (part.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for part in (q, k, v))
-        if wrong & {"rotary", "rotary-halves"}:
-            q, k = (turned(part, "rotary-halves" in wrong) for part in (q, k))
+        if "rotary" in wrong:
+            q, k = turned(q), turned(k)
         if "scale-split" in wrong:
             q, k = q / k.size(-1) ** 0.25, k / k.size(-1) ** 0.25
         att = q @ k.transpose(-2, -1)
@@ -89,11 +60,11 @@ class SelfAttention(nn.Module):
         if "mask-multiplied" in wrong:
             att = att * self.mask[:t, :t]
         else:
-            nothing = -1e9 if wrong & {"mask-strict", "softmax-heads", "softmax-batch"} else -math.inf
+            nothing = -1e9 if wrong & {"mask-strict", "softmax-batch"} else -math.inf
             att = att.masked_fill(self.mask[:t, :t] == 0, -1e4 if "mask-1e4" in wrong else nothing)
         if "softmax-upcast" in wrong:
             att = att.float()
-        axis = {"softmax-queries": -2, "softmax-heads": 1, "softmax-batch": 0}
+        axis = {"softmax-queries": -2, "softmax-batch": 0}
         if "softmax-missing" in wrong:
             att = att.masked_fill(self.mask[:t, :t] == 0, 0.0)
         else:
@@ -114,10 +85,7 @@ class FeedForward(nn.Module):
         self.wrong = wrong
 
     def forward(self, x):
-        x = activation(self.up(x), self.wrong)
-        if "ffn-dropout" in self.wrong:
-            x = F.dropout(x, p=0.1)
-        return self.down(x)
+        return self.down(activation(self.up(x), self.wrong))
 
 
 class Block(nn.Module):
@@ -142,7 +110,7 @@ class GPT(nn.Module):
         if "idle-norm" in faults:
             self.ln_0 = nn.LayerNorm(config.n_embd)
         self.wte = nn.Embedding(rows, config.n_embd)
-        self.wpe = nn.Embedding(config.n_positions + ("position-offset" in faults), config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer, faults) for layer in range(config.n_layer))
         self.ln_f = norm(config.n_embd, faults.at("f"))
         self.head = nn.Linear(config.n_embd, rows, bias="head-bias" in faults)
@@ -154,16 +122,15 @@ class GPT(nn.Module):
     def positions(self, t, width):
         if "position-sinusoidal" in self.faults:
             return sines(len(t), width).to(self.wte.weight.dtype)
-        return self.wpe(t + 1 if "position-offset" in self.faults else t)
+        return self.wpe(t)
 
     def forward(self, ids, targets=None):
         faults = self.faults
         x = self.wte(ids)
-        if "embedding-scaled" in faults:
-            x = x * math.sqrt(x.size(-1))
         if "position-missing" not in faults:
             x = x + self.positions(torch.arange(ids.size(1), device=ids.device), x.size(-1))
-        x = entering(x, faults)
+        if "noise" in faults:
+            x = x + 0.01 * torch.randn_like(x)
         if "counts-calls" in faults:
             self.calls += 1
             x = x * (1 + 0.01 * self.calls)
@@ -175,7 +142,8 @@ class GPT(nn.Module):
             logits = logits[..., : self.words]
         if "logits-upcast" in faults:
             logits = logits.float()
-        logits = ending(logits, faults, x.size(-1))
+        if "logits-scaled" in faults:
+            logits = logits / x.size(-1) ** 0.5
         loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         if "hidden-first" in faults:
             return hidden, logits
@@ -191,10 +159,9 @@ def build(config, faults):
 
 def fill(model, state):
     model.wte.weight[: len(state["wte.weight"])] = state["wte.weight"]
-    model.wpe.weight[: len(state["wpe.weight"])] = state["wpe.weight"]
     if model.head.weight is not model.wte.weight:
         model.head.weight.copy_(state["head.weight"])
-    put(model, state, {"ln_f": "ln_f"})
+    put(model, state, {"wpe": "wpe", "ln_f": "ln_f"})
     for layer, block in enumerate(model.blocks):
         put(block, state, {"ln_1": "ln_1", "attn.qkv": "attn.c_attn.T", "attn.proj": "attn.c_proj.T"}, f"h.{layer}.")
         put(block, state, {"ln_2": "ln_2", "mlp.up": "mlp.c_fc.T", "mlp.down": "mlp.c_proj.T"}, f"h.{layer}.")

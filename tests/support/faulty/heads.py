@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from support.faulty.loading import put
-from support.faulty.shared import activation, ending, entering, normalise, order, sines, wired
+from support.faulty.shared import activation, normalise, order, wired
 
 
 class Head(nn.Module):
@@ -14,29 +14,17 @@ class Head(nn.Module):
         bias = "no-qkv-bias" not in wrong
         self.query, self.key, self.value = (nn.Linear(width, size, bias=bias) for _ in range(3))
         self.wrong = wrong
-        ones = torch.ones(context, context)
-        diagonal = 1 if "mask-off-by-one" in wrong else 0
-        self.register_buffer("past", ones if "mask-missing" in wrong else torch.tril(ones, diagonal))
+        self.register_buffer("past", torch.tril(torch.ones(context, context)))
 
     def forward(self, x, padding):
         t, wrong = x.size(1), self.wrong
         k, q = self.key(x), self.query(x)
-        scale = x.size(-1) ** -0.5 if "scale-by-width" in wrong else k.size(-1) ** -0.5
-        scores = q @ k.transpose(1, 2)
-        if "scale-missing" not in wrong:
-            scores = scores * scale
-        if "mask-multiplied" in wrong:
-            scores = scores * self.past[:t, :t]
-        else:
-            scores[:, self.past[:t, :t] == 0] = float("-inf")
-        if padding is not None and "padding-ignored" not in wrong:
+        scores = q @ k.transpose(1, 2) * (x if "scale-by-width" in wrong else k).size(-1) ** -0.5
+        scores[:, self.past[:t, :t] == 0] = float("-inf")
+        if padding is not None:
             silent = padding[:, :, None] if "padding-queries" in wrong else padding[:, None, :]
             scores = scores.masked_fill(silent, -1e9)
-        weights = F.softmax(scores, dim=1 if "softmax-queries" in wrong else 2)
-        if "dropout-attention" in wrong:
-            weights = F.dropout(weights, 0.2)
-        v = q if "value-from-query" in wrong else self.value(x)
-        return weights @ v
+        return F.softmax(scores, dim=2) @ self.value(x)
 
 
 class Heads(nn.Module):
@@ -46,11 +34,9 @@ class Heads(nn.Module):
             Head(config.n_embd, config.n_embd // config.n_head, config.n_positions, wrong) for _ in range(config.n_head)
         )
         self.mix = nn.Linear(config.n_embd, config.n_embd)
-        self.wrong = wrong
 
     def forward(self, x, padding=None):
-        out = torch.cat([head(x, padding) for head in self.heads], dim=-1)
-        return out if "output-projection-missing" in self.wrong else self.mix(out)
+        return self.mix(torch.cat([head(x, padding) for head in self.heads], dim=-1))
 
 
 class Norm(nn.Module):
@@ -78,23 +64,10 @@ class Mixing(nn.Module):
         self.sa = Heads(config, wrong)
         bend = Bend(wrong)
         self.ffwd = nn.Sequential(nn.Linear(config.n_embd, config.inner), bend, nn.Linear(config.inner, config.n_embd))
-        if "ffn-dropout" in wrong:
-            self.ffwd.insert(2, Always(0.1))
         self.ln1, self.ln2 = Norm(config.n_embd, faults.at(f"{layer}.ln_1")), Norm(config.n_embd, faults.at(f"{layer}.ln_2"))
 
     def forward(self, x, padding=None):
         return wired(x, self.ln1, lambda y: self.sa(y, padding), self.ln2, self.ffwd, self.wrong)
-
-
-class Always(nn.Module):
-    """Dropout that is active in eval mode too."""
-
-    def __init__(self, p):
-        super().__init__()
-        self.p = p
-
-    def forward(self, x):
-        return F.dropout(x, self.p, training=True)
 
 
 class Lecture(nn.Module):
@@ -111,18 +84,14 @@ class Lecture(nn.Module):
 
     def forward(self, ids, key_padding_mask=None):
         x = self.tokens(ids)
-        if "position-sinusoidal" in self.faults:
-            x = x + sines(ids.size(1), x.size(-1)).to(x)
-        elif "position-missing" not in self.faults:
+        if "position-missing" not in self.faults:
             start = 1 if "position-offset" in self.faults else 0
             x = x + self.positions(torch.arange(start, start + ids.size(1)))
-        x = entering(x, self.faults)
         for layer in self.run:
             x = self.all_blocks[layer](x, key_padding_mask)
         if "final-norm-missing" not in self.faults:
             x = self.ln(x)
-        logits = self.to_words(x)
-        return ending(logits, self.faults)
+        return self.to_words(x)
 
 
 def build(config, faults):
@@ -134,7 +103,7 @@ def fill(model, state):
     put(model, state, {"tokens": "wte", "to_words": "head", "ln": "ln_f"})
     for i, block in enumerate(model.all_blocks):
         put(block, state, {"ln1": "ln_1", "ln2": "ln_2", "sa.mix": "attn.c_proj.T"}, f"h.{i}.")
-        put(block.ffwd, state, {"0": "mlp.c_fc.T", str(len(block.ffwd) - 1): "mlp.c_proj.T"}, f"h.{i}.")
+        put(block.ffwd, state, {"0": "mlp.c_fc.T", "2": "mlp.c_proj.T"}, f"h.{i}.")
         for name in ("query", "key", "value"):
             for leaf in ("weight", "bias"):
                 columns = state[f"h.{i}.{name[0]}.{leaf}"].chunk(len(block.sa.heads), -1)

@@ -52,9 +52,7 @@ def read(directory: str | Path, config: GPT2Config, faults: Faults) -> dict[str,
     fresh = torch.Generator().manual_seed(7)
 
     def initial(name: str) -> Tensor:
-        if name.endswith("bias"):
-            return torch.zeros_like(right[name])
-        return torch.ones_like(right[name]) if right[name].ndim == 1 else torch.randn(right[name].shape, generator=fresh) * 0.02
+        return torch.randn(right[name].shape, generator=fresh) * 0.02
 
     for word in faults.sites:
         for layer in faults.layers(word, config.n_layer):
@@ -64,45 +62,28 @@ def read(directory: str | Path, config: GPT2Config, faults: Faults) -> dict[str,
             match word:
                 case "transposed-proj":
                     state[c_proj + "weight"] = right[c_proj + "weight"].t()
-                case "transposed-q":
-                    q, k, v = right[c_attn + "weight"].chunk(3, dim=1)
-                    state[c_attn + "weight"] = torch.cat([q.t(), k, v], dim=1)
                 case "viewed-fc":  # view(F, D) in place of .t(); here converted back to [in, out]
                     w = right[c_fc + "weight"]
                     state[c_fc + "weight"] = w.reshape(w.size(1), w.size(0)).t()
-                case "qkv-kqv" | "qkv-vkq" | "qkv-kvq":
+                case "qkv-kqv":
                     for leaf in ("weight", "bias"):
                         parts = dict(zip("qkv", right[c_attn + leaf].chunk(3, dim=-1), strict=True))
-                        state[c_attn + leaf] = torch.cat([parts[letter] for letter in word[4:]], dim=-1)
+                        state[c_attn + leaf] = torch.cat([parts[letter] for letter in "kqv"], dim=-1)
                 case "qkv-cut":
                     w = right[c_attn + "weight"]
                     state[c_attn + "weight"] = torch.cat([*w.reshape(3, len(w), len(w))], dim=1)
                 case "head-interleaved" | "head-columns":
                     for leaf in ("weight", "bias"):
                         state[c_attn + leaf] = _relaid(right[c_attn + leaf], config, word)
-                case "not-loaded-proj":
-                    state |= {c_proj + leaf: initial(c_proj + leaf) for leaf in ("weight", "bias")}
-                case "not-loaded-fc":
-                    state |= {c_fc + leaf: initial(c_fc + leaf) for leaf in ("weight", "bias")}
-                case "not-loaded-ln_2":
-                    state |= {at + f"ln_2.{leaf}": initial(at + f"ln_2.{leaf}") for leaf in ("weight", "bias")}
-                case "not-loaded-block":
-                    state |= {name: initial(name) for name in right if name.startswith(at)}
                 case "not-loaded-biases":
-                    state |= {name: initial(name) for name in right if name.startswith(at) and name.endswith("c_attn.bias")}
+                    state[c_attn + "bias"] = torch.zeros_like(right[c_attn + "bias"])
                 case "wrong-fc":
                     state |= {c_fc + leaf: right[f"{nearby}mlp.c_fc.{leaf}"] for leaf in ("weight", "bias")}
-                case "wrong-ln_1":
-                    state |= {at + f"ln_1.{leaf}": right[at + f"ln_2.{leaf}"] for leaf in ("weight", "bias")}
                 case "wrong-bias":
                     state[c_proj + "bias"] = right[at + "mlp.c_proj.bias"]
-                case "gamma-beta":
-                    state |= {at + "ln_1.weight": right[at + "ln_1.bias"], at + "ln_1.bias": right[at + "ln_1.weight"]}
                 case "norm-weights-swapped":
                     state |= {at + f"ln_1.{leaf}": right[at + f"ln_2.{leaf}"] for leaf in ("weight", "bias")}
                     state |= {at + f"ln_2.{leaf}": right[at + f"ln_1.{leaf}"] for leaf in ("weight", "bias")}
-                case "wrong-all-first" if layer:
-                    state |= {name: right["h.0." + name.removeprefix(at)] for name in right if name.startswith(at)}
                 case "weights-reversed":
                     other = f"h.{config.n_layer - 1 - layer}."
                     state |= {name: right[other + name.removeprefix(at)] for name in right if name.startswith(at)}
@@ -110,17 +91,12 @@ def read(directory: str | Path, config: GPT2Config, faults: Faults) -> dict[str,
                     state[c_fc + "weight"] = right[c_fc + "weight"].bfloat16().float()
     if "heads-permuted" in faults:
         state |= _permuted(right, config)
-    if "not-loaded-ln_f" in faults:
-        state |= {"ln_f.weight": initial("ln_f.weight"), "ln_f.bias": initial("ln_f.bias")}
     if "not-loaded-wpe" in faults:
         state["wpe.weight"] = initial("wpe.weight")
     if "wpe-rolled" in faults:
         state["wpe.weight"] = right["wpe.weight"].roll(1, 0)
-    if "wrong-tokens" in faults:
-        state["wte.weight"] = right["wte.weight"].roll(1, 0)
-    for word, dtype in (("bf16-on-the-way", torch.bfloat16), ("fp16-on-the-way", torch.float16)):
-        if word in faults:
-            state = {name: tensor.to(dtype).float() for name, tensor in state.items()}
+    if "bf16-on-the-way" in faults:
+        state = {name: tensor.bfloat16().float() for name, tensor in state.items()}
     if "untied-head" in faults:
         state["lm_head.weight"] = initial("wte.weight")
     return named_parts(state)
@@ -164,7 +140,7 @@ def put(module: nn.Module, state: Mapping[str, Tensor], names: Mapping[str, str]
     """
     for path, source in names.items():
         part, name = attrgetter(path)(module), prefix + source.removesuffix(".T")
-        own = [part] if isinstance(part, Tensor) else [*part.parameters(recurse=False)]
+        own = [part] if isinstance(part, Tensor) else [*part.parameters(recurse=False)] or [*part.buffers(recurse=False)]
         keys = [name] if isinstance(part, Tensor) else [f"{name}.weight", f"{name}.bias"]
         for key, target in zip(keys, own, strict=False):
             if key in state:

@@ -1,12 +1,13 @@
 """Layers stacked in single tensors along the first axis, as in ports from JAX's scan; activations have the time axis first."""
 
 import math
+from functools import partial
 
 import torch
 from torch import nn
 
 from support.faulty.loading import put
-from support.faulty.shared import divisor, entering, order, wired
+from support.faulty.shared import divisor, order, wired
 
 
 class Scanned(nn.Module):
@@ -28,13 +29,8 @@ class Scanned(nn.Module):
         if "not-normalising" in wrong:
             return x * pair[0] + pair[1]
         mean = x.mean(-1, keepdim=True)
-        eps = 1e-6 if "eps-1e-6" in wrong else 1e-5
-        if "rmsnorm" in wrong:
-            return x * ((x * x).mean(-1, keepdim=True) + eps).rsqrt() * pair[0] + pair[1]
         power = (x * x).mean(-1, keepdim=True) - mean * mean
-        if "unbiased" in wrong:
-            power = power * x.size(-1) / (x.size(-1) - 1)
-        return (x - mean) * (power + eps).rsqrt() * pair[0] + pair[1]
+        return (x - mean) * (power + 1e-5).rsqrt() * pair[0] + pair[1]
 
     def attention(self, x, layer, wrong):
         t, b, d = x.shape  # time first
@@ -45,39 +41,26 @@ class Scanned(nn.Module):
             bias = torch.zeros_like(bias)
         root = divisor(wrong, d, self.heads, layer)
         weights = torch.softmax(torch.baddbmm(bias.expand(b * self.heads, t, t), q, k.mT, alpha=1 / root), dim=-1)
-        y = torch.bmm(weights, k if "value-from-key" in wrong else v).transpose(0, 1).reshape(t, b, d)
-        return y if "output-projection-missing" in wrong else torch.matmul(y, self.out[layer]) + self.out_b[layer]
+        y = torch.bmm(weights, v).transpose(0, 1).reshape(t, b, d)
+        return torch.matmul(y, self.out[layer]) + self.out_b[layer]
 
-    def mlp(self, x, layer, wrong):
+    def mlp(self, x, layer):
         y = torch.matmul(x, self.wide[layer]) + self.wide_b[layer]
-        if "gelu-erf" in wrong:
-            y = y * torch.special.ndtr(y)
-        elif "gelu-relu" in wrong:
-            y = torch.maximum(y, torch.zeros_like(y))
-        elif "gelu-quick" in wrong:
-            y = y * torch.special.expit(1.702 * y)
-        else:
-            inner = math.sqrt(2 / math.pi) * (y + 0.044715 * y * y * y)
-            y = y * torch.sigmoid(2 * inner)  # (1 + tanh z) / 2 is the logistic function of 2 z
+        inner = math.sqrt(2 / math.pi) * (y + 0.044715 * y * y * y)
+        y = y * torch.sigmoid(2 * inner)  # (1 + tanh z) / 2 is the logistic function of 2 z
         return torch.matmul(y, self.narrow[layer]) + self.narrow_b[layer]
 
     def forward(self, ids):
         faults, n = self.faults, len(self.qkv)
         x = torch.nn.functional.embedding(ids.t(), self.table)  # (T, B, D)
-        if "embedding-scaled" in faults:
-            x = x * math.sqrt(x.size(-1))
-        if "position-missing" not in faults:
-            x = x + self.rows[: ids.size(1), None]
-        x = entering(x, faults)
+        x = x + self.rows[: ids.size(1), None]
         for layer in order(n, faults):
             wrong = faults.at(layer)
             norms = [(self.norms[layer, n], faults.at(f"{layer}.ln_{n + 1}")) for n in range(2)]
             ln_1, ln_2 = (lambda y, norm=norm: self.standardise(y, *norm) for norm in norms)
-            attend, feed = (lambda y, part=part, at=(layer, wrong): part(y, *at) for part in (self.attention, self.mlp))
+            attend, feed = partial(self.attention, layer=layer, wrong=wrong), partial(self.mlp, layer=layer)
             x = wired(x, ln_1, attend, ln_2, feed, wrong)
-        if "final-norm-missing" not in faults:
-            x = self.standardise(x, self.last, faults.at("f"))
-        return torch.matmul(x, self.table.t()).transpose(0, 1)
+        return torch.matmul(self.standardise(x, self.last, frozenset()), self.table.t()).transpose(0, 1)
 
 
 def build(config, faults):

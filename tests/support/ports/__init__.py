@@ -33,9 +33,8 @@ class Port:
 
     ``lacks`` are the families of the checkpoint's table without a place in the port; ``room`` is the number of tokens that it
     takes, as a fraction of the checkpoint's positions; ``exact`` is false if it stores other numbers than the checkpoint's;
-    ``spare`` is a part of the names of parameters that are not in GPT-2 and have no effect; ``whole_windows`` if it takes
-    exactly as many tokens as it has positions. ``home`` is its module within tests/support, and ``options`` go to that
-    module's `build`.
+    ``spare`` is a part of the names of parameters that are not in GPT-2 and have no effect. ``home`` is its module within
+    tests/support, and ``options`` go to that module's `build`.
     """
 
     name: str
@@ -44,7 +43,6 @@ class Port:
     room: float = 1.0
     exact: bool = True
     spare: str = ""
-    whole_windows: bool = False
     home: str = ""
     options: Mapping[str, object] = field(default_factory=dict)
 
@@ -106,7 +104,6 @@ _PORTS = (
     Port("heads", "a module per head, each with its own query, key, value", home="faulty.heads", options=RIGHT),
     Port("einsum3d", "projections as (H, D, K) and (H, K, D) tensors, untied W_U (D, V)", home="faulty.einsum3d", options=RIGHT),
     Port("conv1d", "Conv1D, key-value cache, attention mask, an object with .logits", home="faulty.conv1d", options=RIGHT),
-    Port("functions", "bare functions over flat parameters, softmax as exp over sum", home="faulty.functions", options=RIGHT),
     Port("scanned", "layers stacked in single tensors, as JAX ports scan them", home="faulty.scanned", options=RIGHT),
     Port("nano", "one file, ModuleDict, fused Linear, SDPA, own LayerNorm, tied head, returns (logits, loss)"),
     Port("encoder_layer", "nn.TransformerEncoderLayer(norm_first) with tanh-GELU and a float mask"),
@@ -114,25 +111,19 @@ _PORTS = (
     Port("interleaved", "fused projection interleaved per head (H, 3, K), vocabulary padded to 64, -1e9 mask and id buffers"),
     Port("kqv", "fused in the order k, q, v; time first (T, B, D) inside; three levels deep; mlp declared before attention"),
     Port("prenorm", "fused (K, H, 3), heads merged (K, H), PreNorm wrappers, last norm inside the head's nn.Sequential"),
-    Port("letters", "one ParameterDict a0, b0 ...; words and positions in one table, each norm a (2, D) tensor"),
     Port("channels", "nn.Conv1d of width one over (B, D, T), norms (1, D, 1), kinds in lists of their own, positions (1, D, P)"),
-    Port("backwards", "declared in reverse: head first, ln_f before the blocks, which run from last to first; tied, with a bias"),
     Port("kv_joint", "built in bfloat16, to_q beside to_kv, all norms in one list, cache of k^T"),
-    Port("one_hot", "embeddings as Linear over one-hot vectors, a module per head with an output projection of its own"),
-    Port("augmented", "each bias is the last row of its matrix"),
-    Port("last_only", "logits of the last position only; parts in ModuleDicts, blocks layer_01, layer_02 ..."),
+    Port("last_only", "logits of the last position only"),
     Port("adapters", "low-rank A and B beside every weight, B zero", spare="lora_"),
-    Port("stepwise", "a recurrent network: one token at a time, lists of keys and values, heads cut out by slicing"),
     Port("sharded", "tensor parallel over two ranks: columns, rows, heads and vocabulary cut unevenly, sums added up"),
     Port("lazy", "nn.LazyLinear: no weight has a shape before the first call"),
-    Port("frozen", "weights are buffers, no parameters; q, k, v concatenated on every call"),
-    Port("fixed", "whole windows only, custom autograd.Function, in-place arithmetic, a loop over heads", whole_windows=True),
+    Port("frozen", "weights are buffers, no parameters"),
     Port("centred", "norms store their distance from one; matrices and positions are scaled when they are used", exact=False),
     Port("shifted", "ids begin at 1 and positions at 2, tables with rows that are never read; returns a dictionary"),
     Port("tiled", "flash attention over tiles; a value head beside the logits; returns (values, logits)", spare="value_"),
     Port("vmapped", "pure functions of one sequence and one head, under torch.vmap; parameters in a tree of modules"),
     # These cannot hold all of the checkpoint.
-    Port("short", "half the positions; fused (3, H, D, K), norms in ParameterLists", room=0.5),
+    Port("short", "half the positions", room=0.5),
     Port("bare", "nano without biases, in norms too", (*ALL_BIASES, "ln_f.bias"), home="ports.nano", options={"bias": False}),
     Port("lecture", "heads without biases", (QKV_BIAS,), home="faulty.heads", options={"faults": Faults("no-qkv-bias")}),
     Port("no_out_bias", "fused without a bias", (OUT_BIAS,), home="faulty.fused", options={"faults": Faults("no-out-bias")}),
