@@ -2,7 +2,7 @@
 
     python tools/sets.py new.jsonl --sample 6 --against tools/sets.jsonl  # six of each level, beside older answers
     python tools/sets.py new.jsonl --level full --processes 2              # with most values
-    python tools/sets.py new.jsonl --program session --fault '0.4*' --show  # and each diagnosis in full
+    python tools/sets.py new.jsonl --program chunked --fault 'one key*' --show  # and each diagnosis in full
     python tools/sets.py new.jsonl --fault ''                              # programs without a fault: all must be equal
     python tools/sets.py copy.jsonl --processes 2  # whatever a copy of tools/sets.jsonl does not answer yet
 

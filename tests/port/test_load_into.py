@@ -430,7 +430,7 @@ def test_every_parameter_has_a_row_that_says_why() -> None:
     ("port", "name", "sources", "words"),
     [
         ("heads", "all_blocks.1.sa.heads.3.query.weight", "h.1.attn.c_attn.weight", "columns 15:20 (head 3 of q), transposed"),
-        ("channels", "proj.bias", "", "zeros"),
+        ("lazy", "head.bias", "", "zeros"),
         ("einsum3d", "blocks.0.attn.W_K", "h.0.attn.c_attn.weight", "columns 20:40 (k), reshaped to (4, 20, 5)"),
         ("interleaved", "layers.0.query_key_value.bias", "h.0.attn.c_attn.bias", "entries by (head, q|k|v, unit)"),
         ("prenorm", "layers.0.0.fn.to_qkv.weight", "h.0.attn.c_attn.weight", "columns by (unit, head, q|k|v), transposed"),

@@ -1,4 +1,4 @@
-"""GPT-2s that are no torch modules, in NumPy, C and JavaScript: right but for their faults, and equal where they have none."""
+"""GPT-2s that are no torch modules, in NumPy and C: right but for their faults, and equal where they have none."""
 
 from __future__ import annotations
 

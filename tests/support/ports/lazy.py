@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from support.ports.parts import GPT, Block
+from support.ports.parts import GPT, Block, put
 from support.ports.parts import fill as fill_parts
 
 
@@ -21,7 +21,7 @@ class LazyGPT(GPT):
 
     @staticmethod
     def HEAD(n_in, n_out, bias):
-        return nn.LazyLinear(n_out, bias=bias)
+        return nn.LazyLinear(n_out)
 
 
 build = LazyGPT
@@ -30,3 +30,4 @@ build = LazyGPT
 def fill(module, state):
     module(torch.zeros(1, 1, dtype=torch.long))
     fill_parts(module, state)
+    put(module, state, {"head": "head"})

@@ -1,8 +1,8 @@
-"""A fourteenth set: right programs in NumPy, C and node, and mistakes that ``faults.toml`` writes into them as replaced text.
+"""A fourteenth set: right programs in NumPy and C, and mistakes that ``faults.toml`` writes into them as replaced text.
 
-``flattened`` takes all rows at once; ``chunked`` takes a prompt in chunks and then single tokens, with a cache; ``session`` takes
-half of a text in one call and then single tokens, with a cache of its own for each text. The mistakes are chosen by kind (orders
-of calls, indices, what is read, digits, formulas), by an author who knew neither the engine nor its results.
+``flattened`` takes all rows at once; ``chunked`` takes a prompt in chunks and then single tokens, with a cache. The mistakes
+are chosen by kind (orders of calls, indices, what is read, digits, formulas), by an author who knew neither the engine nor its
+results.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..bed import MATRICES, Arrays, Bed, Shape
 __all__ = ["FAULTS", "LISTS", "SHAPES", "FourteenthBed", "missing", "source"]
 
 HERE = Path(__file__).parent
-SOURCES = {"flattened": "flattened.py", "chunked": "chunked.c", "session": "session.mjs"}
-TOOLS = {"flattened": None, "chunked": "cc", "session": "node"}  # what a program needs on the machine
+SOURCES = {"flattened": "flattened.py", "chunked": "chunked.c"}
+TOOLS = {"flattened": None, "chunked": "cc"}  # what a program needs on the machine
 
 
 _TABLE = tomllib.loads((HERE / "faults.toml").read_text())
@@ -64,14 +64,13 @@ class FourteenthBed(Bed):
     ONE_A_BLOCK: ClassVar = {
         "flattened": ("h", "A", "mid", "M", "Y", "G"),
         "chunked": ("out", "attn_out", "mid", "mlp_out", "blend", "fc_act"),
-        "session": ("end", "attention", "between", "narrow", "heads", "bent"),
     }
     NOT_DUMPED = (
         (),
-        ("Q", "K", "U", "h0", "qkv", "in", "queries", "keys", "values", "start"),
-        ("S", "F", "dots", "fc", "scores", "wide"),
-        ("P", "Y", "hf", "probs", "blend", "last", "pattern", "heads", "normed"),
-        ("N1", "N2", "mid", "M", "norm_a", "norm_m", "mlp_out", "first", "second", "between", "narrow"),
+        ("Q", "K", "U", "h0", "qkv", "in"),
+        ("S", "F", "dots", "fc"),
+        ("P", "Y", "hf", "probs", "blend", "last"),
+        ("N1", "N2", "mid", "M", "norm_a", "norm_m", "mlp_out"),
     )
 
     def __init__(self, folder: Path, shape: Shape) -> None:
@@ -89,13 +88,7 @@ class FourteenthBed(Bed):
         out = self.folder / f"out of {program}"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
-        ids, model = str(self.folder / "rows.txt"), str(self.model / "model.safetensors")
-        if program == "chunked":
-            command = [str(self.built(text, dtype)), str(self.folder / "model.bin"), ids, str(out)]
-        else:
-            path = self.folder / SOURCES[program]
-            path.write_text(text)
-            command = ["node", str(path), model, ids, str(out), str(shape.heads), dtype]
+        command = [self.built(text, dtype), self.folder / "model.bin", self.folder / "rows.txt", out]
         subprocess.run(command, check=True, timeout=60)
         return self.ids, {path.stem: np.load(path) for path in sorted(out.iterdir())}
 
