@@ -10,32 +10,20 @@ from statistics import median
 import numpy as np
 import torch
 
+from gpt2.port.step import rules
 from gpt2.port.step.causes import Findings
 from gpt2.port.step.clipping import LIMITS, Clip, ClipKind, measure
 from gpt2.port.step.records import Gradient, Update
-from gpt2.port.step.rules import (
-    EPSILONS,
-    FITS,
-    ROUNDED,
-    STEADY,
-    Array,
-    Fit,
-    Rule,
-    Track,
-    error_of,
-    fit,
-    plainest,
-    rates_of,
-    recognised,
-    spread,
-    table,
-)
+from gpt2.port.step.rules import FITS, ROUNDED, STEADY, Array, Fit, Rule, Track, fit, spread
 from gpt2.port.step.settings import Settings
 
 FITTED = "this rule gives your own parameters, from your own gradients, at every entry that was compared"
 EPSILON = 1e-8
 CLOSE = 1e-4  # relative difference of constants that are meant to be equal
-CORRECTED = {"none": "neither moment", "first": "only the first moment", "second": "only the second"}
+CORRECTED = {
+    one: f"{moments} is divided by 1 - beta**t"
+    for one, moments in {"none": "neither moment", "first": "only the first moment", "second": "only the second"}.items()
+}
 WORDS = {"matrix": "matrices", "embedding": "embeddings", "norm": "norms", "bias": "biases"}
 LARGE = ("matrix", "embedding")  # what decays
 FREE = (ClipKind.NORM, ClipKind.PARAMETER, ClipKind.ENTRY, ClipKind.LARGEST)  # clipping of gradients that nothing shows
@@ -89,7 +77,7 @@ class Moves:
             tracks = self.way.tracks(first, self.moving)
             steps = [one.call for one in first]
             expected = np.array([settings.rate(step) for step in steps]) if settings.scheduled else np.ones(len(steps))
-            rule = plainest(rule, [tracks[name] for name in self.chosen], expected)
+            rule = rules.plainest(rule, [tracks[name] for name in self.chosen], expected)
             for name, track in tracks.items():
                 self._add(name, track, rule, error)
             self._test_later(tracks)
@@ -97,8 +85,8 @@ class Moves:
     @property
     def rule(self) -> Rule:
         """The rule of most parameters."""
-        rules = [one.rule for one in self.fits.values()]
-        return max(dict.fromkeys(rules), key=rules.count)
+        used = [one.rule for one in self.fits.values()]
+        return max(dict.fromkeys(used), key=used.count)
 
     @property
     def known(self) -> dict[str, Fit]:
@@ -109,16 +97,16 @@ class Moves:
         parts = max(update.summed for session in self.sessions for update in session)
         plain = Way(1 / parts if parts else 1.0)
         if not parts:
-            return (plain, *recognised(self._tracks(plain), self.settings))
+            return (plain, *rules.recognised(self._tracks(plain), self.settings))
         shares, settings, clip = dict.fromkeys((1 / parts, 1.0)), self.settings, self.settings.clip
         usual = [Way(share, one) for share in shares for one in (None, *([Clip(ClipKind.NORM, clip)] if clip else []))]
-        tried = [(way, *recognised(self._tracks(way), settings, USUAL)) for way in usual]
+        tried = [(way, *rules.recognised(self._tracks(way), settings, USUAL)) for way in usual]
         if not any(self._explains(*one) for one in tried):
             rare = (Way(share, Clip(kind, limit)) for share in shares for kind in FREE for limit in (clip or 1.0, *LIMITS))
-            adam = next(table(settings))
-            tried = [(way, adam, error_of(adam, self._tracks(way))) for way in rare]
+            adam = next(rules.table(settings))
+            tried = [(way, adam, rules.error_of(adam, self._tracks(way))) for way in rare]
         found = [one for one in tried if self._explains(*one)]
-        return min(found, key=self._oddness) if found else (plain, *recognised(self._tracks(plain), settings))
+        return min(found, key=self._oddness) if found else (plain, *rules.recognised(self._tracks(plain), settings))
 
     def _tracks(self, way: Way, session: int = 0) -> list[Track]:
         return list(way.tracks(self.sessions[session], self.chosen).values())
@@ -131,21 +119,20 @@ class Moves:
     def _oddness(self, found: tuple[Way, Rule, float]) -> tuple[bool, bool]:
         """Return what makes one of several answers unlikely: an unusual eps, or rates that differ."""
         way, rule, _ = found
-        rates = rates_of(self._tracks(way), rule)
-        return min(abs(rule.eps / eps - 1) for eps in EPSILONS) > 0.01, spread(rates) > STEADY
+        rates = rules.rates_of(self._tracks(way), rule)
+        return min(abs(rule.eps / eps - 1) for eps in rules.EPSILONS) > 0.01, spread(rates) > STEADY
 
     def _add(self, name: str, track: Track, rule: Rule, error: float) -> None:
         """Fit a parameter by the rule of most, by those of others, without or with a coupled decay, or by one of its own."""
-        rules = list(dict.fromkeys([rule, *(one.rule for one in self.known.values())]))
-        decay = self.settings.weight_decay
-        rules += [replace(one, coupled=0.0) for one in rules if one.coupled]
-        rules += [replace(one, coupled=decay) for one in rules if decay and not one.coupled]
-        found = min((fit(track, one) for one in rules[:1]), key=lambda one: one.error)
-        for one in rules[1:] if found.error > FITS else ():
+        decay, tried = self.settings.weight_decay, list(dict.fromkeys([rule, *(one.rule for one in self.known.values())]))
+        tried += [replace(one, coupled=0.0) for one in tried if one.coupled]
+        tried += [replace(one, coupled=decay) for one in tried if decay and not one.coupled]
+        found = fit(track, rule)
+        for one in tried[1:] if found.error > FITS else ():
             other = fit(track, one)
             found = other if other.error < found.error / 1.1 else found
         if found.error > FITS and error <= ROUNDED:
-            own = fit(track, recognised([track], self.settings)[0])
+            own = fit(track, rules.recognised([track], self.settings)[0])
             found = own if own.error < found.error / 30 else found
         self.fits[name] = found
         self.odd += [name] * (found.error > (ROUNDED if error > FITS else FITS))
@@ -229,18 +216,21 @@ class UpdateJudge:
         self.findings.notes.append(f"read off: {words}")
 
     def _formula(self, rule: Rule) -> None:
-        if rule.amsgrad:
-            self._add("amsgrad", "the largest second moment so far is used")
-        if rule.lost:
-            self._add("momentum-lost", "the moments are zero at the beginning of each step")
-        elif rule.correction == "late":
-            self._add("bias-correction-step", "the factors 1 - beta**t are those of step t + 1")
-        elif rule.correction != "full":
-            self._add("bias-correction-missing", f"{CORRECTED[rule.correction]} is divided by 1 - beta**t")
-        if rule.place == "inside" and not rule.lost:
-            self._add("eps-inside-root", f"the divisor is sqrt(v + {rule.eps:.4g})")
-        elif rule.place == "before" and not rule.lost:
-            self._add("eps-before-correction", f"{rule.eps:.4g} is added to sqrt(v) before its correction")
+        formula = not rule.lost
+        for departs, id, words in (
+            (rule.amsgrad, "amsgrad", "the largest second moment so far is used"),
+            (rule.lost, "momentum-lost", "the moments are zero at the beginning of each step"),
+            (formula and rule.correction == "late", "bias-correction-step", "the factors 1 - beta**t are those of step t + 1"),
+            (formula and rule.correction in CORRECTED, "bias-correction-missing", CORRECTED.get(rule.correction, "")),
+            (formula and rule.place == "inside", "eps-inside-root", f"the divisor is sqrt(v + {rule.eps:.4g})"),
+            (
+                formula and rule.place == "before",
+                "eps-before-correction",
+                f"{rule.eps:.4g} is added to sqrt(v) before its correction",
+            ),
+        ):
+            if departs:
+                self._add(id, words)
 
     def _constants(self, rule: Rule) -> None:
         betas, given, settings = (rule.beta1, rule.beta2), (self.settings.beta1, self.settings.beta2), self.settings
