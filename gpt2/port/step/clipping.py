@@ -16,7 +16,7 @@ from gpt2.port.step.rules import spread
 
 BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
 SAME = 1e-6  # relative difference of numbers that are meant to be equal; torch adds 1e-6 to the norm before it divides
-LIMITS = (1.0, 0.5, 0.25, 2.0, 5.0, 0.1, 10.0, 0.01)  # norms that people clip to
+LIMITS = (1.0, 0.5, 0.25, 2.0, 5.0, 0.1, 10.0)  # norms that people clip to
 
 
 class ClipKind(Enum):

@@ -195,15 +195,16 @@ def constants(rule: Rule, settings: Settings) -> Iterator[Rule]:
         yield from (replace(rule, eps=eps) for eps in EPSILONS)
 
 
-def recognised(tracks: Sequence[Track], settings: Settings, usual: int | None = None) -> tuple[Rule, float]:
+def recognised(tracks: Sequence[Track], settings: Settings, quick: bool = False) -> tuple[Rule, float]:
     """Return the rule that moved some parameters, and its error: AdamW as the settings say, or the first of the table that does.
 
-    ``usual``: so many rules of the table are tried alone.
+    ``quick``: with the constants of the settings alone.
     """
     tracks = [track.sample for track in tracks]
     best, error, nearest = Rule(), math.inf, dict[bool, tuple[float, Rule]]()
-    rules = list(dict.fromkeys(itertools.islice(table(settings), usual)))
-    for enough, some in ((EXACT, rules), (FITS, itertools.chain(*(constants(rule, settings) for rule in rules)))):
+    rules = list(dict.fromkeys(table(settings)))
+    others = itertools.chain(*(constants(rule, settings) for rule in ([] if quick else rules)))
+    for enough, some in ((EXACT, rules), (FITS, others)):
         for rule in some if error > enough else ():
             if (own := error_of(rule, tracks)) < error / BETTER or own <= EXACT:
                 best, error = rule, own
@@ -211,7 +212,7 @@ def recognised(tracks: Sequence[Track], settings: Settings, usual: int | None = 
                 nearest[rule.coupled > 0] = own, rule
             if error <= EXACT:
                 break
-    for near in (rule for own, rule in nearest.values() if error > EXACT and own < NEAR):
+    for near in (rule for own, rule in nearest.values() if error > EXACT and own < NEAR and not quick):
         rule, own = _refined(near, tracks, settings)
         best, error = (rule, own) if own < error / BETTER or own <= EXACT else (best, error)
     if best.kind == "adam" and max(best.beta1, best.beta2) < 1e-3:  # moments that hold one step: they are lost

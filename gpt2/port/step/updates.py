@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
@@ -10,9 +11,10 @@ from statistics import median
 import numpy as np
 import torch
 
+from gpt2.port.golden_section import least
 from gpt2.port.step import rules
 from gpt2.port.step.causes import Findings
-from gpt2.port.step.clipping import LIMITS, Clip, ClipKind, measure
+from gpt2.port.step.clipping import Clip, ClipKind, measure
 from gpt2.port.step.records import Gradient, Update
 from gpt2.port.step.rules import FITS, ROUNDED, STEADY, Array, Fit, Rule, Track, fit, spread
 from gpt2.port.step.settings import Settings
@@ -27,7 +29,7 @@ CORRECTED = {
 WORDS = {"matrix": "matrices", "embedding": "embeddings", "norm": "norms", "bias": "biases"}
 LARGE = ("matrix", "embedding")  # what decays
 FREE = (ClipKind.NORM, ClipKind.PARAMETER, ClipKind.ENTRY, ClipKind.LARGEST)  # clipping of gradients that nothing shows
-USUAL = 7  # the first rules of the table, which are tried with each way of clipping
+GRID, STEPS = 32, 44  # limits that are tried of each kind, and steps that refine the best
 Tracks = dict[str, Track]
 
 
@@ -96,17 +98,40 @@ class Moves:
         """Return the rule of two parameters, its error, and what it uses of gradients that ``.grad`` does not hold."""
         parts = max(update.summed for session in self.sessions for update in session)
         plain = Way(1 / parts if parts else 1.0)
-        if not parts:
-            return (plain, *rules.recognised(self._tracks(plain), self.settings))
-        shares, settings, clip = dict.fromkeys((1 / parts, 1.0)), self.settings, self.settings.clip
-        usual = [Way(share, one) for share in shares for one in (None, *([Clip(ClipKind.NORM, clip)] if clip else []))]
-        tried = [(way, *rules.recognised(self._tracks(way), settings, USUAL)) for way in usual]
-        if not any(self._explains(*one) for one in tried):
-            rare = (Way(share, Clip(kind, limit)) for share in shares for kind in FREE for limit in (clip or 1.0, *LIMITS))
-            adam = next(rules.table(settings))
-            tried = [(way, adam, rules.error_of(adam, self._tracks(way))) for way in rare]
-        found = [one for one in tried if self._explains(*one)]
-        return min(found, key=self._oddness) if found else (plain, *rules.recognised(self._tracks(plain), settings))
+        found = (plain, *rules.recognised(self._tracks(plain), self.settings))
+        if not parts and found[2] <= ROUNDED:
+            return found
+        clips = [None, *([Clip(ClipKind.NORM, self.settings.clip)] if self.settings.clip else [])]
+        usual = [Way(share, clip) for share in dict.fromkeys((plain.share, 1.0)) for clip in clips]
+        explained: list[tuple[Way, Rule, float]] = []
+        for quick in (True, False):
+            tried = [(way, *rules.recognised(self._tracks(way), self.settings, quick)) for way in usual]
+            tried += [one for kind in FREE for one in self._limited(plain, kind)] if quick else []
+            explained += [one for one in tried if self._explains(*one)]
+            if any(not any(self._oddness(one)) for one in explained):
+                break
+        return min(explained, key=self._oddness, default=found)
+
+    def _limited(self, plain: Way, kind: ClipKind) -> Iterator[tuple[Way, Rule, float]]:
+        """Yield AdamW with the limit of one kind of clipping that brings it nearest."""
+        adam = next(rules.table(self.settings))
+        used = [(one.gradient, name) for some in self.sessions[:2] for one in some for name in self.chosen]
+        sizes = [plain.share * (g[name].largest if kind is ClipKind.ENTRY else measure(kind, g, name)) for g, name in used]
+
+        def way(log: float) -> Way:
+            return replace(plain, clip=Clip(kind, math.exp(log)))
+
+        def error(log: float) -> float:
+            tracks = [track for session in range(len(self.sessions[:2])) for track in self._tracks(way(log), session)]
+            return max(fit(track, adam).error for track in tracks)
+
+        points = np.linspace(math.log(min(filter(None, sizes)) / 1000), math.log(max(sizes)), GRID).tolist()
+        errors = [error(point) for point in points]
+        near, step = points[int(np.argmin(errors))], points[1] - points[0]
+        if errors[0] > 1.001 * min(errors) + FITS:  # else any smaller limit gives the same changes
+            _, log = least(error, near - step, near + step, STEPS)
+            found = replace(plain, clip=Clip(kind, float(f"{math.exp(log):.7g}")))
+            yield found, adam, rules.error_of(adam, self._tracks(found))
 
     def _tracks(self, way: Way, session: int = 0) -> list[Track]:
         return list(way.tracks(self.sessions[session], self.chosen).values())
@@ -116,11 +141,12 @@ class Moves:
         later = (track for number in range(1, len(self.sessions)) for track in self._tracks(way, number))
         return error <= FITS and all(fit(track, rule).error <= ROUNDED for track in later)
 
-    def _oddness(self, found: tuple[Way, Rule, float]) -> tuple[bool, bool]:
-        """Return what makes one of several answers unlikely: an unusual eps, or rates that differ."""
+    def _oddness(self, found: tuple[Way, Rule, float]) -> tuple[bool, bool, bool]:
+        """Return what makes one of several answers unlikely: an unusual eps, rates that differ, an unusual limit."""
         way, rule, _ = found
         rates = rules.rates_of(self._tracks(way), rule)
-        return min(abs(rule.eps / eps - 1) for eps in rules.EPSILONS) > 0.01, spread(rates) > STEADY
+        odd = way.clip is not None and way.clip.limit != self.settings.clip and not way.clip.usual
+        return min(abs(rule.eps / eps - 1) for eps in rules.EPSILONS) > 0.01, spread(rates) > STEADY, odd
 
     def _add(self, name: str, track: Track, rule: Rule, error: float) -> None:
         """Fit a parameter by the rule of most, by those of others, without or with a coupled decay, or by one of its own."""
