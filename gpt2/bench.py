@@ -5,7 +5,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt2.checkpoint.loading import load_path, require_device, require_intact
+from gpt2.checkpoint.loading import load_path, require_device
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.decoder import Decoder
 from gpt2.errors import InputError
@@ -41,8 +41,11 @@ class Spread:
         values = list(values)
         return cls(statistics.median(values), min(values), max(values))
 
+    def __format__(self, spec: str) -> str:
+        return f"{self.median:{spec}} ({self.min:{spec}} .. {self.max:{spec}})"
+
     def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.min:.2f} .. {self.max:.2f})"
+        return f"{self:.2f}"
 
 
 def interleaved(runs: Mapping[str, Callable[[], float]], pairs: int) -> dict[str, list[float]]:
@@ -58,16 +61,12 @@ def ratio(numerators: Iterable[float], denominators: Iterable[float]) -> Spread:
 
 def seconds(work: Callable[[], object]) -> float:
     """Return the seconds of ``work``, with what it leaves an accelerator to do."""
-    _finish()
+    wait = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
+    wait()
     begin = time.perf_counter()
     work()
-    _finish()
+    wait()
     return time.perf_counter() - begin
-
-
-def _finish() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
 
 
 def machine(*packages: str) -> dict[str, Any]:
@@ -94,8 +93,7 @@ class Ours:
     name = "ours"
 
     def __init__(self, model: GPT2) -> None:
-        self.model = model
-        self.decoder = Decoder(model)
+        self.model, self.decoder = model, Decoder(model)
 
     def prefill(self, ids: Tensor) -> Tensor:
         """Return the logits (B, V) of the token after (B, T) ids."""
@@ -107,8 +105,8 @@ class Ours:
         next(steps)
         return seconds(lambda: [next(steps) for _ in range(tokens)])
 
-    def train_step(self, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
-        _step(optimizer, Scored(self.model)(x, y))  # the training step of gpt2 train
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return Scored(self.model)(x, y)  # as in a training step of gpt2 train
 
 
 class Transformers:
@@ -135,13 +133,13 @@ class Transformers:
 
         return seconds(steps)
 
-    def train_step(self, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
-        _step(optimizer, F.cross_entropy(self.model(x).logits.flatten(0, 1), y.flatten()))
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(x).logits.flatten(0, 1), y.flatten())
 
 
-def _step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+def train_step(side: Ours | Transformers, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
     optimizer.zero_grad()
-    loss.backward()
+    side.loss(x, y).backward()
     optimizer.step()
 
 
@@ -155,18 +153,10 @@ class Row:
     theirs: Spread
     ratio: Spread
 
-    def lines(self) -> Iterator[str]:
-        """Yield two lines of a table: medians, then ranges."""
-        form = ".2f" if self.unit == "s" else ",.0f"
-        cells = [(self.ours, form, "", 20), (self.theirs, form, "", 20), (self.ratio, ".2f", "× ", 16)]
-        yield f"{self.what:24}" + "".join(f"{f'{sign}{v.median:{form}}':>{width}}" for v, form, sign, width in cells)
-        ranges = [(f"({v.min:{form}} .. {v.max:{form}})", width) for v, form, _, width in cells]
-        yield f"{'  ' + self.unit:24}" + "".join(f"{text:>{width}}" for text, width in ranges)
-
 
 @dataclass(frozen=True)
 class Bench:
-    """The result of ``gpt2 bench``."""
+    """The result of ``gpt2 bench``; ``device`` is where both ran."""
 
     model: str
     parameters: int
@@ -174,24 +164,21 @@ class Bench:
     pairs: int
     rows: tuple[Row, ...]
     machine: dict[str, Any]
-    device: str = "cpu"  # where both ran
+    device: str = "cpu"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     def table(self) -> str:
         here, versions = self.machine, self.machine["versions"]
+        on = f"{here['processor']}, {here['threads']} threads" if self.device == "cpu" else self.device
+        lines = [f"{self.model}: {self.parameters:,} parameters, {self.dtype}; torch {versions['torch']}", on, ""]
+        for row in self.rows:
+            form = ".2f" if row.unit == "s" else ",.0f"
+            lines.append(f"{row.what}: × {row.ratio:.2f} as fast")
+            lines += [f"  {who:13}{value:{form}} {row.unit}" for who, value in (("ours", row.ours), ("transformers", row.theirs))]
         return "\n".join(
-            [
-                f"{self.model}  beside  transformers {versions['transformers']}",
-                f"{self.parameters:,} parameters · {self.dtype} · torch {versions['torch']}",
-                f"{here['processor']}, {here['threads']} threads" if self.device == "cpu" else self.device,
-                "",
-                f"{'':24}{'ours':>20}{'transformers':>20}{'faster':>16}",
-                *(line for row in self.rows for line in row.lines()),
-                "",
-                f"Median (min .. max) of {self.pairs} pairs, ours and theirs in turn.",
-            ]
+            [*lines, "", f"Median (min .. max) of {self.pairs} pairs, in turn with transformers {versions['transformers']}."]
         )
 
 
@@ -209,16 +196,9 @@ def bench(
 ) -> Bench:
     """Measure load, prefill, decode and a training step of a model, ours and transformers'.
 
-    An int8 model is not trained, and transformers runs it in float32.
-
-    Args:
-        name: as for :func:`gpt2.load`, with an optional dtype; ``random:gpt2`` has the official shape without a download.
-        batch, context: rows and tokens of the prompt and the training batch; limited to the model's positions.
-        tokens: greedy steps after the prompt.
-        device: where both run, as for :func:`gpt2.load`.
-
-    Raises:
-        InputError: no such model or device, or a size below 1.
+    An int8 model is not trained, and transformers runs it in float32. The prompt and the training batch have ``batch`` rows of
+    ``context`` tokens, limited to the model's positions; ``tokens`` greedy steps follow the prompt; ``device`` as for
+    :func:`gpt2.load`. Raises InputError: no such model or device, or a size below 1.
     """
     for flag, value in (("pairs", pairs), ("batch", batch), ("context", context), ("tokens", tokens)):
         if value < 1:
@@ -232,41 +212,33 @@ def bench(
     tokens = min(tokens, max(1, positions // 2))
     context = min(context, max(1, positions - tokens - 1))
     ids = torch.randint(side.config.vocab_size, (batch, context + 1), generator=torch.Generator().manual_seed(0)).to(where)
-    x, y, rows = ids[:, :-1], ids[:, 1:], []
+    x, y, rows, shape = ids[:, :-1], ids[:, 1:], list[Row](), f"{batch} x {context}"
 
     def measure(what: str, work: int, runs: Mapping[str, Callable[[], float]]) -> None:
         """Add a row; ``work`` is a number of tokens, or 0 to report seconds."""
         progress(what)
         times = interleaved(runs, pairs)
-        ours, theirs = (Spread.of(work / t if work else t for t in times[key]) for key in ("ours", "theirs"))
-        rows.append(Row(what, "tokens/s" if work else "s", ours, theirs, ratio(times["theirs"], times["ours"])))
+        ours, theirs = (Spread.of(work / t if work else t for t in times[key]) for key in ("ours", "transformers"))
+        rows.append(Row(what, "tokens/s" if work else "s", ours, theirs, ratio(times["transformers"], times["ours"])))
 
     current = torch.accelerator.device_index(where.index or None)  # what ``seconds`` waits for
     with current, reference.directory(side.checkpoint, progress) as folder:
         loads: dict[str, Callable[[], Ours | Transformers]] = {
             "ours": lambda: Ours(load_path(folder, dtype=side.dtype, device=where, offline=True)),
-            "theirs": lambda: Transformers(reference.load_reference(folder, theirs).to(where)),
+            "transformers": lambda: Transformers(reference.load_reference(folder, theirs).to(where)),
         }
-        first = {key: partial(seconds, partial(_first_logits, load, x[:, :1])) for key, load in loads.items()}
+        first = {key: partial(seconds, lambda load=load: load().prefill(x[:, :1])) for key, load in loads.items()}
         measure("load to first logits", 0, first)
-        models, shape = [(key, load()) for key, load in loads.items()], f"{batch} x {context}"
-        for _, model in models:
-            require_intact(model.model, name)  # NaN takes another time than numbers
-        prompts = {key: partial(seconds, partial(model.prefill, x)) for key, model in models}
-        measure(f"prefill {shape}", batch * context, prompts)
-        measure(f"decode after {shape}", batch * tokens, {key: partial(model.decode, x, tokens) for key, model in models})
+        sides = {key: load() for key, load in loads.items()}
+        measure(f"prefill {shape}", batch * context, {key: partial(seconds, partial(s.prefill, x)) for key, s in sides.items()})
+        measure(f"decode after {shape}", batch * tokens, {key: partial(s.decode, x, tokens) for key, s in sides.items()})
         if not quantised:
-            steps = [(key, partial(model.train_step, _optimizer(model.model), x, y)) for key, model in models]
-            measure(f"train step {shape}", batch * context, {key: partial(seconds, step) for key, step in steps})
+            steps = {key: partial(train_step, s, _optimizer(s.model), x, y) for key, s in sides.items()}
+            measure(f"train step {shape}", batch * context, {key: partial(seconds, step) for key, step in steps.items()})
     dtype = str(side.dtype).removeprefix("torch.")
     return Bench(name, side.config.num_parameters(), dtype, pairs, tuple(rows), machine(), device_name(where))
 
 
-def _first_logits(load: Callable[[], Ours | Transformers], ids: Tensor) -> None:
-    load().prefill(ids)
-
-
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """Switch to training mode and return PyTorch's fused AdamW, with a learning rate that hardly changes the weights."""
-    model.train()
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=True)
+    return torch.optim.AdamW([p for p in model.train().parameters() if p.requires_grad], lr=1e-5, fused=True)

@@ -11,7 +11,7 @@ import torch
 from support.commands import refusal
 
 import gpt2
-from gpt2.bench import Ours, Spread, Transformers, bench, interleaved, machine, ratio
+from gpt2.bench import Ours, Spread, Transformers, bench, interleaved, machine, ratio, train_step
 from gpt2.cli.main import main
 from gpt2.parity.reference import load_reference
 
@@ -68,7 +68,7 @@ def test_both_sides_do_the_same_work() -> None:
     for side in sides:
         assert side.decode(ids, 3) > 0
         optimizer = torch.optim.SGD(side.model.parameters(), lr=0.1)
-        side.train_step(optimizer, ids[:, :-1], ids[:, 1:])
+        train_step(side, optimizer, ids[:, :-1], ids[:, 1:])
         after.append(side.prefill(ids))
     torch.testing.assert_close(*after)
     assert not torch.allclose(after[0], ours, atol=1e-3)
