@@ -1,6 +1,6 @@
 """Model cards: a README.md that `huggingface_hub` fills from a record, and checks that a card claims no more than its record.
 
-``gpt2-record.json`` holds what is known of a model: the run that trained it, the export that made its files, what was measured.
+``gpt2-record.json`` holds what is known of a model: the run that trained it, the export that made its files.
 Every figure of the card comes from there; `card.md.jinja` is its text. A card that a person has edited is left as it is.
 """
 
@@ -25,7 +25,7 @@ from gpt2.data.files import read, read_all, write
 from gpt2.errors import InputError, printable
 
 RECORD, CURVES, PLACEHOLDER = "gpt2-record.json", "curves.png", "OWNER/NAME"  # of the repository, until it is published
-PARTS = ("base", "training", "export", "measured")  # of a record, each an object or nothing
+PARTS = ("base", "training", "export")  # of a record, each an object or nothing
 FIGURES = re.compile(r"<!-- figures -->[\s\S]*?<!-- /figures -->")
 
 Record = dict[str, Any]

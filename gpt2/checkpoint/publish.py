@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,16 +24,7 @@ from gpt2.errors import InputError
 
 BESIDE = {*SMALL, "encoder.json", "vocab.bpe", "LICENSE", card.CARD, card.CURVES, card.RECORD}
 BESIDE |= {place + name for place in ("", "adapter/") for name in (ADAPTER, ADAPTER_WEIGHTS)}
-PATH = "a path of this machine"
-# What must not be sent unseen, by its name for the user. Of large weights only the first bytes are searched, their header.
-PRIVATE = {
-    "a token": rb"\b(?:hf_|api_org_|sk-|gh[pousr]_|github_pat_|glpat-|npm_|pypi-|AIza|A[KS]IA|xox[a-z]-|xapp-|ya29\.)[\w-]{16,}"
-    rb"|(?i:(?:api|access|secret|auth)[_-]?(?:key|token|secret)|passw(?:or)?d)[\"']? *[:=] *[\"']?[^\s\"'<]{8,}",
-    "a key": rb"-----BEGIN [A-Z ]*PRIVATE KEY",
-    PATH: rb"(?:/home/|/Users/|/root/|(?<!\w)/(?:scratch|mnt|media|Volumes|workspace|lustre|gpfs)/"
-    rb'|\b[A-Za-z]:\\{1,2}Users\\{1,2})[\w.+/-]+|"base_model_name_or_path": *"[~./][^"]*"',
-}
-WEIGHTS, HEAD, LARGE = (".safetensors", ".gguf"), 1 << 20, 10 << 20  # bytes
+WEIGHTS, LARGE = (".safetensors", ".gguf"), 10 << 20  # bytes
 AGAIN = "run it again, what the Hub has is not sent again"
 
 
@@ -42,8 +32,7 @@ AGAIN = "run it again, what the Hub has is not sent again"
 class Plan:
     """What would be sent to ``repo``: files with size and sha256; the names of other files; remarks for the user.
 
-    ``content`` has the bytes of each file, or its path if it is large, ``hashes`` by which the Hub may list it. ``private`` says
-    which files hold what looks like a token or a private path.
+    ``content`` has the bytes of each file, or its path if it is large, ``hashes`` by which the Hub may list it.
     """
 
     repo: str
@@ -52,7 +41,6 @@ class Plan:
     notes: tuple[str, ...]
     content: Mapping[str, bytes | Path]
     hashes: Mapping[str, tuple[str, str, str]]
-    private: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -65,11 +53,11 @@ class Target:
     others: tuple[str, ...] = ()  # files there that the upload does not replace
 
 
-def plan(folder: str | Path, repo: str, record: card.Record | None = None) -> Plan:
+def plan(folder: str | Path, repo: str) -> Plan:
     """Choose the files of ``folder`` to publish, and check them; no request is made, and the folder is not changed.
 
     The weights that the model is read from are sent, and by name: config, tokenizer, card, record, curves, LoRA adapter. Card and
-    record name ``repo``; the record may be another than the folder's.
+    record name ``repo``.
 
     Raises InputError: not OWNER/NAME, no such folder, its model does not load or computes no numbers, its weights are in another
     format, a file is a link that leads out of it, or its card claims what its record does not have.
@@ -91,30 +79,19 @@ def plan(folder: str | Path, repo: str, record: card.Record | None = None) -> Pl
     notes += card.check(folder, {name: each[0] for name, each in hashes.items()})
     if (folder / MANIFEST).exists() and (damage := unlike_manifest(folder, weights)):
         raise InputError(f"{given}: {damage}; restore it from a copy, or, if you changed it yourself, remove {MANIFEST}")
-    if (record := record or card.read_record(folder)) and card.CARD in content:
+    if (record := card.read_record(folder)) and card.CARD in content:
         content |= (written := card.contents(folder, record | {"repo": repo}))
         hashes |= {name: _hashes(held) for name, held in written.items()}
         notes += [] if card.CARD in written else [f"{card.CARD} is not as gpt2 wrote it, and is sent as it is"]
-    private = tuple(f"{name} holds {what}" for name, held in content.items() for what in _private(held))
     sizes = {name: held.stat().st_size if isinstance(held, Path) else len(held) for name, held in content.items()}
     files = tuple(File(name, sizes[name], hashes[name][0]) for name in content)
     left_out = tuple(name for name in present if name not in content)
-    return Plan(repo, files, left_out, (*notes, *private), content, hashes, private)
+    return Plan(repo, files, left_out, tuple(notes), content, hashes)
 
 
 def _hashes(held: bytes | Path) -> tuple[str, str, str]:
     with opened(held) if isinstance(held, Path) else io.BytesIO(held) as file:
         return hashes_of(file)
-
-
-def _private(held: bytes | Path) -> Iterator[str]:
-    """Yield what in a file looks like a token, a key or a private path."""
-    with opened(held) if isinstance(held, Path) else io.BytesIO(held) as file:
-        head = file.read(HEAD if isinstance(held, Path) else -1)
-    for what, pattern in PRIVATE.items():
-        if found := re.search(pattern, head):
-            text = found[0].decode(errors="replace")
-            yield f"{text}, {what}" if what == PATH else f"{text[:7]}..., which looks like {what}"
 
 
 def _check_model(folder: Path, given: Path) -> tuple[set[str], list[str]]:

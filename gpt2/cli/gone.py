@@ -9,8 +9,10 @@ WHOLE = (
     "--save FILE keeps all logits; --tokens N makes the file smaller, and gpt2 trace MODEL --out FILE.safetensors has activations"
 )
 JUNIT = "assert it in a test with gpt2.testing.assert_same, and run pytest --junitxml FILE"
+MEASURE = "gpt2 verify DIR and gpt2 compare BASE DIR measure the model; write what they say into its README.md"
 GONE = {  # of a command, what may stand in its line -> what to do
     "compare": {"--junit": JUNIT, "--save-top": WHOLE, "--save-activations": WHOLE},
+    "publish": {"--measure": MEASURE},
     "train": {"watch": BOARDS, "--html": BOARDS, "--port": BOARDS},
 }
 

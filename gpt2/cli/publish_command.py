@@ -5,21 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2.cli.common import Status, say, size, write_result
 from gpt2.errors import InputError, printable
 
 if TYPE_CHECKING:
-    from gpt2.checkpoint.card import Record
     from gpt2.checkpoint.publish import Plan, Target
 
 HELP = "send a model and its card to the Hub, in one commit"
 EXAMPLES = """\
   gpt2 publish model me/mini --dry-run                   what would be sent; sends nothing
   gpt2 publish out/macbeth/best me/macbeth               a private repository; asks before it sends
-  gpt2 publish out/macbeth/best me/macbeth --measure     with what verify and compare say, in the card
   gpt2 publish out/macbeth/best me/macbeth --public --yes --json -
 
 DIR is what gpt2 train wrote (out/RUN/best) or gpt2 export. Only a model's own files are sent: weights, config, tokenizer, card,
@@ -28,8 +25,6 @@ not sent again.
 
 exit code: 0 published (or --dry-run), 1 the Hub stored other bytes, 2 bad input or refused"""
 
-BASE_TOKENS = 2048  # of the text that --measure compares on
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="the model's folder")
@@ -37,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     visible = parser.add_mutually_exclusive_group()
     visible.add_argument("--private", action="store_true", help="only you can see it (the default)")
     visible.add_argument("--public", action="store_true", help="everybody can see it")
-    parser.add_argument("--measure", action="store_true", help="first verify the model and compare it with its base, for a card")
     parser.add_argument("--dry-run", action="store_true", help="show what would be sent; change nothing, make no request")
     parser.add_argument("--yes", action="store_true", help="do not ask")
 
@@ -45,10 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from gpt2.checkpoint.publish import look, plan, send
 
-    with Status("reading the model") as status:
-        record = measure(Path(args.directory), status, dry_run=args.dry_run) if args.measure else None
-        status(f"checking {args.directory}")
-        planned = plan(args.directory, args.repo, record)
+    with Status(f"checking {args.directory}"):
+        planned = plan(args.directory, args.repo)
     body: dict[str, Any] = {"repo": args.repo, "files": [asdict(file) for file in planned.files], "not_sent": planned.left_out}
     body |= {"notes": planned.notes, "commit": None}
     if args.dry_run:
@@ -58,8 +50,6 @@ def run(args: argparse.Namespace) -> int:
     with Status(f"asking the Hub for {args.repo}"):
         target = look(planned, public=args.public)
     print(printable(_plan(args, planned, target)), file=sys.stderr)
-    if planned.private and (args.yes or not sys.stdin.isatty()):
-        raise InputError(f"{planned.private[0]}: remove it, or leave out --yes and answer on a terminal")
     if not args.yes:
         _ask(f"send these {len(planned.files)} files, {size(sum(file.size for file in planned.files))}, to {target.url}?")
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
@@ -75,41 +65,6 @@ def run(args: argparse.Namespace) -> int:
         text = f"{url}: the Hub stored other bytes of {', '.join(wrong)}; the folder changed meanwhile? publish again"
     write_result(args.json, body, lambda: say(text))
     return 1 if wrong else 0
-
-
-def measure(directory: Path, status: Status, *, dry_run: bool) -> Record:
-    """Verify the model in ``directory``, compare it with its base where that can be named, and renew its card; return the record.
-
-    With ``dry_run`` the card stays as it is, and the base must be on this machine.
-    """
-    from gpt2.checkpoint.card import PLACEHOLDER, RECORD, read_record, write_card
-    from gpt2.comparison.run import compare
-    from gpt2.parity.run import verify
-
-    record = read_record(directory)
-    if record is None:
-        raise InputError(f"{directory}: --measure needs {RECORD}, which gpt2 train and gpt2 export write; leave --measure out")
-    report = verify(str(directory), offline=True, progress=status)
-    if not report.ok:
-        raise InputError(f"{directory}: not equal to transformers; gpt2 verify {directory} says where; or leave out --measure")
-    done = f"{len(report.checks)} checks, {report.coverage}"
-    measured: dict[str, Any] = {"verify": {"transformers": report.environment.versions["transformers"], "checks": done}}
-    base = record.get("base") or {}
-    if "id" in base or base.get("name") == "shakespeare-mini":
-        name = base.get("id", base["name"]) + (f"@{base['revision']}" if base.get("revision") else "")
-        change = compare(name, str(directory), tokens=BASE_TOKENS, offline=dry_run, progress=status)
-        rows = {"text": f"{change.text.name}: {change.protocol}"}
-        if both := change.distributions:
-            rows["perplexity"] = f"{both.a.score.perplexity:.2f} to {both.b.score.perplexity:.2f}"
-            rows["KL divergence"] = f"{both.kl_ab.mean.value:.3g} nats ({both.kl_ab.mean.span('.3g', ' to ')})"
-            rows["same first choice"] = f"{both.same_top.value:.1%} of the tokens"
-        if change.weights is not None:
-            rows["weights moved"] = f"{change.weights.total.distance:.2%} of their norm"
-        measured["compare"] = {"command": f"gpt2 compare {name} {PLACEHOLDER} --tokens {BASE_TOKENS}", "rows": rows}
-    record |= {"measured": measured}
-    if not dry_run and (remark := write_card(directory, record)):
-        print(f"note: {printable(remark)}", file=sys.stderr)
-    return record
 
 
 def _plan(args: argparse.Namespace, planned: Plan, target: Target | None) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +23,6 @@ from support.training import flip
 import gpt2
 from gpt2.checkpoint.publish import look, plan, send
 from gpt2.cli.main import main
-from gpt2.parity import run
 
 TOKEN = "hf_" + "writer" * 5
 RECIPE = """
@@ -295,42 +292,10 @@ def test_only_a_model_s_own_files_are_sent(model: Path) -> None:
     for name in others:
         (model / name).parent.mkdir(exist_ok=True)
         (model / name).write_text("secret")
-    (model / "adapter").mkdir()
-    (model / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "/home/me/base"}')
     planned = plan(model, "me/tiny")
     sent = {file.name for file in planned.files}
     assert others <= set(planned.left_out)
-    assert "adapter/adapter_config.json" in sent
-    assert any('/home/me/base", a path of this machine' in note for note in planned.notes)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "says"),
-    [
-        ("README.md", f"My token is {TOKEN}.\n", "README.md holds hf_writ..., which looks like a token"),
-        ("README.md", f"export WANDB_API_KEY={'0123456789' * 4}\n", "README.md holds API_KEY..., which looks like a token"),
-        ("config.json", f'"x": "glpat-{"a1B2" * 5}"', "config.json holds glpat-a..., which looks like a token"),
-        ("config.json", '"x": "/scratch/anna/run7"', "config.json holds /scratch/anna/run7, a path"),
-        ("config.json", '"_name_or_path": "/home/anna/secret/model"', "config.json holds /home/anna/secret/model, a path"),
-        ("tokenizer_config.json", '"name_or_path": "C:\\\\Users\\\\anna\\\\m"', "tokenizer_config.json holds C:"),
-        ("gpt2-record.json", '"key": "-----BEGIN OPENSSH PRIVATE KEY-----"', "which looks like a key"),
-    ],
-)
-def test_tokens_and_private_paths_are_not_sent_unseen(
-    model: Path, hub: HubStandIn, capsys, monkeypatch, name, text, says
-) -> None:
-    """They were sent: --yes is no answer to a question that was never asked. Control: a person who has seen it answers y."""
-    content = (model / name).read_text()
-    (model / name).write_text(content + text if name.endswith(".md") else content.replace("{", f"{{{text}, ", 1))
-    (model / "manifest.json").unlink()
-    assert main(["publish", str(model), "me/tiny", "--yes"]) == 2
-    assert f"{says}" in (said := capsys.readouterr().err)
-    assert TOKEN not in said
-    assert not hub.messages
-    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    assert main(["publish", str(model), "me/tiny"]) == 0
-    assert hub.messages
+    assert not others & sent
 
 
 def test_the_hub_reads_the_card_and_refuses_a_bad_key(model: Path, hub: HubStandIn) -> None:
@@ -344,29 +309,17 @@ def test_the_hub_reads_the_card_and_refuses_a_bad_key(model: Path, hub: HubStand
     assert said.endswith("correct it and publish again")
 
 
-@pytest.mark.slow
-def test_a_fine_tune_is_measured_published_and_verified_from_the_hub(
-    hub: HubStandIn, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The whole way of a user: the card has the verdict and what changed, and the files on the Hub are equal to transformers."""
-    verify = run.verify
-    monkeypatch.setattr(run, "verify", lambda name, **settings: verify(name, **settings | {"quick": True}))
-    monkeypatch.setattr("gpt2.cli.publish_command.BASE_TOKENS", 128)
+def test_a_fine_tune_is_published_and_verified_from_the_hub(hub: HubStandIn, tmp_path: Path, capsys) -> None:
+    """The whole way of a user: the card has the base and the command, and the files on the Hub are equal to transformers'."""
     (tmp_path / "my.txt").write_text("To be, or not to be: that is the question.\n" * 200)
     out, settings = tmp_path / "tuned", ["steps=2", "eval_every=1", f"data.path={tmp_path / 'my.txt'}"]
     flags = [word for setting in settings for word in ("--set", setting)]
     assert main(["train", "finetune-shakespeare", "--init", "shakespeare-mini", *flags, "--out", str(out)]) == 0
-    before = content(out / "best")
-    assert main(["publish", str(out / "best"), "me/tuned", "--measure", "--dry-run"]) == 0
-    assert content(out / "best") == before
-    assert main(["publish", str(out / "best"), "me/tuned", "--measure", "--yes"]) == 0
+    assert main(["publish", str(out / "best"), "me/tuned", "--yes"]) == 0
     card = hub.files("me/tuned")["README.md"].decode()
-    assert "`gpt2 compare shakespeare-mini me/tuned --tokens 128`" in card
-    assert "`gpt2 verify`: **EQUAL** to transformers" in card
-    assert re.search(r"\| KL divergence \| [\d.e-]+ nats", card)
     assert "the base model" in card
     flags = "--init shakespeare-mini --set steps=2 --set eval_every=1 --set data.path=my.txt"
     assert f"gpt2 train finetune-shakespeare {flags}" in card
     capsys.readouterr()
-    assert main(["verify", "me/tuned"]) == 0
+    assert main(["verify", "me/tuned", "--quick"]) == 0
     assert "EQUAL" in capsys.readouterr().out
