@@ -36,7 +36,7 @@ import gpt2
 from gpt2.config import GPT2Config, official_size
 from gpt2.port.diagnosis import diagnose
 
-OUTCOMES = ("first", "top three", "wrong", "undetermined", "called equal", "failed")
+OUTCOMES = ("first", "wrong", "undetermined", "called equal", "failed")
 
 
 def main() -> int:
@@ -76,7 +76,7 @@ def diagnose_faulty(port: Faulty, config: GPT2Config, directory: Path, model: nn
         return port.name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if whole:
         print(f"\n{port.name}\n{diagnosis.table()}\n", file=sys.stderr)
-    row = score(port, diagnosis, config, seconds, cpu)
+    row = score(port, diagnosis, seconds, cpu)
     print(
         f"{seconds:5.1f} s {cpu:5.1f} cpu  {row.outcome:13}{port.name}{'' if row.perfect else '   ' + flaws(row)}",
         file=sys.stderr,
@@ -86,10 +86,8 @@ def diagnose_faulty(port: Faulty, config: GPT2Config, directory: Path, model: nn
 
 
 def flaws(row: Row) -> str:
-    """The flaws of a diagnosis, in a line."""
-    parts = [*(["verdict undetermined"] if row.verdict == "undetermined" else []), *(["not located"] if not row.located else [])]
-    parts += [*(f"missed {word}" for word in row.missed), *([f"beside: {', '.join(row.beside)}"] if row.beside else [])]
-    return "; ".join((*parts, f"first at {row.point}", f"said {' | '.join(row.causes) or '-'}"))
+    """What was said, and what is true."""
+    return f"said {' | '.join(row.said)}; is {' | '.join(row.port.truth)}"
 
 
 def diagnose_equal(config: GPT2Config, directory: Path, model: nn.Module) -> Iterator[tuple[str, str, float]]:
@@ -146,20 +144,21 @@ def show(outcomes: list[Row | tuple[str, str]], equal: list[tuple[str, str, floa
     failed = [row for row in outcomes if not isinstance(row, Row)]
     table: dict[str, Counter] = {name: Counter() for name in ARCHITECTURES}
     for row in rows:
-        table[row.architecture].update([row.outcome, *(["located"] if row.located else []), *(["all"] if not row.missed else [])])
-        table[row.architecture]["cpu"] += row.cpu
+        counted = table[row.port.architecture]
+        counted.update([row.outcome, *["perfect"] * row.perfect, *["all"] * (not row.missed)])
+        counted["cpu"] += row.cpu
     for name, _ in failed:
         table[name.split(":")[0]]["failed"] += 1
-    heads = ("ports", *OUTCOMES, "all found", "located", "cpu s each")
+    heads = ("ports", *OUTCOMES, "all found", "no flaw", "cpu s each")
     print(f"\n{'':11}" + "".join(f"{head:>14}" for head in heads), file=sys.stderr)
     for name, counted in table.items():
         if total := sum(counted[outcome] for outcome in OUTCOMES):
-            cells = (total, *(counted[outcome] for outcome in OUTCOMES), counted["all"], counted["located"])
+            cells = (total, *(counted[outcome] for outcome in OUTCOMES), counted["all"], counted["perfect"])
             print(f"{name:11}" + "".join(f"{cell:14}" for cell in cells) + f"{counted['cpu'] / total:14.2f}", file=sys.stderr)
     print("\nWith a flaw:", file=sys.stderr)
     for row in rows:
         if not row.perfect:
-            print(f"  {row.name}: {row.outcome}; {flaws(row)}", file=sys.stderr)
+            print(f"  {row.port.name}: {row.outcome}; {flaws(row)}", file=sys.stderr)
     for name, why in failed:
         print(f"  {name}: {why}", file=sys.stderr)
     called_faulty = [one for one in equal if one[1] != "equal"]
@@ -167,7 +166,7 @@ def show(outcomes: list[Row | tuple[str, str]], equal: list[tuple[str, str, floa
         print(f"  {name}, which is right: {words}", file=sys.stderr)
     count = Counter(row.outcome for row in rows)
     summary = {"ports": len(outcomes), **{outcome: count[outcome] for outcome in OUTCOMES}, "failed": len(failed)}
-    summary |= {"all_found": sum(not row.missed for row in rows), "located": sum(row.located for row in rows)}
+    summary |= {"all_found": sum(not row.missed for row in rows)}
     summary |= {
         "without_flaw": sum(row.perfect for row in rows),
         "equal": len(equal),

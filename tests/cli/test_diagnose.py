@@ -43,8 +43,6 @@ SAID = {
     "returns_nan": "its logits are NaN from position 0 on",
     "returns_a_nan_weight": "of layers.0.up.weight)",
     "returns_hidden": "it returns (2, 8, 20), and logits are (2, 8, 67); return logits",
-    "returns_nothing": "NoneType with no logits in it",
-    "bigrams": "Bigrams: nothing in its forward weighs projections",
     "too_big": "not enough memory (too_big.py, line 7",
     "wants_gpu": "needs a GPU, and there is none here (wants_gpu.py, line 7",
 }

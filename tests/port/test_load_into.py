@@ -342,14 +342,6 @@ class Made(nn.Module):
         return self.function(self, ids)
 
 
-RECURRENT = Made(
-    lambda m, ids: m.head(m.lstm(m.table(ids))[0]),
-    table=nn.Embedding(67, 20),
-    lstm=nn.LSTM(20, 20, batch_first=True),
-    head=nn.Linear(20, 67),
-)
-
-
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -358,7 +350,6 @@ RECURRENT = Made(
             nn.Embedding(67, 67),
             "Embedding: nothing in its forward weighs projections of the tokens by one another",
         ),
-        (RECURRENT, "Made: nothing in its forward weighs projections of the tokens by one another, as attention does"),
         (nn.Linear(4, 4), "Linear: its forward fails on ids of shape (2, 5): RuntimeError"),
         (nn.Embedding(4, 4), "Embedding: its forward fails on ids of shape (2, 5): IndexError: index out of range in self"),
         (

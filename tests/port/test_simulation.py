@@ -63,19 +63,6 @@ def named(explanation: Explanation) -> list[list[tuple[str, str]]]:
     return [[(one.id, ", ".join(map(str, one.places))) for one in each.faults] for each in explanation.hypotheses]
 
 
-@pytest.mark.slow
-def test_noise_has_no_explanation(model: GPT2, ids: Tensor) -> None:
-    """A search that fits whatever it is given would explain noise."""
-    with torch.no_grad():
-        logits = model(ids)
-        noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        explanation = explained(model, ids, {"logits": logits + 0.1 * noise})
-    assert explanation.complete
-    assert not explanation.right
-    assert not explanation.hypotheses
-    assert explanation.first_wrong == "logits"
-
-
 def test_a_fault_says_its_own_correction(model: GPT2, ids: Tensor) -> None:
     """The table's line was printed instead: a window was to be mended as a token that cannot see itself."""
     every = Table.of(Model(model.state_dict(), CONFIG, ids)).blocks

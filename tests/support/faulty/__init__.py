@@ -9,6 +9,7 @@ faulty, and the architectures without faults equal.
 
 import importlib
 import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +17,10 @@ import torch
 from torch import nn
 
 from gpt2.config import GPT2Config
-from support.faulty.faults import MEANINGS, Faults, Meaning, matches
+from support.faulty.faults import Faults
 from support.faulty.loading import read, write
 
-__all__ = ["ARCHITECTURES", "CONFIG", "FAULTY", "MEANINGS", "SOUND", "Faults", "Faulty", "matches", "write"]
+__all__ = ["ARCHITECTURES", "CONFIG", "FAULTY", "SOUND", "Faults", "Faulty", "write"]
 
 # All sizes differ.
 CONFIG = GPT2Config(vocab_size=67, n_positions=23, n_embd=20, n_layer=3, n_head=4, n_inner=52, bos_token_id=0, eos_token_id=0)
@@ -39,12 +40,14 @@ ARCHITECTURES = {
 class Faulty:
     """A port and its faults.
 
-    ``line`` is the faults, "" for none. ``filled`` if `load_into` loads the checkpoint, and not the author's own code.
+    ``line`` is the faults, "" for none. ``filled`` if `load_into` loads the checkpoint, and not the author's own code. ``truth``
+    is the point where it first differs from GPT-2, and the causes ("id place") that name its faults, the worst first.
     """
 
     architecture: str
     line: str
     filled: bool = False
+    truth: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -53,20 +56,6 @@ class Faulty:
     @property
     def faults(self) -> Faults:
         return Faults(self.line)
-
-    @property
-    def causes(self) -> dict[str, tuple[str, ...]]:
-        """For each word of a fault: the ids of the causes that describe it, the best first."""
-        return {word: MEANINGS[word].ids for word in self.faults.sites if word in MEANINGS}
-
-    @staticmethod
-    def meaning(word: str) -> Meaning:
-        return MEANINGS[word]
-
-    @property
-    def points(self) -> tuple[str, ...]:
-        """Points where the port may first differ from GPT-2; () if its logits need not differ."""
-        return self.faults.first()
 
     def build(self, config: GPT2Config, directory: str | Path) -> nn.Module:
         """The module, filled by its author unless `load_into` must fill it; from a fixed seed, in eval mode."""
@@ -84,11 +73,11 @@ _FOUND = tomllib.loads(Path(__file__).with_name("lines.toml").read_text())
 _LOADED, _SOUND = _FOUND.pop("load_into"), _FOUND.pop("sound")
 
 
-def _named(found: dict[str, list[str]], filled: bool = False) -> dict[str, Faulty]:
-    ports = [Faulty(name, line, filled) for name, lines in found.items() for line in lines]
+def _named(found: Mapping[str, Mapping[str, Sequence[str]]], filled: bool = False) -> dict[str, Faulty]:
+    ports = [Faulty(name, line, filled, tuple(truth)) for name, lines in found.items() for line, truth in lines.items()]
     return {port.name: port for port in ports}
 
 
 FAULTY = _named(_FOUND) | _named(_LOADED, filled=True)
 # The same architectures without a fault.
-SOUND = _named({name: [""] for name in ARCHITECTURES}) | _named(_SOUND)
+SOUND = _named({name: {"": (), **dict.fromkeys(_SOUND.get(name, ()), ())} for name in ARCHITECTURES})

@@ -30,22 +30,9 @@ FORWARDS = {
     "hangs_in_forward": "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n        while True: time.sleep(3600)",
     "returns_hidden": "return torch.zeros(*ids.shape, self.sizes.width) + super().forward(ids).sum()",
     "returns_nan": "return super().forward(ids) + math.inf - math.inf",  # as with a mask of minus infinity only
-    "returns_nothing": "super().forward(ids)",
     "training_dropout": "return torch.dropout(super().forward(ids), 0.1, True)",
 }
 WHOLE = {
-    "beside": "from sound import build\n",
-    "bigrams": """
-import json
-from torch import nn
-
-class Bigrams(nn.Embedding):
-    pass
-
-def build(checkpoint_dir):
-    words = json.load(open(checkpoint_dir + "/config.json"))["vocab_size"]
-    return Bigrams(words, words)
-""",
     "crashes_in_forward": """
 import sound
 
@@ -83,7 +70,7 @@ def build(checkpoint_dir):
 }
 TEXTS = WHOLE | {name: FORWARD.format(text) for name, text in FORWARDS.items()}
 TEXTS |= {name: BUILD.format(text) for name, text in BUILDS.items()}
-RUN = {"beside": 0, "prints": 0, "hangs_at_the_end": 0, "training_dropout": 1}
+RUN = {"prints": 0, "hangs_at_the_end": 0, "training_dropout": 1}
 HOSTILE = {name: RUN.get(name, 2) for name in TEXTS}
 
 

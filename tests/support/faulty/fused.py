@@ -117,7 +117,6 @@ class GPT(nn.Module):
         if "untied-head" not in faults:
             self.head.weight = self.wte.weight
         self.order = order(config.n_layer, faults)
-        self.calls = 0
 
     def positions(self, t, width):
         if "position-sinusoidal" in self.faults:
@@ -131,9 +130,6 @@ class GPT(nn.Module):
             x = x + self.positions(torch.arange(ids.size(1), device=ids.device), x.size(-1))
         if "noise" in faults:
             x = x + 0.01 * torch.randn_like(x)
-        if "counts-calls" in faults:
-            self.calls += 1
-            x = x * (1 + 0.01 * self.calls)
         for layer in self.order:
             x = self.blocks[layer](x)
         hidden = x if "final-norm-missing" in faults else self.ln_f(x)
