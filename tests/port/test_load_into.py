@@ -424,8 +424,6 @@ def test_every_parameter_has_a_row_that_says_why() -> None:
         ("lazy", "head.bias", "", "zeros"),
         ("einsum3d", "blocks.0.attn.W_K", "h.0.attn.c_attn.weight", "columns 20:40 (k), reshaped to (4, 20, 5)"),
         ("interleaved", "layers.0.query_key_value.bias", "h.0.attn.c_attn.bias", "entries by (head, q|k|v, unit)"),
-        ("prenorm", "layers.0.0.fn.to_qkv.weight", "h.0.attn.c_attn.weight", "columns by (unit, head, q|k|v), transposed"),
-        ("prenorm", "layers.0.0.fn.to_out.0.weight", "h.0.attn.c_proj.weight", "rows by (unit, head), transposed"),
         ("kqv", "gpt.transformer.layers.0.kqv.bias", "h.0.attn.c_attn.bias", "entries 20:40, 0:20, 40:60"),
         ("scanned", "wide_b", "h.0.mlp.c_fc.bias h.1.mlp.c_fc.bias h.2.mlp.c_fc.bias", "stacked along the first axis"),
         ("short", "places.weight", "wpe.weight", "first 11 positions"),

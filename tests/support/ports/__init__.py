@@ -110,7 +110,6 @@ _PORTS = (
     Port("mha", "nn.MultiheadAttention, mlp as nn.Sequential, layer1, layer2 ... as attributes, positions (1, P, D)"),
     Port("interleaved", "fused projection interleaved per head (H, 3, K), vocabulary padded to 64, -1e9 mask and id buffers"),
     Port("kqv", "fused in the order k, q, v; three levels deep; mlp declared before attention"),
-    Port("prenorm", "fused (K, H, 3), heads merged (K, H), PreNorm wrappers, last norm inside the head's nn.Sequential"),
     Port("last_only", "logits of the last position only"),
     Port("adapters", "low-rank A and B beside every weight, B zero", spare="lora_"),
     Port("sharded", "tensor parallel over two ranks: columns, rows, heads and vocabulary cut unevenly, sums added up"),
