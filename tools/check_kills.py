@@ -27,12 +27,13 @@ from pathlib import Path
 import torch
 
 import gpt2
-from gpt2.checkpoint.card import CARD, CURVES, RECORD
+from gpt2.checkpoint.card import CURVES
+from gpt2.checkpoint.saving import CARD
 from gpt2.train import state
 from gpt2.train.loop import train
 from gpt2.train.recipe import Data, Model, Optim, Recipe
 
-OF_CARD = (CARD, RECORD, CURVES)  # derived from the rest, with the folder's name
+OF_CARD = (CARD, CURVES)  # derived from the rest, with the folder's name
 TIMED = ("tokens_per_second", "seconds_left", "mfu")  # what metrics.jsonl says beside losses differs from run to run
 LEFT = 1_000_000  # bytes at most that a full disk has left; a checkpoint takes five times that
 SIZES = {"steps": 24, "batch_size": 4, "context": 32, "log_every": 1, "eval_every": 4, "save_every": 3, "eval_tokens": 400}

@@ -1,119 +1,117 @@
-"""Model cards: a README.md that `huggingface_hub` fills from a record, and checks that a card claims no more than its record.
+"""Model cards: a README.md that `huggingface_hub` fills from a :class:`Record`, and checks of the claims of a card.
 
-``gpt2-record.json`` holds what is known of a model: the run that trained it, the export that made its files.
-Every figure of the card comes from there; `card.md.jinja` is its text. A card that a person has edited is left as it is.
+Its last line has the sha256 of what is above it, and of its figures: so a card that a person has edited is known, and left.
 """
 
 import hashlib
-import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gpt2.checkpoint.export import Export
-from gpt2.checkpoint.hub import COMMIT
-from gpt2.checkpoint.names import DEFAULT, FLOATS, OFFICIAL, REPOSITORY, ModelName
+from gpt2.checkpoint.names import DEFAULT, OFFICIAL, REPOSITORY, ModelName
 from gpt2.checkpoint.official import official_name
-from gpt2.checkpoint.saving import CARD as CARD
-from gpt2.checkpoint.saving import sha256
+from gpt2.checkpoint.saving import CARD
 from gpt2.config import GPT2Config
 from gpt2.data.chat import ChatFormat
-from gpt2.data.files import read, read_all, write
+from gpt2.data.files import read, write
 from gpt2.errors import InputError, printable
 
-RECORD, CURVES, PLACEHOLDER = "gpt2-record.json", "curves.png", "OWNER/NAME"  # of the repository, until it is published
-PARTS = ("base", "training", "export")  # of a record, each an object or nothing
+CURVES, PLACEHOLDER = "curves.png", "OWNER/NAME"  # of the repository, until it is published
 FIGURES = re.compile(r"<!-- figures -->[\s\S]*?<!-- /figures -->")
-
-Record = dict[str, Any]
-_line = partial(printable, one_line=True)
-
-
-def facts(folder: Path, format: str, dtype: str, config: GPT2Config, weights: Mapping[str, str]) -> Record:
-    """Return what every record says of a model in ``folder``; ``weights`` are its files' sha256."""
-    of_model = {"parameters": config.num_parameters(), "config": asdict(config)}
-    chat = (found := ChatFormat.read(folder)) and asdict(found)
-    return {"title": folder.resolve().name, "format": format, "weights": weights, "dtype": dtype, "chat": chat, **of_model}
+WEIGHTS = re.compile(r"^- `(.+)`, sha256 `(\w{64})`$", re.MULTILINE)
+MARK = re.compile(r"<!-- gpt2-toolkit wrote this: text (\w{64}), figures (\w{64}) -->\n\Z")
 
 
-def base_of(name: str) -> Record:
-    """Return what a card says of the model ``name`` that another one was made from; its licence only where it is known."""
-    from huggingface_hub import constants
+@dataclass(frozen=True)
+class Base:
+    """The model that another one was made from: a name to show; repository, revision and licence where they are known."""
 
-    parsed, base = ModelName.parse(name), Record(name=name)
-    official = None if parsed.local else official_name(parsed.base)
-    if official or parsed.base == DEFAULT:
-        base |= {"license": "apache-2.0" if official == "distilgpt2" else "mit", "language": "en"}
-    elif parsed.local:
-        inner = _own_record(parsed).get("base") or {}
-        base |= {key: inner[key] for key in ("id", "license", "language") if re.fullmatch(r"[\w./-]+", str(inner.get(key, "")))}
-        base["name"] = Path(parsed.base).expanduser().resolve().name  # the folders above it are private
-    cached = Path(constants.HF_HUB_CACHE, f"models--{parsed.base.replace('/', '--')}")  # without it, a path that has moved
-    if official or (not parsed.local and REPOSITORY.fullmatch(parsed.base) and cached.is_dir()):
-        base |= {"id": OFFICIAL.get(official or "", parsed.base)} | ({"revision": parsed.revision} if parsed.revision else {})
-    return base
+    name: str
+    id: str | None = None
+    revision: str | None = None
+    license: str | None = None
+
+    @classmethod
+    def of(cls, name: str) -> "Base":
+        """Return the base that a MODEL's name is; of a path only its last part, because the folders above it are private."""
+        parsed = ModelName.parse(name)
+        official = official_name(parsed.base)
+        if parsed.base == DEFAULT:
+            return cls(name, license="mit")
+        if parsed.local or not (official or REPOSITORY.fullmatch(parsed.base)):
+            return cls(Path(parsed.base).expanduser().resolve().name if parsed.local else name)
+        license = {None: None, "distilgpt2": "apache-2.0"}.get(official, "mit")
+        return cls(name, OFFICIAL.get(official or "", parsed.base), parsed.revision, license)
 
 
-def of_export(done: Export, revision: str | None, command: str) -> Record:
-    """Return the record of exported files, with the training record of their source if it has one."""
-    kept = _own_record(ModelName.parse(done.model, revision=revision))
-    run = kept.get("training") or {}
-    if not run or run.get("classes"):  # an export is the language model, without the head for classes
-        run, base = {}, base_of(done.model if revision is None else f"{done.model}@{revision}")
-        kept = {"license": base.get("license"), "language": base.get("language")} | kept | {"base": base}
+@dataclass(frozen=True)
+class Training:
+    """What a run says of its best model. ``figures`` by name: the model's, then the base's if that was measured too."""
+
+    command: str
+    settings: str  # as the TOML file that the command names
+    text: str
+    dataset: str | None  # of the Hub
+    protocol: str
+    figures: dict[str, list[float]]
+    classes: list[str]  # a line for each
+    unchanged: bool
+    sample: str | None
+    facts: list[str]  # other lines
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a card says of a model's files; ``weights`` has their sha256. Without ``training`` it is a conversion of ``base``."""
+
+    title: str
+    format: str
+    dtype: str
+    weights: Mapping[str, str]
+    config: GPT2Config
+    chat: ChatFormat | None
+    base: Base | None
+    notes: tuple[str, ...] = ()
+    training: Training | None = None
+
+
+def of_export(done: Export, revision: str | None) -> Record:
+    """Return the record of exported files."""
+    folder, base = Path(done.directory).resolve(), Base.of(done.model if revision is None else f"{done.model}@{revision}")
     weights = {file.name: file.sha256 for file in done.files if file.name.endswith((".safetensors", ".gguf", ".bin"))}
-    rounded = (kept.get("export") or {}).get("rounded") or FLOATS.get(done.type, done.type) != kept.get("dtype")
-    return {
-        **{key: kept.get(key) for key in ("base", "license", "language")},
-        **facts(Path(done.directory), done.format, done.type, done.config, weights),
-        "training": run,
-        "export": {"command": command, "notes": list(done.notes), "rounded": bool(run) and rounded},
-    }
+    return Record(folder.name, done.format, done.type, weights, done.config, ChatFormat.read(folder), base, done.notes)
 
 
-def render(record: Record, where: Path = Path(RECORD)) -> str:
-    """Return the whole card. Raises InputError: the record lacks a part."""
+def render(record: Record) -> str:
+    """Return the whole card."""
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
-    from jinja2 import UndefinedError
 
-    known = {"repo": PLACEHOLDER, "license": None, "language": None, "chat": None, **record}
-    known |= {part: record.get(part) or {} for part in PARTS}
-    base, run = known["base"], known["training"]
-    task = "text-classification" if run.get("classes") else "text-generation"
-    try:
-        results, shown = list[EvalResult](), {} if known["export"].get("rounded") or not run else run["figures"]
-        for kind, values in shown.items():
-            texts = {"dataset_type": (run["datasets"] or ["text"])[0], "dataset_name": run["text"], "dataset_split": "held out"}
-            metric = {
-                "metric_type": kind,
-                "metric_value": values[0],
-                "metric_name": f"{kind.replace('_', ' ')}, {run['protocol']}",
-            }
-            args = {"context": run["context"], "protocol": run["protocol"], "tokens": run.get("val_tokens")}
-            results.append(EvalResult(task_type=task, **texts, **metric, metric_args=args))
-        data = ModelCardData(
-            base_model=base.get("id"),
-            datasets=run.get("datasets"),
-            language=known["language"],
-            library_name={"hf": "transformers", "gguf": "gguf"}.get(known["format"]),
-            license=known["license"],
-            metrics=["accuracy" if run.get("classes") else "perplexity"] if results else None,
-            pipeline_tag=task,
-            tags=["gpt2", "gpt2-toolkit"] + ["lora"] * bool(run and run["recipe"]["lora"]["r"]),
-            **({"model_name": known["title"], "eval_results": results} if results else {}),
-        )
-        template = str(Path(__file__).with_name("card.md.jinja"))
-        text = str(ModelCard.from_template(data, template, **known, **HELPERS))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, UndefinedError):
-        raise InputError(f"{where}: lacks a part that the card needs; remove it, or write the folder again") from None
-    return re.sub("\n{3,}", "\n\n", text).replace("\0", "\n").rstrip() + "\n"
+    run, base = record.training, record.base or Base("")
+    task = "text-classification" if run and run.classes else "text-generation"
+    data = ModelCardData(
+        base_model=base.id,
+        datasets=[run.dataset] if run and run.dataset else None,
+        library_name={"hf": "transformers", "gguf": "gguf"}.get(record.format),
+        license=base.license,
+        pipeline_tag=task,
+        tags=["gpt2", "gpt2-toolkit"],
+    )
+    if run:
+        named = partial(EvalResult, task_type=task, dataset_type=run.dataset or "text", dataset_name=run.text)
+        said = {kind: (values[0], f"{kind}, {run.protocol}") for kind, values in run.figures.items()}
+        data.model_name = record.title
+        data.eval_results = [named(metric_type=kind, metric_value=one, metric_name=name) for kind, (one, name) in said.items()]
+    known: dict[str, Any] = {**vars(record), "line": partial(printable, one_line=True), "code": _code, "fenced": _fenced}
+    card = ModelCard.from_template(data, str(Path(__file__).with_name("card.md.jinja")), repo=PLACEHOLDER, **known)
+    return _marked(re.sub("\n{3,}", "\n\n", str(card)).replace("\0", "\n").rstrip() + "\n\n")
 
 
 def _code(text: str) -> str:
-    return f"`{_line(text).replace('`', chr(39))}`"
+    return f"`{printable(text, one_line=True).replace('`', chr(39))}`"
 
 
 def _fenced(text: str, kind: str) -> str:
@@ -122,96 +120,57 @@ def _fenced(text: str, kind: str) -> str:
     return f"{fence}{kind}\n{printable(text)}\n{fence}".replace("\n", "\0")
 
 
-def _named(base: Record) -> str:
-    pinned = f" at {base['revision'][:12]}" if COMMIT.fullmatch(base.get("revision") or "") else ""
-    return (f"[{base['id']}](https://huggingface.co/{base['id']})" if "id" in base else _code(base["name"])) + pinned
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-HELPERS: dict[str, Any] = {
-    "line": _line,
-    "code": _code,
-    "fenced": _fenced,
-    "named": _named,
-    "json": partial(json.dumps, indent=1),
-}
+def _marked(text: str) -> str:
+    return f"{text}<!-- gpt2-toolkit wrote this: text {_sha256(text)}, figures {_sha256(_claims(text)[0])} -->\n"
 
 
-def write_card(directory: Path, record: Record) -> str:
-    """Write the card and the record into ``directory``; return a remark, or ""."""
-    files = contents(directory, record)
-    write(directory, files)
-    return "" if CARD in files else f"{directory / CARD} is not as gpt2 wrote it, so it is left as it is"
+def _is_edited(text: str) -> bool:
+    return not ((mark := MARK.search(text)) and mark[1] == _sha256(text[: mark.start()]))
 
 
-def contents(directory: Path, record: Record) -> dict[str, bytes]:
-    """Return the record, and the card unless somebody wrote or edited the one there, by name of file; nothing is written."""
-    text = render(record, directory / RECORD).encode()
-    card = {} if edited_card(directory) is not None else {CARD: text}
-    record = {**record, "card_sha256": hashlib.sha256(text).hexdigest() if card else None}
-    return card | {RECORD: (json.dumps(record, indent=2) + "\n").encode()}
+def write_card(folder: Path, record: Record) -> str:
+    """Write the card into ``folder``, unless a person has edited the one there; return a remark on that, or ""."""
+    if edited_card(folder) is not None:
+        return f"{folder / CARD} is not as gpt2 wrote it, so it is left as it is"
+    write(folder, {CARD: render(record)})
+    return ""
 
 
-def edited_card(directory: Path) -> bytes | None:
-    """Return the README.md in ``directory`` if somebody wrote or edited it. Raises InputError: the record is damaged."""
-    if not (directory / CARD).exists():
-        return None
-    content, written = read(directory / CARD), (read_record(directory) or {}).get("card_sha256")
-    return None if hashlib.sha256(content).hexdigest() == written else content
+def edited_card(folder: Path) -> bytes | None:
+    """Return the README.md in ``folder`` if somebody wrote or edited it."""
+    content = read(folder / CARD) if (folder / CARD).exists() else b""
+    return content if content and _is_edited(content.decode(errors="replace")) else None
 
 
-def read_record(directory: Path) -> Record | None:
-    """Return the record in a model's folder, or None. Raises InputError: it is damaged."""
-    path = directory / RECORD
-    try:
-        record = json.loads(read_all(path))
-    except (FileNotFoundError, NotADirectoryError):  # also of a module's file
-        return None
-    except (OSError, ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict) or not all(isinstance(record.get(name) or {}, dict) for name in ("weights", *PARTS)):
-        raise InputError(f"{path}: not a record that gpt2 wrote; remove it, or write the folder again")
-    return record
+def check(folder: Path, repo: str, hashes: Mapping[str, str]) -> tuple[str | None, list[str]]:
+    """Return the card with ``repo`` in it if nobody has edited it, and remarks; ``hashes`` are of the folder's files.
 
-
-def _own_record(name: ModelName) -> Record:
-    """Return the record in a local model's folder; {} if there is none, or if it is of other weights than the folder's."""
-    folder = Path(name.base).expanduser()
-    record = (name.local and name.base != DEFAULT and read_record(folder)) or {}
-    weights = (record.get("weights") or {}).items()
-    if not record or not all((folder / file).is_file() and sha256(folder / file) == digest for file, digest in weights):
-        return {}
-    render(record, folder / RECORD)  # raises
-    return record
-
-
-def check(folder: Path, hashes: Mapping[str, str]) -> Iterator[str]:
-    """Yield remarks on the card in ``folder``, whose files have these hashes.
-
-    Raises InputError: the card cannot be read, or claims figures or a base that the record does not have, or the record is of
-    other weights.
+    Raises InputError: the card is of other weights, cannot be read, or has other figures or another base than gpt2 wrote.
     """
+    path = folder / CARD
     if CARD not in hashes:
-        yield f"there is no {CARD}: the model will have an empty page"
-        return
-    path, record = folder / CARD, read_record(folder)
-    claims, license = _claims(read(path).decode(errors="replace"), path)
-    if record is None:
-        yield f"there is no {RECORD}" + (", so nothing supports what the card claims" if claims else "")
-        return
-    if (record.get("training") or {}).get("unchanged"):
-        yield "the weights are the initial ones, unchanged: no step of the run was better than they are"
-    for name, digest in (record.get("weights") or {}).items():
+        return None, [f"there is no {CARD}: the model will have an empty page"]
+    text = read(path).decode(errors="replace")
+    for name, digest in WEIGHTS.findall(text):
         if hashes.get(name) != digest:
-            raise InputError(f"{folder}: {RECORD} is of another {name}; remove it and {CARD}, or write the model again")
-    known, _ = _claims(render(record, folder / RECORD), path)
-    if unknown := [what for what, text in claims if (what, text) not in known]:
-        raise InputError(f"{path}: claims {unknown[0]}, which {RECORD} does not say; correct the card")
-    if license is None:
-        yield f"the card states no licence: add 'license: ...' to the first lines of {CARD} if you may grant one"
+            raise InputError(f"{path} is of another {name}; remove it, or write the model again")
+    claims, license = _claims(text, path)
+    notes = (
+        [] if license else [f"the card states no licence: add 'license: ...' to the first lines of {CARD} if you may grant one"]
+    )
+    if not _is_edited(text):
+        return _marked(MARK.sub("", text).replace(PLACEHOLDER, repo)), notes
+    if (mark := MARK.search(text)) and mark[2] != _sha256(claims):
+        raise InputError(f"{path}: its figures or its base are not those that gpt2 wrote; correct the card")
+    return None, [*notes, f"{CARD} is not as gpt2 wrote it, and is sent as it is" + ("" if mark else ", its figures unchecked")]
 
 
-def _claims(text: str, path: Path) -> tuple[list[tuple[str, str]], str | None]:
-    """Return what a card says of figures and base: each claim's name for the user, and its text; and the licence."""
+def _claims(text: str, path: Path = Path(CARD)) -> tuple[str, Any]:
+    """Return what a card says of figures and base, and the licence."""
     from huggingface_hub import ModelCard
     from yaml import YAMLError
 
@@ -219,6 +178,5 @@ def _claims(text: str, path: Path) -> tuple[list[tuple[str, str]], str | None]:
         data: Any = ModelCard(text if text.lstrip().startswith("---") else f"---\n\n---\n{text}").data
     except (YAMLError, ValueError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: its metadata cannot be read ({' '.join(str(error).split())[:160]})") from None
-    claims = [(f"{result.metric_type} {result.metric_value}", "") for result in data.eval_results or ()]
-    claims += [(f"base_model {data.base_model}", "")] if data.base_model is not None else []
-    return claims + [("other figures", block) for block in FIGURES.findall(text)], data.license
+    results = [(result.metric_type, result.metric_value) for result in data.eval_results or ()]
+    return repr((data.base_model, results, FIGURES.findall(text))), data.license

@@ -1,7 +1,5 @@
 """Publish a model's folder to the Hub in one commit: choose files, check model and card, upload, compare what was stored."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from collections.abc import Mapping
@@ -11,20 +9,19 @@ from pathlib import Path
 from gpt2.checkpoint import card
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, open_path
 from gpt2.checkpoint.describe import File
-from gpt2.checkpoint.files import ADAPTER, INDEX, require_small
+from gpt2.checkpoint.files import ADAPTER, INDEX
 from gpt2.checkpoint.hub import explained, hashes_of
 from gpt2.checkpoint.loading import require_usable, rows_note
 from gpt2.checkpoint.names import REPOSITORY
 from gpt2.checkpoint.peft_files import WEIGHTS as ADAPTER_WEIGHTS
-from gpt2.checkpoint.saving import MANIFEST, unlike_manifest
+from gpt2.checkpoint.saving import CARD, MANIFEST, unlike_manifest
 from gpt2.config import quoted
 from gpt2.data.client import one_line
-from gpt2.data.files import SMALL, opened, read
+from gpt2.data.files import SMALL, opened
 from gpt2.errors import InputError
 
-BESIDE = {*SMALL, "encoder.json", "vocab.bpe", "LICENSE", card.CARD, card.CURVES, card.RECORD}
+BESIDE = {*SMALL, "encoder.json", "vocab.bpe", "LICENSE", CARD, card.CURVES}
 BESIDE |= {place + name for place in ("", "adapter/") for name in (ADAPTER, ADAPTER_WEIGHTS)}
-WEIGHTS, LARGE = (".safetensors", ".gguf"), 10 << 20  # bytes
 AGAIN = "run it again, what the Hub has is not sent again"
 
 
@@ -32,7 +29,7 @@ AGAIN = "run it again, what the Hub has is not sent again"
 class Plan:
     """What would be sent to ``repo``: files with size and sha256; the names of other files; remarks for the user.
 
-    ``content`` has the bytes of each file, or its path if it is large, ``hashes`` by which the Hub may list it.
+    ``content`` has each file's path, or its bytes if they are not the folder's; ``hashes`` those by which the Hub may list it.
     """
 
     repo: str
@@ -50,17 +47,16 @@ class Target:
     url: str
     private: bool
     commit: str | None
-    others: tuple[str, ...] = ()  # files there that the upload does not replace
 
 
 def plan(folder: str | Path, repo: str) -> Plan:
     """Choose the files of ``folder`` to publish, and check them; no request is made, and the folder is not changed.
 
-    The weights that the model is read from are sent, and by name: config, tokenizer, card, record, curves, LoRA adapter. Card and
-    record name ``repo``.
+    The weights that the model is read from are sent, and by name: config, tokenizer, card, curves, LoRA adapter. The card that is
+    sent names ``repo``, unless a person has edited it.
 
     Raises InputError: not OWNER/NAME, no such folder, its model does not load or computes no numbers, its weights are in another
-    format, a file is a link that leads out of it, or its card claims what its record does not have.
+    format, a file is a link that leads out of it, or its card has other figures than gpt2 wrote.
     """
     if not REPOSITORY.fullmatch(repo):
         raise InputError(f"{quoted(repo)} is not OWNER/NAME; give your name on the Hub and the model's, such as me/macbeth")
@@ -69,24 +65,21 @@ def plan(folder: str | Path, repo: str) -> Plan:
         raise InputError(f"{given}: not a folder; give the one that gpt2 export or gpt2 train made, such as out/run/best")
     weights, notes = _check_model(folder, given)
     present = sorted(entry.relative_to(folder).as_posix() for entry in folder.rglob("*") if not entry.is_dir())
-    content: dict[str, bytes | Path] = {}
-    for name in [name for name in present if name in weights | BESIDE]:
-        path = folder / name
-        if not (path.resolve().is_file() and path.resolve().is_relative_to(folder)):
+    content: dict[str, bytes | Path] = {name: folder / name for name in present if name in weights | BESIDE}
+    for name in content:
+        if not ((path := (folder / name).resolve()).is_file() and path.is_relative_to(folder)):
             raise InputError(f"{given}/{name}: a link that leads out of the folder, or no file; put a copy of the file there")
-        content[name] = path if name.endswith(WEIGHTS) and path.stat().st_size > LARGE else read(require_small(path))
     hashes = {name: _hashes(held) for name, held in content.items()}
-    notes += card.check(folder, {name: each[0] for name, each in hashes.items()})
+    text, remarks = card.check(folder, repo, {name: each[0] for name, each in hashes.items()})
     if (folder / MANIFEST).exists() and (damage := unlike_manifest(folder, weights)):
         raise InputError(f"{given}: {damage}; restore it from a copy, or, if you changed it yourself, remove {MANIFEST}")
-    if (record := card.read_record(folder)) and card.CARD in content:
-        content |= (written := card.contents(folder, record | {"repo": repo}))
-        hashes |= {name: _hashes(held) for name, held in written.items()}
-        notes += [] if card.CARD in written else [f"{card.CARD} is not as gpt2 wrote it, and is sent as it is"]
+    if text is not None:
+        content[CARD] = text.encode()
+        hashes[CARD] = _hashes(text.encode())
     sizes = {name: held.stat().st_size if isinstance(held, Path) else len(held) for name, held in content.items()}
     files = tuple(File(name, sizes[name], hashes[name][0]) for name in content)
     left_out = tuple(name for name in present if name not in content)
-    return Plan(repo, files, left_out, tuple(notes), content, hashes)
+    return Plan(repo, files, left_out, (*notes, *remarks), content, hashes)
 
 
 def _hashes(held: bytes | Path) -> tuple[str, str, str]:
@@ -96,15 +89,13 @@ def _hashes(held: bytes | Path) -> tuple[str, str, str]:
 
 def _check_model(folder: Path, given: Path) -> tuple[set[str], list[str]]:
     """Load the model and compute logits; return the files of its weights, and remarks. Raises InputError: it cannot be sent."""
-    checkpoint = open_path(folder)
-    if isinstance(checkpoint, AdaptedCheckpoint):
-        weights = {ADAPTER_WEIGHTS}
-    else:
+    checkpoint, weights = open_path(folder), {ADAPTER_WEIGHTS}
+    if not isinstance(checkpoint, AdaptedCheckpoint):
         weights = {container.path.name for container in checkpoint.assignment.files.values()}
-        if others := sorted(name for name in weights if not name.endswith(WEIGHTS)):
-            what = f"the weights are read from {others[0]}, which is not sent"
-            raise InputError(f"{given}: {what}; gpt2 export {given} DIR writes safetensors")
-        weights |= {INDEX} if len(weights) > 1 else set()
+    if others := sorted(name for name in weights if not name.endswith((".safetensors", ".gguf"))):
+        what = f"the weights are read from {others[0]}, which is not sent"
+        raise InputError(f"{given}: {what}; gpt2 export {given} DIR writes safetensors")
+    weights |= {INDEX} if len(weights) > 1 else set()
     model, tokenizer = checkpoint.load(), checkpoint.own_tokenizer()
     require_usable(model, str(folder))
     if tokenizer is None:
@@ -119,8 +110,6 @@ def look(planned: Plan, *, public: bool) -> Target:
         from huggingface_hub import HfApi, constants, get_token
         from huggingface_hub.errors import RepositoryNotFoundError
 
-        if constants.is_offline_mode():
-            raise InputError("HF_HUB_OFFLINE is set, and publishing needs the Hub: unset it, or try --dry-run")
         if not get_token():
             raise InputError("not logged in to the Hub: run `hf auth login` or set HF_TOKEN, with a token that may write")
         url = f"{constants.ENDPOINT}/{repo}"
@@ -128,12 +117,9 @@ def look(planned: Plan, *, public: bool) -> Target:
             info = HfApi().model_info(repo)
         except RepositoryNotFoundError:
             return Target(url, not public, None)
-        others = {file.rfilename for file in info.siblings or ()} - {*planned.content, ".gitattributes"}
-    if info.id != repo:
-        raise InputError(f"{repo} is called {quoted(info.id)} now; give that name")
     if info.private is not True and not public:
         raise InputError(f"{url} is public already; add --public, or choose another name for a private one")
-    return Target(url, info.private is True, info.sha, tuple(sorted(others)))
+    return Target(url, info.private is True, info.sha)
 
 
 def send(planned: Plan, target: Target) -> tuple[str, list[str]]:
@@ -141,20 +127,19 @@ def send(planned: Plan, target: Target) -> tuple[str, list[str]]:
 
     The commit fails if the repository has changed since :func:`look`. Raises InputError: the Hub refuses or does not answer.
     """
-    with explained(planned.repo, otherwise=AGAIN):
+    with explained(planned.repo, otherwise=AGAIN), warnings.catch_warnings():
         from huggingface_hub import CommitOperationAdd, HfApi, RepoFile
 
+        warnings.simplefilter("ignore")  # of a card without metadata, which the plan's notes say
         api = HfApi()
         if target.commit is None:
             api.create_repo(planned.repo, private=target.private)
         files = [CommitOperationAdd(name, held) for name, held in planned.content.items()]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a card without metadata, which the plan's notes say
-            try:
-                message = f"Upload {len(files)} files with gpt2 publish"
-                done = api.create_commit(planned.repo, files, commit_message=message, parent_commit=target.commit)
-            except ValueError as error:  # the Hub's check of the card
-                raise InputError(f"{planned.repo}: {one_line(error)}; correct it and publish again") from error
+        try:
+            message = f"Upload {len(files)} files with gpt2 publish"
+            done = api.create_commit(planned.repo, files, commit_message=message, parent_commit=target.commit)
+        except ValueError as error:  # the Hub's check of the card
+            raise InputError(f"{planned.repo}: {one_line(error)}; correct it and publish again") from error
         rows = api.list_repo_tree(planned.repo, revision=done.oid, recursive=True)
         stored = {row.path: row.lfs.sha256 if row.lfs else row.blob_id for row in rows if isinstance(row, RepoFile)}
     return done.oid, [name for name, hashes in planned.hashes.items() if stored.get(name) not in hashes]

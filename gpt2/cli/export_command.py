@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,23 +95,18 @@ def _source(args: argparse.Namespace) -> tuple[str | Checkpoint, tuple[str, ...]
 
 
 def _with_card(done: Export, args: argparse.Namespace) -> Export:
-    """Write the export's model card and its record beside the files; return the export with both.
-
-    A damaged record of the model is only noted, because the files are written and right.
-    """
-    from gpt2.checkpoint.card import CARD, RECORD, of_export, write_card
+    """Write the export's model card beside the files; return the export with it, or with a note why there is none."""
+    from gpt2.checkpoint.card import of_export, write_card
     from gpt2.checkpoint.describe import File
+    from gpt2.checkpoint.saving import CARD
 
-    given = {"--format": args.format, "--type": args.type, "--keep": ",".join(args.keep), "--revision": args.revision}
-    words = [word for flag, value in given.items() if value and value != "hf" for word in (flag, value)]
-    model = Path(done.model).name if Path(done.model).is_absolute() else done.model  # the folders above it are private
-    folder, source = Path(done.directory), replace(done, model=re.sub(r"\.py:\w*$", ".py", done.model))
+    source = replace(done, model=re.sub(r"\.py:\w*$", ".py", done.model))
     try:
-        remark = write_card(folder, of_export(source, args.revision, shlex.join(["gpt2", "export", model, folder.name, *words])))
+        if remark := write_card(Path(done.directory), of_export(source, args.revision)):
+            return replace(done, notes=(*done.notes, remark))
     except InputError as error:
         return replace(done, notes=(*done.notes, f"no model card was written: {error}"))
-    written = [File.of(folder / name) for name in ((RECORD,) if remark else (CARD, RECORD))]
-    return replace(done, files=(*done.files, *written), notes=(*done.notes, *([remark] if remark else [])))
+    return replace(done, files=(*done.files, File.of(Path(done.directory, CARD))))
 
 
 def _text(done: Export) -> str:

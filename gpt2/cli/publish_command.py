@@ -19,8 +19,8 @@ EXAMPLES = """\
   gpt2 publish out/macbeth/best me/macbeth               a private repository; asks before it sends
   gpt2 publish out/macbeth/best me/macbeth --public --yes --json -
 
-DIR is what gpt2 train wrote (out/RUN/best) or gpt2 export. Only a model's own files are sent: weights, config, tokenizer, card,
-record. The token is HF_TOKEN's or the one of `hf auth login`. Run the command again after a broken upload: what the Hub has is
+DIR is what gpt2 train wrote (out/RUN/best) or gpt2 export. Only a model's own files are sent: weights, config, tokenizer,
+card. The token is HF_TOKEN's or the one of `hf auth login`. Run the command again after a broken upload: what the Hub has is
 not sent again.
 
 exit code: 0 published (or --dry-run), 1 the Hub stored other bytes, 2 bad input or refused"""
@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from huggingface_hub.utils import disable_progress_bars
+
     from gpt2.checkpoint.publish import look, plan, send
 
     with Status(f"checking {args.directory}"):
@@ -51,10 +53,13 @@ def run(args: argparse.Namespace) -> int:
         target = look(planned, public=args.public)
     print(printable(_plan(args, planned, target)), file=sys.stderr)
     if not args.yes:
-        _ask(f"send these {len(planned.files)} files, {size(sum(file.size for file in planned.files))}, to {target.url}?")
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
-
-    if not sys.stderr.isatty() and not are_progress_bars_disabled():  # they are for a terminal
+        if not sys.stdin.isatty():
+            raise InputError("nobody to ask here: add --yes, or --dry-run to send nothing")
+        bytes_ = size(sum(file.size for file in planned.files))
+        print(f"send these {len(planned.files)} files, {bytes_}, to {target.url}? [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise InputError("nothing was sent; answer y to send")
+    if not sys.stderr.isatty():  # the library's progress bars are for a terminal
         disable_progress_bars()
     commit, wrong = send(planned, target)
     url = f"{target.url}/commit/{commit}"
@@ -68,26 +73,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, planned: Plan, target: Target | None) -> str:
-    from gpt2.checkpoint.containers import listed
-
     state = "public" if (target and not target.private) or (target is None and args.public) else "private"
     where = "" if target is None else ", new" if target.commit is None else f", now at {target.commit[:12]}"
     lines = [f"{args.directory} -> {args.repo}  ({state}{where})"]
     lines += [f"  {file.name:24} {size(file.size):>9}  sha256 {file.sha256[:24]}..." for file in planned.files]
     lines += [f"  not sent: {', '.join(planned.left_out)}"] if planned.left_out else []
     lines += [f"  note: {note}" for note in planned.notes]
-    if target and target.others:
-        there = listed(list(target.others), 6)
-        lines.append(f"  note: {there} stay there; another model's weights among them would mislead")
-    if target and args.public and target.private:
-        lines.append(f"  note: it stays private; make it public at {target.url}/settings")
     return "\n".join(lines)
-
-
-def _ask(question: str) -> None:
-    """Ask on the terminal. Raises InputError: there is none, or the answer is not yes."""
-    if not sys.stdin.isatty():
-        raise InputError("nobody to ask here: add --yes, or --dry-run to send nothing")
-    print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise InputError("nothing was sent; answer y to send")

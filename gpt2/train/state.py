@@ -226,7 +226,7 @@ def prune(folder: Path, progress: Progress) -> None:
 def save_best(folder: Path, model: GPT2 | Bigram, tokenizer: Tokenizer, progress: Progress) -> None:
     """Write ``folder/best``: the model and its step; a README.md there that a person has edited is kept."""
     files = {"progress.json": json.dumps(asdict(progress)).encode()}
-    with contextlib.suppress(InputError):  # a damaged record
+    with contextlib.suppress(InputError):  # no file that can be read
         files |= {CARD: edited} if (edited := edited_card(folder / BEST)) is not None else {}
     _write_whole(folder / BEST, model, tokenizer, files)
 

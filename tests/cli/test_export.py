@@ -25,8 +25,8 @@ def test_hf_is_the_default(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
     out, err = capsys.readouterr()
     assert err == ""
     written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert written.keys() == {path.name for path in ASSET.iterdir()} | {"gpt2-record.json"}
-    for name in written.keys() - {"model.safetensors", "README.md", "gpt2-record.json"}:  # the first is of an older release
+    assert written.keys() == {path.name for path in ASSET.iterdir()}
+    for name in written.keys() - {"model.safetensors", "README.md"}:  # the first is of an older release
         assert written[name] == (ASSET / name).read_bytes()
     assert same_weights(tmp_path, ASSET)
     first, *lines = out.splitlines()
@@ -43,7 +43,7 @@ def test_gguf_is_one_file_that_loads_and_writes_the_same_text(tmp_path: Path, ca
     assert main(["export", "shakespeare-mini", str(tmp_path / "a" / "b"), *flags]) == 0
     assert f"gguf, {type or 'f32'}," in capsys.readouterr().out
     file = tmp_path / "a" / "b" / "model.gguf"
-    assert {path.name for path in file.parent.iterdir()} == {"model.gguf", "README.md", "gpt2-record.json"}
+    assert {path.name for path in file.parent.iterdir()} == {"model.gguf", "README.md"}
     assert abs(file.stat().st_size - size) < 0.05 * size
     texts = []
     for model in ("shakespeare-mini", str(file)):
@@ -123,7 +123,7 @@ def test_a_module_is_exported_as_the_checkpoint_that_it_holds(format: str, mine:
     assert "gpt2          ok         every value of 64 tensors" in out
     opened = "out" if format == "hf" else {"gguf": "out/model.gguf", "llmc": "out/model.bin"}[format]
     assert same_weights(Path(opened), ASSET)
-    assert str(mine.parent) not in Path("out/README.md").read_text() + Path("out/gpt2-record.json").read_text()
+    assert str(mine.parent) not in Path("out/README.md").read_text()
     assert "`mine.py`, converted" in Path("out/README.md").read_text()
 
 

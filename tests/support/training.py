@@ -9,11 +9,12 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from gpt2.checkpoint.card import CARD, CURVES, RECORD
+from gpt2.checkpoint.card import CURVES
+from gpt2.checkpoint.saving import CARD
 from gpt2.train import state
 from gpt2.train.loop import Logged, train
 
-OF_CARD = (CARD, RECORD, CURVES)
+OF_CARD = (CARD, CURVES)
 TIMINGS = ("tokens_per_second", "seconds_left", "mfu", "rank_tokens_per_second")
 
 

@@ -55,7 +55,7 @@ def test_metrics_and_state(whole: Path, tmp_path: Path) -> None:
     (found,) = read_runs([run])
     assert found.points("val_loss") == read_runs([whole])[0].points("val_loss")
     assert plot([run], tmp_path / "loss.svg").exists()
-    assert record_of(run)["training"]["best_step"] == record_of(whole)["training"]["best_step"]
+    assert record_of(run).training.figures == record_of(whole).training.figures
     file = next(run.glob("step-*")) / "progress.json"
     good = json.loads(file.read_text())
     for key in good:
