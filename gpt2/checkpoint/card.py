@@ -23,7 +23,7 @@ from gpt2.errors import InputError, printable
 CURVES, PLACEHOLDER = "curves.png", "OWNER/NAME"  # of the repository, until it is published
 FIGURES = re.compile(r"<!-- figures -->[\s\S]*?<!-- /figures -->")
 WEIGHTS = re.compile(r"^- `(.+)`, sha256 `(\w{64})`$", re.MULTILINE)
-MARK = re.compile(r"<!-- gpt2-toolkit wrote this: text (\w{64}), figures (\w{64}) -->\n\Z")
+MARK = re.compile(r"(?s)(.*)<!-- gpt2-toolkit wrote this: text (\w{64}), figures (\w{64}) -->\n")  # the last one
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _marked(text: str) -> str:
 
 
 def _is_edited(text: str) -> bool:
-    return not ((mark := MARK.search(text)) and mark[1] == _sha256(text[: mark.start()]))
+    return not ((mark := MARK.fullmatch(text)) and mark[2] == _sha256(mark[1]))
 
 
 def write_card(folder: Path, record: Record) -> str:
@@ -159,12 +159,10 @@ def check(folder: Path, repo: str, hashes: Mapping[str, str]) -> tuple[str | Non
         if hashes.get(name) != digest:
             raise InputError(f"{path} is of another {name}; remove it, or write the model again")
     claims, license = _claims(text, path)
-    notes = (
-        [] if license else [f"the card states no licence: add 'license: ...' to the first lines of {CARD} if you may grant one"]
-    )
-    if not _is_edited(text):
-        return _marked(MARK.sub("", text).replace(PLACEHOLDER, repo)), notes
-    if (mark := MARK.search(text)) and mark[2] != _sha256(claims):
+    notes = [] if license else [f"the card states no licence: if you may grant one, add 'license: ...' to {CARD}'s first lines"]
+    if (mark := MARK.match(text)) and not _is_edited(text):
+        return _marked(mark[1].replace(PLACEHOLDER, repo)), notes
+    if mark and mark[3] != _sha256(claims):
         raise InputError(f"{path}: its figures or its base are not those that gpt2 wrote; correct the card")
     return None, [*notes, f"{CARD} is not as gpt2 wrote it, and is sent as it is" + ("" if mark else ", its figures unchecked")]
 

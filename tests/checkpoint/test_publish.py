@@ -205,6 +205,12 @@ def other_weights(scale: float) -> Callable[[Path], None]:
     return change
 
 
+def appended_and_false(folder: Path) -> None:
+    """What is written below the card's last line does not free its figures from the check."""
+    edit("README.md", "| perplexity | ", "| perplexity | 1")(folder)
+    (folder / "README.md").write_text((folder / "README.md").read_text() + "Mine.\n")
+
+
 def no_card_and_a_flip(folder: Path) -> None:
     """A small weight of another sign: only the hashes show it."""
     flip(folder / "model.safetensors")
@@ -227,6 +233,7 @@ def to_a_link(folder: Path) -> None:
             "its figures or its base",
         ),
         (edit("README.md", "| perplexity | ", "| perplexity | 1"), "its figures or its base"),
+        (appended_and_false, "its figures or its base"),
         (
             edit("README.md", "library_name:", "base_model: openai-community/gpt2-xl\nlibrary_name:"),
             "its figures or its base",
@@ -241,7 +248,7 @@ def to_a_link(folder: Path) -> None:
 def test_a_folder_that_does_not_load_or_claims_too_much_is_refused(model: Path, change: Callable, says: str) -> None:
     """A page on the Hub is believed: its figures must be the record's, and its files a model."""
     (note,) = plan(model, "me/tiny").notes
-    assert note.startswith("the card states no licence: add 'license: ...' to the first lines of README.md")
+    assert note.startswith("the card states no licence: if you may grant one, add 'license: ...' to README.md's")
     change(model)
     assert says in refusal(plan, model, "me/tiny")
 
