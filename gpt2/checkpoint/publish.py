@@ -9,7 +9,7 @@ from pathlib import Path
 from gpt2.checkpoint import card
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, open_path
 from gpt2.checkpoint.describe import File
-from gpt2.checkpoint.files import ADAPTER, INDEX
+from gpt2.checkpoint.files import ADAPTER, INDEX, require_small
 from gpt2.checkpoint.hub import explained, hashes_of
 from gpt2.checkpoint.loading import require_usable, rows_note
 from gpt2.checkpoint.names import REPOSITORY
@@ -22,6 +22,7 @@ from gpt2.errors import InputError
 
 BESIDE = {*SMALL, "encoder.json", "vocab.bpe", "LICENSE", CARD, card.CURVES}
 BESIDE |= {place + name for place in ("", "adapter/") for name in (ADAPTER, ADAPTER_WEIGHTS)}
+WEIGHTS = (".safetensors", ".gguf")
 AGAIN = "run it again, what the Hub has is not sent again"
 
 
@@ -69,6 +70,8 @@ def plan(folder: str | Path, repo: str) -> Plan:
     for name in content:
         if not ((path := (folder / name).resolve()).is_file() and path.is_relative_to(folder)):
             raise InputError(f"{given}/{name}: a link that leads out of the folder, or no file; put a copy of the file there")
+        if not name.endswith(WEIGHTS):
+            require_small(folder / name)
     hashes = {name: _hashes(held) for name, held in content.items()}
     text, remarks = card.check(folder, repo, {name: each[0] for name, each in hashes.items()})
     if (folder / MANIFEST).exists() and (damage := unlike_manifest(folder, weights)):
@@ -92,7 +95,7 @@ def _check_model(folder: Path, given: Path) -> tuple[set[str], list[str]]:
     checkpoint, weights = open_path(folder), {ADAPTER_WEIGHTS}
     if not isinstance(checkpoint, AdaptedCheckpoint):
         weights = {container.path.name for container in checkpoint.assignment.files.values()}
-    if others := sorted(name for name in weights if not name.endswith((".safetensors", ".gguf"))):
+    if others := sorted(name for name in weights if not name.endswith(WEIGHTS)):
         what = f"the weights are read from {others[0]}, which is not sent"
         raise InputError(f"{given}: {what}; gpt2 export {given} DIR writes safetensors")
     weights |= {INDEX} if len(weights) > 1 else set()
