@@ -16,38 +16,26 @@ from safetensors.torch import load_file, save_file
 from support.checks import content
 from support.commands import mistake, refusal
 from support.hub_standin import HubStandIn
+from support.ranks import toml
 from support.training import flip
 
 import gpt2
 from gpt2.checkpoint.card import edited_card
 from gpt2.checkpoint.publish import Plan, Target, look, plan, send
 from gpt2.cli.main import main
+from gpt2.train.card import write_card
+from gpt2.train.recipe import Recipe
 
 TOKEN = "hf_" + "writer" * 5
-RECIPE = """
-steps = 6
-batch_size = 2
-context = 16
-log_every = 1
-eval_every = 2
-save_every = 6
-sample_tokens = 8
-device = "cpu"
-data.tokenizer = "chars"
-model = {n_layer = 1, n_embd = 16, n_head = 2, n_positions = 16}
-optim = {lr = 1e-2, min_lr = 1e-3, warmup = 1}
-"""
+CLAIM = "its figures or its base are not those that gpt2 wrote"
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The best model of a tiny run, as the command wrote it; read only."""
-    folder = tmp_path_factory.mktemp("trained")
-    (folder / "tiny.toml").write_text(RECIPE)
-    (folder / "my text.txt").write_text("To be, or not to be: that is the question.\n" * 30)
-    text = f"data.path={folder / 'my text.txt'}"
-    assert main(["train", str(folder / "tiny.toml"), "--set", text, "--out", str(folder / "tiny")]) == 0
-    return folder / "tiny" / "best"
+def trained(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The best model of a tiny run, with its card; read only."""
+    run = Path(shutil.copytree(whole, tmp_path_factory.mktemp("trained") / "tiny"))
+    assert write_card(run) == ""
+    return run / "best"
 
 
 @pytest.fixture
@@ -95,7 +83,7 @@ def test_what_comes_back_is_what_was_sent(trained: Path, hub: HubStandIn, tmp_pa
     assert set(result["not_sent"]) == {"manifest.json", "progress.json"}
     back, sent = (gpt2.load(name).state_dict() for name in (f"me/tiny@{result['commit']}", str(trained)))
     assert all(torch.equal(back[name], sent[name]) for name in sent)
-    assert gpt2.load_tokenizer("me/tiny").encode("To be") == gpt2.load_tokenizer(str(trained)).encode("To be")
+    assert gpt2.load_tokenizer("me/tiny").encode("to") == gpt2.load_tokenizer(str(trained)).encode("to")
     received = hub.put.total()
     assert main(["publish", str(trained), "me/tiny", "--yes"]) == 0
     assert "nothing has changed" in capfd.readouterr().out
@@ -140,11 +128,11 @@ def test_private_unless_told_otherwise(trained: Path, hub: HubStandIn, capsys: p
     assert b'gpt2.load("me/new")' in hub.files("me/new")["README.md"]
 
 
-def test_a_run_whose_card_cannot_be_written_has_its_result(trained: Path, tmp_path: Path, capsys) -> None:
+def test_a_run_whose_card_cannot_be_written_has_its_result(trained: Path, recipe: Recipe, tmp_path: Path, capsys) -> None:
     """The command exited 2 and said nothing of the losses, after a run that had ended well."""
-    home, run = trained.parent.parent, shutil.copytree(trained.parent, tmp_path / "tiny")
+    run = shutil.copytree(trained.parent, tmp_path / "tiny")
     (run / "best" / "README.md").write_text("version https://git-lfs")
-    argv = ["train", str(home / "tiny.toml"), "--set", f"data.path={home / 'my text.txt'}", "--out", str(run)]
+    argv = ["train", str(toml(recipe, tmp_path / "tiny.toml")), "--out", str(run)]
     assert main(argv) == 0
     out, err = capsys.readouterr()
     assert "note: no model card was written: " in err
@@ -228,16 +216,10 @@ def to_a_link(folder: Path) -> None:
         (other_weights(0.5), "is of another model.safetensors"),
         (other_weights(float("nan")), "is nan, not finite"),
         (to_a_link, "leads out of the folder"),
-        (
-            edit("README.md", "type: perplexity\n      value: ", "type: perplexity\n      value: 1"),
-            "its figures or its base",
-        ),
-        (edit("README.md", "| perplexity | ", "| perplexity | 1"), "its figures or its base"),
-        (appended_and_false, "its figures or its base"),
-        (
-            edit("README.md", "library_name:", "base_model: openai-community/gpt2-xl\nlibrary_name:"),
-            "its figures or its base",
-        ),
+        (edit("README.md", "type: perplexity\n      value: ", "type: perplexity\n      value: 1"), CLAIM),
+        (edit("README.md", "| perplexity | ", "| perplexity | 1"), CLAIM),
+        (appended_and_false, CLAIM),
+        (edit("README.md", "library_name:", "base_model: openai-community/gpt2-xl\nlibrary_name:"), CLAIM),
         (edit("README.md", "tags:\n", "tags: [\n"), "metadata cannot be read"),
         (edit("config.json", '"n_embd": 16', '"n_embd": 17'), "n_embd"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
