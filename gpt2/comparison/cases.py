@@ -124,7 +124,7 @@ def read_cases(table: str | CaseTable) -> tuple[Asked, bool]:
     place = user_path(path)
     file, known = place / HELD_OUT if place.is_dir() else place, [fields] if fields else [*FIELDS, LABELLED]
     wanted = ", or ".join(" and ".join(each) for each in known)
-    if file.suffix.lower() not in READERS or not file.is_file():
+    if file.suffix.lower() not in READERS or not file.exists():
         raise InputError(f"--cases {path}: give a .jsonl, .csv or .parquet file with the fields {wanted}; or a training run")
     cases, own = list[tuple[str, tuple[str, ...]]](), known[0]
     for where, record in records(file):
