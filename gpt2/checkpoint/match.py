@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint import keys
-from gpt2.checkpoint.containers import Container, listed, shown
-from gpt2.config import GPT2Config
+from gpt2.checkpoint.containers import Container, listed, read_json, shown
+from gpt2.config import GPT2Config, quoted
 from gpt2.errors import CheckpointError
 
 OTHER = "another architecture; this loader reads GPT-2 only"
@@ -188,6 +188,9 @@ def require_gpt2(files: Files, where: Path) -> None:
         return
     unknown = [key for key, name in named.items() if not keys.is_parameter(name) and not keys.is_redundant(name)]
     _refuse_known_cause(files, unknown)
+    config = read_json(where / "config.json") if (where / "config.json").is_file() else {}
+    if isinstance(config, dict) and (kind := config.get("model_type", "gpt2")) != "gpt2":
+        raise CheckpointError(f"{where}: model_type is {quoted(kind)}, not 'gpt2'; this loader reads GPT-2 only")
     if unknown:
         what = f"{len(unknown):,} of its {len(files):,} tensors have names that no known GPT-2 gives them ({listed(unknown, 2)})"
         raise CheckpointError(f"{where}: {what}, and {listed(lacking)} is missing; {LIKE.format(where)}")

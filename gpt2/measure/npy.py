@@ -20,8 +20,11 @@ RIGHT = f"a right one begins with \\x93NUMPY, the bytes 1 0 118 0, {DICTIONARY},
 
 def read_npy(path: Path, most: float = math.inf) -> np.ndarray:
     """Return the array in a file. Raises InputError: more than ``most`` bytes, damaged, or no array of numbers."""
-    with opened(path) as file:
-        return _read(file, str(path), path.stat().st_size, most)
+    try:
+        with opened(path) as file:
+            return _read(file, str(path), path.stat().st_size, most)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error}); give a .npy file") from None
 
 
 def read_npz(path: Path, most: float = math.inf) -> Iterator[tuple[str, np.ndarray]]:
