@@ -61,7 +61,7 @@ def ratio(numerators: Iterable[float], denominators: Iterable[float]) -> Spread:
 
 def seconds(work: Callable[[], object]) -> float:
     """Return the seconds of ``work``, with what it leaves an accelerator to do."""
-    wait = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
+    wait: Callable[[], object] = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
     wait()
     begin = time.perf_counter()
     work()
@@ -227,7 +227,11 @@ def bench(
             "ours": lambda: Ours(load_path(folder, dtype=side.dtype, device=where, offline=True)),
             "transformers": lambda: Transformers(reference.load_reference(folder, theirs).to(where)),
         }
-        first = {key: partial(seconds, lambda load=load: load().prefill(x[:, :1])) for key, load in loads.items()}
+
+        def first_logits(load: Callable[[], Ours | Transformers]) -> Tensor:
+            return load().prefill(x[:, :1])
+
+        first = {key: partial(seconds, partial(first_logits, load)) for key, load in loads.items()}
         measure("load to first logits", 0, first)
         sides = {key: load() for key, load in loads.items()}
         measure(f"prefill {shape}", batch * context, {key: partial(seconds, partial(s.prefill, x)) for key, s in sides.items()})
