@@ -98,16 +98,17 @@ class Calibration:
 class Distributions:
     """The comparison of two models' distributions on one text.
 
-    ``ratio`` is b's perplexity over a's, ``difference`` the mean log-probability under b minus that under a (ratio =
-    exp(-difference)), both paired token by token. ``correlation`` is Pearson's, of the log-probabilities; NaN if one never
-    varies. ``only_a`` is the probability that a gives to entries that b lacks, on average: KL(a||b) is infinite where it is above
-    0. ``undefined`` counts tokens with NaN figures, because a model returned NaN.
+    ``ratio`` is b's perplexity over a's, ``bits`` b's bits per byte minus a's, ``difference`` the mean log-probability under b
+    minus that under a (ratio = exp(-difference)), all paired token by token. ``correlation`` is Pearson's, of the
+    log-probabilities; NaN if one never varies. ``only_a`` is the probability that a gives to entries that b lacks, on average:
+    KL(a||b) is infinite where it is above 0. ``undefined`` counts tokens with NaN figures, because a model returned NaN.
     """
 
     a: Language
     b: Language
     ratio: Estimate
     difference: Estimate
+    bits: Estimate
     correlation: float
     kl_ab: Divergence
     kl_ba: Divergence
@@ -137,13 +138,17 @@ def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distribu
     change = tokens.change
     squares = change.square()
     rms = bootstrap.interval(squares.mean().sqrt().item(), bootstrap.means(squares).sqrt())
+    gained = gain(tokens.logp_a, tokens.logp_b)
+    bits = -gained / math.log(2)
+    per_byte = bootstrap.interval((bits.sum() / lengths.sum()).item(), bootstrap.means(bits, lengths))
     undefined = torch.stack((tokens.logp_a, tokens.logp_b, tokens.kl_ab, tokens.kl_ba, tokens.js)).isnan().any(0)
     edges = [0, *dict.fromkeys(round(tokens.windows.context ** (i / POSITION_BINS)) for i in range(POSITION_BINS + 1))]
     return Distributions(
         a=language(tokens.logp_a, lengths, tokens.windows, bootstrap),
         b=language(tokens.logp_b, lengths, tokens.windows, bootstrap),
         ratio=perplexity_ratio(tokens.logp_a, tokens.logp_b, bootstrap),
-        difference=bootstrap.mean(gain(tokens.logp_a, tokens.logp_b)),
+        difference=bootstrap.mean(gained),
+        bits=per_byte,
         correlation=correlation(tokens.logp_a, tokens.logp_b),
         kl_ab=_divergence(tokens.kl_ab, tokens.index, bootstrap),
         kl_ba=_divergence(tokens.kl_ba, tokens.index, bootstrap),

@@ -59,7 +59,7 @@ def compare(a: str = DEFAULT, b: str = f"hf/{DEFAULT}", *others: str, **options:
     """Compare two models by name: weights, activations, distributions over a text, and generated words.
 
     If both have the same weights and differ in dtype or implementation, each is also compared with a float64 run. With more than
-    two names, each model is compared with the first, one in memory at a time (:func:`gpt2.comparison.many.compare_many`).
+    two names, each model is compared with the first, one after the other (:func:`gpt2.comparison.many.compare_many`).
 
     Args:
         a, b, others: names as for :func:`gpt2.load`, each with an optional ``:dtype`` suffix, or other sides of a comparison

@@ -1,4 +1,4 @@
-"""Several models against the first: the same figures as of two alone, one model in memory, runs by their steps."""
+"""Several models against the first: the same figures as of two alone, one pair in memory, runs by their steps."""
 
 from __future__ import annotations
 
