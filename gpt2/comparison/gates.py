@@ -33,9 +33,14 @@ METRICS = {
 MANY = ("kl", "kl_max", "same_top", "perplexity_ratio", "weights")  # that are measured of each of several models
 
 
-def _figures(found: Comparison) -> Figures:
-    """Return every metric that was measured."""
-    figures: Figures = {}
+def _figures(found: Comparison | Candidate) -> Figures:
+    """Return every metric that was measured of two models, or of one of several."""
+    if isinstance(found, Candidate):
+        figures: Figures = {"weights": found.weights}
+        if (pair := found.against) is not None:
+            figures |= {"kl": pair.kl, "kl_max": pair.kl_max, "same_top": pair.same_top, "perplexity_ratio": pair.ratio}
+        return figures
+    figures = {}
     if (both := found.distributions) is not None:
         figures |= {"kl": both.kl_ab.mean, "kl_max": both.kl_ab.max, "js": both.js.mean}
         figures |= {"same_top": both.same_top, "perplexity_ratio": both.ratio}
@@ -50,14 +55,6 @@ def _figures(found: Comparison) -> Figures:
     if (cases := found.cases) is not None:
         figures |= {"exact_match": cases.right_b, "lost_cases": float(len(cases.lost)), "answer_ratio": cases.likelier}
         figures["contains"] = cases.contains_b
-    return figures
-
-
-def _figures_of_one(found: Candidate) -> Figures:
-    """Return the metrics of one of several models."""
-    figures: Figures = {"weights": found.weights}
-    if (against := found.against) is not None:
-        figures |= {"kl": against.kl, "kl_max": against.kl_max, "same_top": against.same_top, "perplexity_ratio": against.ratio}
     return figures
 
 
@@ -91,11 +88,11 @@ class Gate:
 
     def judge(self, found: Comparison | Candidate) -> Judgement:
         """Apply the condition; raises InputError if the metric was not measured of two models, or of one of several."""
-        if isinstance(found, Comparison):
-            figures, left_out, of, instead = _figures(found), found.compatibility.impossible, "", "; gate on another metric"
-        else:
-            figures, left_out, of, instead = _figures_of_one(found), found.left_out, f" of {found.model.name}", ""
-        if (measured := figures.get(self.metric)) is None:
+        if (measured := _figures(found).get(self.metric)) is None:
+            if isinstance(found, Comparison):
+                left_out, of, instead = found.compatibility.impossible, "", "; gate on another metric"
+            else:
+                left_out, of, instead = found.left_out, f" of {found.model.name}", ""
             why = "; ".join(dict.fromkeys(left_out.values())) or "this comparison has no such part"
             raise InputError(f"--fail-if {self}: {self.metric}{of} was not measured ({why}){instead}")
         interval = measured if isinstance(measured, Estimate) else Estimate(measured, measured, measured)

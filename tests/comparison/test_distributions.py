@@ -402,6 +402,9 @@ def test_every_figure_of_the_summary_against_numpy_and_scipy():
         assert side.bits_per_byte.low < side.bits_per_byte.value < side.bits_per_byte.high
     assert got.ratio.value == pytest.approx(got.b.score.perplexity / got.a.score.perplexity, rel=1e-13)
     assert got.difference.value == pytest.approx((logp_b - logp_a).mean(), rel=1e-12)
+    more_bits = got.b.bits_per_byte.value - got.a.bits_per_byte.value
+    assert got.bits.value == pytest.approx(more_bits, rel=1e-11)
+    assert got.bits.low < got.bits.value < got.bits.high
     assert (got.ratio.low, got.ratio.high) == pytest.approx((math.exp(-got.difference.high), math.exp(-got.difference.low)))
     assert got.correlation == pytest.approx(scipy.stats.pearsonr(logp_a, logp_b).statistic, rel=1e-12)
     for divergence, values in ((got.kl_ab, tokens.kl_ab), (got.kl_ba, tokens.kl_ba), (got.js, tokens.js)):
