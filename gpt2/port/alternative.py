@@ -111,8 +111,7 @@ class Alternative:
     ``sees``: what a token's value may depend on beside earlier tokens: TEXT or ROWS. ``silent``: whether it changes nothing in a
     block, by its number. ``calls``: the text is read so. ``steps``: it is one of a text that is read in several calls;
     ``at_once``: it shows in the first of them as well. ``run``: the stream of the whole program, if it is no change of formulas;
-    ``crosses``: it takes something from block to block. ``key``: what tells it from another one of the same words. ``fitted``: it
-    has a number that was fitted.
+    ``crosses``: it takes something from block to block. ``key``: what tells it from another one of the same words.
     """
 
     id: str
@@ -132,7 +131,6 @@ class Alternative:
     run: Callable[[Model], Tensor] | None = None
     crosses: bool = False
     key: str = ""
-    fitted: bool = False
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Alternative) and self.label == other.label
@@ -162,7 +160,7 @@ class Alternative:
         fixes = {self.id: self.fix}
         parts = (part.partition(" ") for part in self.parts(layer))
         return tuple(
-            Fault(id, part, words, fitted=self.fitted, layer=layer, fix=fixes.get(id), share=share)
+            Fault(id, part, words, layer=layer, fix=fixes.get(id), share=share)
             for part, _, share in parts
             for id, words in causes
         )

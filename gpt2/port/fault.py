@@ -16,8 +16,8 @@ Function = Callable[[Tensor], Tensor]
 class Fault:
     """One fault: a cause's id, the part of the block (or the point outside the blocks), and what the port does.
 
-    Faults of one id and ``kind`` are one fault in several places, for a ``detail`` that names a block. ``fitted``: a factor was
-    fitted. ``layer``: the running block's number, None outside. ``fix``: the corrected line, if it is not that of the table.
+    Faults of one id and ``kind`` are one fault in several places, for a ``detail`` that names a block. ``layer``: the running
+    block's number, None outside. ``fix``: the corrected line, if it is not that of the table.
     ``share``: "q", "k" or "v", if only that third of c_attn is concerned.
     """
 
@@ -25,7 +25,6 @@ class Fault:
     part: str
     detail: str
     kind: str = ""
-    fitted: bool = False
     layer: int | None = None
     fix: str | None = None
     share: str = ""

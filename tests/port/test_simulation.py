@@ -24,12 +24,11 @@ from gpt2.port.alternatives.moments import WAYS, readings
 from gpt2.port.alternatives.norms import normed, of_moments
 from gpt2.port.alternatives.outside import sequence_faults
 from gpt2.port.deadline import Deadline, few_threads
+from gpt2.port.dump.batch import Batch
 from gpt2.port.dump.candidates import Candidate
-from gpt2.port.dump.evaluate import Evaluator
 from gpt2.port.dump.explaining import Explainer, Explanation
-from gpt2.port.dump.lenses import Lens, Span
-from gpt2.port.dump.segments import Segment
-from gpt2.port.dump.table import Table
+from gpt2.port.dump.known import Faults
+from gpt2.port.dump.part import Part
 from gpt2.port.graph import ORDER, Entrance, Model, Program
 
 CONFIG = GPT2Config(vocab_size=29, n_positions=11, n_embd=12, n_layer=2, n_head=3, n_inner=20, bos_token_id=0, eos_token_id=0)
@@ -58,6 +57,11 @@ def explained(
     return Explainer(own, evidence, allowed, Deadline(seconds)).explanation()
 
 
+def run(part: Part, some: list[Candidate]) -> list[tuple[Candidate, Tensor]]:
+    """Each candidate with its values (B, T, X) at the end of a part."""
+    return [pair for few, values in Batch(part).values(some, Deadline()) for pair in zip(few, values, strict=True)]
+
+
 def named(explanation: Explanation) -> list[list[tuple[str, str]]]:
     """Each hypothesis as its faults' ids and places."""
     return [[(one.id, ", ".join(map(str, one.places))) for one in each.faults] for each in explanation.hypotheses]
@@ -65,7 +69,7 @@ def named(explanation: Explanation) -> list[list[tuple[str, str]]]:
 
 def test_a_fault_says_its_own_correction(model: GPT2, ids: Tensor) -> None:
     """The table's line was printed instead: a window was to be mended as a token that cannot see itself."""
-    every = Table.of(Model(model.state_dict(), CONFIG, ids)).blocks
+    every = table(Model(model.state_dict(), CONFIG, ids))
     window = next(one for one in every if one.words.startswith("a token sees the last 2 tokens"))
     (found,) = Candidate(tuple((window, n) for n in range(CONFIG.n_layer))).found(CONFIG.n_layer)
     assert found.fix is not None
@@ -99,9 +103,8 @@ def test_as_many_faults_of_later_tokens_are_tried_wherever_they_begin(model: GPT
     Every other number of heads was tried on all tokens as well: the scores of 768 heads take 3 GB at 1,024 tokens.
     """
     simulation = Model(model.state_dict(), CONFIG, ids)
-    faults = Table.of(simulation)
-    part = Segment(simulation, "logits", None, {"logits": model(ids).detach()}, {})
-    early, late = (list(faults.since(simulation, token, part)) for token in (2, 6))
+    faults = Faults(Part(simulation, "logits", None, {"logits": model(ids).detach()}, {}))
+    early, late = (faults.since(token) for token in (2, 6))
     assert len(late) <= len(early) + 3
 
 
@@ -220,13 +223,17 @@ def test_a_last_norm_over_other_axes_runs_over_each_stream_of_a_batch_by_itself(
     """Beside a last norm over the tokens, others were ranked in a batch of streams, whose axes it took for those of one: an
     exception, or another norm."""
     every = readings((2, 7, CONFIG.n_embd), CONFIG.n_head).values()
-    programs = [Program(outside={"ln_f": normed("ln_f", of_moments(one, WAYS[0], 1e-5))}) for one in every]
+    some = [
+        Alternative("", str(n), outside={"ln_f": normed("ln_f", of_moments(one, WAYS[0], 1e-5))}) for n, one in enumerate(every)
+    ]
     own = Model(model.state_dict(), CONFIG, ids)
-    values = Evaluator(
-        Lens(own, Span(0, CONFIG.n_layer, "ln_f", None, own.trace(Program())["ln_f"])), programs, Deadline()
-    ).alone()
-    for program, value in zip(programs, values, strict=True):
-        assert torch.allclose(own.trace(program)["ln_f"], value)
+    part = Part(own, "ln_f", None, {"ln_f": own.trace(Program())["ln_f"]}, {})
+    compared = 0
+    for one, value in run(part, [Candidate(((one, None),)) for one in some]):
+        assert one.program is not None
+        assert torch.allclose(own.trace(one.program)["ln_f"], value)
+        compared += 1
+    assert compared == len(some)
 
 
 def test_of_two_equal_explanations_the_commoner_mistake_comes_first() -> None:
@@ -244,23 +251,16 @@ def test_each_program_gives_in_a_batch_what_it_gives_alone(model: GPT2, ids: Ten
     """A value that is taken from another row, or of another shape, would rule out the true fault: in any batch, in any part."""
     exact = Model(model.state_dict(), CONFIG, ids)
     right = exact.trace(Program())
-    every = Table.of(exact).singles(Segment(exact, "logits", None, {"logits": right["logits"]}, {}))
-    programs = [one.program or Program() for one in every]
-    pieces = [Lens(exact, Span(0, CONFIG.n_layer, "logits", None, right["logits"]))]
+    parts = [Part(exact, "logits", None, {"logits": right["logits"]}, {})]
     for layer, end in ((0, "h.0.mid"), (1, "h.1.attn.heads")):  # from a stage of a block to one of another
         state = {"x": right["x" if layer else "embed"], **{node: right[f"h.{layer}.{node}"] for node in ("ln_1", "attn.q")}}
-        pieces.append(Lens(exact, Span(layer, layer + 1, end, Entrance(layer, state, ORDER["attn.q"]), right[end])))
-    for lens in pieces:
-        some = [one for one in programs[:: 23 if lens is pieces[0] else 31] if lens.span.reaches(one)]
-        some = some if lens is pieces[0] else [one for one in some if not (one.outside or one.order or one.run)]
-        span = lens.span
-        for program, value in zip(some, Evaluator(lens, some, Deadline()).alone(), strict=True):
-            if span.entrance is None:
-                expected = exact.trace(program)[span.end]
-            else:
-                expected = exact.stages(program, span.first, span.last, span.entrance, span.until)["end"]
-            assert torch.allclose(value, expected, equal_nan=True), program
-        assert len(some) > 20
+        parts.append(Part(exact, end, Entrance(layer, state, ORDER["attn.q"]), {end: right[end]}, {}))
+    for part in parts:
+        some = [*Faults(part).singles()][:: 23 if part is parts[0] else 11]
+        values = run(part, [one for one in some if one.program is not None])
+        for one, value in values:
+            assert torch.allclose(value, part.values(one)[part.end], equal_nan=True), one
+        assert len(values) > 20
 
 
 @pytest.mark.slow
@@ -275,15 +275,9 @@ def test_no_fault_explains_an_unknown_computation(model: GPT2, ids: Tensor) -> N
     assert not found.right
 
 
-@pytest.mark.parametrize(("factor", "id"), [(0.37, "scale-wrong"), (None, "layernorm-eps")])
-def test_a_factor_of_the_scores_or_an_epsilon_is_read_off_the_logits(
-    factor: float | None, id: str, model: GPT2, ids: Tensor
-) -> None:
-    """A number that nobody has in a table was undetermined; another formula with a free number must not be fitted to noise."""
-    wrong = model_of(replace(CONFIG, layer_norm_epsilon=1e-5 if factor else 0.0123), model.state_dict())
-    edits = {"attn.scores": lambda c, s: factor * c.right("attn.scores", s)} if factor else {}
-    program = Program(dict.fromkeys(range(2), edits) if factor else {})
-    logits = Model(wrong.state_dict(), wrong.config, ids).trace(program)["logits"]
+def test_a_root_on_one_side_of_the_scores_is_named_from_logits(model: GPT2, ids: Tensor) -> None:
+    """Queries and keys are each divided by the fourth root of a head's size; with one forgotten, logits showed nothing."""
+    edits = {"attn.scores": lambda c, s: CONFIG.head_dim**0.25 * c.right("attn.scores", s)}
+    logits = Model(model.state_dict(), CONFIG, ids).trace(Program(dict.fromkeys(range(2), edits)))["logits"]
     (fault,) = explained(model, ids, {"logits": logits}).hypotheses[0].faults
-    assert fault.id == id
-    assert (f"{factor / math.sqrt(CONFIG.head_dim):.4g}" if factor else "0.0123") in fault.detail
+    assert (fault.id, "fourth root" in fault.detail) == ("scale-wrong", True)

@@ -64,6 +64,7 @@ def scale_faults(
         ("scale-wrong", math.sqrt(size), "the scores are multiplied by the root of a head's size, not divided"),
         ("scale-wrong", 1 / math.sqrt(config.n_head), "the scores are divided by the root of the number of heads"),
         ("scale-wrong", 1 / math.sqrt(OFFICIAL_SIZE), f"the scores are divided by 8, as heads of {OFFICIAL_SIZE} need it"),
+        ("scale-wrong", size**-0.25, "the fourth root of a head's size divides the queries or the keys alone"),
     ]
     known.insert(0 if inverse_first or config.scale_attn_by_inverse_layer_idx else len(known), by_layer)
     head_size = " (1/sqrt(head size))" if math.isclose(right, root) else ""
@@ -92,6 +93,7 @@ SCALES: dict[str, Callable[[GPT2Config, int], float]] = {
     "multiplied": lambda config, layer: math.sqrt(config.head_dim),
     "by the heads": lambda config, layer: 1 / math.sqrt(config.n_head),
     "by 8": lambda config, layer: 1 / math.sqrt(OFFICIAL_SIZE),
+    "on one side": lambda config, layer: config.head_dim**-0.25,
     "doubled": lambda config, layer: 2 / math.sqrt(config.head_dim),
     "halved": lambda config, layer: 0.5 / math.sqrt(config.head_dim),
     "zero": lambda config, layer: 0.0,

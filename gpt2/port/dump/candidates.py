@@ -49,10 +49,6 @@ class Candidate:
         layers = {layer for _, layer in self.sites}
         return len(layers) == 1 and None not in layers
 
-    @property
-    def labels(self) -> frozenset[str]:
-        return frozenset(one.label for one, _ in self.sites) | ({str(self.order)} if self.order else set())
-
     @cached_property
     def price(self) -> float:
         """How much a candidate assumes: its faults, however many places each has."""

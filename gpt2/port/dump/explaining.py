@@ -18,10 +18,10 @@ from gpt2.measure.metrics import Progress, silent, worst_relative_error
 from gpt2.measure.tracing import layer_of, point_at, points
 from gpt2.port.deadline import Deadline
 from gpt2.port.dump.candidates import FITTED, Candidate, Found
+from gpt2.port.dump.known import scopes
 from gpt2.port.dump.matching import Search
-from gpt2.port.dump.segments import Fit, Segment
-from gpt2.port.dump.table import scopes
-from gpt2.port.graph import NODES, ORDER, Entrance, Model, Program, stage_of
+from gpt2.port.dump.part import Fit, Part
+from gpt2.port.graph import NODES, ORDER, Entrance, Model, Program, State, stage_of
 
 SAME = 1e-9  # programs whose values differ by less are one function
 ENDS, STREAMS = ("embed", "logits"), ("", "mid")  # points, and stages of a block, behind which a search begins anew
@@ -103,51 +103,49 @@ class Explainer:
         self.ends = [point for point in self.shown if point in ENDS or stage_of(point) in stages]
         if "logits" not in self.ends and "ln_f" in self.shown:
             self.ends.append("ln_f")
-        self.whole = Segment(model, [*self.shown][-1], None, self.shown, tolerance)
+        self.whole = Part(model, [*self.shown][-1], None, self.shown, tolerance)
 
     @torch.no_grad()
     def explanation(self) -> Explanation:
-        first_wrong = wrong = self.whole.first_wrong(Candidate())
+        first_wrong = wrong = self.whole.first_wrong
         found, complete, last_right = [Fit(Candidate(), 0.0)], True, None
         while wrong is not None:
             end = next((end for end in self.ends if self.order.index(end) >= self.order.index(wrong)), self.ends[-1])
             before = self.ends[: self.ends.index(end)]
             last_right = before[-1] if before else None
-            segment = self._segment(end, last_right, found[0].candidate)
-            search = Search(segment, self.deadline, self.progress)
-            fits = [] if segment.first_wrong(Candidate()) is None else search.fits()
+            part = self._part(end, last_right, found[0].candidate)
+            search = Search(part, self.deadline, self.progress)
+            fits = [] if part.first_wrong is None else search.fits()
             complete &= search.complete
-            reach, wider = self._widened(found, fits, segment) if fits else (-1, [])
+            reach, wider = self._widened(found, fits, part) if fits else (-1, [])
             if reach <= self.order.index(wrong):
                 break
             found, wrong = wider, next(iter(self.order[reach:]), None)
         if wrong is None:
             last_right = self.ends[-1]
         some = [one for one in found if not one.candidate.is_right]
-        hypotheses = self._described(some if wrong is None else some[:1])
-        decisive = self._decisive([fit.candidate for fit in some]) if len(hypotheses) > 1 else None
-        values = self.whole.values(some[0].candidate) if some and wrong is None else {}
-        return Explanation(first_wrong is None, tuple(hypotheses), decisive, last_right, first_wrong, wrong, complete, values)
+        described = self._described(some if wrong is None else some[:1])
+        decisive = self._decisive(*(values for _, values in described[:2])) if len(described) > 1 else None
+        values = described[0][1] if described and wrong is None else {}
+        hypotheses = tuple(one for one, _ in described)
+        return Explanation(first_wrong is None, hypotheses, decisive, last_right, first_wrong, wrong, complete, values)
 
-    def _segment(self, end: str, before: str | None, known: Candidate) -> Segment:
+    def _part(self, end: str, before: str | None, known: Candidate) -> Part:
         """Return the part between two shown points, of a program with the faults that are known."""
         inside = self.order[0 if before is None else self.order.index(before) + 1 : self.order.index(end) + 1]
         entrance = None
         if before is not None:
-            layer = layer_of(before)
-            number = -1 if layer is None else layer
+            layer, stage = layer_of(before), stage_of(before)
             values = self.model.stages(known.program or Program(), 0, self.layers)
-            stage = stage_of(before) or ""
             if layer is None or not stage:  # the embeddings, or a block's result
-                entrance = Entrance(number + 1, {"x": values["embed" if layer is None else point_at(number, "")]})
+                entrance = Entrance(0 if layer is None else layer + 1, {"x": values[before]})
             else:
-                state = {node: values[point_at(number, node)] for node in NODES[: ORDER[stage] + 1]}
-                x = values[point_at(number - 1, "") if number else "embed"]
-                entrance = Entrance(number, {"x": x, **state}, ORDER[stage])
+                state = {node: values[point_at(layer, node)] for node in NODES[: ORDER[stage] + 1]}
+                entrance = Entrance(layer, {"x": values[point_at(layer - 1, "") if layer else "embed"], **state}, ORDER[stage])
         shown = {point: self.shown[point] for point in inside if point in self.shown}
-        return Segment(self.model, end, entrance, shown, self.tolerance)
+        return Part(self.model, end, entrance, shown, self.tolerance)
 
-    def _widened(self, bases: Sequence[Fit], fits: Sequence[Fit], segment: Segment) -> tuple[int, list[Fit]]:
+    def _widened(self, bases: Sequence[Fit], fits: Sequence[Fit], part: Part) -> tuple[int, list[Fit]]:
         """Return the faults of a part on top of those before it, the likeliest first: in other blocks too, if more follows so.
 
         Before them, the number of the first point that they do not explain, of all points if they do.
@@ -155,72 +153,63 @@ class Explainer:
         options = dict[object, tuple[int, Fit]]()
         some = MOST[self.model.small]
         for base, fit in itertools.product(bases[:some], fits[:some]):
-            rounding = dict.fromkeys(segment.shown, fit.error)  # what numbers that are rounded otherwise leave
+            rounding = dict.fromkeys(part.shown, fit.error)  # what numbers that are rounded otherwise leave
             narrow = self._reached(base.candidate.with_(fit.candidate), rounding)
             options.setdefault(narrow[1].candidate.key, narrow)
-            for one in self._elsewhere(fit.candidate, segment):
+            for one in self._elsewhere(fit.candidate, part):
                 wide = self._reached(base.candidate.with_(one), rounding)
                 if wide[0] > narrow[0]:
                     options.setdefault(wide[1].candidate.key, wide)
         most = max(reach for reach, _ in options.values())
         best = sorted((fit for reach, fit in options.values() if reach == most), key=lambda fit: fit.candidate.order_of_naming)
-        price = best[0].candidate.price + FITTED
-        return most, [fit for fit in best if fit.candidate.price < price][
-            :MAX_OFFERED
-        ]  # another fault that is not needed is none
+        price = best[0].candidate.price + FITTED  # another fault that is not needed is none
+        return most, [fit for fit in best if fit.candidate.price < price][:MAX_OFFERED]
 
     def _reached(self, candidate: Candidate, rounding: Mapping[str, float]) -> tuple[int, Fit]:
         """Return the number of the first shown point that faults do not explain, of all points if they do; and their fit."""
         whole = replace(candidate, sites=tuple(dict.fromkeys(candidate.sites)))
         if not whole.head and whole.program is None:
             return -1, Fit(whole, math.inf)
-        errors = self.whole.errors(whole)
+        errors = self.whole.errors(self.whole.values(whole))
         allowed = {point: max(self.whole.allowed(point), rounding.get(point, 0.0)) for point in errors}
         wrong = (self.order.index(point) for point, error in errors.items() if not error <= allowed[point])
         return next(wrong, len(self.order)), Fit(whole, max(errors.values()))
 
-    def _elsewhere(self, candidate: Candidate, segment: Segment) -> Iterator[Candidate]:
+    def _elsewhere(self, candidate: Candidate, part: Part) -> Iterator[Candidate]:
         """Yield the faults of a part of the blocks in all of them, and in some."""
-        alternatives = list(dict.fromkeys(one for one, layer in candidate.sites if layer is not None))
-        if segment.all_blocks or not alternatives or self.layers == 1:
+        inside = list(dict.fromkeys(one for one, layer in candidate.sites if layer is not None))
+        if part.all_blocks or not inside or self.layers == 1:
             return
         outside = tuple(site for site in candidate.sites if site[1] is None)
-        every = tuple((one, n) for n in range(self.layers) for one in alternatives)
+        ends = tuple((one, None) for one in inside if one.outside and (one, None) not in outside)
         for some in (range(self.layers), *scopes(self.layers)):
-            sites = tuple(site for site in every if site[1] in some)
-            yield replace(candidate, sites=(*sites, *outside))
-            ends = tuple((one, None) for one in alternatives if one.outside and (one, None) not in outside)
+            sites = (*((one, n) for n in some for one in inside), *outside)
+            yield replace(candidate, sites=sites)
             if ends:
-                yield replace(candidate, sites=(*sites, *outside, *ends))
+                yield replace(candidate, sites=(*sites, *ends))
 
-    def _described(self, fits: list[Fit]) -> list[Hypothesis]:
-        """Return hypotheses; those that are the same function, or the same faults at the same places, are one."""
-        out: list[Hypothesis] = []
-        values: list[Tensor] = []
+    def _described(self, fits: list[Fit]) -> list[tuple[Hypothesis, State]]:
+        """Return hypotheses with their values; those that are one function, or the same faults at the same places, are one."""
+        out: list[tuple[Hypothesis, State]] = []
+        last = "logits" if self.whole.is_last else self.whole.end
         for fit in fits:
-            value, faults = self._last(fit.candidate), fit.candidate.found(self.layers)
+            values, faults = self.whole.values(fit.candidate), fit.candidate.found(self.layers)
             places = [(one.id, one.places) for one in faults]
-            alike = (
-                [(one.id, one.places) for one in other.faults] == places or worst_relative_error(value, known) < SAME
-                for other, known in zip(out, values, strict=True)
-            )
-            twin = next((number for number, same in enumerate(alike) if same), None)
-            if twin is not None:
-                one = out[twin]
-                new = tuple(fault for fault in faults if fault.detail not in {other.detail for other in (*one.faults, *one.same)})
-                out[twin] = replace(one, same=(*one.same, *new))
+            for number, (one, known) in enumerate(out):
+                if [(two.id, two.places) for two in one.faults] == places or worst_relative_error(
+                    values[last], known[last]
+                ) < SAME:
+                    new = tuple(
+                        fault for fault in faults if fault.detail not in {other.detail for other in (*one.faults, *one.same)}
+                    )
+                    out[number] = replace(one, same=(*one.same, *new)), known
+                    break
             else:
-                out.append(Hypothesis(faults, fit.error))
-                values.append(value)
+                out.append((Hypothesis(faults, fit.error), values))
         return out
 
-    def _last(self, candidate: Candidate) -> Tensor:
-        values = self.whole.values(candidate)
-        return values["logits" if self.whole.is_last else self.whole.end]
-
-    def _decisive(self, candidates: list[Candidate]) -> str | None:
-        """Return the traced point at which the first two candidates differ most."""
-        one, other = (self.whole.values(candidate) for candidate in candidates[:2])
+    def _decisive(self, one: State, other: State) -> str | None:
+        """Return the traced point at which two programs differ most."""
         hidden = [point for point in self.order if point in one and point in other and point not in self.shown]
         apart = {point: worst_relative_error(one[point], other[point]) for point in hidden}
         return max(apart, key=lambda point: apart[point]) if apart and max(apart.values()) > 0 else None

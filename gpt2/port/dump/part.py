@@ -1,4 +1,4 @@
-"""Compare programs with a program's values between two streams that it shows, with what it does to its logits in the end."""
+"""A part of a program between two tensors that it shows, and whether faults in our own forward pass give its values there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +15,11 @@ from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import layer_of, points
 from gpt2.port.diagnosis.last_step import STEPS
 from gpt2.port.dump.candidates import Candidate
-from gpt2.port.dump.lenses import MIN_ROWS, Span
 from gpt2.port.fault import Fault, Function
-from gpt2.port.graph import Entrance, Model, Program
+from gpt2.port.graph import ORDER, Entrance, Model, Program, State, stage_of
 
 ROW_SUM_BOUND = 1e-3  # of probabilities that a program stored in float16
+MIN_ROWS = 4  # positions from which a bias of the head can be fitted
 NEARLY = 10.0  # times the tolerance: logits of one token, by their own size
 SIGNIFICANT = 100.0  # a fitted factor or bias must explain an error of so many times the tolerance
 BETTER = 2.0  # how many times smaller a fault's error must be than that of GPT-2's own formulas
@@ -32,7 +33,7 @@ def _changed(formula: Function, normed: Tensor, logits: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class HeadFault(Fault):
+class Head(Fault):
     """What a program does to its logits; ``change`` returns its logits, from the last normed stream and from GPT-2's logits.
 
     ``made``: of numbers that were fitted to the program's logits.
@@ -42,32 +43,31 @@ class HeadFault(Fault):
     made: bool = False
 
 
-@dataclass(frozen=True)
-class Fit:
+class Fit(NamedTuple):
     """A candidate and its largest relative error at the shown points."""
 
     candidate: Candidate
     error: float
 
 
-class Segment:
-    """The part of a program between two tensors that it shows: from ``entrance``, None for the embeddings, to the point ``end``.
+class Part:
+    """The forward pass from ``entrance``, None for the embeddings, to the point ``end``.
 
-    ``shown``: the program's values in this part, ``end`` among them.
+    ``shown``: a program's values in it, ``end`` among them. ``blocks``: those that it computes, of the last one up to node number
+    ``until``. ``softmaxed``: what the program made of its logits.
     """
 
     def __init__(
         self, model: Model, end: str, entrance: Entrance | None, shown: Mapping[str, Tensor], tolerance: Mapping[str, float]
     ) -> None:
         self.model, self.end, self.entrance, self.shown, self.tolerance = model, end, entrance, shown, tolerance
-        self.is_last = end in ("logits", "ln_f")
-        layer, layers = layer_of(end), model.config.n_layer
-        self.first = 0 if entrance is None else entrance.layer
-        self.last = layers if self.is_last else 0 if layer is None else layer + 1
-        given = shown[end]
+        self.is_last, layer = end in ("logits", "ln_f"), layer_of(end)
+        last = model.config.n_layer if self.is_last else 0 if layer is None else layer + 1
+        self.blocks = range(entrance.layer if entrance else 0, last)
+        self.until, given = ORDER[stage_of(end) or ""], shown[end]
         shares = {"softmax": given, "log_softmax": given.exp()} if end == "logits" else {}
         sums = {name: bool((p >= 0).all() and ((p.sum(-1) - 1).abs() < ROW_SUM_BOUND).all()) for name, p in shares.items()}
-        self.span = Span(self.first, self.last, end, entrance, given, next((name for name, is_one in sums.items() if is_one), ""))
+        self.softmaxed = next((name for name, is_one in sums.items() if is_one), "")
 
     @property
     def all_blocks(self) -> bool:
@@ -79,39 +79,42 @@ class Segment:
         """Whether this part begins with GPT-2's own embeddings of the ids."""
         return self.entrance is None or torch.equal(self.entrance.state["x"], self.model.embed())
 
-    def values(self, candidate: Candidate) -> dict[str, Tensor]:
-        """Return all traced points of a candidate in this segment."""
-        program = candidate.program or Program()
+    @property
+    def shows_all(self) -> bool:
+        """Whether whole blocks are in it, and every token is shown at its end."""
+        whole = self.until == ORDER[""] and (self.entrance is None or self.entrance.after < 0)
+        return whole and not self.softmaxed and self.shown[self.end].shape[1] == self.model.ids.shape[1]
+
+    def computes(self, layer: int, node: str) -> bool:
+        """Return whether a node of a block is in this part."""
+        begin = (self.blocks.start, self.entrance.after if self.entrance else -1)
+        return begin < (layer, ORDER[node]) <= (self.blocks.stop - 1, self.until)
+
+    def values(self, one: Candidate) -> State:
+        """Return a candidate's values by traced point."""
+        program = one.program or Program()
         if not self.is_last:
-            return self.model.stages(program, self.first, self.last, self.entrance, self.span.until)
-        values, count = self.model.trace(program, self.entrance), self.shown[self.end].shape[1]
-        for fault in candidate.head:
-            if isinstance(fault, HeadFault):
-                values["logits"] = fault.change(*(values[point][:, -count:] for point in ("ln_f", "logits")))
+            return self.model.stages(program, self.blocks.start, self.blocks.stop, self.entrance, self.until)
+        values = self.model.trace(program, self.entrance)
+        for fault in one.head:
+            if isinstance(fault, Head):
+                values["logits"] = fault.change(*self._ending(values))
         return values
 
     def allowed(self, point: str) -> float:
         return self.tolerance.get(point, 0.0)
 
-    def first_wrong(self, candidate: Candidate) -> str | None:
-        """Return the first shown point where a candidate's value is not the program's."""
-        errors = self.right_errors if candidate.is_right else self.errors(candidate)
-        return next((point for point, error in errors.items() if not error <= self.allowed(point)), None)
-
     @cached_property
-    def right(self) -> dict[str, Tensor]:
+    def right(self) -> State:
         """GPT-2's own values where the program's are shown, and behind the blocks."""
         return {point: value for point, value in self.values(Candidate()).items() if point in (*self.shown, "ln_f", "logits")}
 
     @cached_property
     def right_errors(self) -> dict[str, float]:
-        return self._errors(self.right)
+        return self.errors(self.right)
 
-    def errors(self, candidate: Candidate) -> dict[str, float]:
-        """Return the relative error of a candidate at each shown point, in the order of the forward pass."""
-        return self._errors(self.values(candidate))
-
-    def _errors(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+    def errors(self, values: State) -> dict[str, float]:
+        """Return the relative error at each shown point, in the order of the forward pass."""
         out = {}
         for point in points(self.model.config.n_layer):
             if point in self.shown and point in values:
@@ -121,24 +124,30 @@ class Segment:
                 out[point] = worst_relative_error(shown, value.expand_as(shown)) if alike else math.inf
         return out
 
+    @cached_property
+    def first_wrong(self) -> str | None:
+        """The first shown point where GPT-2's value is not the program's."""
+        return next((point for point, error in self.right_errors.items() if not error <= self.allowed(point)), None)
+
+    @cached_property
     def wrong_tokens(self) -> list[int]:
-        """Return the tokens whose value at the end is not GPT-2's; none, if not every token's is shown."""
+        """The tokens whose value at the end is not GPT-2's; none, if not every token's is shown."""
         shown, right = self.shown[self.end], self.right[self.end]
         if shown.shape[1] != right.shape[1]:
             return []
         wrong = (shown - right).abs().amax((0, 2)) > self.allowed(self.end) * shown.square().mean().sqrt()
         return wrong.nonzero().flatten().tolist()
 
-    def fit(self, candidate: Candidate) -> Fit | None:
+    def fit(self, one: Candidate) -> Fit | None:
         """Return a candidate with the first fault of the head that makes it fit all shown values; None if nothing does."""
-        if not candidate.is_right and candidate.program is None:
+        if not one.is_right and one.program is None:
             return None  # two faults of one node
-        values = self.right if candidate.is_right else self.values(candidate)
-        plain = self._errors(values)
+        values = self.right if one.is_right else self.values(one)
+        plain = self.errors(values)
         for fault in (None, *self._heads(values)) if self.end == "logits" else (None,):
-            whole = candidate if fault is None else replace(candidate, head=(fault,))
+            whole = one if fault is None else replace(one, head=(fault,))
             given = values if fault is None else {**values, "logits": fault.change(*self._ending(values))}
-            errors = plain if fault is None else self._errors(given)
+            errors = plain if fault is None else self.errors(given)
             least = min(plain[self.end], self.right_errors[self.end])  # the fault must not make the error that is fitted away
             if fault is not None and fault.made and least <= SIGNIFICANT * self.allowed(self.end):
                 continue
@@ -147,17 +156,17 @@ class Segment:
                 return Fit(whole, max(errors.values()))
         return None
 
-    def _rounded(self, candidate: Candidate, values: Mapping[str, Tensor], errors: Mapping[str, float]) -> bool:
+    def _rounded(self, one: Candidate, values: State, errors: Mapping[str, float]) -> bool:
         """Return whether a candidate that rounds numbers gives most of what the program has otherwise than GPT-2.
 
         What a program computes in float32 it rounds to the neighbour of what we round to, in a few places; then more follow.
         """
-        if not candidate.rounds:
-            return False
-        if any(error > max(self.right_errors[point] / BETTER, self.allowed(point)) for point, error in errors.items()):
+        if not one.rounds or any(
+            error > max(self.right_errors[point] / BETTER, self.allowed(point)) for point, error in errors.items()
+        ):
             return False
         shown = self.shown[self.end]
-        left, whole = (shown - one[self.end][:, -shown.shape[1] :] for one in (values, self.right))
+        left, whole = (shown - each[self.end][:, -shown.shape[1] :] for each in (values, self.right))
         return bool(left.square().mean().sqrt() <= FLIPPED * whole.square().mean().sqrt())
 
     def _share(self, errors: Mapping[str, float]) -> float:
@@ -166,36 +175,36 @@ class Segment:
 
     # The head: what is seen in the logits alone
 
-    def _ending(self, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _ending(self, values: State) -> tuple[Tensor, Tensor]:
         """Return the last normed stream and the logits, of the tokens whose logits are shown."""
-        count = self.shown["logits"].shape[1]
+        count = self.shown[self.end].shape[1]
         return values["ln_f"][:, -count:], values["logits"][:, -count:]
 
-    def _heads(self, values: Mapping[str, Tensor]) -> Iterator[HeadFault]:
+    def _heads(self, values: State) -> Iterator[Head]:
         """Yield what the program may do to its logits (B, T, V) in the end, each of the known faults."""
         wanted, (normed, logits) = self.shown["logits"], self._ending(values)
-        if name := self.span.softmaxed:
+        if name := self.softmaxed:
             words = f"the model returns {name} of the logits"
-            yield HeadFault("logits-softmaxed", "logits", words, change=partial(_changed, SOFTMAXES[name]))
+            yield Head("logits-softmaxed", "logits", words, change=partial(_changed, SOFTMAXES[name]))
             return
         wrong, words = self._few(logits)
         if bool(wrong.any()):
-            yield HeadFault("untied-head", "logits", words, made=True, change=lambda _, y: torch.where(wrong, wanted, y))
+            yield Head("untied-head", "logits", words, made=True, change=lambda _, y: torch.where(wrong, wanted, y))
         ratio = float((logits * wanted).sum() / logits.square().sum().clamp(min=1e-300))
         words = f"the logits are multiplied by {ratio:.6g}"
-        yield HeadFault("logits-scaled", "logits", words, made=True, change=lambda _, y: ratio * y)
+        yield Head("logits-scaled", "logits", words, made=True, change=lambda _, y: ratio * y)
         for words, step in STEPS.items():  # one token is soon computed
             if worst_relative_error(wanted[:, -1:], step.formula(logits[:, -1:])) <= NEARLY * self.allowed("logits"):
-                yield HeadFault(step.id, "logits", words, words, change=partial(_changed, step.formula))
+                yield Head(step.id, "logits", words, words, change=partial(_changed, step.formula))
         apart = worst_relative_error(wanted, wanted.mean((0, 1), keepdim=True).expand_as(wanted))
         if wanted.shape[:2].numel() >= MIN_ROWS and apart > SIGNIFICANT * self.allowed("logits"):  # else a bias fits them alone
             bias = (wanted - logits).mean((0, 1), keepdim=True)
             words = "the head adds a bias; GPT-2's head has none"
-            yield HeadFault("extra-bias", "logits", words, made=True, change=lambda _, y: y + bias)
+            yield Head("extra-bias", "logits", words, made=True, change=lambda _, y: y + bias)
         if wanted.shape[:2].numel() >= self.model.config.n_embd + MIN_ROWS:  # else any logits fit
             words = "the logits follow from the right stream by other weights than the token embedding's"
             table = torch.linalg.lstsq(normed.flatten(0, 1), wanted.flatten(0, 1)).solution
-            yield HeadFault("untied-head", "logits", words, made=True, change=lambda x, _: x @ table)
+            yield Head("untied-head", "logits", words, made=True, change=lambda x, _: x @ table)
 
     def _few(self, logits: Tensor) -> tuple[Tensor, str]:
         """Return the tokens (V,) whose logits alone are wrong, and words; none, if the others are not right, or not more."""

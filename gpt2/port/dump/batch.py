@@ -1,0 +1,177 @@
+"""Run many programs on a part: each is some rows of one batch, and a node is computed once for all that do not replace it.
+
+Blocks before the first that one of them replaces are GPT-2's, and computed once. On the first tokens of a text, which see no
+later ones, a program costs little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from gpt2.port.alternative import Shown
+from gpt2.port.deadline import Deadline
+from gpt2.port.dump.candidates import Candidate
+from gpt2.port.dump.part import MIN_ROWS, Part
+from gpt2.port.graph import LAST, NODES, RIGHT, Entrance, Model, Program, State, run_block
+
+COLUMNS = 256  # vocabulary entries that are compared
+MAX_PROGRAMS = 128  # that are run together: those that begin in one block
+MAX_ELEMENTS = 1 << 20  # of the widest tensor of the rows that are run together: few enough to stay in a cache
+MAX_WORK = 1 << 34  # multiplications for these rows: seconds, after which a caller looks at the clock
+
+
+class Batch:
+    """Runs programs on the first ``rows`` and ``tokens`` of a part, all if None; in float32 if the model is large."""
+
+    def __init__(self, part: Part, rows: int | None = None, tokens: int | None = None) -> None:
+        exact, self.part, single = part.model, part, torch.float32
+        whole = exact if exact.small else exact.always("float32", lambda: Model(exact.state, exact.config, exact.ids, single))
+        self.model = whole.on_ids(whole.ids[:rows, :tokens]) if rows or tokens else whole
+        wanted, config = part.shown[part.end], exact.config
+        self.columns = torch.arange(wanted.shape[-1])
+        if part.end == "logits" and len(self.columns) > COLUMNS:
+            self.columns = torch.randperm(len(self.columns), generator=torch.Generator().manual_seed(0))[:COLUMNS]
+        self.wanted = wanted[:rows, :tokens, self.columns].to(whole.dtype)
+        if part.softmaxed:
+            logs = self.wanted.clamp(min=1e-12).log() if part.softmaxed == "softmax" else self.wanted
+            self.wanted = logs - logs.mean(-1, keepdim=True)
+        self.rows, length = self.model.ids.shape
+        cut = part.entrance and part.entrance.cut(self.rows, length).to(whole.dtype)
+        self.entrance = cut or Entrance(0, {"x": self.model.embed()})
+        self.streams = {self.entrance.layer: self.entrance.state["x"]}  # GPT-2's, by the block that they enter
+        widest = max(config.inner, 3 * config.n_embd, config.n_head * length, len(self.columns))
+        work = max(1, len(part.blocks)) * (4 * config.n_embd + 2 * config.inner) * config.n_embd
+        size = self.rows * length
+        self.most = max(1, min(MAX_PROGRAMS, MAX_ELEMENTS // (size * widest), MAX_WORK // (size * work)))
+
+    def errors(self, some: Sequence[Candidate], deadline: Deadline) -> Iterator[tuple[float, Candidate]]:
+        """Yield candidates with their relative error at the end, what the head may change taken out; until the deadline."""
+        for few, values in self.values(some, deadline):
+            yield from zip(self._distances(values), few, strict=True)
+
+    def values(self, some: Sequence[Candidate], deadline: Deadline) -> Iterator[tuple[list[Candidate], Tensor]]:
+        """Yield some of the candidates and what they give (N, B, T, X); until the deadline. Left out: what cannot be computed."""
+        begins, alone = dict[Candidate, int](), list[Candidate]()
+        for one in some:
+            program = one.program or Program()
+            begins[one] = self._begins(program)
+            alone += [one] * (program.order is not None or program.run is not None)
+        apart = set(alone)
+        rest = sorted((one for one in begins if one not in apart), key=lambda one: begins[one])
+        for few in (rest[n : n + self.most] for n in range(0, len(rest), self.most)):
+            if deadline.passed:
+                return
+            values, odd = self._ended([one.program or Program() for one in few], begins[few[0]])
+            alone += [few[n] for n in odd]
+            kept = [n for n in range(len(few)) if n not in odd]
+            yield [few[n] for n in kept], values.unflatten(0, (len(few), self.rows))[kept]
+        for one in alone:
+            if deadline.passed:
+                return
+            try:
+                values, _ = self._ended([one.program or Program()], begins[one])
+            except (IndexError, RuntimeError):
+                continue
+            if values.shape == self.wanted.shape:
+                yield [one], values[None]
+
+    def _distances(self, values: Tensor) -> list[float]:
+        """Return the largest errors of values (N, B, T, X), over the root mean square."""
+        wanted, apart = self.wanted, [self.wanted - values]
+        if self.part.end == "logits" and not self.part.softmaxed:
+            goal, middle = (one - one.mean(-1, keepdim=True) for one in (wanted, values))
+            factor = (middle * goal).sum(-1, keepdim=True) / middle.square().sum(-1, keepdim=True).clamp(min=1e-30)
+            apart.append(goal - factor * middle)
+            if wanted.shape[:2].numel() >= MIN_ROWS:
+                apart.append(apart[0] - apart[0].mean((1, 2), keepdim=True))
+        least = torch.stack([one.abs().amax((1, 2, 3)) for one in apart]).amin(0)
+        return cast(list[float], (least / wanted.square().mean().sqrt().clamp(min=1e-30)).nan_to_num(math.inf, math.inf).tolist())
+
+    def _begins(self, program: Program) -> int:
+        """Return the first block in which a program is not GPT-2; -1, if that is before all blocks."""
+        if program.order is not None or program.run is not None or "embed" in program.outside:
+            return -1
+        places = (layer for layer, edits in program.blocks.items() for node in edits if self.part.computes(layer, node))
+        return min(places, default=self.part.blocks.stop)
+
+    def _entering(self, layer: int) -> Tensor:
+        """Return GPT-2's stream that enters a block; what ends the last one, for the number of blocks."""
+        if layer not in self.streams:
+            x, part = self._entering(layer - 1), self.part
+            state, after = (self.entrance.state, self.entrance.after) if layer - 1 == self.entrance.layer else ({"x": x}, -1)
+            until = part.until if layer == part.blocks.stop else LAST
+            self.streams[layer] = run_block(self.model.site(layer - 1), state, {}, after, until)[NODES[until]]
+        return self.streams[layer]
+
+    def _ended(self, programs: Sequence[Program], begin: int) -> tuple[Tensor, set[int]]:
+        """Return the values at the end (N B, T, X) of programs that are GPT-2 before block ``begin``.
+
+        And the numbers of those that must be run alone, because a value has another shape, or cannot be computed.
+        """
+        part, model, odd, count = self.part, self.model, set[int](), len(programs)
+        run, order, start = programs[0].run, programs[0].order, max(begin, self.entrance.layer)
+        x = self._entering(start).repeat(count, 1, 1) if run is None else run(model)
+        if begin < 0 and run is None:
+            x = self._node(programs, None, "embed", {"x": x}, odd)
+        for layer in () if run is not None else range(start, part.blocks.stop) if order is None else order:
+            state, after = {"x": x}, -1
+            if order is None and layer == self.entrance.layer and self.entrance.after >= 0:
+                after = self.entrance.after
+                state = {node: y.repeat(count, *[1] * (y.ndim - 1)) for node, y in self.entrance.state.items()}
+            until = part.until if order is None and layer == part.blocks[-1] else LAST
+            for name in NODES[after + 1 : until + 1]:
+                state[name] = self._node(programs, layer, name, state, odd)
+            x = state[NODES[until]]
+        if part.is_last:
+            x = self._node(programs, None, "ln_f", {"x": x}, odd)
+        if part.end == "logits":
+            x = x[:, -self.wanted.shape[1] :]
+            heads = [one.outside["head"](model.site(0), {}) if "head" in one.outside else None for one in programs]
+            usual = model.table[self.columns]
+            given = x.split(len(x) // count) if any(head is not None for head in heads) else [x]
+            tables = (usual if head is None else head[self.columns].to(x.dtype) for head in heads[: len(given)])
+            x = torch.cat([y @ table.T for y, table in zip(given, tables, strict=True)])
+        return (x - x.mean(-1, keepdim=True) if part.softmaxed else x), odd
+
+    def _node(self, programs: Sequence[Program], layer: int | None, name: str, state: State, odd: set[int]) -> Tensor:
+        """Return a node of all programs: by GPT-2's formula, and of those that replace it by their own; and note ``odd`` ones."""
+        site, usual = self.model.site(layer or 0), RIGHT[name] if name != "embed" else lambda c, s: s["x"]
+        given = ((n, one.outside if layer is None else one.blocks.get(layer, {})) for n, one in enumerate(programs))
+        own = {n: edits[name] for n, edits in given if name in edits and n not in odd and not isinstance(edits[name], Shown)}
+        if own and len(programs) == 1:  # whatever its shape
+            value = own[0](site, state)
+            return value.repeat(self.rows // len(value), *[1] * (value.ndim - 1)).to(self.model.dtype)
+        made = usual(site, state)
+        parts = made.unflatten(0, (len(programs), self.rows))
+        parts = parts.clone() if own else parts
+        for n, formula in own.items():
+            try:
+                value = formula(site, cast(State, _Rows(state, slice(n * self.rows, (n + 1) * self.rows))))
+            except (IndexError, RuntimeError):
+                value = made.new_empty(0)
+            if value.ndim == made.ndim and value.shape[1:] == made.shape[1:]:
+                parts[n] = value.to(made.dtype)
+            else:
+                odd.add(n)
+        return parts.flatten(0, 1)
+
+
+class _Rows(Mapping[str, Tensor]):
+    """The values of one program of a batch; each is taken when a formula reads it."""
+
+    def __init__(self, whole: State, rows: slice) -> None:
+        self.whole, self.rows = whole, rows
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.whole[name][self.rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.whole)
+
+    def __len__(self) -> int:
+        return len(self.whole)
