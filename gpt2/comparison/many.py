@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ def compare_many(names: Sequence[str], steps: Sequence[int | None], settings: Se
     """Compare models, or a training run's ``steps``, each with the first: quality with paired intervals, KL, weights and speed.
 
     Settings and errors are those of :func:`gpt2.comparison.run.compare`; ``hashes`` are of the models' files, which the JSON and
-    the page hold and the table does not show. The first model and one other are in memory at a time.
+    the page hold and the table does not show. One model is in memory at a time, and the first beside it where its logits are too
+    many to keep.
     """
     started, seed, progress, forward = time.perf_counter(), settings.seed, settings.progress, 0.0
     sides = open_sides(*names, settings=settings)
@@ -80,9 +82,13 @@ def compare_many(names: Sequence[str], steps: Sequence[int | None], settings: Se
         return Candidate(model, steps[n], side.size, speed, language, words, against, moved, left_out, paper, made_of, more)
 
     progress(f"{first.name}: loading")
-    with first.running() as running:
-        a = Loaded(first, running, reads[0], sides)
-        words, floor, logits = a.last_words(passage, seed, progress), a.floor(passage.ids[:FLOOR_TOKENS]), _kept(a, passage)
+    with ExitStack() as stack:
+        a = Loaded(first, stack.enter_context(first.running()), reads[0], sides)
+        words, floor, kept = a.last_words(passage, seed, progress), a.floor(passage.ids[:FLOOR_TOKENS]), _kept(a, passage)
+        logits = kept or a.logits
+        if kept:  # the first model is let go: one of the others is in memory at a time
+            del a.running
+            stack.close()
         others = [pair(n) for n in range(1, len(sides))]
         if 0 not in shown:
             shown[0] = alone(logits, passage, reads[0], seed)
@@ -93,10 +99,10 @@ def compare_many(names: Sequence[str], steps: Sequence[int | None], settings: Se
 
 
 @torch.inference_mode()
-def _kept(loaded: Loaded, passage: Passage) -> Logits:
-    """Return a model's logits of the passage's batches, to be asked for in order: computed once where memory can hold them."""
+def _kept(loaded: Loaded, passage: Passage) -> Logits | None:
+    """Return a model's logits of the passage's batches, to be asked for in order; None where memory could not hold them."""
     if 4 * loaded.vocab * len(passage.ids) > HELD:
-        return loaded.logits
+        return None
     kept = itertools.cycle([loaded.logits(inputs).cpu() for inputs, _ in passage.windows.batches(passage.ids)])
     return lambda _: next(kept)
 
