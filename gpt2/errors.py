@@ -14,6 +14,7 @@ from pathlib import Path
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 # Control characters except newline and tab; surrogates; what turns the direction of the text after it
+_LONG = re.compile(r"(\S{200})\S{200,}(\S{100})")
 _NO_MEMORY = re.compile("(?i)OutOfMemory|(out of|not enough|allocate) memory|bad_alloc|bad allocation|failed to allocate")
 
 
@@ -32,9 +33,22 @@ def _symbol(control: re.Match[str]) -> str:
     return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else f"\\u{code:04x}"
 
 
+def words_of(error: BaseException) -> str:
+    """Return what an error says; "" where its own words fail, as those of somebody's class may."""
+    try:
+        return str(error).strip()
+    except BaseException:
+        return ""
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that the memory of this machine or a device does not suffice; it has many types and words."""
-    return isinstance(error, MemoryError) or _NO_MEMORY.search(f"{type(error).__name__}: {error}") is not None
+    return isinstance(error, MemoryError) or _NO_MEMORY.search(f"{type(error).__name__}: {words_of(error)}") is not None
+
+
+def panicked(error: BaseException) -> bool:
+    """Return whether a library in Rust failed at what it did not expect; this is no Exception, and has no public type."""
+    return type(error).__name__ == "PanicException"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -44,10 +58,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 class InputError(ValueError):
-    """Input that the user can fix. ``str(error)`` is one line; line breaks and control characters in it are escaped."""
+    """Input that the user can fix. ``str(error)`` is one line; line breaks and control characters in it are escaped.
+
+    Of a word of thousands of letters, as a wrong name may be, the message has the beginning and the end.
+    """
 
     def __init__(self, message: str) -> None:
-        super().__init__("\\n".join(printable(message).splitlines()))
+        super().__init__("\\n".join(printable(_LONG.sub(r"\1...\2", message)).splitlines()))
 
 
 class CheckpointError(InputError):

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
-from support.commands import refusal
+from support.commands import mistake, refusal
 
+from gpt2.cli import info_command
 from gpt2.data.documents import files
-from gpt2.errors import user_path
+from gpt2.errors import InputError, user_path
 
 
 def test_a_home_folder_is_meant_at_the_beginning_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,3 +20,23 @@ def test_a_home_folder_is_meant_at_the_beginning_only(tmp_path: Path, monkeypatc
     assert user_path("./~") == Path("~")
     assert user_path("a~b") == Path("a~b")
     assert "~nosuchuser is no user of this machine; write ./~nosuchuser/x" in refusal(user_path, "~nosuchuser/x")
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, f"{'x' * 5000}/model.safetensors", f"./{'y' * 5000}.gguf:bf16"])
+def test_a_long_name_is_cut(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A name of 5,000 letters filled the terminal, and hid what was wrong with it."""
+    assert len(mistake(capsys, "info", name)) < 1000
+    assert str(InputError("x" * 400)) == "x" * 400
+
+
+def test_a_panic_of_a_library_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A library in Rust panics with what is no Exception: outside the places that expect it, this was a traceback."""
+
+    class PanicException(BaseException):
+        pass
+
+    def panic(_: object) -> int:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(info_command, "run", panic)
+    assert "a library failed on these files (index out of bounds); fetch them again" in mistake(capsys, "info")

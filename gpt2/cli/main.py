@@ -17,13 +17,10 @@ from gpt2.cli import EARLY
 from gpt2.cli.common import name_activation, outlasting_readers, require_writable
 from gpt2.cli.gone import require_none_gone
 from gpt2.config import number
-from gpt2.errors import InputError, did_you_mean, out_of_memory, printable
+from gpt2.errors import InputError, did_you_mean, out_of_memory, panicked, printable
 
 NAMES = ("info", "verify", "compare", "explore", "diagnose", "trace", "generate", "train", "export", "publish", "bench")
 COMMANDS = tuple(import_module(f"gpt2.cli.{name}_command") for name in NAMES)
-
-
-LONG = re.compile(r"(\S{100})\S{100,}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,7 +31,6 @@ class Parser(argparse.ArgumentParser):
             message = f"no command {wrong[1]!r}{did_you_mean(wrong[1], NAMES)}"
         elif wrong := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
             message += did_you_mean(wrong[1], re.findall(r"--[\w-]+", self.format_help()))
-        message = LONG.sub(r"\1...", message)
         raise InputError(f"{message}; see {self.prog} --help")
 
 
@@ -164,12 +160,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None:
             raise
-        said = printable(f"{error.filename}: {error.strerror}", one_line=True)
-        print(f"{name}: {said}; see that it is there, and that you may use it", file=sys.stderr)
+        said = InputError(f"{error.filename}: {error.strerror}; see that it is there, and that you may use it")
+        print(f"{name}: {printable(str(said), one_line=True)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
+    except BaseException as error:
+        if not panicked(error):
+            raise
+        print(f"{name}: {InputError(f'a library failed on these files ({error}); fetch them again')}", file=sys.stderr)
+        return 2
 
 
 if EARLY:

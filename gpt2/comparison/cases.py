@@ -134,7 +134,7 @@ def read_cases(table: str | CaseTable) -> tuple[Asked, bool]:
             str(each) for each in (expected if isinstance(expected, list) else [expected]) if isinstance(each, str | int | float)
         ]
         if not isinstance(prompt, str) or not prompt or not right or not all(map(str.strip, right)):
-            empty = f"its {own[1]} is empty" if right else f"it has {', '.join(map(str, record))}"
+            empty = f"its {own[bool(prompt)]} is empty" if right else f"it has {', '.join(map(str, record))}"
             names = "" if fields else "; --set data.prompt=NAME and --set data.field=NAME name others"
             raise InputError(f"{where}: a case needs {wanted}; {empty}{names}")
         cases.append((prompt, tuple(right)))

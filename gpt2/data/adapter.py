@@ -18,7 +18,7 @@ from gpt2.config import quoted
 from gpt2.data.client import check_environment
 from gpt2.data.library import BYTE, LibraryTokenizer
 from gpt2.data.tokenizer import Tokenizer, refuse_surrogates
-from gpt2.errors import InputError
+from gpt2.errors import InputError, panicked
 
 
 @contextmanager
@@ -50,8 +50,8 @@ def auto_tokenizer(folder: Path, model_type: str | None = None) -> Any:
             )
         if not len(found):
             raise ValueError("a tokenizer without tokens")
-    except BaseException as error:  # a panic of the tokenizers library is no Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+    except BaseException as error:
+        if not isinstance(error, Exception) and not panicked(error):
             raise
         reason = quoted(f"{type(error).__name__}: {' '.join(str(error).split())}"[:200])
         remedy = "repair the files, or save the tokenizer as tokenizer.json with the program that made it"

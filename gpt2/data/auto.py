@@ -25,8 +25,10 @@ from gpt2.data.library import ROLES, LibraryTokenizer, library, template_around
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import InputError
 
+DECODER = "added_tokens_decoder"
 WHOLE, CONFIG, ADDED, MAP = "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"
 BPE_FILES, OPENAI, VOCAB, PIECES = ("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"), "vocab.txt", "spiece.model"
+VOCABULARIES, HIGHEST_ID = (BPE_FILES[0], OPENAI[0], ADDED), 10_000_000  # no file that is read has room for more
 TYPES = {VOCAB: "bert", PIECES: "t5"}  # the model type whose class reads such a file, where no class is named
 GPT2, GENERAL = (
     "GPT2Tokenizer",
@@ -107,14 +109,33 @@ def _object(path: Path) -> dict[str, Any]:
     content = read_json(path) if lexists(path) else {}
     if not isinstance(content, dict) or (path.name == WHOLE and content and not isinstance(content.get("model"), dict)):
         raise InputError(f"{path} is not what that name says, a JSON object of the `tokenizers` library; fetch it again")
+    vocab = content.get("model", {}).get("vocab") if path.name == WHOLE else content if path.name in VOCABULARIES else None
+    ids = vocab.values() if isinstance(vocab, dict) else ()
+    if (highest := max((i for i in ids if isinstance(i, int)), default=0)) > HIGHEST_ID:
+        raise InputError(f"{path}: has an id of {highest:,}, and no vocabulary is so large; it is damaged, fetch it again")
+    if path.name in (CONFIG, MAP) and (key := next(_odd_tokens(content), None)):
+        raise InputError(f"{path}: {key} is {quoted(content.get(key))}, which names no token; it is damaged, fetch it again")
     return content
+
+
+def _odd_tokens(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the entries of a configuration that should state tokens, and hold something else."""
+    several, extra = config.get(DECODER) or {}, config.get("extra_special_tokens") or []
+    if not isinstance(several, dict) or not all(map(str.isdecimal, several)):
+        yield DECODER
+    elif not isinstance(extra, list | dict):
+        yield "extra_special_tokens"
+    for key, token in [*((role, config.get(role) or "") for role in ROLES), *((DECODER, each) for each in several.values())]:
+        flags = token if isinstance(token, dict) else {"content": token}
+        if not isinstance(flags.get("content"), str) or not all(isinstance(flags.get(flag, True), bool) for flag in FLAGS):
+            yield key
 
 
 def _stated(folder: Path, config: Mapping[str, Any]) -> Iterator[Stated]:
     """Yield the tokens that are stated beside tokenizer.json or vocab.json, in any of the files that have held them."""
     settings = dict(config)
-    if "added_tokens_decoder" in config:
-        for i, token in config["added_tokens_decoder"].items():
+    if DECODER in config:
+        for i, token in config[DECODER].items():
             yield Stated(token["content"], "", int(i), {flag: token[flag] for flag in FLAGS if flag in token})
     else:  # as before transformers 5
         settings |= _object(folder / MAP)
@@ -155,7 +176,7 @@ def _as_it_is(folder: Path, named: str, config: Mapping[str, Any], whole: Mappin
         own = {key: model.get(key) or OWN_MODEL[key] for key in OWN_MODEL} == OWN_MODEL and not whole.get("normalizer")
         own &= [step.get("type") for step in steps] == ["ByteLevel"] * 2 and steps[0].get("use_regex", True)
         own &= bool(steps[0].get("add_prefix_space")) == bool(config.get("add_prefix_space"))
-        declared = config.get("added_tokens_decoder", added)
+        declared = config.get(DECODER, added)
         if not own or len(declared) != len(added) or any(ids[text] != token["id"] for text, token in added.items()):
             return None
     return LibraryTokenizer(

@@ -68,6 +68,8 @@ def read(path: Path) -> bytes:
     except OSError as error:
         why = link_to_nothing(path) or f"{error.strerror}; check the path"
         raise InputError(f"cannot read {path}: {why}") from None
+    if path.suffix == ".model" and not data:
+        raise InputError(f"{path} is empty; it is damaged, fetch it again")
     if data.startswith(b"version https://git-lfs"):
         raise InputError(f"{path} is a git-lfs pointer, not the file it points to; run `git lfs pull`")
     return data

@@ -7,6 +7,7 @@ single characters by a table (:func:`gpt2.data.byte_level.core`).
 import copy
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Self
 from gpt2.config import quoted
 from gpt2.data import byte_level
 from gpt2.data.tokenizer import Tokenizer, refuse_surrogates
-from gpt2.errors import InputError
+from gpt2.errors import InputError, panicked
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of SentencePiece's byte fallback
+GROWTH, FREE = 100, 1_000_000  # a text may become so many times as long before its ids are taken, and so long in any case
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -32,8 +34,8 @@ def library(where: str) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except BaseException as error:  # its panics are no Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+    except BaseException as error:
+        if not isinstance(error, Exception) and not panicked(error):
             raise
         reason = quoted(" ".join(str(error).split()))
         raise InputError(f"{where}: the tokenizers library cannot read it ({reason}); fetch the files again") from None
@@ -46,6 +48,18 @@ def template_around(before: str | None, behind: str | None, pipeline: "Backend")
     single = " ".join(f"{part}:0" for part in (before, "$A", behind) if part)
     special = [(token, pipeline.token_to_id(token)) for token in dict.fromkeys(filter(None, (before, behind)))]
     return processors.TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=special)
+
+
+def normalizer_steps(told: Mapping[str, Any]) -> list[tuple[Any, float]]:
+    """Return the steps of a normaliser in order, each with how many times as long it makes a text at most, where it replaces."""
+    from tokenizers import normalizers
+
+    if "normalizers" in told:
+        return [step for each in told["normalizers"] for step in normalizer_steps(each)]
+    old, new = told.get("pattern", {}).get("String"), len(told.get("content", ""))
+    step = normalizers.NFC()  # of any kind, once it has another's state
+    step.__setstate__(json.dumps(told).encode())
+    return [(step, max(1.0, new / len(old) if old else new + 1.0))]
 
 
 class LibraryTokenizer(Tokenizer):
@@ -72,6 +86,8 @@ class LibraryTokenizer(Tokenizer):
         self.special_tokens = {token.content: i for i, token in sorted(self.added.items()) if token.special}
         self.matched = {token.content: i for i, token in sorted(self.added.items()) if not token.special}
         self.eos = self.vocab.get(self.roles.get("eos_token", ""))
+        steps = [] if backend.normalizer is None else normalizer_steps(byte_level.state(backend.normalizer))
+        self._growing = steps if math.prod(times for _, times in steps) > GROWTH else []
         self.core = byte_level.core(backend, self.vocab, merges)
         self.letters = isinstance(self.core, byte_level.Letters)  # one id for each character of a table
         bytewise = byte_level.state(backend.decoder).get("type") == "ByteLevel"
@@ -134,16 +150,24 @@ class LibraryTokenizer(Tokenizer):
         return self._encode(text, special, True)
 
     def _encode(self, text: str, special: bool, template: bool) -> list[int]:
+        return list(self._run(text, special, template).ids)
+
+    def _run(self, text: str, special: bool, template: bool) -> Any:
+        """Return the library's encoding. Raises InputError: it fails, or a text that grows would fill the memory."""
         self.backend.encode_special_tokens = not special
         with library("the tokenizer"):
-            return list(self.backend.encode(text, add_special_tokens=template).ids)
+            grown = text
+            for step, times in self._growing:
+                if len(grown) * times > GROWTH * len(text) + FREE:
+                    raise ValueError(f"its normaliser makes a text over {GROWTH} times as long")
+                grown = step.normalize_str(grown)
+            return self.backend.encode(text, add_special_tokens=template)
 
     def lengths(self, text: str) -> list[int]:
         if self.exact:
             return super().lengths(text)
         refuse_surrogates(text)
-        self.backend.encode_special_tokens = True
-        spans = self.backend.encode(text, add_special_tokens=False).offsets  # in characters
+        spans = self._run(text, False, False).offsets  # in characters
         starts, found, end = [0], list[int](), 0
         for char in text:
             starts.append(starts[-1] + len(char.encode()))
@@ -156,7 +180,9 @@ class LibraryTokenizer(Tokenizer):
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         if self._bytewise:
             return super().decode_bytes(ids)
-        return self.backend.decode(self._known(ids), skip_special_tokens=False).encode()
+        known = self._known(ids)
+        with library("the tokenizer"):
+            return self.backend.decode(known, skip_special_tokens=False).encode()
 
     def token_bytes(self, token_id: int) -> bytes:
         if self._bytewise:

@@ -131,7 +131,7 @@ def text_file(path: Path, newline: str | None) -> Iterator[IO[str]]:
         with opened(path, mode="r", encoding="utf-8-sig", newline=newline) as lines:
             yield lines
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or error}; check data.path") from None
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}; check the path") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 (byte 0x{error.object[error.start]:02x}); convert it, e.g. iconv -t UTF-8") from None
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from gpt2.data.files import read_all
-from gpt2.errors import InputError, user_path
+from gpt2.errors import InputError, user_path, words_of
 
 OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent))  # torch, and this package
 PYTHON = sysconfig.get_paths()["stdlib"]
@@ -127,6 +127,8 @@ def logits_of(output: Any, ids: Tensor, vocabulary: int | None = None) -> Tensor
         return rows not in (ids.numel(), len(ids)) or columns_apart == math.inf, columns_apart, part.ndim == 2
 
     logits = min(candidates, key=unlikeness)
+    if logits.is_meta:
+        raise ValueError("its logits are on the meta device, and hold nothing")
     if logits.ndim == 2 and len(logits) in (ids.numel(), len(ids)):
         return logits.unflatten(0, (len(ids), -1))
     return logits
@@ -151,7 +153,7 @@ def error_place(error: BaseException | None) -> str:
 
 def error_line(error: BaseException) -> str:
     """Return an exception of the user's code in one line."""
-    lines = str(error).strip().splitlines()
+    lines = words_of(error).splitlines()
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
 
 

@@ -192,6 +192,8 @@ def test_classifiers_are_compared_on_labelled_texts(
         ("empty.jsonl", "\n", "holds no case"),
         ("labels.jsonl", '{"text": "a", "label": " "}\n', "labels.jsonl:1: a case needs prompt and expected, or"),
         ("labels.jsonl", '{"text": "a", "label": ""}\n', "its label is empty"),
+        ("texts.jsonl", '{"text": "", "label": "b"}\n', "its text is empty"),
+        ("folder.jsonl", None, "--cases {path}: give a .jsonl, .csv or .parquet file"),
         ("fields.jsonl", '{"q": "a", "a": "b"}\n', "it has q, a; --set data.prompt=NAME and --set data.field=NAME name others"),
         ("nothing.jsonl", '{"prompt": "a", "expected": null}\n', "nothing.jsonl:1: a case needs prompt and expected, or"),
         ("line.jsonl", '{"prompt": "a", "expected": "b"}\n{\n', "line.jsonl:2: not JSON"),
@@ -200,7 +202,9 @@ def test_classifiers_are_compared_on_labelled_texts(
 def test_a_bad_file_is_one_line(name: str, content: str | None, says: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
-    assert says in refusal(read_cases, str(tmp_path / name))
+    elif name.startswith("folder"):
+        (tmp_path / name).mkdir()
+    assert says.format(path=tmp_path / name) in refusal(read_cases, str(tmp_path / name))
 
 
 def test_fields_of_training_numbers_and_several_right_answers(sides: tuple[str, str], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.checks import content, refused
+from support.commands import refusal
 
 from gpt2 import data
 from gpt2.data import Tokenizer
@@ -118,3 +119,80 @@ def test_bad_text() -> None:
     refused(lambda: words_of(ROMEO, 9999), "different words; ask for at most", error=InputError)
     with pytest.raises(InputError, match="vocab_size 256 is too small"):
         words_of(ROMEO, 256)
+
+
+def word_level(folder: Path, vocab: dict[str, int], **parts: object) -> Path:
+    """A folder whose tokenizer.json has a vocabulary of words, and these parts around it."""
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "a"}
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model, **parts}))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json"])
+def test_an_id_that_no_vocabulary_has_is_refused_before_a_list_is_made(name: str, tmp_path: Path) -> None:
+    """An id of 500,000,000 made a list of as many entries: 4 GB for a file of 100 bytes."""
+    vocab = {"a": 0, "b": 500_000_000}
+    if name == "vocab.json":
+        (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+        (tmp_path / "merges.txt").write_text("")
+    else:
+        word_level(tmp_path, vocab)
+    assert f"{name}: has an id of 500,000,000, and no vocabulary is so large" in refusal(data.from_directory, tmp_path)
+
+
+def replace(old: dict[str, str], new: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": old, "content": new}
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [replace({"String": "a"}, "aa")] * 40,
+        [replace({"Regex": "[aA]"}, "AA"), {"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}] * 40,
+        [replace({"String": "a"}, "a" * 1_000_000)] * 2,
+    ],
+)
+def test_a_text_that_grows_is_stopped_before_it_fills_the_memory(steps: list[dict[str, object]], tmp_path: Path) -> None:
+    """40 steps that double a text made the library ask for a terabyte, which aborts the process: no error could be caught."""
+    tokenizer = data.from_directory(word_level(tmp_path, {"a": 0}, normalizer={"type": "Sequence", "normalizers": steps}))
+    for method in (tokenizer.encode, tokenizer.encode_prompt, tokenizer.lengths):
+        assert "its normaliser makes a text over 100 times as long" in refusal(method, "a b a")
+        assert list(method("")) == []
+    grown = [replace({"String": "a"}, "aa")] * 9  # 512 times as long: refused of a long text only
+    tokenizer = data.from_directory(word_level(tmp_path, {"a": 0}, normalizer={"type": "Sequence", "normalizers": grown}))
+    assert tokenizer.encode("a") == [0]
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "says"),
+    [
+        ("tokenizer_config.json", {"eos_token": 5}, "eos_token is 5, which names no token"),
+        ("tokenizer_config.json", {"eos_token": {"special": True}}, "eos_token is "),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "a"}}}, "added_tokens_decoder is "),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"0": {"content": "a", "lstrip": 7}}}, "added_tokens_decoder is "),
+        ("tokenizer_config.json", {"added_tokens_decoder": 5}, "added_tokens_decoder is 5"),
+        ("tokenizer_config.json", {"extra_special_tokens": 5}, "extra_special_tokens is 5"),
+        ("special_tokens_map.json", {"unk_token": ["a"]}, "unk_token is ['a']"),
+    ],
+)
+def test_an_error_beside_tokenizer_json_names_its_file(name: str, entries: dict[str, object], says: str, tmp_path: Path) -> None:
+    """It was said that tokenizer.json, or the folder, cannot be read: people fetched the wrong file again."""
+    (word_level(tmp_path, {"a": 0}) / name).write_text(json.dumps(entries))
+    assert f"{tmp_path / name}: {says}" in refusal(data.from_directory, tmp_path)
+
+
+def test_an_empty_file_of_pieces_is_damaged(tmp_path: Path) -> None:
+    """transformers makes a tokenizer of nothing but extra tokens from it, and every text became unknown tokens."""
+    (tmp_path / "spiece.model").write_bytes(b"")
+    assert "spiece.model is empty; it is damaged, fetch it again" in refusal(data.from_directory, tmp_path)
+
+
+def test_a_panic_while_text_is_encoded_or_decoded_is_one_line(tmp_path: Path) -> None:
+    """The panics of the library are no Exception: those of lengths and decoding were tracebacks."""
+    split = {
+        "pre_tokenizer": {"type": "FixedLength", "length": 0},
+        "decoder": {"type": "Strip", "content": "a", "start": 9, "stop": 9},
+    }
+    tokenizer = data.from_directory(word_level(tmp_path, {"a": 0}, **split))
+    for call in (lambda: tokenizer.encode("a b"), lambda: tokenizer.lengths("a b"), lambda: tokenizer.decode([0, 0])):
+        assert "the tokenizer: the tokenizers library cannot read it" in refusal(call)

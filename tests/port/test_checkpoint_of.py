@@ -326,3 +326,41 @@ def test_positions_in_a_buffer_are_read_as_well() -> None:
     del module.wpe.weight
     module.wpe.register_buffer("weight", table)
     assert torch.equal(checkpoint_of(module).weights["wpe.weight"], table)
+
+
+class OneRow(GPT2):
+    def forward(self, ids: Tensor, **_: Any) -> Tensor:
+        if len(ids) > 1:
+            raise ValueError("one row, please")
+        return super().forward(ids)
+
+
+def test_a_module_that_takes_one_row_is_read_and_filled() -> None:
+    """It was asked for two rows, and said to fail in float64; `load_into` could not compare its logits."""
+    module = OneRow(CONFIG)
+    assert all(torch.equal(tensor, module.state_dict()[key]) for key, tensor in checkpoint_of(module).weights.items())
+    assert load_into(module, GPT2(CONFIG)).ok
+
+
+def test_a_module_built_in_inference_mode_is_read_and_filled() -> None:
+    """torch refuses to change such tensors elsewhere: it was said to fail in float64, and `load_into` had a traceback."""
+    with torch.inference_mode():
+        module = GPT2(CONFIG)
+    before = {key: tensor.clone() for key, tensor in module.state_dict().items()}
+    found = checkpoint_of(module)
+    assert all(torch.equal(found.weights[key], tensor) for key, tensor in before.items())
+    assert all(torch.equal(tensor, before[key]) for key, tensor in module.state_dict().items())
+    assert found.load().wte.weight.requires_grad_().is_leaf  # and can be trained
+    assert diagnose(module, found.load()).verdict == "equal"
+    other = GPT2(CONFIG)
+    assert load_into(module, other).ok
+    assert all(torch.equal(tensor, other.state_dict()[key]) for key, tensor in module.state_dict().items())
+    assert not torch.is_inference_mode_enabled()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own, of quantize_dynamic
+@pytest.mark.parametrize("judge", [checkpoint_of, lambda module: load_into(module, GPT2(CONFIG))])
+def test_packed_int8_layers_are_named(judge: Callable[[nn.Module], object]) -> None:
+    """Their numbers are hidden: it was said that nothing weighs projections, and `diagnose` found a batch-dependent row."""
+    module = torch.ao.quantization.quantize_dynamic(PORTS["prenorm"].build(CONFIG), {nn.Linear}, dtype=torch.qint8)
+    assert " has packed int8 weights, as of torch.ao's quantize_dynamic, which hide the numbers; " in refusal(judge, module)

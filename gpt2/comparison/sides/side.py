@@ -129,9 +129,9 @@ class Side(ABC):
         """
         try:
             return call()
-        except InputError:
+        except (InputError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:  # theirs have no common base
+        except BaseException as error:  # theirs have no common base: GeneratorExit is no Exception
             if out_of_memory(error):
                 advice = "memory does not suffice: choose a smaller model, or a shorter context, as in --on TEXT:context=512"
             raise InputError(f"{self.name}: {error_line(error)}; {advice or self.advice}") from None

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.names import VERIFIES, ModelName
-from gpt2.errors import InputError, out_of_memory
+from gpt2.errors import InputError, out_of_memory, words_of
 from gpt2.measure.user_code import Target, builder, error_line, error_place, function_of, module_of
 from gpt2.model import GPT2
 from gpt2.port.diagnosis import diagnose
@@ -155,7 +155,7 @@ def _one_line(error: BaseException, file: Path, name: str) -> str:
     """Return one line: the error, the user's line of code, and what to do."""
     if isinstance(error, SyntaxError):
         return f"{Path(error.filename or file).name}, line {error.lineno}: {error.msg}; Python cannot read it"
-    at, shown = error_place(error), str(error)
+    at, shown = error_place(error), words_of(error)
     words = error_line(error) if isinstance(error, Exception) else type(error).__name__
     if isinstance(error, SystemExit):
         what = f"it calls sys.exit({error.code if error.code is not None else ''}){at}; {name} has to return the module"

@@ -114,13 +114,14 @@ class Check:
         self.hidden_only = anatomy.head is None
         head = [] if anatomy.head is None else [len(anatomy.head)]
         self.vocabulary = min(anatomy.stream.vocabulary, self.config.vocab_size, *head)
-        rows = self.config.n_positions if anatomy.positions is None else len(anatomy.positions.rows)
-        context = min(self.config.n_positions, rows)
+        positions = self.config.n_positions if anatomy.positions is None else len(anatomy.positions.rows)
+        context = min(self.config.n_positions, positions)
         lengths = {min(length, context) for length in (1, 7, 32)}
         if self.config.num_parameters() * context <= MAX_COST or anatomy.recording.ids.size(1) == context:
             lengths.add(context)
         generator = torch.Generator().manual_seed(1)
-        self.probes = [torch.randint(self.vocabulary, (2, length), generator=generator) for length in sorted(lengths)]
+        rows = len(anatomy.recording.ids)  # the module may take no other batch
+        self.probes = [torch.randint(self.vocabulary, (rows, length), generator=generator) for length in sorted(lengths)]
         self.expected = self.reference(state)
         self.expected_without = self.reference({**state, **neutral}) if neutral else []
 

@@ -51,8 +51,11 @@ class Borrowed:
         }
         self._kept: set[int] = set()
         self._swapped: dict[int, tuple[Tensor, Tensor]] = {}  # a tensor, and its original data
+        self._inference = ExitStack()  # elsewhere torch refuses to change tensors that were made in inference mode
 
     def __enter__(self) -> Borrowed:
+        if any(tensor.is_inference() for tensor in self.tensors.values()):
+            self._inference.enter_context(torch.inference_mode())
         self._modes = [(part, part.training) for part in self.module.modules()]
         plain = [part for part in self.module.modules() if not isinstance(part, torch.jit.ScriptModule)]
         self._attributes = [(part, dict(vars(part)), {name: dict(getattr(part, name)) for name in INNER}) for part in plain]
@@ -116,3 +119,4 @@ class Borrowed:
         self.rewind()
         for part, training in self._modes:
             part.training = training
+        self._inference.close()

@@ -159,6 +159,9 @@ def give_shapes(module: nn.Module, config: GPT2Config, name: str) -> None:
     """Make a module register its parameters (keras) and give lazy ones a shape by a call; InputError if they hold nothing."""
     for part in list(module.modules()):
         part.named_parameters()
+    if packed := [part for part, each in module.named_modules() if hasattr(each, "_packed_params")]:
+        made = f"its layer {packed[0]} has packed int8 weights, as of torch.ao's quantize_dynamic, which hide the numbers"
+        raise InputError(f"{name}: {made}; give the module as it was before")
     if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
         raise InputError(f"{name}: its parameters are on the meta device and hold nothing; build it on the cpu")
     if any(is_lazy(tensor) for tensor in [*module.parameters(), *module.buffers()]):

@@ -266,6 +266,8 @@ BROKEN = {
     "import no_such_module\n": r"No module named 'no_such_module'; the file does not import; mend it \(python port\.py shows",
     "import torch\ndef build():\n    return torch.empty(2**59)\n": "memory does not suffice: choose a smaller model",
     "def build():\n    return bytearray(2**62)\n": "memory does not suffice: choose a smaller model",
+    "def build():\n    raise GeneratorExit\n": "build: GeneratorExit; gpt2 diagnose",  # is no Exception
+    "class Mute(Exception):\n    def __str__(self): raise self\ndef build():\n    raise Mute\n": "build: Mute; gpt2 diagnose",
 }
 
 
@@ -274,6 +276,18 @@ def test_a_port_that_fails_is_one_line(source: str, text: str, tmp_path: Path) -
     (tmp_path / "port.py").write_text(source)
     with pytest.raises(InputError, match=BROKEN[source]), open_side(f"{tmp_path / 'port.py'}:build").running():
         pass
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [("raise GeneratorExit", "GeneratorExit"), ("return torch.empty(1, 8, 50, device='meta')", "on the meta device")],
+)
+def test_a_port_whose_forward_fails_is_one_line(body: str, says: str, tmp_path: Path) -> None:
+    """Both were tracebacks: one is no Exception, the other failed where logits are brought to the CPU."""
+    module = f"import torch\nclass M(torch.nn.Module):\n    def forward(self, ids):\n        {body}\n"
+    (tmp_path / "port.py").write_text(f"{module}def build():\n    return M()\n")
+    with open_side(f"{tmp_path / 'port.py'}:build").running() as running:
+        assert says in refusal(running.logits, torch.zeros(1, 8, dtype=torch.long))
 
 
 def test_logits_of_a_port_that_are_not_finite(base: Path, text: str, tmp_path: Path) -> None:
