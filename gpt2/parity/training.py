@@ -238,6 +238,8 @@ def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> N
                 else:
                     own.gradients.clear()
                     step.gradients.clear()
+                    if expected.layer is None:  # gradients of the embedding: the next model's is as large
+                        give_back_freed_memory()
             if moved:
                 inside = "ln_f" if "ln_f.weight" in changes else f"h.{expected.layer}"
                 where = inside if expected.layer is not None else UNTIED if UNTIED in changes else "wte, wpe"
