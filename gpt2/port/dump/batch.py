@@ -146,9 +146,12 @@ class Batch:
         if own and len(programs) == 1:  # whatever its shape
             value = own[0](site, state)
             return value.repeat(self.rows // len(value), *[1] * (value.ndim - 1)).to(self.model.dtype)
-        made = usual(site, state)
-        parts = made.unflatten(0, (len(programs), self.rows))
-        parts = parts.clone() if own else parts
+        first = cast(State, _Rows(state, slice(self.rows)))
+        made = usual(site, state if len(own) < len(programs) else first)  # where all replace it, for its shape alone
+        parts = made.unflatten(0, (-1, self.rows))
+        parts = (
+            (parts.clone() if len(own) < len(programs) else parts.new_zeros(len(programs), *parts.shape[1:])) if own else parts
+        )
         for n, formula in own.items():
             try:
                 value = formula(site, cast(State, _Rows(state, slice(n * self.rows, (n + 1) * self.rows))))
