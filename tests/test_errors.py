@@ -5,9 +5,16 @@ from pathlib import Path
 import pytest
 from support.commands import mistake, refusal
 
+import gpt2
 from gpt2.cli import info_command
 from gpt2.data.documents import files
 from gpt2.errors import InputError, user_path
+
+
+def test_one_function_expands_a_home_folder() -> None:
+    """Two places were left out, and ended in a traceback for a user that is not there."""
+    package = Path(gpt2.__file__).parent
+    assert [file.name for file in package.rglob("*.py") if "expanduser" in file.read_text(encoding="utf-8")] == ["errors.py"]
 
 
 def test_a_home_folder_is_meant_at_the_beginning_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from gpt2.checkpoint.saving import CARD
 from gpt2.config import GPT2Config
 from gpt2.data.chat import ChatFormat
 from gpt2.data.files import read, write
-from gpt2.errors import InputError, printable
+from gpt2.errors import InputError, printable, user_path
 
 CURVES, PLACEHOLDER = "curves.png", "OWNER/NAME"  # of the repository, until it is published
 FIGURES = re.compile(r"<!-- figures -->[\s\S]*?<!-- /figures -->")
@@ -43,7 +43,7 @@ class Base:
         if parsed.base == DEFAULT:
             return cls(name, license="mit")
         if parsed.local or not (official or REPOSITORY.fullmatch(parsed.base)):
-            return cls(Path(parsed.base).expanduser().resolve().name if parsed.local else name)
+            return cls(user_path(parsed.base).resolve().name if parsed.local else name)
         license = {None: None, "distilgpt2": "apache-2.0"}.get(official, "mit")
         return cls(name, OFFICIAL.get(official or "", parsed.base), parsed.revision, license)
 

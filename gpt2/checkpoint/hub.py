@@ -284,7 +284,7 @@ def explained(repo: str, revision: str = "", otherwise: str = LOCAL) -> Iterator
     hub = constants.ENDPOINT
     try:
         yield
-    except InputError:
+    except (InputError, MemoryError):
         raise
     except Exception as error:
         wrapped = isinstance(error, errors.LocalEntryNotFoundError | RuntimeError) and error.__cause__  # the client's own words

@@ -18,7 +18,7 @@ from gpt2.checkpoint.saving import CARD, MANIFEST, unlike_manifest
 from gpt2.config import quoted
 from gpt2.data.client import one_line
 from gpt2.data.files import SMALL, opened
-from gpt2.errors import InputError
+from gpt2.errors import InputError, user_path
 
 BESIDE = {*SMALL, "encoder.json", "vocab.bpe", "LICENSE", CARD, card.CURVES}
 BESIDE |= {place + name for place in ("", "adapter/") for name in (ADAPTER, ADAPTER_WEIGHTS)}
@@ -61,7 +61,7 @@ def plan(folder: str | Path, repo: str) -> Plan:
     """
     if not REPOSITORY.fullmatch(repo):
         raise InputError(f"{quoted(repo)} is not OWNER/NAME; give your name on the Hub and the model's, such as me/macbeth")
-    given, folder = Path(folder), Path(folder).expanduser().resolve()
+    given, folder = Path(folder), user_path(folder).resolve()
     if not folder.is_dir():
         raise InputError(f"{given}: not a folder; give the one that gpt2 export or gpt2 train made, such as out/run/best")
     weights, notes = _check_model(folder, given)

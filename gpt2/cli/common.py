@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Self
 
 from gpt2.config import ACTIVATIONS
@@ -78,7 +77,7 @@ def require_writable(flag: str, target: str | None) -> None:
         return
     if target == "-":
         raise InputError(f"{flag} -: only --json goes to stdout; give a file")
-    path = Path(target)
+    path = user_path(target)
     place = path if path.exists() and not path.is_file() else path.parent  # a file is replaced, a device or pipe written into
     if path.is_dir() or not path.parent.is_dir() or not os.access(place, os.W_OK):
         raise InputError(f"{flag} {target}: cannot be written; give a file in an existing folder that you may write to")

@@ -130,17 +130,26 @@ def read_cases(table: str | CaseTable) -> tuple[Asked, bool]:
     for where, record in records(file):
         own = own if cases else next((each for each in known if {*each} <= {*record}), own)
         prompt, expected = (record.get(field) for field in own)
-        right = [
-            str(each) for each in (expected if isinstance(expected, list) else [expected]) if isinstance(each, str | int | float)
-        ]
-        if not isinstance(prompt, str) or not prompt or not right or not all(map(str.strip, right)):
-            empty = f"its {own[bool(prompt)]} is empty" if right else f"it has {', '.join(map(str, record))}"
+        asked, right = _texts(prompt), _texts(expected)
+        if len(asked) != 1 or not asked[0] or not right or not all(map(str.strip, right)):
+            fault = own[bool(asked and asked[0])]
+            empty = (
+                f"its {fault} is empty, or neither text nor number"
+                if fault in record
+                else f"it has {', '.join(map(str, record))}"
+            )
             names = "" if fields else "; --set data.prompt=NAME and --set data.field=NAME name others"
             raise InputError(f"{where}: a case needs {wanted}; {empty}{names}")
-        cases.append((prompt, tuple(right)))
+        cases.append((asked[0], tuple(right)))
     if not cases:
         raise InputError(f'--cases {path}: holds no case; write one a line, as in {{"prompt": "2+2=", "expected": "4"}}')
     return cases, own == LABELLED
+
+
+def _texts(value: object) -> list[str]:
+    """Return a field's texts: one, or those of a list; numbers are text, and what is neither is left out."""
+    known = (each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str | int | float))
+    return [str(each) for each in known if not isinstance(each, float) or math.isfinite(each)]
 
 
 @torch.inference_mode()

@@ -101,9 +101,10 @@ def compare_many(names: Sequence[str], steps: Sequence[int | None], settings: Se
 @torch.inference_mode()
 def _kept(loaded: Loaded, passage: Passage) -> Logits | None:
     """Return a model's logits of the passage's batches, to be asked for in order; None where memory could not hold them."""
-    if 4 * loaded.vocab * len(passage.ids) > HELD:
+    inputs = [inputs for inputs, _ in passage.windows.batches(passage.ids)]  # windows may overlap
+    if 4 * loaded.vocab * sum(map(torch.numel, inputs)) > HELD:
         return None
-    kept = itertools.cycle([loaded.logits(inputs).cpu() for inputs, _ in passage.windows.batches(passage.ids)])
+    kept = itertools.cycle([loaded.logits(each).cpu() for each in inputs])
     return lambda _: next(kept)
 
 

@@ -32,7 +32,7 @@ from gpt2.comparison.sides.side import environment_of
 from gpt2.comparison.sides.trace_side import FORMAT, SUFFIX, checksum
 from gpt2.data import Tokenizer
 from gpt2.data.files import written_aside
-from gpt2.errors import InputError
+from gpt2.errors import InputError, user_path
 from gpt2.measure.metrics import Logits
 from gpt2.pages.reports import as_json
 
@@ -41,7 +41,7 @@ def require_name(path: str | Path) -> Path:
     """Return the path of a reference that will be written. Raises InputError: another suffix."""
     if Path(path).suffix != SUFFIX:
         raise InputError(f"--save {path}: a reference is a safetensors file; give a name that ends in {SUFFIX}")
-    return Path(path)
+    return user_path(path)
 
 
 def save_reference(name: str, path: str | Path, settings: Settings) -> Path:

@@ -38,7 +38,8 @@ def auto_tokenizer(folder: Path, model_type: str | None = None) -> Any:
 
     Nothing is fetched, and no code of the folder runs.
     """
-    for file in folder.glob("*.model") if find_spec("sentencepiece") is None else ():
+    alone = find_spec("sentencepiece") is None and not (folder / "tokenizer.json").is_file()
+    for file in folder.glob("*.model") if alone else ():
         raise InputError(f"{file}: reading it takes sentencepiece and protobuf; pip install 'gpt2-toolkit[sentencepiece]'")
     check_environment()
     try:

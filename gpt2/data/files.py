@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from gpt2.config import quoted
-from gpt2.errors import InputError, printable
+from gpt2.errors import InputError, printable, user_path
 
 END_OF_TEXT = "<|endoftext|>"  # of the vocabularies that are made here, and the mark between documents
 
@@ -136,7 +136,7 @@ def write_output(path: str | Path, content: str | bytes, flag: str = "") -> None
 
     Raises InputError, which names ``flag``: it cannot be written; what was there before is as it was.
     """
-    path = Path(path)
+    path = user_path(path)
     data = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")  # a file name may not be UTF-8
     try:
         if (path.exists() and not path.is_file()) or path.parent.resolve().parts[1:2] in (("dev",), ("proc",)):

@@ -134,7 +134,9 @@ def _refuse_steps(tensors: Mapping[str, Tensor], ids: Tensor, config: GPT2Config
     """Raise InputError for a dump of training steps: ids of several batches, or parameters or gradients without logits."""
     large, wide = of_a_step(tensors, config), [one for one in tensors.values() if one.shape[-1:] >= (config.vocab_size,)]
     logits = any(one.numel() // one.shape[-1] <= ids.numel() for one in wide)
-    if (ids.ndim == 3 and ids.numel()) or (large and not logits):
+    others = (tensor for name, tensor in tensors.items() if name not in large and tensor.is_floating_point())
+    forward = logits or any(ids.shape[-1] in tensor.shape for tensor in others)
+    if (ids.ndim == 3 and ids.numel()) or (large and not forward):
         several = f"ids of shape {tuple(ids.shape)}"
         what = several if ids.ndim == 3 else f"{shown(large[0])}, which has a parameter's shape, and no logits"
         raise InputError(f"{source}: holds {what}: training steps are not read from a dump; {STEP}")

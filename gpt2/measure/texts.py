@@ -43,7 +43,7 @@ from gpt2.checkpoint.hub import DatasetFile, dataset_file
 from gpt2.data import Tokenizer, shakespeare
 from gpt2.data.documents import HELD_OUT, LINE_ENDS, TABLES, documents, files, joined, parted
 from gpt2.data.files import read_all
-from gpt2.errors import InputError, did_you_mean
+from gpt2.errors import InputError, did_you_mean, user_path
 from gpt2.measure.windows import Windows
 
 WIKITEXT2 = DatasetFile(
@@ -161,7 +161,7 @@ def open_text(spec: str | None = None, *, offline: bool = False) -> Text:
 
     Raises InputError: no such text, option, play, or file; not UTF-8; not reachable. CheckpointError: a wrong hash.
     """
-    spec = DEFAULT if spec is None else spec
+    spec = DEFAULT if spec is None else str(user_path(spec)) if spec.startswith("~") else spec
     named, options = _parse(spec)
     own = {key: options.pop(key, default) for key, default in named.options.items()}
     sizes = {key: _positive(spec, key, value) for key, value in options.items()}
@@ -172,7 +172,8 @@ def open_text(spec: str | None = None, *, offline: bool = False) -> Text:
     try:
         source, text, passages = named.open(own, offline)
     except InputError as error:  # training reads the same texts, but its option for a file has another name
-        raise type(error)(str(error).replace(shakespeare.OWN_FILE, OWN_FILE).replace("set data.field", "name it text")) from error
+        said = str(error).replace(shakespeare.OWN_FILE, OWN_FILE).replace("set data.field", "name it text")
+        raise type(error)(said.replace("--set data.path=TEXTS", OWN_FILE)) from error
     protocol = replace(named.protocol, context=sizes.get("context"), stride=sizes.get("stride"))
     line_ends = LINE_ENDS if named.of_user and "\r" in text else ""
     text = text.replace("\r\n", "\n").replace("\r", "\n") if line_ends else text
@@ -186,7 +187,8 @@ def _parse(spec: str) -> tuple[Named, dict[str, str]]:
     if colon and not _is_file(spec) and ("=" in after or before == "-" or before in NAMES or _is_file(before)):
         head, parts = before, after.split(",")
     if head == "-" or _is_file(head):
-        named = Named(lambda own, offline: ("stdin" if head == "-" else os.path.abspath(head), _read(head), ()), of_user=True)
+        where = "stdin" if head == "-" else os.path.abspath(head)
+        named = Named(lambda own, offline: (where, _read(head), ()), of_user=not _of_documents(head))
     elif head in NAMES:
         named = NAMES[head]
     else:
@@ -209,6 +211,11 @@ def _is_file(path: str) -> bool:
     return os.path.exists(path) and not (os.path.isdir(path) and path in NAMES)
 
 
+def _of_documents(path: str) -> bool:
+    """Return whether it is a folder or a table, whose documents and line ends are read as training reads them."""
+    return os.path.isdir(path) or Path(path).suffix.lower() in TABLES
+
+
 def _positive(spec: str, key: str, value: str) -> int:
     if not (value.isascii() and value.isdigit() and 0 < int(value[:20]) < MAX_BYTES):
         raise InputError(f"{spec}: {key} is {value!r}; give a whole number of 1 or more")
@@ -227,7 +234,7 @@ def _read(path: str) -> str:
         raise InputError("there is no standard input to read the text from; give a text file")
     where = "stdin" if path == "-" else path
     held_out = Path(path, HELD_OUT)  # of a training run
-    if os.path.isdir(path) or Path(path).suffix.lower() in TABLES:  # rows of a table have a field "text"
+    if _of_documents(path):  # rows of a table have a field "text"
         found = [held_out] if held_out.is_file() else files(path)
         return joined(document.text for document in documents(found, tally=Counter()))
     try:

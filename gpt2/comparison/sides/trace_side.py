@@ -50,7 +50,8 @@ class TraceSide(Side):
         path = user_path(name.removeprefix(PREFIX))
         if path.suffix != SUFFIX or not path.exists():
             how = f"gpt2 compare A --save FILE{SUFFIX} writes one, and gpt2 trace MODEL --out FILE{SUFFIX}"
-            raise InputError(f"{name}: is not the name of a {SUFFIX} file that is there; {how}")
+            what = "no such file" if path.suffix == SUFFIX else f"a side is a {SUFFIX} file"
+            raise InputError(f"{name}: {what}; {how}")
         file = SafetensorsFile(path)
         key = next((key for key in IDS if key in file.entries), IDS[0])
         if missing := [each for each in (key, "logits") if each not in file.entries]:
