@@ -41,7 +41,7 @@ SAID = {
     "no_module": "build() returned OrderedDict",
     "class_and_no_instance": "return an instance of it",
     "returns_nan": "its logits are NaN from position 0 on",
-    "returns_a_nan_weight": "of layers.0.up.weight)",
+    "returns_a_nan_weight": "layers.0.up.weight[0, 0] is nan",
     "returns_hidden": "it returns (2, 8, 20), and logits are (2, 8, 67); return logits",
     "too_big": "not enough memory (too_big.py, line 7",
     "wants_gpu": "needs a GPU, and there is none here (wants_gpu.py, line 7",

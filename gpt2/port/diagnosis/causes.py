@@ -163,6 +163,7 @@ EXPLAINS: dict[str, dict[str, str]] = {
     "head-layout": {"missing-bias": ""},
     "position-sinusoidal": {"position-missing": ""},
     "residual-missing": {"parallel-block": DROPPED},
+    "batch-dependent": {"untied-head": ""},  # known by no formula giving the logits, where rows change each other's
     "layer-repeated": dict.fromkeys(("missing-bias", "layernorm-without-affine", "wrong-tensor"), ONE_FOR_ALL),
 }
 FUTURE = ("head-layout", "mask-missing", "mask-multiplied", "mask-off-by-one", "mask-strict", "softmax-axis", "softmax-missing")
