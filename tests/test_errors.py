@@ -46,4 +46,4 @@ def test_a_panic_of_a_library_is_one_line(monkeypatch: pytest.MonkeyPatch, capsy
         raise PanicException("index out of bounds")
 
     monkeypatch.setattr(info_command, "run", panic)
-    assert "a library failed on these files (index out of bounds); fetch them again" in mistake(capsys, "info")
+    assert "a library failed on these files (index out of bounds); fetch or write them again" in mistake(capsys, "info")

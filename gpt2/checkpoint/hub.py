@@ -223,7 +223,8 @@ def _require_hash(repo: str, file: Path, expected: str, *, mend: bool) -> None:
         if mend:
             _discard(file)
         what = f"{file.name} hashes to {actual[len(expected) == 40]}, the Hub declares {expected}"
-        advice = "it was removed, run it again to fetch it; twice: a proxy or mirror alters it" if mend else "run once online"
+        advice = "the damaged file was removed, run it again to fetch it; if this happens again, a proxy changes it"
+        advice = advice if mend else "run once online"
         raise CheckpointError(f"{repo}: {what}: {advice}")
     with contextlib.suppress(OSError):  # in a read-only home it is hashed again by the next load
         record.parent.mkdir(parents=True, exist_ok=True)

@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if not panicked(error):
             raise
-        print(f"{name}: {InputError(f'a library failed on these files ({error}); fetch them again')}", file=sys.stderr)
+        print(f"{name}: {InputError(f'a library failed on these files ({error}); fetch or write them again')}", file=sys.stderr)
         return 2
 
 

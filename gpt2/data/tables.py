@@ -76,7 +76,7 @@ def _array(path: Path) -> Iterator[tuple[str, Record]]:
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path}: not JSON ({str(error)[:80]}); correct it") from None
     if not isinstance(body, list) or not all(isinstance(each, dict) for each in body):
-        raise InputError(f"{path}: is no array of objects with fields; write [{{...}}, ...], or .jsonl, one object on each line")
+        raise InputError(f"{path}: must hold a list of objects; write [{{...}}, ...], or a .jsonl file, an object a line")
     yield from ((f"{path}, object {number}", each) for number, each in enumerate(body, 1))
 
 

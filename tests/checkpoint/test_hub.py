@@ -190,7 +190,7 @@ def test_other_bytes_are_refused_and_fetched_at_the_next_run(hub: HubStandIn, tm
         assert refused["error"] == "CheckpointError"
         (declared,) = {tree[name].etag if links else tree[name].oid for tree in hub.repos["org/name"].commits.values()}
         assert f"{name} hashes to " in refused["message"]
-        assert f", the Hub declares {declared}: it was removed, run it again" in refused["message"]
+        assert f", the Hub declares {declared}: the damaged file was removed, run it again" in refused["message"]
         (again,) = resolve(hub, tmp_path / name, "org/name", **settings)
         assert content(Path(again["path"])) == FILES
         assert Path(again["path"], name).is_symlink() == links

@@ -206,6 +206,6 @@ def test_the_separator_of_a_table_is_found(tmp_path, separator):
 
 
 def test_json_that_is_no_table_is_refused(tmp_path):
-    for text, says in (("{}", "is no array of objects"), ("[1]", "is no array of objects"), ("[", "not JSON")):
+    for text, says in (("{}", "must hold a list of objects"), ("[1]", "must hold a list of objects"), ("[", "not JSON")):
         (tmp_path / "a.json").write_text(text)
         assert says in refusal(read, tmp_path / "a.json")
