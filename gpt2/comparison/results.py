@@ -150,7 +150,8 @@ class Comparison(Printed):
 
         yield f"\n[bold]{escape(self.a.name)}[/bold]  →  [bold]{escape(self.b.name)}[/bold]"
         yield f"[dim]{escape(self._subjects())}[/dim]"
-        yield f"[bold]{escape(self.sentence()[0])}[/bold]{escape(self.sentence()[1])}\n"
+        subject, rest = self.sentence()
+        yield f"[bold]{escape(subject)}[/bold]{escape(rest)}\n"
         table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 3, 0, 0))
         for _ in range(3):
             table.add_column(overflow="fold")

@@ -20,9 +20,10 @@ LINES, MOST = 20, 0.8  # lines of a text that may hold a sample each, and the sh
 
 def remarks(data: Data, tokenizer: Tokenizer, found: Sequence[Document], chosen: np.ndarray | None) -> Iterator[str]:
     """Yield a line for each thing that is unusual in the documents of a recipe; ``chosen`` are held out (None: one text)."""
-    marks = Counter(mark for each in found for text in (each.prompt, each.text) for mark in MARK.findall(text))
     known = {END_OF_TEXT, *tokenizer.special_tokens}
-    for mark, count in ((mark, count) for mark, count in marks.most_common(3) if mark not in known):
+    texts = (text for each in found for text in (each.prompt, each.text))
+    marks = Counter(mark for text in texts for mark in MARK.findall(text) if mark not in known)
+    for mark, count in marks.most_common(3):
         what = f"{mark} stands {count:,} times in the text and is no token of this tokenizer: it is read as plain characters"
         yield f"{what}; --set 'data.add_tokens=[\"{mark}\"]' makes it one token of a byte-level BPE"
     if chosen is None:
