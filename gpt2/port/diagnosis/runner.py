@@ -1,22 +1,21 @@
 """Run ``gpt2 diagnose FILE.py:build``: run the user's file in a process of its own.
 
 The file may hang, crash, print or exit. Its output is not read, the answer comes back in a file, and the process ends itself when
-a stage takes too long. A failure is one line that names the user's line of code. :mod:`gpt2.port.diagnosis.guard` ends the
-process if this one ends first.
+a stage takes too long. A failure is one line that names the user's line of code. :mod:`gpt2.port.diagnosis.guard` ends it if
+this one ends first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gpt2.errors import InputError
@@ -28,7 +27,6 @@ TIMEOUT = 60.0  # seconds for the user's code: import, build, one forward
 DIAGNOSIS_FACTOR = 20  # the diagnosis may take this many times as long
 PROGRESS = "progress"  # the file in which the process says what it does
 POLL_SECONDS = 0.2  # between two looks at it
-GRACE = 3.0  # seconds for a process that ends itself, beyond its stage's
 MAX_PROGRESS = 200  # characters shown of it
 MAX_ANSWER = 64_000_000  # bytes read of the answer; usually a few thousand
 # By stage: what did not end in time, and when the process ended.
@@ -80,55 +78,35 @@ def run(
             order |= {"step_file": str(training.path), "step": training.name, "settings": list(settings)}
         (folder / "order.json").write_text(json.dumps(order))
         command = [sys.executable, "-P", "-c", START, str(folder), str(Path(__file__).parents[3])]
-        code = watch(command, folder, 2 * limits["whole"], progress, {"": timeout, "diagnosis": limits["whole"]})
+        code = watch(command, folder, 2 * limits["whole"], progress)
         if not (folder / "answer.json").exists():
             raise InputError(f"{port.shown}: {_failure(folder, port, timeout, code)}")
         with open(folder / "answer.json", "rb") as file:
             return _diagnosis(file.read(MAX_ANSWER), port)
 
 
-def watch(
-    command: list[str],
-    folder: Path,
-    limit: float,
-    progress: Callable[[str], None] | None = None,
-    limits: Mapping[str, float] | None = None,
-) -> int | None:
-    """Run a command under the guard, and return its exit code; None if it did not end itself in ``limit`` seconds.
+def watch(command: list[str], folder: Path, limit: float, progress: Callable[[str], None] | None = None) -> int | None:
+    """Run a command under the guard, and return its exit code, as shells do; None if it did not end in ``limit`` seconds.
 
-    What it prints goes to ``printed`` in ``folder``. Afterwards none of its processes runs. If this process is killed, the guard
-    ends them and removes the folder. ``progress``: called with what the command writes to the file PROGRESS in ``folder``.
-    ``limits``: seconds for each stage that it writes to the file ``stage``; a program that has stopped itself cannot keep them.
-    Raises OSError if the command cannot be started.
+    What it prints goes to ``printed`` in ``folder``. Afterwards nothing of its process group runs. If this process is killed, the
+    guard ends the group and removes the folder. ``progress``: called with what the command writes to the file PROGRESS in
+    ``folder``.
     """
     guard_command = [sys.executable, "-I", "-S", guard_script.__file__, str(folder), *command]
     with open(folder / "printed", "wb") as printed:  # a session of its own: Ctrl-C reaches this process only
         guard = subprocess.Popen(
             guard_command, stdin=subprocess.PIPE, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
         )
-    end_of_time, stage, ended = time.monotonic() + limit, folder / "stage", False
+    end_of_time = time.monotonic() + limit
     try:  # an interrupt may come at any time
         while (left := end_of_time - time.monotonic()) > 0:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                guard.wait(min(POLL_SECONDS, left))
-                ended = True
-                break
+                return guard.wait(min(POLL_SECONDS, left))
             if progress is not None and (folder / PROGRESS).is_file():
                 progress((folder / PROGRESS).read_text(errors="replace")[:MAX_PROGRESS])
-            if limits and stage.is_file():
-                seconds = limits.get(stage.read_text(errors="replace"), limits[""])
-                if time.time() - stage.stat().st_mtime > seconds + GRACE:
-                    break
+        return None
     finally:
-        if os.name == "posix":
-            guard.send_signal(signal.SIGCONT)  # it may have been stopped
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            guard.communicate(b"end\n", timeout=2 * guard_script.SECONDS)
-        guard.kill()
-    if (folder / guard_script.REFUSED).is_file():
-        raise OSError(number := int((folder / guard_script.REFUSED).read_text()), os.strerror(number))
-    code = folder / guard_script.CODE  # not there if the program ended its parent too
-    return None if not ended else int(code.read_text()) if code.is_file() else -signal.SIGKILL
+        guard.communicate(b"end\n")
 
 
 def _failure(folder: Path, port: Target, timeout: float, code: int | None) -> str:
@@ -145,7 +123,8 @@ def _failure(folder: Path, port: Target, timeout: float, code: int | None) -> st
     if code is None or "Timeout (" in dump:
         limit = timeout * DIAGNOSIS_FACTOR if stage == "diagnosis" else timeout
         return f"{what} did not end in {limit:g} s{line}; find out why, or give it longer with --timeout"
-    killer = signal.Signals(-code).name if code < 0 else ""
+    number = code - guard_script.SIGNALLED
+    killer = signal.Signals(number).name if number in list(signal.Signals) else ""
     how = f"was killed by {killer}" if killer else f"ended the process (exit code {code})"
     return f"it {how} {during}{line}{REASONS.get(killer, '')}; {port.name} has to return the module, and nothing else"
 

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-HEAD = """import atexit, math, os, signal, sys, threading, time
+HEAD = """import atexit, math, os, sys, threading, time
 
 import sound
 import torch
@@ -17,7 +17,6 @@ BUILDS = {
     "class_and_no_instance": "return sound.Sound",
     "crashes_in_build": r"""raise RuntimeError("Error(s) in loading:\n\tMissing key(s): 'a'\n\tsize mismatch for c")""",
     "exits": "sys.exit(0)",  # as a training script that ends so
-    "exits_in_silence": "os._exit(0)",
     "hangs_at_the_end": "threading.Thread(target=time.sleep, args=(3600,)).start(); return sound.build(checkpoint_dir)",
     "imports_what_is_not_there": "import a_package_that_nobody_has_installed",
     "no_module": "return sound.build(checkpoint_dir).state_dict()",
@@ -26,8 +25,7 @@ BUILDS = {
     "wants_gpu": "return sound.build(checkpoint_dir).cuda()",
 }
 FORWARDS = {
-    "crashes_hard": "os.abort()",
-    "hangs_in_forward": "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n        while True: time.sleep(3600)",
+    "hangs_in_forward": "time.sleep(3600)",
     "returns_hidden": "return torch.zeros(*ids.shape, self.sizes.width) + super().forward(ids).sum()",
     "returns_nan": "return super().forward(ids) + math.inf - math.inf",  # as with a mask of minus infinity only
     "training_dropout": "return torch.dropout(super().forward(ids), 0.1, True)",
