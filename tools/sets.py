@@ -48,7 +48,7 @@ from support.faulty.scoring import blocks
 from support.programs import fourteenth
 
 import gpt2
-from gpt2.port import deadline
+from gpt2.port.terms import deadline
 
 SETS, BEDS = {"fourteenth": fourteenth}, {"fourteenth": fourteenth.FourteenthBed}
 LEVELS = ("full", "block", "logits")

@@ -12,7 +12,7 @@ from gpt2.cli.common import Status, add_device, add_offline, say, write_result
 from gpt2.errors import InputError
 
 if TYPE_CHECKING:
-    from gpt2.port.diagnosis.report import Diagnosis
+    from gpt2.port.terms.report import Diagnosis
 
 HELP = "say why somebody's GPT-2 is almost right: where, what, and the fix"
 EXAMPLES = """\
@@ -119,7 +119,7 @@ def _diagnosis(args: argparse.Namespace) -> "Diagnosis":
     if args.program is not None:
         if args.step is not None:
             raise InputError("--step and --run: a training step is diagnosed in Python; give FILE.py:build in place of --run")
-        from gpt2.port.dump.programs import diagnose_program
+        from gpt2.port.diagnosis.programs import diagnose_program
 
         how = {"timeout": args.timeout, "revision": args.revision, "offline": args.offline}
         with Status(f"running {args.program}") as status:

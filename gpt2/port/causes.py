@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from gpt2.port.diagnosis.causes import SECTIONS
+from gpt2.port.terms.causes import SECTIONS
 
 HEAD = """\
 # What `gpt2 diagnose` can name in a forward pass

@@ -1,7 +1,7 @@
 """GPT-2 as a graph of named nodes: what each node reads, its right formula, and where it is computed.
 
 A block is :data:`READS`. A text is read in *calls*, one or several pieces; a cache is a node with a memory, which keeps what
-earlier calls have left. Wrong programs are this graph with other formulas at some nodes (:mod:`.alternative`).
+earlier calls have left. Wrong programs are this graph with other formulas at some nodes (:mod:`.alternatives`).
 
 A node has the name of its traced point within a block (``attn.scores``, ``mlp.act``, "" for the block's output); five nodes
 between the projections and the scores have no traced point.

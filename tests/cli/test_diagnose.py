@@ -23,7 +23,7 @@ import gpt2
 from gpt2.cli.main import main
 from gpt2.errors import InputError
 from gpt2.port.diagnosis import runner
-from gpt2.port.diagnosis.report import Diagnosis, Divergence
+from gpt2.port.terms.report import Diagnosis, Divergence
 
 # Words that the message must contain, for each refused file.
 SAID = {

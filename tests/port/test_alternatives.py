@@ -23,15 +23,15 @@ from gpt2.config import GPT2Config
 from gpt2.measure.tracing import points, trace
 from gpt2.model import GPT2
 from gpt2.port import graph
-from gpt2.port.alternative import FAMILIES, Alternative, Changed, Schedule, Which, in_calls, merged, scheduled
 from gpt2.port.alternatives import KINDS, table
+from gpt2.port.alternatives.alternative import FAMILIES, Alternative, Changed, Schedule, Which, in_calls, merged, scheduled
+from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.schedule import schedules
-from gpt2.port.diagnosis.causes import CAUSES
-from gpt2.port.diagnosis.places import joined
-from gpt2.port.dump.candidates import Candidate
 from gpt2.port.graph import ROWS, TEXT, Calls, Model, Program, Site
 from gpt2.port.recording.collecting import collect
-from gpt2.port.search import Walked, search
+from gpt2.port.search.walk import Walked, search
+from gpt2.port.terms.causes import CAUSES
+from gpt2.port.terms.places import joined
 
 SIZES = {"vocab_size": 29, "bos_token_id": 0, "eos_token_id": 0}
 CONFIG = GPT2Config(n_positions=15, n_embd=12, n_layer=2, n_head=3, n_inner=20, **SIZES)

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from gpt2.port import deadline
-from gpt2.port.deadline import PAUSE, SLOWEST, Deadline, TimeUp
+from gpt2.port.terms import deadline
+from gpt2.port.terms.deadline import PAUSE, SLOWEST, Deadline, TimeUp
 
 
 def test_a_search_ends_soon_by_the_clock_where_other_programs_run() -> None:

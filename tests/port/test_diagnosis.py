@@ -16,12 +16,12 @@ from support.ports import PORTS
 from torch import Tensor, nn
 
 import gpt2
+from gpt2.port.alternatives.entries import likeness
 from gpt2.port.diagnosis import diagnose
-from gpt2.port.diagnosis.causes import CAUSES, PlacedCause, ranked
-from gpt2.port.diagnosis.entries import likeness
-from gpt2.port.diagnosis.places import EVERY, Place
-from gpt2.port.diagnosis.report import Diagnosis, Divergence
 from gpt2.port.recording.dispatch import DeterministicMode, run_deterministically
+from gpt2.port.terms.causes import CAUSES, PlacedCause, ranked
+from gpt2.port.terms.places import EVERY, Place
+from gpt2.port.terms.report import Diagnosis, Divergence
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +205,7 @@ def test_a_module_that_holds_the_checkpoint_s_weights_is_no_other_kind_of_model(
 
 def test_a_slow_module_is_tried_on_few_tokens(model: gpt2.GPT2, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward that goes through attention number by number took hours for the full context."""
-    monkeypatch.setattr("gpt2.port.diagnosis.runs.PATIENCE", 0.0)
+    monkeypatch.setattr("gpt2.port.module.runs.PATIENCE", 0.0)
     found = diagnose(port(model), model)
     assert found.ok
     assert "23 tokens were not tried" in found.notes[-1]

@@ -18,9 +18,9 @@ from support.ports import PORTS
 
 import gpt2
 from gpt2.config import OFFICIAL_SIZES
-from gpt2.port import deadline
 from gpt2.port.diagnosis import diagnose
-from gpt2.port.diagnosis.causes import CAUSES
+from gpt2.port.terms import deadline
+from gpt2.port.terms.causes import CAUSES
 
 DEFAULT = (
     *("fused: gelu-erf", "fused: viewed-fc", "heads: unbiased@f", "heads: bf16-fc@1", "einsum3d: head-columns"),

@@ -16,12 +16,12 @@ from gpt2.errors import InputError
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
 from gpt2.port.alternatives import table
-from gpt2.port.deadline import Deadline, TimeUp
-from gpt2.port.diagnosis.report import Diagnosis
-from gpt2.port.dump.candidates import Candidate
+from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.dump.pool import DumpPool
-from gpt2.port.dump.tolerance import measured
 from gpt2.port.graph import Model
+from gpt2.port.terms.deadline import Deadline, TimeUp
+from gpt2.port.terms.report import Diagnosis
+from gpt2.port.terms.tolerance import measured
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MODEL = checkpoint()

@@ -13,12 +13,12 @@ from torch import Tensor
 
 import gpt2
 from gpt2.measure.tracing import trace
-from gpt2.port.alternative import Changed
-from gpt2.port.diagnosis.report import SURE
+from gpt2.port.alternatives.alternative import Changed
 from gpt2.port.dump.examination import computed_in
-from gpt2.port.dump.tolerance import measured
 from gpt2.port.fits.lacking import looks_dropped
 from gpt2.port.graph import Formula, Model, Program, Site, State
+from gpt2.port.terms.report import SURE
+from gpt2.port.terms.tolerance import measured
 
 FEW = ("ln_1", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.act", "mlp.c_proj")
 

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 import gpt2
 from gpt2.measure.tracing import trace
 from gpt2.model import eager_attention
-from gpt2.port.diagnosis import diagnose, examination
-from gpt2.port.diagnosis.causes import CAUSES
+from gpt2.port.diagnosis import diagnose
 from gpt2.port.diagnosis.runner import PROGRESS, watch
+from gpt2.port.module import examination
 from gpt2.port.recording.collecting import collect
+from gpt2.port.terms.causes import CAUSES
 
 P = 0.3
 UNSCALED = {"scale": lambda port, scores, n: scores}

@@ -9,7 +9,7 @@ from support.programs.bed import Bed, Shape
 
 import gpt2
 from gpt2.config import GPT2Config
-from gpt2.port import alternative
+from gpt2.port.alternatives import alternative
 from gpt2.port.dump import examination
 from gpt2.port.fits.lacking import dropped, left_out
 from gpt2.port.fits.linear import Library, Linear

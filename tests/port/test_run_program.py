@@ -20,7 +20,7 @@ from support.programs.fourteenth import FourteenthBed
 import gpt2
 from gpt2.cli.main import main
 from gpt2.errors import InputError
-from gpt2.port.dump.programs import diagnose_program
+from gpt2.port.diagnosis.programs import diagnose_program
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.commands import load_script
 
-from gpt2.port import deadline
+from gpt2.port.terms import deadline
 
 sets = load_script("sets")
 DUMP = sets.Answer("fourteenth", "flattened", ("feed-forward added to its norm",), "full")

@@ -18,18 +18,18 @@ from gpt2.config import GPT2Config
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
-from gpt2.port.alternative import Alternative, Schedule, Which, scheduled
 from gpt2.port.alternatives import loading, schedule, table
+from gpt2.port.alternatives.alternative import Alternative, Schedule, Which, scheduled
+from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.moments import WAYS, readings
 from gpt2.port.alternatives.norms import normed, of_moments
 from gpt2.port.alternatives.outside import sequence_faults
-from gpt2.port.deadline import Deadline, few_threads
 from gpt2.port.dump.batch import Batch
-from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.explaining import Explainer, Explanation
 from gpt2.port.dump.known import Faults
 from gpt2.port.dump.part import Part
 from gpt2.port.graph import ORDER, Entrance, Model, Program
+from gpt2.port.terms.deadline import Deadline, few_threads
 
 CONFIG = GPT2Config(vocab_size=29, n_positions=11, n_embd=12, n_layer=2, n_head=3, n_inner=20, bos_token_id=0, eos_token_id=0)
 STREAMS = ("embed", "h.0", "h.1", "logits")

@@ -13,11 +13,11 @@ from torch.func import functional_call, grad, vmap
 
 import gpt2
 from gpt2.errors import InputError
-from gpt2.port.diagnosis.report import Cause, Diagnosis, Divergence
 from gpt2.port.step.clipping import ClipKind, read_clipping
 from gpt2.port.step.records import Gradient, Sampled, Update
 from gpt2.port.step.rules import Rule, Track, directions, fit, recognised
 from gpt2.port.step.settings import Settings as Given
+from gpt2.port.terms.report import Cause, Diagnosis, Divergence
 
 RIGHT = "fused"
 RIGHT_SAMPLE = (

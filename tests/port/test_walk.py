@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from gpt2 import GPT2
 from gpt2.config import GPT2Config
-from gpt2.port.diagnosis.places import joined
 from gpt2.port.recording.collecting import collect
 from gpt2.port.recording.pool import Pool
-from gpt2.port.search import Walked, search
+from gpt2.port.search.walk import Walked, search
+from gpt2.port.terms.places import joined
 
 # All sizes differ, and no size is the square root of another.
 CONFIG = GPT2Config(vocab_size=67, n_positions=19, n_embd=21, n_layer=3, n_head=3, n_inner=52, bos_token_id=0, eos_token_id=0)

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from gpt2.config import GPT2Config
-from gpt2.port.alternative import Alternative, changed, family
-from gpt2.port.fault import Fault, Function
+from gpt2.port.alternatives.alternative import Alternative, changed, family
 from gpt2.port.graph import Model
+from gpt2.port.terms.fault import Fault, Function
 
 ROUNDED = float(torch.tensor(2 / math.pi, dtype=torch.float32).sqrt())  # as a port computes it in float32
 _TANH = math.sqrt(2 / math.pi)

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.port.alternative import Alternative, Changed, changed, family
+from gpt2.port.alternatives.alternative import Alternative, Changed, changed, family
 from gpt2.port.alternatives.norm_formulas import layer_norm
-from gpt2.port.diagnosis.causes import SCORES
-from gpt2.port.fault import Fault
 from gpt2.port.graph import ROWS, Formula, Model, Site, State, right_scale, split
+from gpt2.port.terms.causes import SCORES
+from gpt2.port.terms.fault import Fault
 
 ROUNDED = "rounded to float32"
 OFFICIAL_SIZE = 64  # of a head, in all official models

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gpt2.port.alternative import Alternative, Changed, family
+from gpt2.port.alternatives.alternative import Alternative, Changed, family
 from gpt2.port.graph import ROWS, TEXT, Edits, Formula, Model, Site, State, merge, right_scale, split
 
 PARTS = {"kv": "keys and values are", "v": "the values are", "k": "the keys are", "q": "the queries are"}

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.port.alternative import Alternative, family
+from gpt2.port.alternatives import entries
+from gpt2.port.alternatives.alternative import Alternative, family
 from gpt2.port.alternatives.norms import SOURCES, normed
-from gpt2.port.diagnosis import entries
 from gpt2.port.graph import MODULES, READS, THIRDS, Edits, Formula, Model, Site, State, affine
 
 Pair = tuple[Tensor, Tensor]  # weight (I, O) and bias (O,)

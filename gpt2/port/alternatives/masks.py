@@ -14,9 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gpt2.port.alternative import Alternative, Changed, Weighing, family
-from gpt2.port.diagnosis.causes import MASKED
+from gpt2.port.alternatives.alternative import Alternative, Changed, Weighing, family
 from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site, State
+from gpt2.port.terms.causes import MASKED
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # from t (T, 1) and j (S) to the visible keys (T, S)
 # Axes that a softmax runs over together, with words for a message.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2.port.fault import Fault
+from gpt2.port.terms.fault import Fault
 
 OWN = "over each token's features"
 AXES = {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.port.fault import Fault, Function
+from gpt2.port.terms.fault import Fault, Function
 
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, 0.0, 1e-3, 1e-7, 1e-10, 1e-4, 1e-2, 1e-9, 1e-1, 1.0)
 RMS_EPSILONS = (1e-6, 1e-8, 0.0, 1e-5, 1e-12, torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps)

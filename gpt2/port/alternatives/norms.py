@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gpt2.port.alternative import Alternative, family
+from gpt2.port.alternatives.alternative import Alternative, family
 from gpt2.port.alternatives.moments import AXES, OWN, WAYS, Divided, Reading, readings
 from gpt2.port.alternatives.norm_formulas import Hypothesis, known_norms, layer_norm
 from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site

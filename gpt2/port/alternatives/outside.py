@@ -1,6 +1,6 @@
 """What surrounds the blocks: tokens, positions, embeddings, the head's table, and the sequence of blocks.
 
-What a program does to its logits in the end is in ``diagnosis/last_step.py``.
+What a program does to its logits in the end is in ``last_step.py``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gpt2.port.alternative import Alternative, Changed, family
+from gpt2.port.alternatives.alternative import Alternative, Changed, family
 from gpt2.port.alternatives.norm_formulas import RMS, layer_norm
 from gpt2.port.alternatives.wiring import usual_factors
-from gpt2.port.diagnosis.places import EVERY
-from gpt2.port.fault import Fault
 from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site, State, embedding
+from gpt2.port.terms.fault import Fault
+from gpt2.port.terms.places import EVERY
 
 MOST_SHIFTS = 33  # by how much positions are tried to be off, on a small model
 SHIFTS = (1, 2, 3)  # the same on a large one

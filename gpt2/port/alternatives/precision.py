@@ -9,13 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gpt2.port.alternative import Alternative, Changed, changed, family
+from gpt2.port.alternatives.alternative import Alternative, Changed, changed, family
 from gpt2.port.alternatives.loading import MATRICES, NODES_OF, Change, held, read
 from gpt2.port.alternatives.norms import normed
-from gpt2.port.diagnosis.weights import NARROW
-from gpt2.port.fault import Function as Rounding
-from gpt2.port.fits.rounding import CUT, SCALED, in_eight_bits, mantissa, narrowed, quantised
+from gpt2.port.alternatives.rounding import CUT, NARROW, SCALED, in_eight_bits, mantissa, narrowed, quantised
 from gpt2.port.graph import MODULES, READS, TEXT, Edits, Formula, Model, Site, affine, right_scale
+from gpt2.port.terms.fault import Function as Rounding
 
 FLOATS: dict[str, Rounding] = {"bfloat16": partial(mantissa, 7, False), "float16": partial(mantissa, 10, False)}
 CUT_OFF: dict[str, Rounding] = {

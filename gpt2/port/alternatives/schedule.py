@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gpt2.port.alternative import Alternative, Schedule, family
+from gpt2.port.alternatives.alternative import Alternative, Schedule, family
 from gpt2.port.alternatives.masks import lengths
 from gpt2.port.graph import ROWS, TEXT, Calls, Edits, Formula, Model, Site, State, embedding, run, split
 

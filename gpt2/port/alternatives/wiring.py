@@ -12,11 +12,11 @@ from functools import partial
 
 from torch import Tensor
 
-from gpt2.port.alternative import Alternative, Rerouted, changed, family
+from gpt2.port.alternatives.alternative import Alternative, Rerouted, changed, family
 from gpt2.port.alternatives.norm_formulas import RMS, layer_norm
-from gpt2.port.diagnosis.causes import BLOCK
-from gpt2.port.fault import Fault
 from gpt2.port.graph import ORDER, READS, Formula, Model, Site, State, run_block
+from gpt2.port.terms.causes import BLOCK
+from gpt2.port.terms.fault import Fault
 
 NO_PROJECTION = Fault("output-projection-missing", "attn", "the heads are added to the stream as they are")
 LETTERS = {"q": "queries", "k": "keys", "v": "values"}

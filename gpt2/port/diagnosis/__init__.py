@@ -1,8 +1,8 @@
 """``diagnose``: find where a port departs from the checkpoint's GPT-2, with the cause, the evidence and the fix.
 
-A module is checked in three ways: its weights, read in the checkpoint's layout (:mod:`.weights`); its recorded tensors, which are
-compared with GPT-2's, by the right formula and by every known wrong one (:mod:`gpt2.port.search`); and its behaviour from call to
-call (:mod:`.behaviour`). What another program wrote: :mod:`gpt2.port.dump`.
+A module is checked in three ways (:mod:`gpt2.port.module`): its weights, read in the checkpoint's layout; its recorded tensors,
+which are compared with GPT-2's, by the right formula and by every known wrong one (:mod:`gpt2.port.search`); and its behaviour
+from call to call. What another program wrote: :mod:`gpt2.port.dump`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.errors import InputError
-from gpt2.port.diagnosis.report import Cause, Diagnosis, Divergence
+from gpt2.port.terms.report import Cause, Diagnosis, Divergence
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,8 +62,8 @@ def diagnose(
     from gpt2.checkpoint.loading import load, require_intact
     from gpt2.int8 import require_float
     from gpt2.measure.metrics import silent
-    from gpt2.port.deadline import few_threads
-    from gpt2.port.diagnosis.examination import Examination
+    from gpt2.port.module.examination import Examination
+    from gpt2.port.terms.deadline import few_threads
 
     if not isinstance(what, (torch.nn.Module, str, Path, Mapping)):
         hint = "a torch.nn.Module, the path of a dump, or a mapping of arrays"

@@ -21,7 +21,7 @@ from pathlib import Path
 from gpt2.errors import InputError
 from gpt2.measure.user_code import Target, target
 from gpt2.port.diagnosis import guard as guard_script
-from gpt2.port.diagnosis.report import Cause, Diagnosis, Divergence
+from gpt2.port.terms.report import Cause, Diagnosis, Divergence
 
 TIMEOUT = 60.0  # seconds for the user's code: import, build, one forward
 DIAGNOSIS_FACTOR = 20  # the diagnosis may take this many times as long

@@ -10,17 +10,17 @@ from dataclasses import replace
 
 from gpt2.checkpoint import containers
 from gpt2.measure.metrics import Progress
-from gpt2.port.deadline import Deadline
-from gpt2.port.diagnosis.causes import PlacedCause
-from gpt2.port.diagnosis.places import Place
-from gpt2.port.diagnosis.report import LIKELY, Divergence
 from gpt2.port.dump.dumped import Dumped
 from gpt2.port.dump.simulating import Simulating
-from gpt2.port.dump.tolerance import HALVES
 from gpt2.port.fits.lacking import looks_dropped
 from gpt2.port.graph import Model
-from gpt2.port.observe import Observation
-from gpt2.port.search import Search, Walked
+from gpt2.port.search.observe import Observation
+from gpt2.port.search.walk import Search, Walked
+from gpt2.port.terms.causes import PlacedCause
+from gpt2.port.terms.deadline import Deadline
+from gpt2.port.terms.places import Place
+from gpt2.port.terms.report import LIKELY, Divergence
+from gpt2.port.terms.tolerance import HALVES
 
 CHANCE = 3  # faults of one branch that do not explain the logits
 DRAWN = 4  # the part of the time for models of what seems to be drawn at random

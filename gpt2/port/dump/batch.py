@@ -13,11 +13,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gpt2.port.alternative import Shown
-from gpt2.port.deadline import Deadline
-from gpt2.port.dump.candidates import Candidate
+from gpt2.port.alternatives.alternative import Shown
+from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.dump.part import MIN_ROWS, Part
 from gpt2.port.graph import LAST, NODES, RIGHT, Entrance, Model, Program, State, run_block
+from gpt2.port.terms.deadline import Deadline
 
 COLUMNS = 256  # vocabulary entries that are compared
 MAX_PROGRAMS = 128  # that are run together: those that begin in one block

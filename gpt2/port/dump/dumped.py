@@ -14,7 +14,7 @@ from gpt2.measure.tracing import points
 from gpt2.model import GPT2
 from gpt2.port.dump.arrays import Output, recognised
 from gpt2.port.dump.pool import DumpPool
-from gpt2.port.dump.tolerance import UNITS, Tolerance, excess, measured
+from gpt2.port.terms.tolerance import UNITS, Tolerance, excess, measured
 
 MORE = 2  # times as many arrays are right in the likelier precision
 WALKED = 3  # arrays of a stream's size a block from which on a walk is tried

@@ -20,15 +20,14 @@ from gpt2.measure.dumps import STEP, Dump, dump_of, of_a_step, read
 from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
-from gpt2.port.deadline import Deadline, few_threads, slowness
-from gpt2.port.diagnosis.causes import ranked
-from gpt2.port.diagnosis.examination import SMALL
-from gpt2.port.diagnosis.logits import Reference, padding_causes
-from gpt2.port.diagnosis.report import Diagnosis
 from gpt2.port.dump.arrays import find_output
 from gpt2.port.dump.attempt import Attempt
 from gpt2.port.dump.dumped import Dumped
-from gpt2.port.dump.tolerance import HALVES, SLACK, measured
+from gpt2.port.search.logits import Reference, padding_causes
+from gpt2.port.terms.causes import ranked
+from gpt2.port.terms.deadline import SMALL, Deadline, few_threads, slowness
+from gpt2.port.terms.report import Diagnosis
+from gpt2.port.terms.tolerance import HALVES, SLACK, measured
 
 SECONDS = {True: 45.0, False: 120.0}  # for the whole search, by whether the model is small
 QUICK = 1.25  # the part of the time for what is likely, where little time is enough for the rest

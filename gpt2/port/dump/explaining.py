@@ -16,12 +16,12 @@ from torch import Tensor
 
 from gpt2.measure.metrics import Progress, silent, worst_relative_error
 from gpt2.measure.tracing import layer_of, point_at, points
-from gpt2.port.deadline import Deadline
-from gpt2.port.dump.candidates import FITTED, Candidate, Found
+from gpt2.port.alternatives.candidates import FITTED, Candidate, Found
 from gpt2.port.dump.known import scopes
 from gpt2.port.dump.matching import Search
 from gpt2.port.dump.part import Fit, Part
 from gpt2.port.graph import NODES, ORDER, Entrance, Model, Program, State, stage_of
+from gpt2.port.terms.deadline import Deadline
 
 SAME = 1e-9  # programs whose values differ by less are one function
 ENDS, STREAMS = ("embed", "logits"), ("", "mid")  # points, and stages of a block, behind which a search begins anew

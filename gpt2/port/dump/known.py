@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from gpt2.port.alternative import IN_PROMPT, IN_STEPS, Alternative, Schedule, Which, scheduled
 from gpt2.port.alternatives import table
+from gpt2.port.alternatives.alternative import IN_PROMPT, IN_STEPS, Alternative, Schedule, Which, scheduled
+from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.outside import orders, standing
 from gpt2.port.alternatives.precision import integers
 from gpt2.port.alternatives.schedule import prompts, stepped
-from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.part import Part
 from gpt2.port.graph import ROWS
 

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from gpt2.measure.metrics import Progress
-from gpt2.port.alternative import Alternative
+from gpt2.port.alternatives.alternative import Alternative
+from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.schedule import is_prompt, schedules
-from gpt2.port.deadline import Deadline
 from gpt2.port.dump.batch import Batch
-from gpt2.port.dump.candidates import Candidate
 from gpt2.port.dump.known import Faults
 from gpt2.port.dump.part import BETTER, Fit, Part
 from gpt2.port.graph import ROWS, TEXT
+from gpt2.port.terms.deadline import Deadline
 
 MAX_CONFIRMED = {True: 40, False: 12}  # candidates that are computed exactly, by whether the model is small
 LATE_CONFIRMED = 3  # the nearest, which are computed even after the deadline

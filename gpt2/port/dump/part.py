@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import layer_of, points
-from gpt2.port.diagnosis.last_step import STEPS
-from gpt2.port.dump.candidates import Candidate
-from gpt2.port.fault import Fault, Function
+from gpt2.port.alternatives.candidates import Candidate
+from gpt2.port.alternatives.last_step import STEPS
 from gpt2.port.graph import ORDER, Entrance, Model, Program, State, stage_of
+from gpt2.port.terms.fault import Fault, Function
 
 ROW_SUM_BOUND = 1e-3  # of probabilities that a program stored in float16
 MIN_ROWS = 4  # positions from which a bias of the head can be fitted

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.port.dump.tolerance import HALVES, UNITS, Tolerance, excess
 from gpt2.port.recording.pool import Match, Pool
+from gpt2.port.terms.tolerance import HALVES, UNITS, Tolerance, excess
 
 FAULT_MARGIN = 4  # how many times better than the tolerance a wrong formula has to fit
 MASKED = -1e4  # scores of this size or below hide a token

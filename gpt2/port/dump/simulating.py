@@ -13,14 +13,14 @@ from torch import Tensor
 
 from gpt2.measure.metrics import Progress, worst_relative_error
 from gpt2.measure.tracing import layer_of, point_at, points
-from gpt2.port.deadline import Deadline
-from gpt2.port.diagnosis.causes import PlacedCause
-from gpt2.port.diagnosis.places import ALL_WEIGHTS, Place
-from gpt2.port.diagnosis.report import LIKELY, Divergence
 from gpt2.port.dump.dumped import THIRDS, Dumped
 from gpt2.port.dump.explaining import STREAMS, Explainer, Explanation
-from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.graph import MODULES, ORDER, READS, Model, run_block, stage_of
+from gpt2.port.terms.causes import PlacedCause
+from gpt2.port.terms.deadline import Deadline
+from gpt2.port.terms.places import ALL_WEIGHTS, Place
+from gpt2.port.terms.report import LIKELY, Divergence
+from gpt2.port.terms.tolerance import UNITS
 
 MAX_PLACEMENTS = 3  # places in a block that unknown arrays are tried at
 EXCHANGED = ("attn.q", "attn.k", "attn.v", "attn.heads")  # points whose right numbers may be used as others

@@ -11,16 +11,16 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2.port.fault import Fault
+from gpt2.port.alternatives.rounding import roundings
 from gpt2.port.fits.attention import multiplied, weights_fit
 from gpt2.port.fits.lacking import clipped, dropped, left_out
 from gpt2.port.fits.linear import Library, Linear
 from gpt2.port.fits.norm import Norm
 from gpt2.port.fits.observed import Fit, Observed
-from gpt2.port.fits.rounding import roundings
 from gpt2.port.fits.slots import Slots
 from gpt2.port.fits.wiring import activation_fit, sum_fit
 from gpt2.port.graph import ATTENTION, MODULES, READS, THIRDS, Model, State, right_scale, split
+from gpt2.port.terms.fault import Fault
 
 # The cause where some features of a node are not computed; not-loaded for a linear layer.
 LEFT_OUT = {

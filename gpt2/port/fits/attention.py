@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gpt2.config import GPT2Config
 from gpt2.port.alternatives.attention import scale_faults
-from gpt2.port.diagnosis.causes import SCORES
-from gpt2.port.fault import Fault
 from gpt2.port.fits.observed import SHOWN, Fit, Observed, nice
 from gpt2.port.graph import right_scale
+from gpt2.port.terms.causes import SCORES
+from gpt2.port.terms.fault import Fault
 
 CLEAR = 100.0  # times the rounding of a weight: those whose logarithm is fitted
 LEAST = 1e-4  # the least weight whose logarithm is fitted

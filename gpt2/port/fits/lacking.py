@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2.port.fault import Fault
 from gpt2.port.fits.observed import SHOWN, Fit, Observed, nice
+from gpt2.port.terms.fault import Fault
 
 CLEAR = 10.0  # times the rounding: entries that are surely not zero
 LEAST = 40  # entries that show a share

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.port.fault import Fault
+from gpt2.port.alternatives.rounding import quantised
 from gpt2.port.fits.lacking import ranges
 from gpt2.port.fits.observed import Fit, Observed, combined, distinct, formula, keeps_angles
-from gpt2.port.fits.rounding import quantised
+from gpt2.port.terms.fault import Fault
 
 MOST = 2**29  # products of columns that are compared
 MOST_COPIED = 2**24  # entries of matrices whose columns are compared

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from gpt2.port.alternatives.norm_formulas import layer_norm
-from gpt2.port.fault import Fault
+from gpt2.port.alternatives.rounding import roundings
 from gpt2.port.fits.linear import permutation
 from gpt2.port.fits.observed import Fit, Observed, distinct, nice
-from gpt2.port.fits.rounding import roundings
+from gpt2.port.terms.fault import Fault
 
 SAME = 1e-3  # relative difference of factors that are one
 SHARP = 1e-5  # relative difference of a weight that was fitted, from which on it may be a rounded one

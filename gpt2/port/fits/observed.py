@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2.port.fault import Fault
+from gpt2.port.terms.fault import Fault
 
 EQUAL = 1e-5  # relative distance of tokens that are one for a regression
 MOST_TOKENS = 256  # that are counted

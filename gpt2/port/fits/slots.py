@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gpt2.port.fault import Fault
 from gpt2.port.fits.observed import Fit, Observed
+from gpt2.port.terms.fault import Fault
 
 AMBIGUOUS = 2  # vectors that fit a slot, above which none is concluded
 CLEAR = 100.0  # times its rounding: a weight from which the others are measured

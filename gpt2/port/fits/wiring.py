@@ -13,9 +13,9 @@ from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.port.alternatives.activations import FUNCTIONS
-from gpt2.port.fault import Fault
+from gpt2.port.alternatives.rounding import roundings
 from gpt2.port.fits.observed import SHOWN, Fit, Observed, combined, formula, nice
-from gpt2.port.fits.rounding import roundings
+from gpt2.port.terms.fault import Fault
 
 MOST_PAIRS = 2**22  # pairs of an id and a position that are tried
 NEIGHBOURS = 0.02  # of the span of a function's results: how far those of neighbouring arguments may be apart

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from gpt2.port.anatomy.anatomy import Anatomy
-from gpt2.port.diagnosis.causes import PlacedCause
-from gpt2.port.diagnosis.places import EVERY, Place
-from gpt2.port.diagnosis.report import LIKELY
 from gpt2.port.mapping.mapping import Mapping
+from gpt2.port.terms.causes import PlacedCause
+from gpt2.port.terms.places import EVERY, Place
+from gpt2.port.terms.report import LIKELY
 
 SEEN = "seen in the operators of its forward pass, whatever their names"
 SHARED = "shared heads"  # the kind of cause that is as certain as one of weights

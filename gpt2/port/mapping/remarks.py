@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.keys import layer as layer_of
-from gpt2.port.diagnosis.causes import PlacedCause, merge_blocks
-from gpt2.port.diagnosis.places import Place, forward_rank, joined
 from gpt2.port.mapping.departures import missing_entries, other_sizes, rows_apart, structural_causes, vocabulary
 from gpt2.port.mapping.filling import Filled
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.dataflow import Source
+from gpt2.port.terms.causes import PlacedCause, merge_blocks
+from gpt2.port.terms.places import Place, forward_rank, joined
 
 
 @dataclass

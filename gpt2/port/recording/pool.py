@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.port.deadline import Deadline
+from gpt2.port.terms.deadline import Deadline
 
 STRICT = 1e-9  # relative to the root mean square; float64 rounding is 1e-15, and a softmax amplifies it
 LOOSE = 1e-5  # if the port computes anything in float32
@@ -33,7 +33,7 @@ class Match(NamedTuple):
 class Pool:
     """The tensors of a forward pass, by size and sums; ``narrow``: some tensor was below float64.
 
-    Behind ``deadline``, every search raises :class:`gpt2.port.deadline.TimeUp`.
+    Behind ``deadline``, every search raises :class:`gpt2.port.terms.deadline.TimeUp`.
     """
 
     def __init__(self) -> None:

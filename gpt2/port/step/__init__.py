@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.errors import InputError
-from gpt2.port.diagnosis.report import Diagnosis
+from gpt2.port.terms.report import Diagnosis
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,12 +57,12 @@ def diagnose_step(
             number or NaN, or changes no parameter of the module.
     """
     from gpt2.checkpoint.loading import load
-    from gpt2.port.deadline import few_threads
     from gpt2.port.diagnosis import diagnose
     from gpt2.port.mapping import load_into
     from gpt2.port.step.examination import StepExamination
     from gpt2.port.step.sessions import takes_model
     from gpt2.port.step.settings import Settings
+    from gpt2.port.terms.deadline import few_threads
 
     known = Settings.of(settings) if isinstance(settings, Mapping) else Settings.parse(settings)
     if not callable(make_step):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from gpt2.port.diagnosis.report import SURE, Cause, Diagnosis, Divergence
+from gpt2.port.terms.report import SURE, Cause, Diagnosis, Divergence
 
 SHIFTED = "F.cross_entropy(model(x).flatten(0, 1), y.flatten())  # y[:, t] is the token after x[:, t]"
 MEAN = 'F.cross_entropy(logits, targets)  # reduction="mean": over all tokens of the batch'

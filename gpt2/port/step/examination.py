@@ -12,8 +12,6 @@ from gpt2.errors import InputError
 from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
-from gpt2.port.diagnosis.places import Place, listed
-from gpt2.port.diagnosis.report import Diagnosis
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.forward import Borrowed
 from gpt2.port.recording.recorder import record_probe
@@ -25,6 +23,8 @@ from gpt2.port.step.records import HALVES, Sampler, Watched, total_norm, updates
 from gpt2.port.step.sessions import MakeStep, StepError, Subject, join_tied, random_batch
 from gpt2.port.step.settings import Settings
 from gpt2.port.step.updates import Moves, UpdateJudge
+from gpt2.port.terms.places import Place, listed
+from gpt2.port.terms.report import Diagnosis
 
 CALLS, CALLS_LARGE = 6, 4  # of the first session; of a large module's
 HUGE, TINY = 100.0, 1e-8  # factors of the last norm (and, for TINY, of the token embedding) that change the gradients' size

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt2.port.golden_section import least
 from gpt2.port.step.causes import Findings
+from gpt2.port.step.golden_section import least
 from gpt2.port.step.records import Forward
 
 IGNORED = -100  # a target that is not trained on

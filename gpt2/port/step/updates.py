@@ -11,10 +11,10 @@ from statistics import median
 import numpy as np
 import torch
 
-from gpt2.port.golden_section import least
 from gpt2.port.step import rules
 from gpt2.port.step.causes import Findings
 from gpt2.port.step.clipping import Clip, ClipKind, measure
+from gpt2.port.step.golden_section import least
 from gpt2.port.step.records import Gradient, Update
 from gpt2.port.step.rules import FITS, ROUNDED, STEADY, Array, Fit, Rule, Track, fit, spread
 from gpt2.port.step.settings import Settings

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from gpt2.port.diagnosis.places import Place
+from gpt2.port.terms.places import Place
 
 Function = Callable[[Tensor], Tensor]
 

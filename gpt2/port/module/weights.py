@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.port.diagnosis import entries
-from gpt2.port.diagnosis.causes import PlacedCause
-from gpt2.port.diagnosis.places import ALL_WEIGHTS, EVERY, Place, joined
+from gpt2.port.alternatives import entries
+from gpt2.port.alternatives.rounding import NARROW
 from gpt2.port.mapping.departures import missing_entries
 from gpt2.port.mapping.reading import Own
+from gpt2.port.terms.causes import PlacedCause
+from gpt2.port.terms.places import ALL_WEIGHTS, EVERY, Place, joined
 
-NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
 NORMS = "load h.N.ln_1 into the norm before attention, and h.N.ln_2 into the one before the feed-forward"
 MAX_KINDS = 4  # merge causes of one id in more kinds of parameters
 EXACT = 0.95  # the confidence if all entries are equal

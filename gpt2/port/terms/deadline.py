@@ -10,6 +10,7 @@ from functools import cache
 
 SLOWEST = 3.0  # seconds by the clock that count as one at least, on however busy a machine
 FEW = 4_000_000  # parameters of a model whose operators are too small to be shared between threads
+SMALL = 20_000_000  # parameters of a model whose diagnosis must be quick
 PAUSE = 0.02  # seconds between two looks at the CPU time
 USUAL = 0.0013  # seconds of :func:`slowness`'s piece of work on the machine for which limits are set
 SLOW = 3.0  # times as long as there, at most, that a search may take

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.keys import head_name
-from gpt2.port.diagnosis.last_step import last_steps
-from gpt2.port.dump.tolerance import UNITS
-from gpt2.port.fault import Fault, Function
+from gpt2.port.alternatives.last_step import last_steps
 from gpt2.port.fits.lacking import left_out
 from gpt2.port.fits.linear import Library, Linear
 from gpt2.port.fits.norm import Norm
 from gpt2.port.fits.observed import Fit, Observed
 from gpt2.port.graph import Model, State, run_block
-from gpt2.port.observe import Observation
+from gpt2.port.search.observe import Observation
+from gpt2.port.terms.fault import Fault, Function
+from gpt2.port.terms.tolerance import UNITS
 
 FEW_VALUES = 8  # an output with no more than these shows no rounding
 ROUNDING_SLACK = 1e-6

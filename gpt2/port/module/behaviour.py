@@ -15,15 +15,15 @@ from gpt2.measure.dumps import MASKS
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import layer_of, trace
 from gpt2.measure.user_code import error_at, logits_of
-from gpt2.port.diagnosis.causes import PlacedCause
-from gpt2.port.diagnosis.later_calls import in_later_calls
-from gpt2.port.diagnosis.logits import Reference
-from gpt2.port.diagnosis.places import EVERY, Place, collapsed
-from gpt2.port.diagnosis.report import SURE, Divergence
-from gpt2.port.diagnosis.runs import Runs
 from gpt2.port.graph import Model
+from gpt2.port.module.later_calls import in_later_calls
+from gpt2.port.module.runs import Runs
 from gpt2.port.recording.dispatch import DeterministicMode, Dropout, run_deterministically
 from gpt2.port.recording.pool import Pool
+from gpt2.port.search.logits import Reference
+from gpt2.port.terms.causes import PlacedCause
+from gpt2.port.terms.places import EVERY, Place, collapsed
+from gpt2.port.terms.report import SURE, Divergence
 
 MIN_BOUND = 1e-9  # relative, in float64: other shapes change the order of sums
 PAST = re.compile(r"past|cache|kv|present")  # in the name of an argument, or of a part of the output

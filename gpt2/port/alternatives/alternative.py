@@ -1,7 +1,7 @@
 """What a program may do in place of GPT-2: an alternative replaces formulas of the graph, under the id of a cause.
 
-A fault has one place in the code: a line of a table in :mod:`.alternatives`, or a function there that :func:`family` marks. How a
-text is read in calls is a factor of its own: :func:`scheduled` makes of any alternative one that is seen in such calls.
+A fault has one place in the code: a line of a table in a file beside this one, or a function there that :func:`family` marks.
+How a text is read in calls is a factor of its own: :func:`scheduled` makes of any alternative one that is seen in such calls.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2.port.fault import Fault
 from gpt2.port.graph import ATTENTION, READS, RIGHT, TEXT, Calls, Edits, Formula, Memory, Model, Site, State
+from gpt2.port.terms.fault import Fault
 
 Family = Callable[[Model], Iterator["Alternative"]]
 FAMILIES: list[Family] = []

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from gpt2.port import graph
-from gpt2.port.alternative import Alternative, in_calls, merged
+from gpt2.port.alternatives.alternative import Alternative, in_calls, merged
+from gpt2.port.alternatives.commonness import rarity
 from gpt2.port.alternatives.outside import sequence_faults
-from gpt2.port.diagnosis.places import Place, collapsed
-from gpt2.port.dump.commonness import rarity
-from gpt2.port.fault import Fault
 from gpt2.port.graph import ROWS, Formula, Program
+from gpt2.port.terms.fault import Fault
+from gpt2.port.terms.places import Place, collapsed
 
 FITTED = 0.5  # the price of many fitted numbers: a known formula that gives the same is preferred
 FREE = ("extra-bias", "untied-head")  # faults of the head with fitted numbers
@@ -20,7 +20,7 @@ Site = tuple[Alternative, int | None]  # an alternative, and the block that has 
 
 @dataclass(frozen=True)
 class Found:
-    """One fault of a program: ``id`` is a key of :data:`..diagnosis.causes.CAUSES`; ``detail`` says what the program does.
+    """One fault of a program: ``id`` is a key of :data:`gpt2.port.terms.causes.CAUSES`; ``detail`` says what the program does.
 
     ``fix``: the corrected line, if it is not that of the table.
     """

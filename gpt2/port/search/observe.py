@@ -9,10 +9,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.port.dump.tolerance import UNITS
 from gpt2.port.fits.observed import Observed, laid
 from gpt2.port.graph import AXES, HEADED, PIECES, Model, merge, split
 from gpt2.port.recording.pool import Pool
+from gpt2.port.terms.tolerance import UNITS
 
 FAR = 10  # times the tolerance: logits of one token, by their own size
 
@@ -33,7 +33,7 @@ class Observation:
         self.used: set[int] = set()
 
     def check(self) -> None:
-        """Raise :class:`gpt2.port.deadline.TimeUp` behind the limit of time."""
+        """Raise :class:`gpt2.port.terms.deadline.TimeUp` behind the limit of time."""
         self.pool.deadline.check()
 
     def find(self, node: str, value: Tensor, fault: bool = False) -> Seen | None:

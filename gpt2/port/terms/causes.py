@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from gpt2.port.diagnosis.places import EVERY, Place, collapsed, forward_rank, joined
-from gpt2.port.diagnosis.report import Cause
+from gpt2.port.terms.places import EVERY, Place, collapsed, forward_rank, joined
+from gpt2.port.terms.report import Cause
 
 
 class KnownCause(NamedTuple):

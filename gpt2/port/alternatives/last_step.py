@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2.port.fault import Fault
-from gpt2.port.fault import Function as Formula
+from gpt2.port.terms.fault import Fault
+from gpt2.port.terms.fault import Function as Formula
 
 
 class Step(NamedTuple):

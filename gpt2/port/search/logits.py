@@ -12,9 +12,9 @@ from gpt2.checkpoint.checkpoint import model_with
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.port.diagnosis.causes import PlacedCause
-from gpt2.port.diagnosis.places import Place
-from gpt2.port.diagnosis.report import SURE
+from gpt2.port.terms.causes import PlacedCause
+from gpt2.port.terms.places import Place
+from gpt2.port.terms.report import SURE
 
 MIN_SHARE = 1e-9  # a smaller share of the probability is rounding
 

@@ -20,20 +20,10 @@ from gpt2.measure.metrics import FLOAT64_BOUND, Progress, max_abs, silent, worst
 from gpt2.measure.tracing import layer_of, points, trace
 from gpt2.measure.user_code import error_at
 from gpt2.model import GPT2
+from gpt2.port.alternatives import entries
+from gpt2.port.alternatives.last_step import last_steps
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
-from gpt2.port.deadline import Deadline, slowness
-from gpt2.port.diagnosis import entries
-from gpt2.port.diagnosis.behaviour import Behaviour
-from gpt2.port.diagnosis.causes import PlacedCause, ranked
-from gpt2.port.diagnosis.imprecise import imprecise
-from gpt2.port.diagnosis.last_step import last_steps
-from gpt2.port.diagnosis.logits import Reference, padding_causes
-from gpt2.port.diagnosis.places import ALL_WEIGHTS, Place, listed
-from gpt2.port.diagnosis.report import SURE, Diagnosis, Divergence
-from gpt2.port.diagnosis.runs import Runs, named
-from gpt2.port.diagnosis.weights import WeightComparison
-from gpt2.port.effect import effect_of_weights
 from gpt2.port.graph import Model
 from gpt2.port.mapping import ROUNDED_CONSTANT
 from gpt2.port.mapping.departures import SHARED, other_sizes, rows_apart, structural_causes
@@ -41,15 +31,24 @@ from gpt2.port.mapping.filling import fill, put
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.mapping.overwritten import overwritten
 from gpt2.port.mapping.reading import Own, own_weights
+from gpt2.port.module.behaviour import Behaviour
+from gpt2.port.module.imprecise import imprecise
+from gpt2.port.module.runs import Runs, named
+from gpt2.port.module.weights import WeightComparison
 from gpt2.port.recording.collecting import collect
 from gpt2.port.recording.dataflow import Use
 from gpt2.port.recording.dispatch import run_deterministically, tensors
 from gpt2.port.recording.forward import Borrowed, plain_attention
 from gpt2.port.recording.pool import Pool
 from gpt2.port.recording.recorder import give_shapes, record_probe
-from gpt2.port.search import Walked, search
+from gpt2.port.search.effect import effect_of_weights
+from gpt2.port.search.logits import Reference, padding_causes
+from gpt2.port.search.walk import Walked, search
+from gpt2.port.terms.causes import PlacedCause, ranked
+from gpt2.port.terms.deadline import SMALL, Deadline, slowness
+from gpt2.port.terms.places import ALL_WEIGHTS, Place, listed
+from gpt2.port.terms.report import SURE, Diagnosis, Divergence
 
-SMALL = 20_000_000  # parameters of a model whose diagnosis must be quick
 SECONDS = {True: 25.0, False: 150.0}  # for all walks through a module, by whether the model is small
 NARROW = (torch.bfloat16, torch.float16)
 

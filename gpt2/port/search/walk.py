@@ -23,27 +23,27 @@ from gpt2.measure.rounding import FORWARD_RATIO
 from gpt2.measure.tracing import layer_of, part_of, point_at, points, trace
 from gpt2.model import GPT2
 from gpt2.port import graph
-from gpt2.port.alternative import IN_STEPS, Alternative, Schedule, Which, in_schedule
 from gpt2.port.alternatives import table
 from gpt2.port.alternatives.activations import SAME
+from gpt2.port.alternatives.alternative import IN_STEPS, Alternative, Schedule, Which, in_schedule
+from gpt2.port.alternatives.candidates import Candidate, Site
 from gpt2.port.alternatives.outside import SEQUENCE, sequence_faults, standing
 from gpt2.port.alternatives.schedule import schedules, stepped
-from gpt2.port.blocks import BEHIND, FIRST, WHOLE, Blocks, Trial
-from gpt2.port.deadline import Deadline, TimeUp
-from gpt2.port.diagnosis.causes import PlacedCause
-from gpt2.port.diagnosis.places import OUTSIDE
-from gpt2.port.diagnosis.report import LIKELY, SURE, Divergence
-from gpt2.port.dump.candidates import Candidate, Site
-from gpt2.port.dump.tolerance import SLACK, Tolerance, measured
-from gpt2.port.effect import Moves, effect, moved_by, moving
-from gpt2.port.explainer import MOST_ARRAYS, Explainer
-from gpt2.port.fault import Fault
-from gpt2.port.fits.ending import Ending
 from gpt2.port.fits.lacking import dropped
 from gpt2.port.fits.wiring import embedding_fit
 from gpt2.port.graph import HIDDEN, NODES, ORDER, Model, State, run_block, stage_of
-from gpt2.port.observe import Observation, Seen
 from gpt2.port.recording.pool import LOOSE, Pool
+from gpt2.port.search.blocks import BEHIND, FIRST, WHOLE, Blocks, Trial
+from gpt2.port.search.effect import Moves, effect, moved_by, moving
+from gpt2.port.search.ending import Ending
+from gpt2.port.search.explainer import MOST_ARRAYS, Explainer
+from gpt2.port.search.observe import Observation, Seen
+from gpt2.port.terms.causes import PlacedCause
+from gpt2.port.terms.deadline import Deadline, TimeUp
+from gpt2.port.terms.fault import Fault
+from gpt2.port.terms.places import OUTSIDE
+from gpt2.port.terms.report import LIKELY, SURE, Divergence
+from gpt2.port.terms.tolerance import SLACK, Tolerance, measured
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from functools import partial
 from torch import Tensor
 
 from gpt2.measure.metrics import max_abs
-from gpt2.port.alternative import Alternative, Changed
-from gpt2.port.dump.candidates import Candidate, Site
+from gpt2.port.alternatives.alternative import Alternative, Changed
+from gpt2.port.alternatives.candidates import Candidate, Site
 from gpt2.port.graph import OUTSIDE, Model, Program, State
 from gpt2.port.graph import Site as Where
 

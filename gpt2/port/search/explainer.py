@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.port import graph
-from gpt2.port.alternative import IN_PROMPT, IN_STEPS, Alternative, Schedule, Which, in_schedule, scheduled
+from gpt2.port.alternatives.alternative import IN_PROMPT, IN_STEPS, Alternative, Schedule, Which, in_schedule, scheduled
 from gpt2.port.alternatives.schedule import is_prompt, prompts_in_chunks, schedules, stepped
-from gpt2.port.blocks import BEHIND, FIRST, WHOLE, Blocks, Trial
-from gpt2.port.fault import Fault
 from gpt2.port.fits import Fits
 from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import ATTENTION, HIDDEN, NODES, ORDER, ROWS, Memory, State, run_block
+from gpt2.port.search.blocks import BEHIND, FIRST, WHOLE, Blocks, Trial
+from gpt2.port.terms.fault import Fault
 
 MOST_FAULTS = 4  # alternatives of one block
 MOST_ARRAYS, MOST_TRIED = 3, 24  # that may be the value of a node, the likest first

@@ -17,9 +17,9 @@ from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
 from gpt2.measure.rounding import WORST_RATIO, explained_errors
 from gpt2.measure.user_code import error_at, logits_of
 from gpt2.port.anatomy.anatomy import Anatomy
-from gpt2.port.diagnosis.logits import Reference, require_logits
 from gpt2.port.recording.dispatch import FirstNaN, RandomMask, random_masks, run_deterministically
 from gpt2.port.recording.forward import Borrowed, ForwardError
+from gpt2.port.search.logits import Reference, require_logits
 
 LENGTHS = (8, 1, 32)  # token sequences; the walk uses the first
 MAX_WORK = 2e9  # parameters times tokens: above it, the full context is not tried

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gpt2.port.alternative import Alternative, Weighing, in_calls
+from gpt2.port.alternatives.alternative import Alternative, Weighing, in_calls
+from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.masks import CAUSAL, IN_CALLS, MASKS, Mask
-from gpt2.port.dump.candidates import Candidate
 from gpt2.port.graph import Formula, Model, embedding
 
 Rows = Callable[[int, int], Tensor]  # from the first token of a call and the one behind it to rows of the position table

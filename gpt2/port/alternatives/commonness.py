@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gpt2.port.fault import Fault
+from gpt2.port.terms.fault import Fault
 
 COUNTED = {  # causes, by how many reports each has
     23: "gelu-variant",

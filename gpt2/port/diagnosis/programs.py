@@ -16,9 +16,9 @@ from gpt2.checkpoint.names import VERIFIES, ModelName
 from gpt2.errors import InputError, printable
 from gpt2.measure.dumps import SUFFIXES, read
 from gpt2.measure.metrics import Progress, silent
-from gpt2.port.diagnosis.report import Diagnosis
 from gpt2.port.diagnosis.worker import write_official
 from gpt2.port.dump.examination import exact_weights, examine
+from gpt2.port.terms.report import Diagnosis
 
 TOKENS = 16  # of the one row that the program runs
 GIVEN = {"ids": "ids.npy", "text": "ids.txt", "out": "out", "model": "model"}  # what a placeholder stands for, in our folder

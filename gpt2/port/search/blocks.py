@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gpt2.port.alternative import Alternative, in_calls, merged
-from gpt2.port.dump.candidates import Candidate
-from gpt2.port.fault import Fault
+from gpt2.port.alternatives.alternative import Alternative, in_calls, merged
+from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import HIDDEN, LAST, NODES, ORDER, READS, RIGHT, ROWS, TEXT, Edits, Entrance, Model, State
-from gpt2.port.observe import Observation, Seen
+from gpt2.port.search.observe import Observation, Seen
+from gpt2.port.terms.fault import Fault
 
 FIRST = ("ln_1", "attn.q", "attn.k", "attn.v")  # nodes that show a block's input
 BEGINNING = 8  # tokens of a large block that are computed first

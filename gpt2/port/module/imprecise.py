@@ -11,15 +11,15 @@ from gpt2.measure.metrics import max_abs, worst_relative_error
 from gpt2.measure.rounding import WORST_RATIO, explained_errors
 from gpt2.measure.tracing import trace
 from gpt2.measure.user_code import logits_of
-from gpt2.port.diagnosis.causes import PlacedCause
-from gpt2.port.diagnosis.logits import Reference
-from gpt2.port.diagnosis.places import Place
-from gpt2.port.diagnosis.report import SURE
-from gpt2.port.diagnosis.runs import Runs
+from gpt2.port.module.runs import Runs
 from gpt2.port.recording.collecting import collect
 from gpt2.port.recording.dispatch import run_deterministically
 from gpt2.port.recording.forward import Borrowed
 from gpt2.port.recording.pool import LOOSE
+from gpt2.port.search.logits import Reference
+from gpt2.port.terms.causes import PlacedCause
+from gpt2.port.terms.places import Place
+from gpt2.port.terms.report import SURE
 
 FIX = "compute in float32: no .bfloat16(), no .half() and no autocast within the forward pass"
 SLACK = 4.0 * WORST_RATIO  # times what rounding explains: another order of the same operations may round more
