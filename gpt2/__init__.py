@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from gpt2.parity.run import verify as verify
     from gpt2.port.diagnosis import Diagnosis as Diagnosis
     from gpt2.port.diagnosis import diagnose as diagnose
+    from gpt2.port.diagnosis.step import diagnose_step as diagnose_step
     from gpt2.port.mapping import MappingReport as MappingReport
     from gpt2.port.mapping import load_into as load_into
     from gpt2.port.mapping.checkpoint import checkpoint_of as checkpoint_of
-    from gpt2.port.step import diagnose_step as diagnose_step
     from gpt2.traces.result import Trace as Trace
     from gpt2.traces.run import trace as trace
 
@@ -54,7 +54,7 @@ _HOME = {
     "checkpoint_of": "port.mapping.checkpoint",
     "compare": "comparison.run",
     "diagnose": "port.diagnosis",
-    "diagnose_step": "port.step",
+    "diagnose_step": "port.diagnosis.step",
     "generate": "generation",
     "load": "checkpoint.loading",
     "load_into": "port.mapping",

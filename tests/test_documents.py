@@ -18,7 +18,7 @@ from support import forks
 
 import gpt2
 from gpt2.cli.main import COMMANDS, parser
-from gpt2.port.causes import document
+from gpt2.port.terms.causes import document
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -154,7 +154,7 @@ def test_the_comparison_sees_a_difference() -> None:
 
 
 def test_the_table_of_causes_is_the_one_that_is_printed() -> None:
-    """A cause without a row, or with another title. ``python -m gpt2.port.causes`` writes it."""
+    """A cause without a row, or with another title. ``python -m gpt2.port.terms.causes`` writes it."""
     assert (Path(gpt2.__file__).parent / "port/CAUSES.md").read_text(encoding="utf-8") == document()
 
 

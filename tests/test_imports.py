@@ -23,6 +23,11 @@ ORDER = [
     *("checkpoint", "measure", "pages", "devices", "parity", "port", "comparison", "testing", "explore"),
     *("train", "traces", "bench", "cli"),
 ]
+# The same inside `port`: what reads a module, what is computed, and on top what a user calls.
+PORT = [
+    *("terms", "recording", "anatomy", "mapping", "graph", "alternatives", "fits", "search", "module", "dump", "step"),
+    "diagnosis",
+]
 JUDGES = {"parity", "devices", "comparison", "testing", "explore", "port"}  # train imports none of these, only measure
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -61,17 +66,52 @@ def imports(path: Path) -> set[str]:
     return targets & NAMES
 
 
-def rooms(path: Path) -> set[str]:
-    return {module.split(".")[1] for module in imports(path)}
+def room_of(module: str, depth: int) -> str:
+    """``gpt2.port.dump.part`` -> ``port``, and at depth 2 ``dump``."""
+    return module.split(".")[depth] if module.count(".") >= depth else ""
+
+
+def misled(path: Path, order: list[str], depth: int = 1) -> set[str]:
+    """Return the rooms of ``order`` to the right of a file's own that it imports."""
+    name = name_of(path)
+    beside = {room_of(one, depth) for one in imports(path) if one.split(".")[:depth] == name.split(".")[:depth]} - {""}
+    return beside - {*order[: order.index(room_of(name, depth)) + 1]}
 
 
 def test_imports_go_leftwards_only() -> None:
     """A cycle of rooms starts with one import in the wrong direction."""
     for path in MODULES:
         if path.parent != PACKAGE or path.stem in ORDER:
-            room = name_of(path).split(".")[1]
-            allowed = set(ORDER[: ORDER.index(room) + 1]) - (JUDGES if room == "train" else set())
-            assert rooms(path) <= allowed, f"{path} imports {rooms(path) - allowed}"
+            assert not misled(path, ORDER), f"{path} imports {misled(path, ORDER)}"
+            judges = {room_of(one, 1) for one in imports(path)} & JUDGES if room_of(name_of(path), 1) == "train" else set()
+            assert not judges, f"{path} imports {judges}"
+
+
+def test_imports_inside_port_go_leftwards_only() -> None:
+    """Eleven pairs of its folders imported each other: none could be read before another one."""
+    for path in (PACKAGE / "port").rglob("*.py"):
+        if path != PACKAGE / "port/__init__.py":
+            assert not misled(path, PORT, 2), f"{path} imports {misled(path, PORT, 2)}"
+
+
+@pytest.mark.parametrize(
+    ("place", "source", "found"),
+    [
+        ("fits/linear.py", "from gpt2.port.search.walk import search", {"search"}),
+        ("fits/linear.py", "def f():\n    from gpt2.port import dump", {"dump"}),
+        (
+            "graph.py",
+            "from gpt2.port.terms.places import Place\nfrom gpt2.port.alternatives.masks import lengths",
+            {"alternatives"},
+        ),
+        ("search/walk.py", "from gpt2.port.fits import Fits\nfrom gpt2.model import GPT2", set()),
+    ],
+)
+def test_a_planted_import_to_the_right_is_seen(place: str, source: str, found: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    monkeypatch.setitem(globals(), "imports", imports.__wrapped__)
+    monkeypatch.setitem(globals(), "tree_of", lambda path: ast.parse(source))
+    assert misled(PACKAGE / "port" / place, PORT, 2) == found
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:

@@ -71,7 +71,7 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
         failure = _once(module, model)
         begin("diagnosis")
         if "step" in order:
-            from gpt2.port.step import diagnose_step
+            from gpt2.port.diagnosis.step import diagnose_step
 
             file, name = Path(order["step_file"]), order["step"]
             watch = _Calls(begin, _Told(place / PROGRESS))

@@ -1,11 +1,14 @@
 """The table of every cause that ``gpt2 diagnose`` can name, and how causes are merged and ranked.
 
+``python -m gpt2.port.terms.causes`` prints ``CAUSES.md``.
+
 The ids are a contract: ``--json`` prints them and other programs match on them. In the corrected lines ``x`` is the residual
 stream (B, T, D); ``q``, ``k``, ``v`` are (B, H, T, K); ``w`` is the checkpoint's tensor, stored [in, out].
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -121,6 +124,22 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 CAUSES = {id: KnownCause(*row) for rows in SECTIONS.values() for id, row in rows.items()}
+HEADING = """\
+# What `gpt2 diagnose` can name in a forward pass
+
+The ids of the causes in `gpt2 diagnose MODULE_OR_DUMP --json`, for programs that match on them. They do not change. The report of
+a cause says more than its id: where it is, how we know, and the corrected line. Some mistakes are the same computation under two
+names (queries, keys and values taken from wrong places are also heads read in another order); then either id may be named.
+"""
+
+
+def document() -> str:
+    """Return ``CAUSES.md``: a table for each section."""
+    parts = [HEADING]
+    for title, rows in SECTIONS.items():
+        listed = [f"| `{id}` | {means} |" for id, (means, _) in rows.items()]
+        parts.append("\n".join(["", f"## {title}", "", "| id | means |", "| --- | --- |", *listed, ""]))
+    return "".join(parts)
 
 
 @dataclass(frozen=True)
@@ -285,3 +304,7 @@ def _follows(place: Place, from_place: Place, part: str) -> bool:
         return same_share and (from_place.contains(place) or (place.contains(from_place) and bool(place.part)))
     part, _, share = part.partition(" ")
     return Place(from_place.layer, part, share).contains(place) and (not share or place.share == share)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())

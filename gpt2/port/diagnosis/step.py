@@ -1,0 +1,77 @@
+"""``diagnose_step``: find where a training step departs from the reference's, with the cause, the evidence and the fix.
+
+The author's step runs from the checkpoint's weights, in float64 and without dropout, on batches that we choose. What it was
+trained on is read from the gradient of its logits. Then each stage is compared with what the stage before it really gave: the
+gradients, their clipping, and the update of every parameter. So several faults are all found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from gpt2.checkpoint.names import DEFAULT
+from gpt2.errors import InputError
+from gpt2.port.terms.report import Diagnosis
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gpt2.model import GPT2
+
+__all__ = ["diagnose_step"]
+
+
+def diagnose_step(
+    module: nn.Module,
+    make_step: Callable[[Any], Callable[[Any, Any], Any]],
+    model: str | GPT2 = DEFAULT,
+    *,
+    settings: Iterable[str] | Mapping[str, object] = (),
+    revision: str | None = None,
+    offline: bool = False,
+    fill: bool = False,
+    watch: Callable[[str], None] = lambda stage: None,
+) -> Diagnosis:
+    """Say why a training step is not the reference's, or that it is.
+
+    Args:
+        module: any torch implementation of GPT-2, as for :func:`gpt2.diagnose`, with the weights of ``model``. It is unchanged
+            afterwards.
+        make_step: ``make_step(module)`` returns ``step(x, y)``, which takes ids and next ids (B, T), int64, performs one whole
+            optimizer step, and returns the loss. It is called several times, each time with the checkpoint's weights.
+        model: a model's name, as for :func:`gpt2.load`, or a model.
+        settings: what the step should do, as ``key=value`` lines with a recipe's keys ("optim.lr=3e-4"), or a mapping. What is
+            not given is read off and reported in the notes. With ``data.prompt``, targets of -100 are judged too.
+        revision, offline: as for :func:`gpt2.load`.
+        fill: first load the weights as :func:`gpt2.load_into` does; they stay.
+        watch: called with "step" before each call of the step, and with "diagnosis" after it, to limit its time.
+
+    The reference is the mean cross-entropy of all tokens, clipping by the norm of the whole gradient, and AdamW with decay on
+    matrices and embeddings. ``first_divergence`` names the stage: "loss", "gradient", "clip" or "update"; or a traced point, if
+    the forward pass differs already.
+
+    Raises:
+        InputError: the module or model is refused as by :func:`gpt2.diagnose`; a setting is unknown; the step fails, returns no
+            number or NaN, or changes no parameter of the module.
+    """
+    from gpt2.checkpoint.loading import load
+    from gpt2.port.diagnosis import diagnose
+    from gpt2.port.mapping import load_into
+    from gpt2.port.step.examination import StepExamination
+    from gpt2.port.step.sessions import takes_model
+    from gpt2.port.step.settings import Settings
+    from gpt2.port.terms.deadline import few_threads
+
+    known = Settings.of(settings) if isinstance(settings, Mapping) else Settings.parse(settings)
+    if not callable(make_step):
+        raise InputError(f"make_step is {type(make_step).__name__}; give a function of the module that returns step(x, y)")
+    takes_model(make_step, getattr(make_step, "__name__", "make_step"))
+    ours = load(model, revision=revision, offline=offline) if isinstance(model, str) else model
+    if fill:
+        load_into(module, ours)
+    forward = diagnose(module, ours)
+    with few_threads(ours.config.num_parameters()):
+        diagnosis = StepExamination(module, make_step, ours, known, forward, watch).diagnosis()
+    return replace(diagnosis, checkpoint=model if isinstance(model, str) else "a model")
