@@ -43,8 +43,8 @@ _HOME = {
     "GPT2": "model",
     "GPT2Config": "config",
     "CheckpointError": "errors",
-    "Comparison": "comparison.page",  # which gives it its page
-    "Comparisons": "comparison.page",
+    "Comparison": "comparison.results",
+    "Comparisons": "comparison.many_results",
     "DeviceReport": "devices.report",
     "Diagnosis": "port.diagnosis",
     "InputError": "errors",

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
 
+from gpt2.comparison import charts
 from gpt2.measure.estimates import Estimate
-from gpt2.pages.reports import data_table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
+from gpt2.pages.sections import Section, dim
 
 BAR = 10  # characters of the longest bar
 
@@ -53,22 +50,26 @@ class Blame:
         """The parts of the first level, those that carry most first."""
         return tuple(sorted(self.parts, key=lambda part: -part.alone.value))
 
-    def rows(self) -> Iterator[RenderableType]:
-        """Yield the tables of a report."""
+    def sections(self, shared: str = "") -> Iterator[Section]:
+        """Yield the parts, the halves that carry most, and all of b; ``shared`` says which tokens are measured, if not all."""
+        title, note = "Blame", f"KL that each part of b brings into a, in nats a token{shared}"
         if not self.parts:
-            yield "every tensor is the same: no part of b carries anything"
+            yield Section(title, note)
+            yield Section(note="every tensor is the same: no part of b carries anything")
             return
-        yield _table(self.parts)
+        yield _table(self.parts, self.parts, title, note)
         if len(self.halves) > 1:
-            yield _table(sorted(self.halves, key=lambda part: -part.alone.value)[:8])
+            yield _table(sorted(self.halves, key=lambda part: -part.alone.value)[:8], self.halves)
         measured = f"all of b's weights in a: KL {self.whole.text('.3g')}"
-        yield f"[dim]{measured}; {self.tokens:,} tokens, {self.passes:.0f} forward passes[/dim]"
+        yield Section(note=dim(f"{measured}; {self.tokens:,} tokens, {self.passes:.0f} forward passes"))
 
 
-def _table(parts: Sequence[Part]) -> Table:
+def _table(parts: Sequence[Part], drawn: Sequence[Part], title: str = "", note: str | None = None) -> Section:
     ordered, longest, rows = any(part.in_order for part in parts), max(part.alone.value for part in parts), []
     for part in parts:
         bar = "█" * round(BAR * part.alone.value / longest) if 0 < longest < math.inf and part.alone.value > 0 else ""
         cells = f"{part.alone.value:.3g}", part.alone.span(".1e", ".."), f"{part.gain.value:+.1e}"
         rows.append([part.name, bar or "·", *cells, *([f"{part.in_order.value:.3g}"] if part.in_order else [])])
-    return data_table("part of b in a", "", "KL alone", "95 %", "log-prob.", *(["in order"] if ordered else []), rows=rows)
+    columns = "part of b in a", "", "KL alone", "95 %", "log-prob.", *(["in order"] if ordered else [])
+    chart = partial(charts.part_bars, [(part.name, part.alone, part.in_order) for part in drawn], "blame" if title else "halves")
+    return Section(title, note, columns, rows, chart)

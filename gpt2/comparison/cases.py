@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,15 +26,11 @@ from gpt2.measure.estimates import Bootstrap, Estimate
 from gpt2.measure.last_words import LastWord, batches, last_words_change, score_pairs, score_targets, scored
 from gpt2.measure.metrics import Progress
 from gpt2.pages.rendering import visible
-from gpt2.pages.reports import data_table
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from gpt2.pages.sections import Column, Section
 
 Asked = Sequence[tuple[str, tuple[str, ...]]]  # prompts or texts, each with the texts that are right, or the label
-Said = tuple[
-    LastWord, Sequence[str], Estimate | None
-]  # by one model: what is right, the answers, how many hold the expected text
+# By one model: what is right, the answers, how many hold the expected text.
+Said = tuple[LastWord, Sequence[str], Estimate | None]
 FIELDS = ("prompt", "expected"), ("question", "answer")  # the second as training on questions reads them
 LABELLED = ("text", "label")  # as training a classifier reads them
 SHOWN = 10  # cases of a kind that a table lists
@@ -103,15 +98,24 @@ class Cases:
         """All of them: those that turned first, then the wrong ones."""
         return tuple(sorted(self.cases, key=lambda case: ("lost", "gained", "wrong", "right").index(case.kind)))
 
-    def table(self) -> Table:
-        """Return the cases that are not right in both, some of each kind."""
-        kinds = itertools.groupby(self.by_kind, lambda case: case.kind)
-        shown = [case for kind, cases in kinds if kind != "right" for case in itertools.islice(cases, SHOWN)]
-        texts = ((case.prompt, case.expected, case.answer_a, case.answer_b) for case in shown)
-        chances = (f"{case.probability_a:.1%} → {case.probability_b:.1%}" for case in shown)
-        rows = ((case.kind, *map(visible, each), chance) for case, each, chance in zip(shown, texts, chances, strict=True))
+    def sections(self) -> Iterator[Section]:
+        """Yield the cases that are not right in both, some of each kind, and on pages the others."""
+        shown, others = list[Case](), list[Case]()
+        for kind, same in itertools.groupby(self.by_kind, lambda case: case.kind):
+            cases, most = list(same), 0 if kind == "right" else SHOWN
+            shown, others = [*shown, *cases[:most]], [*others, *cases[most:]]
+        if shown:
+            yield self._section("Cases", "those that turned, and the wrong ones; --html and --json have every answer", shown)
+        if others:
+            yield self._section("Other cases", "right in both, or more of a kind", others)
+
+    def _section(self, title: str, note: str, cases: Sequence[Case]) -> Section:
+        texts = ((case.kind, case.prompt, case.expected, case.answer_a, case.answer_b) for case in cases)
+        chances = (f"{case.probability_a:.1%} → {case.probability_b:.1%}" for case in cases)
+        rows = [(*map(visible, each), chance) for each, chance in zip(texts, chances, strict=True)]
         asked = LABELLED if self.contains_a is None else FIELDS[0]
-        return data_table("", *asked, "a answers", "b answers", f"probability of {asked[1]}", wrap=True, rows=rows)
+        columns = Column(wrap=True), *asked, "a answers", "b answers", f"probability of {asked[1]}"
+        return Section(title, note, columns, rows, for_pages=title != "Cases")
 
 
 def read_cases(table: str | CaseTable) -> tuple[Asked, bool]:

@@ -1,20 +1,25 @@
-"""Draw the charts of a comparison's page: errors by layer, tokens by KL, what each part carries, quality against size."""
+"""Draw the charts of a comparison's page: errors by layer, tokens by KL, parts, quality against size, shaded texts and tables."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpt2.comparison.blame_result import Part
-from gpt2.comparison.distributions import Divergence
-from gpt2.comparison.many_results import Comparisons
+from gpt2.measure.estimates import Estimate
+from gpt2.measure.metrics import MAX_JS
 from gpt2.measure.tracing import layer_of
-from gpt2.pages.drawing import INK, MUTED, NARROW, RULE, WIDE, A, B, both, logarithmic
-from gpt2.pages.rendering import number
+from gpt2.pages.drawing import INK, LEVELS, MUTED, NARROW, RULE, WIDE, A, B, both, logarithmic, shade
+from gpt2.pages.rendering import number, percent, readable, visible
+from gpt2.pages.sections import Column, Section, Styled, numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from gpt2.comparison.distributions import Divergence
+    from gpt2.comparison.weights import TensorChange
+    from gpt2.comparison.words import Word
 
 DASHED: Any = (0, (4, 3))
 ROW = 0.27  # inches of a bar and the space around it
@@ -102,21 +107,21 @@ def kl_by_token(kl_ab: Divergence, kl_ba: Divergence) -> str:
     return both("histogram", "How many tokens have which divergence", draw)
 
 
-def part_bars(parts: Sequence[Part], name: str) -> str:
+def part_bars(parts: Sequence[tuple[str, Estimate, Estimate | None]], name: str) -> str:
     """Draw the KL of each part alone with its interval, and as a line the KL with all parts before it; wide and narrow."""
 
     def draw(axes: Axes, wide: bool) -> None:
         places = range(len(parts))
-        values = [_finite(part.alone.value) for part in parts]
-        below = [max(0.0, value - _finite(part.alone.low)) for value, part in zip(values, parts, strict=True)]
-        above = [max(0.0, _finite(part.alone.high) - value) for value, part in zip(values, parts, strict=True)]
+        values = [_finite(alone.value) for _, alone, _ in parts]
+        below = [max(0.0, value - _finite(alone.low)) for value, (_, alone, _) in zip(values, parts, strict=True)]
+        above = [max(0.0, _finite(alone.high) - value) for value, (_, alone, _) in zip(values, parts, strict=True)]
         error = {"ecolor": INK, "elinewidth": 1.1, "capsize": 2}
         axes.barh(places, values, height=0.62, color=B, alpha=0.75, xerr=[below, above], error_kw=error, label="alone")
-        steps = [_finite(part.in_order.value) for part in parts if part.in_order is not None]
+        steps = [_finite(in_order.value) for *_, in_order in parts if in_order is not None]
         if len(steps) == len(parts) > 1:
             axes.plot(steps, places, color=A, linewidth=1.6, marker="o", markersize=4, label="with all before it")
             _legend(axes)
-        axes.set_yticks(places, [part.name for part in parts])
+        axes.set_yticks(places, [part for part, *_ in parts])
         axes.invert_yaxis()
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(lambda value, _: number(value, ".3g"))
@@ -129,19 +134,11 @@ def part_bars(parts: Sequence[Part], name: str) -> str:
     return both(name, "What each part of B carries", draw, ROW * len(parts) + 0.75, 0.8) if parts else ""
 
 
-def quality(comparisons: Comparisons, *, by_step: bool) -> str:
-    """Draw bits per byte, wide and narrow, with the paired interval: against the size, or of a training run against the step.
+def quality(points: Sequence[tuple[str, float, float, tuple[float, float]]], by_step: bool, bits_per: str) -> str:
+    """Draw (letter, place, bits, their interval) of several models, wide and narrow: against the size in MB, or the step.
 
     Nothing if fewer than two models have a place on both axes.
     """
-    first = comparisons.candidates[0].language.bits_per_byte.value
-    points = []
-    for letter, each in zip(comparisons.letters, comparisons.candidates, strict=True):
-        place, bits = (each.step if by_step else each.size), each.language.bits_per_byte.value
-        if place is not None and math.isfinite(bits):
-            x = place if by_step else place / 1e6
-            span = (bits, bits) if each.against is None else (first + each.against.bits.low, first + each.against.bits.high)
-            points.append((letter, x, bits, span))
     if len(points) < 2:
         return ""
     across = {x: x if by_step else math.log(x) for _, x, *_ in points}
@@ -155,7 +152,7 @@ def quality(comparisons: Comparisons, *, by_step: bool) -> str:
 
     def draw(axes: Axes, wide: bool) -> None:
         for letter, place, bits, span in reversed(points):  # the first one on top
-            colour = A if letter == comparisons.letters[0] else B
+            colour = A if letter in ("A", "1") else B
             if all(map(math.isfinite, span)):
                 axes.plot([place, place], span, color=colour, linewidth=1.2, alpha=0.6)
             axes.plot([place], [bits], "o", color=colour, markersize=6)
@@ -173,6 +170,79 @@ def quality(comparisons: Comparisons, *, by_step: bool) -> str:
             axes.set_xticks(ticks, labels=[f"{place:.3g}" for place in ticks])
             axes.set_xticks([], minor=True)
         axes.margins(x=0.12, y=0.15)
-        axes.set(xlabel="training step" if by_step else "size, MB", ylabel=comparisons.bits_per)
+        axes.set(xlabel="training step" if by_step else "size, MB", ylabel=bits_per)
 
     return both("quality", "Quality by training step" if by_step else "Quality against size", draw)
+
+
+def coloured(extracts: Sequence[tuple[str, Sequence[Word]]], scale: float, names: tuple[str, str]) -> str:
+    """Return texts as HTML, each with a remark below it: a token's shade is its divergence, its tooltip what both expected."""
+    from markupsafe import Markup
+
+    token = Markup('<span class="tok s{}{}" tabindex="{}" data-tip="{}">{}</span>')
+    text = Markup('<div><div class="text{}" data-names="{}">{}</div><p class="remark">{}</p></div>')
+    drawn = []
+    for remark, words in extracts:
+        shades = (shade(math.sqrt(word.js / scale) if word.js > 0 else word.js) for word in words)
+        tokens = (
+            token.format(level, " nl" * ("\n" in word.text), -bool(at), json.dumps(tooltip(word)), readable(word.text))
+            for at, (level, word) in enumerate(zip(shades, words, strict=True))
+        )
+        drawn.append(text.format("" if remark else " long", json.dumps(names), Markup("").join(tokens), remark))
+    key = Markup('<p class="key">equal<span class="ramp"></span>JS {}</p>').format(number(scale, ".2g"))
+    return key + Markup('<div class="extracts">{}</div>').format(Markup("").join(drawn))
+
+
+def tooltip(word: Word) -> list[Any]:
+    """Return a token's tooltip: its text, divergence, both probabilities, and both models' most likely candidates."""
+    probabilities = _rounded(word.probability_a), _rounded(word.probability_b)
+    tops = ([[visible(each.text), _rounded(each.probability)] for each in top] for top in (word.top_a, word.top_b))
+    return [visible(word.text), number(word.js), *probabilities, *tops]
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.3g}") if math.isfinite(value) else None
+
+
+def js_scale(values: Sequence[float]) -> float:
+    """Return the divergence of the darkest colour: log 2, its maximum, or the largest value if all are below 0.02."""
+    largest = max((value for value in values if math.isfinite(value)), default=0.0)
+    return MAX_JS if largest > 0.02 or largest == 0 else largest
+
+
+def heat(tensors: Sequence[TensorChange]) -> Section:
+    """Return the relative distances as a table for pages: a row for each kind of tensor, a column for each layer."""
+    scale = heat_scale([tensor.distance for tensor in tensors])
+    shaded = [Styled(in_percent(each.distance), f"s{heat_shade(each.distance, scale)}") for each in tensors]
+    cells = {(each.family, each.layer): cell for each, cell in zip(tensors, shaded, strict=True)}
+    layers = sorted({each.layer for each in tensors if each.layer is not None})
+    families = dict.fromkeys(family for family, _ in cells)
+    rows = [(name.removeprefix("h.{}."), *(cells.get((name, layer), "") for layer in (None, *layers))) for name in families]
+    shades = f"; shades are logarithmic, {percent(scale[0])} to {percent(scale[1])}" if scale else ""
+    columns = Column(), *numbers("outside", *(f"h.{layer}" for layer in layers))
+    return Section("Each tensor", f"the norm of the change in percent of the tensor's{shades}", columns, rows, for_pages=True)
+
+
+def heat_scale(distances: Sequence[float]) -> tuple[float, float] | None:
+    """Return both ends of a heat map's logarithmic scale: one to three decades up to the largest finite distance."""
+    positive = sorted(distance for distance in distances if math.isfinite(distance) and distance > 0)
+    if not positive:
+        return None
+    return min(max(positive[0], positive[-1] / 1000), positive[-1] / 10) or positive[-1], positive[-1]
+
+
+def heat_shade(distance: float, scale: tuple[float, float] | None) -> int:
+    """Return the shade of a relative distance; infinity has the darkest shade."""
+    if distance == 0 or scale is None:
+        return 0 if distance == 0 else LEVELS - 1
+    if not math.isfinite(distance) or scale[0] == scale[1]:
+        return LEVELS - 1
+    return shade(max(0.04, math.log(distance / scale[0]) / math.log(scale[1] / scale[0])))
+
+
+def in_percent(distance: float) -> str:
+    """Format a relative distance in percent, without the sign, in a few characters."""
+    if distance == 0 or not math.isfinite(distance):
+        return "=" if distance == 0 else "∞" if distance > 0 else "?"
+    share = 100 * distance
+    return f"{share:.0f}" if share >= 99.5 else f"{share:#.2g}".rstrip(".") if share >= 0.01 else f"{share:.0e}"

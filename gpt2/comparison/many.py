@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.keys import expected
-from gpt2.comparison import page  # noqa: F401 - gives Comparisons their page
 from gpt2.comparison.compatibility import Compatibility, compatibility, on_text, parameters_of_both
 from gpt2.comparison.distributions import Language, perplexity_ratio, summarise
 from gpt2.comparison.loaded import Loaded, alone

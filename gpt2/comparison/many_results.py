@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from string import ascii_uppercase
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+from gpt2.comparison import charts
 from gpt2.comparison.distributions import Language
+from gpt2.comparison.made_with import made_with
 from gpt2.comparison.noise import Floor
 from gpt2.comparison.passage import Scored
 from gpt2.comparison.sides.side import Model
 from gpt2.measure.estimates import Estimate
 from gpt2.measure.last_words import LastWord
-from gpt2.pages.reports import Environment, Printed, as_json, data_table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from gpt2.pages.reports import Environment, Printed, as_json
+from gpt2.pages.sections import Column, Line, Section, bold, dim, numbers, yellow
 
 SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 # What the GPT-2 paper reports of them, to stand beside what was measured, and how it measured: Radford et al., "Language Models
@@ -79,13 +80,31 @@ class Candidate:
         both = [] if self.against is None else [(letter, "A", self.against.only_first), ("A", letter, self.against.only_it)]
         return [(lacking, whose, share.value) for lacking, whose, share in both if share.value > 0]
 
-    @property
-    def weights_text(self) -> str:
-        """How far the weights moved; empty for the first model, and where they cannot be compared."""
-        if self.weights is None:
-            return ""
-        moved = "equal" if self.weights == 0 else f"{self.weights:.2%}"
-        return f"{moved}, {self.rows:+,} rows" if self.rows else moved
+    def described(self) -> tuple[str, ...]:
+        """Return the cells of its row among the models: name, step, size, speed, and how far the weights moved."""
+        speed = "" if math.isnan(self.tokens_per_second) else f"{self.tokens_per_second:,.0f}"
+        moved = "" if self.weights is None else "equal" if self.weights == 0 else f"{self.weights:.2%}"
+        moved += f", {self.rows:+,} rows" if self.weights is not None and self.rows else ""
+        return self.model.name, "" if self.step is None else str(self.step), self.size_text, speed, moved
+
+    def scores(self) -> tuple[str, ...]:
+        """Return perplexity and bits per byte, each with its distance from the first model's."""
+        perplexity, bits = f"{self.language.perplexity.value:.2f}", f"{self.language.bits_per_byte.value:.4f}"
+        if (found := self.against) is None:
+            return perplexity, "", "", bits, "", ""
+        return perplexity, *found.ratio.cells(".3f"), bits, *found.bits.cells("+.4f")
+
+    def distances(self) -> tuple[str, ...]:
+        """Return the divergences from the first model; nothing where there are none."""
+        if (found := self.against) is None:
+            return ()
+        return *found.kl.cells(".3g", ".2g"), f"{found.kl_max:.3g}", *found.same_top.cells(".1%")
+
+    def words(self) -> tuple[str, ...]:
+        """Return the last words: how many are right, and their perplexity."""
+        if (last := self.last_words) is None:
+            return ()
+        return f"{last.accuracy.value:.2%} ({last.accuracy.span('.2%')})", f"{last.perplexity.value:.2f}"
 
 
 class Ranked(NamedTuple):
@@ -99,6 +118,8 @@ class Ranked(NamedTuple):
 class Comparisons(Printed):
     """Several models on one text, each compared with the first of ``candidates``."""
 
+    command: ClassVar[str] = "gpt2 compare"
+
     candidates: tuple[Candidate, ...]
     text: Scored
     environment: Environment
@@ -107,7 +128,7 @@ class Comparisons(Printed):
     forward_seconds: float  # of them in the models' forward passes
     ranking: tuple[Ranked, ...] = ()  # from the best on
     floor: Floor | None = None  # of noise, of the first model in its own dtype
-    gates: tuple[tuple[object, ...], ...] = ()  # of --fail-if, for each candidate but the first
+    gates: tuple[tuple[Any, ...], ...] = ()  # of --fail-if, for each candidate but the first
 
     @property
     def letters(self) -> tuple[str, ...]:
@@ -149,49 +170,52 @@ class Comparisons(Printed):
         """Return everything as JSON, with the models, the text, versions and hashes."""
         return as_json({**vars(self), "letters": self.letters})
 
-    def parts(self) -> Iterator[RenderableType]:
-        """Yield the models, a row for each, and the paper's figures."""
-        from rich.text import Text
-
+    def sections(self) -> Iterator[Section]:
+        """Yield the models, a row for each in every table, and the paper's figures."""
         each = list(zip(self.letters, self.candidates, strict=True))
-        models, scores, far, words = [], [], [], []
-        for letter, one in each:
-            speed, step = one.tokens_per_second, "" if one.step is None else str(one.step)
-            speed_text = "" if math.isnan(speed) else f"{speed:,.0f}"
-            models.append((letter, one.model.name, step, one.size_text, speed_text, one.weights_text))
-            perplexity, bits = f"{one.language.perplexity.value:.2f}", f"{one.language.bits_per_byte.value:.4f}"
-            if (found := one.against) is None:
-                scores.append((letter, perplexity, "", "", bits, "", ""))
-            else:
-                scores.append((letter, perplexity, *found.ratio.cells(".3f"), bits, *found.bits.cells("+.4f")))
-                far.append((letter, *found.kl.cells(".3g", ".2g"), f"{found.kl_max:.3g}", *found.same_top.cells(".1%")))
-            if (last := one.last_words) is not None:
-                right = f"{last.accuracy.value:.2%} ({last.accuracy.span('.2%')})"
-                words.append((letter, right, f"{last.perplexity.value:.2f}"))
-        yield ""
-        step = "step" if any(one.step is not None for one in self.candidates) else ""
-        yield data_table("", "model", step, "size", "tokens/s", "weights moved", right=(2, 3, 4, 5), rows=models)
+
+        def table(columns: Sequence[Column], cells: Callable[[Candidate], Sequence[str]], note: Line | None = None) -> Section:
+            return Section("", note, ("", *columns), [(letter, *row) for letter, one in each if (row := cells(one))])
+
+        by_step, models = any(one.step is not None for one in self.candidates), [one.model for one in self.candidates]
+        yield Section(note=(f"{len(models)} models against ", bold(models[0].name)), for_pages=True)
+        step = "step" if by_step else ""
+        yield table((Column("model"), *numbers(step, "size", "tokens/s", "weights moved")), Candidate.described, "")
         if made := "; ".join(f"{letter} is {one.made_of}" for letter, one in each if one.made_of):
-            yield Text(made)
-        yield Text(self.best, style="bold")
-        yield Text(f"{self.text.name}: {self.text.cut}; intervals are 95 %, paired with A's tokens\n", style="dim")
-        titles = "", "perplexity", "x A's", "95 %", self.bits_per, "- A's", "95 %"
-        yield data_table(*titles, right=range(1, 7), rows=scores)
-        yield data_table("", "KL(A‖)", "95 %", "largest", "same top", "95 %", right=range(1, 6), rows=far)
+            yield Section(note=made)
+        yield Section(note=bold(self.best))
+        yield Section(note=dim(f"{self.text.name}: {self.text.cut}; intervals are 95 %, paired with A's tokens\n"))
+        quality = partial(charts.quality, self._places(by_step), by_step, self.bits_per)
+        yield Section("Quality", "a line is the 95 % interval of the distance from A", chart=quality)
+        yield table(numbers("perplexity", "x A's", "95 %", self.bits_per, "- A's", "95 %"), Candidate.scores)
+        yield table(numbers("KL(A‖)", "95 %", "largest", "same top", "95 %"), Candidate.distances)
         if self.above_floor:
-            yield Text(self.above_floor, style="dim")
-        if words:
-            yield data_table("", "last words right", "their perplexity", right=(1, 2), rows=words)
+            yield Section(note=dim(self.above_floor))
+        if any(one.last_words for one in self.candidates):
+            yield table(numbers("last words right", "their perplexity"), Candidate.words)
         if papers := self.beside_paper():
-            yield data_table("", "", "measured", "GPT-2 paper, table 3", right=(2, 3), rows=papers)
-            yield Text(self.protocols, style="dim")
+            yield Section(columns=("", "", *numbers("measured", "GPT-2 paper, table 3")), rows=papers)
+            yield Section(note=dim(self.protocols))
         for letter, one in each:
             for lacking, whose, share in one.lacks(letter):
-                yield Text(f"{lacking} lacks tokens that have {100 * share:.3g}% of {whose}'s probability", style="yellow")
+                yield Section(note=yellow(f"{lacking} lacks tokens that have {100 * share:.3g}% of {whose}'s probability"))
             for part, why in one.left_out.items():
                 if part != "activations":
-                    yield Text(f"left out of {letter}: {part}: {why.partition(';')[0]}", style="yellow")
-        yield f"[dim]in {self.seconds:.1f} s, {self.forward_seconds:.1f} s of them forward passes[/dim]\n"
+                    yield Section(note=yellow(f"left out of {letter}: {part}: {why.partition(';')[0]}"))
+        for letter, gates in zip(self.letters[1:], self.gates, strict=False):
+            yield from (Section(note=f"{letter} {gate.verdict}", for_pages=True) for gate in gates)
+        yield made_with(models, self.text, self.environment, self.seed)
+        yield Section(note=dim(f"in {self.seconds:.1f} s, {self.forward_seconds:.1f} s of them forward passes\n"))
+
+    def _places(self, by_step: bool) -> list[tuple[str, float, float, tuple[float, float]]]:
+        """Return letter, step or size in MB, bits per byte and their interval, of the models of which both are known."""
+        first, points = self.candidates[0].language.bits_per_byte.value, []
+        for letter, each in zip(self.letters, self.candidates, strict=True):
+            place, bits = (each.step if by_step else each.size), each.language.bits_per_byte.value
+            if place is not None and math.isfinite(bits):
+                span = (bits, bits) if each.against is None else (first + each.against.bits.low, first + each.against.bits.high)
+                points.append((letter, place if by_step else place / 1e6, bits, span))
+        return points
 
     def beside_paper(self) -> list[tuple[str, str, str, str]]:
         """Return the paper's figures of these models on this text: letter, metric, measured and reported."""

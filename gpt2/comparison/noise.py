@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +23,9 @@ from gpt2.measure.metrics import Logits, max_abs
 from gpt2.measure.per_token import measure_rows
 from gpt2.measure.rounding import rounding_noise
 from gpt2.model import GPT2
-from gpt2.pages.reports import Environment, Printed, as_json, data_table, dtype_label, environment
+from gpt2.pages.reports import Environment, Printed, as_json, dtype_label, environment
+from gpt2.pages.sections import Column, Section, bold, dim, numbers
 from gpt2.parity.streaming import Streamed
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 TOKENS = 256  # of the text, on which the floor is computed
 ROW, TOGETHER, PADDING = 256, 4, 7  # tokens of a row, rows of a batch, and tokens of padding: odd, so that rows lie elsewhere
@@ -92,21 +90,19 @@ class Noise(Printed):
     def to_json(self) -> str:
         return as_json(vars(self))
 
-    def parts(self) -> Iterator[RenderableType]:
-        from rich.markup import escape
-
+    def sections(self) -> Iterator[Section]:
         explained = [Way(f"{name}, explained", kl, logit, "") for name, kl, logit in (self.floor.ways if self.floor else ())]
         kind = f", in {self.model.dtype}" if self.model.dtype else ""
-        yield f"\n[bold]{escape(self.model.name)}[/bold]  [dim]the floor of noise{kind}[/dim]"
-        yield f"[dim]{escape(self.text.name)}: {self.text.tokens:,} tokens in rows of {self.text.context}[/dim]\n"
+        yield Section(note=("\n", bold(self.model.name), "  ", dim(f"the floor of noise{kind}")))
+        yield Section(note=dim(f"{self.text.name}: {self.text.tokens:,} tokens in rows of {self.text.context}\n"))
         ways = (*explained, *self.ways)
-        rows = ((way.name, *way.kl.cells(".1e"), f"{way.logit:.1e}", f"{way.flipped}") for way in ways)
-        yield data_table("", "KL, nats", "95 %", "largest logit", "flipped", right=range(1, 5), wrap=True, rows=rows)
-        yield "[dim]flipped: tokens whose first choice is another one than that of each row run alone[/dim]"
+        rows = [(way.name, *way.kl.cells(".1e"), f"{way.logit:.1e}", f"{way.flipped}") for way in ways]
+        yield Section(columns=(Column(wrap=True), *numbers("KL, nats", "95 %", "largest logit", "flipped")), rows=rows)
+        yield Section(note=dim("flipped: tokens whose first choice is another one than that of each row run alone"))
         for way in explained:
             least = f"a KL must exceed {way.kl.high:.2g} nats, and a logit move by more than {way.logit:.2g}"
-            yield f"[bold]In {self.model.dtype} {least}, to mean anything.[/bold]"
-        yield f"[dim]in {self.seconds:.1f} s[/dim]\n"
+            yield Section(note=bold(f"In {self.model.dtype} {least}, to mean anything."))
+        yield Section(note=dim(f"in {self.seconds:.1f} s\n"))
 
 
 @torch.inference_mode()

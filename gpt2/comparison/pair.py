@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.keys import expected, layer
-from gpt2.comparison import page  # noqa: F401 - gives a Comparison its page
 from gpt2.comparison.activations import THRESHOLD, Numerics, compare_activations
 from gpt2.comparison.blame import find_blame
 from gpt2.comparison.blame_result import Blame

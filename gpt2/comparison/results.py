@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Any, ClassVar
 
+from gpt2.comparison import charts
 from gpt2.comparison.activations import Activations, Numerics
 from gpt2.comparison.blame_result import Blame
 from gpt2.comparison.cases import Cases
 from gpt2.comparison.compatibility import Compatibility
 from gpt2.comparison.distributions import Distributions
+from gpt2.comparison.made_with import made_with
 from gpt2.comparison.noise import Floor
 from gpt2.comparison.passage import Scored
 from gpt2.comparison.sides.side import Model
@@ -21,12 +24,10 @@ from gpt2.comparison.words import Words
 from gpt2.measure.last_words import LastWords
 from gpt2.measure.metrics import LanguageScore
 from gpt2.measure.tracing import block_of, part_of
-from gpt2.pages.rendering import number, percent, readable, visible
-from gpt2.pages.reports import Environment, Printed, add_texts, as_json, data_table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
+from gpt2.pages.drawing import A, B, shade
+from gpt2.pages.rendering import number, percent, readable, short_names, visible
+from gpt2.pages.reports import Environment, Printed, as_json
+from gpt2.pages.sections import Column, Line, Section, Styled, bold, dim, numbers, yellow
 
 VISIBLE_JS = 0.005  # nats; a smaller divergence is printed as 0.00
 
@@ -34,6 +35,8 @@ VISIBLE_JS = 0.005  # nats; a smaller divergence is printed as 0.00
 @dataclass(frozen=True)
 class Comparison(Printed):
     """The result of a comparison; a part that could not be measured is None, and ``compatibility`` has the reason."""
+
+    command: ClassVar[str] = "gpt2 compare"
 
     a: Model
     b: Model
@@ -49,7 +52,7 @@ class Comparison(Printed):
     environment: Environment
     seed: int
     seconds: float
-    gates: tuple[object, ...] = ()  # of --fail-if: what gates.py says of it
+    gates: tuple[Any, ...] = ()  # of --fail-if: what gates.py says of it
     blame: Blame | None = None
     floor: Floor | None = None
     cases: Cases | None = None  # of --cases
@@ -143,54 +146,43 @@ class Comparison(Printed):
             body["weights"] = {**vars(weights), "unchanged": weights.unchanged, "most_changed": most_changed}
         return as_json(body)
 
-    def parts(self) -> Iterator[RenderableType]:
-        """Yield both models, the summary, and a table for each measured part."""
-        from rich.markup import escape
-        from rich.table import Table
-
-        yield f"\n[bold]{escape(self.a.name)}[/bold]  →  [bold]{escape(self.b.name)}[/bold]"
-        yield f"[dim]{escape(self._subjects())}[/dim]"
+    def sections(self) -> Iterator[Section]:
+        """Yield both models, the summary, and each measured part."""
+        found, names = self.compatibility, short_names(self.a.name, self.b.name)
         subject, rest = self.sentence()
-        yield f"[bold]{escape(subject)}[/bold]{escape(rest)}\n"
-        table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 3, 0, 0))
-        for _ in range(3):
-            table.add_column(overflow="fold")
-        for row in self._summary():
-            table.add_row(*row)
-        yield table
-        for field, a, b in (*self.compatibility.architecture, *self.compatibility.vocabularies.rules):
-            yield f"[yellow]differs[/yellow]  {field}: {escape(f'{a} → {b}')}"
-        if (parting := self.compatibility.vocabularies.parting) is not None:
-            yield f"[yellow]differs[/yellow]  tokenizers: {escape(str(parting))}"
-        for why in dict.fromkeys(self.compatibility.impossible.values()):
-            parts = [part for part, reason in self.compatibility.impossible.items() if reason == why]
-            yield f"[yellow]left out[/yellow]  {', '.join(parts)}: {escape(why)}"
-        for title, what, tables in self._tables():
-            if title:
-                yield f"\n[bold]{title}[/bold]  [dim]{what}[/dim]"
-            yield from tables
-        yield f"[dim]in {self.seconds:.1f} s[/dim]\n"
-
-    def _tables(self) -> Iterator[tuple[str, str, Iterable[RenderableType]]]:
-        """Yield each measured part's title ("" if it goes on with the last), what it shows, and its tables."""
-        if self.weights is not None and not self.weights.same_numbers:
-            yield "Weights", "the ten with the largest relative change", [_weights_table(self.weights)]
-        if self.activations is not None and self.activations.points:
-            yield "Activations", "relative error by block, at its worst point", [_activations_table(self.activations)]
+        yield Section(note=("\n", bold(self.a.name), "  →  ", bold(self.b.name)))
+        yield Section(note=dim(self._subjects()))
+        yield Section(note=(bold(subject), f"{rest}\n"))
+        yield Section(columns=("", "", ""), rows=list(self._summary()), tiles=True)
+        yield from (Section(note=gate.verdict, for_pages=True) for gate in self.gates)
+        for field, a, b in (*found.architecture, *found.vocabularies.rules):
+            yield Section(note=(yellow("differs"), f"  {field}: {a} → {b}"))
+        if (parting := found.vocabularies.parting) is not None:
+            yield Section(note=(yellow("differs"), f"  tokenizers: {parting}"))
+        for why in dict.fromkeys(found.impossible.values()):
+            parts = [part for part, reason in found.impossible.items() if reason == why]
+            yield Section(note=(yellow("left out"), f"  {', '.join(parts)}: {why}"))
+        if self.weights is not None:
+            yield from _weights(self.weights)
+        if self.activations is not None:
+            yield from _activations(self.activations)
         if self.numerics is not None:
-            yield "Numerics", "distance from float64, by block, at its worst point", [_numerics_table(self.numerics)]
+            yield _numerics(self.numerics, names)
         if self.distributions is not None:
-            tables = _distributions_tables(self.distributions)
-            yield "Distributions", "per token, in nats; intervals are 95 %", tables
-        if self.words is not None and (rows := _words_table(self.words)).row_count:
-            yield "Words", "where they disagree most, and what each expected instead", [rows]
-        if self.words is not None and self.words.continuations:
-            yield "", "", [_continuations_table(self.words)]
-        if self.cases is not None and any(case.kind != "right" for case in self.cases.cases):
-            yield "Cases", "those that turned, and the wrong ones; --html and --json have every answer", [self.cases.table()]
+            yield from _distributions(self.distributions)
+        if self.words is not None:
+            yield from _words(self.words, names)
+        if self.cases is not None:
+            yield from self.cases.sections()
         if self.blame is not None:
-            shared = ", over the tokens that both have" * (self.compatibility.vocabularies.verdict == "extended")
-            yield "Blame", f"KL that each part of b brings into a, in nats a token{shared}", self.blame.rows()
+            yield from self.blame.sections(", over the tokens that both have" * (found.vocabularies.verdict == "extended"))
+        if examples := found.vocabularies.examples:
+            rows = [(str(id), a or "", b or "") for id, a, b in examples]
+            yield Section("Tokens", "entries of the vocabularies that differ", ("id", "a", "b"), rows, for_pages=True)
+        flags = [] if self.activations is None else ["--threshold", f"{self.activations.threshold:g}"]
+        flags += [] if self.blame is None else ["--blame"]
+        yield made_with([self.a, self.b], self.text, self.environment, self.seed, *flags)
+        yield Section(note=dim(f"in {self.seconds:.1f} s\n"))
 
     def _subjects(self) -> str:
         vocabularies = self.compatibility.vocabularies
@@ -202,7 +194,7 @@ class Comparison(Printed):
         dtypes = " → ".join(dict.fromkeys(each.dtype for each in (self.a, self.b) if each.dtype))
         return f"{' · '.join(filter(None, (sizes, dtypes, tokenizer)))}\n{self.text.name}: {self.protocol}"
 
-    def _summary(self) -> Iterator[tuple[str, str, str]]:
+    def _summary(self) -> Iterator[tuple[Line, str, str]]:
         """Yield what the figures say together: a name, a figure, and a remark."""
         perplexities = " → ".join(f"{score.perplexity:.2f}" for score in self.scores)
         bits = " → ".join(f"{score.bits_per_byte:.4f}" for score in self.scores)
@@ -241,7 +233,7 @@ class Comparison(Printed):
             title = f"first past {self.activations.threshold:g}"
             yield title, past.point if past else "nowhere", f"{past.error:.2g}" if past else ""
         if self.ok:
-            yield "[bold green]IDENTICAL[/bold green]", "in all that was measured", ""
+            yield Styled("IDENTICAL", "bold green"), "in all that was measured", ""
 
 
 def _prediction(both: Distributions) -> str:
@@ -253,63 +245,94 @@ def _prediction(both: Distributions) -> str:
     return f"they predict this text equally well, as far as {both.tokens:,} tokens can tell, and {same}"
 
 
-def _weights_table(weights: WeightChanges) -> Table:
-    rows = []
-    for tensor in weights.most_changed():
-        rank = "" if tensor.rank is None else f"{tensor.rank} of {tensor.full_rank}"
-        sizes = f"{tensor.max_abs:.2g}", f"{tensor.cosine:.5f}", f"{tensor.unchanged:.1%}"
-        rows.append((tensor.name, tensor.moved, *sizes, rank))
-    return data_table("tensor", "moved", "max", "cosine", "unchanged", "rank of change", rows=rows)
+def _weights(weights: WeightChanges) -> Iterator[Section]:
+    """Yield the ten tensors that changed most, then all of them and their families on pages; rounding alone has no ten."""
+    if not weights.same_numbers:
+        rows = []
+        for tensor in weights.most_changed():
+            rank = "" if tensor.rank is None else f"{tensor.rank} of {tensor.full_rank}"
+            sizes = f"{tensor.max_abs:.2g}", f"{tensor.cosine:.5f}", f"{tensor.unchanged:.1%}"
+            rows.append((tensor.name, tensor.moved, *sizes, rank))
+        titles = "tensor", "moved", "max", "cosine", "unchanged", "rank of change"
+        yield Section("Weights", "the ten with the largest relative change", titles, rows)
+    if weights.total.unchanged < 1:
+        yield charts.heat(weights.tensors)
+        kinds = []
+        for each in (*weights.families, weights.total):
+            shares = f"{each.distance:.2%}", f"{each.max_abs:.2g}", f"{each.cosine:.5f}", f"{each.unchanged:.1%}"
+            kinds.append((each.family, f"{each.tensors}", *shares))
+        columns = Column("kind of tensor, in all layers"), *numbers("tensors", "moved", "max", "cosine", "unchanged")
+        yield Section(columns=columns, rows=kinds, for_pages=True)
 
 
-def _activations_table(activations: Activations) -> Table:
-    blocks = itertools.groupby(activations.points, lambda point: block_of(point.point))
-    worst = ((block, max(points, key=lambda point: point.error)) for block, points in blocks)
-    rows = ((block, f"{x.error:.2g}", part_of(x.point), f"{x.sqnr:.0f} dB", f"{x.cosine:.6f}") for block, x in worst)
-    return data_table("where", "error", "at", "SQNR", "cosine", rows=rows)
+def _activations(activations: Activations) -> Iterator[Section]:
+    """Yield the worst point of each block; of models of different widths the similarity of their geometry, on pages."""
+    if activations.points:
+        blocks = itertools.groupby(activations.points, lambda point: block_of(point.point))
+        worst = ((block, max(points, key=lambda point: point.error)) for block, points in blocks)
+        rows = [(block, f"{x.error:.2g}", part_of(x.point), f"{x.sqnr:.0f} dB", f"{x.cosine:.6f}") for block, x in worst]
+        errors = [(point.point, point.error) for point in activations.points]
+        chart = partial(charts.errors_by_layer, "layers", [("stream", B, errors)], activations.threshold)
+        what = "relative error by block, at its worst point"
+        yield Section("Activations", what, ("where", "error", "at", "SQNR", "cosine"), rows, chart)
+    if activations.cka:
+        named = ["embed", *(f"h.{layer}" for layer in range(max(map(len, (activations.cka, activations.cka[0])))))]
+        cells: list[list[Line]] = [[Styled(f"{value:.2f}", f"s{shade(value)}") for value in row] for row in activations.cka]
+        similar = [[block, *row] for block, row in zip(named, cells, strict=False)]
+        what = "the widths differ: linear CKA of the streams, 1 for equal up to rotation and scale; rows are a's, columns b's"
+        columns = Column(), *numbers(*named[: len(activations.cka[0])])
+        yield Section("Activations", what, columns, similar, for_pages=True)
 
 
-def _numerics_table(numerics: Numerics) -> Table:
+def _numerics(numerics: Numerics, names: tuple[str, str]) -> Section:
     blocks = itertools.groupby(numerics.points, lambda point: block_of(point[0]))
     worst = ((block, *max(points, key=lambda point: max(point[1:]))) for block, points in blocks)
     rows = [(block, f"{error_a:.1e}", f"{error_b:.1e}", part_of(name)) for block, name, error_a, error_b in worst]
     rows += [("logits", f"{error:.1e}", "", description) for description, error in numerics.logits]
-    return data_table("where", "a", "b", "at", rows=rows)
+    sides = [(point, a) for point, a, _ in numerics.points], [(point, b) for point, _, b in numerics.points]
+    chart = partial(charts.errors_by_layer, "numerics", list(zip(names, (A, B), sides, strict=True)))
+    return Section("Numerics", "distance from float64, by block, at its worst point", ("where", "a", "b", "at"), rows, chart)
 
 
-def _distributions_tables(both: Distributions) -> tuple[RenderableType, ...]:
-    divergences = (both.kl_ab, both.kl_ba, both.js)
+def _distributions(both: Distributions) -> Iterator[Section]:
+    divergences = both.kl_ab, both.kl_ba, both.js
     rows = [("mean", *(f"{each.mean.value:.3g}" for each in divergences))]
     rows += [("95 % interval", *(each.mean.span(".3g") for each in divergences))]
     names = {"50": "median"} | {key: f"{key} %" for key in ("90", "95", "99", "99.9")}
     rows += [(name, *(f"{each.percentiles[key]:.3g}" for each in divergences)) for key, name in names.items()]
     rows += [("max", *(f"{each.max:.3g}" for each in divergences))]
-    return (
-        data_table("", "KL(a‖b)", "KL(b‖a)", "Jensen-Shannon", rows=rows),
-        f"top {both.top} overlap {both.overlap.value:.1%} · correlation of log-probabilities {both.correlation:.4f} · "
+    chart = partial(charts.kl_by_token, both.kl_ab, both.kl_ba)
+    titles = "", "KL(a‖b)", "KL(b‖a)", "Jensen-Shannon"
+    yield Section("Distributions", "per token, in nats; intervals are 95 %", titles, rows, chart)
+    yield Section(
+        note=f"top {both.top} overlap {both.overlap.value:.1%} · correlation of log-probabilities {both.correlation:.4f} · "
         f"right token's probability {100 * both.change.mean.value:+.2f} percentage points on average, "
-        f"{100 * both.change.rms.value:.2f} RMS",
-        f"calibration error {both.calibration_a.ece:.2%} → {both.calibration_b.ece:.2%}",
+        f"{100 * both.change.rms.value:.2f} RMS"
     )
+    yield Section(note=f"calibration error {both.calibration_a.ece:.2%} → {both.calibration_b.ece:.2%}")
 
 
-def _words_table(words: Words) -> Table:
-    """Return the first two of the passages, if they differ to be seen."""
-    table = data_table("", "the text", "a", "b", "a expected", "b expected", "JS")
+def _words(words: Words, names: tuple[str, str]) -> Iterator[Section]:
+    """Yield the text on pages, the first two of the passages, if they differ to be seen, and the continuations."""
+    what, scale = "point at a token, tap it or use the arrow keys", charts.js_scale([word.js for word in words.text])
+    yield Section("The text", what, chart=partial(charts.coloured, [("", words.text)], scale, names))
+    rows = list[tuple[str, ...]]()
     for passage in words.passages[:2]:
         if any(word.js >= VISIBLE_JS for word in passage.words):
             for word in passage.words:
                 tops = [f"{visible(top[0].text)} {top[0].probability:.0%}" if top else "" for top in (word.top_a, word.top_b)]
                 probabilities = f"{word.probability_a:.1%}", f"{word.probability_b:.1%}"
-                add_texts(table, "", visible(word.text), *probabilities, *tops, f"{word.js:.2f}")
-            table.add_section()
-    return table
-
-
-def _continuations_table(words: Words) -> Table:
-    rows = []
+                rows.append(("", visible(word.text), *probabilities, *tops, f"{word.js:.2f}"))
+            rows.append(())
+    extracts = [(f"from token {each.start + 1:,}; mean JS {number(each.js)}", each.words) for each in words.passages]
+    titles = "", "the text", "a", "b", "a expected", "b expected", "JS"
+    if words.passages:
+        what = "where they disagree most, and what each expected instead"
+        yield Section("Words", what, titles, rows, partial(charts.coloured, extracts, scale, names))
+    said = list[tuple[str, ...]]()
     for row in words.continuations:
         sampling = "greedy" if row.temperature == 0 else f"T = {row.temperature:g}"
         parts = "not at all" if row.parts_at is None else f"from token {row.parts_at + 1}"
-        rows.append((f"{readable(row.prompt)}\n({sampling})", readable(row.a), readable(row.b), parts))
-    return data_table("prompt", "a goes on", "b goes on", "they differ", rows=rows, wrap=True, apart=True)
+        said += [(f"{readable(row.prompt)}\n({sampling})", readable(row.a), readable(row.b), parts), ()]
+    if said:
+        yield Section(columns=(Column("prompt", wrap=True), "a goes on", "b goes on", "they differ"), rows=said)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpt2.pages.drawing import LEVELS, power_of_ten
+from gpt2.pages.sections import pieces, plain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,12 +34,13 @@ def render(name: str, **values: Any) -> str:
     strict: dict[str, Any] = {"autoescape": True, "undefined": jinja2.StrictUndefined}
     environment = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, **strict)
     environment.filters |= {"n": number, "pct": percent, "between": between, "pct_between": percent_between}
-    environment.filters |= {"svg": Markup, "visible": visible, "readable": readable}
+    environment.filters |= {"svg": Markup, "visible": visible, "readable": readable, "pieces": pieces, "plain": plain}
     environment.globals |= {"levels": LEVELS, "zip": zip}
     parts = [part for part in ("shared.js", f"{name}.js") if part in loader.list_templates()]
     script = "".join(loader.get_source(environment, part)[0] for part in parts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.get_template(f"{name}.html").render(script=Markup(script), script_hash=digest, ramps=RAMPS, **values)
+    values = {"data": {}, "script": Markup(script), "script_hash": digest, "ramps": RAMPS} | values
+    return environment.get_template(f"{name}.html").render(**values)
 
 
 def _ramp(*stops: str) -> list[str]:

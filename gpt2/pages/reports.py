@@ -8,8 +8,7 @@ import math
 import os
 import platform
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
 from importlib.metadata import version
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console, RenderableType
     from rich.table import Table
+
+    from gpt2.pages.sections import Section
 
 # What a user can set that changes how sums round, or that makes products imprecise.
 VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA")
@@ -107,12 +108,18 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class Printed(ABC):
-    """A report that prints to a terminal; subclasses yield its parts."""
+class Printed:
+    """A report that a terminal and a page print; subclasses yield its sections, the first of which names it."""
 
-    @abstractmethod
+    command: ClassVar[str] = "gpt2 verify"  # that makes it
+    script: ClassVar[str] = ""  # of a page, beside what all have
+
+    def sections(self) -> Iterator[Section]:
+        raise NotImplementedError
+
     def parts(self) -> Iterator[RenderableType]:
-        """Yield markup, texts and tables, from top to bottom."""
+        for section in self.sections():
+            yield from section.printed()
 
     def print(self, console: Console) -> None:
         """Write the report to a rich console."""
@@ -127,12 +134,13 @@ class Printed(ABC):
         self.print(Console(file=written, width=width, color_system=None, force_jupyter=False))
         return written.getvalue()
 
-    command: ClassVar[str] = "gpt2 verify"  # that a page without a renderer of its own names
-
     def html(self) -> str:
-        """Return the report as one self-contained page: of its own where :func:`page_of` gave it one, else of its parts."""
+        """Return the report as one self-contained page."""
         from gpt2.pages.rendering import render
 
+        if type(self).sections is not Printed.sections:
+            heading, *sections = self.sections()
+            return render("report", command=self.command, heading=heading.note, sections=sections)
         parts = list(map(_page_part, self.parts()))
         coloured = re.compile(r"bold (green|red|yellow)")
         verdict = [part for part in parts if any(coloured.search(kind) for _, kind in part.get("text", ()))]
@@ -145,16 +153,6 @@ class Printed(ABC):
         from gpt2.data.files import write_output
 
         write_output(path, self.html())
-
-
-def page_of(result: type[Printed]) -> Callable[[Callable[[Any], str]], Callable[[Any], str]]:
-    """Return a decorator that makes a function the page of a result, which so need not know it."""
-
-    def attach(render: Callable[[Any], str]) -> Callable[[Any], str]:
-        setattr(result, "html", render)  # noqa: B010 - a method that mypy cannot know
-        return render
-
-    return attach
 
 
 def _page_part(part: RenderableType) -> dict[str, Any]:

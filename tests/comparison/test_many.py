@@ -16,11 +16,9 @@ from support.pages import assert_whole_by_itself
 import gpt2
 from gpt2.cli.main import main
 from gpt2.comparison import many
-from gpt2.comparison.charts import quality
 from gpt2.comparison.gates import Gate, judge
 from gpt2.comparison.many_results import Comparisons, paper_figures
 from gpt2.comparison.noise import Floor
-from gpt2.comparison.page import page_of_several as page
 from gpt2.comparison.run import compare
 from gpt2.comparison.sides.checkpoint_side import RunningModule
 from gpt2.measure.estimates import Estimate
@@ -100,15 +98,14 @@ def test_table_json_and_page(found: Comparisons) -> None:
     assert body["candidates"][1]["against"]["kl"]["value"] == found.candidates[1].against.kl.value
     assert found.above_floor.endswith("not above it: D")  # the same model as A; B differs by its dtype, C by its weights
     judged, of_each = judge(found, [Gate.parse("kl>1e-3")])
-    html = page(judged)
+    html = judged.html()
     assert "B passed: kl&gt;0.001" in html
     assert "C failed: kl&gt;0.001" in html
     assert [gate.met for (gate,) in of_each.values()] == [False, True, False]
-    assert found.above_floor[1:] in html
-    assert html == page(judged)
+    assert found.above_floor in html
+    assert html == judged.html()
     assert_whole_by_itself(html)
     assert 'id="quality"' in html
-    assert judged.html() == html
 
 
 def test_which_is_best_and_which_are_equal(found: Comparisons, names: list[str], text: str) -> None:
@@ -124,7 +121,6 @@ def test_which_is_best_and_which_are_equal(found: Comparisons, names: list[str],
     assert apart.best.count("worse (x 1.020, 1.010 .. 1.030)") == 1
     assert [each.made_of for each in found.candidates] == ["", "A in bfloat16", "", "A, the same weights"]
     assert "B is A in bfloat16; D is A, the same weights" in " ".join(found.table(80).split())
-    assert "B is A in bfloat16." in page(found)
 
 
 def test_another_program_is_not_called_a_rounding(names: list[str], text: str, tmp_path: Path) -> None:
@@ -145,7 +141,7 @@ def test_labels_and_ticks_of_near_models_do_not_overlap(found: Comparisons) -> N
         last, size=int(first.size * 1.02), language=replace(last.language, bits_per_byte=Estimate(bits.value + 1e-4, 0, 0))
     )
     several = replace(found, candidates=(first, second, replace(third, size=3 * first.size), near))
-    for drawn in quality(several, by_step=False).split('<div class="narrow">'):
+    for drawn in several.html().split('<div class="narrow">'):
         texts = re.findall(r">([^<>]+)</text>", drawn)
         assert "A D" in texts
         assert f"{first.size / 1e6:.3g}" in texts
@@ -196,7 +192,7 @@ def test_another_tokenizer_has_bits_per_byte_alone(names: list[str], text: str) 
     assert other.against is None
     assert other.language.score.bytes == pytest.approx(found.candidates[0].language.score.bytes, abs=8)
     assert "left out of C" in found.table(80)
-    assert page(found)
+    assert found.html()
     smaller = gpt2.compare("shakespeare-mini", names[0], names[0], on=text, tokens=60).candidates
     assert smaller[1].against is None  # its 300 tokens were held against the 2,048 of the first
     assert smaller[1].language.score.bytes == pytest.approx(smaller[0].language.score.bytes, abs=8)

@@ -209,8 +209,7 @@ def test_added_tokens_that_take_the_probability(base: Path, text: str, tmp_path:
     assert "weights 2 rows fewer" in " ".join(back.table(200).split())
     assert Gate.parse("perplexity_ratio>1.05").judge(found).met
     assert not found.ok
-    assert "The same weights in the rows that both have, and 2 rows more" in found.html()
-    assert "of B’s probability is on tokens that A lacks" in found.html()
+    assert "The same weights in the rows that both have, and 2 rows more" in table
     several = gpt2.compare(str(base), str(base), str(grown), on=text, tokens=200)
     assert several.candidates[2].against.ratio.value == pytest.approx(ratio, rel=1e-4)
     assert f"A lacks tokens that have {100 * share:.3g}% of C's probability" in " ".join(several.table(200).split())

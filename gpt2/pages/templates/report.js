@@ -1,6 +1,4 @@
 const tip = document.getElementById("tip");
-const tokens = [...document.querySelectorAll(".tok")];
-const places = new Map(tokens.map((token, index) => [token, index]));
 let shown = null;
 
 function row(name, text, p) {
@@ -15,13 +13,14 @@ function show(token) {
   shown = token;
   token.classList.add("on");
   token.setAttribute("aria-describedby", "tip");
-  const [text, js, pa, pb, a, b] = data.tokens[places.get(token)];
+  const [text, js, pa, pb, a, b] = JSON.parse(token.dataset.tip);
+  const names = JSON.parse(token.parentElement.dataset.names);
   const head = element("div", "word");
   head.append(element("b", "", text), element("span", "", "JS " + js));
   const columns = element("div", "cols");
   [[pa, a, "a"], [pb, b, "b"]].forEach(([p, top, side], index) => {
     const column = element("div");
-    column.append(element("div", "who " + side, data.names[index]));
+    column.append(element("div", "who " + side, names[index]));
     for (const [choice, q] of top) column.append(row(choice === text && Math.abs(q - p) <= 0.002 * p ? "right" : "", choice, q));
     column.append(row("rest", "the text’s", p));
     columns.append(column);
