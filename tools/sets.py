@@ -13,8 +13,7 @@ how today's engine answers the sets that have left the tree.
 
 Levels: `full` (most values), `block` (one tensor of each block), `logits`. Dtype, model and seed
 are drawn from the dump's name; so is the order within a set and level, so that any beginning is a sample. A fault that changes
-the logits (in float64) by less than four times the rounding of the right program's is not counted. Seconds are CPU seconds, and
-so is the engine's limit of time.
+the logits (in float64) by less than four times the rounding of the right program's is not counted. Seconds are CPU seconds.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ from support.faulty.scoring import blocks
 from support.programs import fourteenth
 
 import gpt2
-from gpt2.port.terms import deadline
 
 SETS, BEDS = {"fourteenth": fourteenth}, {"fourteenth": fourteenth.FourteenthBed}
 LEVELS = ("full", "block", "logits")
@@ -170,8 +168,8 @@ def too_long(*_: object) -> None:
 
 
 def prepare(folder: str) -> None:
-    """Let this process use one thread, no limit by the clock, and a folder that the main process removes."""
-    tempfile.tempdir, deadline.SLOWEST = folder, math.inf
+    """Let this process use one thread, and a folder that the main process removes."""
+    tempfile.tempdir = folder
     torch.set_num_threads(1)
     signal.signal(signal.SIGPROF, too_long)
 

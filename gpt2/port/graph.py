@@ -26,6 +26,7 @@ from gpt2.checkpoint.keys import head_name
 from gpt2.config import GPT2Config
 from gpt2.measure.tracing import layer_of, part_of, point_at
 from gpt2.model import ACTIVATIONS
+from gpt2.port.terms.budget import Budget
 
 State = dict[str, Tensor]
 Formula = Callable[["Site", State], Tensor]
@@ -74,6 +75,7 @@ PIECES = (0, 1)
 SMALL = 1 << 24  # parameters of the blocks times tokens of a small model
 TEXT, ROWS = "text", "rows"  # what else than the tokens before it a token's value may depend on: later tokens, other rows
 KEPT = 4  # values that a model remembers
+COST = {True: 3.0, False: 1.5}  # operators of a node's formula, by whether it is another one than GPT-2's, for the budget
 
 
 @dataclass(frozen=True)
@@ -119,9 +121,17 @@ class Entrance:
 
 
 class Model:
-    """The checkpoint's tensors ``state`` in ``dtype``, its config, and ids (B, T)."""
+    """The checkpoint's tensors ``state`` in ``dtype``, its config, and ids (B, T). ``budget``: of the search that computes it."""
 
-    def __init__(self, state: Mapping[str, Tensor], config: GPT2Config, ids: Tensor, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self,
+        state: Mapping[str, Tensor],
+        config: GPT2Config,
+        ids: Tensor,
+        dtype: torch.dtype = torch.float64,
+        budget: Budget | None = None,
+    ) -> None:
+        self.budget = budget or Budget()
         self.state = {name: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
         self.config, self.ids, self.dtype = config, ids.cpu(), dtype
         self.table = self.state[head_name(self.state)]  # (V, D), of the head
@@ -181,6 +191,7 @@ class Model:
         ended = self.site(0, {"x": points["end"]})
         points["ln_f"] = program.at("ln_f")(ended, {"x": points["end"]})
         points["logits"] = points["ln_f"] @ program.at("head")(ended, {}).T
+        self.budget.spend(4, points["logits"].numel(), points["logits"].numel() * self.config.n_embd)
         return points
 
     def on_ids(self, ids: Tensor) -> Self:
@@ -339,11 +350,26 @@ RIGHT |= {
 }
 
 
+def computed(c: Site, state: State, node: str, edits: Edits) -> Tensor:
+    """Return a node's value by its formula in ``edits``, or GPT-2's, and count what that costs."""
+    own = edits.get(node)
+    value = (own or RIGHT[node])(c, state)
+    charge(c, node, value, own is not None)
+    return value
+
+
+def charge(c: Site, node: str, value: Tensor, is_own: bool = False) -> None:
+    """Count in the budget what a node's ``value`` costs; ``is_own``: by another formula than GPT-2's."""
+    summed = {"attn.scores": c.config.head_dim, "attn.mixed": c.end, "mlp.c_proj": c.config.inner}.get(node, c.config.n_embd)
+    products = value.numel() * summed if node in MODULES or node in ("attn.scores", "attn.mixed") else 0
+    c.model.budget.spend(COST[is_own], value.numel(), products)
+
+
 def run_block(c: Site, state: State, edits: Edits, after: int = -1, until: int = LAST) -> State:
     """Return ``state`` with the nodes beyond number ``after`` computed, up to number ``until``."""
     state = dict(state)
     for node in NODES[after + 1 : until + 1]:
-        state[node] = (edits.get(node) or RIGHT[node])(c, state)
+        state[node] = computed(c, state, node, edits)
     return state
 
 

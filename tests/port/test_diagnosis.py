@@ -205,7 +205,7 @@ def test_a_module_that_holds_the_checkpoint_s_weights_is_no_other_kind_of_model(
 
 def test_a_slow_module_is_tried_on_few_tokens(model: gpt2.GPT2, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward that goes through attention number by number took hours for the full context."""
-    monkeypatch.setattr("gpt2.port.module.runs.PATIENCE", 0.0)
+    monkeypatch.setattr("gpt2.port.module.runs.MOST_OPERATORS", 0)
     found = diagnose(port(model), model)
     assert found.ok
     assert "23 tokens were not tried" in found.notes[-1]

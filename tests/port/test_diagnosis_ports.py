@@ -5,7 +5,6 @@ tools/diagnose_table.py measures the same ports, also at official shapes.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from support.ports import PORTS
 import gpt2
 from gpt2.config import OFFICIAL_SIZES
 from gpt2.port.diagnosis import diagnose
-from gpt2.port.terms import deadline
 from gpt2.port.terms.causes import CAUSES
 
 DEFAULT = (
@@ -142,9 +140,8 @@ def test_a_finite_mask_that_scores_reach_is_named(directory):
 
 
 @pytest.mark.slow
-def test_official_shape(tmp_path, monkeypatch):
+def test_official_shape(tmp_path):
     """Some faults coincide at a tiny size, or have too small an effect. (More: tools/diagnose_table.py --shape gpt2)"""
-    monkeypatch.setattr(deadline, "SLOWEST", math.inf)  # of CPU time there is enough, by the clock not always
     config = replace(OFFICIAL_SIZES["gpt2"], n_layer=3, n_positions=256, vocab_size=5003)  # its widths and heads
     folder = write(tmp_path, config)
     port, model = FAULTY["einsum3d: mask-multiplied"], gpt2.load(str(folder))

@@ -19,7 +19,7 @@ from gpt2.port.alternatives import table
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.dump.pool import DumpPool
 from gpt2.port.graph import Model
-from gpt2.port.terms.deadline import Deadline, TimeUp
+from gpt2.port.terms.budget import Budget, Spent
 from gpt2.port.terms.report import Diagnosis
 from gpt2.port.terms.tolerance import measured
 
@@ -178,11 +178,11 @@ def test_weights_that_are_recorded_show_how_heads_were_split_and_the_walk_is_eno
     assert causes(diagnosis) == [("layernorm-unbiased-variance", "h.*.ln_1, h.*.ln_2, ln_f"), ("head-layout", "h.*.attn")]
 
 
-def test_every_search_in_a_dump_ends_at_its_deadline() -> None:
-    """Sums of products were compared without a look at the clock, so a lost walk went on for a minute beyond its limit."""
+def test_every_search_in_a_dump_ends_where_its_budget_is_spent() -> None:
+    """Sums of products were compared without a look at the limit, so a lost walk went on for a minute beyond it."""
     tolerance = measured(MODEL, IDS, trace(MODEL, IDS), torch.float32)
     pool = DumpPool(tolerance, CONFIG, (2, 8))
-    pool.deadline = Deadline(0)
+    pool.budget = Budget(0)
     pool.fill([("x", torch.randn(2, 8, CONFIG.n_embd))], torch.randn(2, 8, CONFIG.vocab_size))
-    with pytest.raises(TimeUp):
+    with pytest.raises(Spent):
         pool.find(torch.randn(2, 8, CONFIG.n_embd))

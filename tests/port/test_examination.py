@@ -22,8 +22,8 @@ from gpt2.measure.tracing import trace
 from gpt2.model import eager_attention
 from gpt2.port.diagnosis import diagnose
 from gpt2.port.diagnosis.runner import PROGRESS, watch
-from gpt2.port.module import examination
 from gpt2.port.recording.collecting import collect
+from gpt2.port.terms import budget
 from gpt2.port.terms.causes import CAUSES
 
 P = 0.3
@@ -148,10 +148,11 @@ def test_one_head_for_all_is_no_missing_bias() -> None:
 
 def test_a_search_ends_at_its_limit(model: gpt2.GPT2, monkeypatch: pytest.MonkeyPatch) -> None:
     """At gpt2's shape, an attention that nothing recognises would take half an hour."""
-    monkeypatch.setattr(examination, "SECONDS", {True: 0.0, False: 0.0})
+    monkeypatch.setattr(budget, "WORK", {True: 0.0, False: 0.0})
     found = diagnose(unrecognised(model), model)
     assert found.verdict == "undetermined"
-    assert found.notes[0].startswith("the search ended at its limit of 0 s; no stage was recognised")
+    assert found.notes[0].startswith("no stage was recognised")
+    assert found.notes[1] == "the search ended at its limit of work; not tried: other embeddings, the blocks"
 
 
 def test_a_tensor_that_is_written_in_parts_is_recorded_whole() -> None:

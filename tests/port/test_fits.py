@@ -10,11 +10,11 @@ from support.programs.bed import Bed, Shape
 import gpt2
 from gpt2.config import GPT2Config
 from gpt2.port.alternatives import alternative
-from gpt2.port.dump import examination
 from gpt2.port.fits.lacking import dropped, left_out
 from gpt2.port.fits.linear import Library, Linear
 from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import Formula, Model, Program
+from gpt2.port.terms import budget
 
 Change = Callable[[Model, int], dict[str, Formula]]
 SHAPE = Shape(2, 24, 3, 41, 16, 9, 11)
@@ -81,11 +81,8 @@ QUICK = (None, "groups of four bits")
 
 
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in (None, *FAULTS)])
-def test_a_mistake_that_no_list_has_is_read_off_its_operator(
-    bed: Bed, fault: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_that_no_list_has_is_read_off_its_operator(bed: Bed, fault: str | None) -> None:
     """Bug: each unseen set of programs fell with causes that nobody had listed. Control: without a fault, the dump is equal."""
-    monkeypatch.setattr(examination, "SECONDS", {True: 300.0})  # a slow machine needs more than 45 for two of them
     model = gpt2.load(str(bed.model), dtype="float64")
     simulation = Model(model.state_dict(), model.config, torch.from_numpy(bed.ids))
     blocks = {n: FAULTS[fault][3](simulation, n) for n in range(2)} if fault else {}
@@ -136,7 +133,7 @@ def test_few_tokens_show_other_weights_only_if_they_stay_as_like_each_other(mist
 @pytest.mark.slow
 def test_an_array_that_is_written_twice_is_no_norm_that_is_missing(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: of weights that nothing names, the embeddings, written again as the first block's input, were a missing norm."""
-    monkeypatch.setattr(examination, "SECONDS", {True: 4.0})
+    monkeypatch.setattr(budget, "WORK", {True: 400_000})
     model = gpt2.load(str(bed.model), dtype="float64")
     state = {
         name: t.roll(7) + drawn(*t.shape) * t.std() if name.startswith("h.") else t for name, t in model.state_dict().items()

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from support.commands import load_script
 
-from gpt2.port.terms import deadline
-
 sets = load_script("sets")
 DUMP = sets.Answer("fourteenth", "flattened", ("feed-forward added to its norm",), "full")
 COMMITTED = sets.read(Path(sets.__file__).with_name("sets.jsonl"))
@@ -60,7 +58,6 @@ def test_an_answer_that_changed_is_listed(
 def bench(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What ``prepare`` sets, until the test ends; the folder outlasts it, because later tests use the same programs."""
     folder = tmp_path_factory.mktemp("bench")
-    monkeypatch.setattr(deadline, "SLOWEST", deadline.SLOWEST)
     monkeypatch.setattr(tempfile, "tempdir", None)
     sets.prepare(str(folder))
     return folder

@@ -29,7 +29,7 @@ from gpt2.port.dump.explaining import Explainer, Explanation
 from gpt2.port.dump.known import Faults
 from gpt2.port.dump.part import Part
 from gpt2.port.graph import ORDER, Entrance, Model, Program
-from gpt2.port.terms.deadline import Deadline, few_threads
+from gpt2.port.terms.budget import Budget, few_threads
 
 CONFIG = GPT2Config(vocab_size=29, n_positions=11, n_embd=12, n_layer=2, n_head=3, n_inner=20, bos_token_id=0, eos_token_id=0)
 STREAMS = ("embed", "h.0", "h.1", "logits")
@@ -50,16 +50,17 @@ def explained(
     ids: Tensor,
     evidence: dict[str, Tensor],
     tolerance: float | dict[str, float] = 1e-9,
-    seconds: float = math.inf,
+    work: float = math.inf,
 ) -> Explanation:
     allowed = tolerance if isinstance(tolerance, dict) else dict.fromkeys(evidence, tolerance)
-    own = Model(model.state_dict(), model.config, ids)
-    return Explainer(own, evidence, allowed, Deadline(seconds)).explanation()
+    budget = Budget(work)
+    own = Model(model.state_dict(), model.config, ids, budget=budget)
+    return Explainer(own, evidence, allowed, budget).explanation()
 
 
 def run(part: Part, some: list[Candidate]) -> list[tuple[Candidate, Tensor]]:
     """Each candidate with its values (B, T, X) at the end of a part."""
-    return [pair for few, values in Batch(part).values(some, Deadline()) for pair in zip(few, values, strict=True)]
+    return [pair for few, values in Batch(part).values(some, Budget()) for pair in zip(few, values, strict=True)]
 
 
 def named(explanation: Explanation) -> list[list[tuple[str, str]]]:
@@ -144,7 +145,7 @@ def test_one_tensor_a_block_names_the_block_that_nothing_explains(model: GPT2, i
         simulation = Model(model.state_dict(), CONFIG, ids)
         rest = simulation.trace(Program(), Entrance(1, {"x": start}))
     evidence = {"embed": values["embed"], "h.0": start, "h.1": rest["h.1"], "logits": rest["logits"]}
-    explanation = explained(model, ids, evidence, 1e-9, 1)
+    explanation = explained(model, ids, evidence, 1e-9, 100_000)
     assert (explanation.last_right, explanation.first_wrong, explanation.unexplained) == ("embed", "h.0", "h.0")
     assert not explanation.hypotheses
 
@@ -180,11 +181,11 @@ def test_logits_that_are_the_same_everywhere_show_no_bias(model: GPT2, ids: Tens
     logits = torch.randn(CONFIG.vocab_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64).expand(
         1, ids.shape[1], -1
     )
-    explanation = explained(model, ids[:1], {"logits": logits}, 1e-9, 4)
+    explanation = explained(model, ids[:1], {"logits": logits}, 1e-9, 400_000)
     assert not explanation.hypotheses
     with torch.no_grad():
         biased = model(ids[:1]) + logits
-    explanation = explained(model, ids[:1], {"logits": biased}, 1e-9, 4)
+    explanation = explained(model, ids[:1], {"logits": biased}, 1e-9, 400_000)
     assert [fault.id for fault in explanation.hypotheses[0].faults] == ["extra-bias"]
 
 
@@ -270,7 +271,7 @@ def test_no_fault_explains_an_unknown_computation(model: GPT2, ids: Tensor) -> N
     sines = Program({n: {"mlp.act": lambda c, s: (2 * s["mlp.c_fc"]).sin()} for n in range(CONFIG.n_layer)})
     logits = simulation.trace(sines)["logits"]
     with few_threads(0):
-        found = Explainer(simulation, {"logits": logits}, {"logits": 0.01}, Deadline(5)).explanation()
+        found = Explainer(simulation, {"logits": logits}, {"logits": 0.01}, Budget(500_000, of=simulation.budget)).explanation()
     assert not found.hypotheses
     assert not found.right
 

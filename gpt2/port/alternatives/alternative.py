@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2.port.graph import ATTENTION, READS, RIGHT, TEXT, Calls, Edits, Formula, Memory, Model, Site, State
+from gpt2.port.graph import ATTENTION, READS, TEXT, Calls, Edits, Formula, Memory, Model, Site, State, computed
 from gpt2.port.terms.fault import Fault
 
 Family = Callable[[Model], Iterator["Alternative"]]
@@ -296,7 +296,7 @@ def _pieces(calls: Calls, edits: Edits, c: Site, s: State) -> State:
     for site in _sites(calls, c):
         state = _cut(site, given)
         for node in ATTENTION:
-            state[node] = (edits.get(node) or RIGHT[node])(site, state)
+            state[node] = computed(site, state, node, edits)
         parts.append(state)
     out = {"attn.heads": torch.cat([part["attn.heads"] for part in parts], 1)}
     for node in ("attn.mixed", "attn.scores", "attn.weights"):

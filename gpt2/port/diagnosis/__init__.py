@@ -49,8 +49,8 @@ def diagnose(
 
     The verdict on a module is "equal" if the logits agree with our model's to 1e-10 in float64, at several lengths, or within the
     rounding of float32 where no known fault explains the rest (as where norms are folded into the next layers), and the module
-    behaves the same in every call. The search in a module ends after 25 s of CPU time, in one of more than 20 million parameters
-    after 150 s, with what is known by then. A dump is "equal" if its logits are right up to the rounding that our model shows in
+    behaves the same in every call. The search ends after so much work, the same on every machine, with what is known by then; the
+    report says what was not tried. A dump is "equal" if its logits are right up to the rounding that our model shows in
     the same precision, and none of its arrays shows a fault.
 
     Raises:
@@ -63,7 +63,7 @@ def diagnose(
     from gpt2.int8 import require_float
     from gpt2.measure.metrics import silent
     from gpt2.port.module.examination import Examination
-    from gpt2.port.terms.deadline import few_threads
+    from gpt2.port.terms.budget import few_threads
 
     if not isinstance(what, (torch.nn.Module, str, Path, Mapping)):
         hint = "a torch.nn.Module, the path of a dump, or a mapping of arrays"

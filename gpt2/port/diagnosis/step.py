@@ -62,7 +62,7 @@ def diagnose_step(
     from gpt2.port.step.examination import StepExamination
     from gpt2.port.step.sessions import takes_model
     from gpt2.port.step.settings import Settings
-    from gpt2.port.terms.deadline import few_threads
+    from gpt2.port.terms.budget import few_threads
 
     known = Settings.of(settings) if isinstance(settings, Mapping) else Settings.parse(settings)
     if not callable(make_step):

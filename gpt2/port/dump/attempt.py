@@ -16,14 +16,14 @@ from gpt2.port.fits.lacking import looks_dropped
 from gpt2.port.graph import Model
 from gpt2.port.search.observe import Observation
 from gpt2.port.search.walk import Search, Walked
+from gpt2.port.terms.budget import Budget
 from gpt2.port.terms.causes import PlacedCause
-from gpt2.port.terms.deadline import Deadline
 from gpt2.port.terms.places import Place
 from gpt2.port.terms.report import LIKELY, Divergence
 from gpt2.port.terms.tolerance import HALVES
 
 CHANCE = 3  # faults of one branch that do not explain the logits
-DRAWN = 4  # the part of the time for models of what seems to be drawn at random
+DRAWN = 4  # the part of the budget for models of what seems to be drawn at random
 SHOWN = 3  # arrays that a cause names
 
 
@@ -32,28 +32,30 @@ class Attempt:
 
     def __init__(self, dumped: Dumped, progress: Progress) -> None:
         self.dumped, self.progress, self.right = dumped, progress, dumped.right
-        self.deadline = Deadline()
+        self.budget = Budget()
         self.causes: list[PlacedCause] = []
         self.notes: list[str] = list(dumped.notes())
         self.first = Divergence("logits", None, dumped.error)
         self.settled = False
         self.walked: Walked | None = None
 
-    def walk(self, deadline: Deadline) -> None:
-        """Walk through the recorded values, if there are enough of them, until ``deadline``."""
-        self.deadline = deadline
+    def walk(self, budget: Budget) -> None:
+        """Walk through the recorded values, if there are enough of them."""
+        self.budget = budget
         if self.dumped.is_constant:
             self.notes.append("each array of your dump is one number throughout: nothing was computed, or it is other memory")
         self.settled = self.right or self.dumped.is_constant
         if not self.settled and self.dumped.is_walkable:
             self._searched()
 
-    def simulate(self, deadline: Deadline) -> None:
-        """Look for causes of what the walk does not explain, until ``deadline``."""
-        self.deadline = deadline
+    def simulate(self, budget: Budget) -> None:
+        """Look for causes of what the walk does not explain."""
+        self.budget = budget
         if not self._accepted():
             self._simulate()
         self.settled |= self.equal
+        if self.walked is not None and self.walked.ended and not self.settled:
+            self.notes.append(self.walked.ended)
 
     @property
     def equal(self) -> bool:
@@ -63,11 +65,11 @@ class Attempt:
 
     def _searched(self) -> None:
         dumped, pool = self.dumped, self.dumped.pool
-        model = Model(dumped.reference.state_dict(), dumped.config, dumped.ids)
-        pool.deadline = self.deadline
+        model = Model(dumped.reference.state_dict(), dumped.config, dumped.ids, budget=self.budget)
+        pool.budget = self.budget
         search = Search(Observation(pool, model), model, dumped.exact, self.progress)
         walked = search.run()
-        pool.deadline = Deadline()
+        pool.budget = Budget()
         self.walked, self.first = walked, walked.first or self.first
         if walked.explained and walked.causes:
             self.causes, self.settled = list(walked.causes), True
@@ -89,8 +91,7 @@ class Attempt:
         pool, values = self.dumped.pool, {} if self.walked is None else self.walked.values
         known = {point: value for point, value in values.items() if pool.find(value) is not None}
         random = self._random()
-        deadline = self.deadline.part(DRAWN) if random else self.deadline
-        found = Simulating(self.dumped, deadline, self.progress)
+        found = Simulating(self.dumped, self.budget.part(DRAWN) if random else self.budget, self.progress)
         found.run(known)
         self.first, self.settled = found.first or self.first, found.explains
         self.notes += found.notes

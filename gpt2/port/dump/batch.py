@@ -16,13 +16,14 @@ from torch import Tensor
 from gpt2.port.alternatives.alternative import Shown
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.dump.part import MIN_ROWS, Part
-from gpt2.port.graph import LAST, NODES, RIGHT, Entrance, Model, Program, State, run_block
-from gpt2.port.terms.deadline import Deadline
+from gpt2.port.graph import LAST, NODES, RIGHT, Entrance, Model, Program, State, charge, run_block
+from gpt2.port.terms.budget import Budget
 
+DISTANCE = 12  # operators of a comparison
 COLUMNS = 256  # vocabulary entries that are compared
 MAX_PROGRAMS = 128  # that are run together: those that begin in one block
 MAX_ELEMENTS = 1 << 20  # of the widest tensor of the rows that are run together: few enough to stay in a cache
-MAX_WORK = 1 << 34  # multiplications for these rows: seconds, after which a caller looks at the clock
+MAX_WORK = 1 << 34  # multiplications for these rows, after which a caller looks at the budget
 
 
 class Batch:
@@ -30,7 +31,11 @@ class Batch:
 
     def __init__(self, part: Part, rows: int | None = None, tokens: int | None = None) -> None:
         exact, self.part, single = part.model, part, torch.float32
-        whole = exact if exact.small else exact.always("float32", lambda: Model(exact.state, exact.config, exact.ids, single))
+        whole = (
+            exact
+            if exact.small
+            else exact.always("float32", lambda: Model(exact.state, exact.config, exact.ids, single, exact.budget))
+        )
         self.model = whole.on_ids(whole.ids[:rows, :tokens]) if rows or tokens else whole
         wanted, config = part.shown[part.end], exact.config
         self.columns = torch.arange(wanted.shape[-1])
@@ -49,13 +54,13 @@ class Batch:
         size = self.rows * length
         self.most = max(1, min(MAX_PROGRAMS, MAX_ELEMENTS // (size * widest), MAX_WORK // (size * work)))
 
-    def errors(self, some: Sequence[Candidate], deadline: Deadline) -> Iterator[tuple[float, Candidate]]:
-        """Yield candidates with their relative error at the end, what the head may change taken out; until the deadline."""
-        for few, values in self.values(some, deadline):
+    def errors(self, some: Sequence[Candidate], budget: Budget) -> Iterator[tuple[float, Candidate]]:
+        """Yield candidates with their relative error at the end, what the head may change taken out, within the budget."""
+        for few, values in self.values(some, budget):
             yield from zip(self._distances(values), few, strict=True)
 
-    def values(self, some: Sequence[Candidate], deadline: Deadline) -> Iterator[tuple[list[Candidate], Tensor]]:
-        """Yield some of the candidates and what they give (N, B, T, X); until the deadline. Left out: what cannot be computed."""
+    def values(self, some: Sequence[Candidate], budget: Budget) -> Iterator[tuple[list[Candidate], Tensor]]:
+        """Yield some of the candidates and what they give (N, B, T, X), within the budget. Left out: what cannot be computed."""
         begins, alone = dict[Candidate, int](), list[Candidate]()
         for one in some:
             program = one.program or Program()
@@ -64,14 +69,14 @@ class Batch:
         apart = set(alone)
         rest = sorted((one for one in begins if one not in apart), key=lambda one: begins[one])
         for few in (rest[n : n + self.most] for n in range(0, len(rest), self.most)):
-            if deadline.passed:
+            if budget.spent:
                 return
             values, odd = self._ended([one.program or Program() for one in few], begins[few[0]])
             alone += [few[n] for n in odd]
             kept = [n for n in range(len(few)) if n not in odd]
             yield [few[n] for n in kept], values.unflatten(0, (len(few), self.rows))[kept]
         for one in alone:
-            if deadline.passed:
+            if budget.spent:
                 return
             try:
                 values, _ = self._ended([one.program or Program()], begins[one])
@@ -83,6 +88,7 @@ class Batch:
     def _distances(self, values: Tensor) -> list[float]:
         """Return the largest errors of values (N, B, T, X), over the root mean square."""
         wanted, apart = self.wanted, [self.wanted - values]
+        self.model.budget.spend(DISTANCE, DISTANCE * values.numel())
         if self.part.end == "logits" and not self.part.softmaxed:
             goal, middle = (one - one.mean(-1, keepdim=True) for one in (wanted, values))
             factor = (middle * goal).sum(-1, keepdim=True) / middle.square().sum(-1, keepdim=True).clamp(min=1e-30)
@@ -136,6 +142,7 @@ class Batch:
             given = x.split(len(x) // count) if any(head is not None for head in heads) else [x]
             tables = (usual if head is None else head[self.columns].to(x.dtype) for head in heads[: len(given)])
             x = torch.cat([y @ table.T for y, table in zip(given, tables, strict=True)])
+            model.budget.spend(2 * len(given), x.numel(), x.numel() * model.config.n_embd)
         return (x - x.mean(-1, keepdim=True) if part.softmaxed else x), odd
 
     def _node(self, programs: Sequence[Program], layer: int | None, name: str, state: State, odd: set[int]) -> Tensor:
@@ -145,9 +152,11 @@ class Batch:
         own = {n: edits[name] for n, edits in given if name in edits and n not in odd and not isinstance(edits[name], Shown)}
         if own and len(programs) == 1:  # whatever its shape
             value = own[0](site, state)
+            charge(site, name, value, is_own=True)
             return value.repeat(self.rows // len(value), *[1] * (value.ndim - 1)).to(self.model.dtype)
         first = cast(State, _Rows(state, slice(self.rows)))
         made = usual(site, state if len(own) < len(programs) else first)  # where all replace it, for its shape alone
+        charge(site, name, made)
         parts = made.unflatten(0, (-1, self.rows))
         parts = (
             (parts.clone() if len(own) < len(programs) else parts.new_zeros(len(programs), *parts.shape[1:])) if own else parts
@@ -157,6 +166,7 @@ class Batch:
                 value = formula(site, cast(State, _Rows(state, slice(n * self.rows, (n + 1) * self.rows))))
             except (IndexError, RuntimeError):
                 value = made.new_empty(0)
+            charge(site, name, value, is_own=True)
             if value.ndim == made.ndim and value.shape[1:] == made.shape[1:]:
                 parts[n] = value.to(made.dtype)
             else:

@@ -24,14 +24,13 @@ from gpt2.port.dump.arrays import find_output
 from gpt2.port.dump.attempt import Attempt
 from gpt2.port.dump.dumped import Dumped
 from gpt2.port.search.logits import Reference, padding_causes
+from gpt2.port.terms.budget import Budget, few_threads, of_model
 from gpt2.port.terms.causes import ranked
-from gpt2.port.terms.deadline import SMALL, Deadline, few_threads, slowness
 from gpt2.port.terms.report import Diagnosis
 from gpt2.port.terms.tolerance import HALVES, SLACK, measured
 
-SECONDS = {True: 45.0, False: 120.0}  # for the whole search, by whether the model is small
-QUICK = 1.25  # the part of the time for what is likely, where little time is enough for the rest
-HASTY = 4.0  # the part of the time for float32, if rounding to a half precision explains the logits
+FIRST = 4 / 3  # the part of the work for the likelier of two precisions
+UNLIKELY = 4.0  # that for float32, if rounding to a half precision explains the logits
 
 
 def exact_weights(ours: GPT2) -> dict[str, Tensor]:
@@ -50,18 +49,15 @@ def examine(
     """
     dump = what if isinstance(what, Dump) else dump_of(what, config) if isinstance(what, Mapping) else read(what, config)
     with few_threads(config.num_parameters()):
-        deadline = Deadline(SECONDS[config.num_parameters() < SMALL] * slowness())
-        return DumpExamination(dump, config, state, deadline, progress).diagnosis()
+        return DumpExamination(dump, config, state, of_model(config.num_parameters()), progress).diagnosis()
 
 
 class DumpExamination:
     """The diagnosis of one dump's forward pass; ``state``: the right model's weights, in float64 on the CPU."""
 
-    def __init__(
-        self, dump: Dump, config: GPT2Config, state: Mapping[str, Tensor], deadline: Deadline, progress: Progress
-    ) -> None:
+    def __init__(self, dump: Dump, config: GPT2Config, state: Mapping[str, Tensor], budget: Budget, progress: Progress) -> None:
         self.dump, self.config, self.progress = dump, config, progress
-        self.deadline = deadline
+        self.budget = budget
         self.reference = Reference(config, state).model.eval()
 
     @torch.no_grad()
@@ -84,16 +80,16 @@ class DumpExamination:
                 made.notes.append(f"your numbers have no more digits than {_name(dtype)}: they are judged by its rounding")
             return made
 
-        groups, share, likelier = [exactly], QUICK, False
+        groups, share, likelier = [exactly], FIRST, False
         if rounded is not None and not (first := attempt(exactly[0]).dumped).right:
             last = attempt(rounded).dumped
-            groups, likelier = [exactly, [rounded]], last.is_likelier(first)
+            groups, likelier = [exactly[:1], [rounded]], last.is_likelier(first)
             if likelier:
                 groups.reverse()
             elif not first.has_computed:
-                share = HASTY if last.right else 2.0
+                share = UNLIKELY if last.right else 2.0
         for number, group in enumerate(groups, 1):
-            settled = explained(attempt, group, self.deadline.part(share if number < len(groups) else 1))
+            settled = explained(attempt, group, self.budget.part(share if number < len(groups) else 1))
             if settled is None:
                 continue
             dtype = settled.dumped.tolerance.dtype
@@ -155,14 +151,14 @@ def in_half(array: Tensor) -> Tensor:
     return next((half for dtype in reversed(HALVES) if bool(((half := array.to(dtype)).to(array.dtype) == array).all())), array)
 
 
-def explained(attempt: Callable[[torch.dtype], Attempt], dtypes: Sequence[torch.dtype], deadline: Deadline) -> Attempt | None:
+def explained(attempt: Callable[[torch.dtype], Attempt], dtypes: Sequence[torch.dtype], budget: Budget) -> Attempt | None:
     """Return the first attempt that explains all of the dump, in one of ``dtypes``; every walk comes before a simulation."""
     for left, dtype in zip(range(len(dtypes), 0, -1), dtypes, strict=True):
-        attempt(dtype).walk(deadline.part(1 + left))
+        attempt(dtype).walk(budget.part(1 + left))
         if attempt(dtype).settled:
             return attempt(dtype)
     for left, dtype in zip(range(len(dtypes), 0, -1), dtypes, strict=True):
-        attempt(dtype).simulate(deadline.part(QUICK if left > 1 and not attempt(dtype).dumped.is_walkable else left))
+        attempt(dtype).simulate(budget.part(FIRST if left > 1 and not attempt(dtype).dumped.is_walkable else left))
         if attempt(dtype).settled:
             return attempt(dtype)
     return None

@@ -21,7 +21,7 @@ from gpt2.port.dump.known import scopes
 from gpt2.port.dump.matching import Search
 from gpt2.port.dump.part import Fit, Part
 from gpt2.port.graph import NODES, ORDER, Entrance, Model, Program, State, stage_of
-from gpt2.port.terms.deadline import Deadline
+from gpt2.port.terms.budget import Budget
 
 SAME = 1e-9  # programs whose values differ by less are one function
 ENDS, STREAMS = ("embed", "logits"), ("", "mid")  # points, and stages of a block, behind which a search begins anew
@@ -48,8 +48,8 @@ class Explanation:
     ``right``: GPT-2 itself does. ``hypotheses``: every set of faults that does, the simplest first; faults of what lies before,
     if a point is ``unexplained``: the first one that no fault gives. None, if each part is explained and no faults explain all
     together. ``decisive``: the traced point that would tell the first two apart. ``last_right``: the last shown point that is
-    explained, None if there is none; ``first_wrong``: the first one that is not GPT-2's. ``complete``: all single faults were
-    tried before the deadline.
+    explained, None if there is none; ``first_wrong``: the first one that is not GPT-2's. ``untried``: the kinds of faults
+    of which not all were tried before the budget was spent.
     """
 
     right: bool
@@ -58,7 +58,7 @@ class Explanation:
     last_right: str | None
     first_wrong: str | None
     unexplained: str | None
-    complete: bool
+    untried: tuple[str, ...]
     values: Mapping[str, Tensor]  # of the first hypothesis, by traced point, if it explains everything
 
     @property
@@ -81,7 +81,7 @@ class Explainer:
         evidence: by traced point, float64, as :func:`gpt2.measure.tracing.trace` has them; of the logits (B, T', V') perhaps only
             the last position, and a padded vocabulary.
         tolerance: the relative error that rounding explains, by point.
-        deadline: when to stop.
+        budget: of the search.
         stages: of a block, such as "attn.c_proj": where they are shown, the search begins anew behind them.
     """
 
@@ -90,12 +90,12 @@ class Explainer:
         model: Model,
         evidence: Mapping[str, Tensor],
         tolerance: Mapping[str, float],
-        deadline: Deadline,
+        budget: Budget,
         progress: Progress = silent,
         stages: Collection[str] = STREAMS,
     ) -> None:
         self.model, self.layers = model, model.config.n_layer
-        self.deadline, self.progress = deadline, progress
+        self.budget, self.progress = budget, progress
         self.order, self.tolerance = points(self.layers), tolerance
         self.shown = {point: evidence[point] for point in self.order if point in evidence}
         if "logits" in self.shown:
@@ -108,15 +108,15 @@ class Explainer:
     @torch.no_grad()
     def explanation(self) -> Explanation:
         first_wrong = wrong = self.whole.first_wrong
-        found, complete, last_right = [Fit(Candidate(), 0.0)], True, None
+        found, untried, last_right = [Fit(Candidate(), 0.0)], (), None
         while wrong is not None:
             end = next((end for end in self.ends if self.order.index(end) >= self.order.index(wrong)), self.ends[-1])
             before = self.ends[: self.ends.index(end)]
             last_right = before[-1] if before else None
             part = self._part(end, last_right, found[0].candidate)
-            search = Search(part, self.deadline, self.progress)
+            search = Search(part, self.budget, self.progress)
             fits = [] if part.first_wrong is None else search.fits()
-            complete &= search.complete
+            untried = search.untried
             reach, wider = self._widened(found, fits, part) if fits else (-1, [])
             if reach <= self.order.index(wrong):
                 break
@@ -128,7 +128,7 @@ class Explainer:
         decisive = self._decisive(*(values for _, values in described[:2])) if len(described) > 1 else None
         values = described[0][1] if described and wrong is None else {}
         hypotheses = tuple(one for one, _ in described)
-        return Explanation(first_wrong is None, hypotheses, decisive, last_right, first_wrong, wrong, complete, values)
+        return Explanation(first_wrong is None, hypotheses, decisive, last_right, first_wrong, wrong, untried, values)
 
     def _part(self, end: str, before: str | None, known: Candidate) -> Part:
         """Return the part between two shown points, of a program with the faults that are known."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from gpt2.measure.metrics import Progress
 from gpt2.port.alternatives.alternative import Alternative
@@ -14,10 +14,10 @@ from gpt2.port.dump.batch import Batch
 from gpt2.port.dump.known import Faults
 from gpt2.port.dump.part import BETTER, Fit, Part
 from gpt2.port.graph import ROWS, TEXT
-from gpt2.port.terms.deadline import Deadline
+from gpt2.port.terms.budget import Budget
 
 MAX_CONFIRMED = {True: 40, False: 12}  # candidates that are computed exactly, by whether the model is small
-LATE_CONFIRMED = 3  # the nearest, which are computed even after the deadline
+LATE_CONFIRMED = 3  # the nearest, which are computed even where the budget is spent
 SIEVED = {
     True: 1e-12,
     False: 5e-5,
@@ -27,15 +27,17 @@ LAG = 2  # tokens behind the first call, until which a fault of later calls show
 FEW_LEFT = 8  # faults in calls that are run whole
 FEW = 4  # tokens of a large model that are compared, where a token's values depend on earlier tokens alone
 QUANTISED = 2.0  # the largest error, over the root mean square, that integers of four bits and more are tried for
+SINGLE = "single faults"
 Ranked = list[tuple[float, Candidate]]
 
 
 class Search:
-    """Looks for the one fault that explains a part."""
+    """Looks for the one fault that explains a part; ``untried``: the kinds of faults of which not all were tried."""
 
-    def __init__(self, part: Part, deadline: Deadline, progress: Progress) -> None:
-        self.part, self.deadline, self.progress = part, deadline, progress
-        self.faults, self.small, self.wrong, self.complete = Faults(part), part.model.small, part.wrong_tokens, True
+    def __init__(self, part: Part, budget: Budget, progress: Progress) -> None:
+        self.part, self.budget, self.progress = part, budget, progress
+        self.faults, self.small, self.wrong = Faults(part), part.model.small, part.wrong_tokens
+        self.untried: tuple[str, ...] = ()
         self.bound = 2 * part.allowed(part.end) + SIEVED[self.small]
         self.ranked: Ranked = []
         self.whole = Batch(part)
@@ -45,31 +47,35 @@ class Search:
 
     def fits(self) -> list[Fit]:
         """Return the candidates that explain the part, the simplest first."""
-        for words, some in self._ways():
-            self.ranked = sorted([*self.ranked, *self._near(some, words)], key=lambda one: one[0])
+        ways = [*self._ways()]
+        for number, (words, make) in enumerate(ways):
+            self.ranked = sorted([*self.ranked, *self._near(make(), words)], key=lambda one: one[0])
             if fits := self._confirmed():
                 return fits
-            if self.deadline.passed:
-                self.complete = False
+            if self.budget.spent:
+                self.untried = tuple(dict.fromkeys(words for words, _ in ways[number:]))
                 return []
         return []
 
-    def _ways(self) -> Iterator[tuple[str, Iterable[Candidate]]]:
+    def _ways(self) -> Iterator[tuple[str, Callable[[], Iterable[Candidate]]]]:
         """Yield the faults that are tried one after the other, common ones first."""
-        key = (lambda one: False) if self.small else (lambda one: (one.is_local, one.rare))
-        for _, some in groupby(sorted(self.faults.singles(), key=key), key):
-            yield "single faults", some
+        if self.small:
+            yield SINGLE, self.faults.singles
+        else:
+            singles = [*self.faults.singles()]
+            for kind in sorted({(one.is_local, one.rare) for one in singles}):
+                yield SINGLE, partial(filter, lambda one, kind=kind: (one.is_local, one.rare) == kind, singles)
         first = self.wrong[0] if self.wrong else 0
         if self.small or first:
             near = range(first - LAG, first + 1) if self.wrong else range(self.faults.tokens)
-            yield "caches", self.faults.in_steps(near)
+            yield "caches", partial(self.faults.in_steps, near)
         if first >= LATER:
-            yield f"faults from token {first} on", self.faults.since(first)
+            yield f"faults from token {first} on", partial(self.faults.since, first)
         if self.small and self.part.shows_all:
-            yield "faults of a text in several calls", self._in_calls(first)
+            yield "faults of a text in several calls", partial(self._in_calls, first)
         error = self.part.right_errors.get(self.part.end, math.inf)
         if self.small and error <= QUANTISED and (self.part.all_blocks or len(self.part.blocks) <= 2):
-            yield "matrices in integers", self.faults.quantised()
+            yield "matrices in integers", self.faults.quantised
 
     def _in_calls(self, first: int) -> Iterator[Candidate]:
         """Yield faults of a text in several calls: in all of them, or in the first; ``first``: the first wrong token.
@@ -88,7 +94,7 @@ class Search:
                     inside = self._giving(how.calls[count - 1][1], inside, self.faults.in_calls(inside, how))
             yield from self.faults.in_calls([*inside, *([] if is_prompt(how) else crossing)], how)
         plain = {self.faults.everywhere(one): one for one in self.faults.plain if one.edits and not one.sees}
-        for some, values in self.whole.values([*plain], self.deadline):  # of a prompt alone: of as many tokens as it gives
+        for some, values in self.whole.values([*plain], self.budget):  # of a prompt alone: of as many tokens as it gives
             size = self.bound * self.whole.wanted.square().mean().sqrt()
             right = ((values - self.whole.wanted).abs().amax((1, 3)) <= size).cumprod(1).sum(1).tolist()
             for one, length in zip(some, right, strict=True):
@@ -98,11 +104,11 @@ class Search:
     def _giving(self, tokens: int, some: list[Alternative], candidates: list[Candidate]) -> list[Alternative]:
         """Return those of ``some`` that give the first row's first ``tokens`` as a text of their own."""
         of = dict(zip(candidates, some, strict=True))
-        near = Batch(self.part, 1, tokens).errors(candidates, self.deadline)
+        near = Batch(self.part, 1, tokens).errors(candidates, self.budget)
         return [of[one] for error, one in near if error <= 2 * self.bound + 1e-6]
 
     def _near(self, some: Iterable[Candidate], words: str) -> Iterator[tuple[float, Candidate]]:
-        """Yield the candidates that may fit with their errors, each on as many tokens as it needs; until the deadline."""
+        """Yield the candidates that may fit with their errors, each on as many tokens as it needs; until the budget is spent."""
         groups: dict[Batch, list[Candidate]] = {}
         for one in some:
             if one.program is not None:
@@ -113,14 +119,14 @@ class Search:
         rounded = max(most, self.part.right_errors[self.part.end] / BETTER)  # it may leave a few numbers as they are
         for batch, group in groups.items():
             self.progress(f"{self.part.end}: {len(group)} {words}")
-            near = batch.errors(group, self.deadline)
+            near = batch.errors(group, self.budget)
             yield from ((error, one) for error, one in near if error <= most or (error <= rounded and one.rounds))
 
     def _confirmed(self) -> list[Fit]:
         """Return the candidates that fit exactly, of GPT-2 itself with another head and the nearest."""
         fits = [self.part.fit(Candidate())]
         for number, (_, one) in enumerate(self.ranked[: MAX_CONFIRMED[self.small]]):
-            if number < LATE_CONFIRMED or not self.deadline.passed:
+            if number < LATE_CONFIRMED or not self.budget.spent:
                 fits.append(self.part.fit(one))
         found = [fit for fit in fits if fit is not None]
         tight = [fit for fit in found if fit.error <= max(map(self.part.allowed, self.part.shown))]

@@ -16,8 +16,8 @@ from gpt2.measure.tracing import layer_of, point_at, points
 from gpt2.port.dump.dumped import THIRDS, Dumped
 from gpt2.port.dump.explaining import STREAMS, Explainer, Explanation
 from gpt2.port.graph import MODULES, ORDER, READS, Model, run_block, stage_of
+from gpt2.port.terms.budget import Budget
 from gpt2.port.terms.causes import PlacedCause
-from gpt2.port.terms.deadline import Deadline
 from gpt2.port.terms.places import ALL_WEIGHTS, Place
 from gpt2.port.terms.report import LIKELY, Divergence
 from gpt2.port.terms.tolerance import UNITS
@@ -45,17 +45,17 @@ class Placement:
 
 
 class Simulating:
-    """A search for faults that give what ``dumped`` holds, until ``deadline``.
+    """A search for faults that give what ``dumped`` holds, until the budget is spent.
 
     ``causes``: the likeliest; ``explains``: whether they explain the dump. ``head``: a cause in the head, where all before it is
     explained. ``first``: the first place that is wrong.
     """
 
-    def __init__(self, dumped: Dumped, deadline: Deadline, progress: Progress) -> None:
-        self.dumped, self.deadline, self.progress = dumped, deadline, progress
+    def __init__(self, dumped: Dumped, budget: Budget, progress: Progress) -> None:
+        self.dumped, self.budget, self.progress = dumped, budget, progress
         self.config, self.ids, self.exact, self.order = dumped.config, dumped.ids, dumped.exact, dumped.order
         self.held, self.pool = dumped.held, dumped.pool
-        self.model = Model(dumped.reference.state_dict(), dumped.config, dumped.ids)
+        self.model = Model(dumped.reference.state_dict(), dumped.config, dumped.ids, budget=budget)
         self.notes: list[str] = []
 
     def run(self, known: Mapping[str, Tensor]) -> None:
@@ -80,11 +80,11 @@ class Simulating:
         whole, parted = list[Trial](), list[Trial]()
         for base, one in trials if len(trials) > 1 else ():  # one fault of all, not one in each part, comes first
             whole.append((one, *self._explained(base, one, one.stages)))
-            if self.deadline.passed or (whole[-1][2].explains and whole[-1][2].faults == 1):
+            if self.budget.spent or (whole[-1][2].explains and whole[-1][2].faults == 1):
                 break
         explained = [trial for trial in whole if trial[2].explains]
         for base, one in trials[:1] if trials[0] is alone else (trials[0], alone):
-            if explained or ((whole or parted) and self.deadline.passed):
+            if explained or ((whole or parted) and self.budget.spent):
                 break
             parted.append((one, *self._explained(base, one, STREAMS)))
             explained = [trial for trial in parted[-1:] if trial[2].explains]
@@ -184,7 +184,7 @@ class Simulating:
         """Search for faults that explain the logits and the arrays at recognised places."""
         evidence = {**right, **placed.values, "logits": self.dumped.output.logits.double()}
         parts = {*STREAMS, *placed.stages} if stages else ()
-        given = self.model, evidence, self._with_storage(evidence), self.deadline, self.progress
+        given = self.model, evidence, self._with_storage(evidence), self.budget, self.progress
         return evidence, Explainer(*given, parts).explanation()
 
     # What is said
@@ -212,8 +212,8 @@ class Simulating:
                 streams = [point for point in between if stage_of(point) == ""] or between
                 more = ", ".join(streams[:FEW]) + (", ..." if len(streams) > FEW else "")
                 self.notes.append(f"only one mistake between two arrays is looked for: dump more, first {more}")
-        if not explanation.complete:
-            self.notes.append("the search ended at its time limit, before every known fault was tried")
+        if explanation.untried:
+            self.notes.append(self.budget.ended(explanation.untried))
         return first
 
     def _earlier(self, one: str | None, other: str | None) -> str | None:
@@ -241,7 +241,7 @@ class Simulating:
     def _head(self, explanation: Explanation) -> Iterator[PlacedCause]:
         """Yield the head's own weights as a cause, where everything before it is explained and its result is not."""
         explained = "ln_f" in self.held or explanation.last_right == point_at(self.config.n_layer - 1, "")
-        if explained and explanation.unexplained == "logits" and explanation.complete:
+        if explained and explanation.unexplained == "logits" and not explanation.untried:
             evidence = "what enters the head is explained, and no known formula of the last norm and the head gives your logits"
             yield PlacedCause("untied-head", (Place(None, "logits"),), "the head has weights other than wte's", evidence, LIKELY)
 

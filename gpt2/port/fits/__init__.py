@@ -37,7 +37,7 @@ SUMS = ("mid", "")  # of stream and branch
 
 
 class Fits:
-    """The fits of all nodes of a ``model``; ``earlier``: the nodes of the blocks before. ``check`` raises TimeUp.
+    """The fits of all nodes of a ``model``; ``earlier``: the nodes of the blocks before. ``check`` raises Spent.
 
     ``of_module``: the text is read at once, so there is no cache.
     """

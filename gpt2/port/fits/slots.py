@@ -38,7 +38,7 @@ class Bank:
 
 
 class Slots:
-    """Reads what each query's slots hold; ``q``: the queries, ``scale``: GPT-2's factor of the scores. ``check`` raises TimeUp.
+    """Reads what each query's slots hold; ``q``: the queries, ``scale``: GPT-2's factor of the scores. ``check`` raises Spent.
 
     ``taken`` (B, H, T, N): the weight of each of the bank's vectors, and ``fault``, after a fit.
     """

@@ -44,12 +44,11 @@ from gpt2.port.recording.recorder import give_shapes, record_probe
 from gpt2.port.search.effect import effect_of_weights
 from gpt2.port.search.logits import Reference, padding_causes
 from gpt2.port.search.walk import Walked, search
+from gpt2.port.terms.budget import of_model
 from gpt2.port.terms.causes import PlacedCause, ranked
-from gpt2.port.terms.deadline import SMALL, Deadline, slowness
 from gpt2.port.terms.places import ALL_WEIGHTS, Place, listed
 from gpt2.port.terms.report import SURE, Diagnosis, Divergence
 
-SECONDS = {True: 25.0, False: 150.0}  # for all walks through a module, by whether the model is small
 NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -58,7 +57,7 @@ class Examination:
 
     def __init__(self, module: nn.Module, ours: GPT2, fill: bool = False, progress: Progress = silent) -> None:
         self.module, self.ours, self.config, self.fill, self.progress = module, ours, ours.config, fill, progress
-        self.deadline = Deadline(SECONDS[ours.config.num_parameters() < SMALL] * slowness())
+        self.budget = of_model(ours.config.num_parameters())
         self.who = type(module).__name__
         self.weight_causes: list[PlacedCause] = []
         self.notes: list[str] = []
@@ -298,15 +297,14 @@ class Examination:
         else:  # it adds up to more than float32's rounding
             walked = replace(walked, causes=walked.rounded)
         if walked.lost:
-            limit = f"the search ended at its limit of {self.deadline.words}; " if walked.timed_out else ""
-            self.notes.append(limit + walked.edge(self.config.n_layer))
+            self.notes += [walked.edge(self.config.n_layer), *([walked.ended] if walked.ended else [])]
         if self.not_gpt2 and self.holds:
             self.notes.append(f"the parts of your module were not recognised ({self.not_gpt2}); its weights were not compared")
         if walked.explained:
             held = [cause for cause in self.weight_causes if cause.id != "extra-bias"]  # the walk has measured its effect
             self.exact = not pool.narrow
             return walked.first, [*walked.causes, *(_sure(cause) for cause in held)]
-        is_lost = not walked.timed_out and all(layer_of(point) is None for point in walked.values)
+        is_lost = not walked.ended and all(layer_of(point) is None for point in walked.values)
         if self.not_gpt2 and not walked.causes and is_lost and not self.holds:
             words = "and it holds no tensor of the checkpoint: this is another kind of model, and gpt2 diagnose needs a GPT-2"
             raise InputError(f"{self.who}: {self.not_gpt2}, {words}")
@@ -324,7 +322,7 @@ class Examination:
         pool, _ = run_deterministically(
             lambda: collect(self.module, ids.to(self.runs.device), self.config), self.runs.keep_casts, self.runs.masked
         )
-        pool.narrow, pool.deadline = self.runs.bound > FLOAT64_BOUND, self.deadline
+        pool.narrow, pool.budget = self.runs.bound > FLOAT64_BOUND, self.budget
         return pool
 
     def _best_walk(self, pool: Pool, ids: Tensor, reference: Reference, weights: dict[str, Tensor], own: Own) -> Walked:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -23,7 +22,7 @@ from gpt2.port.search.logits import Reference, require_logits
 
 LENGTHS = (8, 1, 32)  # token sequences; the walk uses the first
 MAX_WORK = 2e9  # parameters times tokens: above it, the full context is not tried
-PATIENCE = 20.0  # seconds for the logits of one probe; the first takes as long as it takes
+MOST_OPERATORS = 1_000_000  # for the logits of one probe: some 20 s; the first has as many as it has
 
 
 class Runs:
@@ -40,6 +39,7 @@ class Runs:
         self.bound = FLOAT64_BOUND
         self.masked: Mapping[int, RandomMask] = {}
         self.keep_casts = False
+        self.operators = 0  # of the last run
         self.rewind: Callable[[], None] = lambda: None  # what makes each call the module's first one
 
     def probes(self, anatomy: Anatomy | None = None) -> list[Tensor]:
@@ -58,16 +58,15 @@ class Runs:
     def outputs(self, borrowed: Borrowed, probes: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return ids and logits of each probe, in float64 if possible, else in the module's dtype; later probes may fail."""
         outputs: list[tuple[Tensor, Tensor]] = []
-        rate = math.inf  # seconds for a pair of tokens, the least of all calls: the first one also prepares what later ones need
+        rate = math.inf  # operators for a pair of tokens, the fewest of all calls: the first one also prepares for later ones
         for ids in probes:
-            if outputs and rate * ids.size(1) ** 2 > PATIENCE:
+            if outputs and rate * ids.size(1) ** 2 > MOST_OPERATORS:
                 self.notes.append(
                     f"your forward takes long, as one that goes number by number: {ids.size(1)} tokens were not tried"
                 )
                 continue
-            begin = time.thread_time()
             logits = self._run(ids)
-            rate = min(rate, (time.thread_time() - begin) / ids.size(1) ** 2)
+            rate = min(rate, self.operators / ids.size(1) ** 2 if isinstance(logits, Tensor) else math.inf)
             if not outputs and self._is_random(ids, logits):
                 self.masked = random_masks(partial(self.module, ids.to(self.device)))
                 logits = self._run(ids)
@@ -99,6 +98,7 @@ class Runs:
             output, mode = run_deterministically(run, self.keep_casts, self.masked)
         except Exception as error:
             return error
+        self.operators = mode.operators
         if mode.casts and not mode.keep_casts and bool(output.isnan().any()):  # it reads the bits of narrower numbers
             self.keep_casts = True
             output, mode = run_deterministically(run, self.keep_casts, self.masked)

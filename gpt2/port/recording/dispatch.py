@@ -145,7 +145,8 @@ class DeterministicMode(OperatorMode):
     """Removes randomness (unless ``keep_random``) and casts to narrower dtypes (unless ``keep_casts``).
 
     Dropout is the identity, normal noise is zero, and float64 stays float64, so that the remaining differences from GPT-2 come
-    from the module's formulas and weights. ``dropouts``, ``draws`` (other random operators) and ``casts`` list what occurred.
+    from the module's formulas and weights. ``dropouts``, ``draws`` (other random operators) and ``casts`` list what occurred;
+    ``operators`` is how many operators ran.
 
     ``masked``: the dropouts made by hand (:func:`random_masks`), by the number of the product in the order of the run. With
     ``watch``, ``masks`` has for each product the factor that is a mask and its value, or None.
@@ -168,10 +169,12 @@ class DeterministicMode(OperatorMode):
         self.dropouts: list[Dropout] = []
         self.draws: list[str] = []
         self.casts: set[str] = set()
+        self.operators = 0
         self._summed = 0  # the length of the sums in the last matrix product
         self._mask: Tensor | None = None  # a random mask that was drawn and not yet used
 
     def handle(self, call: Call) -> Any:
+        self.operators += 1
         name, args, named = call.name, call.args, call.named
         if name in CONTRACTIONS:
             self._summed = call.inputs[-1].shape[-2]

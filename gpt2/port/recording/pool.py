@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.port.terms.deadline import Deadline
+from gpt2.port.terms.budget import Budget
 
 STRICT = 1e-9  # relative to the root mean square; float64 rounding is 1e-15, and a softmax amplifies it
 LOOSE = 1e-5  # if the port computes anything in float32
+LOOKED = 0.5  # what looking for a value costs, in operators, beside its sums
+SORTED = 16  # times as much as reading a number, what sorting it costs
 SUMMED = 1e-14  # relative rounding of a sum of float64 numbers
 
 
@@ -33,7 +35,7 @@ class Match(NamedTuple):
 class Pool:
     """The tensors of a forward pass, by size and sums; ``narrow``: some tensor was below float64.
 
-    Behind ``deadline``, every search raises :class:`gpt2.port.terms.deadline.TimeUp`.
+    Where ``budget`` is spent, every search raises :class:`gpt2.port.terms.budget.Spent`.
     """
 
     def __init__(self) -> None:
@@ -43,7 +45,7 @@ class Pool:
         self.logits = torch.empty(0)
         self.logits_dtype = torch.float64
         self.narrow = False
-        self.deadline = Deadline()
+        self.budget = Budget()
         self._by_size: dict[int, list[int]] = {}
         self._sums: list[tuple[float, float]] = []  # by entry: sum and sum of squares of the finite elements
         self._ranked: dict[int, list[tuple[float, int]]] = {}  # by size: sum and number of the entries, by their sums
@@ -117,7 +119,7 @@ class Pool:
 
     def find(self, value: Tensor, *axes: int) -> Match | None:
         """Return the best match of a value: whole, else slice by slice along one of ``axes``, else along all. None if none."""
-        self.deadline.check()
+        self.budget.check()
         whole = self._find(value)
         if whole is not None:
             return Match(whole[0], (whole[1],), ())
@@ -143,6 +145,7 @@ class Pool:
             taken = torch.empty(part.numel(), dtype=torch.float64)
             taken[part.flatten().argsort()] = self._in_order(number)
             own.copy_(taken.view(part.shape))
+            self.budget.spend(2, 2 * SORTED * part.numel())
         return out
 
     def _find(self, value: Tensor) -> tuple[float, int] | None:
@@ -152,6 +155,7 @@ class Pool:
             return None
         if n not in self._ranked:
             self._ranked[n] = sorted((self._sums[number][0], number) for number in self._by_size[n])
+        self.budget.spend(LOOKED, 2 * n)
         (first, second), ranked, numbers = _sums(value), self._ranked[n], []
         size = max(math.sqrt(second / n), 1e-300) * n
         margin = (self.bound + self.largest_unit) * size + 1e-290
@@ -162,6 +166,7 @@ class Pool:
             close = abs(total - first) <= loose * size + 1e-290
             if close and abs(self._sums[number][1] - second) <= 2.2 * loose * second + 1e-290:
                 numbers.append(number)
+        self.budget.spend(2 * len(numbers), SORTED * n * (len(numbers) > 0))
         mine = value.flatten().sort().values if numbers else value
         best = min(((self.compared(number, mine), number) for number in numbers), default=None)
         return best if best is not None and best[0] <= self.bound else None

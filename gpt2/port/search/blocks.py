@@ -11,7 +11,7 @@ from torch import Tensor
 from gpt2.port.alternatives.alternative import Alternative, in_calls, merged
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.fits.observed import Observed
-from gpt2.port.graph import HIDDEN, LAST, NODES, ORDER, READS, RIGHT, ROWS, TEXT, Edits, Entrance, Model, State
+from gpt2.port.graph import HIDDEN, LAST, NODES, ORDER, READS, ROWS, TEXT, Edits, Entrance, Model, State, computed
 from gpt2.port.search.observe import Observation, Seen
 from gpt2.port.terms.fault import Fault
 
@@ -75,7 +75,7 @@ class Blocks:
         """Return GPT-2's own nodes of a block, with the program's numbers where they are found."""
         site, state, seen = self.model.site(layer, {"x": x}), {"x": x}, dict[str, Seen]()
         for node in NODES[: until + 1]:
-            state[node] = site.right(node, state)
+            state[node] = computed(site, state, node, {})
             self._look(node, state, seen)
         return Trial(layer, state, seen)
 
@@ -121,7 +121,7 @@ class Blocks:
     def shown_with(self, layer: int, x: Tensor, edits: Edits) -> bool:
         site, state = self.model.site(layer, {"x": x}), {"x": x}
         for node in FIRST:
-            state[node] = (edits.get(node) or RIGHT[node])(site, state)
+            state[node] = computed(site, state, node, edits)
             if torch.equal(state[node], x):
                 continue  # it is found in any case
             if self.observation.find(node, state[node], fault=node in edits) is not None:
@@ -151,7 +151,7 @@ class Blocks:
                     seen[node] = base.seen[node]
                 continue
             try:
-                value = (both.get(node) or RIGHT[node])(site, state)
+                value = computed(site, state, node, both)
             except RuntimeError:  # two alternatives that do not fit together, as of other numbers of heads
                 return None
             old = base.state[node]
@@ -226,7 +226,7 @@ class Blocks:
                 state[node] = old[node]
                 continue
             try:
-                state[node] = (both.get(node) or RIGHT[node])(site, state)
+                state[node] = computed(site, state, node, both)
             except RuntimeError:  # two alternatives that do not fit together
                 return {}
             if state[node].shape == old[node].shape and torch.equal(state[node], old[node]):

@@ -26,6 +26,7 @@ LAG = 2  # tokens behind the beginning of a call, until which a fault of later c
 RESULTS = ("attn.mixed", "attn.heads", "attn.c_proj")  # of attention
 TARGETS = 3  # nodes that are not found, the first ones
 Paths = dict[tuple[int, int, int, bool], int]  # numbers of paths of calls, by the path before and the last call
+STAGES = ("known faults", "faults of a text in several calls", "fitted numbers")  # in this order
 MIXED = (*NODES[ORDER["attn.weights"] :],)  # nodes that depend on how a text is read in calls
 
 
@@ -50,6 +51,13 @@ class Explainer:
         self.inner = [one for one in every if one.edits and not one.steps]
         self.in_steps = [one for one in every if one.edits and one.steps]
         self.fits = Fits(self.model, states, self.observation.check, of_module)
+        self.stage = STAGES[0]
+
+    @property
+    def untried(self) -> list[str]:
+        """What would come, in the block that is being explained."""
+        left = STAGES[STAGES.index(self.stage) :]
+        return [one for one in left if not (self.of_module and one == STAGES[1])]
 
     def explained(self, base: Trial) -> Trial | None:
         """Return a block with the alternatives that explain it, the likeliest; None if none do."""
@@ -62,11 +70,13 @@ class Explainer:
             if again is not None and self.blocks.goes_on(again):
                 return again
         for _ in range(MOST_FAULTS):
+            self.stage = STAGES[0]
             whole, part = self._best(base, self.inner)
             if whole is None and not base.alternatives:  # one more fault may hide the known ones
                 whole = next(filter(None, (self._best(trial, self.inner)[0] for trial in knowns)), None)
             whole = whole or self._widened(base) or self._both_hidden(base)
             if whole is None and not self.of_module:
+                self.stage = STAGES[1]
                 whole = self._in_calls(base)
             if whole is not None:
                 return whole
@@ -277,6 +287,7 @@ class Explainer:
     def _fitted(self, base: Trial) -> Trial | None:
         """Return ``base`` with one more node as what its array shows was computed; None if nothing fits."""
         first: Trial | None = None
+        self.stage = STAGES[2]
         for node, seen in self._likeliest(base):
             self.observation.check()
             try:

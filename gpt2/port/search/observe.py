@@ -14,6 +14,7 @@ from gpt2.port.graph import AXES, HEADED, PIECES, Model, merge, split
 from gpt2.port.recording.pool import Pool
 from gpt2.port.terms.tolerance import UNITS
 
+LIKENESS = 10  # operators with which an array is compared
 FAR = 10  # times the tolerance: logits of one token, by their own size
 
 
@@ -33,8 +34,8 @@ class Observation:
         self.used: set[int] = set()
 
     def check(self) -> None:
-        """Raise :class:`gpt2.port.terms.deadline.TimeUp` behind the limit of time."""
-        self.pool.deadline.check()
+        """Raise :class:`gpt2.port.terms.budget.Spent` where the budget is spent."""
+        self.pool.budget.check()
 
     def find(self, node: str, value: Tensor, fault: bool = False) -> Seen | None:
         """Return the program's numbers for a node's value, if they are among its arrays; ``fault``: with the narrower bound."""
@@ -67,6 +68,7 @@ class Observation:
                 continue
             if entry.numel() > 1 and float(entry.min()) == float(entry.max()):  # nothing was computed
                 continue
+            self.pool.budget.spend(LIKENESS, LIKENESS * entry.numel())
             unit, smallest = UNITS[self.pool.dtypes[number]]
             for value in laid(entry, shape):
                 value = value.reshape(like.shape)
@@ -81,9 +83,11 @@ class Observation:
         pool = self.pool
         given = pool.logits[..., : len(head)]
         bound = pool.tolerance_at("logits")
+        pool.budget.spend(6, len(head), normed.shape[0] * head.numel())
         if pool.logits_error(normed[:, -1:] @ head.T, given[:, -1:]) > FAR * bound:
             return False
         made = (normed @ head.T)[:, -given.shape[1] :]
+        pool.budget.spend(6, made.numel(), normed.shape[:2].numel() * head.numel())
         return made.shape == given.shape and pool.logits_error(made, given) <= bound
 
     def logits_error(self, normed: Tensor, head: Tensor) -> float:

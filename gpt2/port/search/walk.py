@@ -38,8 +38,8 @@ from gpt2.port.search.effect import Moves, effect, moved_by, moving
 from gpt2.port.search.ending import Ending
 from gpt2.port.search.explainer import MOST_ARRAYS, Explainer
 from gpt2.port.search.observe import Observation, Seen
+from gpt2.port.terms.budget import Budget, Spent
 from gpt2.port.terms.causes import PlacedCause
-from gpt2.port.terms.deadline import Deadline, TimeUp
 from gpt2.port.terms.fault import Fault
 from gpt2.port.terms.places import OUTSIDE
 from gpt2.port.terms.report import LIKELY, SURE, Divergence
@@ -51,7 +51,8 @@ class Walked:
     """What a walk found: the faults, whether they explain the logits, and the first place that is not GPT-2's.
 
     ``rounded``: faults within float32's rounding, as of a constant. ``values``: the program's own numbers by traced point.
-    ``lost``: the first point that is not explained, None if all are. ``timed_out``: the walk ended at its limit of time.
+    ``lost``: the first point that is not explained, None if all are. ``ended``: what was not tried, where the budget was
+    spent, in words.
     """
 
     causes: tuple[PlacedCause, ...]
@@ -60,7 +61,7 @@ class Walked:
     values: Mapping[str, Tensor]
     blocks: tuple[int, ...] = ()  # that run
     lost: str | None = None
-    timed_out: bool = False
+    ended: str = ""
     rounded: tuple[PlacedCause, ...] = ()
 
     def edge(self, layers: int) -> str:
@@ -96,14 +97,14 @@ def search(
     """Walk through the tensors in ``pool``, which a program computed on ``ids`` (B, T), B and T at least 2.
 
     ``own``: the program's weights by the checkpoint's names. ``reference``: our model in float64. ``head`` (V, D): a head that is
-    not the token embedding. At the pool's deadline the walk ends with what it has found.
+    not the token embedding. Where the pool's budget is spent the walk ends with what it has found.
     """
     weights = {name: tensor.detach().double() for name, tensor in own.items()}
     if not bool(weights["wpe.weight"].any()):  # no positions: it may add the checkpoint's, others, or none
         weights["wpe.weight"] = reference.wpe.weight.detach().double()
     if head is not None:
         weights[HEAD] = head.double()
-    model = Model(weights, reference.config, ids)
+    model = Model(weights, reference.config, ids, budget=pool.budget)
     right, exact = Model(reference.state_dict(), reference.config, ids), trace(reference, ids)
     rounding = measured(reference, ids, exact, torch.float32)
     return Search(Observation(pool, model), model, exact, progress, right, rounding).run()
@@ -149,20 +150,29 @@ class Search:
         self.finished = False  # the logits follow from a stream before the last block
 
     def run(self) -> Walked:
-        """Walk as far as the observed values are explained, or to the observation's limit of time."""
-        explained = timed_out = False
+        """Walk as far as the observed values are explained, or until the budget is spent."""
+        explained, ended, pool = False, "", self.observation.pool
         try:
             explained = self._walk()
-        except TimeUp:
-            timed_out = True
+        except Spent:
+            ended = pool.budget.ended(self._untried())
         lost = None if explained else self.lost or (point_at(len(self.ran), "") if len(self.ran) < self.layers else "logits")
-        pool, limit = self.observation.pool, self.observation.pool.deadline
-        pool.deadline = Deadline()  # what is left is soon done
+        limit, pool.budget = pool.budget, Budget()  # what is left is soon done
         both = list(self._causes(explained))
         causes, rounded = (tuple(cause for cause, is_rounded in both if is_rounded == kind) for kind in (False, True))
         first = self._first(lost)
-        pool.deadline = limit
-        return Walked(causes, explained, first, self.values, tuple(self.ran), lost, timed_out, rounded)
+        pool.budget = limit
+        return Walked(causes, explained, first, self.values, tuple(self.ran), lost, ended, rounded)
+
+    def _untried(self) -> list[str]:
+        """Return what was not tried, or not all of it, where the walk is."""
+        number = len(self.ran)
+        if not number and not self.computed:
+            return ["other embeddings", "the blocks"]
+        if number >= self.layers:
+            return ["other ends: the last norm and the head"]
+        later = [f"the blocks from h.{number + 1} on"] if number + 1 < self.layers else []
+        return [*(f"{words} in h.{number}" for words in self.explainer.untried), *later, "the last norm and the head"]
 
     def _first(self, lost: str | None) -> Divergence | None:
         """Return the first point whose value is not GPT-2's; before the first fault, by more than rounding to float32."""
