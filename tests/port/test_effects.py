@@ -242,7 +242,7 @@ def test_a_fit_beside_a_known_mistake_is_kept(model: gpt2.GPT2) -> None:
 
 @pytest.mark.parametrize("outer", [True, False])
 def test_brackets_that_are_missing_in_a_norm_are_named_in_all_norms(outer: bool, model: gpt2.GPT2) -> None:
-    """x - mean / sqrt(var + eps), in eleven norms, was found in two blocks at the limit of time, or not at all."""
+    """x - mean / sqrt(var + eps), in eleven norms, was found in two blocks where the limit was met, or not at all."""
 
     def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         mean, root = x.mean(-1, keepdim=True), (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()

@@ -108,7 +108,7 @@ class Explainer:
     @torch.no_grad()
     def explanation(self) -> Explanation:
         first_wrong = wrong = self.whole.first_wrong
-        found, untried, last_right = [Fit(Candidate(), 0.0)], (), None
+        found, untried, last_right = [Fit(Candidate(), 0.0)], tuple[str, ...](), None
         while wrong is not None:
             end = next((end for end in self.ends if self.order.index(end) >= self.order.index(wrong)), self.ends[-1])
             before = self.ends[: self.ends.index(end)]

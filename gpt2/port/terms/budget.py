@@ -57,8 +57,8 @@ class Budget:
     """
 
     def __init__(self, work: float = math.inf, seconds: float = math.inf, of: Budget | None = None) -> None:
-        self.account = _Account(seconds) if of is None else of.account
-        self.end = min(self.account.done + work, math.inf if of is None else of.end)
+        self.account: _Account = _Account(seconds) if of is None else of.account
+        self.end: float = min(self.account.done + work, math.inf if of is None else of.end)
 
     def spend(self, calls: float, elements: float = 0, products: float = 0) -> None:
         """Count operators, the numbers that they read or write, and the products of matrices."""
