@@ -33,14 +33,16 @@ def assert_same(
     """
     __tracebackhide__ = True  # pytest shows the test's line and the figures, not this function
     from gpt2.comparison.gates import METRICS, Gate
-    from gpt2.comparison.pair import compare
+    from gpt2.comparison.pairs import compare_sides
     from gpt2.comparison.passage import Settings
+    from gpt2.comparison.results import Comparison
 
     if not limits:
         raise InputError(f"assert_same needs a limit, such as kl=1e-3; there are {', '.join(METRICS)}")
     least = ("same_top", "exact_match", "contains", "answer_ratio")
     gates = [Gate.parse(f"{metric}{'<' if metric in least else '>'}{limit!r}") for metric, limit in limits.items()]
-    comparison = compare(a, b, Settings(on=on, tokens=tokens), cases=cases)
+    comparison = compare_sides((a, b), (None, None), Settings(on=on, tokens=tokens, cases=cases))
+    assert isinstance(comparison, Comparison)
     judged = [gate.judge(comparison) for gate in gates]
     if met := [str(each) for each in judged if each.met]:
         raise AssertionError(f"{a} and {b} differ: " + "; ".join(met))

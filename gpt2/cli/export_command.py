@@ -86,10 +86,10 @@ def _source(args: argparse.Namespace) -> tuple[str | Checkpoint, tuple[str, ...]
         return args.model, ()
     if args.revision is not None:
         raise InputError(f"{args.model}: has no revisions, only models of the Hub do: leave out --revision")
-    with PortSide(port, target(port)).running() as running:
+    with PortSide(port, target(port)) as side:
         if stored is not None:
-            running.fill(stored)
-        checkpoint = running.weights()
+            side.fill(stored)
+        checkpoint = side.held()
     said = () if stored is None else (f"the tensors of {stored} were read by the names of {port}",)
     return replace(checkpoint, name=args.model), said + checkpoint.notes
 

@@ -9,13 +9,12 @@ from itertools import zip_longest
 
 from torch import Tensor
 
+from gpt2.comparison.passage import THRESHOLD
 from gpt2.errors import InputError
 from gpt2.measure.metrics import Progress, cosine, max_abs, relative_error, silent
 from gpt2.measure.tracing import Recorded, layer_of
 
 Blocks = Callable[[Tensor], Iterator[Recorded]]  # ids (1, T) -> activations, one block at a time
-
-THRESHOLD = 1e-3  # relative error: 1000 times float32's rounding, and less than after one step of fine-tuning
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gpt2.comparison.loaded import Loaded
-from gpt2.comparison.sides.checkpoint_side import RunningModule
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.data import Tokenizer
 from gpt2.data.documents import HELD_OUT
 from gpt2.data.tables import READERS, records
@@ -161,7 +161,8 @@ def compare_cases(table: str | CaseTable, models: tuple[Loaded, Loaded], *, seed
     """Ask two models the cases of a file. Raises InputError: one cannot be asked, or a case does not fit it."""
     (cases, labelled), said = read_cases(table), list[Said]()
     bootstrap = Bootstrap(len(cases), seed, independent=True)
-    names = next((head.classes for each in models if (head := each.classifier)), tuple({case[1][0].strip(): 0 for case in cases}))
+    heads = (each.side.classifier for each in models if isinstance(each.side, CheckpointSide))
+    names = next((head.classes for head in heads if head), tuple({case[1][0].strip(): 0 for case in cases}))
     for each in models:
         if not each.answers or each.tokenizer is None:
             raise InputError(f"{each.side.name}: cannot be asked --cases; give a model that runs here, with a tokenizer")
@@ -221,15 +222,16 @@ def _classify(
     model: Loaded, tokenizer: Tokenizer, cases: Asked, bootstrap: Bootstrap, progress: Progress, names: tuple[str, ...]
 ) -> Said:
     """Ask a classifier for the class of each text; of a model without its head, take which of ``names`` is likeliest after it."""
-    head, losses, right, answers = model.classifier, list[float](), list[bool](), list[str]()
+    side, losses, right, answers = model.side, list[float](), list[bool](), list[str]()
+    head = side.classifier if isinstance(side, CheckpointSide) else None
     names = names if head is None else head.classes
     for number, (text, (label, *_)) in enumerate(cases, 1):
         index, ids = _index(label.strip(), names), tokenizer.encode_prompt(text)[: model.context]
         if index is None or not ids:
-            why = f"the label {label!r} is no class of {model.side.name}: {', '.join(names)}" if ids else "its text has no token"
+            why = f"the label {label!r} is no class of {side.name}: {', '.join(names)}" if ids else "its text has no token"
             raise InputError(f"--cases, case {number}: {why}; leave it out")
-        if head is not None and isinstance(model.running, RunningModule):
-            scores = head.scores(model.running.hidden(torch.tensor([ids]))[0, -1])
+        if head is not None and isinstance(side, CheckpointSide):
+            scores = head.scores(side.hidden(torch.tensor([ids]))[0, -1])
         else:
             after = (_encoded([(text, (name,))], tokenizer, model.context) for name in names)
             scores = torch.tensor([-score_targets(model.logits, list(each))[0][0] for each in after])

@@ -184,8 +184,8 @@ class _Check:
         return None, None, False, f"{wrong[0]}{more} {'have' if more else 'has'} other values than the source"
 
     def _logits(self, side: Side, ours: GPT2, encode: Callable[[str], Sequence[int]] | None = None) -> Outcome:
-        with side.running() as running:
-            error = self.distance(running.logits(self.ids)[0].cpu())
+        with side:
+            error = self.distance(side.logits(self.ids)[0].cpu())
         with rounding_noise(ours.wte.weight.dtype):
             allowed = FORWARD_RATIO * self.distance(ours.double()(self.ids)[0])
         ok, note = error <= allowed, ""
@@ -230,7 +230,7 @@ class _Check:
 
     def _llama_cpp(self) -> Outcome:
         side = LlamaCppSide.open(f"llama.cpp/{self.folder / GGUF_FILE}")
-        theirs = side.tokenizer()
+        theirs = side.tokenizer
         return self._logits(side, as_llama(self._ours(torch.float32), self.types), theirs.encode if theirs else None)
 
 

@@ -35,15 +35,12 @@ MANY = ("kl", "kl_max", "same_top", "perplexity_ratio", "weights")  # that are m
 
 def _figures(found: Comparison | Candidate) -> Figures:
     """Return every metric that was measured of two models, or of one of several."""
-    if isinstance(found, Candidate):
-        figures: Figures = {"weights": found.weights}
-        if (pair := found.against) is not None:
-            figures |= {"kl": pair.kl, "kl_max": pair.kl_max, "same_top": pair.same_top, "perplexity_ratio": pair.ratio}
-        return figures
-    figures = {}
-    if (both := found.distributions) is not None:
+    figures: Figures = {}
+    if (both := found.against if isinstance(found, Candidate) else found.distributions) is not None:
         figures |= {"kl": both.kl_ab.mean, "kl_max": both.kl_ab.max, "js": both.js.mean}
         figures |= {"same_top": both.same_top, "perplexity_ratio": both.ratio}
+    if isinstance(found, Candidate):
+        return figures | {"weights": found.weights}
     if (weights := found.weights) is not None:
         rounded = weights.same_numbers or bool(weights.rounded_to)
         beyond = 0 if rounded else len(weights.beyond) or len(weights.tensors) - len(weights.unchanged)

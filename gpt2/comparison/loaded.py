@@ -1,4 +1,4 @@
-"""A side in memory, and what is measured of it in a comparison of two models and of several alike."""
+"""A side that is asked: its time, and whether what it gives are logits of its tokens; what is measured of one side alone."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.checkpoint import ClassifierHead, StoredCheckpoint
 from gpt2.comparison.distributions import Language, language
 from gpt2.comparison.noise import Floor, measure_floor
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage
-from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
-from gpt2.comparison.sides.side import Running, Shown, Side, require_head, vocabulary
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide
+from gpt2.comparison.sides.side import Shown, Side, first_tokenizer, require_head, vocabulary
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.generation import Ending, StopText, rows_with_tokens, stream
@@ -28,21 +27,21 @@ from gpt2.sampling import Sampling
 
 @dataclass(eq=False)
 class Loaded:
-    """One of the ``sides`` of a comparison in memory, with the tokenizer of its text.
+    """One of the ``sides`` of a comparison. It is asked within ``with loaded.side``.
 
-    ``vocab`` is the number of its own tokens; the side must know as many. ``inputs`` counts the tokens that it was run on,
-    ``seconds`` the time of these passes, and ``unnamed`` is the sum of what it gives to rows without a token.
+    ``tokenizer`` reads its text: its partner's, where it has none. ``vocab`` is the number of its own tokens; the side must know
+    as many. ``inputs`` counts the tokens that it was run on, ``seconds`` the time of these passes, and ``unnamed`` is the sum of
+    what it gives to rows without a token.
     """
 
     side: Side
-    running: Running
-    tokenizer: Tokenizer | None
     sides: Sequence[Side]
     seconds: float = 0.0
     inputs: int = 0
     unnamed: float = 0.0
 
     def __post_init__(self) -> None:
+        self.tokenizer = self.side.tokenizer or first_tokenizer(each.tokenizer for each in self.sides)
         self.vocab = vocabulary(self.side, self.tokenizer) or vocabulary(*self.sides)
 
     @property
@@ -62,7 +61,7 @@ class Loaded:
         if self.vocab and (largest := int(ids.max())) >= self.vocab:
             raise InputError(f"the text holds the id {largest}, and {self.side.name} knows {self.vocab:,} tokens; leave it out")
         began = time.perf_counter()
-        logits = self.running.logits(ids)
+        logits = self.side.logits(ids)
         self.seconds += time.perf_counter() - began
         self.inputs += ids.numel()
         require_head(logits.size(-1), self.side, self.sides)
@@ -71,22 +70,22 @@ class Loaded:
             several = len(self.sides) > 1
             advice = "use models of one tokenizer, or compare it alone" if several else "use the model's own tokenizer"
             raise InputError(f"{self.side.name}: {sizes}; {advice}")
-        ours = isinstance(self.running, RunningModule)  # ours, and transformers', look for themselves, and name the weights
         if self.vocab and logits.size(-1) > self.vocab:
             beyond = logits[..., self.vocab :].float().logsumexp(-1)
             self.unnamed += float((beyond - logits.float().logsumexp(-1)).exp().sum())
             logits = logits[..., : self.vocab]
-        if not ours and (bad := int((~logits.isfinite()).sum())):
+        if not isinstance(self.side, CheckpointSide) and (bad := int((~logits.isfinite()).sum())):
             which = f"{bad:,} logits are not finite numbers, but NaN or infinite"
-            raise InputError(f"{self.side.name}: {which}; {self.side.advice}")
+            raise InputError(
+                f"{self.side.name}: {which}; {self.side.advice}"
+            )  # of ours, and transformers', the weights are named
         return logits
 
     def floor(self, ids: Tensor, *dtypes: torch.dtype | None) -> Floor | None:
         """Return what rounding makes of one of our models in its own dtype, and of its run in others if they are given."""
-        if not isinstance(self.running, RunningModule) or type(self.running.module) is not GPT2:
-            return None
+        model = self.side.gpt2
         known = [dtype for dtype in (self.side.dtype, *dtypes) if dtype is not None and dtype != torch.int8]
-        return measure_floor(self.running.module, ids, self.vocab, *known)
+        return measure_floor(model, ids, self.vocab, *known) if model is not None and type(model) is GPT2 else None
 
     def in_its_tokens(self, passage: Passage, first: Tokenizer | None, seed: int) -> Language:
         """Score a text whose ids are those of ``first`` in its own tokens. Raises InputError: the text is known as ids only."""
@@ -100,12 +99,6 @@ class Loaded:
         share = self.unnamed / max(1, self.inputs)
         why = f"they take {share:.1%} of its probability in programs that count them; generate leaves them out too"
         return {f"rows of {self.side.name} without a token": why} if share >= 0.001 else {}
-
-    @property
-    def classifier(self) -> ClassifierHead | None:
-        """The head beside the model that tells the class of a text, if it has one."""
-        checkpoint = self.side.checkpoint if isinstance(self.side, CheckpointSide) else None
-        return checkpoint.classifier if isinstance(checkpoint, StoredCheckpoint) else None
 
     @torch.inference_mode()
     def continued(
@@ -122,7 +115,7 @@ class Loaded:
         return texts
 
     def _next_ids(self, ids: Tensor, tokenizer: Tokenizer, new_tokens: int, temperature: float, seed: int) -> Iterator[Tensor]:
-        if isinstance(self.running, RunningModule) and isinstance(model := self.running.module, GPT2):
+        if (model := self.side.gpt2) is not None:
             rows, ids = rows_with_tokens(tokenizer, model.config), ids.to(model.wte.weight.device)
             yield from stream(model, ids, new_tokens, temperature=temperature, seed=seed, rows=rows)
             return

@@ -10,7 +10,7 @@ from string import ascii_uppercase
 from typing import Any, ClassVar, NamedTuple
 
 from gpt2.comparison import charts
-from gpt2.comparison.distributions import Language
+from gpt2.comparison.distributions import Distributions, Language
 from gpt2.comparison.made_with import made_with
 from gpt2.comparison.noise import Floor
 from gpt2.comparison.passage import Scored
@@ -34,19 +34,6 @@ PROTOCOLS = {
 
 
 @dataclass(frozen=True)
-class Against:
-    """A model's distance from the first one, paired token by token; KL(first||model) in nats."""
-
-    ratio: Estimate  # its perplexity over the first one's
-    bits: Estimate  # its bits per byte minus the first one's
-    kl: Estimate
-    kl_max: float
-    same_top: Estimate
-    only_first: Estimate  # the probability that the first model gives to tokens that this one lacks
-    only_it: Estimate  # and the other way around
-
-
-@dataclass(frozen=True)
 class Candidate:
     """One of the models.
 
@@ -61,7 +48,7 @@ class Candidate:
     tokens_per_second: float
     language: Language
     last_words: LastWord | None
-    against: Against | None
+    against: Distributions | None  # the first model is its a
     weights: float | None
     left_out: dict[str, str]
     paper: dict[str, float]  # what the GPT-2 paper reports, by metric
@@ -75,9 +62,18 @@ class Candidate:
             return ""
         return f"{self.size / 1e9:.2f} GB" if self.size >= 1e9 else f"{self.size / 1e6:.1f} MB"
 
+    @property
+    def figures(self) -> dict[str, object]:
+        """Everything as the JSON has it: of the distributions, what is compared of several."""
+        if (both := self.against) is None:
+            return vars(self)
+        against = {"ratio": both.ratio, "bits": both.bits, "kl": both.kl_ab.mean, "kl_max": both.kl_ab.max}
+        against |= {"same_top": both.same_top, "only_first": both.only_a, "only_it": both.only_b}
+        return {**vars(self), "against": against}
+
     def lacks(self, letter: str) -> list[tuple[str, str, float]]:
         """Return who lacks tokens of whom, and what these have of its probability; A is the first model."""
-        both = [] if self.against is None else [(letter, "A", self.against.only_first), ("A", letter, self.against.only_it)]
+        both = [] if self.against is None else [(letter, "A", self.against.only_a), ("A", letter, self.against.only_b)]
         return [(lacking, whose, share.value) for lacking, whose, share in both if share.value > 0]
 
     def described(self) -> tuple[str, ...]:
@@ -98,7 +94,7 @@ class Candidate:
         """Return the divergences from the first model; nothing where there are none."""
         if (found := self.against) is None:
             return ()
-        return *found.kl.cells(".3g", ".2g"), f"{found.kl_max:.3g}", *found.same_top.cells(".1%")
+        return *found.kl_ab.mean.cells(".3g", ".2g"), f"{found.kl_ab.max:.3g}", *found.same_top.cells(".1%")
 
     def words(self) -> tuple[str, ...]:
         """Return the last words: how many are right, and their perplexity."""
@@ -156,7 +152,7 @@ class Comparisons(Printed):
     def above_floor(self) -> str:
         """The first model's floor of noise and the models whose KL is not above it, in words; "" without a number for it."""
         both = zip(self.letters, self.candidates, strict=True)
-        lows = {letter: each.against.kl.low for letter, each in both if each.against is not None}
+        lows = {letter: each.against.kl_ab.mean.low for letter, each in both if each.against is not None}
         if self.floor is None or math.isnan(self.floor.kl) or not lows:
             return ""
         which = {
@@ -168,7 +164,7 @@ class Comparisons(Printed):
 
     def to_json(self) -> str:
         """Return everything as JSON, with the models, the text, versions and hashes."""
-        return as_json({**vars(self), "letters": self.letters})
+        return as_json({**vars(self), "letters": self.letters, "candidates": [each.figures for each in self.candidates]})
 
     def sections(self) -> Iterator[Section]:
         """Yield the models, a row for each in every table, and the paper's figures."""

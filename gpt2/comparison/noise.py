@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.comparison.passage import Scored, Settings, open_passage
-from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.engine import EngineSide
 from gpt2.comparison.sides.opening import open_side
-from gpt2.comparison.sides.side import Model, RunningFunction, vocabulary
+from gpt2.comparison.sides.side import Model, vocabulary
 from gpt2.errors import InputError
 from gpt2.measure.estimates import Bootstrap, Estimate
 from gpt2.measure.metrics import Logits, max_abs
@@ -113,22 +113,22 @@ def measure_noise(name: str, settings: Settings) -> Noise:
     """
     started, side = time.perf_counter(), open_side(name, settings)
     ours = side if isinstance(side, CheckpointSide) and not side.by_transformers else None
-    tokenizer, tokens = side.tokenizer(), ROW * TOGETHER if settings.tokens is None else settings.tokens
+    tokenizer, tokens = side.tokenizer, ROW * TOGETHER if settings.tokens is None else settings.tokens
     passage = open_passage([side], [tokenizer], replace(settings, tokens=tokens))
     vocab, positions = vocabulary(side, tokenizer) or None, side.n_positions or ROW
     padding = min(PADDING, positions // 2) if ours else 0
     length = min(ROW, passage.windows.context, positions - padding, len(passage.ids))
     rows = passage.ids[: len(passage.ids) // length * length].view(-1, length)
     settings.progress("loading the model")
-    with side.running() as running:
+    with side:
         batch, ways = f"{min(TOGETHER, len(rows))} rows in one batch", dict[str, Logits]()
         floor: Floor | None = None
-        if isinstance(side, EngineSide) and isinstance(running, RunningFunction):
-            run = ways[batch if side.batched else "rows, which it runs one after another"] = running.function
-        elif ours and isinstance(running, RunningModule) and isinstance(running.module, GPT2):
-            run = ways[batch] = running.module
+        if isinstance(side, EngineSide):
+            run = ways[batch if side.batched else "rows, which it runs one after another"] = side.run
+        elif ours and ours.gpt2 is not None:
+            run = ways[batch] = ours.gpt2
             if ours.dtype != torch.int8:
-                floor = measure_floor(running.module, passage.ids[:TOKENS], vocab, ours.dtype)
+                floor = measure_floor(ours.gpt2, passage.ids[:TOKENS], vocab, ours.dtype)
             mask = (torch.arange(padding + length) >= padding).long()[None]
             padded, other = partial(run, attention_mask=mask), torch.float32 if ours.dtype == torch.bfloat16 else torch.bfloat16
             filled = f"{padding} tokens of padding on the left"

@@ -1,145 +1,157 @@
-"""Compare two models by name, from weights to generated text: ``gpt2.compare`` of two names."""
+"""Measure a pair of sides: the parts that are chosen and possible, from weights to generated text."""
 
 from __future__ import annotations
 
 import math
-import re
-import time
-from contextlib import ExitStack, nullcontext
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.keys import expected, layer
-from gpt2.comparison.activations import THRESHOLD, Numerics, compare_activations
+from gpt2.checkpoint.keys import expected
+from gpt2.comparison.activations import Activations, Numerics, compare_activations
 from gpt2.comparison.blame import find_blame
 from gpt2.comparison.blame_result import Blame
-from gpt2.comparison.cases import CaseTable, compare_cases
-from gpt2.comparison.compatibility import Compatibility, compatibility, on_text, parameters_of_both, require_same_function
-from gpt2.comparison.distributions import Distributions, summarise
+from gpt2.comparison.cases import Cases, compare_cases
+from gpt2.comparison.compatibility import Compatibility, compatibility, on_text, parameters_of_both
+from gpt2.comparison.distributions import Distributions, Language, summarise
 from gpt2.comparison.loaded import Loaded
-from gpt2.comparison.passage import Passage, Settings, open_passage
-from gpt2.comparison.reference import require_name, saving
-from gpt2.comparison.results import Comparison
-from gpt2.comparison.sides.checkpoint_side import CheckpointSide, RunningModule, heads_left_out, readers
-from gpt2.comparison.sides.opening import open_sides
-from gpt2.comparison.sides.port import RunningPort
-from gpt2.comparison.sides.side import Running, Shown, Side, environment_of, first_tokenizer, require_head, vocabulary
-from gpt2.comparison.weights import WeightChanges, beyond_rounding, compare_weights, quantisation
+from gpt2.comparison.noise import Floor
+from gpt2.comparison.passage import Passage, Settings
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide, heads_left_out
+from gpt2.comparison.sides.port import PortSide
+from gpt2.comparison.sides.side import Shown, Side, Weights, vocabulary
+from gpt2.comparison.weights import WeightChanges, beyond_rounding, compare_weights, distance, quantisation
 from gpt2.comparison.words import Words, compare_words
 from gpt2.errors import InputError
-from gpt2.measure.last_words import LastWords, last_words_change
-from gpt2.measure.metrics import LanguageScore, Logits, Progress, relative_error
+from gpt2.measure.last_words import LastWord
+from gpt2.measure.metrics import Logits, Progress, relative_error
 from gpt2.measure.per_token import measure_pair
 from gpt2.measure.tracing import trace_blocks
-from gpt2.model import GPT2, eager_attention, sdpa_attention
+from gpt2.model import eager_attention, sdpa_attention
 
-TRACED = 256  # tokens whose activations are compared
+TRACED = 256  # tokens whose activations are compared, and on which the floor of noise is computed
 
 
-def compare(
-    a: str,
-    b: str,
-    settings: Settings,
-    *,
-    threshold: float = THRESHOLD,
-    blame: bool = False,
-    save: str | Path | None = None,
-    cases: str | CaseTable | None = None,
-) -> Comparison:
-    """Compare two models by name; arguments and errors are those of :func:`gpt2.comparison.run.compare`."""
-    started, seed, progress = time.perf_counter(), settings.seed, settings.progress
-    kept = None if save is None else require_name(save)
-    side_a, side_b = open_sides(a, b, settings=settings)
-    sides = side_a, side_b
-    for side in sides:
-        require_head(side.vocab_size or 0, side, sides)  # of a recording
-    tokenizers = sides[0].tokenizer(), sides[1].tokenizer()
-    compatible = compatibility(sides[0].config, sides[1].config, *tokenizers)
-    compatible = replace(compatible, impossible=_not_shown(sides) | compatible.impossible | heads_left_out(*sides))
-    passage = open_passage(sides, tokenizers, settings)
-    ids, windows, text = passage.ids, passage.windows, passage.text
-    compatible = on_text(compatible, *tokenizers, ids)
-    if blame:
-        require_same_function(compatible)
-    weights = None if "weights" in compatible.impossible else _weights(sides, progress)
-    activations = numerics = distributions = words = floor = None
-    scores: tuple[LanguageScore, ...] = ()
-    with ExitStack() as stack:
-        progress("loading both models")
-        running = stack.enter_context(sides[0].running()), stack.enter_context(sides[1].running())
-        read_by = [tokenizer or first_tokenizer(tokenizers) for tokenizer in tokenizers]  # its partner's, where it has none
-        first, second = (Loaded(*each, sides) for each in zip(sides, running, read_by, strict=True))
-        own = first, second
-        start = ids[None, : min(windows.context, TRACED)]
-        if "activations" not in compatible.impossible:
-            left_out = running[0].left_out(start) | running[1].left_out(start)
-            compatible = replace(compatible, impossible=compatible.impossible | left_out)
-        if "activations" not in compatible.impossible:
-            blocks, alike = (running[0].blocks, running[1].blocks), compatible.same_shape
-            activations = compare_activations(*blocks, start, same_shape=alike, threshold=threshold, progress=progress)
-            if weights is not None and weights.same_numbers and a != b:
-                numerics = _numerics(sides, running, start, progress)
-        if weights is None and all(isinstance(each, RunningPort | RunningModule) for each in running):
-            compatible, readable = _read_modules(own, compatible)
-            weights = None if "weights" in compatible.impossible else _weights(readable, progress)
-        if "distributions" not in compatible.impossible:
-            to_save = saving(kept, first, first.tokenizer, passage) if kept else nullcontext(first.logits)
-            logits_a = stack.enter_context(to_save)
-            distributions, words = _distributions(own, logits_a, passage, seed, progress)
-        elif kept is not None:
-            raise InputError(f"{a}: was not run over the text beside {b}, so it is not saved; save it alone")
-        elif text is not None and not compatible.vocabularies.comparable:
-            scores = tuple(each.in_its_tokens(passage, first.tokenizer, seed).score for each in own)
-        on_cases = None if cases is None else compare_cases(cases, own, seed=seed, progress=progress)
-        last_words = _last_words(own, passage, seed, progress)
-        left_out = first.rows_left_out | second.rows_left_out
-        compatible = replace(compatible, impossible=compatible.impossible | left_out)
-        if distributions is not None:
+class Part(StrEnum):
+    """What can be chosen beside the distributions and how far the weights moved."""
+
+    WEIGHTS = "weights"  # tensor by tensor
+    ACTIVATIONS = "activations"
+    WORDS = "words"
+    FLOOR = "floor"  # of noise
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """What was measured of b beside a. A part that was not chosen, or is not possible, is None; ``fit`` says why it is not.
+
+    ``language`` is b's score, over its own tokens where these are not a's. ``logp`` (N,) are the log-probabilities of the scored
+    tokens, where they are a's, ``logp_a`` those of a. ``moved`` is the norm of the weights' change over the norm.
+    """
+
+    fit: Compatibility
+    language: Language
+    logp: Tensor | None = None
+    logp_a: Tensor | None = None
+    last_words: LastWord | None = None
+    moved: float | None = None
+    made_of: str = ""  # "A in q8_0", "A, the same weights"
+    distributions: Distributions | None = None
+    weights: WeightChanges | None = None
+    activations: Activations | None = None
+    numerics: Numerics | None = None
+    words: Words | None = None
+    cases: Cases | None = None
+    floor: Floor | None = None
+
+
+def fit(a: Side, b: Side, passage: Passage, parts: frozenset[Part]) -> Compatibility:
+    """Decide before anything runs which parts can be measured. Raises InputError: nothing of the two can be matched."""
+    found = compatibility(a.config, b.config, a.tokenizer, b.tokenizer)
+    heads = heads_left_out(*((a, b) if Part.WEIGHTS in parts else (b,)))
+    found = replace(found, impossible=_not_shown((a, b), parts) | found.impossible | heads)
+    return on_text(found, a.tokenizer, b.tokenizer, passage.ids)
+
+
+def measure(
+    a: Loaded, b: Loaded, logits_a: Logits, passage: Passage, settings: Settings, parts: frozenset[Part], fit: Compatibility
+) -> Pair:
+    """Load b, and measure it beside a, whose logits on the windows of the passage, in their order, are ``logits_a``."""
+    seed, progress, ids = settings.seed, settings.progress, passage.ids
+    weights = activations = numerics = distributions = words = logp = logp_a = floor = moved = None
+    made_of = ""
+    stored = _stored(a.side, b.side)
+    if stored and "weights" not in fit.impossible:
+        weights = _weights(*stored, progress) if Part.WEIGHTS in parts else None
+        moved, made_of = _moved(*stored, fit, progress) if weights is None else (weights.total.distance, "")
+    progress(f"{b.side.name}: loading")
+    with b.side:
+        if Part.ACTIVATIONS in parts and "activations" not in fit.impossible:
+            start = ids[None, : min(passage.windows.context, TRACED)]
+            fit = _leaving_out(fit, a.side.left_out(start) | b.side.left_out(start))
+            if "activations" not in fit.impossible:
+                blocks, alike = (a.side.blocks, b.side.blocks), fit.same_shape
+                activations = compare_activations(
+                    *blocks, start, same_shape=alike, threshold=settings.threshold, progress=progress
+                )
+                if stored and weights is not None and weights.same_numbers and a.side.name != b.side.name:
+                    numerics = _numerics((a.side, b.side), stored, start, progress)
+        if Part.WEIGHTS in parts and weights is None:
+            fit, weights = _weights_of_modules(a, b, fit, progress)
+        if "distributions" not in fit.impossible:
+            measured = measure_pair(logits_a, b.logits, ids, passage.windows, progress=progress)
+            distributions = summarise(measured, passage.token_bytes(a.tokenizer), seed=seed)
+            language, logp_a, logp = distributions.b, measured.logp_a, measured.logp_b
+            if Part.WORDS in parts and a.tokenizer is not None and b.tokenizer is not None:
+                both = a.tokenizer, b.tokenizer
+                words = compare_words(a, b, both, measured, passage, seed=seed, progress=progress)
+            del measured
+        else:
+            language = b.in_its_tokens(passage, a.tokenizer, seed)
+        cases = None if settings.cases is None else compare_cases(settings.cases, (a, b), seed=seed, progress=progress)
+        last_words = b.last_words(passage, seed, progress)
+        if Part.FLOOR in parts and distributions is not None:
             progress("the floor of noise")
-            for each, other in ((first, sides[1]), (second, sides[0])):
-                floor = floor or each.floor(ids[:TRACED], other.dtype)
-    blamed = _blame(sides, passage, vocabulary(*sides, *tokenizers), seed, progress) if blame else None
-    env = environment_of(sides)
-    return Comparison(
-        a=sides[0].describe(env.versions),
-        b=sides[1].describe(env.versions),
-        compatibility=compatible,
-        text=passage.scored,
-        weights=weights,
-        activations=activations,
-        distributions=distributions,
-        alone=scores,
-        words=words,
-        last_words=last_words,
-        numerics=numerics,
-        environment=env,
-        seed=seed,
-        seconds=time.perf_counter() - started,
-        blame=blamed,
-        floor=floor,
-        cases=on_cases,
-    )
+            floor = a.floor(ids[:TRACED], b.side.dtype) or b.floor(ids[:TRACED], a.side.dtype)
+    scores = fit, language, logp, logp_a, last_words, moved, made_of, distributions
+    return Pair(*scores, weights, activations, numerics, words, cases, floor)
 
 
-def _not_shown(sides: tuple[Side, Side]) -> dict[str, str]:
-    """Return the parts of a comparison that a side's nature rules out, each with the reason."""
-    needs = {"weights": Shown.WEIGHTS, "activations": Shown.ACTIVATIONS, "distributions": Shown.LOGITS}
+def blamed(a: Side, b: Side, passage: Passage, settings: Settings) -> Blame | None:
+    """Find which parts of b's weights carry the difference from a."""
+    vocab = vocabulary(a, b, a.tokenizer, b.tokenizer)
+    if not (stored := _stored(a, b)):
+        return None
+    one, other = stored
+    config = replace(one.config, vocab_size=min(one.config.vocab_size, other.config.vocab_size))
+    names, text = list(expected(config)), (passage.ids, passage.windows)
+    read = one.beside(other)
+    return find_blame(config, *read, *text, names=names, vocab=vocab, seed=settings.seed, progress=settings.progress)
+
+
+def _stored(a: Side, b: Side) -> tuple[Weights, Weights] | None:
+    """Return both sides' weights where they can be read before anything runs."""
+    return (a.weights, b.weights) if isinstance(a, CheckpointSide) and isinstance(b, CheckpointSide) else None
+
+
+def _leaving_out(fit: Compatibility, parts: dict[str, str]) -> Compatibility:
+    return replace(fit, impossible=fit.impossible | parts)
+
+
+def _not_shown(sides: tuple[Side, Side], parts: frozenset[Part]) -> dict[str, str]:
+    """Return the chosen parts that a side's nature rules out, each with the reason."""
+    needs = {shown.value: shown for shown in Shown if shown.value in parts}
     missing = {part: [side for side in sides if shown not in side.shows] for part, shown in needs.items()}
     return {part: f"{few[0].name} shows only {' and '.join(sorted(few[0].shows))}" for part, few in missing.items() if few}
 
 
-def _weights(sides: tuple[Side, Side], progress: Progress) -> WeightChanges | None:
-    if not (isinstance(sides[0], CheckpointSide) and isinstance(sides[1], CheckpointSide)):
-        return None
-    names = [
-        (name, re.sub(r"^h\.\d+", "h.{}", name), layer(name)) for name in parameters_of_both(sides[0].config, sides[1].config)
-    ]
-    a, b = readers(sides[0], sides[1])
-    changes = compare_weights(names, a, b, progress=progress)
-    changes = replace(changes, rows=sides[1].config.vocab_size - sides[0].config.vocab_size)
+def _weights(one: Weights, other: Weights, progress: Progress) -> WeightChanges:
+    """Compare tensor by tensor, and find the type to which all that changed are a's, rounded."""
+    a, b = one.beside(other)
+    changes = compare_weights(parameters_of_both(one.config, other.config), a, b, progress=progress)
+    changes = replace(changes, rows=other.config.vocab_size - one.config.vocab_size)
     if changes.same_numbers:
         return changes
     small_first = sorted((each for each in changes.tensors if not each.equal), key=lambda each: math.prod(each.shape))
@@ -151,29 +163,44 @@ def _weights(sides: tuple[Side, Side], progress: Progress) -> WeightChanges | No
     return replace(changes, nearly=type, beyond=beyond) if 2 * len(beyond) <= len(named) else changes
 
 
-def _read_modules(pair: tuple[Loaded, Loaded], compatible: Compatibility) -> tuple[Compatibility, tuple[Side, Side]]:
-    """Return both sides with the checkpoints that users' modules hold, and compare configs; say so where one holds none."""
-    a, b = pair
+def _moved(one: Weights, other: Weights, fit: Compatibility, progress: Progress) -> tuple[float, str]:
+    """Return how far the weights moved; and "A in q8_0", "A, the same weights" or ""."""
+    read, names = one.beside(other, mapped=True), parameters_of_both(one.config, other.config)
+    moved = distance(names, *read, progress=progress)
+    if fit.departures or expected(one.config) != expected(other.config):
+        return moved, ""
+    if not moved:
+        return moved, "A, the same weights"
+    matrix = ["h.0.attn.c_proj.weight"]  # where it is no rounding, the others are not tried
+    type = quantisation(*read, matrix) and quantisation(*read, names)
+    return moved, f"A in {type}" if type else ""
+
+
+def _weights_of_modules(
+    a: Loaded, b: Loaded, fit: Compatibility, progress: Progress
+) -> tuple[Compatibility, WeightChanges | None]:
+    """Compare what loaded modules of users hold, weights and configs; say so where one holds no GPT-2."""
+    if not all(isinstance(each.side, CheckpointSide | PortSide) for each in (a, b)):
+        return fit, None
     try:
-        sides = [
-            CheckpointSide(each.side.name, False, each.running.weights()) if isinstance(each.running, RunningPort) else each.side
-            for each in pair
-        ]
-        fit = compatibility(sides[0].config, sides[1].config, a.tokenizer, b.tokenizer)
+        one, other = a.side.weights, b.side.weights
+        assert one is not None
+        assert other is not None
+        found = compatibility(one.config, other.config, a.tokenizer, b.tokenizer)
     except InputError as error:
-        return replace(compatible, impossible=compatible.impossible | {"weights": str(error)}), (a.side, b.side)
-    impossible = {part: why for part, why in compatible.impossible.items() if part != "weights"} | fit.impossible
-    return replace(compatible, architecture=fit.architecture, impossible=impossible), (sides[0], sides[1])
+        return _leaving_out(fit, {"weights": str(error)}), None
+    impossible = {part: why for part, why in fit.impossible.items() if part != "weights"} | found.impossible
+    fit = replace(fit, architecture=found.architecture, impossible=impossible)
+    return fit, None if "weights" in impossible else _weights(one, other, progress)
 
 
 @torch.no_grad()
-def _numerics(sides: tuple[Side, Side], running: tuple[Running, Running], ids: Tensor, progress: Progress) -> Numerics:
+def _numerics(sides: tuple[Side, Side], stored: tuple[Weights, Weights], ids: Tensor, progress: Progress) -> Numerics:
     """Compare both sides with a float64 run of our model, on ids (1, T)."""
-    checkpoints = [side for side in sides if isinstance(side, CheckpointSide)]
-    finer = max(checkpoints, key=lambda side: side.dtype.itemsize).checkpoint
+    finer = max((each.checkpoint for each in stored), key=lambda checkpoint: checkpoint.dtype.itemsize)
     points: list[tuple[str, float, float]] = []
     exact: dict[str, Tensor] = {}
-    walks = trace_blocks(finer.load(torch.float64), ids), running[0].blocks(ids), running[1].blocks(ids)
+    walks = trace_blocks(finer.load(torch.float64), ids), *(side.blocks(ids) for side in sides)
     for exact, block_a, block_b in zip(*walks, strict=True):
         progress(f"numerics: {next(reversed(exact))}")
         if "logits" in exact:  # the vocabularies may be padded to different lengths
@@ -181,38 +208,11 @@ def _numerics(sides: tuple[Side, Side], running: tuple[Running, Running], ids: T
             exact, block_a, block_b = ({**block, "logits": block["logits"][..., :width]} for block in (exact, block_a, block_b))
         points += [(name, relative_error(block_a[name], x), relative_error(block_b[name], x)) for name, x in exact.items()]
     rows = []
-    for side, loaded in zip(sides, running, strict=True):
-        if isinstance(loaded, RunningModule) and isinstance(model := loaded.module, GPT2):
+    for side in sides:
+        if (model := side.gpt2) is not None:
             own = model.h[0].attn.attend
             for kind, attend in (("fused", sdpa_attention), ("spelt out", eager_attention)):
                 logits = model.use_attention(attend)(ids)[..., : exact["logits"].size(-1)]
                 rows.append((f"{side.name}, attention {kind}", relative_error(logits, exact["logits"])))
             model.use_attention(own)
     return Numerics(tuple(points), tuple(rows))
-
-
-def _distributions(
-    pair: tuple[Loaded, Loaded], logits_a: Logits, passage: Passage, seed: int, progress: Progress
-) -> tuple[Distributions, Words | None]:
-    """Compare both models' predictions after each token; with a tokenizer, also as words."""
-    a, b = pair
-    measured = measure_pair(logits_a, b.logits, passage.ids, passage.windows, progress=progress)
-    found = summarise(measured, passage.token_bytes(a.tokenizer), seed=seed)
-    if a.tokenizer is None or b.tokenizer is None:
-        return found, None
-    return found, compare_words(a, b, (a.tokenizer, b.tokenizer), measured, passage, seed=seed, progress=progress)
-
-
-def _blame(sides: tuple[Side, Side], passage: Passage, vocab: int, seed: int, progress: Progress) -> Blame | None:
-    a, b = sides
-    if not (isinstance(a, CheckpointSide) and isinstance(b, CheckpointSide)):
-        return None
-    config = replace(a.config, vocab_size=min(a.config.vocab_size, b.config.vocab_size))
-    names, text = list(expected(config)), (passage.ids, passage.windows)
-    return find_blame(config, *readers(a, b), *text, names=names, vocab=vocab, seed=seed, progress=progress)
-
-
-def _last_words(pair: tuple[Loaded, Loaded], passage: Passage, seed: int, progress: Progress) -> LastWords | None:
-    """Score the last word of each passage, if both models have tokenizers."""
-    a, b = (each.last_words(passage, seed, progress) for each in pair)
-    return LastWords(a, b, last_words_change(a, b, seed=seed)) if a and b else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,7 +17,11 @@ from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.texts import RUNNING, Text, open_text
 from gpt2.measure.windows import Windows
 
+if TYPE_CHECKING:
+    from gpt2.comparison.cases import CaseTable
+
 TOKENS = 8192  # tokens of the text, by default
+THRESHOLD = 1e-3  # relative error: 1000 times float32's rounding, and less than after one step of fine-tuning
 DEFAULT_CONTEXT = 1024  # where no side tells how many positions it has
 
 
@@ -29,6 +35,10 @@ class Settings:
     dtype: str | None = None
     device: str = "cpu"
     offline: bool = False
+    threshold: float = THRESHOLD
+    blame: bool = False
+    save: str | Path | None = None
+    cases: str | CaseTable | None = None
     progress: Progress = silent
 
 

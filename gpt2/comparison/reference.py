@@ -30,7 +30,6 @@ from gpt2.comparison.passage import Passage, Settings, open_passage
 from gpt2.comparison.sides.opening import open_side
 from gpt2.comparison.sides.side import environment_of
 from gpt2.comparison.sides.trace_side import FORMAT, SUFFIX, checksum
-from gpt2.data import Tokenizer
 from gpt2.data.files import written_aside
 from gpt2.errors import InputError, user_path
 from gpt2.measure.metrics import Logits
@@ -50,25 +49,21 @@ def save_reference(name: str, path: str | Path, settings: Settings) -> Path:
     Raises InputError: no such side or text, or the file cannot be written.
     """
     path, side = require_name(path), open_side(name, settings)
-    tokenizer = side.tokenizer()
-    passage = open_passage([side], [tokenizer], settings)
-    with side.running() as running:
-        loaded = Loaded(side, running, tokenizer, [side])
-        with saving(path, loaded, tokenizer, passage) as logits, torch.inference_mode():
-            for inputs, group in passage.windows.batches(passage.ids):
-                logits(inputs)
-                settings.progress(f"{name}: {group[-1].end:,} of {len(passage.ids) - 1:,} tokens")
+    passage = open_passage([side], [side.tokenizer], settings)
+    with side, saving(path, Loaded(side, [side]), passage) as logits, torch.inference_mode():
+        for inputs, group in passage.windows.batches(passage.ids):
+            logits(inputs)
+            settings.progress(f"{name}: {group[-1].end:,} of {len(passage.ids) - 1:,} tokens")
     return path
 
 
 @contextmanager
-def saving(path: Path, loaded: Loaded, tokenizer: Tokenizer | None, passage: Passage) -> Iterator[Logits]:
+def saving(path: Path, loaded: Loaded, passage: Passage) -> Iterator[Logits]:
     """Return the side's ``logits``, which must be asked for the passage's windows in order, and which keeps them in a file.
 
-    ``tokenizer`` is that of the text. Raises InputError: the side is such a file, the size of its vocabulary is not known, or the
-    file cannot be written.
+    Raises InputError: the side is such a file, the size of its vocabulary is not known, or the file cannot be written.
     """
-    side, vocab, windows = loaded.side, loaded.vocab, passage.windows
+    side, tokenizer, vocab, windows = loaded.side, loaded.tokenizer, loaded.vocab, passage.windows
     if side.recording is not None:
         raise InputError(f"{side.name}: is a file of what was shown already; leave --save out")
     if not vocab:

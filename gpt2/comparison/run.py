@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
 from gpt2.checkpoint.names import DEFAULT
-from gpt2.comparison import pair
-from gpt2.comparison.activations import THRESHOLD
 from gpt2.comparison.cases import CaseTable
-from gpt2.comparison.many import compare_many
 from gpt2.comparison.many_results import Comparisons
-from gpt2.comparison.passage import Settings
+from gpt2.comparison.pairs import compare_sides
+from gpt2.comparison.passage import THRESHOLD, Settings
 from gpt2.comparison.results import Comparison
 from gpt2.config import number
 from gpt2.data.files import read_all
@@ -59,7 +57,7 @@ def compare(a: str = DEFAULT, b: str = f"hf/{DEFAULT}", *others: str, **options:
     """Compare two models by name: weights, activations, distributions over a text, and generated words.
 
     If both have the same weights and differ in dtype or implementation, each is also compared with a float64 run. With more than
-    two names, each model is compared with the first, one after the other (:func:`gpt2.comparison.many.compare_many`).
+    two names, each model is compared with the first, one after the other (:func:`gpt2.comparison.pairs.compare_sides`).
 
     Args:
         a, b, others: names as for :func:`gpt2.load`, each with an optional ``:dtype`` suffix, or other sides of a comparison
@@ -85,13 +83,10 @@ def compare(a: str = DEFAULT, b: str = f"hf/{DEFAULT}", *others: str, **options:
 
 def compare_named(names: Sequence[str], *, hashes: bool = True, **options: Any) -> Comparison | Comparisons:
     """Compare models as :func:`compare` does, from a list of names; of several without the ``hashes`` of their files."""
-    models = [saved for name in names for saved in with_checkpoints(name)]
-    of_two = {name: options.pop(name) for name in ("threshold", "blame", "save", "cases") if name in options}
-    if len(models) == 2:
-        return pair.compare(models[0].name, models[1].name, Settings(**options), **of_two)
-    if of_two.pop("threshold", THRESHOLD) != THRESHOLD or any(of_two.values()):
+    models, settings = [saved for name in names for saved in with_checkpoints(name)], Settings(**options)
+    if len(models) > 2 and (settings.threshold != THRESHOLD or settings.blame or settings.save or settings.cases):
         raise InputError("threshold, blame, save and cases are for two models; leave them or the other models out")
-    return compare_many([each.name for each in models], [each.step for each in models], Settings(**options), hashes=hashes)
+    return compare_sides([each.name for each in models], [each.step for each in models], settings, hashes=hashes)
 
 
 @dataclass(frozen=True)

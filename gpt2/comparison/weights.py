@@ -7,7 +7,8 @@ that rounding alone could produce are not counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -15,14 +16,14 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.gguf_writer import TYPES, as_stored
+from gpt2.checkpoint.keys import layer
+from gpt2.comparison.sides.side import Read
 from gpt2.int8 import rounded_parameter
 from gpt2.measure.metrics import Progress, cosine, silent
 
 INT8 = "int8"
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 CHUNK = 1 << 18  # entries compared at a time: their float64 copies stay in the cache
-
-Read = Callable[[str], Tensor]  # parameter's name -> its tensor, of any floating dtype
 
 
 @dataclass(frozen=True)
@@ -134,17 +135,15 @@ class WeightChanges:
         return "weights moved", moved, f"most: {most[0].name}, {most[0].moved}; {kept}"
 
 
-def compare_weights(
-    names: Iterable[tuple[str, str, int | None]], a: Read, b: Read, *, progress: Progress = silent
-) -> WeightChanges:
-    """Read each parameter of both models once; ``names`` are (parameter, family, layer)."""
+def compare_weights(names: Iterable[str], a: Read, b: Read, *, progress: Progress = silent) -> WeightChanges:
+    """Read each parameter of both models once."""
     tensors: list[TensorChange] = []
     sums: dict[str, list[_Sums]] = {}
-    for name, family, layer in names:
+    for name in names:
         progress(f"weights: {name}")
-        change, total = _compare(name, family, layer, a(name), b(name))
+        change, total = _compare(name, a(name), b(name))
         tensors.append(change)
-        sums.setdefault(family, []).append(total)
+        sums.setdefault(change.family, []).append(total)
     families = tuple(_together(family, totals) for family, totals in sums.items())
     return WeightChanges(tuple(tensors), families, _together("all", [total for totals in sums.values() for total in totals]))
 
@@ -206,7 +205,7 @@ class _Sums:
         return cosine(self.product, self.a, self.b)
 
 
-def _compare(name: str, family: str, layer: int | None, a: Tensor, b: Tensor) -> tuple[TensorChange, _Sums]:
+def _compare(name: str, a: Tensor, b: Tensor) -> tuple[TensorChange, _Sums]:
     coarser = a.dtype if torch.finfo(a.dtype).eps >= torch.finfo(b.dtype).eps else b.dtype
     total, ulp_max, ulp_sum = _Sums(), 0, 0
     for chunk_a, chunk_b in _chunks(a, b):
@@ -224,7 +223,9 @@ def _compare(name: str, family: str, layer: int | None, a: Tensor, b: Tensor) ->
         rank, effective = int((values > max(noise, resolution)).sum()), effective_rank(values)
     sizes = math.sqrt(total.a), math.sqrt(total.b), total.distance, total.max_abs, total.cosine, total.equal / a.numel()
     ulps_apart = ulp_max, ulp_sum / a.numel()
-    return TensorChange(name, family, layer, tuple(a.shape), *sizes, *ulps_apart, rank, effective), total
+    return TensorChange(
+        name, re.sub(r"^h\.\d+", "h.{}", name), layer(name), tuple(a.shape), *sizes, *ulps_apart, rank, effective
+    ), total
 
 
 def _chunks(a: Tensor, b: Tensor) -> Iterable[tuple[Tensor, Tensor]]:

@@ -15,12 +15,12 @@ from support.pages import assert_whole_by_itself
 
 import gpt2
 from gpt2.cli.main import main
-from gpt2.comparison import many
+from gpt2.comparison import pairs
 from gpt2.comparison.gates import Gate, judge
 from gpt2.comparison.many_results import Comparisons, paper_figures
 from gpt2.comparison.noise import Floor
 from gpt2.comparison.run import compare
-from gpt2.comparison.sides.checkpoint_side import RunningModule
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.measure.estimates import Estimate
 
 
@@ -58,13 +58,10 @@ def test_each_figure_is_that_of_two_models_alone(found: Comparisons, names: list
         assert each.model == alone.b
         assert each.language.perplexity.value == pytest.approx(both.b.perplexity.value, rel=1e-7)
         assert each.language.bits_per_byte.high == pytest.approx(both.b.bits_per_byte.high, rel=1e-7)
-        assert (against.kl.value, against.kl.low) == pytest.approx((both.kl_ab.mean.value, both.kl_ab.mean.low), rel=3e-6)
-        assert against.kl_max == pytest.approx(both.kl_ab.max, rel=3e-6)
-        assert against.same_top == both.same_top
-        assert against.ratio.high == pytest.approx(both.ratio.high, rel=1e-7)
+        assert against == both
         assert each.weights == pytest.approx(alone.weights.total.distance, rel=1e-7)
-    assert found.candidates[3].against.kl_max == found.candidates[3].weights == 0
-    assert found.candidates[2].against.kl.value > 1e-3
+    assert found.candidates[3].against.kl_ab.max == found.candidates[3].weights == 0
+    assert found.candidates[2].against.kl_ab.mean.value > 1e-3
     first, half, *_ = found.candidates  # a picture in which two dtypes have one size shows nothing
     files = sum(path.stat().st_size for path in Path(names[0]).iterdir())
     assert first.size == 4 * first.model.parameters < files  # its tokenizer is no weight
@@ -76,12 +73,12 @@ def test_the_first_model_runs_once_or_again_where_its_logits_are_too_many(
 ) -> None:
     """Gigabytes of logits went to a temporary file, whatever the text's length; a text that does not fit must give the same."""
     runs = []
-    logits = RunningModule.logits
-    monkeypatch.setattr(RunningModule, "logits", lambda self, ids: (runs.append(self.name), logits(self, ids))[1])
+    logits = CheckpointSide.logits
+    monkeypatch.setattr(CheckpointSide, "logits", lambda self, ids: (runs.append(self.name), logits(self, ids))[1])
     options = {"on": text, "tokens": 200}
     assert gpt2.compare(*names, **options).ranking == found.ranking
     once = runs.count(names[0])
-    monkeypatch.setattr(many, "HELD", 0)
+    monkeypatch.setattr(pairs, "HELD", 0)
     again = gpt2.compare(*names, **options)
     assert runs.count(names[0]) - once == once // 2 * 4  # A three times, and D, which is A, once
     assert again.ranking == found.ranking
@@ -95,7 +92,7 @@ def test_table_json_and_page(found: Comparisons) -> None:
     assert f" {interval.low:.3f} .. {interval.high:.3f} " in found.table(80)  # on one line
     body = json.loads(found.to_json())
     assert body["letters"] == ["A", "B", "C", "D"]
-    assert body["candidates"][1]["against"]["kl"]["value"] == found.candidates[1].against.kl.value
+    assert body["candidates"][1]["against"]["kl"]["value"] == found.candidates[1].against.kl_ab.mean.value
     assert found.above_floor.endswith("not above it: D")  # the same model as A; B differs by its dtype, C by its weights
     judged, of_each = judge(found, [Gate.parse("kl>1e-3")])
     html = judged.html()
@@ -151,7 +148,8 @@ def test_labels_and_ticks_of_near_models_do_not_overlap(found: Comparisons) -> N
 def test_a_kl_that_is_not_a_number_is_not_taken_for_noise(found: Comparisons) -> None:
     """A broken model was listed among those that rounding explains; with no KL at all, every one was said to be above."""
     first, second, *rest = found.candidates
-    broken = replace(second, against=replace(second.against, kl=Estimate(math.nan, math.nan, math.nan)))
+    unknown = replace(second.against.kl_ab, mean=Estimate(math.nan, math.nan, math.nan))
+    broken = replace(second, against=replace(second.against, kl_ab=unknown))
     assert replace(found, candidates=(first, broken, *rest)).above_floor.endswith("not above it: D; not a number: B")
     assert replace(found, candidates=(first,)).above_floor == ""
     nan = Estimate(math.nan, math.nan, math.nan)

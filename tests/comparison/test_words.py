@@ -9,7 +9,6 @@ from torch import Tensor
 
 from gpt2.comparison.compatibility import compare_vocabularies
 from gpt2.comparison.loaded import Loaded
-from gpt2.comparison.sides.side import RunningFunction
 from gpt2.comparison.words import continuations, passages
 from gpt2.data.bpe import train_bpe
 from gpt2.data.chars import chars_of
@@ -59,8 +58,8 @@ def test_continuations_part_where_they_part() -> None:
     prompts = [[0, 1], [3, 4]]
 
     def side(turn: int) -> Loaded:
-        running = RunningFunction(Counting(turn))
-        return Loaded(SimpleNamespace(config=None, n_positions=None, name="counting", n_vocab=5), running, tokenizer, [])  # type: ignore[arg-type]
+        known = {"config": None, "n_positions": None, "name": "counting", "n_vocab": 5, "gpt2": None, "tokenizer": tokenizer}
+        return Loaded(SimpleNamespace(**known, logits=Counting(turn)), [])  # type: ignore[arg-type]
 
     found = continuations(side(99), side(4), (tokenizer, tokenizer), prompts, 4, temperature=0.0, seed=0)
     assert [(row.prompt, row.a, row.b, row.parts_at) for row in found] == [

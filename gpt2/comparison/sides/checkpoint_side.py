@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
-from gpt2.checkpoint.keys import HEAD
+from gpt2.checkpoint.checkpoint import Checkpoint, ClassifierHead, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.loading import require_device, require_intact
 from gpt2.checkpoint.names import RUNS, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.official import official_files
 from gpt2.checkpoint.saving import sha256
-from gpt2.comparison.sides.side import Model, Running, Shown, Side
+from gpt2.comparison.sides.side import Model, Shown, Side, Weights
 from gpt2.config import GPT2Config
 from gpt2.damage import require_finite
 from gpt2.data import Tokenizer
-from gpt2.int8 import rounded_parameter
 from gpt2.measure.placement import placed
 from gpt2.measure.tracing import Recorded, trace_blocks
 from gpt2.model import GPT2
 from gpt2.pages.reports import dtype_label
 from gpt2.parity import reference
 
-Read = Callable[[str], Tensor]  # parameter's name -> its tensor
-
 HF_PREFIX = "hf/"  # prefix of a name: transformers' implementation of the checkpoint
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CheckpointSide(Side):
-    """A model by name, with its config; weights are not loaded yet."""
+    """A model by name, with its config."""
 
     name: str
     by_transformers: bool  # whether transformers runs it, or our implementation
@@ -78,20 +75,9 @@ class CheckpointSide(Side):
             return sum(files[key].entries[key].end - files[key].entries[key].start for keys in held for key in keys)
         return self.config.num_parameters() * self.dtype.itemsize
 
-    def reader(self, *, rows: int | None = None, mapped: bool = False) -> Read:
-        """Return a function that reads one parameter, in the dtype in which it runs; into new memory, unless ``mapped``.
-
-        A tied head's matrix is the token embedding. Of both tables only the first ``rows`` are read, those that two models have.
-        """
-        stored = self.checkpoint.reader(mapped=mapped)
-
-        def read(name: str, dtype: torch.dtype) -> Tensor:
-            tensor = stored("wte.weight" if name == HEAD and self.config.tie_word_embeddings else name, dtype)
-            return tensor[:rows] if name in ("wte.weight", HEAD) else tensor
-
-        if self.dtype == torch.int8:
-            return lambda name: rounded_parameter(name, read(name, torch.float32))
-        return lambda name: read(name, self.dtype)
+    @property
+    def weights(self) -> Weights:
+        return Weights(self.checkpoint)
 
     @contextmanager
     def model(self, dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
@@ -106,14 +92,37 @@ class CheckpointSide(Side):
         require_intact(model, self.name)
         return placed(model, self.device)
 
-    @contextmanager
-    def running(self) -> Iterator[RunningModule]:
-        with self.model() as model:
-            yield RunningModule(model, self.name)
+    def load(self, stack: ExitStack) -> nn.Module:
+        return stack.enter_context(self.model())
 
+    @property
+    def gpt2(self) -> GPT2 | None:
+        return self.program if isinstance(self.program, GPT2) else None
+
+    @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """Return the checkpoint's own tokenizer, or None."""
         return self.checkpoint.own_tokenizer()
+
+    @property
+    def classifier(self) -> ClassifierHead | None:
+        """The head beside the model that tells the class of a text, if it has one."""
+        return self.checkpoint.classifier if isinstance(self.checkpoint, StoredCheckpoint) else None
+
+    def logits(self, ids: Tensor) -> Tensor:
+        output = self.program(ids)
+        logits: Tensor = output if isinstance(output, Tensor) else output.logits
+        require_finite(logits, self.name, self.program)  # it names the weights
+        return logits
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Return what the head reads (B, T, D)."""
+        trunk: Any = self.gpt2 or self.program.transformer
+        ids = ids.to(trunk.wte.weight.device)
+        hidden: Tensor = trunk.hidden(ids) if self.gpt2 else trunk(ids).last_hidden_state
+        return hidden.cpu()
+
+    def blocks(self, ids: Tensor) -> Iterator[Recorded]:
+        return trace_blocks(self.program, ids)
 
     def describe(self, versions: dict[str, str], *, hashes: bool = True) -> Model:
         """Return everything needed to run this side again; ``hashes`` are of the weights and the config."""
@@ -134,34 +143,3 @@ def heads_left_out(*sides: Side) -> dict[str, str]:
     which = "; ".join(f"{name} has {', '.join(held)}" for name, held in heads if held)
     how = "; --cases FILE with text and label compares classes" * ("score.weight" in which)
     return {"heads, which are equal" if equal else "heads": f"{which}: no part of a language model{how}"} if which else {}
-
-
-def readers(a: CheckpointSide, b: CheckpointSide, *, mapped: bool = False) -> tuple[Read, Read]:
-    """Return a reader of each model's parameters, of the tables as many rows as both have."""
-    rows = min(a.config.vocab_size, b.config.vocab_size)
-    return a.reader(rows=rows, mapped=mapped), b.reader(rows=rows, mapped=mapped)
-
-
-@dataclass(frozen=True)
-class RunningModule(Running):
-    """Our model or transformers', in memory."""
-
-    module: nn.Module
-    name: str = "the model"
-
-    def logits(self, ids: Tensor) -> Tensor:
-        output = self.module(ids)
-        logits: Tensor = output if isinstance(output, Tensor) else output.logits
-        require_finite(logits, self.name, self.module)
-        return logits
-
-    def hidden(self, ids: Tensor) -> Tensor:
-        """Return what the head reads (B, T, D)."""
-        module: Any = self.module
-        trunk = module if isinstance(module, GPT2) else module.transformer
-        ids = ids.to(trunk.wte.weight.device)
-        hidden: Tensor = trunk.hidden(ids) if trunk is module else trunk(ids).last_hidden_state
-        return hidden.cpu()
-
-    def blocks(self, ids: Tensor) -> Iterator[Recorded]:
-        return trace_blocks(self.module, ids)

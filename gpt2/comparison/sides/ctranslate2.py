@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,11 +14,10 @@ import torch
 from torch import Tensor
 
 from gpt2.comparison.sides.engine import EngineSide
-from gpt2.comparison.sides.side import Running, RunningFunction
 from gpt2.errors import InputError
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CTranslate2Side(EngineSide):
     prefix, package, module, extra = "ct2/", "ctranslate2", "ctranslate2", "ctranslate2"
 
@@ -40,17 +38,14 @@ class CTranslate2Side(EngineSide):
                 return len(self.ask(partial(_entries, file)))
         return None
 
-    @contextmanager
-    def running(self) -> Iterator[Running]:
+    def load(self, stack: ExitStack) -> Any:
         threads = torch.get_num_threads()  # "default" keeps the type of the stored weights
         load = self.engine().Generator
-        generator = self.ask(lambda: load(str(self.path), compute_type="default", intra_threads=threads))
+        return self.ask(lambda: load(str(self.path), compute_type="default", intra_threads=threads))
 
-        def logits(ids: Tensor) -> Tensor:
-            found = self.ask(lambda: generator.forward_batch(ids.tolist()), "give a shorter context, as in --on TEXT:context=512")
-            return torch.from_numpy(np.array(found))
-
-        yield RunningFunction(logits)
+    def run(self, ids: Tensor) -> Tensor:
+        advice = "give a shorter context, as in --on TEXT:context=512"
+        return torch.from_numpy(np.array(self.ask(lambda: self.program.forward_batch(ids.tolist()), advice)))
 
 
 def _entries(file: Path) -> Any:

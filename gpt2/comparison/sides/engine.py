@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
 
 from gpt2.checkpoint.saving import sha256
 from gpt2.comparison.sides.side import Model, Shown, Side
@@ -16,9 +21,12 @@ from gpt2.data import Tokenizer, from_directory, holds_tokenizer
 from gpt2.errors import InputError, user_path
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class EngineSide(Side):
-    """A file or folder that another program runs. It shows logits."""
+    """A file or folder that another program runs. It shows logits.
+
+    It is asked one row at a time, as people run it: int8 engines choose a scale for the whole batch, so neighbours move a row.
+    """
 
     name: str
     path: Path
@@ -36,7 +44,8 @@ class EngineSide(Side):
         """Open a side by name. Raises InputError: the program is not installed, or there is no such model."""
         side = cls(name, user_path(name.removeprefix(cls.prefix)))
         side.engine()
-        return replace(side, path=side.located())
+        side.path = side.located()
+        return side
 
     def engine(self) -> Any:
         """Import the program. Raises InputError, with the command that installs it, if it is not installed."""
@@ -72,8 +81,16 @@ class EngineSide(Side):
     def folder(self) -> Path:
         return self.path if self.path.is_dir() else self.path.parent
 
+    @abstractmethod
+    def run(self, ids: Tensor) -> Tensor:
+        """Return what the program says of the rows of ``ids`` (B, T), run together."""
+
+    def logits(self, ids: Tensor) -> Tensor:
+        return torch.cat([self.run(row[None]) for row in ids])
+
+    @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer beside the model, or None: then its partner's ids are read."""
+        """The tokenizer beside the model."""
         return from_directory(self.folder) if holds_tokenizer(self.folder) else None
 
     def describe(self, versions: dict[str, str], *, hashes: bool = True) -> Model:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from gpt2.comparison.sides.engine import EngineSide, EngineTokenizer
-from gpt2.comparison.sides.side import Running, RunningFunction
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 
@@ -21,7 +19,7 @@ LONGEST_TOKEN = 4096  # bytes
 FILE_TYPE = "LLAMA_FTYPE_"  # llama.cpp's names of the types of a whole file begin so: LLAMA_FTYPE_MOSTLY_Q4_K_M
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LlamaCppSide(EngineSide):
     prefix, package, module, extra = "llama.cpp/", "llama_cpp_python", "llama_cpp", "llamacpp"
     wanted, batched = "a GGUF file, as in llama.cpp/model.gguf", False
@@ -53,6 +51,7 @@ class LlamaCppSide(EngineSide):
         names = [key for key in dir(package) if key.startswith(FILE_TYPE) and getattr(package, key) == file_type]
         return names[0].removeprefix(FILE_TYPE).removeprefix("MOSTLY_").removeprefix("ALL_") if names else ""
 
+    @cached_property
     def tokenizer(self) -> Tokenizer | None:
         if self._metadata.get("tokenizer.ggml.model", "none") in ("none", "no_vocab"):
             return None
@@ -62,25 +61,20 @@ class LlamaCppSide(EngineSide):
         tokens = [buffer.raw[:length] for length in lengths]  # the buffer is read after it is written
         return EngineTokenizer(tokens, lambda text: model.tokenize(text.encode(), False, False), f"llama.cpp {self.path.name}")
 
-    @contextmanager
-    def running(self) -> Iterator[Running]:
-        """Load the file with room for the longest window so far: that of all its positions takes memory for their logits."""
-        with ExitStack() as loaded:
-            llama, size = None, 0
+    def load(self, stack: ExitStack) -> Any:
+        self._room, self._file = 0, stack.enter_context(ExitStack())
 
-            def logits(ids: Tensor) -> Tensor:
-                nonlocal llama, size
-                if llama is None or ids.size(1) > size:
-                    loaded.close()
-                    llama, size = loaded.enter_context(closing(self._load(ids.size(1)))), ids.size(1)
-                rows = []
-                for row in ids.tolist():
-                    llama.reset()
-                    llama.eval(row)
-                    rows.append(torch.tensor(llama.scores[: len(row)]))
-                return torch.stack(rows)
-
-            yield RunningFunction(logits)
+    def run(self, ids: Tensor) -> Tensor:
+        if ids.size(1) > self._room:  # of the longest window so far: all of its positions take memory for their logits
+            self._file.close()
+            self.program = self._file.enter_context(closing(self._load(ids.size(1))))
+            self._room = ids.size(1)
+        rows = []
+        for row in ids.tolist():
+            self.program.reset()
+            self.program.eval(row)
+            rows.append(torch.tensor(self.program.scores[: len(row)]))
+        return torch.stack(rows)
 
     def _load(self, size: int) -> Any:
         """Load the weights for ``size`` tokens, with a cache in float32: the difference is then the file's, not the cache's."""

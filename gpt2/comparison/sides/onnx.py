@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ from torch import Tensor
 
 from gpt2.checkpoint.containers import read_json
 from gpt2.comparison.sides.engine import EngineSide
-from gpt2.comparison.sides.side import Running, RunningFunction
 from gpt2.errors import InputError
 
 NAMES = ("model.onnx", "decoder_model.onnx", "decoder_model_merged.onnx", "onnx/model.onnx")
 TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64, "tensor(int32)": np.int32}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class OnnxSide(EngineSide):
     prefix, package, module, extra = "onnx/", "onnxruntime", "onnxruntime", "onnx"
     wanted = "a graph, as in onnx/model.onnx, or its folder"
@@ -51,16 +49,14 @@ class OnnxSide(EngineSide):
     n_positions = property(lambda self: self.sizes.get("n_positions"))
     vocab_size = property(lambda self: self.sizes.get("vocab_size"))
 
-    @contextmanager
-    def running(self) -> Iterator[Running]:
+    def load(self, stack: ExitStack) -> Any:
         package = self.engine()
         options = package.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
-        session = self.ask(lambda: package.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"]))
-        yield RunningFunction(partial(self._logits, session))
+        return self.ask(lambda: package.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"]))
 
-    def _logits(self, session: Any, ids: Tensor) -> Tensor:
-        inputs = {each.name: each for each in session.get_inputs()}
+    def run(self, ids: Tensor) -> Tensor:
+        inputs = {each.name: each for each in self.program.get_inputs()}
         if "input_ids" not in inputs:
             raise InputError(f"{self.name}: the graph takes {', '.join(inputs)}; export one that takes input_ids")
         rows, length = inputs["input_ids"].shape
@@ -70,17 +66,17 @@ class OnnxSide(EngineSide):
         if isinstance(rows, int):  # a graph of so many rows: those that lack are copies of the first
             padded = torch.cat((padded, padded[:1].expand(-len(ids) % rows, -1)))
         parts = padded.split(rows) if isinstance(rows, int) else (padded,)
-        return torch.cat([self._run(session, part, inputs) for part in parts])[: len(ids), : ids.size(1)]
+        return torch.cat([self._run(part, inputs) for part in parts])[: len(ids), : ids.size(1)]
 
-    def _run(self, session: Any, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
+    def _run(self, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
         ones = np.ones(ids.shape)
         feeds = {"input_ids": ids.numpy(), "attention_mask": ones, "position_ids": ones.cumsum(1) - 1}
         feeds["use_cache_branch"] = np.zeros(1)
         feeds |= {name: self._empty(each, len(ids)) for name, each in inputs.items() if name not in feeds}
         feeds = {name: feeds[name].astype(TYPES.get(each.type, bool)) for name, each in inputs.items()}
-        outputs = [each.name for each in session.get_outputs()]
+        outputs = [each.name for each in self.program.get_outputs()]
         wanted = "logits" if "logits" in outputs else outputs[0]
-        (logits,) = self.ask(lambda: session.run([wanted], feeds))
+        (logits,) = self.ask(lambda: self.program.run([wanted], feeds))
         if logits.ndim != 3 or logits.shape[:2] != tuple(ids.shape):
             raise InputError(f"{self.name}: its output {wanted} has the shape {logits.shape}, not (rows, tokens, vocabulary)")
         return torch.from_numpy(logits)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 
 from gpt2.comparison.passage import Settings
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
@@ -32,9 +31,9 @@ def open_sides(*names: str, settings: Settings = DEFAULTS) -> tuple[Side, ...]:
     """Open the sides of one comparison; a port gets the first checkpoint's folder."""
     sides = [open_side(name, settings) for name in names]
     checkpoint = next((side.checkpoint for side in sides if isinstance(side, CheckpointSide)), None)
-    for at, side in enumerate(sides):
+    for side in sides:
         if isinstance(side, PortSide):
-            sides[at] = replace(side, checkpoint=checkpoint)
+            side.checkpoint = checkpoint
     return tuple(sides)
 
 

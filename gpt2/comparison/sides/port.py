@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from gpt2.checkpoint.containers import listed
 from gpt2.checkpoint.files import open_weights
 from gpt2.checkpoint.keys import WRAPPERS
 from gpt2.checkpoint.saving import save, sha256
-from gpt2.comparison.sides.side import Model, Running, Shown, Side, T
+from gpt2.comparison.sides.side import Model, Shown, Side, T, Weights
 from gpt2.damage import look
 from gpt2.errors import InputError
 from gpt2.measure.tracing import Recorded, grouped, part_of, points, trace_by_name
@@ -25,7 +25,7 @@ from gpt2.measure.user_code import Target, builder, function_of, logits_of, modu
 from gpt2.port.mapping.checkpoint import ModuleCheckpoint, checkpoint_of
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PortSide(Side):
     """A user's module; ``build`` may take the folder of its partner's ``checkpoint``. Names tell which activations it shows."""
 
@@ -38,14 +38,12 @@ class PortSide(Side):
         file = self.target.path
         return Model(self.name, f"{file.name}, torch {versions['torch']}", "", None, None, {}, {file.name: sha256(file)})
 
-    @contextmanager
-    def running(self) -> Iterator[RunningPort]:
-        argv, path = sys.argv, list(sys.path)
-        try:
-            with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):  # its prints must not end up in a report
-                yield RunningPort(self, self.ask(lambda: self._build(Path(folder))))
-        finally:  # changed for the user's file, which may import its neighbours as late as in a forward pass
-            sys.argv, sys.path[:] = argv, path
+    def load(self, stack: ExitStack) -> nn.Module:
+        stack.callback(setattr, sys, "argv", sys.argv)  # changed for the user's file, which may import its neighbours late
+        stack.callback(sys.path.__setitem__, slice(None), list(sys.path))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(redirect_stdout(sys.stderr))  # its prints must not end up in a report
+        return self.ask(lambda: self._build(folder))
 
     @property
     def advice(self) -> str:  # type: ignore[override]  # read-only
@@ -69,56 +67,48 @@ class PortSide(Side):
             path = save(self.checkpoint.load(), self.checkpoint.own_tokenizer(), temporary / "checkpoint")
         return str(path)
 
+    def held(self) -> ModuleCheckpoint:
+        """Read the loaded module as a checkpoint. Raises InputError: it is no GPT-2."""
+        return self.ask(lambda: checkpoint_of(self.program, self.name))
 
-def _ending(key: str, names: Container[str]) -> str | None:
-    """Return the longest end of a dotted ``key`` among the ``names``: a trainer's module may stand around the author's."""
-    parts = key.split(".")
-    return next((name for start in range(len(parts)) if (name := ".".join(parts[start:])) in names), None)
-
-
-@dataclass(frozen=True)
-class RunningPort(Running):
-    side: PortSide
-    module: nn.Module
-
-    def weights(self) -> ModuleCheckpoint:
-        """Read the module as a checkpoint. Raises InputError: it is no GPT-2."""
-        return self.side.ask(lambda: checkpoint_of(self.module, self.side.name))
+    @property
+    def weights(self) -> Weights:
+        return Weights(self.held())
 
     def fill(self, path: Path) -> None:
         """Load the tensors of a file or folder into the module by its own names. Raises InputError: they do not fit."""
-        files, own = open_weights(path), self.module.state_dict()
+        files, own = open_weights(path), self.program.state_dict()
         names = {key: _ending(WRAPPERS.sub("", key), own) for key in files}
         stored = {name: files[key].read(key) for key, name in names.items() if name is not None}
         filled = {own[name].data_ptr() for name in stored}  # a tied tensor has two names, and may be stored once
         faults = {
             "unknown": [key for key, name in names.items() if name is None],
-            "missing": [name for name, p in self.module.named_parameters() if name not in stored and p.data_ptr() not in filled],
+            "missing": [name for name, p in self.program.named_parameters() if name not in stored and p.data_ptr() not in filled],
             "misshapen": [name for name, tensor in stored.items() if tensor.shape != own[name].shape],
         }
         if problems := "; ".join(f"{what}: {listed(some)}" for what, some in faults.items() if some):
-            raise InputError(f"{path}: does not fit {self.side.name}: {problems}; give the module that it was saved from")
-        self.module.load_state_dict(stored, strict=False)
+            raise InputError(f"{path}: does not fit {self.name}: {problems}; give the module that it was saved from")
+        self.program.load_state_dict(stored, strict=False)
 
     def logits(self, ids: Tensor) -> Tensor:
         with torch.no_grad():
-            logits = self._asked(ids, lambda ids: logits_of(self.module(ids), ids)).cpu()
+            logits = self._asked(ids, lambda ids: logits_of(self.program(ids), ids)).cpu()
         if logits.shape[:2] != ids.shape:
-            raise InputError(f"{self.side.name}: returned logits {tuple(logits.shape)} for {tuple(ids.shape)} ids; one row each")
+            raise InputError(f"{self.name}: returned logits {tuple(logits.shape)} for {tuple(ids.shape)} ids; one row each")
         return logits
 
     def _asked(self, ids: Tensor, ask: Callable[[Tensor], T]) -> T:
         """Call the user's module, where its parameters are."""
-        device = next((tensor.device for tensor in self.module.parameters()), torch.device("cpu"))
-        return self.side.ask(lambda: ask(ids.to(device)))
+        device = next((tensor.device for tensor in self.program.parameters()), torch.device("cpu"))
+        return self.ask(lambda: ask(ids.to(device)))
 
     def _traced(self, ids: Tensor, checkpoint: Checkpoint) -> Recorded:
         """Return the activations on (1, T) ``ids``, and the logits."""
-        found = self._asked(ids, lambda ids: trace_by_name(self.module, ids, checkpoint.config))
+        found = self._asked(ids, lambda ids: trace_by_name(self.program, ids, checkpoint.config))
         return {**found, "logits": self.logits(ids)} if found else {}
 
     def left_out(self, ids: Tensor) -> dict[str, str]:
-        name, checkpoint = self.side.name, self.side.checkpoint
+        name, checkpoint = self.name, self.checkpoint
         if checkpoint is None:
             return {"activations": f"{name}: the points of a port are known only beside a MODEL"}
         layers = checkpoint.config.n_layer
@@ -128,4 +118,10 @@ class RunningPort(Running):
         return {f"activations at {', '.join(missing)}": f"no module of {name} has that name"} if missing else {}
 
     def blocks(self, ids: Tensor) -> Iterator[Recorded]:
-        yield from grouped(self._traced(ids, self.side.checkpoint)) if self.side.checkpoint else ()
+        yield from grouped(self._traced(ids, self.checkpoint)) if self.checkpoint else ()
+
+
+def _ending(key: str, names: Container[str]) -> str | None:
+    """Return the longest end of a dotted ``key`` among the ``names``: a trainer's module may stand around the author's."""
+    parts = key.split(".")
+    return next((name for start in range(len(parts)) if (name := ".".join(parts[start:])) in names), None)

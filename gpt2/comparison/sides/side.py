@@ -1,28 +1,32 @@
-"""What every side of a comparison offers: its name, what it can show, its tokenizer, and a way to run it."""
+"""A side of a comparison: one context manager with ``config``, ``tokenizer``, ``weights``, ``blocks`` and ``logits``."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from gpt2.checkpoint.checkpoint import Checkpoint
+from gpt2.checkpoint.keys import HEAD
 from gpt2.checkpoint.official import Official
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError, out_of_memory
-from gpt2.measure.metrics import Logits
+from gpt2.int8 import rounded_parameter
 from gpt2.measure.tracing import Recorded
 from gpt2.measure.user_code import error_line
 from gpt2.measure.windows import Windows
+from gpt2.model import GPT2
 from gpt2.pages.reports import Environment, environment
 
 T = TypeVar("T")
+Read = Callable[[str], Tensor]  # parameter's name -> its tensor
 Tokenizers = Sequence[Tokenizer | None]  # of sides; None: it reads its partner's ids
 
 
@@ -63,40 +67,36 @@ class Recording:
     reading: str = ""  # how the text was read, in words
 
 
-class Running:
-    """A side that is loaded. A side implements the methods for what it shows, and no other method is called."""
-
-    def logits(self, ids: Tensor) -> Tensor:
-        """Return logits (B, T, V), or log-probabilities, after each of ``ids`` (B, T)."""
-        raise NotImplementedError
-
-    def blocks(self, ids: Tensor) -> Iterator[Recorded]:
-        """Yield the activations on (1, T) ``ids`` one block at a time, as :func:`gpt2.measure.tracing.trace_blocks` does."""
-        raise NotImplementedError
-
-    def left_out(self, ids: Tensor) -> dict[str, str]:
-        """Return the parts of a comparison of (1, T) ``ids`` that turn out not to be shown, each with the reason."""
-        return {}
-
-
 @dataclass(frozen=True)
-class RunningFunction(Running):
-    """A side that shows logits alone, computed by a function of the ids (B, T).
+class Weights:
+    """The weights of a ``checkpoint``, one parameter at a time, in the dtype in which it runs."""
 
-    It is asked one row at a time, as people run it: int8 engines choose a scale for the whole batch, so neighbours move a row.
-    """
+    checkpoint: Checkpoint
 
-    function: Logits
+    @property
+    def config(self) -> GPT2Config:
+        return self.checkpoint.config
 
-    def logits(self, ids: Tensor) -> Tensor:
-        return torch.cat([self.function(row[None]) for row in ids])
+    def beside(self, other: Weights, *, mapped: bool = False) -> tuple[Read, Read]:
+        """Return a reader of each one's parameters, of the tables the rows that both have; into new memory, unless ``mapped``."""
+        rows = min(self.config.vocab_size, other.config.vocab_size)
+        return self._reader(rows, mapped), other._reader(rows, mapped)
+
+    def _reader(self, rows: int, mapped: bool) -> Read:
+        stored, dtype = self.checkpoint.reader(mapped=mapped), self.checkpoint.dtype
+
+        def read(name: str, dtype: torch.dtype = dtype) -> Tensor:
+            tensor = stored("wte.weight" if name == HEAD and self.config.tie_word_embeddings else name, dtype)
+            return tensor[:rows] if name in ("wte.weight", HEAD) else tensor
+
+        return (lambda name: rounded_parameter(name, read(name, torch.float32))) if dtype == torch.int8 else read
 
 
 class Side(ABC):
-    """One of the models of a comparison, by name; nothing heavy is loaded before :meth:`running`.
+    """One of the models of a comparison, by name; nothing heavy is loaded before the ``with`` block, in which it is run.
 
-    ``shows`` is what it can show. ``config`` is None where the side does not tell its own; then ``n_positions`` and
-    ``vocab_size`` say what is known (None: anything).
+    ``shows`` says what it has: ``weights``, ``blocks`` and ``logits`` are asked only of a side that shows them. ``config`` is
+    None where the side does not tell its own; then ``n_positions`` and ``vocab_size`` say what is known (None: anything).
     """
 
     name: str  # as requested: "hf/gpt2:bf16"
@@ -106,6 +106,7 @@ class Side(ABC):
     device: torch.device = torch.device("cpu")
     recording: Recording | None = None  # of a side that can be asked about no other text
     advice: str = "convert the model again"  # where it fails
+    program: Any = None  # what runs it, while it is loaded
 
     @property
     def n_positions(self) -> int | None:
@@ -136,13 +137,46 @@ class Side(ABC):
                 advice = "memory does not suffice: choose a smaller model, or a shorter context, as in --on TEXT:context=512"
             raise InputError(f"{self.name}: {error_line(error)}; {advice or self.advice}") from None
 
-    @abstractmethod
-    def running(self) -> AbstractContextManager[Running]:
-        """Load the side for the time of the ``with`` block."""
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self.program = self.load(stack)
+            self._loaded = stack.pop_all()
+        return self
 
+    def __exit__(self, *error: object) -> None:
+        self.program = None
+        self._loaded.close()
+
+    @abstractmethod
+    def load(self, stack: ExitStack) -> Any:
+        """Return what runs the side, until the stack is closed."""
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
-        """Return the side's own tokenizer, or None: then it reads its partner's ids."""
+        """The side's own tokenizer, or None: then it reads its partner's ids."""
         return None
+
+    @property
+    def weights(self) -> Weights | None:
+        """Its weights; those of a user's module are known while it is loaded. Raises InputError: it is no GPT-2."""
+        return None
+
+    @property
+    def gpt2(self) -> GPT2 | None:
+        """Our model, while it is loaded, where the side is one."""
+        return None
+
+    @abstractmethod
+    def logits(self, ids: Tensor) -> Tensor:
+        """Return logits (B, T, V), or log-probabilities, after each of ``ids`` (B, T)."""
+
+    def blocks(self, ids: Tensor) -> Iterator[Recorded]:
+        """Yield the activations on (1, T) ``ids`` one block at a time, as :func:`gpt2.measure.tracing.trace_blocks` does."""
+        raise NotImplementedError
+
+    def left_out(self, ids: Tensor) -> dict[str, str]:
+        """Return the parts of a comparison of (1, T) ``ids`` that turn out not to be shown, each with the reason."""
+        return {}
 
     @abstractmethod
     def describe(self, versions: dict[str, str], *, hashes: bool = True) -> Model:
@@ -178,7 +212,7 @@ def environment_of(sides: Iterable[Side]) -> Environment:
 
 def text_tokenizers(sides: Sequence[Side]) -> tuple[Tokenizer, ...]:
     """Return each side's own tokenizer, or the first one if it has none; without any, raise an InputError."""
-    own = [side.tokenizer() for side in sides]
+    own = [side.tokenizer for side in sides]
     shared = first_tokenizer(own)
     if shared is None:
         raise InputError(f"{sides[0].name}: has no tokenizer to read a text with; give a model that comes with one")

@@ -10,7 +10,7 @@ import itertools
 import json
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.saving import raw_bytes
-from gpt2.comparison.sides.side import Model, Recording, Running, Shown, Side
+from gpt2.comparison.sides.side import Model, Recording, Shown, Side
 from gpt2.config import GPT2Config
 from gpt2.errors import CheckpointError, InputError, user_path
 from gpt2.measure.dumps import IDS
 from gpt2.measure.tracing import Recorded, grouped, points
-from gpt2.measure.windows import RowWindows, Windows
+from gpt2.measure.windows import RowWindows, Window, Windows
 
 PREFIX, SUFFIX = "trace:", ".safetensors"
 FORMAT, TRACE_FORMAT = "gpt2-toolkit reference", "gpt2-toolkit trace"
@@ -33,7 +33,7 @@ SQUARE = ("attn.scores", "attn.weights")  # points with a row of T for each toke
 PIECE = 64 << 20  # bytes of logits whose checksum is computed at once
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TraceSide(Side):
     """A recording: it shows what its file holds, on the text that it was made with."""
 
@@ -106,9 +106,35 @@ class TraceSide(Side):
     def shows(self) -> frozenset[Shown]:  # type: ignore[override]
         return frozenset({Shown.LOGITS, *([Shown.ACTIVATIONS] if self.activations else [])})
 
-    @contextmanager
-    def running(self) -> Iterator[Replay]:
-        yield Replay(self)
+    def load(self, stack: ExitStack) -> Iterator[tuple[Window, Tensor]]:
+        """Return the recording's windows with the logits of their scored tokens, again and again."""
+        windows = list(self.recording.windows.of(len(self.recording.ids)))
+        lengths = [window.end - window.first for window in windows]
+        return itertools.cycle(zip(windows, self.rows.split(lengths), strict=True))
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """Return logits (B, T, V), 0 after inputs that are not scored; after the last window the first one is next.
+
+        Raises InputError: it is asked for another text.
+        """
+        answers = []
+        for inputs in ids:
+            window, rows = next(self.program)
+            if not torch.equal(inputs.cpu().long(), self.recording.ids[window.start : window.end]):
+                raise InputError(f"{self.name}: a recording answers for its own text only; compare it without another")
+            answers.append(F.pad(rows, (0, 0, window.first - window.start, 0)))
+        return torch.stack(answers)
+
+    def blocks(self, ids: Tensor) -> Iterator[Recorded]:
+        """Yield the activations, cut to the length of ``ids`` (1, T). Raises InputError: they are of other ids."""
+        tokens, held = ids.size(1), self.recording.windows.context + 1
+        if tokens > held or not torch.equal(ids[0].long(), self.recording.ids[:tokens]):
+            raise InputError(f"{self.name}: holds activations of its first {held} tokens; compare it without another text")
+        cut = {
+            name: tensor[:, :, :tokens, :tokens] if name.endswith(SQUARE) else tensor[:, :tokens]
+            for name, tensor in self.activations.items()
+        }
+        yield from grouped(cut)
 
     def describe(self, versions: dict[str, str], *, hashes: bool = True) -> Model:
         return self.model
@@ -134,37 +160,3 @@ def _require_as_written(file: SafetensorsFile, rows: Tensor) -> None:
         crc = zlib.crc32(raw_bytes(part), crc)
     if checksum({name: file.read(name) for name in ("ids", "token_bytes")}, crc) != bytes(file.read("crc32").tolist()):
         raise ValueError("its checksum is wrong")
-
-
-class Replay(Running):
-    """A recording in use: it answers when it is asked for its own windows, in their order."""
-
-    def __init__(self, side: TraceSide) -> None:
-        windows = list(side.recording.windows.of(len(side.recording.ids)))
-        ends = itertools.accumulate(window.end - window.first for window in windows)
-        self._side, self._windows = side, itertools.cycle(zip(windows, ends, strict=True))
-
-    def logits(self, ids: Tensor) -> Tensor:
-        """Return logits (B, T, V), 0 after inputs that are not scored; after the last window the first one is next.
-
-        Raises InputError: it is asked for another text.
-        """
-        answers = []
-        for inputs in ids:
-            window, end = next(self._windows)
-            if not torch.equal(inputs.cpu().long(), self._side.recording.ids[window.start : window.end]):
-                raise InputError(f"{self._side.name}: a recording answers for its own text only; compare it without another")
-            rows = self._side.rows[end - (window.end - window.first) : end]
-            answers.append(F.pad(rows, (0, 0, window.first - window.start, 0)))
-        return torch.stack(answers)
-
-    def blocks(self, ids: Tensor) -> Iterator[Recorded]:
-        """Yield the activations, cut to the length of ``ids`` (1, T). Raises InputError: they are of other ids."""
-        tokens, held = ids.size(1), self._side.recording.windows.context + 1
-        if tokens > held or not torch.equal(ids[0].long(), self._side.recording.ids[:tokens]):
-            raise InputError(f"{self._side.name}: holds activations of its first {held} tokens; compare it without another text")
-        cut = {
-            name: tensor[:, :, :tokens, :tokens] if name.endswith(SQUARE) else tensor[:, :tokens]
-            for name, tensor in self._side.activations.items()
-        }
-        yield from grouped(cut)

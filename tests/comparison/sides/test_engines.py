@@ -142,9 +142,9 @@ def test_a_window_longer_than_the_engines_context(module: str, tmp_path: Path) -
         name = f"ct2/{tmp_path / 'ct2'}"
     else:
         name = f"llama.cpp/{export(str(tmp_path / 'short'), tmp_path, format='gguf').directory}/model.gguf"
-    with open_side(name).running() as running:
-        assert running.logits(torch.zeros(1, 32, dtype=torch.int64)).shape[:2] == (1, 32)
-        assert "give a shorter context" in refusal(running.logits, torch.zeros(1, 40, dtype=torch.int64))
+    with open_side(name) as side:
+        assert side.logits(torch.zeros(1, 32, dtype=torch.int64)).shape[:2] == (1, 32)
+        assert "give a shorter context" in refusal(side.logits, torch.zeros(1, 40, dtype=torch.int64))
 
 
 @pytest.mark.slow
@@ -231,9 +231,9 @@ def test_an_engine_is_asked_one_row_at_a_time(
     ]
     assert body["floor"] is None
     passages, score = ("to be or not to be", "I pray you, go"), partial(score_last_words, tokenizer=gpt2.load_tokenizer(MODEL))
-    with open_side(side).running() as running:  # nor with the padding of a longer row
-        words = score(running.logits, passages=passages, context=64)
-        single = [score(running.function, passages=[passage], context=64).losses[0] for passage in passages]
+    with open_side(side) as opened:  # nor with the padding of a longer row
+        words = score(opened.logits, passages=passages, context=64)
+        single = [score(opened.run, passages=[passage], context=64).losses[0] for passage in passages]
     assert words.losses == pytest.approx(single, abs=1e-6)
 
 
@@ -274,7 +274,7 @@ BROKEN = {
 @pytest.mark.parametrize("source", BROKEN)
 def test_a_port_that_fails_is_one_line(source: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "port.py").write_text(source)
-    with pytest.raises(InputError, match=BROKEN[source]), open_side(f"{tmp_path / 'port.py'}:build").running():
+    with pytest.raises(InputError, match=BROKEN[source]), open_side(f"{tmp_path / 'port.py'}:build"):
         pass
 
 
@@ -286,8 +286,8 @@ def test_a_port_whose_forward_fails_is_one_line(body: str, says: str, tmp_path: 
     """Both were tracebacks: one is no Exception, the other failed where logits are brought to the CPU."""
     module = f"import torch\nclass M(torch.nn.Module):\n    def forward(self, ids):\n        {body}\n"
     (tmp_path / "port.py").write_text(f"{module}def build():\n    return M()\n")
-    with open_side(f"{tmp_path / 'port.py'}:build").running() as running:
-        assert says in refusal(running.logits, torch.zeros(1, 8, dtype=torch.long))
+    with open_side(f"{tmp_path / 'port.py'}:build") as side:
+        assert says in refusal(side.logits, torch.zeros(1, 8, dtype=torch.long))
 
 
 def test_logits_of_a_port_that_are_not_finite(base: Path, text: str, tmp_path: Path) -> None:
