@@ -96,8 +96,9 @@ def run(args: argparse.Namespace) -> int:
     if args.attention is not None:
         _require_used(args, "--attention")
         return _attention(args)
-    from gpt2.comparison.cases import CaseTable, read_cases
+    from gpt2.comparison.cases import read_cases
     from gpt2.comparison.gates import Gate
+    from gpt2.comparison.passage import CaseTable
     from gpt2.comparison.run import compare_named
     from gpt2.measure.allocator import keep_freed_memory
 

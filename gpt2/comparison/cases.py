@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gpt2.comparison.loaded import Loaded
+from gpt2.comparison.passage import CaseTable
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.data import Tokenizer
 from gpt2.data.documents import HELD_OUT
@@ -35,14 +36,6 @@ FIELDS = ("prompt", "expected"), ("question", "answer")  # the second as trainin
 LABELLED = ("text", "label")  # as training a classifier reads them
 SHOWN = 10  # cases of a kind that a table lists
 ROOM = 32  # tokens of an answer beyond twice those of the expected text
-
-
-@dataclass(frozen=True)
-class CaseTable:
-    """A user's table of cases; ``fields`` names prompt and expected text where they have other names."""
-
-    path: str
-    fields: tuple[str, str]
 
 
 @dataclass(frozen=True)

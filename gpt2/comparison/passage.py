@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,12 +16,17 @@ from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.texts import RUNNING, Text, open_text
 from gpt2.measure.windows import Windows
 
-if TYPE_CHECKING:
-    from gpt2.comparison.cases import CaseTable
-
 TOKENS = 8192  # tokens of the text, by default
 THRESHOLD = 1e-3  # relative error: 1000 times float32's rounding, and less than after one step of fine-tuning
 DEFAULT_CONTEXT = 1024  # where no side tells how many positions it has
+
+
+@dataclass(frozen=True)
+class CaseTable:
+    """A user's table of cases; ``fields`` names prompt and expected text where they have other names."""
+
+    path: str
+    fields: tuple[str, str]
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
 from gpt2.checkpoint.names import DEFAULT
-from gpt2.comparison.cases import CaseTable
 from gpt2.comparison.many_results import Comparisons
 from gpt2.comparison.pairs import compare_sides
-from gpt2.comparison.passage import THRESHOLD, Settings
+from gpt2.comparison.passage import THRESHOLD, CaseTable, Settings
 from gpt2.comparison.results import Comparison
 from gpt2.config import number
 from gpt2.data.files import read_all
@@ -72,7 +71,7 @@ def compare(a: str = DEFAULT, b: str = f"hf/{DEFAULT}", *others: str, **options:
         device: where checkpoints run, as for :func:`gpt2.load`; float64 runs, and what other engines run, stay on the CPU.
         blame: also put parts of b into a and measure what each carries, for models of one shape (:mod:`gpt2.comparison.blame`).
         save: keep the logits of ``a`` in this safetensors file, for the side ``trace:FILE``.
-        cases: a table of questions, which both are asked too: a file, or a :class:`gpt2.comparison.cases.CaseTable`.
+        cases: a table of questions, which both are asked too: a file, or a :class:`gpt2.comparison.passage.CaseTable`.
 
     Raises:
         InputError: no such model or text; threshold, blame, save or cases with more than two models.
