@@ -30,6 +30,7 @@ from gpt2.port.terms.budget import Budget
 
 State = dict[str, Tensor]
 Formula = Callable[["Site", State], Tensor]
+Function = Callable[[Tensor], Tensor]  # of one value
 Edits = Mapping[str, Formula]
 Calls = tuple[tuple[int, int], ...]  # the text is read in these pieces; one piece: at once
 Memory = dict[Hashable, Tensor]

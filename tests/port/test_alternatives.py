@@ -328,7 +328,7 @@ IN_DUMPS_SLOWLY: list[tuple[str, int | None, str]] = [
 def test_a_module_with_an_alternative_has_this_cause_at_this_place_and_no_other(label: str, block: int | None) -> None:
     """A cause beside the true one, or another place, makes the user change correct code."""
     whole = whole_of(label, block)
-    result, (wanted,) = walked(whole), whole.found(CONFIG.n_layer)
+    result, (wanted,) = walked(whole), whole.causes(CONFIG.n_layer)
     assert [(cause.id, cause.places) for cause in result.causes] == [(wanted.id, wanted.places)]
     assert result.explained
     right, wrong = (Model(model().state_dict(), CONFIG, ids()).trace(p) for p in (Program(), whole.program))
@@ -345,7 +345,7 @@ def test_a_dump_of_a_program_with_an_alternative_has_this_cause_at_this_place_an
     """A factor of zero was called a cache, one block's weights in all blocks a block that runs again. In the precision that hides
     most, too."""
     whole = whole_of(label, block)
-    (wanted,) = whole.found(CONFIG.n_layer)
+    (wanted,) = whole.causes(CONFIG.n_layer)
     for dtype in (torch.float32, torch.float16)[: 1 + (level == "usual")]:
         said = gpt2.diagnose(dumped(whole.program, level, dtype), model())
         assert [(cause.id, cause.where) for cause in said.causes] == [(wanted.id, joined(wanted.places))], dtype
@@ -360,7 +360,7 @@ def test_a_large_model_is_searched_from_few_values(
     """The edited node alone is looked at, the first tokens, in float32; a stream in float64 that enters them was an error."""
     monkeypatch.setattr(graph, "SMALL", 0)
     whole = whole_of(label, block)
-    (wanted,) = whole.found(CONFIG.n_layer)
+    (wanted,) = whole.causes(CONFIG.n_layer)
     said = gpt2.diagnose(dumped(whole.program, level, torch.float64), model())
     assert [(cause.id, cause.where) for cause in said.causes] == [(wanted.id, joined(wanted.places))]
 

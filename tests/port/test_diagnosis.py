@@ -19,8 +19,9 @@ import gpt2
 from gpt2.port.alternatives.entries import likeness
 from gpt2.port.diagnosis import diagnose
 from gpt2.port.recording.dispatch import DeterministicMode, run_deterministically
-from gpt2.port.terms.causes import CAUSES, PlacedCause, ranked
+from gpt2.port.terms.causes import CAUSES, Cause
 from gpt2.port.terms.places import EVERY, Place
+from gpt2.port.terms.ranking import ranked
 from gpt2.port.terms.report import Diagnosis, Divergence
 
 
@@ -236,8 +237,8 @@ def test_deterministic_mode_removes_randomness_and_narrow_casts() -> None:
     assert len(watching.dropouts) == 1
 
 
-def placed(id: str, *places: Place, effect: float | None = None) -> PlacedCause:
-    return PlacedCause(id, places, "detail", "evidence", 1.0, effect=effect)
+def placed(id: str, *places: Place, effect: float | None = None) -> Cause:
+    return Cause(id, places, "detail", "evidence", 1.0, effect=effect)
 
 
 def test_causes_are_sorted_by_effect_and_consequences_dropped() -> None:
@@ -258,7 +259,7 @@ def test_every_cause_has_a_fix_of_one_line() -> None:
 FOUND = Diagnosis(
     "mismatch",
     Divergence("h.0.mlp.act", 0, 2.4e-4),
-    (replace(placed("gelu-variant", Place(EVERY, "mlp")), detail="your activation is the exact GELU").cause(),),
+    (replace(placed("gelu-variant", Place(EVERY, "mlp")), detail="your activation is the exact GELU"),),
     ("a note",),
     "MyGPT",
     "gpt2",

@@ -16,7 +16,7 @@ from gpt2.port.alternatives.alternative import Changed
 from gpt2.port.dump.examination import computed_in
 from gpt2.port.fits.lacking import looks_dropped
 from gpt2.port.graph import Formula, Model, Program, Site, State
-from gpt2.port.terms.report import SURE
+from gpt2.port.terms.causes import SURE
 from gpt2.port.terms.tolerance import measured
 
 FEW = ("ln_1", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.act", "mlp.c_proj")

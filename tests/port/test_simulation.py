@@ -72,7 +72,7 @@ def test_a_fault_says_its_own_correction(model: GPT2, ids: Tensor) -> None:
     """The table's line was printed instead: a window was to be mended as a token that cannot see itself."""
     every = table(Model(model.state_dict(), CONFIG, ids))
     window = next(one for one in every if one.words.startswith("a token sees the last 2 tokens"))
-    (found,) = Candidate(tuple((window, n) for n in range(CONFIG.n_layer))).found(CONFIG.n_layer)
+    (found,) = Candidate(tuple((window, n) for n in range(CONFIG.n_layer))).causes(CONFIG.n_layer)
     assert found.fix is not None
     assert "no window" in found.fix
 

@@ -17,7 +17,9 @@ from gpt2.port.step.clipping import ClipKind, read_clipping
 from gpt2.port.step.records import Gradient, Sampled, Update
 from gpt2.port.step.rules import Rule, Track, directions, fit, recognised
 from gpt2.port.step.settings import Settings as Given
-from gpt2.port.terms.report import Cause, Diagnosis, Divergence
+from gpt2.port.terms.causes import Cause
+from gpt2.port.terms.places import Place
+from gpt2.port.terms.report import Diagnosis, Divergence
 
 RIGHT = "fused"
 RIGHT_SAMPLE = (
@@ -265,7 +267,7 @@ def test_settings_are_refused_by_name(line: str, words: str) -> None:
 
 def test_a_mismatch_is_no_number_that_is_zero_for_a_reader() -> None:
     """``first at update (error 6.4e-17)`` made people look for rounding where a rule was another one."""
-    cause = Cause("decay-coupled", "wte.weight", "", "", 1.0, "")
+    cause = Cause("decay-coupled", (Place.of("wte.weight"),), "", mend=" ")
     found = [Diagnosis("mismatch", Divergence("update", None, error), (cause,), (), "a step") for error in (6.4e-17, 0.25)]
     heads = [one.table().splitlines()[0] for one in found]
     assert heads == ["MISMATCH  first at update", "MISMATCH  first at update (error 2.5e-01)"]

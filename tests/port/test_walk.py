@@ -173,7 +173,7 @@ def test_a_cause_has_evidence_and_a_fix() -> None:
     (cause,) = walked(**NO_SCALE).causes
     assert "computed so from your own values, it is what you have there, to " in cause.evidence
     assert "the walk ends at your own logits" in cause.evidence
-    assert cause.cause().fix.startswith("scores = q @ k")
+    assert cause.fix.startswith("scores = q @ k")
     assert cause.confidence == 1.0
     (cause,) = walked(**ERF).causes
     assert "GPT-2's formula is off by " in cause.evidence

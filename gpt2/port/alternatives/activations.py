@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from gpt2.config import GPT2Config
 from gpt2.port.alternatives.alternative import Alternative, changed, family
-from gpt2.port.graph import Model
-from gpt2.port.terms.fault import Fault, Function
+from gpt2.port.graph import Function, Model
+from gpt2.port.terms.causes import Cause
 
 ROUNDED = float(torch.tensor(2 / math.pi, dtype=torch.float32).sqrt())  # as a port computes it in float32
 _TANH = math.sqrt(2 / math.pi)
@@ -131,13 +131,13 @@ SHORT = {"gelu": "erf", "gelu_new": "tanh", "quick_gelu": "quick"}  # names in t
 SAME = {"gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "swish": "silu"}
 
 
-def activation_faults(config: GPT2Config) -> Iterator[tuple[str, Function, Fault]]:
+def activation_faults(config: GPT2Config) -> Iterator[tuple[str, Function, Cause]]:
     """Yield the label, the formula and the fault of every activation but the checkpoint's."""
     right = SAME.get(config.activation_function, config.activation_function)
     wanted = FUNCTIONS[right][0] if right in FUNCTIONS else right
 
-    def fault(detail: str) -> Fault:
-        return Fault("gelu-variant", "mlp.act", detail)
+    def fault(detail: str) -> Cause:
+        return Cause.at("gelu-variant", "mlp.act", detail)
 
     for name, root in CONSTANTS.items() if right == "gelu_new" else ():
         yield f"gelu_new {name}", _tanh_gelu(root), fault(f"the tanh GELU with sqrt(2/pi) rounded ({name})")

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.port.graph import ATTENTION, READS, TEXT, Calls, Edits, Formula, Memory, Model, Site, State, computed
-from gpt2.port.terms.fault import Fault
+from gpt2.port.terms.causes import Cause
+from gpt2.port.terms.places import Place
 
 Family = Callable[[Model], Iterator["Alternative"]]
 FAMILIES: list[Family] = []
@@ -152,18 +153,15 @@ class Alternative:
         nodes = self.outside if layer is None else self.edits
         return tuple(dict.fromkeys(PARTS.get(node, node) for node in nodes)) or ("attn",)
 
-    def faults(self, layer: int | None) -> tuple[Fault, ...]:
+    def faults(self, layer: int | None) -> tuple[Cause, ...]:
         """Return the faults in a block, or outside the blocks; none where it changes nothing."""
         if layer is not None and self.silent is not None and self.silent(layer):
             return ()
         causes = ((self.id, self.words), *self.also)
         fixes = {self.id: self.fix}
         parts = (part.partition(" ") for part in self.parts(layer))
-        return tuple(
-            Fault(id, part, words, layer=layer, fix=fixes.get(id), share=share)
-            for part, _, share in parts
-            for id, words in causes
-        )
+        places = [(Place.at(layer, part, share),) for part, _, share in parts]
+        return tuple(Cause(id, place, words, mend=fixes.get(id)) for place in places for id, words in causes)
 
     def at(self, layer: int | None) -> Edits:
         """Return the edits in a block, or outside the blocks; none where it changes nothing."""

@@ -15,8 +15,7 @@ from gpt2.config import GPT2Config
 from gpt2.port.alternatives.alternative import Alternative, Changed, changed, family
 from gpt2.port.alternatives.norm_formulas import layer_norm
 from gpt2.port.graph import ROWS, Formula, Model, Site, State, right_scale, split
-from gpt2.port.terms.causes import SCORES
-from gpt2.port.terms.fault import Fault
+from gpt2.port.terms.causes import SCORES, Cause
 
 ROUNDED = "rounded to float32"
 OFFICIAL_SIZE = 64  # of a head, in all official models
@@ -33,7 +32,7 @@ VALUES |= {"x": "the stream is mixed as it is: there is no norm and no projectio
 
 def scale_faults(
     config: GPT2Config, layer: int, factor: float, inverse_first: bool = False, exact: bool = False
-) -> tuple[Fault, ...]:
+) -> tuple[Cause, ...]:
     """Return the faults that ``factor`` on the scores shows; ``inverse_first``: try the layer's number first.
 
     ``exact``: the factor was measured in float64, so that a constant rounded to float32 shows.
@@ -41,8 +40,8 @@ def scale_faults(
     width, size, number = config.n_embd, config.head_dim, layer + 1
     root, right = 1 / math.sqrt(size), right_scale(config, layer)
 
-    def fault(id: str, detail: str) -> Fault:
-        return Fault(id, "attn", detail, "by the layer's number" if id == "scale-inverse-layer" else "")
+    def fault(id: str, detail: str) -> Cause:
+        return Cause.at(id, "attn", detail, "by the layer's number" if id == "scale-inverse-layer" else "")
 
     def is_factor(value: float) -> bool:
         return math.isclose(factor, value, rel_tol=1e-7)

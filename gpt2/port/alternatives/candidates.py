@@ -10,25 +10,12 @@ from gpt2.port.alternatives.alternative import Alternative, in_calls, merged
 from gpt2.port.alternatives.commonness import rarity
 from gpt2.port.alternatives.outside import sequence_faults
 from gpt2.port.graph import ROWS, Formula, Program
-from gpt2.port.terms.fault import Fault
-from gpt2.port.terms.places import Place, collapsed
+from gpt2.port.terms.causes import Cause
+from gpt2.port.terms.places import collapsed
 
 FITTED = 0.5  # the price of many fitted numbers: a known formula that gives the same is preferred
 FREE = ("extra-bias", "untied-head")  # faults of the head with fitted numbers
 Site = tuple[Alternative, int | None]  # an alternative, and the block that has it; None outside the blocks
-
-
-@dataclass(frozen=True)
-class Found:
-    """One fault of a program: ``id`` is a key of :data:`gpt2.port.terms.causes.CAUSES`; ``detail`` says what the program does.
-
-    ``fix``: the corrected line, if it is not that of the table.
-    """
-
-    id: str
-    places: tuple[Place, ...]
-    detail: str
-    fix: str | None = None
 
 
 @dataclass(frozen=True)
@@ -37,7 +24,7 @@ class Candidate:
 
     sites: tuple[Site, ...] = ()
     order: tuple[int, ...] | None = None
-    head: tuple[Fault, ...] = ()  # what is seen in the logits alone
+    head: tuple[Cause, ...] = ()  # what is seen in the logits alone
 
     @property
     def is_right(self) -> bool:
@@ -111,17 +98,17 @@ class Candidate:
         """Return both candidates' faults together."""
         return Candidate((*self.sites, *other.sites), self.order or other.order, (*self.head, *other.head))
 
-    def faults(self, layers: int) -> list[Fault]:
+    def faults(self, layers: int) -> list[Cause]:
         faults = [fault for one, layer in self.sites for fault in one.faults(layer)]
         sequence = [] if self.order is None else sequence_faults(self.order, layers)
         return [*faults, *sequence, *self.head]
 
-    def found(self, layers: int) -> tuple[Found, ...]:
+    def causes(self, layers: int) -> tuple[Cause, ...]:
         """Return the faults with all places of each, in order of appearance."""
-        groups: dict[tuple[str, str], list[Fault]] = {}
+        groups: dict[tuple[str, str], list[Cause]] = {}
         for fault in self.faults(layers):
             groups.setdefault((fault.id, fault.kind or fault.detail), []).append(fault)
         return tuple(
-            Found(id, collapsed((fault.place for fault in same), layers), same[0].detail, same[0].fix)
-            for (id, _), same in groups.items()
+            Cause(one.id, collapsed((fault.place for fault in (one, *others)), layers), one.detail, mend=one.mend)
+            for one, *others in groups.values()
         )

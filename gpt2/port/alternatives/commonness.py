@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gpt2.port.terms.fault import Fault
+from gpt2.port.terms.causes import Cause
 
 COUNTED = {  # causes, by how many reports each has
     23: "gelu-variant",
@@ -28,6 +28,6 @@ REPORTS = {id: count for count, ids in COUNTED.items() for id in ids.split()}
 SELDOM = 1  # reports of all other causes, at most
 
 
-def rarity(faults: Iterable[Fault]) -> int:
+def rarity(faults: Iterable[Cause]) -> int:
     """Return minus the number of reports of the least common of ``faults``: less is more common."""
     return -min((REPORTS.get(fault.id, SELDOM) for fault in faults), default=0)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2.port.terms.fault import Fault
-from gpt2.port.terms.fault import Function as Formula
+from gpt2.port.graph import Function as Formula
+from gpt2.port.terms.causes import Cause
 
 
 class Step(NamedTuple):
@@ -51,7 +51,7 @@ STEPS: dict[str, Step] = {
 }
 
 
-def last_steps() -> Iterator[tuple[Fault, Formula]]:
+def last_steps() -> Iterator[tuple[Cause, Formula]]:
     """Yield the faults, with what each does to the logits."""
     for words, (id, formula) in STEPS.items():
-        yield Fault(id, "logits", words, words), formula
+        yield Cause.at(id, "logits", words, words), formula

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2.port.terms.fault import Fault
+from gpt2.port.terms.causes import Cause
 
 OWN = "over each token's features"
 AXES = {
@@ -50,13 +50,13 @@ class Divided(NamedTuple):
         variance = variance * size / (size - 1) if self.unbiased and size > 1 else variance
         return (x - mean) / (variance.sqrt() + eps if self.outside else (variance + eps).sqrt())
 
-    def faults(self, part: str, eps: float, given: float) -> Iterator[Fault]:
+    def faults(self, part: str, eps: float, given: float) -> Iterator[Cause]:
         """Yield the faults beside that of the axis, in a norm ``part`` with epsilon ``eps``; the checkpoint's is ``given``."""
         if self.unbiased:
-            yield Fault("layernorm-unbiased-variance", part, "the variance is divided by one less than the number of entries")
+            yield Cause.at("layernorm-unbiased-variance", part, "the variance is divided by one less than the number of entries")
         if self.outside or abs(eps - given) > 1e-9:
             where = ", added to the standard deviation" if self.outside else ""
-            yield Fault("layernorm-eps", part, f"epsilon is {eps:.4g}{where}; the checkpoint's is {given:g}")
+            yield Cause.at("layernorm-eps", part, f"epsilon is {eps:.4g}{where}; the checkpoint's is {given:g}")
 
 
 WAYS = tuple(Divided(unbiased, outside) for outside in (False, True) for unbiased in (False, True))

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.port.terms.fault import Fault, Function
+from gpt2.port.graph import Function
+from gpt2.port.terms.causes import Cause
 
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, 0.0, 1e-3, 1e-7, 1e-10, 1e-4, 1e-2, 1e-9, 1e-1, 1.0)
 RMS_EPSILONS = (1e-6, 1e-8, 0.0, 1e-5, 1e-12, torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps)
@@ -29,7 +30,7 @@ class Hypothesis(NamedTuple):
 
     label: str
     formula: Function
-    faults: tuple[Fault, ...]
+    faults: tuple[Cause, ...]
     mixes_rows: bool
 
 
@@ -76,14 +77,14 @@ def known_norms(config: GPT2Config, state: Mapping[str, Tensor], name: str) -> l
     trivial = bool((weight == 1).all()) and not bool(bias.any())  # these parameters have no effect
     out: list[Hypothesis] = []
 
-    def add(label: str, *faults: Fault, affine: tuple[Tensor, Tensor] = own, eps: float = given, **how: Any) -> None:
+    def add(label: str, *faults: Cause, affine: tuple[Tensor, Tensor] = own, eps: float = given, **how: Any) -> None:
         formula = partial(layer_norm, weight=affine[0], bias=affine[1], eps=eps, **how)
         out.append(Hypothesis(label, formula, faults, 0 in how.get("axes", ())))
 
-    def fault(id: str, detail: str, kind: str = "") -> Fault:
-        return Fault(id, part, detail, kind)
+    def fault(id: str, detail: str, kind: str = "") -> Cause:
+        return Cause.at(id, part, detail, kind)
 
-    def other_eps(eps: float, where: str = "") -> tuple[Fault, ...]:
+    def other_eps(eps: float, where: str = "") -> tuple[Cause, ...]:
         value = "no epsilon" if eps == 0 else f"epsilon {eps:g}"
         wrong = fault("layernorm-eps", f"{value}{where}; the checkpoint's is {given:g}, added to the variance")
         return (wrong,) if where or eps != given else ()

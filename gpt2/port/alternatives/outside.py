@@ -17,7 +17,7 @@ from gpt2.port.alternatives.alternative import Alternative, Changed, family
 from gpt2.port.alternatives.norm_formulas import RMS, layer_norm
 from gpt2.port.alternatives.wiring import usual_factors
 from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site, State, embedding
-from gpt2.port.terms.fault import Fault
+from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import EVERY
 
 MOST_SHIFTS = 33  # by how much positions are tried to be off, on a small model
@@ -189,7 +189,7 @@ def orders(layers: int) -> list[tuple[int, ...]]:
     return [order for order in dict.fromkeys(out) if order != right and order]
 
 
-def sequence_faults(ran: Sequence[int], layers: int, weights_seen: bool = False) -> list[Fault]:
+def sequence_faults(ran: Sequence[int], layers: int, weights_seen: bool = False) -> list[Cause]:
     """Return the faults of a run of the blocks ``ran``, in a model of ``layers`` blocks.
 
     If one block takes the place of all, its weights in every block give the same numbers, and are the commoner mistake.
@@ -201,19 +201,19 @@ def sequence_faults(ran: Sequence[int], layers: int, weights_seen: bool = False)
     if len(set(ran)) == 1 < len(ran) and layers > 1:
         if weights_seen or len(ran) != layers:
             words = f"one block runs {len(ran)} times, in place of every block"
-            return [Fault("layer-repeated", "", words, layer=EVERY, fix=ONE_BLOCK)]
+            return [Cause.at("layer-repeated", "", words, layer=EVERY, mend=ONE_BLOCK)]
         words = f"it computes with the weights of h.{ran[0]}, or that block runs {len(ran)} times"
-        return [Fault("wrong-tensor", "", words, layer=block) for block in range(layers) if block != ran[0]]
+        return [Cause.at("wrong-tensor", "", words, layer=block) for block in range(layers) if block != ran[0]]
     faults = []
     for block in range(layers):
         if (times := ran.count(block)) > 1:
-            faults.append(Fault("layer-repeated", "", f"it runs {times} times; the blocks run are {names}", layer=block))
+            faults.append(Cause.at("layer-repeated", "", f"it runs {times} times; the blocks run are {names}", layer=block))
         elif not times:
-            faults.append(Fault("layer-missing", "", f"it does not run; the blocks run are {names}", layer=block))
+            faults.append(Cause.at("layer-missing", "", f"it does not run; the blocks run are {names}", layer=block))
     firsts = list(dict.fromkeys(ran))
     if firsts != sorted(firsts):
         astray = next(i for i, block in enumerate(firsts) if block != sorted(firsts)[i])
-        faults.append(Fault("layer-order", "", f"the blocks run as {names}", layer=astray))
+        faults.append(Cause.at("layer-order", "", f"the blocks run as {names}", layer=astray))
     return faults
 
 

@@ -14,7 +14,7 @@ from gpt2.port.alternatives.loading import MATRICES, NODES_OF, Change, held, rea
 from gpt2.port.alternatives.norms import normed
 from gpt2.port.alternatives.rounding import CUT, NARROW, SCALED, in_eight_bits, mantissa, narrowed, quantised
 from gpt2.port.graph import MODULES, READS, TEXT, Edits, Formula, Model, Site, affine, right_scale
-from gpt2.port.terms.fault import Function as Rounding
+from gpt2.port.graph import Function as Rounding
 
 FLOATS: dict[str, Rounding] = {"bfloat16": partial(mantissa, 7, False), "float16": partial(mantissa, 10, False)}
 CUT_OFF: dict[str, Rounding] = {

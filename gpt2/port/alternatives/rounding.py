@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gpt2.port.terms.fault import Function as Formula
+from gpt2.port.graph import Function as Formula
 
 NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
 SCHEMES = ("symmetric", "by the largest", "with a least value", "with a zero point")

@@ -16,9 +16,7 @@ from gpt2.port.alternatives.alternative import Alternative, Rerouted, changed, f
 from gpt2.port.alternatives.norm_formulas import RMS, layer_norm
 from gpt2.port.graph import ORDER, READS, Formula, Model, Site, State, run_block
 from gpt2.port.terms.causes import BLOCK
-from gpt2.port.terms.fault import Fault
 
-NO_PROJECTION = Fault("output-projection-missing", "attn", "the heads are added to the stream as they are")
 LETTERS = {"q": "queries", "k": "keys", "v": "values"}
 # Each sum with the stream, the branch, its normed input, the norm, what it adds, and the branch's part.
 SUMS = {
@@ -233,13 +231,9 @@ def _again(c: Site, s: State) -> Tensor:
 @family
 def branches(model: Model) -> Iterator[Alternative]:
     """Yield projections that are missing, and layers whose input is added to their result."""
-    yield Alternative(NO_PROJECTION.id, NO_PROJECTION.detail, {"attn.c_proj": lambda c, s: s["attn.heads"]}, NO_PROJECTION.part)
-    yield Alternative(
-        NO_PROJECTION.id,
-        f"{NO_PROJECTION.detail}; its result is unused",
-        {"mid": Rerouted("mid", "attn.c_proj", "attn.heads")},
-        NO_PROJECTION.part,
-    )
+    id, words = "output-projection-missing", "the heads are added to the stream as they are"
+    yield Alternative(id, words, {"attn.c_proj": lambda c, s: s["attn.heads"]}, "attn")
+    yield Alternative(id, f"{words}; its result is unused", {"mid": Rerouted("mid", "attn.c_proj", "attn.heads")}, "attn")
     around = {
         "attn.c_proj": ("attn.heads", "output-projection-missing", "what enters attention's output projection"),
         "attn.q": ("ln_1", "wrong-tensor", "what the queries are computed from"),

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.errors import InputError
-from gpt2.port.terms.report import Cause, Diagnosis, Divergence
+from gpt2.port.terms.causes import Cause
+from gpt2.port.terms.report import Diagnosis, Divergence
 
 if TYPE_CHECKING:
     from torch import nn

@@ -17,11 +17,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from gpt2.errors import InputError
 from gpt2.measure.user_code import Target, target
 from gpt2.port.diagnosis import guard as guard_script
-from gpt2.port.terms.report import Cause, Diagnosis, Divergence
+from gpt2.port.terms.causes import Cause
+from gpt2.port.terms.places import Place
+from gpt2.port.terms.report import Diagnosis, Divergence
 
 TIMEOUT = 60.0  # seconds for the user's code: import, build, one forward
 DIAGNOSIS_FACTOR = 20  # the diagnosis may take this many times as long
@@ -134,7 +137,7 @@ def _diagnosis(answer: bytes, port: Target) -> Diagnosis:
     try:
         answered = json.loads(answer)
         if "error" not in answered:
-            first, causes = answered["first_divergence"], tuple(Cause(**cause) for cause in answered["causes"])
+            first, causes = answered["first_divergence"], tuple(_cause(**cause) for cause in answered["causes"])
             fields = {"causes": causes, "notes": tuple(answered["notes"]), "first_divergence": first and Divergence(**first)}
             return Diagnosis(**{**answered, **fields})
         error = answered["error"] + ""
@@ -143,3 +146,7 @@ def _diagnosis(answer: bytes, port: Target) -> Diagnosis:
             f"{port.shown}: its process left no diagnosis that can be read; is the disk full, or does it write answer.json?"
         ) from None
     raise InputError(error)
+
+
+def _cause(places: list[dict[str, Any]], **fields: Any) -> Cause:
+    return Cause(places=tuple(Place(**place) for place in places), **fields)

@@ -17,9 +17,9 @@ from gpt2.port.graph import Model
 from gpt2.port.search.observe import Observation
 from gpt2.port.search.walk import Search, Walked
 from gpt2.port.terms.budget import Budget
-from gpt2.port.terms.causes import PlacedCause
+from gpt2.port.terms.causes import LIKELY, Cause
 from gpt2.port.terms.places import Place
-from gpt2.port.terms.report import LIKELY, Divergence
+from gpt2.port.terms.report import Divergence
 from gpt2.port.terms.tolerance import HALVES
 
 CHANCE = 3  # faults of one branch that do not explain the logits
@@ -33,7 +33,7 @@ class Attempt:
     def __init__(self, dumped: Dumped, progress: Progress) -> None:
         self.dumped, self.progress, self.right = dumped, progress, dumped.right
         self.budget = Budget()
-        self.causes: list[PlacedCause] = []
+        self.causes: list[Cause] = []
         self.notes: list[str] = list(dumped.notes())
         self.first = Divergence("logits", None, dumped.error)
         self.settled = False
@@ -100,7 +100,7 @@ class Attempt:
         if self.causes and not found.explains:
             self.notes.append("these causes do not explain all of the difference; fix them and dump again")
 
-    def _random(self) -> list[PlacedCause]:
+    def _random(self) -> list[Cause]:
         """Return dropout, if arrays of a stream's size are zero at random places: no search can find what was drawn."""
         config, size = self.dumped.config, self.dumped.ids.numel() * self.dumped.config.n_embd
         names = [
@@ -115,9 +115,9 @@ class Attempt:
         words = f"{zeros:.0%} of the entries are zero, at random places, in {shown}"
         evidence = "nothing else in a forward pass makes such zeros; what was drawn is in no array, so no numbers follow from it"
         places = tuple(Place(layer, "") for layer in range(config.n_layer))
-        return [PlacedCause("dropout-active", places, words, evidence, LIKELY)]
+        return [Cause("dropout-active", places, words, evidence, LIKELY)]
 
-    def _likely(self) -> list[PlacedCause]:
+    def _likely(self) -> list[Cause]:
         """Return the causes of a walk that does not explain the logits."""
         if self.walked is None or self.dumped.tolerance.dtype in HALVES:  # whose rounding is so large that much fits by chance
             return []

@@ -25,7 +25,7 @@ from gpt2.port.dump.attempt import Attempt
 from gpt2.port.dump.dumped import Dumped
 from gpt2.port.search.logits import Reference, padding_causes
 from gpt2.port.terms.budget import Budget, few_threads, of_model
-from gpt2.port.terms.causes import ranked
+from gpt2.port.terms.ranking import ranked
 from gpt2.port.terms.report import Diagnosis
 from gpt2.port.terms.tolerance import HALVES, SLACK, measured
 
@@ -135,7 +135,7 @@ class DumpExamination:
         return Diagnosis(
             verdict,
             None if equal else attempt.first,
-            tuple(cause.cause() for cause in causes),
+            tuple(causes),
             tuple(dict.fromkeys([*attempt.notes, *notes])),
             self.dump.source,
             logits_error=attempt.dumped.error,

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from gpt2.measure.metrics import Progress, silent, worst_relative_error
 from gpt2.measure.tracing import layer_of, point_at, points
-from gpt2.port.alternatives.candidates import FITTED, Candidate, Found
+from gpt2.port.alternatives.candidates import FITTED, Candidate
 from gpt2.port.dump.known import scopes
 from gpt2.port.dump.matching import Search
 from gpt2.port.dump.part import Fit, Part
 from gpt2.port.graph import NODES, ORDER, Entrance, Model, Program, State, stage_of
 from gpt2.port.terms.budget import Budget
+from gpt2.port.terms.causes import Cause
 
 SAME = 1e-9  # programs whose values differ by less are one function
 ENDS, STREAMS = ("embed", "logits"), ("", "mid")  # points, and stages of a block, behind which a search begins anew
@@ -36,9 +37,9 @@ class Hypothesis:
     ``same``: faults that are the same function on this model and these ids, so that nothing can tell them apart.
     """
 
-    faults: tuple[Found, ...]
+    faults: tuple[Cause, ...]
     error: float
-    same: tuple[Found, ...] = ()
+    same: tuple[Cause, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ class Explainer:
         out: list[tuple[Hypothesis, State]] = []
         last = "logits" if self.whole.is_last else self.whole.end
         for fit in fits:
-            values, faults = self.whole.values(fit.candidate), fit.candidate.found(self.layers)
+            values, faults = self.whole.values(fit.candidate), fit.candidate.causes(self.layers)
             places = [(one.id, one.places) for one in faults]
             for number, (one, known) in enumerate(out):
                 if [(two.id, two.places) for two in one.faults] == places or worst_relative_error(

@@ -15,8 +15,9 @@ from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import layer_of, points
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.last_step import STEPS
-from gpt2.port.graph import ORDER, Entrance, Model, Program, State, stage_of
-from gpt2.port.terms.fault import Fault, Function
+from gpt2.port.graph import ORDER, Entrance, Function, Model, Program, State, stage_of
+from gpt2.port.terms.causes import Cause
+from gpt2.port.terms.places import Place
 
 ROW_SUM_BOUND = 1e-3  # of probabilities that a program stored in float16
 MIN_ROWS = 4  # positions from which a bias of the head can be fitted
@@ -25,6 +26,7 @@ SIGNIFICANT = 100.0  # a fitted factor or bias must explain an error of so many 
 BETTER = 2.0  # how many times smaller a fault's error must be than that of GPT-2's own formulas
 MOST_TOKENS = 0.5  # of the vocabulary, whose logits alone may be wrong
 FLIPPED = 0.3  # of the error of GPT-2's own formulas, what may be left where two roundings went to neighbours
+LOGITS = (Place(None, "logits"),)
 SOFTMAXES: dict[str, Function] = {"softmax": lambda x: x.softmax(-1), "log_softmax": lambda x: x.log_softmax(-1)}
 
 
@@ -33,7 +35,7 @@ def _changed(formula: Function, normed: Tensor, logits: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Head(Fault):
+class Head(Cause):
     """What a program does to its logits; ``change`` returns its logits, from the last normed stream and from GPT-2's logits.
 
     ``made``: of numbers that were fitted to the program's logits.
@@ -185,26 +187,26 @@ class Part:
         wanted, (normed, logits) = self.shown["logits"], self._ending(values)
         if name := self.softmaxed:
             words = f"the model returns {name} of the logits"
-            yield Head("logits-softmaxed", "logits", words, change=partial(_changed, SOFTMAXES[name]))
+            yield Head("logits-softmaxed", LOGITS, words, change=partial(_changed, SOFTMAXES[name]))
             return
         wrong, words = self._few(logits)
         if bool(wrong.any()):
-            yield Head("untied-head", "logits", words, made=True, change=lambda _, y: torch.where(wrong, wanted, y))
+            yield Head("untied-head", LOGITS, words, made=True, change=lambda _, y: torch.where(wrong, wanted, y))
         ratio = float((logits * wanted).sum() / logits.square().sum().clamp(min=1e-300))
         words = f"the logits are multiplied by {ratio:.6g}"
-        yield Head("logits-scaled", "logits", words, made=True, change=lambda _, y: ratio * y)
+        yield Head("logits-scaled", LOGITS, words, made=True, change=lambda _, y: ratio * y)
         for words, step in STEPS.items():  # one token is soon computed
             if worst_relative_error(wanted[:, -1:], step.formula(logits[:, -1:])) <= NEARLY * self.allowed("logits"):
-                yield Head(step.id, "logits", words, words, change=partial(_changed, step.formula))
+                yield Head(step.id, LOGITS, words, kind=words, change=partial(_changed, step.formula))
         apart = worst_relative_error(wanted, wanted.mean((0, 1), keepdim=True).expand_as(wanted))
         if wanted.shape[:2].numel() >= MIN_ROWS and apart > SIGNIFICANT * self.allowed("logits"):  # else a bias fits them alone
             bias = (wanted - logits).mean((0, 1), keepdim=True)
             words = "the head adds a bias; GPT-2's head has none"
-            yield Head("extra-bias", "logits", words, made=True, change=lambda _, y: y + bias)
+            yield Head("extra-bias", LOGITS, words, made=True, change=lambda _, y: y + bias)
         if wanted.shape[:2].numel() >= self.model.config.n_embd + MIN_ROWS:  # else any logits fit
             words = "the logits follow from the right stream by other weights than the token embedding's"
             table = torch.linalg.lstsq(normed.flatten(0, 1), wanted.flatten(0, 1)).solution
-            yield Head("untied-head", "logits", words, made=True, change=lambda x, _: x @ table)
+            yield Head("untied-head", LOGITS, words, made=True, change=lambda x, _: x @ table)
 
     def _few(self, logits: Tensor) -> tuple[Tensor, str]:
         """Return the tokens (V,) whose logits alone are wrong, and words; none, if the others are not right, or not more."""

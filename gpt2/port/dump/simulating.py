@@ -17,9 +17,9 @@ from gpt2.port.dump.dumped import THIRDS, Dumped
 from gpt2.port.dump.explaining import STREAMS, Explainer, Explanation
 from gpt2.port.graph import MODULES, ORDER, READS, Model, run_block, stage_of
 from gpt2.port.terms.budget import Budget
-from gpt2.port.terms.causes import PlacedCause
+from gpt2.port.terms.causes import LIKELY, Cause
 from gpt2.port.terms.places import ALL_WEIGHTS, Place
-from gpt2.port.terms.report import LIKELY, Divergence
+from gpt2.port.terms.report import Divergence
 from gpt2.port.terms.tolerance import UNITS
 
 MAX_PLACEMENTS = 3  # places in a block that unknown arrays are tried at
@@ -238,14 +238,14 @@ class Simulating:
         alike = self.pool.of_size(expected.numel())
         return min((worst_relative_error(one.reshape(expected.shape), expected) for one in alike), default=math.inf)
 
-    def _head(self, explanation: Explanation) -> Iterator[PlacedCause]:
+    def _head(self, explanation: Explanation) -> Iterator[Cause]:
         """Yield the head's own weights as a cause, where everything before it is explained and its result is not."""
         explained = "ln_f" in self.held or explanation.last_right == point_at(self.config.n_layer - 1, "")
         if explained and explanation.unexplained == "logits" and not explanation.untried:
             evidence = "what enters the head is explained, and no known formula of the last norm and the head gives your logits"
-            yield PlacedCause("untied-head", (Place(None, "logits"),), "the head has weights other than wte's", evidence, LIKELY)
+            yield Cause("untied-head", (Place(None, "logits"),), "the head has weights other than wte's", evidence, LIKELY)
 
-    def _causes(self, explanation: Explanation) -> Iterator[PlacedCause]:
+    def _causes(self, explanation: Explanation) -> Iterator[Cause]:
         hypotheses = explanation.hypotheses if explanation.explains else explanation.hypotheses[:1]
         several = len(hypotheses) > 1
         for number, one in enumerate(hypotheses[:FEW]):
@@ -254,7 +254,7 @@ class Simulating:
                 evidence = f"our model with this fault gives all numbers of your dump that it can be held to, to {one.error:.0e}"
                 evidence += "; it is one of several explanations" if several else ""
                 places = (ALL_WEIGHTS,) if Place(None, "") in fault.places else fault.places
-                yield PlacedCause(fault.id, places, fault.detail, evidence, confidence, fault.fix)
+                yield replace(fault, places=places, evidence=evidence, confidence=confidence)
             for fault in one.same:
                 self.notes.append(f"on this model and these ids, {fault.id} gives the same numbers: {fault.detail}")
         if several:

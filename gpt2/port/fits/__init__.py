@@ -20,7 +20,7 @@ from gpt2.port.fits.observed import Fit, Observed
 from gpt2.port.fits.slots import Slots
 from gpt2.port.fits.wiring import activation_fit, sum_fit
 from gpt2.port.graph import ATTENTION, MODULES, READS, THIRDS, Model, State, right_scale, split
-from gpt2.port.terms.fault import Fault
+from gpt2.port.terms.causes import Cause
 
 # The cause where some features of a node are not computed; not-loaded for a linear layer.
 LEFT_OUT = {
@@ -96,7 +96,7 @@ class Fits:
     def _rounded(self, layer: int, node: str, state: State, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """A result in fewer bits."""
         for words, rounded in roundings() if node not in (*MODULES, *ATTENTION) else ():
-            fault = Fault("reduced-precision", node, f"its result is rounded {words}")
+            fault = Cause.at("reduced-precision", node, f"its result is rounded {words}")
             yield from filter(None, [seen.mostly(rounded(seen.right), rows, fault)])
 
     def _lacking(self, layer: int, node: str, state: State, seen: Observed, rows: Tensor) -> Iterator[Fit]:

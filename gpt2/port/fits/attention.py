@@ -15,8 +15,7 @@ from gpt2.config import GPT2Config
 from gpt2.port.alternatives.attention import scale_faults
 from gpt2.port.fits.observed import SHOWN, Fit, Observed, nice
 from gpt2.port.graph import right_scale
-from gpt2.port.terms.causes import SCORES
-from gpt2.port.terms.fault import Fault
+from gpt2.port.terms.causes import SCORES, Cause
 
 CLEAR = 100.0  # times the rounding of a weight: those whose logarithm is fitted
 LEAST = 1e-4  # the least weight whose logarithm is fitted
@@ -38,7 +37,7 @@ def weights_fit(seen: Observed, q: Tensor, k: Tensor, config: GPT2Config, layer:
         scaled = scale_faults(config, layer, factor * scale)
         yield from seen.fits(softmax(factor * scores, visible), rows, *scaled)
         for value, words in _hidden(factor * scores, log, clear & ~visible, visible, seen.loose):
-            fault = Fault("mask-multiplied", "attn", f"{words}: the softmax gives them a share")
+            fault = Cause.at("mask-multiplied", "attn", f"{words}: the softmax gives them a share")
             yield from seen.fits(value.softmax(-1), rows, *scaled, fault)
     yield from multiplied(seen, rows)
     yield from _placed(seen, scores, log, clear & visible, visible, rows)
@@ -49,7 +48,7 @@ def weights_fit(seen: Observed, q: Tensor, k: Tensor, config: GPT2Config, layer:
     if bool(heads.isfinite().all()):
         shown = ", ".join(f"{float(one):.4g}" for one in heads[:SHOWN])
         words = f"each head multiplies its scores by another factor: {shown} times GPT-2's"
-        yield from seen.fits(softmax(scores * heads[:, None, None], visible), rows, Fault("head-layout", "attn", words))
+        yield from seen.fits(softmax(scores * heads[:, None, None], visible), rows, Cause.at("head-layout", "attn", words))
 
 
 def multiplied(seen: Observed, rows: Tensor) -> Iterator[Fit]:
@@ -58,7 +57,7 @@ def multiplied(seen: Observed, rows: Tensor) -> Iterator[Fit]:
         return
     value, right = (one.transpose(1, 2)[rows] for one in (seen.value, seen.right))
     times = nice(float((value * right).sum() / right.square().sum()), seen.loose)
-    fault = Fault("softmax-missing", "attn", f"the weights are multiplied by {times:.6g} after the softmax", fix=SCALED)
+    fault = Cause.at("softmax-missing", "attn", f"the weights are multiplied by {times:.6g} after the softmax", mend=SCALED)
     if math.isfinite(times) and times:
         yield from seen.fits(seen.right * times, rows, fault)
 
@@ -70,7 +69,7 @@ def _placed(seen: Observed, scores: Tensor, log: Tensor, clear: Tensor, visible:
     more = torch.where(clear, log - scores, 0.0)
     more = torch.where(clear, more - more[..., :1], 0.0).mean(0, keepdim=True)
     words = "a number that depends on the two positions is added to each score (as in ALiBi)"
-    yield from seen.fits(softmax(scores + more, visible), rows, Fault("extra-bias", "attn", words, fix=SCORES))
+    yield from seen.fits(softmax(scores + more, visible), rows, Cause.at("extra-bias", "attn", words, mend=SCORES))
 
 
 def _hidden(scores: Tensor, log: Tensor, clear: Tensor, visible: Tensor, loose: float) -> Iterator[tuple[Tensor, str]]:

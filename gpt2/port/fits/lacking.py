@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpt2.port.fits.observed import SHOWN, Fit, Observed, nice
-from gpt2.port.terms.fault import Fault
+from gpt2.port.terms.causes import Cause
 
 CLEAR = 10.0  # times the rounding: entries that are surely not zero
 LEAST = 40  # entries that show a share
@@ -36,7 +36,7 @@ def dropped(seen: Observed, rows: Tensor, part: str) -> Fit | None:
     predicted = torch.where(zero | (at & (value == 0)), 0.0, factor * right)
     size = right[zero].abs().max()
     if size < right[kept].abs().min() and abs(factor - 1) < 1e-3:
-        fault = Fault("softmax-missing", part, f"what is below {float(size):.3g} is set to zero after the softmax")
+        fault = Cause.at("softmax-missing", part, f"what is below {float(size):.3g} is set to zero after the softmax")
         return seen.fitted(_back(predicted, seen), rows, fault) if part == "attn" else None
     expected = 1 / (1 - share)
     loose_share = 4 * (share * (1 - share) / count) ** 0.5 * expected**2
@@ -44,7 +44,7 @@ def dropped(seen: Observed, rows: Tensor, part: str) -> Fit | None:
         return None
     words = f"{share:.0%} of the entries are zero, and the others are multiplied by {factor:.5g}, "
     words += f"as by dropout with p = {1 - 1 / factor:.3g}"
-    fault = Fault("ffn-dropout" if part == "mlp.act" else "dropout-active", part, words)
+    fault = Cause.at("ffn-dropout" if part == "mlp.act" else "dropout-active", part, words)
     return seen.fitted(_back(predicted, seen), rows, fault)
 
 
@@ -77,7 +77,7 @@ def clipped(seen: Observed, rows: Tensor, part: str, id: str) -> Fit | None:
         words.append(f"above {high:.5g}")
     if not words:
         return None
-    return seen.fitted(seen.right.clamp(low, high), rows, Fault(id, part, f"values {' and '.join(words)} are cut off"))
+    return seen.fitted(seen.right.clamp(low, high), rows, Cause.at(id, part, f"values {' and '.join(words)} are cut off"))
 
 
 class Part(NamedTuple):
@@ -113,7 +113,7 @@ def left_out(seen: Observed, rows: Tensor, part: str, id: str, bias: Tensor | No
         words = (
             f"{where} are not GPT-2's, and all others are right: a loop that ends early, memory that is written twice or never"
         )
-    if (fit := seen.fitted(_back(torch.where(wrong, value, right), seen), rows, Fault(id, part, words))) is not None:
+    if (fit := seen.fitted(_back(torch.where(wrong, value, right), seen), rows, Cause.at(id, part, words))) is not None:
         yield Part(fit, sure)
 
 

@@ -17,7 +17,7 @@ from gpt2.config import GPT2Config
 from gpt2.port.alternatives.rounding import quantised
 from gpt2.port.fits.lacking import ranges
 from gpt2.port.fits.observed import Fit, Observed, combined, distinct, formula, keeps_angles
-from gpt2.port.terms.fault import Fault
+from gpt2.port.terms.causes import Cause
 
 MOST = 2**29  # products of columns that are compared
 MOST_COPIED = 2**24  # entries of matrices whose columns are compared
@@ -98,8 +98,8 @@ class Linear:
             yield from family(seen, x, rows)
         yield from filter(None, [self.unknown(seen, x, rows)])
 
-    def fault(self, id: str, words: str, leaf: str = "") -> Fault:
-        return Fault(id, self.where.replace(".weight", f".{leaf}") if leaf else self.where, words)
+    def fault(self, id: str, words: str, leaf: str = "") -> Cause:
+        return Cause.at(id, self.where.replace(".weight", f".{leaf}") if leaf else self.where, words)
 
     def _scaled(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         product, bias = x @ self.weight, self.bias.expand_as(seen.value)
@@ -109,7 +109,7 @@ class Linear:
         if (found := combined(seen.value, terms, rows, seen)) is None:
             return
         factors, fit = found
-        more: tuple[Fault, ...] = ()
+        more: tuple[Cause, ...] = ()
         one, times = factors.get("the product", 0.0), factors.get("the bias", 0.0)
         words = f"its result is {formula(factors)}"
         if one == 1 and len(factors) + (times == 0) == 2 and "the layer's input" not in factors:
@@ -193,7 +193,7 @@ class Linear:
         first = {"attn.k": 1, "attn.v": 2}.get(self.part, 0) * self.weight.shape[1]
         return one == Source(self.name, self.part == "logits", first + number)
 
-    def _described(self, sources: list[Source], unknown: int) -> Fault:
+    def _described(self, sources: list[Source], unknown: int) -> Cause:
         name, row = Counter((one.name, one.row) for one in sources).most_common(1)[0][0]
         order = permutation(torch.tensor([one.number for one in sources if (one.name, one.row) == (name, row)]))
         row = row != (self.part == "logits")  # the head multiplies by rows of wte
@@ -211,8 +211,8 @@ class Linear:
         width = self.config.n_embd
         thirds = Counter(one.number // width for one in sources)
         if len(thirds) == 1 and share not in thirds:
-            return Fault("qkv-order", "attn", f"{self.part} is computed with the columns of {'qkv'[next(iter(thirds))]}")
-        return Fault("head-layout", "attn.c_attn", words)
+            return Cause.at("qkv-order", "attn", f"{self.part} is computed with the columns of {'qkv'[next(iter(thirds))]}")
+        return Cause.at("head-layout", "attn.c_attn", words)
 
     def _rounded(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         """A weight in fewer bits, first as other weights are."""

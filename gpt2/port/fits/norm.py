@@ -14,7 +14,7 @@ from gpt2.port.alternatives.norm_formulas import layer_norm
 from gpt2.port.alternatives.rounding import roundings
 from gpt2.port.fits.linear import permutation
 from gpt2.port.fits.observed import Fit, Observed, distinct, nice
-from gpt2.port.terms.fault import Fault
+from gpt2.port.terms.causes import Cause
 
 SAME = 1e-3  # relative difference of factors that are one
 SHARP = 1e-5  # relative difference of a weight that was fitted, from which on it may be a rounded one
@@ -32,8 +32,8 @@ class Norm:
         yield from self._affine(seen, x, rows)
         yield from self._scalars(seen, x, rows)
 
-    def _fault(self, id: str, words: str) -> Fault:
-        return Fault(id, self.part, words)
+    def _fault(self, id: str, words: str) -> Cause:
+        return Cause.at(id, self.part, words)
 
     def _affine(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         """Another weight or bias behind the right norm, or behind one that does not subtract the mean."""
@@ -132,7 +132,7 @@ class Norm:
                 (e for e in (self.eps, 0.0, 1e-6, 1e-8, 1e-12, 1e-3, 1e-4, 1e-2, 0.1, 1.0) if abs(e - eps) <= 0.02 * e + 1e-7),
                 eps,
             )
-            faults: list[Fault] = []
+            faults: list[Cause] = []
             if id or not centred:
                 faults.append(
                     self._fault(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2.port.terms.fault import Fault
+from gpt2.port.terms.causes import Cause
 
 EQUAL = 1e-5  # relative distance of tokens that are one for a regression
 MOST_TOKENS = 256  # that are counted
@@ -31,7 +31,7 @@ UNEXPLAINED = 0.25  # the largest share of a departure that a prediction without
 class Fit(NamedTuple):
     """What an operator computed: its faults, and its value, GPT-2's own where ``rows`` of the observation are right."""
 
-    faults: tuple[Fault, ...]
+    faults: tuple[Cause, ...]
     value: Tensor
 
 
@@ -73,7 +73,7 @@ class Observed:
         agrees = self.agrees(self.right)
         return ~(agrees.all(-1) if agrees.ndim == 3 else agrees.all(-1).all(1))
 
-    def fitted(self, predicted: Tensor, rows: Tensor, *faults: Fault) -> Fit | None:
+    def fitted(self, predicted: Tensor, rows: Tensor, *faults: Cause) -> Fit | None:
         """Return the fit if ``predicted`` is the recorded value at ``rows``, and GPT-2's value elsewhere."""
         at = rows if predicted.ndim == 3 else rows[:, None].expand(predicted.shape[:3])
         value = torch.where(at[..., None], predicted, self.right)
@@ -81,7 +81,7 @@ class Observed:
             return None
         return Fit(tuple(replace(fault, detail=where(rows) + fault.detail) for fault in faults), value)
 
-    def fits(self, predicted: Tensor, rows: Tensor, *faults: Fault) -> Iterator[Fit]:
+    def fits(self, predicted: Tensor, rows: Tensor, *faults: Cause) -> Iterator[Fit]:
         """Yield the fit of ``predicted``, if it is one."""
         if (fit := self.fitted(predicted, rows, *faults)) is not None:
             yield fit
@@ -96,7 +96,7 @@ class Observed:
         shown = value.numel() >= LEAST_ENTRIES and int((whole > 0).sum()) >= LEAST_ENTRIES // 2
         return float(left.norm() / whole.norm()) if shown else 1.0
 
-    def mostly(self, predicted: Tensor, rows: Tensor, *faults: Fault) -> Fit | None:
+    def mostly(self, predicted: Tensor, rows: Tensor, *faults: Cause) -> Fit | None:
         """Return the fit if ``predicted``, which has no fitted number, leaves next to nothing of the departure from GPT-2's.
 
         For rounded operands: an entry that lies between two numbers may be rounded to the other one, from the program's own

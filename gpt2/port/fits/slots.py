@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpt2.port.fits.observed import Fit, Observed
-from gpt2.port.terms.fault import Fault
+from gpt2.port.terms.causes import Cause
 
 AMBIGUOUS = 2  # vectors that fit a slot, above which none is concluded
 CLEAR = 100.0  # times its rounding: a weight from which the others are measured
@@ -48,7 +48,7 @@ class Slots:
     ) -> None:
         self.q, self.keys, self.values, self.scale, self.check = q, Bank(keys), Bank(values), scale, check
         self.taken: Tensor | None = None
-        self.fault: Fault | None = None
+        self.fault: Cause | None = None
 
     def weights(self, seen: Observed, rows: Tensor) -> Iterator[Fit]:
         """Yield the weights if each slot of each wrong query holds some vector."""
@@ -137,7 +137,7 @@ class Slots:
         return "wrong-tensor" if other_block else "cache-inconsistent"  # the token itself is of another block as well
 
 
-def _until(token: int, slots: Sequence[int], id: str = "cache-inconsistent") -> Fault:
+def _until(token: int, slots: Sequence[int], id: str = "cache-inconsistent") -> Cause:
     """Return the fault of a cache that is right until a token."""
     where = f"slot{'s' * (len(slots) > 1)} {', '.join(map(str, slots))}"
-    return Fault(id, "attn", f"right until token {token}, where the cache holds other keys than GPT-2's, in {where}")
+    return Cause.at(id, "attn", f"right until token {token}, where the cache holds other keys than GPT-2's, in {where}")

@@ -15,7 +15,7 @@ from gpt2.measure.metrics import worst_relative_error
 from gpt2.port.alternatives.activations import FUNCTIONS
 from gpt2.port.alternatives.rounding import roundings
 from gpt2.port.fits.observed import SHOWN, Fit, Observed, combined, formula, nice
-from gpt2.port.terms.fault import Fault
+from gpt2.port.terms.causes import Cause
 
 MOST_PAIRS = 2**22  # pairs of an id and a position that are tried
 NEIGHBOURS = 0.02  # of the span of a function's results: how far those of neighbouring arguments may be apart
@@ -39,11 +39,11 @@ def sum_fit(seen: Observed, terms: Mapping[str, Tensor], rows: Tensor, part: str
     factors, fit = found
     stream, branch, *_ = terms
     if part == "" and factors == {"the block's input": 1.0}:
-        return seen.fitted(fit.value, rows, Fault("layer-missing", "", "the block does not run: its result is its input"))
+        return seen.fitted(fit.value, rows, Cause.at("layer-missing", "", "the block does not run: its result is its input"))
     added = [name for name in factors if "norm" in name]
     id = "residual-scaled" if stream in factors and branch in factors else "residual-missing"
     id = "residual-from-normed" if added else id
-    return seen.fitted(fit.value, rows, Fault(id, part, f"the sum is {formula(factors)}; GPT-2's is {stream} + {branch}"))
+    return seen.fitted(fit.value, rows, Cause.at(id, part, f"the sum is {formula(factors)}; GPT-2's is {stream} + {branch}"))
 
 
 def activation_fit(seen: Observed, x: Tensor, rows: Tensor, part: str = "mlp.act") -> Fit | None:
@@ -64,7 +64,7 @@ def activation_fit(seen: Observed, x: Tensor, rows: Tensor, part: str = "mlp.act
         times = nice(float(ratio[number]))
         many = "" if times == 1 else f"{times:.6g} times "
         text = f"your activation is {many}{words}" if part == "mlp.act" else f"an activation stands behind it: {many}{words}"
-        fault = Fault("gelu-variant", part, text)
+        fault = Cause.at("gelu-variant", part, text)
         if part != "mlp.act" and (times != 1 or label in ("none", "identity")):
             continue
         if (fit := seen.fitted(times * function(x), rows, fault)) is not None:
@@ -82,7 +82,7 @@ def activation_fit(seen: Observed, x: Tensor, rows: Tensor, part: str = "mlp.act
     if not bool(smooth.all()) or rough > ROUGH:
         return None
     at = ", ".join(f"f({float(u[i]):.3g}) = {float(y[i]):.4g}" for i in order[:: max(1, len(order) // SHOWN)][:SHOWN].tolist())
-    fault = Fault("gelu-variant", "mlp.act", f"an activation that is none of those known here: {at}")
+    fault = Cause.at("gelu-variant", "mlp.act", f"an activation that is none of those known here: {at}")
     return seen.fitted(seen.value, rows, fault)
 
 
@@ -107,7 +107,7 @@ def _gated(seen: Observed, x: Tensor, rows: Tensor, half: float, gate: str) -> F
         alone = float((along * (wanted - cube * columns[:, 1])).sum() / along.square().sum())
         for slope in (*slopes, *(float(f"{alone:.{digits}g}") for digits in (2, 3, 4)), alone):
             words = f"your activation is {half:g} x (1 + {gate}({slope:.6g} x + {cube:.6g} x^3))"
-            fault = Fault(
+            fault = Cause.at(
                 "gelu-variant", "mlp.act", f"{words}; GPT-2's is 0.5 x (1 + tanh({ROOT:.6g} x + {ROOT * CUBE:.6g} x^3))"
             )
             if (fit := seen.fitted(half * x * (1 + function(slope * x + cube * x**3)), rows, fault)) is not None:
@@ -121,7 +121,7 @@ def _other_positions(seen: Observed, words: Tensor, wpe: Tensor, rows: Tensor) -
     apart = words - words.mean(0)
     times = nice(float((apart * value).sum() / apart.square().sum().clamp(min=1e-300)), seen.loose, [root])
     scaled = {
-        one: Fault("embedding-scaled", "wte", f"token embeddings are multiplied by {one:.6g}")
+        one: Cause.at("embedding-scaled", "wte", f"token embeddings are multiplied by {one:.6g}")
         for one in (root, times)
         if one != 1
     }
@@ -134,7 +134,7 @@ def _other_positions(seen: Observed, words: Tensor, wpe: Tensor, rows: Tensor) -
                 row, token = (at != right).nonzero()[0].tolist()
                 taken = ", ".join(map(str, at[row, token : token + SHOWN].tolist()))
                 detail = f"from token {token} of row {row} of the batch on, rows {taken} of wpe are taken"
-                faults.append(Fault("position-offset", "wpe", detail))
+                faults.append(Cause.at("position-offset", "wpe", detail))
             if faults and (fit := seen.fitted(factor * words + wpe[at], rows, *faults)) is not None:
                 return fit
     if len(value) < 2 or not bool(rows.all()):
@@ -143,7 +143,7 @@ def _other_positions(seen: Observed, words: Tensor, wpe: Tensor, rows: Tensor) -
     id, detail = "not-loaded", "positions are not the checkpoint's learned ones, and none known here"
     if are_waves(table):
         id, detail = "position-sinusoidal", "positions are made of sines and cosines, not of the checkpoint's learned ones"
-    return seen.fitted(times * words + table, rows, Fault(id, "wpe", detail), *filter(None, [scaled.get(times)]))
+    return seen.fitted(times * words + table, rows, Cause.at(id, "wpe", detail), *filter(None, [scaled.get(times)]))
 
 
 def are_waves(rows: Tensor) -> bool:
@@ -164,16 +164,16 @@ def embedding_fit(seen: Observed, ids: Tensor, wte: Tensor, wpe: Tensor, rows: T
         factors, fit = found
         id = "position-missing" if "wpe[position]" not in factors else "embedding-scaled"
         return seen.fitted(
-            fit.value, rows, Fault(id, "wpe" if id == "position-missing" else "embed", f"the embedding is {formula(factors)}")
+            fit.value, rows, Cause.at(id, "wpe" if id == "position-missing" else "embed", f"the embedding is {formula(factors)}")
         )
     more = (seen.value - seen.right)[rows].mean(0)
     words_of = "one vector is added to the embedding of every token, such as that of a token type; GPT-2 adds none"
-    added = Fault("extra-bias", "embed", words_of, fix="x = wte(ids) + wpe(pos)  # nothing else")
+    added = Cause.at("extra-bias", "embed", words_of, mend="x = wte(ids) + wpe(pos)  # nothing else")
     if int(rows.sum()) > 1 and (shifted := seen.fitted(seen.right + more, rows, added)) is not None:
         return shifted
     for text, rounded in roundings():
         for part, other in (("wte", places), ("embed", rounded(places))):
-            fault = Fault("reduced-precision", part, f"the weight holds the checkpoint's values rounded {text}")
+            fault = Cause.at("reduced-precision", part, f"the weight holds the checkpoint's values rounded {text}")
             if (narrow := seen.mostly(rounded(words) + other, rows, fault)) is not None:
                 return narrow
     return _other_positions(seen, words, wpe, rows)

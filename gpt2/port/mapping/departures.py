@@ -17,9 +17,8 @@ from torch import Tensor
 
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.mapping.mapping import Mapping
-from gpt2.port.terms.causes import PlacedCause
+from gpt2.port.terms.causes import LIKELY, Cause
 from gpt2.port.terms.places import EVERY, Place
-from gpt2.port.terms.report import LIKELY
 
 SEEN = "seen in the operators of its forward pass, whatever their names"
 SHARED = "shared heads"  # the kind of cause that is as certain as one of weights
@@ -61,12 +60,12 @@ def rows_apart(anatomy: Anatomy) -> str:
     return "" if padded or logits >= rows else f"it returns {logits:,} logits and embeds {rows:,} tokens; {advice}"
 
 
-def structural_causes(mapping: Mapping) -> Iterator[PlacedCause]:
+def structural_causes(mapping: Mapping) -> Iterator[Cause]:
     """Yield the faults in a port's connections; less certain than a walk's causes, since nothing was recomputed."""
     anatomy, config = mapping.anatomy, mapping.config
 
-    def cause(id: str, words: str, *places: Place, fix: str | None = None, kind: str = "") -> PlacedCause:
-        return PlacedCause(id, places, words, SEEN, LIKELY, fix, kind, held=id == "position-missing")
+    def cause(id: str, words: str, *places: Place, fix: str | None = None, kind: str = "") -> Cause:
+        return Cause(id, places, words, SEEN, LIKELY, fix, kind, held=id == "position-missing")
 
     absent = [Place(layer, "") for layer in range(config.n_layer) if layer not in anatomy.layers]
     if absent:
@@ -121,7 +120,7 @@ class MissingEntries(NamedTuple):
     norm: float
     neutral: Tensor | None
 
-    def cause(self) -> PlacedCause:
+    def cause(self) -> Cause:
         """Return what is missing, as a cause."""
         place, share = Place.of(self.name), f" for {', '.join(self.shares)}" if 0 < len(self.shares) < 3 else ""
         value = ""
@@ -135,7 +134,7 @@ class MissingEntries(NamedTuple):
             id, words = LOST.get(place.part, "not-loaded"), f"you have no projection{share} here"
         places = tuple(Place(place.layer, place.part, one) for one in (self.incomplete if len(self.incomplete) % 3 else ("",)))
         evidence = f"no parameter takes the place of the checkpoint's {self.name}"
-        return PlacedCause(id, places, words + value, evidence, 0.9, None, words, held=True)
+        return Cause(id, places, words + value, evidence, 0.9, None, words, held=True)
 
 
 def missing_entries(placed: MappingType[str, Tensor], state: MappingType[str, Tensor]) -> Iterator[MissingEntries]:

@@ -14,8 +14,9 @@ from gpt2.port.mapping.departures import missing_entries, other_sizes, rows_apar
 from gpt2.port.mapping.filling import Filled
 from gpt2.port.mapping.mapping import Mapping
 from gpt2.port.recording.dataflow import Source
-from gpt2.port.terms.causes import PlacedCause, merge_blocks
+from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import Place, forward_rank, joined
+from gpt2.port.terms.ranking import merge_blocks
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Remarks:
         if anatomy.recording.unfollowed:
             self.notes.append(f"not followed: {', '.join(anatomy.recording.unfollowed)}")
 
-    def _missing(self, unnormed: set[Place]) -> list[PlacedCause]:
+    def _missing(self, unnormed: set[Place]) -> list[Cause]:
         """Return what the checkpoint has and the port does not, if it has an effect; set ``unused`` and ``neutral``.
 
         The scales and shifts of norms that are missing, ``unnormed``, are not listed.
@@ -149,6 +150,6 @@ class Remarks:
             self.notes += self._in_buffers  # such as a bias of zeros
 
 
-def in_a_line(cause: PlacedCause) -> str:
+def in_a_line(cause: Cause) -> str:
     """Return a cause as a line of a report: its id, its places, and what the port does there."""
     return f"{cause.id} at {joined(cause.places)}: {cause.detail}"

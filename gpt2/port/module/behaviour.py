@@ -21,9 +21,9 @@ from gpt2.port.module.runs import Runs
 from gpt2.port.recording.dispatch import DeterministicMode, Dropout, run_deterministically
 from gpt2.port.recording.pool import Pool
 from gpt2.port.search.logits import Reference
-from gpt2.port.terms.causes import PlacedCause
+from gpt2.port.terms.causes import SURE, Cause
 from gpt2.port.terms.places import EVERY, Place, collapsed
-from gpt2.port.terms.report import SURE, Divergence
+from gpt2.port.terms.report import Divergence
 
 MIN_BOUND = 1e-9  # relative, in float64: other shapes change the order of sums
 PAST = re.compile(r"past|cache|kv|present")  # in the name of an argument, or of a part of the output
@@ -44,7 +44,7 @@ class Behaviour:
         self.module, self.expected, self.config = module, expected, expected.model.config
         self.masked, self.keep_casts, self.rewind = runs.masked, runs.keep_casts, runs.rewind
         self.bound = max(runs.bound, MIN_BOUND)
-        self.causes: list[PlacedCause] = []
+        self.causes: list[Cause] = []
         self.notes: list[str] = []
         self.divergence: Divergence | None = None
         self.has_right_cache = False
@@ -67,7 +67,7 @@ class Behaviour:
         """Add a cause, by the relative ``error`` of the logits that it makes."""
         places = places or (Place(None, "logits"),)
         effect = error * self.size if math.isfinite(error) else None
-        self.causes.append(PlacedCause(id, places, words, evidence, SURE, fix, effect=effect))
+        self.causes.append(Cause(id, places, words, evidence, SURE, fix, effect=effect))
 
     def _output(self, ids: Tensor, **arguments: Any) -> Any:
         return run_deterministically(lambda: self.module(ids, **arguments), self.keep_casts, self.masked)[0]

@@ -45,9 +45,10 @@ from gpt2.port.search.effect import effect_of_weights
 from gpt2.port.search.logits import Reference, padding_causes
 from gpt2.port.search.walk import Walked, search
 from gpt2.port.terms.budget import of_model
-from gpt2.port.terms.causes import PlacedCause, ranked
+from gpt2.port.terms.causes import SURE, Cause
 from gpt2.port.terms.places import ALL_WEIGHTS, Place, listed
-from gpt2.port.terms.report import SURE, Diagnosis, Divergence
+from gpt2.port.terms.ranking import ranked
+from gpt2.port.terms.report import Diagnosis, Divergence
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -59,7 +60,7 @@ class Examination:
         self.module, self.ours, self.config, self.fill, self.progress = module, ours, ours.config, fill, progress
         self.budget = of_model(ours.config.num_parameters())
         self.who = type(module).__name__
-        self.weight_causes: list[PlacedCause] = []
+        self.weight_causes: list[Cause] = []
         self.notes: list[str] = []
         self.runs = Runs(module, ours.config, self.notes)
         self.exact = True  # all is explained in float64
@@ -122,7 +123,7 @@ class Examination:
             padding += imprecise(self.runs, borrowed, ids, first_logits, same)
         errors = [reference.error(logits, ids) for ids, logits in outputs]
         worst, others = max(errors), [*padding, *behaviour.causes]
-        rounding, ends, unread = self.runs.bound, list[PlacedCause](), self.weight_causes
+        rounding, ends, unread = self.runs.bound, list[Cause](), self.weight_causes
         if self.weight_causes or worst > self.runs.bound:
             probe = outputs[errors.index(worst)][0]
             rounding = self.runs.explained(probe, torch.float32)  # as of folded weights
@@ -158,7 +159,7 @@ class Examination:
             self.notes += [f"your logits are right: float32's rounding explains errors up to {rounding:.1e}"] * (not causes)
         return self._diagnosed(worst, [blank, divergence, behaviour.divergence], [*causes, *ends, *others])
 
-    def _diagnosed(self, error: float, divergences: list[Divergence | None], causes: list[PlacedCause]) -> Diagnosis:
+    def _diagnosed(self, error: float, divergences: list[Divergence | None], causes: list[Cause]) -> Diagnosis:
         """Build the diagnosis; its place is the first of these divergences in the forward pass."""
         causes = ranked(causes, self.config.n_layer, self._effect)
         equal = error <= self.runs.bound and not causes
@@ -166,10 +167,10 @@ class Examination:
         known = [one for one in divergences if one is not None]
         first = min(known, key=lambda one: order.get(one.point, 0), default=Divergence("logits", None, error))
         verdict = "equal" if equal else "mismatch" if causes else "undetermined"
-        shown, notes = tuple(cause.cause() for cause in causes), tuple(dict.fromkeys(self.notes))
-        return Diagnosis(verdict, None if equal else first, shown, notes, self.who, logits_error=error)
+        notes = tuple(dict.fromkeys(self.notes))
+        return Diagnosis(verdict, None if equal else first, tuple(causes), notes, self.who, logits_error=error)
 
-    def _effect(self, cause: PlacedCause) -> float | None:
+    def _effect(self, cause: Cause) -> float | None:
         """Return how far the parameters at a cause's places, and no others, move the checkpoint's logits; None if unknown."""
         own, tensors = self.own, dict[str, Tensor]()
         if cause.id == "untied-head" and own.head is not None:
@@ -272,7 +273,7 @@ class Examination:
 
     def _walked(
         self, ids: Tensor, own: Own, reference: Reference, mixed: bool, is_right: bool
-    ) -> tuple[Divergence | None, list[PlacedCause]]:
+    ) -> tuple[Divergence | None, list[Cause]]:
         """Walk through GPT-2's stages with the module's own weights and recorded tensors.
 
         ``mixed``: rows of a batch change one another. What else is wrong shows in a batch of equal rows, unless it leaves
@@ -350,13 +351,13 @@ class Examination:
         return best
 
 
-def _refuted(cause: PlacedCause, walked: Walked) -> bool:
+def _refuted(cause: Cause, walked: Walked) -> bool:
     """Return whether the walk was at a place of this structural cause, and its formula did not give the port's values."""
     reached = [Place.of(point) for point in walked.values]
     return any(place.part and place.contains(point) for place in cause.places for point in reached)
 
 
-def _is_unread(cause: PlacedCause, own: Own, state: MappingType[str, Tensor]) -> bool:
+def _is_unread(cause: Cause, own: Own, state: MappingType[str, Tensor]) -> bool:
     """Return whether a cause is of rows of an embedding that no probe has read, and not of their means, which norms remove."""
     if (stem := cause.places[0].stem) not in ("wte", "wpe"):
         return False
@@ -364,16 +365,16 @@ def _is_unread(cause: PlacedCause, own: Own, state: MappingType[str, Tensor]) ->
     return worst_relative_error(mine, ours) > ROUNDED_CONSTANT
 
 
-def _ends(mine: Tensor, right: Tensor, bound: float) -> list[PlacedCause]:
+def _ends(mine: Tensor, right: Tensor, bound: float) -> list[Cause]:
     """Return what the port's weights do to right logits (B, T, V), if a known step gives ``mine``."""
     found = ((fault, formula(right)) for fault, formula in last_steps())
     ends = ((fault, max_abs(end, right)) for fault, end in found if worst_relative_error(end, mine) <= bound)
     same = worst_relative_error(mine.softmax(-1), right.softmax(-1)) <= bound
     evidence = f"with your weights our model gives that, to {bound:.0e}{'; the softmax of it is right' if same else ''}"
-    return [PlacedCause(one.id, (one.place,), one.detail, evidence, SURE, effect=moved) for one, moved in islice(ends, 1)]
+    return [replace(one, evidence=evidence, effect=moved) for one, moved in islice(ends, 1)]
 
 
-def _sure(cause: PlacedCause, evidence: str = "") -> PlacedCause:
+def _sure(cause: Cause, evidence: str = "") -> Cause:
     """Return a cause of weights as certain: our model with the port's weights gives the port's logits."""
     return replace(cause, confidence=SURE, evidence=cause.evidence + evidence)
 

@@ -17,15 +17,14 @@ from gpt2.port.recording.dispatch import run_deterministically
 from gpt2.port.recording.forward import Borrowed
 from gpt2.port.recording.pool import LOOSE
 from gpt2.port.search.logits import Reference
-from gpt2.port.terms.causes import PlacedCause
+from gpt2.port.terms.causes import SURE, Cause
 from gpt2.port.terms.places import Place
-from gpt2.port.terms.report import SURE
 
 FIX = "compute in float32: no .bfloat16(), no .half() and no autocast within the forward pass"
 SLACK = 4.0 * WORST_RATIO  # times what rounding explains: another order of the same operations may round more
 
 
-def imprecise(runs: Runs, borrowed: Borrowed, ids: Tensor, wide: Tensor, same: Reference) -> list[PlacedCause]:
+def imprecise(runs: Runs, borrowed: Borrowed, ids: Tensor, wide: Tensor, same: Reference) -> list[Cause]:
     """Return the cause that a module's logits in float32 are farther from its own in float64, ``wide``, than rounding explains.
 
     ``same``: our model with the module's weights; it says what rounding explains, and where the module departs from that.
@@ -59,4 +58,4 @@ def imprecise(runs: Runs, borrowed: Borrowed, ids: Tensor, wide: Tensor, same: R
     evidence = (
         f"in float32, your logits are off by {error:.0e} from your own in float64; rounding explains {explained['logits']:.0e}"
     )
-    return [PlacedCause("reduced-precision", (Place.of(first),), words, evidence, SURE, FIX, effect=max_abs(narrow, wide))]
+    return [Cause("reduced-precision", (Place.of(first),), words, evidence, SURE, FIX, effect=max_abs(narrow, wide))]

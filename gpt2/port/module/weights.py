@@ -17,7 +17,7 @@ from gpt2.port.alternatives import entries
 from gpt2.port.alternatives.rounding import NARROW
 from gpt2.port.mapping.departures import missing_entries
 from gpt2.port.mapping.reading import Own
-from gpt2.port.terms.causes import PlacedCause
+from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import ALL_WEIGHTS, EVERY, Place, joined
 
 NORMS = "load h.N.ln_1 into the norm before attention, and h.N.ln_2 into the one before the feed-forward"
@@ -41,7 +41,7 @@ class WeightComparison:
 
     def __init__(self, own: Own, state: Mapping[str, Tensor], config: GPT2Config) -> None:
         self.own, self.state, self.config = own, state, config
-        self.causes: list[PlacedCause] = []
+        self.causes: list[Cause] = []
         self.notes: list[str] = []
         self.blank = False
         self._rounded: dict[str, list[Place]] = {}  # by dtype
@@ -92,7 +92,7 @@ class WeightComparison:
     ) -> None:
         """Add a cause: ``words`` say what the parameter ``called`` is or holds; causes of one ``kind`` are merged over blocks."""
         detail = f"{called} {words}".strip()
-        self.causes.append(PlacedCause(id, places, detail, evidence, confidence, fix, kind or words, held=True))
+        self.causes.append(Cause(id, places, detail, evidence, confidence, fix, kind or words, held=True))
 
     # Many causes as one
 

@@ -13,7 +13,7 @@ from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import HIDDEN, LAST, NODES, ORDER, READS, ROWS, TEXT, Edits, Entrance, Model, State, computed
 from gpt2.port.search.observe import Observation, Seen
-from gpt2.port.terms.fault import Fault
+from gpt2.port.terms.causes import Cause
 
 FIRST = ("ln_1", "attn.q", "attn.k", "attn.v")  # nodes that show a block's input
 BEGINNING = 8  # tokens of a large block that are computed first
@@ -41,7 +41,7 @@ class Trial:
     seen: Mapping[str, Seen]
     alternatives: tuple[Alternative, ...] = ()
     edits: Edits = field(default_factory=dict)
-    faults: tuple[Fault, ...] = ()  # that were fitted
+    faults: tuple[Cause, ...] = ()  # that were fitted
     again: int = 0  # whether the block's result is found, as another value's
     ties: tuple[Alternative, ...] = ()  # that explain as much as the only alternative
 

@@ -16,9 +16,9 @@ from gpt2.port.fits.lacking import left_out
 from gpt2.port.fits.linear import Library, Linear
 from gpt2.port.fits.norm import Norm
 from gpt2.port.fits.observed import Fit, Observed
-from gpt2.port.graph import Model, State, run_block
+from gpt2.port.graph import Function, Model, State, run_block
 from gpt2.port.search.observe import Observation
-from gpt2.port.terms.fault import Fault, Function
+from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.tolerance import UNITS
 
 FEW_VALUES = 8  # an output with no more than these shows no rounding
@@ -68,16 +68,16 @@ class Ending:
                 return Ended(Fit((fault,), x), x, "logits")
         return self._rounded(x, made)
 
-    def _changes(self, made: Tensor) -> Iterator[tuple[Fault, Function]]:
+    def _changes(self, made: Tensor) -> Iterator[tuple[Cause, Function]]:
         ratio = float((made * self.logits).sum() / made.square().sum().clamp(min=1e-300))
         if ratio:
-            yield Fault("logits-scaled", "logits", f"the logits are multiplied by {ratio:.6g}"), lambda made: ratio * made
+            yield Cause.at("logits-scaled", "logits", f"the logits are multiplied by {ratio:.6g}"), lambda made: ratio * made
         if made.shape[:2].numel() > 1:
             shift = (self.logits - made).mean((0, 1), keepdim=True)
-            yield Fault("extra-bias", "logits", "the head adds a bias; GPT-2's head has none"), lambda made: made + shift
+            yield Cause.at("extra-bias", "logits", "the head adds a bias; GPT-2's head has none"), lambda made: made + shift
         yield from last_steps()
         for name, formula in (("softmax", torch.softmax), ("log_softmax", torch.log_softmax)):
-            fault = Fault("logits-softmaxed", "logits", f"the model returns {name} of the logits")
+            fault = Cause.at("logits-softmaxed", "logits", f"the model returns {name} of the logits")
             yield fault, partial(formula, dim=-1)
 
     def _rounded(self, x: Tensor, made: Tensor) -> Ended | None:
@@ -90,7 +90,7 @@ class Ending:
             if float((make() - self.logits).abs().max()) <= 0.5 * 10.0**-places * (1 + ROUNDING_SLACK):
                 id = "reduced-precision" if words == "the logits" else "logits-softmaxed"
                 detail = f"the model returns {words}, rounded to {places} decimals"
-                return Ended(Fit((Fault(id, "logits", detail, fix="return logits  # not rounded"),), x), x, "logits")
+                return Ended(Fit((Cause.at(id, "logits", detail, mend="return logits  # not rounded"),), x), x, "logits")
         return None
 
     def _normed(self, x: Tensor, right: Tensor) -> Ended | None:
@@ -131,16 +131,16 @@ class Ending:
                     continue
                 words = f"the head takes the stream that enters h.{n}: this block and what follows have no effect"
                 later = range(n if stage == "x" else n + 1, last + 1)
-                faults = [Fault("layer-missing", "", words, layer=layer) for layer in later]
+                faults = [Cause.at("layer-missing", "", words, layer=layer) for layer in later]
                 if stage == "mid":
                     words = f"the head takes the stream behind h.{n}'s attention: its feed-forward is not added"
-                    faults.append(Fault("residual-missing", "", words, layer=n))
+                    faults.append(Cause.at("residual-missing", "", words, layer=n))
                 if not normed:
-                    faults.append(Fault("final-norm-missing", "ln_f", "the head takes it without the last norm"))
+                    faults.append(Cause.at("final-norm-missing", "ln_f", "the head takes it without the last norm"))
                 return Ended(Fit(tuple(faults), state[stage]), state[""], "ln_f")
             again = run_block(self.model.site(n), {"x": x}, {})[""] if n <= last else x
             if self.observation.are_logits(self.model.norm("ln_f", again), self.table) and n <= last:
-                fault = Fault("layer-repeated", "", "it runs once more behind the last block", layer=n)
+                fault = Cause.at("layer-repeated", "", "it runs once more behind the last block", layer=n)
                 return Ended(Fit((fault,), again), x, "ln_f")
         return None
 

@@ -18,7 +18,7 @@ from gpt2.port.fits import Fits
 from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import ATTENTION, HIDDEN, NODES, ORDER, ROWS, Memory, State, run_block
 from gpt2.port.search.blocks import BEHIND, FIRST, WHOLE, Blocks, Trial
-from gpt2.port.terms.fault import Fault
+from gpt2.port.terms.causes import Cause
 
 MOST_FAULTS = 4  # alternatives of one block
 MOST_ARRAYS, MOST_TRIED = 3, 24  # that may be the value of a node, the likest first
@@ -42,7 +42,7 @@ class Explainer:
         blocks: Blocks,
         every: Sequence[Alternative],
         states: Sequence[State],
-        faults: Sequence[Fault],
+        faults: Sequence[Cause],
         of_module: bool,
     ) -> None:
         self.blocks, self.faults, self.of_module = blocks, faults, of_module
@@ -65,7 +65,7 @@ class Explainer:
         for trial in knowns:
             if self.blocks.goes_on(trial):
                 return trial
-        if any(fault.layer is not None for fault in self.faults):
+        if any(fault.place.layer is not None for fault in self.faults):
             again = self._fitted(base)
             if again is not None and self.blocks.goes_on(again):
                 return again
@@ -298,7 +298,7 @@ class Explainer:
                 continue
             given = Alternative("", "", {node: partial(_given, fit.value)})
             if (trial := self.blocks.tried(base, given)) is not None:
-                faults = tuple(self._as_before(replace(fault, layer=base.layer)) for fault in fit.faults)
+                faults = tuple(self._as_before(fault.within(base.layer)) for fault in fit.faults)
                 trial = replace(trial, alternatives=base.alternatives, faults=(*base.faults, *faults))
                 if self.blocks.goes_on(trial):
                     return trial
@@ -321,9 +321,9 @@ class Explainer:
         shown = trial.seen.keys() - base.seen.keys()
         return not BEHIND[node].isdisjoint(shown) or self.blocks.goes_on(replace(trial, alternatives=base.alternatives))
 
-    def _as_before(self, fault: Fault) -> Fault:
+    def _as_before(self, fault: Cause) -> Cause:
         """Return a fault in the words of one that an earlier block has, if they differ in a fitted number alone."""
-        alike = (one for one in self.faults if (one.id, one.part) == (fault.id, fault.part))
+        alike = (one for one in self.faults if (one.id, one.place.part) == (fault.id, fault.place.part))
         same = (one for one in alike if _plain(one.detail) == _plain(fault.detail))
         return replace(fault, detail=next((one.detail for one in same), fault.detail))
 

@@ -12,9 +12,8 @@ from gpt2.checkpoint.checkpoint import model_with
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.port.terms.causes import PlacedCause
+from gpt2.port.terms.causes import SURE, Cause
 from gpt2.port.terms.places import Place
-from gpt2.port.terms.report import SURE
 
 MIN_SHARE = 1e-9  # a smaller share of the probability is rounding
 
@@ -53,7 +52,7 @@ def require_logits(logits: Tensor, ids: Tensor, config: GPT2Config, who: str) ->
     return logits
 
 
-def padding_causes(logits: Tensor, config: GPT2Config) -> tuple[list[PlacedCause], list[str]]:
+def padding_causes(logits: Tensor, config: GPT2Config) -> tuple[list[Cause], list[str]]:
     """Return causes and notes on columns beyond the vocabulary; a cause if they get any probability."""
     extra = logits.shape[-1] - config.vocab_size
     if extra <= 0:
@@ -66,4 +65,4 @@ def padding_causes(logits: Tensor, config: GPT2Config) -> tuple[list[PlacedCause
     evidence = f"the {extra:,} others take up to {share:.1%} of the probability"
     evidence += f", and are the most likely token at {wins:.0%} of the positions" if wins else ""
     fix = f"logits = logits[..., :{config.vocab_size}]  # or set the others to -inf"
-    return [PlacedCause("padded-vocab", (Place(None, "logits"),), words, evidence, SURE, fix)], []
+    return [Cause("padded-vocab", (Place(None, "logits"),), words, evidence, SURE, fix)], []

@@ -39,10 +39,9 @@ from gpt2.port.search.ending import Ending
 from gpt2.port.search.explainer import MOST_ARRAYS, Explainer
 from gpt2.port.search.observe import Observation, Seen
 from gpt2.port.terms.budget import Budget, Spent
-from gpt2.port.terms.causes import PlacedCause
-from gpt2.port.terms.fault import Fault
+from gpt2.port.terms.causes import LIKELY, SURE, Cause
 from gpt2.port.terms.places import OUTSIDE
-from gpt2.port.terms.report import LIKELY, SURE, Divergence
+from gpt2.port.terms.report import Divergence
 from gpt2.port.terms.tolerance import SLACK, Tolerance, measured
 
 
@@ -55,14 +54,14 @@ class Walked:
     spent, in words.
     """
 
-    causes: tuple[PlacedCause, ...]
+    causes: tuple[Cause, ...]
     explained: bool
     first: Divergence | None
     values: Mapping[str, Tensor]
     blocks: tuple[int, ...] = ()  # that run
     lost: str | None = None
     ended: str = ""
-    rounded: tuple[PlacedCause, ...] = ()
+    rounded: tuple[Cause, ...] = ()
 
     def edge(self, layers: int) -> str:
         """Say which point is the last that was recognised, and which is the first that was not."""
@@ -134,14 +133,14 @@ class Search:
         self.embeddings = [one for one in every if "embed" in one.outside and not one.edits]
         self.ends = [one for one in every if one.outside and "embed" not in one.outside]
         self.states: list[State] = []
-        self.faults: list[Fault] = []  # of no alternative
+        self.faults: list[Cause] = []  # of no alternative
         self.blocks = Blocks(observation, model)
         self.explainer = Explainer(self.blocks, every, self.states, self.faults, of_module)
         self.ending = Ending(observation, model, self.explainer.fits.library, self.states)
         self.sites: list[Site] = []
         self.ties: list[tuple[Alternative, ...]] = []  # by block: what explains it alike
         self.ran: list[int] = []
-        self.departures: dict[Site | Fault, Departure] = {}
+        self.departures: dict[Site | Cause, Departure] = {}
         self.first: Divergence | None = None
         self.values: dict[str, Tensor] = {}
         self.computed: dict[str, Tensor] = {}  # whether found or not
@@ -256,7 +255,7 @@ class Search:
             own = None if fit is None else self.observation.find("embed", fit.value)
             x = right if fit is None else fit.value if own is None else own.own
             if fit is not None and self.blocks.shown_in(0, x):
-                part = fit.faults[0].part if fit.faults else "embed"
+                part = fit.faults[0].place.part if fit.faults else "embed"
                 self._fitted(fit.faults, part if part in OUTSIDE else "embed", {"embed": (x, right)})
                 self.computed["embed"] = x
                 return x
@@ -335,10 +334,10 @@ class Search:
                     continue
                 if node == "mid":
                     words = "a later block takes the stream behind attention: the feed-forward's result has no effect"
-                    self.faults.append(Fault("residual-missing", "", words, layer=number))
+                    self.faults.append(Cause.at("residual-missing", "", words, layer=number))
                 words = "a later block takes an earlier stream, so what this block gives has no effect"
                 later = range(number if node == "x" else number + 1, layer)
-                self.faults += [Fault("layer-missing", "", words, layer=one) for one in later]
+                self.faults += [Cause.at("layer-missing", "", words, layer=one) for one in later]
                 self._note([], point_at(layer, "ln_1"), math.inf)
                 return stream
         return None
@@ -382,7 +381,7 @@ class Search:
         if trial.faults:
             known = {node for one in trial.alternatives for node in one.edits}
             fits = {node: (trial.state[node], expected(node)) for node in trial.edits if node not in (*known, *HIDDEN)}
-            self._fitted(trial.faults, point_at(number, _traced(next(iter(fits), trial.faults[0].part))), fits)
+            self._fitted(trial.faults, point_at(number, _traced(next(iter(fits), trial.faults[0].place.part))), fits)
         self.ties.append(trial.ties)
         for one in trial.alternatives:
             values = {node: (trial.state[node], expected(node)) for node in one.edits if node in trial.state}
@@ -404,7 +403,7 @@ class Search:
         point = (part if part in OUTSIDE else node) if layer is None else point_at(len(self.ran) - 1, _traced(node))
         self._note([(one, layer)], point, missed, shown)
 
-    def _fitted(self, faults: Sequence[Fault], point: str, values: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    def _fitted(self, faults: Sequence[Cause], point: str, values: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Note faults that have no formula, from the value and the right value of each node that they change."""
         self.faults += faults
         same = {node: both for node, both in values.items() if both[0].shape == both[1].shape}
@@ -412,7 +411,7 @@ class Search:
         self._note(faults, point, missed, moves={node: moved_by(*both) for node, both in same.items()})
 
     def _note(
-        self, blamed: Sequence[Site | Fault], point: str, missed: float, shown: float = 0.0, moves: Moves | None = None
+        self, blamed: Sequence[Site | Cause], point: str, missed: float, shown: float = 0.0, moves: Moves | None = None
     ) -> None:
         explained = FORWARD_RATIO / SLACK * self.rounding.stages.get(part_of(point), 0.0) if self.rounding else 0.0
         departure = Departure(shown, missed, 0 < missed <= explained, moves or {})
@@ -460,7 +459,7 @@ class Search:
             if seen is None or self.sites or self.faults or not asked:
                 return False
             self.guessed = True
-        faults = ended.fit.faults if ended else (Fault("untied-head", "logits", "the head has weights other than wte's"),)
+        faults = ended.fit.faults if ended else (Cause.at("untied-head", "logits", "the head has weights other than wte's"),)
         given = self.observation.pool.logits[..., : len(self.model.table)]
         made = (normed @ self.model.table.T)[:, -given.shape[1] :]
         self._fitted(faults, ended.stage if ended else "logits", {"logits": (given, made)})
@@ -468,15 +467,15 @@ class Search:
 
     # What was found
 
-    def _causes(self, explained: bool) -> Iterator[tuple[PlacedCause, bool]]:
+    def _causes(self, explained: bool) -> Iterator[tuple[Cause, bool]]:
         """Yield the causes, and whether each is no more than rounding to float32."""
         sequence = sequence_faults(self.ran, self.layers, self.of_module) if explained else []
         sites = list(self._widest())
         whole = Candidate(tuple(sites), head=(*self.faults, *sequence))
-        for found in whole.found(self.layers):
+        for found in whole.causes(self.layers):
             named = found.id, found.detail
             is_own = [named in ((fault.id, fault.detail) for fault in one.faults(layer)) for one, layer in sites]
-            own: list[Site | Fault] = [site for site, is_one in zip(self.sites, is_own, strict=True) if is_one]
+            own: list[Site | Cause] = [site for site, is_one in zip(self.sites, is_own, strict=True) if is_one]
             own += [one for one in self.faults if one.id == found.id and any(place.contains(one.place) for place in found.places)]
             departed = [self.departures[one] for one in own if one in self.departures]
             error, missed = (max((getattr(one, name) for one in departed), default=0.0) for name in ("shown", "missed"))
@@ -488,18 +487,17 @@ class Search:
                 evidence = "what enters the head is right, and no known formula of the head gives your logits"
             if found.id in SEQUENCE and not own:
                 evidence = "your run holds each block's projections, with the weights of these blocks and in this order"
-            fix = found.fix
-            config = self.model.config
+            mend, config = found.mend, self.model.config
             if found.id == "layernorm-eps":
-                fix = f"nn.LayerNorm(n_embd, eps={config.layer_norm_epsilon:g})"
+                mend = f"nn.LayerNorm(n_embd, eps={config.layer_norm_epsilon:g})"
             elif found.id == "gelu-variant" and SAME.get(config.activation_function, config.activation_function) != "gelu_new":
-                fix = f"the checkpoint's activation is {config.activation_function}"
+                mend = f"the checkpoint's activation is {config.activation_function}"
             moved = self._effect(own, [site for site, is_one in zip(sites, is_own, strict=True) if is_one], found.id in SEQUENCE)
             sure = SURE if explained and not self.guessed else LIKELY
-            cause = PlacedCause(found.id, found.places, found.detail, evidence, sure, fix, effect=moved)
+            cause = replace(found, evidence=evidence, confidence=sure, mend=mend, effect=moved)
             yield cause, bool(departed) and all(one.rounded for one in departed)
 
-    def _effect(self, own: Sequence[Site | Fault], sites: Sequence[Site], is_order: bool) -> float | None:
+    def _effect(self, own: Sequence[Site | Cause], sites: Sequence[Site], is_order: bool) -> float | None:
         """Return how far ``own``, the sites and faults of a cause, move the logits of the checkpoint; None if that is unknown."""
         if self.right is None:
             return None
@@ -507,7 +505,7 @@ class Search:
             moves = self.departures[one].moves if one in self.departures else {}
             if "logits" in moves:
                 return float(moves["logits"].abs().max() * self.exact["logits"].square().mean().sqrt())
-            sites = [*sites, *moving(one.layer, moves)] if isinstance(one, Fault) else sites
+            sites = [*sites, *moving(one.place.layer, moves)] if isinstance(one, Cause) else sites
         return effect(self.right, sites, self.ran if is_order and not own else ())
 
     def _widest(self) -> Iterator[Site]:

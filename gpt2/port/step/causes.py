@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from gpt2.port.terms.report import SURE, Cause, Diagnosis, Divergence
+from gpt2.port.terms.causes import SURE, Cause
+from gpt2.port.terms.places import Place
+from gpt2.port.terms.report import Diagnosis, Divergence
 
 SHIFTED = "F.cross_entropy(model(x).flatten(0, 1), y.flatten())  # y[:, t] is the token after x[:, t]"
 MEAN = 'F.cross_entropy(logits, targets)  # reduction="mean": over all tokens of the batch'
@@ -81,7 +83,7 @@ class Findings:
     those that the causes do not explain.
     """
 
-    places: Callable[[Collection[str]], str]
+    places: Callable[[Collection[str]], tuple[Place, ...]]
     causes: list[Cause] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
@@ -91,9 +93,9 @@ class Findings:
         self, id: str, where: str | Collection[str], detail: str, seen: str = "", fix: str = "", confidence: float = SURE
     ) -> None:
         """Add a cause, once for each place: a part, or parameters. ``detail``: what the step does; ``seen``: how we know."""
-        place = where if isinstance(where, str) else self.places(where)
-        if (id, place) not in [(one.id, one.where) for one in self.causes]:
-            self.causes.append(Cause(id, place, detail, seen, confidence, fix or FIXES[id]))
+        places = (Place(None, where),) if isinstance(where, str) else self.places(where)
+        if (id, places) not in [(one.id, one.places) for one in self.causes]:
+            self.causes.append(Cause(id, places, detail, seen, confidence, fix or FIXES[id]))
 
     def leave_open(self, stage: str, why: str) -> None:
         """Say that not all of a stage is explained, and why."""
@@ -106,9 +108,9 @@ class Findings:
 
     def diagnosis(self, forward: Diagnosis) -> Diagnosis:
         """Return the diagnosis of the step; ``forward`` is that of its forward pass, whose causes and notes come first."""
-        once: dict[tuple[str, str], Cause] = {}
+        once: dict[tuple[str, tuple[Place, ...]], Cause] = {}
         for one in self.causes:
-            once.setdefault((one.id, one.where), one)
+            once.setdefault((one.id, one.places), one)
         causes = sorted(once.values(), key=lambda one: (-round(one.confidence, 2), STAGES.index(STAGE[one.id])))
         right, first = not self.unknown and forward.ok, forward.first_divergence
         verdict = "mismatch" if causes or forward.causes else "equal" if right else "undetermined"

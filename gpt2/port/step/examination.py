@@ -23,7 +23,7 @@ from gpt2.port.step.records import HALVES, Sampler, Watched, total_norm, updates
 from gpt2.port.step.sessions import MakeStep, StepError, Subject, join_tied, random_batch
 from gpt2.port.step.settings import Settings
 from gpt2.port.step.updates import Moves, UpdateJudge
-from gpt2.port.terms.places import Place, listed
+from gpt2.port.terms.places import Place, shortened
 from gpt2.port.terms.report import Diagnosis
 
 CALLS, CALLS_LARGE = 6, 4  # of the first session; of a large module's
@@ -71,9 +71,9 @@ class StepExamination:
         except (NotGPT2, InputError):
             return None
 
-    def _places(self, names: Collection[str]) -> str:
+    def _places(self, names: Collection[str]) -> tuple[Place, ...]:
         """Return the checkpoint's names for parameters."""
-        return listed((Place.of(where) for name in names for where in self.roles.where(name)), self.ours.config.n_layer)
+        return shortened((Place.of(where) for name in names for where in self.roles.where(name)), self.ours.config.n_layer)
 
     # Sessions
 

@@ -1,4 +1,4 @@
-"""The table of every cause that ``gpt2 diagnose`` can name, and how causes are merged and ranked.
+"""A cause, and the table of every one that ``gpt2 diagnose`` can name.
 
 ``python -m gpt2.port.terms.causes`` prints ``CAUSES.md``.
 
@@ -9,12 +9,12 @@ stream (B, T, D); ``q``, ``k``, ``v`` are (B, H, T, K); ``w`` is the checkpoint'
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from gpt2.port.terms.places import EVERY, Place, collapsed, forward_rank, joined
-from gpt2.port.terms.report import Cause
+from gpt2.port.terms.places import Place, joined
+
+SURE, LIKELY = 1.0, 0.8  # confidence: reproduces the whole run; reproduces its place only
 
 
 class KnownCause(NamedTuple):
@@ -143,167 +143,52 @@ def document() -> str:
 
 
 @dataclass(frozen=True)
-class PlacedCause:
-    """A :class:`Cause` while causes are collected; ``places`` become text at the end. One id and ``kind`` are one fault.
+class Cause:
+    """One fault of a program, and what is known of it; its words are made when they are printed.
 
-    ``held``: parameters at these places do it, by what they hold.
+    ``id`` is a key of :data:`CAUSES`, or of the table of a training step. ``detail``: what the program does. ``evidence``: how we
+    know. ``confidence``: 0 to 1. ``mend``: the corrected line, if it is not that of the table. Causes of one id and ``kind`` are
+    one fault in several places, for a detail that names a block. ``effect``: how far it alone moves a logit, at most; None if
+    that is unknown. ``held``: parameters at these places do it, by what they hold.
     """
 
     id: str
     places: tuple[Place, ...]
     detail: str
-    evidence: str
-    confidence: float
-    fix: str | None = None
+    evidence: str = ""
+    confidence: float = SURE
+    mend: str | None = None
     kind: str = ""
     effect: float | None = None
     held: bool = False
 
-    def cause(self) -> Cause:
-        where = joined(self.places)
-        fix = (self.fix or CAUSES[self.id].fix).replace("{where}", where)
-        return Cause(self.id, where, self.detail, self.evidence, self.confidence, fix, self.effect)
+    @classmethod
+    def at(cls, id: str, part: str, detail: str, kind: str = "", layer: int | None = None, mend: str | None = None) -> Cause:
+        """Return what a program does at a part of a block, or outside the blocks."""
+        return cls(id, (Place.at(layer, part),), detail, mend=mend, kind=kind)
 
+    @property
+    def place(self) -> Place:
+        return self.places[0]
 
-DROPPED = "of a block that drops attention's result: its feed-forward takes the block's input, as in a parallel block"
-ONE_FOR_ALL = "of all blocks, which are one: it holds the weights of the last that was loaded, and the others hold none"
-# The cause on the left explains those on the right, which are dropped, at the same place or at the part of it that is named: what
-# else is missing there is a fault of its own.
-EXPLAINS: dict[str, dict[str, str]] = {
-    "rmsnorm": {"missing-bias": "", "layernorm-without-affine": ""},
-    "norm-missing": {"missing-bias": "", "layernorm-without-affine": ""},
-    "final-norm-missing": {"missing-bias": "", "layernorm-without-affine": ""},
-    "layernorm-without-affine": {"missing-bias": ""},
-    "post-norm": {"norm-missing": ""},
-    "residual-from-normed": {"norm-missing": ""},
-    "layer-missing": {"missing-bias": "", "layernorm-without-affine": ""},
-    "output-projection-missing": {"missing-bias": "attn.c_proj"},
-    "value-projection-wrong": {"missing-bias": "attn.c_attn v", "wrong-tensor": "attn.c_attn v"},
-    "head-layout": {"missing-bias": ""},
-    "position-sinusoidal": {"position-missing": ""},
-    "residual-missing": {"parallel-block": DROPPED},
-    "batch-dependent": {"untied-head": ""},  # known by no formula giving the logits, where rows change each other's
-    "layer-repeated": dict.fromkeys(("missing-bias", "layernorm-without-affine", "wrong-tensor"), ONE_FOR_ALL),
-}
-FUTURE = ("head-layout", "mask-missing", "mask-multiplied", "mask-off-by-one", "mask-strict", "softmax-axis", "softmax-missing")
-RANDOM = ("not-deterministic", "dropout-active", "ffn-dropout")
-# Faults of behaviour that follow from a fault anywhere: a token that sees the future gives other logits with a cache.
-IMPLIES = {
-    **{id: {"cache-inconsistent", "padding-wrong"} for id in (*FUTURE, "batch-dependent")},
-    **{id: {"cache-inconsistent"} for id in ("layer-repeated", "position-sinusoidal", "position-missing")},
-    **{id: {"batch-dependent", "cache-inconsistent", "padding-wrong"} for id in RANDOM},
-}
+    def within(self, layer: int) -> Cause:
+        """Return the same in a block; what is outside the blocks stays there."""
+        return replace(self, places=tuple(Place.at(layer, place.part, place.share) for place in self.places))
 
+    @property
+    def where(self) -> str:
+        """The places in words: traced points, tensors or parts of them; a star means every block (``h.*.mlp.act``)."""
+        return joined(self.places)
 
-def ranked(
-    causes: Iterable[PlacedCause], layers: int, effect: Callable[[PlacedCause], float | None] = lambda cause: None
-) -> list[PlacedCause]:
-    """Merge the same fault in several blocks; sort by effect, then by the order of the forward pass.
+    @property
+    def fix(self) -> str:
+        """The corrected line."""
+        return (self.mend or CAUSES[self.id].fix).replace("{where}", self.where)
 
-    What changes from call to call comes first: all else was seen in one of them. What has no known effect comes last.
-    ``effect``: measures that of a cause which has none yet.
-    """
-    once: dict[tuple[str, tuple[Place, ...]], PlacedCause] = {}
-    for cause in causes:
-        once.setdefault((cause.id, cause.places), cause)
-    merged = merge_blocks(once.values(), layers)
-    implied = {id for cause in merged for id in IMPLIES.get(cause.id, ())}
-    merged = [cause for cause in merged if not _is_seen_inside(cause, merged)]
-    kept = []
-    for cause in _join_nested(merged):
-        places = _unexplained(cause, merged, layers)
-        if cause.id not in implied and places:
-            kept.append(replace(cause, places=places))
-    kept = [*(cause for cause in kept if cause.id != "missing-bias"), *_one_cause_of_biases(kept, layers)]
-    kept = [cause if cause.effect is not None else replace(cause, effect=effect(cause)) for cause in kept]
-
-    def order(cause: PlacedCause) -> tuple[object, ...]:
-        return cause.id != "not-deterministic", -(cause.effect or 0.0), forward_rank(cause.places[0], layers)
-
-    return sorted(kept, key=order)
-
-
-def _is_seen_inside(cause: PlacedCause, others: Iterable[PlacedCause]) -> bool:
-    """Return whether a row's logits depend on others by what a block does, which is named there."""
-    inside = (other.id == cause.id and other.places[0].layer is not None for other in others)
-    return cause.id == "batch-dependent" and cause.places[0].layer is None and any(inside)
-
-
-def _one_cause_of_biases(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause]:
-    """Return all missing biases as one cause with all its places: they are one decision of the port's author."""
-    absent = [cause for cause in causes if cause.id == "missing-bias"]
-    if len(absent) < 2:
-        return absent
-    by_tensor = {(place.layer, place.stem, place.share): place for cause in absent for place in cause.places}
-    places = tuple(sorted(by_tensor.values(), key=lambda place: forward_rank(place, layers)))
-    confidence = min(cause.confidence for cause in absent)
-    return [replace(absent[0], places=places, detail="no bias is added in these places", confidence=confidence, kind="")]
-
-
-def merge_blocks(causes: Iterable[PlacedCause], layers: int) -> list[PlacedCause]:
-    """Merge causes that differ only in the block, with the words of the first, the lowest confidence and the largest effect."""
-    groups: dict[tuple[object, ...], list[PlacedCause]] = {}
-    for cause in causes:
-        parts = frozenset((place.layer is None, place.part, place.share) for place in cause.places)
-        groups.setdefault((cause.id, parts, cause.kind or cause.detail), []).append(cause)
-    merged = []
-    for same in groups.values():
-        places = collapsed((place for cause in same for place in cause.places), layers)
-        effect = max((cause.effect for cause in same if cause.effect is not None), default=None)
-        merged.append(replace(same[0], places=places, confidence=min(cause.confidence for cause in same), effect=effect))
-    return merged
-
-
-def _join_nested(causes: list[PlacedCause]) -> list[PlacedCause]:
-    """Merge a fault at two places if one place contains the other (both residuals of a block)."""
-    out: list[PlacedCause] = []
-    for cause in causes:
-        number = next((i for i, other in enumerate(out) if other.id == cause.id and _nested(other.places, cause.places)), None)
-        if number is None:
-            out.append(cause)
-            continue
-        other = out[number]
-        detail = "; ".join(dict.fromkeys((other.detail, cause.detail)))
-        confidence = min(other.confidence, cause.confidence)
-        out[number] = replace(other, places=(*other.places, *cause.places), detail=detail, confidence=confidence)
-    return out
-
-
-def _nested(one: tuple[Place, ...], other: tuple[Place, ...]) -> bool:
-    """Return whether each cause has a single place, and one place is a part of the other, in the same block."""
-    if len(one) > 1 or len(other) > 1 or one[0].layer != other[0].layer:
-        return False
-    outer, inner = sorted((one[0].part, other[0].part), key=len)
-    return inner != outer and (not outer or inner.startswith(f"{outer}."))
-
-
-def _unexplained(cause: PlacedCause, others: Iterable[PlacedCause], layers: int) -> tuple[Place, ...]:
-    """Return the places of ``cause`` that do not follow from another one."""
-    explaining = [
-        (place, part)
-        for other in others
-        if (part := EXPLAINS.get(other.id, {}).get(cause.id)) is not None
-        for place in other.places
-        if other.id != "head-layout" or place.share
-    ]
-    if not explaining:
-        return cause.places
-    every = [one for place in cause.places for one in place.each(layers)]
-    left = [one for one in every if not any(_follows(one, place, part) for place, part in explaining)]
-    return cause.places if left == every else collapsed(left, layers)
-
-
-def _follows(place: Place, from_place: Place, part: str) -> bool:
-    """Return whether a fault at ``place`` follows from one at ``from_place``, or at a part of that."""
-    if part == DROPPED:
-        return from_place.part == "mid" and Place(from_place.layer, "").contains(place)
-    if part == ONE_FOR_ALL:
-        return from_place.layer == EVERY and from_place.contains(place)
-    if not part:
-        same_share = not from_place.share or place.share == from_place.share
-        return same_share and (from_place.contains(place) or (place.contains(from_place) and bool(place.part)))
-    part, _, share = part.partition(" ")
-    return Place(from_place.layer, part, share).contains(place) and (not share or place.share == share)
+    def printed(self) -> dict[str, str | float | None]:
+        """Return what a report says of it."""
+        names = ("id", "where", "detail", "evidence", "confidence", "fix", "effect")
+        return {name: getattr(self, name) for name in names}
 
 
 if __name__ == "__main__":

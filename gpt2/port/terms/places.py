@@ -26,9 +26,9 @@ class Place:
     others: int = 0
 
     @classmethod
-    def at(cls, layer: int | None, part: str) -> Place:
+    def at(cls, layer: int | None, part: str, share: str = "") -> Place:
         """Return a part of a block; parts outside the blocks drop the layer."""
-        return cls(None if part in OUTSIDE else layer, part)
+        return cls(None if part in OUTSIDE else layer, part, share)
 
     @classmethod
     def of(cls, name: str) -> Place:
@@ -80,11 +80,16 @@ def joined(places: Iterable[Place]) -> str:
     return ", ".join(dict.fromkeys(map(str, places)))
 
 
+def shortened(places: Iterable[Place], layers: int) -> tuple[Place, ...]:
+    """Return places, one for all blocks; of many, the first few, the last of which says how many more there are."""
+    found = collapsed(places, layers)
+    rest = len(found) - LISTED
+    return (*found[: LISTED - 1], replace(found[LISTED - 1], others=rest)) if rest > 0 else found
+
+
 def listed(places: Iterable[Place], layers: int) -> str:
     """Return places in words, a star for all blocks; the first few, if there are many."""
-    found = collapsed(places, layers)
-    more = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
-    return joined(found[:LISTED]) + more
+    return joined(shortened(places, layers))
 
 
 def collapsed(places: Iterable[Place], layers: int) -> tuple[Place, ...]:

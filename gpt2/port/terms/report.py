@@ -9,29 +9,11 @@ from dataclasses import asdict, dataclass
 import torch
 
 from gpt2.pages.reports import environment
+from gpt2.port.terms.causes import Cause
 
-SURE, LIKELY = 1.0, 0.8  # confidence: reproduces the whole run; reproduces its place only
 LABELS = "how we know", "fix"
 MIN_WIDTH = 60  # minimum columns of a table
 SHOWN = 1e-9  # an error below it is zero for a reader
-
-
-@dataclass(frozen=True)
-class Cause:
-    """One fault of a port.
-
-    ``id`` is a key of :data:`.causes.CAUSES`. ``where`` is a traced point or a part of one (``h.3.attn``, ``wte``); a star means
-    every block (``h.*.mlp.act``). ``detail``: what the port does. ``evidence``: how we know. ``confidence``: 0 to 1. ``fix``: the
-    corrected line. ``effect``: how far it alone moves a logit, at most; None if that is unknown.
-    """
-
-    id: str
-    where: str
-    detail: str
-    evidence: str
-    confidence: float
-    fix: str
-    effect: float | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +53,9 @@ class Diagnosis:
 
     def to_json(self) -> str:
         """Return the diagnosis as JSON; a number that is not finite is null."""
-        values = asdict(self) | {"environment": asdict(environment([torch.float64]))}
+        first = self.first_divergence
+        values = vars(self) | {"first_divergence": first and asdict(first), "causes": [one.printed() for one in self.causes]}
+        values |= {"environment": asdict(environment([torch.float64]))}
         values = json.loads(json.dumps(values), parse_constant=lambda _: None)
         return json.dumps(values, indent=2, ensure_ascii=False)
 
