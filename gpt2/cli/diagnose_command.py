@@ -124,9 +124,9 @@ def _diagnosis(args: argparse.Namespace) -> "Diagnosis":
         how = {"timeout": args.timeout, "revision": args.revision, "offline": args.offline}
         with Status(f"running {args.program}") as status:
             return diagnose_program(args.program, args.model, **how, progress=status)
-    from gpt2.port.step.settings import Settings
+    from gpt2.port.step.settings import StepSettings
 
-    Settings.parse(args.set)  # a misspelt key is refused before anything is read or built
+    StepSettings.parse(args.set)  # a misspelt key is refused before anything is read or built
     given = {"revision": args.revision, "offline": args.offline}
     if args.step is None and is_dump(args.what):
         import gpt2

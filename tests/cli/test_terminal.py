@@ -28,8 +28,7 @@ from gpt2.measure.tracing import points
 from gpt2.pages.reports import Environment, Printed
 from gpt2.parity.record import Outcome, RecordReport, public_record
 from gpt2.parity.report import EXACT, MAPPING, ROUNDING, Check, Point, Report
-from gpt2.port.mapping.report import MappingReport
-from gpt2.port.mapping.report import Row as MappingRow
+from gpt2.port.mapping.report import MappingReport, MappingRow
 
 LAYERS = 12
 NAMES = "out/macbeth/a-name-of-a-run/best", "hf/openai-community/gpt2-medium:bf16"

@@ -25,7 +25,7 @@ from gpt2.checkpoint.checkpoint import Checkpoint, model_with
 from gpt2.config import ACTIVATIONS, GPT2Config
 from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
 from gpt2.port.mapping import ROUNDED_CONSTANT
-from gpt2.port.mapping.mapping import ZERO, Mapping
+from gpt2.port.mapping.mapping import ZERO, WeightMap
 
 CONFIG = GPT2Config(50, 12, 16, 2, 4, bos_token_id=None, eos_token_id=None)
 FLOAT64 = {name for name, port in PORTS.items() if not port.exact}  # in float32 they hold other numbers than the checkpoint's
@@ -194,9 +194,9 @@ def test_weights_that_are_read_wrongly_are_refused(
     name: str, change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative controls: the check against the module's own logits must find a single wrong entry."""
-    module, entries = model_with(SIZES, hf_layouts.weights(SIZES).items()), Mapping.entries
+    module, entries = model_with(SIZES, hf_layouts.weights(SIZES).items()), WeightMap.entries
     monkeypatch.setattr(
-        Mapping, "entries", lambda self, source: (change if source.name == name else lambda e: e)(entries(self, source))
+        WeightMap, "entries", lambda self, source: (change if source.name == name else lambda e: e)(entries(self, source))
     )
     with pytest.raises(InputError, match=r"something else than GPT-2's|is added where GPT-2 adds nothing"):
         checkpoint_of(module)

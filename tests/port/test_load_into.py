@@ -25,8 +25,8 @@ from torch import Tensor, nn
 import gpt2
 from gpt2 import GPT2, InputError
 from gpt2.config import GPT2Config
-from gpt2.port.mapping import Check, load_into
-from gpt2.port.mapping.mapping import ZERO, Mapping
+from gpt2.port.mapping import LogitsCheck, load_into
+from gpt2.port.mapping.mapping import ZERO, WeightMap
 from gpt2.port.mapping.report import MappingReport
 
 
@@ -129,9 +129,9 @@ def swapped(entries: Tensor, a: slice, b: slice) -> Tensor:
 )
 def test_a_wrong_mapping_is_refused(name: str, change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls: the check must find a single wrong entry in any place."""
-    entries = Mapping.entries
+    entries = WeightMap.entries
     monkeypatch.setattr(
-        Mapping, "entries", lambda self, source: (change if source.name == name else lambda e: e)(entries(self, source))
+        WeightMap, "entries", lambda self, source: (change if source.name == name else lambda e: e)(entries(self, source))
     )
     report = load_into(Port(), checkpoint())
     assert not report.ok
@@ -270,7 +270,7 @@ def test_all_is_put_back_but_the_weights(fails: bool, monkeypatch: pytest.Monkey
     weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     generator = torch.get_rng_state()
     if fails:
-        monkeypatch.setattr(Check, "judge", lambda *_: 1 / 0)
+        monkeypatch.setattr(LogitsCheck, "judge", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             load_into(module, checkpoint())
         assert all(torch.equal(tensor, weights[name]) for name, tensor in module.state_dict().items())

@@ -25,7 +25,7 @@ from gpt2.port.alternatives.moments import WAYS, readings
 from gpt2.port.alternatives.norms import normed, of_moments
 from gpt2.port.alternatives.outside import sequence_faults
 from gpt2.port.dump.batch import Batch
-from gpt2.port.dump.explaining import Explainer, Explanation
+from gpt2.port.dump.explaining import DumpExplainer, Explanation
 from gpt2.port.dump.known import Faults
 from gpt2.port.dump.part import Part
 from gpt2.port.graph import ORDER, Entrance, Model, Program
@@ -55,7 +55,7 @@ def explained(
     allowed = tolerance if isinstance(tolerance, dict) else dict.fromkeys(evidence, tolerance)
     budget = Budget(work)
     own = Model(model.state_dict(), model.config, ids, budget=budget)
-    return Explainer(own, evidence, allowed, budget).explanation()
+    return DumpExplainer(own, evidence, allowed, budget).explanation()
 
 
 def run(part: Part, some: list[Candidate]) -> list[tuple[Candidate, Tensor]]:
@@ -271,7 +271,9 @@ def test_no_fault_explains_an_unknown_computation(model: GPT2, ids: Tensor) -> N
     sines = Program({n: {"mlp.act": lambda c, s: (2 * s["mlp.c_fc"]).sin()} for n in range(CONFIG.n_layer)})
     logits = simulation.trace(sines)["logits"]
     with few_threads(0):
-        found = Explainer(simulation, {"logits": logits}, {"logits": 0.01}, Budget(500_000, of=simulation.budget)).explanation()
+        found = DumpExplainer(
+            simulation, {"logits": logits}, {"logits": 0.01}, Budget(500_000, of=simulation.budget)
+        ).explanation()
     assert not found.hypotheses
     assert not found.right
 

@@ -15,8 +15,8 @@ import gpt2
 from gpt2.errors import InputError
 from gpt2.port.step.clipping import ClipKind, read_clipping
 from gpt2.port.step.records import Gradient, Sampled, Update
-from gpt2.port.step.rules import Rule, Track, directions, fit, recognised
-from gpt2.port.step.settings import Settings as Given
+from gpt2.port.step.rules import Rule, Track, directions, fit, recognised_rule
+from gpt2.port.step.settings import StepSettings
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import Place
 from gpt2.port.terms.report import Diagnosis, Divergence
@@ -261,8 +261,8 @@ def test_a_bad_step_is_one_line(maker, words: str) -> None:
 def test_settings_are_refused_by_name(line: str, words: str) -> None:
     """A misspelt key would leave a setting unknown, and its fault unsaid."""
     with pytest.raises(InputError, match=words):
-        Given.parse([line])
-    assert Given.parse(["optim.lr=3e-4", "data.prompt="]) == Given(lr=3e-4)
+        StepSettings.parse([line])
+    assert StepSettings.parse(["optim.lr=3e-4", "data.prompt="]) == StepSettings(lr=3e-4)
 
 
 def test_a_mismatch_is_no_number_that_is_zero_for_a_reader() -> None:
@@ -282,7 +282,7 @@ def test_a_rule_with_any_constants_is_recognised(rule: Rule) -> None:
     before, gradient, seen = draw.standard_normal((6, 50)), 1e-2 * draw.standard_normal((6, 50)), np.ones(6, dtype=bool)
     change = -1e-3 * directions(rule, Track(before, gradient, before, seen)) - 1e-4 * before
     track = Track(before, gradient, change, seen)
-    found, _ = recognised([track], Given())
+    found, _ = recognised_rule([track], StepSettings())
     assert found == rule
     assert fit(track, found).rates == pytest.approx(1e-3)
 

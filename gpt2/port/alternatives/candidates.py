@@ -15,14 +15,14 @@ from gpt2.port.terms.places import collapsed
 
 FITTED = 0.5  # the price of many fitted numbers: a known formula that gives the same is preferred
 FREE = ("extra-bias", "untied-head")  # faults of the head with fitted numbers
-Site = tuple[Alternative, int | None]  # an alternative, and the block that has it; None outside the blocks
+Placed = tuple[Alternative, int | None]  # an alternative, and the block that has it; None outside the blocks
 
 
 @dataclass(frozen=True)
 class Candidate:
     """Faults switched on: alternatives with the number of their block (None outside), and perhaps another order of blocks."""
 
-    sites: tuple[Site, ...] = ()
+    sites: tuple[Placed, ...] = ()
     order: tuple[int, ...] | None = None
     head: tuple[Cause, ...] = ()  # what is seen in the logits alone
 

@@ -29,7 +29,7 @@ MERGED = "heads are put side by side without transposing back, which mixes posit
 ID_OF_AXIS = {0: ("row", "batch-dependent"), 1: ("head", "head-layout"), 2: ("token", "cache-inconsistent")}
 
 
-class Layout(Enum):
+class HeadLayout(Enum):
     """How heads are cut out of the width; the value describes the fault."""
 
     RIGHT = ""
@@ -41,24 +41,24 @@ class Layout(Enum):
         """Split (B, T, D) into (B, H, T, K)."""
         batch, tokens, _ = y.shape
         return {
-            Layout.RIGHT: y.unflatten(-1, (heads, -1)).transpose(1, 2),
-            Layout.VIEWED: y.reshape(batch, heads, tokens, -1),
-            Layout.INTERLEAVED: y.unflatten(-1, (-1, heads)).permute(0, 3, 1, 2),
-            Layout.TIME_FIRST: y.transpose(0, 1).reshape(batch, heads, tokens, -1),
+            HeadLayout.RIGHT: y.unflatten(-1, (heads, -1)).transpose(1, 2),
+            HeadLayout.VIEWED: y.reshape(batch, heads, tokens, -1),
+            HeadLayout.INTERLEAVED: y.unflatten(-1, (-1, heads)).permute(0, 3, 1, 2),
+            HeadLayout.TIME_FIRST: y.transpose(0, 1).reshape(batch, heads, tokens, -1),
         }[self]
 
     def merge(self, y: Tensor) -> Tensor:
         """Merge (B, H, T, K) into (B, T, D)."""
         batch, _, tokens, _ = y.shape
         return {
-            Layout.RIGHT: y.transpose(1, 2).flatten(2),
-            Layout.VIEWED: y.reshape(batch, tokens, -1),
-            Layout.INTERLEAVED: y.permute(0, 2, 3, 1).flatten(2),
-            Layout.TIME_FIRST: y.permute(2, 0, 1, 3).reshape(batch, tokens, -1),
+            HeadLayout.RIGHT: y.transpose(1, 2).flatten(2),
+            HeadLayout.VIEWED: y.reshape(batch, tokens, -1),
+            HeadLayout.INTERLEAVED: y.permute(0, 2, 3, 1).flatten(2),
+            HeadLayout.TIME_FIRST: y.permute(2, 0, 1, 3).reshape(batch, tokens, -1),
         }[self]
 
 
-def _cut(layout: Layout, letters: str) -> dict[str, Formula]:
+def _cut(layout: HeadLayout, letters: str) -> dict[str, Formula]:
     def formula(letter: str) -> Formula:
         return lambda c, s: layout.split(s[f"attn.{letter}"], c.config.n_head)
 
@@ -68,14 +68,14 @@ def _cut(layout: Layout, letters: str) -> dict[str, Formula]:
 @family
 def layouts(model: Model) -> Iterator[Alternative]:
     """Yield other ways to cut the width into heads and to merge them."""
-    for layout in Layout:
-        if layout is Layout.RIGHT:
+    for layout in HeadLayout:
+        if layout is HeadLayout.RIGHT:
             continue
-        sees = ROWS if layout is Layout.TIME_FIRST else "" if layout is Layout.INTERLEAVED else TEXT
+        sees = ROWS if layout is HeadLayout.TIME_FIRST else "" if layout is HeadLayout.INTERLEAVED else TEXT
         merging: Edits = {"attn.heads": lambda c, s, layout=layout: layout.merge(s["attn.mixed"])}
         yield Alternative("head-layout", layout.value, _cut(layout, "qkv"), sees=sees)
         yield Alternative(
-            "head-layout", MERGED if layout is Layout.VIEWED else f"merged as if {layout.value}", merging, sees=sees
+            "head-layout", MERGED if layout is HeadLayout.VIEWED else f"merged as if {layout.value}", merging, sees=sees
         )
         words = f"{layout.value}, and merged in the same way"
         yield Alternative("head-layout", words, {**_cut(layout, "qkv"), **merging}, sees=sees)
@@ -89,7 +89,7 @@ def layouts(model: Model) -> Iterator[Alternative]:
     yield Alternative("head-layout", words, {"attn.heads": lambda c, s: merge(s["attn.mixed"].flip(1))})
 
 
-def _behind_cache(layout: Layout, letter: str) -> Formula:
+def _behind_cache(layout: HeadLayout, letter: str) -> Formula:
     """Return keys or values that are kept as (B, T, D), and cut into heads when they are read."""
 
     def formula(c: Site, s: State) -> Tensor:
@@ -105,7 +105,7 @@ def merges(model: Model) -> Iterator[Alternative]:
     rows, heads = len(model.ids), model.config.n_head
     shape = (rows, heads, model.ids.shape[1], model.config.head_dim)
     numbers = torch.arange(math.prod(shape)).reshape(shape)
-    known = [layout.merge(numbers) for layout in Layout]  # GPT-2's own, and those above
+    known = [layout.merge(numbers) for layout in HeadLayout]  # GPT-2's own, and those above
     for order, exchanged in itertools.product(itertools.permutations(AXES), (False, True)):
         way = partial(_in_memory, order, exchanged)
         made = way(numbers)

@@ -25,7 +25,7 @@ AXES = {
 }
 
 
-class Hypothesis(NamedTuple):
+class NormFormula(NamedTuple):
     """A formula that a port may follow, the faults that this would show, and whether it mixes the rows of a batch."""
 
     label: str
@@ -64,7 +64,7 @@ def layer_norm(
     return (middle if centred else x) / (divisor.sqrt() if again else divisor) * weight + bias
 
 
-def known_norms(config: GPT2Config, state: Mapping[str, Tensor], name: str) -> list[Hypothesis]:
+def known_norms(config: GPT2Config, state: Mapping[str, Tensor], name: str) -> list[NormFormula]:
     """Return the hypotheses for the norm ``name`` (``h.0.ln_1``, ``ln_f``), the right one first."""
 
     def parameters(name: str) -> tuple[Tensor, Tensor]:
@@ -75,11 +75,11 @@ def known_norms(config: GPT2Config, state: Mapping[str, Tensor], name: str) -> l
     weight, bias = parameters(name)
     own, plain = (weight, bias), (torch.ones_like(weight), torch.zeros_like(bias))
     trivial = bool((weight == 1).all()) and not bool(bias.any())  # these parameters have no effect
-    out: list[Hypothesis] = []
+    out: list[NormFormula] = []
 
     def add(label: str, *faults: Cause, affine: tuple[Tensor, Tensor] = own, eps: float = given, **how: Any) -> None:
         formula = partial(layer_norm, weight=affine[0], bias=affine[1], eps=eps, **how)
-        out.append(Hypothesis(label, formula, faults, 0 in how.get("axes", ())))
+        out.append(NormFormula(label, formula, faults, 0 in how.get("axes", ())))
 
     def fault(id: str, detail: str, kind: str = "") -> Cause:
         return Cause.at(id, part, detail, kind)

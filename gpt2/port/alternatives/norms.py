@@ -14,23 +14,23 @@ from torch import Tensor
 
 from gpt2.port.alternatives.alternative import Alternative, family
 from gpt2.port.alternatives.moments import AXES, OWN, WAYS, Divided, Reading, readings
-from gpt2.port.alternatives.norm_formulas import Hypothesis, known_norms, layer_norm
+from gpt2.port.alternatives.norm_formulas import NormFormula, known_norms, layer_norm
 from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site
 
 SOURCES = {"ln_1": "x", "ln_2": "mid", "ln_f": "x"}  # what each norm takes
 OTHERS = {"ln_1": "ln_2", "ln_2": "ln_1"}
 RARE = ("outside", "by ", "centred over", "rms outside")  # how labels of rare formulas begin
-Made = Callable[[Site, Tensor, str], Tensor]  # from a norm's input and its part
+Norming = Callable[[Site, Tensor, str], Tensor]  # from a norm's input and its part
 Numbers = tuple[Tensor, Tensor]  # weight and bias (D,)
 
 
-def normed(part: str, make: Made) -> Formula:
+def normed(part: str, make: Norming) -> Formula:
     """Return the formula of the norm ``part``."""
     source = SOURCES[part]
     return lambda c, s: make(c, s[source], part)
 
 
-def in_norms(one: Alternative, make: Made, parts: tuple[str, ...] = tuple(SOURCES)) -> Iterator[Alternative]:
+def in_norms(one: Alternative, make: Norming, parts: tuple[str, ...] = tuple(SOURCES)) -> Iterator[Alternative]:
     """Yield the alternative ``one`` with ``make`` for a norm: in all ``parts`` together, and in those of a block alone."""
     edits = {part: normed(part, make) for part in parts if part != "ln_f"}
     last = {"ln_f": normed("ln_f", make)} if "ln_f" in parts else {}
@@ -39,12 +39,12 @@ def in_norms(one: Alternative, make: Made, parts: tuple[str, ...] = tuple(SOURCE
         yield replace(one, edits={part: formula})
 
 
-def hypotheses(model: Model, name: str) -> Mapping[str, Hypothesis]:
+def hypotheses(model: Model, name: str) -> Mapping[str, NormFormula]:
     """Return the known formulas of the norm ``name`` by their labels."""
     return model.always(("norms", name), lambda: {one.label: one for one in known_norms(model.config, model.state, name)})
 
 
-def _known(label: str) -> Made:
+def _known(label: str) -> Norming:
     def make(c: Site, x: Tensor, part: str) -> Tensor:
         found = hypotheses(c.model, c.full(part)).get(label)
         return c.right(part, {SOURCES[part]: x}) if found is None else found.formula(x)
@@ -56,7 +56,7 @@ def _known(label: str) -> Made:
 def formulas(model: Model) -> Iterator[Alternative]:
     """Yield the formulas of that table, and norms that are left out."""
     found: dict[str, list[str]] = {}
-    known: dict[str, Hypothesis] = {}
+    known: dict[str, NormFormula] = {}
     for part, name in (("ln_1", "h.0.ln_1"), ("ln_2", "h.0.ln_2"), ("ln_f", "ln_f")):
         for label, one in hypotheses(model, name).items():
             swapped = any(fault.id == "norms-swapped" for fault in one.faults)
@@ -89,7 +89,7 @@ def axes(model: Model) -> Iterator[Alternative]:
         yield from in_norms(moved(words, way, eps, eps), of_moments(reading, way, eps))
 
 
-def of_moments(reading: Reading, way: Divided, eps: float) -> Made:
+def of_moments(reading: Reading, way: Divided, eps: float) -> Norming:
     def make(c: Site, x: Tensor, part: str) -> Tensor:
         weight, bias = c.numbers(part)
         return way.normed(x, reading(x), eps) * weight + bias
@@ -149,7 +149,7 @@ def _neighbours(step: int, other: bool, last: int) -> Callable[[Site, str], Numb
     return lambda c, part: c.at(min(max(c.layer + step, 0), last)).numbers(OTHERS[part] if other else part)
 
 
-def _applied(change: Callable[[Site, str], Numbers], leaves: tuple[int, ...]) -> Made:
+def _applied(change: Callable[[Site, str], Numbers], leaves: tuple[int, ...]) -> Norming:
     def make(c: Site, x: Tensor, part: str) -> Tensor:
         own, other = c.numbers(part), change(c, part)
         weight, bias = (other[leaf] if leaf in leaves else own[leaf] for leaf in (0, 1))

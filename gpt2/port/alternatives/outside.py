@@ -24,7 +24,7 @@ MOST_SHIFTS = 33  # by how much positions are tried to be off, on a small model
 SHIFTS = (1, 2, 3)  # the same on a large one
 MOST_SPANS = 32  # tokens after which positions may begin again
 MOST_ROWS = 64  # of the position table, that steps are tried to stay at
-Rows = Callable[[Site], Tensor]  # the rows of the position table (t,) or (B, t)
+TokenRows = Callable[[Site], Tensor]  # the rows of the position table (t,) or (B, t)
 SEQUENCE = ("layer-order", "layer-missing", "layer-repeated")
 ONE_BLOCK = "h = nn.ModuleList([Block(config) for _ in range(n_layer)])  # [Block(config)] * n_layer is one block, n times"
 SINES = "positions are sines and cosines, not the checkpoint's learned ones"
@@ -156,11 +156,11 @@ def tokens(model: Model) -> Iterator[Alternative]:
     yield Alternative("transposed", words, outside={"head": lambda c, s: _reshaped(c.right("head", s))})
 
 
-def _tokens_of(words: str, ids: Rows, sees: str = "", fix: str | None = None) -> Alternative:
+def _tokens_of(words: str, ids: TokenRows, sees: str = "", fix: str | None = None) -> Alternative:
     return Alternative("wrong-tensor", words, where="wte", outside={"embed": _of_ids(ids)}, sees=sees, fix=fix)
 
 
-def _of_ids(ids: Rows) -> Formula:
+def _of_ids(ids: TokenRows) -> Formula:
     def formula(c: Site, s: State) -> Tensor:
         return embedding(c, ids=ids(c))
 

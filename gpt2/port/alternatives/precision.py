@@ -13,21 +13,20 @@ from gpt2.port.alternatives.alternative import Alternative, Changed, changed, fa
 from gpt2.port.alternatives.loading import MATRICES, NODES_OF, Change, held, read
 from gpt2.port.alternatives.norms import normed
 from gpt2.port.alternatives.rounding import CUT, NARROW, SCALED, in_eight_bits, mantissa, narrowed, quantised
-from gpt2.port.graph import MODULES, READS, TEXT, Edits, Formula, Model, Site, affine, right_scale
-from gpt2.port.graph import Function as Rounding
+from gpt2.port.graph import MODULES, READS, TEXT, Edits, Formula, Function, Model, Site, affine, right_scale
 
-FLOATS: dict[str, Rounding] = {"bfloat16": partial(mantissa, 7, False), "float16": partial(mantissa, 10, False)}
-CUT_OFF: dict[str, Rounding] = {
+FLOATS: dict[str, Function] = {"bfloat16": partial(mantissa, 7, False), "float16": partial(mantissa, 10, False)}
+CUT_OFF: dict[str, Function] = {
     f"{dtype}, cut off": partial(mantissa, bits, True) for dtype, bits in (("bfloat16", 7), ("float16", 10))
 }
-CACHED: dict[str, Rounding] = {
+CACHED: dict[str, Function] = {
     **FLOATS,
     "float8 (e4m3)": partial(mantissa, 3, False),
     "float8 (e5m2)": partial(mantissa, 2, False),
     "8 bits, a scale for each token and head": partial(in_eight_bits, (-1,)),
     "8 bits, a scale for each head": partial(in_eight_bits, (-2, -1)),
 }
-WIDE_CACHED: dict[str, Rounding] = {
+WIDE_CACHED: dict[str, Function] = {
     "8 bits, a scale for each token": partial(in_eight_bits, (-1,)),
     "8 bits, a scale for all": partial(in_eight_bits, (-2, -1)),
 }
@@ -94,7 +93,7 @@ def products(model: Model) -> Iterator[Alternative]:
     yield Alternative(ID, words, edits, "", rare=True, shared=True)
 
 
-def _product(node: str, narrow: Rounding, weights: bool) -> Formula:
+def _product(node: str, narrow: Function, weights: bool) -> Formula:
     source = READS[node][0]
 
     def formula(c: Site, s: dict[str, Tensor]) -> Tensor:
@@ -104,11 +103,11 @@ def _product(node: str, narrow: Rounding, weights: bool) -> Formula:
     return formula
 
 
-def _scores(narrow: Rounding) -> Formula:
+def _scores(narrow: Function) -> Formula:
     return lambda c, s: narrow(s["attn.qh"]) @ narrow(s["attn.ks"]).mT * right_scale(c.config, c.layer)
 
 
-def _mixed(narrow: Rounding) -> Formula:
+def _mixed(narrow: Function) -> Formula:
     return lambda c, s: narrow(s["attn.weights"]) @ narrow(s["attn.vs"])
 
 
@@ -135,7 +134,7 @@ def parameters(model: Model) -> Iterator[Alternative]:
             yield Alternative(ID, words, _rounded(narrow, modules, False), where, rare=rare)
 
 
-def _rounded(narrow: Rounding, modules: tuple[str, ...], biases: bool) -> Edits:
+def _rounded(narrow: Function, modules: tuple[str, ...], biases: bool) -> Edits:
     change: Change = lambda c, module: (  # noqa: E731
         narrow(held(c, module)[0]),
         narrow(held(c, module)[1]) if biases else held(c, module)[1],
@@ -143,19 +142,19 @@ def _rounded(narrow: Rounding, modules: tuple[str, ...], biases: bool) -> Edits:
     return read(change, *(node for module in modules for node in NODES_OF[module]))
 
 
-def _norm(narrow: Rounding, c: Site, x: Tensor, part: str) -> Tensor:
+def _norm(narrow: Function, c: Site, x: Tensor, part: str) -> Tensor:
     weight, bias = (narrow(one) for one in c.numbers(part))
     return torch.layer_norm(x, weight.shape, weight, bias, c.config.layer_norm_epsilon)
 
 
-def _embedded(narrow: Rounding, alone: bool, c: Site, s: dict[str, Tensor]) -> Tensor:
+def _embedded(narrow: Function, alone: bool, c: Site, s: dict[str, Tensor]) -> Tensor:
     """Return the embeddings of rounded tables; ``alone``: each entry is rounded alone, so those of these tokens are enough."""
     wte, wpe = (c.model.state[f"{name}.weight"] for name in ("wte", "wpe"))
     ids, places = c.model.ids[:, c.begin : c.end], slice(c.begin, c.end)
     return narrow(wte[ids]) + narrow(wpe[places]) if alone else narrow(wte)[ids] + narrow(wpe)[places]
 
 
-def integers(model: Model) -> Iterator[Alternative]:
+def in_integers(model: Model) -> Iterator[Alternative]:
     """Yield the matrices in integers, with scales of every known kind; outside the blocks, the token table so.
 
     These are dozens, and slow: they are tried where nothing else explains a program, and are not in the table.

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gpt2.port.graph import Function as Formula
+from gpt2.port.graph import Function
 
 NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
 SCHEMES = ("symmetric", "by the largest", "with a least value", "with a zero point")
@@ -35,7 +35,7 @@ def decimals(places: int, x: Tensor) -> Tensor:
     return (x * 10.0**places).round() / 10.0**places
 
 
-def roundings() -> Iterator[tuple[str, Formula]]:
+def roundings() -> Iterator[tuple[str, Function]]:
     """Yield ways to round numbers, in words."""
     for bits in (7, 10, 3, 2, 4, 5, 6, 8, 9, 11, 12):
         for cut in (False, True):

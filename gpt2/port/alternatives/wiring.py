@@ -58,8 +58,8 @@ def _bare(c: Site, x: Tensor) -> Tensor:
     return layer_norm(x, eps=c.config.layer_norm_epsilon)
 
 
-Norm = Callable[[Site, Tensor, str], Tensor]  # of any value; the branch's norm is the last argument
-NORMS: dict[str, Norm] = {
+Normed = Callable[[Site, Tensor, str], Tensor]  # of any value; the branch's norm is the last argument
+NORMS: dict[str, Normed] = {
     "its own norm": lambda c, x, norm: c.norm(x, norm),
     "the block's other norm": lambda c, x, norm: c.norm(x, OTHER[norm]),
     "a norm without weight and bias": lambda c, x, norm: _bare(c, x),
@@ -99,11 +99,11 @@ def _scaled(factor: float) -> Adding:
     return lambda c, t, n: factor * (t[0] + t[1])
 
 
-def _normed_sum(norm: Norm) -> Adding:
+def _normed_sum(norm: Normed) -> Adding:
     return lambda c, t, n: norm(c, t[0] + t[1], n)
 
 
-def _normed_branch(norm: Norm) -> Adding:
+def _normed_branch(norm: Normed) -> Adding:
     return lambda c, t, n: t[0] + norm(c, t[1], n)
 
 

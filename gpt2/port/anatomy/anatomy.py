@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from gpt2.port.anatomy.branches import Branch, Branches, Norm
-from gpt2.port.anatomy.flow import Flow, State
-from gpt2.port.anatomy.stream import NotGPT2, Part, Stream, vector
+from gpt2.port.anatomy.branches import Affine, Branch, Branches
+from gpt2.port.anatomy.flow import Flow, StreamState
+from gpt2.port.anatomy.stream import ModelPart, NotGPT2, Stream, vector
 from gpt2.port.recording.dataflow import Node, Recording, Region
 
 
@@ -36,7 +36,7 @@ class Anatomy:
         self.branches: list[Branch] = []
         self.mixed_layers: set[int] = set()
         self.shared_heads: dict[int, dict[str, int]] = {}
-        self.parts: list[Part] = [*self.words, *([] if self.positions is None else [self.positions])]
+        self.parts: list[ModelPart] = [*self.words, *([] if self.positions is None else [self.positions])]
         for branches, layers in zip((self.attentions, self.feed_forwards), self._layers(), strict=True):
             for branch, layer in zip(branches, layers, strict=False):
                 branch.layer = layer
@@ -57,7 +57,7 @@ class Anatomy:
         if self.head is not None:
             self._place("head", None, self.head, torch.arange(len(self.head)))
         end = end if self.head is None else self.flow.inputs(self.head[0])
-        self.final_norm = self.flow.state_of(end) is State.NORMED
+        self.final_norm = self.flow.state_of(end) is StreamState.NORMED
         self._place_norms(reader.norms(end)[0])
 
     def _layers(self) -> tuple[list[int], list[int]]:
@@ -93,9 +93,9 @@ class Anatomy:
             inputs = (number or self.stream.coordinates)(input_ids)
             for some, first, along in _outer_sums(node, results[mine]):
                 if part == "head":
-                    self.parts.append(Part(part, layer, columns[some], first, inputs, along))
+                    self.parts.append(ModelPart(part, layer, columns[some], first, inputs, along))
                 else:
-                    self.parts.append(Part(part, layer, inputs, along, columns[some], first))
+                    self.parts.append(ModelPart(part, layer, inputs, along, columns[some], first))
             for constant in (self.flow.origins(input_ids) < 0).nonzero()[:1, 0]:  # a column of ones: its weights are the bias
                 bias = node.weights[(*node.place(results[mine]), constant)]
                 self.parts.append(vector(f"{part}.bias", layer, bias, columns))
@@ -140,12 +140,14 @@ class Anatomy:
         results = torch.cat([self.flow.results(number) for number in branch.ups])
         return results[torch.isin(self.flow.first_weights(results), used[used >= 0])]
 
-    def _place_norms(self, last: list[Norm]) -> None:
+    def _place_norms(self, last: list[Affine]) -> None:
         """Add the norms: a norm belongs to the branch it feeds, in a post-norm model to the branch before it."""
-        feeds: list[tuple[str, int | None, list[Norm]]] = [(branch.norm, branch.layer, branch.norms) for branch in self.branches]
+        feeds: list[tuple[str, int | None, list[Affine]]] = [
+            (branch.norm, branch.layer, branch.norms) for branch in self.branches
+        ]
         feeds.append(("ln_f", None, last))
         onto = [self.flow.onto.get(branch.downs[0]) for branch in self.feed_forwards[:1] if branch.downs]
-        self.post_norm = not feeds[0][2] and any(norms for *_, norms in feeds) and onto == [State.NORMED]
+        self.post_norm = not feeds[0][2] and any(norms for *_, norms in feeds) and onto == [StreamState.NORMED]
         in_order = list({norm.at: norm for *_, norms in feeds for norm in reversed(norms)}.values())
         if self.post_norm:
             placed = [(part, layer, norm) for (part, layer, _), norm in zip(feeds, in_order, strict=False)]

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gpt2.port.anatomy.flow import Effect, Flow, State
+from gpt2.port.anatomy.flow import Effect, Flow, StreamState
 from gpt2.port.anatomy.stream import NotGPT2, Stream
 
 
@@ -34,7 +34,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Norm:
+class Affine:
     """A norm's scale and shift (D,), or None, for the stream coordinates ``places``. ``at``: its first node."""
 
     scale: Tensor | None
@@ -50,7 +50,7 @@ class Branch:
     part: str
     base: int  # the id of the stream element where it starts
     weight: int  # the id of its first weight; identifies a branch that runs twice
-    norms: list[Norm]  # between the stream and the branch, nearest first
+    norms: list[Affine]  # between the stream and the branch, nearest first
     normed: bool
     ups: list[int] = field(default_factory=list)
     downs: list[int] = field(default_factory=list)
@@ -79,18 +79,18 @@ class Branches:
         self.attentions = _each_once(attentions)
         self.feed_forwards = _each_once(self._feed_forwards([number for number in self._inputs if number not in known]))
 
-    def norms(self, ids: Tensor) -> tuple[list[Norm], int]:
+    def norms(self, ids: Tensor) -> tuple[list[Affine], int]:
         """Return the norms between the stream and a projection's inputs ``ids``, nearest first, and an element of the stream."""
         met: list[tuple[int, dict[Effect, Tensor]]] = []  # first node, and its parameters
         ids = ids[ids >= self.recording.tokens]
         places = self.stream.coordinates(ids)
-        while self.flow.state_of(ids) is State.NORMED:
+        while self.flow.state_of(ids) is StreamState.NORMED:
             number = self.flow.owner(ids)
             node = self.flow.nodes[number]
             index = node.place(ids)
             for touch in self.flow.touches.get(number, []):
                 effect, parameters = touch.effect, touch.ids[index]
-                if effect is Effect.OTHER or (effect is Effect.ADD and touch.before is not State.NORMED):
+                if effect is Effect.OTHER or (effect is Effect.ADD and touch.before is not StreamState.NORMED):
                     continue
                 if met and torch.equal(met[-1][1].get(effect, ids[:0]), parameters):
                     continue  # the same parameters again: x * s + (b - mean * s)
@@ -99,12 +99,12 @@ class Branches:
                 met[-1] = number, {**met[-1][1], effect: parameters}
             operands = (operand[index] for operand in node.tensors)
             ids = next(operand for operand in operands if bool((self.flow.origins(operand) >= 0).all()))
-        return [Norm(by.get(Effect.MUL), by.get(Effect.ADD), places, number) for number, by in met], int(ids[0])
+        return [Affine(by.get(Effect.MUL), by.get(Effect.ADD), places, number) for number, by in met], int(ids[0])
 
     def _branch(self, branches: dict[int, Branch], part: str, result: Tensor) -> Branch:
         ids = self.flow.inputs(result)
         norms, base = self.norms(ids)
-        new = Branch(part, base, int(self.flow.first_weights(result[None])), norms, self.flow.state_of(ids) is State.NORMED)
+        new = Branch(part, base, int(self.flow.first_weights(result[None])), norms, self.flow.state_of(ids) is StreamState.NORMED)
         return branches.setdefault(base, new)
 
     def _remove_adapters(self) -> set[int]:
@@ -181,7 +181,10 @@ class Branches:
     def _feed_forwards(self, rest: list[int]) -> list[Branch]:
         branches: dict[int, Branch] = {}
         for down in rest:
-            if self.flow.state_of(self.flow.inputs(self.flow.results(down)[0])) not in (State.PROJECTED, State.NONLINEAR):
+            if self.flow.state_of(self.flow.inputs(self.flow.results(down)[0])) not in (
+                StreamState.PROJECTED,
+                StreamState.NONLINEAR,
+            ):
                 continue  # it starts from the stream
             for up in sorted(set(self.recording.owners(self._inputs[down]).tolist()) & set(rest)):
                 branch = self._branch(branches, "mlp", self.flow.results(up)[0])

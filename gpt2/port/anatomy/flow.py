@@ -14,7 +14,7 @@ from gpt2.port.recording.dataflow import Kind, Node, Recording, without_repeats
 LINEAR = {"add", "sub", "mul", "div", "neg", "dropout"}
 
 
-class State(Enum):
+class StreamState(Enum):
     PROJECTED = "a table entry, or a product with at most a bias"
     SUMMED = "a sum of several projections: the residual stream"
     NORMED = "divided by a statistic, or multiplied by a parameter"
@@ -33,7 +33,7 @@ class Touch:
 
     effect: Effect
     ids: Tensor  # the parameters' ids, in the shape of the node
-    before: State = State.NONLINEAR  # the activation's state
+    before: StreamState = StreamState.NONLINEAR  # the activation's state
 
 
 class Flow:
@@ -52,10 +52,10 @@ class Flow:
         self.recording, self.nodes = recording, recording.nodes
         self.here = recording.ids.numel() - 1  # the last token, for which parts are read
         self.origin, self.place, self.key_place, self.joined = (self.blank() for _ in range(4))
-        self.state: dict[int, State] = {}
+        self.state: dict[int, StreamState] = {}
         self.touches: dict[int, list[Touch]] = {}
         self.newest: dict[int, int] = {}
-        self.onto: dict[int, State] = {}
+        self.onto: dict[int, StreamState] = {}
         self.mixes: dict[int, tuple[Tensor, Tensor]] = {}
         self.votes: dict[int, int] = {}
         self.mixes_places: set[int] = set()
@@ -103,8 +103,8 @@ class Flow:
         known = ids[ids >= self.recording.tokens]
         return self.recording.owner(known.flatten()[0]) if known.numel() else -1
 
-    def state_of(self, ids: Tensor) -> State:
-        return self.state.get(self.owner(ids), State.NONLINEAR)
+    def state_of(self, ids: Tensor) -> StreamState:
+        return self.state.get(self.owner(ids), StreamState.NONLINEAR)
 
     def results(self, number: int) -> Tensor:
         """Return the ids of a node's results for the last token, in order."""
@@ -136,7 +136,7 @@ class Flow:
                 weights[mine] = node.weights[(*node.place(results[mine]), torch.tensor(0))]
         return weights
 
-    def _new_origin(self, number: int, node: Node, state: State = State.PROJECTED) -> None:
+    def _new_origin(self, number: int, node: Node, state: StreamState = StreamState.PROJECTED) -> None:
         self.of(self.origin, node).copy_(torch.arange(node.start, node.stop).view(node.shape))
         self.state[number] = state
 
@@ -155,7 +155,7 @@ class Flow:
 
     def _other(self, number: int, node: Node) -> None:
         if self._is_learned(node):  # a mask or a position that is computed from the token ids alone is no activation
-            self._new_origin(number, node, State.NONLINEAR)
+            self._new_origin(number, node, StreamState.NONLINEAR)
 
     def _is_learned(self, node: Node) -> bool:
         """Return whether any parameter or buffer went into a node's results."""
@@ -168,7 +168,7 @@ class Flow:
     def _rowwise(self, number: int, node: Node) -> None:
         for table in (self.origin, self.place):
             self.of(table, node).copy_(self.at(table, node.tensors[0]))
-        self.state[number] = State.NORMED
+        self.state[number] = StreamState.NORMED
 
     def _contraction(self, number: int, node: Node) -> None:
         self._new_origin(number, node)
@@ -235,12 +235,12 @@ class Flow:
     def _sum(self, number: int, node: Node, activations: list[int], origins: list[Tensor], oldest: Tensor) -> None:
         differ = [(origins[i] >= 0) & (origins[i] != oldest) for i in activations]
         if node.op not in ("add", "sub") or not any(bool(x.any()) for x in differ):
-            self.state[number] = State.NONLINEAR
+            self.state[number] = StreamState.NONLINEAR
             return
         for i, x in zip(activations, differ, strict=True):
             self.put(self.joined, origins[i][x], oldest[x])
         *_, (_, before), (newest, _) = sorted((self._newest(node.tensors[i]), i) for i in activations)
-        self.state[number], self.newest[number] = State.SUMMED, newest
+        self.state[number], self.newest[number] = StreamState.SUMMED, newest
         self.onto[newest] = self.state_of(node.tensors[before])
 
     def _newest(self, ids: Tensor) -> int:
@@ -256,10 +256,10 @@ class Flow:
             self.touches[number] = touches
         statistic = any(self.nodes[owner].live for side in sides if (owner := self.owner(side)) >= 0)
         if statistic or any(touch.effect is Effect.MUL for touch in touches):
-            self.state[number] = State.NORMED
+            self.state[number] = StreamState.NORMED
         else:
-            self.state[number] = before if node.op in LINEAR else State.NONLINEAR
-        if self.state[number] is State.SUMMED:
+            self.state[number] = before if node.op in LINEAR else StreamState.NONLINEAR
+        if self.state[number] is StreamState.SUMMED:
             self.newest[number] = self._newest(node.tensors[main])
 
     def _touches(self, op: str, side: Tensor) -> list[Touch]:

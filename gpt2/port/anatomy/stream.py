@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt2.port.anatomy.flow import Effect, Flow, State, Touch
+from gpt2.port.anatomy.flow import Effect, Flow, StreamState, Touch
 from gpt2.port.recording.dataflow import Kind
 
 
@@ -16,7 +16,7 @@ class NotGPT2(Exception):
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """A part of a GPT-2: parameters that are some rows and columns of one of the checkpoint's tensors.
 
     The parameter with the id ``row_ids[i] + column_ids[j]`` is the entry at row ``rows[i]`` and column ``columns[j]``; -1 means
@@ -39,10 +39,10 @@ class Part:
         return self.row_ids[0] + self.column_ids
 
 
-def vector(part: str, layer: int | None, ids: Tensor, places: Tensor) -> Part:
+def vector(part: str, layer: int | None, ids: Tensor, places: Tensor) -> ModelPart:
     """Return a bias or a norm's scale or shift as a part: ``ids`` (M,) are the entries ``places`` of the tensor."""
     row = torch.zeros(1, dtype=torch.int64)
-    return Part(part, layer, row, row, places, ids)
+    return ModelPart(part, layer, row, row, places, ids)
 
 
 class Stream:
@@ -54,8 +54,8 @@ class Stream:
 
     def __init__(self, flow: Flow) -> None:
         self.flow, self.recording = flow, flow.recording
-        self.words: list[Part] = []
-        self.positions: Part | None = None
+        self.words: list[ModelPart] = []
+        self.positions: ModelPart | None = None
         self.biases = flow.blank()
         self.late_biases: dict[int, tuple[Tensor, Tensor]] = {}
         self._coordinates = flow.blank()  # by origin
@@ -105,7 +105,7 @@ class Stream:
             if self.positions is None and len(set(rows[name].values())) == self.recording.ids.size(1):
                 self.positions = self._table("wpe", read[name], rows[name])
 
-    def _table(self, part: str, read: dict[int, Tensor], rows: dict[int, int], begin: int = 0) -> Part | None:
+    def _table(self, part: str, read: dict[int, Tensor], rows: dict[int, int], begin: int = 0) -> ModelPart | None:
         """Return the table that rows ``read`` (D,) form, by place, or None: ids in a table rise evenly with the row."""
         places = self.coordinates(self._start)
         if any(len(x) != self.width or bool((x < 0).any()) for x in read.values()) or len(set(rows.values())) < 2:
@@ -121,7 +121,7 @@ class Stream:
         before = int(first.min() - region.start) // stride % size if axes else 0
         number = torch.arange(max(0, -begin), size - before)
         columns, ids = torch.arange(self.width), torch.empty_like(first).index_copy_(0, places, first)
-        return Part(part, None, number + begin, number * stride, columns, ids, before + max(0, -begin))
+        return ModelPart(part, None, number + begin, number * stride, columns, ids, before + max(0, -begin))
 
     def _read_additions(self) -> None:
         """Find biases, and positions that are added without a lookup: these differ from place to place."""
@@ -146,10 +146,10 @@ class Stream:
 
     def _read_bias(self, number: int, touch: Touch, ids: Tensor, results: Tensor) -> None:
         origins = self.flow.origins(results)
-        if touch.before is State.PROJECTED and self.flow.is_projection(self.flow.owner(origins)):
+        if touch.before is StreamState.PROJECTED and self.flow.is_projection(self.flow.owner(origins)):
             free = self.flow.at(self.biases, origins) < 0
             self.flow.put(self.biases, origins[free], ids[free])
-        elif touch.before is State.SUMMED and self.flow.newest[number] not in self.late_biases:
+        elif touch.before is StreamState.SUMMED and self.flow.newest[number] not in self.late_biases:
             self.late_biases[self.flow.newest[number]] = ids, self.coordinates(results)
 
 

@@ -18,8 +18,8 @@ from gpt2.measure.metrics import Progress, silent, worst_relative_error
 from gpt2.measure.tracing import layer_of, point_at, points
 from gpt2.port.alternatives.candidates import FITTED, Candidate
 from gpt2.port.dump.known import scopes
-from gpt2.port.dump.matching import Search
-from gpt2.port.dump.part import Fit, Part
+from gpt2.port.dump.matching import PartSearch
+from gpt2.port.dump.part import Fitting, Part
 from gpt2.port.graph import NODES, ORDER, Entrance, Model, Program, State, stage_of
 from gpt2.port.terms.budget import Budget
 from gpt2.port.terms.causes import Cause
@@ -73,7 +73,7 @@ class Explanation:
         return bool(self.hypotheses) and self.unexplained is None
 
 
-class Explainer:
+class DumpExplainer:
     """Looks for what explains ``evidence``, a program's values on the ids and with the weights of ``model``, in float64.
 
     It follows the shown points from one stream to the next, and widens the faults that explain a part to other blocks.
@@ -109,13 +109,13 @@ class Explainer:
     @torch.no_grad()
     def explanation(self) -> Explanation:
         first_wrong = wrong = self.whole.first_wrong
-        found, untried, last_right = [Fit(Candidate(), 0.0)], tuple[str, ...](), None
+        found, untried, last_right = [Fitting(Candidate(), 0.0)], tuple[str, ...](), None
         while wrong is not None:
             end = next((end for end in self.ends if self.order.index(end) >= self.order.index(wrong)), self.ends[-1])
             before = self.ends[: self.ends.index(end)]
             last_right = before[-1] if before else None
             part = self._part(end, last_right, found[0].candidate)
-            search = Search(part, self.budget, self.progress)
+            search = PartSearch(part, self.budget, self.progress)
             fits = [] if part.first_wrong is None else search.fits()
             untried = search.untried
             reach, wider = self._widened(found, fits, part) if fits else (-1, [])
@@ -146,12 +146,12 @@ class Explainer:
         shown = {point: self.shown[point] for point in inside if point in self.shown}
         return Part(self.model, end, entrance, shown, self.tolerance)
 
-    def _widened(self, bases: Sequence[Fit], fits: Sequence[Fit], part: Part) -> tuple[int, list[Fit]]:
+    def _widened(self, bases: Sequence[Fitting], fits: Sequence[Fitting], part: Part) -> tuple[int, list[Fitting]]:
         """Return the faults of a part on top of those before it, the likeliest first: in other blocks too, if more follows so.
 
         Before them, the number of the first point that they do not explain, of all points if they do.
         """
-        options = dict[object, tuple[int, Fit]]()
+        options = dict[object, tuple[int, Fitting]]()
         some = MOST[self.model.small]
         for base, fit in itertools.product(bases[:some], fits[:some]):
             rounding = dict.fromkeys(part.shown, fit.error)  # what numbers that are rounded otherwise leave
@@ -166,15 +166,15 @@ class Explainer:
         price = best[0].candidate.price + FITTED  # another fault that is not needed is none
         return most, [fit for fit in best if fit.candidate.price < price][:MAX_OFFERED]
 
-    def _reached(self, candidate: Candidate, rounding: Mapping[str, float]) -> tuple[int, Fit]:
+    def _reached(self, candidate: Candidate, rounding: Mapping[str, float]) -> tuple[int, Fitting]:
         """Return the number of the first shown point that faults do not explain, of all points if they do; and their fit."""
         whole = replace(candidate, sites=tuple(dict.fromkeys(candidate.sites)))
         if not whole.head and whole.program is None:
-            return -1, Fit(whole, math.inf)
+            return -1, Fitting(whole, math.inf)
         errors = self.whole.errors(self.whole.values(whole))
         allowed = {point: max(self.whole.allowed(point), rounding.get(point, 0.0)) for point in errors}
         wrong = (self.order.index(point) for point, error in errors.items() if not error <= allowed[point])
-        return next(wrong, len(self.order)), Fit(whole, max(errors.values()))
+        return next(wrong, len(self.order)), Fitting(whole, max(errors.values()))
 
     def _elsewhere(self, candidate: Candidate, part: Part) -> Iterator[Candidate]:
         """Yield the faults of a part of the blocks in all of them, and in some."""
@@ -189,7 +189,7 @@ class Explainer:
             if ends:
                 yield replace(candidate, sites=(*sites, *ends))
 
-    def _described(self, fits: list[Fit]) -> list[tuple[Hypothesis, State]]:
+    def _described(self, fits: list[Fitting]) -> list[tuple[Hypothesis, State]]:
         """Return hypotheses with their values; those that are one function, or the same faults at the same places, are one."""
         out: list[tuple[Hypothesis, State]] = []
         last = "logits" if self.whole.is_last else self.whole.end

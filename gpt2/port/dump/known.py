@@ -9,7 +9,7 @@ from gpt2.port.alternatives import table
 from gpt2.port.alternatives.alternative import IN_PROMPT, IN_STEPS, Alternative, Schedule, Which, scheduled
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.outside import orders, standing
-from gpt2.port.alternatives.precision import integers
+from gpt2.port.alternatives.precision import in_integers
 from gpt2.port.alternatives.schedule import prompts, stepped
 from gpt2.port.dump.part import Part
 from gpt2.port.graph import ROWS
@@ -84,7 +84,7 @@ class Faults:
 
     def quantised(self) -> Iterator[Candidate]:
         """Yield the matrices of the part's blocks in integers; if it has all blocks, the token table's as well."""
-        for one in integers(self.model):
+        for one in in_integers(self.model):
             yield self.everywhere(one)
             if self.part.all_blocks:
                 yield Candidate((*self.everywhere(one).sites, (one, None)))

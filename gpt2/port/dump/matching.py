@@ -12,7 +12,7 @@ from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.schedule import is_prompt, schedules
 from gpt2.port.dump.batch import Batch
 from gpt2.port.dump.known import Faults
-from gpt2.port.dump.part import BETTER, Fit, Part
+from gpt2.port.dump.part import BETTER, Fitting, Part
 from gpt2.port.graph import ROWS, TEXT
 from gpt2.port.terms.budget import Budget
 
@@ -31,7 +31,7 @@ SINGLE = "single faults"
 Ranked = list[tuple[float, Candidate]]
 
 
-class Search:
+class PartSearch:
     """Looks for the one fault that explains a part; ``untried``: the kinds of faults of which not all were tried."""
 
     def __init__(self, part: Part, budget: Budget, progress: Progress) -> None:
@@ -45,7 +45,7 @@ class Search:
         shows_all = part.shown[part.end].shape[1] == self.faults.tokens
         self.few = Batch(part, 1, FEW) if not self.small and shows_all else self.row
 
-    def fits(self) -> list[Fit]:
+    def fits(self) -> list[Fitting]:
         """Return the candidates that explain the part, the simplest first."""
         ways = [*self._ways()]
         for number, (words, make) in enumerate(ways):
@@ -122,7 +122,7 @@ class Search:
             near = batch.errors(group, self.budget)
             yield from ((error, one) for error, one in near if error <= most or (error <= rounded and one.rounds))
 
-    def _confirmed(self) -> list[Fit]:
+    def _confirmed(self) -> list[Fitting]:
         """Return the candidates that fit exactly, of GPT-2 itself with another head and the nearest."""
         fits = [self.part.fit(Candidate())]
         for number, (_, one) in enumerate(self.ranked[: MAX_CONFIRMED[self.small]]):

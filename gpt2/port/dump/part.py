@@ -35,7 +35,7 @@ def _changed(formula: Function, normed: Tensor, logits: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Head(Cause):
+class HeadCause(Cause):
     """What a program does to its logits; ``change`` returns its logits, from the last normed stream and from GPT-2's logits.
 
     ``made``: of numbers that were fitted to the program's logits.
@@ -45,7 +45,7 @@ class Head(Cause):
     made: bool = False
 
 
-class Fit(NamedTuple):
+class Fitting(NamedTuple):
     """A candidate and its largest relative error at the shown points."""
 
     candidate: Candidate
@@ -99,7 +99,7 @@ class Part:
             return self.model.stages(program, self.blocks.start, self.blocks.stop, self.entrance, self.until)
         values = self.model.trace(program, self.entrance)
         for fault in one.head:
-            if isinstance(fault, Head):
+            if isinstance(fault, HeadCause):
                 values["logits"] = fault.change(*self._ending(values))
         return values
 
@@ -140,7 +140,7 @@ class Part:
         wrong = (shown - right).abs().amax((0, 2)) > self.allowed(self.end) * shown.square().mean().sqrt()
         return wrong.nonzero().flatten().tolist()
 
-    def fit(self, one: Candidate) -> Fit | None:
+    def fit(self, one: Candidate) -> Fitting | None:
         """Return a candidate with the first fault of the head that makes it fit all shown values; None if nothing does."""
         if not one.is_right and one.program is None:
             return None  # two faults of one node
@@ -155,7 +155,7 @@ class Part:
                 continue
             within = all(error <= self.allowed(point) for point, error in errors.items())
             if (within or self._rounded(whole, given, errors)) and BETTER * self._share(errors) <= self._share(self.right_errors):
-                return Fit(whole, max(errors.values()))
+                return Fitting(whole, max(errors.values()))
         return None
 
     def _rounded(self, one: Candidate, values: State, errors: Mapping[str, float]) -> bool:
@@ -182,31 +182,31 @@ class Part:
         count = self.shown[self.end].shape[1]
         return values["ln_f"][:, -count:], values["logits"][:, -count:]
 
-    def _heads(self, values: State) -> Iterator[Head]:
+    def _heads(self, values: State) -> Iterator[HeadCause]:
         """Yield what the program may do to its logits (B, T, V) in the end, each of the known faults."""
         wanted, (normed, logits) = self.shown["logits"], self._ending(values)
         if name := self.softmaxed:
             words = f"the model returns {name} of the logits"
-            yield Head("logits-softmaxed", LOGITS, words, change=partial(_changed, SOFTMAXES[name]))
+            yield HeadCause("logits-softmaxed", LOGITS, words, change=partial(_changed, SOFTMAXES[name]))
             return
         wrong, words = self._few(logits)
         if bool(wrong.any()):
-            yield Head("untied-head", LOGITS, words, made=True, change=lambda _, y: torch.where(wrong, wanted, y))
+            yield HeadCause("untied-head", LOGITS, words, made=True, change=lambda _, y: torch.where(wrong, wanted, y))
         ratio = float((logits * wanted).sum() / logits.square().sum().clamp(min=1e-300))
         words = f"the logits are multiplied by {ratio:.6g}"
-        yield Head("logits-scaled", LOGITS, words, made=True, change=lambda _, y: ratio * y)
+        yield HeadCause("logits-scaled", LOGITS, words, made=True, change=lambda _, y: ratio * y)
         for words, step in STEPS.items():  # one token is soon computed
             if worst_relative_error(wanted[:, -1:], step.formula(logits[:, -1:])) <= NEARLY * self.allowed("logits"):
-                yield Head(step.id, LOGITS, words, kind=words, change=partial(_changed, step.formula))
+                yield HeadCause(step.id, LOGITS, words, kind=words, change=partial(_changed, step.formula))
         apart = worst_relative_error(wanted, wanted.mean((0, 1), keepdim=True).expand_as(wanted))
         if wanted.shape[:2].numel() >= MIN_ROWS and apart > SIGNIFICANT * self.allowed("logits"):  # else a bias fits them alone
             bias = (wanted - logits).mean((0, 1), keepdim=True)
             words = "the head adds a bias; GPT-2's head has none"
-            yield Head("extra-bias", LOGITS, words, made=True, change=lambda _, y: y + bias)
+            yield HeadCause("extra-bias", LOGITS, words, made=True, change=lambda _, y: y + bias)
         if wanted.shape[:2].numel() >= self.model.config.n_embd + MIN_ROWS:  # else any logits fit
             words = "the logits follow from the right stream by other weights than the token embedding's"
             table = torch.linalg.lstsq(normed.flatten(0, 1), wanted.flatten(0, 1)).solution
-            yield Head("untied-head", LOGITS, words, made=True, change=lambda x, _: x @ table)
+            yield HeadCause("untied-head", LOGITS, words, made=True, change=lambda x, _: x @ table)
 
     def _few(self, logits: Tensor) -> tuple[Tensor, str]:
         """Return the tokens (V,) whose logits alone are wrong, and words; none, if the others are not right, or not more."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from gpt2.measure.metrics import Progress, worst_relative_error
 from gpt2.measure.tracing import layer_of, point_at, points
 from gpt2.port.dump.dumped import THIRDS, Dumped
-from gpt2.port.dump.explaining import STREAMS, Explainer, Explanation
+from gpt2.port.dump.explaining import STREAMS, DumpExplainer, Explanation
 from gpt2.port.graph import MODULES, ORDER, READS, Model, run_block, stage_of
 from gpt2.port.terms.budget import Budget
 from gpt2.port.terms.causes import LIKELY, Cause
@@ -185,7 +185,7 @@ class Simulating:
         evidence = {**right, **placed.values, "logits": self.dumped.output.logits.double()}
         parts = {*STREAMS, *placed.stages} if stages else ()
         given = self.model, evidence, self._with_storage(evidence), self.budget, self.progress
-        return evidence, Explainer(*given, parts).explanation()
+        return evidence, DumpExplainer(*given, parts).explanation()
 
     # What is said
 

@@ -26,7 +26,7 @@ UNKNOWN = "the weight is not the checkpoint's in any known way"
 ALIKE = 0.5  # cosine of a result and GPT-2's, from which on the weight may be a rounded one
 
 
-class Source(NamedTuple):
+class ColumnSource(NamedTuple):
     """Where a column of weights is in the checkpoint: a tensor, whether it is one of its rows, and its number."""
 
     name: str
@@ -57,10 +57,10 @@ class Library:
             self._columns[size] = torch.cat(parts, 1), origins
         return self._columns[size]
 
-    def source(self, size: int, number: int) -> Source:
+    def source(self, size: int, number: int) -> ColumnSource:
         for name, row, count in self.columns(size)[1]:
             if number < count:
-                return Source(name, row, number)
+                return ColumnSource(name, row, number)
             number -= count
         raise IndexError
 
@@ -188,12 +188,12 @@ class Linear:
         value = torch.where(unknown, seen.value, value)
         yield from seen.fits(value, rows, fault)
 
-    def _is_own(self, number: int, one: Source) -> bool:
+    def _is_own(self, number: int, one: ColumnSource) -> bool:
         """Return whether a column is the layer's own one of this number."""
         first = {"attn.k": 1, "attn.v": 2}.get(self.part, 0) * self.weight.shape[1]
-        return one == Source(self.name, self.part == "logits", first + number)
+        return one == ColumnSource(self.name, self.part == "logits", first + number)
 
-    def _described(self, sources: list[Source], unknown: int) -> Cause:
+    def _described(self, sources: list[ColumnSource], unknown: int) -> Cause:
         name, row = Counter((one.name, one.row) for one in sources).most_common(1)[0][0]
         order = permutation(torch.tensor([one.number for one in sources if (one.name, one.row) == (name, row)]))
         row = row != (self.part == "logits")  # the head multiplies by rows of wte

@@ -1,13 +1,12 @@
 """Load a checkpoint's weights into any module that computes GPT-2: ``load_into``.
 
 The module runs once while every operator is recorded; :mod:`gpt2.port.anatomy` recognises GPT-2's parts by what they compute,
-never by names. :mod:`.mapping` derives which entry belongs in each place; :class:`Check` compares logits in float64.
+never by names. :mod:`.mapping` derives which entry belongs in each place; :class:`LogitsCheck` compares logits in float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping as MappingType
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
 from gpt2.port.mapping.filling import fill
-from gpt2.port.mapping.mapping import Mapping
+from gpt2.port.mapping.mapping import WeightMap
 from gpt2.port.mapping.overwritten import overwritten
 from gpt2.port.mapping.remarks import Remarks
 from gpt2.port.mapping.report import MappingReport
@@ -68,12 +67,12 @@ def load_into(
         raise InputError(f"{name}: it has no parameters to fill; register its weights as torch.nn.Parameter")
     with torch.random.fork_rng(devices=[]), Borrowed(module) as borrowed:
         try:
-            mapping = Mapping(Anatomy(record_probe(module, config, name)), config)
+            mapping = WeightMap(Anatomy(record_probe(module, config, name)), config)
         except NotGPT2 as reason:
             hint = "if it is a GPT-2, fill it yourself; gpt2.diagnose then compares its logits"
             raise InputError(f"{name}: {reason}; load_into needs a GPT-2 ({hint})") from None
         remarks = Remarks(mapping, state)
-        check = Check(mapping, state, remarks.neutral)
+        check = LogitsCheck(mapping, state, remarks.neutral)
         borrowed.to_float64()
         remarks.notes += overwritten(borrowed, mapping)
         filled = fill(borrowed, mapping, state)
@@ -98,7 +97,7 @@ def load_into(
     )
 
 
-class Verdict(NamedTuple):
+class LogitsVerdict(NamedTuple):
     """Whether the logits agree, the worst error over the root mean square of all logits (None if unknown), and a sentence."""
 
     agrees: bool
@@ -106,10 +105,10 @@ class Verdict(NamedTuple):
     words: str
 
 
-class Check:
+class LogitsCheck:
     """Our model's outputs for a few probes: with the checkpoint, and with ``neutral`` tensors in place of the checkpoint's."""
 
-    def __init__(self, mapping: Mapping, state: MappingType[str, Tensor], neutral: dict[str, Tensor]) -> None:
+    def __init__(self, mapping: WeightMap, state: Mapping[str, Tensor], neutral: dict[str, Tensor]) -> None:
         anatomy, self.config, self.state = mapping.anatomy, mapping.config, state
         self.hidden_only = anatomy.head is None
         head = [] if anatomy.head is None else [len(anatomy.head)]
@@ -125,15 +124,15 @@ class Check:
         self.expected = self.reference(state)
         self.expected_without = self.reference({**state, **neutral}) if neutral else []
 
-    def reference(self, state: MappingType[str, Tensor], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    def reference(self, state: Mapping[str, Tensor], dtype: torch.dtype = torch.float64) -> list[Tensor]:
         model = model_with(self.config, ((name, tensor.to("cpu", dtype)) for name, tensor in state.items()))
         model.requires_grad_(False)
         return [model.hidden(ids) if self.hidden_only else model(ids)[..., : self.vocabulary] for ids in self.probes]
 
-    def judge(self, borrowed: Borrowed, remarks: Remarks) -> Verdict:
+    def judge(self, borrowed: Borrowed, remarks: Remarks) -> LogitsVerdict:
         """Run the filled module in float64, return the verdict, and add the problems to ``remarks``."""
         if remarks.anatomy.width != self.config.n_embd:
-            return Verdict(False, None, "the logits cannot be compared, the module being of another size")
+            return LogitsVerdict(False, None, "the logits cannot be compared, the module being of another size")
         outputs, failures = self.outputs(borrowed.module)
         if len(failures) == len(outputs):
             return self._judge_rounding(borrowed, failures[0])
@@ -142,35 +141,35 @@ class Check:
             remarks.notes.append(f"your forward fails on other lengths than {lengths} ({failures[0]})")
         error = worst_error(outputs, self.expected)
         if error <= FLOAT64_BOUND:
-            return Verdict(True, error, "the logits agree with our model's")
+            return LogitsVerdict(True, error, "the logits agree with our model's")
         if self.expected_without and (rest := worst_error(outputs, self.expected_without)) <= FLOAT64_BOUND:
             lack = "what your module lacks is the only difference from the checkpoint: without that, logits agree"
             remarks.notes.append(f"{lack} ({rest:.1e})")
-            return Verdict(False, error, "the logits differ, by what your module lacks")
+            return LogitsVerdict(False, error, "the logits differ, by what your module lacks")
         again, _ = self.outputs(borrowed.module)
         if any(x is not None and y is not None and not torch.equal(x, y) for x, y in zip(outputs, again, strict=True)):
             remarks.problems.append("your module gives other logits every time: is dropout active in eval mode?")
         if error <= ROUNDED_CONSTANT:
             kept = f"your module is GPT-2 but for {error:.1e}, as if it kept a constant in float32"
             remarks.problems.append(f"{kept}; `gpt2 diagnose` says which")
-            return Verdict(False, error, "the logits nearly agree")
+            return LogitsVerdict(False, error, "the logits nearly agree")
         placed = "what could be placed is placed" if remarks.unfilled or remarks.unused else "all weights are placed"
         other = "but your module computes something else than GPT-2; `gpt2 diagnose` says where it departs"
         remarks.problems.append(f"{placed}, {other}")
-        return Verdict(False, error, "the logits differ")
+        return LogitsVerdict(False, error, "the logits differ")
 
-    def _judge_rounding(self, borrowed: Borrowed, failure: str) -> Verdict:
+    def _judge_rounding(self, borrowed: Borrowed, failure: str) -> LogitsVerdict:
         """Compare errors in the module's own dtype, module against our model, for a module that fails in float64."""
         borrowed.to_own_dtype()
         dtype = next(tensor.dtype for tensor in borrowed.tensors.values() if tensor.is_floating_point())
         outputs, failures = self.outputs(borrowed.module)
         if len(failures) == len(outputs):
-            return Verdict(False, None, f"the logits cannot be compared: the forward fails ({failures[0]})")
+            return LogitsVerdict(False, None, f"the logits cannot be compared: the forward fails ({failures[0]})")
         error, rounding = worst_error(outputs, self.expected), worst_error(self.reference(self.state, dtype), self.expected)
         agrees, name = error <= MAX_RATIO * rounding, str(dtype).removeprefix("torch.")
         errors = f"{error:.1e} from our model in float64; our model in {name} is {rounding:.1e} from it"
         words = f"the logits {'agree' if agrees else 'differ'} in {name}, {errors} (in float64 yours fails: {failure})"
-        return Verdict(agrees, None, words)
+        return LogitsVerdict(agrees, None, words)
 
     def outputs(self, module: nn.Module) -> tuple[list[Tensor | None], list[str]]:
         """Return the module's output for each probe (None where it fails), and the error messages."""

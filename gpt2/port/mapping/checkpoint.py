@@ -31,11 +31,11 @@ from gpt2.measure.metrics import FLOAT64_BOUND
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.flow import Flow
 from gpt2.port.anatomy.stream import NotGPT2, Stream
-from gpt2.port.mapping import ROUNDED_CONSTANT, Check, worst_error
+from gpt2.port.mapping import ROUNDED_CONSTANT, LogitsCheck, worst_error
 from gpt2.port.mapping.departures import rows_apart, structural_causes
 from gpt2.port.mapping.departures import vocabulary as vocabulary_of
 from gpt2.port.mapping.filling import put
-from gpt2.port.mapping.mapping import Mapping
+from gpt2.port.mapping.mapping import WeightMap
 from gpt2.port.mapping.reading import Own, own_weights
 from gpt2.port.mapping.remarks import in_a_line
 from gpt2.port.recording.dispatch import DeterministicMode
@@ -134,7 +134,7 @@ class _Reading:
         for branch in anatomy.branches:
             branch.layer = order[branch.layer]
         anatomy.layers = list(order.values())
-        self.mapping = Mapping(anatomy, _sizes(anatomy), from_buffers=True)
+        self.mapping = WeightMap(anatomy, _sizes(anatomy), from_buffers=True)
         for cause in structural_causes(self.mapping):
             raise NotGPT2(in_a_line(cause).replace("the checkpoint", "GPT-2").partition(";")[0])
         self.sources = [source for source in self.mapping.sources if self.mapping.parts(source)]
@@ -143,14 +143,14 @@ class _Reading:
         borrowed.to_float64()
         self.own = own = self._own()
         if own.head is not None and not torch.equal(own.head, own.weights["wte.weight"]):
-            self.mapping = Mapping(anatomy, replace(self.mapping.config, tie_word_embeddings=False), from_buffers=True)
+            self.mapping = WeightMap(anatomy, replace(self.mapping.config, tie_word_embeddings=False), from_buffers=True)
             self.own = own = self._own()
         for key, placed in own.placed.items():
             if placed.ndim > 1 and not bool(placed.all()):
                 raise NotGPT2(f"no parameter takes the place of {f'a part of {key}' if bool(placed.any()) else key}")
             if damage := look([(key, own.weights[key])]).damage:
                 raise NotGPT2(f"{own.names[key]} holds {damage}")
-        self.check = Check(self.mapping, own.weights, {})
+        self.check = LogitsCheck(self.mapping, own.weights, {})
 
     def _own(self) -> Own:
         """Read the weights; what a matrix lacks is NaN."""

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
-from collections.abc import Mapping as MappingType
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gpt2.port.anatomy.anatomy import Anatomy
-from gpt2.port.mapping.mapping import Mapping
+from gpt2.port.mapping.mapping import WeightMap
 from gpt2.port.terms.causes import LIKELY, Cause
 from gpt2.port.terms.places import EVERY, Place
 
@@ -27,7 +26,7 @@ BRANCHES = {"attn": ("attention", "ln_1"), "mlp": ("feed-forward", "ln_2")}
 LOST = {"attn.c_proj.weight": "output-projection-missing", "attn.c_attn.weight": "value-projection-wrong"}
 
 
-def other_sizes(mapping: Mapping) -> Iterator[tuple[str, int, int]]:
+def other_sizes(mapping: WeightMap) -> Iterator[tuple[str, int, int]]:
     """Yield each size of the port that is not the checkpoint's: what, the port's, the checkpoint's."""
     anatomy, config = mapping.anatomy, mapping.config
     hidden: Counter[int | None] = Counter()
@@ -60,7 +59,7 @@ def rows_apart(anatomy: Anatomy) -> str:
     return "" if padded or logits >= rows else f"it returns {logits:,} logits and embeds {rows:,} tokens; {advice}"
 
 
-def structural_causes(mapping: Mapping) -> Iterator[Cause]:
+def structural_causes(mapping: WeightMap) -> Iterator[Cause]:
     """Yield the faults in a port's connections; less certain than a walk's causes, since nothing was recomputed."""
     anatomy, config = mapping.anatomy, mapping.config
 
@@ -137,7 +136,7 @@ class MissingEntries(NamedTuple):
         return Cause(id, places, words + value, evidence, 0.9, None, words, held=True)
 
 
-def missing_entries(placed: MappingType[str, Tensor], state: MappingType[str, Tensor]) -> Iterator[MissingEntries]:
+def missing_entries(placed: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Iterator[MissingEntries]:
     """Yield the entries of the checkpoint ``state`` that ``placed`` (bool tensors of the same shapes) marks False."""
     for name, present in placed.items():
         if bool(present.all()):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping as MappingType
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.port.anatomy.stream import Part
-from gpt2.port.mapping.mapping import KEEP, ZERO, Mapping
-from gpt2.port.mapping.report import Row
+from gpt2.port.anatomy.stream import ModelPart
+from gpt2.port.mapping.mapping import KEEP, ZERO, WeightMap
+from gpt2.port.mapping.report import MappingRow
 from gpt2.port.recording.dataflow import Source, Use
 from gpt2.port.recording.forward import Borrowed
 
@@ -48,12 +48,12 @@ class Filled:
     """The result of filling one parameter: the report's ``row`` (None if nothing was written), and whether it is ``complete``."""
 
     source: Source
-    row: Row | None
+    row: MappingRow | None
     complete: bool
     words: str
 
 
-def fill(borrowed: Borrowed, mapping: Mapping, state: MappingType[str, Tensor]) -> list[Filled]:
+def fill(borrowed: Borrowed, mapping: WeightMap, state: Mapping[str, Tensor]) -> list[Filled]:
     results = []
     for source in mapping.sources:
         entries = mapping.entries(source)
@@ -66,12 +66,12 @@ def fill(borrowed: Borrowed, mapping: Mapping, state: MappingType[str, Tensor]) 
             change = f", less {use.shift:.4g}" if use.shift else ""
             change += f", divided by {use.scale:.4g}" if use.scale != 1 else ""
             reasons = dict.fromkeys(_evidence(part) for part in mapping.parts(source))
-            row = Row(source.name, source.region.shape, names, words + change, "; ".join(reasons))
+            row = MappingRow(source.name, source.region.shape, names, words + change, "; ".join(reasons))
         results.append(Filled(source, row, low != KEEP, words))
     return results
 
 
-def put(target: Tensor, entries: Tensor, mapping: Mapping, state: MappingType[str, Tensor], use: Use) -> None:
+def put(target: Tensor, entries: Tensor, mapping: WeightMap, state: Mapping[str, Tensor], use: Use) -> None:
     """Write the checkpoint's entries into a parameter; invert ``use``, so that the forward pass computes with the entries."""
     if target.numel() > MAX_ENTRIES and len(target) > 1:
         for half, numbers in zip(target.chunk(2), entries.chunk(2), strict=True):
@@ -88,13 +88,13 @@ def put(target: Tensor, entries: Tensor, mapping: Mapping, state: MappingType[st
             target[mine] = (values - use.shift) / use.scale
 
 
-def _evidence(part: Part) -> str:
+def _evidence(part: ModelPart) -> str:
     stem, _, leaf = part.part.partition(".")
     does = f"{'scales' if leaf == 'weight' else 'shifts'} {EVIDENCE[stem]}" if stem.startswith("ln_") else EVIDENCE[part.part]
     return does if part.layer is None else f"block {part.layer}: {does}"
 
 
-def describe(entries: Tensor, mapping: Mapping) -> tuple[tuple[str, ...], str]:
+def describe(entries: Tensor, mapping: WeightMap) -> tuple[tuple[str, ...], str]:
     """Return the names of the checkpoint's tensors in a parameter, and what was done to them, in words."""
     segments = _segments(entries, mapping)
     names = tuple(dict.fromkeys(name for _, name, _ in segments if name))
@@ -107,7 +107,7 @@ def describe(entries: Tensor, mapping: Mapping) -> tuple[tuple[str, ...], str]:
     return names, "; ".join(f"{where}: {f'{name}, {text}' if name else text}" for where, name, text in words)
 
 
-def _segments(entries: Tensor, mapping: Mapping) -> list[tuple[str, str, Tensor]]:
+def _segments(entries: Tensor, mapping: WeightMap) -> list[tuple[str, str, Tensor]]:
     """Cut along one axis into pieces from one tensor each: (where, the tensor's name or "", entries)."""
     names, starts = list(mapping.starts), torch.tensor(list(mapping.starts.values()), dtype=entries.dtype)
 
@@ -134,7 +134,7 @@ def _segments(entries: Tensor, mapping: Mapping) -> list[tuple[str, str, Tensor]
     return [("", mapping.owner(int(entries.max())), entries)]
 
 
-def _words(entries: Tensor, name: str, mapping: Mapping) -> str:
+def _words(entries: Tensor, name: str, mapping: WeightMap) -> str:
     """Describe how ``entries`` were taken from one tensor."""
     if not name:
         return {ZERO: "zeros", KEEP: "left as they are"}[int(entries.flatten()[0])]

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpt2.checkpoint.keys import expected, head_name
 from gpt2.config import GPT2Config
 from gpt2.port.anatomy.anatomy import Anatomy
-from gpt2.port.anatomy.stream import Part
+from gpt2.port.anatomy.stream import ModelPart
 from gpt2.port.recording.dataflow import Region, Source, Use
 
 ZERO, KEEP = -1, -2  # in place of an entry's number: set to zero; leave unchanged
@@ -44,7 +44,7 @@ class Conflict(NamedTuple):
     refused: Tensor
 
 
-class Mapping:
+class WeightMap:
     """Which entry of the checkpoint fills each place; entries are numbered tensor after tensor, in the order of the key table.
 
     ``placed``: by tensor, the entries that have a place. ``misfits``: parts that the checkpoint lacks or has in another size.
@@ -61,9 +61,9 @@ class Mapping:
         self.dtype = torch.int32 if sum(sizes) < 2**31 else torch.int64
         self.placed = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in self.shapes.items()}
         self.conflicts: list[Conflict] = []
-        self.misfits: list[Part] = []
+        self.misfits: list[ModelPart] = []
         self._storages = sorted({source.storage for source in anatomy.recording.sources})
-        self._rectangles: dict[int, list[tuple[Rectangle, Part]]] = {storage: [] for storage in self._storages}
+        self._rectangles: dict[int, list[tuple[Rectangle, ModelPart]]] = {storage: [] for storage in self._storages}
         holders = {source.storage: source for source in anatomy.recording.sources if not source.is_parameter}
         holders |= {source.storage: source for source in anatomy.recording.sources if source.is_parameter}
         places = [(part, holders[self._storage(int(part.ids[0]))]) for part in anatomy.parts]
@@ -84,7 +84,7 @@ class Mapping:
         """Return the name of the tensor that an entry belongs to; "" for ZERO and KEEP."""
         return list(self.starts)[bisect.bisect_right(list(self.starts.values()), entry) - 1] if entry >= 0 else ""
 
-    def target(self, part: Part) -> str:
+    def target(self, part: ModelPart) -> str:
         """Return the name of the checkpoint's tensor for a part; "" for a bias of the head."""
         name = re.sub(r"^attn\.[qkv]\b", "attn.c_attn", head_name(self.shapes) if part.part == "head" else part.part)
         name += "" if name.endswith((".weight", ".bias")) else ".weight"
@@ -136,7 +136,7 @@ class Mapping:
         region = source.region
         return filled.as_strided(region.shape, region.strides, region.start - source.storage)
 
-    def parts(self, source: Source) -> list[Part]:
+    def parts(self, source: Source) -> list[ModelPart]:
         region = source.region
         parts = [part for r, part in self._rectangles[source.storage] if region.start <= r.start <= region.last]
         return list({id(part): part for part in parts}.values())
@@ -150,12 +150,12 @@ class Mapping:
         name = self.anatomy.recording.name
         return name(int(table.ids[0])) not in {name(int(words.ids[0])) for words in self.anatomy.words}
 
-    def _size(self, part: Part) -> tuple[int, int]:
+    def _size(self, part: ModelPart) -> tuple[int, int]:
         """Return the checkpoint's number of rows and columns of a part; a vector is one row."""
         *rows, columns = self.shapes.get(self.target(part), (0, 0))
         return (rows[0] if rows else 1), columns // 3 if SHARE.match(part.part) else columns
 
-    def _fits(self, part: Part) -> bool:
+    def _fits(self, part: ModelPart) -> bool:
         """Return whether the checkpoint has such a part, of that size; tables may have more rows or fewer."""
         if self.anatomy.width != self.config.n_embd:
             return False
@@ -165,7 +165,7 @@ class Mapping:
         has_columns = bool((part.columns < width).all()) and (part.part == "head" or bool((part.columns >= 0).all()))
         return has_columns and (part.part in (*TABLES, "head") or bool((part.rows < height).all()))
 
-    def _cut(self, part: Part) -> Iterator[Rectangle]:
+    def _cut(self, part: ModelPart) -> Iterator[Rectangle]:
         """Yield a part as rectangles; zero rows that the checkpoint lacks (not positions), a head's bias, and a second bias."""
         name, rows, row_ids = self.target(part), part.rows, part.row_ids
         if part is self.anatomy.positions and self.skips_positions:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gpt2.port.mapping.mapping import KEEP, Mapping
+from gpt2.port.mapping.mapping import KEEP, WeightMap
 from gpt2.port.recording.forward import Borrowed
 
 
-def overwritten(borrowed: Borrowed, mapping: Mapping) -> Iterator[str]:
+def overwritten(borrowed: Borrowed, mapping: WeightMap) -> Iterator[str]:
     """Yield a sentence for each such parameter; call it before the module is filled."""
     tensors = borrowed.tensors
     some_trainable = any(tensors[source.name].requires_grad for source in mapping.sources if source.is_parameter)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Mapping as MappingType
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from gpt2.checkpoint.keys import HEAD
-from gpt2.port.mapping.mapping import ZERO, Mapping
+from gpt2.port.mapping.mapping import ZERO, WeightMap
 from gpt2.port.recording.dataflow import Use
 
 ROUNDING = 1e-15
@@ -37,7 +36,7 @@ class Own:
 
 
 @torch.no_grad()
-def own_weights(mapping: Mapping, tensors: MappingType[str, Tensor], state: MappingType[str, Tensor]) -> Own:
+def own_weights(mapping: WeightMap, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Own:
     """Read the weights out of ``tensors``, the port's parameters and buffers by name; ``state`` is the checkpoint."""
     filled, head, head_name = _Filled(mapping, state), _Filled(mapping, ["wte.weight"]), ""
     names: dict[str, str] = {}
@@ -80,7 +79,7 @@ def _completed(name: str, weight: Tensor, placed: Tensor, ours: Tensor) -> Tenso
     return torch.where((weight - ours).abs() <= ROUNDING * (1 + ours.abs()), ours, weight)  # (g - 1) + 1 is not always g
 
 
-def _share(mapping: Mapping, entry: int) -> str:
+def _share(mapping: WeightMap, entry: int) -> str:
     """Return the q, k or v share of c_attn for an entry; for another tensor, its name."""
     name = mapping.owner(entry)
     width = mapping.shapes[name][-1]
@@ -90,7 +89,7 @@ def _share(mapping: Mapping, entry: int) -> str:
 class _Filled:
     """Weights in the checkpoint's layout while they are filled, and the places that are filled."""
 
-    def __init__(self, mapping: Mapping, names: Iterable[str]) -> None:
+    def __init__(self, mapping: WeightMap, names: Iterable[str]) -> None:
         self.mapping = mapping
         self.weights: dict[str, Tensor] = {}
         self.placed = {name: torch.zeros(mapping.shapes[name], dtype=torch.bool) for name in names}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping as MappingType
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from gpt2.checkpoint.keys import layer as layer_of
 from gpt2.port.mapping.departures import missing_entries, other_sizes, rows_apart, structural_causes, vocabulary
 from gpt2.port.mapping.filling import Filled
-from gpt2.port.mapping.mapping import Mapping
+from gpt2.port.mapping.mapping import WeightMap
 from gpt2.port.recording.dataflow import Source
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import Place, forward_rank, joined
@@ -23,8 +23,8 @@ from gpt2.port.terms.ranking import merge_blocks
 class Remarks:
     """What a report lists; ``neutral``: tensors with a bias of zero or a scale of one where the port has no place."""
 
-    mapping: Mapping
-    state: MappingType[str, Tensor]
+    mapping: WeightMap
+    state: Mapping[str, Tensor]
     unfilled: dict[str, str] = field(default_factory=dict)
     idle: dict[str, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Row:
+class MappingRow:
     """One parameter of the module: the checkpoint's tensors that fill it, how they were changed, and the evidence."""
 
     name: str
@@ -37,7 +37,7 @@ class MappingReport(Printed):
 
     module: str
     checkpoint: str
-    rows: tuple[Row, ...]
+    rows: tuple[MappingRow, ...]
     unfilled: dict[str, str]
     idle: dict[str, str]
     unused: dict[str, str]
@@ -62,7 +62,7 @@ class MappingReport(Printed):
         from rich.padding import Padding
         from rich.text import Text
 
-        groups: dict[tuple[str, ...], list[Row]] = {}
+        groups: dict[tuple[str, ...], list[MappingRow]] = {}
         for row in self.rows:
             alike = [re.sub(r"\d+", "#", text) for text in (row.name, row.transformation)]
             alike += [re.sub(r"^h\.\d+", "h.#", source) for source in row.sources]

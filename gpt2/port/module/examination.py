@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from collections.abc import Mapping as MappingType
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -28,7 +27,7 @@ from gpt2.port.graph import Model
 from gpt2.port.mapping import ROUNDED_CONSTANT
 from gpt2.port.mapping.departures import SHARED, other_sizes, rows_apart, structural_causes
 from gpt2.port.mapping.filling import fill, put
-from gpt2.port.mapping.mapping import Mapping
+from gpt2.port.mapping.mapping import WeightMap
 from gpt2.port.mapping.overwritten import overwritten
 from gpt2.port.mapping.reading import Own, own_weights
 from gpt2.port.module.behaviour import Behaviour
@@ -99,7 +98,7 @@ class Examination:
         self.progress("comparing your weights with the checkpoint's")
         self._read_checkpoint(borrowed)
         borrowed.to_float64()
-        self.mapping = None if anatomy is None else Mapping(anatomy, self.config)
+        self.mapping = None if anatomy is None else WeightMap(anatomy, self.config)
         own, blank = self._weights(borrowed)
         self.own = own
         every = [] if self.mapping is None else list(structural_causes(self.mapping))
@@ -242,12 +241,12 @@ class Examination:
             self.weight_causes = [cause for cause in comparison.causes if cause.id == "not-loaded"]
             self.notes.append("beyond that, the diagnosis is of your module as gpt2.load_into fills it")
             error = worst_relative_error(own.weights["wte.weight"], self.state["wte.weight"])
-            divergence, self.mapping = Divergence("wte", None, error), Mapping(self.mapping.anatomy, self.config)
+            divergence, self.mapping = Divergence("wte", None, error), WeightMap(self.mapping.anatomy, self.config)
         self.notes += overwritten(borrowed, self.mapping)
         fill(borrowed, self.mapping, self.state)
         return self._compared(self.mapping, borrowed)[0], divergence
 
-    def _compared(self, mapping: Mapping, borrowed: Borrowed) -> tuple[Own, WeightComparison]:
+    def _compared(self, mapping: WeightMap, borrowed: Borrowed) -> tuple[Own, WeightComparison]:
         own = own_weights(mapping, borrowed.tensors, self.state)
         comparison = WeightComparison(own, self.state, self.config)
         if not comparison.blank:
@@ -255,7 +254,7 @@ class Examination:
             self.notes += comparison.notes
         return own, comparison
 
-    def _restore_rounded(self, mapping: Mapping, borrowed: Borrowed) -> None:
+    def _restore_rounded(self, mapping: WeightMap, borrowed: Borrowed) -> None:
         """Set parameters that are used scaled or shifted to exact values, if they hold the checkpoint's up to rounding."""
         recording = mapping.anatomy.recording
         for source in recording.sources:
@@ -357,7 +356,7 @@ def _refuted(cause: Cause, walked: Walked) -> bool:
     return any(place.part and place.contains(point) for place in cause.places for point in reached)
 
 
-def _is_unread(cause: Cause, own: Own, state: MappingType[str, Tensor]) -> bool:
+def _is_unread(cause: Cause, own: Own, state: Mapping[str, Tensor]) -> bool:
     """Return whether a cause is of rows of an embedding that no probe has read, and not of their means, which norms remove."""
     if (stem := cause.places[0].stem) not in ("wte", "wpe"):
         return False

@@ -13,8 +13,8 @@ from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.masks import CAUSAL, IN_CALLS, MASKS, Mask
 from gpt2.port.graph import Formula, Model, embedding
 
-Rows = Callable[[int, int], Tensor]  # from the first token of a call and the one behind it to rows of the position table
-POSITIONS: dict[str, Rows] = {
+PositionRows = Callable[[int, int], Tensor]  # from the first token of a call and the one behind it to rows of the position table
+POSITIONS: dict[str, PositionRows] = {
     "": torch.arange,
     "the positions of all new tokens are one, that of the first of them": lambda begin, end: torch.full((end - begin,), begin),
     "positions begin at 0 in each call": lambda begin, end: torch.arange(end - begin),
@@ -45,7 +45,7 @@ def in_later_calls(model: Model, pieces: Sequence[int]) -> Iterator[tuple[str, T
             yield "; ".join(filter(None, (where, hidden))), model.trace(program)["logits"]
 
 
-def _embedding(rows: Rows) -> Formula:
+def _embedding(rows: PositionRows) -> Formula:
     return lambda c, s: embedding(c, rows(c.begin, c.end).clamp(0, c.config.n_positions - 1) if c.begin else None)
 
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from gpt2.measure.metrics import max_abs
 from gpt2.port.alternatives.alternative import Alternative, Changed
-from gpt2.port.alternatives.candidates import Candidate, Site
-from gpt2.port.graph import OUTSIDE, Model, Program, State
-from gpt2.port.graph import Site as Where
+from gpt2.port.alternatives.candidates import Candidate, Placed
+from gpt2.port.graph import OUTSIDE, Model, Program, Site, State
 
 Moves = Mapping[str, Tensor]  # by node: the difference from the right value, over the root mean square of that
 
@@ -22,7 +21,7 @@ def moved_by(value: Tensor, right: Tensor) -> Tensor:
     return (value - right) / _size(right)
 
 
-def moving(layer: int | None, moves: Moves) -> tuple[Site, ...]:
+def moving(layer: int | None, moves: Moves) -> tuple[Placed, ...]:
     """Return sites that add such differences to the right values of nodes of a block, or outside the blocks."""
     edits = {node: Changed(node, partial(_added, by)) for node, by in moves.items()}
     outside, inside = ({n: one for n, one in edits.items() if (n in OUTSIDE) == is_out} for is_out in (True, False))
@@ -30,7 +29,7 @@ def moving(layer: int | None, moves: Moves) -> tuple[Site, ...]:
     return tuple((one, at) for one, at in sites if one.edits or one.outside)
 
 
-def effect(model: Model, sites: Iterable[Site], order: Sequence[int] = ()) -> float | None:
+def effect(model: Model, sites: Iterable[Placed], order: Sequence[int] = ()) -> float | None:
     """Return the largest difference that ``sites`` make to a logit of the right ``model``; None if it cannot be computed.
 
     ``order``: the blocks that run, where they are others than GPT-2's.
@@ -54,7 +53,7 @@ def _moved(model: Model, other: Model, program: Program) -> float | None:
     return moved if math.isfinite(moved) else None
 
 
-def _added(by: Tensor, c: Where, y: Tensor) -> Tensor:
+def _added(by: Tensor, c: Site, y: Tensor) -> Tensor:
     return y + by * _size(y)
 
 

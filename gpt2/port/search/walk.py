@@ -26,7 +26,7 @@ from gpt2.port import graph
 from gpt2.port.alternatives import table
 from gpt2.port.alternatives.activations import SAME
 from gpt2.port.alternatives.alternative import IN_STEPS, Alternative, Schedule, Which, in_schedule
-from gpt2.port.alternatives.candidates import Candidate, Site
+from gpt2.port.alternatives.candidates import Candidate, Placed
 from gpt2.port.alternatives.outside import SEQUENCE, sequence_faults, standing
 from gpt2.port.alternatives.schedule import schedules, stepped
 from gpt2.port.fits.lacking import dropped
@@ -137,10 +137,10 @@ class Search:
         self.blocks = Blocks(observation, model)
         self.explainer = Explainer(self.blocks, every, self.states, self.faults, of_module)
         self.ending = Ending(observation, model, self.explainer.fits.library, self.states)
-        self.sites: list[Site] = []
+        self.sites: list[Placed] = []
         self.ties: list[tuple[Alternative, ...]] = []  # by block: what explains it alike
         self.ran: list[int] = []
-        self.departures: dict[Site | Cause, Departure] = {}
+        self.departures: dict[Placed | Cause, Departure] = {}
         self.first: Divergence | None = None
         self.values: dict[str, Tensor] = {}
         self.computed: dict[str, Tensor] = {}  # whether found or not
@@ -411,7 +411,7 @@ class Search:
         self._note(faults, point, missed, moves={node: moved_by(*both) for node, both in same.items()})
 
     def _note(
-        self, blamed: Sequence[Site | Cause], point: str, missed: float, shown: float = 0.0, moves: Moves | None = None
+        self, blamed: Sequence[Placed | Cause], point: str, missed: float, shown: float = 0.0, moves: Moves | None = None
     ) -> None:
         explained = FORWARD_RATIO / SLACK * self.rounding.stages.get(part_of(point), 0.0) if self.rounding else 0.0
         departure = Departure(shown, missed, 0 < missed <= explained, moves or {})
@@ -475,7 +475,7 @@ class Search:
         for found in whole.causes(self.layers):
             named = found.id, found.detail
             is_own = [named in ((fault.id, fault.detail) for fault in one.faults(layer)) for one, layer in sites]
-            own: list[Site | Cause] = [site for site, is_one in zip(self.sites, is_own, strict=True) if is_one]
+            own: list[Placed | Cause] = [site for site, is_one in zip(self.sites, is_own, strict=True) if is_one]
             own += [one for one in self.faults if one.id == found.id and any(place.contains(one.place) for place in found.places)]
             departed = [self.departures[one] for one in own if one in self.departures]
             error, missed = (max((getattr(one, name) for one in departed), default=0.0) for name in ("shown", "missed"))
@@ -497,7 +497,7 @@ class Search:
             cause = replace(found, evidence=evidence, confidence=sure, mend=mend, effect=moved)
             yield cause, bool(departed) and all(one.rounded for one in departed)
 
-    def _effect(self, own: Sequence[Site | Cause], sites: Sequence[Site], is_order: bool) -> float | None:
+    def _effect(self, own: Sequence[Placed | Cause], sites: Sequence[Placed], is_order: bool) -> float | None:
         """Return how far ``own``, the sites and faults of a cause, move the logits of the checkpoint; None if that is unknown."""
         if self.right is None:
             return None
@@ -508,7 +508,7 @@ class Search:
             sites = [*sites, *moving(one.place.layer, moves)] if isinstance(one, Cause) else sites
         return effect(self.right, sites, self.ran if is_order and not own else ())
 
-    def _widest(self) -> Iterator[Site]:
+    def _widest(self) -> Iterator[Placed]:
         """Yield the sites; of several alternatives that explain a block alike, that which explains most blocks."""
         blocks = Counter(one for some in self.ties for one in some)
         for one, layer in self.sites:

@@ -1,6 +1,6 @@
 """The table of every cause that ``gpt2 diagnose --step`` can name, with its corrected line; the ids are a contract.
 
-What the comparison of each stage of a step shows is collected in :class:`Findings`.
+What the comparison of each stage of a step shows is collected in :class:`StepFindings`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ FIXES = {id: fix for rows in _TABLE.values() for fix, ids in rows.items() for id
 
 
 @dataclass
-class Findings:
+class StepFindings:
     """What the comparison of the stages of one step gave.
 
     ``places``: the checkpoint's names for parameters, in words. ``errors``: how far stages are from the reference's; ``unknown``:

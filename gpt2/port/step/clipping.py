@@ -10,7 +10,7 @@ from statistics import median
 
 from torch import Tensor
 
-from gpt2.port.step.causes import Findings
+from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.records import Gradient, Update
 from gpt2.port.step.rules import spread
 
@@ -172,7 +172,7 @@ def _outliers(passages: Sequence[Passage]) -> dict[str, float]:
     return found if len(found) * 2 < len(first) and len(passages) > 1 else {}
 
 
-def judge_clipping(findings: Findings, reading: ClipReading, wanted: float | None) -> None:
+def judge_clipping(findings: StepFindings, reading: ClipReading, wanted: float | None) -> None:
     """Add the causes in a reading of the clipping; ``wanted``: the norm to clip to, 0 for none, None where nothing is said."""
     if reading.odd:
         words = "is changed before the update in a way that is not known"

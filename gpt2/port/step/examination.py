@@ -12,17 +12,17 @@ from gpt2.errors import InputError
 from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
-from gpt2.port.mapping.mapping import Mapping
+from gpt2.port.mapping.mapping import WeightMap
 from gpt2.port.recording.forward import Borrowed
 from gpt2.port.recording.recorder import record_probe
-from gpt2.port.step.causes import Findings
+from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.clipping import judge_clipping, read_clipping
 from gpt2.port.step.gradients import DEAD, EQUAL, Roles, expected_gradients, judge_accumulation, judge_gradients
 from gpt2.port.step.loss import PADDED, judge_dropout, judge_loss, read_loss
 from gpt2.port.step.records import HALVES, Sampler, Watched, total_norm, updates_of
-from gpt2.port.step.sessions import MakeStep, StepError, Subject, join_tied, random_batch
-from gpt2.port.step.settings import Settings
-from gpt2.port.step.updates import Moves, UpdateJudge
+from gpt2.port.step.sessions import MakeStep, StepError, StepSubject, join_tied, random_batch
+from gpt2.port.step.settings import StepSettings
+from gpt2.port.step.updates import StepMoves, UpdateJudge
 from gpt2.port.terms.places import Place, shortened
 from gpt2.port.terms.report import Diagnosis
 
@@ -41,13 +41,13 @@ class StepExamination:
         module: nn.Module,
         make_step: MakeStep,
         ours: GPT2,
-        settings: Settings,
+        settings: StepSettings,
         forward: Diagnosis,
         watch: Callable[[str], None] = lambda stage: None,
     ) -> None:
         self.module, self.ours, self.settings, self.forward = module, ours, settings, forward
-        self.subject = Subject(module, make_step, ours.config.vocab_size, watch)
-        self.findings = Findings(self._places)
+        self.subject = StepSubject(module, make_step, ours.config.vocab_size, watch)
+        self.findings = StepFindings(self._places)
 
     def diagnosis(self) -> Diagnosis:
         """Run the sessions, compare each stage with what the stage before it really gave, and sum up."""
@@ -63,11 +63,11 @@ class StepExamination:
         self._as_written()
         return self.findings.diagnosis(self.forward)
 
-    def _mapping(self) -> Mapping | None:
+    def _mapping(self) -> WeightMap | None:
         config = self.ours.config
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), Borrowed(self.module):
-                return Mapping(Anatomy(record_probe(self.module, config, "your module")), config)
+                return WeightMap(Anatomy(record_probe(self.module, config, "your module")), config)
         except (NotGPT2, InputError):
             return None
 
@@ -128,7 +128,7 @@ class StepExamination:
             detail = f"the parameters are updated {len(many.updates)} times in a step, after each part of its batch"
             findings.add("step-per-micro-batch", "optimizer", detail, OPERATORS)
         roles = {name: self.roles.role(name, parameter) for name, parameter in self.sampler.parameters.items()}
-        moves = Moves(sessions, self.settings, roles)
+        moves = StepMoves(sessions, self.settings, roles)
         if moves.moving:
             UpdateJudge(findings, moves).judge()
             share, self.clip.clip = moves.way.share, moves.way.clip or self.clip.clip
@@ -163,7 +163,7 @@ class StepExamination:
                 break
             if reading is not None:
                 self.read = True
-                own = findings if number == 0 else Findings(self._places)  # a later call only adds causes
+                own = findings if number == 0 else StepFindings(self._places)  # a later call only adds causes
                 judge_loss(own, batch, reading, self.clip.factor, config.eos_token_id)
                 findings.causes += own.causes if own is not findings else []
         if self.read and (self.settings.padded or not findings.causes[earlier:]):
@@ -177,7 +177,7 @@ class StepExamination:
 
     def _padded(self) -> None:
         """Try a batch in which some targets are -100; a step that refuses it is not faulty."""
-        batch, own = random_batch(self.ours.config, self.settings, 50, ignored=True), Findings(self._places)
+        batch, own = random_batch(self.ours.config, self.settings, 50, ignored=True), StepFindings(self._places)
         try:
             (call,), _ = self.subject.session([batch])
         except InputError:

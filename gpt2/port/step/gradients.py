@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from gpt2.checkpoint.checkpoint import model_with
 from gpt2.checkpoint.keys import head_name
 from gpt2.config import GPT2Config
-from gpt2.port.mapping.mapping import Mapping as Mapped
+from gpt2.port.mapping.mapping import WeightMap
 from gpt2.port.recording.dataflow import Source, Use
-from gpt2.port.step.causes import Findings
+from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.records import Backward, Forward, Gradient, Sampler, Samples, Watched, total_norm
 
 TABLE = "wte.weight"  # its two uses are the head and the table of the tokens' rows
@@ -39,7 +39,7 @@ def role_of(name: str) -> str:
 class Roles:
     """Which tensors of the checkpoint each parameter of a module holds, by the names that its step's parameters have."""
 
-    def __init__(self, module: nn.Module, mapping: Mapped | None) -> None:
+    def __init__(self, module: nn.Module, mapping: WeightMap | None) -> None:
         self.mapping = mapping
         self.aliases: dict[int, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -128,7 +128,7 @@ def expected_gradients(
     return out
 
 
-def _taken(mapping: Mapped, entries: Tensor, gradients: Mapping[str, Tensor]) -> Tensor:
+def _taken(mapping: WeightMap, entries: Tensor, gradients: Mapping[str, Tensor]) -> Tensor:
     values = torch.full(entries.shape, torch.nan, dtype=torch.float64)
     for name, mine, places in mapping.by_tensor(entries):
         if name in gradients:
@@ -137,7 +137,7 @@ def _taken(mapping: Mapped, entries: Tensor, gradients: Mapping[str, Tensor]) ->
 
 
 def judge_gradients(
-    findings: Findings, call: Watched, made: Gradients, roles: Roles, untied: Collection[str], relative: float = EQUAL
+    findings: StepFindings, call: Watched, made: Gradients, roles: Roles, untied: Collection[str], relative: float = EQUAL
 ) -> None:
     """Add the causes in the gradients of a call that are not those of ``made``.
 
@@ -209,7 +209,7 @@ def _latest(names: Sequence[str], roles: Roles) -> list[str]:
 # What is added to what
 
 
-def judge_accumulation(findings: Findings, calls: Sequence[Watched]) -> None:
+def judge_accumulation(findings: StepFindings, calls: Sequence[Watched]) -> None:
     """Compare ``.grad`` after each backward pass with what was in it before and what arrived."""
     kept, lost, other, unknown = list[float](), False, list[float](), False
     moving = {name for call in calls for update in call.updates for name in update.before if update.moves(name)}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt2.port.step.causes import Findings
+from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.golden_section import least
 from gpt2.port.step.records import Forward
 
@@ -31,7 +31,7 @@ Told = tuple[str, str, str]  # a cause, what the step does, and the corrected li
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepBatch:
     """Tokens (B, T + 1), the last IGNORED where nothing follows; ``ignored`` (B, T): targets that are not trained on."""
 
     tokens: Tensor
@@ -66,7 +66,7 @@ class LossReading:
     unmatched: int = 0
 
 
-def read_loss(forwards: Iterable[Forward], batch: Batch) -> LossReading | None:
+def read_loss(forwards: Iterable[Forward], batch: StepBatch) -> LossReading | None:
     """Return what a call on a batch was trained on; None if no gradient of the logits was seen."""
     trained = [(one, one.gradient) for one in forwards if one.gradient is not None]
     if not trained:
@@ -133,7 +133,9 @@ def _along(observed: Tensor, shape: Tensor) -> Tensor:
     return (observed * shape).sum(-1) / shape.square().sum(-1).clamp(min=1e-300)
 
 
-def judge_loss(findings: Findings, batch: Batch, reading: LossReading, factor: float, end_of_text: int | None = None) -> None:
+def judge_loss(
+    findings: StepFindings, batch: StepBatch, reading: LossReading, factor: float, end_of_text: int | None = None
+) -> None:
     """Add the causes in one reading of the loss; ``factor``: what the step multiplies its gradient by before the update."""
     right = torch.where(batch.targets >= 0, 1 / int((batch.targets >= 0).sum()), 0.0).double()
     same = (reading.labels == batch.targets) | (reading.weights == 0)
@@ -153,7 +155,7 @@ def judge_loss(findings: Findings, batch: Batch, reading: LossReading, factor: f
         findings.add(id, "gradient" if id == "gradient-scaled" else "loss", detail, READ, fix)
 
 
-def _other_labels(batch: Batch) -> Iterator[tuple[str, str, Tensor]]:
+def _other_labels(batch: StepBatch) -> Iterator[tuple[str, str, Tensor]]:
     """Yield causes, words, and the labels (B, T) that people train on in place of the right ones."""
     ids, right = batch.ids, batch.targets
     first, last, none = ids[:, :1], right[:, -1:], torch.full_like(ids[:, :1], IGNORED)
@@ -166,7 +168,7 @@ def _other_labels(batch: Batch) -> Iterator[tuple[str, str, Tensor]]:
         yield "last-token-in-loss", f"the last position learns {words}", torch.cat([right[:, :-1], token], 1)
 
 
-def _labels(batch: Batch, labels: Tensor, end_of_text: int | None) -> Iterator[Told]:
+def _labels(batch: StepBatch, labels: Tensor, end_of_text: int | None) -> Iterator[Told]:
     """Yield the causes in the labels (B, T), with what they are: other ones, and positions that are left out."""
     right, trained = batch.targets, labels != IGNORED
     ways = (("", "", right), *_other_labels(batch), ("padding-in-average", "targets of -100 are trained on", right.clamp(min=0)))
@@ -214,7 +216,7 @@ def _averages(count: int, length: int, parts: int, padded: int) -> Iterator[tupl
         yield count / padded, ("padding-in-average",), "the sum, divided by all targets, ignored ones too"
 
 
-def _weights(batch: Batch, reading: LossReading, factor: float) -> Iterator[Told]:
+def _weights(batch: StepBatch, reading: LossReading, factor: float) -> Iterator[Told]:
     """Yield the causes in the weights of the positions: a factor of all, or weights that differ."""
     trained = reading.labels != IGNORED
     weights, parts = reading.weights[trained] * factor, reading.parts[trained]
@@ -240,7 +242,7 @@ def _weights(batch: Batch, reading: LossReading, factor: float) -> Iterator[Told
         yield "gradient-scaled", f"the gradient is {total:.6g} times that of the mean loss", ""
 
 
-def judge_dropout(findings: Findings, found: Iterable[float], wanted: float | None) -> None:
+def judge_dropout(findings: StepFindings, found: Iterable[float], wanted: float | None) -> None:
     """Compare the probabilities of the dropouts that are active in a step with the expected one; None: only report them."""
     said = ", ".join(f"{p:g}" for p in sorted(set(found)))
     if said and wanted is None:

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt2.port.step.settings import Settings
+from gpt2.port.step.settings import StepSettings
 
 Array = NDArray[np.float64]
 ROUNDING = 2 * 2.0**-52  # of a parameter, when a change is added to it in float64
@@ -37,9 +37,9 @@ MAX_BETA2, MAX_EPS = 0.99999, 1e-2  # beyond them, Adam is what SGD is
 # The step whose factors correct the moments' bias: the right one, none, the one after, or that of one moment only.
 Correction = Literal["full", "none", "late", "first", "second"]
 # Where eps is added: to the corrected root, inside the root, or to the root before its correction.
-Place = Literal["outside", "inside", "before"]
+DecayPlace = Literal["outside", "inside", "before"]
 CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
-PLACES: tuple[Place, ...] = get_args(Place)
+PLACES: tuple[DecayPlace, ...] = get_args(DecayPlace)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Rule:
     beta2: float = 0.999
     eps: float = 1e-8
     correction: Correction = "full"
-    place: Place = "outside"
+    place: DecayPlace = "outside"
     amsgrad: bool = False
     coupled: float = 0.0
     lost: bool = False
@@ -115,7 +115,7 @@ def directions(rule: Rule, track: Track) -> Array:
 
 
 @dataclass(frozen=True)
-class Fit:
+class RuleFit:
     """A rule on one parameter: its rates and decays by step (K,), NaN where unknown, and the error relative to the changes.
 
     ``doubts``: how much each rate may be off because the parameter is rounded; much, where its gradient is nearly zero.
@@ -139,7 +139,7 @@ class Fit:
         return 0.0 if abs(value) < 1e-6 else value
 
 
-def fit(track: Track, rule: Rule, earlier: Track | None = None) -> Fit:
+def fit(track: Track, rule: Rule, earlier: Track | None = None) -> RuleFit:
     """Fit the rates and decays of each step to ``change = -rate direction - decay before``.
 
     ``earlier``: the track whose moments go on here.
@@ -157,7 +157,7 @@ def fit(track: Track, rule: Rule, earlier: Track | None = None) -> Fit:
     left = math.sqrt(float((residual * residual).sum())) - ROUNDING * math.sqrt(float(pp.sum()))
     error = max(0.0, left) / (math.sqrt(float((change * change).sum())) or math.inf)
     doubts = ROUNDING * np.sqrt(pp / np.where(uu > 0, uu, np.inf))
-    return Fit(rule, rates, decays, error, doubts, residual)
+    return RuleFit(rule, rates, decays, error, doubts, residual)
 
 
 def error_of(rule: Rule, tracks: Sequence[Track]) -> float:
@@ -169,7 +169,7 @@ def error_of(rule: Rule, tracks: Sequence[Track]) -> float:
     return math.sqrt(sum(errors) / max(sum(sizes), 1e-300))
 
 
-def table(settings: Settings) -> Iterator[Rule]:
+def rule_table(settings: StepSettings) -> Iterator[Rule]:
     """Yield the rules that people write, AdamW and the usual mistakes before the rare."""
     adam = Rule(beta1=settings.beta1 or 0.9, beta2=settings.beta2 or 0.999)
     momentum, lost, largest = Rule("sgd", 0.9), replace(adam, lost=True), replace(adam, amsgrad=True)
@@ -184,7 +184,7 @@ def table(settings: Settings) -> Iterator[Rule]:
         yield from (replace(one, amsgrad=True), replace(momentum, coupled=one.coupled))
 
 
-def constants(rule: Rule, settings: Settings) -> Iterator[Rule]:
+def constants(rule: Rule, settings: StepSettings) -> Iterator[Rule]:
     """Yield a rule with other usual constants: betas, also swapped, then an eps."""
     one, two = settings.beta1, settings.beta2
     firsts, seconds = ([b for b in dict.fromkeys(row) if b is not None] for row in ((one, *BETAS1, two), (two, *BETAS2, one)))
@@ -195,14 +195,14 @@ def constants(rule: Rule, settings: Settings) -> Iterator[Rule]:
         yield from (replace(rule, eps=eps) for eps in EPSILONS)
 
 
-def recognised(tracks: Sequence[Track], settings: Settings, quick: bool = False) -> tuple[Rule, float]:
+def recognised_rule(tracks: Sequence[Track], settings: StepSettings, quick: bool = False) -> tuple[Rule, float]:
     """Return the rule that moved some parameters, and its error: AdamW as the settings say, or the first of the table that does.
 
     ``quick``: with the constants of the settings alone.
     """
     tracks = [track.sample for track in tracks]
     best, error, nearest = Rule(), math.inf, dict[bool, tuple[float, Rule]]()
-    rules = list(dict.fromkeys(table(settings)))
+    rules = list(dict.fromkeys(rule_table(settings)))
     others = itertools.chain(*(constants(rule, settings) for rule in ([] if quick else rules)))
     for enough, some in ((EXACT, rules), (FITS, others)):
         for rule in some if error > enough else ():
@@ -221,7 +221,7 @@ def recognised(tracks: Sequence[Track], settings: Settings, quick: bool = False)
     return best, error
 
 
-def _refined(rule: Rule, tracks: Sequence[Track], settings: Settings) -> tuple[Rule, float]:
+def _refined(rule: Rule, tracks: Sequence[Track], settings: StepSettings) -> tuple[Rule, float]:
     """Return a rule with any constants that explain as much as possible: the best usual ones, then one after the other."""
     near = [rule, *constants(rule, settings), *(replace(rule, coupled=decay) for decay in DECAYS if rule.coupled)]
     near += [replace(one, eps=eps) for one in near for eps in (1e-8, rule.eps)]

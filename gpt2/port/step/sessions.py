@@ -18,9 +18,9 @@ from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.user_code import error_line
 from gpt2.port.recording.forward import plain_attention
 from gpt2.port.step.clipping import Passage
-from gpt2.port.step.loss import Batch
+from gpt2.port.step.loss import StepBatch
 from gpt2.port.step.records import Gradient, Sampled, Sampler, Update, Watched
-from gpt2.port.step.settings import Settings
+from gpt2.port.step.settings import StepSettings
 from gpt2.port.step.watching import Casts, Watch
 
 Step = Callable[[Tensor, Tensor], Any]
@@ -33,7 +33,7 @@ DISTURBED = 1 + 2.0**-5  # a factor that half precision shows
 MANY = 30e6  # parameters; above it memory is given back after each call
 
 
-def random_batch(config: GPT2Config, settings: Settings, seed: int, *, ignored: bool = False) -> Batch:
+def random_batch(config: GPT2Config, settings: StepSettings, seed: int, *, ignored: bool = False) -> StepBatch:
     """Return random ids of the size that the settings say, distinct within a row where the vocabulary allows.
 
     Each id that people take for padding is among them. ``ignored``: the last targets are, in each row another number of them.
@@ -54,12 +54,12 @@ def random_batch(config: GPT2Config, settings: Settings, seed: int, *, ignored: 
         if not bool((ids[row] == id).any()):
             ids[row, 1 + (number * 2) % max(1, length - 1)] = id
     if not ignored:
-        return Batch(ids)
+        return StepBatch(ids)
     left_out = torch.tensor([row * (length - 1) // (2 * rows) + (row == 0) for row in range(rows)])
-    return Batch(ids, torch.arange(length) >= length - left_out[:, None])
+    return StepBatch(ids, torch.arange(length) >= length - left_out[:, None])
 
 
-class Subject:
+class StepSubject:
     """A module with its weights, and ``make_step``; each :meth:`session` starts from these weights."""
 
     def __init__(self, module: nn.Module, make_step: MakeStep, vocabulary: int, watch: Callable[[str], None]) -> None:
@@ -95,7 +95,7 @@ class Subject:
                     getattr(part, name).update(content)
 
     def session(
-        self, batches: Sequence[Batch], names: Collection[str] = (), factor: float = 1.0, *, as_written: bool = False
+        self, batches: Sequence[StepBatch], names: Collection[str] = (), factor: float = 1.0, *, as_written: bool = False
     ) -> tuple[list[Watched], Sampler]:
         """Call a new step on each batch, in float64 and without dropout, or ``as_written``; return what was seen.
 
@@ -115,7 +115,7 @@ class Subject:
                     give_back_freed_memory()
 
     def _session(
-        self, batches: Sequence[Batch], names: Collection[str], factor: float, as_written: bool
+        self, batches: Sequence[StepBatch], names: Collection[str], factor: float, as_written: bool
     ) -> tuple[list[Watched], Sampler]:
         with torch.random.fork_rng(devices=[]), plain_attention(), self._restored():
             torch.manual_seed(0)
@@ -156,7 +156,7 @@ class Subject:
             raise InputError(f"{self.maker}(model) returned {type(step).__name__}; {words}")
         return step
 
-    def _call(self, step: Step, batch: Batch, sampler: Sampler, as_written: bool) -> Watched:
+    def _call(self, step: Step, batch: StepBatch, sampler: Sampler, as_written: bool) -> Watched:
         device = next(iter(sampler.parameters.values())).device
         x, y = batch.ids.to(device), batch.targets.to(device)
         casts = Casts.ALL if as_written else self.casts

@@ -17,7 +17,7 @@ FRACTIONS = ("dropout", "optim.beta1", "optim.beta2")
 
 
 @dataclass(frozen=True)
-class Settings:
+class StepSettings:
     """What the user says that the step should do; None where nothing is said. Keys as in a recipe: ``optim.lr`` is ``lr``.
 
     ``padded``: some targets are -100 and are not to be trained on (the key ``data.prompt``). ``eps`` is AdamW's 1e-8 if any other
@@ -39,7 +39,7 @@ class Settings:
     padded: bool = False
 
     @classmethod
-    def parse(cls, lines: Iterable[str]) -> Settings:
+    def parse(cls, lines: Iterable[str]) -> StepSettings:
         """Parse ``key=value`` lines, as in ``optim.lr=3e-4``; raise InputError for an unknown key or a bad value."""
         values: dict[str, object] = {}
         for line in lines:
@@ -50,7 +50,7 @@ class Settings:
         return cls.of(values)
 
     @classmethod
-    def of(cls, values: Mapping[str, object]) -> Settings:
+    def of(cls, values: Mapping[str, object]) -> StepSettings:
         """Return the settings of a mapping from a recipe's keys to values, as numbers or text."""
         for key in values.keys() - KEYS:
             hint = did_you_mean(key, KEYS) or f"; keys are {', '.join(KEYS)}"
@@ -74,7 +74,9 @@ class Settings:
         return learning_rate(step, self.steps or 1, Optim(lr=self.lr, min_lr=least, warmup=self.warmup or 0))
 
 
-KEYS = {f"optim.{one}" if one in {key.name for key in fields(Optim)} else one: one for one in (f.name for f in fields(Settings))}
+KEYS = {
+    f"optim.{one}" if one in {key.name for key in fields(Optim)} else one: one for one in (f.name for f in fields(StepSettings))
+}
 KEYS[PROMPT] = KEYS.pop("padded")
 
 

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from gpt2.port.step import rules
-from gpt2.port.step.causes import Findings
+from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.clipping import Clip, ClipKind, measure
 from gpt2.port.step.golden_section import least
 from gpt2.port.step.records import Gradient, Update
-from gpt2.port.step.rules import FITS, ROUNDED, STEADY, Array, Fit, Rule, Track, fit, spread
-from gpt2.port.step.settings import Settings
+from gpt2.port.step.rules import FITS, ROUNDED, STEADY, Array, Rule, RuleFit, Track, fit, spread
+from gpt2.port.step.settings import StepSettings
 
 FITTED = "this rule gives your own parameters, from your own gradients, at every entry that was compared"
 EPSILON = 1e-8
@@ -59,17 +59,17 @@ class Way:
         return values * min(1.0, clip.limit / (size + 1e-6))
 
 
-class Moves:
+class StepMoves:
     """The rule and the fit of each parameter that moves in the first session; ``odd``: those that no rule explains.
 
     ``kept``: moments go on from one session to the next. ``way``: of gradients that were not seen as they are used.
     """
 
-    def __init__(self, sessions: Sequence[Sequence[Update]], settings: Settings, roles: Mapping[str, str]) -> None:
+    def __init__(self, sessions: Sequence[Sequence[Update]], settings: StepSettings, roles: Mapping[str, str]) -> None:
         self.sessions, self.settings, self.roles = sessions, settings, roles
         first = sessions[0]
         self.moving = [n for n in first[0].before if any(u.moves(n) for u in first) and any(n in u.gradient for u in first)]
-        self.fits: dict[str, Fit] = {}
+        self.fits: dict[str, RuleFit] = {}
         self.odd: list[str] = []
         self.kept = False
         names = [name for name in self.moving if roles[name] == "matrix"] or self.moving
@@ -91,21 +91,21 @@ class Moves:
         return max(dict.fromkeys(used), key=used.count)
 
     @property
-    def known(self) -> dict[str, Fit]:
+    def known(self) -> dict[str, RuleFit]:
         return {name: one for name, one in self.fits.items() if name not in self.odd}
 
     def _rule_of_most(self) -> tuple[Way, Rule, float]:
         """Return the rule of two parameters, its error, and what it uses of gradients that ``.grad`` does not hold."""
         parts = max(update.summed for session in self.sessions for update in session)
         plain = Way(1 / parts if parts else 1.0)
-        found = (plain, *rules.recognised(self._tracks(plain), self.settings))
+        found = (plain, *rules.recognised_rule(self._tracks(plain), self.settings))
         if not parts and found[2] <= ROUNDED:
             return found
         clips = [None, *([Clip(ClipKind.NORM, self.settings.clip)] if self.settings.clip else [])]
         usual = [Way(share, clip) for share in dict.fromkeys((plain.share, 1.0)) for clip in clips]
         explained: list[tuple[Way, Rule, float]] = []
         for quick in (True, False):
-            tried = [(way, *rules.recognised(self._tracks(way), self.settings, quick)) for way in usual]
+            tried = [(way, *rules.recognised_rule(self._tracks(way), self.settings, quick)) for way in usual]
             tried += [one for kind in FREE for one in self._limited(plain, kind)] if quick else []
             explained += [one for one in tried if self._explains(*one)]
             if any(not any(self._oddness(one)) for one in explained):
@@ -114,7 +114,7 @@ class Moves:
 
     def _limited(self, plain: Way, kind: ClipKind) -> Iterator[tuple[Way, Rule, float]]:
         """Yield AdamW with the limit of one kind of clipping that brings it nearest."""
-        adam = next(rules.table(self.settings))
+        adam = next(rules.rule_table(self.settings))
         used = [(one.gradient, name) for some in self.sessions[:2] for one in some for name in self.chosen]
         sizes = [plain.share * (g[name].largest if kind is ClipKind.ENTRY else measure(kind, g, name)) for g, name in used]
 
@@ -158,7 +158,7 @@ class Moves:
             other = fit(track, one)
             found = other if other.error < found.error / 1.1 else found
         if found.error > FITS and error <= ROUNDED:
-            own = fit(track, rules.recognised([track], self.settings)[0])
+            own = fit(track, rules.recognised_rule([track], self.settings)[0])
             found = own if own.error < found.error / 30 else found
         self.fits[name] = found
         self.odd += [name] * (found.error > (ROUNDED if error > FITS else FITS))
@@ -207,7 +207,7 @@ class Moves:
 class UpdateJudge:
     """Adds the causes in how parameters move to ``findings``."""
 
-    def __init__(self, findings: Findings, moves: Moves) -> None:
+    def __init__(self, findings: StepFindings, moves: StepMoves) -> None:
         self.findings, self.moves, self.settings = findings, moves, moves.settings
         self.calls = np.array([one.call for one in moves.sessions[0]])
 
@@ -347,7 +347,7 @@ class UpdateJudge:
         elif abs(value / wanted - 1) > 1e-3:
             self._add("decay-wrong", f"a decay of {value:.4g}, not {wanted:g}", names)
 
-    def _is_after(self, one: Fit) -> bool:
+    def _is_after(self, one: RuleFit) -> bool:
         """Whether a parameter's rates are smaller than the others' by just its decay."""
         known = ~np.isnan(one.decays) & (np.abs(self.moves.rates) > 0) & (np.abs(one.decays) > 1e-9)
         lost = 1 - one.rates[known] / self.moves.rates[known]
