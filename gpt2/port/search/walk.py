@@ -10,39 +10,36 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gpt2.checkpoint.keys import HEAD
 from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent, worst_relative_error
-from gpt2.measure.rounding import FORWARD_RATIO
-from gpt2.measure.tracing import layer_of, part_of, point_at, points, trace
+from gpt2.measure.tracing import layer_of, point_at, points, trace
 from gpt2.model import GPT2
 from gpt2.port import graph
 from gpt2.port.alternatives import table
-from gpt2.port.alternatives.activations import SAME
 from gpt2.port.alternatives.alternative import IN_STEPS, Alternative, Schedule, Which, in_schedule
-from gpt2.port.alternatives.candidates import Candidate, Placed
-from gpt2.port.alternatives.outside import SEQUENCE, sequence_faults, standing
+from gpt2.port.alternatives.candidates import Candidate
+from gpt2.port.alternatives.outside import standing
 from gpt2.port.alternatives.schedule import schedules, stepped
 from gpt2.port.fits.lacking import dropped
 from gpt2.port.fits.wiring import embedding_fit
 from gpt2.port.graph import HIDDEN, NODES, ORDER, Model, State, run_block, stage_of
 from gpt2.port.recording.pool import LOOSE, Pool
+from gpt2.port.search.blamed import Blamed, traced
 from gpt2.port.search.blocks import BEHIND, FIRST, WHOLE, Blocks, Trial
-from gpt2.port.search.effect import Moves, effect, moved_by, moving
 from gpt2.port.search.ending import Ending
 from gpt2.port.search.explainer import MOST_ARRAYS, Explainer
-from gpt2.port.search.observe import Observation, Seen
+from gpt2.port.search.observe import Observation
 from gpt2.port.terms.budget import Budget, Spent
-from gpt2.port.terms.causes import LIKELY, SURE, Cause
+from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import OUTSIDE
 from gpt2.port.terms.report import Divergence
-from gpt2.port.terms.tolerance import SLACK, Tolerance, measured
+from gpt2.port.terms.tolerance import Tolerance, measured
 
 
 @dataclass(frozen=True)
@@ -69,19 +66,6 @@ class Walked:
         known = [point for point in order[: order.index(self.lost)] if point in self.values] if self.lost in order else []
         last = f"{known[-1]} is the last stage that was recognised" if known else "no stage was recognised"
         return f"{last}; {self.lost} is the first that was not"
-
-
-@dataclass(frozen=True)
-class Departure:
-    """Where a fault moves a program: the error of what is ``shown`` there, and what GPT-2's formula ``missed``.
-
-    ``rounded``: rounding to float32 explains it. ``moves``: what it adds to the right nodes, of a fault that has no formula.
-    """
-
-    shown: float
-    missed: float
-    rounded: bool
-    moves: Moves = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -126,26 +110,20 @@ class Search:
         rounding: Tolerance | None = None,
     ) -> None:
         self.observation, self.model, self.exact, self.progress = observation, model, exact, progress
-        self.right, self.rounding, self.layers = right, rounding, model.config.n_layer
-        self.of_module = of_module = right is not None
+        self.rounding, self.layers, of_module = rounding, model.config.n_layer, right is not None
         every = [one for one in table(model) if one.run is None and not one.crosses]
         every = [one for one in every if not (of_module and one.id == "not-loaded")]
         self.embeddings = [one for one in every if "embed" in one.outside and not one.edits]
         self.ends = [one for one in every if one.outside and "embed" not in one.outside]
         self.states: list[State] = []
-        self.faults: list[Cause] = []  # of no alternative
+        self.blamed = Blamed(model, exact, right, rounding)
+        self.ran = self.blamed.ran
         self.blocks = Blocks(observation, model)
-        self.explainer = Explainer(self.blocks, every, self.states, self.faults, of_module)
+        self.explainer = Explainer(self.blocks, every, self.states, self.blamed.faults, of_module)
         self.ending = Ending(observation, model, self.explainer.fits.library, self.states)
-        self.sites: list[Placed] = []
-        self.ties: list[tuple[Alternative, ...]] = []  # by block: what explains it alike
-        self.ran: list[int] = []
-        self.departures: dict[Placed | Cause, Departure] = {}
-        self.first: Divergence | None = None
         self.values: dict[str, Tensor] = {}
         self.computed: dict[str, Tensor] = {}  # whether found or not
         self.lost: str | None = None
-        self.guessed = False  # the head is blamed, because all before it is right
         self.finished = False  # the logits follow from a stream before the last block
 
     def run(self) -> Walked:
@@ -157,7 +135,7 @@ class Search:
             ended = pool.budget.ended(self._untried())
         lost = None if explained else self.lost or (point_at(len(self.ran), "") if len(self.ran) < self.layers else "logits")
         limit, pool.budget = pool.budget, Budget()  # what is left is soon done
-        both = list(self._causes(explained))
+        both = list(self.blamed.causes(explained))
         causes, rounded = (tuple(cause for cause, is_rounded in both if is_rounded == kind) for kind in (False, True))
         first = self._first(lost)
         pool.budget = limit
@@ -175,13 +153,13 @@ class Search:
 
     def _first(self, lost: str | None) -> Divergence | None:
         """Return the first point whose value is not GPT-2's; before the first fault, by more than rounding to float32."""
-        if self.first is not None and self.first.point in ("wte", "wpe", "embed"):
-            return self.first
+        if self.blamed.first is not None and self.blamed.first.point in ("wte", "wpe", "embed"):
+            return self.blamed.first
         pool, narrow = self.observation.pool, self.observation.pool.narrow
         least = LOOSE if narrow and not pool.allowance else FLOAT64_BOUND
         allowed = self.rounding.points if self.rounding else pool.allowance
         for point in points(self.layers):
-            if self.first is not None and point == self.first.point:
+            if self.blamed.first is not None and point == self.blamed.first.point:
                 allowed = pool.allowance
             if point == lost and lost != "logits":
                 return Divergence(point, layer_of(point), self._departure(point))
@@ -190,7 +168,7 @@ class Search:
                 error = worst_relative_error(value, right) if value.shape == right.shape else math.inf
                 if error > max(allowed.get(point, 0.0), least):
                     return Divergence(point, layer_of(point), error)
-        return self.first
+        return self.blamed.first
 
     def _departure(self, point: str) -> float:
         """Return how far the array that is most like GPT-2's value at a point is from it."""
@@ -241,7 +219,7 @@ class Search:
         follows = was_found or self.blocks.goes_on(self.blocks.block(0, x))
         if not follows and self.explainer.explained(self.blocks.block(0, right)) is not None:
             return right  # one fault of the block, and not two
-        self._blame(one, None, "embed", {"embed": (x, right)})
+        self.blamed.alternative(one, None, "embed", {"embed": (x, right)})
         self.computed["embed"] = x
         return x
 
@@ -256,7 +234,7 @@ class Search:
             x = right if fit is None else fit.value if own is None else own.own
             if fit is not None and self.blocks.shown_in(0, x):
                 part = fit.faults[0].place.part if fit.faults else "embed"
-                self._fitted(fit.faults, part if part in OUTSIDE else "embed", {"embed": (x, right)})
+                self.blamed.fitted(fit.faults, part if part in OUTSIDE else "embed", {"embed": (x, right)})
                 self.computed["embed"] = x
                 return x
         return None
@@ -313,7 +291,7 @@ class Search:
         self.values |= {point_at(number, node): seen.own for node, seen in base.seen.items()}
         nodes = [node for node in NODES if node not in (*HIDDEN, WHOLE)]
         lost = next(node for node in nodes if node not in base.seen and BEHIND[node].isdisjoint(base.seen))
-        self.lost = self.lost or point_at(min(number, self.layers - 1), _traced(lost))
+        self.lost = self.lost or point_at(min(number, self.layers - 1), traced(lost))
         return self._resumed(base)
 
     def _resumed(self, base: Trial) -> Trial | None:
@@ -334,11 +312,11 @@ class Search:
                     continue
                 if node == "mid":
                     words = "a later block takes the stream behind attention: the feed-forward's result has no effect"
-                    self.faults.append(Cause.at("residual-missing", "", words, layer=number))
+                    self.blamed.faults.append(Cause.at("residual-missing", "", words, layer=number))
                 words = "a later block takes an earlier stream, so what this block gives has no effect"
                 later = range(number if node == "x" else number + 1, layer)
-                self.faults += [Cause.at("layer-missing", "", words, layer=one) for one in later]
-                self._note([], point_at(layer, "ln_1"), math.inf)
+                self.blamed.faults += [Cause.at("layer-missing", "", words, layer=one) for one in later]
+                self.blamed.note([], point_at(layer, "ln_1"), math.inf)
                 return stream
         return None
 
@@ -357,7 +335,7 @@ class Search:
         if best is None:
             return None
         _, one, value = best
-        self._blame(one, self.ran[-1], "", {"": (value, self.states[-1][""])})
+        self.blamed.alternative(one, self.ran[-1], "", {"": (value, self.states[-1][""])})
         self.states[-1][""] = self.computed[point_at(len(self.ran) - 1, "")] = value
         return value
 
@@ -381,44 +359,11 @@ class Search:
         if trial.faults:
             known = {node for one in trial.alternatives for node in one.edits}
             fits = {node: (trial.state[node], expected(node)) for node in trial.edits if node not in (*known, *HIDDEN)}
-            self._fitted(trial.faults, point_at(number, _traced(next(iter(fits), trial.faults[0].place.part))), fits)
-        self.ties.append(trial.ties)
+            self.blamed.fitted(trial.faults, point_at(number, traced(next(iter(fits), trial.faults[0].place.part))), fits)
+        self.blamed.ties.append(trial.ties)
         for one in trial.alternatives:
             values = {node: (trial.state[node], expected(node)) for node in one.edits if node in trial.state}
-            self._blame(one, trial.layer, next(iter(one.edits)), values, trial.seen)
-
-    def _blame(
-        self,
-        one: Alternative,
-        layer: int | None,
-        node: str,
-        values: Mapping[str, tuple[Tensor, Tensor]],
-        seen: Mapping[str, Seen] | None = None,
-    ) -> None:
-        """Note an alternative, from its value and GPT-2's own at each node; ``node``: the first of these."""
-        self.sites.append((one, layer))
-        missed = max((_missed(*both) for both in values.values()), default=math.inf)
-        shown = next((each.error for name, each in (seen or {}).items() if ORDER[name] >= ORDER[node]), 0.0)
-        part = next(iter(one.parts(None)), node)
-        point = (part if part in OUTSIDE else node) if layer is None else point_at(len(self.ran) - 1, _traced(node))
-        self._note([(one, layer)], point, missed, shown)
-
-    def _fitted(self, faults: Sequence[Cause], point: str, values: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Note faults that have no formula, from the value and the right value of each node that they change."""
-        self.faults += faults
-        same = {node: both for node, both in values.items() if both[0].shape == both[1].shape}
-        missed = max((_missed(*both) for both in values.values()), default=math.inf)
-        self._note(faults, point, missed, moves={node: moved_by(*both) for node, both in same.items()})
-
-    def _note(
-        self, blamed: Sequence[Placed | Cause], point: str, missed: float, shown: float = 0.0, moves: Moves | None = None
-    ) -> None:
-        explained = FORWARD_RATIO / SLACK * self.rounding.stages.get(part_of(point), 0.0) if self.rounding else 0.0
-        departure = Departure(shown, missed, 0 < missed <= explained, moves or {})
-        self.departures |= dict.fromkeys(blamed, departure)
-        if self.first is None and not departure.rounded:
-            place = point.split(".")
-            self.first = Divergence(point, int(place[1]) if place[0] == "h" else None, missed)
+            self.blamed.alternative(one, trial.layer, next(iter(one.edits)), values, trial.seen)
 
     # To the logits
 
@@ -450,84 +395,23 @@ class Search:
         if best is not None:
             _, one, value = best
             stage, expected = ("ln_f", right) if "ln_f" in one.outside else ("logits", normed @ self.model.table.T)
-            self._blame(one, None, stage, {stage: (value, expected)})
+            self.blamed.alternative(one, None, stage, {stage: (value, expected)})
             return True
         if not fitted:
             return False
         if (ended := self.ending.read(x)) is None:
             asked = self.ending.logits.shape[:2] == x.shape[:2] and bool(self.ending.logits.isfinite().all())
-            if seen is None or self.sites or self.faults or not asked:
+            if seen is None or self.blamed.sites or self.blamed.faults or not asked:
                 return False
-            self.guessed = True
+            self.blamed.guessed = True
         faults = ended.fit.faults if ended else (Cause.at("untied-head", "logits", "the head has weights other than wte's"),)
         given = self.observation.pool.logits[..., : len(self.model.table)]
         made = (normed @ self.model.table.T)[:, -given.shape[1] :]
-        self._fitted(faults, ended.stage if ended else "logits", {"logits": (given, made)})
+        self.blamed.fitted(faults, ended.stage if ended else "logits", {"logits": (given, made)})
         return True
-
-    # What was found
-
-    def _causes(self, explained: bool) -> Iterator[tuple[Cause, bool]]:
-        """Yield the causes, and whether each is no more than rounding to float32."""
-        sequence = sequence_faults(self.ran, self.layers, self.of_module) if explained else []
-        sites = list(self._widest())
-        whole = Candidate(tuple(sites), head=(*self.faults, *sequence))
-        for found in whole.causes(self.layers):
-            named = found.id, found.detail
-            is_own = [named in ((fault.id, fault.detail) for fault in one.faults(layer)) for one, layer in sites]
-            own: list[Placed | Cause] = [site for site, is_one in zip(self.sites, is_own, strict=True) if is_one]
-            own += [one for one in self.faults if one.id == found.id and any(place.contains(one.place) for place in found.places)]
-            departed = [self.departures[one] for one in own if one in self.departures]
-            error, missed = (max((getattr(one, name) for one in departed), default=0.0) for name in ("shown", "missed"))
-            evidence = "computed so from your own values, it is what you have there"
-            evidence += f", to {error:.0e}" if error else ""
-            evidence += f"; GPT-2's formula is off by {missed:.0e}" if math.isfinite(missed) and missed else ""
-            evidence += "; with all causes here, the walk ends at your own logits" if explained else ""
-            if self.guessed and found.id == "untied-head":
-                evidence = "what enters the head is right, and no known formula of the head gives your logits"
-            if found.id in SEQUENCE and not own:
-                evidence = "your run holds each block's projections, with the weights of these blocks and in this order"
-            mend, config = found.mend, self.model.config
-            if found.id == "layernorm-eps":
-                mend = f"nn.LayerNorm(n_embd, eps={config.layer_norm_epsilon:g})"
-            elif found.id == "gelu-variant" and SAME.get(config.activation_function, config.activation_function) != "gelu_new":
-                mend = f"the checkpoint's activation is {config.activation_function}"
-            moved = self._effect(own, [site for site, is_one in zip(sites, is_own, strict=True) if is_one], found.id in SEQUENCE)
-            sure = SURE if explained and not self.guessed else LIKELY
-            cause = replace(found, evidence=evidence, confidence=sure, mend=mend, effect=moved)
-            yield cause, bool(departed) and all(one.rounded for one in departed)
-
-    def _effect(self, own: Sequence[Placed | Cause], sites: Sequence[Placed], is_order: bool) -> float | None:
-        """Return how far ``own``, the sites and faults of a cause, move the logits of the checkpoint; None if that is unknown."""
-        if self.right is None:
-            return None
-        for one in own:
-            moves = self.departures[one].moves if one in self.departures else {}
-            if "logits" in moves:
-                return float(moves["logits"].abs().max() * self.exact["logits"].square().mean().sqrt())
-            sites = [*sites, *moving(one.place.layer, moves)] if isinstance(one, Cause) else sites
-        return effect(self.right, sites, self.ran if is_order and not own else ())
-
-    def _widest(self) -> Iterator[Placed]:
-        """Yield the sites; of several alternatives that explain a block alike, that which explains most blocks."""
-        blocks = Counter(one for some in self.ties for one in some)
-        for one, layer in self.sites:
-            alike = self.ties[self.ran.index(layer)] if layer is not None else ()
-            yield max((one, *alike), key=lambda other: blocks[other]) if one in alike else one, layer
-
-
-def _missed(value: Tensor, right: Tensor) -> float:
-    """Return the error of GPT-2's value at a node of a program; infinity if their shapes differ."""
-    return worst_relative_error(value, right) if value.shape == right.shape else math.inf
 
 
 def _node(point: str) -> str:
     """Return the node of a traced point."""
     stage = stage_of(point)
     return point if stage is None else stage
-
-
-def _traced(node: str) -> str:
-    """Return the traced point of a block that shows a node first."""
-    heads = {"attn.qh": "attn.q", "attn.kh": "attn.k", "attn.vh": "attn.v", "attn.ks": "attn.scores"}
-    return {**heads, "attn.vs": "attn.heads", "attn.mixed": "attn.heads"}.get(node, node)

@@ -1,0 +1,150 @@
+"""What a walk blames, where that moves the program and how far, and the causes that a report is made of."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from gpt2.measure.metrics import worst_relative_error
+from gpt2.measure.rounding import FORWARD_RATIO
+from gpt2.measure.tracing import part_of, point_at
+from gpt2.port.alternatives.activations import SAME
+from gpt2.port.alternatives.alternative import Alternative
+from gpt2.port.alternatives.candidates import Candidate, Placed
+from gpt2.port.alternatives.outside import SEQUENCE, sequence_faults
+from gpt2.port.graph import ORDER, Model
+from gpt2.port.search.effect import Moves, effect, moved_by, moving
+from gpt2.port.search.observe import Seen
+from gpt2.port.terms.causes import LIKELY, SURE, Cause
+from gpt2.port.terms.places import OUTSIDE
+from gpt2.port.terms.report import Divergence
+from gpt2.port.terms.tolerance import SLACK, Tolerance
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Where a fault moves a program: the error of what is ``shown`` there, and what GPT-2's formula ``missed``.
+
+    ``rounded``: rounding to float32 explains it. ``moves``: what it adds to the right nodes, of a fault that has no formula.
+    """
+
+    shown: float
+    missed: float
+    rounded: bool
+    moves: Moves = field(default_factory=dict)
+
+
+class Blamed:
+    """The alternatives (``sites``) and the fitted ``faults`` of a program with the weights in ``model``, as a walk finds them.
+
+    ``ran``: the blocks so far, each with alternatives that explain it alike (``ties``). ``first``: the first place that is not
+    GPT-2's. ``guessed``: the head is blamed, because all before it is right. ``exact``, ``right``, ``rounding``: as of the walk.
+    """
+
+    def __init__(
+        self, model: Model, exact: Mapping[str, Tensor], right: Model | None = None, rounding: Tolerance | None = None
+    ) -> None:
+        self.model, self.exact, self.right, self.rounding = model, exact, right, rounding
+        self.ran: list[int] = []
+        self.ties: list[tuple[Alternative, ...]] = []
+        self.sites: list[Placed] = []
+        self.faults: list[Cause] = []
+        self.departures: dict[Placed | Cause, Departure] = {}
+        self.first: Divergence | None = None
+        self.guessed = False
+
+    def alternative(
+        self,
+        one: Alternative,
+        layer: int | None,
+        node: str,
+        values: Mapping[str, tuple[Tensor, Tensor]],
+        seen: Mapping[str, Seen] | None = None,
+    ) -> None:
+        """Note an alternative, from its value and GPT-2's own at each node; ``node``: the first of these."""
+        self.sites.append((one, layer))
+        missed = max((_missed(*both) for both in values.values()), default=math.inf)
+        shown = next((each.error for name, each in (seen or {}).items() if ORDER[name] >= ORDER[node]), 0.0)
+        part = next(iter(one.parts(None)), node)
+        point = (part if part in OUTSIDE else node) if layer is None else point_at(len(self.ran) - 1, traced(node))
+        self.note([(one, layer)], point, missed, shown)
+
+    def fitted(self, faults: Sequence[Cause], point: str, values: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Note faults that have no formula, from the value and the right value of each node that they change."""
+        self.faults += faults
+        same = {node: both for node, both in values.items() if both[0].shape == both[1].shape}
+        missed = max((_missed(*both) for both in values.values()), default=math.inf)
+        self.note(faults, point, missed, moves={node: moved_by(*both) for node, both in same.items()})
+
+    def note(
+        self, blamed: Sequence[Placed | Cause], point: str, missed: float, shown: float = 0.0, moves: Moves | None = None
+    ) -> None:
+        explained = FORWARD_RATIO / SLACK * self.rounding.stages.get(part_of(point), 0.0) if self.rounding else 0.0
+        departure = Departure(shown, missed, 0 < missed <= explained, moves or {})
+        self.departures |= dict.fromkeys(blamed, departure)
+        if self.first is None and not departure.rounded:
+            place = point.split(".")
+            self.first = Divergence(point, int(place[1]) if place[0] == "h" else None, missed)
+
+    def causes(self, explained: bool) -> Iterator[tuple[Cause, bool]]:
+        """Yield the causes, and whether each is no more than rounding to float32."""
+        sequence = sequence_faults(self.ran, self.model.config.n_layer, self.right is not None) if explained else []
+        sites = list(self._widest())
+        whole = Candidate(tuple(sites), head=(*self.faults, *sequence))
+        for found in whole.causes(self.model.config.n_layer):
+            named = found.id, found.detail
+            is_own = [named in ((fault.id, fault.detail) for fault in one.faults(layer)) for one, layer in sites]
+            own: list[Placed | Cause] = [site for site, is_one in zip(self.sites, is_own, strict=True) if is_one]
+            own += [one for one in self.faults if one.id == found.id and any(place.contains(one.place) for place in found.places)]
+            departed = [self.departures[one] for one in own if one in self.departures]
+            error, missed = (max((getattr(one, name) for one in departed), default=0.0) for name in ("shown", "missed"))
+            evidence = "computed so from your own values, it is what you have there"
+            evidence += f", to {error:.0e}" if error else ""
+            evidence += f"; GPT-2's formula is off by {missed:.0e}" if math.isfinite(missed) and missed else ""
+            evidence += "; with all causes here, the walk ends at your own logits" if explained else ""
+            if self.guessed and found.id == "untied-head":
+                evidence = "what enters the head is right, and no known formula of the head gives your logits"
+            if found.id in SEQUENCE and not own:
+                evidence = "your run holds each block's projections, with the weights of these blocks and in this order"
+            mend, config = found.mend, self.model.config
+            if found.id == "layernorm-eps":
+                mend = f"nn.LayerNorm(n_embd, eps={config.layer_norm_epsilon:g})"
+            elif found.id == "gelu-variant" and SAME.get(config.activation_function, config.activation_function) != "gelu_new":
+                mend = f"the checkpoint's activation is {config.activation_function}"
+            moved = self._effect(own, [site for site, is_one in zip(sites, is_own, strict=True) if is_one], found.id in SEQUENCE)
+            sure = SURE if explained and not self.guessed else LIKELY
+            cause = replace(found, evidence=evidence, confidence=sure, mend=mend, effect=moved)
+            yield cause, bool(departed) and all(one.rounded for one in departed)
+
+    def _effect(self, own: Sequence[Placed | Cause], sites: Sequence[Placed], is_order: bool) -> float | None:
+        """Return how far ``own``, the sites and faults of a cause, move the logits of the checkpoint; None if that is unknown."""
+        if self.right is None:
+            return None
+        for one in own:
+            moves = self.departures[one].moves if one in self.departures else {}
+            if "logits" in moves:
+                return float(moves["logits"].abs().max() * self.exact["logits"].square().mean().sqrt())
+            sites = [*sites, *moving(one.place.layer, moves)] if isinstance(one, Cause) else sites
+        return effect(self.right, sites, self.ran if is_order and not own else ())
+
+    def _widest(self) -> Iterator[Placed]:
+        """Yield the sites; of several alternatives that explain a block alike, that which explains most blocks."""
+        blocks = Counter(one for some in self.ties for one in some)
+        for one, layer in self.sites:
+            alike = self.ties[self.ran.index(layer)] if layer is not None else ()
+            yield max((one, *alike), key=lambda other: blocks[other]) if one in alike else one, layer
+
+
+def _missed(value: Tensor, right: Tensor) -> float:
+    """Return the error of GPT-2's value at a node of a program; infinity if their shapes differ."""
+    return worst_relative_error(value, right) if value.shape == right.shape else math.inf
+
+
+def traced(node: str) -> str:
+    """Return the traced point of a block that shows a node first."""
+    heads = {"attn.qh": "attn.q", "attn.kh": "attn.k", "attn.vh": "attn.v", "attn.ks": "attn.scores"}
+    return {**heads, "attn.vs": "attn.heads", "attn.mixed": "attn.heads"}.get(node, node)
