@@ -76,7 +76,7 @@ def test_whatever_the_file_does_the_answer_is_clear(name: str, checkpoint: Path)
 @pytest.mark.parametrize(("verdict", "code"), [("equal", 0), ("mismatch", 1), ("undetermined", 1)])
 def test_exit_codes(verdict: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """CI pipelines branch on these."""
-    found = Diagnosis(verdict, Divergence("h.0.ln_1", 0, 0.5), (), (), "m", "c", 0.5)
+    found = Diagnosis(verdict, Divergence("h.0.ln_1", 0.5), (), (), "m", "c", 0.5)
     monkeypatch.setattr(runner, "run", lambda *args, **kwargs: found)
     assert main(["diagnose", "port.py:build"]) == code
     assert verdict.upper() in capsys.readouterr().out

@@ -258,7 +258,7 @@ def test_every_cause_has_a_fix_of_one_line() -> None:
 
 FOUND = Diagnosis(
     "mismatch",
-    Divergence("h.0.mlp.act", 0, 2.4e-4),
+    Divergence("h.0.mlp.act", 2.4e-4),
     (replace(placed("gelu-variant", Place(EVERY, "mlp")), detail="your activation is the exact GELU"),),
     ("a note",),
     "MyGPT",

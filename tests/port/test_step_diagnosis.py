@@ -268,7 +268,7 @@ def test_settings_are_refused_by_name(line: str, words: str) -> None:
 def test_a_mismatch_is_no_number_that_is_zero_for_a_reader() -> None:
     """``first at update (error 6.4e-17)`` made people look for rounding where a rule was another one."""
     cause = Cause("decay-coupled", (Place.of("wte.weight"),), "", mend=" ")
-    found = [Diagnosis("mismatch", Divergence("update", None, error), (cause,), (), "a step") for error in (6.4e-17, 0.25)]
+    found = [Diagnosis("mismatch", Divergence("update", error), (cause,), (), "a step") for error in (6.4e-17, 0.25)]
     heads = [one.table().splitlines()[0] for one in found]
     assert heads == ["MISMATCH  first at update", "MISMATCH  first at update (error 2.5e-01)"]
 

@@ -35,7 +35,7 @@ class Attempt:
         self.budget = Budget()
         self.causes: list[Cause] = []
         self.notes: list[str] = list(dumped.notes())
-        self.first = Divergence("logits", None, dumped.error)
+        self.first = Divergence("logits", dumped.error)
         self.settled = False
         self.walked: Walked | None = None
 

@@ -74,7 +74,9 @@ class Simulating:
             trials.insert(0, (walked, Placement()))
         else:
             trials = [*((right, one) for one in self._placements(right)[:MAX_PLACEMENTS]), *trials]
-        if (roles := {point: value for point, value in right.items() if _part(point) not in EXCHANGED}).keys() != right.keys():
+        if (
+            roles := {point: value for point, value in right.items() if Place.of(point).part not in EXCHANGED}
+        ).keys() != right.keys():
             trials.append((roles, Placement()))  # right numbers that the program perhaps uses as others
         Trial = tuple[Placement, dict[str, Tensor], Explanation]
         whole, parted = list[Trial](), list[Trial]()
@@ -91,8 +93,8 @@ class Simulating:
         placed, evidence, explanation = min(explained or parted[:1] or whole[-1:], key=lambda trial: trial[2].faults)
         if not placed.stages and explanation.explains:  # arrays that are values of a program with these faults
             seen, values = self._seen(explanation.values), explanation.values
-            parts = {_part(point) for point in seen}
-            shown = (point for point in self.order if _part(point) in parts and point in values)
+            parts = {Place.of(point).part for point in seen}
+            shown = (point for point in self.order if Place.of(point).part in parts and point in values)
             wrong = (one for one in shown if worst_relative_error(values[one], self.exact[one]) > self._allowed(one))
             return replace(explanation, first_wrong=next(wrong, explanation.first_wrong)), evidence | seen
         return explanation, evidence
@@ -195,14 +197,14 @@ class Simulating:
         wrong = self._earlier(missing, explanation.first_wrong)
         if wrong is None:
             return None
-        first = Divergence(wrong, layer_of(wrong), self._error(wrong, evidence))
+        first = Divergence(wrong, self._error(wrong, evidence))
         if not explanation.explains:
             wrong = self._earlier(missing, explanation.unexplained) or wrong
             rights = [one for one in (*self.held, explanation.last_right) if one and self._earlier(one, wrong) != wrong]
             last = max(rights, key=self.order.index, default=None)
             before = f"right up to {last}, " if last else ""
             self.notes.append(f"{before}wrong from {wrong} on; no known fault gives your numbers")
-            entering = point_at(layer_of(wrong), READS[_part(wrong)][0]) if _part(wrong) in MODULES else None
+            entering = point_at(layer_of(wrong), READS[Place.of(wrong).part][0]) if Place.of(wrong).part in MODULES else None
             if entering in self.held:
                 self.notes.append(
                     f"{wrong} is computed from {entering}, which is right, by weights that are not the checkpoint's in any known "
@@ -223,8 +225,8 @@ class Simulating:
         """Return the first point that is not GPT-2's here, and is in other blocks, if some array may be the wrong value."""
         used = {name for names in self.held.values() for name in names}
         sizes = {entry.numel() for name, entry in zip(self.pool.names, self.pool.entries, strict=True) if name not in used}
-        parts = {_part(point) for point in self.held}
-        missing = (one for one in self.order[:-1] if one not in self.held and _part(one) in parts)
+        parts = {Place.of(point).part for point in self.held}
+        missing = (one for one in self.order[:-1] if one not in self.held and Place.of(one).part in parts)
         return next((one for one in missing if self.exact[one].numel() in sizes), None)
 
     def _error(self, point: str, evidence: Mapping[str, Tensor]) -> float:
@@ -261,12 +263,6 @@ class Simulating:
             names = [" and ".join(dict.fromkeys(fault.id for fault in one.faults)) for one in hypotheses[:FEW]]
             decide = f"; dump {explanation.decisive} as well to decide" if explanation.decisive else ""
             self.notes.append(f"{len(hypotheses)} explanations fit equally well: {'; '.join(names)}{decide}")
-
-
-def _part(point: str) -> str:
-    """Return a point's part of a block, "" for the block's output; a point outside the blocks as it is."""
-    layer = layer_of(point)
-    return point if layer is None else point.removeprefix(f"h.{layer}").removeprefix(".")
 
 
 def _likeness(one: Tensor, other: Tensor) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gpt2.measure.dumps import MASKS
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.measure.tracing import layer_of, trace
+from gpt2.measure.tracing import trace
 from gpt2.measure.user_code import error_at, logits_of
 from gpt2.port.graph import Model
 from gpt2.port.module.later_calls import in_later_calls
@@ -152,7 +152,7 @@ class Behaviour:
         where = collapsed(places, self.config.n_layer) or (Place(EVERY, "mlp" if inside else ""),)
         self._add("ffn-dropout" if inside else "dropout-active", words, f"{count}; {evidence}", error, *where)
         first = next((point for point in traced if point in points), None)
-        self.divergence = None if first is None else Divergence(first, layer_of(first), error)
+        self.divergence = None if first is None else Divergence(first, error)
 
     def _is_inside_feed_forward(self, dropout: Dropout) -> bool:
         """Return whether the dropout is applied to the hidden units, or to a product that sums over them."""

@@ -146,7 +146,7 @@ class Examination:
         if own.placed and own_error <= self.runs.bound:
             expected, traced = trace(reference.model, ids), trace(same.model, ids)
             apart = ((point, worst_relative_error(traced[point], value)) for point, value in expected.items())
-            parted = (Divergence(point, layer_of(point), error) for point, error in apart if error > FLOAT64_BOUND)
+            parted = (Divergence(point, error) for point, error in apart if error > FLOAT64_BOUND)
             divergence, evidence = next(parted, None), f"; with your weights our model gives your logits to {own_error:.0e}"
             silent = [cause for cause in self.structural if cause.id == "position-missing"]
             causes = [_sure(cause, evidence) for cause in [*self.weight_causes, *silent]]
@@ -164,7 +164,7 @@ class Examination:
         equal = error <= self.runs.bound and not causes
         order = {point: number for number, point in enumerate(points(self.config.n_layer))}
         known = [one for one in divergences if one is not None]
-        first = min(known, key=lambda one: order.get(one.point, 0), default=Divergence("logits", None, error))
+        first = min(known, key=lambda one: order.get(one.point, 0), default=Divergence("logits", error))
         verdict = "equal" if equal else "mismatch" if causes else "undetermined"
         notes = tuple(dict.fromkeys(self.notes))
         return Diagnosis(verdict, None if equal else first, tuple(causes), notes, self.who, logits_error=error)
@@ -241,7 +241,7 @@ class Examination:
             self.weight_causes = [cause for cause in comparison.causes if cause.id == "not-loaded"]
             self.notes.append("beyond that, the diagnosis is of your module as gpt2.load_into fills it")
             error = worst_relative_error(own.weights["wte.weight"], self.state["wte.weight"])
-            divergence, self.mapping = Divergence("wte", None, error), WeightMap(self.mapping.anatomy, self.config)
+            divergence, self.mapping = Divergence("wte", error), WeightMap(self.mapping.anatomy, self.config)
         self.notes += overwritten(borrowed, self.mapping)
         fill(borrowed, self.mapping, self.state)
         return self._compared(self.mapping, borrowed)[0], divergence

@@ -87,8 +87,7 @@ class Blamed:
         departure = Departure(shown, missed, 0 < missed <= explained, moves or {})
         self.departures |= dict.fromkeys(blamed, departure)
         if self.first is None and not departure.rounded:
-            place = point.split(".")
-            self.first = Divergence(point, int(place[1]) if place[0] == "h" else None, missed)
+            self.first = Divergence(point, missed)
 
     def causes(self, explained: bool) -> Iterator[tuple[Cause, bool]]:
         """Yield the causes, and whether each is no more than rounding to float32."""

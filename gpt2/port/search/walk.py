@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpt2.checkpoint.keys import HEAD
 from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent, worst_relative_error
-from gpt2.measure.tracing import layer_of, point_at, points, trace
+from gpt2.measure.tracing import point_at, points, trace
 from gpt2.model import GPT2
 from gpt2.port import graph
 from gpt2.port.alternatives import table
@@ -28,7 +28,7 @@ from gpt2.port.alternatives.outside import standing
 from gpt2.port.alternatives.schedule import schedules, stepped
 from gpt2.port.fits.lacking import dropped
 from gpt2.port.fits.wiring import embedding_fit
-from gpt2.port.graph import HIDDEN, NODES, ORDER, Model, State, run_block, stage_of
+from gpt2.port.graph import HIDDEN, NODES, ORDER, Model, State, run_block
 from gpt2.port.recording.pool import LOOSE, Pool
 from gpt2.port.search.blamed import Blamed, traced
 from gpt2.port.search.blocks import BEHIND, FIRST, WHOLE, Blocks, Trial
@@ -37,7 +37,7 @@ from gpt2.port.search.explainer import MOST_ARRAYS, Explainer
 from gpt2.port.search.observe import Observation
 from gpt2.port.terms.budget import Budget, Spent
 from gpt2.port.terms.causes import Cause
-from gpt2.port.terms.places import OUTSIDE
+from gpt2.port.terms.places import OUTSIDE, Place
 from gpt2.port.terms.report import Divergence
 from gpt2.port.terms.tolerance import Tolerance, measured
 
@@ -162,18 +162,22 @@ class Search:
             if self.blamed.first is not None and point == self.blamed.first.point:
                 allowed = pool.allowance
             if point == lost and lost != "logits":
-                return Divergence(point, layer_of(point), self._departure(point))
-            if point in self.computed and point in self.exact and self.observation.find(_node(point), self.exact[point]) is None:
+                return Divergence(point, self._departure(point))
+            if (
+                point in self.computed
+                and point in self.exact
+                and self.observation.find(Place.of(point).part, self.exact[point]) is None
+            ):
                 value, right = self.computed[point], self.exact[point]
                 error = worst_relative_error(value, right) if value.shape == right.shape else math.inf
                 if error > max(allowed.get(point, 0.0), least):
-                    return Divergence(point, layer_of(point), error)
+                    return Divergence(point, error)
         return self.blamed.first
 
     def _departure(self, point: str) -> float:
         """Return how far the array that is most like GPT-2's value at a point is from it."""
         right = self.exact.get(point)
-        seen = None if right is None else next(self.observation.unexplained(_node(point), right, ()), None)
+        seen = None if right is None else next(self.observation.unexplained(Place.of(point).part, right, ()), None)
         return math.inf if seen is None else worst_relative_error(seen.value, seen.right)
 
     def _walk(self) -> bool:
@@ -409,9 +413,3 @@ class Search:
         made = (normed @ self.model.table.T)[:, -given.shape[1] :]
         self.blamed.fitted(faults, ended.stage if ended else "logits", {"logits": (given, made)})
         return True
-
-
-def _node(point: str) -> str:
-    """Return the node of a traced point."""
-    stage = stage_of(point)
-    return point if stage is None else stage

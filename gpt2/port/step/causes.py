@@ -117,6 +117,6 @@ class StepFindings:
         if verdict != "equal" and first is None:
             stages = {STAGE[one.id] for one in causes} | self.unknown
             at = next((stage for stage in STAGES if stage in stages), STAGES[-1])
-            first = Divergence(at, None, self.errors.get(at) or max(self.errors.values(), default=0.0))
+            first = Divergence(at, self.errors.get(at) or max(self.errors.values(), default=0.0))
         notes, causes = tuple(dict.fromkeys([*forward.notes, *self.notes])), [*forward.causes, *causes]
         return Diagnosis(verdict, first if verdict != "equal" else None, tuple(causes), notes, forward.module)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from gpt2.measure.tracing import layer_of
 from gpt2.pages.reports import environment
 from gpt2.port.terms.causes import Cause
 
@@ -18,14 +19,22 @@ SHOWN = 1e-9  # an error below it is zero for a reader
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first traced point where a port departs from the reference; ``layer`` is None outside the blocks.
+    """The first traced point where a port departs from the reference.
 
     ``error`` is the largest difference over the root mean square of the reference; infinite if shapes differ.
     """
 
     point: str
-    layer: int | None
     error: float
+
+    @property
+    def layer(self) -> int | None:
+        """The number of its block, None outside the blocks."""
+        return layer_of(self.point)
+
+    def printed(self) -> dict[str, str | int | float | None]:
+        """Return what a report says of it."""
+        return {"point": self.point, "layer": self.layer, "error": self.error}
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,7 @@ class Diagnosis:
     def to_json(self) -> str:
         """Return the diagnosis as JSON; a number that is not finite is null."""
         first = self.first_divergence
-        values = vars(self) | {"first_divergence": first and asdict(first), "causes": [one.printed() for one in self.causes]}
+        values = vars(self) | {"first_divergence": first and first.printed(), "causes": [one.printed() for one in self.causes]}
         values |= {"environment": asdict(environment([torch.float64]))}
         values = json.loads(json.dumps(values), parse_constant=lambda _: None)
         return json.dumps(values, indent=2, ensure_ascii=False)
