@@ -56,4 +56,4 @@ STEPS: dict[str, LastStep] = {
 def last_steps() -> Iterator[tuple[Cause, Function]]:
     """Yield the faults, with what each does to the logits."""
     for words, (id, formula) in STEPS.items():
-        yield Cause.at(id, "logits", words, words), formula
+        yield Cause.at(id, "logits", words), formula

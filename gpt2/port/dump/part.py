@@ -197,7 +197,7 @@ class Part:
         yield HeadCause("logits-scaled", LOGITS, words, made=True, change=lambda _, y: ratio * y)
         for words, step in STEPS.items():  # one token is soon computed
             if worst_relative_error(wanted[:, -1:], step.formula(logits[:, -1:])) <= NEARLY * self.allowed("logits"):
-                yield HeadCause(step.id, LOGITS, words, kind=words, change=partial(_changed, step.formula))
+                yield HeadCause(step.id, LOGITS, words, change=partial(_changed, step.formula))
         apart = worst_relative_error(wanted, wanted.mean((0, 1), keepdim=True).expand_as(wanted))
         if wanted.shape[:2].numel() >= MIN_ROWS and apart > SIGNIFICANT * self.allowed("logits"):  # else a bias fits them alone
             bias = (wanted - logits).mean((0, 1), keepdim=True)
