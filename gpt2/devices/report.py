@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from gpt2.devices.judge import Verdict
-from gpt2.pages.reports import Environment, Printed, as_json, data_table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from gpt2.pages.reports import Environment, Printed, as_json
+from gpt2.pages.sections import Line, Section, Styled, bold, dim, yellow
 
 
 @dataclass(frozen=True)
@@ -59,24 +56,23 @@ class DeviceReport(Printed):
         verdicts = [{**vars(each), "ok": each.arithmetic is not None, "ratio": each.ratio} for each in self.verdicts]
         return as_json({**own, **vars(self), "seconds": round(self.seconds, 2), "verdicts": verdicts})
 
-    def parts(self) -> Iterator[RenderableType]:
+    def sections(self) -> Iterator[Section]:
         """Yield a row for each condition, what is imprecise or wrong, and the verdict."""
-        from rich.markup import escape
-
         version, dtypes = self.environment.versions["torch"], list(dict.fromkeys(each.dtype for each in self.verdicts))
-        yield f"\n[bold]{escape(self.model)}[/bold]  on  [bold]{escape(self.device)}[/bold], torch {version}"
-        yield f"[dim]{self.coverage}\nEach operator alone, then the whole model: the error against float64 on the CPU, over what"
-        yield "[dim]rounding explains (up to 2 holds, 3 of training).[/dim]\n"
-        table = data_table("condition", *dtypes)
+        yield Section(note=("\n", bold(self.model), "  on  ", bold(self.device), f", torch {version}"))
+        rule = "the error against float64 on the CPU, over what rounding explains (up to 2 holds, 3 of training)."
+        yield Section(note=dim(f"{self.coverage}\nEach operator alone, then the whole model: {rule}\n"))
+        rows = list[list[Line]]()
         for row in dict.fromkeys(each.condition for each in self.verdicts):
-            table.add_row(row, *(_cell([x for x in self.verdicts if (x.condition, x.dtype) == (row, dtype)]) for dtype in dtypes))
-        yield table
+            own = [[x for x in self.verdicts if (x.condition, x.dtype) == (row, dtype)] for dtype in dtypes]
+            rows.append([row, *map(_cell, own)])
+        yield Section(columns=("condition", *dtypes), rows=rows)
         for name, advice in self.arithmetics.items():
-            line = f"\n    turn it off: {escape(advice)}" if advice else ""
-            yield f"[yellow]{name}[/yellow]: {self._operators(arithmetic=name)}{line}"
+            off = f"\n    turn it off: {advice}" if advice else ""
+            yield Section(note=(yellow(name), f": {self._operators(arithmetic=name)}{off}"))
         for name, operators in self.missing.items():
-            yield f"[yellow]not implemented on this device: {escape(name)}[/yellow]  ({escape(operators)})"
-        yield from (f"[red]✗[/red] {escape(each.sentence)}" for each in self.verdicts if each.wrong)
+            yield Section(note=(yellow(f"not implemented on this device: {name}"), f"  ({operators})"))
+        yield from (Section(note=(Styled("✗", "red"), f" {each.sentence}")) for each in self.verdicts if each.wrong)
         colour = {"wrong": "red", "right": "green"}.get(self.verdict, "yellow")
         said = {
             "wrong": self.first_wrong.sentence if self.first_wrong else "",
@@ -85,15 +81,16 @@ class DeviceReport(Printed):
             "imprecise": f"right, with {', '.join(self.arithmetics)}",
             "right": "every operator and the whole model, in every dtype",
         }[self.verdict]
-        yield f"\n[bold {colour}]{self.verdict.upper()}[/bold {colour}]  {escape(said)}  [dim]in {self.seconds:.1f} s[/dim]\n"
+        end = dim(f"  in {self.seconds:.1f} s"), "\n"
+        yield Section(note=("\n", Styled(self.verdict.upper(), f"bold {colour}"), f"  {said}", *end))
 
     def _operators(self, **having: str) -> str:
         own = [each for each in self.verdicts if having.items() <= vars(each).items()]
         return ", ".join(dict.fromkeys(f"{each.operator} in {each.dtype}" for each in own))
 
 
-def _cell(verdicts: list[Verdict]) -> str:
+def _cell(verdicts: list[Verdict]) -> Line:
     if bad := [each for each in verdicts if each.arithmetic is None]:
-        return f"[bold red]✗ {bad[0].operator}[/bold red]" if any(each.wrong for each in bad) else "[yellow]incomplete[/yellow]"
+        return Styled(f"✗ {bad[0].operator}", "bold red") if any(each.wrong for each in bad) else yellow("incomplete")
     coarse = dict.fromkeys(str(each.arithmetic) for each in verdicts if each.arithmetic != each.dtype)
-    return f"[yellow]{', '.join(coarse)}[/yellow]" if coarse else f"× {max((each.ratio for each in verdicts), default=0):.2f}"
+    return yellow(", ".join(coarse)) if coarse else f"× {max((each.ratio for each in verdicts), default=0):.2f}"

@@ -7,7 +7,8 @@ import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,11 +16,9 @@ from torch import Tensor
 from gpt2.comparison.sides.side import Model
 from gpt2.errors import InputError
 from gpt2.pages.drawing import matplotlib_of_our_own
-from gpt2.pages.rendering import pack_lower, readable, render, visible
-from gpt2.pages.reports import Environment, Printed, as_json, data_table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from gpt2.pages.rendering import pack_lower, readable, visible
+from gpt2.pages.reports import Environment, Printed, as_json
+from gpt2.pages.sections import Line, Section, dim, numbers
 
 POSITIVE, NEGATIVE = (0xD8, 0x62, 0x28), (0x3F, 0x7F, 0xC4)  # visible on light and dark pages
 LABELLED = 24  # most tokens that are named along the edges
@@ -49,6 +48,9 @@ class Head:
 class AttentionReport(Printed):
     """``heads`` are a's, layer by layer, ``heads_b`` b's. ``maps`` (layers, heads, T, T) are a's weights, ``maps_b`` b's."""
 
+    command: ClassVar[str] = "gpt2 compare --attention"
+    script: ClassVar[str] = "attention"
+
     a: str
     b: str | None
     tokens: tuple[str, ...]
@@ -65,22 +67,55 @@ class AttentionReport(Printed):
         figures = {name: value for name, value in vars(self).items() if name not in weights}
         return as_json(figures | weights if maps else figures)
 
-    def parts(self) -> Iterator[RenderableType]:
-        """Yield a table with a row for each notable head, and the reason."""
-        from rich.text import Text
+    def sections(self) -> Iterator[Section]:
+        """Yield the notable heads with the reason, and on pages one head in the text, a picture of all, and all figures."""
+        yield Section(note=f"\nattention of {self.a}" + (f" → {self.b}" if self.b else ""))
+        yield Section(
+            note=dim(f"{len(self.heads)} heads, {len(self.tokens)} tokens; shares of attention, on average over the tokens")
+        )
+        look = "point at a token, tap it or use the arrow keys: the tokens that it looks at are coloured"
+        yield Section("One head, in the text", look, chart=self._chooser)
+        note = "a row is a token: how its attention is divided among the tokens up to itself; colour is the root of the weight"
+        if self.maps_b is not None:
+            more = "B's weights minus A's: more in B is red, more in A blue; colour is the root, on one scale for all heads"
+            yield Section("B − A", more, chart=partial(picture, self.difference, self.tokens, signed=True))
+            yield Section(f"B, {self.b}", note, chart=partial(picture, self.maps_b, self.tokens, signed=False))
+        yield Section(f"A, {self.a}", note, chart=partial(picture, self.maps, self.tokens, signed=False))
+        figures = numbers("looks back", "entropy", "previous", "first", "itself", *(["moved"] if self.b else []))
+        rows: list[list[Line]] = [
+            [f"h.{head.layer} head {head.head}", *self._figures(head), dim(why)] for head, why in self.notable()
+        ]
+        yield Section(columns=("head", *figures, ""), rows=rows)
+        each = [("", self.heads)] if self.maps_b is None else [(" in A", self.heads), (" in B", self.heads_b)]
+        all = [(f"h.{head.layer} head {head.head}{side}", *self._figures(head)) for side, heads in each for head in heads]
+        yield Section("Every head", "", ("head", *figures), all, for_pages=True)
 
-        yield Text(f"\nattention of {self.a}" + (f" → {self.b}" if self.b else ""))
-        total = f"{len(self.heads)} heads, {len(self.tokens)} tokens; shares of attention, on average over the tokens"
-        yield Text(total, style="dim")
-        moved = ["moved"] if self.b else []
-        titles = ["head", "looks back", "entropy", "previous", "first", "itself", *moved, ""]
-        table = data_table(*titles, right=range(1, len(titles) - 1))
-        for head, why in self.notable():
-            cells = [f"h.{head.layer} head {head.head}", f"{head.distance:.1f}", f"{head.entropy:.2f}"]
-            cells += [f"{share:.0%}" for share in (head.previous, head.first, head.itself)]
-            cells += [f"{head.moved:.1%}"] if self.b else []
-            table.add_row(*cells, Text(why, style="dim"))
-        yield table
+    def _figures(self, head: Head) -> list[str]:
+        shares = [f"{share:.0%}" for share in (head.previous, head.first, head.itself)]
+        moved = [] if not self.b else [""] if head.moved is None else [f"{head.moved:.1%}"]
+        return [f"{head.distance:.1f}", f"{head.entropy:.2f}", *shares, *moved]
+
+    def _chooser(self) -> str:
+        """Return the text of a page, and what chooses the head by which the script colours it."""
+        from markupsafe import Markup
+
+        choice, option = Markup('<label{}>{} <select id="{}">{}</select></label>'), Markup('<option value="{}">{}</option>')
+        layers, heads = (range(size) for size in self.maps.shape[:2])
+        named = ("model", [(side, side) for side in self._sides()]), ("layer", [(n, f"h.{n}") for n in layers])
+        choices = (
+            choice.format(" hidden" * (len(all) == 1), name, name, Markup("").join(option.format(*each) for each in all))
+            for name, all in (*named, ("head", [(n, n) for n in heads]))
+        )
+        token = Markup('<span class="tok{}" tabindex="{}">{}</span>')
+        last, texts = len(self.tokens) - 1, list(map(readable, self.tokens))
+        spans = [token.format(" nl" * ("\n" in text), -(at < last), text) for at, text in enumerate(texts)]
+        whole = Markup(
+            '<p class="switch">{}</p><div class="text look">{}</div><p class="remark" id="says" aria-live="polite"></p>'
+        )
+        return whole.format(Markup("").join(choices), Markup("").join(spans))
+
+    def _sides(self) -> dict[str, Tensor]:
+        return {"A": self.maps} if self.maps_b is None else {"A": self.maps, "B": self.maps_b}
 
     def notable(self) -> list[tuple[Head, str]]:
         """Return the heads with extreme values and the reason, in the order of the layers."""
@@ -98,29 +133,14 @@ class AttentionReport(Printed):
         reasons = [(head, [why for other, why in chosen if other is head]) for head in self.heads]
         return [(head, ", ".join(why)) for head, why in reasons if why]
 
-    def html(self) -> str:
-        """Return the pictures and every head's figures as one page. Raises InputError: too many tokens for weights to be seen."""
+    def page_data(self) -> dict[str, Any]:
+        """Return what the page's script draws. Raises InputError: too many tokens for weights to be seen."""
         most = math.isqrt(VISIBLE // len(self.heads))
         if len(self.tokens) > most:
             room = f"a page of {len(self.heads)} heads has room for {most}: give a shorter text, or take the weights as --json"
             raise InputError(f"the text makes {len(self.tokens)} tokens, and {room}")
-        maps = {"A": self.maps} if self.maps_b is None else {"A": self.maps, "B": self.maps_b}
-        pictures = {} if self.maps_b is None else {"B − A": picture(self.difference, self.tokens, signed=True)}
-        return render(
-            "attention",
-            report=self,
-            names={"A": self.a, "B": self.b},
-            pictures=pictures | {side: picture(weights, self.tokens, signed=False) for side, weights in maps.items()},
-            tokens=[readable(token) for token in self.tokens],
-            data={
-                "layers": self.maps.size(0),
-                "heads": self.maps.size(1),
-                "tokens": [visible(token) for token in self.tokens],
-                "maps": {side: pack_lower(weights) for side, weights in maps.items()},
-            },
-            rows=list(zip(self.heads, self.heads_b or [None] * len(self.heads), strict=True)),
-            notable=self.notable(),
-        )
+        maps = {side: pack_lower(weights) for side, weights in self._sides().items()}
+        return {"heads": self.maps.size(1), "tokens": [visible(token) for token in self.tokens], "maps": maps}
 
     @property
     def difference(self) -> Tensor:
@@ -128,12 +148,13 @@ class AttentionReport(Printed):
         return torch.zeros_like(self.maps) if self.maps_b is None else self.maps_b - self.maps
 
 
-def picture(maps: Tensor, tokens: Sequence[str], *, signed: bool) -> dict[str, Any]:
-    """Return an image of all heads of (layers, heads, T, T) maps, and the pixels of its parts.
+def picture(maps: Tensor, tokens: Sequence[str], *, signed: bool) -> str:
+    """Return an image of all heads of (layers, heads, T, T) maps, named along the edges, as an SVG: a row for each layer.
 
     Opacity follows the root of a weight, which keeps small ones visible; a difference is ``signed``.
     """
     import numpy as np
+    from markupsafe import Markup
 
     layers, heads, n, _ = maps.shape
     cell = 9 if n <= LABELLED else max(1, 150 // n)
@@ -154,8 +175,27 @@ def picture(maps: Tensor, tokens: Sequence[str], *, signed: bool) -> dict[str, A
         imsave(written, image, format="png")
     labels = [_label(token) for token in tokens] if n <= LABELLED and cell >= 7 else []
     longest = 6 * max(map(len, labels), default=0)
-    sizes = {"cell": cell, "side": n * cell, "step": step * cell, "left": 34 + longest, "top": 24, "bottom": 8 + longest}
-    return {"png": base64.b64encode(written.getvalue()).decode(), "layers": layers, "heads": heads, "labels": labels, **sizes}
+    side, step, left, top = n * cell, step * cell, 34 + longest, 24
+    width, height = step * heads, step * layers
+    shown = Markup('<image x="{}" y="{}" width="{}" height="{}" preserveAspectRatio="none" href="data:image/png;base64,{}"/>')
+    parts = [shown.format(left, top, width, height, base64.b64encode(written.getvalue()).decode())]
+    text = Markup('<text class="{}" text-anchor="{}" transform="translate({:.1f} {:.1f}) rotate({})">{}</text>')
+    frame = Markup('<rect x="{}" y="{}" width="{}" height="{}"/>')
+    for head in range(heads):
+        x = left + head * step
+        parts.append(text.format("", "middle", x + side / 2, top - 6, 0, f"{'head ' * (side >= 48)}{head}"))
+        parts += [frame.format(x, top + layer * step, side, side) for layer in range(layers)]
+        below = top + height - step + side + 4
+        parts += [text.format("dim", "end", x + (at + 0.8) * cell, below, -90, label) for at, label in enumerate(labels)]
+    for layer in range(layers):
+        y = top + layer * step
+        parts.append(text.format("", "start", 2, y + side / 2 + 3, 0, f"h.{layer}"))
+        parts += [text.format("dim", "end", left - 4, y + (at + 0.8) * cell, 0, label) for at, label in enumerate(labels)]
+    whole = Markup(
+        '<div class="scroll natural"><svg viewBox="0 0 {} {}" style="--w:{}px" role="img" aria-label="{}">{}</svg></div>'
+    )
+    title = "Attention weights of every head"
+    return whole.format(left + width, top + height + 8 + longest, left + width, title, Markup("").join(parts))
 
 
 def _label(token: str) -> str:

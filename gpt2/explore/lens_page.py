@@ -86,6 +86,8 @@ def page(exploration: Exploration, *, served: bool = False) -> str:
     ]
     return render(
         "lens",
+        "lens",
+        _data(exploration),
         names=names,
         sides=sides,
         strips=sides[:1] if same_tokens else sides,
@@ -98,7 +100,6 @@ def page(exploration: Exploration, *, served: bool = False) -> str:
         error=None,
         characters=MAX_CHARACTERS,
         command=shlex.join([*command, "--prompt", exploration.prompt, "--html", "page.html"]),
-        data=_data(exploration),
         environment=exploration.environment,
     )
 
@@ -107,13 +108,14 @@ def error_page(names: tuple[str, ...], prompt: str, error: InputError) -> str:
     """Return the page with the prompt's field and the error message."""
     return render(
         "lens",
+        "lens",
+        {},
         names=[visible(name) for name in names],
         sides=[],
         prompt=prompt[:MAX_CHARACTERS],
         served=True,
         error=str(error),
         characters=MAX_CHARACTERS,
-        data={},
     )
 
 

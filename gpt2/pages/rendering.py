@@ -19,28 +19,26 @@ from gpt2.pages.sections import pieces, plain
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gpt2.measure.estimates import Estimate
-
 MAX_LEGEND = 40  # maximum characters of a model's name in a legend
 SIGNS = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
-def render(name: str, **values: Any) -> str:
-    """Render the template ``name``, with every value escaped except pictures of this package (the filter ``svg``)."""
+def render(name: str, script: str, data: object, **values: Any) -> str:
+    """Render the template ``name`` with the ``script`` that reads ``data``.
+
+    Every value is escaped, except pictures of this package (the filter ``svg``).
+    """
     import jinja2
     from markupsafe import Markup
 
     loader = jinja2.PackageLoader("gpt2.pages", "templates")
     strict: dict[str, Any] = {"autoescape": True, "undefined": jinja2.StrictUndefined}
     environment = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, **strict)
-    environment.filters |= {"n": number, "pct": percent, "between": between, "pct_between": percent_between}
-    environment.filters |= {"svg": Markup, "visible": visible, "readable": readable, "pieces": pieces, "plain": plain}
-    environment.globals |= {"levels": LEVELS, "zip": zip}
-    parts = [part for part in ("shared.js", f"{name}.js") if part in loader.list_templates()]
-    script = "".join(loader.get_source(environment, part)[0] for part in parts)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    values = {"data": {}, "script": Markup(script), "script_hash": digest, "ramps": RAMPS} | values
-    return environment.get_template(f"{name}.html").render(**values)
+    environment.filters |= {"pct": percent, "svg": Markup, "pieces": pieces, "plain": plain}
+    environment.globals |= {"levels": LEVELS, "zip": zip, "ramps": RAMPS, "data": data}
+    code = "".join(loader.get_source(environment, part)[0] for part in ("shared.js", f"{script}.js"))
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    return environment.get_template(f"{name}.html").render(script=Markup(code), script_hash=digest, **values)
 
 
 def _ramp(*stops: str) -> list[str]:
@@ -78,16 +76,6 @@ def percent(value: float | None, digits: int = 1) -> str:
     elif value != 0 and float(text[:-1]) == 0:
         text = number(100 * value, ".1e") + "%"
     return text.replace("-", "−").replace("%", " %")
-
-
-def between(interval: Estimate, form: str = "#.3g") -> str:
-    """Format an interval as ``"low to high"``; empty if it has no width."""
-    return "" if interval.low == interval.high else f"{number(interval.low, form)} to {number(interval.high, form)}"
-
-
-def percent_between(interval: Estimate) -> str:
-    """Format an interval of fractions like :func:`between`, as percentages."""
-    return "" if interval.low == interval.high else f"{percent(interval.low)} to {percent(interval.high)}"
 
 
 def visible(text: str) -> str:

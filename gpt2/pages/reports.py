@@ -8,7 +8,8 @@ import math
 import os
 import platform
 import re
-from collections.abc import Container, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
 from importlib.metadata import version
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
-    from rich.console import Console, RenderableType
-    from rich.table import Table
+    from rich.console import Console
 
     from gpt2.pages.sections import Section
 
@@ -108,23 +108,25 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class Printed:
+class Printed(ABC):
     """A report that a terminal and a page print; subclasses yield its sections, the first of which names it."""
 
     command: ClassVar[str] = "gpt2 verify"  # that makes it
-    script: ClassVar[str] = ""  # of a page, beside what all have
+    script: ClassVar[str] = "report"  # of its page
 
+    @abstractmethod
     def sections(self) -> Iterator[Section]:
-        raise NotImplementedError
+        """Yield what is shown, from top to bottom."""
 
-    def parts(self) -> Iterator[RenderableType]:
-        for section in self.sections():
-            yield from section.printed()
+    def page_data(self) -> dict[str, Any]:
+        """Return what the page's script needs."""
+        return {}
 
     def print(self, console: Console) -> None:
         """Write the report to a rich console."""
-        for part in self.parts():
-            console.print(part, highlight=False)
+        for section in self.sections():
+            for part in section.printed():
+                console.print(part, highlight=False)
 
     def table(self, width: int = 100) -> str:
         """Return the report as plain text, ``width`` columns wide (80 or more)."""
@@ -138,15 +140,8 @@ class Printed:
         """Return the report as one self-contained page."""
         from gpt2.pages.rendering import render
 
-        if type(self).sections is not Printed.sections:
-            heading, *sections = self.sections()
-            return render("report", command=self.command, heading=heading.note, sections=sections)
-        parts = list(map(_page_part, self.parts()))
-        coloured = re.compile(r"bold (green|red|yellow)")
-        verdict = [part for part in parts if any(coloured.search(kind) for _, kind in part.get("text", ()))]
-        model = getattr(self, "model", "a report")
-        title, rest = getattr(model, "name", model), [part for part in parts if part not in verdict]
-        return render("printed", command=self.command, title=title, verdict=verdict, parts=rest, data={})
+        data, (heading, *sections) = self.page_data(), self.sections()
+        return render("report", self.script, data, command=self.command, heading=heading.note, sections=sections)
 
     def save_html(self, path: str | Path) -> None:
         """Write :meth:`html`. Raises InputError: the file cannot be written."""
@@ -155,54 +150,9 @@ class Printed:
         write_output(path, self.html())
 
 
-def _page_part(part: RenderableType) -> dict[str, Any]:
-    """Return a table's header and rows, or a text, for a page: each text as spans of (characters, styles)."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(file=io.StringIO(), force_jupyter=False)
-
-    def spans(text: Any) -> list[tuple[str, str]]:
-        rendered = Text.from_markup(text, end="") if isinstance(text, str) else text
-        return [(segment.text, str(segment.style or "")) for segment in rendered.render(console)]
-
-    if not isinstance(part, Table):
-        return {"text": spans(part)}
-    rows = zip(*(map(spans, column.cells) for column in part.columns), strict=True)
-    return {"header": [spans(column.header) for column in part.columns] if part.show_header else [], "rows": list(rows)}
-
-
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C within a long check; ``report`` has what was found before."""
 
     def __init__(self, report: Any) -> None:
         super().__init__("interrupted")
         self.report = report
-
-
-def data_table(
-    *titles: str, rows: Iterable[Iterable[str]] = (), right: Container[int] = (), wrap: bool = False, apart: bool = False
-) -> Table:
-    """Return a table of untrusted texts; columns in ``right`` are right-aligned, and the first one wraps only with ``wrap``.
-
-    ``apart`` puts a line after each row.
-    """
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    for number, title in enumerate(titles):
-        table.add_column(title, justify="right" if number in right else "left", overflow="fold", no_wrap=number == 0 and not wrap)
-    for row in rows:
-        add_texts(table, *row)
-        if apart:
-            table.add_section()
-    return table
-
-
-def add_texts(table: Table, *cells: str) -> None:
-    """Add a row of untrusted texts, never parsed as markup."""
-    from rich.text import Text
-
-    table.add_row(*map(Text, cells))

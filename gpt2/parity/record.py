@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,10 +20,8 @@ from gpt2.data import Tokenizer
 from gpt2.generation import generate
 from gpt2.measure.metrics import Progress, silent, token_losses
 from gpt2.model import GPT2
-from gpt2.pages.reports import Printed, data_table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from gpt2.pages.reports import Printed
+from gpt2.pages.sections import Line, Section, Styled, numbers
 
 
 class Kind(Enum):
@@ -133,23 +131,19 @@ class RecordReport(Printed):
         wrong = next((outcome.record for outcome in self.outcomes if not outcome.ok), None)
         return line if wrong is None else f"{line}; first that differs: {wrong.kind.value} by {wrong.source.project}"
 
-    def parts(self) -> Iterator[RenderableType]:
-        """Yield a table with a row per record, if they were asked for, and the summary line."""
-        from rich.markup import escape
-
-        table = data_table("recorded", "by", "right", "error", "within", right=(2, 3, 4))
-        table.show_edge = False  # the longest names need all 80 columns
+    def sections(self) -> Iterator[Section]:
+        """Yield a row per record, if they were asked for, and the summary line."""
+        rows = list[list[Line]]()
         for outcome in self.outcomes:
-            record, mark = outcome.record, "" if outcome.ok else "[bold red]"
-            count = "–" if outcome.not_computed else f"{mark}{outcome.reproduced}/{record.numbers}"
+            record, style = outcome.record, "" if outcome.ok else "bold red"
+            count = "–" if outcome.not_computed else f"{outcome.reproduced}/{record.numbers}"
             # torch's maximum is NaN where an error is NaN.
-            error = f"{mark}{torch.tensor(outcome.errors).max().item():.1e}" if outcome.errors else ""
-            table.add_row(
-                record.kind.value, record.source.project, count, error, "exact" if record.kind.exact else f"{record.tolerance:g}"
-            )
+            error = f"{torch.tensor(outcome.errors).max().item():.1e}" if outcome.errors else ""
+            within = "exact" if record.kind.exact else f"{record.tolerance:g}"
+            rows.append([record.kind.value, record.source.project, Styled(count, style), Styled(error, style), within])
         if self.asked:
-            yield table
-        yield f"{'[green]✓[/green]' if self.ok else '[bold red]✗[/bold red]'} {escape(self.line())}"
+            yield Section(columns=("recorded", "by", *numbers("right", "error", "within")), rows=rows)
+        yield Section(note=(Styled("✓", "green") if self.ok else Styled("✗", "bold red"), f" {self.line()}"))
 
 
 @cache

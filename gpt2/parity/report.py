@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from gpt2.measure.rounding import FORWARD_RATIO, MACHINE_RATIO, TRAINING_RATIO, of_the_machine
 from gpt2.measure.tracing import block_of, layer_of, part_of
-from gpt2.pages.reports import Environment, Printed, as_json, data_table
+from gpt2.pages.reports import Environment, Printed, as_json
+from gpt2.pages.sections import Column, Line, Section, Styled, bold, dim, numbers, yellow
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -173,51 +174,52 @@ class Report(Printed):
         }
         return as_json(body)
 
-    def parts(self) -> Iterator[RenderableType]:
+    def sections(self) -> Iterator[Section]:
         """Yield both models, a row per block, a row per check, and the verdict."""
-        from rich.markup import escape
-
         env = self.environment
         packages = " · ".join(f"{name} {number}" for name, number in env.versions.items() if name in ("torch", "transformers"))
         threads = f"{env.threads} thread{'s' * (env.threads != 1)}"
-        yield f"\n[bold]{escape(self.model)}[/bold]  against  [bold]{escape(self.reference)}[/bold]"
         settings = [f"{name}={value}" for name, value in env.settings.items()]
-        kernels = escape(" · ".join((env.processor, env.capability, env.blas, *settings)))
-        yield f"[dim]{self.parameters:,} parameters · {packages} · {env.device}, {threads}\n{kernels}\n{self.coverage}[/dim]\n"
+        kernels = " · ".join((env.processor, env.capability, env.blas, *settings))
+        yield Section(note=("\n", bold(self.model), "  against  ", bold(self.reference)))
+        here = f"{self.parameters:,} parameters · {packages} · {env.device}, {threads}\n{kernels}\n{self.coverage}\n"
+        yield Section(note=dim(here))
         yield self._blocks()
-        yield (
-            "[dim]Errors are relative to transformers in float64. Ratios (×) are our error over\n"
-            f"what rounding explains, at most {FORWARD_RATIO:g} ({TRAINING_RATIO:g} in training). theirs: transformers'.[/dim]\n"
-        )
+        most = f"{FORWARD_RATIO:g} ({TRAINING_RATIO:g} in training)"
+        ratios = f"Ratios (×) are our error over\nwhat rounding explains, at most {most}."
+        yield Section(note=dim(f"Errors are relative to transformers in float64. {ratios} theirs: transformers'.\n"))
         yield self._checks()
         if self.outlier:
-            yield f"\n[yellow]{escape(self.outlier)}[/yellow]"
+            yield Section(note=yellow(f"\n{self.outlier}"))
         if self.official is not None and self.official.model is not None:
-            yield f"\n[dim]files: {escape(str(self.official))}[/dim]"
+            yield Section(note=dim(f"\nfiles: {self.official}"))
         if self.record is not None:
-            yield from self.record.parts()
+            yield from self.record.sections()
+        yield from self._verdict()
+
+    def _verdict(self) -> Iterator[Section]:
         skipped = [check.id for check in self.checks if check.skipped]
-        not_run = f"; not run: {', '.join(skipped)}" if skipped else ""
-        end = f"{not_run}  [dim]in {self.seconds:.1f} s[/dim]\n"
-        if self.stopped == INTERRUPTED and self.first_divergence is None:
-            yield f"\n[bold yellow]INTERRUPTED[/bold yellow]  no difference so far{end}"
+        end = f"; not run: {', '.join(skipped)}" if skipped else "", dim(f"  in {self.seconds:.1f} s"), "\n"
+        first = self.first_divergence
+        if self.stopped == INTERRUPTED and first is None:
+            yield Section(note=("\n", Styled("INTERRUPTED", "bold yellow"), "  no difference so far", *end))
         elif self.imprecise is not None:
-            yield f"\n[bold red]IMPRECISE[/bold red]  {escape(self._imprecision(self.imprecise))}{end}"
+            yield Section(note=("\n", Styled("IMPRECISE", "bold red"), f"  {self._imprecision(self.imprecise)}", *end))
         elif all(check.ok for check in self.checks):
-            yield f"\n[bold green]EQUAL[/bold green]  at every point{' that was run' if skipped else ''}{end}"
-            machine = max(
-                (p for check in self.checks for p in check.points if p.of_the_machine), key=lambda p: p.ratio, default=None
-            )
-            if machine is not None:
-                yield f"[yellow]{escape(self._machine(machine))}[/yellow]\n"
+            points = "  at every point" + " that was run" * bool(skipped)
+            yield Section(note=("\n", Styled("EQUAL", "bold green"), points, *end))
+            machines = [point for check in self.checks for point in check.points if point.of_the_machine]
+            if machines:
+                yield Section(note=yellow(f"{self._machine(max(machines, key=lambda point: point.ratio))}\n"))
             if self.assumed:
-                yield f"[yellow]{escape(self.assumed)}[/yellow]\n"
+                yield Section(note=yellow(f"{self.assumed}\n"))
             if self.record is not None and not self.record.ok:
-                yield "[bold red]BUT NOT WHAT OTHERS RECORDED[/bold red]  of the official weights\n"
+                yield Section(note=(Styled("BUT NOT WHAT OTHERS RECORDED", "bold red"), "  of the official weights\n"))
+        elif first is None:
+            yield Section(note=("\n", Styled("DIFFERENT", "bold red"), "  a check without a point", *end))
         else:
-            first = self.first_divergence
-            where = "a check without a point" if first is None else f"first at [bold]{first.name}[/bold]: {first.amount}"
-            yield f"\n[bold red]DIFFERENT[/bold red]  {where}{'' if first is None else self._by_rounding(first)}{end}"
+            said = f": {first.amount}{self._by_rounding(first)}"
+            yield Section(note=("\n", Styled("DIFFERENT", "bold red"), "  first at ", bold(first.name), said, *end))
 
     def _by_rounding(self, first: Point) -> str:
         """Return what a difference by rounding alone means; empty for any other."""
@@ -247,42 +249,36 @@ class Report(Printed):
     def so_far(self, stage: str, height: int) -> RenderableType:
         """Return what fits a terminal of ``height`` lines while the run goes on: the blocks, the checks, and the stage."""
         from rich.console import Group
-        from rich.markup import escape
 
-        blocks = [self._blocks()] if self.n_layer + len(self.checks) + 12 < height else []
-        return Group(*blocks, self._checks(), f"\n[dim]{self.seconds:.0f} s  {escape(stage)} …[/dim]")
+        shown = [self._blocks()] if self.n_layer + len(self.checks) + 12 < height else []
+        shown += [self._checks(), Section(note=("\n", dim(f"{self.seconds:.0f} s  {stage} …")))]
+        return Group(*(part for section in shown for part in section.printed()))
 
-    def _blocks(self) -> RenderableType:
-        """Make a table with a row per block: its worst traced activations and gradients, by both rules."""
-        ratio, gradients = "\nratio", "gradients\nfloat64"
-        rounding = f"{self.environment.dtype}\nours", "\ntheirs", ratio, "\nat"
-        table = data_table("where", "float64\nworst", *rounding, gradients, ratio, right=(1, 2, 3, 4, 6, 7))
-        checks = {check.id: check for check in self.checks}
+    def _blocks(self) -> Section:
+        """Return a row per block: its worst traced activations and gradients, by both rules."""
+        checks, rows = {check.id: check for check in self.checks}, []
         for block in ["embed", *(f"h.{layer}" for layer in range(self.n_layer)), "head"]:
-            row = [block]
+            row: list[Line] = [block]
             for id, cells in BLOCK_CELLS.items():
                 points = checks[id].points if id in checks else ()
                 worst = _worst(point for point in points if block_of(point.name) == block)
                 row += ["" if worst is None else _cell(worst, what) for what in cells]
-            table.add_row(*row)
-        return table
+            rows.append(row)
+        errors = numbers("float64\nworst", f"{self.environment.dtype}\nours", "\ntheirs", "\nratio")
+        return Section(columns=("where", *errors, "\nat", *numbers("gradients\nfloat64", "\nratio")), rows=rows)
 
-    def _checks(self) -> RenderableType:
-        from rich.table import Table
-
-        table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-        for no_wrap in (True, True, True, False, True, False):
-            table.add_column(no_wrap=no_wrap, overflow="fold")
+    def _checks(self) -> Section:
+        rows = list[list[Line]]()
         for check in self.checks:
-            title = check.id.removesuffix("-rounding"), f"[dim]{check.dtype}[/dim]", check.title
+            title = check.id.removesuffix("-rounding"), dim(check.dtype), check.title
             if check.skipped and check.ok:
                 so_far = f"{len(check.points)} points; " if check.points else "" if self.stopped == RUNNING else "not run: "
-                table.add_row("[yellow]–[/yellow]", *title, "", f"[yellow]{so_far}{check.skipped}[/yellow]")
+                rows.append([yellow("–"), *title, "", yellow(f"{so_far}{check.skipped}")])
                 continue
-            mark = "[green]✓[/green]" if check.ok else "[bold red]✗[/bold red]"
             worst = None if check.kind == EXACT and check.ok else check.worst
-            table.add_row(mark, *title, *(() if worst is None else (worst.amount, f"[dim]{worst.name}[/dim]")))
-        return table
+            mark = Styled("✓", "green") if check.ok else Styled("✗", "bold red")
+            rows.append([mark, *title, *(("", "") if worst is None else (worst.amount, dim(worst.name)))])
+        return Section(columns=[Column(wrap=wrap) for wrap in (False, False, False, True, False, True)], rows=rows)
 
 
 # Columns of the table of blocks: a check, and the cells for its worst point.
@@ -294,10 +290,10 @@ BLOCK_CELLS = {
 }
 
 
-def _cell(point: Point, what: str) -> str:
+def _cell(point: Point, what: str) -> Line:
     if what == "theirs":
         return f"{point.reference_error:.1e}"
     if what == "at":
-        return f"[dim]{part_of(point.name.partition(' (')[0])}[/dim]"
+        return dim(part_of(point.name.partition(" (")[0]))
     text = f"{point.error:.1e}" if what == "error" else f"{point.ratio:.2f}"
-    return text if point.ok else f"[bold red]{text}[/bold red]"
+    return text if point.ok else Styled(text, "bold red")

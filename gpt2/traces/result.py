@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from gpt2 import __version__
 from gpt2.config import GPT2Config
 from gpt2.measure.tracing import layer_of
-from gpt2.pages.reports import Environment, Printed, add_texts, as_json, data_table, dtype_label
+from gpt2.pages.reports import Environment, Printed, as_json, dtype_label
+from gpt2.pages.sections import Section, numbers
 from gpt2.traces.arrays import meaning
 from gpt2.traces.files import write
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 FIRST = 3  # values shown of each array
 
@@ -79,25 +77,21 @@ class Trace(Printed):
         losses = {name: self.arrays[name].tolist() for name in ("loss", "losses") if name in self.arrays}
         return as_json({**self.about, **losses}, indent)
 
-    def parts(self) -> Iterator[RenderableType]:
+    def sections(self) -> Iterator[Section]:
         """Yield where the ids are from, a table of the first block and the residual stream, and the number of arrays."""
-        from rich.text import Text
-
-        rows, tokens = self.arrays["ids"].shape
-        yield Text(f"{self.model}: {rows} x {tokens} tokens of {self.ids_from}")
-        table = data_table("array", "shape", "RMS", "first values", right=(2,))
-        left_out = 0
+        count, tokens = self.arrays["ids"].shape
+        yield Section(note=f"{self.model}: {count} x {tokens} tokens of {self.ids_from}")
+        rows = []
         for name, tensor in self.arrays.items():
             block = layer_of(name)
             if name.startswith(("grad.", "step")) or (block and name != f"h.{block}"):
-                left_out += 1
                 continue
             values = tensor.flatten()
             shown = values[:FIRST].tolist() + ([] if values.numel() <= FIRST else ["..."])
             texts = [f"{value:.6g}" if isinstance(value, float) else str(value) for value in shown]
             rms = f"{values.double().square().mean().sqrt().item():.4g}" if values.is_floating_point() else ""
-            add_texts(table, name, "x".join(map(str, tensor.shape)), rms, " ".join(texts))
-        yield table
-        size = sum(tensor.nbytes for tensor in self.arrays.values())
+            rows.append((name, "x".join(map(str, tensor.shape)), rms, " ".join(texts)))
+        yield Section(columns=("array", "shape", *numbers("RMS"), "first values"), rows=rows)
+        size, left_out = sum(tensor.nbytes for tensor in self.arrays.values()), len(self.arrays) - len(rows)
         more = f", {left_out} of them not shown" if left_out else ""
-        yield Text(f"{len(self.arrays)} arrays{more}, {self.dtype}, {size / 1e6:,.1f} MB; computed in float64")
+        yield Section(note=f"{len(self.arrays)} arrays{more}, {self.dtype}, {size / 1e6:,.1f} MB; computed in float64")

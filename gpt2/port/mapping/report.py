@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 from gpt2.pages.reports import Printed, as_json
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from gpt2.pages.sections import Section, bold
 
 
 @dataclass(frozen=True)
@@ -57,11 +54,9 @@ class MappingReport(Printed):
         """Return the whole report as JSON."""
         return as_json({"ok": self.ok, **asdict(self)})
 
-    def parts(self) -> Iterator[RenderableType]:
-        """Yield the printed parts: parameters with their sources (grouped if treated alike), problems, notes, verdict."""
-        from rich.padding import Padding
-        from rich.text import Text
-
+    def sections(self) -> Iterator[Section]:
+        """Yield parameters with their sources (grouped if treated alike), problems, notes, verdict."""
+        yield Section(note=(bold(self.checkpoint), "  into  ", bold(self.module)), for_pages=True)
         groups: dict[tuple[str, ...], list[MappingRow]] = {}
         for row in self.rows:
             alike = [re.sub(r"\d+", "#", text) for text in (row.name, row.transformation)]
@@ -73,9 +68,8 @@ class MappingReport(Printed):
             shown = ", ".join(sources[:3]) + (", ..." if len(sources) > 3 else "")
             evidence = _starred([row.evidence for row in rows])
             words = f"from {shown}; {_starred([row.transformation for row in rows])}; {evidence}" if shown else evidence
-            yield Text(f"{_starred([row.name for row in rows])}{many}")
-            yield Padding(Text(words), (0, 0, 0, 4))
-        yield ""
+            yield Section(note=f"{_starred([row.name for row in rows])}{many}", columns=("", ""), rows=[("  ", words)])
+        yield Section(note="")
         for sign, sentences in (
             ("?", self.ambiguous),
             ("✗", self.problems),
@@ -84,10 +78,10 @@ class MappingReport(Printed):
             ("·", self.notes),
         ):
             for sentence in sentences:
-                yield Text(f"{sign}  {sentence}")
+                yield Section(note=f"{sign}  {sentence}")
         error = "" if self.logits_error is None else f" (worst error {self.logits_error:.1e} in float64)"
         verdict = "EQUAL:" if self.ok else "NOT ALL IN PLACE, though" if self.agrees else "NOT EQUAL:"
-        yield Text(f"\n{verdict} {self.logits_note}{error}")
+        yield Section(note=f"\n{verdict} {self.logits_note}{error}")
 
 
 def _starred(texts: list[str]) -> str:
