@@ -91,7 +91,7 @@ def gguf_pieces(
     require_formulas(config, f"{name}: cannot be expressed in GGUF", has)
     if config.reorder_and_upcast_attn:
         notes.append("reorder_and_upcast_attn is not expressed: the same function, rounded otherwise")
-    if not isinstance(tokenizer, LibraryTokenizer) or tokenizer.core is None or tokenizer.letters:
+    if not isinstance(tokenizer, LibraryTokenizer) or not tokenizer.own:
         notes += [] if tokenizer is None else ["without its tokenizer: GPT-2's in GGUF is a byte-level BPE, no other; pass ids"]
         tokenizer = None
     elif tokenizer.template:

@@ -91,10 +91,7 @@ class AutoTokenizer(Tokenizer):
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.vocab: dict[str, int] = tokenizer.get_vocab()
-        by_id: list[bytes | None] = [None] * (1 + max(self.vocab.values()))
-        for token, i in self.vocab.items():
-            by_id[i] = token.encode()
-        super().__init__(by_id)
+        super().__init__({i: token.encode() for token, i in self.vocab.items()})
         self.added, self.eos = tokenizer.added_tokens_decoder, tokenizer.eos_token_id
         self.special_tokens = {token.content: i for i, token in self.added.items() if token.special}
 

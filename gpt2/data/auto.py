@@ -9,57 +9,28 @@ tokenization_utils_tokenizers.py (`TokenizersBackend`), models/gpt2/tokenization
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from os.path import lexists
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from tokenizers import AddedToken
 from tokenizers import Tokenizer as Pipeline
 
 from gpt2.config import quoted
 from gpt2.data import adapter
-from gpt2.data.bpe import as_pairs, byte_level_pipeline
+from gpt2.data.bpe import as_pairs, ends, made_bpe
 from gpt2.data.files import END_OF_TEXT, TOKENIZER_FILES, read, read_json, read_text, warn_once
-from gpt2.data.library import ROLES, LibraryTokenizer, library, template_around
+from gpt2.data.library import ROLES, LibraryTokenizer, library
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import InputError
 
-DECODER = "added_tokens_decoder"
 WHOLE, CONFIG, ADDED, MAP = "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"
-BPE_FILES, OPENAI, VOCAB, PIECES = ("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"), "vocab.txt", "spiece.model"
-VOCABULARIES, HIGHEST_ID = (BPE_FILES[0], OPENAI[0], ADDED), 10_000_000  # no file that is read has room for more
-TYPES = {VOCAB: "bert", PIECES: "t5"}  # the model type whose class reads such a file, where no class is named
-GPT2, GENERAL = (
-    "GPT2Tokenizer",
-    ("PreTrainedTokenizer", "TokenizersBackend", "PythonBackend"),
-)  # these run tokenizer.json as it is
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-OWN_MODEL: dict[str, Any] = {
-    "type": "BPE",
-    "dropout": None,
-    "unk_token": None,
-    "continuing_subword_prefix": "",
-    "end_of_word_suffix": "",
-}
-OWN_MODEL |= {"fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
-OWN_TOKEN = {**dict.fromkeys(FLAGS[:3], False), "special": True}  # nothing is normalised
-
-
-class Stated(NamedTuple):
-    """A token that stands beside the vocabulary, with the role, id and flags that a file states."""
-
-    text: str
-    role: str = ""
-    id: int | None = None
-    flags: Mapping[str, Any] = {}
-
-    def adds_nothing(self, added: Mapping[str, Mapping[str, Any]]) -> bool:
-        """Return whether ``added``, the tokens by their text, holds it so already."""
-        there = added.get(self.text)
-        if there is None or self.id not in (None, there["id"]):
-            return False
-        return all(there.get(flag, value) == value for flag, value in self.flags.items())
+BPE_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))  # transformers' names of the two, and OpenAI's
+TYPES = {"vocab.txt": "bert", "spiece.model": "t5"}  # the model type whose class reads such a file, where no class is named
+GPT2, GENERAL = "GPT2Tokenizer", ("PreTrainedTokenizer", "TokenizersBackend", "PythonBackend")  # these run tokenizer.json as is
+PLACING, DECODER = ("single_word", "lstrip", "rstrip"), "added_tokens_decoder"
+FLAGS = (*PLACING, "normalized", "special")
+Token = dict[str, Any]  # what a file says of a token: its content; perhaps its role, its id, its flags
 
 
 def open_folder(folder: Path) -> Tokenizer:
@@ -67,19 +38,19 @@ def open_folder(folder: Path) -> Tokenizer:
     with library(str(folder / WHOLE if lexists(folder / WHOLE) else folder)):  # any value may stand in a file
         kept = {file: read(folder / file) for file in TOKENIZER_FILES if lexists(folder / file)}
         config, whole, named = _object(folder / CONFIG), _object(folder / WHOLE), class_name(folder)
-        files = next((pair for pair in (BPE_FILES, OPENAI) if all(lexists(folder / file) for file in pair)), None)
-        opened: Tokenizer | None = None
-        if whole:
-            opened = _as_it_is(folder, named, config, whole)
-        elif files and named in (GPT2, *GENERAL):
-            opened, named = _own_files(folder, files, config), GPT2
-        elif not files and not kept.keys() & {VOCAB, PIECES}:
-            there = ", ".join(file for file in (*BPE_FILES, *OPENAI) if lexists(folder / file))
-            wanted = ", ".join([WHOLE, *(" + ".join(pair) for pair in (BPE_FILES, OPENAI)), VOCAB, PIECES])
-            found = f"only {there}" if there else "none of them"
+        files = next((pair for pair in BPE_FILES if all(lexists(folder / file) for file in pair)), None)
+        if not (whole or files or kept.keys() & TYPES.keys()):
+            there = ", ".join(file for pair in BPE_FILES for file in pair if lexists(folder / file))
+            wanted, found = ", ".join([WHOLE, *map(" + ".join, BPE_FILES), *TYPES]), f"only {there}" if there else "none of them"
             raise InputError(f"{folder}: no tokenizer; looked for {wanted} and found {found}; copy the missing file there")
+        opened: Tokenizer | None = None
+        stated, usual = list(_stated(folder, config)), named in (GPT2, *GENERAL)
+        if whole and usual:
+            opened = _as_it_is(folder, whole, named, config, stated)
+        elif files and usual:
+            opened, named = _own_files(folder, files, config, stated), GPT2
         if opened is None:
-            how = next((TYPES[file] for file in TYPES if file in kept and not whole and named in (GPT2, *GENERAL)), None)
+            how = next((TYPES[file] for file in TYPES if file in kept), None) if usual and not whole else None
             opened, named = adapter.open_folder(folder, how)
         if "tokenizer_class" not in config and named != GPT2:  # what config.json says, or its absence, is not in other copies
             name = "PreTrainedTokenizerFast" if named in GENERAL else named
@@ -101,7 +72,7 @@ def class_name(folder: Path) -> str:
 
 def transformers_reads(folder: Path) -> bool:
     """Return whether AutoTokenizer knows the folder's own files: not OpenAI's names, nor vocab.json that no class claims."""
-    return (folder / WHOLE).is_file() or ((folder / BPE_FILES[0]).is_file() and class_name(folder) == GPT2)
+    return (folder / WHOLE).is_file() or ((folder / BPE_FILES[0][0]).is_file() and class_name(folder) == GPT2)
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -109,98 +80,89 @@ def _object(path: Path) -> dict[str, Any]:
     content = read_json(path) if lexists(path) else {}
     if not isinstance(content, dict) or (path.name == WHOLE and content and not isinstance(content.get("model"), dict)):
         raise InputError(f"{path} is not what that name says, a JSON object of the `tokenizers` library; fetch it again")
-    vocab = content.get("model", {}).get("vocab") if path.name == WHOLE else content if path.name in VOCABULARIES else None
-    ids = vocab.values() if isinstance(vocab, dict) else ()
-    if (highest := max((i for i in ids if isinstance(i, int)), default=0)) > HIGHEST_ID:
-        raise InputError(f"{path}: has an id of {highest:,}, and no vocabulary is so large; it is damaged, fetch it again")
-    if path.name in (CONFIG, MAP) and (key := next(_odd_tokens(content), None)):
-        raise InputError(f"{path}: {key} is {quoted(content.get(key))}, which names no token; it is damaged, fetch it again")
     return content
 
 
-def _odd_tokens(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the entries of a configuration that should state tokens, and hold something else."""
-    several, extra = config.get(DECODER) or {}, config.get("extra_special_tokens") or []
-    if not isinstance(several, dict) or not all(map(str.isdecimal, several)):
-        yield DECODER
-    elif not isinstance(extra, list | dict):
-        yield "extra_special_tokens"
-    for key, token in [*((role, config.get(role) or "") for role in ROLES), *((DECODER, each) for each in several.values())]:
-        flags = token if isinstance(token, dict) else {"content": token}
-        if not isinstance(flags.get("content"), str) or not all(isinstance(flags.get(flag, True), bool) for flag in FLAGS):
-            yield key
-
-
-def _stated(folder: Path, config: Mapping[str, Any]) -> Iterator[Stated]:
+def _stated(folder: Path, config: Mapping[str, Any]) -> Iterator[Token]:
     """Yield the tokens that are stated beside tokenizer.json or vocab.json, in any of the files that have held them."""
-    settings = dict(config)
-    if DECODER in config:
-        for i, token in config[DECODER].items():
-            yield Stated(token["content"], "", int(i), {flag: token[flag] for flag in FLAGS if flag in token})
-    else:  # as before transformers 5
-        settings |= _object(folder / MAP)
-        for text, i in _object(folder / ADDED).items():
-            yield Stated(text, "", i)
-    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-    settings |= extra if isinstance(extra, dict) else {f"{i}_token": token for i, token in enumerate(extra)}
-    for role, token in settings.items():
+    older = {} if DECODER in config else {MAP: _object(folder / MAP)}  # and ADDED: before transformers 5
+    for file, said in {CONFIG: config, **older}.items():
+        try:
+            yield from _tokens(said)
+        except (TypeError, ValueError, AttributeError, KeyError) as error:
+            what = quoted(str(error))
+            raise InputError(f"{folder / file}: names a token in no known form ({what}); it is damaged, fetch it again") from None
+    if older:
+        yield from ({"content": text, "id": i} for text, i in _object(folder / ADDED).items())
+
+
+def _tokens(said: Mapping[str, Any]) -> Iterator[Token]:
+    """Yield the tokens that one file states. Raises TypeError, ValueError or AttributeError: it holds other values."""
+    for i, token in (said.get(DECODER) or {}).items():
+        yield _known(token, FLAGS) | {"id": int(i)}
+    extra = said.get("extra_special_tokens") or said.get("additional_special_tokens") or {}
+    extra = extra if isinstance(extra, dict) else {f"{i}_token": token for i, token in enumerate(extra)}
+    for role, token in {**said, **extra}.items():
         if token and role.endswith("_token") and not role.startswith("add_"):
-            flags = {flag: token[flag] for flag in FLAGS[:3] if flag in token} if isinstance(token, dict) else {}
-            yield Stated(token["content"] if isinstance(token, dict) else token, role, None, {**flags, "special": True})
+            yield _known(token, PLACING) | {"role": role, "special": True}
 
 
-def _roles(stated: list[Stated], named: str) -> dict[str, str]:
+def _known(value: Any, flags: Iterable[str]) -> Token:
+    token = value if isinstance(value, dict) else {"content": value}
+    if not isinstance(token.get("content"), str) or not all(isinstance(token.get(flag, True), bool) for flag in FLAGS):
+        raise ValueError(value)
+    return {key: token[key] for key in ("content", *flags) if key in token}
+
+
+def _adds_nothing(stated: Token, added: Mapping[str, Token]) -> bool:
+    """Return whether ``added``, the tokens by their text, holds a token so already."""
+    there = added.get(stated["content"])
+    return there is not None and all(there.get(key, value) == value for key, value in stated.items() if key != "role")
+
+
+def _roles(stated: Iterable[Token], named: str) -> dict[str, str]:
     """Return the token of each role; GPT-2's class has the end of text for three of them."""
-    own = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT) if named == GPT2 else {}
-    return {**own, **{token.role: token.text for token in stated if token.role in ROLES}}
+    own = ends(END_OF_TEXT if named == GPT2 else None)
+    return own | {token["role"]: token["content"] for token in stated if token.get("role") in ROLES}
 
 
-def _as_it_is(folder: Path, named: str, config: Mapping[str, Any], whole: Mapping[str, Any]) -> LibraryTokenizer | None:
+def _as_it_is(
+    folder: Path, whole: Mapping[str, Any], named: str, config: Mapping[str, Any], stated: list[Token]
+) -> LibraryTokenizer | None:
     """Return tokenizer.json as it is; None where the class would add tokens or replace one of its parts."""
     pipeline = Pipeline.from_str(read_text(folder / WHOLE))
-    model, added = whole["model"], {token["content"]: token for token in whole.get("added_tokens") or ()}
-    stated = list(_stated(folder, config))
-    roles = _roles(stated, named)
-    stated += [Stated(text, role, None, {"special": True}) for role, text in roles.items()]
-    if (
-        named not in (GPT2, *GENERAL)
-        or "fast_tokenizer_files" in config
-        or not all(token.adds_nothing(added) for token in stated)
-    ):
+    model, added, roles = (
+        whole["model"],
+        {each["content"]: each for each in whole.get("added_tokens") or ()},
+        _roles(stated, named),
+    )
+    all_stated = [*stated, *({"content": text, "special": True} for text in roles.values())]
+    if "fast_tokenizer_files" in config or not all(_adds_nothing(token, added) for token in all_stated):
         return None
+    merges = as_pairs(model["merges"], str(folder / WHOLE)) if "merges" in model else None
+    made = LibraryTokenizer(pipeline, roles=roles, merges=merges)
     if named == GPT2:  # builds its own pipeline from vocabulary and merges, and keeps the template alone
         ids = dict(model["vocab"])
         for text in sorted(added, key=lambda text: int(added[text]["id"])):
             ids.setdefault(text, len(ids))
-        steps = [whole.get(step) or {} for step in ("pre_tokenizer", "decoder")]
-        own = {key: model.get(key) or OWN_MODEL[key] for key in OWN_MODEL} == OWN_MODEL and not whole.get("normalizer")
-        own &= [step.get("type") for step in steps] == ["ByteLevel"] * 2 and steps[0].get("use_regex", True)
-        own &= bool(steps[0].get("add_prefix_space")) == bool(config.get("add_prefix_space"))
-        declared = config.get(DECODER, added)
-        if not own or len(declared) != len(added) or any(ids[text] != token["id"] for text, token in added.items()):
+        moved = len(config.get(DECODER, added)) != len(added) or any(ids[text] != token["id"] for text, token in added.items())
+        if moved or not made.own or config.get("add_prefix_space"):
             return None
-    return LibraryTokenizer(
-        pipeline, roles=roles, merges=as_pairs(model["merges"], str(folder / WHOLE)) if "merges" in model else None
-    )
+    return made
 
 
-def _own_files(folder: Path, files: tuple[str, str], config: Mapping[str, Any]) -> LibraryTokenizer | None:
+def _own_files(folder: Path, files: tuple[str, str], config: Mapping[str, Any], stated: list[Token]) -> LibraryTokenizer | None:
     """Return GPT-2's own two files; None where something is added to them."""
     # Only "\n" ends a line: Python's other line ends may be part of a token. The last line may lack it.
     lines = [line.removesuffix("\r") for line in read_text(folder / files[1]).split("\n")]
     merges = as_pairs([line for line in lines if line and not line.startswith("#version")], str(folder / files[1]))
-    vocab = _object(folder / files[0])
+    vocab, roles = _object(folder / files[0]), _roles(stated, GPT2)
     if len(twice := {i: token for token, i in vocab.items() if isinstance(i, int)}) < len(vocab):
         odd = next(token for token, i in vocab.items() if twice.get(i) != token)
         raise InputError(f"{folder / files[0]}: the id of {quoted(odd)} is no number of its own; fetch the file again")
-    pipeline = byte_level_pipeline(vocab, merges)
-    stated = list(_stated(folder, config))
-    roles = _roles(stated, GPT2)
-    special = {*roles.values(), *(token.text for token in stated if token.role or token.flags.get("special"))}
-    plain = {text: {**OWN_TOKEN, "id": vocab[text]} for text in special if text in vocab}
+    special = {*roles.values(), *(token["content"] for token in stated if token.get("special"))}
+    added = {text: {**dict.fromkeys(PLACING, False), "special": True, "id": vocab[text]} for text in special if text in vocab}
     asked = any(config.get(key) for key in ("add_prefix_space", "add_bos_token", "add_eos_token"))
-    if asked or not special <= plain.keys() or not all(token.adds_nothing(plain) for token in stated):
-        return None
-    pipeline.post_processor = template_around(None, None, pipeline)
-    pipeline.add_tokens([AddedToken(text, special=True) for text in special])
-    return LibraryTokenizer(pipeline, roles=roles, merges=merges)
+    made = made_bpe(vocab, merges, sorted(special), roles=roles, where=str(folder / files[0]))
+    more = asked or len(added) < len(special) or not all(_adds_nothing(token, added) for token in stated)
+    return None if more else made

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from gpt2.config import quoted
@@ -24,14 +25,19 @@ def as_pairs(merges: Any, where: str) -> list[tuple[str, str]]:
     return found
 
 
-def byte_level_pipeline(vocab: Mapping[str, int], merges: Merges, *, prefix: bool = False, **model: Any) -> "Pipeline":
-    """Return a byte-level BPE in the library's parts, with a space put before each text if ``prefix``."""
+def byte_level_pipeline(vocab: Mapping[str, int], merges: Merges, **model: Any) -> "Pipeline":
+    """Return a byte-level BPE in the library's parts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     pipeline = Tokenizer(models.BPE(dict(vocab), list(merges), continuing_subword_prefix="", end_of_word_suffix="", **model))
-    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pipeline.decoder = decoders.ByteLevel()
     return pipeline
+
+
+def ends(token: str | None) -> dict[str, str]:
+    """Return the roles of a GPT-2's one special token."""
+    return {} if token is None else dict.fromkeys(("bos_token", "eos_token", "unk_token"), token)
 
 
 def made_bpe(
@@ -40,9 +46,10 @@ def made_bpe(
     special: Sequence[str] = (),
     matched: Sequence[str] = (),
     *,
-    eos: str | None = None,
+    roles: Mapping[str, str] = MappingProxyType({}),
     around: tuple[str | None, str | None] = (None, None),
     where: str = "the vocabulary",
+    **model: Any,
 ) -> LibraryTokenizer:
     """Return a byte-level BPE with GPT-2's own settings. ``matched`` tokens are one id in every text, ``special`` if asked for.
 
@@ -51,14 +58,13 @@ def made_bpe(
     from tokenizers import AddedToken, processors
 
     with library(where):
-        backend = byte_level_pipeline(vocab, merges)
+        backend = byte_level_pipeline(vocab, merges, **model)
         backend.post_processor = processors.ByteLevel(trim_offsets=False)
         backend.add_tokens([AddedToken(token, normalized=True, special=True) for token in special])
         backend.add_tokens([AddedToken(token, normalized=True) for token in matched])
         if any(around):
             backend.post_processor = template_around(*around, backend)
-    roles = {} if eos is None else dict.fromkeys(("bos_token", "eos_token", "unk_token"), eos)
-    return LibraryTokenizer(backend, roles=roles, merges=merges)
+        return LibraryTokenizer(backend, roles=roles, merges=merges)
 
 
 def entries_wanted(vocab_size: int, text: str) -> int:
@@ -89,4 +95,4 @@ def train_bpe(text: str, vocab_size: int) -> LibraryTokenizer:
     if len(merges) != n_merges:
         raise too_few(vocab_size, text, len(merges), "merges")
     tokens = [*openai_byte_order(), *(a + b for a, b in merges), END_OF_TEXT]
-    return made_bpe({token: i for i, token in enumerate(tokens)}, merges, [END_OF_TEXT], eos=END_OF_TEXT)
+    return made_bpe({token: i for i, token in enumerate(tokens)}, merges, [END_OF_TEXT], roles=ends(END_OF_TEXT))

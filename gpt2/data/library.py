@@ -50,16 +50,16 @@ def template_around(before: str | None, behind: str | None, pipeline: "Backend")
     return processors.TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=special)
 
 
-def normalizer_steps(told: Mapping[str, Any]) -> list[tuple[Any, float]]:
-    """Return the steps of a normaliser in order, each with how many times as long it makes a text at most, where it replaces."""
-    from tokenizers import normalizers
+def growth(part: Any) -> float:
+    """Return how many times as long a part of a pipeline makes a text at most, where it replaces or repeats it."""
+    return _growth(byte_level.state(part))
 
-    if "normalizers" in told:
-        return [step for each in told["normalizers"] for step in normalizer_steps(each)]
-    old, new = told.get("pattern", {}).get("String"), len(told.get("content", ""))
-    step = normalizers.NFC()  # of any kind, once it has another's state
-    step.__setstate__(json.dumps(told).encode())
-    return [(step, max(1.0, new / len(old) if old else new + 1.0))]
+
+def _growth(told: Mapping[str, Any]) -> float:
+    steps = told.get("normalizers") or told.get("decoders") or told.get("processors") or ()
+    old, new = (told.get("pattern") or {}).get("String"), len(told.get("content") or "") * (told.get("type") == "Replace")
+    repeated = sum("Sequence" in piece for piece in told["single"]) if told.get("type") == "TemplateProcessing" else 1
+    return math.prod(map(_growth, steps)) * max(1.0, repeated, new / len(old) if old else new + 1.0)
 
 
 class LibraryTokenizer(Tokenizer):
@@ -86,17 +86,18 @@ class LibraryTokenizer(Tokenizer):
         self.special_tokens = {token.content: i for i, token in sorted(self.added.items()) if token.special}
         self.matched = {token.content: i for i, token in sorted(self.added.items()) if not token.special}
         self.eos = self.vocab.get(self.roles.get("eos_token", ""))
-        steps = [] if backend.normalizer is None else normalizer_steps(byte_level.state(backend.normalizer))
-        self._growing = steps if math.prod(times for _, times in steps) > GROWTH else []
+        for name, part in (("template", backend.post_processor), ("decoder", backend.decoder)):
+            if growth(part) > GROWTH:
+                raise ValueError(f"its {name} makes a text over {GROWTH} times as long")
+        self._growing = growth(backend.normalizer) > GROWTH
         self.core = byte_level.core(backend, self.vocab, merges)
         self.letters = isinstance(self.core, byte_level.Letters)  # one id for each character of a table
         bytewise = byte_level.state(backend.decoder).get("type") == "ByteLevel"
+        added = {i: token.content.encode() for i, token in self.added.items()}
         tokens = byte_level.to_bytes(list(self.vocab)) if bytewise else [token.encode() for token in self.vocab]
         self._bytewise = bytewise or self.letters  # a token has the same bytes in every text
-        by_id: list[bytes | None] = [None] * (max(self.vocab.values(), default=-1) + 1)
-        for i, token in zip(self.vocab.values(), tokens, strict=True):
-            by_id[i] = self.added[i].content.encode() if i in self.added else token
-        super().__init__(by_id)
+        self.own = bytewise and self.core is not None and not self.letters  # GPT-2's own kind
+        super().__init__({**dict(zip(self.vocab.values(), tokens, strict=True)), **added})
         plain = not any(token.single_word or token.lstrip or token.rstrip for token in self.added.values() if not token.special)
         self.exact = plain and (self.letters or byte_level.lossless(backend, self.vocab))
         names = sorted(self.matched, key=len, reverse=True)  # a token may be the beginning of a longer one
@@ -104,9 +105,9 @@ class LibraryTokenizer(Tokenizer):
 
     def unreachable(self) -> list[str]:
         """Return the tokens of a BPE of GPT-2's own kind that no merge makes; others may be made otherwise."""
-        if self.core is None or self.merges is None or len(self.vocab) <= len(self.merges) + len(self.added) + byte_level.N_BYTES:
+        if not self.own or len(self.vocab) <= len(self.merges or ()) + len(self.added) + byte_level.N_BYTES:
             return []
-        made = {*byte_level.byte_alphabet(), *(a + b for a, b in self.merges), *self.special_tokens, *self.matched}
+        made = {*byte_level.byte_alphabet(), *(a + b for a, b in self.merges or ()), *self.special_tokens, *self.matched}
         return [token for token in self.vocab if token not in made]
 
     @cached_property
@@ -132,10 +133,9 @@ class LibraryTokenizer(Tokenizer):
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         refuse_surrogates(text)
-        if self.core is None or not self.exact or (special and self.special_tokens):
-            return self._encode(text, special, False)
-        if not self.letters and byte_level.has_long_run(text):
-            return self._encode(text, special, False)
+        slow = not self.exact or (special and self.special_tokens)
+        if self.core is None or slow or (self.own and byte_level.has_long_run(text)):
+            return list(self._run(text, special, False).ids)
         if self._split is None:
             return self.core.encode(text)
         ids: list[int] = []
@@ -147,21 +147,25 @@ class LibraryTokenizer(Tokenizer):
         refuse_surrogates(text)
         if self.letters:
             self.encode(text)  # raises for an unknown character
-        return self._encode(text, special, True)
-
-    def _encode(self, text: str, special: bool, template: bool) -> list[int]:
-        return list(self._run(text, special, template).ids)
+        return list(self._run(text, special, True).ids)
 
     def _run(self, text: str, special: bool, template: bool) -> Any:
         """Return the library's encoding. Raises InputError: it fails, or a text that grows would fill the memory."""
         self.backend.encode_special_tokens = not special
         with library("the tokenizer"):
-            grown = text
-            for step, times in self._growing:
-                if len(grown) * times > GROWTH * len(text) + FREE:
-                    raise ValueError(f"its normaliser makes a text over {GROWTH} times as long")
-                grown = step.normalize_str(grown)
+            if self._growing:
+                self._require_bounded(text)
             return self.backend.encode(text, add_special_tokens=template)
+
+    def _require_bounded(self, text: str) -> None:
+        """Raise ValueError, before memory is taken, if the normaliser makes a text too long; go through it step by step."""
+        from tokenizers import normalizers
+
+        grown, steps = text, normalizers.Sequence([self.backend.normalizer])
+        for step in (steps[index] for index in range(len(steps))):
+            if len(grown) * growth(step) > GROWTH * len(text) + FREE:
+                raise ValueError(f"its normaliser makes a text over {GROWTH} times as long")
+            grown = step.normalize_str(grown)
 
     def lengths(self, text: str) -> list[int]:
         if self.exact:
@@ -223,19 +227,18 @@ class LibraryTokenizer(Tokenizer):
         """Return the files that were read, and the others in which programs look for it: llama.cpp wants a BPE's own two."""
         if self.kept and self.core is None:
             return dict(self.kept)
-        bpe = self.core is not None and self.merges is not None
         config = {
             "add_prefix_space": False,
             "clean_up_tokenization_spaces": False,
             "model_max_length": n_positions,
-            "tokenizer_class": "GPT2Tokenizer" if bpe and "eos_token" in self.roles else "PreTrainedTokenizerFast",
+            "tokenizer_class": "GPT2Tokenizer" if self.own and "eos_token" in self.roles else "PreTrainedTokenizerFast",
             **self.roles,
         }
         texts: dict[str, str | bytes] = {
             "tokenizer.json": json.dumps(self.definition(), ensure_ascii=False, indent=1) + "\n",
             "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
         }
-        if bpe and self.merges is not None:
+        if self.own and self.merges is not None:
             lines = ["#version: 0.2", *(" ".join(pair) for pair in self.merges)]
             texts |= {"vocab.json": json.dumps(self.vocab), "merges.txt": "".join(f"{line}\n" for line in lines)}
         return texts | self.kept

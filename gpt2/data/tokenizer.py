@@ -11,6 +11,8 @@ from gpt2.data import chat, files
 from gpt2.data.chat import ChatFormat
 from gpt2.errors import InputError
 
+HIGHEST_ID = 10_000_000  # no file that is read has room for more
+
 
 class Tokenizer(ABC):
     """Tokens by id; subclasses (the `tokenizers` library, SentencePiece, characters, words) add encoding.
@@ -32,9 +34,12 @@ class Tokenizer(ABC):
     elsewhere: Mapping[str, str] = {}  # entries of the file by which the program that it is made for splits a text otherwise
     chat: ChatFormat | None = None
 
-    def __init__(self, tokens: Sequence[bytes | None]) -> None:
-        self._bytes = tokens  # None: an id that no token has
-        self.n_vocab, self.kept = len(tokens), {}
+    def __init__(self, tokens: Mapping[int, bytes]) -> None:
+        """Take the bytes of each id. Raises ValueError: an id is so high that a list up to it would fill the memory."""
+        if (highest := max(tokens, default=-1)) > HIGHEST_ID:
+            raise ValueError(f"an id of {highest:,}, and no vocabulary is so large")
+        self._bytes = [tokens.get(i) for i in range(highest + 1)]  # None: an id that no token has
+        self.n_vocab, self.kept = len(self._bytes), {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_vocab={self.n_vocab})"

@@ -6,10 +6,10 @@ library this is a byte-level BPE without merges that accepts whole pieces (`igno
 
 from collections import Counter
 
-from gpt2.data.bpe import byte_level_pipeline, entries_wanted, too_few
+from gpt2.data.bpe import ends, entries_wanted, made_bpe, too_few
 from gpt2.data.byte_level import PATTERN, byte_alphabet, openai_byte_order
 from gpt2.data.files import END_OF_TEXT
-from gpt2.data.library import LibraryTokenizer, template_around
+from gpt2.data.library import LibraryTokenizer
 
 
 def words_of(text: str, vocab_size: int) -> LibraryTokenizer:
@@ -18,7 +18,6 @@ def words_of(text: str, vocab_size: int) -> LibraryTokenizer:
     Raises InputError: `vocab_size` below 257, or too few words.
     """
     import regex  # also a dependency of tiktoken; `re` does not know \p{L}
-    from tokenizers import AddedToken
 
     wanted, alphabet = entries_wanted(vocab_size, text), byte_alphabet()
     counts = Counter(piece for piece in regex.findall(PATTERN, text) if len(piece.encode()) > 1)
@@ -26,8 +25,5 @@ def words_of(text: str, vocab_size: int) -> LibraryTokenizer:
         raise too_few(vocab_size, text, len(counts), "different words")
     words = ("".join(alphabet[byte] for byte in word.encode()) for word, _ in counts.most_common(wanted))
     tokens = [*openai_byte_order(), *words, END_OF_TEXT]
-    pipeline = byte_level_pipeline({token: i for i, token in enumerate(tokens)}, [], ignore_merges=True)
-    pipeline.post_processor = template_around(None, None, pipeline)
-    pipeline.add_tokens([AddedToken(END_OF_TEXT, special=True)])
-    roles = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
-    return LibraryTokenizer(pipeline, roles=roles, merges=[])
+    vocab = {token: i for i, token in enumerate(tokens)}
+    return made_bpe(vocab, [], [END_OF_TEXT], roles=ends(END_OF_TEXT), ignore_merges=True)

@@ -10,7 +10,7 @@ from support.official_repositories import openai_vocabulary
 
 from gpt2 import data
 from gpt2.data import files, from_directory
-from gpt2.data.bpe import made_bpe, train_bpe
+from gpt2.data.bpe import ends, made_bpe, train_bpe
 from gpt2.data.byte_level import byte_alphabet, openai_byte_order
 from gpt2.data.files import END_OF_TEXT, warn_once
 from gpt2.data.library import LibraryTokenizer
@@ -150,7 +150,7 @@ def shuffled(trained) -> LibraryTokenizer:
     """The trained vocabulary under ids unrelated to merge ranks, with the special token in the middle."""
     ids = list(range(trained.n_vocab))
     random.Random(3).shuffle(ids)
-    return made_bpe(dict(zip(trained.vocab, ids, strict=True)), trained.merges, [END_OF_TEXT], eos=END_OF_TEXT)
+    return made_bpe(dict(zip(trained.vocab, ids, strict=True)), trained.merges, [END_OF_TEXT], roles=ends(END_OF_TEXT))
 
 
 def test_official_ids_equal_transformers(official, strings, expected):

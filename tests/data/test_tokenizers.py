@@ -131,13 +131,15 @@ def word_level(folder: Path, vocab: dict[str, int], **parts: object) -> Path:
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json"])
 def test_an_id_that_no_vocabulary_has_is_refused_before_a_list_is_made(name: str, tmp_path: Path) -> None:
     """An id of 500,000,000 made a list of as many entries: 4 GB for a file of 100 bytes."""
-    vocab = {"a": 0, "b": 500_000_000}
+    vocab = {"a": 0, "<|endoftext|>": 1, "b": 500_000_000}
     if name == "vocab.json":
         (tmp_path / "vocab.json").write_text(json.dumps(vocab))
         (tmp_path / "merges.txt").write_text("")
     else:
         word_level(tmp_path, vocab)
-    assert f"{name}: has an id of 500,000,000, and no vocabulary is so large" in refusal(data.from_directory, tmp_path)
+    said = refusal(data.from_directory, tmp_path)
+    assert name in said
+    assert "an id of 500,000,000, and no vocabulary is so large" in said
 
 
 def replace(old: dict[str, str], new: str) -> dict[str, object]:
@@ -163,22 +165,37 @@ def test_a_text_that_grows_is_stopped_before_it_fills_the_memory(steps: list[dic
     assert tokenizer.encode("a") == [0]
 
 
+@pytest.mark.parametrize("part", ["decoder", "template"])
+def test_a_decoder_or_a_template_that_multiplies_a_text_is_refused(part: str, tmp_path: Path) -> None:
+    """They made a terabyte of three ids, as 40 steps of a normaliser did. Control: a template with the text once."""
+    whole = {"Sequence": {"id": "A", "type_id": 0}}
+    once = {"type": "TemplateProcessing", "single": [whole], "pair": [whole], "special_tokens": {}}
+    parts = {
+        "decoder": {"decoder": {"type": "Sequence", "decoders": [replace({"String": "a"}, "aa")] * 40}},
+        "template": {"post_processor": {"type": "Sequence", "processors": [{**once, "single": [whole] * 2}] * 40}},
+    }
+    assert f"its {part} makes a text over 100 times as long" in refusal(
+        data.from_directory, word_level(tmp_path, {"a": 0}, **parts[part])
+    )
+    assert data.from_directory(word_level(tmp_path, {"a": 0}, post_processor=once)).encode_prompt("a") == [0]
+
+
 @pytest.mark.parametrize(
-    ("name", "entries", "says"),
+    ("name", "entries"),
     [
-        ("tokenizer_config.json", {"eos_token": 5}, "eos_token is 5, which names no token"),
-        ("tokenizer_config.json", {"eos_token": {"special": True}}, "eos_token is "),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "a"}}}, "added_tokens_decoder is "),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"0": {"content": "a", "lstrip": 7}}}, "added_tokens_decoder is "),
-        ("tokenizer_config.json", {"added_tokens_decoder": 5}, "added_tokens_decoder is 5"),
-        ("tokenizer_config.json", {"extra_special_tokens": 5}, "extra_special_tokens is 5"),
-        ("special_tokens_map.json", {"unk_token": ["a"]}, "unk_token is ['a']"),
+        ("tokenizer_config.json", {"eos_token": 5}),
+        ("tokenizer_config.json", {"eos_token": {"special": True}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "a"}}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"0": {"content": "a", "lstrip": 7}}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": 5}),
+        ("tokenizer_config.json", {"extra_special_tokens": 5}),
+        ("special_tokens_map.json", {"unk_token": ["a"]}),
     ],
 )
-def test_an_error_beside_tokenizer_json_names_its_file(name: str, entries: dict[str, object], says: str, tmp_path: Path) -> None:
+def test_an_error_beside_tokenizer_json_names_its_file(name: str, entries: dict[str, object], tmp_path: Path) -> None:
     """It was said that tokenizer.json, or the folder, cannot be read: people fetched the wrong file again."""
     (word_level(tmp_path, {"a": 0}) / name).write_text(json.dumps(entries))
-    assert f"{tmp_path / name}: {says}" in refusal(data.from_directory, tmp_path)
+    assert f"{tmp_path / name}: names a token in no known form" in refusal(data.from_directory, tmp_path)
 
 
 def test_an_empty_file_of_pieces_is_damaged(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from support.commands import refusal
 from support.random_models import uneven_model
 from torch import Tensor
 
-from gpt2.data.bpe import made_bpe, train_bpe
+from gpt2.data.bpe import ends, made_bpe, train_bpe
 from gpt2.data.chars import chars_of
 from gpt2.errors import InputError
 from gpt2.measure import last_words
@@ -112,7 +112,7 @@ def test_in_any_batch_and_cut_from_the_left(tokenizer, batch, context, monkeypat
 def test_a_single_word_is_predicted_from_end_of_text():
     """lm-evaluation-harness's prefix token; without one there is no input for the prediction."""
     vocab = {token: i for token, i in BPE.vocab.items() if token not in BPE.special_tokens}
-    ended = made_bpe(vocab | {"<|endoftext|>": len(vocab)}, BPE.merges, eos="<|endoftext|>")
+    ended = made_bpe(vocab | {"<|endoftext|>": len(vocab)}, BPE.merges, roles=ends("<|endoftext|>"))
     model = uneven_model(ended.n_vocab, 64)
     found = score_last_words(model, ended, ["question"], context=64)
     ids = [ended.eot, *ended.encode(" question")]
