@@ -1,6 +1,6 @@
-"""Model cards: a README.md that `huggingface_hub` fills from a :class:`Record`, and checks of the claims of a card.
+"""Model cards: a README.md that `huggingface_hub` fills from a :class:`Record`; one that a person has edited is left as it is.
 
-Its last line has the sha256 of what is above it, and of its figures: so a card that a person has edited is known, and left.
+The last line has the sha256 of what is above it: so an edited card is known.
 """
 
 import hashlib
@@ -21,9 +21,8 @@ from gpt2.data.files import read, write
 from gpt2.errors import InputError, printable, user_path
 
 CURVES, PLACEHOLDER = "curves.png", "OWNER/NAME"  # of the repository, until it is published
-FIGURES = re.compile(r"<!-- figures -->[\s\S]*?<!-- /figures -->")
 WEIGHTS = re.compile(r"^- `(.+)`, sha256 `(\w{64})`$", re.MULTILINE)
-MARK = re.compile(r"(?s)(.*)<!-- gpt2-toolkit wrote this: text (\w{64}), figures (\w{64}) -->\n")  # the last one
+MARK = re.compile(r"(?s)(.*)<!-- gpt2-toolkit wrote this: sha256 (\w{64}) -->\n")
 
 
 @dataclass(frozen=True)
@@ -102,12 +101,16 @@ def render(record: Record) -> str:
     )
     if run:
         named = partial(EvalResult, task_type=task, dataset_type=run.dataset or "text", dataset_name=run.text)
-        said = {kind: (values[0], f"{kind}, {run.protocol}") for kind, values in run.figures.items()}
-        data.model_name = record.title
-        data.eval_results = [named(metric_type=kind, metric_value=one, metric_name=name) for kind, (one, name) in said.items()]
+        data.model_name, data.eval_results = (
+            record.title,
+            [
+                named(metric_type=kind, metric_value=values[0], metric_name=f"{kind}, {run.protocol}")
+                for kind, values in run.figures.items()
+            ],
+        )
     known: dict[str, Any] = {**vars(record), "line": partial(printable, one_line=True), "code": _code, "fenced": _fenced}
-    card = ModelCard.from_template(data, str(Path(__file__).with_name("card.md.jinja")), repo=PLACEHOLDER, **known)
-    return _marked(re.sub("\n{3,}", "\n\n", str(card)).replace("\0", "\n").rstrip() + "\n\n")
+    card = str(ModelCard.from_template(data, str(Path(__file__).with_name("card.md.jinja")), repo=PLACEHOLDER, **known))
+    return _marked(re.sub("\n{3,}", "\n\n", card).replace("\0", "\n").rstrip() + "\n\n")
 
 
 def _code(text: str) -> str:
@@ -120,16 +123,14 @@ def _fenced(text: str, kind: str) -> str:
     return f"{fence}{kind}\n{printable(text)}\n{fence}".replace("\n", "\0")
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _marked(text: str) -> str:
-    return f"{text}<!-- gpt2-toolkit wrote this: text {_sha256(text)}, figures {_sha256(_claims(text)[0])} -->\n"
+    return f"{text}<!-- gpt2-toolkit wrote this: sha256 {hashlib.sha256(text.encode()).hexdigest()} -->\n"
 
 
-def _is_edited(text: str) -> bool:
-    return not ((mark := MARK.fullmatch(text)) and mark[2] == _sha256(mark[1]))
+def _own(text: str) -> str | None:
+    """Return what stands above a card's last line; None if a person wrote or edited the card."""
+    mark = MARK.fullmatch(text)
+    return mark[1] if mark and _marked(mark[1]) == text else None
 
 
 def write_card(folder: Path, record: Record) -> str:
@@ -143,38 +144,22 @@ def write_card(folder: Path, record: Record) -> str:
 def edited_card(folder: Path) -> bytes | None:
     """Return the README.md in ``folder`` if somebody wrote or edited it."""
     content = read(folder / CARD) if (folder / CARD).exists() else b""
-    return content if content and _is_edited(content.decode(errors="replace")) else None
+    return content if content and _own(content.decode(errors="replace")) is None else None
 
 
 def check(folder: Path, repo: str, hashes: Mapping[str, str]) -> tuple[str | None, list[str]]:
     """Return the card with ``repo`` in it if nobody has edited it, and remarks; ``hashes`` are of the folder's files.
 
-    Raises InputError: the card is of other weights, cannot be read, or has other figures or another base than gpt2 wrote.
+    Raises InputError: the card is of other weights.
     """
-    path = folder / CARD
     if CARD not in hashes:
         return None, [f"there is no {CARD}: the model will have an empty page"]
-    text = read(path).decode(errors="replace")
+    text = read(folder / CARD).decode(errors="replace")
     for name, digest in WEIGHTS.findall(text):
         if hashes.get(name) != digest:
-            raise InputError(f"{path} is of another {name}; remove it, or write the model again")
-    claims, license = _claims(text, path)
-    notes = [] if license else [f"the card states no licence: if you may grant one, add 'license: ...' to {CARD}'s first lines"]
-    if (mark := MARK.match(text)) and not _is_edited(text):
-        return _marked(mark[1].replace(PLACEHOLDER, repo)), notes
-    if mark and mark[3] != _sha256(claims):
-        raise InputError(f"{path}: its figures or its base are not those that gpt2 wrote; correct the card")
-    return None, [*notes, f"{CARD} is not as gpt2 wrote it, and is sent as it is" + ("" if mark else ", its figures unchecked")]
-
-
-def _claims(text: str, path: Path = Path(CARD)) -> tuple[str, Any]:
-    """Return what a card says of figures and base, and the licence."""
-    from huggingface_hub import ModelCard
-    from yaml import YAMLError
-
-    try:
-        data: Any = ModelCard(text if text.lstrip().startswith("---") else f"---\n\n---\n{text}").data
-    except (YAMLError, ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"{path}: its metadata cannot be read ({' '.join(str(error).split())[:160]})") from None
-    results = [(result.metric_type, result.metric_value) for result in data.eval_results or ()]
-    return repr((data.base_model, results, FIGURES.findall(text))), data.license
+            raise InputError(f"{folder / CARD} is of another {name}; remove it, or write the model again")
+    licensed = re.match(r"\s*---\n(?:(?!---\n).*\n)*?license:", text)
+    notes = [] if licensed else [f"the card states no licence: if you may grant one, add 'license: ...' to {CARD}'s first lines"]
+    if (own := _own(text)) is None:
+        return None, [*notes, f"{CARD} is not as gpt2 wrote it, and is sent as it is, its figures unchecked"]
+    return _marked(own.replace(PLACEHOLDER, repo)), notes

@@ -52,19 +52,17 @@ def test_the_figures_of_the_card_are_the_run_s(run: Path) -> None:
 
 
 def test_names_and_samples_are_shown_and_not_obeyed(run: Path, tmp_path: Path) -> None:
-    """A line break in a folder's name, a fence in a sample, or a card's marks in it, began a part of the card."""
+    """A line break in a folder's name, or a fence in a sample, began a part of the card."""
     folder = run.rename(tmp_path / "run\n# Free\udcff $\\frac$")
     record = record_of(folder)
-    sample = "````\n# Free\n<!-- figures -->\n| loss | 0.1 |\n<!-- /figures -->\n"
+    sample = "````\n# Free\n"
     text = render(replace(record, training=replace(record.training, command="x '\n```\n# Free'", sample=sample)))
     assert ModelCard(text).data.pipeline_tag == "text-generation"
     outside = re.sub(r"(?s)\n(```+)\w+\n.*?\n\1(?=\n)", "", text.split("\n---\n", 1)[1])
     assert "\n# Free" not in outside
     assert outside.strip().startswith("# run␊# Free\\udcff $\\frac$\n")
     (folder / "best" / CARD).write_text(text)
-    plan(folder / "best", "me/x")
-    (folder / "best" / CARD).write_text(text.replace("| perplexity | ", "| perplexity | 9"))
-    assert "its figures" in refusal(plan, folder / "best", "me/x")
+    assert plan(folder / "best", "me/x").content[CARD].count(b"me/x") == text.count("OWNER/NAME")  # not taken for edited
 
 
 def test_the_user_s_own_text_is_not_called_shakespeare(run: Path) -> None:
