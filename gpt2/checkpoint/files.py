@@ -28,7 +28,7 @@ from gpt2.checkpoint.containers.gguf_file import GGUFFile
 from gpt2.checkpoint.containers.keras_file import SIGNATURE, KerasFile
 from gpt2.checkpoint.containers.llmc_file import MODEL, OTHER_FILES, LlmcFile, magic_of
 from gpt2.checkpoint.containers.safetensors_file import NAME, RowShards, SafetensorsFile
-from gpt2.checkpoint.containers.tensorflow_file import TensorBundle, checkpoint_prefix, read_hparams
+from gpt2.checkpoint.containers.tensorflow_file import TensorBundle, checkpoint_prefix
 from gpt2.checkpoint.containers.torch_file import TorchFile
 from gpt2.checkpoint.keys import HEAD, SYNONYMS, from_file, sizes
 from gpt2.config import OFFICIAL_SIZES, GPT2Config, quoted
@@ -223,7 +223,7 @@ def _stated(path: Path, files: Mapping[str, Container]) -> tuple[GPT2Config, str
     raw: Mapping[str, Any] = {}
     where = file.path if file is not None else path
     if isinstance(file, TensorBundle) and os.path.lexists(hparams := where.parent / "hparams.json"):
-        raw, where = read_hparams(hparams), hparams
+        raw, where = read_json(hparams), hparams
     if isinstance(file, TorchFile) and file.model_args:
         raw = file.model_args
     if isinstance(file, LlmcFile):

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,7 +145,7 @@ def _brought_up_to_date(repo: str, revision: str, found: Snapshot | None) -> Sna
         log.info("cannot reach the Hub (%s): using the cached %s", one_line(error), whole.folder)
         return whole
     if not COMMIT.fullmatch(info.sha or ""):
-        raise ValueError("it names no commit")
+        raise InputError(f"{repo} at {constants.ENDPOINT} names no commit; check HF_ENDPOINT")
     files = choose(repo, names := [file.rfilename for file in info.siblings or ()])
     current = found if found and found.folder.name == info.sha else None
     if current and not current.lacking(repo, names) and (current.listed or not os.access(current.folder, os.W_OK)):
@@ -278,7 +279,10 @@ def _patiently(ask: Callable[[], T], patient: bool = True) -> T:
 
 @contextlib.contextmanager
 def explained(repo: str, revision: str = "", otherwise: str = LOCAL) -> Iterator[None]:
-    """Convert every failure of the library, whatever its type, into an error of one line; ``otherwise`` is the general advice."""
+    """Convert every failure of the library, whatever its type, into an error of one line; ``otherwise`` is the general advice.
+
+    An error that no frame of the library raised, nor the system, is a bug of ours, and stays one.
+    """
     check_environment()
     from huggingface_hub import constants, errors
 
@@ -288,6 +292,9 @@ def explained(repo: str, revision: str = "", otherwise: str = LOCAL) -> Iterator
     except (InputError, MemoryError):
         raise
     except Exception as error:
+        frames = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+        if not isinstance(error, OSError) and not any(name.startswith("huggingface_hub") for name in frames):
+            raise
         wrapped = isinstance(error, errors.LocalEntryNotFoundError | RuntimeError) and error.__cause__  # the client's own words
         match cause := wrapped or error:
             case errors.HFValidationError():

@@ -62,7 +62,7 @@ def read_all(path: str | os.PathLike[str], most: int = MOST) -> bytes:
 
 
 def read(path: Path) -> bytes:
-    """Read a tokenizer's file. Raises InputError: it cannot be read, is too large, a link to nothing, or a git-lfs pointer."""
+    """Read a small file of a checkpoint. Raises InputError: no file, too large, a link to nothing, or a git-lfs pointer."""
     try:
         data = read_all(path, LIMIT)
     except OSError as error:
@@ -99,7 +99,7 @@ def read_json(path: Path) -> object:
         raise InputError(f"{path} is not JSON ({at}); it is damaged or cut off, fetch it again") from None
     except (RecursionError, ValueError) as error:
         reason = "its JSON is nested too deep" if isinstance(error, RecursionError) else "it has a number of thousands of digits"
-        raise InputError(f"{path} is not a tokenizer's file: {reason}; fetch it again") from None
+        raise InputError(f"{path} is damaged: {reason}; fetch it again") from None
 
 
 def stated_ends(folder: Path) -> tuple[int, ...] | None:

@@ -10,7 +10,6 @@ import hashlib
 import http.client
 import os
 import re
-import time
 import urllib.error
 import urllib.request
 from importlib import metadata
@@ -25,7 +24,7 @@ HELD_OUT: tuple[str, ...] = ("macbeth", "richard-ii", "twelfth-night")
 TINY_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 TINY_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TINY_MAX_BYTES = 8 << 20  # a larger file is not tiny Shakespeare
-SILENCE_S, DOWNLOAD_S = 4.0, 120.0  # maximum wait for the next byte, and for the whole file
+SILENCE_S = 4.0  # maximum wait for the next byte
 OWN_FILE = "--set data.path=FILE"
 
 SPEAKER = re.compile(r"\*\*([^*]+)\*\* *(?:\n|\Z)")
@@ -130,8 +129,11 @@ def tiny_shakespeare(cache_dir: Path | None = None, *, offline: bool = False) ->
     url = os.environ.get("GPT2_TINYSHAKESPEARE_URL") or TINY_URL
     way_out = f"put the file at {path}, or give a text of your own: {OWN_FILE}"
     try:
-        data = _download(url)
+        with urllib.request.urlopen(url, timeout=SILENCE_S) as response:
+            data = response.read(TINY_MAX_BYTES)
     except (OSError, http.client.HTTPException, ValueError) as error:
+        if isinstance(error, urllib.error.HTTPError):  # it holds an open socket
+            error.close()
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"cannot download tiny Shakespeare from {url}: {reason}; {way_out}") from None
     if (actual := hashlib.sha256(data).hexdigest()) != TINY_SHA256:
@@ -140,23 +142,6 @@ def tiny_shakespeare(cache_dir: Path | None = None, *, offline: bool = False) ->
     with contextlib.suppress(OSError):  # without a cache the next run downloads again
         write(path.parent, {path.name: text})
     return text
-
-
-def _download(url: str) -> bytes:
-    deadline, data = time.monotonic() + DOWNLOAD_S, bytearray()
-    try:
-        response = urllib.request.urlopen(url, timeout=SILENCE_S)
-    except urllib.error.HTTPError as error:  # it holds an open socket
-        error.close()
-        raise
-    with response:
-        while chunk := response.read1(1 << 16):
-            data += chunk
-            if len(data) > TINY_MAX_BYTES:
-                raise ValueError(f"more than {TINY_MAX_BYTES} bytes")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not done after {DOWNLOAD_S:.0f} s")
-    return bytes(data)
 
 
 def split(text: str, fraction: float = 0.9) -> tuple[str, str]:

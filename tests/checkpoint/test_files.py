@@ -52,32 +52,21 @@ def test_reads_what_the_library_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "says"),
     [
-        ([], "invalid type: sequence"),
-        (b'{"a":' * 100_000, "the safetensors library refuses"),
         ({"a": row(0, 16) | {"dtype": "F8_E4M3", "shape": [16]}}, "dtype 'F8_E4M3'"),
         ({"a": row(0, 16), "b": row(16, 16, [0, 2**62])}, "a shape that is too large"),
-        ({"a": row(0, 16, [4] + [1] * 100_000)}, "a shape that is too large"),  # a message of 300 kB shows no cause
         ({"a": ["F32", [4], [0, 16]]}, "in an unknown form"),  # the library reads both, and ours ended in a TypeError
         ({"a\n\x1b[2J": row(4, 16)}, r"`a\n\x1b[2J`"),
         # It is parsed as JSON, which takes many times its size in memory.
         ((b"{}", b"", 2**63), "claims a header"),
-        ((b"{}" + b" " * HEADER_LIMIT, b"", HEADER_LIMIT + 1), "claims a header"),
-        ((b"{}", b"", HEADER_LIMIT), "cut short"),
+        ((b"{}", b"", HEADER_LIMIT), "the safetensors library refuses"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_lying_header_is_refused(tmp_path: Path, header: Any, says: str) -> None:
-    """Overlaps alias two parameters, gaps hide data, wrong offsets read past the end: all must be refused."""
+    """What the library accepts and no GPT-2 has, and what would take memory before the library looks at it."""
     path = tmp_path / "lie.safetensors"
     path.write_bytes(raw(*header) if isinstance(header, tuple) else raw(header, bytes(16)))
     refused(lambda: SafetensorsFile(path), says, str(path))
-
-
-def test_a_true_header_is_accepted(tmp_path: Path) -> None:
-    """Control of the test above: the same file without the error."""
-    (tmp_path / "a").write_bytes(raw({"a": row(0, 12), "b": row(12, 16, []), "c": row(16, 16, [0, 2**40])}, bytes(16)))
-    file = SafetensorsFile(tmp_path / "a")
-    assert {name: file.read(name).shape for name in "ab"} == {"a": (3,), "b": ()}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +102,7 @@ def test_shards_that_hold_one_tensor_twice_are_refused(tmp_path: Path) -> None:
     refused(lambda: open_weights(tmp_path), "is also in model-00001-of-00003.safetensors")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[1]", b"null", b"[" * 100_000, b" " * (HEADER_LIMIT + 1)])
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[1]", b"[" * 100_000])
 def test_json_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
     """Invalid JSON: half a config, or gigabytes."""
     (tmp_path / "config.json").write_bytes(content)

@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import HfApi
 from support import forks
 from support.checks import content
 from support.hub_standin import HubStandIn
+
+from gpt2.checkpoint.hub import explained
+from gpt2.errors import InputError
 
 CONFIG = b'{"model_type": "gpt2"}'
 WEIGHTS = bytes(range(251)) * 8_000  # 2 MB, with a prime period; these tests never read its content
@@ -296,6 +300,15 @@ def test_a_rate_limit_is_waited_out_twice(hub: HubStandIn, tmp_path: Path, place
     assert content(Path(resolve(hub, tmp_path, "org/name")[0]["path"])) == FILES
     hub.limit("", seconds=99)
     assert "answers 429 for org/other" in resolve(hub, tmp_path, "org/other")[0]["message"]
+
+
+@pytest.mark.parametrize("bug", [AssertionError, TypeError, KeyError, ValueError])
+def test_a_bug_of_ours_is_no_trouble_of_the_network(bug: type[Exception], tmp_path: Path) -> None:
+    """Any exception in our own lines became "check the network". Control: one that the client raises."""
+    with pytest.raises(bug, match="ours"), explained("org/name"):
+        raise bug("ours")
+    with pytest.raises(InputError, match="check the network"), explained("org/name"):
+        HfApi(endpoint="http://127.0.0.1:1").model_info("org/name")
 
 
 def start(hub: HubStandIn, home: Path) -> forks.Fork:

@@ -284,19 +284,12 @@ def large_directory(path: Path) -> None:
 
 
 CENTRAL, LOCAL, END = b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06"
-BEYOND = [2**31, 2**62, 2**63 - 1, 2**63, 2**64 - 1]  # in the directory's 64-bit form: some are offsets that no seek accepts
 ARCHIVES: list[tuple[Write, str]] = [
-    (patched(CENTRAL, 8, b"\x01"), "compressed"),  # encrypted
-    (patched(CENTRAL, 20, b"\x09", 1), "compressed"),  # packed and unpacked sizes differ
     (patched(CENTRAL, 20, b"\xff\xff\x00\x00\xff\xff\x00\x00", 1), "lies about archive/data/0"),  # past the directory
-    (patched(CENTRAL, 20, b"\x48\x00\x00\x00\x48\x00\x00\x00", 1), "lies about archive/data/0"),  # overlaps the directory
     (patched(CENTRAL, 42, bytes(4), 1), "lies about archive/data"),  # two members share their data
-    (patched(CENTRAL, 42, b"\x03\x00\x00\x00"), "lies about archive/data.pkl"),
     (patched(CENTRAL, 16, b"\x01\x02\x03\x04"), "checksum"),
     (patched(LOCAL, 26, b"\xff\xff", 1), "lies about archive/data/0"),
-    (patched(LOCAL, 2, b"\x03\x03", 1), "lies about archive/data/0"),
-    (patched(END, 16, b"\xff\xff\xff\x7f"), "zip directory"),
-    *((archive({"archive/data.pkl": ONE}, offset=offset), "lies about archive/data.pkl") for offset in BEYOND),
+    (archive({"archive/data.pkl": ONE}, offset=2**63), "lies about archive/data.pkl"),
     (large_directory, "claims 4,600,000 bytes"),
     (twice, "twice"),
     # A bomb: a kilobyte of zip that unpacks to a gigabyte of pickle.
@@ -304,9 +297,7 @@ ARCHIVES: list[tuple[Write, str]] = [
     (archive({"archive/data.pkl": ONE, "archive/data/0": bytes(8)}, zipfile.ZIP_BZIP2), "archive/data/0 in it is compressed"),
     # Other archives: NumPy's, a TorchScript program, two checkpoints in one.
     (archive({"a/data.pkl": ONE, "b/data.pkl": ONE}), "not one of torch.save"),
-    (archive({"a/weights.npy": DATA}), "not one of torch.save"),
     (archive({"a/data.pkl": ONE, "b/data/0": DATA}), "needs a storage of 8 bytes"),
-    (archive({"a/data.pkl": b"", "a/data/0": DATA}), "cut short"),
     (archive({"a/data.pkl": bytes(PICKLE_LIMIT + 1), "a/data/0": DATA}), "no GPT-2 needs more than"),
     (archive({"a/data.pkl": ONE, "a/data/0": DATA, "a/byteorder": b"big"}), "big-endian"),
     (archive({"a/data.pkl": ONE, "a/data/0": DATA, "a/constants.pkl": b""}), "TorchScript"),
@@ -332,24 +323,17 @@ V3, RAW = torch._utils._rebuild_tensor_v3, Stored("storage", torch.UntypedStorag
 LIES = [
     (tensor(shape=(3,)), "reaches beyond"),
     (tensor(1), "reaches beyond"),
-    (tensor(stride=(2,)), "reaches beyond"),
     (tensor(shape=(0, 2**47, 2**47), stride=(1, 1, 1)), SENSE),
     (tensor(shape=(2**40,), stride=(0,)), "expanded"),
-    (tensor(shape=(2, 2), stride=(1, 1)), "expanded"),
     (tensor(-1), SENSE),
     (tensor(1, stride=(-1,)), SENSE),
     (tensor(shape=(2**48,)), SENSE),
     (tensor(shape=(True,)), SENSE),
-    (tensor(shape=(2, 1)), SENSE),
     (tensor(shape=(1,) * 9, stride=(1,) * 9), SENSE),
-    (tensor(shape=None), SENSE),
     (Called(REBUILD, 0, 0, (2,), (1,)), SENSE),
-    (Called(REBUILD, Stored("storage"), 0, (2,), (1,)), "where a storage should be"),
     (tensor(kind=torch.float32), "where a storage should be"),
     (tensor(key=0), "where a storage should be"),
-    (tensor(count=-2), "where a storage should be"),
     (tensor(count=2**60), "where a storage should be"),
-    (tensor(tail=(None, None)), "where a storage should be"),
     (tensor(0, (2,), (1,), False, {}, {"neg": True}), "negated"),
     (Called(torch._utils._rebuild_parameter, 1, False, {}), "of the kind parameter"),
     (Called(V3, RAW, 0, (2,), (1,), False, {}, torch.float64), "beyond"),
@@ -416,24 +400,13 @@ PUSHES = [
     (b"}U\x01aK\x01sU\x01aK\x02s.", "key twice"),
     (b"ccollections\nOrderedDict\n](](U\x01aK\x01e](U\x01aK\x01ee\x85R.", "key twice"),
     (b"ccollections\nOrderedDict\n](](U\x01aee\x85R.", SENSE),
-    (b"]N.", "holds None"),
-    (b"NR.", SENSE),
     (b"h\x00.", SENSE),
-    (b"t.", SENSE),
-    (b"(N0t.", "no tensors need"),
-    (b"NQ.", "type Persistent"),
     (b"X\xff\xff\xff\xff.", "cut short"),
-    (b"L" + b"9" * 5000 + b"L\n.", "no tensors need"),
     (b"X\x03\x00\x00\x00\xed\xa0\x80.", "not UTF-8"),
-    (b"N", "cut short"),
     (b"(" + pickled(Called(os.mkdir, "canary"))[2:-1] + b"1}.", "no tensors need"),  # POP_MARK hides a call's result
     (b"cos\nsystem\n.", "the object os.system where"),
     (b"c\x1b[2J\nsystem\n.", "x1b"),
     (b"\x8c\x02os\x8c\x06system\x93.", "the object os.system where"),
-    (b"\x82\x01.", "no tensors need"),
-    (b"\x8c\x02osN\x93.", "makes no sense"),
-    (b"c" + b"a" * 1001 + b"\nsystem\n.", "aaa"),
-    (b"cos\n\xff\n.", "not UTF-8"),
     (b"co\\x73\nsyst\\hem\n.", "x73"),  # must not escape: unpickling would import a module of this name
 ]  # fmt: skip
 

@@ -309,18 +309,13 @@ LAST = "".join(SMALL.merges[-1])
         ("[" * 100_000, _merges(), "nested too deep"),
         ('{"a": ' + "1" * 5000 + "}", _merges(), "a number of thousands of digits"),
         (_vocab(), _merges() + "x" * 100_000, r"merge 7 is 'x+\.\.\.x+', not two tokens"),
-        (_vocab(a="1" * 100_000), _merges(), "the id of 'a' is no number of its own"),
         (_vocab(), _merges(lambda m: [*m, ("x" * 100_000, "a")]), r"cannot read it .'Error.*[.][.][.]x+` out of vocabulary"),
         (b"\xff\xfe", _merges(), r"vocab\.json is not UTF-8 text \(byte 0\)"),
-        ('["a"]', _merges(), "a JSON object"),
         (_vocab(a=1.5), _merges(), "the id of 'a' is no number of its own"),
-        (_vocab(a=65), _merges(), "is no number of its own"),
         (_vocab(a=-1), _merges(), "tokenizers library cannot read it"),
         ("{}", _merges(), "out of vocabulary"),
         (_vocab(**{LAST: None, "<x>": 262}), _merges(), rf"`{LAST}` out of vocabulary"),
-        (_vocab(), _merges(lambda m: [*m, ("zq", "a")]), "`zq` out of vocabulary"),
         (_vocab(), _merges() + "t h e\n", "merge 7 is 't h e', not two tokens"),
-        (_vocab(), _merges() + " h\n", "merge 7 is ' h', not two tokens"),
         (_vocab(), None, r"found only vocab\.json"),
         (None, None, r"looked for tokenizer\.json, vocab\.json \+ merges\.txt, .*spiece\.model and found none"),
     ],
@@ -393,11 +388,8 @@ def test_missing_files(tmp_path):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (["model", "vocab"], [], "tokenizers library cannot read it"),
-        (["model", "merges"], [["t"]], "tokenizers library cannot read it"),
         (["model"], 5, "of the `tokenizers` library"),
         (["added_tokens"], [{"id": 1}], "missing field `content`"),
-        (["normalizer"], {"type": "Nothing"}, "tokenizers library cannot read it"),
     ],
 )
 def test_a_damaged_tokenizer_json_is_refused(tmp_path, path, value, message):

@@ -150,7 +150,7 @@ def test_wrong_bytes_are_refused_and_not_kept(origin: Origin, tmp_path: Path) ->
     ("answer", "says"),
     [
         ({"body": BODY[:1000], "promised": len(BODY)}, "--set data.path=FILE"),
-        ({"body": bytes(shakespeare.TINY_MAX_BYTES + 1)}, "more than"),
+        ({"body": bytes(shakespeare.TINY_MAX_BYTES + 1)}, f"{shakespeare.TINY_MAX_BYTES} bytes with sha256"),
         ({"status": 404}, "404"),
     ],
     ids=["cut short", "endless", "an error page"],

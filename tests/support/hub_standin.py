@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -93,7 +93,6 @@ class HubStandIn:
         self.blobs: dict[str, bytes] = {}  # sha256 -> uploaded
         self.put: Counter[str] = Counter()  # sha256 -> number of whole bodies received
         self.messages: list[str] = []  # of the commits
-        self.rewrite: Callable[[Request, bytes], bytes] | None = None  # alters a JSON answer
         self._orders: dict[tuple[str, str], tuple[float, Any]] = {}  # (fault, place) -> number of answers, argument
         self.closing, self._lock = threading.Event(), threading.Lock()
         self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
@@ -332,8 +331,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def json(self, value: object, status: int = 200) -> None:
         body = json.dumps(value).encode()
-        if self.hub.rewrite is not None:
-            body = self.hub.rewrite(Request(self.command, unquote(self.path)), body)
         self.reply(status, body, {"Content-Type": "application/json"})
 
     def error(self, status: int, message: str, **headers: str) -> None:

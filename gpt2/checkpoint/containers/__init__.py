@@ -8,7 +8,6 @@ ends the process. A conversion to another dtype maps nothing.
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import re
@@ -25,8 +24,9 @@ import torch
 from torch import Tensor
 
 from gpt2.config import quoted
+from gpt2.data import files
 from gpt2.data.files import link_to_nothing, opened
-from gpt2.errors import CheckpointError
+from gpt2.errors import CheckpointError, InputError
 
 T = TypeVar("T")
 
@@ -207,14 +207,10 @@ def countable(shape: Iterable[int]) -> bool:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a small JSON object from an untrusted file, or raise CheckpointError."""
-    file = MappedFile(path)
-    if file.size > HEADER_LIMIT:
-        raise CheckpointError(f"{path}: is {file.size:,} bytes, and a checkpoint's JSON has a few thousand; fetch it again")
     try:
-        value = json.loads(file.bytes(0, file.size).decode())
-    except (ValueError, RecursionError) as error:
-        refuse_other_format(file)
-        raise CheckpointError(f"{path}: is not JSON ({str(error)[:80]}); fetch it again") from None
+        value = files.read_json(path)
+    except InputError as error:
+        raise CheckpointError(str(error)) from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: is not a JSON object; fetch it again")
     return value

@@ -20,7 +20,7 @@ from torch import Tensor
 from gpt2.checkpoint import containers
 from gpt2.checkpoint.containers import Container, Damaged, Entry, MappedFile, Refused, countable, refuse_other_format, shown
 from gpt2.checkpoint.containers.sstable import masked, pairs, varint
-from gpt2.config import MAX_SIZE, quoted
+from gpt2.config import quoted
 from gpt2.errors import CheckpointError
 
 # TensorFlow's dtype numbers (core/framework/types.proto) of weights and counters.
@@ -37,7 +37,6 @@ SHAPE_DIM, SHAPE_UNKNOWN, DIM = 2, 3, {1: VARINT}
 # gpt2-xl with Adam's moments: 1,743 tensors, an index of 75 kB, one data file.
 INDEX_LIMIT, MAX_TENSORS = 500_000, 20_000
 PIECE = 1 << 23  # bytes per checksum step
-HPARAMS = ("n_vocab", "n_ctx", "n_embd", "n_head", "n_layer")
 
 
 @dataclass(frozen=True)
@@ -209,16 +208,3 @@ def checkpoint_prefix(directory: Path) -> Path | None:
     if len(indexes) > 1:
         raise CheckpointError(f"{directory}: holds {containers.listed(indexes)}, and no file checkpoint says which; give one")
     return directory / indexes[0].removesuffix(".index") if indexes else None
-
-
-def read_hparams(path: Path) -> dict[str, int]:
-    """Read OpenAI's ``hparams.json``. Raises CheckpointError: a missing or wrong size, or unknown content."""
-    content = containers.read_json(path)
-    if missing := [name for name in HPARAMS if name not in content]:
-        raise CheckpointError(f"{path}: lacks {containers.listed(missing)}; fetch it again")
-    if unknown := sorted(name for name in content if name not in HPARAMS):
-        raise CheckpointError(f"{path}: has {containers.listed(unknown)}, which OpenAI's GPT-2 has not; remove what is no size")
-    for name, value in content.items():
-        if type(value) is not int or not 1 <= value <= MAX_SIZE:
-            raise CheckpointError(f"{path}: {name} is {quoted(value)}, which is not a size; fetch it again")
-    return content
