@@ -1,4 +1,4 @@
-"""Thousands of damaged files and arguments: each is read, or refused in one line, in little time and memory."""
+"""Thousands of damaged files: each is read, or refused in one line, in little time and memory."""
 
 import json
 
@@ -11,7 +11,6 @@ CASES = {
     "dialects": (250, 3100, 0.08, 25),
     "tensorflow, resealed": (250, 3100, 0.1, 10),
     "texts": (390, 2470, 0.05, 0),
-    "arguments": (40, 400, -1, 5),
 }
 
 

@@ -33,7 +33,6 @@ from gpt2.checkpoint.files import open_weights
 from gpt2.checkpoint.keys import from_file
 from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.peft_files import read_adapter
-from gpt2.cli.main import main as command
 from gpt2.config import GPT2Config
 from gpt2.data import from_directory
 from gpt2.data.bpe import train_bpe
@@ -48,7 +47,6 @@ from support import fuzz, gguf_layouts
 from support.checks import all_same
 from support.commands import ASSET
 from support.fuzz import (
-    JUNK,
     Surface,
     Way,
     changed_bytes,
@@ -120,29 +118,6 @@ def state(folder: Path) -> Progress:
         return Progress.read(folder)
     except ValueError as error:
         raise InputError(f"{folder}: cannot be resumed ({error}); start anew with --fresh") from None
-
-
-def arguments(folder: Path) -> Surface:
-    """Commands whose options have nonsense for values; no file has these names."""
-    options = ["--tokens", "--seed", "--top-k", "--temperature", "--set", "--ids", "--json", "--revision", "--device", "--nope"]
-    names = ["info", "trace", "compare", "generate", "diagnose", "train", "export", "publish", "explore", "bench", "verify"]
-    words = ["info"]
-
-    def damage(pick: random.Random) -> None:
-        words[:] = [pick.choice(names), "/nowhere/x", *(str(pick.choice(JUNK)) for _ in range(pick.choice([0, 1, 1, 2])))]
-        words.extend(word for _ in range(pick.choice([1, 2])) for word in (pick.choice(options), str(pick.choice(JUNK))))
-
-    def read() -> None:
-        said = io.StringIO()
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            code = command(words)
-        lines = said.getvalue().splitlines()
-        assert code in (0, 1, 2), (code, words)
-        if code == 2:
-            raise InputError(lines[-1])
-        assert not lines or lines[-1].isprintable(), lines[-1]
-
-    return Surface(damage, read, 10_000)
 
 
 OPCODES = [opcode.code.encode("latin-1") for opcode in pickletools.opcodes]
@@ -308,7 +283,6 @@ def dialects(folder: Path) -> Surface:
 ALONE: dict[str, Callable[[Path], Surface]] = {
     "dialects": dialects,
     "tensorflow, resealed": tensorflow,
-    "arguments": arguments,
 }
 
 
@@ -324,8 +298,7 @@ def main(argv: list[str] | None = None) -> int:
             (place := Path(folder, name)).mkdir()
             torch.manual_seed(args.seed)
             found |= texts(place) if name == "texts" else {name: ALONE[name](place)}
-        if "arguments" not in found:
-            sys.addaudithook(fuzz.forbid)
+        sys.addaudithook(fuzz.forbid)
         for name, surface in found.items():
             report = fuzz.fuzz(name, surface, args.count // len(found), args.seed)
             fallen += report["fallen"]
