@@ -21,9 +21,9 @@ from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.decoder import Decoder
 from gpt2.errors import InputError
 from gpt2.generation import stream
+from gpt2.measure.environment import blas, processor
 from gpt2.measure.placement import device_name
 from gpt2.model import GPT2
-from gpt2.pages.reports import blas, processor
 from gpt2.parity import reference
 from gpt2.train.loss import Scored
 

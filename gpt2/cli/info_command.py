@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _json(description: Description) -> str:
-    from gpt2.pages.reports import environment
+    from gpt2.measure.environment import environment
 
     body = {
         **asdict(description),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from gpt2.comparison.passage import Scored
 from gpt2.comparison.sides.side import Model
 from gpt2.comparison.sides.trace_side import PREFIX as TRACE_PREFIX
-from gpt2.pages.reports import Environment
+from gpt2.measure.environment import Environment
 from gpt2.pages.sections import Section
 
 

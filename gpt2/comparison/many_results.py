@@ -15,9 +15,10 @@ from gpt2.comparison.made_with import made_with
 from gpt2.comparison.noise import Floor
 from gpt2.comparison.passage import Scored
 from gpt2.comparison.sides.side import Model
+from gpt2.measure.environment import Environment
 from gpt2.measure.estimates import Estimate
 from gpt2.measure.last_words import LastWord
-from gpt2.pages.reports import Environment, Printed, as_json
+from gpt2.pages.reports import Printed, as_json
 from gpt2.pages.sections import Column, Line, Section, bold, dim, numbers, yellow
 
 SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")

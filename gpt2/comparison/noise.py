@@ -18,12 +18,13 @@ from gpt2.comparison.sides.engine import EngineSide
 from gpt2.comparison.sides.opening import open_side
 from gpt2.comparison.sides.side import Model, vocabulary
 from gpt2.errors import InputError
+from gpt2.measure.environment import Environment, dtype_label, environment
 from gpt2.measure.estimates import Bootstrap, Estimate
 from gpt2.measure.metrics import Logits, max_abs
 from gpt2.measure.per_token import measure_rows
 from gpt2.measure.rounding import rounding_noise
 from gpt2.model import GPT2
-from gpt2.pages.reports import Environment, Printed, as_json, dtype_label, environment
+from gpt2.pages.reports import Printed, as_json
 from gpt2.pages.sections import Column, Section, bold, dim, numbers
 from gpt2.parity.streaming import Streamed
 

@@ -21,12 +21,13 @@ from gpt2.comparison.passage import Scored
 from gpt2.comparison.sides.side import Model
 from gpt2.comparison.weights import WeightChanges
 from gpt2.comparison.words import Words
+from gpt2.measure.environment import Environment
 from gpt2.measure.last_words import LastWords
 from gpt2.measure.metrics import LanguageScore
 from gpt2.measure.tracing import block_of, part_of
 from gpt2.pages.drawing import A, B, shade
 from gpt2.pages.rendering import number, percent, readable, short_names, visible
-from gpt2.pages.reports import Environment, Printed, as_json
+from gpt2.pages.reports import Printed, as_json
 from gpt2.pages.sections import Column, Line, Section, Styled, bold, dim, numbers, yellow
 
 VISIBLE_JS = 0.005  # nats; a smaller divergence is printed as 0.00

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from gpt2.errors import InputError
+from gpt2.measure.environment import dtype_label
 from gpt2.measure.metrics import Progress, relative_error, worst_entry, worst_relative_error
 from gpt2.measure.placement import missing_kernel, on_device
 from gpt2.measure.replay import Run
 from gpt2.measure.rounding import WORST_RATIO, Coarser, coarser_arithmetics, noisy_results
-from gpt2.pages.reports import dtype_label
 
 FEW = 64  # results with fewer entries may be one unit in the last place off: their error is a matter of luck
 

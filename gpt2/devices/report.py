@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gpt2.devices.judge import Verdict
-from gpt2.pages.reports import Environment, Printed, as_json
+from gpt2.measure.environment import Environment
+from gpt2.pages.reports import Printed, as_json
 from gpt2.pages.sections import Line, Section, Styled, bold, dim, yellow
 
 

@@ -17,13 +17,14 @@ from gpt2.decoder import Decoder
 from gpt2.devices.judge import Judge
 from gpt2.devices.report import DeviceReport
 from gpt2.errors import InputError
+from gpt2.measure.environment import environment
 from gpt2.measure.metrics import Progress, silent, token_losses
 from gpt2.measure.placement import device_name
 from gpt2.measure.replay import Replay
 from gpt2.measure.rounding import FORWARD_RATIO, TRAINING_RATIO, rounded_weights
 from gpt2.measure.tracing import block_of, layer_of, points, trace
 from gpt2.model import GPT2
-from gpt2.pages.reports import Interrupted, environment
+from gpt2.pages.reports import Interrupted
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOKENS, LONG = 24, 1024

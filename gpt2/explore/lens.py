@@ -22,10 +22,10 @@ from gpt2.comparison.words import Choice
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.explore.lens_page import MAX_CHARACTERS, MAX_TOKENS, MAX_WEIGHTS, Exploration, Lens, Reading
+from gpt2.measure.environment import Environment
 from gpt2.measure.metrics import entropy, log_probabilities
 from gpt2.measure.per_token import likeliest, measure_rows
 from gpt2.measure.tracing import point_at, root_of, trace_blocks
-from gpt2.pages.reports import Environment
 from gpt2.parity.checks import head_of
 
 PROMPT = "JULIET:\nO Romeo, Romeo! wherefore art"

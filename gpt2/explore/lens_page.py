@@ -14,9 +14,10 @@ from gpt2.comparison.sides.side import Model
 from gpt2.comparison.words import Choice
 from gpt2.data.files import write_output
 from gpt2.errors import InputError
+from gpt2.measure.environment import Environment
 from gpt2.measure.metrics import MAX_JS
 from gpt2.pages.rendering import pack_lower, readable, render, short_names, visible
-from gpt2.pages.reports import Environment, as_json
+from gpt2.pages.reports import as_json
 
 MAX_TOKENS = 128  # of a prompt, side by side on a page
 MAX_WEIGHTS = 3_000_000  # attention weights of one model, a page of about 4 MB

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from gpt2.measure.environment import dtype_label
 from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent
 from gpt2.measure.rounding import FORWARD_RATIO, TRAINING_RATIO, root_mean_square
-from gpt2.pages.reports import dtype_label
 from gpt2.parity.report import EXACT, MAPPING, ROUNDING, Check, Point
 
 # Every check, in the order of the report: its kind, title, and whether it belongs to training, which ``quick`` leaves out.

@@ -16,11 +16,11 @@ from gpt2.decoder import Decoder
 from gpt2.errors import InputError
 from gpt2.generation import generate
 from gpt2.measure.allocator import give_back_freed_memory
+from gpt2.measure.environment import dtype_label
 from gpt2.measure.metrics import max_abs, relative_error, worst_relative_error
 from gpt2.measure.rounding import FORWARD_RATIO, MACHINE_RATIO
 from gpt2.measure.tracing import Recorded, points, stepwise, trace_steps
 from gpt2.model import GPT2
-from gpt2.pages.reports import dtype_label
 from gpt2.parity.checks import Probe, Subject, head_of, hidden_of
 from gpt2.parity.reference import reference_cache
 

@@ -16,9 +16,10 @@ from gpt2.checkpoint.saving import sha256
 from gpt2.damage import ADVICE
 from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
+from gpt2.measure.environment import environment
 from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.placement import missing_kernel
-from gpt2.pages.reports import Interrupted, environment
+from gpt2.pages.reports import Interrupted
 from gpt2.parity import checks, reference
 from gpt2.parity.checks import Build, Probe, Subject
 from gpt2.parity.findings import DifferenceFound, Findings

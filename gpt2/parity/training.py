@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from gpt2.checkpoint.keys import PREFIX
 from gpt2.measure.allocator import give_back_freed_memory
+from gpt2.measure.environment import dtype_label
 from gpt2.measure.metrics import relative_error, token_losses, worst_relative_error
 from gpt2.measure.rounding import TRAINING_RATIO, root_mean_square
-from gpt2.pages.reports import dtype_label
 from gpt2.parity.checks import FIRST_SEQUENCES, Subject, head_of, hidden_of
 from gpt2.parity.forward import MISSING, lockstep
 from gpt2.parity.streaming import Receive, Streamed, Weights, take_gradients

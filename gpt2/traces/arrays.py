@@ -12,11 +12,11 @@ from torch import Tensor
 
 from gpt2.config import GPT2Config, quoted
 from gpt2.errors import InputError, require_memory
+from gpt2.measure.environment import dtype_label
 from gpt2.measure.metrics import Progress, token_losses
 from gpt2.measure.tracing import part_of, points, points_size, trace_blocks
 from gpt2.model import GPT2
 from gpt2.optim import Optim, adamw
-from gpt2.pages.reports import dtype_label
 from gpt2.traces.batch import NO_TARGET, Batch
 from gpt2.train.recipe import build
 

@@ -15,9 +15,9 @@ from gpt2.checkpoint.names import DEFAULT, EXPORTS, FLOATS, ModelName
 from gpt2.checkpoint.saving import sha256
 from gpt2.config import quoted
 from gpt2.errors import InputError
+from gpt2.measure.environment import environment
 from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.placement import placed
-from gpt2.pages.reports import environment
 from gpt2.traces import arrays
 from gpt2.traces.batch import NO_TARGET, Batch, as_rows, default_batch, read_ids
 from gpt2.traces.result import Trace

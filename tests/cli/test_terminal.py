@@ -23,9 +23,10 @@ from gpt2.comparison.results import Comparison
 from gpt2.comparison.run import compare
 from gpt2.data.chars import chars_of
 from gpt2.explore.attention import summarise_attention
+from gpt2.measure.environment import Environment
 from gpt2.measure.last_words import LastWords, last_words_change, score_last_words
 from gpt2.measure.tracing import points
-from gpt2.pages.reports import Environment, Printed
+from gpt2.pages.reports import Printed
 from gpt2.parity.record import Outcome, RecordReport, public_record
 from gpt2.parity.report import EXACT, MAPPING, ROUNDING, Check, Point, Report
 from gpt2.port.mapping.report import MappingReport, MappingRow

@@ -28,10 +28,10 @@ from gpt2.devices import judge
 from gpt2.devices.judge import Judge, Verdict
 from gpt2.devices.report import DeviceReport
 from gpt2.devices.run import verify_device
+from gpt2.measure.environment import environment
 from gpt2.measure.metrics import silent
 from gpt2.measure.placement import missing_kernel, placed
 from gpt2.measure.rounding import coarser_arithmetics
-from gpt2.pages.reports import environment
 
 MODEL = "shakespeare-mini"
 DTYPES = {"float32", "bfloat16", "float16"}

@@ -20,10 +20,10 @@ from gpt2.comparison.sides.side import Model, Shown, Side, Weights
 from gpt2.config import GPT2Config
 from gpt2.damage import require_finite
 from gpt2.data import Tokenizer
+from gpt2.measure.environment import dtype_label
 from gpt2.measure.placement import placed
 from gpt2.measure.tracing import Recorded, trace_blocks
 from gpt2.model import GPT2
-from gpt2.pages.reports import dtype_label
 from gpt2.parity import reference
 
 HF_PREFIX = "hf/"  # prefix of a name: transformers' implementation of the checkpoint

@@ -19,11 +19,11 @@ from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError, out_of_memory
 from gpt2.int8 import rounded_parameter
+from gpt2.measure.environment import Environment, environment
 from gpt2.measure.tracing import Recorded
 from gpt2.measure.user_code import error_line
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
-from gpt2.pages.reports import Environment, environment
 
 T = TypeVar("T")
 Read = Callable[[str], Tensor]  # parameter's name -> its tensor

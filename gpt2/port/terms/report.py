@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from gpt2.measure.environment import environment
 from gpt2.measure.tracing import layer_of
-from gpt2.pages.reports import environment
 from gpt2.port.terms.causes import Cause
 
 LABELS = "how we know", "fix"
