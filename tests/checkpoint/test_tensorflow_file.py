@@ -25,7 +25,6 @@ from support.tf_bundle import block, closed, entry, field, handle, header, seale
 import gpt2.data
 from gpt2.checkpoint.containers.tensorflow_file import (
     INDEX_LIMIT,
-    MAX_TENSORS,
     TensorBundle,
     checkpoint_prefix,
 )
@@ -109,7 +108,7 @@ def test_the_honest_ancestor_of_the_lies_is_read(tmp_path: Path) -> None:
         (tmp_path / "m.index").write_bytes(honest)
         assert bytes(bits(TensorBundle(tmp_path / "m").read("a")).tolist()) == NUMBERS
     (tmp_path / "m.index").write_bytes(table([FIRST, (b"a", fields(dtype=field(1, 7)))]))
-    refused(lambda: TensorBundle(tmp_path / "m").read("a"), "a is text, which is not a weight")
+    refused(lambda: TensorBundle(tmp_path / "m").read("a"), "a is of TensorFlow's dtype 7, which is not a weight's")
 
 
 LIES = [
@@ -120,7 +119,6 @@ LIES = [
     (table([FIRST, (b"a" * 513, HONEST)]), "a name of 513 bytes"),
     (table([FIRST, (b"a", HONEST + field(7, b""))]), "a is stored in slices"),
     (table([FIRST, (b"a", HONEST), (b"b", entry(1, [1], 0, 12, NUMBERS[12:]))]), "b overlaps"),
-    (table([FIRST, *((b"%06d" % n, b"") for n in range(MAX_TENSORS + 1))]), "more than 20,000 tensors"),
     (table([FIRST, (b"a", fields(shape=field(2, field(2, field(1, 2**47)) * 2)))]), "contradicts itself about a"),
     (table([FIRST, (b"a", fields(dtype=field(1, 99), size=field(5, 2**47)))]), "m.data-00000-of-00001: is cut short"),
     (one_block(ROWS, compression=1), "compressed"),
@@ -174,7 +172,7 @@ def test_a_data_file_that_is_missing_short_or_none_is_named(tmp_path: Path, monk
 def test_the_largest_lie_takes_little_memory(tmp_path: Path) -> None:
     """20,000 names of ten bytes in the file that share 500 bytes with the previous one."""
     first = bytes([0, 0xF4, 3, 0]) + b"a" * 500
-    names = b"".join(bytes([0xF4, 3, 6, 0]) + b"%06d" % n for n in range(MAX_TENSORS))
+    names = b"".join(bytes([0xF4, 3, 6, 0]) + b"%06d" % n for n in range(20_000))
     (tmp_path / "m.index").write_bytes(one_block(HEADER_ENTRY + first + names + restarts(0)))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     refused(lambda: TensorBundle(tmp_path / "m"))

@@ -1,6 +1,6 @@
 """Read LevelDB's table format, used by TensorFlow's indexes: sorted keys and values in blocks with checksums.
 
-A file has data blocks, a meta block (not used), an index block, and a footer of 48 bytes that locates these two
+A file has data blocks, a meta block (not read), an index block, and a footer of 48 bytes that locates these two
 (google/leveldb, doc/table_format.md; tensorflow, ``core/lib/io/format.cc``). Each entry omits the prefix that its key shares
 with the key before, except at *restarts*, where a search can begin.
 
@@ -25,8 +25,7 @@ def pairs(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     if len(data) < FOOTER or not data.endswith(MAGIC):
         raise Damaged("does not end as an index does")
     footer = data[-FOOTER:]
-    start, size, at = _handle(footer, 0)
-    _block(data, start, size)
+    _, _, at = _handle(footer, 0)  # the meta block
     start, size, _ = _handle(footer, at)
     end, last = 0, None
     for _, handle in _entries(_block(data, start, size)):

@@ -25,17 +25,14 @@ from gpt2.errors import CheckpointError
 
 # TensorFlow's dtype numbers (core/framework/types.proto) of weights and counters.
 DTYPES = {1: torch.float32, 3: torch.int32, 9: torch.int64, 14: torch.bfloat16, 19: torch.float16}
-TEXT = 7
 # The fields that we read of each message, and their encoding: varint, four bytes, or length and bytes.
 VARINT, BYTES, FIXED32 = 0, 2, 5
-HEADER = {1: VARINT, 2: VARINT, 3: BYTES}  # num_shards, endianness, version
-VERSION = {2: VARINT}  # min_consumer
+HEADER = {1: VARINT, 2: VARINT}  # num_shards, endianness
 SLICES, IN_SLICES = 7, "%s is stored in slices; save the checkpoint without a partitioner"
 # dtype, shape, shard_id, offset, size, crc32c, slices
 ENTRY = {1: VARINT, 2: BYTES, 3: VARINT, 4: VARINT, 5: VARINT, 6: FIXED32, SLICES: BYTES}
 SHAPE_DIM, SHAPE_UNKNOWN, DIM = 2, 3, {1: VARINT}
-# gpt2-xl with Adam's moments: 1,743 tensors, an index of 75 kB, one data file.
-INDEX_LIMIT, MAX_TENSORS = 500_000, 20_000
+INDEX_LIMIT = 500_000  # bytes; gpt2-xl with Adam's moments, 1,743 tensors, has 75 kB
 PIECE = 1 << 23  # bytes per checksum step
 
 
@@ -71,17 +68,13 @@ class TensorBundle(Container):
         if key != b"":
             raise Damaged("has no header entry")
         header = _record(message, HEADER)
-        version, shards = _record(header.get(3, b""), VERSION).get(2, 0), header.get(1, 0)
+        shards = header.get(1, 0)
         if header.get(2, 0):
             raise Refused("is in big-endian byte order; convert the checkpoint to safetensors where it was made")
-        if version > 1:
-            raise Refused(f"asks for readers of version {version}, and this is one of version 1; save it with TensorFlow 2")
         if shards != 1:
             raise Refused(f"claims {shards:,} data files, and OpenAI's have one; save the checkpoint in one")
         entries: dict[str, Stored] = {}
         for key, value in table:
-            if len(entries) == MAX_TENSORS:
-                raise Damaged(f"lists more than {MAX_TENSORS:,} tensors")
             name = _name(key)
             entries[name] = _entry(name, value)
         self._data = MappedFile(self._prefix.with_name(f"{self._prefix.name}.data-00000-of-00001"))
@@ -100,8 +93,8 @@ class TensorBundle(Container):
 
         entry = self.entries[name]
         if entry.kind not in DTYPES:
-            what = "text" if entry.kind == TEXT else f"of TensorFlow's dtype {entry.kind}"
-            raise CheckpointError(f"{self.path}: {shown(name)} is {what}, which is not a weight; save the checkpoint without it")
+            what = f"{shown(name)} is of TensorFlow's dtype {entry.kind}, which is not a weight's"
+            raise CheckpointError(f"{self.path}: {what}; save the checkpoint without it")
         file = self._data
         crc, at = 0, entry.start
         while name not in self._checked and at < entry.end:

@@ -106,7 +106,7 @@ class EngineTokenizer(Tokenizer):
     """A tokenizer that lives in an engine: its entries as bytes, and its own encoding."""
 
     def __init__(self, tokens: list[bytes], encode: Callable[[str], list[int]], kind: str) -> None:
-        super().__init__(tokens)
+        super().__init__(dict(enumerate(tokens)))
         self._encode, self._kind = encode, kind
 
     @property
