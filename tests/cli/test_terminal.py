@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from support.pages import Parts
 from support.random_models import write_checkpoint
 
 from gpt2.bench import Bench, Row, Spread
@@ -116,6 +117,17 @@ def test_reports_cut_no_name_off(made, width: int) -> None:
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
     assert words_of(text) == words_of(report.table(300))
+
+
+@pytest.mark.parametrize("made", [verified, compared, mapped, attention])
+def test_a_page_shows_what_the_terminal_shows(made) -> None:
+    """A report was written three times, and a figure of one was missing in another; a text in it was read as markup."""
+    report = replace(made(), **({"module": "<b>[bold]Port"} if made is mapped else {}))
+    page, figures = report.html(), re.split(r"\n|  +", report.table(400))
+    shown = "".join(Parts(page).text.split())
+    assert len(figures) > 10
+    assert [each for each in figures if each.strip(" ─") and "".join(each.split()) not in shown] == []
+    assert ("&lt;b&gt;[bold]Port" in page) == (made is mapped)
 
 
 def test_the_names_that_could_be_cut_off_are_there() -> None:

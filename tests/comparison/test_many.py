@@ -100,7 +100,6 @@ def test_table_json_and_page(found: Comparisons) -> None:
     assert "C failed: kl&gt;0.001" in html
     assert [gate.met for (gate,) in of_each.values()] == [False, True, False]
     assert found.above_floor in html
-    assert html == judged.html()
     assert_whole_by_itself(html)
     assert 'id="quality"' in html
 
@@ -190,7 +189,6 @@ def test_another_tokenizer_has_bits_per_byte_alone(names: list[str], text: str) 
     assert other.against is None
     assert other.language.score.bytes == pytest.approx(found.candidates[0].language.score.bytes, abs=8)
     assert "left out of C" in found.table(80)
-    assert found.html()
     smaller = gpt2.compare("shakespeare-mini", names[0], names[0], on=text, tokens=60).candidates
     assert smaller[1].against is None  # its 300 tokens were held against the 2,048 of the first
     assert smaller[1].language.score.bytes == pytest.approx(smaller[0].language.score.bytes, abs=8)
