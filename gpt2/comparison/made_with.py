@@ -5,8 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from gpt2.comparison.passage import Scored
-from gpt2.comparison.sides.side import Model
+from gpt2.comparison.sides.side import Model, Scored
 from gpt2.comparison.sides.trace_side import PREFIX as TRACE_PREFIX
 from gpt2.measure.environment import Environment
 from gpt2.pages.sections import Section

@@ -13,8 +13,7 @@ from gpt2.comparison import charts
 from gpt2.comparison.distributions import Distributions, Language
 from gpt2.comparison.made_with import made_with
 from gpt2.comparison.noise import Floor
-from gpt2.comparison.passage import Scored
-from gpt2.comparison.sides.side import Model
+from gpt2.comparison.sides.side import Model, Scored
 from gpt2.measure.environment import Environment
 from gpt2.measure.estimates import Estimate
 from gpt2.measure.last_words import LastWord

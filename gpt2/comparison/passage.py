@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpt2.comparison.sides.side import Recording, Side, Tokenizers, first_tokenizer, vocabulary
+from gpt2.comparison.sides.side import Recording, Scored, Side, Tokenizers, first_tokenizer, vocabulary
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.measure.metrics import Progress, silent
@@ -44,24 +44,6 @@ class Settings:
     save: str | Path | None = None
     cases: str | CaseTable | None = None
     progress: Progress = silent
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The scored text: ``sha256`` of the whole text, and the number of ``tokens`` used from its beginning."""
-
-    name: str
-    sha256: str
-    tokens: int
-    context: int
-    stride: int
-    told: str  # the protocol in words
-    reading: str = ""  # how many documents it has, what stands before each, and line ends that were read as others
-
-    @property
-    def cut(self) -> str:
-        """In words: how many tokens are scored, how they are cut, and how the text was read."""
-        return "; ".join(filter(None, (f"{self.tokens:,} tokens, context {self.context}, stride {self.stride}", self.reading)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +109,7 @@ def _recorded(recorded: Sequence[Side], sides: Sequence[Side], tokenizers: Token
     assert recording is not None
     if settings.on is not None or settings.tokens is not None:
         option = "--on" if settings.on is not None else "--tokens"
-        held = f"{recording.text}, {len(recording.ids):,} tokens"
+        held = f"{recording.text.name}, {len(recording.ids):,} tokens"
         raise InputError(f"{first.name}: holds its own text ({held}); leave {option} out")
     for side in recorded[1:]:
         other = side.recording
@@ -141,10 +123,7 @@ def _recorded(recorded: Sequence[Side], sides: Sequence[Side], tokenizers: Token
         if side.n_positions is not None and side.n_positions < recording.windows.context:
             what = f"predicts from {recording.windows.context:,} tokens, and {side.name} has {side.n_positions:,} positions"
             raise InputError(f"{first.name}: {what}; save it with a context that both have")
-    windows = recording.windows
-    said, tokens = (recording.text, recording.sha256), len(recording.ids)
-    scored = Scored(*said, tokens, windows.context, windows.step, recording.told, recording.reading)
-    return Passage(recording.ids, windows, None, scored, recording)
+    return Passage(recording.ids, recording.windows, None, recording.text, recording)
 
 
 def _random(sides: Sequence[Side], tokens: int, seed: int) -> Tensor:

@@ -2,23 +2,21 @@
 
 A reference is a safetensors file. N are the text's tokens, M the scored ones in the order of the windows, V the vocabulary::
 
-    ids           (N,) int32
-    logits        (M, V), as the side gave them
     token_bytes   (V,) float64: the bytes that each token stands for; zeros where no tokenizer was known
-    crc32         (4,) uint8, little-endian: of the metadata's ``about``, the logits, the ids and the bytes, in this order
+    ids           (N,) int64
+    logits        (M, V), as the side gave them
+    crc32         (4,) uint8, little-endian: of all bytes of the file before these; safetensors has no checksum
 
-``about`` is JSON: the side with its files' sha256, the text with its windows, versions and machine. safetensors has no checksum,
-so ``crc32`` is compared when a file is read.
+Its metadata's ``about`` is JSON: the side with its files' sha256, the text with its windows, versions and machine.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
 
 import torch
 from torch import Tensor
@@ -29,7 +27,7 @@ from gpt2.comparison.loaded import Loaded
 from gpt2.comparison.passage import Passage, Settings, open_passage
 from gpt2.comparison.sides.opening import open_side
 from gpt2.comparison.sides.side import environment_of
-from gpt2.comparison.sides.trace_side import FORMAT, SUFFIX, checksum
+from gpt2.comparison.sides.trace_side import FORMAT, SUFFIX
 from gpt2.data.files import written_aside
 from gpt2.errors import InputError, user_path
 from gpt2.measure.metrics import Logits
@@ -63,46 +61,38 @@ def saving(path: Path, loaded: Loaded, passage: Passage) -> Iterator[Logits]:
 
     Raises InputError: the side is such a file, the size of its vocabulary is not known, or the file cannot be written.
     """
-    side, tokenizer, vocab, windows = loaded.side, loaded.tokenizer, loaded.vocab, passage.windows
+    side, tokenizer, vocab = loaded.side, loaded.tokenizer, loaded.vocab
     if side.recording is not None:
         raise InputError(f"{side.name}: is a file of what was shown already; leave --save out")
     if not vocab:
         raise InputError(f"{side.name}: the size of its vocabulary is not known; save it beside a MODEL that has a tokenizer")
-    env, spans = environment_of([side]), list(windows.of(len(passage.ids)))
+    env, spans = environment_of([side]), list(passage.windows.of(len(passage.ids)))
     said = {"side": asdict(side.describe(env.versions)), "text": asdict(passage.scored), "environment": env}
-    said |= {"tokenizer": tokenizer.fingerprint if tokenizer else None, "windows": vars(windows)}
+    said |= {"tokenizer": tokenizer.fingerprint if tokenizer else None, "windows": vars(passage.windows)}
     about = as_json({"format": FORMAT, "version": __version__, **said}, None)
     lengths = passage.token_bytes(tokenizer)[:vocab].double() if tokenizer else torch.zeros(vocab, dtype=torch.float64)
-    held = {"ids": passage.ids.int(), "token_bytes": lengths, "crc32": torch.empty(4, dtype=torch.uint8)}
-    later, rest = list[str](), iter(spans)
-    file: IO[bytes] | None = None
-    crc = zlib.crc32(about.encode())
+    shape, rest, crc = (sum(span.end - span.first for span in spans), vocab), iter(spans), 0
 
     def keeping(ids: Tensor) -> Tensor:
-        nonlocal file, crc
+        nonlocal crc
         output = loaded.logits(ids)
         for row in output:
             span = next(rest)
-            rows = row[span.first - span.start :].detach().cpu().contiguous()
-            if file is None:  # the header needs the type of the logits
-                shape = sum(span.end - span.first for span in spans), vocab
-                held["logits"] = torch.empty(shape, dtype=rows.dtype, device="meta")
-                header, order = safetensors_header(held, {"about": about})
-                file = stack.enter_context(written_aside(path))
-                file.write(header)
-                file.writelines(raw_bytes(held[name]) for name in order[: order.index("logits")])
-                later.extend(order[order.index("logits") + 1 :])
-            write_pieces(file, rows)
-            crc = zlib.crc32(raw_bytes(rows), crc)
+            parts = [row[span.first - span.start :]]
+            if span is spans[0]:  # the header needs the type of the logits
+                sizes = {"logits": torch.empty(shape, dtype=row.dtype, device="meta"), "crc32": torch.empty(4, dtype=torch.uint8)}
+                header, _ = safetensors_header({"token_bytes": lengths, "ids": passage.ids, **sizes}, {"about": about})
+                parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8), lengths, passage.ids, *parts]
+            for part in parts:
+                write_pieces(file, part)
+                crc = zlib.crc32(raw_bytes(part), crc)
         return output
 
     try:
-        with ExitStack() as stack:
+        with written_aside(path) as file:
             yield keeping
-            assert file is not None
             assert next(rest, None) is None, "a window was not asked for"
-            held["crc32"] = torch.tensor(list(checksum(held, crc)), dtype=torch.uint8)
-            file.writelines(raw_bytes(held[name]) for name in later)
+            file.write(crc.to_bytes(4, "little"))
     except OSError as error:
         why = f"cannot be written ({error.strerror or error}); choose another place, or make room"
         raise InputError(f"{path}: {why}") from error

@@ -17,8 +17,7 @@ from gpt2.comparison.compatibility import Compatibility
 from gpt2.comparison.distributions import Distributions
 from gpt2.comparison.made_with import made_with
 from gpt2.comparison.noise import Floor
-from gpt2.comparison.passage import Scored
-from gpt2.comparison.sides.side import Model
+from gpt2.comparison.sides.side import Model, Scored
 from gpt2.comparison.weights import WeightChanges
 from gpt2.comparison.words import Words
 from gpt2.measure.environment import Environment

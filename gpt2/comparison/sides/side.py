@@ -52,19 +52,33 @@ class Model:
     official: Official | None = None
 
 
+@dataclass(frozen=True)
+class Scored:
+    """The scored text: ``sha256`` of the whole text, and the number of ``tokens`` used from its beginning."""
+
+    name: str
+    sha256: str
+    tokens: int
+    context: int
+    stride: int
+    told: str  # the protocol in words
+    reading: str = ""  # how many documents it has, what stands before each, and line ends that were read as others
+
+    @property
+    def cut(self) -> str:
+        """In words: how many tokens are scored, how they are cut, and how the text was read."""
+        return "; ".join(filter(None, (f"{self.tokens:,} tokens, context {self.context}, stride {self.stride}", self.reading)))
+
+
 @dataclass(frozen=True, eq=False)
 class Recording:
     """The only text that a recorded side can be asked about."""
 
     ids: Tensor  # (N,) int64
     windows: Windows
-    text: str  # its name
-    sha256: str  # of the text, "" where it is unknown
-    told: str  # the protocol in words
+    text: Scored
     tokenizer: str | None  # the fingerprint of the tokenizer, where it is known
-    vocab: int
     token_bytes: Tensor | None  # (V,) the bytes that each token stands for, where they are known
-    reading: str = ""  # how the text was read, in words
 
 
 @dataclass(frozen=True)

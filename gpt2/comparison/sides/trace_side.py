@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
-from gpt2.checkpoint.saving import raw_bytes
-from gpt2.comparison.sides.side import Model, Recording, Shown, Side
+from gpt2.comparison.sides.side import Model, Recording, Scored, Shown, Side
 from gpt2.config import GPT2Config
 from gpt2.errors import CheckpointError, InputError, user_path
 from gpt2.measure.dumps import IDS
@@ -30,7 +30,7 @@ from gpt2.measure.windows import RowWindows, Window, Windows
 PREFIX, SUFFIX = "trace:", ".safetensors"
 FORMAT, TRACE_FORMAT = "gpt2-toolkit reference", "gpt2-toolkit trace"
 SQUARE = ("attn.scores", "attn.weights")  # points with a row of T for each token
-PIECE = 64 << 20  # bytes of logits whose checksum is computed at once
+PIECE = 1 << 20  # bytes whose checksum is computed at once
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class TraceSide(Side):
         try:
             side = cls._of(name, file, _about(file), file.read(key).long())
             ids, windows = side.recording.ids, side.recording.windows
-            scored = sum(end - first for _, end, first in windows.of(len(ids)))
+            scored = sum(window.end - window.first for window in windows.of(len(ids)))
             if side.rows.shape != (scored, side.vocab_size) or not side.rows.is_floating_point():
                 raise ValueError(f"its logits are not of {scored:,} scored tokens")
             if not 0 <= int(ids.min()) <= int(ids.max()) < side.vocab_size:
@@ -70,37 +70,33 @@ class TraceSide(Side):
 
     @classmethod
     def _of(cls, name: str, file: SafetensorsFile, about: dict[str, Any], ids: Tensor) -> TraceSide:
-        rows, windows, lengths = file.read("logits"), Windows(1), None
-        vocab = rows.size(-1)
+        """Return the side of a file: one that ``--save`` wrote, or rows (B, T) by another program, ``gpt2 trace`` among them."""
+        rows, lengths, traced, side = file.read("logits"), None, dict[str, Tensor](), about.get("side", about)
+        config, vocab = GPT2Config(**side["config"]) if side.get("config") else None, rows.size(-1)
+        windows: Windows
         if about.get("format") == FORMAT:
-            _require_as_written(file, rows)
-            side, text, windows = about["side"], about["text"], Windows(**about["windows"])
+            _require_as_written(file.path)
+            windows, text = Windows(**about["windows"]), Scored(**about["text"])
             if any(type(each) not in (int, bool, type(None)) for each in vars(windows).values()):
                 raise ValueError("its windows are not whole numbers")
-            if bool((known := file.read("token_bytes")).any()):
-                lengths = known.reshape(vocab)
+            lengths = known.reshape(vocab) if (known := file.read("token_bytes")).any() else None
         else:
             batch, tokens = (ids := ids if ids.ndim == 2 else ids[None]).shape
             windows, rows = RowWindows(tokens - 1), rows.reshape(batch, tokens, vocab)[:, :-1].flatten(0, 1)
             told = "every token of a row but its first; each row is run alone"
-            text = {"name": about.get("ids_from", file.path.name), "sha256": "", "told": told}
-            side = {"implementation": "float64", "dtype": about.get("stored", ""), "config": {}, "files": {}, **about}
-        config = GPT2Config(**side["config"]) if side["config"] else None
-        names = points(config.n_layer) if config is not None and isinstance(windows, RowWindows) else []
-        traced = {point: file.read(point)[:1] for point in names if point in file.entries}
-        if any(each.size(-1 if point.endswith(SQUARE) else 1) != windows.context + 1 for point, each in traced.items()):
-            raise ValueError("its activations are not of its tokens")
-        said = str(text["name"]), str(text["sha256"]), str(text["told"]), about.get("tokenizer")
-        recording = Recording(ids.flatten(), windows, *said, vocab, lengths, str(text.get("reading", "")))
-        how = f"{side['implementation']}, saved by gpt2-toolkit {about['version']}" if about else "another program"
-        files = {str(each): str(digest) for each, digest in side["files"].items()}
-        revision = None if side.get("revision") is None else str(side["revision"])
-        known_of = None if config is None else config.num_parameters(), dict(side["config"]), files
-        return cls(name, Model(name, how, str(side["dtype"]), revision, *known_of), rows, recording, traced, config)
+            text = Scored(about.get("ids_from", file.path.name), "", ids.numel(), windows.context, windows.step, told)
+            names = [point for point in points(config.n_layer if config else 0) if config and point in file.entries]
+            traced = {point: file.read(point)[:1] for point in names}
+            if any(each.size(-1 if point.endswith(SQUARE) else 1) != tokens for point, each in traced.items()):
+                raise ValueError("its activations are not of its tokens")
+        by = f"{side.get('implementation', 'float64')}, saved by gpt2-toolkit {about['version']}" if about else "another program"
+        dtype, parameters = side.get("dtype", side.get("stored", "")), config.num_parameters() if config else None
+        model = Model(name, by, dtype, side.get("revision"), parameters, side.get("config", {}), side.get("files", {}))
+        return cls(name, model, rows, Recording(ids.flatten(), windows, text, about.get("tokenizer"), lengths), traced, config)
 
     @property
     def vocab_size(self) -> int:
-        return self.recording.vocab
+        return self.rows.size(-1)
 
     @property
     def shows(self) -> frozenset[Shown]:  # type: ignore[override]
@@ -149,14 +145,11 @@ def _about(file: SafetensorsFile) -> dict[str, Any]:
     return about if isinstance(about, dict) and about.get("format") in (FORMAT, TRACE_FORMAT) else {}
 
 
-def checksum(held: Mapping[str, Tensor], crc: int) -> bytes:
-    """Return the CRC-32 of a reference's small arrays, after ``crc`` of what it says and of its logits."""
-    return zlib.crc32(raw_bytes(held["token_bytes"]), zlib.crc32(raw_bytes(held["ids"]), crc)).to_bytes(4, "little")
-
-
-def _require_as_written(file: SafetensorsFile, rows: Tensor) -> None:
-    crc = zlib.crc32(file.metadata["about"].encode())
-    for part in rows.split(max(1, PIECE // max(1, rows[:1].nbytes))):
-        crc = zlib.crc32(raw_bytes(part), crc)
-    if checksum({name: file.read(name) for name in ("ids", "token_bytes")}, crc) != bytes(file.read("crc32").tolist()):
-        raise ValueError("its checksum is wrong")
+def _require_as_written(path: Path) -> None:
+    """Raise ValueError unless the last four bytes are the CRC-32 of all before them."""
+    left, crc = path.stat().st_size - 4, 0
+    with path.open("rb") as file:
+        while left > 0 and (part := file.read(min(left, PIECE))):
+            crc, left = zlib.crc32(part, crc), left - len(part)
+        if file.read() != crc.to_bytes(4, "little"):
+            raise ValueError("its checksum is wrong")
