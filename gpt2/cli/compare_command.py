@@ -179,7 +179,7 @@ def _names(args: argparse.Namespace) -> list[str]:
         if args.others:
             raise InputError("--attention compares two models at most; leave the others out")
         return given
-    return [each.name for name in given for each in with_checkpoints(name)]
+    return [str(each.model) for name in given for each in with_checkpoints(name)]
 
 
 def _given(args: argparse.Namespace) -> list[str]:

@@ -26,13 +26,14 @@ from gpt2.errors import InputError
 from gpt2.measure.estimates import Bootstrap
 from gpt2.measure.last_words import LastWords, last_words_change
 from gpt2.measure.metrics import Logits
+from gpt2.model import GPT2
 
 HELD = 2 << 30  # bytes of the first model's logits that are kept in memory; where they are more, it runs again beside each other
 FLOOR_TOKENS = 64  # of several models: those on which the first one's floor of noise is computed
 
 
 def compare_sides(
-    names: Sequence[str], steps: Sequence[int | None], settings: Settings, *, hashes: bool = True
+    models: Sequence[str | GPT2], steps: Sequence[int | None], settings: Settings, *, hashes: bool = True
 ) -> Comparison | Comparisons:
     """Compare the first side with each other one: two in every part, of several what tells which is best.
 
@@ -40,9 +41,9 @@ def compare_sides(
     the ``hashes`` of their files are left out if they are not asked for. Of several, one model is in memory at a time, and the
     first beside it where its logits are too many to keep.
     """
-    started, several = time.perf_counter(), len(names) > 2
+    started, several = time.perf_counter(), len(models) > 2
     parts, saved = frozenset(() if several else Part), settings.save and require_name(settings.save)
-    sides = open_sides(*names, settings=settings)
+    sides = open_sides(*models, settings=settings)
     for side in sides:
         require_head(side.vocab_size or 0, side, sides)  # of a recording
     passage = open_passage(sides, [side.tokenizer for side in sides], settings)
@@ -61,7 +62,9 @@ def compare_sides(
         pairs = [measure(first, b, logits, passage, settings, parts, fit) for b, fit in zip(others, fits, strict=True)]
         compared = next(((pair.distributions.a, pair.logp_a) for pair in pairs if pair.distributions is not None), None)
         if saved and compared is None:
-            raise InputError(f"{names[0]}: was not run over the text beside {names[1]}, so it is not saved; save it alone")
+            raise InputError(
+                f"{sides[0].name}: was not run over the text beside {sides[1].name}, so it is not saved; save it alone"
+            )
         if compared is not None:
             own, logp = compared
         elif several:
@@ -69,12 +72,12 @@ def compare_sides(
         else:
             own, logp = first.in_its_tokens(passage, first.tokenizer, settings.seed), None
     env = environment_of(sides)
-    models = [side.describe(env.versions, hashes=hashes or not several) for side in sides]
+    described = [side.describe(env.versions, hashes=hashes or not several) for side in sides]
     if several:
         whole = Pair(
             Compatibility((), fits[0].vocabularies, heads_left_out(first.side)), language=own, logp=logp, last_words=last_words
         )
-        rows = zip((first, *others), models, (whole, *pairs), steps, strict=True)
+        rows = zip((first, *others), described, (whole, *pairs), steps, strict=True)
         candidates = tuple(_candidate(first, *row, paper_figures(row[0].side.name, passage.scored.name)) for row in rows)
         ranking, spent = _ranking(candidates, (whole, *pairs), settings.seed), sum(each.seconds for each in (first, *others))
         seconds = time.perf_counter() - started
@@ -83,8 +86,8 @@ def compare_sides(
     left_out = pair.fit.impossible | first.rows_left_out | other.rows_left_out
     change = last_words and pair.last_words and last_words_change(last_words, pair.last_words, seed=settings.seed)
     return Comparison(
-        a=models[0],
-        b=models[1],
+        a=described[0],
+        b=described[1],
         compatibility=replace(pair.fit, impossible=left_out),
         text=passage.scored,
         weights=pair.weights,

@@ -41,8 +41,9 @@ from pathlib import Path
 
 from gpt2.checkpoint.hub import DatasetFile, dataset_file
 from gpt2.data import Tokenizer, shakespeare
-from gpt2.data.documents import HELD_OUT, LINE_ENDS, TABLES, documents, files, joined, parted
+from gpt2.data.documents import HELD_OUT, LINE_ENDS, documents, files, joined, parted
 from gpt2.data.files import read_all
+from gpt2.data.tables import READERS
 from gpt2.errors import InputError, did_you_mean, user_path
 from gpt2.measure.windows import Windows
 
@@ -213,7 +214,7 @@ def _is_file(path: str) -> bool:
 
 def _of_documents(path: str) -> bool:
     """Return whether it is a folder or a table, whose documents and line ends are read as training reads them."""
-    return os.path.isdir(path) or Path(path).suffix.lower() in TABLES
+    return os.path.isdir(path) or Path(path).suffix.lower() in READERS
 
 
 def _positive(spec: str, key: str, value: str) -> int:

@@ -18,6 +18,7 @@ from gpt2.comparison.results import Comparison
 from gpt2.comparison.run import compare
 from gpt2.config import GPT2Config
 from gpt2.data.bpe import train_bpe
+from gpt2.lora import inject, merged
 from gpt2.measure.tracing import points
 from gpt2.model import GPT2
 
@@ -33,7 +34,7 @@ def changed(base: Path, folder: Path, change) -> Path:
 
 
 def run(a: object, b: object, text: str, **settings) -> Comparison:
-    return compare(str(a), str(b), on=text, tokens=200, **settings)
+    return compare(str(a), str(b), **{"on": text, "tokens": 200, **settings})
 
 
 def test_a_model_against_itself_is_zero_everywhere(base: Path, text: str, in_a_notebook: None) -> None:
@@ -332,3 +333,33 @@ def test_documents_are_scored_behind_the_end_of_text(base: Path, tmp_path: Path)
         assert (r"line ends \r\n and \r are read as \n" in said) == (name == "crlf")
         shown = tokenizer.decode([i for i in ids.tolist() if i != tokenizer.eot])
         assert found.distributions.a.score.bytes == len(shown.encode())
+
+
+def test_models_in_memory_are_compared_as_their_files_are(base: Path, text: str, tmp_path: Path) -> None:
+    """A GPT2 in place of its name, a list of texts, ids and a text in place of a model were tracebacks of no use."""
+    model, tuned, where = load(str(base)), load(str(base)).train(), {"on": text, "tokens": 100}
+    inject(tuned, r=2, alpha=4)
+    with torch.no_grad():
+        for number, (_, parameter) in enumerate(adapted := list(tuned.named_parameters())):
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)), alpha=0.01)
+    found = gpt2.compare(model, tuned, **where)
+    assert found.a.name == f"{base} in memory"
+    assert found.text.name == text  # it is read by the tokenizer of what the models were loaded from
+    saved = gpt2.save(merged(tuned), gpt2.load_tokenizer(str(base)), tmp_path)
+    alone = run(base, saved, text, tokens=100)
+    assert found.distributions.kl_ab.mean.value == pytest.approx(alone.distributions.kl_ab.mean.value, rel=1e-9)
+    assert found.weights.total.distance == pytest.approx(alone.weights.total.distance, rel=1e-9)
+    assert tuned.training
+    assert [name for name, _ in tuned.named_parameters()] == [name for name, _ in adapted]  # it stays as it was
+    assert gpt2.compare(model, model, base, **where).candidates[1].made_of == "A, the same weights"
+    for wrong, says in {
+        ("To be, or not to be", model): "reads like a text; texts are read as on='my.jsonl'",
+        (("one text", "another"), model): "was given tuple; texts are read as",
+        (
+            torch.arange(4),
+            model,
+        ): "was given Tensor; texts are read as on='my.jsonl', one {\"text\": ...} a line; ids of",
+        (torch.nn.Linear(2, 2), model): "gpt2.checkpoint_of(module).load()",
+    }.items():
+        assert says in refusal(compare, *wrong)
+    assert "on=list: give the name of a text" in refusal(compare, model, tuned, on=["one text", "another"])

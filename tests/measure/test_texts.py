@@ -99,7 +99,9 @@ def test_documents_are_read_as_training_reads_them(tmp_path):
     Path("docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one\n", "two", " ", "three")))
     text, end = open_text("docs.txt"), BPE.eot
     trained = [document.text for document in documents([Path("docs.txt")], tally=Counter())]
-    assert text.documents == trained == open_text("docs.jsonl").documents == ["one\n", "two", "three"]
+    Path("docs.json").write_text(json.dumps([{"text": text} for text in trained]))
+    for name in ("docs.jsonl", "docs.json"):
+        assert text.documents == trained == open_text(name).documents == ["one\n", "two", "three"]
     ids = [i for part in trained for i in (end, *BPE.encode(part))]
     assert text.encode(BPE) == open_text("docs.jsonl").encode(BPE) == ids
     assert text.reading(BPE) == "3 documents, each behind '<|endoftext|>'"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from gpt2.comparison.passage import Settings
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.ctranslate2 import CTranslate2Side
+from gpt2.comparison.sides.held import held
 from gpt2.comparison.sides.llama_cpp import LlamaCppSide
 from gpt2.comparison.sides.onnx import OnnxSide
 from gpt2.comparison.sides.port import PortSide
@@ -16,6 +17,7 @@ from gpt2.comparison.sides.trace_side import PREFIX as TRACE_PREFIX
 from gpt2.comparison.sides.trace_side import TraceSide
 from gpt2.errors import InputError
 from gpt2.measure.user_code import target
+from gpt2.model import GPT2
 
 PORT = re.compile(r".*\.py(:\w*)?", re.DOTALL)  # FILE.py:build
 KINDS: dict[str, Callable[[str], Side]] = {  # prefix of a name -> how to open it
@@ -27,9 +29,9 @@ ADDRESSES = ("http://", "https://")
 DEFAULTS = Settings()
 
 
-def open_sides(*names: str, settings: Settings = DEFAULTS) -> tuple[Side, ...]:
+def open_sides(*models: str | GPT2, settings: Settings = DEFAULTS) -> tuple[Side, ...]:
     """Open the sides of one comparison; a port gets the first checkpoint's folder."""
-    sides = [open_side(name, settings) for name in names]
+    sides = [open_side(model, settings) for model in models]
     checkpoint = next((side.checkpoint for side in sides if isinstance(side, CheckpointSide)), None)
     for side in sides:
         if isinstance(side, PortSide):
@@ -37,11 +39,13 @@ def open_sides(*names: str, settings: Settings = DEFAULTS) -> tuple[Side, ...]:
     return tuple(sides)
 
 
-def open_side(name: str, settings: Settings = DEFAULTS) -> Side:
-    """Open a side; the dtype of the settings is for a model whose name gives none, and the device is where a checkpoint runs.
+def open_side(name: str | GPT2, settings: Settings = DEFAULTS) -> Side:
+    """Open a side, by name or a model in memory. The settings have the dtype of a model whose name gives none, and the device.
 
     Raises InputError: no such side or device, or its engine is missing.
     """
+    if isinstance(name, GPT2):
+        return held(name)
     if PORT.fullmatch(name):
         return PortSide(name, target(name))
     if name.startswith(ADDRESSES):
