@@ -25,6 +25,7 @@ from gpt2.measure.environment import blas, processor
 from gpt2.measure.placement import device_name
 from gpt2.model import GPT2
 from gpt2.parity import reference
+from gpt2.sampling import Sampling
 from gpt2.train.loss import Scored
 
 
@@ -101,7 +102,7 @@ class Ours:
 
     def decode(self, ids: Tensor, tokens: int) -> float:
         """Return the seconds of ``tokens`` greedy steps after (B, T) ids, without the time of the prompt."""
-        steps = stream(self.decoder, ids, tokens + 1, temperature=0)
+        steps = stream(self.decoder, ids, tokens + 1, Sampling(0))
         next(steps)
         return seconds(lambda: [next(steps) for _ in range(tokens)])
 

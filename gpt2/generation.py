@@ -4,7 +4,7 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, Unpack, overload
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,12 +25,8 @@ def stream(
     model: GPT2 | Decoder,
     ids: Tensor,
     max_new_tokens: int,
+    sampling: Sampling,
     *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
     seed: int | None = None,
     attention_mask: Tensor | None = None,
     use_cache: bool = True,
@@ -55,23 +51,22 @@ def stream(
     (:func:`rows_with_tokens`).
 
     Raises:
-        InputError: invalid sampling settings, a draft that cannot be used, or logits that are not finite.
+        InputError: a draft that cannot be used, or logits that are not finite.
     """
     decoder = model if isinstance(model, Decoder) else Decoder(model)
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
     if draft is not None:
         check_draft(draft, decoder.model, ids)
         if attention_mask is not None or not use_cache:
             raise InputError("generate: a draft needs a cache and text without padding; leave out attention_mask and use_cache")
-        if repetition_penalty != 1:
+        if sampling.repetition_penalty != 1:
             raise InputError("generate: a draft cannot be used with a repetition penalty; leave one out")
         yield from _stream_speculatively(decoder, Decoder(draft), ids, max_new_tokens, sampling, generator, rows)
         return
     limit = decoder.model.config.n_positions
     text, real = ids[:, -limit:], None if attention_mask is None else attention_mask[:, -limit:]
     cache = decoder.model.new_cache(len(ids), min(limit, text.size(1) + max_new_tokens)) if use_cache else None
-    seen = None if repetition_penalty == 1 else _seen(ids, attention_mask, decoder.model.config.vocab_size)
+    seen = None if sampling.repetition_penalty == 1 else _seen(ids, attention_mask, decoder.model.config.vocab_size)
     for _ in range(max_new_tokens):
         if text.size(1) > limit:
             text, real = _last_half(text, real, limit)
@@ -83,7 +78,7 @@ def stream(
             logits = decoder.prefill(text, cache, real)
         logits = _candidates(logits, rows, decoder.model)
         if seen is not None:
-            logits = penalise(logits, seen, repetition_penalty)
+            logits = penalise(logits, seen, sampling.repetition_penalty)
         chosen = sampling.next_ids(logits, generator)
         if seen is not None:
             seen.scatter_(1, chosen[:, None], True)
@@ -204,40 +199,30 @@ class Ending:
         return self.ended
 
 
-class Settings(TypedDict, total=False):
-    """What :func:`generate` passes to :func:`stream`, which has the defaults."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float
-    seed: int | None
-    attention_mask: Tensor | None
-    use_cache: bool
-    draft: GPT2 | None
-    rows: Tensor | None
-
-
-@overload
-def generate(
-    model: GPT2, ids: Tensor, max_new_tokens: int = ..., *, stop: Stop | None = ..., **settings: Unpack[Settings]
-) -> Tensor: ...
-
-
-@overload
-def generate(
-    model: GPT2, ids: Sequence[int], max_new_tokens: int = ..., *, stop: Stop | None = ..., **settings: Unpack[Settings]
-) -> list[int]: ...
+Ids = TypeVar("Ids", list[int], Tensor)
 
 
 def generate(
-    model: GPT2, ids: Sequence[int] | Tensor, max_new_tokens: int = 64, *, stop: Stop | None = None, **settings: Unpack[Settings]
-) -> list[int] | Tensor:
+    model: GPT2,
+    ids: Ids,
+    max_new_tokens: int = 200,
+    *,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    seed: int | None = None,
+    stop: Stop | None = None,
+    attention_mask: Tensor | None = None,
+    use_cache: bool = True,
+    draft: GPT2 | None = None,
+    rows: Tensor | None = None,
+) -> Ids:
     """Return the prompt and its continuation; :func:`stream` has the method.
 
     Args:
-        ids: a list of ids, or a (B, T) integer tensor of prompts of one length (shorter ones padded on the left).
+        ids: a list of ids; or an integer tensor, (T,), or (B, T) for prompts of one length (shorter ones padded on the left).
         temperature: 0 is greedy, and ``top_k`` and ``top_p`` then have no effect.
         seed: makes sampling repeatable; without it torch's global generator is used.
         min_p: drop ids less likely than this share of the likeliest one.
@@ -248,35 +233,52 @@ def generate(
         rows: (V,) boolean, the ids that may be generated; default: all, or those with a token of a :class:`StopText`.
 
     Returns:
-        A list for a list; a (B, T + new) tensor on the model's device for a tensor.
+        A list for a list; a (T + new,) or (B, T + new) tensor on the model's device for a tensor.
 
     Raises:
-        InputError: an empty prompt, an id outside the vocabulary, padding that is not on the left, invalid sampling settings,
-            a draft that cannot be used, or logits that are not finite.
+        InputError: arguments in another order, an empty prompt, an id outside the vocabulary, padding that is not on the left,
+            invalid sampling settings, a draft that cannot be used, or logits that are not finite.
     """
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     prompt = _prompt(ids, model)
     if max_new_tokens < 0:
         raise InputError(f"generate: max_new_tokens is {max_new_tokens}; give 0 or more")
-    mask = settings.get("attention_mask")
-    if mask is not None:
-        if mask.shape != prompt.shape:
-            raise InputError(f"generate: attention_mask is {tuple(mask.shape)}; make it {tuple(prompt.shape)}, as the ids")
-        if not bool(mask[:, -1].all()):
+    if attention_mask is not None:
+        attention_mask = attention_mask[None] if attention_mask.ndim == 1 else attention_mask
+        if attention_mask.shape != prompt.shape:
+            shapes = f"attention_mask is {tuple(attention_mask.shape)}; make it {tuple(prompt.shape)}, as the ids"
+            raise InputError(f"generate: {shapes}")
+        if not bool(attention_mask[:, -1].all()):
             raise InputError("generate: a row ends in padding and cannot be continued; pad on the left")
-        settings["attention_mask"] = mask.to(prompt.device)
-    if settings.get("rows") is None and isinstance(stop, StopText):
-        settings["rows"] = rows_with_tokens(stop.tokenizer, model.config)
+        attention_mask = attention_mask.to(prompt.device)
+    if rows is None and isinstance(stop, StopText):
+        rows = rows_with_tokens(stop.tokenizer, model.config)
     out, ends = [prompt], [Ending(stop) for _ in prompt]
-    for chosen in stream(model, prompt, max_new_tokens, **settings):
+    steps = stream(
+        model,
+        prompt,
+        max_new_tokens,
+        sampling,
+        seed=seed,
+        attention_mask=attention_mask,
+        use_cache=use_cache,
+        draft=draft,
+        rows=rows,
+    )
+    for chosen in steps:
         out.append(chosen[:, None])
         if stop is not None and all([end.reached(token) for end, token in zip(ends, chosen.tolist(), strict=True)]):
             break
     result = torch.cat(out, dim=1)
-    return result if isinstance(ids, Tensor) else result[0].tolist()
+    if not isinstance(ids, Tensor):
+        return result[0].tolist()
+    return result if ids.ndim == 2 else result[0]
 
 
 def _prompt(ids: Sequence[int] | Tensor, model: GPT2) -> Tensor:
     """Return ``ids`` as (B, T) int64 on the model's device; raise an :class:`InputError` if they are not a valid prompt."""
+    if not isinstance(model, GPT2):
+        raise InputError(f"generate takes a model, then ids, and was given {type(model).__name__} first; gpt2.load makes a model")
     vocabulary = model.config.vocab_size
     try:
         prompt = ids if isinstance(ids, Tensor) else torch.tensor([[operator.index(i) for i in ids]], dtype=torch.long)
@@ -284,9 +286,10 @@ def _prompt(ids: Sequence[int] | Tensor, model: GPT2) -> Tensor:
         raise InputError("generate: the prompt is not a list of ids; encode a text with the model's tokenizer first") from None
     except (ValueError, OverflowError, RuntimeError):  # torch's errors for an id of more than 64 bits
         raise InputError(f"generate: an id of the prompt lies outside the model's vocabulary of {vocabulary}") from None
+    prompt = prompt[None] if prompt.ndim == 1 else prompt
     if prompt.ndim != 2 or prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool:
         given = f"{prompt.dtype} of shape {tuple(prompt.shape)}"
-        raise InputError(f"generate: the prompt is {given}; give a list of ids, or integers of shape (B, T)")
+        raise InputError(f"generate: the prompt is {given}; give a list of ids, or integers of shape (T,) or (B, T)")
     if prompt.numel() == 0:
         raise InputError("generate: the prompt is empty; give at least one id, such as the end-of-text id")
     if int(prompt.min()) < 0 or int(prompt.max()) >= vocabulary:

@@ -20,6 +20,7 @@ from gpt2.kv_cache import KVCache
 from gpt2.measure.metrics import relative_error
 from gpt2.measure.rounding import FORWARD_RATIO, rounding_noise
 from gpt2.model import ACTIVATIONS, GPT2, eager_attention
+from gpt2.sampling import Sampling
 
 CONFIG = GPT2Config(vocab_size=61, n_positions=16, n_embd=24, n_layer=3, n_head=3, bos_token_id=None, eos_token_id=None)
 VARIANTS = [
@@ -204,7 +205,7 @@ def test_a_changed_model_gives_another_text(change: Callable[[GPT2], object], ro
     before = generate(model, ids, 8, temperature=0)
     change(model)
     expected = generate(model, ids, 8, temperature=0, use_cache=False)
-    steps = stream(model, ids, 8, temperature=0)
+    steps = stream(model, ids, 8, Sampling(0))
     assert torch.cat((ids, *(chosen[:, None] for chosen in steps)), dim=1).equal(expected)
     window = ids
     for _ in range(8):  # the same text from the model alone
@@ -230,7 +231,7 @@ def test_a_decoder_serves_many_texts() -> None:
     model = drawn(dtype=torch.bfloat16)
     decoder = Decoder(model)
     for prompt in ([1, 2, 3], [5], [6, 7]):
-        text = [int(chosen) for chosen in stream(decoder, torch.tensor([prompt]), 20, temperature=0)]
+        text = [int(chosen) for chosen in stream(decoder, torch.tensor([prompt]), 20, Sampling(0))]
         assert [*prompt, *text] == generate(model, prompt, 20, temperature=0)
 
 

@@ -163,6 +163,12 @@ def test_what_goes_in_comes_out() -> None:
     assert all(type(i) is int for i in found)
     assert generate(model, (1, 2), 3, temperature=0) == found
     assert generate(model, ids[0].numpy(), 3, temperature=0) == found
+    assert generate(model, ids[0], 3, temperature=0).tolist() == found, "(T,) returns (T + new,)"
+    mask = torch.tensor([0, 1])
+    assert torch.equal(
+        generate(model, ids[0], 3, temperature=0, attention_mask=mask)[None],
+        generate(model, ids, 3, temperature=0, attention_mask=mask[None]),
+    )
     for dtype in (torch.int32, torch.int16, torch.uint8, torch.int64):
         result = generate(model, ids.to(dtype), 3, temperature=0)
         assert result.dtype == torch.long
@@ -199,7 +205,7 @@ BAD: list[tuple[object, dict, str]] = [
     ("text", {}, "not a list of ids"),
     ([[1, 2], [3, 4]], {}, "not a list of ids"),
     (7, {}, "not a list of ids"),
-    (torch.tensor([1, 2]), {}, r"shape \(2,\)"),
+    (torch.ones(1, 1, 2, dtype=torch.long), {}, r"shape \(1, 1, 2\)"),
     (torch.tensor([[1.0]]), {}, "torch.float32"),
     (torch.tensor([[True]]), {}, "torch.bool"),
     ([1], {"max_new_tokens": -1}, "max_new_tokens is -1"),
@@ -223,6 +229,11 @@ def test_bad_input_is_refused_before_any_work(ids: object, settings: dict, messa
     assert re.search(message, refusal(generate, model, ids, **settings))
 
 
+def test_arguments_in_another_order_are_told_as_that() -> None:
+    """``generate(ids, model)`` ended in an AttributeError about a list without a config."""
+    assert "takes a model, then ids, and was given list first" in refusal(generate, [1, 2], lively())
+
+
 # The caller's state between two tokens
 
 
@@ -236,19 +247,19 @@ def take_a_training_step(model: GPT2, ids: Tensor) -> None:
 def test_inference_mode_ends_with_each_token() -> None:
     """Inference mode between tokens would disable the caller's autograd, and its ids could not be used in training."""
     model = lively()
-    for chosen in stream(model, torch.tensor([[1, 2]]), 3, temperature=0):
+    for chosen in stream(model, torch.tensor([[1, 2]]), 3, Sampling(0)):
         assert not torch.is_inference_mode_enabled()
         assert torch.is_grad_enabled()
         assert not chosen.is_inference()
         take_a_training_step(model, chosen[:, None].expand(-1, 3))
         chosen.add_(1)  # the caller's own tensor; the text does not depend on it
-    first = [int(c) for c in stream(model, torch.tensor([[1, 2]]), 3, temperature=0)]
+    first = [int(c) for c in stream(model, torch.tensor([[1, 2]]), 3, Sampling(0))]
     assert [1, 2, *first] == plainly(model, [1, 2], 3)
     result = generate(model, torch.tensor([[1, 2]]), 3)
     assert not result.is_inference()
     take_a_training_step(model, result)
     with torch.no_grad():
-        next(stream(model, result, 1))
+        next(stream(model, result, 1, Sampling(0)))
         assert not torch.is_grad_enabled()
     with torch.inference_mode():
         assert generate(model, [1, 2], 3, temperature=0) == plainly(model, [1, 2], 3)
@@ -266,7 +277,7 @@ def test_mode_is_the_callers_between_and_after(how: str) -> None:
     before = modes(model)
     assert set(before.values()) == {True, False}
     ids = torch.tensor([[1, 2]])
-    iterator = stream(model, ids, 5, temperature=0)
+    iterator = stream(model, ids, 5, Sampling(0))
     next(iterator)
     assert modes(model) == before
     if how == "drained":
@@ -291,7 +302,7 @@ def test_stream_yields_as_it_goes() -> None:
     passes: list[int] = []
     model = lively()
     model.wte.register_forward_hook(lambda *_: passes.append(1))
-    iterator = stream(model, torch.tensor([[1, 2], [3, 4]]), 10**9, temperature=0)
+    iterator = stream(model, torch.tensor([[1, 2], [3, 4]]), 10**9, Sampling(0))
     assert passes == []
     for count, chosen in enumerate(itertools.islice(iterator, 12), start=1):
         assert chosen.shape == (2,)

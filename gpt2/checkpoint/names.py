@@ -74,7 +74,10 @@ class ModelName:
         activation: str | None = None,
     ) -> ModelName:
         """Parse ``"org/name@v1:bf16"``, ``"random:gpt2:7"``, ``"ckpt.pt:gelu"``. Raises InputError: unknown, contradictory."""
-        text = os.fspath(text)
+        try:
+            text = os.fspath(text)
+        except TypeError:
+            raise InputError(f"a model's name is a text or a path, and this is {type(text).__name__}") from None
         base, activation = _split_activation(text, activation)
         base, suffix = _split_dtype(base, use)
         base, activation = _split_activation(base, activation)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from gpt2.data import Tokenizer
     from gpt2.data.chat import ChatFormat
     from gpt2.decoder import Decoder
+    from gpt2.model import GPT2
+    from gpt2.sampling import Sampling
 
 HELP = "continue a prompt, streamed to stdout"
 EXAMPLES = """\
@@ -92,15 +94,15 @@ def run(args: argparse.Namespace) -> int:
         print(f"note: {note}", file=sys.stderr)
     if answers and not args.chat:
         print(f"note: {args.model} was fine-tuned on questions and answers; --chat asks it in their format", file=sys.stderr)
-    settings = {**asdict(sampling), "seed": args.seed}
-    writer = _Writer(args, tokenizer, Decoder(model), {**settings, "draft": draft})
+    writer = _Writer(args, tokenizer, Decoder(model), sampling, draft)
     started = time.perf_counter()
     if args.chat and tokenizer.chat is not None:
         body, count = _answer(_questions(args.prompt), writer, tokenizer.chat, model.config.n_positions // 2)
     else:
         body, count = _continue(_text((args.prompt or ["\n"])[0]), writer)
     seconds = time.perf_counter() - started
-    body = {"model": args.model, "draft": args.draft, **body, **settings, "stop": args.stop, "seconds": seconds}
+    body = {"model": args.model, "draft": args.draft, **body, **asdict(sampling), "seed": args.seed}
+    body |= {"stop": args.stop, "seconds": seconds}
     speed = f"{count} tokens in {seconds:.2f} s, {count / max(seconds, 1e-9):.0f} a second"
     write_result(args.json, body, lambda: print(speed, file=sys.stderr))
     return 0
@@ -109,11 +111,13 @@ def run(args: argparse.Namespace) -> int:
 class _Writer:
     """Continues ids, and prints the text as it comes unless stdout is for JSON."""
 
-    def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer, decoder: Decoder, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, args: argparse.Namespace, tokenizer: Tokenizer, decoder: Decoder, sampling: Sampling, draft: GPT2 | None
+    ) -> None:
         from gpt2.generation import StopText, rows_with_tokens
 
-        settings = {**settings, "rows": rows_with_tokens(tokenizer, decoder.model.config)}
-        self.args, self.tokenizer, self.decoder, self.settings = args, tokenizer, decoder, settings
+        self.args, self.tokenizer, self.decoder, self.sampling = args, tokenizer, decoder, sampling
+        self.how = {"seed": args.seed, "draft": draft, "rows": rows_with_tokens(tokenizer, decoder.model.config)}
         self.hidden = set() if args.special else set(tokenizer.special_tokens.values())
         self.stop = StopText(tokenizer, tuple(args.stop))
 
@@ -144,7 +148,7 @@ class _Writer:
         ends: list[Ending] = [Ending(self.stop) for _ in prompt]
         rows: list[list[int]] = [[] for _ in prompt]
         require_whole_files()
-        for chosen in stream(self.decoder, prompt, self.args.max_new_tokens, **self.settings):
+        for chosen in stream(self.decoder, prompt, self.args.max_new_tokens, self.sampling, **self.how):
             require_whole_files()
             for token, end, new in zip(chosen.tolist(), ends, rows, strict=True):
                 if end.ended:

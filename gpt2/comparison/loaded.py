@@ -117,7 +117,7 @@ class Loaded:
     def _next_ids(self, ids: Tensor, tokenizer: Tokenizer, new_tokens: int, temperature: float, seed: int) -> Iterator[Tensor]:
         if (model := self.side.gpt2) is not None:
             rows, ids = rows_with_tokens(tokenizer, model.config), ids.to(model.wte.weight.device)
-            yield from stream(model, ids, new_tokens, temperature=temperature, seed=seed, rows=rows)
+            yield from stream(model, ids, new_tokens, Sampling(temperature), seed=seed, rows=rows)
             return
         generator, held = torch.Generator().manual_seed(seed), torch.tensor([tokenizer.holds(i) for i in range(self.vocab)])
         for _ in range(new_tokens):

@@ -1,5 +1,7 @@
 """The base class of all tokenizers: tokens by id, the ids that end a text, and decoding."""
 
+from __future__ import annotations
+
 import json
 import os
 from abc import ABC, abstractmethod
@@ -12,6 +14,14 @@ from gpt2.data.chat import ChatFormat
 from gpt2.errors import InputError
 
 HIGHEST_ID = 10_000_000  # no file that is read has room for more
+
+
+class Encoding(dict[str, Any]):
+    """What a call of a tokenizer returns: a dictionary whose two entries are attributes too."""
+
+    def __init__(self, input_ids: Any, attention_mask: Any) -> None:
+        super().__init__(input_ids=input_ids, attention_mask=attention_mask)
+        self.input_ids, self.attention_mask = input_ids, attention_mask
 
 
 class Tokenizer(ABC):
@@ -43,6 +53,39 @@ class Tokenizer(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_vocab={self.n_vocab})"
+
+    def __len__(self) -> int:
+        return self.n_vocab
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """:attr:`eos`, under the name that transformers' tokenizers have."""
+        return self.eos
+
+    def __call__(self, text: str | Sequence[str], *, return_tensors: str | None = None, special: bool = False) -> Encoding:
+        """Return ``input_ids`` and ``attention_mask`` of a text, or of each of a list, as a transformers tokenizer does.
+
+        They are lists, with the ids of :meth:`encode_prompt`; with ``return_tensors="pt"`` int64 tensors (1, T) or (B, T),
+        shorter texts padded on the left, as :func:`gpt2.generate` takes them.
+
+        Raises InputError: something else than texts, or another ``return_tensors``.
+        """
+        texts = [text] if isinstance(text, str) else text
+        if return_tensors not in (None, "pt"):
+            raise InputError(f"return_tensors is {return_tensors!r}; give 'pt', or leave it out for lists")
+        if not all(isinstance(each, str) for each in texts):
+            raise InputError("a tokenizer encodes a text or a list of texts; to turn ids into text, use decode")
+        rows = [self.encode_prompt(each, special=special) for each in texts]
+        if return_tensors is None:
+            masks = [[1] * len(row) for row in rows]
+            return Encoding(rows, masks) if text is texts else Encoding(rows[0], masks[0])
+        import torch
+
+        width = max(map(len, rows), default=0)
+        pad = self.eot or 0  # any id: the mask hides it
+        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], dtype=torch.long)
+        masks = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+        return Encoding(ids, torch.tensor(masks, dtype=torch.long))
 
     @property
     def ends(self) -> tuple[int, ...]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, overload
 
 import torch
@@ -12,13 +14,14 @@ import torch
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint, open_path
 from gpt2.checkpoint.names import DEFAULT, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.official import Official, official_files
-from gpt2.checkpoint.saving import sha256
+from gpt2.checkpoint.saving import save, sha256
 from gpt2.damage import ADVICE
 from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.environment import environment
 from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.placement import missing_kernel
+from gpt2.model import GPT2
 from gpt2.pages.reports import Interrupted
 from gpt2.parity import checks, reference
 from gpt2.parity.checks import Build, Probe, Subject
@@ -38,7 +41,7 @@ MORE_BYTES = 1e9  # of a large model fewer, but two: each has a gradient of the 
 
 @overload
 def verify(
-    name: str = ...,
+    name: str | GPT2 = ...,
     *,
     dtype: str = ...,
     seed: int = ...,
@@ -66,7 +69,7 @@ def verify(
 
 
 def verify(
-    name: str = DEFAULT,
+    name: str | GPT2 = DEFAULT,
     *,
     dtype: str = "float32",
     seed: int = 0,
@@ -84,6 +87,7 @@ def verify(
 
     Args:
         name: a model name as in :func:`gpt2.load`; of ``random:SIZE``, transformers writes the weights to a temporary folder.
+            Or a model, as one's own loop trained it: its weights are written to a temporary folder, which transformers reads.
         dtype: the precision in which rounding is judged; a ``:dtype`` suffix on the name does the same.
         seed: draws the token ids.
         quick: leave out training (loss, gradients, optimizer steps), and read 128 tokens in place of whole contexts.
@@ -101,11 +105,28 @@ def verify(
         Interrupted: Ctrl-C; it has the report so far.
     """
     if device is not None:
-        if dtype != "float32" or build is not None or any((quick, keep_going, record, watch)):
-            raise InputError("verify: device takes seed, revision, offline and progress alone; leave the others out")
+        if isinstance(name, GPT2) or dtype != "float32" or build is not None or any((quick, keep_going, record, watch)):
+            raise InputError("verify: device takes a name, seed, revision, offline and progress alone; leave the others out")
         from gpt2.devices.run import verify_device
 
         return verify_device(name, device, seed=seed, revision=revision, offline=offline, progress=progress)
+    if isinstance(name, GPT2):
+        model = name
+        own = build or (lambda _, dtype: copy.deepcopy(model).eval().to(dtype))
+        with TemporaryDirectory() as saved:
+            save(model, None, saved)
+            found = verify(
+                saved,
+                dtype=dtype,
+                seed=seed,
+                quick=quick,
+                keep_going=keep_going,
+                record=record,
+                build=own,
+                progress=progress,
+                watch=watch,
+            )
+        return replace(found, model=model.name or "a model")
     started = time.perf_counter()
     parsed = ModelName.parse(name, VERIFIES, revision=revision)
     rounding = getattr(torch, parsed.dtype or dtype_name(dtype, VERIFIES))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import io
 import json
 import os
@@ -28,6 +30,7 @@ from gpt2.cli.main import main, share_cores
 from gpt2.data.bpe import train_bpe
 from gpt2.data.shakespeare import play
 from gpt2.parity import run as verify_module
+from gpt2.sampling import Sampling
 
 
 def test_waiting_threads_sleep_unless_the_user_chose_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,13 +240,23 @@ def test_generate_takes_a_draft(capsys: pytest.CaptureFixture) -> None:
     assert (plain["draft"], drafted["draft"]) == (None, "shakespeare-mini:int8")
 
 
+def test_generate_has_the_same_defaults_in_python_and_on_the_command_line() -> None:
+    """The command sampled at 0.8 and wrote 200 tokens, the function at 1.0 and 64, and its signature told neither."""
+    parser = argparse.ArgumentParser()
+    generate_command.add_arguments(parser)
+    given, told = vars(parser.parse_args([])), inspect.signature(gpt2.generate).parameters
+    shared = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    assert {name: told[name].default for name in shared} == {name: given[name] for name in shared}
+
+
 def test_generate_puts_the_prompt_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """With --device cuda the ids stayed on the CPU, and the embedding refused them. "meta" stands for a GPU."""
     seen: list[str] = []
     monkeypatch.setattr("gpt2.generation.stream", lambda decoder, ids, *args, **kwargs: seen.append(ids.device.type) or ())
     for device in ("meta", "cpu"):
-        args = SimpleNamespace(stop=[], json="-", max_new_tokens=1, special=False)
-        writer = generate_command._Writer(args, gpt2.load_tokenizer(), SimpleNamespace(model=gpt2.load().to(device)), {})
+        args = SimpleNamespace(stop=[], json="-", max_new_tokens=1, special=False, seed=None)
+        brain = SimpleNamespace(model=gpt2.load().to(device))
+        writer = generate_command._Writer(args, gpt2.load_tokenizer(), brain, Sampling(0), None)
         assert writer([1, 2]) == [[]]
     assert seen == ["meta", "cpu"]
 

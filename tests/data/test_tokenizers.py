@@ -213,3 +213,19 @@ def test_a_panic_while_text_is_encoded_or_decoded_is_one_line(tmp_path: Path) ->
     tokenizer = data.from_directory(word_level(tmp_path, {"a": 0}, **split))
     for call in (lambda: tokenizer.encode("a b"), lambda: tokenizer.lengths("a b"), lambda: tokenizer.decode([0, 0])):
         assert "the tokenizer: the tokenizers library cannot read it" in refusal(call)
+
+
+def test_a_tokenizer_is_called_as_the_field_calls_one() -> None:
+    """``tok(text, return_tensors="pt").input_ids`` is what scripts written for transformers say; ours was not callable."""
+    tokenizer = TOKENIZERS["words"][0]
+    assert (len(tokenizer), tokenizer.eos_token_id) == (269, tokenizer.eos)
+    ids = [tokenizer.encode(text) for text in ("a", "what light")]
+    assert tokenizer("a") == {"input_ids": ids[0], "attention_mask": [1] * len(ids[0])}
+    assert tokenizer(["a", "what light"])["input_ids"] == ids
+    both = tokenizer(["a", "what light"], return_tensors="pt")
+    missing = len(ids[1]) - len(ids[0])
+    assert missing > 0
+    assert both.input_ids.tolist() == [[tokenizer.eot] * missing + ids[0], ids[1]], "padded on the left, as generate takes it"
+    assert both.attention_mask.tolist() == [[0] * missing + [1] * len(ids[0]), [1] * len(ids[1])]
+    assert "return_tensors is 'tf'" in refusal(tokenizer, "a", return_tensors="tf")
+    assert "to turn ids into text, use decode" in refusal(tokenizer, [1, 2])

@@ -282,6 +282,18 @@ def test_what_a_few_sequences_leave_open_is_decided_by_all(checkpoint: Path, rep
     ]
 
 
+def test_a_model_in_memory_is_verified_as_it_computes(checkpoint: Path) -> None:
+    """After one's own training loop there is a model and no name; its own forward pass is judged, not a reloaded copy's."""
+    model = gpt2.load(str(checkpoint))
+    report = verify(model, quick=True)
+    assert report.ok
+    assert report.model == model.name
+    partial(imprecise.cache, torch.bfloat16)(model)
+    assert failing(verify(model, quick=True, keep_going=True)) == ["rounding"]
+    assert "device takes a name" in refusal(verify, model, device="cpu")
+    assert "a model's name is a text or a path, and this is list" in refusal(verify, [model])
+
+
 @pytest.mark.slow
 def test_more_random_errors_decide_where_few_speak_against_a_model(checkpoint: Path, monkeypatch) -> None:
     """Five of 40 right models with weights of N(0, 1) were refused: their few random errors were small ones."""
