@@ -1,7 +1,6 @@
 """``gpt2 diagnose``: show where a user's implementation differs from GPT-2, and why."""
 
 import argparse
-import dataclasses
 import json
 import math
 import re
@@ -112,8 +111,6 @@ def _diagnosis(args: argparse.Namespace) -> "Diagnosis":
     if (args.what is None) == (args.program is None):
         both = "not both" if args.what else "such as port.py:build, dump.npz, or --run 'python port.py {ids} {out}'"
         raise InputError(f"give WHAT to diagnose or --run CMD, {both}")
-    from gpt2.measure.dumps import is_dump
-
     if args.set and args.step is None:
         raise InputError(f"--set {args.set[0]}: is a setting of a training step; name that with --step FILE.py:make_step")
     if args.program is not None:
@@ -128,27 +125,12 @@ def _diagnosis(args: argparse.Namespace) -> "Diagnosis":
 
     StepSettings.parse(args.set)  # a misspelt key is refused before anything is read or built
     given = {"revision": args.revision, "offline": args.offline}
-    if args.step is None and is_dump(args.what):
+    if args.step is None and not re.search(r"\.py(:.*)?$", args.what):
         import gpt2
 
         with Status(f"reading {args.what}") as status:
             return gpt2.diagnose(args.what, args.model, **given, progress=status)
-    if args.step is None and not re.search(r"\.py(:.*)?$", args.what):
-        return _checkpoint(args)
     from gpt2.port.diagnosis.runner import run
 
     with Status(f"running {args.step or args.what}") as status:
         return run(args.what, args.model, step=args.step, settings=args.set, timeout=args.timeout, **given, progress=status)
-
-
-def _checkpoint(args: argparse.Namespace) -> "Diagnosis":
-    """Diagnose another checkpoint, as the module that it is."""
-    import gpt2
-
-    try:
-        theirs = gpt2.load(args.what, offline=args.offline).float()
-    except InputError as error:
-        raise InputError(f"{error}; or give a module, as port.py:build, or a dump, as dump.npz") from None
-    with Status(f"reading {args.what}") as status:
-        found = gpt2.diagnose(theirs, args.model, revision=args.revision, offline=args.offline, progress=status)
-    return dataclasses.replace(found, module=args.what)

@@ -50,7 +50,7 @@ class Dump:
     ignored: tuple[str, ...] = ()
 
 
-def is_dump(text: str) -> bool:
+def is_dump(text: str | Path) -> bool:
     """Return whether WHAT of the command line is meant as a dump, not as ``FILE.py:build`` or as a checkpoint."""
     path = user_path(text)
     if path.is_dir():

@@ -154,7 +154,7 @@ def test_training_mode_is_said_first(model: gpt2.GPT2) -> None:
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        (7, "diagnose takes a torch.nn.Module, the path of a dump, or a mapping of arrays, and was given int"),
+        (7, "diagnose takes a torch.nn.Module, the path of a dump, a mapping of arrays, or a model's name, and was given int"),
         pytest.param(nn.Embedding(67, 67), "Embedding: nothing in its forward weighs projections", marks=pytest.mark.slow),
         (PORTS["nano"].build(gpt2.GPT2Config(**{**vars(CONFIG), "n_embd": 24})), "its width is 24, the checkpoint's 20"),
     ],
@@ -162,6 +162,13 @@ def test_training_mode_is_said_first(model: gpt2.GPT2) -> None:
 def test_a_module_that_cannot_be_diagnosed_is_refused_in_one_line(module: nn.Module, said: str, model: gpt2.GPT2) -> None:
     """A traceback would look like our bug."""
     assert said in refusal(diagnose, module, model)
+
+
+def test_models_are_named_or_given_and_in_this_order(model: gpt2.GPT2) -> None:
+    """A name was read as a dump's path, and the right model in the first place ended in an AttributeError."""
+    found = diagnose("shakespeare-mini", gpt2.load())
+    assert (found.verdict, found.module, found.checkpoint) == ("equal", "shakespeare-mini", "a model")
+    assert "the right model, a name or a GPT2; it was given Linear as the second" in refusal(diagnose, model, nn.Linear(2, 2))
 
 
 def test_nan_is_followed_to_its_first_array_and_the_author_s_line(model: gpt2.GPT2) -> None:

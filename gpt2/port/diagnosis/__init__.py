@@ -28,7 +28,7 @@ __all__ = ["Cause", "Diagnosis", "Divergence", "diagnose"]
 
 def diagnose(
     what: nn.Module | str | Path | Mapping[str, Any],
-    model: str | GPT2 = DEFAULT,
+    model: str | Path | GPT2 = DEFAULT,
     *,
     revision: str | None = None,
     offline: bool = False,
@@ -42,7 +42,7 @@ def diagnose(
             or object that holds them, holds its author's weights, and is unchanged afterwards. The dump is a path (``.npz``,
             ``.safetensors``, a directory of ``.npy``, llm.c's ``.bin``) or a mapping of NumPy's or torch's arrays: token ids
             under ``ids`` (also ``input_ids``, ``tokens``, ``idx``), of shape (T,) or (B, T), the logits, and any number of
-            intermediate values, all in any layout and under any names.
+            intermediate values, all in any layout and under any names. Another model's name is that model, as a module.
         model: a model's name, as for :func:`gpt2.load`, or a model.
         revision, offline: as for :func:`gpt2.load`.
         fill: first load the weights as :func:`gpt2.load_into` does, for a module that has none yet.
@@ -62,14 +62,26 @@ def diagnose(
 
     from gpt2.checkpoint.loading import load, require_intact
     from gpt2.int8 import require_float
+    from gpt2.measure.dumps import is_dump
     from gpt2.measure.metrics import silent
+    from gpt2.model import GPT2
     from gpt2.port.module.examination import Examination
     from gpt2.port.terms.budget import few_threads
 
     if not isinstance(what, (torch.nn.Module, str, Path, Mapping)):
-        hint = "a torch.nn.Module, the path of a dump, or a mapping of arrays"
+        hint = "a torch.nn.Module, the path of a dump, a mapping of arrays, or a model's name"
         raise InputError(f"diagnose takes {hint}, and was given {type(what).__name__}; build the module first")
-    ours = load(model, revision=revision, offline=offline) if isinstance(model, str) else model
+    if not isinstance(model, (str, Path, GPT2)):
+        given = f"was given {type(model).__name__} as the second"
+        raise InputError(f"diagnose takes what is to be diagnosed, then the right model, a name or a GPT2; it {given}")
+    name = ""
+    if isinstance(what, str | Path) and not is_dump(what):
+        name = str(what)
+        try:
+            what = load(name, offline=offline).float()
+        except InputError as error:
+            raise InputError(f"{error}; or give a module, as port.py:build, or a dump, as dump.npz") from None
+    ours = model if isinstance(model, GPT2) else load(str(model), revision=revision, offline=offline)
     config = ours.config
     require_intact(ours, f"the right model{ours.name and f', {ours.name}'}")
     if isinstance(what, torch.nn.Module):
@@ -82,4 +94,4 @@ def diagnose(
         state = exact_weights(ours)
         del ours  # if nobody else has it, its memory is free
         diagnosis = examine(what, config, state, progress or silent)
-    return replace(diagnosis, checkpoint=model if isinstance(model, str) else "a model")
+    return replace(diagnosis, checkpoint="a model" if isinstance(model, GPT2) else str(model), module=name or diagnosis.module)
